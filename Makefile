@@ -1,0 +1,98 @@
+# Everything happens in .venv, made from $(PYTHON) on first use. Paths are relative, so the checkout may lie anywhere.
+
+PYTHON ?= python3
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet -c constraints.txt
+METADATA := pyproject.toml setup.cfg constraints.txt
+# examples and benchmarks are checked as soon as they hold Python
+SCRIPTS := $(patsubst %/,%,$(sort $(foreach folder,examples benchmarks,$(if $(shell find $(folder) -name '*.py' 2>/dev/null | head -n 1),$(folder)))))
+
+# What the caller's shell has set for another project must not leak into this one.
+unexport PYTHONPATH PYTHONHOME PYTHONSTARTUP VIRTUAL_ENV MYPYPATH PIP_USER PIP_TARGET PIP_PREFIX PIP_REQUIRE_VIRTUALENV
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+# A virtual environment holds absolute paths: one that was moved, or whose Python is gone, is made again; any other that works is kept.
+STALE := $(shell [ -e $(VENV)/place ] && { [ -x $(BIN)/python ] && [ "$$(cat $(VENV)/place)" = "$$(pwd -P)" ] || echo stale; })
+
+step = @printf '\n== %s\n'
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.DELETE_ON_ERROR:
+.PHONY: help demo test install install-dev lint types contracts pytest format bench clean FORCE
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+
+demo: $(VENV)/installed ## train a small byte-level language model; prints where the results are
+	$(step) 'Training the example: examples/byte_lm/config.yaml'
+	@$(BIN)/pulsetrain train examples/byte_lm/config.yaml
+
+test: lint types contracts pytest ## lint, types, import contracts, tests
+	$(step) 'All checks passed'
+
+lint: $(VENV)/installed-dev ## ruff: rules and format
+	$(step) 'Lint (ruff)'
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+types: $(VENV)/installed-dev ## mypy, strict
+	$(step) 'Types (mypy)'
+	@$(BIN)/python -m mypy engine handlers pulsetrain $(SCRIPTS)
+
+contracts: $(VENV)/installed-dev ## import-linter: the arrows between the packages
+	$(step) 'Import contracts (import-linter)'
+	@$(BIN)/lint-imports --no-logo
+
+pytest: $(VENV)/installed-dev ## the tests; e.g. make pytest ARGS="-n auto --cov tests/engine"
+	$(step) 'Tests (pytest)'
+	@$(BIN)/python -m pytest $(ARGS)
+
+format: $(VENV)/installed-dev ## let ruff repair what it can
+	$(step) 'Format (ruff)'
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+bench: $(VENV)/installed-dev ## the benchmarks behind the figures of the README
+	$(step) 'Benchmarks'
+	@$(BIN)/python -m benchmarks $(ARGS)
+
+install: $(VENV)/installed ## .venv with what a run needs
+install-dev: $(VENV)/installed-dev ## .venv with what the checks need as well
+
+clean: ## remove caches and builds; .venv and runs/ stay
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .coverage .coverage.* htmlcov
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+# Stamps: each is newer than what it was made from, so that a second call has nothing to do.
+
+$(VENV)/place: $(if $(STALE),FORCE)
+	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+		echo 'Pulsetrain needs Python 3.11 or newer; "$(PYTHON)" is' "$$("$(PYTHON)" --version 2>&1 || true)."; \
+		echo 'Name another one: make PYTHON=python3.11 ...'; exit 1; } >&2
+	@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || { \
+		echo '"$(PYTHON)" cannot make virtual environments: its modules venv and ensurepip are missing'; \
+		echo '(on Debian and Ubuntu: apt-get install python3-venv).'; exit 1; } >&2
+	$(step) 'Preparing $(VENV)'
+	@{ [ -z '$(STALE)' ] && $(BIN)/python -c 'import pip, sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; } \
+		|| "$(PYTHON)" -m venv --clear $(VENV)
+	@pwd -P > $@
+
+# torch first and by itself: pip then takes the build that this machine's own index prefers, a CPU build where there is one.
+$(VENV)/torch: $(VENV)/place constraints.txt
+	$(step) 'Installing torch'
+	@$(PIP) torch
+	@touch $@
+
+$(VENV)/installed: $(VENV)/torch $(METADATA)
+	$(step) 'Installing pulsetrain'
+	@$(PIP) -e .
+	@touch $@
+
+$(VENV)/installed-dev: $(VENV)/torch $(METADATA)
+	$(step) 'Installing pulsetrain and what its checks need'
+	@$(PIP) -e '.[dev]'
+	@touch $@ $(VENV)/installed

@@ -1,0 +1,439 @@
+"""The bus: one blinker signal an event, ordered receivers, one total order over every engine that shares it."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import weakref
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from enum import IntEnum
+from typing import TYPE_CHECKING, Any, Literal
+
+import blinker
+from blinker.base import ANY_ID
+
+from engine.binding import Shape, bind
+from engine.events import EventFilter, Events, event_key
+from engine.payloads import HandlerFailed
+from engine.plan import Plan, Sequence
+
+if TYPE_CHECKING:
+    from engine.emitter import Emitter
+    from engine.events import Event
+
+__all__ = ["EventBus", "EventSignal", "Phase", "Subscription"]
+
+OnError = Literal["raise", "warn"]
+_serial = itertools.count(1)
+
+
+class Phase(IntEnum):
+    """When a handler runs within an event: metrics are computed, policies act, loggers observe, checkpoints persist."""
+
+    COMPUTE = 0
+    ACT = 1
+    OBSERVE = 2
+    PERSIST = 3
+
+
+class Subscription:
+    """One handler on one event of one engine, or of all engines of a bus. `cancel()` undoes it; so does `with`.
+
+    It is also the blinker receiver that the signal holds: called with (sender, event=Event), it calls the handler.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "args",
+        "by_engine",
+        "call",
+        "failures",
+        "filter",
+        "fired_once",
+        "handler",
+        "kwargs",
+        "on_error",
+        "phase",
+        "position",
+        "serial",
+        "shape",
+        "signal",
+        "suspended",
+        "wants_event",
+        "wrapper",
+    )
+
+    def __init__(
+        self,
+        signal: EventSignal,
+        handler: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        shape: Shape,
+        event_filter: EventFilter | Callable[..., bool] | None = None,
+        phase: Phase = Phase.ACT,
+        on_error: OnError = "raise",
+        by_engine: bool = False,
+    ) -> None:
+        if on_error not in ("raise", "warn"):
+            raise ValueError(f"on_error={on_error!r}: choose 'raise' or 'warn'")
+        self.signal = signal
+        self.phase = Phase(phase)
+        self.on_error = on_error
+        self.by_engine = by_engine  # registered with engine.on: may take an exception of the run
+        self.failures = 0
+        self.serial = next(_serial)
+        self.position: float = self.serial  # order inside a phase
+        self.filter = event_filter
+        self.suspended: tuple[Any, Callable[..., Any]] | None = None
+        self.fired_once: tuple[int, int] | None = None
+        self.wrapper: Callable[..., Any] | None = None
+        self.set_handler(handler, args, kwargs, shape)
+
+    def set_handler(
+        self, handler: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], shape: Shape
+    ) -> None:
+        """Call something else from now on, in the same place."""
+        self.handler = handler
+        self.args, self.kwargs, self.shape = args, kwargs, shape
+        self.call, self.wants_event = shape.compile(handler, args, kwargs)
+        if self.on_error == "warn":
+            self.call = self._guarded(self.call)
+
+    @property
+    def description(self) -> str:
+        """The handler's name, for messages."""
+        handler = self.handler
+        name: str = getattr(handler, "__qualname__", type(handler).__name__)
+        module = getattr(handler, "__module__", None)
+        return f"{module}.{name}" if module else name
+
+    def is_due(self, engine: Emitter) -> bool:
+        """Whether the filter lets the event through, by the counter as it stands now."""
+        assert self.filter is not None
+        value = engine.counter_value(self.signal.event)
+        if not self.filter(engine, value):
+            return False
+        if isinstance(self.filter, EventFilter) and self.filter.once:
+            # the counter can stand still between two firings: once is once in a run
+            if self.fired_once == (engine.run_number, value):
+                return False
+            self.fired_once = (engine.run_number, value)
+        return True
+
+    def is_handler(self, handler: Callable[..., Any]) -> bool:
+        """Whether this calls the handler, itself or through the function that asks its filter."""
+        mine = self.handler
+        if hasattr(mine, "_parent"):
+            mine = mine._parent()
+        return bool(mine == handler) or (self.wrapper is not None and self.wrapper is handler)
+
+    def suspend_filter(self) -> None:
+        """Let the handler ask the filter: what a profiler puts in place calls the function that does."""
+        self.suspended = (self.filter, self.handler)
+        self.filter = None
+        self.signal.reorder()
+
+    def resume_filter(self) -> Callable[..., Any]:
+        """Undo `suspend_filter`; returns the handler that was there."""
+        assert self.suspended is not None
+        (self.filter, handler), self.suspended = self.suspended, None
+        self.signal.reorder()
+        return handler
+
+    def cancel(self) -> None:
+        """Stop hearing the event; a firing under way still reaches the handler once. Cancelling twice is once."""
+        self.signal.disconnect(self)
+
+    def __enter__(self) -> Subscription:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.cancel()
+
+    def __call__(self, sender: Any, event: Event | None = None) -> Any:
+        """The receiver's side of blinker: what `signal.send(engine, event=...)` calls."""
+        return self.call(sender, event) if self.wants_event else self.call(sender)
+
+    def _guarded(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def guarded(engine: Emitter, *event: Any) -> Any:
+            try:
+                return call(engine, *event)
+            except Exception as error:
+                self.failures += 1
+                self._report(engine, error)
+                return None
+
+        return guarded
+
+    def _report(self, engine: Emitter, error: Exception) -> None:
+        if self.failures == 1:
+            import structlog  # on the failing path only: it keeps `import engine` quick
+
+            structlog.get_logger("engine").warning(
+                "handler failed; the run goes on, further failures are counted",
+                handler=self.description,
+                on=self.signal.name,
+                error=f"{type(error).__name__}: {error}",
+                exc_info=error,
+            )
+        if self.signal.event != Events.HANDLER_FAILED:
+            engine.fire(
+                Events.HANDLER_FAILED,
+                HandlerFailed(handler=self.description, event=self.signal.name, error=error),
+            )
+
+
+class EventSignal(blinker.NamedSignal):
+    """A blinker signal whose receivers are ordered by phase, then by registration, and compiled into plans."""
+
+    def __init__(self, name: str, event: Any) -> None:
+        super().__init__(name)
+        self.event = event
+        self._muted = 0
+        self._plain: dict[Any, Subscription] = {}  # how plain receivers are called
+        self._plans: dict[int, weakref.ref[Plan]] = {}
+
+    # blinker assigns is_muted; the plans have to follow
+    @property
+    def is_muted(self) -> bool:
+        """Whether the receivers are silenced."""
+        return self._muted > 0
+
+    @is_muted.setter
+    def is_muted(self, value: bool) -> None:
+        self._muted = int(value)
+        if hasattr(self, "_plans"):
+            self._rebuild()
+
+    @contextmanager
+    def muted(self) -> Iterator[None]:
+        """Silence every receiver of the event, of every engine, until the block ends; nests."""
+        self._muted += 1
+        self._rebuild()
+        try:
+            yield
+        finally:
+            self._muted -= 1
+            self._rebuild()
+
+    def connect(self, receiver: Any, sender: Any = blinker.ANY, weak: bool = True) -> Any:
+        """As blinker documents; a plain receiver runs in phase ACT and is called as (sender, event=Event)."""
+        connected = super().connect(receiver, sender, weak)
+        self._rebuild()
+        return connected
+
+    def _disconnect(self, receiver_id: Any, sender_id: Any) -> None:
+        super()._disconnect(receiver_id, sender_id)
+        if receiver_id not in self.receivers:
+            self._plain.pop(receiver_id, None)
+        self._rebuild()
+
+    def forget_sender(self, sender_id: int) -> None:
+        """Drop what only a dead engine could have fired: blinker itself would keep the receivers."""
+        self._plans.pop(sender_id, None)
+        for receiver_id in [*self._by_sender.pop(sender_id, ())]:
+            senders = self._by_receiver[receiver_id]
+            senders.discard(sender_id)
+            if not senders:
+                super()._disconnect(receiver_id, ANY_ID)
+
+    def reorder(self) -> None:
+        """Follow a changed position or handler of a subscription."""
+        self._rebuild()
+
+    def subscriptions(self, sender_id: int, *, exclusive: bool = False) -> list[Subscription]:
+        """What the sender's event reaches, in order; `exclusive` leaves out what hears every engine."""
+        if self._muted and not exclusive:
+            return []
+        found = []
+        for receiver_id, receiver in self.receivers.items():
+            senders = self._by_receiver[receiver_id]
+            if sender_id in senders or (ANY_ID in senders and not exclusive):
+                if isinstance(receiver, Subscription):
+                    found.append(receiver)
+                elif not exclusive:
+                    found.append(self._plain_subscription(receiver_id, receiver))
+        found.sort(key=lambda subscription: (subscription.phase, subscription.position))
+        return found
+
+    def receivers_for(self, sender: Any) -> Generator[Callable[..., Any], None, None]:
+        """The receivers that `send` calls, in order."""
+        yield from self.subscriptions(id(sender))
+
+    def watch(self, sender_id: int, plan: Plan) -> None:
+        """Keep the plan compiled."""
+        self._plans[sender_id] = weakref.ref(plan)
+        plan.rebuild(self.subscriptions(sender_id))
+
+    def patch(self, subscription: Subscription) -> None:
+        """Replace the subscription's callable in every plan, firings under way included."""
+        for reference in self._plans.values():
+            plan = reference()
+            if plan is not None:
+                plan.calls.patch(subscription)
+                if plan.quiet is not plan.calls:
+                    plan.quiet.patch(subscription)
+
+    def _rebuild(self) -> None:
+        for sender_id, reference in list(self._plans.items()):
+            plan = reference()
+            if plan is None:
+                del self._plans[sender_id]
+            else:
+                plan.rebuild(self.subscriptions(sender_id))
+
+    def _plain_subscription(self, receiver_id: Any, receiver: Any) -> Subscription:
+        if receiver_id not in self._plain:
+            if isinstance(receiver, weakref.ref):
+
+                def deliver(sender: Any, event: Any) -> Any:
+                    target = receiver()
+                    return target(sender, event=event) if target is not None else None
+
+            else:
+
+                def deliver(sender: Any, event: Any) -> Any:
+                    return receiver(sender, event=event)
+
+            self._plain[receiver_id] = Subscription(self, deliver, (), {}, shape=Shape.EVENT)
+        return self._plain[receiver_id]
+
+
+class EventBus(blinker.Namespace):
+    """Where engines fire and receivers listen; several engines may share one and then share one order of events.
+
+    A bus belongs to one thread; from others, `engine.post`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sequence = Sequence()
+        self._engines: dict[int, weakref.ref[Any]] = {}
+        self._by_key: dict[str, EventSignal] = {}
+
+    # Namespace is a dict: an empty one is falsy and equals every other, a bus is neither
+    def __bool__(self) -> bool:
+        return True
+
+    def __eq__(self, other: object) -> bool:
+        return self is other
+
+    __hash__ = object.__hash__  # type: ignore[assignment]  # a dict has none
+
+    def __repr__(self) -> str:
+        return f"<EventBus of {', '.join(engine.name for engine in self.engines) or 'no engine'}>"
+
+    @property
+    def engines(self) -> list[Any]:
+        """The living engines of this bus, in the order in which they joined."""
+        return [engine for reference in self._engines.values() if (engine := reference()) is not None]
+
+    def signal(self, event: Any, doc: str | None = None) -> EventSignal:
+        """The blinker signal of the event; the same one at each call."""
+        event = getattr(event, "member", event)
+        key = event_key(event)
+        signal = self._by_key.get(key)
+        if signal is None:
+            name = event if isinstance(event, str) else event._value_
+            signal = self._by_key[key] = self[key] = EventSignal(name, event)
+            if doc:
+                signal.__doc__ = doc
+        return signal
+
+    def subscribe(
+        self,
+        event: Any,
+        handler: Callable[..., Any],
+        *args: Any,
+        sender: Any = None,
+        phase: Phase = Phase.ACT,
+        on_error: OnError = "raise",
+        **kwargs: Any,
+    ) -> Subscription:
+        """Call the handler when the event fires on `sender`, or on any engine of the bus when that is None.
+
+        It holds the handler until `cancel()`, and only observes exceptions: `engine.on` may take one.
+
+        Raises:
+            ValueError: the handler's signature fits nothing, or a filter is on an event without a counter.
+            TypeError: the event is no event.
+        """
+        from ignite.engine.events import EventsList
+
+        if isinstance(event, EventsList):
+            raise TypeError(f"subscribe({event!r}): one event a subscription; call it for each of the joined ones")
+        event_filter = getattr(event, "filter", None)
+        if event_filter is not None:
+            for engine in self.engines if sender is None else [sender]:
+                engine.require_counter(event)
+        return self.connect_handler(
+            event,
+            handler,
+            args,
+            kwargs,
+            event_filter=event_filter,
+            sender=sender,
+            phase=phase,
+            on_error=on_error,
+        )
+
+    def connect_handler(
+        self,
+        event: Any,
+        handler: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        event_filter: EventFilter | Callable[..., bool] | None,
+        sender: Any,
+        phase: Phase,
+        on_error: OnError,
+        by_engine: bool = False,
+    ) -> Subscription:
+        """Register a checked event's handler; `Engine.on` and `subscribe` end here."""
+        signal = self.signal(event)
+        if not callable(handler):
+            raise TypeError(f"{signal.name}: handler={handler!r}: needs a callable")
+        if inspect.iscoroutinefunction(handler):
+            raise TypeError(f"{signal.name}: handler={handler!r}: coroutine functions are not awaited; pass a function")
+        subscription = Subscription(
+            signal,
+            handler,
+            args,
+            kwargs,
+            shape=bind(handler, signal.event, args, kwargs),
+            event_filter=event_filter,
+            phase=phase,
+            on_error=on_error,
+            by_engine=by_engine,
+        )
+        signal.connect(subscription, sender=blinker.ANY if sender is None else sender, weak=False)
+        return subscription
+
+    def join(self, engine: Any, name: str | None) -> str:
+        """Add an engine; returns the name that its events carry.
+
+        Raises:
+            ValueError: a living engine of this bus has the name already.
+        """
+        taken = {other.name for other in self.engines}
+        if name is None:
+            name = next(
+                n for n in itertools.chain(["engine"], (f"engine_{i}" for i in itertools.count(2))) if n not in taken
+            )
+        elif name in taken:
+            raise ValueError(f"Engine(name={name!r}): this bus has an engine of that name; choose another")
+        sender_id = id(engine)
+        bus = weakref.ref(self)
+
+        def forget(_: object) -> None:
+            if (living := bus()) is not None:
+                living._engines.pop(sender_id, None)
+                for signal in list(living._by_key.values()):
+                    signal.forget_sender(sender_id)
+
+        self._engines[sender_id] = weakref.ref(engine, forget)
+        return name

@@ -1,0 +1,56 @@
+"""How often something happens, as a value: `Every(iterations=500) | Every(epochs=1)`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+__all__ = ["Every"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Every:
+    """A cadence: due at every n-th iteration, epoch or update, or after so many seconds; `|` joins two.
+
+    The parts are alternatives: `Every(iterations=500, epochs=1)` is due at iteration 500, 1000 ... and at the end of
+    each epoch.
+
+    Args:
+        iterations: batches between two occasions.
+        epochs: epochs between two occasions.
+        updates: optimizer steps between two occasions.
+        seconds: host wall time between two occasions; looked at after each iteration.
+
+    Raises:
+        ValueError: a part is not positive, or none is given.
+        TypeError: a part is no number (iterations, epochs and updates: no whole number).
+    """
+
+    iterations: int | None = None
+    epochs: int | None = None
+    updates: int | None = None
+    seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        given = {name: value for name, value in given.items() if value is not None}
+        if not given:
+            raise ValueError("Every(): needs at least one of iterations, epochs, updates, seconds")
+        for name, value in given.items():
+            kinds = (int, float) if name == "seconds" else (int,)
+            if not isinstance(value, kinds) or isinstance(value, bool):
+                raise TypeError(f"Every({name}={value!r}): needs a {'number' if name == 'seconds' else 'whole number'}")
+            if value <= 0:
+                raise ValueError(f"Every({name}={value!r}): needs a positive number")
+
+    def __or__(self, other: Every) -> Every:
+        """Both cadences at once; where both name the same unit with different values, an error."""
+        if not isinstance(other, Every):
+            return NotImplemented
+        parts: dict[str, float] = {}
+        for field in fields(self):
+            mine, theirs = getattr(self, field.name), getattr(other, field.name)
+            if mine is not None and theirs is not None and mine != theirs:
+                raise ValueError(f"Every({field.name}={mine!r}) | Every({field.name}={theirs!r}): one cadence a unit")
+            if mine is not None or theirs is not None:
+                parts[field.name] = mine if mine is not None else theirs
+        return Every(**parts)  # type: ignore[arg-type]  # the values keep the types they were checked for above

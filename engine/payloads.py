@@ -1,0 +1,128 @@
+"""What events carry: one frozen dataclass for each event that carries data.
+
+Tensors in payloads stay detached on their device: whoever logs pays for the copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = [
+    "AnomalyDetected",
+    "CheckpointLoaded",
+    "CheckpointSaved",
+    "EpochTerminated",
+    "ExceptionRaised",
+    "GradientsReady",
+    "HandlerFailed",
+    "MetricsLogged",
+    "OptimizerStepCompleted",
+    "Preempted",
+    "Terminated",
+    "ValidationCompleted",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Terminated:
+    """TERMINATE: the run was ended before its bound."""
+
+    reason: str  # what `terminate(reason=...)` was given
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EpochTerminated:
+    """TERMINATE_SINGLE_EPOCH: the epoch was ended early, the run goes on."""
+
+    iter_counter: int  # batches of this epoch that were fetched
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExceptionRaised:
+    """EXCEPTION_RAISED: the step, the loader or a handler raised."""
+
+    error: BaseException
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GradientsReady:
+    """GRADIENTS_READY: between backward and the optimizer's step."""
+
+    grad_norm: Tensor  # total L2 norm before clipping, shape (), on the device
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerStepCompleted:
+    """OPTIMIZER_STEP_COMPLETED: the weights have changed."""
+
+    learning_rates: tuple[float, ...]  # one a parameter group, those of the step just made
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ValidationCompleted:
+    """VALIDATION_COMPLETED: one round over every validation loader."""
+
+    metrics: Mapping[str, float]  # full names, such as "val/loss"
+    seconds: float  # host wall time of the whole round
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointSaved:
+    """CHECKPOINT_SAVED: the checkpoint is durable on disk."""
+
+    path: Path
+    iteration: int
+    bytes: int  # on disk
+    seconds: float  # host wall time of writing it
+    is_best: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointLoaded:
+    """CHECKPOINT_LOADED: the run goes on from this checkpoint."""
+
+    path: Path
+    iteration: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MetricsLogged:
+    """METRICS_LOGGED: values brought to the host."""
+
+    metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AnomalyDetected:
+    """ANOMALY_DETECTED: a value that should not be, and the rows it came from."""
+
+    kind: str  # "nan", "loss_spike" ...
+    value: float
+    batch_indices: tuple[int, ...]  # indices into the dataset; empty where they are not known
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preempted:
+    """PREEMPTED: the process was asked to stop."""
+
+    signal: str  # "SIGTERM", "SIGUSR1", "SIGINT"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HandlerFailed:
+    """HANDLER_FAILED: a handler registered with on_error="warn" raised; the run goes on."""
+
+    handler: str
+    event: str
+    error: BaseException
+
+
+def payload_fields(payload: Any) -> dict[str, Any]:
+    """The payload's fields by name, values untouched (`dataclasses.asdict` would copy every tensor)."""
+    return {name: getattr(payload, name) for name in payload.__dataclass_fields__}
