@@ -1,9 +1,67 @@
 """Mechanism: events, the bus, the run loop and the parts of a training step."""
 
+from engine.backends import TorchBackend
 from engine.bus import EventBus, Phase, Subscription
 from engine.cadence import Every
 from engine.emitter import EngineState as State
+from engine.errors import (
+    CheckpointError,
+    ConfigurationError,
+    MetricNotFoundError,
+    PulsetrainError,
+    RunFolderError,
+)
 from engine.events import Event, EventEnum, Events
 from engine.loop import Engine
+from engine.payloads import (
+    AnomalyDetected,
+    CheckpointLoaded,
+    CheckpointSaved,
+    EpochTerminated,
+    ExceptionRaised,
+    GradientsReady,
+    HandlerFailed,
+    MetricsLogged,
+    OptimizerStepCompleted,
+    Preempted,
+    Terminated,
+    ValidationCompleted,
+)
+from engine.protocols import ModelState, TrainingBatch, TrainingResult, TrainingStrategy
+from engine.strategies import PretrainStrategy, SupervisedStrategy
 
-__all__ = ["Engine", "Event", "EventBus", "EventEnum", "Events", "Every", "Phase", "State", "Subscription"]
+__all__ = [
+    "Engine",
+    "Event",
+    "EventBus",
+    "EventEnum",
+    "Events",
+    "Every",
+    "Phase",
+    "State",
+    "Subscription",
+    "AnomalyDetected",
+    "CheckpointLoaded",
+    "CheckpointSaved",
+    "EpochTerminated",
+    "ExceptionRaised",
+    "GradientsReady",
+    "HandlerFailed",
+    "MetricsLogged",
+    "OptimizerStepCompleted",
+    "Preempted",
+    "Terminated",
+    "ValidationCompleted",
+    "ModelState",
+    "TrainingBatch",
+    "TrainingResult",
+    "TrainingStrategy",
+    "TorchBackend",
+    "PretrainStrategy",
+    "SupervisedStrategy",
+    "CheckpointError",
+    "ConfigurationError",
+    "MetricNotFoundError",
+    "PulsetrainError",
+    "RunFolderError",
+]

@@ -86,14 +86,14 @@ def bind(handler: Callable[..., Any], event: Any, args: tuple[Any, ...], kwargs:
     asks_event = (
         len(positional) >= 2 and positional[1].name == "event" and positional[1].default is inspect.Parameter.empty
     )
-    error_at_end: TypeError | None = None
+    reason = ""  # the text, not the error: its traceback would keep the caller's frames, and the engine, alive
 
     def binds(*first: Any, **extra: Any) -> bool:
-        nonlocal error_at_end
+        nonlocal reason
         try:
             signature.bind(*first, *args, **{**extra, **kwargs})
         except TypeError as error:
-            error_at_end = error
+            reason = str(error)
             return False
         return True
 
@@ -121,5 +121,5 @@ def bind(handler: Callable[..., Any], event: Any, args: tuple[Any, ...], kwargs:
     raise ValueError(
         f"Error adding {handler!r} 'handler' to {event}: takes parameters {list(signature.parameters)} but will be "
         f"called with {' or '.join(shape.value for shape, _, _ in tries)}, args={args}, kwargs={kwargs} "
-        f"({error_at_end}); change the handler's parameters or the arguments given with it"
+        f"({reason}); change the handler's parameters or the arguments given with it"
     )

@@ -14,7 +14,7 @@ import blinker
 from blinker.base import ANY_ID
 
 from engine.binding import Shape, bind
-from engine.events import EventFilter, Events, event_key
+from engine.events import COUNTERS, EventFilter, Events, canonical, event_key
 from engine.payloads import HandlerFailed
 from engine.plan import Plan, Sequence
 
@@ -88,7 +88,8 @@ class Subscription:
         self.position: float = self.serial  # order inside a phase
         self.filter = event_filter
         self.suspended: tuple[Any, Callable[..., Any]] | None = None
-        self.fired_once: tuple[int, int] | None = None
+        # by engine, since a bus's subscription may hear several: its run and the value
+        self.fired_once: weakref.WeakKeyDictionary[Emitter, tuple[int, int]] | None = None
         self.wrapper: Callable[..., Any] | None = None
         self.set_handler(handler, args, kwargs, shape)
 
@@ -118,9 +119,12 @@ class Subscription:
             return False
         if isinstance(self.filter, EventFilter) and self.filter.once:
             # the counter can stand still between two firings: once is once in a run
-            if self.fired_once == (engine.run_number, value):
+            now = (engine.run_number, value)
+            if self.fired_once is None:
+                self.fired_once = weakref.WeakKeyDictionary()
+            if self.fired_once.get(engine) == now:
                 return False
-            self.fired_once = (engine.run_number, value)
+            self.fired_once[engine] = now
         return True
 
     def is_handler(self, handler: Callable[..., Any]) -> bool:
@@ -222,6 +226,10 @@ class EventSignal(blinker.NamedSignal):
     def connect(self, receiver: Any, sender: Any = blinker.ANY, weak: bool = True) -> Any:
         """As blinker documents; a plain receiver runs in phase ACT and is called as (sender, event=Event)."""
         connected = super().connect(receiver, sender, weak)
+        if not isinstance(receiver, Subscription):
+            for receiver_id, held in self.receivers.items():
+                if not isinstance(held, Subscription):
+                    self._plain_subscription(receiver_id, held)  # now: this is its place in the order
         self._rebuild()
         return connected
 
@@ -234,11 +242,12 @@ class EventSignal(blinker.NamedSignal):
     def forget_sender(self, sender_id: int) -> None:
         """Drop what only a dead engine could have fired: blinker itself would keep the receivers."""
         self._plans.pop(sender_id, None)
-        for receiver_id in [*self._by_sender.pop(sender_id, ())]:
-            senders = self._by_receiver[receiver_id]
+        self._by_sender.pop(sender_id, None)  # blinker's own clean-up may have come first: look at every receiver
+        for receiver_id, senders in [*self._by_receiver.items()]:
             senders.discard(sender_id)
             if not senders:
                 super()._disconnect(receiver_id, ANY_ID)
+                self._plain.pop(receiver_id, None)
 
     def reorder(self) -> None:
         """Follow a changed position or handler of a subscription."""
@@ -261,7 +270,16 @@ class EventSignal(blinker.NamedSignal):
 
     def receivers_for(self, sender: Any) -> Generator[Callable[..., Any], None, None]:
         """The receivers that `send` calls, in order."""
-        yield from self.subscriptions(id(sender))
+        plain = {subscription: receiver_id for receiver_id, subscription in self._plain.items()}
+        for subscription in self.subscriptions(id(sender)):
+            if subscription not in plain:
+                yield subscription
+                continue
+            receiver = self.receivers.get(plain[subscription])
+            if isinstance(receiver, weakref.ref):
+                receiver = receiver()
+            if receiver is not None:
+                yield receiver
 
     def watch(self, sender_id: int, plan: Plan) -> None:
         """Keep the plan compiled."""
@@ -333,7 +351,7 @@ class EventBus(blinker.Namespace):
 
     def signal(self, event: Any, doc: str | None = None) -> EventSignal:
         """The blinker signal of the event; the same one at each call."""
-        event = getattr(event, "member", event)
+        event = canonical(event)
         key = event_key(event)
         signal = self._by_key.get(key)
         if signal is None:
@@ -367,8 +385,12 @@ class EventBus(blinker.Namespace):
             raise TypeError(f"subscribe({event!r}): one event a subscription; call it for each of the joined ones")
         event_filter = getattr(event, "filter", None)
         if event_filter is not None:
+            member = canonical(event)
+            if isinstance(member, Events) and member not in COUNTERS:
+                raise ValueError(f"{event}: a filter needs a counter, and this event has none")
             for engine in self.engines if sender is None else [sender]:
-                engine.require_counter(event)
+                if sender is not None or engine.has_registered_events(event):
+                    engine.require_counter(event)
         return self.connect_handler(
             event,
             handler,
@@ -397,7 +419,7 @@ class EventBus(blinker.Namespace):
         signal = self.signal(event)
         if not callable(handler):
             raise TypeError(f"{signal.name}: handler={handler!r}: needs a callable")
-        if inspect.iscoroutinefunction(handler):
+        if inspect.iscoroutinefunction(handler) or inspect.iscoroutinefunction(type(handler).__call__):
             raise TypeError(f"{signal.name}: handler={handler!r}: coroutine functions are not awaited; pass a function")
         subscription = Subscription(
             signal,

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, fields
+
+from engine.events import Events, EventsList
 
 __all__ = ["Every"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Every:
     """A cadence: due at every n-th iteration, epoch or update, or after so many seconds; `|` joins two.
 
@@ -54,3 +58,39 @@ class Every:
             if mine is not None or theirs is not None:
                 parts[field.name] = mine if mine is not None else theirs
         return Every(**parts)  # type: ignore[arg-type]  # the values keep the types they were checked for above
+
+    def events(self, clock: Callable[[], float] = time.monotonic) -> EventsList:
+        """The filtered events that a handler of this cadence subscribes to; each call has its own memory of time.
+
+        Two of them can be due at one point of training (the last iteration of an epoch): act once an iteration.
+
+        Args:
+            clock: seconds, never running backwards; read after each iteration where `seconds` is given.
+        """
+        joined = EventsList()
+        if self.iterations is not None:
+            joined |= Events.ITERATION_COMPLETED(every=self.iterations)
+        if self.epochs is not None:
+            joined |= Events.EPOCH_COMPLETED(every=self.epochs)
+        if self.updates is not None:
+            joined |= Events.OPTIMIZER_STEP_COMPLETED(every=self.updates)
+        if self.seconds is not None:
+            joined |= Events.ITERATION_COMPLETED(event_filter=_after_seconds(self.seconds, clock))
+        return joined
+
+
+def _after_seconds(seconds: float, clock: Callable[[], float]) -> Callable[[object, int], bool]:
+    """A filter that is due when so much time has passed since it was last due, or first asked."""
+    last: float | None = None
+
+    def is_due(engine: object, value: int) -> bool:
+        nonlocal last
+        now = clock()
+        if last is None:
+            last = now
+        if now - last < seconds:
+            return False
+        last = now
+        return True
+
+    return is_due

@@ -12,6 +12,7 @@ from ignite.engine.events import EventEnum as IgniteEventEnum
 from ignite.engine.events import Events as IgniteEvents
 from ignite.engine.events import EventsList, RemovableEventHandle, State
 
+from engine.binding import LEGACY_FIELDS
 from engine.bus import EventBus, OnError, Phase, Subscription
 from engine.events import LOOP_COUNTERS, EventEnum, Events, event_key
 from engine.handler_table import HandlerTable
@@ -57,7 +58,11 @@ class Handle(RemovableEventHandle):
     """
 
     def __init__(self, event: Any, handler: Callable[..., Any], engine: Any, subscriptions: list[Subscription]) -> None:
-        super().__init__(event, handler, engine)
+        try:
+            super().__init__(event, handler, engine)
+        except TypeError:  # a callable that cannot be referred to weakly
+            super().__init__(event, type(handler), engine)
+            self.handler = lambda: handler  # type: ignore[assignment]  # called alike
         self._subscriptions = [weakref.ref(subscription) for subscription in subscriptions]
 
     def remove(self) -> None:
@@ -95,7 +100,7 @@ class Emitter:
         self._posts: deque[tuple[Any, Any]] = deque()
         self._attention = False
         self._hooked = type(self)._fire_event is not Emitter._fire_event
-        self._in_flight: Any = None
+        self._in_flight: tuple[Plan, Any] | None = None
         self._emit: Callable[..., None] = _emit_through_hook if self._hooked else emit
 
     @property
@@ -130,7 +135,10 @@ class Emitter:
 
     def has_registered_events(self, event: Any) -> bool:
         """Whether the event may be fired on this engine."""
-        return event in self._allowed_events
+        try:
+            return event_key(self._resolve(event)) in {event_key(known) for known in self._allowed_events}
+        except TypeError:
+            return False
 
     def counter_of(self, event: Any) -> str | None:
         """The state attribute that the event's filters read, or None."""
@@ -174,11 +182,7 @@ class Emitter:
         return event
 
     def _assert_allowed_event(self, event: Any) -> None:
-        try:
-            allowed = event_key(self._resolve(event)) in {event_key(known) for known in self._allowed_events}
-        except TypeError:
-            allowed = False
-        if not allowed:
+        if not self.has_registered_events(event):
             raise ValueError(
                 f"Event {event} is not a valid event for this {type(self).__name__}; "
                 "custom events are allowed by register_events()"
@@ -327,9 +331,11 @@ class Emitter:
         Raises:
             TypeError, ValueError: as `fire`, at once.
         """
-        plan = self._plan(event)
-        if type(payload) is not (plan.payload_type or type(None)):
-            raise _wrong_payload(plan, payload)
+        self._assert_allowed_event(event)
+        event = self._resolve(event)  # no plan is made here: the bus belongs to its own thread
+        wanted = getattr(event, "payload_type", None)
+        if type(payload) is not (wanted or type(None)):
+            raise _wrong_payload("post", event, wanted, payload)
         self._posts.append((event, payload))
         self._attention = True
 
@@ -341,8 +347,11 @@ class Emitter:
     def _fire_event(self, event_name: Any, *event_args: Any, **event_kwargs: Any) -> None:
         """Where every event passes in an engine that overrides this; else only what `fire_event` fires."""
         plan = self._plan(event_name)
-        payload, self._in_flight = self._in_flight, None
-        if payload is None:
+        in_flight = self._in_flight
+        if in_flight is not None and in_flight[0] is plan:  # on its way from fire()
+            payload, self._in_flight = in_flight[1], None
+        else:
+            payload = None
             values = [*event_args, *event_kwargs.values()]
             if values and plan.payload_type is None:
                 raise TypeError(f"{plan.event}: carries no payload, but was fired with {values}")
@@ -369,29 +378,31 @@ class Emitter:
 
     def _check(self, plan: Plan, payload: Any) -> None:
         if type(payload) is not plan.payload_type and not (payload is None and plan.payload_type is None):
-            raise _wrong_payload(plan, payload)
+            raise _wrong_payload("fire", plan.event, plan.payload_type, payload)
         if plan.advances:
             assert plan.counter is not None
             setattr(self.state, plan.counter, getattr(self.state, plan.counter, 0) + 1)
 
     def _deliver_posts(self) -> None:
-        while self._posts:
+        for _ in range(len(self._posts)):  # what their handlers post waits for the next safe point
             self.fire(*self._posts.popleft())
 
 
-def _wrong_payload(plan: Plan, payload: Any) -> TypeError:
-    wanted = plan.payload_type.__name__ if plan.payload_type is not None else "no payload"
-    return TypeError(f"fire({plan.event}, {payload!r}): this event carries {wanted}, not {type(payload).__name__}")
+def _wrong_payload(verb: str, event: Any, payload_type: type | None, payload: Any) -> TypeError:
+    wanted = payload_type.__name__ if payload_type is not None else "no payload"
+    return TypeError(f"{verb}({event}, {payload!r}): this event carries {wanted}, not {type(payload).__name__}")
 
 
 def _emit_through_hook(engine: Emitter, plan: Plan, payload: Any = None) -> None:
     """For engines whose class overrides `_fire_event`: it sees every event, with ignite's own arguments."""
-    engine._in_flight = payload
-    legacy = {Events.EXCEPTION_RAISED.key: "error", Events.TERMINATE_SINGLE_EPOCH.key: "iter_counter"}
-    name = legacy.get(getattr(plan.event, "key", ""))
-    if name == "error":
-        engine._fire_event(plan.event, payload.error)
-    elif name == "iter_counter":
-        engine._fire_event(plan.event, iter_counter=payload.iter_counter)
-    else:
-        engine._fire_event(plan.event)
+    before, engine._in_flight = engine._in_flight, (plan, payload)
+    name = LEGACY_FIELDS.get(getattr(plan.event, "key", ""))
+    try:
+        if name == "error":
+            engine._fire_event(plan.event, payload.error)
+        elif name == "iter_counter":
+            engine._fire_event(plan.event, iter_counter=payload.iter_counter)
+        else:
+            engine._fire_event(plan.event)
+    finally:
+        engine._in_flight = before

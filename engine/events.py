@@ -92,10 +92,9 @@ def _build_filter(
             raise TypeError(f"{event}({event_filter=!r}): Argument event_filter should be a callable(engine, value)")
         try:
             inspect.signature(event_filter).bind(None, 0)
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             raise ValueError(
-                f"{event}(event_filter={event_filter!r}): takes {inspect.signature(event_filter)} "
-                f"but will be called with (engine, value): {error}"
+                f"{event}(event_filter={event_filter!r}): does not fit, but will be called with (engine, value): {error}"
             ) from None
         return event_filter
     if once is not None:
@@ -189,6 +188,12 @@ class EventEnum(_Filterable, IgniteEventEnum):
         return member
 
     def __init__(self, value: str, payload_type: type | None = None) -> None:
+        for other in type(self):  # the machinery would make the second an alias that has lost its payload
+            if other._value_ == value and other.payload_type is not payload_type:
+                raise TypeError(
+                    f"{type(self).__name__}.{self._name_}: the value {value!r} is {other}'s, whose payload differs; "
+                    "give each event its own value"
+                )
         self.filter = None
         self.payload_type = payload_type
         # unique for each member of each enum, also of two enums with one name; strings hash fastest
@@ -220,6 +225,9 @@ class FilteredEvent(_Filterable):
     @property
     def member(self) -> EventEnum:
         return self._member
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return FilteredEvent, (self._member, self.filter)  # the key is this process's own
 
     def __repr__(self) -> str:
         return f"{self._member!r}" + (f"(filter={self.filter})" if self.filter is not None else "")
@@ -291,6 +299,15 @@ COUNTERS: dict[Events, str] = {
 }
 
 _OURS = Events.__members__
+_BY_KEY: dict[str, EventEnum] = {member.key: member for member in Events}
+
+
+def canonical(event: Any) -> Any:
+    """Our member, where ignite's own, a filtered one or the name of one is given; else the event itself."""
+    if isinstance(event, str):
+        return _OURS.get(event, event)
+    event = getattr(event, "member", event)
+    return _BY_KEY.get(event_key(event), event)
 
 
 def event_key(event: object) -> str:

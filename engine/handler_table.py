@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping
+from collections.abc import Callable, Iterator, MutableMapping, MutableSequence
 from typing import TYPE_CHECKING, Any
 
 from engine.binding import Shape, bind
@@ -149,8 +149,17 @@ class _Entries(list[Entry]):
         self.insert(len(self), entry)
 
     def __delitem__(self, index: Any) -> None:
-        self._subscriptions.pop(index).cancel()
+        for subscription in self._subscriptions[index] if isinstance(index, slice) else [self._subscriptions[index]]:
+            subscription.cancel()
+        del self._subscriptions[index]
         super().__delitem__(index)
+
+    # a list's own would change the snapshot alone
+    extend = MutableSequence.extend
+    pop = MutableSequence.pop  # type: ignore[assignment]  # it takes an int, a list's an index
+    remove = MutableSequence.remove
+    clear = MutableSequence.clear
+    __iadd__ = MutableSequence.__iadd__
 
     def replace_all(self, entries: list[Entry]) -> None:
         """Keep what is still in `entries`, drop the rest, add what is new."""

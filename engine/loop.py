@@ -58,6 +58,7 @@ class Engine(Emitter, IgniteEngine):  # type: ignore[misc]  # _event_handlers is
         self._internal_run_generator: Generator[Any, None, Any] | None = None
         self._failure: BaseException | None = None
         self._running = False
+        self._first_iteration = 0  # the counter when this run began
         self.state = EngineState(self)
         self.register_events(*Events, event_to_attr=COUNTERS)
 
@@ -161,6 +162,7 @@ class Engine(Emitter, IgniteEngine):  # type: ignore[misc]  # _event_handlers is
         self._termination_reason = ""
         self._attention = bool(self._posts)
         state.stop_reason = None
+        self._first_iteration = state.iteration
         self._set_counters()
         self._init_timers(state)
         start = time.time()
@@ -238,7 +240,7 @@ class Engine(Emitter, IgniteEngine):  # type: ignore[misc]  # _event_handlers is
                             self._learn_epoch_length(counter)
                             break
                         if restarted:
-                            self._warn_exhausted()
+                            self._report_exhausted()
                             break
                         self._signal(Events.DATALOADER_STOP_ITERATION)
                         if self._attention and self._attend():
@@ -276,8 +278,11 @@ class Engine(Emitter, IgniteEngine):  # type: ignore[misc]  # _event_handlers is
                     self._terminate = True
                     raise _StopRun
         except _StopEpoch:
-            self._signal(Events.TERMINATE_SINGLE_EPOCH, EpochTerminated(iter_counter=counter))
-            self._setup_dataloader_iter()
+            try:
+                self._signal(Events.TERMINATE_SINGLE_EPOCH, EpochTerminated(iter_counter=counter))
+                self._setup_dataloader_iter()
+            except StopIteration as error:
+                raise _StepStopped(error) from None
         except StopIteration as error:  # would turn into a RuntimeError on leaving a generator
             raise _StepStopped(error) from None
         return time.time() - start
@@ -324,17 +329,22 @@ class Engine(Emitter, IgniteEngine):  # type: ignore[misc]  # _event_handlers is
 
     def _learn_epoch_length(self, counter: int) -> None:
         state = self.state
-        state.epoch_length = counter
         if counter == 0:
-            raise ValueError(
-                f"{self.name!r}.run(data={_short(state.dataloader)}): the loader gave no batch; "
-                "an iterator can be run over once, give a list or a DataLoader to run again"
-            )
+            raise self._no_batch()
+        state.epoch_length = counter
         if state.max_iters is not None:
             state.max_epochs = math.ceil(state.max_iters / counter)
 
-    def _warn_exhausted(self) -> None:
+    def _no_batch(self) -> ValueError:
+        return ValueError(
+            f"{self.name!r}.run(data={_short(self.state.dataloader)}): the loader gave no batch; "
+            "an iterator can be run over once, give a list or a DataLoader to run again"
+        )
+
+    def _report_exhausted(self) -> None:
         state = self.state
+        if state.iteration == self._first_iteration:
+            raise self._no_batch()
         if not self._is_done(state):
             total = state.epoch_length * state.max_epochs if state.max_epochs is not None else state.max_iters
             warnings.warn(

@@ -115,7 +115,9 @@ def emit(engine: Emitter, plan: Plan, payload: Any = None) -> None:
     if not plan.filtered:
         _emit_each(engine, plan, plan.calls, payload, asking=False)
         return
-    assert plan.counter is not None  # no filter is registered without one
+    if plan.counter is None:  # subscribed on the bus before this engine came, or before it registered the event
+        engine.require_counter(plan.event)
+        return
     state = engine.state
     if plan.low <= getattr(state, plan.counter) < plan.high:
         _emit_each(engine, plan, plan.quiet, payload, asking=False)

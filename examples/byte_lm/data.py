@@ -21,8 +21,10 @@ def standard_library(folder: Path | None = None) -> tuple[list[Path], list[Path]
 
     Args:
         folder: where to look; None is the standard library of the running Python.
+
     Returns:
         Training files and validation files, each sorted by name.
+
     Raises:
         FileNotFoundError: either list is empty.
     """

@@ -1,0 +1,5 @@
+"""Backends: what computes gradients and applies them."""
+
+from engine.backends.torch import TorchBackend
+
+__all__ = ["TorchBackend"]

@@ -1,0 +1,145 @@
+"""Training steps in PyTorch, in place."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine.errors import ConfigurationError
+from engine.precision import Precision
+from engine.protocols import TrainingBatch, TrainingStrategy
+
+__all__ = ["TorchBackend", "find_device"]
+
+
+def find_device(device: str | torch.device = "auto") -> torch.device:
+    """The device of that name; "auto" is the accelerator where there is one, else the CPU.
+
+    Raises:
+        ConfigurationError: there is no such device here; the message lists those that are.
+    """
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if device == "auto":
+        return accelerator or torch.device("cpu")
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigurationError(f"device={device!r}: no such device; {str(error).splitlines()[0]}") from None
+    present = ["cpu"]
+    if accelerator is not None:
+        present += [accelerator.type, *(f"{accelerator.type}:{i}" for i in range(torch.accelerator.device_count()))]
+    if str(found) not in present and found.type != "meta":
+        raise ConfigurationError(
+            f"device={str(device)!r}: not on this machine, which has {', '.join(present)}; or 'auto'"
+        )
+    return found
+
+
+class TorchBackend:
+    """nn.Module and torch.optim on one device, in place.
+
+    Args:
+        device: "auto", "cpu", "cuda", "cuda:1", "mps" ...
+        precision: "fp32", "bf16" or "fp16" (autocast; fp16 with a gradient scale); None leaves it to the configuration.
+        compile: run the model through torch.compile.
+
+    Raises:
+        ConfigurationError: the device is not there, or cannot compute in this precision.
+    """
+
+    def __init__(
+        self, device: str | torch.device | None = None, *, precision: str | None = None, compile: bool = False
+    ) -> None:
+        self.requested_device = device
+        self.requested_precision = precision
+        self.compile = compile
+        self.configure("auto", "fp32")
+
+    def configure(self, device: str | torch.device, precision: str) -> None:
+        """Take over what the configuration says and the constructor left open."""
+        self.device = find_device(device if self.requested_device is None else self.requested_device)
+        self.precision = Precision(self.requested_precision or precision, self.device)  # type: ignore[arg-type]  # it checks the name
+        self._autocast, self.scaler = self.precision.autocast, self.precision.scaler
+        self._moves = self.device.type != "cpu"
+
+    def place(self, model: nn.Module) -> nn.Module:
+        """The model on the device, compiled where asked for."""
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"TorchBackend: model={type(model).__name__}: needs a torch.nn.Module")
+        model.to(self.device)
+        if self.compile:
+            model.compile()
+        return model
+
+    def to_device(self, batch: Any) -> Any:
+        """Every tensor in the batch on the device; copies do not wait where the loader pins its memory."""
+        return _move(batch, self.device) if self._moves else batch
+
+    def forward(self, model: nn.Module, batch: TrainingBatch) -> Any:
+        """What the model gives for the batch's inputs."""
+        inputs = batch.inputs
+        if isinstance(inputs, Tensor):
+            return model(inputs)
+        if isinstance(inputs, Mapping):
+            return model(**inputs)
+        return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
+
+    def forward_backward(
+        self, model: nn.Module, batch: TrainingBatch, strategy: TrainingStrategy, scale: float
+    ) -> Tensor:
+        """Add `scale` times the loss's gradients to the parameters'; returns the loss, shape (), detached."""
+        with self._autocast():
+            loss = strategy.compute_loss(self.forward(model, batch), batch)
+        scaled = loss if scale == 1.0 else loss * scale
+        if self.scaler is not None:
+            scaled = self.scaler.scale(scaled)
+        if not scaled.requires_grad:
+            raise RuntimeError(
+                "the loss has no gradient: no parameter that requires one took part in it; "
+                "check requires_grad and torch.no_grad() in the model and the loss"
+            )
+        scaled.backward()
+        return loss.detach()
+
+    def unscale_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """Bring gradients to their true size before they are measured or clipped; for fp16 alone."""
+        if self.scaler is not None:
+            self.scaler.unscale_(optimizer)
+
+    def apply_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """One optimizer step; the gradients are gone afterwards. An fp16 overflow skips the step on the device."""
+        if self.scaler is None:
+            optimizer.step()
+        else:
+            self.scaler.step(optimizer)
+            self.scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+
+    def eval_step(self, model: nn.Module, batch: TrainingBatch, strategy: TrainingStrategy) -> tuple[Any, Tensor]:
+        """The model's outputs and the loss, without gradients."""
+        with torch.no_grad(), self._autocast():
+            outputs = self.forward(model, batch)
+            return outputs, strategy.compute_loss(outputs, batch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The gradient scale, for fp16."""
+        return self.precision.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over a saved gradient scale."""
+        self.precision.load_state_dict(dict(state))
+
+
+def _move(value: Any, device: torch.device) -> Any:
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, Mapping):
+        return {key: _move(item, device) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_move(item, device) for item in value))
+    if isinstance(value, (tuple, list)):
+        return type(value)(_move(item, device) for item in value)
+    return value

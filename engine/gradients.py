@@ -1,0 +1,51 @@
+"""The size of gradients, and bounds on it; everything stays on the device, so nothing here waits for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor
+from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
+
+from engine.errors import ConfigurationError
+
+__all__ = ["clip_grad_norm", "clip_grad_value", "grad_norm"]
+
+
+def grad_norm(parameters: Iterable[Tensor]) -> Tensor:
+    """L2 norm over all gradients as if they were one vector, shape (); 0 where there are none."""
+    parameters = [parameters] if isinstance(parameters, Tensor) else parameters
+    norm = get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+    # sharded gradients: each rank holds a part of the norm, and this collective call adds the parts up
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+
+def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float, norm: Tensor | None = None) -> Tensor:
+    """Scales all gradients by `min(1, max_norm / (norm + 1e-6))`, in place, and returns the norm before, shape ().
+
+    `norm` spares measuring what `grad_norm` has measured. A gradient that is not finite makes the norm so, and the scaled gradients too: look at the norm before the update.
+
+    Raises:
+        ConfigurationError: max_norm is not positive.
+    """
+    if not max_norm > 0:
+        raise ConfigurationError(
+            f"clip_grad_norm(max_norm={max_norm!r}): needs a positive number, or no clipping at all"
+        )
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    norm = grad_norm(parameters) if norm is None else norm
+    clip_grads_with_norm_(parameters, max_norm, norm)
+    return norm
+
+
+def clip_grad_value(parameters: Iterable[Tensor], max_value: float) -> None:
+    """Clamps each element of each gradient to [-max_value, max_value], in place.
+
+    Raises:
+        ConfigurationError: max_value is not positive.
+    """
+    if not max_value > 0:
+        raise ConfigurationError(
+            f"clip_grad_value(max_value={max_value!r}): needs a positive number, or no clipping at all"
+        )
+    clip_grad_value_(parameters, max_value)

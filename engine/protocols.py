@@ -1,0 +1,101 @@
+"""What a training step takes and gives, and what a strategy and a backend have to offer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor
+
+__all__ = ["Backend", "ModelState", "TrainingBatch", "TrainingResult", "TrainingStrategy"]
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingBatch:
+    """One batch as the model and the loss want it.
+
+    `inputs` goes to the model: a tensor as its only argument, a tuple as positional, a mapping as keyword arguments.
+    """
+
+    inputs: Any
+    targets: Any
+    samples: int  # rows of the batch, a host number
+    tokens: int = 0  # predicted tokens, a host number; 0 where there are none
+
+    @property
+    def size(self) -> int:
+        """What the batch's mean loss is a mean over: its tokens, else its samples."""
+        return self.tokens or self.samples
+
+
+@dataclass(frozen=True, slots=True)
+class ModelState:
+    """Everything that a training step changes: weights, optimizer state, and what they belong to."""
+
+    weights: Mapping[str, Any]
+    optimizer: Any
+    metadata: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingResult:
+    """What a step found out: `metrics` holds device scalars, "loss" at least; `state` is new on the pure path."""
+
+    metrics: Mapping[str, Tensor]
+    state: ModelState | None = None
+    diagnostics: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def loss(self) -> Tensor:
+        """The loss, shape (), detached, on the device."""
+        return self.metrics["loss"]
+
+
+@runtime_checkable
+class TrainingStrategy(Protocol):
+    """What is optimised."""
+
+    def prepare_batch(self, batch: Any) -> TrainingBatch:
+        """What the loader gave, on the device already, as model inputs and targets."""
+        ...
+
+    def compute_loss(self, outputs: Any, batch: TrainingBatch) -> Tensor:
+        """The loss to differentiate: shape (), a mean over `batch.size`."""
+        ...
+
+    def compute_metrics(self, outputs: Any, batch: TrainingBatch) -> Mapping[str, Tensor]:
+        """Further means over `batch.size` that validation reports, each of shape ()."""
+        ...
+
+
+class Backend(Protocol):
+    """What computes the gradients and applies them."""
+
+    def place(self, model: Any) -> Any:
+        """The model, where the backend computes."""
+        ...
+
+    def to_device(self, batch: Any) -> Any:
+        """The loader's batch, where the backend computes."""
+        ...
+
+    def forward_backward(self, model: Any, batch: TrainingBatch, strategy: TrainingStrategy, scale: float) -> Tensor:
+        """Add `scale` times the loss's gradients to the parameters'; returns the loss, shape (), detached."""
+        ...
+
+    def apply_gradients(self, optimizer: Any) -> None:
+        """One optimizer step; the gradients are gone afterwards."""
+        ...
+
+    def eval_step(self, model: Any, batch: TrainingBatch, strategy: TrainingStrategy) -> tuple[Any, Tensor]:
+        """The model's outputs and the loss, without gradients."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next step depends on beside weights and optimizer, such as a gradient scale."""
+        ...
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what `state_dict` gave."""
+        ...

@@ -1,0 +1,74 @@
+"""Inputs and targets in pairs, and a loss between the model's outputs and the targets."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
+
+from engine.losses import get_loss
+from engine.protocols import TrainingBatch
+
+__all__ = ["SupervisedStrategy"]
+
+
+class SupervisedStrategy:
+    """Learn targets from inputs; a batch is a pair (inputs, targets).
+
+    Args:
+        loss: a name (cross_entropy, mse ...), or a callable (outputs, targets) -> scalar mean over the batch.
+
+    Raises:
+        ConfigurationError: an unknown name; the message lists the choices.
+    """
+
+    def __init__(self, loss: str | Callable[[Any, Any], Tensor] = "cross_entropy") -> None:
+        self.loss_name = loss if isinstance(loss, str) else getattr(loss, "__name__", type(loss).__name__)
+        self._loss = get_loss(loss)
+
+    def prepare_batch(self, batch: Any) -> TrainingBatch:
+        """The pair as inputs and targets."""
+        if isinstance(batch, TrainingBatch):
+            return batch
+        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+            raise TypeError(
+                f"SupervisedStrategy: a batch of {type(batch).__name__} cannot be split; let the loader give pairs "
+                "(inputs, targets), or write a strategy whose prepare_batch knows its form"
+            )
+        inputs, targets = batch
+        return TrainingBatch(inputs, targets, _rows(targets if isinstance(targets, Tensor) else inputs))
+
+    def compute_loss(self, outputs: Any, batch: TrainingBatch) -> Tensor:
+        """The loss between outputs and targets, shape ()."""
+        try:
+            loss = self._loss(outputs, batch.targets)
+        except Exception as error:
+            error.add_note(
+                f"in SupervisedStrategy(loss={self.loss_name!r}), given the model's output {_describe(outputs)} and "
+                f"targets {_describe(batch.targets)}"
+            )
+            raise
+        if not isinstance(loss, Tensor) or loss.ndim:
+            raise TypeError(
+                f"SupervisedStrategy(loss={self.loss_name!r}): gave {_describe(loss)}; a loss is a tensor of shape ()"
+            )
+        return loss
+
+    def compute_metrics(self, outputs: Any, batch: TrainingBatch) -> Mapping[str, Tensor]:
+        """None of its own."""
+        return {}
+
+
+def _rows(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.shape[0] if value.ndim else 1
+    if isinstance(value, Mapping):
+        return _rows(next(iter(value.values())))
+    return _rows(value[0]) if isinstance(value, (tuple, list)) else 1
+
+
+def _describe(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+    return type(value).__name__

@@ -1,0 +1,167 @@
+"""Writes metrics to the terminal, a line at a time."""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable, Mapping, MutableMapping
+from typing import Any, Literal, Self, TextIO
+
+import structlog
+from tqdm import tqdm
+
+from engine.bus import EventBus, OnError
+from engine.cadence import Every
+from engine.errors import unknown_name
+from engine.events import Event, Events
+from engine.loop import Engine
+from handlers.attachment import Attachment
+from handlers.readings import reading_events, step_metrics
+
+__all__ = ["ConsoleLogger"]
+
+
+class ConsoleLogger:
+    """One line for each METRICS_LOGGED and VALIDATION_COMPLETED, and for the start and the end of a run.
+
+    Lines go round a tqdm bar on the same stream. structlog renders them; its global configuration is neither read nor
+    changed.
+
+    Args:
+        every: read `state.output` at this cadence in place of METRICS_LOGGED; each reading waits for the device.
+        format: "key_value" with floats to 4 significant digits, or "json" with exact ones (NaN and infinities as the
+            strings "NaN", "Infinity", "-Infinity").
+        stream: by default stderr, as it is when attaching.
+        clock: seconds, for `Every(seconds=...)`.
+        on_error: "raise" ends the run when a line cannot be written, "warn" goes on.
+    """
+
+    def __init__(
+        self,
+        every: Every | None = None,
+        format: Literal["key_value", "json"] = "key_value",
+        stream: TextIO | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        on_error: OnError = "raise",
+    ) -> None:
+        if format not in ("key_value", "json"):
+            raise unknown_name("ConsoleLogger", "format", format, ("key_value", "json"))
+        if every is not None and not isinstance(every, Every):
+            raise TypeError(f"ConsoleLogger(every={every!r}): needs an Every, such as Every(iterations=50)")
+        self.every = every
+        self.format = format
+        self._given_stream = stream
+        self._stream: TextIO = sys.stderr
+        self._clock = clock
+        self._on_error = on_error
+        self._logger: Any = None
+        self._last_read: tuple[str, int] | None = None
+        self._attachment = Attachment("ConsoleLogger")
+
+    def attach(self, engine_or_bus: Engine | EventBus) -> Self:
+        """Follow one engine, or all of a bus: then each line names its engine."""
+        with self._attachment.to(engine_or_bus) as hear:
+            self._stream = self._given_stream if self._given_stream is not None else sys.stderr
+            self._logger = _make_logger(self._stream, self.format)
+            if self.every is None:
+                hear(Events.METRICS_LOGGED, self._on_metrics, on_error=self._on_error)
+            else:
+                hear(reading_events(self.every, self._clock), self._on_reading, on_error=self._on_error)
+            hear(Events.VALIDATION_COMPLETED, self._on_validation, on_error=self._on_error)
+            hear(Events.STARTED, self._on_started, on_error=self._on_error)
+            hear(Events.COMPLETED, self._on_completed, on_error=self._on_error)
+            hear(Events.TERMINATE, self._on_terminated, on_error=self._on_error)
+            hear(Events.EXCEPTION_RAISED, self._on_exception, on_error=self._on_error)
+        return self
+
+    def detach(self) -> None:
+        self._attachment.cancel()
+
+    def _write(self, engine: Engine, message: str, values: Mapping[str, Any]) -> None:
+        where = {"engine": engine.name} if self._attachment.hears_whole_bus else {}
+        with tqdm.external_write_mode(file=self._stream):
+            # a metric may bear a name that is a parameter of structlog's methods: bind takes none of its own
+            self._logger.bind(**where, **values).info(message)
+
+    def _on_started(self, engine: Engine) -> None:
+        state = engine.state
+        bounds = {name: getattr(state, name, None) for name in ("max_epochs", "max_iters", "epoch_length")}
+        begun = {"iteration": state.iteration} if state.iteration else {}
+        self._last_read = None
+        self._write(engine, "run started", {**begun, **{k: v for k, v in bounds.items() if v is not None}})
+
+    def _on_metrics(self, engine: Engine, event: Event) -> None:
+        self._write(engine, "metrics", {**_place(engine), **event.payload.metrics})
+
+    def _on_reading(self, engine: Engine) -> None:
+        reading = (engine.name, engine.state.iteration)
+        if self._last_read == reading:
+            return
+        self._last_read = reading
+        metrics = step_metrics(engine)
+        if metrics:
+            self._write(engine, "metrics", {**_place(engine), **metrics})
+
+    def _on_validation(self, engine: Engine, event: Event) -> None:
+        values = {**_place(engine), **event.payload.metrics, "seconds": event.payload.seconds}
+        self._write(engine, "validation", values)
+
+    def _on_completed(self, engine: Engine) -> None:
+        reason = engine.state.stop_reason
+        if reason is None:
+            self._write(engine, "run completed", _place(engine))
+        else:
+            self._write(engine, "run stopped", {**_place(engine), "reason": reason})
+
+    def _on_terminated(self, engine: Engine) -> None:
+        if engine.should_terminate == "skip_completed":  # else COMPLETED comes, perhaps with a last validation
+            self._on_completed(engine)
+
+    def _on_exception(self, engine: Engine, event: Event) -> None:
+        error = event.payload.error
+        self._write(engine, "run failed", {**_place(engine), "error": f"{type(error).__name__}: {error}"})
+
+
+def _place(engine: Engine) -> dict[str, int]:
+    return {"epoch": engine.state.epoch, "iteration": engine.state.iteration}
+
+
+def _make_logger(stream: TextIO, format: str) -> Any:
+    processors: list[Any]
+    if format == "json":
+        processors = [
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            _finite,
+            structlog.processors.JSONRenderer(default=str),
+        ]
+    else:
+        processors = [structlog.processors.TimeStamper(fmt="%H:%M:%S", utc=False), _render_line]
+    return structlog.wrap_logger(
+        structlog.WriteLogger(stream),
+        processors=processors,
+        wrapper_class=structlog.BoundLogger,
+        context_class=dict,
+        cache_logger_on_first_use=False,
+    )
+
+
+def _finite(_: Any, __: str, entry: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """JSON has no NaN: the strings that the event log uses, too."""
+    for name, value in entry.items():
+        if isinstance(value, float) and not math.isfinite(value):
+            entry[name] = "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return entry
+
+
+def _render_line(_: Any, __: str, entry: MutableMapping[str, Any]) -> str:
+    message, timestamp = entry.pop("event"), entry.pop("timestamp")
+    return f"{timestamp} {message:<13} " + " ".join(f"{name}={_short(value)}" for name, value in entry.items())
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    text = str(value)
+    return repr(text) if not text or any(c.isspace() or c == "=" for c in text) else text

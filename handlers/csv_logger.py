@@ -1,0 +1,142 @@
+"""Writes metrics to a table in the run folder."""
+
+from __future__ import annotations
+
+import csv
+import io
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Self
+
+import structlog
+
+from engine.bus import EventBus, OnError
+from engine.cadence import Every
+from engine.errors import RunFolderError
+from engine.events import Event, Events
+from engine.loop import Engine
+from handlers.attachment import Attachment
+from handlers.readings import reading_events, step_metrics
+from handlers.run_folder import make_folder, replace_file
+
+__all__ = ["CSVLogger"]
+
+_LEADING = ["iteration", "epoch"]
+
+
+class CSVLogger:
+    """Appends a row to FOLDER/metrics.csv for each METRICS_LOGGED and VALIDATION_COMPLETED.
+
+    The columns are iteration, epoch, and one for each metric in the order in which they were first met; floats are
+    exact. Each row is on its way to the disk before the run goes on. A table that is there already is continued:
+    iterations that a resumed run makes again stand in it twice, the later row counts.
+
+    Args:
+        folder: the run folder.
+        every: read `state.output` at this cadence in place of METRICS_LOGGED; each reading waits for the device.
+        clock: seconds, for `Every(seconds=...)`.
+        on_error: "raise" ends the run when a row cannot be written, "warn" goes on.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        every: Every | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        on_error: OnError = "raise",
+    ) -> None:
+        if every is not None and not isinstance(every, Every):
+            raise TypeError(f"CSVLogger(every={every!r}): needs an Every, such as Every(iterations=50)")
+        self.path = Path(folder) / "metrics.csv"
+        self.every = every
+        self._clock = clock
+        self._on_error = on_error
+        self._columns: list[str] = []
+        self._last_read: tuple[str, int] | None = None
+        self._attachment = Attachment("CSVLogger")
+
+    def attach(self, engine_or_bus: Engine | EventBus) -> Self:
+        """Follow the metrics of one engine, or of all of a bus.
+
+        Raises:
+            RunFolderError: the folder cannot be written, or holds a metrics.csv of something else.
+        """
+        with self._attachment.to(engine_or_bus) as hear:
+            make_folder("CSVLogger", self.path.parent)
+            self._columns = self._open_table()
+            self._last_read = None
+            if self.every is None:
+                hear(Events.METRICS_LOGGED, self._on_metrics, on_error=self._on_error)
+            else:
+                hear(reading_events(self.every, self._clock), self._on_reading, on_error=self._on_error)
+            hear(Events.VALIDATION_COMPLETED, self._on_metrics, on_error=self._on_error)
+        return self
+
+    def detach(self) -> None:
+        self._attachment.cancel()
+
+    def _open_table(self) -> list[str]:
+        """The columns of the table that is there; none where there is none yet."""
+        if not self.path.exists() or self.path.stat().st_size == 0:
+            return []
+        with self.path.open(newline="", encoding="utf-8") as file:
+            try:
+                columns = next(csv.reader(file), [])
+            except (csv.Error, UnicodeDecodeError):
+                columns = []
+        if columns[: len(_LEADING)] != _LEADING or len(set(columns)) != len(columns):
+            raise RunFolderError(
+                f"CSVLogger(folder={str(self.path.parent)!r}): {self.path.name} there is no table of this logger: it "
+                f"does not begin with the columns {', '.join(_LEADING)}; move it away or choose another folder"
+            )
+        self._drop_cut_row()
+        return columns
+
+    def _drop_cut_row(self) -> None:
+        """A process that was killed in mid-write leaves a row without an end: its last number may be cut short."""
+        content = self.path.read_bytes()
+        if content.endswith(b"\n"):
+            return
+        kept = content[: content.rfind(b"\n") + 1]
+        structlog.get_logger("handlers").warning(
+            "metrics.csv ended in an unfinished row; it was dropped",
+            path=str(self.path),
+            dropped=content[len(kept) :].decode(errors="replace"),
+        )
+        replace_file(self.path, kept)
+
+    def _on_metrics(self, engine: Engine, event: Event) -> None:
+        self._append(engine, event.payload.metrics)
+
+    def _on_reading(self, engine: Engine) -> None:
+        reading = (engine.name, engine.state.iteration)
+        if self._last_read == reading:
+            return
+        self._last_read = reading
+        metrics = step_metrics(engine)
+        if metrics:
+            self._append(engine, metrics)
+
+    def _append(self, engine: Engine, metrics: Mapping[str, float]) -> None:
+        new = [name for name in metrics if name not in self._columns and name not in _LEADING]
+        if new or not self._columns:
+            self._widen([*(self._columns or _LEADING), *new])
+        row = {**metrics, "iteration": engine.state.iteration, "epoch": engine.state.epoch}
+        # opened for each row: rows are rare, and nothing is left to close when a run ends badly
+        with self.path.open("a", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerow([row.get(name, "") for name in self._columns])
+
+    def _widen(self, columns: list[str]) -> None:
+        """Write the table anew with more columns; the rows that are there have nothing in them."""
+        rows: list[list[str]] = []
+        if self._columns:
+            with self.path.open(newline="", encoding="utf-8") as file:
+                rows = list(csv.reader(file))[1:]
+        text = io.StringIO(newline="")
+        writer = csv.writer(text)
+        writer.writerow(columns)
+        writer.writerows([*row, *[""] * (len(columns) - len(row))] for row in rows)
+        replace_file(self.path, text.getvalue().encode())
+        self._columns = columns

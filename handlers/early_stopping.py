@@ -1,0 +1,106 @@
+"""Ends a run when a metric has stopped improving."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Literal, Self
+
+from engine.bus import Phase
+from engine.errors import ConfigurationError, unknown_name
+from engine.events import Event, Events
+from engine.loop import Engine
+from handlers.attachment import Attachment
+from handlers.readings import canonical
+
+__all__ = ["EarlyStopping"]
+
+
+class EarlyStopping:
+    """Terminates the engine after `patience` validations without an improvement; NaN is never one.
+
+    Args:
+        metric: what VALIDATION_COMPLETED calls it, such as "val/loss" (or "val_loss").
+        patience: validations in a row.
+        mode: whether smaller ("min") or larger ("max") is better.
+        min_delta: an improvement is larger than this.
+
+    Raises:
+        ConfigurationError: a value out of range.
+    """
+
+    def __init__(
+        self,
+        metric: str = "val/loss",
+        patience: int = 5,
+        mode: Literal["min", "max"] = "min",
+        min_delta: float = 0.0,
+    ) -> None:
+        if not isinstance(metric, str) or not metric:
+            raise ConfigurationError(f"EarlyStopping(metric={metric!r}): needs a metric's name, such as 'val/loss'")
+        if not isinstance(patience, int) or isinstance(patience, bool) or patience < 1:
+            raise ConfigurationError(f"EarlyStopping(patience={patience!r}): needs a whole number of at least 1")
+        if mode not in ("min", "max"):
+            raise unknown_name("EarlyStopping", "mode", mode, ("min", "max"))
+        if not 0.0 <= min_delta < math.inf:
+            raise ConfigurationError(f"EarlyStopping(min_delta={min_delta!r}): needs a finite number of at least 0")
+        self.metric = metric
+        self.patience = patience
+        self.mode = mode
+        self.min_delta = min_delta
+        self._attachment = Attachment("EarlyStopping")
+        self.reset()
+
+    def attach(self, engine: Engine) -> Self:
+        """Judge each validation of the engine, in phase ACT."""
+        with self._attachment.to(engine, whole_bus=False) as hear:
+            hear(Events.VALIDATION_COMPLETED, self._on_validation, phase=Phase.ACT)
+        return self
+
+    def detach(self) -> None:
+        self._attachment.cancel()
+
+    def reset(self) -> None:
+        """Forget what was seen."""
+        self.best_value: float | None = None
+        self.counter = 0  # values since the best one
+        self.is_best = False  # whether the last value was an improvement
+
+    def step(self, value: float) -> bool:
+        """Judge one more value; returns whether it is time to stop."""
+        value = float(value)
+        self.is_best = self._improves(value)
+        if self.is_best:
+            self.best_value = value
+            self.counter = 0
+        else:
+            self.counter += 1
+        return self.counter >= self.patience
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best_value": self.best_value, "counter": self.counter, "is_best": self.is_best}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        best = state["best_value"]
+        self.best_value = None if best is None else float(best)
+        self.counter = int(state["counter"])
+        self.is_best = bool(state["is_best"])
+
+    def _improves(self, value: float) -> bool:
+        if math.isnan(value):
+            return False
+        if self.best_value is None:
+            return True
+        gain = self.best_value - value if self.mode == "min" else value - self.best_value
+        return gain > self.min_delta
+
+    def _on_validation(self, engine: Engine, event: Event) -> None:
+        metrics = event.payload.metrics
+        name = canonical(self.metric, metrics, place="EarlyStopping")
+        if self.step(metrics[name]):
+            rounds = f"{self.counter} validation{'s' if self.counter > 1 else ''}"
+            if self.best_value is None:
+                why = f"{name} has been NaN for {rounds}"
+            else:
+                why = f"{name} has not improved on {self.best_value:.4g} for {rounds}"
+            engine.terminate(reason=f"early stopping: {why}")

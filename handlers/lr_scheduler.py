@@ -1,0 +1,181 @@
+"""Sets the optimizer's learning rate as training goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, Self
+
+import structlog
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler as TorchLRScheduler
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from engine.bus import Phase
+from engine.errors import CheckpointError, ConfigurationError, unknown_name
+from engine.events import Events
+from engine.loop import Engine
+from engine.schedules import Schedule
+from handlers.attachment import Attachment
+
+__all__ = ["LRScheduler"]
+
+_COUNTED = {
+    "update": Events.OPTIMIZER_STEP_COMPLETED,
+    "epoch": Events.EPOCH_COMPLETED,
+    "iteration": Events.ITERATION_COMPLETED,
+}
+
+
+class LRScheduler:
+    """Follows a schedule: the first update uses `get_lr(0)`, the one behind n others `get_lr(n)`.
+
+    A schedule of ours gives the rate of a group that has the optimizer's default rate; the other groups keep their
+    ratio to it. A torch scheduler is stepped.
+
+    Args:
+        schedule: one of `engine.schedules`, or a torch LRScheduler.
+        optimizer: by default the engine's, or the torch scheduler's.
+        by: what a step of the schedule is: an update, an epoch or an iteration.
+
+    Raises:
+        TypeError: the schedule is neither; or it is a ReduceLROnPlateau, which follows a metric.
+        ConfigurationError: `by` is unknown, or the optimizer is another than the torch scheduler's.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule | TorchLRScheduler,
+        optimizer: Optimizer | None = None,
+        by: Literal["update", "epoch", "iteration"] = "update",
+    ) -> None:
+        if isinstance(schedule, ReduceLROnPlateau):
+            raise TypeError("LRScheduler(schedule=ReduceLROnPlateau): it follows a metric; step it on validation")
+        if not isinstance(schedule, (TorchLRScheduler, Schedule)):
+            raise TypeError(
+                f"LRScheduler(schedule={schedule!r}): needs a schedule of engine.schedules or a torch LRScheduler"
+            )
+        if by not in _COUNTED:
+            raise unknown_name("LRScheduler", "by", by, _COUNTED)
+        self.schedule = schedule
+        self.by = by
+        self._count = 0
+        self._ratios: list[float] = []
+        self._optimizer: Optimizer | None = None
+        self._given = optimizer
+        if isinstance(schedule, TorchLRScheduler):
+            self._given = schedule.optimizer
+            if optimizer is not None:
+                self._require_same(optimizer, schedule.optimizer)
+        if self._given is not None:
+            self._take(self._given)
+        self._attachment = Attachment("LRScheduler")
+
+    def attach(self, engine: Engine) -> Self:
+        """Follow the engine's updates (or epochs, or iterations).
+
+        Raises:
+            ConfigurationError: no optimizer was given and the engine has none.
+        """
+        with self._attachment.to(engine, whole_bus=False) as hear:
+            theirs = getattr(engine, "optimizer", None)
+            if self._given is None:
+                if not isinstance(theirs, Optimizer):
+                    raise ConfigurationError(
+                        f"LRScheduler(optimizer=None): {engine.name!r} has no torch optimizer; pass optimizer="
+                    )
+                self._take(theirs)
+            elif isinstance(self.schedule, TorchLRScheduler) and isinstance(theirs, Optimizer):
+                self._require_same(theirs, self._given)
+            hear(Events.STARTED, self._write, phase=Phase.ACT)
+            hear(_COUNTED[self.by], self._advance, phase=Phase.ACT)
+            hear(Events.COMPLETED, self._check_was_stepped, phase=Phase.ACT)
+        return self
+
+    def detach(self) -> None:
+        self._attachment.cancel()
+
+    def step(self) -> float:
+        """Go on by one step, by hand; returns the new rate, that of a group with the optimizer's default rate."""
+        self._advance()
+        return self.get_last_lr()
+
+    def get_last_lr(self) -> float:
+        """The rate in force (a torch scheduler's: of its first group)."""
+        if isinstance(self.schedule, TorchLRScheduler):
+            return float(self.schedule.get_last_lr()[0])
+        return self.schedule.get_lr(self._count)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"step": self._count, "schedule": self.schedule.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where another left off.
+
+        Raises:
+            CheckpointError: the state is of another schedule.
+        """
+        saved = dict(state["schedule"])
+        if isinstance(self.schedule, TorchLRScheduler):
+            mine = self.schedule.state_dict()
+            if saved.keys() != mine.keys():
+                raise CheckpointError(
+                    f"LRScheduler(schedule={type(self.schedule).__name__}): the saved state is of another scheduler: "
+                    f"it holds {sorted(saved)}, this one {sorted(mine)}; use the schedule that it was saved from"
+                )
+        self.schedule.load_state_dict(saved)
+        self._count = int(state["step"])
+        if self._optimizer is not None:
+            self._write()
+
+    def _take(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        if isinstance(self.schedule, TorchLRScheduler):
+            return
+        default = float(optimizer.defaults["lr"])
+        # torch keeps a group's own rate under this name too; it travels with the optimizer's state
+        own = [float(group.setdefault("initial_lr", float(group["lr"]))) for group in optimizer.param_groups]
+        if default == 0.0 and any(own):
+            raise ConfigurationError(
+                f"LRScheduler(optimizer={type(optimizer).__name__}): its default learning rate is 0, so the groups' "
+                f"ratios to it are not known: {own}; give the optimizer the rate of an ordinary group"
+            )
+        self._ratios = [rate / default if default else 1.0 for rate in own]
+
+    def _write(self) -> None:
+        if isinstance(self.schedule, TorchLRScheduler):
+            return  # it writes for itself
+        if self._optimizer is None:
+            raise RuntimeError("LRScheduler.step(): no optimizer yet; pass optimizer= or attach to an engine first")
+        rate = self.schedule.get_lr(self._count)
+        if len(self._optimizer.param_groups) != len(self._ratios):
+            self._take(self._optimizer)  # a group was added since
+        for group, ratio in zip(self._optimizer.param_groups, self._ratios, strict=True):
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(rate * ratio)  # captured graphs read this very tensor
+            else:
+                group["lr"] = rate * ratio
+
+    def _advance(self) -> None:
+        if isinstance(self.schedule, TorchLRScheduler):
+            self.schedule.step()
+            self._count += 1
+        else:
+            self._count += 1
+            self._write()
+
+    def _check_was_stepped(self, engine: Engine) -> None:
+        if self._count == 0 and self.by == "update" and engine.state.iteration > 0:
+            structlog.get_logger("handlers").warning(
+                "LRScheduler(by='update') heard of no update: the learning rate has not changed. A custom step fires "
+                "Events.OPTIMIZER_STEP_COMPLETED itself, or uses by='iteration'",
+                engine=engine.name,
+            )
+
+    @staticmethod
+    def _require_same(optimizer: Optimizer, scheduled: Optimizer) -> None:
+        if optimizer is not scheduled:
+            raise ConfigurationError(
+                f"LRScheduler(optimizer={type(optimizer).__name__}): the torch scheduler was made for another "
+                "optimizer and would move that one's rates; make it for this one"
+            )

@@ -1,0 +1,132 @@
+"""What loggers read of an engine: the scalars of a step's output, and metrics by their full names."""
+
+from __future__ import annotations
+
+import numbers
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.cadence import Every
+from engine.errors import MetricNotFoundError
+from engine.events import Events, EventsList
+
+__all__ = ["canonical", "learning_rates", "reading_events", "scalar", "scalars", "step_metrics", "to_host"]
+
+
+def scalars(output: Any) -> dict[str, Tensor | float]:
+    """The named scalars in what a step returned; what is no scalar is left out.
+
+    Args:
+        output: a number or a one-element tensor (then named "loss"), a mapping of those, or an object with `metrics`
+            (such a mapping) and perhaps `loss`.
+
+    Returns:
+        Numbers as they are, tensors detached on their device: nothing is brought to the host.
+    """
+    if isinstance(output, Mapping):
+        found = {name: scalar(value) for name, value in output.items() if isinstance(name, str)}
+        return {name: value for name, value in found.items() if value is not None}
+    single = scalar(output)
+    if single is not None:
+        return {"loss": single}
+    metrics = getattr(output, "metrics", None)
+    named = scalars(metrics) if isinstance(metrics, Mapping) else {}
+    loss = scalar(getattr(output, "loss", None))
+    return {"loss": loss, **named} if loss is not None else named
+
+
+def scalar(value: Any) -> Tensor | float | None:
+    """The value as a number, or as a detached tensor of shape (); None where it is no real scalar."""
+    if isinstance(value, Tensor):
+        if value.numel() != 1 or value.is_complex() or value.dtype == torch.bool or value.is_meta:
+            return None
+        value = value.detach() if value.requires_grad else value
+        one: Tensor = value if value.dim() == 0 else value.reshape(())
+        return one
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        # numpy's scalars are Real, too
+        return int(value) if isinstance(value, numbers.Integral) else float(value)
+    return None
+
+
+def to_host(tensors: Sequence[Tensor]) -> list[float]:
+    """The values of tensors of shape (), in order: one copy, and one wait for the device, per device and dtype."""
+    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        groups.setdefault((tensor.device, tensor.dtype), []).append(index)
+    values = [0.0] * len(tensors)
+    for indices in groups.values():
+        copied = torch.stack([tensors[index].detach() for index in indices]).tolist()
+        for index, value in zip(indices, copied, strict=True):
+            values[index] = value
+    return values
+
+
+def learning_rates(engine: Any) -> list[Tensor | float]:
+    """The rate of each parameter group of the engine's optimizer; none where it has no optimizer."""
+    groups = getattr(getattr(engine, "optimizer", None), "param_groups", None)
+    return [group["lr"] for group in groups if "lr" in group] if isinstance(groups, list) else []
+
+
+def step_metrics(engine: Any) -> dict[str, float]:
+    """The scalars of the engine's last step by their full names, and the learning rate, brought to the host.
+
+    The names begin with "val/" on an engine named "evaluator", else with "train/".
+    """
+    prefix = "val/" if engine.name == "evaluator" else "train/"
+    found = {
+        name if name.startswith(prefix) else prefix + name: value
+        for name, value in scalars(engine.state.output).items()
+    }
+    # the trainer's is the rate of the last update; an optimizer may already hold the next one's
+    rates = [scalar(getattr(engine, "learning_rate", None)), *learning_rates(engine)]
+    rate = next((rate for rate in rates if rate is not None), None)
+    if rate is not None:
+        found["learning_rate"] = rate
+    tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
+    host = dict(zip(tensors, to_host(list(tensors.values())), strict=True))
+    return {name: host[name] if isinstance(value, Tensor) else value for name, value in found.items()}
+
+
+def reading_events(every: Every, clock: Callable[[], float] = time.monotonic) -> EventsList:
+    """The events at which a reader of `state.output` looks: those of the cadence, updates behind their iteration.
+
+    An update happens inside the step, before there is an output.
+    """
+    if every.updates is None:
+        return every.events(clock)
+    rest = {name: getattr(every, name) for name in ("iterations", "epochs", "seconds")}
+    joined = Every(**rest).events(clock) if any(rest.values()) else EventsList()
+    interval, seen = every.updates, 0
+
+    def has_updated(engine: Any, value: int) -> bool:
+        nonlocal seen
+        before, seen = seen, engine.state.update // interval
+        return bool(seen > before)
+
+    return joined | Events.ITERATION_COMPLETED(event_filter=has_updated)
+
+
+def canonical(name: str, known: Iterable[str], *, place: str = "canonical") -> str:
+    """The full name of a metric among those known: `val/loss` for itself and for `val_loss`.
+
+    Raises:
+        MetricNotFoundError: none or several match; it names those that exist.
+    """
+    names = list(known)
+    if name in names:
+        return name
+    flat = name.replace("/", "_")
+    matches = [other for other in names if other.replace("/", "_") == flat]
+    if len(matches) == 1:
+        return matches[0]
+    near = get_close_matches(name, names, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    exist = ", ".join(sorted(names)) or "none at all"
+    problem = f"may be {' or '.join(matches)}" if matches else "does not exist"
+    raise MetricNotFoundError(f"{place}(metric={name!r}): this metric {problem}; there are: {exist}{hint}")

@@ -1,0 +1,110 @@
+"""How a run is trained: every setting with its meaning and default, checked when it is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+from engine.cadence import Every
+from engine.errors import ConfigurationError
+
+__all__ = ["TrainingConfig"]
+
+PRECISIONS = ("fp32", "bf16", "fp16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingConfig:
+    """The settings of a run.
+
+    Args:
+        max_epochs: bound of the run in passes over the data; 1 when no bound is given.
+        max_iterations: bound in batches.
+        max_updates: bound in optimizer steps.
+        max_tokens: bound in predicted tokens; the batch that reaches it is the last.
+        optimizer: adamw, adam, sgd, rmsprop ...; the Trainer's own argument takes instances and factories too.
+        learning_rate: peak rate, above 0.
+        weight_decay: decay of the weights, 0 or more.
+        no_decay: "auto" exempts biases, norms and embeddings from weight decay; None exempts nothing.
+        optimizer_options: further keywords of the optimizer, such as betas or momentum.
+        schedule: constant, linear, cosine, cosine_with_restarts or step; None leaves the rate alone.
+        warmup_steps: updates of linear warm-up, from 0 to the learning rate.
+        min_lr_ratio: what the schedule decays to, as a share of the learning rate.
+        schedule_options: further keywords of the schedule, such as step_size and gamma.
+        accumulate: batches whose gradients make one update.
+        clip_grad_norm: largest total L2 norm of the gradients; None does not clip.
+        clip_grad_value: largest absolute value of a gradient's entry; None does not clip.
+        precision: fp32, bf16 or fp16 (autocast).
+        device: "auto" (the accelerator where there is one), "cpu", "cuda", "cuda:1" ...
+        compile: run the model through torch.compile.
+        seed: of the data order and of what is drawn in training; None draws one.
+        validate_every: when to validate; None only at the end. A run always ends with a validation.
+        log_every_n_steps: iterations between two METRICS_LOGGED events, where alone the loss comes to the host.
+        run_dir: the run folder, for the two settings below.
+        save_every_n_epochs: adds a Checkpointer that saves this often into run_dir.
+        early_stopping_patience: adds an EarlyStopping on val/loss that waits for so many validations.
+
+    Raises:
+        ConfigurationError: a value is out of range or two contradict each other; the message names the setting.
+    """
+
+    max_epochs: int | None = None
+    max_iterations: int | None = None
+    max_updates: int | None = None
+    max_tokens: int | None = None
+    optimizer: str = "adamw"
+    learning_rate: float = 1e-3
+    weight_decay: float = 0.0
+    no_decay: str | None = None
+    optimizer_options: Mapping[str, Any] = field(default_factory=dict)
+    schedule: str | None = "constant"
+    warmup_steps: int = 0
+    min_lr_ratio: float = 0.1
+    schedule_options: Mapping[str, Any] = field(default_factory=dict)
+    accumulate: int = 1
+    clip_grad_norm: float | None = None
+    clip_grad_value: float | None = None
+    precision: str = "fp32"
+    device: str = "auto"
+    compile: bool = False
+    seed: int | None = 0
+    validate_every: Every | None = Every(epochs=1)  # noqa: RUF009  # it is frozen
+    log_every_n_steps: int = 50
+    run_dir: str | None = None
+    save_every_n_epochs: int | None = None
+    early_stopping_patience: int | None = None
+
+    def __post_init__(self) -> None:
+        bounds = [
+            n for n in ("max_epochs", "max_iterations", "max_updates", "max_tokens") if getattr(self, n) is not None
+        ]
+        if len(bounds) > 1:
+            raise ConfigurationError(f"TrainingConfig({', '.join(bounds)}): one bound a run; leave the others out")
+        for name in (*bounds, "accumulate", "log_every_n_steps", "save_every_n_epochs", "early_stopping_patience"):
+            self._require(name, lambda value: isinstance(value, int) and value >= 1, "a whole number of at least 1")
+        self._require("warmup_steps", lambda value: isinstance(value, int) and value >= 0, "a whole number, 0 or more")
+        for name in ("learning_rate", "clip_grad_norm", "clip_grad_value"):
+            self._require(name, lambda value: _is_number(value) and value > 0, "a number above 0")
+        self._require("weight_decay", lambda value: _is_number(value) and value >= 0, "a number, 0 or more")
+        self._require("min_lr_ratio", lambda value: _is_number(value) and 0 <= value <= 1, "a number from 0 to 1")
+        self._require("precision", lambda value: value in PRECISIONS, f"one of {', '.join(PRECISIONS)}")
+        self._require("no_decay", lambda value: value == "auto", "'auto' or None")
+        self._require("seed", lambda value: isinstance(value, int) and 0 <= value < 2**63, "a whole number, 0 or more")
+        self._require("validate_every", lambda value: isinstance(value, Every), "an Every, such as Every(epochs=1)")
+        if self.save_every_n_epochs is not None and self.run_dir is None:
+            raise ConfigurationError(
+                f"TrainingConfig(save_every_n_epochs={self.save_every_n_epochs}): needs run_dir, where to save"
+            )
+
+    def _require(self, name: str, rule: Callable[[Any], bool], wanted: str) -> None:
+        value = getattr(self, name)
+        optional = "None" in str(next(each.type for each in fields(self) if each.name == name))
+        if value is None and optional:
+            return
+        if isinstance(value, bool) or not rule(value):
+            raise ConfigurationError(f"TrainingConfig({name}={value!r}): needs to be {wanted}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)

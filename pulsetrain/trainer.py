@@ -1,0 +1,412 @@
+"""The trainer: an Engine whose step is a strategy on a backend, with its validation and handlers on one bus."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from engine import Engine, Event, EventBus, Events, Every, Phase, rng
+from engine.backends.torch import TorchBackend
+from engine.checkpoint import CheckpointManager
+from engine.errors import CheckpointError, ConfigurationError, unknown_name
+from engine.gradients import clip_grad_norm, clip_grad_value, grad_norm
+from engine.optimizers import resolve_optimizer
+from engine.payloads import (
+    CheckpointLoaded,
+    GradientsReady,
+    MetricsLogged,
+    OptimizerStepCompleted,
+    ValidationCompleted,
+)
+from engine.protocols import TrainingResult, TrainingStrategy
+from engine.schedules import build_schedule
+from engine.strategies import STRATEGIES
+from handlers import Callback, CallbackList, Checkpointer, EarlyStopping, LRScheduler
+from handlers.readings import reading_events
+from pulsetrain.bounds import Bound
+from pulsetrain.config import TrainingConfig
+from pulsetrain.evaluation import Evaluation
+from pulsetrain.history import History, Rate, Window
+from pulsetrain.position import DataPosition
+from pulsetrain.resume import capture, restore
+
+__all__ = ["Trainer"]
+
+Loader = Iterable[Any]
+
+
+class Trainer(Engine):
+    """Trains a model: everything that an Engine does, and the step, the validation and the checkpoints as well.
+
+    Args:
+        model: an nn.Module; it is moved to the backend's device.
+        train_loader: gives batches, as often as asked; a length is not needed.
+        val_loader: one set, whose metrics are called "val/...", or a mapping name -> set ("name/...").
+        strategy: what is optimised: a name, or an object (TrainingStrategy).
+        optimizer: a name, a torch optimizer over the model's parameters, or a factory called with them; by default
+            what the configuration says.
+        backend: what computes; by default PyTorch on the configuration's device.
+        config: the settings.
+        metrics: name -> metric, for validation: ignite's, torchmetrics', or anything with reset, update and compute.
+        handlers: objects with `attach(engine)`, attached in this order.
+        callbacks: `Callback` objects.
+        name: what the trainer's events carry.
+        bus: share one with other engines.
+
+    Raises:
+        ConfigurationError: settings, names or a device that cannot be; the message says what to do.
+        TypeError: an argument of another kind.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        train_loader: Loader,
+        val_loader: Loader | Mapping[str, Loader] | None = None,
+        *,
+        strategy: str | TrainingStrategy = "supervised",
+        optimizer: str
+        | torch.optim.Optimizer
+        | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+        | None = None,
+        backend: TorchBackend | None = None,
+        config: TrainingConfig | None = None,
+        metrics: Mapping[str, Any] | None = None,
+        handlers: Iterable[Any] = (),
+        callbacks: Iterable[Callback] = (),
+        name: str = "trainer",
+        bus: EventBus | None = None,
+    ) -> None:
+        self.config = config = config or TrainingConfig()
+        if not isinstance(train_loader, Iterable):
+            raise TypeError(
+                f"Trainer(train_loader={train_loader!r}): needs an iterable of batches, such as a DataLoader"
+            )
+        super().__init__(_step, name=name, bus=bus)
+        self.strategy = _resolve_strategy(strategy)
+        self.backend = backend or TorchBackend()
+        self.backend.configure(config.device, config.precision)
+        self.seed = config.seed if config.seed is not None else int.from_bytes(os.urandom(7), "big")
+        self.model = self.backend.place(model)
+        self.optimizer = resolve_optimizer(
+            optimizer if optimizer is not None else config.optimizer,
+            self.model,
+            config.learning_rate,
+            config.weight_decay,
+            **({"no_decay": config.no_decay} if config.no_decay else {}),
+            **config.optimizer_options,
+        )
+        self.train_loader = train_loader
+        self.val_loaders = _named_loaders(val_loader)
+        self.bound = Bound(config, train_loader)
+        self.evaluation = Evaluation(self.model, self.strategy, self.backend, metrics or {}, self.bus)
+        self.evaluator = self.evaluation.engine
+        self.history = History()
+        self.position = DataPosition(self.seed)
+        self.epoch_losses, self.log_losses, self._rate = Window(), Window(), Rate()
+        self.accumulated = 0  # batches whose gradients await the next update
+        self.rng_to_restore: dict[str, Any] | None = None
+        self._grad_norm: Tensor | None = None
+        self._validated_at = -1
+        self.state.tokens = self.state.samples = 0
+        self.learning_rate = self.optimizer.param_groups[0]["lr"]  # of the last update made
+        self._scale = 1.0 / config.accumulate
+        self.bound.measure(self.strategy, self.backend)
+        self.handlers = [*handlers, *self._configured_handlers()]
+        self._check_handlers()
+        self._subscribe()
+        for handler in self.handlers:
+            handler.attach(self)
+        self.callbacks = CallbackList(list(callbacks))
+        self.callbacks.attach(self)
+
+    def train(self, resume: str | os.PathLike[str] | None = None) -> History:
+        """Train to the configured bound.
+
+        Args:
+            resume: "latest" goes on from the newest valid checkpoint of the trainer's Checkpointer, or starts when
+                there is none yet; a path names one.
+
+        Returns:
+            Metric name -> values: train/loss and learning_rate an epoch, validation metrics a validation.
+
+        Raises:
+            CheckpointError: the checkpoint is damaged or does not fit.
+            ConfigurationError: resume="latest" without exactly one Checkpointer.
+        """
+        if resume is not None:
+            self._resume(resume)
+        state = self.state
+        if self.position.resuming:
+            state.max_epochs, state.max_iters = self.bound.max_epochs, self.bound.max_iterations
+            if self._is_done(state) or self._tokens_reached():
+                return self.history
+            self.run(self.train_loader)
+        else:
+            rng.seed_everything(self.seed)
+            state.max_epochs = state.max_iters = None
+            self.run(
+                self.train_loader,
+                max_epochs=self.bound.max_epochs,
+                max_iters=self.bound.max_iterations,
+            )
+        return self.history
+
+    @property
+    def total_iterations(self) -> int | None:
+        """How many batches the run will take, or None where that is not known."""
+        return self.bound.total_iterations
+
+    def validate(self) -> dict[str, float]:
+        """One round over every validation set; fires VALIDATION_STARTED and VALIDATION_COMPLETED.
+
+        Returns:
+            The metrics by their full names, which are also in `state.metrics` from then on.
+
+        Raises:
+            ConfigurationError: the trainer has no validation set.
+        """
+        if not self.val_loaders:
+            raise ConfigurationError("Trainer.validate(): no validation set; pass val_loader to the Trainer")
+        start = time.perf_counter()
+        self.fire(Events.VALIDATION_STARTED)
+        metrics: dict[str, float] = {}
+        for name, loader in self.val_loaders.items():
+            metrics.update(self.evaluation.run(name, loader))
+        self._validated_at = self.state.iteration
+        self.state.metrics.update(metrics)
+        self.history.record(metrics)
+        seconds = time.perf_counter() - start
+        self._rate.paused += seconds
+        self.fire(Events.VALIDATION_COMPLETED, ValidationCompleted(metrics=metrics, seconds=seconds))
+        return metrics
+
+    def checkpoint_state(self) -> dict[str, Any]:
+        """Everything that the next iteration depends on; `state_dict()` stays ignite's three keys."""
+        return capture(self)
+
+    def save_checkpoint(self, name: str = "checkpoint", is_best: bool = False) -> Path:
+        """Save now, into the folder of the trainer's Checkpointer; returns the checkpoint's path."""
+        path: Path = self._checkpointer("save_checkpoint()").save(self, name, is_best)
+        return path
+
+    def load_checkpoint(self, path: str | os.PathLike[str]) -> None:
+        """Take over a checkpoint; the next `train()` goes on behind it.
+
+        Raises:
+            CheckpointError: it is damaged, or does not fit this trainer.
+        """
+        folder = Path(path)
+        manager = CheckpointManager(folder.parent) if folder.parent.is_dir() else None
+        if manager is None:
+            raise CheckpointError(f"load_checkpoint({str(path)!r}): there is no folder {folder.parent}")
+        restore(self, manager.load(folder))
+        self.fire(Events.CHECKPOINT_LOADED, CheckpointLoaded(path=folder, iteration=self.state.iteration))
+
+    def _resume(self, source: str | os.PathLike[str]) -> None:
+        if source != "latest":
+            self.load_checkpoint(source)
+            return
+        latest = self._checkpointer("train(resume='latest')").manager.get_latest()
+        if latest is not None:
+            self.load_checkpoint(latest)
+
+    def _checkpointer(self, asked_by: str) -> Any:
+        found = [
+            handler for handler in self.handlers if isinstance(getattr(handler, "manager", None), CheckpointManager)
+        ]
+        if len(found) != 1:
+            raise ConfigurationError(
+                f"Trainer.{asked_by}: needs exactly one Checkpointer among the handlers, and there are {len(found)}; "
+                "pass handlers=[Checkpointer('runs/a')], or name the checkpoint's path"
+            )
+        return found[0]
+
+    def _configured_handlers(self) -> list[Any]:
+        config, added = self.config, list[Any]()
+        if config.schedule is not None and (config.schedule != "constant" or config.warmup_steps):
+            schedule = build_schedule(
+                config.schedule,
+                config.learning_rate,
+                total_steps=self.bound.total_updates,
+                warmup_steps=config.warmup_steps,
+                min_lr_ratio=config.min_lr_ratio,
+                **config.schedule_options,
+            )
+            added.append(LRScheduler(schedule))
+        if config.early_stopping_patience is not None:
+            added.append(EarlyStopping(patience=config.early_stopping_patience))
+        if config.save_every_n_epochs is not None:
+            assert config.run_dir is not None  # the configuration has checked that
+            added.append(Checkpointer(config.run_dir, every=Every(epochs=config.save_every_n_epochs)))
+        return added
+
+    def _check_handlers(self) -> None:
+        for handler in self.handlers:
+            if not callable(getattr(handler, "attach", None)):
+                raise TypeError(
+                    f"Trainer(handlers=[{handler!r}]): a handler needs attach(engine); functions go to on()"
+                )
+        if sum(isinstance(handler, LRScheduler) for handler in self.handlers) > 1:
+            raise ConfigurationError(
+                f"TrainingConfig(schedule={self.config.schedule!r}) and an LRScheduler handler: give one; "
+                "schedule=None leaves the rate to the handler"
+            )
+        waits = [h for h in self.handlers if isinstance(h, EarlyStopping)]
+        if waits and not self.val_loaders:
+            raise ConfigurationError(
+                f"EarlyStopping(metric={waits[0].metric!r}): waits for a validation, and the Trainer has no val_loader"
+            )
+
+    def _subscribe(self) -> None:
+        config = self.config
+        self.add_event_handler(Events.STARTED, self._train_mode, phase=Phase.COMPUTE)
+        self.add_event_handler(Events.PREEMPTED, self._stop_when_preempted)
+        self.add_event_handler(Events.EPOCH_STARTED, self._epoch_started, phase=Phase.COMPUTE)
+        self.add_event_handler(Events.EPOCH_COMPLETED, self._epoch_completed, phase=Phase.COMPUTE)
+        if config.max_tokens is not None:
+            self.add_event_handler(Events.ITERATION_COMPLETED, self._stop_at_tokens)
+        if self.val_loaders and config.validate_every is not None:
+            self.add_event_handler(reading_events(config.validate_every), self._validate_once, phase=Phase.COMPUTE)
+        log_point = Events.ITERATION_COMPLETED(every=config.log_every_n_steps)
+        self.add_event_handler(log_point, self._log, phase=Phase.OBSERVE)
+        self.add_event_handler(Events.COMPLETED, self._finish, phase=Phase.COMPUTE)
+        self._gradients_plan = self._plan(Events.GRADIENTS_READY)
+        self._stepped_plan = self._plan(Events.OPTIMIZER_STEP_COMPLETED)
+
+    def _update(self) -> None:
+        """One optimizer step over the gradients of `accumulate` batches."""
+        config, optimizer = self.config, self.optimizer
+        self.accumulated = 0
+        self.backend.unscale_gradients(optimizer)
+        clip_norm, clip_value = config.clip_grad_norm, config.clip_grad_value
+        if clip_norm is None and clip_value is None and not self._gradients_plan.live:
+            self.state.update += 1
+        else:
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            if clip_norm is None and not self._gradients_plan.live:
+                self.state.update += 1
+            else:
+                self._grad_norm = norm = grad_norm(parameters)
+                self.fire(Events.GRADIENTS_READY, GradientsReady(grad_norm=norm))  # it advances state.update
+                if clip_norm is not None:
+                    clip_grad_norm(parameters, clip_norm, norm)
+            if clip_value is not None:
+                clip_grad_value(parameters, clip_value)
+        self.learning_rate = optimizer.param_groups[0]["lr"]
+        if not self._stepped_plan.live:
+            self.backend.apply_gradients(optimizer)
+            return
+        rates = tuple(group["lr"] for group in optimizer.param_groups)
+        self.backend.apply_gradients(optimizer)
+        self.fire(Events.OPTIMIZER_STEP_COMPLETED, OptimizerStepCompleted(learning_rates=rates))
+
+    def _train_mode(self) -> None:
+        self.model.train()
+        self._rate.restart(self.state.samples, self.state.tokens)
+
+    def _epoch_started(self) -> None:
+        self.position.begin_epoch(self.state.iteration)
+
+    def _epoch_completed(self) -> None:
+        self.position.epoch_done = True
+        self._record_epoch()
+
+    def _record_epoch(self) -> None:
+        if len(self.epoch_losses):
+            self.history.record({"train/loss": self.epoch_losses.read(), "learning_rate": self.learning_rate})
+
+    def _validate_once(self) -> None:
+        if self._validated_at != self.state.iteration:  # two cadences met
+            self.validate()
+
+    def _stop_at_tokens(self) -> None:
+        if self._tokens_reached():
+            self.terminate(reason=f"max_tokens={self.config.max_tokens} was reached")
+
+    def _tokens_reached(self) -> bool:
+        return self.config.max_tokens is not None and self.state.tokens >= self.config.max_tokens
+
+    def _stop_when_preempted(self, engine: Engine, event: Event) -> None:
+        self.terminate(reason=f"{event.payload.signal} was received")
+
+    def _log(self) -> None:
+        """A log point: the one place where the loop waits for the device, and only for somebody who listens."""
+        if not len(self.log_losses) or not self.hears(Events.METRICS_LOGGED):
+            return
+        metrics = {"train/loss": self.log_losses.read(), "learning_rate": self.learning_rate}
+        if self._grad_norm is not None:
+            metrics["grad_norm"] = self._grad_norm.item()
+        metrics.update(self._rate.read(self.state.samples, self.state.tokens))
+        self.fire(Events.METRICS_LOGGED, MetricsLogged(metrics=metrics))
+
+    def _finish(self) -> None:
+        """At the run's end: what has not been said yet; a run that reached its bound ends with a validation."""
+        self._log()
+        self._record_epoch()
+        reason = self.state.stop_reason
+        if self.val_loaders and (reason is None or reason.startswith("max_")):
+            self._validate_once()
+
+    def _setup_engine(self) -> None:
+        if not self.position.resuming:
+            super()._setup_engine()
+            return
+        state = self.state
+        self._dataloader_iter = self.position.find_back(state.dataloader, state.iteration)
+        self._init_iter = state.iteration - self.position.epoch_start  # 0 where an epoch begins
+        if self.rng_to_restore is not None:  # last: making the iterator draws from the generators
+            rng.restore(self.rng_to_restore)
+            self.rng_to_restore = None
+
+    def _setup_dataloader_iter(self) -> None:
+        self._dataloader_iter = self.position.begin_pass(self.state.dataloader, self.state.iteration)
+
+
+def _step(trainer: Trainer, batch: Any) -> TrainingResult:
+    """One iteration: forward, backward, and an update when `accumulate` batches are together. Nothing waits here."""
+    strategy, backend, state = trainer.strategy, trainer.backend, trainer.state
+    prepared = strategy.prepare_batch(backend.to_device(batch))
+    loss = backend.forward_backward(trainer.model, prepared, strategy, trainer._scale)
+    state.samples += prepared.samples
+    state.tokens += prepared.tokens
+    trainer.epoch_losses.add(loss)
+    trainer.log_losses.add(loss)
+    trainer.accumulated += 1
+    if trainer.accumulated == trainer.config.accumulate:
+        trainer._update()
+    trainer.position.trained = state.iteration
+    return TrainingResult({"loss": loss})
+
+
+def _resolve_strategy(strategy: Any) -> TrainingStrategy:
+    if isinstance(strategy, str):
+        if strategy not in STRATEGIES:
+            raise unknown_name("Trainer", "strategy", strategy, STRATEGIES)
+        return STRATEGIES[strategy]()
+    if isinstance(strategy, type) or not isinstance(strategy, TrainingStrategy):
+        raise TypeError(
+            f"Trainer(strategy={strategy!r}): needs a name ({', '.join(sorted(STRATEGIES))}) or an object with "
+            "prepare_batch, compute_loss and compute_metrics"
+        )
+    return strategy
+
+
+def _named_loaders(val_loader: Any) -> dict[str, Loader]:
+    if val_loader is None:
+        return {}
+    loaders = dict(val_loader) if isinstance(val_loader, Mapping) else {"val": val_loader}
+    for name, loader in loaders.items():
+        if not isinstance(loader, Iterable):
+            raise TypeError(f"Trainer(val_loader): {name!r} is {type(loader).__name__}; needs an iterable of batches")
+        if iter(loader) is loader:
+            raise ConfigurationError(
+                f"Trainer(val_loader): {name!r} is an iterator, which can be read once; give a DataLoader or a list"
+            )
+    return loaders
