@@ -339,6 +339,9 @@ class EventBus(blinker.Namespace):
     def __eq__(self, other: object) -> bool:
         return self is other
 
+    def __ne__(self, other: object) -> bool:
+        return self is not other
+
     __hash__ = object.__hash__  # type: ignore[assignment]  # a dict has none
 
     def __repr__(self) -> str:

@@ -100,7 +100,7 @@ class Emitter:
         self._posts: deque[tuple[Any, Any]] = deque()
         self._attention = False
         self._hooked = type(self)._fire_event is not Emitter._fire_event
-        self._in_flight: tuple[Plan, Any] | None = None
+        self._in_flight: tuple[Plan, Any, int] | None = None
         self._emit: Callable[..., None] = _emit_through_hook if self._hooked else emit
 
     @property
@@ -307,7 +307,8 @@ class Emitter:
             plan = self._plan(event)
         if plan.strict or payload is not None:
             self._check(plan, payload)
-        self._sequence.last += 1
+        sequence = self._sequence
+        seq = sequence.last = sequence.last + 1
         if plan.plain:  # everyone takes (engine) and nobody filters: run them here, a call less than emit()
             self.last_event_name = plan.event
             calls = plan.calls
@@ -319,11 +320,11 @@ class Emitter:
                 annotate(error, self, plan, next((s for s in calls.subscriptions if s.call is call), None))
                 raise
             if plan.calls is not calls:
-                emit_added(self, plan, calls, payload)
+                emit_added(self, plan, calls, payload, seq)
         elif plan.live and (
             plan.busy or plan.counter is None or not plan.low <= getattr(self.state, plan.counter) < plan.high
         ):
-            self._emit(self, plan, payload)
+            self._emit(self, plan, payload, seq)
 
     def post(self, event: Any, payload: Any = None) -> None:
         """Fire at the next safe point of the loop (of the next run, when idle); from any thread or signal handler.
@@ -349,7 +350,8 @@ class Emitter:
         plan = self._plan(event_name)
         in_flight = self._in_flight
         if in_flight is not None and in_flight[0] is plan:  # on its way from fire()
-            payload, self._in_flight = in_flight[1], None
+            _, payload, seq = in_flight
+            self._in_flight = None
         else:
             payload = None
             values = [*event_args, *event_kwargs.values()]
@@ -358,10 +360,10 @@ class Emitter:
             if values:
                 field = next(iter(plan.payload_type.__dataclass_fields__))  # type: ignore[union-attr]  # checked above
                 payload = plan.payload_type(**{field: values[0]})  # type: ignore[misc]
-            self._sequence.last += 1
+            seq = self._sequence.last = self._sequence.last + 1
         self.last_event_name = plan.event
         if plan.calls:
-            emit(self, plan, payload)
+            emit(self, plan, payload, seq)
 
     def _plan(self, event: Any) -> Plan:
         event = self._resolve(event)
@@ -393,9 +395,9 @@ def _wrong_payload(verb: str, event: Any, payload_type: type | None, payload: An
     return TypeError(f"{verb}({event}, {payload!r}): this event carries {wanted}, not {type(payload).__name__}")
 
 
-def _emit_through_hook(engine: Emitter, plan: Plan, payload: Any = None) -> None:
+def _emit_through_hook(engine: Emitter, plan: Plan, payload: Any, seq: int) -> None:
     """For engines whose class overrides `_fire_event`: it sees every event, with ignite's own arguments."""
-    before, engine._in_flight = engine._in_flight, (plan, payload)
+    before, engine._in_flight = engine._in_flight, (plan, payload, seq)
     name = LEGACY_FIELDS.get(getattr(plan.event, "key", ""))
     try:
         if name == "error":

@@ -23,7 +23,10 @@ def grad_norm(parameters: Iterable[Tensor]) -> Tensor:
 def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float, norm: Tensor | None = None) -> Tensor:
     """Scales all gradients by `min(1, max_norm / (norm + 1e-6))`, in place, and returns the norm before, shape ().
 
-    `norm` spares measuring what `grad_norm` has measured. A gradient that is not finite makes the norm so, and the scaled gradients too: look at the norm before the update.
+    A gradient that is not finite makes the norm so, and the scaled gradients too: look at the norm before the update.
+
+    Args:
+        norm: what `grad_norm` has measured already, so that it need not be measured again.
 
     Raises:
         ConfigurationError: max_norm is not positive.

@@ -20,7 +20,14 @@ if TYPE_CHECKING:
 __all__ = ["HandlerTable"]
 
 Entry = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
-_WITH_ENGINE = {Shape.ENGINE, Shape.ENGINE_ERROR, Shape.ENGINE_COUNT, Shape.ENGINE_COUNT_FIRST, Shape.EVENT}
+_WITHOUT_ENGINE = {
+    Shape.EVENT: Shape.BARE,
+    Shape.ENGINE: Shape.BARE,
+    Shape.ENGINE_ERROR: Shape.ERROR,
+    Shape.ENGINE_COUNT: Shape.COUNT,
+    Shape.ENGINE_COUNT_FIRST: Shape.COUNT_FIRST,
+}
+_WITH_ENGINE = {without: shape for shape, without in _WITHOUT_ENGINE.items()}
 
 
 class HandlerTable(MutableMapping[Any, list[Entry]]):
@@ -93,7 +100,7 @@ class _Entries(list[Entry]):
         handler = subscription.handler
         if subscription.filter is not None:
             handler = HandlerTable.wrapped(subscription, self._engine)
-        first = (weakref.ref(self._engine),) if subscription.shape in _WITH_ENGINE else ()
+        first = (weakref.ref(self._engine),) if subscription.shape in _WITHOUT_ENGINE else ()
         return handler, first + subscription.args, subscription.kwargs
 
     def __setitem__(self, index: Any, entry: Any) -> None:
@@ -101,19 +108,22 @@ class _Entries(list[Entry]):
             raise TypeError("_event_handlers: assign one entry at a time")
         subscription = self._subscriptions[index]
         handler, args, kwargs = entry
+        shape = subscription.shape
         if args[:1] and isinstance(args[0], weakref.ref):
-            args = args[1:]
+            args, shape = args[1:], _WITH_ENGINE.get(shape, shape)
+        else:
+            shape = _WITHOUT_ENGINE.get(shape, shape)
         if subscription.filter is not None and handler is not subscription.wrapper:
             subscription.suspend_filter()  # the new handler wraps the one that asks the filter
         elif subscription.suspended is not None and handler is subscription.wrapper:
             handler = subscription.resume_filter()
-        subscription.set_handler(handler, args, kwargs, subscription.shape)
+        subscription.set_handler(handler, args, kwargs, shape)
         subscription.signal.patch(subscription)
         super().__setitem__(index, entry)
 
     def insert(self, index: Any, entry: Entry) -> None:
         """Register at this place in the order, whatever the phases around it."""
-        index = range(len(self) + 1)[index] if -len(self) <= index <= len(self) else len(self)
+        index = max(index + len(self), 0) if index < 0 else min(index, len(self))
         before = self._subscriptions[index - 1] if index > 0 else None
         after = self._subscriptions[index] if index < len(self) else None
         handler, args, kwargs = entry

@@ -218,6 +218,8 @@ class Engine(Emitter, IgniteEngine):  # type: ignore[misc]  # _event_handlers is
         start = time.time()
         counter = 0 if self._init_iter is None else self._init_iter  # above 0 when resuming inside an epoch
         self._init_iter = None
+        if counter and counter == state.epoch_length:
+            return 0.0  # resumed behind the epoch's last batch: what is left of it is EPOCH_COMPLETED
         restarted = False  # the loader was exhausted and begun anew, and has given nothing yet
         try:
             while True:

@@ -109,26 +109,26 @@ class Plan:
         self.low, self.high = value + 1, high
 
 
-def emit(engine: Emitter, plan: Plan, payload: Any = None) -> None:
+def emit(engine: Emitter, plan: Plan, payload: Any, seq: int) -> None:
     """Run a live plan of any kind; the plain ones are run by `Emitter.fire` itself, which saves them a call."""
     engine.last_event_name = plan.event
     if not plan.filtered:
-        _emit_each(engine, plan, plan.calls, payload, asking=False)
+        _emit_each(engine, plan, plan.calls, payload, seq, asking=False)
         return
     if plan.counter is None:  # subscribed on the bus before this engine came, or before it registered the event
         engine.require_counter(plan.event)
         return
     state = engine.state
     if plan.low <= getattr(state, plan.counter) < plan.high:
-        _emit_each(engine, plan, plan.quiet, payload, asking=False)
+        _emit_each(engine, plan, plan.quiet, payload, seq, asking=False)
     else:
-        _emit_each(engine, plan, plan.calls, payload, asking=True)
+        _emit_each(engine, plan, plan.calls, payload, seq, asking=True)
         plan.find_window(getattr(state, plan.counter))
 
 
-def _emit_each(engine: Emitter, plan: Plan, calls: Calls, payload: Any, *, asking: bool) -> None:
+def _emit_each(engine: Emitter, plan: Plan, calls: Calls, payload: Any, seq: int, *, asking: bool) -> None:
     """The general loop: builds the event's record when a receiver wants it, asks filters one by one."""
-    event = build_event(engine, plan, payload) if calls.rich else None
+    event = build_event(engine, plan, payload, seq) if calls.rich else None
     subscription = None
     try:
         for subscription in calls.subscriptions:
@@ -138,16 +138,18 @@ def _emit_each(engine: Emitter, plan: Plan, calls: Calls, payload: Any, *, askin
                 subscription.call(engine)
                 continue
             if event is None:  # patched in while this event fires
-                event = build_event(engine, plan, payload)
+                event = build_event(engine, plan, payload, seq)
             subscription.call(engine, event)
     except BaseException as error:
         annotate(error, engine, plan, subscription)
         raise
     if (plan.calls if asking else plan.quiet) is not calls:
-        emit_added(engine, plan, calls, payload, event)
+        emit_added(engine, plan, calls, payload, seq, event)
 
 
-def emit_added(engine: Emitter, plan: Plan, done: Calls, payload: Any, event: Event | None = None) -> None:
+def emit_added(
+    engine: Emitter, plan: Plan, done: Calls, payload: Any, seq: int, event: Event | None = None
+) -> None:
     """Run what was subscribed while the event fired; each of those may subscribe more."""
     newest = done.newest
     while True:
@@ -159,7 +161,7 @@ def emit_added(engine: Emitter, plan: Plan, done: Calls, payload: Any, event: Ev
             continue
         try:
             if added.wants_event:
-                event = event or build_event(engine, plan, payload)
+                event = event or build_event(engine, plan, payload, seq)
                 added.call(engine, event)
             else:
                 added.call(engine)
@@ -168,12 +170,12 @@ def emit_added(engine: Emitter, plan: Plan, done: Calls, payload: Any, event: Ev
             raise
 
 
-def build_event(engine: Emitter, plan: Plan, payload: Any) -> Event:
-    """The record of the event being fired now."""
+def build_event(engine: Emitter, plan: Plan, payload: Any, seq: int) -> Event:
+    """The record of the event being fired now; `seq` is its own number, nested events have taken later ones."""
     state = engine.state
     event = plan.event
     return Event(
-        engine.bus.sequence.last,
+        seq,
         engine.name,
         event if isinstance(event, str) else event._value_,
         state.epoch,

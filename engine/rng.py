@@ -25,9 +25,10 @@ def seed_everything(seed: int) -> None:
     if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63:
         raise ConfigurationError(f"seed_everything(seed={seed!r}): needs a whole number, at least 0 and below 2**63")
     random.seed(seed)
-    # numpy takes 32 bits at a time; small seeds stay what numpy.random.seed(seed) gives
+    # numpy takes 32 bits at a time, and torch's CPU generator looks at the lowest 32 bits alone: 2**32 would be seed 0.
+    # Smaller seeds stay what each library makes of them.
     np.random.seed(seed if seed < 2**32 else [seed % 2**32, seed >> 32])
-    torch.manual_seed(seed)
+    torch.manual_seed(seed if seed < 2**32 else derive(seed))
 
 
 def capture() -> dict[str, Any]:
@@ -37,19 +38,19 @@ def capture() -> dict[str, Any]:
     empty as long as this process has not used CUDA: asking would start it on a machine that trains on the CPU.
     """
     version, numbers, gauss = random.getstate()
-    generator, keys, position, has_gauss, cached = np.random.get_state()
-    if generator != "MT19937":
+    numpy: Any = np.random.get_state(legacy=False)
+    if numpy["bit_generator"] != "MT19937":
         raise ConfigurationError(
-            f"capture(numpy={generator!r}): only numpy's default global generator, MT19937, can be saved; "
+            f"capture(numpy={numpy['bit_generator']!r}): only numpy's default global generator, MT19937, can be saved; "
             "keep another one in a numpy.random.Generator of your own"
         )
     return {
         "python": {"version": version, "state": torch.tensor(numbers, dtype=torch.int64), "gauss": gauss},
         "numpy": {
-            "state": torch.from_numpy(np.asarray(keys).astype(np.int64)),
-            "position": int(position),
-            "has_gauss": int(has_gauss),
-            "gauss": float(cached),
+            "state": torch.from_numpy(numpy["state"]["key"].astype(np.int64)),
+            "position": int(numpy["state"]["pos"]),
+            "has_gauss": int(numpy["has_gauss"]),
+            "gauss": float(numpy["gauss"]),
         },
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
@@ -87,6 +88,8 @@ def restore(state: Mapping[str, Any], *, strict: bool = True) -> None:
 
 def derive(*parts: int) -> int:
     """A seed of 63 bits from (seed, epoch, ...), the same in each process and on each machine.
+
+    Its lowest 32 bits, all that torch's CPU generator looks at, depend on every part as well.
 
     Raises:
         TypeError: a part is no whole number.

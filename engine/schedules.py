@@ -49,7 +49,7 @@ _WHOLE = {
 
 @dataclass(frozen=True)
 class _Formula:
-    """What every schedule of this file shares: the checks of its parameters, its state, and composing."""
+    """What every schedule here shares: the checks of its parameters, its state, and composing."""
 
     @property
     def length(self) -> int | None:
@@ -250,9 +250,8 @@ class Sequential(_Formula):
             if not isinstance(part, (tuple, list)) or len(part) != 2 or not isinstance(part[0], Schedule):
                 raise ConfigurationError(f"Sequential(part {index}={part!r}): needs a pair (schedule, length)")
             schedule, length = part
-            if length is None and index == len(parts) - 1:
-                continue
-            if not isinstance(length, int) or isinstance(length, bool) or length < 1:
+            endless_last = length is None and index == len(parts) - 1
+            if not endless_last and (not isinstance(length, int) or isinstance(length, bool) or length < 1):
                 raise ConfigurationError(
                     f"Sequential(part {index}=({schedule!r}, {length!r})): needs the length in updates, at least 1, "
                     "for only the last schedule may go on without an end; pass Sequential((schedule, length), ...)"
@@ -264,12 +263,8 @@ class Sequential(_Formula):
 
     @property
     def length(self) -> int | None:
-        total = 0
-        for _, length in self.parts:
-            if length is None:
-                return None
-            total += length
-        return total
+        lengths = [length for _, length in self.parts if length is not None]
+        return sum(lengths) if len(lengths) == len(self.parts) else None
 
     def get_lr(self, step: int) -> float:
         for schedule, length in self.parts[:-1]:

@@ -82,8 +82,7 @@ class ConsoleLogger:
     def _write(self, engine: Engine, message: str, values: Mapping[str, Any]) -> None:
         where = {"engine": engine.name} if self._attachment.hears_whole_bus else {}
         with tqdm.external_write_mode(file=self._stream):
-            # a metric may bear a name that is a parameter of structlog's methods: bind takes none of its own
-            self._logger.bind(**where, **values).info(message)
+            self._logger.info(message, values={**where, **values})
 
     def _on_started(self, engine: Engine) -> None:
         state = engine.state
@@ -133,11 +132,12 @@ def _make_logger(stream: TextIO, format: str) -> Any:
     if format == "json":
         processors = [
             structlog.processors.TimeStamper(fmt="iso", utc=True),
+            _spread,
             _finite,
             structlog.processors.JSONRenderer(default=str),
         ]
     else:
-        processors = [structlog.processors.TimeStamper(fmt="%H:%M:%S", utc=False), _render_line]
+        processors = [structlog.processors.TimeStamper(fmt="%H:%M:%S", utc=False), _spread, _render_line]
     return structlog.wrap_logger(
         structlog.WriteLogger(stream),
         processors=processors,
@@ -145,6 +145,13 @@ def _make_logger(stream: TextIO, format: str) -> Any:
         context_class=dict,
         cache_logger_on_first_use=False,
     )
+
+
+def _spread(_: Any, __: str, entry: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
+    """The values as entries of their own; passed as one, a metric may bear the name of a parameter of structlog's."""
+    for name, value in entry.pop("values").items():
+        entry[f"{name}_" if name in entry else name] = value
+    return entry
 
 
 def _finite(_: Any, __: str, entry: MutableMapping[str, Any]) -> MutableMapping[str, Any]:

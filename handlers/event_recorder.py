@@ -155,7 +155,7 @@ class EventRecorder:
         record = self._record(event)
         output, rates = scalars(engine.state.output), learning_rates(engine)
         if output:
-            self._values.put(record, "output", output)
+            self._values.put_scalars(record, "output", output)
         if rates:
             self._values.put(record, "lr", rates)
         self._add(record)

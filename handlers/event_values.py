@@ -31,6 +31,9 @@ class EventValues:
 
     def put(self, place: Any, key: Any, value: Any, depth: int = 0) -> None:
         """Set `place[key]` (of a Struct, its attribute) to the value's plain form, at once or in `settle`."""
+        if type(value) is float and math.isfinite(value):  # by far the commonest
+            _set(place, key, value)
+            return
         try:
             one = scalar(value) if isinstance(value, Tensor) else None
             if isinstance(one, Tensor):
@@ -40,6 +43,17 @@ class EventValues:
                 _set(place, key, self._plain(value, depth))
         except Exception:  # a recorder never stops a run for what it was given
             _set(place, key, _summary(value))
+
+    def put_scalars(self, place: Any, key: Any, named: Mapping[str, Tensor | float]) -> None:
+        """`put` for what `readings.scalars` gives, without looking at each value anew."""
+        values: dict[str, Any] = {}
+        for name, value in named.items():
+            if isinstance(value, Tensor):
+                values[_text(name)] = None
+                self._pending.append((values, _text(name), value.clone()))
+            else:
+                self.put(values, _text(name), value)
+        _set(place, key, values)
 
     def settle(self) -> None:
         """Copy the pending scalars to the host: one copy, and one wait for the device, per device and dtype."""
@@ -55,6 +69,8 @@ class EventValues:
     def _plain(self, value: Any, depth: int) -> Any:
         if value is None or isinstance(value, bool):
             return value
+        if depth < MAX_DEPTH and type(value) in (list, dict):
+            return self._nested(value, depth)
         if isinstance(value, Enum):
             return value.name
         if isinstance(value, (str, PurePath)):
@@ -66,7 +82,11 @@ class EventValues:
             return _finite(float(value))
         if depth >= MAX_DEPTH:
             return _summary(value)
-        if isinstance(value, Mapping):
+        return self._nested(value, depth)
+
+    def _nested(self, value: Any, depth: int) -> Any:
+        items: Mapping[str, Any]
+        if type(value) is dict or isinstance(value, Mapping):
             items = {_text(str(key)): item for key, item in value.items()}
         elif isinstance(value, (list, tuple)):
             plain: list[Any] = [None] * len(value)

@@ -26,8 +26,8 @@ MAX_POINTS = 4096  # of one curve: more would not show, and memory stays flat
 class LossCurve:
     """Writes FOLDER/plots/loss.png after each validation and at the end of the run.
 
-    It draws "train/loss" from METRICS_LOGGED and every "val/...loss" from VALIDATION_COMPLETED over the iterations. Of
-    a curve with too many points every second one is dropped.
+    It draws "train/loss" from METRICS_LOGGED and every loss from VALIDATION_COMPLETED ("val/loss") over the iterations.
+    Of a curve with too many points every second one is dropped.
 
     Args:
         folder: the run folder.
@@ -108,7 +108,7 @@ class LossCurve:
 
     def _on_validation(self, engine: Engine, event: Event) -> None:
         for name, value in event.payload.metrics.items():
-            if name.startswith("val/") and name.endswith("loss"):
+            if name.endswith("loss"):
                 self._add(name, engine.state.iteration, value)
         self.draw()
 
@@ -128,7 +128,9 @@ def _picture(curves: Mapping[str, list[tuple[int, float]]]) -> bytes:
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     canvas = FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    for index, (name, points) in enumerate(sorted(curves.items())):
+    for index, (name, points) in enumerate(
+        sorted(curves.items(), key=lambda curve: (curve[0] != "train/loss", curve[0]))
+    ):
         trained = name.startswith("train/")
         axes.plot(
             [iteration for iteration, _ in points],

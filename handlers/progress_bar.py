@@ -121,7 +121,7 @@ class ProgressBar:
 
     def _on_validation(self, engine: Engine, event: Event) -> None:
         for name, value in event.payload.metrics.items():
-            if name.startswith("val/") and name.endswith("loss"):
+            if name.endswith("loss"):
                 self._figures[name] = format(value, ".4g")
         self._show_figures()
 

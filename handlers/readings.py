@@ -28,7 +28,7 @@ def scalars(output: Any) -> dict[str, Tensor | float]:
     Returns:
         Numbers as they are, tensors detached on their device: nothing is brought to the host.
     """
-    if isinstance(output, Mapping):
+    if type(output) is dict or isinstance(output, Mapping):  # an ABC takes ten times as long to ask
         found = {name: scalar(value) for name, value in output.items() if isinstance(name, str)}
         return {name: value for name, value in found.items() if value is not None}
     single = scalar(output)
@@ -42,6 +42,8 @@ def scalars(output: Any) -> dict[str, Tensor | float]:
 
 def scalar(value: Any) -> Tensor | float | None:
     """The value as a number, or as a detached tensor of shape (); None where it is no real scalar."""
+    if type(value) is float:
+        return value
     if isinstance(value, Tensor):
         if value.numel() != 1 or value.is_complex() or value.dtype == torch.bool or value.is_meta:
             return None

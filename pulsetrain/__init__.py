@@ -8,7 +8,7 @@ if not hasattr(_handlers, "Checkpointer"):
         "`handlers`, because Python finds it first; rename it, or start Python where it is not on sys.path"
     )
 
-from pulsetrain.config import TrainingConfig  # noqa: E402  # behind the check
-from pulsetrain.trainer import Trainer  # noqa: E402
+from pulsetrain.config import TrainingConfig  # behind the check
+from pulsetrain.trainer import Trainer
 
 __all__ = ["Trainer", "TrainingConfig"]

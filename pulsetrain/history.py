@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -30,11 +31,11 @@ class Window:
     def __len__(self) -> int:
         return self._count + len(self._losses)
 
-    def read(self) -> float:
-        """The mean, which waits for the device, and a fresh start."""
+    def take(self) -> Tensor:
+        """The mean, shape (), on the device, and a fresh start."""
         self._fold()
-        assert self._sum is not None
-        mean = (self._sum / self._count).item()
+        assert self._sum is not None  # len() says whether there is anything
+        mean = self._sum / self._count
         self._sum, self._count = None, 0
         return mean
 
@@ -57,12 +58,29 @@ class Window:
 
 
 class History(dict[str, list[float]]):
-    """Metric name -> one value an epoch (train/loss, learning_rate) or a validation (val/loss ...)."""
+    """Metric name -> one value an epoch (train/loss, learning_rate) or a validation (val/loss ...).
 
-    def record(self, metrics: dict[str, float]) -> None:
+    An epoch's end does not wait for the device: its mean stands here as a tensor until `settle()`, which log points,
+    validations, checkpoints and the run's end call.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._unsettled: list[tuple[str, int]] = []
+
+    def record(self, metrics: Mapping[str, Tensor | float]) -> None:
         """Append a value to each name."""
         for name, value in metrics.items():
-            self.setdefault(name, []).append(value)
+            values = self.setdefault(name, [])
+            if isinstance(value, Tensor):
+                self._unsettled.append((name, len(values)))
+            values.append(value)  # type: ignore[arg-type]  # a tensor of shape () until settled
+
+    def settle(self) -> None:
+        """Bring what is still on the device to the host."""
+        for name, index in self._unsettled:
+            self[name][index] = float(self[name][index])
+        self._unsettled.clear()
 
 
 class Rate:

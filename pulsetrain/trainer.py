@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from engine import Engine, Event, EventBus, Events, Every, Phase, rng
 from engine.backends.torch import TorchBackend
 from engine.checkpoint import CheckpointManager
-from engine.errors import CheckpointError, ConfigurationError, unknown_name
+from engine.errors import CheckpointError, ConfigurationError
 from engine.gradients import clip_grad_norm, clip_grad_value, grad_norm
 from engine.optimizers import resolve_optimizer
 from engine.payloads import (
@@ -26,9 +26,9 @@ from engine.payloads import (
 )
 from engine.protocols import TrainingResult, TrainingStrategy
 from engine.schedules import build_schedule
-from engine.strategies import STRATEGIES
 from handlers import Callback, CallbackList, Checkpointer, EarlyStopping, LRScheduler
 from handlers.readings import reading_events
+from pulsetrain.arguments import named_loaders, resolve_strategy
 from pulsetrain.bounds import Bound
 from pulsetrain.config import TrainingConfig
 from pulsetrain.evaluation import Evaluation
@@ -89,7 +89,7 @@ class Trainer(Engine):
                 f"Trainer(train_loader={train_loader!r}): needs an iterable of batches, such as a DataLoader"
             )
         super().__init__(_step, name=name, bus=bus)
-        self.strategy = _resolve_strategy(strategy)
+        self.strategy = resolve_strategy(strategy)
         self.backend = backend or TorchBackend()
         self.backend.configure(config.device, config.precision)
         self.seed = config.seed if config.seed is not None else int.from_bytes(os.urandom(7), "big")
@@ -99,11 +99,10 @@ class Trainer(Engine):
             self.model,
             config.learning_rate,
             config.weight_decay,
-            **({"no_decay": config.no_decay} if config.no_decay else {}),
-            **config.optimizer_options,
+            **self._optimizer_options(optimizer),
         )
         self.train_loader = train_loader
-        self.val_loaders = _named_loaders(val_loader)
+        self.val_loaders = named_loaders(val_loader)
         self.bound = Bound(config, train_loader)
         self.evaluation = Evaluation(self.model, self.strategy, self.backend, metrics or {}, self.bus)
         self.evaluator = self.evaluation.engine
@@ -182,6 +181,7 @@ class Trainer(Engine):
         self._validated_at = self.state.iteration
         self.state.metrics.update(metrics)
         self.history.record(metrics)
+        self.history.settle()
         seconds = time.perf_counter() - start
         self._rate.paused += seconds
         self.fire(Events.VALIDATION_COMPLETED, ValidationCompleted(metrics=metrics, seconds=seconds))
@@ -227,6 +227,17 @@ class Trainer(Engine):
                 "pass handlers=[Checkpointer('runs/a')], or name the checkpoint's path"
             )
         return found[0]
+
+    def _optimizer_options(self, optimizer: Any) -> dict[str, Any]:
+        config = self.config
+        options = dict(config.optimizer_options)
+        if config.no_decay is not None:
+            options["no_decay"] = config.no_decay
+        name = config.optimizer if optimizer is None else optimizer
+        if name == "sgd" and self.backend.scaler is not None:
+            # torch's fused SGD leaves its momentum uninitialised when the gradient scale skips the very first step
+            options.setdefault("fused", False)
+        return options
 
     def _configured_handlers(self) -> list[Any]:
         config, added = self.config, list[Any]()
@@ -320,7 +331,7 @@ class Trainer(Engine):
 
     def _record_epoch(self) -> None:
         if len(self.epoch_losses):
-            self.history.record({"train/loss": self.epoch_losses.read(), "learning_rate": self.learning_rate})
+            self.history.record({"train/loss": self.epoch_losses.take(), "learning_rate": self.learning_rate})
 
     def _validate_once(self) -> None:
         if self._validated_at != self.state.iteration:  # two cadences met
@@ -340,7 +351,8 @@ class Trainer(Engine):
         """A log point: the one place where the loop waits for the device, and only for somebody who listens."""
         if not len(self.log_losses) or not self.hears(Events.METRICS_LOGGED):
             return
-        metrics = {"train/loss": self.log_losses.read(), "learning_rate": self.learning_rate}
+        self.history.settle()
+        metrics = {"train/loss": self.log_losses.take().item(), "learning_rate": self.learning_rate}
         if self._grad_norm is not None:
             metrics["grad_norm"] = self._grad_norm.item()
         metrics.update(self._rate.read(self.state.samples, self.state.tokens))
@@ -350,9 +362,20 @@ class Trainer(Engine):
         """At the run's end: what has not been said yet; a run that reached its bound ends with a validation."""
         self._log()
         self._record_epoch()
+        self.history.settle()
         reason = self.state.stop_reason
         if self.val_loaders and (reason is None or reason.startswith("max_")):
             self._validate_once()
+
+    def _is_done(self, state: Any) -> bool:  # type: ignore[override]  # ignite's is static
+        position = self.position
+        if (
+            position.resuming
+            and not position.epoch_done
+            and state.iteration - position.epoch_start == state.epoch_length
+        ):
+            return False  # the last epoch's batches are behind, its EPOCH_COMPLETED is not
+        return bool(Engine._is_done(state))
 
     def _setup_engine(self) -> None:
         if not self.position.resuming:
@@ -383,30 +406,3 @@ def _step(trainer: Trainer, batch: Any) -> TrainingResult:
         trainer._update()
     trainer.position.trained = state.iteration
     return TrainingResult({"loss": loss})
-
-
-def _resolve_strategy(strategy: Any) -> TrainingStrategy:
-    if isinstance(strategy, str):
-        if strategy not in STRATEGIES:
-            raise unknown_name("Trainer", "strategy", strategy, STRATEGIES)
-        return STRATEGIES[strategy]()
-    if isinstance(strategy, type) or not isinstance(strategy, TrainingStrategy):
-        raise TypeError(
-            f"Trainer(strategy={strategy!r}): needs a name ({', '.join(sorted(STRATEGIES))}) or an object with "
-            "prepare_batch, compute_loss and compute_metrics"
-        )
-    return strategy
-
-
-def _named_loaders(val_loader: Any) -> dict[str, Loader]:
-    if val_loader is None:
-        return {}
-    loaders = dict(val_loader) if isinstance(val_loader, Mapping) else {"val": val_loader}
-    for name, loader in loaders.items():
-        if not isinstance(loader, Iterable):
-            raise TypeError(f"Trainer(val_loader): {name!r} is {type(loader).__name__}; needs an iterable of batches")
-        if iter(loader) is loader:
-            raise ConfigurationError(
-                f"Trainer(val_loader): {name!r} is an iterator, which can be read once; give a DataLoader or a list"
-            )
-    return loaders

@@ -27,9 +27,10 @@ class Block(nn.Module):
         qkv = projected.unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # (3, batch, heads, length, features)
         queries, keys = rotate(qkv[:2], cos, sin)  # both in one call: half the small kernels
         attended = F.scaled_dot_product_attention(queries, keys, qkv[2], is_causal=True)
-        x = x + self.dropout(self.mix(attended.transpose(1, 2).flatten(2)))
-        x = x + self.dropout(self.contract(F.relu(self.expand(self.feed_forward_norm(x))).square()))
-        return x
+        mixed: Tensor = self.dropout(self.mix(attended.transpose(1, 2).flatten(2)))
+        x = x + mixed
+        fed_forward: Tensor = self.dropout(self.contract(F.relu(self.expand(self.feed_forward_norm(x))).square()))
+        return x + fed_forward
 
 
 class ByteGPT(nn.Module):

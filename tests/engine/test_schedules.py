@@ -116,7 +116,7 @@ def test_the_state_of_every_other_schedule_is_refused(schedule):
     for other in ALL:
         if other == schedule:
             continue
-        with pytest.raises(CheckpointError, match="in the state and .* here"):
+        with pytest.raises(CheckpointError, match=r"in the state and .* here"):
             schedule.load_state_dict(other.state_dict())
 
 

@@ -1,0 +1,178 @@
+"""Losses against formulas written out, and shapes that would broadcast to something else."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from engine.errors import ConfigurationError
+from engine.losses import bce_with_logits, cross_entropy, get_loss, huber, l1, mse
+
+# ------------------------------------------------------------------------------------------- cross entropy
+
+
+def test_cross_entropy_is_the_mean_negative_log_probability_of_the_target():
+    logits = torch.tensor([[2.0, 0.0, -1.0], [0.0, 3.0, 0.0]])
+    targets = torch.tensor([0, 2])
+    by_hand = -((2.0 - math.log(math.exp(2) + 1 + math.exp(-1))) + (0.0 - math.log(1 + math.exp(3) + 1))) / 2
+    assert cross_entropy(logits, targets).item() == pytest.approx(by_hand, rel=1e-6)
+
+
+def test_uniform_logits_cost_the_logarithm_of_the_number_of_classes():
+    assert cross_entropy(torch.zeros(5, 7), torch.arange(5)).item() == pytest.approx(math.log(7), rel=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(), (6,), (2, 3), (2, 3, 4), (0,)])
+def test_any_number_of_leading_dimensions_gives_the_same_mean(shape):
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(*shape, 5, generator=generator, requires_grad=True)
+    targets = torch.randint(5, shape, generator=generator)
+    flat = F.cross_entropy(logits.reshape(-1, 5), targets.reshape(-1))
+    loss = cross_entropy(logits, targets)
+    assert loss.shape == ()
+    torch.testing.assert_close(loss, flat, rtol=0, atol=0, equal_nan=True)
+
+
+def test_ignored_targets_count_neither_for_the_sum_nor_for_the_mean():
+    logits = torch.randn(6, 5, generator=torch.Generator().manual_seed(0))
+    targets = torch.tensor([1, -100, 2, -100, 3, -100])
+    assert torch.equal(cross_entropy(logits, targets), cross_entropy(logits[::2], targets[::2]))
+    padded = torch.tensor([1, 0, 2, 0, 3, 0])
+    assert torch.equal(cross_entropy(logits, padded, ignore_index=0), cross_entropy(logits[::2], targets[::2]))
+
+
+def test_label_smoothing_mixes_in_the_mean_over_all_classes():
+    logits = torch.tensor([[2.0, 0.0, -1.0]])
+    log_probabilities = logits.log_softmax(-1)[0]
+    by_hand = -(0.7 * log_probabilities[1] + 0.3 * log_probabilities.mean())
+    torch.testing.assert_close(cross_entropy(logits, torch.tensor([1]), label_smoothing=0.3), by_hand)
+
+
+def test_z_loss_adds_the_mean_squared_logarithm_of_the_partition_function_over_counted_targets():
+    logits = torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(0))
+    targets = torch.tensor([[1, -100, 2], [4, 0, -100]])
+    counted = logits.logsumexp(-1)[targets != -100]
+    by_hand = cross_entropy(logits, targets) + 0.1 * counted.square().mean()
+    torch.testing.assert_close(cross_entropy(logits, targets, z_loss=0.1), by_hand)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.int8, torch.uint8])
+def test_class_indices_of_any_whole_number_type_give_the_same_loss(dtype):
+    logits, targets = torch.randn(4, 3), torch.tensor([0, 2, 1, 1])
+    assert torch.equal(cross_entropy(logits, targets.to(dtype)), cross_entropy(logits, targets))
+
+
+@pytest.mark.parametrize(
+    ("logits", "targets", "message"),
+    [
+        (
+            (4, 3),
+            (5,),
+            r"cross_entropy\(logits of shape \(4, 3\), targets of shape \(5,\)\): needs logits \(\.\.\., cl",
+        ),
+        ((4, 3), (4, 1), r"targets of shape \(4, 1\).*pass targets.squeeze\(-1\)"),
+        ((4, 3), (4, 3), r"targets of shape \(4, 3\).*class indices: probabilities.argmax\(-1\)"),
+        ((2, 3, 8, 8), (2, 8, 8), r"logits of shape \(2, 3, 8, 8\).*classes come last: logits.movedim\(1, -1\)"),
+        ((), (), r"logits of shape \(\), targets of shape \(\)"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_named_on_both_sides(logits, targets, message):
+    with pytest.raises(ValueError, match=message):
+        cross_entropy(torch.zeros(logits), torch.zeros(targets, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool])
+def test_targets_that_are_no_class_indices_are_refused(dtype):
+    with pytest.raises(TypeError, match=rf"cross_entropy\(targets of {dtype}\): needs class indices"):
+        cross_entropy(torch.zeros(4, 3), torch.zeros(4, dtype=dtype))
+
+
+# ------------------------------------------------------------------------------------- element by element
+
+
+def test_regression_losses_by_hand():
+    predictions, targets = torch.tensor([[0.0], [3.0]]), torch.tensor([[0.5], [1.0]])
+    assert mse(predictions, targets).item() == (0.25 + 4.0) / 2
+    assert l1(predictions, targets).item() == (0.5 + 2.0) / 2
+    assert huber(predictions, targets).item() == (0.125 + 1.5) / 2
+    assert huber(predictions, targets, delta=4.0).item() == mse(predictions, targets).item() / 2
+
+
+def test_bce_with_logits_by_hand():
+    logits, targets = torch.tensor([0.0, 2.0]), torch.tensor([1.0, 0.25])
+    sigmoid = 1 / (1 + math.exp(-2))
+    by_hand = (math.log(2) - 0.25 * math.log(sigmoid) - 0.75 * math.log(1 - sigmoid)) / 2
+    assert bce_with_logits(logits, targets).item() == pytest.approx(by_hand, rel=1e-6)
+
+
+def test_bce_with_logits_stays_finite_where_the_sigmoid_is_one():
+    assert bce_with_logits(torch.tensor([1000.0]), torch.tensor([0.0])).item() == 1000.0
+
+
+ELEMENTWISE = [mse, l1, huber, bce_with_logits]
+
+
+@pytest.mark.parametrize("loss", ELEMENTWISE)
+def test_shapes_that_would_broadcast_are_refused(loss):
+    with pytest.raises(
+        ValueError, match=r"of shape \(4, 1\), targets of shape \(4,\)\): needs equal shapes; pass .*squ"
+    ):
+        loss(torch.zeros(4, 1), torch.zeros(4))
+    with pytest.raises(ValueError, match=r"of shape \(4,\), targets of shape \(4, 1\)\).*targets.squeeze\(-1\)"):
+        loss(torch.zeros(4), torch.zeros(4, 1))
+
+
+@pytest.mark.parametrize("loss", ELEMENTWISE)
+def test_whole_number_targets_are_refused(loss):
+    with pytest.raises(TypeError, match=rf"{loss.__name__}\(targets of torch.int64\): needs floating point"):
+        loss(torch.zeros(4), torch.zeros(4, dtype=torch.int64))
+
+
+def test_huber_refuses_a_delta_that_is_not_positive():
+    with pytest.raises(ValueError, match=r"huber\(delta=0\): needs a positive number"):
+        huber(torch.zeros(2), torch.zeros(2), delta=0)
+
+
+@pytest.mark.parametrize("loss", [cross_entropy, *ELEMENTWISE])
+def test_no_loss_looks_at_a_value(loss):
+    # a meta tensor has no values: whatever would wait for a device fails on it
+    outputs = torch.zeros(4, 3, device="meta", requires_grad=True)
+    targets = torch.zeros(4, dtype=torch.int64, device="meta") if loss is cross_entropy else outputs.detach()
+    options = {"z_loss": 0.1, "label_smoothing": 0.1} if loss is cross_entropy else {}
+    loss(outputs, targets, **options).backward()
+    assert outputs.grad.shape == (4, 3)
+
+
+# ----------------------------------------------------------------------------------------------- by name
+
+
+def test_each_name_finds_its_loss():
+    assert {name: get_loss(name) for name in ("cross_entropy", "mse", "l1", "huber", "bce_with_logits")} == {
+        "cross_entropy": cross_entropy,
+        "mse": mse,
+        "l1": l1,
+        "huber": huber,
+        "bce_with_logits": bce_with_logits,
+    }
+
+
+def test_a_module_or_a_function_passes_through():
+    module = nn.SmoothL1Loss()
+    assert get_loss(module) is module
+    assert get_loss(F.nll_loss) is F.nll_loss
+
+
+def test_an_unknown_name_lists_the_choices():
+    with pytest.raises(
+        ConfigurationError, match=r"get_loss\(name='cross_entrop'\): unknown; .*huber, l1, mse; did you mean 'cross_ent"
+    ):
+        get_loss("cross_entrop")
+
+
+def test_a_class_or_a_number_is_refused():
+    with pytest.raises(ConfigurationError, match=r"get_loss\(MSELoss\): needs an instance.*pass MSELoss\(\)"):
+        get_loss(nn.MSELoss)
+    with pytest.raises(ConfigurationError, match=r"get_loss\(3\): needs a function"):
+        get_loss(3)

@@ -1,0 +1,196 @@
+"""Each example does what its first lines say, run as a user runs it: by its path, from another folder."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+import tokenize
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import yaml
+
+from engine.checkpoint import CheckpointManager
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+SCRIPTS = sorted(EXAMPLES.glob("*.py"))
+
+
+class Finished(NamedTuple):
+    output: list[str]
+    cpu_seconds: float
+
+
+def run(folder: Path, *command: object) -> Finished:
+    """Run Python with these arguments in the folder, on one thread."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    process = subprocess.run(
+        [sys.executable, *map(str, command)],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"},
+        capture_output=True,
+        encoding="utf-8",
+        timeout=120,
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert process.returncode == 0, process.stderr
+    seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    return Finished(process.stdout.splitlines(), seconds)
+
+
+def lines_of_code(script: Path) -> int:
+    """Lines that hold more than comments and docstrings."""
+    lines: set[int] = set()
+    with script.open("rb") as file:
+        at_statement = True
+        for token in tokenize.tokenize(file.readline):
+            if token.type in (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENCODING):
+                at_statement = True
+            elif token.type not in (tokenize.NL, tokenize.COMMENT, tokenize.ENDMARKER):
+                if not (at_statement and token.type == tokenize.STRING):
+                    lines.update(range(token.start[0], token.end[0] + 1))
+                at_statement = False
+    return len(lines)
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+def test_an_example_is_short_and_says_how_to_run_it(script: Path) -> None:
+    text = script.read_text()
+    assert len(text.splitlines()) < 80
+    assert text.startswith('"""')
+    assert f"python examples/{script.name}" in text.split('"""')[1]
+
+
+def test_minimal_reaches_95_percent_in_20_lines_and_20_seconds(tmp_path: Path) -> None:
+    finished = run(tmp_path, EXAMPLES / "minimal.py")
+    found = re.fullmatch(r"validation accuracy: (\d\.\d+)", finished.output[-1])
+    assert found is not None, finished.output
+    assert 0.95 < float(found[1]) <= 1.0
+    assert finished.cpu_seconds < 20  # not by the wall clock: the machine may have other things to do
+    assert lines_of_code(EXAMPLES / "minimal.py") == 20
+    assert not list(tmp_path.iterdir()), "it should leave nothing behind"
+
+
+def test_decorators_prints_what_ran_in_order(tmp_path: Path) -> None:
+    assert run(tmp_path, EXAMPLES / "decorators.py").output == [
+        "epoch 0, iteration 0: joined",
+        "epoch 1, iteration 1: once=[1, 8]",
+        "epoch 1, iteration 1: event_filter=is_power_of_two",
+        "epoch 1, iteration 2: event_filter=is_power_of_two",
+        "epoch 1, iteration 2: every=2, until removed",
+        "epoch 1, iteration 3: every=3",
+        "epoch 1, iteration 4: after=3, before=6",
+        "epoch 1, iteration 4: event_filter=is_power_of_two",
+        "epoch 1, iteration 4: every=2, until removed",
+        "epoch 1, iteration 4: phase=COMPUTE",
+        "epoch 1, iteration 4: phase=ACT",
+        "epoch 1, iteration 4: phase=OBSERVE",
+        "epoch 1, iteration 4: phase=PERSIST",
+        "epoch 2, iteration 4: joined",
+        "epoch 2, iteration 5: after=3, before=6",
+        "epoch 2, iteration 6: every=3",
+        "epoch 2, iteration 8: once=[1, 8]",
+        "epoch 2, iteration 8: event_filter=is_power_of_two",
+        "epoch 2, iteration 8: phase=COMPUTE",
+        "epoch 2, iteration 8: phase=ACT",
+        "epoch 2, iteration 8: phase=OBSERVE",
+        "epoch 2, iteration 8: phase=PERSIST",
+        "epoch 2, iteration 8: joined",
+    ]
+
+
+def test_custom_events_ends_by_a_handlers_decision_at_every_tenth_rollout(tmp_path: Path) -> None:
+    *judged, last = run(tmp_path, EXAMPLES / "custom_events.py").output
+    found = [re.fullmatch(r"rollout (\d+): (\d+)% arrive", line) for line in judged]
+    rollouts = [int(match[1]) for match in found if match is not None]
+    shares = [int(match[2]) for match in found if match is not None]
+    assert rollouts == list(range(10, 10 * len(judged) + 1, 10))
+    assert rollouts[-1] < 1000, "the run's own bound came first"
+    assert shares[0] < 60
+    assert max(shares[:-1]) <= 95 < shares[-1]
+    assert last == f"terminated: {shares[-1]}% arrive after {rollouts[-1]} rollouts"
+
+
+def test_two_engines_share_one_order(tmp_path: Path) -> None:
+    output = run(tmp_path, EXAMPLES / "two_engines_one_bus.py").output
+    heard = [(int(seq), name, event) for line in output if "blinker" not in line for seq, name, event in [line.split()]]
+    epoch = [
+        ("trainer", "epoch_completed"),
+        ("evaluator", "started"),
+        ("evaluator", "epoch_completed"),
+        ("evaluator", "completed"),
+    ]
+    muted = [("trainer", "started"), ("trainer", "completed")]
+    assert [line[1:] for line in heard] == [("trainer", "started"), *epoch, *epoch, ("trainer", "completed"), *muted]
+
+    seq = [line[0] for line in heard]
+    assert seq == sorted(set(seq))
+    assert seq[-1] - seq[-2] == seq[1] - seq[0] + 1  # an epoch that nobody hears takes its numbers all the same
+    errors = [float(line.split()[-1]) for line in output if "blinker" in line]
+    assert len(errors) == 2
+    assert errors[1] < errors[0] < 0.1
+
+
+@pytest.fixture(scope="module")
+def byte_lm(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
+    """The folder and the output of a short run of the example: 40 updates of a narrower model."""
+    folder = tmp_path_factory.mktemp("byte_lm")
+    settings = {
+        "training.max_tokens": 40960,
+        "training.warmup_steps": 5,
+        "training.validate_every.updates": 20,
+        "model.init_args.width": 64,
+        "data.init_args.validation_batches": 1,
+    }
+    overrides = [word for name, value in settings.items() for word in (f"--{name}", value)]
+    config = EXAMPLES / "byte_lm" / "config.yaml"
+    finished = run(folder, "-m", "pulsetrain", "train", config, *overrides, "--run", folder / "run")
+    assert [path.name for path in folder.iterdir()] == ["run"]
+    return folder / "run", finished.output
+
+
+@pytest.mark.slow
+class TestByteLM:
+    def test_learns(self, byte_lm: tuple[Path, list[str]]) -> None:
+        with (byte_lm[0] / "metrics.csv").open(newline="") as file:
+            losses = [float(row["val/loss"]) for row in csv.DictReader(file) if row["val/loss"]]
+        assert len(losses) == 2
+        assert losses[1] < losses[0] < 5.0  # a guess among 256 bytes costs 5.55 nats
+        assert losses[1] < 3.2
+
+    def test_says_what_came_out_and_where_it_is(self, byte_lm: tuple[Path, list[str]]) -> None:
+        folder, output = byte_lm
+        text = "\n".join(output)
+        loss = re.search(r"^val/loss +(\d\.\d+) nats/byte$", text, re.MULTILINE)
+        bits = re.search(r"^val/bits_per_byte +(\d\.\d+)$", text, re.MULTILINE)
+        assert loss is not None
+        assert bits is not None
+        assert float(bits[1]) == pytest.approx(float(loss[1]) / 0.693147, abs=1e-3)
+        assert "max_tokens=40960 was reached" in text
+        assert output[-1].split(maxsplit=2) == ["run", "folder", str(folder)]
+
+    def test_draws_the_loss_curve(self, byte_lm: tuple[Path, list[str]]) -> None:
+        assert (byte_lm[0] / "plots" / "loss.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+
+    def test_keeps_a_valid_checkpoint_of_the_last_update(self, byte_lm: tuple[Path, list[str]]) -> None:
+        manager = CheckpointManager(byte_lm[0] / "checkpoints")
+        latest = manager.get_latest()
+        assert latest is not None
+        assert latest == manager.get_best()
+        assert manager.load(latest)["model"]["embedding.weight"].shape == (256, 64)
+
+    def test_describes_itself(self, byte_lm: tuple[Path, list[str]]) -> None:
+        folder = byte_lm[0]
+        config = yaml.safe_load((folder / "config.yaml").read_text())
+        assert config["training"]["max_tokens"] == 40960
+        assert config["model"]["init_args"]["width"] == 64
+        assert json.loads((folder / "run.json").read_text())["seed"] == config["training"]["seed"]
+
+    def test_writes_a_sample(self, byte_lm: tuple[Path, list[str]]) -> None:
+        assert len((byte_lm[0] / "sample.txt").read_text(encoding="utf-8")) > 100

@@ -1,0 +1,138 @@
+import pytest
+import torch
+from driving import make_engine, subscriptions, validate_each_epoch
+
+from handlers import Callback, CallbackList
+
+
+class Told(Callback):
+    def __init__(self):
+        self.calls = []
+
+    def on_train_begin(self, trainer):
+        self.calls.append("train begin")
+
+    def on_train_end(self, trainer):
+        self.calls.append("train end")
+
+    def on_epoch_begin(self, trainer):
+        self.calls.append(f"epoch {trainer.state.epoch} begin")
+
+    def on_epoch_end(self, trainer):
+        self.calls.append(f"epoch {trainer.state.epoch} end")
+
+    def on_step_begin(self, trainer):
+        self.calls.append(f"step {trainer.state.batch}")
+
+    def on_step_end(self, trainer, loss):
+        self.calls.append(f"loss {loss}")
+
+    def on_validation_begin(self, trainer):
+        self.calls.append("validation begin")
+
+    def on_validation_end(self, trainer, metrics):
+        self.calls.append(f"validation end {metrics}")
+
+
+class StepEnd(Callback):
+    def __init__(self):
+        self.losses = []
+
+    def on_step_end(self, trainer, loss):
+        self.losses.append(loss)
+
+
+def test_hooks_are_called_in_the_order_of_a_run():
+    engine = make_engine(lambda i: {"loss": i / 2})
+    validate_each_epoch(engine, [{"val/loss": 1.5}])
+    told = Told()
+    CallbackList([told]).attach(engine)
+    engine.run(["a", "b"], max_epochs=1)
+    assert told.calls == [
+        "train begin",
+        "epoch 1 begin",
+        "step a",
+        "loss 0.5",
+        "step b",
+        "loss 1.0",
+        "validation begin",
+        "validation end {'val/loss': 1.5}",
+        "epoch 1 end",
+        "train end",
+    ]
+
+
+def test_the_loss_is_a_detached_scalar_where_it_was_computed():
+    weight = torch.ones((), requires_grad=True)
+    callback = StepEnd()
+    engine = make_engine(lambda i: (weight * i).reshape(1))
+    CallbackList([callback]).attach(engine)
+    engine.run([0], max_epochs=1)
+    (loss,) = callback.losses
+    assert isinstance(loss, torch.Tensor)
+    assert (loss.requires_grad, loss.shape) == (False, ())
+
+
+def test_a_step_without_a_loss_gives_none():
+    callback = StepEnd()
+    engine = make_engine(lambda i: None)
+    CallbackList([callback]).attach(engine)
+    engine.run([0], max_epochs=1)
+    assert callback.losses == [None]
+
+
+def test_only_overridden_hooks_are_subscribed():
+    engine = make_engine()
+    CallbackList([Callback(), StepEnd(), StepEnd()]).attach(engine)
+    assert sum(subscriptions(engine.bus).values()) == 2
+
+
+def test_a_hook_set_on_the_instance_is_heard():
+    engine, seen = make_engine(), []
+    callback = Callback()
+    callback.on_epoch_end = lambda trainer: seen.append(trainer.state.epoch)
+    CallbackList([callback]).attach(engine)
+    engine.run([0], max_epochs=2)
+    assert seen == [1, 2]
+
+
+def test_callbacks_are_called_in_the_order_of_the_list():
+    order = []
+
+    class Named(Callback):
+        def __init__(self, name):
+            self.name = name
+
+        def on_train_begin(self, trainer):
+            order.append(self.name)
+
+    engine = make_engine()
+    CallbackList([Named("first"), Named("second")]).attach(engine)
+    engine.run([0], max_epochs=1)
+    assert order == ["first", "second"]
+
+
+def test_one_added_during_the_run_is_heard_from_then_on_and_one_removed_no_more():
+    engine, late, early = make_engine(), StepEnd(), StepEnd()
+    callbacks = CallbackList([early]).attach(engine)
+
+    class Swap(Callback):
+        def on_epoch_end(self, trainer):
+            if trainer.state.epoch == 1:
+                callbacks.add(late)
+                callbacks.remove(early)
+
+    callbacks.add(Swap())
+    engine.run([0, 0], max_epochs=2)
+    assert (len(early.losses), len(late.losses)) == (2, 2)
+    assert (len(callbacks), early in list(callbacks)) == (2, False)
+
+
+def test_what_is_no_callback_or_there_twice_or_not_there_is_refused():
+    callback = StepEnd()
+    with pytest.raises(TypeError, match=r"CallbackList.add\(.*needs a Callback"):
+        CallbackList([print])
+    with pytest.raises(ValueError, match="already"):
+        CallbackList([callback, callback])
+    with pytest.raises(ValueError, match="not in the list"):
+        CallbackList().remove(callback)

@@ -1,0 +1,139 @@
+import csv
+import math
+
+import pytest
+from driving import UpdatingEngine, log, log_each_iteration, make_engine, validate_each_epoch
+from structlog.testing import capture_logs
+
+from engine import Every
+from engine.errors import RunFolderError
+from handlers import CSVLogger
+
+
+def rows(folder):
+    with (folder / "metrics.csv").open(newline="") as file:
+        return list(csv.reader(file))
+
+
+def at(engine, epoch, iteration, metrics):
+    engine.state.epoch, engine.state.iteration = epoch, iteration
+    log(engine, metrics)
+
+
+def test_a_row_for_each_log_point_and_validation_and_a_column_for_each_metric(tmp_path):
+    engine = make_engine()
+    log_each_iteration(engine, lambda i: {"train/loss": 1 / 3 / i, "learning_rate": 0.5})
+    validate_each_epoch(engine, [{"val/loss": 0.25}])
+    CSVLogger(tmp_path).attach(engine)
+    engine.run([0, 1], max_epochs=1)
+    assert rows(tmp_path) == [
+        ["iteration", "epoch", "train/loss", "learning_rate", "val/loss"],
+        ["1", "1", repr(1 / 3), "0.5", ""],
+        ["2", "1", repr(1 / 3 / 2), "0.5", ""],
+        ["2", "1", "", "", "0.25"],
+    ]
+
+
+def test_each_row_is_there_before_the_run_goes_on(tmp_path):
+    engine, seen = make_engine(), []
+    log_each_iteration(engine, lambda i: {"train/loss": float(i)})
+    CSVLogger(tmp_path).attach(engine)
+    log_each_iteration(engine, lambda i: seen.append(len(rows(tmp_path))) or {})
+    engine.run([0, 1, 2], max_epochs=1)
+    assert seen == [2, 4, 6]
+
+
+def test_a_new_metric_widens_the_table_and_leaves_no_other_file(tmp_path):
+    engine = make_engine()
+    CSVLogger(tmp_path).attach(engine)
+    at(engine, 1, 1, {"a": 1.0})
+    at(engine, 1, 2, {"b, with comma": 2.0})
+    at(engine, 2, 3, {"a": 3.0})
+    assert rows(tmp_path) == [
+        ["iteration", "epoch", "a", "b, with comma"],
+        ["1", "1", "1.0", ""],
+        ["2", "1", "", "2.0"],
+        ["3", "2", "3.0", ""],
+    ]
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.csv"]
+
+
+def test_what_is_no_number_is_written_as_such(tmp_path):
+    engine = make_engine()
+    CSVLogger(tmp_path).attach(engine)
+    at(engine, 1, 1, {"a": math.nan, "b": math.inf})
+    assert rows(tmp_path)[1] == ["1", "1", "nan", "inf"]
+
+
+def test_a_table_that_is_there_is_continued_with_its_own_columns(tmp_path):
+    for iteration, metrics in ((1, {"a": 1.0, "b": 2.0}), (2, {"b": 4.0, "c": 5.0})):
+        engine = make_engine()
+        CSVLogger(tmp_path).attach(engine)
+        at(engine, 1, iteration, metrics)
+    assert rows(tmp_path) == [
+        ["iteration", "epoch", "a", "b", "c"],
+        ["1", "1", "1.0", "2.0", ""],
+        ["2", "1", "", "4.0", "5.0"],
+    ]
+
+
+def test_another_table_is_refused_and_left_as_it_is(tmp_path):
+    (tmp_path / "metrics.csv").write_text("step,loss\n1,2\n")
+    with pytest.raises(RunFolderError, match=r"CSVLogger\(folder=.*does not begin with the columns iteration, epoch"):
+        CSVLogger(tmp_path).attach(make_engine())
+    assert (tmp_path / "metrics.csv").read_text() == "step,loss\n1,2\n"
+
+
+def test_a_file_that_is_no_table_at_all_is_refused(tmp_path):
+    (tmp_path / "metrics.csv").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(RunFolderError, match="no table of this logger"):
+        CSVLogger(tmp_path).attach(make_engine())
+
+
+def test_a_row_that_a_killed_run_left_unfinished_is_dropped_and_told(tmp_path):
+    (tmp_path / "metrics.csv").write_text("iteration,epoch,a\r\n1,1,1.0\r\n2,1,1.2")
+    engine = make_engine()
+    with capture_logs() as logs:
+        CSVLogger(tmp_path).attach(engine)
+    at(engine, 1, 2, {"a": 1.25})
+    assert rows(tmp_path)[1:] == [["1", "1", "1.0"], ["2", "1", "1.25"]]
+    assert logs[0]["dropped"] == "2,1,1.2"
+
+
+def test_constructing_and_attaching_write_no_table(tmp_path):
+    CSVLogger(tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    CSVLogger(tmp_path / "run").attach(make_engine())
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_its_own_cadence_reads_the_output_once_an_iteration(tmp_path):
+    engine = UpdatingEngine()
+    CSVLogger(tmp_path, every=Every(iterations=2, epochs=1)).attach(engine)
+    engine.run([0] * 4, max_epochs=1)
+    assert rows(tmp_path) == [
+        ["iteration", "epoch", "train/loss", "learning_rate"],
+        ["2", "1", "0.0", "1.0"],
+        ["4", "1", "0.0", "1.0"],
+    ]
+
+
+def test_a_table_that_cannot_be_written_ends_the_run_unless_told_otherwise(tmp_path):
+    for on_error in ("raise", "warn"):
+        engine = make_engine()
+        log_each_iteration(engine, lambda i: {"a": 1.0})
+        CSVLogger(tmp_path / on_error, on_error=on_error).attach(engine)
+        (tmp_path / on_error / "metrics.csv").mkdir()
+        if on_error == "raise":
+            with pytest.raises(OSError, match=r"metrics\.csv"):
+                engine.run([0, 1], max_epochs=1)
+        else:
+            with capture_logs() as logs:
+                engine.run([0, 1], max_epochs=1)
+            assert engine.state.iteration == 2
+            assert len(logs) == 1
+
+
+def test_a_cadence_that_is_no_cadence_is_refused(tmp_path):
+    with pytest.raises(TypeError, match=r"CSVLogger\(every=10\): needs an Every"):
+        CSVLogger(tmp_path, every=10)

@@ -1,0 +1,201 @@
+"""What holds for every handler."""
+
+import io
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from driving import UpdatingEngine, log_each_iteration, subscriptions, validate_each_epoch
+
+import handlers
+from engine import EventBus, Events, Every, Phase
+from engine.schedules import Cosine
+from handlers import (
+    Callback,
+    CallbackList,
+    Checkpointer,
+    ConsoleLogger,
+    CSVLogger,
+    EarlyStopping,
+    EventRecorder,
+    LossCurve,
+    LRScheduler,
+    ProgressBar,
+)
+
+
+class Saving(UpdatingEngine):
+    def checkpoint_state(self):
+        return {"weights": self.model.state_dict()}
+
+
+class EveryHook(Callback):
+    def on_train_begin(self, trainer): ...
+    def on_train_end(self, trainer): ...
+    def on_epoch_begin(self, trainer): ...
+    def on_epoch_end(self, trainer): ...
+    def on_step_begin(self, trainer): ...
+    def on_step_end(self, trainer, loss): ...
+    def on_validation_begin(self, trainer): ...
+    def on_validation_end(self, trainer, metrics): ...
+
+
+MAKE: dict[str, Callable] = {
+    "LRScheduler": lambda folder: LRScheduler(Cosine(initial_lr=1.0, total_steps=10)),
+    "LRScheduler of torch": lambda folder: LRScheduler(
+        torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0), step_size=2),
+        by="epoch",
+    ),
+    "EarlyStopping": lambda folder: EarlyStopping(patience=50),
+    "ConsoleLogger": lambda folder: ConsoleLogger(stream=io.StringIO()),
+    "ConsoleLogger every": lambda folder: ConsoleLogger(
+        every=Every(iterations=2, epochs=1, updates=3, seconds=5), format="json", stream=io.StringIO()
+    ),
+    "CSVLogger": CSVLogger,
+    "CSVLogger every": lambda folder: CSVLogger(folder, every=Every(updates=2)),
+    "ProgressBar": lambda folder: ProgressBar(stream=io.StringIO()),
+    "LossCurve": LossCurve,
+    "LossCurve every": lambda folder: LossCurve(folder, every=Every(iterations=2)),
+    "EventRecorder": EventRecorder,
+    "EventRecorder with batches": lambda folder: EventRecorder(folder, include_batches=True, every=3),
+    "CallbackList": lambda folder: CallbackList([EveryHook(), Callback()]),
+    "Checkpointer": lambda folder: Checkpointer(folder, metric="val/loss"),
+}
+STATEFUL = ["LRScheduler", "LRScheduler of torch", "EarlyStopping", "LossCurve", "LossCurve every", "Checkpointer"]
+ON_A_BUS = ["ConsoleLogger", "CSVLogger", "LossCurve", "EventRecorder"]
+
+
+@pytest.fixture(params=list(MAKE))
+def make(request, tmp_path) -> Iterator[Callable]:
+    numbers = iter(range(9))
+    return lambda: MAKE[request.param](tmp_path / str(next(numbers)))
+
+
+@pytest.fixture
+def engine():
+    engine = Saving()
+    if engine.optimizer.param_groups:
+        log_each_iteration(engine, lambda i: {"train/loss": 1.0 / i, "learning_rate": 0.1})
+        validate_each_epoch(engine, [{"val/loss": 1.0 / (1 + epoch)} for epoch in range(4)])
+    return engine
+
+
+@pytest.fixture
+def fitting(make, engine):
+    """A handler, with the engine's optimizer being its own where it brings one."""
+    handler = make()
+    scheduler = getattr(handler, "schedule", None)
+    if isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler):
+        engine.optimizer = scheduler.optimizer
+    return handler
+
+
+def test_every_exported_handler_is_in_this_suite():
+    exported = set(handlers.__all__) - {"Callback"}
+    assert exported == {name.split()[0] for name in MAKE}
+
+
+def test_attach_returns_the_handler(fitting, engine):
+    assert fitting.attach(engine) is fitting
+    fitting.detach()
+
+
+def test_attach_subscribes_and_detach_removes_every_subscription(fitting, engine):
+    before = subscriptions(engine.bus)
+    fitting.attach(engine)
+    assert subscriptions(engine.bus) != before
+    engine.run([0, 1, 2], max_epochs=2)
+    fitting.detach()
+    assert subscriptions(engine.bus) == before
+
+
+def test_attaching_twice_is_an_error_and_changes_nothing(fitting, engine):
+    fitting.attach(engine)
+    before = subscriptions(engine.bus)
+    with pytest.raises(RuntimeError, match=rf"{type(fitting).__name__}.*attached already|already attached"):
+        fitting.attach(engine)
+    assert subscriptions(engine.bus) == before
+    fitting.detach()
+
+
+def test_detaching_twice_is_once_and_attaching_anew_works(fitting, engine):
+    fitting.detach()
+    fitting.attach(engine)
+    fitting.detach()
+    fitting.detach()
+    fitting.attach(engine)
+    engine.run([0, 1], max_epochs=1)
+    fitting.detach()
+
+
+def test_a_detached_handler_hears_nothing(fitting, engine):
+    fitting.attach(engine)
+    fitting.detach()
+    before = fitting.state_dict() if hasattr(fitting, "state_dict") else None
+    engine.run([0, 1], max_epochs=1)
+    assert before is None or fitting.state_dict() == before
+
+
+def test_what_is_no_engine_is_refused_and_leaves_no_trace(make):
+    handler = make()
+    with pytest.raises(TypeError, match=type(handler).__name__):
+        handler.attach("trainer")
+    handler.detach()
+
+
+@pytest.mark.parametrize("name", STATEFUL)
+def test_state_goes_round_through_safe_loading(name, tmp_path, engine):
+    handler, fresh = MAKE[name](tmp_path / "a"), MAKE[name](tmp_path / "b")
+    if name == "LRScheduler of torch":
+        engine.optimizer = handler.schedule.optimizer
+    handler.attach(engine)
+    engine.run([0, 1, 2], max_epochs=3)
+    saved = handler.state_dict()
+    assert saved != fresh.state_dict()
+    file = io.BytesIO()
+    torch.save(saved, file)
+    file.seek(0)
+    fresh.load_state_dict(torch.load(file, weights_only=True))
+    assert fresh.state_dict() == saved
+
+
+@pytest.mark.parametrize("name", list(MAKE))
+def test_handlers_with_state_are_those_that_hold_progress(name, tmp_path):
+    handler = MAKE[name](tmp_path)
+    assert hasattr(handler, "state_dict") == hasattr(handler, "load_state_dict") == (name in STATEFUL)
+
+
+@pytest.mark.parametrize("name", ON_A_BUS)
+def test_loggers_and_recorders_attach_to_a_bus(name, tmp_path, engine):
+    handler = MAKE[name](tmp_path)
+    before = subscriptions(engine.bus)
+    assert handler.attach(engine.bus) is handler
+    engine.run([0, 1], max_epochs=1)
+    handler.detach()
+    assert subscriptions(engine.bus) == before
+
+
+@pytest.mark.parametrize("name", [name for name in MAKE if name.split()[0] not in ON_A_BUS])
+def test_policies_refuse_a_bus(name, tmp_path):
+    handler = MAKE[name](tmp_path)
+    with pytest.raises(TypeError, match=type(handler).__name__):
+        handler.attach(EventBus())
+
+
+def test_loggers_look_after_policies_have_acted(engine, tmp_path):
+    order = []
+    for name in ("ConsoleLogger", "CSVLogger", "LossCurve"):
+        MAKE[name](tmp_path).attach(engine)
+    EarlyStopping().attach(engine)
+    for subscription in engine.bus.signal(Events.VALIDATION_COMPLETED).subscriptions(id(engine)):
+        order.append(subscription.phase)
+    assert order == [Phase.ACT, Phase.OBSERVE, Phase.OBSERVE, Phase.OBSERVE]
+
+
+@pytest.mark.parametrize("name", ["CSVLogger", "LossCurve", "EventRecorder", "Checkpointer"])
+def test_a_folder_that_cannot_be_written_is_one_clear_error_and_no_subscription(name, tmp_path, engine):
+    (tmp_path / "file").write_text("in the way")
+    before = subscriptions(engine.bus)
+    with pytest.raises(OSError, match=r"(Logger|Curve|Recorder|Checkpoint\w+)\(.*file.*: cannot be"):
+        MAKE[name](tmp_path / "file").attach(engine)
+    assert subscriptions(engine.bus) == before

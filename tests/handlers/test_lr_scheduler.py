@@ -1,0 +1,201 @@
+import pytest
+import torch
+from driving import UpdatingEngine, make_engine
+from structlog.testing import capture_logs
+from torch import nn
+
+from engine.errors import CheckpointError
+from engine.schedules import Cosine, Linear, Step, Warmup
+from handlers import LRScheduler
+
+
+class Halving:
+    """get_lr(step) = 2 ** -step: exact, so that rates compare by ==."""
+
+    def get_lr(self, step):
+        return 2.0**-step
+
+    def state_dict(self):
+        return {"type": "Halving"}
+
+    def load_state_dict(self, state):
+        if state != self.state_dict():
+            raise CheckpointError(f"another schedule: {state}")
+
+
+def sgd(*rates, default=1.0):
+    groups = [{"params": [nn.Parameter(torch.ones(1))], "lr": rate} for rate in rates]
+    return torch.optim.SGD(groups, lr=default)
+
+
+def test_the_first_update_uses_the_rate_of_step_zero():
+    engine = UpdatingEngine()
+    LRScheduler(Halving()).attach(engine)
+    engine.run([0] * 4, max_epochs=1)
+    assert engine.used == [[1.0], [0.5], [0.25], [0.125]]
+
+
+def test_a_warmup_starts_at_zero_and_reaches_its_target_after_its_steps():
+    engine = UpdatingEngine()
+    LRScheduler(Warmup(target_lr=1.0, warmup_steps=4)).attach(engine)
+    engine.run([0] * 6, max_epochs=1)
+    assert engine.used == [[0.0], [0.25], [0.5], [0.75], [1.0], [1.0]]
+
+
+def test_by_update_counts_updates_and_not_batches():
+    engine = UpdatingEngine(accumulate=2)
+    LRScheduler(Halving()).attach(engine)
+    engine.run([0] * 6, max_epochs=1)
+    assert engine.used == [[1.0], [0.5], [0.25]]
+
+
+def test_by_epoch_changes_the_rate_between_epochs_only():
+    engine = UpdatingEngine()
+    LRScheduler(Halving(), by="epoch").attach(engine)
+    engine.run([0, 0], max_epochs=3)
+    assert engine.used == [[1.0], [1.0], [0.5], [0.5], [0.25], [0.25]]
+
+
+def test_by_iteration_counts_batches():
+    engine = UpdatingEngine(accumulate=2)
+    LRScheduler(Halving(), by="iteration").attach(engine)
+    engine.run([0] * 4, max_epochs=1)
+    assert engine.used == [[0.5], [0.125]]
+
+
+def test_groups_keep_their_ratio_to_the_default_rate():
+    engine = UpdatingEngine(sgd(0.5, 0.05, default=0.5))
+    LRScheduler(Halving()).attach(engine)
+    engine.run([0, 0], max_epochs=1)
+    assert engine.used == [pytest.approx([1.0, 0.1]), pytest.approx([0.5, 0.05])]
+
+
+def test_attaching_anew_keeps_the_ratios_of_the_groups_first_rates():
+    engine = UpdatingEngine(sgd(1.0, 0.5))
+    LRScheduler(Halving()).attach(engine).detach()
+    engine.optimizer.param_groups[1]["lr"] = 123.0
+    LRScheduler(Halving()).attach(engine)
+    engine.run([0], max_epochs=1)
+    assert engine.used == [[1.0, 0.5]]
+
+
+def test_a_group_added_during_training_joins_with_its_own_ratio():
+    optimizer = sgd(1.0)
+    scheduler = LRScheduler(Halving(), optimizer)
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))], "lr": 4.0})
+    assert scheduler.step() == 0.5
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 2.0]
+
+
+def test_a_tensor_rate_is_written_in_place():
+    optimizer = torch.optim.Adam([nn.Parameter(torch.ones(1))], lr=torch.tensor(1.0), capturable=False, foreach=False)
+    rate = optimizer.param_groups[0]["lr"]
+    LRScheduler(Halving(), optimizer).step()
+    assert optimizer.param_groups[0]["lr"] is rate
+    assert rate.item() == 0.5
+
+
+def test_a_torch_scheduler_is_stepped_after_each_update():
+    def rates(attach):
+        torch.manual_seed(0)
+        engine = UpdatingEngine()
+        scheduler = torch.optim.lr_scheduler.StepLR(engine.optimizer, step_size=2, gamma=0.5)
+        if attach:
+            LRScheduler(scheduler).attach(engine)
+            engine.run([0] * 5, max_epochs=1)
+            return engine.used
+        used = []
+        for _ in range(5):
+            used.append([engine.optimizer.param_groups[0]["lr"]])
+            engine.optimizer.step()
+            scheduler.step()
+        return used
+
+    assert rates(attach=True) == rates(attach=False) == [[1.0], [1.0], [0.5], [0.5], [0.25]]
+
+
+def test_step_by_hand_returns_the_new_rate():
+    scheduler = LRScheduler(Halving(), sgd(1.0))
+    assert [scheduler.step(), scheduler.step()] == [0.5, 0.25]
+    assert scheduler.get_last_lr() == 0.25
+
+
+def test_step_by_hand_needs_an_optimizer():
+    with pytest.raises(RuntimeError, match=r"LRScheduler.step\(\): no optimizer"):
+        LRScheduler(Halving()).step()
+
+
+def test_a_resumed_run_uses_the_rates_of_one_that_was_never_stopped():
+    whole, first, second = UpdatingEngine(), UpdatingEngine(), UpdatingEngine()
+    LRScheduler(Cosine(initial_lr=1.0, total_steps=6)).attach(whole)
+    whole.run([0] * 6, max_epochs=1)
+    before = LRScheduler(Cosine(initial_lr=1.0, total_steps=6)).attach(first)
+    first.run([0] * 3, max_epochs=1)
+    LRScheduler(Cosine(initial_lr=1.0, total_steps=6)).attach(second).load_state_dict(before.state_dict())
+    second.run([0] * 3, max_epochs=1)
+    assert first.used + second.used == whole.used
+
+
+@pytest.mark.parametrize(
+    ("mine", "other"),
+    [
+        (Cosine(initial_lr=1.0, total_steps=6), Cosine(initial_lr=1.0, total_steps=7)),
+        (Cosine(initial_lr=1.0, total_steps=6), Linear(initial_lr=1.0, total_steps=6)),
+        (
+            torch.optim.lr_scheduler.StepLR(sgd(1.0), step_size=1),
+            torch.optim.lr_scheduler.CosineAnnealingLR(sgd(1.0), T_max=3),
+        ),
+    ],
+)
+def test_the_state_of_another_schedule_is_refused_and_the_counter_stays(mine, other):
+    scheduler = LRScheduler(mine)
+    saved = {**LRScheduler(other).state_dict(), "step": 5}
+    with pytest.raises(CheckpointError):
+        scheduler.load_state_dict(saved)
+    assert scheduler.state_dict()["step"] == 0
+
+
+def test_an_engine_without_an_optimizer_is_an_error_when_attaching():
+    with pytest.raises(ValueError, match=r"LRScheduler\(optimizer=None\): 'trainer' has no torch optimizer; pass"):
+        LRScheduler(Halving()).attach(make_engine())
+
+
+def test_a_torch_scheduler_of_another_optimizer_is_an_error():
+    scheduler = torch.optim.lr_scheduler.StepLR(sgd(1.0), step_size=1)
+    with pytest.raises(ValueError, match="another optimizer"):
+        LRScheduler(scheduler).attach(UpdatingEngine())
+    with pytest.raises(ValueError, match="another optimizer"):
+        LRScheduler(scheduler, optimizer=sgd(1.0))
+
+
+def test_groups_with_rates_of_their_own_need_a_default_rate():
+    with pytest.raises(ValueError, match="default learning rate is 0"):
+        LRScheduler(Halving(), sgd(0.5, default=0.0))
+    optimizer = sgd(0.0, default=0.0)
+    LRScheduler(Halving(), optimizer).step()
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+def test_a_step_that_reports_no_update_is_told_at_the_end():
+    engine = make_engine()
+    LRScheduler(Halving(), sgd(1.0)).attach(engine)
+    with capture_logs() as logs:
+        engine.run([0], max_epochs=1)
+    assert "OPTIMIZER_STEP_COMPLETED" in logs[0]["event"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ({"schedule": 0.1}, TypeError, r"LRScheduler\(schedule=0.1\): needs a schedule"),
+        ({"schedule": Step(1.0, 2, 0.5), "by": "batch"}, ValueError, r"LRScheduler\(by='batch'\): unknown; choose one"),
+        (
+            {"schedule": torch.optim.lr_scheduler.ReduceLROnPlateau(sgd(1.0))},
+            TypeError,
+            "ReduceLROnPlateau.*follows a metric",
+        ),
+    ],
+)
+def test_wrong_arguments_are_refused_when_constructing(arguments, error, message):
+    with pytest.raises(error, match=message):
+        LRScheduler(**arguments)

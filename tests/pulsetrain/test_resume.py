@@ -1,0 +1,206 @@
+"""A run cut off anywhere and gone on with ends with the weights of the run that was never cut, to the bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from engine import CheckpointError, ConfigurationError, Events, Every, Preempted
+from engine.checkpoint import CheckpointManager
+from handlers import Checkpointer, EarlyStopping
+from pulsetrain import Trainer
+from tests.pulsetrain.small import loader, regression_model, trainer
+
+CONFIG = {
+    "max_epochs": 4,
+    "optimizer": "adamw",
+    "accumulate": 3,
+    "clip_grad_norm": 1.0,
+    "schedule": "cosine",
+    "warmup_steps": 3,
+    "seed": 7,
+}
+
+
+class PlugPulled(Exception):  # noqa: N818
+    """The plug is pulled."""
+
+
+def make(folder: Path, *, every: Every | None = None, config: dict[str, Any] | None = None) -> Trainer:
+    return trainer(
+        {**CONFIG, **(config or {})},
+        model=regression_model(dropout=0.3),
+        train_loader=loader(),
+        val_loader=loader(12, shuffle=False),
+        handlers=[
+            Checkpointer(folder, every=every or Every(iterations=1), metric="val/loss", keep_last=100, at_end=False),
+            EarlyStopping(patience=50),
+        ],
+    )
+
+
+def weights(run: Trainer) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in run.model.state_dict().items()}
+
+
+def cut_after(run: Trainer, iteration: int) -> None:
+    @run.on(Events.ITERATION_COMPLETED, phase=3)
+    def pull(engine: Trainer) -> None:
+        if engine.state.iteration == iteration:
+            raise PlugPulled
+
+    with pytest.raises(PlugPulled):
+        run.train()
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
+    run = make(tmp_path_factory.mktemp("whole"))
+    run.train()
+    return run
+
+
+# an epoch has 10 batches, an update 3: first, inside an update, at an update, at an epoch's last batch, in later epochs
+@pytest.mark.parametrize("iteration", [1, 5, 6, 10, 11, 20, 25, 39])
+def test_a_resumed_run_equals_the_uninterrupted_one(iteration: int, uninterrupted: Trainer, tmp_path: Path):
+    cut_after(make(tmp_path), iteration)
+    torch.manual_seed(999)  # another process
+    again = make(tmp_path)
+    history = again.train(resume="latest")
+    expected = weights(uninterrupted)
+    assert all(torch.equal(expected[name], value) for name, value in weights(again).items())
+    assert history == uninterrupted.history
+    assert again.state.update == uninterrupted.state.update
+    assert again.handlers[1].state_dict() == uninterrupted.handlers[1].state_dict()
+
+
+def test_a_checkpoint_of_an_epochs_end_goes_on_with_the_next_epoch(uninterrupted: Trainer, tmp_path: Path):
+    run = make(tmp_path, every=Every(epochs=1))
+    run.add_event_handler(Events.EPOCH_STARTED(once=3), lambda engine: engine.terminate())
+    run.train()
+    again = make(tmp_path, every=Every(epochs=1))
+    epochs: list[int] = []
+    again.add_event_handler(Events.EPOCH_COMPLETED, lambda engine: epochs.append(engine.state.epoch))
+    again.train(resume="latest")
+    assert epochs == [3, 4]
+    assert all(torch.equal(weights(uninterrupted)[name], value) for name, value in weights(again).items())
+
+
+def test_a_preempted_run_saves_and_goes_on(uninterrupted: Trainer, tmp_path: Path):
+    run = trainer(
+        CONFIG,
+        model=regression_model(dropout=0.3),
+        val_loader=loader(12, shuffle=False),
+        handlers=[Checkpointer(tmp_path, every=Every(epochs=9)), EarlyStopping(patience=50)],
+    )
+    run.add_event_handler(
+        Events.ITERATION_COMPLETED(once=17), lambda engine: engine.post(Events.PREEMPTED, Preempted(signal="SIGTERM"))
+    )
+    run.train()
+    assert run.state.stop_reason == "SIGTERM was received"
+    assert run.state.iteration == 17
+    again = make(tmp_path)
+    again.train(resume="latest")
+    assert all(torch.equal(weights(uninterrupted)[name], value) for name, value in weights(again).items())
+
+
+def test_a_termination_between_a_batch_and_its_step_does_not_count_the_batch(uninterrupted: Trainer, tmp_path: Path):
+    run = make(tmp_path, every=Every(epochs=9))
+    run.handlers[0].detach()
+    run.handlers[0].at_end = True
+    run.handlers[0].attach(run)
+    run.add_event_handler(Events.ITERATION_STARTED(once=17), lambda engine: engine.terminate())
+    run.train()
+    again = make(tmp_path)
+    again.train(resume="latest")
+    assert all(torch.equal(weights(uninterrupted)[name], value) for name, value in weights(again).items())
+
+
+def test_resuming_a_finished_run_trains_nothing_more(tmp_path: Path):
+    run = make(tmp_path)
+    history = run.train()
+    again = make(tmp_path)
+    steps: list[int] = []
+    again.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: steps.append(1))
+    assert again.train(resume="latest") == history
+    assert steps == []
+
+
+def test_a_finished_run_goes_on_to_a_larger_bound(tmp_path: Path):
+    make(tmp_path, config={"schedule": None}).train()
+    again = make(tmp_path, config={"schedule": None, "max_epochs": 6})
+    again.train(resume="latest")
+    assert (again.state.epoch, again.state.iteration) == (6, 60)
+
+
+def test_resume_latest_starts_where_there_is_no_checkpoint_yet(tmp_path: Path):
+    run = make(tmp_path, config={"max_epochs": 2})
+    run.train(resume="latest")
+    assert run.state.iteration == 20
+
+
+def test_resume_takes_a_path(uninterrupted: Trainer, tmp_path: Path):
+    cut_after(make(tmp_path), 12)
+    path = sorted((tmp_path / "checkpoints").glob("000000004-*"))[0]
+    again = make(tmp_path / "elsewhere")
+    loaded: list[Any] = []
+
+    @again.on(Events.CHECKPOINT_LOADED)
+    def keep(engine: Trainer, event: Any) -> None:
+        loaded.append(event.payload)
+
+    again.train(resume=path)
+    assert [(entry.path, entry.iteration) for entry in loaded] == [(path, 4)]
+    assert all(torch.equal(weights(uninterrupted)[name], value) for name, value in weights(again).items())
+
+
+def test_the_newest_damaged_checkpoint_is_passed_over(uninterrupted: Trainer, tmp_path: Path):
+    cut_after(make(tmp_path), 12)
+    newest = sorted((tmp_path / "checkpoints").glob("0*"))[-1] / "state.pt"
+    newest.write_bytes(newest.read_bytes()[:-100])
+    again = make(tmp_path)
+    again.train(resume="latest")
+    assert all(torch.equal(weights(uninterrupted)[name], value) for name, value in weights(again).items())
+
+
+def test_weights_that_do_not_fit_are_listed_by_name(tmp_path: Path):
+    run = trainer({}, handlers=[Checkpointer(tmp_path)])
+    run.train()
+    path = CheckpointManager(tmp_path / "checkpoints").get_latest()
+    other = trainer({}, model=nn.Sequential(nn.Linear(4, 9), nn.BatchNorm1d(9)))
+    with pytest.raises(CheckpointError) as caught:
+        other.load_checkpoint(path)
+    assert "shape: 0.weight is (8, 4) in the checkpoint, (9, 4) in the model" in str(caught.value)
+    assert "unexpected: 4.weight (1, 8)" in str(caught.value)
+
+
+def test_a_changed_schedule_is_refused(tmp_path: Path):
+    make(tmp_path).train()
+    with pytest.raises(CheckpointError, match="total_steps"):
+        make(tmp_path, config={"max_epochs": 9}).train(resume="latest")
+
+
+def test_saving_by_hand_needs_one_checkpointer(tmp_path: Path):
+    with pytest.raises(ConfigurationError, match="exactly one Checkpointer"):
+        trainer().save_checkpoint("mine")
+    run = trainer(handlers=[Checkpointer(tmp_path)])
+    run.train()
+    path = run.save_checkpoint("mine", is_best=True)
+    assert path.name == "000000010-mine"
+    assert CheckpointManager(tmp_path / "checkpoints").get_best() == path
+
+
+def test_a_missing_checkpoint_says_what_is_there(tmp_path: Path):
+    run = trainer(handlers=[Checkpointer(tmp_path)])
+    with pytest.raises(CheckpointError, match="no checkpoint there"):
+        run.train(resume=tmp_path / "checkpoints" / "000000123-x")
+    with pytest.raises(CheckpointError, match="no folder"):
+        run.load_checkpoint(tmp_path / "nowhere" / "000000123-x")
+
+
+def test_ignites_state_dict_stays_three_keys():
+    assert set(trainer().state_dict()) == {"epoch_length", "iteration", "max_epochs"}
