@@ -121,5 +121,6 @@ def bind(handler: Callable[..., Any], event: Any, args: tuple[Any, ...], kwargs:
     raise ValueError(
         f"Error adding {handler!r} 'handler' to {event}: takes parameters {list(signature.parameters)} but will be "
         f"called with {' or '.join(shape.value for shape, _, _ in tries)}, args={args}, kwargs={kwargs} "
-        f"({reason}); change the handler's parameters or the arguments given with it"
+        f"({reason}); change the handler's parameters or the arguments given with it; to get the event's record, name "
+        "the second parameter `event`"
     )

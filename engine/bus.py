@@ -80,7 +80,11 @@ class Subscription:
         if on_error not in ("raise", "warn"):
             raise ValueError(f"on_error={on_error!r}: choose 'raise' or 'warn'")
         self.signal = signal
-        self.phase = Phase(phase)
+        try:
+            self.phase = Phase(phase)
+        except ValueError:
+            choices = ", ".join(f"Phase.{each.name}" for each in Phase)
+            raise ValueError(f"{signal.name}: phase={phase!r}: choose {choices}") from None
         self.on_error = on_error
         self.by_engine = by_engine  # registered with engine.on: may take an exception of the run
         self.failures = 0
@@ -316,6 +320,9 @@ class EventSignal(blinker.NamedSignal):
                 def deliver(sender: Any, event: Any) -> Any:
                     return receiver(sender, event=event)
 
+            target = receiver() if isinstance(receiver, weakref.ref) else receiver
+            deliver.__module__ = getattr(target, "__module__", "")  # what an error's note names
+            deliver.__qualname__ = getattr(target, "__qualname__", type(target).__name__)
             self._plain[receiver_id] = Subscription(self, deliver, (), {}, shape=Shape.EVENT)
         return self._plain[receiver_id]
 
@@ -386,6 +393,11 @@ class EventBus(blinker.Namespace):
 
         if isinstance(event, EventsList):
             raise TypeError(f"subscribe({event!r}): one event a subscription; call it for each of the joined ones")
+        if sender is not None and not any(sender is engine for engine in self.engines):
+            raise TypeError(
+                f"subscribe(sender={sender!r}): needs an engine of this bus, which has "
+                f"{', '.join(repr(engine.name) for engine in self.engines) or 'none yet'}"
+            )
         event_filter = getattr(event, "filter", None)
         if event_filter is not None:
             member = canonical(event)

@@ -14,7 +14,7 @@ from ignite.engine.events import EventsList, RemovableEventHandle, State
 
 from engine.binding import LEGACY_FIELDS
 from engine.bus import EventBus, OnError, Phase, Subscription
-from engine.events import LOOP_COUNTERS, EventEnum, Events, event_key
+from engine.events import LOOP_COUNTERS, READ_ONLY, EventEnum, Events, event_key
 from engine.handler_table import HandlerTable
 from engine.plan import Plan, annotate, emit, emit_added
 
@@ -110,14 +110,21 @@ class Emitter:
     def register_events(self, *event_names: Any, event_to_attr: dict[Any, str] | None = None) -> None:
         """Allow custom events on this engine; `event_to_attr` names the state attribute that counts one.
 
-        `fire` advances that attribute before filters look (where two events share one, the first registered does).
+        `fire` advances that attribute before filters look. Where several events share one, the first registered does;
+        the others carry the same number, and advance it only where the first was not fired.
 
         Raises:
             TypeError: a name is neither a string nor an EventEnum member.
-            ValueError: event_to_attr is no dictionary.
+            ValueError: event_to_attr is no dictionary, or names an event that is not registered here.
         """
         if not (event_to_attr is None or isinstance(event_to_attr, dict)):
             raise ValueError(f"Expected event_to_attr to be dictionary. Got {type(event_to_attr)}.")
+        for event in event_to_attr or ():
+            if event not in event_names:
+                raise ValueError(
+                    f"register_events(event_to_attr={{{event!r}: ...}}): not among the events registered by this call: "
+                    f"{', '.join(map(str, event_names)) or 'none'}"
+                )
         for index, event in enumerate(event_names):
             if not isinstance(event, (str, IgniteEventEnum)):
                 raise TypeError(
@@ -183,10 +190,10 @@ class Emitter:
 
     def _assert_allowed_event(self, event: Any) -> None:
         if not self.has_registered_events(event):
-            raise ValueError(
-                f"Event {event} is not a valid event for this {type(self).__name__}; "
-                "custom events are allowed by register_events()"
-            )
+            hint = "custom events are allowed by register_events()"
+            if isinstance(event, str) and event.upper() in Events.__members__:
+                hint = f"did you mean Events.{event.upper()}?"
+            raise ValueError(f"Event {event} is not a valid event for this {type(self).__name__}; {hint}")
 
     def add_event_handler(
         self,
@@ -277,7 +284,7 @@ class Emitter:
         mine = [s for s in self._own_subscriptions(event_name) if s.is_handler(handler)]
         if not mine:
             if not self._own_subscriptions(event_name):
-                raise ValueError(f"Input event name '{event_name}' does not exist")
+                raise ValueError(f"Input event name '{event_name}' does not exist among the events with handlers")
             raise ValueError(f"Input handler '{handler}' is not found among registered event handlers")
         for subscription in mine:
             subscription.cancel()
@@ -373,7 +380,10 @@ class Emitter:
             self._assert_allowed_event(event)
             counter = self._counters.get(key)
             first = next((k for k, name in self._counters.items() if name == counter), None)
-            plan = Plan(event, counter, advances=first == key and counter not in LOOP_COUNTERS, hooked=self._hooked)
+            counts = counter is not None and counter not in LOOP_COUNTERS and event not in READ_ONLY
+            plan = Plan(
+                event, counter, leads=counts and first == key, follows=counts and first != key, hooked=self._hooked
+            )
             self.bus.signal(event).watch(id(self), plan)
             self._plans[key] = plan
         return plan
@@ -381,9 +391,13 @@ class Emitter:
     def _check(self, plan: Plan, payload: Any) -> None:
         if type(payload) is not plan.payload_type and not (payload is None and plan.payload_type is None):
             raise _wrong_payload("fire", plan.event, plan.payload_type, payload)
-        if plan.advances:
+        if plan.leads or plan.follows:
             assert plan.counter is not None
-            setattr(self.state, plan.counter, getattr(self.state, plan.counter, 0) + 1)
+            count = getattr(self.state, plan.counter, 0)
+            if plan.leads or plan.seen == count:
+                count += 1
+                setattr(self.state, plan.counter, count)
+            plan.seen = count
 
     def _deliver_posts(self) -> None:
         for _ in range(len(self._posts)):  # what their handlers post waits for the next safe point

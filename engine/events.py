@@ -61,6 +61,14 @@ class EventFilter:
             return value % self.every == 0
         return self.after < value < self.before and (value - self.after - 1) % self.every == 0
 
+    def __str__(self) -> str:
+        if self.once:
+            return f"once={self.once[0] if len(self.once) == 1 else list(self.once)}"
+        parts = [f"every={self.every}"] if self.every != 1 else []
+        parts += [f"before={self.before}"] if self.before != NEVER else []
+        parts += [f"after={self.after}"] if self.after else []
+        return ", ".join(parts) or "after=0"
+
     def next_due(self, value: int) -> int:
         """The smallest due value above `value`, or NEVER."""
         if self.once:
@@ -94,7 +102,8 @@ def _build_filter(
             inspect.signature(event_filter).bind(None, 0)
         except (TypeError, ValueError) as error:
             raise ValueError(
-                f"{event}(event_filter={event_filter!r}): does not fit, but will be called with (engine, value): {error}"
+                f"{event}(event_filter={event_filter!r}): does not fit, "
+                f"but will be called with (engine, value): {error}"
             ) from None
         return event_filter
     if once is not None:
@@ -230,7 +239,9 @@ class FilteredEvent(_Filterable):
         return FilteredEvent, (self._member, self.filter)  # the key is this process's own
 
     def __repr__(self) -> str:
-        return f"{self._member!r}" + (f"(filter={self.filter})" if self.filter is not None else "")
+        if self.filter is None:
+            return repr(self._member)
+        return f"{self._member!r}({self.filter if isinstance(self.filter, EventFilter) else f'filter={self.filter}'})"
 
 
 class EventsList(IgniteEventsList):
@@ -245,6 +256,9 @@ class EventsList(IgniteEventsList):
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._events)
+
+    def __repr__(self) -> str:
+        return " | ".join(map(repr, self._events)) or "EventsList()"
 
 
 class Events(EventEnum):
@@ -278,7 +292,7 @@ class Events(EventEnum):
 LOOP_COUNTERS = ("iteration", "epoch")  # the run loop moves these; fire() never does
 
 # Which attribute of engine.state an event's filters read. The first event named for an attribute advances it when
-# fired; those after it only read it: an update's GRADIENTS_READY and OPTIMIZER_STEP_COMPLETED carry one number.
+# fired; those after it carry the same number: an update's GRADIENTS_READY and OPTIMIZER_STEP_COMPLETED share one.
 COUNTERS: dict[Events, str] = {
     Events.STARTED: "epoch",
     Events.COMPLETED: "epoch",
@@ -297,6 +311,8 @@ COUNTERS: dict[Events, str] = {
     Events.CHECKPOINT_SAVED: "save",
     Events.CHECKPOINT_LOADED: "save",
 }
+
+READ_ONLY = frozenset({Events.CHECKPOINT_LOADED})  # loading is no save
 
 _OURS = Events.__members__
 _BY_KEY: dict[str, EventEnum] = {member.key: member for member in Events}

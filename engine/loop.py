@@ -104,12 +104,20 @@ class Engine(Emitter, IgniteEngine):  # type: ignore[misc]  # _event_handlers is
             skip_completed: leave out COMPLETED.
             reason: what `state.stop_reason` and TERMINATE's payload say afterwards.
         """
+        if not isinstance(skip_completed, bool):
+            raise TypeError(
+                f"terminate({skip_completed!r}): skip_completed is True or False; say reason={skip_completed!r}"
+            )
         self._termination_reason = reason
         self.should_terminate = "skip_completed" if skip_completed else True
 
     def terminate_epoch(self, skip_epoch_completed: bool = False) -> None:
         """End the epoch at the next safe point and go on with the next one."""
         self.should_terminate_single_epoch = "skip_epoch_completed" if skip_epoch_completed else True
+
+    def __repr__(self) -> str:
+        state = self.state
+        return f"<{type(self).__name__} {self.name!r} at epoch {state.epoch}, iteration {state.iteration}>"
 
     def run(
         self,

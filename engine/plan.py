@@ -54,29 +54,33 @@ class Plan:
 
     __slots__ = (
         "__weakref__",
-        "advances",
         "busy",
         "calls",
         "counter",
         "event",
         "filtered",
+        "follows",
         "high",
         "hooked",
+        "leads",
         "live",
         "low",
         "payload_type",
         "plain",
         "quiet",
+        "seen",
         "strict",
     )
 
-    def __init__(self, event: Any, counter: str | None, *, advances: bool, hooked: bool) -> None:
+    def __init__(self, event: Any, counter: str | None, *, leads: bool, follows: bool, hooked: bool) -> None:
         self.event = event
         self.counter = counter
-        self.advances = advances
+        self.leads = leads  # firing it always advances the counter
+        self.follows = follows  # firing it advances the counter where no other event has done so since its last time
+        self.seen = 0  # the counter's value when a following event was last fired
         self.hooked = hooked  # a subclass's _fire_event hears it, whether or not anyone subscribed
         self.payload_type: type | None = getattr(event, "payload_type", None)
-        self.strict = advances or self.payload_type is not None  # fire() has something to check or to count
+        self.strict = leads or follows or self.payload_type is not None  # fire() has something to check or to count
         self.rebuild(())
 
     def rebuild(self, subscriptions: Iterable[Subscription]) -> None:
@@ -147,9 +151,7 @@ def _emit_each(engine: Emitter, plan: Plan, calls: Calls, payload: Any, seq: int
         emit_added(engine, plan, calls, payload, seq, event)
 
 
-def emit_added(
-    engine: Emitter, plan: Plan, done: Calls, payload: Any, seq: int, event: Event | None = None
-) -> None:
+def emit_added(engine: Emitter, plan: Plan, done: Calls, payload: Any, seq: int, event: Event | None = None) -> None:
     """Run what was subscribed while the event fired; each of those may subscribe more."""
     newest = done.newest
     while True:

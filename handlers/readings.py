@@ -70,7 +70,10 @@ def to_host(tensors: Sequence[Tensor]) -> list[float]:
 
 
 def learning_rates(engine: Any) -> list[Tensor | float]:
-    """The rate of each parameter group of the engine's optimizer; none where it has no optimizer."""
+    """The rate of each parameter group in the last update made, else now; none where there is no optimizer."""
+    used = getattr(engine, "learning_rates", None)  # a trainer's: the optimizer holds the next update's already
+    if used is not None:
+        return list(used)
     groups = getattr(getattr(engine, "optimizer", None), "param_groups", None)
     return [group["lr"] for group in groups if "lr" in group] if isinstance(groups, list) else []
 
@@ -85,11 +88,9 @@ def step_metrics(engine: Any) -> dict[str, float]:
         name if name.startswith(prefix) else prefix + name: value
         for name, value in scalars(engine.state.output).items()
     }
-    # the trainer's is the rate of the last update; an optimizer may already hold the next one's
-    rates = [scalar(getattr(engine, "learning_rate", None)), *learning_rates(engine)]
-    rate = next((rate for rate in rates if rate is not None), None)
-    if rate is not None:
-        found["learning_rate"] = rate
+    rates = learning_rates(engine)
+    if rates:
+        found["learning_rate"] = rates[0]
     tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
     host = dict(zip(tensors, to_host(list(tensors.values())), strict=True))
     return {name: host[name] if isinstance(value, Tensor) else value for name, value in found.items()}
@@ -104,12 +105,16 @@ def reading_events(every: Every, clock: Callable[[], float] = time.monotonic) ->
         return every.events(clock)
     rest = {name: getattr(every, name) for name in ("iterations", "epochs", "seconds")}
     joined = Every(**rest).events(clock) if any(rest.values()) else EventsList()
-    interval, seen = every.updates, 0
+    interval = every.updates
+    seen: int | None = None
 
     def has_updated(engine: Any, value: int) -> bool:
         nonlocal seen
-        before, seen = seen, engine.state.update // interval
-        return bool(seen > before)
+        update = engine.state.update
+        if seen is None:  # the first look of a run, perhaps of one that goes on behind update 1,000
+            seen = update - (getattr(engine, "accumulated", 0) == 0)
+        before, seen = seen, update
+        return bool(update // interval > before // interval)
 
     return joined | Events.ITERATION_COMPLETED(event_filter=has_updated)
 

@@ -8,8 +8,34 @@ from typing import Any
 from engine.errors import ConfigurationError, unknown_name
 from engine.protocols import TrainingStrategy
 from engine.strategies import STRATEGIES
+from pulsetrain.config import TrainingConfig
 
-__all__ = ["named_loaders", "resolve_strategy"]
+__all__ = ["check_kinds", "named_loaders", "resolve_strategy"]
+
+
+def check_kinds(config: Any, metrics: Any, handlers: Any, callbacks: Any) -> None:
+    """Refuse what is not of the kind that the Trainer takes, by name."""
+    if config is not None and not isinstance(config, TrainingConfig):
+        raise TypeError(
+            f"Trainer(config={type(config).__name__}): needs a TrainingConfig, as TrainingConfig(max_epochs=3)"
+        )
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise TypeError(f"Trainer(metrics={type(metrics).__name__}): needs a mapping, as {{'accuracy': Accuracy()}}")
+    for name, metric in (metrics or {}).items():
+        if isinstance(metric, type):
+            raise TypeError(
+                f"Trainer(metrics={{{name!r}: {metric.__name__}}}): needs an object, as {metric.__name__}()"
+            )
+        if name in ("loss", "perplexity", "bits_per_byte"):
+            raise ConfigurationError(f"Trainer(metrics={{{name!r}: ...}}): the strategy's own name; choose another")
+    for argument, given in (("handlers", handlers), ("callbacks", callbacks)):
+        if not isinstance(given, (list, tuple)):
+            raise TypeError(f"Trainer({argument}={type(given).__name__}): needs a list, as {argument}=[...]")
+    for handler in handlers:
+        if isinstance(handler, type):
+            raise TypeError(f"Trainer(handlers=[{handler.__name__}]): needs an object, as {handler.__name__}(...)")
+        if not callable(getattr(handler, "attach", None)):
+            raise TypeError(f"Trainer(handlers=[{handler!r}]): a handler needs attach(engine); functions go to on()")
 
 
 def resolve_strategy(strategy: Any) -> TrainingStrategy:

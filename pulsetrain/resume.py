@@ -34,7 +34,7 @@ def capture(trainer: Trainer) -> dict[str, Any]:
         "backend": trainer.backend.state_dict(),
         "accumulation": {"batches": trainer.accumulated, "gradients": gradients},
         "counters": {**{name: getattr(state, name) for name in COUNTERS}, "iteration": trainer.position.trained},
-        "learning_rate": trainer.learning_rate,
+        "learning_rates": list(trainer.learning_rates),
         "position": trainer.position.state_dict(),
         "metrics": {name: float(value) for name, value in state.metrics.items()},
         "history": {name: list(values) for name, values in trainer.history.items()},
@@ -69,7 +69,7 @@ def restore(trainer: Trainer, saved: Mapping[str, Any]) -> None:
         parameter.grad = gradients[name].to(parameter.device) if name in gradients else None
     for name, value in saved["counters"].items():
         setattr(trainer.state, name, value)
-    trainer.learning_rate = saved["learning_rate"]
+    trainer.learning_rates = tuple(saved["learning_rates"])
     trainer.position.load_state_dict(saved["position"])
     if not trainer.position.epoch_done:
         trainer.state.epoch -= 1  # the loop counts it again when it goes on inside it

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from engine.protocols import TrainingResult, TrainingStrategy
 from engine.schedules import build_schedule
 from handlers import Callback, CallbackList, Checkpointer, EarlyStopping, LRScheduler
 from handlers.readings import reading_events
-from pulsetrain.arguments import named_loaders, resolve_strategy
+from pulsetrain.arguments import check_kinds, named_loaders, resolve_strategy
 from pulsetrain.bounds import Bound
 from pulsetrain.config import TrainingConfig
 from pulsetrain.evaluation import Evaluation
@@ -78,11 +78,12 @@ class Trainer(Engine):
         backend: TorchBackend | None = None,
         config: TrainingConfig | None = None,
         metrics: Mapping[str, Any] | None = None,
-        handlers: Iterable[Any] = (),
-        callbacks: Iterable[Callback] = (),
+        handlers: Sequence[Any] = (),
+        callbacks: Sequence[Callback] = (),
         name: str = "trainer",
         bus: EventBus | None = None,
     ) -> None:
+        check_kinds(config, metrics, handlers, callbacks)
         self.config = config = config or TrainingConfig()
         if not isinstance(train_loader, Iterable):
             raise TypeError(
@@ -114,10 +115,10 @@ class Trainer(Engine):
         self._grad_norm: Tensor | None = None
         self._validated_at = -1
         self.state.tokens = self.state.samples = 0
-        self.learning_rate = self.optimizer.param_groups[0]["lr"]  # of the last update made
+        self.learning_rates = tuple(group["lr"] for group in self.optimizer.param_groups)  # of the last update made
         self._scale = 1.0 / config.accumulate
         self.bound.measure(self.strategy, self.backend)
-        self.handlers = [*handlers, *self._configured_handlers()]
+        self.handlers = [*handlers, *self._configured_handlers(handlers)]
         self._check_handlers()
         self._subscribe()
         for handler in self.handlers:
@@ -239,9 +240,14 @@ class Trainer(Engine):
             options.setdefault("fused", False)
         return options
 
-    def _configured_handlers(self) -> list[Any]:
+    def _configured_handlers(self, given: Sequence[Any]) -> list[Any]:
         config, added = self.config, list[Any]()
         if config.schedule is not None and (config.schedule != "constant" or config.warmup_steps):
+            if any(isinstance(handler, LRScheduler) for handler in given):
+                raise ConfigurationError(
+                    f"TrainingConfig(schedule={config.schedule!r}) and an LRScheduler handler: give one; "
+                    "schedule=None leaves the rate to the handler"
+                )
             schedule = build_schedule(
                 config.schedule,
                 config.learning_rate,
@@ -259,16 +265,6 @@ class Trainer(Engine):
         return added
 
     def _check_handlers(self) -> None:
-        for handler in self.handlers:
-            if not callable(getattr(handler, "attach", None)):
-                raise TypeError(
-                    f"Trainer(handlers=[{handler!r}]): a handler needs attach(engine); functions go to on()"
-                )
-        if sum(isinstance(handler, LRScheduler) for handler in self.handlers) > 1:
-            raise ConfigurationError(
-                f"TrainingConfig(schedule={self.config.schedule!r}) and an LRScheduler handler: give one; "
-                "schedule=None leaves the rate to the handler"
-            )
         waits = [h for h in self.handlers if isinstance(h, EarlyStopping)]
         if waits and not self.val_loaders:
             raise ConfigurationError(
@@ -296,27 +292,20 @@ class Trainer(Engine):
         config, optimizer = self.config, self.optimizer
         self.accumulated = 0
         self.backend.unscale_gradients(optimizer)
-        clip_norm, clip_value = config.clip_grad_norm, config.clip_grad_value
-        if clip_norm is None and clip_value is None and not self._gradients_plan.live:
-            self.state.update += 1
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if config.clip_grad_norm is not None or self._gradients_plan.live:
+            self._grad_norm = grad_norm(parameters)
+            self.fire(Events.GRADIENTS_READY, GradientsReady(grad_norm=self._grad_norm))  # it advances state.update
+            if config.clip_grad_norm is not None:
+                clip_grad_norm(parameters, config.clip_grad_norm, self._grad_norm)
         else:
-            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-            if clip_norm is None and not self._gradients_plan.live:
-                self.state.update += 1
-            else:
-                self._grad_norm = norm = grad_norm(parameters)
-                self.fire(Events.GRADIENTS_READY, GradientsReady(grad_norm=norm))  # it advances state.update
-                if clip_norm is not None:
-                    clip_grad_norm(parameters, clip_norm, norm)
-            if clip_value is not None:
-                clip_grad_value(parameters, clip_value)
-        self.learning_rate = optimizer.param_groups[0]["lr"]
-        if not self._stepped_plan.live:
-            self.backend.apply_gradients(optimizer)
-            return
-        rates = tuple(group["lr"] for group in optimizer.param_groups)
+            self.state.update += 1
+        if config.clip_grad_value is not None:
+            clip_grad_value(parameters, config.clip_grad_value)
+        self.learning_rates = tuple(group["lr"] for group in optimizer.param_groups)
         self.backend.apply_gradients(optimizer)
-        self.fire(Events.OPTIMIZER_STEP_COMPLETED, OptimizerStepCompleted(learning_rates=rates))
+        if self._stepped_plan.live:
+            self.fire(Events.OPTIMIZER_STEP_COMPLETED, OptimizerStepCompleted(learning_rates=self.learning_rates))
 
     def _train_mode(self) -> None:
         self.model.train()
@@ -331,7 +320,7 @@ class Trainer(Engine):
 
     def _record_epoch(self) -> None:
         if len(self.epoch_losses):
-            self.history.record({"train/loss": self.epoch_losses.take(), "learning_rate": self.learning_rate})
+            self.history.record({"train/loss": self.epoch_losses.take(), "learning_rate": self.learning_rates[0]})
 
     def _validate_once(self) -> None:
         if self._validated_at != self.state.iteration:  # two cadences met
@@ -352,7 +341,7 @@ class Trainer(Engine):
         if not len(self.log_losses) or not self.hears(Events.METRICS_LOGGED):
             return
         self.history.settle()
-        metrics = {"train/loss": self.log_losses.take().item(), "learning_rate": self.learning_rate}
+        metrics = {"train/loss": self.log_losses.take().item(), "learning_rate": self.learning_rates[0]}
         if self._grad_norm is not None:
             metrics["grad_norm"] = self._grad_norm.item()
         metrics.update(self._rate.read(self.state.samples, self.state.tokens))

@@ -207,7 +207,7 @@ def test_events_say_their_enum_name_and_filter():
     assert repr(Events.STARTED) == str(Events.STARTED) == "Events.STARTED"
     assert repr(RolloutEvents.REWARD_MEASURED) == "RolloutEvents.REWARD_MEASURED"
     assert repr(Events.STARTED(every=1)) == "Events.STARTED"
-    assert repr(Events.STARTED(every=2)).startswith("Events.STARTED(filter=EventFilter(every=2")
+    assert repr(Events.STARTED(every=2)) == "Events.STARTED(every=2)"
 
 
 @pytest.mark.parametrize("member", [Events.STARTED, Events.TERMINATE, RolloutEvents.REWARD_MEASURED], ids=str)

@@ -91,6 +91,25 @@ def test_keyboard_interrupt_is_not_swallowed(stop):
     assert not isinstance(theirs, BaseException)
 
 
+def test_one_exception_is_one_event_though_a_handler_raises_it_again():
+    def scenario(kind, events):
+        log = []
+
+        def step(engine, batch):
+            raise StepError
+
+        def again(engine, error):
+            log.append("raised")
+            raise error
+
+        engine = kind(step)
+        engine.add_event_handler(events.EXCEPTION_RAISED, again)
+        assert isinstance(run_or_error(engine, range(3)), StepError)
+        return log
+
+    assert both(scenario) == (["raised"], ["raised", "raised"])
+
+
 # ------------------------------------------------------------------------------- c. terminate itself as a handler
 
 
