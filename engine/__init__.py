@@ -1,9 +1,8 @@
 """Mechanism: events, the bus, the run loop and the parts of a training step."""
 
 from engine.backends import TorchBackend
-from engine.bus import EventBus, Phase, Subscription
+from engine.bus import EventBus
 from engine.cadence import Every
-from engine.emitter import EngineState as State
 from engine.errors import (
     CheckpointError,
     ConfigurationError,
@@ -28,7 +27,9 @@ from engine.payloads import (
     ValidationCompleted,
 )
 from engine.protocols import ModelState, TrainingBatch, TrainingResult, TrainingStrategy
+from engine.state import State
 from engine.strategies import PretrainStrategy, SupervisedStrategy
+from engine.subscription import Phase, Subscription
 
 __all__ = [
     "Engine",

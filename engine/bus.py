@@ -7,191 +7,20 @@ import itertools
 import weakref
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from enum import IntEnum
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import blinker
 from blinker.base import ANY_ID
 
 from engine.binding import Shape, bind
 from engine.events import COUNTERS, EventFilter, Events, canonical, event_key
-from engine.payloads import HandlerFailed
 from engine.plan import Plan, Sequence
+from engine.subscription import OnError, Phase, Subscription
 
 if TYPE_CHECKING:
-    from engine.emitter import Emitter
-    from engine.events import Event
+    pass
 
-__all__ = ["EventBus", "EventSignal", "Phase", "Subscription"]
-
-OnError = Literal["raise", "warn"]
-_serial = itertools.count(1)
-
-
-class Phase(IntEnum):
-    """When a handler runs within an event: metrics are computed, policies act, loggers observe, checkpoints persist."""
-
-    COMPUTE = 0
-    ACT = 1
-    OBSERVE = 2
-    PERSIST = 3
-
-
-class Subscription:
-    """One handler on one event of one engine, or of all engines of a bus. `cancel()` undoes it; so does `with`.
-
-    It is also the blinker receiver that the signal holds: called with (sender, event=Event), it calls the handler.
-    """
-
-    __slots__ = (
-        "__weakref__",
-        "args",
-        "by_engine",
-        "call",
-        "failures",
-        "filter",
-        "fired_once",
-        "handler",
-        "kwargs",
-        "on_error",
-        "phase",
-        "position",
-        "serial",
-        "shape",
-        "signal",
-        "suspended",
-        "wants_event",
-        "wrapper",
-    )
-
-    def __init__(
-        self,
-        signal: EventSignal,
-        handler: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        shape: Shape,
-        event_filter: EventFilter | Callable[..., bool] | None = None,
-        phase: Phase = Phase.ACT,
-        on_error: OnError = "raise",
-        by_engine: bool = False,
-    ) -> None:
-        if on_error not in ("raise", "warn"):
-            raise ValueError(f"on_error={on_error!r}: choose 'raise' or 'warn'")
-        self.signal = signal
-        try:
-            self.phase = Phase(phase)
-        except ValueError:
-            choices = ", ".join(f"Phase.{each.name}" for each in Phase)
-            raise ValueError(f"{signal.name}: phase={phase!r}: choose {choices}") from None
-        self.on_error = on_error
-        self.by_engine = by_engine  # registered with engine.on: may take an exception of the run
-        self.failures = 0
-        self.serial = next(_serial)
-        self.position: float = self.serial  # order inside a phase
-        self.filter = event_filter
-        self.suspended: tuple[Any, Callable[..., Any]] | None = None
-        # by engine, since a bus's subscription may hear several: its run and the value
-        self.fired_once: weakref.WeakKeyDictionary[Emitter, tuple[int, int]] | None = None
-        self.wrapper: Callable[..., Any] | None = None
-        self.set_handler(handler, args, kwargs, shape)
-
-    def set_handler(
-        self, handler: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], shape: Shape
-    ) -> None:
-        """Call something else from now on, in the same place."""
-        self.handler = handler
-        self.args, self.kwargs, self.shape = args, kwargs, shape
-        self.call, self.wants_event = shape.compile(handler, args, kwargs)
-        if self.on_error == "warn":
-            self.call = self._guarded(self.call)
-
-    @property
-    def description(self) -> str:
-        """The handler's name, for messages."""
-        handler = self.handler
-        name: str = getattr(handler, "__qualname__", type(handler).__name__)
-        module = getattr(handler, "__module__", None)
-        return f"{module}.{name}" if module else name
-
-    def is_due(self, engine: Emitter) -> bool:
-        """Whether the filter lets the event through, by the counter as it stands now."""
-        assert self.filter is not None
-        value = engine.counter_value(self.signal.event)
-        if not self.filter(engine, value):
-            return False
-        if isinstance(self.filter, EventFilter) and self.filter.once:
-            # the counter can stand still between two firings: once is once in a run
-            now = (engine.run_number, value)
-            if self.fired_once is None:
-                self.fired_once = weakref.WeakKeyDictionary()
-            if self.fired_once.get(engine) == now:
-                return False
-            self.fired_once[engine] = now
-        return True
-
-    def is_handler(self, handler: Callable[..., Any]) -> bool:
-        """Whether this calls the handler, itself or through the function that asks its filter."""
-        mine = self.handler
-        if hasattr(mine, "_parent"):
-            mine = mine._parent()
-        return bool(mine == handler) or (self.wrapper is not None and self.wrapper is handler)
-
-    def suspend_filter(self) -> None:
-        """Let the handler ask the filter: what a profiler puts in place calls the function that does."""
-        self.suspended = (self.filter, self.handler)
-        self.filter = None
-        self.signal.reorder()
-
-    def resume_filter(self) -> Callable[..., Any]:
-        """Undo `suspend_filter`; returns the handler that was there."""
-        assert self.suspended is not None
-        (self.filter, handler), self.suspended = self.suspended, None
-        self.signal.reorder()
-        return handler
-
-    def cancel(self) -> None:
-        """Stop hearing the event; a firing under way still reaches the handler once. Cancelling twice is once."""
-        self.signal.disconnect(self)
-
-    def __enter__(self) -> Subscription:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self.cancel()
-
-    def __call__(self, sender: Any, event: Event | None = None) -> Any:
-        """The receiver's side of blinker: what `signal.send(engine, event=...)` calls."""
-        return self.call(sender, event) if self.wants_event else self.call(sender)
-
-    def _guarded(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def guarded(engine: Emitter, *event: Any) -> Any:
-            try:
-                return call(engine, *event)
-            except Exception as error:
-                self.failures += 1
-                self._report(engine, error)
-                return None
-
-        return guarded
-
-    def _report(self, engine: Emitter, error: Exception) -> None:
-        if self.failures == 1:
-            import structlog  # on the failing path only: it keeps `import engine` quick
-
-            structlog.get_logger("engine").warning(
-                "handler failed; the run goes on, further failures are counted",
-                handler=self.description,
-                on=self.signal.name,
-                error=f"{type(error).__name__}: {error}",
-                exc_info=error,
-            )
-        if self.signal.event != Events.HANDLER_FAILED:
-            engine.fire(
-                Events.HANDLER_FAILED,
-                HandlerFailed(handler=self.description, event=self.signal.name, error=error),
-            )
+__all__ = ["EventBus", "EventSignal"]
 
 
 class EventSignal(blinker.NamedSignal):

@@ -43,7 +43,7 @@ class Every:
             kinds = (int, float) if name == "seconds" else (int,)
             if not isinstance(value, kinds) or isinstance(value, bool):
                 raise TypeError(f"Every({name}={value!r}): needs a {'number' if name == 'seconds' else 'whole number'}")
-            if value <= 0:
+            if not value > 0:  # nor is nan
                 raise ValueError(f"Every({name}={value!r}): needs a positive number")
 
     def __or__(self, other: Every) -> Every:

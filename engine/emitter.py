@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -10,69 +9,18 @@ from typing import Any, TypeVar
 from ignite.engine.events import CallableEventWithFilter as IgniteEvent
 from ignite.engine.events import EventEnum as IgniteEventEnum
 from ignite.engine.events import Events as IgniteEvents
-from ignite.engine.events import EventsList, RemovableEventHandle, State
+from ignite.engine.events import EventsList
 
 from engine.binding import LEGACY_FIELDS
-from engine.bus import EventBus, OnError, Phase, Subscription
+from engine.bus import EventBus
 from engine.events import LOOP_COUNTERS, READ_ONLY, EventEnum, Events, event_key
 from engine.handler_table import HandlerTable
 from engine.plan import Plan, annotate, emit, emit_added
+from engine.subscription import Handle, OnError, Phase, Subscription
 
-__all__ = ["Emitter", "EngineState", "Handle"]
+__all__ = ["Emitter"]
 
 F = TypeVar("F", bound=Callable[..., Any])
-
-
-class EngineState(State):
-    """What a run knows: ignite's attributes, the counters of our events, and why the run ended."""
-
-    __slots__ = ("_engine",)
-    stop_reason: str | None
-    update: int
-    validation_round: int
-    save: int
-
-    def __init__(self, engine: Emitter | None = None, **attributes: Any) -> None:
-        self._engine = weakref.ref(engine) if engine is not None else None
-        self.stop_reason = None
-        self.update = self.validation_round = self.save = 0
-        super().__init__(**attributes)
-
-    def get_event_attrib_value(self, event_name: Any) -> int:
-        """The value of the counter that the event's filters read.
-
-        Raises:
-            RuntimeError: the event has no counter on this engine.
-        """
-        engine = self._engine() if self._engine is not None else None
-        counter = engine.counter_of(event_name) if engine is not None else None
-        if counter is None:
-            raise RuntimeError(f"Unknown event name '{event_name}'")
-        return int(getattr(self, counter))
-
-
-class Handle(RemovableEventHandle):
-    """What registering returns: `remove()` (or `cancel()`, or `with`) undoes this registration and no other.
-
-    It refers weakly: it keeps neither the engine nor the handler alive.
-    """
-
-    def __init__(self, event: Any, handler: Callable[..., Any], engine: Any, subscriptions: list[Subscription]) -> None:
-        try:
-            super().__init__(event, handler, engine)
-        except TypeError:  # a callable that cannot be referred to weakly
-            super().__init__(event, type(handler), engine)
-            self.handler = lambda: handler  # type: ignore[assignment]  # called alike
-        self._subscriptions = [weakref.ref(subscription) for subscription in subscriptions]
-
-    def remove(self) -> None:
-        """Stop hearing the events; removing twice is once."""
-        for reference in self._subscriptions:
-            if (subscription := reference()) is not None:
-                subscription.cancel()
-        self._subscriptions.clear()
-
-    cancel = remove
 
 
 class Emitter:

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, MutableMapping, MutableSequence
 from typing import TYPE_CHECKING, Any
 
 from engine.binding import Shape, bind
-from engine.bus import Phase, Subscription
 from engine.events import event_key
+from engine.subscription import Phase, Subscription
 
 if TYPE_CHECKING:
     from engine.emitter import Emitter

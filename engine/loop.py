@@ -13,9 +13,10 @@ from typing import Any
 from ignite.engine import Engine as IgniteEngine
 
 from engine.bus import EventBus
-from engine.emitter import Emitter, EngineState
+from engine.emitter import Emitter
 from engine.events import COUNTERS, Events
 from engine.payloads import EpochTerminated, ExceptionRaised, Terminated
+from engine.state import State
 
 __all__ = ["Engine"]
 
@@ -59,7 +60,7 @@ class Engine(Emitter, IgniteEngine):  # type: ignore[misc]  # _event_handlers is
         self._failure: BaseException | None = None
         self._running = False
         self._first_iteration = 0  # the counter when this run began
-        self.state = EngineState(self)
+        self.state = State(self)
         self.register_events(*Events, event_to_attr=COUNTERS)
 
     # Whoever sets one of these three, ignite's handlers included, is noticed at the next safe point.
@@ -239,10 +240,10 @@ class Engine(Emitter, IgniteEngine):  # type: ignore[misc]  # _event_handlers is
                     if not restarted:
                         if get.live and (get.busy or not get.low <= state.iteration < get.high):
                             fire(getting)
+                            if self._attention and self._attend():
+                                yield
                         else:
                             sequence.last += 1
-                        if self._attention and self._attend():
-                            yield
                     try:
                         state.batch = next(self._dataloader_iter)  # type: ignore[arg-type]  # set up by the run
                     except StopIteration:
@@ -270,10 +271,10 @@ class Engine(Emitter, IgniteEngine):  # type: ignore[misc]  # _event_handlers is
                 state.iteration += 1
                 if begin.live and (begin.busy or not begin.low <= state.iteration < begin.high):
                     fire(starting)
+                    if self._attention and self._attend():
+                        yield
                 else:
                     sequence.last += 1
-                if self._attention and self._attend():
-                    yield
                 state.output = self._process_function(self, state.batch)
                 if end.live and (end.busy or not end.low <= state.iteration < end.high):
                     fire(done)

@@ -10,8 +10,8 @@ from engine.events import LOOP_COUNTERS, NEVER, Event, EventFilter
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from engine.bus import Subscription
     from engine.emitter import Emitter
+    from engine.subscription import Subscription
 
 __all__ = ["Calls", "Plan", "Sequence", "annotate", "emit", "emit_added"]
 

@@ -7,9 +7,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from engine.bus import EventBus, OnError, Phase, Subscription
+from engine.bus import EventBus
 from engine.events import EventsList
 from engine.loop import Engine
+from engine.subscription import OnError, Phase, Subscription
 
 __all__ = ["Attachment"]
 

@@ -8,9 +8,9 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from engine.bus import Phase
 from engine.events import Event, Events
 from engine.loop import Engine
+from engine.subscription import Phase
 from handlers.attachment import Attachment
 from handlers.readings import scalars
 

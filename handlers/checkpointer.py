@@ -12,8 +12,8 @@ import structlog
 
 from engine import Events, Every, Phase
 from engine.checkpoint import CheckpointManager
-from engine.emitter import Handle
 from engine.payloads import CheckpointSaved
+from engine.subscription import Handle
 from handlers.readings import canonical, reading_events
 
 __all__ = ["Checkpointer"]

@@ -11,11 +11,12 @@ from typing import Self
 
 import structlog
 
-from engine.bus import EventBus, OnError
+from engine.bus import EventBus
 from engine.cadence import Every
 from engine.errors import RunFolderError
 from engine.events import Event, Events
 from engine.loop import Engine
+from engine.subscription import OnError
 from handlers.attachment import Attachment
 from handlers.readings import reading_events, step_metrics
 from handlers.run_folder import make_folder, replace_file

@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal, Self
 
-from engine.bus import Phase
 from engine.errors import ConfigurationError, unknown_name
 from engine.events import Event, Events
 from engine.loop import Engine
+from engine.subscription import Phase
 from handlers.attachment import Attachment
 from handlers.readings import canonical
 

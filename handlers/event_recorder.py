@@ -9,10 +9,11 @@ from typing import Any, Self
 
 import msgspec
 
-from engine.bus import EventBus, OnError, Phase
+from engine.bus import EventBus
 from engine.errors import ConfigurationError
 from engine.events import Event, Events, event_key
 from engine.loop import Engine
+from engine.subscription import OnError, Phase
 from handlers.attachment import Attachment
 from handlers.event_values import EventValues
 from handlers.readings import learning_rates, scalars

@@ -8,10 +8,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from engine.bus import EventBus, OnError
+from engine.bus import EventBus
 from engine.cadence import Every
 from engine.events import Event, Events
 from engine.loop import Engine
+from engine.subscription import OnError
 from handlers.attachment import Attachment
 from handlers.readings import reading_events, step_metrics
 from handlers.run_folder import make_folder, replace_file

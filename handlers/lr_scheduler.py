@@ -11,11 +11,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler as TorchLRScheduler
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from engine.bus import Phase
 from engine.errors import CheckpointError, ConfigurationError, unknown_name
 from engine.events import Events
 from engine.loop import Engine
 from engine.schedules import Schedule
+from engine.subscription import Phase
 from handlers.attachment import Attachment
 
 __all__ = ["LRScheduler"]

@@ -9,10 +9,10 @@ from typing import Any, Self, TextIO
 
 from tqdm import tqdm
 
-from engine.bus import OnError
 from engine.errors import ConfigurationError
 from engine.events import Event, Events
 from engine.loop import Engine
+from engine.subscription import OnError
 from handlers.attachment import Attachment
 
 __all__ = ["ProgressBar"]

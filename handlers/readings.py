@@ -112,7 +112,7 @@ def reading_events(every: Every, clock: Callable[[], float] = time.monotonic) ->
         nonlocal seen
         update = engine.state.update
         if seen is None:  # the first look of a run, perhaps of one that goes on behind update 1,000
-            seen = update - (getattr(engine, "accumulated", 0) == 0)
+            seen = max(update - (getattr(engine, "accumulated", 0) == 0), 0)
         before, seen = seen, update
         return bool(update // interval > before // interval)
 

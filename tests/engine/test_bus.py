@@ -196,7 +196,7 @@ def test_a_joined_list_is_refused_by_subscribe():
 
 
 def test_an_unknown_phase_or_on_error_is_a_value_error_and_registers_nothing(engine):
-    with pytest.raises(ValueError, match="phase=9: choose Phase.COMPUTE"):
+    with pytest.raises(ValueError, match=r"phase=9: choose Phase\.COMPUTE"):
         engine.on(Events.STARTED, phase=9)(lambda: None)
     with pytest.raises(ValueError, match="on_error='ignore': choose 'raise' or 'warn'"):
         engine.on(Events.STARTED, on_error="ignore")(lambda: None)

@@ -185,7 +185,18 @@ def test_wrapping_a_filtered_handler_and_putting_it_back_is_what_profilers_do(ei
     engine.run(range(4))
     assert wrapped_calls == [1, 2, 3, 4]
     assert seen == [2, 4, 2, 4]
+    assert engine._event_handlers[event][0][0] is genuine
     assert engine.has_event_handler(handler)
+
+
+def test_a_filter_put_back_is_again_not_asked_where_it_is_not_due(engine):
+    engine.on(Events.ITERATION_COMPLETED(every=5))(lambda: None)
+    entries = engine._event_handlers[Events.ITERATION_COMPLETED]
+    [entry] = entries
+    entries[0] = (lambda *args: None, *entry[1:])
+    entries[0] = entry
+    [subscription] = engine.bus.signal(Events.ITERATION_COMPLETED).subscriptions(id(engine))
+    assert subscription.filter == Events.ITERATION_COMPLETED(every=5).filter
 
 
 def test_assigning_a_whole_list_keeps_drops_and_adds(either):
