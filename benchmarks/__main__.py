@@ -1,21 +1,21 @@
-"""`python -m benchmarks NAME ...` runs one benchmark; without a name it lists them."""
+"""`python -m benchmarks [NAME ...]` runs the benchmarks of those names, or all; exits with 1 when one misses a bound."""
 
 from __future__ import annotations
 
-import runpy
+import subprocess
 import sys
 from pathlib import Path
 
 
 def main() -> int:
-    """Run the benchmark named by the first argument with the others."""
+    """Run each in a process of its own, so that none warms up another."""
     found = {path.stem: path for path in sorted(Path(__file__).parent.glob("*.py")) if path.stem != "__main__"}
-    if len(sys.argv) < 2 or sys.argv[1] not in found:
-        print(f"usage: python -m benchmarks NAME [ARGUMENTS]; NAME is one of {', '.join(found)}", file=sys.stderr)
+    names = sys.argv[1:] or list(found)
+    unknown = [name for name in names if name not in found]
+    if unknown:
+        print(f"benchmarks: no {', '.join(unknown)}; there are {', '.join(found)}", file=sys.stderr)
         return 2
-    sys.argv = [str(found[sys.argv[1]]), *sys.argv[2:]]
-    runpy.run_path(sys.argv[0], run_name="__main__")
-    return 0
+    return max(subprocess.run([sys.executable, str(found[name])], check=False).returncode for name in names)
 
 
 if __name__ == "__main__":

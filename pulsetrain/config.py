@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -16,34 +17,34 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
-    """The settings of a run.
+    """The settings of a run; [defaults] stand behind their meanings.
 
     Args:
-        max_epochs: bound of the run in passes over the data; 1 when no bound is given.
-        max_iterations: bound in batches.
-        max_updates: bound in optimizer steps.
-        max_tokens: bound in predicted tokens; the batch that reaches it is the last.
-        optimizer: adamw, adam, sgd, rmsprop ...; the Trainer's own argument takes instances and factories too.
-        learning_rate: peak rate, above 0.
-        weight_decay: decay of the weights, 0 or more.
-        no_decay: "auto" exempts biases, norms and embeddings from weight decay; None exempts nothing.
-        optimizer_options: further keywords of the optimizer, such as betas or momentum.
-        schedule: constant, linear, cosine, cosine_with_restarts or step; None leaves the rate alone.
-        warmup_steps: updates of linear warm-up, from 0 to the learning rate.
-        min_lr_ratio: what the schedule decays to, as a share of the learning rate.
-        schedule_options: further keywords of the schedule, such as step_size and gamma.
-        accumulate: batches whose gradients make one update.
-        clip_grad_norm: largest total L2 norm of the gradients; None does not clip.
-        clip_grad_value: largest absolute value of a gradient's entry; None does not clip.
-        precision: fp32, bf16 or fp16 (autocast).
-        device: "auto" (the accelerator where there is one), "cpu", "cuda", "cuda:1" ...
-        compile: run the model through torch.compile.
-        seed: of the data order and of what is drawn in training; None draws one.
-        validate_every: when to validate; None only at the end. A run always ends with a validation.
-        log_every_n_steps: iterations between two METRICS_LOGGED events, where alone the loss comes to the host.
-        run_dir: the run folder, for the two settings below.
-        save_every_n_epochs: adds a Checkpointer that saves this often into run_dir.
-        early_stopping_patience: adds an EarlyStopping on val/loss that waits for so many validations.
+        max_epochs: bound of the run in passes over the data; 1 when no bound is given [None].
+        max_iterations: bound in batches [None].
+        max_updates: bound in optimizer steps [None].
+        max_tokens: bound in predicted tokens; the batch that reaches it is the last [None].
+        optimizer: adamw, adam, sgd, rmsprop ...; the Trainer's argument takes instances and factories too ['adamw'].
+        learning_rate: peak rate, above 0 [0.001].
+        weight_decay: decay of the weights, 0 or more [0.0].
+        no_decay: "auto" exempts biases, norms and embeddings from weight decay; None exempts nothing [None].
+        optimizer_options: further keywords of the optimizer, such as betas or momentum [{}].
+        schedule: constant, linear, cosine, cosine_with_restarts or step; None leaves the rate alone ['constant'].
+        warmup_steps: updates of linear warm-up, from 0 to the learning rate [0].
+        min_lr_ratio: what the schedule decays to, as a share of the learning rate [0.1].
+        schedule_options: further keywords of the schedule, such as step_size and gamma [{}].
+        accumulate: batches whose gradients make one update [1].
+        clip_grad_norm: largest total L2 norm of the gradients; None does not clip [None].
+        clip_grad_value: largest absolute value of a gradient's entry; None does not clip [None].
+        precision: fp32, bf16 or fp16 (autocast) ['fp32'].
+        device: "auto" (the accelerator where there is one), "cpu", "cuda", "cuda:1" ... ['auto'].
+        compile: run the model through torch.compile [False].
+        seed: of the data order and of what is drawn in training; None draws one [0].
+        validate_every: when to validate; None only at the end. A run always ends with a validation [Every(epochs=1)].
+        log_every_n_steps: iterations between two METRICS_LOGGED events, where alone the loss comes to the host [50].
+        run_dir: the run folder, for the setting below; the command line fills it in [None].
+        save_every_n_epochs: adds a Checkpointer that saves this often into run_dir [None].
+        early_stopping_patience: adds an EarlyStopping on val/loss that waits for so many validations [None].
 
     Raises:
         ConfigurationError: a value is out of range or two contradict each other; the message names the setting.
@@ -80,7 +81,15 @@ class TrainingConfig:
             n for n in ("max_epochs", "max_iterations", "max_updates", "max_tokens") if getattr(self, n) is not None
         ]
         if len(bounds) > 1:
-            raise ConfigurationError(f"TrainingConfig({', '.join(bounds)}): one bound a run; leave the others out")
+            given = ", ".join(f"{name}={getattr(self, name)!r}" for name in bounds)
+            raise ConfigurationError(f"TrainingConfig({given}): one bound a run; leave the others out")
+        for name in ("optimizer", "device"):
+            self._require(name, lambda value: isinstance(value, str), "a name")
+        self._require("schedule", lambda value: isinstance(value, str), "a name or None")
+        for name in ("optimizer_options", "schedule_options"):
+            self._require(name, lambda value: isinstance(value, Mapping), "a mapping of keywords")
+        if not isinstance(self.compile, bool):
+            raise ConfigurationError(f"TrainingConfig(compile={self.compile!r}): needs to be True or False")
         for name in (*bounds, "accumulate", "log_every_n_steps", "save_every_n_epochs", "early_stopping_patience"):
             self._require(name, lambda value: isinstance(value, int) and value >= 1, "a whole number of at least 1")
         self._require("warmup_steps", lambda value: isinstance(value, int) and value >= 0, "a whole number, 0 or more")
@@ -107,4 +116,4 @@ class TrainingConfig:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

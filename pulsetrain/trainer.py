@@ -184,8 +184,8 @@ class Trainer(Engine):
         self.history.record(metrics)
         self.history.settle()
         seconds = time.perf_counter() - start
-        self._rate.paused += seconds
         self.fire(Events.VALIDATION_COMPLETED, ValidationCompleted(metrics=metrics, seconds=seconds))
+        self._rate.paused += time.perf_counter() - start  # with what its handlers drew and wrote
         return metrics
 
     def checkpoint_state(self) -> dict[str, Any]:

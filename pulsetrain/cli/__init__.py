@@ -3,39 +3,42 @@
 from __future__ import annotations
 
 import argparse
+import io
 import sys
 from collections.abc import Sequence
 
-from engine.errors import PulsetrainError
 from pulsetrain.cli import train
+from pulsetrain.cli.reports import STOPPED, USAGE, report, versions
+from pulsetrain.cli.settings import split_settings
 
 __all__ = ["main"]
-
-OK, FAILED, USAGE = 0, 1, 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit status: 0 done, 1 the run failed, 2 wrong input, 128 + n stopped by signal n."""
-    parser = argparse.ArgumentParser(prog="pulsetrain", description="Train models, and record what happens.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a sample may hold what the terminal cannot show
+    parser = argparse.ArgumentParser(
+        prog="pulsetrain",
+        description="Train models from a configuration file, and record what happens.",
+        epilog="Begin with: pulsetrain train examples/byte_lm/config.yaml",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=versions())
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     train.add_parser(commands)
-    chosen, rest = parser.parse_known_args(arguments)
     try:
-        status: int = chosen.run(chosen, rest)
-    except PulsetrainError as error:
-        return report(error)
+        words, settings = split_settings(sys.argv[1:] if arguments is None else arguments)
+        chosen = parser.parse_args(words)
+        if chosen.command is None:
+            parser.print_help(sys.stderr)
+            return USAGE
+        status: int = chosen.run(chosen, settings)
+    except SystemExit as leaving:  # argparse has said why
+        return leaving.code if isinstance(leaving.code, int) else USAGE
     except KeyboardInterrupt:
-        print("pulsetrain: stopped at once by a second Ctrl-C", file=sys.stderr)
-        return 130
-    return status
-
-
-def report(error: BaseException, status: int = USAGE) -> int:
-    """Say an error on standard error, with what was noted on its way, and without a traceback."""
-    text = str(error) or type(error).__name__
-    if not isinstance(error, PulsetrainError):
-        text = f"{type(error).__name__}: {text}"
-    print(f"pulsetrain: error: {text}", file=sys.stderr)
-    for note in getattr(error, "__notes__", ()):
-        print(f"  {note}", file=sys.stderr)
+        print("\npulsetrain: stopped at once", file=sys.stderr)
+        return STOPPED
+    except Exception as error:
+        return report(error)
     return status

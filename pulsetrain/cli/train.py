@@ -3,25 +3,44 @@
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from engine import Events
-from engine.errors import ConfigurationError, PulsetrainError
-from engine.payloads import Preempted
-from pulsetrain.assembly import Assembly, assemble, read_config
-from pulsetrain.run_folder import resolve_folder
+from engine.errors import PulsetrainError
+from pulsetrain.assembly import Assembly, assemble
+from pulsetrain.cli.reports import FAILED, OK, STOPPED, batch_note, go_on, logs_on_stderr, report, summary
+from pulsetrain.cli.signals import SignalWatch
+from pulsetrain.config_file import SECTIONS, read_config
+from pulsetrain.run_folder import has_checkpoint
 
 __all__ = ["add_parser"]
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+DESCRIPTION = f"""\
+Train what a configuration file describes: YAML with the sections
+{", ".join(SECTIONS)}.
+model and data are needed; the others have defaults.
+
+Any setting can be given here as well, in YAML, by its place in the file:
+  --training.learning_rate 3e-4        --model.init_args.width 64
+  --training.validate_every '{{updates: 20}}'        (a mapping, replaced whole)
+  --training.validate_every.updates 20             (one key of it; the others stay)
+
+Ctrl-C, SIGTERM and SIGUSR1 stop at the next safe point with a checkpoint, and
+the command that goes on is printed; a second Ctrl-C stops at once.
+"""
+EPILOG = """\
+examples:
+  pulsetrain train config.yaml
+  pulsetrain train config.yaml --run runs/wide --model.init_args.width 256
+  pulsetrain train config.yaml --resume latest
+
+exit status: 0 done; 1 the run failed; 2 wrong input; 128 + n stopped by signal n
+"""
 
 
 def add_parser(commands: Any) -> None:
@@ -29,112 +48,83 @@ def add_parser(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "train",
         help="train what a configuration file describes",
-        description="Train what a configuration file describes. Any of its settings can be given here as well: "
-        "--training.learning_rate 3e-4, --model.init_args.width 64. Ctrl-C stops at the next safe point with a "
-        "checkpoint; a second Ctrl-C stops at once.",
-        epilog="Exit status: 0 done; 1 the run failed; 2 wrong input; 128 + n stopped cleanly by signal n.",
+        usage="pulsetrain train CONFIG [--run FOLDER] [--resume latest|PATH] [--SECTION.SETTING VALUE ...]",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
-    parser.add_argument("config", type=Path, help="the configuration, YAML")
+    parser.add_argument("config", metavar="CONFIG", type=Path, help="the configuration, YAML")
     parser.add_argument(
-        "--run", dest="folder", metavar="FOLDER", help="the run folder; '{n}' in it is the next free number"
+        "--run",
+        dest="folder",
+        metavar="FOLDER",
+        help="the run folder, in place of the configuration's; '{n}' in it is the next free number",
     )
     parser.add_argument(
-        "--resume", metavar="latest|PATH", help="go on from the newest valid checkpoint, or from this one"
+        "--resume",
+        metavar="latest|PATH",
+        help="go on from the newest checkpoint of the run folder, or of the last numbered one (or start where there "
+        "is none yet); or from the checkpoint with this path",
     )
     parser.add_argument("--traceback", action="store_true", help="show the Python traceback of an error")
     parser.set_defaults(run=run)
 
 
-def run(arguments: argparse.Namespace, rest: list[str]) -> int:
+def run(arguments: argparse.Namespace, settings: Mapping[str, str]) -> int:
     """Assemble the run, train, and say where the results are."""
-    from pulsetrain.cli import FAILED, USAGE, report
-
     started = time.perf_counter()
     assembly: Assembly | None = None
-    try:
-        config = read_config(arguments.config, overrides(rest))
-        folder = resolve_folder(arguments.folder or config["run"], resume=arguments.resume is not None)
-        assembly = assemble(config, arguments.config.parent, folder, resuming=arguments.resume is not None)
-        print(f"run folder: {folder}", file=sys.stderr)
-        with signals_posted(assembly.trainer) as received:
+    updates = [0]  # the last one: how many had been made when the run began
+    with SignalWatch() as watch, logs_on_stderr():
+        try:
+            config = read_config(arguments.config, settings)
+            assembly = assemble(config, arguments.config.parent, arguments.folder, resume=arguments.resume)
+            _announce(assembly, arguments.resume)
+            assembly.trainer.add_event_handler(Events.STARTED, lambda engine: updates.append(engine.state.update))
+            watch.follow(assembly.trainer)
             assembly.trainer.train(resume=arguments.resume)
-    except (PulsetrainError, OSError, ImportError) as error:
-        if arguments.traceback:
-            traceback.print_exc()
+        except KeyboardInterrupt:
+            if assembly is not None:
+                print(f"\npulsetrain: stopped at once; the run folder is {assembly.folder}", file=sys.stderr)
+                return STOPPED
+            print("\npulsetrain: stopped before the run began; nothing was left behind", file=sys.stderr)
+            return watch.status
+        except Exception as error:
+            if arguments.traceback:
+                traceback.print_exc()
+            if assembly is None:
+                return report(error)
+            return _failed(error, assembly, early=updates[-1] == assembly.trainer.state.update)
+        print(summary(assembly, time.perf_counter() - started))
+        if not watch.obeyed:
+            return OK
+        print(go_on(assembly.folder, arguments.config, settings))
+        return watch.status
+
+
+def _announce(assembly: Assembly, resume: str | None) -> None:
+    folder = assembly.folder
+    fresh = ", which has no checkpoint yet: starting from the beginning"
+    print(f"run folder: {folder}{fresh if resume == 'latest' and not has_checkpoint(folder) else ''}", file=sys.stderr)
+
+
+def _failed(error: Exception, assembly: Assembly, *, early: bool) -> int:
+    """Say what happened. A run that has learned nothing leaves nothing: the corrected command finds its folder free."""
+    if not isinstance(error, PulsetrainError) and (note := batch_note(error)) is not None:
+        error.add_note(note)
+    if early:
+        assembly.claim.give_back()
+        if not isinstance(error, PulsetrainError):
+            error.add_note("--traceback shows where in the code")
         return report(error)
-    except Exception as error:
-        if arguments.traceback:
-            traceback.print_exc()
-        elif assembly is not None:
-            crash = assembly.folder / "crash.txt"
-            crash.write_text("".join(traceback.format_exception(error)))
-            error.add_note(f"the traceback is in {crash}")
-        early = assembly is None or assembly.trainer.state.update == 0
-        return report(error, USAGE if early else FAILED)
-    print(summary(assembly, time.perf_counter() - started))
-    return 128 + received[0] if received else 0
-
-
-def overrides(rest: list[str]) -> dict[str, str]:
-    """`--a.b value` and `--a.b=value` as {"a.b": "value"}.
-
-    Raises:
-        ConfigurationError: anything else.
-    """
-    found: dict[str, str] = {}
-    words = iter(rest)
-    for word in words:
-        key, equals, value = word.removeprefix("--").partition("=")
-        if not word.startswith("--") or "." not in key:
-            raise ConfigurationError(f"{word}: unknown argument; settings are given as --training.learning_rate 3e-4")
-        if not equals:
-            value = next(words, "")
-            if not value:
-                raise ConfigurationError(f"{word}: needs a value")
-        found[key] = value
-    return found
-
-
-@contextmanager
-def signals_posted(trainer: Any) -> Iterator[list[int]]:
-    """The first SIGINT, SIGTERM or SIGUSR1 becomes PREEMPTED at a safe point; a second one acts as it always does."""
-    received: list[int] = []
-
-    def post(number: int, frame: FrameType | None) -> None:
-        if received:
-            signal.signal(number, previous[signal.Signals(number)])
-            signal.raise_signal(signal.Signals(number))
-            return
-        received.append(number)
-        print("\nstopping at the next safe point; once more stops at once", file=sys.stderr)
-        trainer.post(Events.PREEMPTED, Preempted(signal=signal.Signals(number).name))
-
-    previous = {number: signal.signal(number, post) for number in SIGNALS}
+    if isinstance(error, PulsetrainError):
+        print(f"run folder {assembly.folder}: keeps what was done until the error", file=sys.stderr)
+        return report(error)
+    crash = assembly.folder / "crash.txt"
     try:
-        yield received
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
-def summary(assembly: Assembly, seconds: float) -> str:
-    """What came out, and where it is."""
-    trainer, folder = assembly.trainer, assembly.folder
-    state = trainer.state
-    unit = getattr(trainer.strategy, "loss_unit", "")
-    counts = f"{state.iteration:,} iterations, {state.update:,} updates, {state.epoch} epoch(s)"
-    if state.tokens:
-        counts += f", {state.tokens:,} tokens"
-    lines = ["", f"{'stopped':<20}{state.stop_reason or 'at its bound'}", f"{'trained':<20}{counts}, {seconds:.0f} s"]
-    for name, value in state.metrics.items():
-        lines.append(f"{name:<20}{value:.4f}{' ' + unit if unit and name.endswith('/loss') else ''}")
-    for handler in trainer.handlers:
-        if callable(getattr(handler, "summary", None)):
-            lines.append(handler.summary())
-    curve = folder / "plots" / "loss.png"
-    if curve.exists():
-        lines.append(f"{'loss curve':<20}{curve}")
-    lines.append(f"{'run folder':<20}{folder}")
-    if state.stop_reason and "was received" in state.stop_reason:
-        lines.append(f"{'go on':<20}pulsetrain train {assembly.source} --run {folder} --resume latest")
-    return "\n".join(lines)
+        crash.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+        error.add_note(f"the traceback is in {crash}")
+    except OSError as unwritten:
+        error.add_note(f"{crash} could not be written: {unwritten}")
+    return report(error, FAILED)

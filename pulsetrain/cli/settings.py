@@ -1,0 +1,38 @@
+"""Settings of the configuration given on the command line: `--training.learning_rate 3e-4`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine.errors import ConfigurationError
+from pulsetrain.config_file import SECTIONS
+
+__all__ = ["split_settings"]
+
+EXAMPLE = "a setting is given as --training.learning_rate 3e-4"
+
+
+def split_settings(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """The words without the settings among them, and those as {"training.learning_rate": "3e-4"}.
+
+    A setting is an option with a dot in its name, or the name of a section other than `run`.
+
+    Raises:
+        ConfigurationError: a setting without a value.
+    """
+    others: list[str] = []
+    found: dict[str, str] = {}
+    rest = iter(words)
+    for word in rest:
+        name, equals, value = word.removeprefix("--").partition("=")
+        if not word.startswith("--") or not ("." in name or (name in SECTIONS and name != "run")):
+            others.append(word)
+            continue
+        if not equals:
+            value = next(rest, "--")
+        if value.startswith("--") or not value:
+            raise ConfigurationError(f"--{name}: needs a value; {EXAMPLE}, and null is none")
+        if "." not in name and name == "training" and ":" not in value:
+            raise ConfigurationError(f"--{name} {value}: names a whole section; {EXAMPLE}")
+        found[name] = value
+    return others, found

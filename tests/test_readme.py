@@ -1,0 +1,38 @@
+"""The README's Python runs as it stands, and says what its comments promise."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+README = (Path(__file__).parent.parent / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+
+
+def run(code: str, folder: Path) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_the_trainer_of_the_readme_trains_resumes_and_prints(tmp_path: Path):
+    lines = run(BLOCKS[0], tmp_path)
+    first, last = (float(line.split()[1]) for line in (lines[0], lines[-1]))
+    assert last < first
+    assert list((tmp_path / "runs" / "line" / "checkpoints").glob("0*"))
+    assert run(BLOCKS[0], tmp_path) == []  # the second time there is nothing left to train
+
+
+def test_the_events_of_the_readme_end_the_run_with_their_reason(tmp_path: Path):
+    assert run(BLOCKS[1], tmp_path) == ["reward 0.5 50"]
+
+
+@pytest.mark.parametrize("path", sorted(set(re.findall(r"`((?:docs|examples)/[\w./]+)`|\]\((docs/[\w.]+)\)", README))))
+def test_what_the_readme_points_to_is_there(path: tuple[str, str]):
+    assert (Path(__file__).parent.parent / (path[0] or path[1])).exists()
