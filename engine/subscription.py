@@ -12,6 +12,7 @@ from ignite.engine.events import RemovableEventHandle
 
 from engine.binding import Shape
 from engine.events import EventFilter, Events
+from engine.logs import get_logger
 from engine.payloads import HandlerFailed
 
 if TYPE_CHECKING:
@@ -175,9 +176,7 @@ class Subscription:
 
     def _report(self, engine: Emitter, error: Exception) -> None:
         if self.failures == 1:
-            import structlog  # on the failing path only: it keeps `import engine` quick
-
-            structlog.get_logger("engine").warning(
+            get_logger("engine").warning(
                 "handler failed; the run goes on, further failures are counted",
                 handler=self.description,
                 on=self.signal.name,

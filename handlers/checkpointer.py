@@ -8,10 +8,9 @@ import time
 from pathlib import Path
 from typing import Any, Literal, Self
 
-import structlog
-
 from engine import Events, Every, Phase
 from engine.checkpoint import CheckpointManager
+from engine.logs import get_logger
 from engine.payloads import CheckpointSaved
 from engine.subscription import Handle
 from handlers.readings import canonical, reading_events
@@ -152,7 +151,7 @@ class Checkpointer:
         try:
             self.save(engine)
         except OSError as error:  # a full disk costs this checkpoint, not the run
-            structlog.get_logger("handlers").warning(
+            get_logger("handlers").warning(
                 "checkpoint not saved; the run and older checkpoints are as they were",
                 folder=str(self.folder),
                 iteration=engine.state.iteration,

@@ -8,13 +8,13 @@ import time
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, Literal, Self, TextIO
 
-import structlog
 from tqdm import tqdm
 
 from engine.bus import EventBus
 from engine.cadence import Every
 from engine.errors import unknown_name
 from engine.events import Event, Events
+from engine.logs import load_structlog
 from engine.loop import Engine
 from engine.subscription import OnError
 from handlers.attachment import Attachment
@@ -129,6 +129,7 @@ def _place(engine: Engine) -> dict[str, int]:
 
 
 def _make_logger(stream: TextIO, format: str) -> Any:
+    structlog = load_structlog()
     processors: list[Any]
     if format == "json":
         processors = [

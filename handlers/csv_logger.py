@@ -9,12 +9,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Self
 
-import structlog
-
 from engine.bus import EventBus
 from engine.cadence import Every
 from engine.errors import RunFolderError
 from engine.events import Event, Events
+from engine.logs import get_logger
 from engine.loop import Engine
 from engine.subscription import OnError
 from handlers.attachment import Attachment
@@ -101,7 +100,7 @@ class CSVLogger:
         if content.endswith(b"\n"):
             return
         kept = content[: content.rfind(b"\n") + 1]
-        structlog.get_logger("handlers").warning(
+        get_logger("handlers").warning(
             "metrics.csv ended in an unfinished row; it was dropped",
             path=str(self.path),
             dropped=content[len(kept) :].decode(errors="replace"),

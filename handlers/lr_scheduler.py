@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, Self
 
-import structlog
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler as TorchLRScheduler
@@ -13,6 +12,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from engine.errors import CheckpointError, ConfigurationError, unknown_name
 from engine.events import Events
+from engine.logs import get_logger
 from engine.loop import Engine
 from engine.schedules import Schedule
 from engine.subscription import Phase
@@ -166,7 +166,7 @@ class LRScheduler:
 
     def _check_was_stepped(self, engine: Engine) -> None:
         if self._count == 0 and self.by == "update" and engine.state.iteration > 0:
-            structlog.get_logger("handlers").warning(
+            get_logger("handlers").warning(
                 "LRScheduler(by='update') heard of no update: the learning rate has not changed. A custom step fires "
                 "Events.OPTIMIZER_STEP_COMPLETED itself, or uses by='iteration'",
                 engine=engine.name,

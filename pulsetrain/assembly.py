@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import structlog
-
 import handlers as shipped_handlers
 from engine import rng
 from engine import strategies as shipped_strategies
-from engine.errors import PulsetrainError
+from engine.batches import length_of
+from engine.errors import ConfigurationError, PulsetrainError
+from engine.logs import get_logger
 from pulsetrain.building import build, look_in
 from pulsetrain.config import TrainingConfig
 from pulsetrain.config_file import SECTIONS, differences, load_yaml
@@ -47,8 +47,8 @@ AS_SETTINGS = [
     (r"^device=", r"training.device="),
     (r"^Trainer\(strategy=('.*?')\): unknown", r"strategy=\1: unknown strategy"),
     (r"^Trainer\((train_loader|val_loader)", r"data: Trainer(\1"),
+    (r"^in training: TrainingConfig\((\w+=\d+, \w+=.*?)\): ", r"training (\1): "),
     (r"^in training: TrainingConfig\((\w+)=(.*?)\): ", r"training.\1=\2: "),
-    (r"^in training: TrainingConfig\((.*?)\): ", r"training (\1): "),
     (r"^Trainer\.train\(resume='latest'\): ", "--resume latest: "),
 ]  # fmt: skip
 
@@ -144,9 +144,14 @@ def _claim(pattern: str, folder: Path, *, numbered: bool) -> Claim:
 
 
 def _loaders(data: Any) -> tuple[Any, Any]:
-    if isinstance(data, tuple) and len(data) == 2:
-        return data
-    return data, None
+    train_loader, val_loader = data if isinstance(data, tuple) and len(data) == 2 else (data, None)
+    named = val_loader if isinstance(val_loader, Mapping) else {"validation": val_loader}
+    for name, loader in {"training": train_loader, **named}.items():
+        if isinstance(loader, Iterable) and length_of(loader) == 0:
+            raise ConfigurationError(
+                f"data: the {name} set gives no batch, its length is 0; give it more data or a smaller batch"
+            )
+    return train_loader, val_loader
 
 
 def _as_settings(text: str) -> str:
@@ -170,7 +175,7 @@ def _report_changes(folder: Path, config: dict[str, Any]) -> None:
     saved = _saved(folder)
     changed = list(differences({**saved, "run": ""}, {**config, "run": ""})) if saved else []
     if changed:
-        structlog.get_logger("pulsetrain").warning(
+        get_logger("pulsetrain").warning(
             "the configuration has changed since the run began; its config.yaml stays as it was",
             changed="; ".join(changed),
         )

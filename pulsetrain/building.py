@@ -228,9 +228,9 @@ def look_in(base: Path) -> None:
     folder = base.resolve()
     for other in [path for path in _present if path != folder]:
         before = _present.pop(other)
-        for name in sys.modules.keys() - before:
-            if _lies_in(sys.modules.get(name.partition(".")[0]), other):
-                del sys.modules[name]
+        theirs = [name for name in sys.modules if name not in before]
+        for name in [name for name in theirs if _lies_in(sys.modules.get(name.partition(".")[0]), other)]:
+            del sys.modules[name]
         sys.path[:] = [entry for entry in sys.path if entry != str(other)]
     if folder not in _present:
         _present[folder] = frozenset(sys.modules)

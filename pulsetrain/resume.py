@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-import structlog
 import torch
 
 from engine import rng
 from engine.errors import CheckpointError
+from engine.logs import get_logger
 
 if TYPE_CHECKING:
     from pulsetrain.trainer import Trainer
@@ -83,7 +83,7 @@ def restore(trainer: Trainer, saved: Mapping[str, Any]) -> None:
         if key in handlers and key in saved["handlers"]:
             handlers[key].load_state_dict(saved["handlers"][key])
         else:
-            structlog.get_logger("pulsetrain").warning(
+            get_logger("pulsetrain").warning(
                 "handler begins anew" if key in handlers else "saved state of a handler that is not here any more",
                 handler=key,
             )

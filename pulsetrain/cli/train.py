@@ -119,8 +119,9 @@ def _failed(error: Exception, assembly: Assembly, *, early: bool) -> int:
             error.add_note("--traceback shows where in the code")
         return report(error)
     if isinstance(error, PulsetrainError):
+        status = report(error)
         print(f"run folder {assembly.folder}: keeps what was done until the error", file=sys.stderr)
-        return report(error)
+        return status
     crash = assembly.folder / "crash.txt"
     try:
         crash.write_text("".join(traceback.format_exception(error)), encoding="utf-8")

@@ -1,0 +1,399 @@
+"""The command line: results, bad input, resuming, and signals."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+import torch
+
+from engine.checkpoint import CheckpointManager
+from pulsetrain.cli import main
+
+MODEL = """
+    from torch import nn
+
+    class Net(nn.Module):
+        def __init__(self, width: int = 8):
+            if width % 2:
+                raise ValueError(f"Net(width={width}): needs an even width")
+            super().__init__()
+            self.layers = nn.Sequential(nn.Linear(4, width), nn.Dropout(0.1), nn.Linear(width, 1))
+
+        def forward(self, x):
+            return self.layers(x)
+
+    class Late(Net):
+        calls = 0
+
+        def forward(self, x):
+            Late.calls += 1
+            if Late.calls > 3:
+                raise RuntimeError("it broke in the middle")
+            return super().forward(x)
+"""
+DATA = """
+    import time
+    import torch
+    from torch.utils.data import DataLoader, TensorDataset
+
+    def loaders(rows: int = 20, features: int = 4):
+        inputs = torch.randn(rows, features)
+        data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
+        return DataLoader(data, batch_size=4, shuffle=True), DataLoader(data, batch_size=4)
+
+    def nothing():
+        return []
+
+    class Endless:  # each batch a little late, until a file says that it is enough
+        def __iter__(self):
+            while True:
+                time.sleep(0.01)
+                print("batch", flush=True)
+                yield torch.ones(4, 4), torch.ones(4, 1)
+
+    class Stuck:
+        def __iter__(self):
+            yield torch.ones(4, 4), torch.ones(4, 1)
+            print("batch", flush=True)
+            time.sleep(60)
+"""
+CONFIG = """
+    run: runs/tiny-{n}
+    model: {class_path: model.Net, init_args: {width: 8}}
+    data: data.loaders
+    strategy: {class_path: SupervisedStrategy, init_args: {loss: mse}}
+    training: {max_epochs: 2, learning_rate: 1e-2, optimizer: sgd, seed: 3}
+    handlers: [{class_path: Checkpointer, init_args: {metric: val/loss}}, CSVLogger]
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The current folder, with a small configuration in it; what it imports is forgotten afterwards."""
+    for name, text in {"model.py": MODEL, "data.py": DATA, "config.yaml": CONFIG}.items():
+        (tmp_path / name).write_text(textwrap.dedent(text))
+    monkeypatch.chdir(tmp_path)
+    path, modules = list(sys.path), set(sys.modules)
+    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
+    settings = structlog.get_config()
+    yield tmp_path
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)] == handlers
+    assert structlog.get_config() == settings
+    sys.path[:] = path
+    for name in {"model", "data"} & (set(sys.modules) - modules):
+        del sys.modules[name]
+
+
+def train(*words: str) -> int:
+    return main(["train", "config.yaml", *words])
+
+
+def weights(run: str | Path) -> dict[str, Any]:
+    manager = CheckpointManager(Path(run) / "checkpoints")
+    latest = manager.get_latest()
+    assert latest is not None
+    return manager.load(latest)["model"]
+
+
+def equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def files() -> list[str]:
+    """What lies in the current folder, caches apart."""
+    return sorted(str(path) for path in Path().rglob("*") if "__pycache__" not in path.parts)
+
+
+class TestResults:
+    def test_a_run_says_where_it_is_and_what_came_out(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert train() == 0
+        told = capsys.readouterr()
+        assert told.err == "run folder: runs/tiny-1\n"
+        rows = [line.split(maxsplit=1) for line in told.out.splitlines() if line]
+        assert rows[0] == ["stopped", "at its bound"]
+        assert rows[1][1].startswith("10 iterations, 10 updates, 2 epochs, ")
+        assert float(rows[2][1]) > 0
+        assert told.out.splitlines()[-1] == "run folder  runs/tiny-1"
+        assert all(line[10:12] == "  " and line[12] != " " for line in told.out.splitlines()[1:])
+
+    def test_the_same_command_gives_the_same_run(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        losses = []
+        torch.manual_seed(1)
+        for _ in range(2):
+            assert train() == 0
+            losses.append([line for line in capsys.readouterr().out.splitlines() if line.startswith("val/loss")])
+        assert losses[0] == losses[1]
+        assert equal(weights("runs/tiny-1"), weights("runs/tiny-2"))
+        assert train("--training.seed", "4") == 0
+        assert not equal(weights("runs/tiny-1"), weights("runs/tiny-3"))
+
+    def test_another_process_gives_the_same_run_too(self, folder: Path) -> None:
+        assert train() == 0
+        subprocess.run([sys.executable, "-m", "pulsetrain", "train", "config.yaml"], check=True, timeout=60)
+        assert equal(weights("runs/tiny-1"), weights("runs/tiny-2"))
+
+    def test_a_setting_may_stand_before_the_file_too(self, folder: Path) -> None:
+        assert main(["train", "--training.max_epochs", "1", "config.yaml", "--training.learning_rate=3e-4"]) == 0
+        saved = (folder / "runs" / "tiny-1" / "config.yaml").read_text()
+        assert "max_epochs: 1\n" in saved
+        assert "learning_rate: 0.0003\n" in saved
+
+
+BAD = {
+    "optimizer": ("--training.optimizer adamm", "training.optimizer='adamm': unknown optimizer; choose one of"),
+    "schedule": ("--training.schedule cosin", "training.schedule='cosin': unknown schedule; choose one of"),
+    "strategy": ("--strategy supervisd", "strategy: class_path='supervisd': unknown name; choose one of"),
+    "handler": ("--handlers [CSVLoger]", "handlers[0]: class_path='CSVLoger': unknown name; choose one of"),
+    "loss": ("--strategy.init_args.loss msee", "in strategy: "),
+    "section": ("--trainig.x 3", "--trainig.x: unknown section; choose one of"),
+    "training key": ("--training.max_epoch 3", "training.max_epoch: unknown argument of TrainingConfig"),
+    "model key": ("--model.init_args.widht 3", "model.init_args.widht: unknown argument of Net; choose one of width"),
+    "spec key": ("--model.init_arg.width 3", "model.init_arg: unknown key; choose one of class_path, init_args"),
+    "handler key": (
+        "--handlers '[{class_path: CSVLogger, init_args: {evry: 3}}]'",
+        "handlers[0].init_args.evry: unknown argument of CSVLogger",
+    ),
+    "type": ("--training.max_epochs many", "training.max_epochs='many': needs a whole number or null"),
+    "range": ("--training.accumulate 0", "training.accumulate=0: needs to be a whole number of at least 1"),
+    "two bounds": ("--training.max_updates 3", "training (max_epochs=2, max_updates=3): one bound a run"),
+    "warm-up": (
+        "--training.warmup_steps 10",
+        "training.warmup_steps=10: leaves nothing of the run's 10 updates; shorten it",
+    ),
+    "schedule option": (
+        "--training.schedule linear --training.schedule_options.gamma 1",
+        "training.schedule_options.gamma=1: unknown to the schedule 'linear'",
+    ),
+    "optimizer option": ("--training.optimizer_options.gamma 1", "training.optimizer_options (gamma=1): unknown to"),
+    "device": ("--training.device cuda:7", "training.device='cuda:7': not on this machine"),
+    "constructor": ("--model.init_args.width 7", "in model: Net(width=7): needs an even width"),
+    "data": ("--data.init_args.rows -1", "in data: RuntimeError: "),
+    "no data": ("--data data.nothing", "data: the training set gives no batch, its length is 0"),
+    "module": ("--model nowhere.Net", "model: class_path='nowhere.Net': there is no module 'nowhere'"),
+    "no value": ("--training.seed", "--training.seed: needs a value"),
+    "a section": ("--training", "--training: needs a value"),
+    "a section's value": ("--training 3", "--training 3: names a whole section"),
+    "into a list": ("--handlers.0.every 3", "--handlers.0.every: handlers is a list; give it whole"),
+    "YAML": ("--training.seed [1", "--training.seed '[1': no valid YAML"),
+    "a file as folder": ("--run config.yaml", "run folder config.yaml: is a file; choose another with --run"),
+    "a file above": ("--run config.yaml/x", "run folder config.yaml/x: cannot be made: Not a directory"),
+    "a run": ("--run old", "run folder old: holds a run already, and nothing is overwritten; go on with it by"),
+    "no checkpoint": ("--resume nowhere", "--resume nowhere: no checkpoint there; "),
+    "deep folder": ("--run a/b/c --handlers [CSVLoger]", "unknown name"),
+    "shapes": ("--data.init_args.features 3", "shapes cannot be multiplied"),
+}
+
+
+class TestBadInput:
+    @pytest.mark.parametrize("case", BAD)
+    def test_is_one_error_and_leaves_nothing(self, case: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        words, message = BAD[case]
+        (folder / "old").mkdir()
+        (folder / "old" / "metrics.csv").touch()
+        before = files()
+        assert train(*shlex.split(words)) == 2
+        told = capsys.readouterr()
+        assert message in told.err
+        errors = [line for line in told.err.splitlines() if line.startswith("pulsetrain: error: ")]
+        assert len(errors) == 1
+        assert "Traceback" not in told.err + told.out
+        assert "<class" not in told.err
+        assert files() == before
+
+    @pytest.mark.parametrize("name", ["nothing.yaml", "broken.yaml", "."])
+    def test_a_file_that_cannot_be_read_is_named(
+        self, name: str, folder: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        (folder / "broken.yaml").write_text("a: [1\nb: 2")
+        assert main(["train", name]) == 2
+        assert capsys.readouterr().err.startswith(f"pulsetrain: error: {name}: ")
+
+    def test_a_batch_that_does_not_fit_is_described(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert train("--data.init_args.features", "3") == 2
+        assert "given inputs float32 (4, 3), targets float32 (4, 1)" in capsys.readouterr().err
+
+    def test_the_traceback_is_there_for_who_asks(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert train("--model.init_args.width", "7", "--traceback") == 2
+        told = capsys.readouterr().err
+        assert "model.py" in told
+        assert told.count("pulsetrain: error: ") == 1
+
+    def test_the_corrected_command_works_with_the_same_folder(self, folder: Path) -> None:
+        (folder / "mine" / "run").mkdir(parents=True)
+        (folder / "mine" / "run" / "notes.txt").touch()
+        for run in ("new/run", "mine/run"):
+            assert train("--run", run, "--data.init_args.features", "3") == 2
+            assert train("--run", run) == 0
+        assert (folder / "mine" / "run" / "notes.txt").exists()
+
+    def test_a_metric_that_never_comes_is_said_at_the_first_validation(
+        self, folder: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        handlers = "[{class_path: EarlyStopping, init_args: {metric: val/accuracy}}, CSVLogger]"
+        assert train("--handlers", handlers) == 2
+        told = capsys.readouterr().err.splitlines()
+        assert told[1] == (
+            "pulsetrain: error: EarlyStopping(metric='val/accuracy'): this metric does not exist; there are: val/loss"
+        )
+        assert told[2:] == ["run folder runs/tiny-1: keeps what was done until the error"]
+
+    def test_a_failure_in_the_middle_keeps_the_run_and_its_traceback(
+        self, folder: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert train("--model", "model.Late") == 1
+        told = capsys.readouterr().err
+        assert "pulsetrain: error: RuntimeError: it broke in the middle" in told
+        assert "Traceback" not in told
+        assert "the traceback is in runs/tiny-1/crash.txt" in told
+        assert "it broke in the middle" in (folder / "runs" / "tiny-1" / "crash.txt").read_text()
+
+    @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+    def test_a_folder_without_permission_is_named(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        (folder / "locked").mkdir(mode=0o500)
+        assert train("--run", "locked/run") == 2
+        assert "run folder locked/run: cannot be made: Permission denied" in capsys.readouterr().err
+
+
+class TestResuming:
+    def test_latest_goes_on_with_the_last_number(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        assert train("--training.max_epochs", "4") == 0
+        assert train() == 0
+        assert train("--resume", "latest", "--training.max_epochs", "4") == 0
+        assert sorted(os.listdir("runs")) == ["tiny-1", "tiny-2"]
+        assert equal(weights("runs/tiny-1"), weights("runs/tiny-2"))
+        assert "its config.yaml stays as it was changed=training.max_epochs: 2 -> 4" in " ".join(
+            capsys.readouterr().err.replace("'", "").split()
+        )
+        assert "max_epochs: 2" in (folder / "runs" / "tiny-2" / "config.yaml").read_text()
+
+    def test_an_unchanged_configuration_is_not_spoken_of(
+        self, folder: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert train() == train("--resume", "latest") == 0
+        assert "changed" not in capsys.readouterr().err
+
+    @pytest.mark.parametrize("words", [[], ["--run", "fixed"]])
+    def test_latest_starts_where_there_is_nothing_yet(
+        self, words: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert train("--resume", "latest", *words) == 0
+        assert "which has no checkpoint yet: starting from the beginning" in capsys.readouterr().err
+
+    def test_a_run_that_saved_nothing_begins_anew_under_the_present_configuration(self, folder: Path) -> None:
+        (folder / "fixed" / "checkpoints").mkdir(parents=True)
+        (folder / "fixed" / "config.yaml").write_text("training: {seed: 99}\n")
+        assert train("--run", "fixed", "--resume", "latest") == 0
+        assert "seed: 3" in (folder / "fixed" / "config.yaml").read_text()
+
+    def test_a_path_names_the_checkpoint_and_its_run(self, folder: Path) -> None:
+        assert train("--training.max_epochs", "4") == 0
+        assert train("--training.seed", "5") == 0
+        before = weights("runs/tiny-1")
+        checkpoints = sorted(path for path in os.listdir("runs/tiny-1/checkpoints") if path[0] == "0")
+        path = f"runs/tiny-1/checkpoints/{checkpoints[-2]}"
+        assert train("--resume", path, "--training.max_epochs", "4") == 0
+        assert sorted(os.listdir("runs")) == ["tiny-1", "tiny-2"]
+        assert equal(weights("runs/tiny-1"), before)
+        assert train("--resume", path, "--run", "fork", "--training.max_epochs", "4") == 0
+        assert equal(weights("fork"), before)
+
+    def test_a_checkpoint_of_another_model_changes_nothing(
+        self, folder: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert train() == 0
+        before = {path: Path(path).read_bytes() for path in files() if Path(path).is_file()}
+        assert train("--resume", "latest", "--model.init_args.width", "16") == 2
+        assert "weights do not fit the model" in capsys.readouterr().err
+        assert {path: Path(path).read_bytes() for path in files() if Path(path).is_file()} == before
+
+
+@pytest.fixture
+def start(folder: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    begun: list[subprocess.Popen[str]] = []
+
+    def begin(*words: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "pulsetrain", "train", "config.yaml", "--training.max_epochs=1000", *words]
+        pipe = subprocess.PIPE
+        begun.append(subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True))
+        return begun[-1]
+
+    yield begin
+    for process in begun:
+        process.kill()
+        process.communicate()
+
+
+def wait_for(stream: Any, text: str) -> None:
+    """Read on until a line begins so; the process's end is the end of the stream."""
+    deadline = time.monotonic() + 60
+    while not (line := stream.readline()).startswith(text):
+        assert line, f"it ended before it said {text!r}"
+        assert time.monotonic() < deadline
+
+
+class TestSignals:
+    @pytest.mark.parametrize("name", ["SIGINT", "SIGUSR1"])
+    def test_the_first_one_saves_and_says_how_to_go_on(
+        self, name: str, folder: Path, start: Callable[..., subprocess.Popen[str]]
+    ) -> None:
+        process = start(
+            "--run", "a run", "--data=data.Endless", "--training.max_epochs=null", "--training.max_updates=9999"
+        )
+        wait_for(process.stdout, "batch")
+        process.send_signal(signal.Signals[name])
+        out, err = process.communicate(timeout=60)
+        assert process.returncode == 128 + signal.Signals[name]
+        assert f"{name}: stopping at the next safe point" in err
+        assert "Traceback" not in err
+        assert f"stopped     {name} was received" in out
+        command = shlex.split(out.splitlines()[-1].removeprefix("go on: "))
+        assert command[1:3] == ["-m", "pulsetrain"]
+        done = CheckpointManager("a run/checkpoints").get_latest()
+        assert done is not None
+        step = int(done.name.partition("-")[0])
+        assert main([*command[3:], f"--training.max_updates={step + 2}"]) == 0
+        latest = CheckpointManager("a run/checkpoints").get_latest()
+        assert latest is not None
+        assert int(latest.name.partition("-")[0]) == step + 2
+
+    def test_without_a_checkpointer_it_says_that_there_is_no_going_on(
+        self, folder: Path, start: Callable[..., subprocess.Popen[str]]
+    ) -> None:
+        process = start(
+            "--data=data.Endless", "--training.max_epochs=null", "--training.max_updates=9999", "--handlers=[]"
+        )
+        wait_for(process.stdout, "batch")
+        process.send_signal(signal.SIGTERM)
+        out, _ = process.communicate(timeout=60)
+        assert process.returncode == 128 + signal.SIGTERM
+        assert out.splitlines()[-1].startswith("go on: not possible")
+
+    def test_a_second_interrupt_stops_at_once(self, folder: Path, start: Callable[..., subprocess.Popen[str]]) -> None:
+        process = start("--data=data.Stuck", "--training.max_epochs=null", "--training.max_updates=9999")
+        wait_for(process.stdout, "batch")
+        process.send_signal(signal.SIGTERM)
+        wait_for(process.stderr, "SIGTERM: stopping")
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=30)
+        assert process.returncode == 130
+        assert "Traceback" not in err
+        assert "stopped at once; the run folder is runs/tiny-1" in err
+
+    def test_before_the_run_has_begun_it_leaves_nothing(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        model = "import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\n"
+        (folder / "model.py").write_text(model + (folder / "model.py").read_text())
+        before = files()
+        assert train("--run", "a/b") == 128 + signal.SIGTERM
+        assert "stopped before the run began; nothing was left behind" in capsys.readouterr().err
+        assert files() == before

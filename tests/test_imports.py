@@ -1,0 +1,64 @@
+"""Importing does nothing but import, and brings along nothing optional."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+OPTIONAL = (
+    "jax",
+    "flax",
+    "optax",
+    "mlflow",
+    "wandb",
+    "tensorboard",
+    "megatron",
+    "matplotlib",
+    "sklearn",
+    "pandas",
+    "torchmetrics",
+)
+
+PROBE = """
+import signal, sys, threading, random
+import torch
+signals = {number: signal.getsignal(number) for number in signal.valid_signals()}
+random.seed(1); torch.manual_seed(1)
+before = random.getstate(), torch.get_rng_state(), torch.get_num_threads(), torch.get_default_dtype()
+import PACKAGE
+structlog = sys.modules.get("structlog")
+assert {number: signal.getsignal(number) for number in signals} == signals, "a signal handler was installed"
+assert random.getstate() == before[0] and torch.equal(torch.get_rng_state(), before[1]), "random numbers were drawn"
+assert (torch.get_num_threads(), torch.get_default_dtype()) == before[2:], "a setting of torch was changed"
+assert structlog is None or not structlog.is_configured(), "structlog was configured"
+assert threading.active_count() == 1, "a thread was started"
+print(*sorted(sys.modules))
+"""
+
+
+@pytest.mark.parametrize("package", ["engine", "handlers", "pulsetrain"])
+def test_importing_has_no_effect_and_pulls_in_nothing_optional(package: str):
+    code = PROBE.replace("PACKAGE", package)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert not {name.partition(".")[0] for name in done.stdout.split()} & set(OPTIONAL)
+
+
+def test_a_log_line_draws_none_of_the_users_random_numbers():
+    code = (
+        "import random; random.seed(1); before = random.getstate()\n"
+        "from engine.logs import get_logger; get_logger('x')\n"
+        "assert random.getstate() == before"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_every_public_name_is_there():
+    import engine
+    import handlers
+    import pulsetrain
+
+    for package in (engine, handlers, pulsetrain):
+        assert all(hasattr(package, name) for name in package.__all__)
