@@ -18,8 +18,9 @@ from typing import Any
 import torch
 
 from engine.errors import CheckpointError, RunFolderError
+from engine.logs import get_logger
 
-__all__ = ["CheckpointManager"]
+__all__ = ["CheckpointManager", "check_checkpoint", "find_checkpoints", "load_checkpoint"]
 
 FORMAT = 1
 _STATE, _MANIFEST, _BEST, _PARTIAL = "state.pt", "manifest.json", "best", ".partial-"
@@ -78,7 +79,7 @@ class CheckpointManager:
         if not re.fullmatch(r"[\w.+-]+", name):
             raise ValueError(f"save({name=}): use letters, digits, '_', '.', '+' and '-' only")
         if step is None:
-            step = max((_number(folder)[0] for folder in self._folders()), default=-1) + 1
+            step = max((_number(folder)[0] for folder in find_checkpoints(self.checkpoint_dir)), default=-1) + 1
         target, again = self.checkpoint_dir / f"{step:09d}-{name}", 1
         while target.exists():
             again += 1
@@ -99,53 +100,31 @@ class CheckpointManager:
         return target
 
     def load(self, path: str | os.PathLike[str]) -> dict[str, Any]:
-        """Read a checkpoint after checking it against its manifest; tensors come to the CPU.
-
-        Raises:
-            CheckpointError: it is missing, incomplete, damaged or of a newer format; the message says which.
-        """
-        folder = Path(path)
-        self.check(folder)
-        loaded: dict[str, Any] = torch.load(folder / _STATE, map_location="cpu", weights_only=True)
-        return loaded
-
-    def check(self, path: str | os.PathLike[str]) -> None:
-        """Compare every file with the manifest.
-
-        Raises:
-            CheckpointError: as `load`.
-        """
-        folder = Path(path)
-        try:
-            manifest = json.loads((folder / _MANIFEST).read_text())
-            if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
-                raise ValueError("it has no list of files")
-            version = manifest["format"]
-        except FileNotFoundError:
-            known = ", ".join(each.name for each in self._folders()) or "none"
-            raise CheckpointError(f"{folder}: no checkpoint there ({_MANIFEST} is missing); present: {known}") from None
-        except (OSError, ValueError, KeyError) as error:
-            raise CheckpointError(f"{folder / _MANIFEST}: damaged: {error}") from None
-        if version != FORMAT:
-            raise CheckpointError(f"{folder}: format {version}, this version reads {FORMAT}; update pulsetrain")
-        for name, expected in manifest["files"].items():
-            file = folder / name
-            try:
-                size, digest = file.stat().st_size, _digest(file)
-            except OSError as error:
-                raise CheckpointError(f"{file}: cannot be read: {error}") from None
-            if size != expected["bytes"]:
-                raise CheckpointError(f"{file}: {size} bytes, the manifest says {expected['bytes']}: cut or damaged")
-            if digest != expected["sha256"]:
-                raise CheckpointError(f"{file}: its digest is not the manifest's: damaged; load an older checkpoint")
+        """`load_checkpoint`, which needs no manager."""
+        return load_checkpoint(path)
 
     def valid(self) -> list[Path]:
-        """The checkpoints that pass `check`, oldest first."""
-        return [folder for folder in self._folders() if self._is_valid(folder)]
+        """The checkpoints that are complete and undamaged, oldest first."""
+        return [folder for folder in find_checkpoints(self.checkpoint_dir) if _damage(folder) is None]
 
     def get_latest(self) -> Path | None:
-        """The newest checkpoint that passes `check`, or None."""
-        return next((folder for folder in reversed(self._folders()) if self._is_valid(folder)), None)
+        """The newest checkpoint that is complete and undamaged, saying which newer ones it passed over; or None.
+
+        Raises:
+            CheckpointError: there are checkpoints, and all of them are damaged.
+        """
+        folders = find_checkpoints(self.checkpoint_dir)
+        for folder in reversed(folders):
+            damage = _damage(folder)
+            if damage is None:
+                return folder
+            get_logger("engine").warning("checkpoint passed over", reason=damage)
+        if folders:
+            raise CheckpointError(
+                f"{self.checkpoint_dir}: every checkpoint there is damaged ({len(folders)} of them, the newest "
+                f"{folders[-1].name}); remove the folder to start from the beginning"
+            )
+        return None
 
     def get_best(self) -> Path | None:
         """The checkpoint last saved as the best, or None."""
@@ -154,17 +133,6 @@ class CheckpointManager:
         except FileNotFoundError:
             return None
         return folder if folder.is_dir() else None
-
-    def _is_valid(self, folder: Path) -> bool:
-        try:
-            self.check(folder)
-        except CheckpointError:
-            return False
-        return True
-
-    def _folders(self) -> list[Path]:
-        found = (path for path in self.checkpoint_dir.iterdir() if path.is_dir() and _FOLDER.fullmatch(path.name))
-        return sorted(found, key=_number)
 
     def _write(self, folder: Path, checkpoint: Mapping[str, Any], step: int, name: str) -> None:
         state = folder / _STATE
@@ -184,7 +152,7 @@ class CheckpointManager:
         _sync_folder(self.checkpoint_dir)
 
     def _prune(self, keep: set[Path]) -> None:
-        folders = self._folders()
+        folders = find_checkpoints(self.checkpoint_dir)
         best = self.get_best()
         for folder in folders[: -self.keep_last_n]:
             if folder not in keep and folder != best:
@@ -194,9 +162,66 @@ class CheckpointManager:
                 shutil.rmtree(doomed, ignore_errors=True)
 
 
+def find_checkpoints(folder: Path) -> list[Path]:
+    """The checkpoints in a folder, damaged ones too, oldest first."""
+    found = (path for path in folder.iterdir() if path.is_dir() and _FOLDER.fullmatch(path.name))
+    return sorted(found, key=_number)
+
+
+def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Read a checkpoint after checking it against its manifest; tensors come to the CPU. Nothing is written.
+
+    Raises:
+        CheckpointError: it is missing, incomplete, damaged or of a newer format; the message says which.
+    """
+    folder = Path(path)
+    check_checkpoint(folder)
+    loaded: dict[str, Any] = torch.load(folder / _STATE, map_location="cpu", weights_only=True)
+    return loaded
+
+
+def check_checkpoint(folder: Path) -> None:
+    """Compare every file with the manifest.
+
+    Raises:
+        CheckpointError: as `load_checkpoint`.
+    """
+    try:
+        manifest = json.loads((folder / _MANIFEST).read_text())
+        if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
+            raise ValueError("it has no list of files")
+        version = manifest["format"]
+    except FileNotFoundError:
+        present = find_checkpoints(folder.parent) if folder.parent.is_dir() else []
+        known = ", ".join(each.name for each in present) or "none"
+        raise CheckpointError(f"{folder}: no checkpoint there ({_MANIFEST} is missing); present: {known}") from None
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(f"{folder / _MANIFEST}: damaged: {error}") from None
+    if version != FORMAT:
+        raise CheckpointError(f"{folder}: format {version}, this version reads {FORMAT}; update pulsetrain")
+    for name, expected in manifest["files"].items():
+        file = folder / name
+        try:
+            size, digest = file.stat().st_size, _digest(file)
+        except OSError as error:
+            raise CheckpointError(f"{file}: cannot be read: {error}") from None
+        if size != expected["bytes"]:
+            raise CheckpointError(f"{file}: {size} bytes, the manifest says {expected['bytes']}: cut or damaged")
+        if digest != expected["sha256"]:
+            raise CheckpointError(f"{file}: its digest is not the manifest's: damaged; load an older checkpoint")
+
+
+def _damage(folder: Path) -> str | None:
+    try:
+        check_checkpoint(folder)
+    except CheckpointError as error:
+        return str(error)
+    return None
+
+
 def _number(folder: Path) -> tuple[int, int, str]:
     parts = _FOLDER.fullmatch(folder.name)
-    assert parts is not None  # _folders lets no other through
+    assert parts is not None  # find_checkpoints lets no other through
     return int(parts["step"]), int(parts["again"] or 1), folder.name
 
 

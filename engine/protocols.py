@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-__all__ = ["Backend", "ModelState", "TrainingBatch", "TrainingResult", "TrainingStrategy"]
+__all__ = ["Backend", "ModelState", "TrainingBatch", "TrainingResult", "TrainingStrategy", "describe"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,3 +99,14 @@ class Backend(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` gave."""
         ...
+
+
+def describe(value: Any) -> str:
+    """Dtype and shape of every tensor in it, for messages: `float32 (8, 4)`."""
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {describe(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, (tuple, list)) and len(value) <= 8:
+        return f"({', '.join(map(describe, value))})"
+    return type(value).__name__

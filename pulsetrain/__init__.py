@@ -1,14 +1,40 @@
 """Composition: a Trainer, its configuration and the command line."""
 
-import handlers as _handlers  # checks that `engine` is ours
+from __future__ import annotations
 
-if not hasattr(_handlers, "Checkpointer"):
-    raise ImportError(
-        f"pulsetrain: {getattr(_handlers, '__file__', None) or _handlers.__path__} hides Pulsetrain's package "
-        "`handlers`, because Python finds it first; rename it, or start Python where it is not on sys.path"
-    )
+from importlib.machinery import PathFinder
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
 
-from pulsetrain.config import TrainingConfig  # behind the check
-from pulsetrain.trainer import Trainer
+if TYPE_CHECKING:
+    from pulsetrain.config import TrainingConfig
+    from pulsetrain.trainer import Trainer
 
 __all__ = ["Trainer", "TrainingConfig"]
+
+
+def _refuse_shadowed_handlers() -> None:
+    """`handlers` is a common name: say so when a user's own file has taken it. Its own import checks `engine`."""
+    spec = find_spec("handlers")
+    folders = list(spec.submodule_search_locations or ()) if spec is not None else []
+    if PathFinder.find_spec("handlers.checkpointer", folders) is None:
+        raise ImportError(
+            f"pulsetrain: {spec.origin if spec is not None else 'nothing'} is found as `handlers` in place of "
+            "Pulsetrain's package; rename that file (or folder), or start Python where it is not on sys.path"
+        )
+
+
+_refuse_shadowed_handlers()
+
+
+def __getattr__(name: str) -> Any:
+    """Import the two when they are asked for: torch takes a second, and `pulsetrain --version` need not wait for it."""
+    if name == "Trainer":
+        from pulsetrain.trainer import Trainer
+
+        return Trainer
+    if name == "TrainingConfig":
+        from pulsetrain.config import TrainingConfig
+
+        return TrainingConfig
+    raise AttributeError(f"module 'pulsetrain' has no attribute {name!r}")

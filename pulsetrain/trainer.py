@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from engine import Engine, Event, EventBus, Events, Every, Phase, rng
 from engine.backends.torch import TorchBackend
-from engine.checkpoint import CheckpointManager
-from engine.errors import CheckpointError, ConfigurationError
+from engine.checkpoint import CheckpointManager, load_checkpoint
+from engine.errors import ConfigurationError
 from engine.gradients import clip_grad_norm, clip_grad_value, grad_norm
 from engine.optimizers import resolve_optimizer
 from engine.payloads import (
@@ -204,10 +204,7 @@ class Trainer(Engine):
             CheckpointError: it is damaged, or does not fit this trainer.
         """
         folder = Path(path)
-        manager = CheckpointManager(folder.parent) if folder.parent.is_dir() else None
-        if manager is None:
-            raise CheckpointError(f"load_checkpoint({str(path)!r}): there is no folder {folder.parent}")
-        restore(self, manager.load(folder))
+        restore(self, load_checkpoint(folder))
         self.fire(Events.CHECKPOINT_LOADED, CheckpointLoaded(path=folder, iteration=self.state.iteration))
 
     def _resume(self, source: str | os.PathLike[str]) -> None:

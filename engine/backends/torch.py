@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from engine.errors import ConfigurationError
 from engine.precision import Precision
-from engine.protocols import TrainingBatch, TrainingStrategy
+from engine.protocols import TrainingBatch, TrainingStrategy, describe
 
 __all__ = ["TorchBackend", "find_device"]
 
@@ -87,12 +87,20 @@ class TorchBackend:
             return model(**inputs)
         return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
 
+    def _evaluate(self, model: nn.Module, batch: TrainingBatch, strategy: TrainingStrategy) -> tuple[Any, Tensor]:
+        try:
+            with self._autocast():
+                outputs = self.forward(model, batch)
+                return outputs, strategy.compute_loss(outputs, batch)
+        except Exception as error:
+            error.add_note(f"given inputs {describe(batch.inputs)}, targets {describe(batch.targets)}")
+            raise
+
     def forward_backward(
         self, model: nn.Module, batch: TrainingBatch, strategy: TrainingStrategy, scale: float
     ) -> Tensor:
         """Add `scale` times the loss's gradients to the parameters'; returns the loss, shape (), detached."""
-        with self._autocast():
-            loss = strategy.compute_loss(self.forward(model, batch), batch)
+        _, loss = self._evaluate(model, batch, strategy)
         scaled = loss if scale == 1.0 else loss * scale
         if self.scaler is not None:
             scaled = self.scaler.scale(scaled)
@@ -120,9 +128,8 @@ class TorchBackend:
 
     def eval_step(self, model: nn.Module, batch: TrainingBatch, strategy: TrainingStrategy) -> tuple[Any, Tensor]:
         """The model's outputs and the loss, without gradients."""
-        with torch.no_grad(), self._autocast():
-            outputs = self.forward(model, batch)
-            return outputs, strategy.compute_loss(outputs, batch)
+        with torch.no_grad():
+            return self._evaluate(model, batch, strategy)
 
     def state_dict(self) -> dict[str, Any]:
         """The gradient scale, for fp16."""

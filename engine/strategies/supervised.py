@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from engine.losses import get_loss
-from engine.protocols import TrainingBatch
+from engine.protocols import TrainingBatch, describe
 
 __all__ = ["SupervisedStrategy"]
 
@@ -45,13 +45,12 @@ class SupervisedStrategy:
             loss = self._loss(outputs, batch.targets)
         except Exception as error:
             error.add_note(
-                f"in SupervisedStrategy(loss={self.loss_name!r}), given the model's output {_describe(outputs)} and "
-                f"targets {_describe(batch.targets)}"
+                f"in SupervisedStrategy(loss={self.loss_name!r}), given the model's output {describe(outputs)}"
             )
             raise
         if not isinstance(loss, Tensor) or loss.ndim:
             raise TypeError(
-                f"SupervisedStrategy(loss={self.loss_name!r}): gave {_describe(loss)}; a loss is a tensor of shape ()"
+                f"SupervisedStrategy(loss={self.loss_name!r}): gave {describe(loss)}; a loss is a tensor of shape ()"
             )
         return loss
 
@@ -66,9 +65,3 @@ def _rows(value: Any) -> int:
     if isinstance(value, Mapping):
         return _rows(next(iter(value.values())))
     return _rows(value[0]) if isinstance(value, (tuple, list)) else 1
-
-
-def _describe(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
-    return type(value).__name__

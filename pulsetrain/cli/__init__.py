@@ -7,10 +7,6 @@ import io
 import sys
 from collections.abc import Sequence
 
-from pulsetrain.cli import train
-from pulsetrain.cli.reports import STOPPED, USAGE, report, versions
-from pulsetrain.cli.settings import split_settings
-
 __all__ = ["main"]
 
 
@@ -18,6 +14,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns its exit status: 0 done, 1 the run failed, 2 wrong input, 128 + n stopped by signal n."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a sample may hold what the terminal cannot show
+    try:
+        return _run(sys.argv[1:] if arguments is None else arguments)
+    except KeyboardInterrupt:
+        print("\npulsetrain: stopped at once", file=sys.stderr)
+        return 130
+
+
+def _run(arguments: Sequence[str]) -> int:
+    # imported here, where Ctrl-C is caught: torch takes a second or two
+    from pulsetrain.cli import train
+    from pulsetrain.cli.reports import USAGE, report, versions
+    from pulsetrain.cli.settings import split_settings
+
     parser = argparse.ArgumentParser(
         prog="pulsetrain",
         description="Train models from a configuration file, and record what happens.",
@@ -28,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     train.add_parser(commands)
     try:
-        words, settings = split_settings(sys.argv[1:] if arguments is None else arguments)
+        words, settings = split_settings(arguments)
         chosen = parser.parse_args(words)
         if chosen.command is None:
             parser.print_help(sys.stderr)
@@ -36,9 +45,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         status: int = chosen.run(chosen, settings)
     except SystemExit as leaving:  # argparse has said why
         return leaving.code if isinstance(leaving.code, int) else USAGE
-    except KeyboardInterrupt:
-        print("\npulsetrain: stopped at once", file=sys.stderr)
-        return STOPPED
     except Exception as error:
         return report(error)
     return status

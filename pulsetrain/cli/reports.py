@@ -6,23 +6,19 @@ import platform
 import shlex
 import shutil
 import sys
-import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import structlog
-from torch import Tensor
 from tqdm import tqdm
 
 from engine.errors import PulsetrainError
-from engine.protocols import TrainingBatch
 from pulsetrain.assembly import Assembly
 from pulsetrain.run_folder import has_checkpoint
 
-__all__ = ["batch_note", "logs_on_stderr", "report", "summary", "versions"]
+__all__ = ["logs_on_stderr", "report", "summary", "versions"]
 
 OK, FAILED, USAGE, STOPPED = 0, 1, 2, 130
 
@@ -45,16 +41,6 @@ def report(error: BaseException, status: int = USAGE) -> int:
     return status
 
 
-def batch_note(error: BaseException) -> str | None:
-    """The shapes of the batch that a model or a loss failed on; None where the error came from elsewhere."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    for frame in reversed(frames):
-        for value in frame.f_locals.values():
-            if isinstance(value, TrainingBatch):
-                return f"given inputs {_described(value.inputs)}, targets {_described(value.targets)}"
-    return None
-
-
 def summary(assembly: Assembly, seconds: float) -> str:
     """What came out, and where it is."""
     trainer, folder = assembly.trainer, assembly.folder
@@ -67,15 +53,18 @@ def summary(assembly: Assembly, seconds: float) -> str:
     for name, value in state.metrics.items():
         rows.append((name, f"{value:.4f}{' ' + unit if unit and name.endswith('/loss') else ''}"))
     curve = folder / "plots" / "loss.png"
-    if curve.exists():
-        rows.append(("loss curve", str(curve)))
-    rows.append(("run folder", str(folder)))
-    width = max(len(name) for name, _ in rows) + 2
-    lines = ["", *(f"{name:<{width}}{text}" for name, text in rows)]
-    for handler in trainer.handlers:
-        if callable(getattr(handler, "summary", None)):
-            lines += ["", handler.summary()]
-    return "\n".join(lines)
+    places = [("loss curve", str(curve))] if curve.exists() else []
+    places.append(("run folder", str(folder)))
+    width = max(len(name) for name, _ in rows + places) + 2
+    said = [handler.summary() for handler in trainer.handlers if callable(getattr(handler, "summary", None))]
+    lines = ["", *_table(rows, width)]
+    for text in filter(None, said):
+        lines += ["", text, ""]
+    return "\n".join([*lines, *_table(places, width)])
+
+
+def _table(rows: list[tuple[str, str]], width: int) -> list[str]:
+    return [f"{name:<{width}}{text}" for name, text in rows]
 
 
 def go_on(folder: Path, config: Path, settings: Mapping[str, str]) -> str:
@@ -128,13 +117,3 @@ def _command() -> list[str]:
 
 def _count(number: int, thing: str) -> str:
     return f"{number:,} {thing}{'' if number == 1 else 's'}"
-
-
-def _described(value: Any) -> str:
-    if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {_described(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, (tuple, list)) and len(value) <= 8:
-        return f"({', '.join(map(_described, value))})"
-    return type(value).__name__

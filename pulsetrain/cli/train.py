@@ -13,7 +13,7 @@ from typing import Any
 from engine import Events
 from engine.errors import PulsetrainError
 from pulsetrain.assembly import Assembly, assemble
-from pulsetrain.cli.reports import FAILED, OK, STOPPED, batch_note, go_on, logs_on_stderr, report, summary
+from pulsetrain.cli.reports import FAILED, OK, STOPPED, go_on, logs_on_stderr, report, summary
 from pulsetrain.cli.signals import SignalWatch
 from pulsetrain.config_file import SECTIONS, read_config
 from pulsetrain.run_folder import has_checkpoint
@@ -111,8 +111,6 @@ def _announce(assembly: Assembly, resume: str | None) -> None:
 
 def _failed(error: Exception, assembly: Assembly, *, early: bool) -> int:
     """Say what happened. A run that has learned nothing leaves nothing: the corrected command finds its folder free."""
-    if not isinstance(error, PulsetrainError) and (note := batch_note(error)) is not None:
-        error.add_note(note)
     if early:
         assembly.claim.give_back()
         if not isinstance(error, PulsetrainError):

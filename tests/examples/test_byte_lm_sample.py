@@ -10,7 +10,7 @@ import pytest
 from examples.byte_lm.sample import SampleText, printable
 
 
-def test_a_sample_begins_with_its_prompt_and_cannot_steer_the_terminal(self, tmp_path: Path) -> None:
+def test_a_sample_begins_with_its_prompt_and_cannot_steer_the_terminal(tmp_path: Path) -> None:
     class Model:
         @staticmethod
         def generate(prompt: bytes, length: int, **options: Any) -> bytes:
@@ -28,6 +28,6 @@ def test_a_sample_begins_with_its_prompt_and_cannot_steer_the_terminal(self, tmp
 
 
 @pytest.mark.parametrize("arguments", [{"prompt": ""}, {"temperature": -1.0}, {"length": 0}])
-def test_a_sample_that_cannot_be_written_is_refused_before_the_run(self, arguments: dict[str, Any]) -> None:
+def test_a_sample_that_cannot_be_written_is_refused_before_the_run(arguments: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"SampleText\(.*needs"):
         SampleText("runs/a", **arguments)

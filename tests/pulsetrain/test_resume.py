@@ -198,7 +198,7 @@ def test_a_missing_checkpoint_says_what_is_there(tmp_path: Path):
     run = trainer(handlers=[Checkpointer(tmp_path)])
     with pytest.raises(CheckpointError, match="no checkpoint there"):
         run.train(resume=tmp_path / "checkpoints" / "000000123-x")
-    with pytest.raises(CheckpointError, match="no folder"):
+    with pytest.raises(CheckpointError, match="no checkpoint there"):
         run.load_checkpoint(tmp_path / "nowhere" / "000000123-x")
 
 
