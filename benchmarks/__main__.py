@@ -1,4 +1,4 @@
-"""`python -m benchmarks [NAME ...]` runs the benchmarks of those names, or all; exits with 1 when one misses a bound."""
+"""`python -m benchmarks [NAME ...]` runs those benchmarks, or all; exits with 1 when one misses a bound."""
 
 from __future__ import annotations
 

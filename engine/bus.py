@@ -7,18 +7,16 @@ import itertools
 import weakref
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import blinker
 from blinker.base import ANY_ID
+from ignite.engine.events import EventsList
 
 from engine.binding import Shape, bind
 from engine.events import COUNTERS, EventFilter, Events, canonical, event_key
 from engine.plan import Plan, Sequence
 from engine.subscription import OnError, Phase, Subscription
-
-if TYPE_CHECKING:
-    pass
 
 __all__ = ["EventBus", "EventSignal"]
 
@@ -218,8 +216,6 @@ class EventBus(blinker.Namespace):
             ValueError: the handler's signature fits nothing, or a filter is on an event without a counter.
             TypeError: the event is no event.
         """
-        from ignite.engine.events import EventsList
-
         if isinstance(event, EventsList):
             raise TypeError(f"subscribe({event!r}): one event a subscription; call it for each of the joined ones")
         if sender is not None and not any(sender is engine for engine in self.engines):

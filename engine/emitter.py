@@ -73,20 +73,31 @@ class Emitter:
                     f"register_events(event_to_attr={{{event!r}: ...}}): not among the events registered by this call: "
                     f"{', '.join(map(str, event_names)) or 'none'}"
                 )
-        for index, event in enumerate(event_names):
+        for index, event in enumerate(event_names):  # all are checked before the first is registered
             if not isinstance(event, (str, IgniteEventEnum)):
                 raise TypeError(
                     f"Value at {index} of event_names should be a str or EventEnum, but given {event}; "
                     "pass the members of an enum, not the enum: register_events(*MyEvents)"
                 )
+        for event in event_names:
             self._allowed_events.append(event)
             name = event if isinstance(event, str) else event._name_
             self._by_name.setdefault(name, event)
             counter = event_to_attr.get(event) if event_to_attr else None
-            if counter is not None:
+            if counter is not None and self._counters.get(event_key(event)) != counter:
+                self._counters.pop(event_key(event), None)  # it is the last to be registered for this counter
                 self._counters[event_key(event)] = counter
-                self._plans.pop(event_key(event), None)
         self._set_counters()
+        self._recount()
+
+    @property
+    def registered_events(self) -> tuple[Any, ...]:
+        """The events that may be fired on this engine, each once, in the order of their registration."""
+        events: dict[str, Any] = {}
+        for event in self._allowed_events:
+            resolved = self._resolve(event)  # an event and its name are one
+            events.setdefault(event_key(resolved), resolved)
+        return tuple(events.values())
 
     def has_registered_events(self, event: Any) -> bool:
         """Whether the event may be fired on this engine."""
@@ -120,6 +131,26 @@ class Emitter:
         for counter in self._counters.values():
             if not hasattr(self.state, counter):
                 setattr(self.state, counter, 0)
+
+    def _recount(self) -> None:
+        """Let the plans follow the counters, each in its place: the loop and others hold on to them."""
+        for key, plan in self._plans.items():
+            counter, leads, follows = self._counting(key, plan.event)
+            if (counter, leads, follows) == (plan.counter, plan.leads, plan.follows):
+                continue
+            if counter != plan.counter:
+                plan.seen = 0
+            plan.counter, plan.leads, plan.follows = counter, leads, follows
+            plan.strict = leads or follows or plan.payload_type is not None
+            self.bus.signal(plan.event).watch(id(self), plan)  # its window was in the other counter's values
+
+    def _counting(self, key: str, event: Any) -> tuple[str | None, bool, bool]:
+        """The event's counter, whether firing it leads (always advances it), and whether it follows another event."""
+        counter = self._counters.get(key)
+        if counter is None or counter in LOOP_COUNTERS or event in READ_ONLY:
+            return counter, False, False
+        first = next(k for k, name in self._counters.items() if name == counter)
+        return counter, first == key, first != key
 
     def _resolve(self, event: Any) -> Any:
         """The registered event meant by a member, a filtered event or a name."""
@@ -238,12 +269,8 @@ class Emitter:
             subscription.cancel()
 
     def _own_subscriptions(self, event_name: Any | None) -> list[Subscription]:
-        events = self._allowed_events if event_name is None else [event_name]
-        seen: dict[str, Any] = {}
-        for event in events:
-            member = self._resolve(event)
-            seen.setdefault(event_key(member), member)
-        return [s for event in seen.values() for s in self.bus.signal(event).subscriptions(id(self), exclusive=True)]
+        events = self.registered_events if event_name is None else (self._resolve(event_name),)
+        return [s for event in events for s in self.bus.signal(event).subscriptions(id(self), exclusive=True)]
 
     def hears(self, event: Any) -> bool:
         """Whether anyone listens, so that nobody builds a payload for nothing."""
@@ -326,12 +353,8 @@ class Emitter:
         plan = self._plans.get(key)
         if plan is None:
             self._assert_allowed_event(event)
-            counter = self._counters.get(key)
-            first = next((k for k, name in self._counters.items() if name == counter), None)
-            counts = counter is not None and counter not in LOOP_COUNTERS and event not in READ_ONLY
-            plan = Plan(
-                event, counter, leads=counts and first == key, follows=counts and first != key, hooked=self._hooked
-            )
+            counter, leads, follows = self._counting(key, event)
+            plan = Plan(event, counter, leads=leads, follows=follows, hooked=self._hooked)
             self.bus.signal(event).watch(id(self), plan)
             self._plans[key] = plan
         return plan

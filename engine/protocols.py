@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -38,13 +38,25 @@ class ModelState:
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class TrainingResult:
-    """What a step found out: `metrics` holds device scalars, "loss" at least; `state` is new on the pure path."""
+@dataclass(frozen=True, slots=True, eq=False)
+class TrainingResult(Mapping[str, Tensor]):
+    """What a step found out: `metrics` holds device scalars, "loss" at least; `state` is new on the pure path.
+
+    It is a mapping of its metrics, which is how pytorch-ignite's handlers read it.
+    """
 
     metrics: Mapping[str, Tensor]
     state: ModelState | None = None
     diagnostics: Mapping[str, Any] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.metrics[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.metrics)
+
+    def __len__(self) -> int:
+        return len(self.metrics)
 
     @property
     def loss(self) -> Tensor:

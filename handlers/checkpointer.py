@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from engine import Events, Every, Phase
-from engine.checkpoint import CheckpointManager
+from engine.checkpoint import CheckpointManager, check_name, find_checkpoints
+from engine.errors import ConfigurationError, RunFolderError, unknown_name
 from engine.logs import get_logger
 from engine.payloads import CheckpointSaved
 from engine.subscription import Handle
@@ -20,6 +21,8 @@ __all__ = ["Checkpointer"]
 
 class Checkpointer:
     """Saves the trainer's whole state into `folder/checkpoints` by a cadence, at the run's end, and when preempted.
+
+    One folder holds one run: where there are checkpoints already, a run may go on from one, and none may begin.
 
     Args:
         folder: the run folder.
@@ -32,7 +35,7 @@ class Checkpointer:
         at_end: save once more when the run ends, also after an interruption.
 
     Raises:
-        ValueError: a number below 1, or an unknown mode.
+        ConfigurationError: a number below 1, an unknown mode, or a name that is no folder's.
         RunFolderError: the folder cannot be written.
     """
 
@@ -48,10 +51,14 @@ class Checkpointer:
         name: str = "checkpoint",
         at_end: bool = True,
     ) -> None:
-        if keep_best < 1:
-            raise ValueError(f"Checkpointer({keep_best=}): needs to keep at least 1; metric=None keeps no best")
+        for argument, number in (("keep_last", keep_last), ("keep_best", keep_best)):
+            if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+                rule = "needs a whole number of at least 1"
+                remedy = "; metric=None keeps no best" if argument == "keep_best" else ""
+                raise ConfigurationError(f"Checkpointer({argument}={number!r}): {rule}{remedy}")
         if mode not in ("min", "max"):
-            raise ValueError(f"Checkpointer({mode=}): choose 'min' or 'max'")
+            raise unknown_name("Checkpointer", "mode", mode, ("min", "max"))
+        check_name("Checkpointer", name)
         self.folder = Path(folder)
         self.every = every or Every(epochs=1)
         self.manager = CheckpointManager(self.folder / "checkpoints", keep_last_n=keep_last)
@@ -59,6 +66,8 @@ class Checkpointer:
         self.best: list[tuple[float, str]] = []  # (value, checkpoint's folder name), best first
         self.saved_at = -1  # iteration of the last save
         self.ranked_round = 0  # validation round whose metric has been ranked
+        self._first: set[Path] = set()  # saved by this handler before the first iteration
+        self._loaded = False  # a checkpoint, and no run has started since
         self._handles: list[Handle] = []
 
     def attach(self, engine: Any) -> Self:
@@ -67,6 +76,7 @@ class Checkpointer:
         Raises:
             TypeError: the engine has no `checkpoint_state()` to save.
             RuntimeError: attached already.
+            ConfigurationError: there is a metric to wait for, and the trainer never validates.
         """
         if not hasattr(engine, "checkpoint_state"):
             raise TypeError(
@@ -75,8 +85,16 @@ class Checkpointer:
             )
         if self._handles:
             raise RuntimeError("Checkpointer: attached already; detach() it first")
-        on_cadence = engine.add_event_handler(reading_events(self.every), self._save_once, phase=Phase.PERSIST)
-        self._handles = [on_cadence]
+        if self.metric is not None and not getattr(engine, "val_loaders", True):
+            raise ConfigurationError(
+                f"Checkpointer(metric={self.metric!r}): waits for a validation, and the Trainer has no val_loader"
+            )
+        self._handles = [
+            # before all others: no handler of a run that may not begin writes anything
+            engine.add_event_handler(Events.STARTED, self._refuse_another_run, phase=Phase.COMPUTE),
+            engine.add_event_handler(Events.CHECKPOINT_LOADED, self._goes_on, phase=Phase.COMPUTE),
+            engine.add_event_handler(reading_events(self.every), self._save_once, phase=Phase.PERSIST),
+        ]
         if self.at_end:
             self._handles += [
                 engine.add_event_handler(event, self._save_once, phase=Phase.PERSIST)
@@ -90,48 +108,17 @@ class Checkpointer:
             handle.remove()
         self._handles.clear()
 
-    def save(self, engine: Any, name: str | None = None, is_best: bool | None = None) -> Path:
-        """Save now; `is_best` None lets the metric decide.
+    def save(self, engine: Any, name: str | None = None, is_best: bool = False) -> Path:
+        """Save now, beside the cadence and the ranking: neither knows of it. `is_best` points `get_best` at it.
 
         Raises:
             OSError: it could not be written; older checkpoints are as they were.
-            MetricNotFoundError: a validation has been run and did not bring the metric.
+            CheckpointError: the state holds what could not be loaded again; it says where.
+            RuntimeError: called in the middle of a step.
         """
-        validation_round = engine.state.validation_round
-        value = self._metric_value(engine) if validation_round != self.ranked_round else None
-        improved = value is not None and (not self.best or self._better(value, self.best[0][0]))
-        # the state is read after the bookkeeping, so that a resumed run knows of this very save
-        iteration = engine.state.iteration
-        ranked = value is not None and (len(self.best) < self.keep_best or self._better(value, self.best[-1][0]))
-        before = self.best, self.saved_at, self.ranked_round
-        label = name or self.name
-        if ranked and value is not None:
-            entry = (value, f"{iteration:09d}-{label}")
-            self.best = sorted([*self.best, entry], key=lambda e: e[0], reverse=self.mode == "max")[: self.keep_best]
-        self.saved_at, self.ranked_round = iteration, validation_round
-        start = time.perf_counter()
-        try:
-            path = self.manager.save(
-                engine.checkpoint_state(),
-                label,
-                improved if is_best is None else is_best,
-                step=iteration,
-                keep=[self.manager.checkpoint_dir / folder for _, folder in self.best],
-            )
-        except BaseException:
-            self.best, self.saved_at, self.ranked_round = before
-            raise
-        engine.fire(
-            Events.CHECKPOINT_SAVED,
-            CheckpointSaved(
-                path=path,
-                iteration=iteration,
-                bytes=sum(file.stat().st_size for file in path.iterdir()),
-                seconds=time.perf_counter() - start,
-                is_best=improved if is_best is None else is_best,
-            ),
-        )
-        return path
+        saved = self._write(engine, name or self.name, bool(is_best))
+        engine.fire(Events.CHECKPOINT_SAVED, saved)
+        return saved.path
 
     def state_dict(self) -> dict[str, Any]:
         """The ranking of the best, and when the last save was."""
@@ -143,13 +130,26 @@ class Checkpointer:
         self.best = [(value, folder) for value, folder in state["best"]]
         self.saved_at, self.ranked_round = state["saved_at"], state["ranked_round"]
 
+    def _refuse_another_run(self, engine: Any) -> None:
+        loaded, self._loaded = self._loaded, False
+        # also where a checkpoint was made before the first iteration
+        goes_on = loaded or engine.state.iteration > 0 or getattr(getattr(engine, "position", None), "resuming", False)
+        if not goes_on and set(find_checkpoints(self.manager.checkpoint_dir)) - self._first:
+            raise RunFolderError(
+                f"run folder {self.folder}: holds checkpoints already; go on with train(resume='latest'), "
+                "or choose another folder"
+            )
+
+    def _goes_on(self) -> None:
+        self._loaded = True
+
     def _save_once(self, engine: Any) -> None:
         state = engine.state
         news = self.metric is not None and state.validation_round != self.ranked_round
         if state.iteration == self.saved_at and not news:
             return  # two cadences, or a cadence and the run's end, met
         try:
-            self.save(engine)
+            saved = self._save_ranked(engine)
         except OSError as error:  # a full disk costs this checkpoint, not the run
             get_logger("handlers").warning(
                 "checkpoint not saved; the run and older checkpoints are as they were",
@@ -157,6 +157,45 @@ class Checkpointer:
                 iteration=engine.state.iteration,
                 error=str(error),
             )
+        else:
+            engine.fire(Events.CHECKPOINT_SAVED, saved)
+
+    def _save_ranked(self, engine: Any) -> CheckpointSaved:
+        """Save, and let the metric decide whether it is among the best."""
+        iteration, validation_round = engine.state.iteration, engine.state.validation_round
+        value = self._metric_value(engine) if validation_round != self.ranked_round else None
+        before = self.best, self.saved_at, self.ranked_round
+        improved = value is not None and (not self.best or self._better(value, self.best[0][0]))
+        # the state is read after the bookkeeping, so that a resumed run knows of this very save
+        if value is not None:
+            entry = (value, self.manager.target(self.name, iteration).name)
+            self.best = sorted([*self.best, entry], key=lambda e: e[0], reverse=self.mode == "max")[: self.keep_best]
+        self.saved_at, self.ranked_round = iteration, validation_round
+        try:
+            return self._write(engine, self.name, improved)
+        except BaseException:
+            self.best, self.saved_at, self.ranked_round = before
+            raise
+
+    def _write(self, engine: Any, label: str, is_best: bool) -> CheckpointSaved:
+        if getattr(engine, "in_step", False):
+            raise RuntimeError(
+                "Checkpointer.save(): called in the middle of a step, where no run could go on exactly; "
+                "save on ITERATION_COMPLETED"
+            )
+        start, iteration = time.perf_counter(), engine.state.iteration
+        path = self.manager.save(
+            engine.checkpoint_state(),
+            label,
+            is_best,
+            step=iteration,
+            keep=[self.manager.checkpoint_dir / folder for _, folder in self.best],
+        )
+        if iteration == 0:
+            self._first.add(path)
+        size = sum(file.stat().st_size for file in path.iterdir())
+        seconds = time.perf_counter() - start
+        return CheckpointSaved(path=path, iteration=iteration, bytes=size, seconds=seconds, is_best=is_best)
 
     def _metric_value(self, engine: Any) -> float | None:
         if self.metric is None:

@@ -55,6 +55,7 @@ class EarlyStopping:
         """Judge each validation of the engine, in phase ACT."""
         with self._attachment.to(engine, whole_bus=False) as hear:
             hear(Events.VALIDATION_COMPLETED, self._on_validation, phase=Phase.ACT)
+            hear(Events.STARTED, self._on_started, phase=Phase.ACT)
         return self
 
     def detach(self) -> None:
@@ -94,13 +95,19 @@ class EarlyStopping:
         gain = self.best_value - value if self.mode == "min" else value - self.best_value
         return gain > self.min_delta
 
+    def _on_started(self, engine: Engine) -> None:
+        """A run that goes on behind the validation which ended it stays ended, whoever cut it off before it could."""
+        if engine.state.iteration > 0 and self.counter >= self.patience:
+            engine.terminate(reason=self._reason(self.metric))
+
     def _on_validation(self, engine: Engine, event: Event) -> None:
         metrics = event.payload.metrics
         name = canonical(self.metric, metrics, place="EarlyStopping")
         if self.step(metrics[name]):
-            rounds = f"{self.counter} validation{'s' if self.counter > 1 else ''}"
-            if self.best_value is None:
-                why = f"{name} has been NaN for {rounds}"
-            else:
-                why = f"{name} has not improved on {self.best_value:.4g} for {rounds}"
-            engine.terminate(reason=f"early stopping: {why}")
+            engine.terminate(reason=self._reason(name))
+
+    def _reason(self, name: str) -> str:
+        rounds = f"{self.counter} validation{'s' if self.counter > 1 else ''}"
+        if self.best_value is None:
+            return f"early stopping: {name} has been NaN for {rounds}"
+        return f"early stopping: {name} has not improved on {self.best_value:.4g} for {rounds}"

@@ -143,7 +143,7 @@ class EventRecorder:
     def _adopt_custom_events(self) -> None:
         bus = self._attachment.bus
         for engine in bus.engines if bus is not None else ():
-            for event in engine._allowed_events:
+            for event in engine.registered_events:
                 key = event_key(event)
                 if key not in self._known:
                     self._known.add(key)

@@ -81,9 +81,9 @@ def learning_rates(engine: Any) -> list[Tensor | float]:
 def step_metrics(engine: Any) -> dict[str, float]:
     """The scalars of the engine's last step by their full names, and the learning rate, brought to the host.
 
-    The names begin with "val/" on an engine named "evaluator", else with "train/".
+    The names begin with "val/" on an engine named "evaluator" or "NAME.evaluator", else with "train/".
     """
-    prefix = "val/" if engine.name == "evaluator" else "train/"
+    prefix = "val/" if engine.name.rpartition(".")[2] == "evaluator" else "train/"
     found = {
         name if name.startswith(prefix) else prefix + name: value
         for name, value in scalars(engine.state.output).items()

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
+
+from engine import Every
+from engine.backends.torch import TorchBackend
 from engine.errors import ConfigurationError, unknown_name
 from engine.protocols import TrainingStrategy
+from engine.schedules import build_schedule
 from engine.strategies import STRATEGIES
+from handlers import Checkpointer, EarlyStopping, LRScheduler
+from pulsetrain.bounds import Bound
 from pulsetrain.config import TrainingConfig
 
-__all__ = ["check_kinds", "named_loaders", "resolve_strategy"]
+__all__ = [
+    "check_kinds",
+    "check_waiting",
+    "configured_handlers",
+    "named_loaders",
+    "optimizer_options",
+    "resolve_strategy",
+]
 
 
 def check_kinds(config: Any, metrics: Any, handlers: Any, callbacks: Any) -> None:
@@ -65,3 +79,57 @@ def named_loaders(val_loader: Any) -> dict[str, Iterable[Any]]:
                 f"Trainer(val_loader): {name!r} is an iterator, which can be read once; give a DataLoader or a list"
             )
     return loaders
+
+
+def optimizer_options(config: TrainingConfig, optimizer: Any, backend: TorchBackend) -> dict[str, Any]:
+    """The optimizer's keywords that the configuration asks for, and one that torch makes necessary."""
+    options = dict(config.optimizer_options)
+    if config.no_decay is not None:
+        options["no_decay"] = config.no_decay
+    name = config.optimizer if optimizer is None else optimizer
+    if name == "sgd" and backend.scaler is not None:
+        # torch's fused SGD leaves its momentum uninitialised when the gradient scale skips the very first step
+        options.setdefault("fused", False)
+    return options
+
+
+def configured_handlers(
+    config: TrainingConfig, optimizer: torch.optim.Optimizer, bound: Bound, given: Sequence[Any]
+) -> list[Any]:
+    """The handlers that settings stand for; one of a kind that is given as well is an error."""
+    added: list[Any] = []
+    if config.schedule is not None and (config.schedule != "constant" or config.warmup_steps):
+        _refuse_second("schedule", LRScheduler, given)
+        schedule = build_schedule(
+            config.schedule,
+            optimizer.defaults.get("lr", config.learning_rate),  # an instance brings its own
+            total_steps=bound.total_updates,
+            warmup_steps=config.warmup_steps,
+            min_lr_ratio=config.min_lr_ratio,
+            **config.schedule_options,
+        )
+        added.append(LRScheduler(schedule))
+    if config.early_stopping_patience is not None:
+        _refuse_second("early_stopping_patience", EarlyStopping, given)
+        added.append(EarlyStopping(patience=config.early_stopping_patience))
+    if config.save_every_n_epochs is not None and config.run_dir is not None:
+        _refuse_second("save_every_n_epochs", Checkpointer, given)
+        added.append(Checkpointer(config.run_dir, every=Every(epochs=config.save_every_n_epochs)))
+    return added
+
+
+def check_waiting(handlers: Sequence[Any], val_loaders: Mapping[str, Any]) -> None:
+    """Refuse a handler that waits for a validation which never comes."""
+    waits = [handler for handler in handlers if isinstance(handler, EarlyStopping)]
+    if waits and not val_loaders:
+        raise ConfigurationError(
+            f"EarlyStopping(metric={waits[0].metric!r}): waits for a validation, and the Trainer has no val_loader"
+        )
+
+
+def _refuse_second(setting: str, kind: type, given: Sequence[Any]) -> None:
+    if any(isinstance(handler, kind) for handler in given):
+        raise ConfigurationError(
+            f"TrainingConfig({setting}=...) and a handler {kind.__name__}: give one; "
+            f"{setting}=None leaves it to the handler"
+        )

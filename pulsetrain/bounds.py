@@ -59,6 +59,28 @@ class Bound:
         iterations = self.total_iterations
         return None if iterations is None else max(iterations // self.config.accumulate, 1)
 
+    def check(self) -> None:
+        """Refuse a run that could not learn.
+
+        Raises:
+            ConfigurationError: it would end before its first update, or needs to read an iterator twice.
+        """
+        config, total = self.config, self.total_iterations
+        if self.epoch_length == 0:
+            raise ConfigurationError(
+                "Trainer(train_loader): has no batches; a DataLoader with drop_last drops a short one"
+            )
+        if total is not None and total < config.accumulate:
+            raise ConfigurationError(
+                f"TrainingConfig(accumulate={config.accumulate}): the run has {total} batches, which make no update; "
+                "accumulate fewer, or train longer"
+            )
+        if self.max_epochs is not None and self.max_epochs > 1 and iter(self._loader) is self._loader:
+            raise ConfigurationError(
+                f"TrainingConfig(max_epochs={self.max_epochs}): the loader is an iterator, which can be read once; "
+                "give a DataLoader or a list, or bound the run by max_iterations"
+            )
+
     def measure(self, strategy: TrainingStrategy, backend: Backend) -> None:
         """Count the tokens of the first batch, for a bound in tokens; the generators are as they were afterwards.
 

@@ -33,7 +33,7 @@ class TrainingConfig:
         warmup_steps: updates of linear warm-up, from 0 to the learning rate [0].
         min_lr_ratio: what the schedule decays to, as a share of the learning rate [0.1].
         schedule_options: further keywords of the schedule, such as step_size and gamma [{}].
-        accumulate: batches whose gradients make one update [1].
+        accumulate: batches whose gradients make one update; those left over at the run's end make none [1].
         clip_grad_norm: largest total L2 norm of the gradients; None does not clip [None].
         clip_grad_value: largest absolute value of a gradient's entry; None does not clip [None].
         precision: fp32, bf16 or fp16 (autocast) ['fp32'].

@@ -2,35 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from ignite.metrics import Metric as IgniteMetric
-from torch import Tensor
+from torch import Tensor, nn
 
 from engine import Engine, EventBus, Events, Phase
 from engine.errors import ConfigurationError
+from engine.logs import get_logger
 from engine.protocols import Backend, TrainingStrategy
 
-if TYPE_CHECKING:
-    from torch import nn
-
-__all__ = ["Evaluation"]
+__all__ = ["Evaluation", "Evaluator", "check_sets", "eval_mode"]
 
 
 class Evaluation:
     """Runs the model over validation sets and brings the means to the host once a set.
 
-    The evaluator's `state.output` is a mapping with "y_pred", "y" and "loss", which pytorch-ignite's metrics read
-    as they are.
+    `engine` may be run directly, too: `engine.run(loader).metrics` holds the loss and the metrics. Its `state.output`
+    is a mapping with "y_pred", "y" and "loss", which pytorch-ignite's metrics read as they are.
 
     Args:
-        model: evaluated in eval mode, and left in the mode it was in.
+        model: evaluated in eval mode; each of its modules is left in the mode it was in.
         strategy: makes batches, losses and metrics.
         backend: computes them.
         metrics: name -> an ignite metric, or anything with reset(), update(y_pred, y) and compute().
         bus: shared with the trainer.
+        trainer_name: the engine is "evaluator" for a trainer named "trainer", else "NAME.evaluator".
 
     Raises:
         ConfigurationError: a metric is neither.
@@ -43,32 +43,45 @@ class Evaluation:
         backend: Backend,
         metrics: Mapping[str, Any],
         bus: EventBus,
+        trainer_name: str = "trainer",
     ) -> None:
         self.model, self.strategy, self.backend = model, strategy, backend
-        self.engine = Engine(self._step, name="evaluator", bus=bus)
+        name = "evaluator" if trainer_name == "trainer" else f"{trainer_name}.evaluator"
+        self.engine = Evaluator(self._step, model, name=name, bus=bus)
         self._sums: dict[str, Tensor] = {}
         self._size = 0
-        for name, metric in metrics.items():
-            self._attach(name, metric)
+        self._means: dict[str, Any] = {}  # of the last set, by the strategy's names
+        self._names = frozenset(metrics)
+        self._left_out: set[str] = set()  # warned about already
+        # before the metrics and every handler of the user, so that they find the means
+        self.engine.add_event_handler(Events.STARTED, self._clear, phase=Phase.COMPUTE)
+        self.engine.add_event_handler(Events.EPOCH_STARTED, self._reset, phase=Phase.COMPUTE)
+        for event in (Events.EPOCH_COMPLETED, Events.COMPLETED):  # a terminated run has the second alone
+            self.engine.add_event_handler(event, self._average, phase=Phase.COMPUTE)
+        for metric_name, metric in metrics.items():
+            self._attach(metric_name, metric)
 
     def run(self, name: str, loader: Iterable[Any]) -> dict[str, float]:
-        """The set's means as "name/metric"; an empty set is an error."""
-        self._sums, self._size = {}, 0
-        was_training = self.model.training
-        self.model.eval()
-        self.engine.state.max_epochs = self.engine.state.epoch_length = None  # from the start, of another length
-        self.engine.state.metrics = {}
+        """The set's scalars as "name/metric"; those of a metric that gives a mapping as "name/metric/key".
+
+        What is no scalar stays in `engine.state.metrics`, and is warned about once.
+
+        Raises:
+            ConfigurationError: the set gave no batch.
+        """
+        check_sets({name: loader})
+        engine, state = self.engine, self.engine.state
+        state.max_epochs = state.max_iters = state.epoch_length = None  # from the start, of another length
+        engine.set_name = name
+        self._means = {}  # a run that ends before it has begun must not leave the last set's
         try:
-            self.engine.run(loader)
+            engine.run(loader)
         finally:
-            self.model.train(was_training)
-        means = {metric: (total / self._size).item() for metric, total in self._sums.items()}
-        derive = getattr(self.strategy, "derive_metrics", None)
-        if derive is not None:
-            means.update(derive(means["loss"]))
-        for metric, value in self.engine.state.metrics.items():
-            means[metric] = float(value)
-        return {f"{name}/{metric}": value for metric, value in means.items()}
+            engine.set_name = None
+        self._average()  # a run that was paused, or ended without COMPLETED, has come to neither of its handlers
+        if "loss" not in self._means:
+            raise _no_batch(name, state.stop_reason)
+        return {f"{name}/{metric}": value for metric, value in self._scalars().items()}
 
     def _step(self, engine: Engine, batch: Any) -> dict[str, Any]:
         prepared = self.strategy.prepare_batch(self.backend.to_device(batch))
@@ -84,6 +97,55 @@ class Evaluation:
         total = value.detach().double() if value.device.type != "mps" else value.detach()
         self._sums[name] = self._sums[name] + total * size if name in self._sums else total * size
 
+    def _clear(self) -> None:
+        self._means, self.engine.state.metrics = {}, {}
+
+    def _reset(self) -> None:
+        self._sums, self._size = {}, 0
+
+    def _average(self) -> None:
+        """Put the means since `_reset` where the metrics are; a second call finds nothing more to do."""
+        if not self._sums:
+            return
+        means = {name: total / self._size for name, total in self._sums.items()}
+        self._means = {name: mean.item() if mean.numel() == 1 else mean for name, mean in means.items()}
+        derive = getattr(self.strategy, "derive_metrics", None)
+        if derive is not None:
+            self._means.update(derive(self._means["loss"]))
+        self.engine.state.metrics.update(self._means)
+        self._reset()
+
+    def _scalars(self) -> dict[str, float]:
+        """What the trainer is told: the metrics in numbers, mappings flattened."""
+        metrics = dict(self.engine.state.metrics)
+        for value in list(metrics.values()):
+            if isinstance(value, Mapping):
+                for key, item in value.items():  # ignite puts a mapping's items beside it, without its name
+                    if key not in self._names and metrics.get(key) is item:
+                        del metrics[key]
+        # such an item, or one of a metric attached by hand, does not stand in for the loss
+        metrics = {**self._means, **metrics, **{k: v for k, v in self._means.items() if k not in self._names}}
+        found: dict[str, float] = {}
+        for name, value in metrics.items():
+            for full_name, item in _flat(name, value):
+                number = _number(item)
+                if number is not None:
+                    found[full_name] = number
+                elif name in self._names or name in self._means:  # else attached to the evaluator, by who knows
+                    self._warn(full_name, item)
+        return found
+
+    def _warn(self, name: str, value: Any) -> None:
+        if name not in self._left_out:
+            self._left_out.add(name)
+            get_logger("pulsetrain").warning(
+                "a metric is no scalar and is left out of the trainer's metrics; "
+                f"read it at the end of the set from trainer.evaluator.state.metrics[{name.split('/')[0]!r}]",
+                metric=name,
+                type=type(value).__name__,
+                shape=tuple(value.shape) if hasattr(value, "shape") else None,
+            )
+
     def _attach(self, name: str, metric: Any) -> None:
         if isinstance(metric, IgniteMetric):
             metric.attach(self.engine, name)
@@ -93,7 +155,7 @@ class Evaluation:
                 f"Trainer(metrics={{{name!r}: {type(metric).__name__}}}): needs an ignite or torchmetrics metric, "
                 "or an object with reset(), update(y_pred, y) and compute()"
             )
-        if isinstance(metric, torch.nn.Module):
+        if isinstance(metric, nn.Module):
             metric.to(getattr(self.backend, "device", "cpu"))
 
         def update(engine: Engine) -> None:
@@ -105,3 +167,78 @@ class Evaluation:
         self.engine.add_event_handler(Events.EPOCH_STARTED, metric.reset, phase=Phase.COMPUTE)
         self.engine.add_event_handler(Events.ITERATION_COMPLETED, update, phase=Phase.COMPUTE)
         self.engine.add_event_handler(Events.EPOCH_COMPLETED, compute, phase=Phase.COMPUTE)
+
+
+class Evaluator(Engine):
+    """An Engine whose runs hold a model in eval mode, however they end."""
+
+    def __init__(self, process_function: Any, model: nn.Module, *, name: str, bus: EventBus) -> None:
+        super().__init__(process_function, name=name, bus=bus)
+        self._model = model
+        self.set_name: str | None = None  # the validation set under way, where there is one
+
+    # Round the run, not in handlers of it: a pause, terminate(skip_completed=True), a muted event and a run that fails
+    # before STARTED reach no handler.
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        with eval_mode(self._model):
+            return super().run(*args, **kwargs)
+
+    def _no_batch(self) -> ValueError:
+        return super()._no_batch() if self.set_name is None else _no_batch(self.set_name)
+
+
+@contextmanager
+def eval_mode(model: nn.Module) -> Iterator[None]:
+    """The model in eval mode; afterwards each of its modules in the mode it was in."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, training in modes:  # by train(), which a module may override to do more, from the outside in
+            if module.training != training:
+                module.train(training)
+        for module, training in modes:  # train() reaches into a module that several others share
+            if module.training != training:
+                module.training = training
+
+
+def check_sets(loaders: Mapping[str, Iterable[Any]]) -> None:
+    """Refuse a validation set that is known to be empty; one without a length is looked at when it is run.
+
+    Raises:
+        ConfigurationError: a set's length is 0.
+    """
+    for name, loader in loaders.items():
+        try:
+            length = len(loader)  # type: ignore[arg-type]  # those without one are let through
+        except (TypeError, NotImplementedError):  # a DataLoader of a stream has the method all the same
+            continue
+        if length == 0:
+            raise _no_batch(name, "its length is 0")
+
+
+def _no_batch(name: str, why: str | None = None) -> ConfigurationError:
+    return ConfigurationError(
+        f"validation set {name!r}: gave no batch{f' ({why})' if why else ''}; "
+        "give it data (drop_last=True drops the only batch of a small set), or leave the set out"
+    )
+
+
+def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The value under its name; a mapping's under name/key, however deep."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _flat(f"{name}/{key}", item)
+    else:
+        yield name, value
+
+
+def _number(value: Any) -> float | None:
+    """The value of a number or of an array of one element, else None."""
+    try:
+        if callable(getattr(value, "item", None)):
+            value = value.item()
+        return float(value) if hasattr(type(value), "__float__") else None  # text has none
+    except (RuntimeError, TypeError, ValueError):
+        return None

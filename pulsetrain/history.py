@@ -9,52 +9,66 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["History", "Rate", "Window"]
+__all__ = ["History", "Losses", "Rate"]
 
 _FOLD = 1000  # losses that are kept apart at most; more are folded into one on the device
 
 
-class Window:
-    """Losses since it was last read. Adding costs a list append; the mean is taken on the device when it is read."""
+class Losses:
+    """The steps' losses, for two readers: the mean since the last log point, and the mean of the epoch.
+
+    Adding costs a list append. Means are taken on the device, in an order that a checkpoint does not change.
+    """
 
     def __init__(self) -> None:
-        self._losses: list[Tensor] = []
-        self._sum: Tensor | None = None
-        self._count = 0
+        self._recent: list[Tensor] = []
+        self._sums: dict[str, tuple[Tensor | None, int]] = {"log": (None, 0), "epoch": (None, 0)}
 
     def add(self, loss: Tensor) -> None:
         """One more loss, shape (), left on its device."""
-        self._losses.append(loss)
-        if len(self._losses) == _FOLD:
+        self._recent.append(loss)
+        if len(self._recent) == _FOLD:
             self._fold()
 
-    def __len__(self) -> int:
-        return self._count + len(self._losses)
+    def count(self, reader: str) -> int:
+        """How many losses the reader, "log" or "epoch", has not taken."""
+        return self._sums[reader][1] + len(self._recent)
 
-    def take(self) -> Tensor:
-        """The mean, shape (), on the device, and a fresh start."""
+    def peek(self, reader: str) -> Tensor:
+        """The reader's mean, shape (), on the device."""
         self._fold()
-        assert self._sum is not None  # len() says whether there is anything
-        mean = self._sum / self._count
-        self._sum, self._count = None, 0
+        total, count = self._sums[reader]
+        assert total is not None  # count() says whether there is anything
+        return total / count
+
+    def take(self, reader: str) -> Tensor:
+        """`peek`, and a fresh start for this reader."""
+        mean = self.peek(reader)
+        self._sums[reader] = None, 0
         return mean
 
+    def forget(self, reader: str) -> None:
+        """A fresh start for this reader."""
+        self._fold()
+        self._sums[reader] = None, 0
+
     def _fold(self) -> None:
-        if self._losses:
-            total = torch.stack(self._losses).float().sum()
-            self._sum = total if self._sum is None else self._sum + total
-            self._count += len(self._losses)
-            self._losses.clear()
+        if not self._recent:
+            return
+        total, count = torch.stack(self._recent).float().sum(), len(self._recent)
+        self._recent.clear()
+        for reader, (before, counted) in self._sums.items():
+            self._sums[reader] = total if before is None else before + total, counted + count
 
     def state_dict(self) -> dict[str, Any]:
-        """The unread sum."""
-        self._fold()
-        return {"sum": self._sum, "count": self._count}
+        """Sums and losses not summed yet, as they are: saving must not change the order of adding."""
+        recent = torch.stack(self._recent) if self._recent else None
+        return {"sums": {reader: list(each) for reader, each in self._sums.items()}, "recent": recent}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with a saved sum."""
-        self._losses.clear()
-        self._sum, self._count = state["sum"], state["count"]
+        """Go on with saved sums."""
+        self._sums = {reader: (total, count) for reader, (total, count) in state["sums"].items()}
+        self._recent = [] if state["recent"] is None else list(state["recent"].unbind())
 
 
 class History(dict[str, list[float]]):
@@ -67,14 +81,32 @@ class History(dict[str, list[float]]):
     def __init__(self) -> None:
         super().__init__()
         self._unsettled: list[tuple[str, int]] = []
+        self._provisional: tuple[str, ...] = ()  # names whose last value is that of an unfinished epoch
 
-    def record(self, metrics: Mapping[str, Tensor | float]) -> None:
-        """Append a value to each name."""
+    def record(self, metrics: Mapping[str, Tensor | float], *, provisional: bool = False) -> None:
+        """Append a value to each name; `provisional` says that a run which goes on will take it back."""
+        if provisional:
+            self._provisional = tuple(metrics)
         for name, value in metrics.items():
             values = self.setdefault(name, [])
             if isinstance(value, Tensor):
                 self._unsettled.append((name, len(values)))
             values.append(value)  # type: ignore[arg-type]  # a tensor of shape () until settled
+
+    def keep_provisional(self) -> None:
+        """The unfinished epoch was given up: its values stay."""
+        self._provisional = ()
+
+    def completed(self) -> dict[str, list[float]]:
+        """Without what an unfinished epoch left: what a checkpoint holds."""
+        return {name: values[:-1] if name in self._provisional else list(values) for name, values in self.items()}
+
+    def restart(self, values: Mapping[str, list[float]]) -> None:
+        """Go on from these."""
+        self.clear()
+        self._unsettled.clear()
+        self._provisional = ()
+        self.update({name: list(each) for name, each in values.items()})
 
     def settle(self) -> None:
         """Bring what is still on the device to the host."""

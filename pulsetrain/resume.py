@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +14,7 @@ from engine.logs import get_logger
 if TYPE_CHECKING:
     from pulsetrain.trainer import Trainer
 
-__all__ = ["capture", "restore"]
+__all__ = ["capture", "restore", "stateful"]
 
 FORMAT = 1
 COUNTERS = ("iteration", "epoch", "epoch_length", "update", "validation_round", "save", "tokens", "samples")
@@ -22,24 +22,27 @@ COUNTERS = ("iteration", "epoch", "epoch_length", "update", "validation_round", 
 
 def capture(trainer: Trainer) -> dict[str, Any]:
     """Everything that the next iteration depends on, as tensors and plain containers."""
-    state = trainer.state
+    state, position = trainer.state, trainer.position
     trainer.history.settle()
     gradients = {}
     if trainer.accumulated:  # between two updates: their sum so far
         gradients = {name: p.grad for name, p in trainer.model.named_parameters() if p.grad is not None}
+    counters = {name: getattr(state, name) for name in COUNTERS}
     return {
         "format": FORMAT,
         "model": trainer.model.state_dict(),
         "optimizer": trainer.optimizer.state_dict(),
+        "optimizer_type": type(trainer.optimizer).__name__,
         "backend": trainer.backend.state_dict(),
         "accumulation": {"batches": trainer.accumulated, "gradients": gradients},
-        "counters": {**{name: getattr(state, name) for name in COUNTERS}, "iteration": trainer.position.trained},
-        "learning_rates": list(trainer.learning_rates),
-        "position": trainer.position.state_dict(),
-        "metrics": {name: float(value) for name, value in state.metrics.items()},
-        "history": {name: list(values) for name, values in trainer.history.items()},
-        "windows": {"epoch": trainer.epoch_losses.state_dict(), "log": trainer.log_losses.state_dict()},
-        "handlers": {key: handler.state_dict() for key, handler in _stateful(trainer).items()},
+        "counters": {**counters, "iteration": position.trained, "epoch": position.epoch - (not position.epoch_done)},
+        "learning_rates": [float(rate) for rate in trainer.learning_rates],
+        "position": position.state_dict(),
+        "validated_at": trainer.validated_at,
+        "metrics": {name: float(value) for name, value in state.metrics.items() if _is_scalar(value)},
+        "history": trainer.history.completed(),
+        "losses": trainer.losses.state_dict(),
+        "handlers": {key: handler.state_dict() for key, handler in stateful(trainer.handlers).items()},
         "rng": rng.capture(),
     }
 
@@ -48,60 +51,78 @@ def restore(trainer: Trainer, saved: Mapping[str, Any]) -> None:
     """Take over a checkpoint's state; the next run goes on behind it.
 
     Raises:
-        CheckpointError: it does not fit this trainer; the message lists what is missing, unexpected or misshapen.
+        CheckpointError: it does not fit this trainer, which then is as it was; the message lists what is missing,
+            unexpected or misshapen.
     """
     if saved.get("format") != FORMAT:
         raise CheckpointError(f"checkpoint of format {saved.get('format')!r}; this version reads {FORMAT}")
     _check_weights(trainer.model.state_dict(), saved["model"])
+    _check_optimizer(trainer.optimizer, saved)
+    _restore_handlers(trainer, saved["handlers"])  # the last that may refuse
     trainer.model.load_state_dict(saved["model"])
-    try:
-        trainer.optimizer.load_state_dict(saved["optimizer"])
-    except ValueError as error:
-        groups = [len(group["params"]) for group in trainer.optimizer.param_groups]
-        theirs = [len(group["params"]) for group in saved["optimizer"]["param_groups"]]
-        raise CheckpointError(
-            f"the optimizer's state does not fit: {theirs} parameters a group in it, {groups} here ({error})"
-        ) from error
+    trainer.optimizer.load_state_dict(saved["optimizer"])
     trainer.backend.load_state_dict(saved["backend"])
     trainer.accumulated = saved["accumulation"]["batches"]
     gradients = saved["accumulation"]["gradients"]
     for name, parameter in trainer.model.named_parameters():
         parameter.grad = gradients[name].to(parameter.device) if name in gradients else None
-    for name, value in saved["counters"].items():
-        setattr(trainer.state, name, value)
+    trainer.set_counters(saved["counters"])
     trainer.learning_rates = tuple(saved["learning_rates"])
     trainer.position.load_state_dict(saved["position"])
-    if not trainer.position.epoch_done:
-        trainer.state.epoch -= 1  # the loop counts it again when it goes on inside it
-    trainer.state.metrics.update(saved["metrics"])
-    trainer.history.clear()
-    trainer.history.update({name: list(values) for name, values in saved["history"].items()})
-    trainer.epoch_losses.load_state_dict(saved["windows"]["epoch"])
-    trainer.log_losses.load_state_dict(saved["windows"]["log"])
-    handlers = _stateful(trainer)
-    for key in sorted(saved["handlers"].keys() | handlers.keys()):
-        if key in handlers and key in saved["handlers"]:
-            handlers[key].load_state_dict(saved["handlers"][key])
-        else:
-            get_logger("pulsetrain").warning(
-                "handler begins anew" if key in handlers else "saved state of a handler that is not here any more",
-                handler=key,
-            )
+    trainer.validated_at = saved["validated_at"]
+    trainer.state.metrics = dict(saved["metrics"])
+    trainer.history.restart(saved["history"])
+    trainer.losses.load_state_dict(saved["losses"])
     trainer.rng_to_restore = saved["rng"]
 
 
-def _stateful(trainer: Trainer) -> dict[str, Any]:
-    """The handlers that hold progress, by class name, numbered where a class comes twice."""
+def stateful(handlers: Iterable[Any]) -> dict[str, Any]:
+    """The handlers that hold progress, by class name and metric, numbered where both come twice."""
     found: dict[str, Any] = {}
-    for handler in trainer.handlers:
+    for handler in handlers:
         if not (hasattr(handler, "state_dict") and hasattr(handler, "load_state_dict")):
             continue
-        key, number = type(handler).__name__, 1
+        metric = getattr(handler, "metric", None)
+        label = f"{type(handler).__name__}({metric})" if isinstance(metric, str) else type(handler).__name__
+        key, number = label, 1
         while key in found:
             number += 1
-            key = f"{type(handler).__name__}_{number}"
+            key = f"{label}_{number}"
         found[key] = handler
     return found
+
+
+def _restore_handlers(trainer: Trainer, saved: Mapping[str, Any]) -> None:
+    handlers = stateful(trainer.handlers)
+    before = {key: handler.state_dict() for key, handler in handlers.items()}
+    try:
+        for key in handlers.keys() & saved.keys():
+            handlers[key].load_state_dict(saved[key])
+    except Exception:
+        for key, handler in handlers.items():
+            handler.load_state_dict(before[key])
+        raise
+    for key in sorted(handlers.keys() ^ saved.keys()):
+        get_logger("pulsetrain").warning(
+            "handler begins anew" if key in handlers else "saved state of a handler that is not here any more",
+            handler=key,
+        )
+
+
+def _check_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+    mine, theirs = type(optimizer).__name__, saved["optimizer_type"]
+    if mine != theirs:
+        raise CheckpointError(f"the checkpoint was made with {theirs}, this trainer has {mine}; use the same optimizer")
+    groups = [len(group["params"]) for group in optimizer.param_groups]
+    others = [len(group["params"]) for group in saved["optimizer"]["param_groups"]]
+    if groups != others:
+        raise CheckpointError(
+            f"the optimizer's state does not fit: {others} parameters a group in the checkpoint, {groups} here"
+        )
+
+
+def _is_scalar(value: object) -> bool:
+    return isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1)
 
 
 def _check_weights(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> None:

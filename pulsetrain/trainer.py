@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from engine import Engine, Event, EventBus, Events, Every, Phase, rng
+from engine import Engine, Event, EventBus, Events, Phase, rng
 from engine.backends.torch import TorchBackend
 from engine.checkpoint import CheckpointManager, load_checkpoint
 from engine.errors import ConfigurationError
@@ -25,16 +25,22 @@ from engine.payloads import (
     ValidationCompleted,
 )
 from engine.protocols import TrainingResult, TrainingStrategy
-from engine.schedules import build_schedule
-from handlers import Callback, CallbackList, Checkpointer, EarlyStopping, LRScheduler
+from handlers import Callback, CallbackList
 from handlers.readings import reading_events
-from pulsetrain.arguments import check_kinds, named_loaders, resolve_strategy
+from pulsetrain.arguments import (
+    check_kinds,
+    check_waiting,
+    configured_handlers,
+    named_loaders,
+    optimizer_options,
+    resolve_strategy,
+)
 from pulsetrain.bounds import Bound
 from pulsetrain.config import TrainingConfig
-from pulsetrain.evaluation import Evaluation
-from pulsetrain.history import History, Rate, Window
+from pulsetrain.evaluation import Evaluation, check_sets
+from pulsetrain.history import History, Losses, Rate
 from pulsetrain.position import DataPosition
-from pulsetrain.resume import capture, restore
+from pulsetrain.resume import COUNTERS, capture, restore, stateful
 
 __all__ = ["Trainer"]
 
@@ -92,7 +98,7 @@ class Trainer(Engine):
         super().__init__(_step, name=name, bus=bus)
         self.strategy = resolve_strategy(strategy)
         self.backend = backend or TorchBackend()
-        self.backend.configure(config.device, config.precision)
+        self.backend.configure(config.device, config.precision, config.compile)
         self.seed = config.seed if config.seed is not None else int.from_bytes(os.urandom(7), "big")
         self.model = self.backend.place(model)
         self.optimizer = resolve_optimizer(
@@ -100,31 +106,37 @@ class Trainer(Engine):
             self.model,
             config.learning_rate,
             config.weight_decay,
-            **self._optimizer_options(optimizer),
+            **optimizer_options(config, optimizer, self.backend),
         )
         self.train_loader = train_loader
         self.val_loaders = named_loaders(val_loader)
+        check_sets(self.val_loaders)
         self.bound = Bound(config, train_loader)
-        self.evaluation = Evaluation(self.model, self.strategy, self.backend, metrics or {}, self.bus)
+        self.evaluation = Evaluation(
+            self.model, self.strategy, self.backend, metrics or {}, self.bus, trainer_name=self.name
+        )
         self.evaluator = self.evaluation.engine
         self.history = History()
         self.position = DataPosition(self.seed)
-        self.epoch_losses, self.log_losses, self._rate = Window(), Window(), Rate()
+        self.losses, self._rate = Losses(), Rate()
         self.accumulated = 0  # batches whose gradients await the next update
         self.rng_to_restore: dict[str, Any] | None = None
         self._grad_norm: Tensor | None = None
-        self._validated_at = -1
+        self.validated_at = -1  # iteration of the last validation
+        self.in_step = False
         self.state.tokens = self.state.samples = 0
         self.learning_rates = tuple(group["lr"] for group in self.optimizer.param_groups)  # of the last update made
         self._scale = 1.0 / config.accumulate
         self.bound.measure(self.strategy, self.backend)
-        self.handlers = [*handlers, *self._configured_handlers(handlers)]
-        self._check_handlers()
+        self.bound.check()
+        self.handlers = [*handlers, *configured_handlers(config, self.optimizer, self.bound, handlers)]
+        check_waiting(self.handlers, self.val_loaders)
         self._subscribe()
         for handler in self.handlers:
             handler.attach(self)
         self.callbacks = CallbackList(list(callbacks))
         self.callbacks.attach(self)
+        self._at_first = {key: handler.state_dict() for key, handler in stateful(self.handlers).items()}
 
     def train(self, resume: str | os.PathLike[str] | None = None) -> History:
         """Train to the configured bound.
@@ -142,21 +154,42 @@ class Trainer(Engine):
         """
         if resume is not None:
             self._resume(resume)
-        state = self.state
+        state, bound = self.state, self.bound
         if self.position.resuming:
-            state.max_epochs, state.max_iters = self.bound.max_epochs, self.bound.max_iterations
-            if self._is_done(state) or self._tokens_reached():
-                return self.history
-            self.run(self.train_loader)
+            state.max_epochs, state.max_iters = bound.max_epochs, bound.max_iterations
+            state.dataloader, self._internal_run_generator = self.train_loader, None
+            self._init_iter = None
+            self._internal_run()  # not run(): where nothing is left to train it would begin from the start
+        elif self._internal_run_generator is not None or (
+            (state.max_epochs or state.max_iters) and not self._is_done(state)
+        ):
+            self.run(self.train_loader)  # goes on behind an interruption, a termination or an error
         else:
-            rng.seed_everything(self.seed)
-            state.max_epochs = state.max_iters = None
-            self.run(
-                self.train_loader,
-                max_epochs=self.bound.max_epochs,
-                max_iters=self.bound.max_iterations,
-            )
+            self._begin_anew()
+            self.run(self.train_loader, max_epochs=bound.max_epochs, max_iters=bound.max_iterations)
         return self.history
+
+    def _begin_anew(self) -> None:
+        """From iteration 0: counters, history, handlers and the order of the data, not the weights."""
+        rng.seed_everything(self.seed)
+        state = self.state
+        state.max_epochs = state.max_iters = None
+        self.set_counters(dict.fromkeys(COUNTERS, 0) | {"epoch_length": None})
+        self.accumulated, self.validated_at = 0, -1
+        self.optimizer.zero_grad(set_to_none=True)
+        self.losses = Losses()
+        self.history.restart({})
+        self.position.restart()
+        for key, handler in stateful(self.handlers).items():
+            handler.load_state_dict(self._at_first[key])
+
+    def set_counters(self, counters: Mapping[str, Any]) -> None:
+        """Put the run's counters; events that share one are told, or they would count a step twice."""
+        for name, value in counters.items():
+            setattr(self.state, name, value)
+        for plan in self._plans.values():
+            if plan.counter is not None:
+                plan.seen = getattr(self.state, plan.counter)
 
     @property
     def total_iterations(self) -> int | None:
@@ -179,7 +212,7 @@ class Trainer(Engine):
         metrics: dict[str, float] = {}
         for name, loader in self.val_loaders.items():
             metrics.update(self.evaluation.run(name, loader))
-        self._validated_at = self.state.iteration
+        self.validated_at = self.state.iteration
         self.state.metrics.update(metrics)
         self.history.record(metrics)
         self.history.settle()
@@ -226,56 +259,10 @@ class Trainer(Engine):
             )
         return found[0]
 
-    def _optimizer_options(self, optimizer: Any) -> dict[str, Any]:
-        config = self.config
-        options = dict(config.optimizer_options)
-        if config.no_decay is not None:
-            options["no_decay"] = config.no_decay
-        name = config.optimizer if optimizer is None else optimizer
-        if name == "sgd" and self.backend.scaler is not None:
-            # torch's fused SGD leaves its momentum uninitialised when the gradient scale skips the very first step
-            options.setdefault("fused", False)
-        return options
-
-    def _configured_handlers(self, given: Sequence[Any]) -> list[Any]:
-        config, added = self.config, list[Any]()
-        if config.schedule is not None and (config.schedule != "constant" or config.warmup_steps):
-            if any(isinstance(handler, LRScheduler) for handler in given):
-                raise ConfigurationError(
-                    f"TrainingConfig(schedule={config.schedule!r}) and an LRScheduler handler: give one; "
-                    "schedule=None leaves the rate to the handler"
-                )
-            schedule = build_schedule(
-                config.schedule,
-                config.learning_rate,
-                total_steps=self.bound.total_updates,
-                warmup_steps=config.warmup_steps,
-                min_lr_ratio=config.min_lr_ratio,
-                **config.schedule_options,
-            )
-            added.append(LRScheduler(schedule))
-        if config.early_stopping_patience is not None:
-            added.append(EarlyStopping(patience=config.early_stopping_patience))
-        if config.save_every_n_epochs is not None:
-            assert config.run_dir is not None  # the configuration has checked that
-            added.append(Checkpointer(config.run_dir, every=Every(epochs=config.save_every_n_epochs)))
-        return added
-
-    def _check_handlers(self) -> None:
-        waits = [h for h in self.handlers if isinstance(h, EarlyStopping)]
-        if waits and not self.val_loaders:
-            raise ConfigurationError(
-                f"EarlyStopping(metric={waits[0].metric!r}): waits for a validation, and the Trainer has no val_loader"
-            )
-
     def _subscribe(self) -> None:
         config = self.config
         self.add_event_handler(Events.STARTED, self._train_mode, phase=Phase.COMPUTE)
         self.add_event_handler(Events.PREEMPTED, self._stop_when_preempted)
-        self.add_event_handler(Events.EPOCH_STARTED, self._epoch_started, phase=Phase.COMPUTE)
-        self.add_event_handler(Events.EPOCH_COMPLETED, self._epoch_completed, phase=Phase.COMPUTE)
-        if config.max_tokens is not None:
-            self.add_event_handler(Events.ITERATION_COMPLETED, self._stop_at_tokens)
         if self.val_loaders and config.validate_every is not None:
             self.add_event_handler(reading_events(config.validate_every), self._validate_once, phase=Phase.COMPUTE)
         log_point = Events.ITERATION_COMPLETED(every=config.log_every_n_steps)
@@ -289,43 +276,46 @@ class Trainer(Engine):
         config, optimizer = self.config, self.optimizer
         self.accumulated = 0
         self.backend.unscale_gradients(optimizer)
-        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        if config.clip_grad_norm is not None or self._gradients_plan.live:
-            self._grad_norm = grad_norm(parameters)
+        heard, state = self._gradients_plan, self.state
+        if config.clip_grad_norm is not None or (
+            heard.live and (heard.busy or not heard.low <= state.update + 1 < heard.high)
+        ):
+            self._grad_norm = grad_norm(self._parameters())
             self.fire(Events.GRADIENTS_READY, GradientsReady(grad_norm=self._grad_norm))  # it advances state.update
             if config.clip_grad_norm is not None:
-                clip_grad_norm(parameters, config.clip_grad_norm, self._grad_norm)
+                clip_grad_norm(self._parameters(), config.clip_grad_norm, self._grad_norm)
         else:
-            self.state.update += 1
+            state.update += 1
         if config.clip_grad_value is not None:
-            clip_grad_value(parameters, config.clip_grad_value)
-        self.learning_rates = tuple(group["lr"] for group in optimizer.param_groups)
+            clip_grad_value(self._parameters(), config.clip_grad_value)
+        self.learning_rates = tuple([group["lr"] for group in optimizer.param_groups])
         self.backend.apply_gradients(optimizer)
         if self._stepped_plan.live:
             self.fire(Events.OPTIMIZER_STEP_COMPLETED, OptimizerStepCompleted(learning_rates=self.learning_rates))
 
+    def _parameters(self) -> list[Tensor]:
+        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+
     def _train_mode(self) -> None:
-        self.model.train()
+        if not self.model.training:  # else leave alone: parts of it may be frozen in eval mode
+            self.model.train()
         self._rate.restart(self.state.samples, self.state.tokens)
 
-    def _epoch_started(self) -> None:
-        self.position.begin_epoch(self.state.iteration)
-
-    def _epoch_completed(self) -> None:
-        self.position.epoch_done = True
-        self._record_epoch()
-
-    def _record_epoch(self) -> None:
-        if len(self.epoch_losses):
-            self.history.record({"train/loss": self.epoch_losses.take(), "learning_rate": self.learning_rates[0]})
+    def _epoch(self) -> Generator[Any, None, float]:
+        """An epoch's batches, and what the trainer has to remember of them whoever listens."""
+        state, position = self.state, self.position
+        if position.begin_epoch(state.epoch, state.iteration):
+            self.losses.forget("epoch")  # of an epoch that was given up
+            self.history.keep_provisional()
+        elapsed = yield from super()._epoch()
+        position.epoch_done = True
+        if self.losses.count("epoch"):
+            self.history.record({"train/loss": self.losses.take("epoch"), "learning_rate": self.learning_rates[0]})
+        return elapsed
 
     def _validate_once(self) -> None:
-        if self._validated_at != self.state.iteration:  # two cadences met
+        if self.validated_at != self.state.iteration:  # two cadences met
             self.validate()
-
-    def _stop_at_tokens(self) -> None:
-        if self._tokens_reached():
-            self.terminate(reason=f"max_tokens={self.config.max_tokens} was reached")
 
     def _tokens_reached(self) -> bool:
         return self.config.max_tokens is not None and self.state.tokens >= self.config.max_tokens
@@ -335,10 +325,10 @@ class Trainer(Engine):
 
     def _log(self) -> None:
         """A log point: the one place where the loop waits for the device, and only for somebody who listens."""
-        if not len(self.log_losses) or not self.hears(Events.METRICS_LOGGED):
+        if not self.losses.count("log") or not self.hears(Events.METRICS_LOGGED):
             return
         self.history.settle()
-        metrics = {"train/loss": self.log_losses.take().item(), "learning_rate": self.learning_rates[0]}
+        metrics = {"train/loss": self.losses.take("log").item(), "learning_rate": self.learning_rates[0]}
         if self._grad_norm is not None:
             metrics["grad_norm"] = self._grad_norm.item()
         metrics.update(self._rate.read(self.state.samples, self.state.tokens))
@@ -347,14 +337,17 @@ class Trainer(Engine):
     def _finish(self) -> None:
         """At the run's end: what has not been said yet; a run that reached its bound ends with a validation."""
         self._log()
-        self._record_epoch()
+        if not self.position.epoch_done and self.losses.count("epoch"):  # a run that goes on takes this back
+            mean = {"train/loss": self.losses.peek("epoch"), "learning_rate": self.learning_rates[0]}
+            self.history.record(mean, provisional=True)
         self.history.settle()
-        reason = self.state.stop_reason
-        if self.val_loaders and (reason is None or reason.startswith("max_")):
+        if self.val_loaders and self._is_done(self.state):
             self._validate_once()
 
     def _is_done(self, state: Any) -> bool:  # type: ignore[override]  # ignite's is static
         position = self.position
+        if self._tokens_reached():
+            return True
         if (
             position.resuming
             and not position.epoch_done
@@ -369,7 +362,7 @@ class Trainer(Engine):
             return
         state = self.state
         self._dataloader_iter = self.position.find_back(state.dataloader, state.iteration)
-        self._init_iter = state.iteration - self.position.epoch_start  # 0 where an epoch begins
+        self._init_iter = 0 if self.position.epoch_done else state.iteration - self.position.epoch_start
         if self.rng_to_restore is not None:  # last: making the iterator draws from the generators
             rng.restore(self.rng_to_restore)
             self.rng_to_restore = None
@@ -382,13 +375,18 @@ def _step(trainer: Trainer, batch: Any) -> TrainingResult:
     """One iteration: forward, backward, and an update when `accumulate` batches are together. Nothing waits here."""
     strategy, backend, state = trainer.strategy, trainer.backend, trainer.state
     prepared = strategy.prepare_batch(backend.to_device(batch))
-    loss = backend.forward_backward(trainer.model, prepared, strategy, trainer._scale)
-    state.samples += prepared.samples
-    state.tokens += prepared.tokens
-    trainer.epoch_losses.add(loss)
-    trainer.log_losses.add(loss)
-    trainer.accumulated += 1
-    if trainer.accumulated == trainer.config.accumulate:
-        trainer._update()
+    trainer.in_step = True
+    try:
+        loss = backend.forward_backward(trainer.model, prepared, strategy, trainer._scale)
+        state.samples += prepared.samples
+        state.tokens += prepared.tokens
+        trainer.losses.add(loss)
+        trainer.accumulated += 1
+        if trainer.accumulated == trainer.config.accumulate:
+            trainer._update()
+    finally:
+        trainer.in_step = False
     trainer.position.trained = state.iteration
+    if trainer.config.max_tokens is not None and trainer._tokens_reached():
+        trainer.terminate(reason=f"max_tokens={trainer.config.max_tokens} was reached")
     return TrainingResult({"loss": loss})

@@ -55,14 +55,15 @@ class TorchBackend:
     ) -> None:
         self.requested_device = device
         self.requested_precision = precision
-        self.compile = compile
+        self.requested_compile = compile
         self.configure("auto", "fp32")
 
-    def configure(self, device: str | torch.device, precision: str) -> None:
+    def configure(self, device: str | torch.device, precision: str, compile: bool = False) -> None:
         """Take over what the configuration says and the constructor left open."""
         self.device = find_device(device if self.requested_device is None else self.requested_device)
         self.precision = Precision(self.requested_precision or precision, self.device)  # type: ignore[arg-type]  # it checks the name
         self._autocast, self.scaler = self.precision.autocast, self.precision.scaler
+        self.compile = self.requested_compile or compile
         self._moves = self.device.type != "cpu"
 
     def place(self, model: nn.Module) -> nn.Module:

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import resource
+from collections import OrderedDict, namedtuple
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+import structlog
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from engine.checkpoint import CheckpointManager
-from engine.errors import CheckpointError, RunFolderError
+from engine.checkpoint import CheckpointManager, find_checkpoints
+from engine.errors import CheckpointError, ConfigurationError, RunFolderError
 
 STATE = {"weights": torch.arange(5.0), "step": 3, "nested": {"rates": [0.1, float("inf")]}}
 
@@ -65,9 +73,9 @@ def test_a_cut_file_is_refused_and_passed_over(cut: int, tmp_path: Path):
 def test_every_kind_of_flipped_byte_is_noticed(tmp_path: Path):
     manager = CheckpointManager(tmp_path)
     path = manager.save(STATE)
-    for file in (path / "state.pt", path / "manifest.json"):
+    for file, stride in ((path / "state.pt", 41), (path / "manifest.json", 1)):
         content = file.read_bytes()
-        for position in range(0, len(content), 41):
+        for position in range(0, len(content), stride):
             damaged = bytearray(content)
             damaged[position] ^= 0x10
             file.write_bytes(damaged)
@@ -111,16 +119,237 @@ def test_what_a_crash_left_half_written_is_removed_at_the_next_start(tmp_path: P
     assert manager.get_latest() == good
 
 
-def test_no_code_is_run_by_loading(tmp_path: Path):
-    class Evil:
-        def __reduce__(self):
-            return os.system, ("touch " + str(tmp_path / "ran"),)
+@pytest.mark.skipif(not hasattr(resource, "RLIMIT_FSIZE"), reason="needs a limit on the size of files")
+def test_a_disk_that_fills_inside_a_tensor_is_an_os_error_too(tmp_path: Path):
+    manager = CheckpointManager(tmp_path)
+    older = manager.save(STATE)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, limits[1]))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            manager.save({"weights": torch.ones(1_000_000)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [path.name for path in tmp_path.iterdir()] == [older.name]
 
+
+class Evil:
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.file}",)
+
+
+def put(path: Path, content: Any) -> None:
+    """Another content, that the manifest vouches for."""
+    torch.save(content, path / "state.pt")
+    state = (path / "state.pt").read_bytes()
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["files"]["state.pt"] = {"bytes": len(state), "sha256": hashlib.sha256(state).hexdigest()}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+
+
+def test_no_code_is_run_by_loading(tmp_path: Path):
     manager = CheckpointManager(tmp_path / "c")
-    path = manager.save({"x": Evil()})
-    with pytest.raises(Exception, match=r"[Ww]eights"):
+    path = manager.save(STATE)
+    put(path, {"x": Evil(tmp_path / "ran")})
+    with pytest.raises(CheckpointError, match=r"state\.pt: cannot be loaded: .*system") as caught:
         manager.load(path)
+    assert "weights_only" not in str(caught.value)  # torch's advice is to run it
     assert not (tmp_path / "ran").exists()
+
+
+def test_what_torch_cannot_read_names_the_file(tmp_path: Path):
+    manager = CheckpointManager(tmp_path)
+    path = manager.save(STATE)
+    put(path, [1, 2])
+    with pytest.raises(CheckpointError, match=r"state\.pt: holds a list"):
+        manager.load(path)
+    content = b"no zip file at all"
+    (path / "state.pt").write_bytes(content)
+    manifest = json.loads((path / "manifest.json").read_text())
+    manifest["files"]["state.pt"] = {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(CheckpointError, match=r"state\.pt: cannot be loaded"):
+        manager.load(path)
+
+
+Point = namedtuple("Point", "x")  # what a user might save
+
+
+class Text(str):
+    pass
+
+
+def marked() -> torch.Tensor:
+    tensor = torch.ones(2)
+    tensor.owner = Evil(Path("nobody"))
+    return tensor
+
+
+def circle() -> list[Any]:
+    found: list[Any] = []
+    found.append(found)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("value", "says"),
+    [
+        (Path("a"), r"\['x'\]: pathlib\.\w*PosixPath: could not be loaded again"),
+        ({"rates": [0, (1, object())]}, r"\['x'\]\['rates'\]\[1\]\[1\]: object:"),
+        ([np.array(["a"])], r"\['x'\]\[0\]: numpy\.ndarray of dtype <U1:"),
+        (np.ma.masked_array([1, 2], [0, 1]), r"numpy\.ma\..*MaskedArray of dtype int64:"),
+        (np.longdouble(1), r"numpy\.longdouble:"),
+        (np.ones(2, np.longdouble), r"numpy\.ndarray of dtype"),
+        (np.datetime64("2020-01-01"), r"numpy\.datetime64:"),
+        ({1}, "set:"),
+        (1j, "complex:"),
+        (b"", "bytes of length 0:"),
+        (1 << 2039, "int of more than 2039 bits:"),
+        (Point(1), "Point:"),
+        (Text("a"), "Text:"),
+        (marked(), r"\['x'\]\['__dict__'\]\['owner'\]: .*Evil:"),
+        (torch.ones(2).as_subclass(type("Mine", (torch.Tensor,), {})), "Mine:"),
+        ({b"k": 1}, r"\['x'\]\[b'k'\]: key of type bytes:"),
+        ({(1, (2, Text("k"))): 1}, "key of type .*Text:"),
+        (circle(), "holds itself"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_could_not_be_loaded_is_refused_by_its_place_before_anything_is_written(
+    value: Any, says: str, tmp_path: Path
+):
+    with pytest.raises(CheckpointError, match=says):
+        CheckpointManager(tmp_path).save({"x": value})
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_numpys_numbers_and_arrays_become_torchs_and_the_callers_state_stays(tmp_path: Path):
+    read_only = np.arange(3)
+    read_only.flags.writeable = False
+    state = {
+        "scalars": [np.float64(0.5), np.float32(0.5), np.int8(-3), np.bool_(True), np.str_("a")],
+        "arrays": (np.ones((2, 3), np.float32), np.ones(()), read_only),
+        "odd": {"reversed": np.arange(3)[::-1], "swapped": np.arange(3, dtype=">i4")},
+        "keys": {np.int64(3): 1},
+    }
+    manager = CheckpointManager(tmp_path)
+    loaded = manager.load(manager.save(state))
+    assert [type(value) for value in loaded["scalars"]] == [float, float, int, bool, str]
+    assert loaded["scalars"] == [0.5, 0.5, -3, True, "a"]
+    assert [tuple(tensor.shape) for tensor in loaded["arrays"]] == [(2, 3), (), (3,)]
+    assert loaded["arrays"][0].dtype == torch.float32
+    assert {name: tensor.tolist() for name, tensor in loaded["odd"].items()} == {
+        "reversed": [2, 1, 0],
+        "swapped": [0, 1, 2],
+    }
+    assert loaded["keys"] == {3: 1}
+    assert isinstance(state["odd"]["swapped"], np.ndarray)
+
+
+def test_a_modules_versions_and_parameters_survive(tmp_path: Path):
+    module = torch.nn.BatchNorm1d(3)
+    weights = module.state_dict()
+    weights["extra"] = np.ones(2)  # makes a copy necessary
+    manager = CheckpointManager(tmp_path)
+    path = manager.save({"plain": module.state_dict(), "changed": weights, "parameters": list(module.parameters())})
+    loaded = manager.load(path)
+    assert loaded["plain"]._metadata == loaded["changed"]._metadata == module.state_dict()._metadata
+    assert type(loaded["changed"]) is OrderedDict
+    assert all(type(parameter) is torch.nn.Parameter for parameter in loaded["parameters"])
+
+
+KEYS = st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(), st.tuples)
+LEAVES = KEYS | st.floats() | st.binary(min_size=1) | st.integers(-(1 << 2039) + 1, (1 << 2039) - 1)
+PLAIN = st.recursive(
+    LEAVES,
+    lambda inner: (
+        st.lists(inner)
+        | st.lists(inner).map(tuple)
+        | st.dictionaries(KEYS, inner)
+        | st.dictionaries(KEYS, inner).map(OrderedDict)
+    ),
+)
+
+
+@given(value=PLAIN)
+def test_what_is_accepted_is_loaded_as_it_was(value: Any, tmp_path_factory: pytest.TempPathFactory):
+    manager = CheckpointManager(tmp_path_factory.mktemp("c"))
+    assert repr(manager.load(manager.save({"x": value}))["x"]) == repr(value)
+
+
+def test_the_order_is_that_of_writing_whatever_the_steps(tmp_path: Path):
+    manager = CheckpointManager(tmp_path, keep_last_n=9)
+    steps = [20, 50, 60, 30, 50, 40]  # gone on with behind step 20, twice
+    paths = [manager.save(STATE, "c", step=step) for step in steps]
+    assert manager.valid() == paths
+    assert manager.get_latest() == paths[-1]
+    assert [json.loads((path / "manifest.json").read_text())["ordinal"] for path in paths] == [1, 2, 3, 4, 5, 6]
+
+
+def test_an_abandoned_lines_checkpoints_are_pruned_before_newly_written_ones(tmp_path: Path):
+    manager = CheckpointManager(tmp_path, keep_last_n=2)
+    for step in (20, 50, 60, 30, 40):
+        newest = manager.save(STATE, "c", step=step)
+        assert manager.get_latest() == newest
+    assert names(manager) == ["000000030-c", "000000040-c"]
+
+
+def without_ordinal(path: Path) -> Path:
+    manifest = json.loads((path / "manifest.json").read_text())
+    del manifest["ordinal"]
+    (path / "manifest.json").write_text(json.dumps(manifest))
+    return path
+
+
+def test_checkpoints_written_before_there_were_ordinals_count_by_step(tmp_path: Path):
+    manager = CheckpointManager(tmp_path, keep_last_n=9)
+    old = [without_ordinal(manager.save(STATE, "c", step=step)) for step in (60, 5, 20)]
+    assert manager.valid() == [old[1], old[2], old[0]]
+    new = manager.save(STATE, "c", step=30)
+    assert manager.get_latest() == new
+    assert json.loads((new / "manifest.json").read_text())["ordinal"] == 61
+
+
+def test_one_whose_manifest_cannot_be_read_is_below_and_is_said_to_be_passed_over(tmp_path: Path):
+    manager = CheckpointManager(tmp_path, keep_last_n=9)
+    paths = [manager.save(STATE, "c", step=step) for step in (10, 90, 20, 30)]
+    (paths[1] / "manifest.json").write_text("{")
+    (paths[2] / "manifest.json").unlink()
+    assert find_checkpoints(tmp_path) == [paths[2], paths[1], paths[0], paths[3]]
+    with structlog.testing.capture_logs() as logs:
+        assert manager.get_latest() == paths[3]
+    assert [Path(line["reason"].split(":")[0]).relative_to(tmp_path).parts[0] for line in logs] == [
+        "000000090-c",
+        "000000020-c",
+    ]
+
+
+def test_an_ordinal_that_is_no_number_is_damage(tmp_path: Path):
+    path = CheckpointManager(tmp_path).save(STATE)
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps({**manifest, "ordinal": "7"}))
+    with pytest.raises(CheckpointError, match="its ordinal is '7'"):
+        CheckpointManager(tmp_path).load(path)
+
+
+def test_the_target_is_the_folder_that_the_next_save_makes(tmp_path: Path):
+    manager = CheckpointManager(tmp_path)
+    for _ in range(3):
+        target = manager.target("c", 4)
+        assert manager.save(STATE, "c", step=4) == target
+
+
+def test_all_damaged_is_an_error_and_no_fresh_start(tmp_path: Path):
+    manager = CheckpointManager(tmp_path)
+    for path in [manager.save(STATE) for _ in range(2)]:
+        (path / "manifest.json").unlink()
+    with pytest.raises(CheckpointError, match="every checkpoint there is damaged"):
+        manager.get_latest()
+    with pytest.raises(CheckpointError, match="no checkpoint there"):
+        manager.load(path)
 
 
 def test_a_newer_format_says_so(tmp_path: Path):
@@ -133,13 +362,14 @@ def test_a_newer_format_says_so(tmp_path: Path):
 
 @pytest.mark.parametrize("name", ["", "a/b", "../x", "a b"])
 def test_a_name_that_is_no_folder_name_is_refused(name: str, tmp_path: Path):
-    with pytest.raises(ValueError, match="letters"):
+    with pytest.raises(ConfigurationError, match="letters"):
         CheckpointManager(tmp_path).save(STATE, name)
 
 
 def test_bad_arguments_are_refused_at_once(tmp_path: Path):
-    with pytest.raises(ValueError, match="at least 1"):
-        CheckpointManager(tmp_path, keep_last_n=0)
+    for number in (0, 1.5, True):
+        with pytest.raises(ConfigurationError, match=r"CheckpointManager\(keep_last_n=.*at least 1"):
+            CheckpointManager(tmp_path, keep_last_n=number)
     (tmp_path / "file").write_text("")
     with pytest.raises(RunFolderError, match="cannot be used"):
         CheckpointManager(tmp_path / "file" / "checkpoints")

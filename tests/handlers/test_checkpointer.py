@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import structlog
 
-from engine import Engine, Events, Every, MetricNotFoundError, Preempted
+from engine import CheckpointError, ConfigurationError, Engine, Events, Every, MetricNotFoundError, Preempted
+from engine.errors import RunFolderError
+from engine.payloads import CheckpointLoaded
 from handlers import Checkpointer
 
 
@@ -18,6 +20,7 @@ class Trainer(Engine):
 
     def __init__(self, values: list[float] | None = None) -> None:
         super().__init__(lambda engine, batch: None, name="trainer")
+        self.handlers: list[Any] = []
         self.values = iter(values or [])
         if values is not None:
             self.add_event_handler(Events.EPOCH_COMPLETED, self.validate, phase=0)
@@ -27,7 +30,7 @@ class Trainer(Engine):
         self.fire(Events.VALIDATION_STARTED)
 
     def checkpoint_state(self) -> dict[str, Any]:
-        return {"iteration": self.state.iteration}
+        return {"iteration": self.state.iteration, "handlers": [handler.state_dict() for handler in self.handlers]}
 
 
 def saved(handler: Checkpointer) -> list[int]:
@@ -85,6 +88,136 @@ def test_one_validation_is_ranked_once(tmp_path: Path):
     engine.run(range(3), max_epochs=2)
     # epoch 1 ends behind iteration 3: its own save takes the metric, those of epoch 2 do not take it again
     assert [value for value, _ in handler.best] == [1.0, 2.0]
+
+
+def test_the_ranking_names_the_folders_that_were_really_made(tmp_path: Path):
+    engine = Trainer([3.0, 1.0, 2.0, 4.0])
+    handler = Checkpointer(tmp_path, metric="val/loss", keep_last=1).attach(engine)
+    engine.handlers.append(handler)
+    by_hand = "checkpoint"  # the label of the cadence, too
+
+    @engine.on(Events.ITERATION_COMPLETED(once=4))
+    def first(engine: Trainer) -> None:
+        handler.save(engine, by_hand)
+
+    engine.run(range(2), max_epochs=4)
+    best = "000000004-checkpoint~2"
+    assert handler.best == [(1.0, best)]
+    assert [path.name for path in handler.manager.valid()] == [best, "000000008-checkpoint"]
+    assert handler.manager.get_best().name == best
+    for path in handler.manager.valid():
+        (inside,) = handler.manager.load(path)["handlers"]
+        assert inside["best"] == [[1.0, best]]
+
+
+def test_saving_by_hand_touches_neither_the_ranking_nor_the_cadence(tmp_path: Path):
+    engine = Trainer([3.0, 1.0])
+    handler = Checkpointer(tmp_path, metric="val/loss", keep_last=9).attach(engine)
+    seen: list[tuple[dict[str, Any], dict[str, Any]]] = []
+
+    @engine.on(Events.EPOCH_COMPLETED, phase=2)  # a validation has been run, and not ranked yet
+    def by_hand(engine: Trainer) -> None:
+        before = handler.state_dict()
+        handler.save(engine, "mine", False)
+        seen.append((before, handler.state_dict()))
+
+    engine.run(range(2), max_epochs=2)
+    assert all(before == after for before, after in seen)
+    assert [path.name.partition("-")[2] for path in handler.manager.valid()] == ["mine", "checkpoint"] * 2
+    assert [value for value, _ in handler.best] == [1.0]
+    assert handler.manager.get_best().name == "000000004-checkpoint"
+
+
+def test_best_by_hand_moves_the_pointer_alone_and_the_ranked_ones_stay(tmp_path: Path):
+    engine = Trainer([1.0, 2.0, 0.5])
+    handler = Checkpointer(tmp_path, metric="val/loss", keep_last=1).attach(engine)
+    pointed: list[str] = []
+
+    @engine.on(Events.EPOCH_COMPLETED, phase=3)
+    def by_hand(engine: Trainer) -> None:
+        if engine.state.epoch == 2:
+            ranking = handler.state_dict()
+            handler.save(engine, "mine", True)
+            assert handler.state_dict() == ranking
+            assert saved(handler) == [1, 2]
+        pointed.append(handler.manager.get_best().name)
+
+    engine.run(range(1), max_epochs=3)
+    assert pointed == ["000000001-checkpoint", "000000002-mine", "000000003-checkpoint"]
+
+
+def test_saving_in_the_middle_of_a_step_is_refused(tmp_path: Path):
+    engine = Trainer()
+    handler = Checkpointer(tmp_path, every=Every(iterations=1)).attach(engine)
+    engine.in_step = True
+    with pytest.raises(RuntimeError, match="ITERATION_COMPLETED"):
+        handler.save(engine)
+    assert (saved(handler), handler.saved_at) == ([], -1)
+    engine.in_step = False
+    handler.save(engine)
+    assert saved(handler) == [0]
+
+
+def test_a_state_that_could_not_be_loaded_ends_the_run_and_names_the_place(tmp_path: Path):
+    engine = Trainer([1.0])
+    handler = Checkpointer(tmp_path, metric="val/loss").attach(engine)
+    before = handler.state_dict()
+    engine.checkpoint_state = lambda: {"handlers": {"Mine": {"rates": [1, 2, {3}]}}}
+    with pytest.raises(CheckpointError, match=r"checkpoint\['handlers'\]\['Mine'\]\['rates'\]\[2\]: set:"):
+        engine.run(range(2))
+    assert handler.state_dict() == before
+    assert list(handler.manager.checkpoint_dir.iterdir()) == []
+    with pytest.raises(CheckpointError, match="Mine"):
+        handler.save(engine)
+
+
+def test_a_run_from_the_start_into_a_folder_with_checkpoints_is_refused_before_its_first_iteration(tmp_path: Path):
+    Checkpointer(tmp_path).attach(first := Trainer())
+    first.run(range(3))
+    content = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    engine = Trainer()
+    heard: list[str] = []
+    engine.add_event_handler(Events.STARTED, lambda: heard.append("started"))
+    engine.add_event_handler(Events.ITERATION_STARTED, lambda: heard.append("iteration"))
+    Checkpointer(tmp_path).attach(engine)
+    with pytest.raises(RunFolderError, match=r"run folder .*: holds checkpoints already; go on with train\(resume="):
+        engine.run(range(3))
+    assert heard == []
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == content
+
+
+def test_a_second_run_from_the_start_in_the_same_process_is_refused_alike(tmp_path: Path):
+    engine = Trainer()
+    handler = Checkpointer(tmp_path).attach(engine)
+    handler.save(engine, "initial")  # one's own beginning is in nobody's way
+    engine.run(range(3))
+    assert saved(handler) == [0, 3]
+    with pytest.raises(RunFolderError, match="holds checkpoints already"):
+        engine.run(range(3))
+
+
+def test_a_run_that_goes_on_may_write_beside_what_is_there(tmp_path: Path):
+    Checkpointer(tmp_path).attach(first := Trainer())
+    first.run(range(3))
+    engine = Trainer()
+    handler = Checkpointer(tmp_path).attach(engine)
+    engine.load_state_dict({"iteration": 3, "epoch_length": 3, "max_epochs": 2})
+    engine.run(range(3))
+    assert saved(handler) == [3, 6]
+
+
+@pytest.mark.parametrize("known_by", ["position", "loading"])
+def test_a_checkpoint_from_before_the_first_iteration_can_be_gone_on_with(known_by: str, tmp_path: Path):
+    first = Trainer()
+    path = Checkpointer(tmp_path).attach(first).save(first)
+    engine = Trainer()
+    handler = Checkpointer(tmp_path).attach(engine)
+    if known_by == "position":
+        engine.position = type("Position", (), {"resuming": True})()
+    else:
+        engine.fire(Events.CHECKPOINT_LOADED, CheckpointLoaded(path=path, iteration=0))
+    engine.run(range(3))
+    assert saved(handler) == [0, 3]
 
 
 def test_its_announcement_says_what_was_written(tmp_path: Path):
@@ -146,12 +279,33 @@ def test_detached_it_saves_no_more_and_attached_twice_is_an_error(tmp_path: Path
     assert saved(handler) == []
 
 
+def test_a_metric_without_any_validation_set_is_refused_when_attached(tmp_path: Path):
+    engine = Trainer()
+    engine.val_loaders = {}
+    with pytest.raises(ConfigurationError, match=r"Checkpointer\(metric='val/loss'\): .*the Trainer has no val_loader"):
+        Checkpointer(tmp_path, metric="val/loss").attach(engine)
+    Checkpointer(tmp_path).attach(engine).detach()
+    engine.val_loaders = {"val": range(2)}
+    Checkpointer(tmp_path, metric="val/loss").attach(engine)
+
+
 def test_an_engine_without_a_state_to_save_is_refused(tmp_path: Path):
     with pytest.raises(TypeError, match="checkpoint_state"):
         Checkpointer(tmp_path).attach(Engine(lambda engine, batch: None))
 
 
-@pytest.mark.parametrize(("argument", "says"), [({"keep_best": 0}, "keep_best"), ({"mode": "least"}, "'min' or 'max'")])
+@pytest.mark.parametrize(
+    ("argument", "says"),
+    [
+        ({"keep_best": 0}, r"Checkpointer\(keep_best=0\).*metric=None"),
+        ({"keep_last": 0}, r"Checkpointer\(keep_last=0\)"),
+        ({"keep_last": "3"}, r"Checkpointer\(keep_last='3'\)"),
+        ({"mode": "least"}, r"Checkpointer\(mode='least'\).*max, min"),
+        ({"name": "a/b"}, r"Checkpointer\(name='a/b'\)"),
+    ],
+    ids=str,
+)
 def test_bad_arguments_are_refused_at_once(argument: dict[str, Any], says: str, tmp_path: Path):
-    with pytest.raises(ValueError, match=says):
-        Checkpointer(tmp_path, **argument)
+    with pytest.raises(ConfigurationError, match=says):
+        Checkpointer(tmp_path / "run", **argument)
+    assert not (tmp_path / "run").exists()

@@ -348,7 +348,12 @@ class TestSignals:
         self, name: str, folder: Path, start: Callable[..., subprocess.Popen[str]]
     ) -> None:
         process = start(
-            "--run", "a run", "--data=data.Endless", "--training.max_epochs=null", "--training.max_updates=9999"
+            "--run",
+            "a run",
+            "--data=data.Endless",
+            "--training.max_epochs=null",
+            "--training.max_updates=9999",
+            "--handlers=[Checkpointer]",
         )
         wait_for(process.stdout, "batch")
         process.send_signal(signal.Signals[name])
@@ -380,7 +385,8 @@ class TestSignals:
         assert out.splitlines()[-1].startswith("go on: not possible")
 
     def test_a_second_interrupt_stops_at_once(self, folder: Path, start: Callable[..., subprocess.Popen[str]]) -> None:
-        process = start("--data=data.Stuck", "--training.max_epochs=null", "--training.max_updates=9999")
+        words = ("--data=data.Stuck", "--training.max_epochs=null", "--training.max_updates=9999")
+        process = start(*words, "--handlers=[Checkpointer]")
         wait_for(process.stdout, "batch")
         process.send_signal(signal.SIGTERM)
         wait_for(process.stderr, "SIGTERM: stopping")

@@ -335,14 +335,15 @@ def test_a_backend_of_ones_own_device_wins_over_the_configuration():
 
 
 def test_memory_of_unread_losses_is_bounded():
-    from pulsetrain.history import Window
+    from pulsetrain.history import Losses
 
-    window = Window()
+    losses = Losses()
     for value in range(2500):
-        window.add(torch.tensor(float(value)))
-    assert len(window) == 2500
-    assert len(window._losses) < 1000
-    assert window.take().item() == pytest.approx(1249.5)
+        losses.add(torch.tensor(float(value)))
+    assert losses.count("log") == losses.count("epoch") == 2500
+    assert losses.state_dict()["recent"].numel() < 1000
+    assert losses.take("log").item() == losses.take("epoch").item() == pytest.approx(1249.5)
+    assert losses.count("log") == losses.count("epoch") == 0
 
 
 def test_a_single_tensor_dataset_works_with_pretrain():

@@ -63,8 +63,8 @@ def test_a_metric_that_never_comes_is_named_at_the_first_validation():
 
 
 def test_an_empty_loader_is_an_error():
-    with pytest.raises(ValueError, match="zero size"):
-        trainer(train_loader=[]).train()
+    with pytest.raises(ConfigurationError, match="no batches"):
+        trainer(train_loader=[])
     with pytest.raises(ValueError, match="gave no batch"):
         trainer(train_loader=iter([])).train()
 
