@@ -91,7 +91,7 @@ class Checkpointer:
             )
         self._handles = [
             # before all others: no handler of a run that may not begin writes anything
-            engine.add_event_handler(Events.STARTED, self._refuse_another_run, phase=Phase.COMPUTE),
+            engine.add_event_handler(Events.STARTED, self._on_started, phase=Phase.COMPUTE),
             engine.add_event_handler(Events.CHECKPOINT_LOADED, self._goes_on, phase=Phase.COMPUTE),
             engine.add_event_handler(reading_events(self.every), self._save_once, phase=Phase.PERSIST),
         ]
@@ -130,11 +130,20 @@ class Checkpointer:
         self.best = [(value, folder) for value, folder in state["best"]]
         self.saved_at, self.ranked_round = state["saved_at"], state["ranked_round"]
 
-    def _refuse_another_run(self, engine: Any) -> None:
+    def _on_started(self, engine: Any) -> None:
         loaded, self._loaded = self._loaded, False
         # also where a checkpoint was made before the first iteration
         goes_on = loaded or engine.state.iteration > 0 or getattr(getattr(engine, "position", None), "resuming", False)
-        if not goes_on and set(find_checkpoints(self.manager.checkpoint_dir)) - self._first:
+        if not goes_on:
+            self.refuse_another_run()
+
+    def refuse_another_run(self) -> None:
+        """Refuse to begin a run where another one's checkpoints are.
+
+        Raises:
+            RunFolderError: there are some.
+        """
+        if set(find_checkpoints(self.manager.checkpoint_dir)) - self._first:
             raise RunFolderError(
                 f"run folder {self.folder}: holds checkpoints already; go on with train(resume='latest'), "
                 "or choose another folder"

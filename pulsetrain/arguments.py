@@ -72,6 +72,10 @@ def named_loaders(val_loader: Any) -> dict[str, Iterable[Any]]:
         return {}
     loaders = dict(val_loader) if isinstance(val_loader, Mapping) else {"val": val_loader}
     for name, loader in loaders.items():
+        if not isinstance(name, str) or not name or name == "train":
+            raise ConfigurationError(
+                f"Trainer(val_loader={{{name!r}: ...}}): needs a name for the set, other than 'train'"
+            )
         if not isinstance(loader, Iterable):
             raise TypeError(f"Trainer(val_loader): {name!r} is {type(loader).__name__}; needs an iterable of batches")
         if iter(loader) is loader:

@@ -81,6 +81,13 @@ class Evaluation:
         self._average()  # a run that was paused, or ended without COMPLETED, has come to neither of its handlers
         if "loss" not in self._means:
             raise _no_batch(name, state.stop_reason)
+        if state.stop_reason is not None or engine._internal_run_generator is not None:
+            get_logger("pulsetrain").warning(
+                "validation ended early: its means are over a part of the set",
+                set=name,
+                samples=self._size,
+                reason=state.stop_reason or "interrupted",
+            )
         return {f"{name}/{metric}": value for metric, value in self._scalars().items()}
 
     def _step(self, engine: Engine, batch: Any) -> dict[str, Any]:

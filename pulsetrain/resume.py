@@ -37,6 +37,7 @@ def capture(trainer: Trainer) -> dict[str, Any]:
         "accumulation": {"batches": trainer.accumulated, "gradients": gradients},
         "counters": {**counters, "iteration": position.trained, "epoch": position.epoch - (not position.epoch_done)},
         "learning_rates": [float(rate) for rate in trainer.learning_rates],
+        "grad_norm": trainer.grad_norm,
         "position": position.state_dict(),
         "validated_at": trainer.validated_at,
         "metrics": {name: float(value) for name, value in state.metrics.items() if _is_scalar(value)},
@@ -68,6 +69,7 @@ def restore(trainer: Trainer, saved: Mapping[str, Any]) -> None:
         parameter.grad = gradients[name].to(parameter.device) if name in gradients else None
     trainer.set_counters(saved["counters"])
     trainer.learning_rates = tuple(saved["learning_rates"])
+    trainer.grad_norm = saved["grad_norm"]
     trainer.position.load_state_dict(saved["position"])
     trainer.validated_at = saved["validated_at"]
     trainer.state.metrics = dict(saved["metrics"])

@@ -25,7 +25,7 @@ from engine.payloads import (
     ValidationCompleted,
 )
 from engine.protocols import TrainingResult, TrainingStrategy
-from handlers import Callback, CallbackList
+from handlers import Callback, CallbackList, Checkpointer
 from handlers.readings import reading_events
 from pulsetrain.arguments import (
     check_kinds,
@@ -121,7 +121,7 @@ class Trainer(Engine):
         self.losses, self._rate = Losses(), Rate()
         self.accumulated = 0  # batches whose gradients await the next update
         self.rng_to_restore: dict[str, Any] | None = None
-        self._grad_norm: Tensor | None = None
+        self.grad_norm: Tensor | None = None  # of the last update for which it was measured
         self.validated_at = -1  # iteration of the last validation
         self.in_step = False
         self.state.tokens = self.state.samples = 0
@@ -153,13 +153,18 @@ class Trainer(Engine):
             ConfigurationError: resume="latest" without exactly one Checkpointer.
         """
         if resume is not None:
+            if not isinstance(resume, (str, os.PathLike)):
+                raise TypeError(f"Trainer.train(resume={resume!r}): needs 'latest' or a checkpoint's path")
             self._resume(resume)
         state, bound = self.state, self.bound
         if self.position.resuming:
             state.max_epochs, state.max_iters = bound.max_epochs, bound.max_iterations
             state.dataloader, self._internal_run_generator = self.train_loader, None
             self._init_iter = None
+            if self._is_done(state):
+                self._stand_at_the_end()
             self._internal_run()  # not run(): where nothing is left to train it would begin from the start
+            state.stop_reason = state.stop_reason or self._bound_inside_an_epoch()
         elif self._internal_run_generator is not None or (
             (state.max_epochs or state.max_iters) and not self._is_done(state)
         ):
@@ -171,17 +176,40 @@ class Trainer(Engine):
 
     def _begin_anew(self) -> None:
         """From iteration 0: counters, history, handlers and the order of the data, not the weights."""
+        for handler in self.handlers:
+            if isinstance(handler, Checkpointer) and self.state.iteration > 0:
+                handler.refuse_another_run()  # before anything of the finished run is touched
         rng.seed_everything(self.seed)
         state = self.state
         state.max_epochs = state.max_iters = None
         self.set_counters(dict.fromkeys(COUNTERS, 0) | {"epoch_length": None})
         self.accumulated, self.validated_at = 0, -1
         self.optimizer.zero_grad(set_to_none=True)
-        self.losses = Losses()
-        self.history.restart({})
+        self.grad_norm = None
+        self.losses, self.history = Losses(), History()  # whoever holds the last run's keeps it
         self.position.restart()
         for key, handler in stateful(self.handlers).items():
             handler.load_state_dict(self._at_first[key])
+
+    def _stand_at_the_end(self) -> None:
+        """A checkpoint behind the last batch was loaded: what is left is the run's end."""
+        self.position.resuming = False
+        self.state.epoch = self.position.epoch
+        if self.rng_to_restore is not None:
+            rng.restore(self.rng_to_restore)
+            self.rng_to_restore = None
+
+    def _bound_inside_an_epoch(self) -> str | None:
+        """What the loop would have said had it come to the bound itself; at an epoch's end it says nothing."""
+        if self._tokens_reached():
+            return f"max_tokens={self.config.max_tokens} was reached"
+        ended_inside = self.state.max_iters is not None and not self.position.epoch_done
+        return f"max_iters={self.state.max_iters} was reached" if ended_inside else None
+
+    def _report_exhausted(self) -> None:
+        super()._report_exhausted()
+        if not self._is_done(self.state):
+            self.terminate(reason=f"the data ended after {self.state.iteration} iterations, before the run's bound")
 
     def set_counters(self, counters: Mapping[str, Any]) -> None:
         """Put the run's counters; events that share one are told, or they would count a step twice."""
@@ -280,10 +308,10 @@ class Trainer(Engine):
         if config.clip_grad_norm is not None or (
             heard.live and (heard.busy or not heard.low <= state.update + 1 < heard.high)
         ):
-            self._grad_norm = grad_norm(self._parameters())
-            self.fire(Events.GRADIENTS_READY, GradientsReady(grad_norm=self._grad_norm))  # it advances state.update
+            self.grad_norm = grad_norm(self._parameters())
+            self.fire(Events.GRADIENTS_READY, GradientsReady(grad_norm=self.grad_norm))  # it advances state.update
             if config.clip_grad_norm is not None:
-                clip_grad_norm(self._parameters(), config.clip_grad_norm, self._grad_norm)
+                clip_grad_norm(self._parameters(), config.clip_grad_norm, self.grad_norm)
         else:
             state.update += 1
         if config.clip_grad_value is not None:
@@ -329,8 +357,8 @@ class Trainer(Engine):
             return
         self.history.settle()
         metrics = {"train/loss": self.losses.take("log").item(), "learning_rate": self.learning_rates[0]}
-        if self._grad_norm is not None:
-            metrics["grad_norm"] = self._grad_norm.item()
+        if self.grad_norm is not None:
+            metrics["grad_norm"] = self.grad_norm.item()
         metrics.update(self._rate.read(self.state.samples, self.state.tokens))
         self.fire(Events.METRICS_LOGGED, MetricsLogged(metrics=metrics))
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from ignite.handlers import TerminateOnNan
 
-from engine import CheckpointError, ConfigurationError, Events, Every
+from engine import CheckpointError, ConfigurationError, Events, Every, RunFolderError
 from engine.schedules import Cosine
 from handlers import Checkpointer, EarlyStopping, LRScheduler
 from pulsetrain import Trainer
@@ -248,3 +248,73 @@ def test_compiling_by_configuration_reaches_the_backend(monkeypatch: pytest.Monk
     monkeypatch.setattr(torch.nn.Module, "compile", lambda self: asked.append(self))
     run = trainer({"compile": True})
     assert asked == [run.model]
+
+
+def test_a_refused_second_run_leaves_the_finished_one_as_it_is(tmp_path: Path):
+    run = trainer({"max_epochs": 2}, handlers=[Checkpointer(tmp_path)])
+    history = run.train()
+    with pytest.raises(RunFolderError, match="holds checkpoints already"):
+        run.train()
+    assert len(history["train/loss"]) == 2
+    assert run.state.iteration == 20
+
+
+def test_a_second_runs_history_is_another_object():
+    run = trainer({"max_epochs": 1})
+    first = run.train()
+    second = run.train()
+    assert first is not second
+    assert first != second
+
+
+@pytest.mark.parametrize("bound", [{"max_iterations": 13}, {"max_updates": 13}])
+def test_a_run_killed_at_its_very_end_ends_alike_when_resumed(bound: dict[str, int], tmp_path: Path):
+    def make(folder: Path) -> Trainer:
+        checkpointer = Checkpointer(folder, every=Every(iterations=1), at_end=False)
+        shuffled = loader(12, shuffle=True)  # its order is drawn: the generators have to be as they were
+        return trainer({**bound, "validate_every": None}, val_loader=shuffled, handlers=[checkpointer])
+
+    whole = make(tmp_path / "whole")
+    expected = whole.train()
+    cut = make(tmp_path / "cut")
+    cut.add_event_handler(Events.TERMINATE, lambda: (_ for _ in ()).throw(SystemExit))
+    with pytest.raises(SystemExit):
+        cut.train()
+    torch.manual_seed(123)
+    again = make(tmp_path / "cut")
+    assert again.train(resume="latest") == expected
+    assert (again.state.epoch, again.state.stop_reason) == (whole.state.epoch, whole.state.stop_reason)
+
+
+def test_a_log_point_behind_a_resume_still_has_the_norm(tmp_path: Path):
+    def logged(run: Trainer) -> list[set[str]]:
+        names: list[set[str]] = []
+        run.add_event_handler(Events.METRICS_LOGGED, lambda engine, event: names.append(set(event.payload.metrics)))
+        return names
+
+    config = {"max_iterations": 5, "accumulate": 3, "clip_grad_norm": 1.0}
+    run = trainer(config, handlers=[Checkpointer(tmp_path, every=Every(epochs=9))])
+    run.add_event_handler(Events.ITERATION_COMPLETED(once=4), lambda engine: engine.terminate())
+    run.train()
+    again = trainer(config, handlers=[Checkpointer(tmp_path, every=Every(epochs=9))])
+    names = logged(again)
+    again.train(resume="latest")
+    assert "grad_norm" in names[0]
+
+
+@pytest.mark.filterwarnings("ignore:Data iterator can not provide data")
+def test_data_that_ends_before_the_bound_ends_the_run_and_says_so():
+    run = trainer({"max_iterations": 50}, train_loader=iter(list(loader())))
+    run.train()
+    assert run.state.stop_reason == "the data ended after 10 iterations, before the run's bound"
+
+
+def test_a_validation_set_needs_a_name_of_its_own():
+    for name in ("train", "", 1):
+        with pytest.raises(ConfigurationError, match="other than 'train'"):
+            trainer(val_loader={name: loader()})
+
+
+def test_resuming_takes_a_word_or_a_path():
+    with pytest.raises(TypeError, match="'latest' or a checkpoint's path"):
+        trainer().train(resume=True)  # type: ignore[arg-type]
