@@ -11,6 +11,7 @@ from ignite.metrics import Metric as IgniteMetric
 from torch import Tensor, nn
 
 from engine import Engine, EventBus, Events, Phase
+from engine.batches import length_of
 from engine.errors import ConfigurationError
 from engine.logs import get_logger
 from engine.protocols import Backend, TrainingStrategy
@@ -85,7 +86,7 @@ class Evaluation:
             get_logger("pulsetrain").warning(
                 "validation ended early: its means are over a part of the set",
                 set=name,
-                samples=self._size,
+                batches=state.iteration,
                 reason=state.stop_reason or "interrupted",
             )
         return {f"{name}/{metric}": value for metric, value in self._scalars().items()}
@@ -217,11 +218,7 @@ def check_sets(loaders: Mapping[str, Iterable[Any]]) -> None:
         ConfigurationError: a set's length is 0.
     """
     for name, loader in loaders.items():
-        try:
-            length = len(loader)  # type: ignore[arg-type]  # those without one are let through
-        except (TypeError, NotImplementedError):  # a DataLoader of a stream has the method all the same
-            continue
-        if length == 0:
+        if length_of(loader) == 0:
             raise _no_batch(name, "its length is 0")
 
 

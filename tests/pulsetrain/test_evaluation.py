@@ -359,3 +359,15 @@ def test_the_recorder_finds_custom_events_by_the_public_accessor(tmp_path: Any):
     recorder.detach()
     lines = (tmp_path / "events" / "events.jsonl").read_text().splitlines()
     assert [json.loads(line)["event"] for line in lines] == ["ended"]
+
+
+def test_a_validation_that_is_cut_short_is_said_to_be_over_a_part():
+    run = trainer(val_loader=loader(12, shuffle=False))
+    run.evaluator.add_event_handler(
+        Events.ITERATION_COMPLETED(once=2), lambda engine: engine.terminate(reason="enough")
+    )
+    with structlog.testing.capture_logs() as logs:
+        run.validate()
+    (line,) = logs
+    assert (line["set"], line["batches"], line["reason"]) == ("val", 2, "enough")
+    assert "a part of the set" in line["event"]
