@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal, Self
 
-from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler as TorchLRScheduler
 from torch.optim.lr_scheduler import ReduceLROnPlateau
@@ -14,7 +13,7 @@ from engine.errors import CheckpointError, ConfigurationError, unknown_name
 from engine.events import Events
 from engine.logs import get_logger
 from engine.loop import Engine
-from engine.schedules import Schedule
+from engine.schedules import Schedule, group_ratios, update_optimizer
 from engine.subscription import Phase
 from handlers.attachment import Attachment
 
@@ -60,7 +59,6 @@ class LRScheduler:
         self.schedule = schedule
         self.by = by
         self._count = 0
-        self._ratios: list[float] = []
         self._optimizer: Optimizer | None = None
         self._given = optimizer
         if isinstance(schedule, TorchLRScheduler):
@@ -132,29 +130,14 @@ class LRScheduler:
         self._optimizer = optimizer
         if isinstance(self.schedule, TorchLRScheduler):
             return
-        default = float(optimizer.defaults["lr"])
-        # torch keeps a group's own rate under this name too; it travels with the optimizer's state
-        own = [float(group.setdefault("initial_lr", float(group["lr"]))) for group in optimizer.param_groups]
-        if default == 0.0 and any(own):
-            raise ConfigurationError(
-                f"LRScheduler(optimizer={type(optimizer).__name__}): its default learning rate is 0, so the groups' "
-                f"ratios to it are not known: {own}; give the optimizer the rate of an ordinary group"
-            )
-        self._ratios = [rate / default if default else 1.0 for rate in own]
+        group_ratios(optimizer, "LRScheduler")  # notes the first rates before anything changes them
 
     def _write(self) -> None:
         if isinstance(self.schedule, TorchLRScheduler):
             return  # it writes for itself
         if self._optimizer is None:
             raise RuntimeError("LRScheduler.step(): no optimizer yet; pass optimizer= or attach to an engine first")
-        rate = self.schedule.get_lr(self._count)
-        if len(self._optimizer.param_groups) != len(self._ratios):
-            self._take(self._optimizer)  # a group was added since
-        for group, ratio in zip(self._optimizer.param_groups, self._ratios, strict=True):
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(rate * ratio)  # captured graphs read this very tensor
-            else:
-                group["lr"] = rate * ratio
+        update_optimizer(self._optimizer, self.schedule.get_lr(self._count))
 
     def _advance(self) -> None:
         if isinstance(self.schedule, TorchLRScheduler):

@@ -5,7 +5,7 @@ from structlog.testing import capture_logs
 from torch import nn
 
 from engine.errors import CheckpointError
-from engine.schedules import Cosine, Linear, Step, Warmup
+from engine.schedules import Cosine, Linear, Step, Warmup, add_warmup, create_scheduler
 from handlers import LRScheduler
 
 
@@ -93,6 +93,34 @@ def test_a_tensor_rate_is_written_in_place():
     LRScheduler(Halving(), optimizer).step()
     assert optimizer.param_groups[0]["lr"] is rate
     assert rate.item() == 0.5
+
+
+def test_a_tensor_rate_that_is_the_default_rate_too_is_written_at_every_step():
+    optimizer = torch.optim.Adam([nn.Parameter(torch.ones(1))], lr=torch.tensor(1.0), capturable=False, foreach=False)
+    scheduler = LRScheduler(Halving(), optimizer)
+    for expected in (0.5, 0.25, 0.125):
+        assert scheduler.step() == expected
+        assert optimizer.param_groups[0]["lr"].item() == expected
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda optimizer: add_warmup(torch.optim.lr_scheduler.StepLR(optimizer, step_size=2, gamma=0.5), 2),
+        lambda optimizer: create_scheduler(optimizer, "step", 1, 6, warmup_steps=2, step_size=2, gamma=0.5),
+    ],
+    ids=["add_warmup", "create_scheduler"],
+)
+def test_a_torch_scheduler_with_a_warm_up_of_ours_is_stepped_and_resumed(make):
+    whole, first, second = UpdatingEngine(), UpdatingEngine(), UpdatingEngine()
+    LRScheduler(make(whole.optimizer)).attach(whole)
+    whole.run([0] * 6, max_epochs=1)
+    assert whole.used == [[0.0], [0.5], [1.0], [1.0], [0.5], [0.5]]
+    before = LRScheduler(make(first.optimizer)).attach(first)
+    first.run([0] * 3, max_epochs=1)
+    LRScheduler(make(second.optimizer)).attach(second).load_state_dict(before.state_dict())
+    second.run([0] * 3, max_epochs=1)
+    assert first.used + second.used == whole.used
 
 
 def test_a_torch_scheduler_is_stepped_after_each_update():

@@ -1,0 +1,72 @@
+"""The learning rates of an optimizer's groups."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from numbers import Real
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+
+from engine.errors import ConfigurationError
+
+__all__ = ["default_rate", "group_ratios", "update_optimizer", "write_rates"]
+
+
+def update_optimizer(optimizer: Optimizer, learning_rate: float) -> None:
+    """Write the rate of a group that has the optimizer's default rate; the other groups keep their ratio to it.
+
+    A ratio is that of a group's first rate, which is kept in the group as `initial_lr` and so in the optimizer's state.
+    Rates that are tensors are filled in place.
+
+    Raises:
+        ConfigurationError: the rate is no finite number from 0 on, or the ratios are not known (see `group_ratios`).
+    """
+    if not isinstance(learning_rate, Real) or not 0 <= learning_rate < math.inf:
+        raise ConfigurationError(
+            f"update_optimizer(learning_rate={learning_rate!r}): needs a finite number that is not negative"
+        )
+    write_rates(optimizer, [learning_rate * ratio for ratio in group_ratios(optimizer)])
+
+
+def group_ratios(optimizer: Optimizer, place: str = "update_optimizer") -> list[float]:
+    """Each group's first rate over the optimizer's default rate; a group seen for the first time gets its `initial_lr`.
+
+    Args:
+        place: who asks, for the message.
+
+    Raises:
+        ConfigurationError: the default rate is 0 and a group's is not, so the ratio would be infinite.
+    """
+    # torch's own schedulers keep a group's first rate under this name too
+    own = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
+    default = default_rate(optimizer)
+    if default == 0.0 and any(own):
+        raise ConfigurationError(
+            f"{place}(optimizer={type(optimizer).__name__}): its default learning rate is 0, so the groups' "
+            f"ratios to it are not known: {own}; give the optimizer the rate of an ordinary group"
+        )
+    for group, rate in zip(optimizer.param_groups, own, strict=True):
+        group["initial_lr"] = rate
+    return [rate / default if default else 1.0 for rate in own]
+
+
+def default_rate(optimizer: Optimizer) -> float:
+    """The rate that the optimizer was made with."""
+    default = optimizer.defaults["lr"]
+    if isinstance(default, Tensor) and any(group["lr"] is default for group in optimizer.param_groups):
+        # The groups hold this very tensor and it is about to be filled: keep the first rate in one of its own. On the
+        # host, since reading it from a device at each update would wait for all that the device still has to do.
+        default = optimizer.defaults["lr"] = default.detach().to("cpu", copy=True)
+    return float(default)
+
+
+def write_rates(optimizer: Optimizer, rates: Iterable[Any]) -> None:
+    """Set each group's rate, in its order."""
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        if isinstance(group["lr"], Tensor):
+            group["lr"].fill_(rate)  # captured graphs read this very tensor
+        else:
+            group["lr"] = rate

@@ -1,0 +1,178 @@
+"""Schedules by name, fitted to the length of a run."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import MISSING, fields
+from typing import Any, Literal
+
+from engine.errors import ConfigurationError, unknown_name
+from engine.schedules.formula import Formula, Schedule, is_whole
+from engine.schedules.phases import WSD, OneCycle, Warmup
+from engine.schedules.shapes import (
+    Constant,
+    Cosine,
+    CosineRestarts,
+    Exponential,
+    InverseSqrt,
+    Linear,
+    MultiStep,
+    Polynomial,
+    Step,
+)
+
+__all__ = ["build_schedule", "keywords_of", "named_schedule"]
+
+# The first parameter of each class is its rate.
+_NAMED: dict[str, type[Formula]] = {
+    "constant": Constant,
+    "linear": Linear,
+    "polynomial": Polynomial,
+    "cosine": Cosine,
+    "cosine_with_restarts": CosineRestarts,
+    "step": Step,
+    "multi_step": MultiStep,
+    "exponential": Exponential,
+    "inverse_sqrt": InverseSqrt,
+    "wsd": WSD,
+    "one_cycle": OneCycle,
+}
+
+# What a parameter without a default is, for who left it out.
+_NEEDED = {
+    "step_size": "the updates between two drops of the rate",
+    "milestones": "the numbers of updates after which the rate drops",
+    "gamma": "the factor of the rate from one update to the next",
+}
+
+
+def build_schedule(
+    name: str,
+    learning_rate: float,
+    *,
+    total_steps: int | None,
+    warmup_steps: int = 0,
+    warmup_strategy: Literal["linear", "exponential"] = "linear",
+    min_lr_ratio: float | None = None,
+    **kwargs: Any,
+) -> Schedule:
+    """The schedule of that name, after a warm-up where one is asked for.
+
+    A decay spans what the warm-up leaves of total_steps. Defaults: `first_cycle` (cosine_with_restarts) is half of what
+    the warm-up leaves, `decay_steps` (wsd) a tenth of total_steps, `timescale` (inverse_sqrt) is warmup_steps, or 10000
+    without a warm-up.
+
+    Args:
+        learning_rate: the highest rate: that of the first update after the warm-up.
+        total_steps: updates of the whole run, the warm-up's among them; None where nobody knows.
+        min_lr_ratio: the lowest rate as a part of learning_rate, in place of `min_lr`; by default 0 for linear and 0.1
+            for cosine, cosine_with_restarts, polynomial and wsd. The others have no lowest rate.
+        kwargs: the further parameters of the schedule's class: `min_lr` (absolute), `gamma`, `power`, `first_cycle` ...
+
+    Raises:
+        ConfigurationError: an unknown name or keyword, a value out of range, a parameter without a default left out,
+            no total_steps where they are needed, or none left by the warm-up.
+    """
+    return named_schedule(
+        "build_schedule", name, learning_rate, total_steps, warmup_steps, warmup_strategy, min_lr_ratio, kwargs
+    )
+
+
+def keywords_of(place: str, name: str) -> tuple[str, ...]:
+    """What the caller may choose of the schedule of that name, besides its rate and its place in the run.
+
+    Raises:
+        ConfigurationError: there is no schedule of that name.
+    """
+    if not isinstance(name, str) or name not in _NAMED:
+        raise unknown_name(place, "name", name, _NAMED)
+    names = [field.name for field in fields(_NAMED[name])[1:]]
+    return tuple(name for name in names if name not in ("total_steps", "warmup_steps"))
+
+
+def named_schedule(
+    place: str,
+    name: str,
+    learning_rate: float,
+    total_steps: int | None,
+    warmup_steps: int,
+    warmup_strategy: Literal["linear", "exponential"],
+    min_lr_ratio: float | None,
+    kwargs: dict[str, Any],
+) -> Schedule:
+    """What `build_schedule` does; `place` is the function that the messages name."""
+    choices = keywords_of(place, name)
+    kind = _NAMED[name]
+    for key, value in kwargs.items():
+        if key not in choices:
+            takes = f"it takes {', '.join(choices)}" if choices else "it takes no further keyword"
+            raise ConfigurationError(f"{place}({key}={value!r}): unknown to the schedule {name!r}; {takes}")
+    _check(place, learning_rate, total_steps, warmup_steps, warmup_strategy)
+    _check_floor(place, name, min_lr_ratio, choices, kwargs)
+    if warmup_steps and kind is OneCycle:
+        raise ConfigurationError(
+            f"{place}(warmup_steps={warmup_steps}): 'one_cycle' has a warm-up of its own; pass its part of the run as "
+            "pct_start, and warmup_steps=0"
+        )
+    parameters = {fields(kind)[0].name: learning_rate, **kwargs}
+    parameters.update(_spans(place, name, total_steps, warmup_steps, parameters))
+    if "min_lr" in choices and "min_lr" not in kwargs:
+        default = 0.0 if kind is Linear else 0.1
+        parameters["min_lr"] = learning_rate * (default if min_lr_ratio is None else min_lr_ratio)
+    for field in fields(kind):
+        if field.name not in parameters and field.default is MISSING:
+            raise ConfigurationError(f"{place}(name={name!r}): needs {field.name}, {_NEEDED[field.name]}")
+    schedule = kind(**parameters)
+    return Warmup(learning_rate, warmup_steps, warmup_strategy) >> schedule if warmup_steps else schedule
+
+
+def _spans(place: str, name: str, total_steps: int | None, warmup_steps: int, given: dict[str, Any]) -> dict[str, Any]:
+    """The parameters that the length of the run decides, where the caller did not."""
+    names = {field.name for field in fields(_NAMED[name])} - given.keys()
+    spans: dict[str, Any] = {"timescale": warmup_steps or 10_000} if "timescale" in names else {}
+    if not names & {"total_steps", "first_cycle"}:
+        return spans
+    if total_steps is None:
+        raise ConfigurationError(
+            f"{place}(total_steps=None): the schedule {name!r} falls over a known number of updates; bound the run "
+            "(max_updates, or max_epochs over a loader with a length) or choose 'constant', 'step' or 'inverse_sqrt'"
+        )
+    left = total_steps - warmup_steps
+    if "first_cycle" in names:
+        spans["first_cycle"] = max(1, left // 2)
+    if "total_steps" in names:
+        spans["total_steps"] = left
+    if "decay_steps" in names:
+        spans["decay_steps"] = max(1, min(total_steps // 10, left))
+    return spans
+
+
+def _check(place: str, learning_rate: Any, total_steps: Any, warmup_steps: Any, warmup_strategy: Any) -> None:
+    if not isinstance(learning_rate, (int, float)) or not 0 < learning_rate < math.inf:
+        raise ConfigurationError(f"{place}(learning_rate={learning_rate!r}): needs a positive number")
+    if total_steps is not None and not is_whole(total_steps):
+        raise ConfigurationError(
+            f"{place}(total_steps={total_steps!r}): needs a whole number of updates, or None where nobody knows it"
+        )
+    if not is_whole(warmup_steps) or warmup_steps < 0:
+        raise ConfigurationError(f"{place}(warmup_steps={warmup_steps!r}): needs a whole number, 0 for no warm-up")
+    if warmup_strategy not in ("linear", "exponential"):
+        raise unknown_name(place, "warmup_strategy", warmup_strategy, ("linear", "exponential"))
+    if total_steps is not None and warmup_steps >= total_steps:
+        raise ConfigurationError(
+            f"{place}(warmup_steps={warmup_steps}): leaves nothing of total_steps={total_steps}; "
+            "pass a shorter warm-up or a longer run"
+        )
+
+
+def _check_floor(place: str, name: str, min_lr_ratio: Any, choices: tuple[str, ...], kwargs: dict[str, Any]) -> None:
+    if min_lr_ratio is None:
+        return
+    given = f"{place}(min_lr_ratio={min_lr_ratio!r})"
+    if not isinstance(min_lr_ratio, (int, float)) or isinstance(min_lr_ratio, bool) or not 0 <= min_lr_ratio <= 1:
+        raise ConfigurationError(f"{given}: needs a part of learning_rate, from 0 to 1")
+    if "min_lr" not in choices:
+        remedy = "pass final_div_factor" if "final_div_factor" in choices else "leave it out"
+        raise ConfigurationError(f"{given}: the schedule {name!r} has no lowest rate; {remedy}")
+    if "min_lr" in kwargs:
+        raise ConfigurationError(f"{given}: min_lr={kwargs['min_lr']!r} says the lowest rate as well; give one of them")
