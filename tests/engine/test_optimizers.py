@@ -1,36 +1,28 @@
-"""Optimizers by name, their decay groups, and what is refused."""
+"""Optimizers by name, their keywords, and what is refused; for names of optional packages too."""
 
 import functools
+import math
+import subprocess
+import sys
 
 import pytest
+import schedulefree
 import torch
 from torch import nn
 
 from engine.errors import ConfigurationError
 from engine.optimizers import create_optimizer, resolve_optimizer
 
-NAMES = ["adamw", "adam", "sgd", "rmsprop", "adagrad", "adadelta", "nadam", "radam"]
-
-
-class Llama2RMSNorm(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(4))
-
-
-class TiedModel(nn.Module):
-    """Embedding, attention, recurrence, norms, and an output layer that shares the embedding's weight."""
-
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Embedding(10, 4)
-        self.attention = nn.MultiheadAttention(4, 2)
-        self.recurrent = nn.GRU(4, 4)
-        self.norm = nn.LayerNorm(4)
-        self.own_norm = Llama2RMSNorm()
-        self.scale = nn.Parameter(torch.ones(()))
-        self.output = nn.Linear(4, 10)
-        self.output.weight = self.embedding.weight
+TORCHS = {
+    "adamw": torch.optim.AdamW,
+    "adam": torch.optim.Adam,
+    "sgd": torch.optim.SGD,
+    "rmsprop": torch.optim.RMSprop,
+    "adagrad": torch.optim.Adagrad,
+    "adadelta": torch.optim.Adadelta,
+    "nadam": torch.optim.NAdam,
+    "radam": torch.optim.RAdam,
+}
 
 
 def small():
@@ -47,33 +39,27 @@ def train(model, optimizer, steps=5):
     return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
 
 
-def names_in(model, group):
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return {names[id(parameter)] for parameter in group["params"]}
-
-
 # ------------------------------------------------------------------------------------------------ by name
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", TORCHS)
 def test_each_name_gives_the_numbers_of_torchs_own_optimizer(name):
-    theirs_class = {kind.__name__.lower(): kind for kind in vars(torch.optim).values() if isinstance(kind, type)}[name]
     momentum = {"momentum": 0.9} if name == "sgd" else {}
     ours, theirs = small(), small()
     optimizer = create_optimizer(ours, name, 0.01, 0.1)
-    assert type(optimizer) is theirs_class
-    reference = theirs_class(theirs.parameters(), lr=0.01, weight_decay=0.1, **momentum)
+    assert type(optimizer) is TORCHS[name]
+    reference = TORCHS[name](theirs.parameters(), lr=0.01, weight_decay=0.1, **momentum)
     torch.testing.assert_close(train(ours, optimizer), train(theirs, reference), rtol=1e-5, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", TORCHS)
 def test_without_fused_kernels_the_numbers_are_torchs_bit_for_bit(name):
-    theirs_class = {kind.__name__.lower(): kind for kind in vars(torch.optim).values() if isinstance(kind, type)}[name]
     momentum = {"momentum": 0.9} if name == "sgd" else {}
+    fused = {"fused": False} if name in ("adamw", "adam", "sgd", "adagrad") else {}
     ours, theirs = small(), small()
-    optimizer = create_optimizer(ours, name, 0.01, foreach=False)
-    reference = theirs_class(theirs.parameters(), lr=0.01, weight_decay=0.0, foreach=False, **momentum)
-    assert torch.equal(train(ours, optimizer), train(theirs, reference))
+    optimizer = create_optimizer(ours, name, 0.01, **fused)
+    reference = TORCHS[name](theirs.parameters(), lr=0.01, weight_decay=0.0, **momentum, **fused)
+    assert torch.equal(train(ours, optimizer, steps=50), train(theirs, reference, steps=50))
 
 
 def test_the_defaults_are_torchs_but_for_sgds_momentum_and_the_absent_decay():
@@ -110,69 +96,6 @@ def test_sparse_gradients_still_work(name):
     assert (model.weight != before).any(dim=1).tolist() == [False, True, True] + [False] * 7
 
 
-# ------------------------------------------------------------------------------------------- which parameters
-
-
-def test_shared_parameters_come_once_and_frozen_ones_not_at_all():
-    model = TiedModel()
-    model.recurrent.requires_grad_(False)
-    (group,) = create_optimizer(model, "adamw", 0.1).param_groups
-    expected = {name for name, _ in model.named_parameters() if not name.startswith("recurrent")}
-    assert names_in(model, group) == expected
-    assert len(group["params"]) == len(expected)
-    assert "output.weight" not in expected
-
-
-def test_decay_applies_to_every_parameter_by_default():
-    (group,) = create_optimizer(TiedModel(), "adamw", 0.1, 0.2).param_groups
-    assert group["weight_decay"] == 0.2
-
-
-def test_auto_spares_biases_norms_and_embeddings():
-    model = TiedModel()
-    decayed, spared = create_optimizer(model, "adamw", 0.1, 0.2, no_decay="auto").param_groups
-    assert (decayed["weight_decay"], spared["weight_decay"]) == (0.2, 0.0)
-    assert names_in(model, decayed) == {
-        "attention.in_proj_weight",
-        "attention.out_proj.weight",
-        "recurrent.weight_ih_l0",
-        "recurrent.weight_hh_l0",
-        "scale",
-    }
-    assert names_in(model, spared) == {
-        "embedding.weight",
-        "attention.in_proj_bias",
-        "attention.out_proj.bias",
-        "recurrent.bias_ih_l0",
-        "recurrent.bias_hh_l0",
-        "norm.weight",
-        "norm.bias",
-        "own_norm.weight",
-        "output.bias",
-    }
-
-
-def test_a_rule_decides_which_parameters_are_spared():
-    model = small()
-    decayed, spared = create_optimizer(
-        model, "sgd", 0.1, 0.2, no_decay=lambda name, parameter: name.startswith("0.") or parameter.ndim < 2
-    ).param_groups
-    assert names_in(model, decayed) == {"2.weight"}
-    assert names_in(model, spared) == {"0.weight", "0.bias", "2.bias"}
-
-
-def test_a_rule_that_spares_everything_leaves_one_group():
-    (group,) = create_optimizer(small(), "sgd", 0.1, 0.2, no_decay=lambda name, parameter: True).param_groups
-    assert group["weight_decay"] == 0.0
-
-
-def test_the_groups_are_the_same_without_any_decay_so_that_states_fit_again():
-    with_decay = create_optimizer(small(), "adamw", 0.1, 0.2, no_decay="auto")
-    without = create_optimizer(small(), "adamw", 0.1, 0.0, no_decay="auto")
-    assert [len(group["params"]) for group in without.param_groups] == [2, 2]
-    without.load_state_dict(with_decay.state_dict())
-
-
 # ---------------------------------------------------------------------------------------------- what is refused
 
 
@@ -199,7 +122,26 @@ def test_the_groups_are_the_same_without_any_decay_so_that_states_fit_again():
             r"create_optimizer\(momentum=0.9\): unknown to 'adamw'; it takes adam_beta1, .*eps",
         ),
         ("sgd", {"adam_beta1": 0.9}, r"create_optimizer\(adam_beta1=0.9\): unknown to 'sgd'; .*momentum, nesterov"),
-        ("sgd", {"momentum": -1.0}, r"create_optimizer\(name='sgd', momentum=-1.0.*Invalid momentum"),
+        ("sgd", {"momentum": -1.0}, r"create_optimizer\(momentum=-1.0\): needs a number from 0 up to"),
+        ("sgd", {"momentum": float("nan")}, r"create_optimizer\(momentum=nan\): needs a number from 0 up to"),
+        ("sgd", {"dampening": 1.5}, r"create_optimizer\(dampening=1.5\): needs a number from 0 to 1"),
+        ("sgd", {"nesterov": "false"}, r"create_optimizer\(nesterov='false'\): needs to be True or False"),
+        ("sgd", {"nesterov": True, "momentum": 0.0}, r"name='sgd', nesterov=True, momentum=0.0.*Nesterov momentum req"),
+        ("adam", {"fused": 1}, r"create_optimizer\(fused=1\): needs to be True or False"),
+        ("rmsprop", {"momentum": 1.0}, r"create_optimizer\(momentum=1.0\): needs a number from 0 up to"),
+        ("rmsprop", {"alpha": 1.1}, r"create_optimizer\(alpha=1.1\): needs a number from 0 up to"),
+        ("adadelta", {"rho": 1.0}, r"create_optimizer\(rho=1.0\): needs a number from 0 up to"),
+        ("adagrad", {"lr_decay": float("inf")}, r"create_optimizer\(lr_decay=inf\): needs a number that is not neg"),
+        ("adagrad", {"eps": True}, r"create_optimizer\(eps=True\): needs a number that is not negative"),
+        ("nadam", {"momentum_decay": -1}, r"create_optimizer\(momentum_decay=-1\): needs a number that is not neg"),
+        ("muon", {"momentum": 1.0}, r"create_optimizer\(momentum=1.0\): needs a number from 0 up to"),
+        ("muon", {"ns_steps": 0}, r"create_optimizer\(ns_steps=0\): needs a whole number from 1 to 99"),
+        ("muon", {"adjust_lr_fn": "none"}, r"create_optimizer\(name='muon', adjust_lr_fn='none'\): .*not supported"),
+        ("muon", {"maximize": True}, r"create_optimizer\(maximize=True\): unknown to 'muon'; .*muon_rule, nesterov"),
+        ("lion", {"adam_epsilon": 1e-8}, r"create_optimizer\(adam_epsilon=1e-08\): unknown to 'lion'; it takes adam_"),
+        ("schedule_free_sgd", {"momentum": 0.0}, r"create_optimizer\(momentum=0.0\): needs a number between 0 and 1"),
+        ("schedule_free_adamw", {"adam_beta1": 0.0}, r"create_optimizer\(adam_beta1=0.0\): needs a number between 0"),
+        ("schedule_free_adamw", {"warmup_steps": -1}, r"create_optimizer\(warmup_steps=-1\): needs a whole number, 0"),
         ("adamw", {"no_decay": "norms"}, r"create_optimizer\(no_decay='norms'\): needs \"auto\", None, or a rule"),
     ],
 )
@@ -218,6 +160,61 @@ def test_a_model_without_trainable_parameters_is_refused():
 def test_parameters_without_a_shape_yet_are_refused():
     with pytest.raises(ConfigurationError, match=r"'weight' has no shape yet; run the model on one batch first"):
         create_optimizer(nn.LazyLinear(3), "sgd", 0.1)
+
+
+# ------------------------------------------------------------------------------------------- optional packages
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "extra"),
+    [
+        ("lion", "lion_pytorch", "lion"),
+        ("schedule_free_adamw", "schedulefree", "schedule-free"),
+        ("schedule_free_sgd", "schedulefree", "schedule-free"),
+    ],
+)
+def test_a_missing_package_names_the_extra_that_installs_it(monkeypatch, name, module, extra):
+    monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.delitem(sys.modules, "engine.optimizers.lion", raising=False)
+    with pytest.raises(
+        ConfigurationError, match=rf"create_optimizer\(name='{name}'\): needs .*; pip install 'pulsetrain\[{extra}\]'"
+    ):
+        create_optimizer(small(), name, 0.1)
+
+
+def test_a_torch_without_muon_says_which_has_it(monkeypatch):
+    monkeypatch.delattr(torch.optim, "Muon")
+    with pytest.raises(ConfigurationError, match=r"create_optimizer\(name='muon'\): torch .* no torch.optim.Muon"):
+        create_optimizer(small(), "muon", 0.1)
+
+
+def test_lions_triton_kernel_is_refused_where_triton_is_missing(monkeypatch):
+    monkeypatch.setattr("engine.optimizers.options.find_spec", lambda name: None)
+    with pytest.raises(ConfigurationError, match=r"create_optimizer\(use_triton=True\): needs the package triton"):
+        create_optimizer(small(), "lion", 0.1, use_triton=True)
+
+
+def test_importing_the_optimizers_imports_no_optional_package():
+    code = "import sys, engine.optimizers; sys.exit(bool({'lion_pytorch', 'schedulefree'} & set(sys.modules)))"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_lion_steps_by_the_sign_of_momentum_and_gradient_mixed():
+    # Chen et al. 2023, algorithm 2, with a gradient that depends on the weights
+    weight = nn.Parameter(torch.tensor([0.5, -2.0, 0.1], dtype=torch.float64))
+    model = nn.ParameterList([weight])
+    optimizer = create_optimizer(model, "lion", 0.1, 0.2, betas=(0.9, 0.99))
+    expected, momentum = [0.5, -2.0, 0.1], [0.0, 0.0, 0.0]
+    for _ in range(10):
+        optimizer.zero_grad()
+        (weight**2).sum().backward()
+        optimizer.step()
+        for i, value in enumerate(expected):
+            gradient = 2 * value
+            mixed = 0.9 * momentum[i] + 0.1 * gradient
+            expected[i] = value * (1 - 0.1 * 0.2) - 0.1 * math.copysign(1.0, mixed)
+            momentum[i] = 0.99 * momentum[i] + 0.01 * gradient
+        torch.testing.assert_close(weight.tolist(), expected, rtol=1e-12, atol=1e-12)
 
 
 # ------------------------------------------------------------------------------------- name, instance, factory
@@ -259,6 +256,13 @@ def test_anything_else_is_refused_with_the_three_choices(wrong):
 def test_a_factory_that_returns_no_optimizer_is_refused():
     with pytest.raises(ConfigurationError, match=r"returned list: needs a name"):
         resolve_optimizer(list, small(), 0.1)
+
+
+def test_a_schedule_free_optimizer_from_a_factory_is_ready_to_train():
+    model = small()
+    before = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    optimizer = resolve_optimizer(functools.partial(schedulefree.SGDScheduleFree, lr=0.1), model, 0.3)
+    assert not torch.equal(train(model, optimizer), before)
 
 
 def test_keywords_without_a_name_are_refused():

@@ -1,0 +1,16 @@
+"""Optimizers by name: validated arguments, decay groups, rates per layer, and fused kernels where they pay."""
+
+from engine.optimizers.create import create_optimizer, resolve_optimizer
+from engine.optimizers.groups import DecayRule, LayerRates
+from engine.optimizers.muon import MuonRule, MuonWithAdamW
+from engine.optimizers.schedule_free import averaged_weights
+
+__all__ = [
+    "DecayRule",
+    "LayerRates",
+    "MuonRule",
+    "MuonWithAdamW",
+    "averaged_weights",
+    "create_optimizer",
+    "resolve_optimizer",
+]

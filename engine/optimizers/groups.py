@@ -1,0 +1,171 @@
+"""Parameter groups: which parameters are trained, which of them decay, and which have a learning rate of their own."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any, Literal
+
+from torch import nn
+
+from engine.errors import ConfigurationError
+from engine.optimizers.options import check_number
+
+__all__ = ["DecayRule", "LayerRates", "build_groups", "decay_rule", "rate_rule", "spared_by_kind", "trainable_of"]
+
+DecayRule = Callable[[str, nn.Parameter], bool]
+"""`rule(name, parameter)`: whether weight decay spares the parameter."""
+
+LayerRates = Mapping[str, float] | Callable[[str, nn.Parameter], float | None]
+"""Learning rates by module path or prefix of a parameter's name, or `rule(name, parameter)`: the rate, None for the
+default."""
+
+Named = Sequence[tuple[str, nn.Parameter]]
+
+_RateRule = Callable[[str, nn.Parameter], tuple[str | float, float] | None]
+"""What the parameter's group is told apart by, and its rate; None for the default rate."""
+
+_NORM_CLASS = re.compile(r"Norm(alization)?(?![a-z])")  # LayerNorm, BatchNorm2d, LlamaRMSNorm; not Normalizer
+
+
+def trainable_of(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    """Names and parameters that take gradients, each parameter once, under its first name."""
+    trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    if not trainable:
+        frozen = sum(1 for _ in model.parameters())
+        raise ConfigurationError(
+            f"create_optimizer(model={type(model).__name__}): no trainable parameter ({frozen} frozen ones); "
+            "call requires_grad_(True) on what is to be trained"
+        )
+    for name, parameter in trainable:
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise ConfigurationError(
+                f"create_optimizer(model={type(model).__name__}): {name!r} has no shape yet; "
+                "run the model on one batch first"
+            )
+    return trainable
+
+
+def build_groups(
+    trainable: Named, weight_decay: float, spares: DecayRule | None, rate_of: _RateRule
+) -> list[dict[str, Any]]:
+    """Groups by rate, each parted into decayed and spared parameters; none is empty.
+
+    First those with the default rate, then the others in the order of the model. The rules alone decide, never the
+    values of rates given by name or of the decay, so that states fit again when those are changed.
+    """
+    rates: dict[str | float | None, float | None] = {None: None}
+    members: dict[tuple[str | float | None, bool], list[nn.Parameter]] = {}
+    for name, parameter in trainable:
+        own = rate_of(name, parameter)
+        key = None if own is None else own[0]
+        rates.setdefault(key, None if own is None else own[1])
+        members.setdefault((key, spares is not None and spares(name, parameter)), []).append(parameter)
+    groups = []
+    for key, rate in rates.items():
+        for spared in (False, True):
+            if (key, spared) in members:
+                group = {"params": members[key, spared], "weight_decay": 0.0 if spared else weight_decay}
+                groups.append(group if rate is None else {**group, "lr": rate})
+    return groups
+
+
+# ------------------------------------------------------------------------------------------------ weight decay
+
+
+def decay_rule(model: nn.Module, no_decay: Literal["auto"] | DecayRule | None) -> DecayRule | None:
+    """The rule that no_decay stands for; None where every parameter decays."""
+    if no_decay is None:
+        return None
+    if no_decay == "auto":
+        return spared_by_kind(model)
+    if callable(no_decay):
+        return no_decay
+    raise ConfigurationError(
+        f'create_optimizer(no_decay={no_decay!r}): needs "auto", None, or a rule (name, parameter) -> bool'
+    )
+
+
+def spared_by_kind(model: nn.Module) -> DecayRule:
+    """The rule for biases, norms and embeddings; an embedding that is shared with another layer stays an embedding."""
+    spared = {
+        id(parameter)
+        for module in model.modules()
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or _NORM_CLASS.search(type(module).__name__)
+        for parameter in module.parameters(recurse=False)
+    }
+    # "bias_hh_l0" of recurrent layers and "in_proj_bias" of attention are biases too
+    return lambda name, parameter: id(parameter) in spared or "bias" in name.rsplit(".", 1)[-1].split("_")
+
+
+# ---------------------------------------------------------------------------------------------- learning rates
+
+
+def rate_rule(model: nn.Module, trainable: Named, layer_rates: LayerRates | None) -> _RateRule:
+    """The rule that layer_rates stands for.
+
+    Raises:
+        ConfigurationError: neither a mapping nor a rule, a rate out of range, or a prefix that nothing trainable has.
+    """
+    if layer_rates is None:
+        return lambda name, parameter: None
+    if callable(layer_rates):
+        return _by_answer(layer_rates)
+    if not isinstance(layer_rates, Mapping):
+        raise ConfigurationError(
+            f"create_optimizer(layer_rates={layer_rates!r}): needs a mapping from a module path or the prefix of a "
+            "parameter's name to a learning rate, or a rule (name, parameter) -> rate or None"
+        )
+    for prefix, rate in layer_rates.items():
+        if not isinstance(prefix, str):  # YAML reads the name of a layer in a Sequential as a number
+            raise ConfigurationError(
+                f"create_optimizer(layer_rates[{prefix!r}]={rate!r}): needs the path as text; write {str(prefix)!r}"
+            )
+        _check_rate(f"layer_rates[{prefix!r}]", rate)
+        if not any(_covers(prefix, name) for name, _ in trainable):
+            raise ConfigurationError(
+                f"create_optimizer(layer_rates[{prefix!r}]={rate!r}): {_why_without(prefix, model, trainable)}"
+            )
+    rates = dict(layer_rates)
+    return lambda name, parameter: _longest(name, rates)
+
+
+def _by_answer(rule: Callable[[str, nn.Parameter], float | None]) -> _RateRule:
+    def rate_of(name: str, parameter: nn.Parameter) -> tuple[float, float] | None:
+        rate = rule(name, parameter)
+        if rate is None:
+            return None
+        _check_rate(f"layer_rates({name!r}, ...)", rate)
+        return rate, rate
+
+    return rate_of
+
+
+def _longest(name: str, rates: Mapping[str, float]) -> tuple[str, float] | None:
+    prefix = max((prefix for prefix in rates if _covers(prefix, name)), key=len, default=None)
+    return None if prefix is None else (prefix, rates[prefix])
+
+
+def _covers(prefix: str, name: str) -> bool:
+    return name == prefix or name.startswith(f"{prefix}.")
+
+
+def _check_rate(argument: str, rate: object) -> None:
+    check_number(argument, rate, lambda value: 0 < value < math.inf, "a positive number")
+
+
+def _why_without(prefix: str, model: nn.Module, trainable: Named) -> str:
+    first_names = {id(parameter): name for name, parameter in trainable}
+    covered = [p for name, p in model.named_parameters(remove_duplicate=False) if _covers(prefix, name)]
+    shared = [first_names[id(parameter)] for parameter in covered if id(parameter) in first_names]
+    if shared:
+        return f"its parameters are shared; name them as they come first in the model, {shared[0]!r}"
+    if covered:
+        return "all its parameters are frozen; call requires_grad_(True) on them, or leave it out"
+    parts = [name.split(".") for name, _ in trainable]
+    paths = dict.fromkeys(".".join(part[: depth + 1]) for part in parts for depth in range(len(part)))
+    near = get_close_matches(prefix, paths, n=3)
+    listed = near or list(dict.fromkeys(part[0] for part in parts))[:12]
+    return f"matches no parameter; {'near it are' if near else 'the model has'} {', '.join(map(repr, listed))}"

@@ -1,0 +1,17 @@
+"""Lion from the package lion-pytorch, which this module needs to be imported."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lion_pytorch
+
+__all__ = ["Lion"]
+
+
+class Lion(lion_pytorch.Lion):  # type: ignore[misc]  # the package is optional, hence Any
+    """Lion (Chen et al. 2023) whose copies and pickles can step; the package's lose their update function."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = {key: self.__dict__[key] for key in ("_init_lr", "decoupled_wd", "update_fn")}
+        return {**super().__getstate__(), **kept}
