@@ -12,9 +12,10 @@ from engine import Events, Every, Phase
 from engine.checkpoint import CheckpointManager, check_name, find_checkpoints
 from engine.errors import ConfigurationError, RunFolderError, unknown_name
 from engine.logs import get_logger
+from engine.metrics import canonical
 from engine.payloads import CheckpointSaved
 from engine.subscription import Handle
-from handlers.readings import canonical, reading_events
+from handlers.readings import reading_events
 
 __all__ = ["Checkpointer"]
 

@@ -9,9 +9,9 @@ from typing import Any, Literal, Self
 from engine.errors import ConfigurationError, unknown_name
 from engine.events import Event, Events
 from engine.loop import Engine
+from engine.metrics import canonical
 from engine.subscription import Phase
 from handlers.attachment import Attachment
-from handlers.readings import canonical
 
 __all__ = ["EarlyStopping"]
 

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import numbers
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from difflib import get_close_matches
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from engine.cadence import Every
-from engine.errors import MetricNotFoundError
 from engine.events import Events, EventsList
+from engine.metrics import to_host
 
-__all__ = ["canonical", "learning_rates", "reading_events", "scalar", "scalars", "step_metrics", "to_host"]
+__all__ = ["learning_rates", "reading_events", "scalar", "scalars", "step_metrics", "to_host"]
 
 
 def scalars(output: Any) -> dict[str, Tensor | float]:
@@ -54,19 +53,6 @@ def scalar(value: Any) -> Tensor | float | None:
         # numpy's scalars are Real, too
         return int(value) if isinstance(value, numbers.Integral) else float(value)
     return None
-
-
-def to_host(tensors: Sequence[Tensor]) -> list[float]:
-    """The values of tensors of shape (), in order: one copy, and one wait for the device, per device and dtype."""
-    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for index, tensor in enumerate(tensors):
-        groups.setdefault((tensor.device, tensor.dtype), []).append(index)
-    values = [0.0] * len(tensors)
-    for indices in groups.values():
-        copied = torch.stack([tensors[index].detach() for index in indices]).tolist()
-        for index, value in zip(indices, copied, strict=True):
-            values[index] = value
-    return values
 
 
 def learning_rates(engine: Any) -> list[Tensor | float]:
@@ -117,23 +103,3 @@ def reading_events(every: Every, clock: Callable[[], float] = time.monotonic) ->
         return bool(update // interval > before // interval)
 
     return joined | Events.ITERATION_COMPLETED(event_filter=has_updated)
-
-
-def canonical(name: str, known: Iterable[str], *, place: str = "canonical") -> str:
-    """The full name of a metric among those known: `val/loss` for itself and for `val_loss`.
-
-    Raises:
-        MetricNotFoundError: none or several match; it names those that exist.
-    """
-    names = list(known)
-    if name in names:
-        return name
-    flat = name.replace("/", "_")
-    matches = [other for other in names if other.replace("/", "_") == flat]
-    if len(matches) == 1:
-        return matches[0]
-    near = get_close_matches(name, names, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    exist = ", ".join(sorted(names)) or "none at all"
-    problem = f"may be {' or '.join(matches)}" if matches else "does not exist"
-    raise MetricNotFoundError(f"{place}(metric={name!r}): this metric {problem}; there are: {exist}{hint}")

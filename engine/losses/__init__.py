@@ -1,7 +1,18 @@
 """Loss functions over torch tensors: classes come last, shapes are checked, nothing waits for the device."""
 
-from engine.losses.classification import bce_with_logits, cross_entropy
-from engine.losses.registry import Loss, get_loss
+from engine.losses.classification import bce_with_logits, cross_entropy, focal_loss
+from engine.losses.registry import Loss, check_first_batch, check_first_loss, get_loss
 from engine.losses.regression import huber, l1, mse
 
-__all__ = ["Loss", "bce_with_logits", "cross_entropy", "get_loss", "huber", "l1", "mse"]
+__all__ = [
+    "Loss",
+    "bce_with_logits",
+    "check_first_batch",
+    "check_first_loss",
+    "cross_entropy",
+    "focal_loss",
+    "get_loss",
+    "huber",
+    "l1",
+    "mse",
+]

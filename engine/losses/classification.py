@@ -1,20 +1,29 @@
-"""Losses over classes: one of many (cross entropy), or yes and no each (binary cross entropy)."""
+"""Losses over classes: one of many (cross entropy, focal), or yes and no each (binary cross entropy)."""
 
 from __future__ import annotations
+
+import math
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.losses.shapes import check_same_shape
+from engine.errors import ConfigurationError
+from engine.losses.checks import check_labels
+from engine.losses.chunked import chunked_cross_entropy
+from engine.losses.shapes import check_same_shape, class_indices
 
-__all__ = ["bce_with_logits", "cross_entropy"]
-
-_INDEX_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+__all__ = ["bce_with_logits", "cross_entropy", "focal_loss"]
 
 
 def cross_entropy(
-    logits: Tensor, targets: Tensor, *, label_smoothing: float = 0.0, ignore_index: int = -100, z_loss: float = 0.0
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+    z_loss: float = 0.0,
+    chunk_size: int | None = None,
 ) -> Tensor:
     """Mean of `-log softmax(logits)[target]` over the targets that are not ignored, in nats.
 
@@ -25,38 +34,109 @@ def cross_entropy(
         ignore_index: targets of this value count neither for the sum nor for the mean.
         z_loss: weight of the mean of `logsumexp(logits) ** 2`, which keeps logits from drifting (Chowdhery et al. 2022,
             section 5).
+        chunk_size: go through so many classes at a time (8192, say), in float32 at least. The forward pass then holds
+            no second tensor of the logits' size, the backward pass their gradient alone; the loss has no second
+            derivative. To hold no logits at all, see `torch.nn.functional.linear_cross_entropy`.
 
     Returns:
-        Scalar; nan where every target is ignored.
+        Scalar; nan where every target is ignored. In the dtype of the logits; float32 at least with a chunk_size.
 
     Raises:
-        ValueError: the shapes do not fit.
+        ConfigurationError: an option is out of range.
+        ValueError: the shapes do not fit; on the CPU also: a target is no class.
         TypeError: the targets are not whole numbers.
     """
-    if logits.ndim == 0 or targets.shape != logits.shape[:-1]:
-        hint = ""
-        if logits.ndim > 2 and targets.shape == logits.shape[:1] + logits.shape[2:]:
-            hint = "; classes come last: logits.movedim(1, -1)"
-        elif targets.shape == logits.shape:
-            hint = "; targets are class indices: probabilities.argmax(-1)"
-        elif targets.shape == (*logits.shape[:-1], 1):
-            hint = "; pass targets.squeeze(-1)"
-        raise ValueError(
-            f"cross_entropy(logits of shape {tuple(logits.shape)}, targets of shape {tuple(targets.shape)}): "
-            f"needs logits (..., classes) and targets (...){hint}"
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ConfigurationError(f"cross_entropy(label_smoothing={label_smoothing!r}): needs a number from 0 to 1")
+    if not 0.0 <= z_loss < math.inf:
+        raise ConfigurationError(f"cross_entropy(z_loss={z_loss!r}): needs a finite number of at least 0")
+    if chunk_size is not None and (type(chunk_size) is not int or chunk_size < 1):
+        raise ConfigurationError(
+            f"cross_entropy(chunk_size={chunk_size!r}): needs a whole number of classes, at least 1; or None"
         )
-    if targets.dtype is not torch.int64:
-        if targets.dtype not in _INDEX_DTYPES:
-            raise TypeError(f"cross_entropy(targets of {targets.dtype}): needs class indices; pass targets.long()")
-        targets = targets.long()
-    if logits.ndim != 2:
-        logits, targets = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
-    loss = F.cross_entropy(logits, targets, ignore_index=ignore_index, label_smoothing=label_smoothing)
+    targets = class_indices("cross_entropy", logits, targets)
+    try:
+        if chunk_size is not None:
+            return chunked_cross_entropy(
+                logits,
+                targets,
+                chunk_size=chunk_size,
+                label_smoothing=label_smoothing,
+                ignore_index=ignore_index,
+                z_loss=z_loss,
+            )
+        rows, labels = logits, targets
+        if logits.ndim != 2:
+            rows, labels = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
+        loss = F.cross_entropy(rows, labels, ignore_index=ignore_index, label_smoothing=label_smoothing)
+    except (IndexError, RuntimeError):
+        _explain("cross_entropy", logits, targets, ignore_index)
+        raise
     if z_loss:
         counted = targets != ignore_index
-        squares = logits.float().logsumexp(-1).square()  # float: squares soon leave the range of fp16
+        # wide: squares soon leave the range of fp16
+        squares = logits.to(torch.promote_types(logits.dtype, torch.float32)).logsumexp(-1).square()
         loss = loss + z_loss * torch.where(counted, squares, 0.0).sum() / counted.sum()
     return loss
+
+
+def focal_loss(
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    gamma: float = 2.0,
+    alpha: float | Tensor | None = None,
+    ignore_index: int = -100,
+) -> Tensor:
+    """Mean of `-alpha (1 - p) ** gamma log p`, where p is the target's probability, in nats.
+
+    Source: Lin et al. 2017, eq. 4 and 5, over many classes; the mean is over the targets that are not ignored.
+
+    Args:
+        logits: shape (..., classes).
+        targets: class indices, shape (...).
+        gamma: how much less a target counts that is well predicted; with 0 it is the cross entropy.
+        alpha: weight of all targets, above 0 and up to 1, or of each class, shape (classes,); it does not divide the
+            mean.
+        ignore_index: targets of this value count neither for the sum nor for the mean.
+
+    Returns:
+        Scalar, in float32 at least; nan where every target is ignored.
+
+    Raises:
+        ConfigurationError: an option is out of range or of the wrong shape.
+        ValueError: the shapes do not fit; on the CPU also: a target is no class.
+        TypeError: the targets are not whole numbers.
+    """
+    if not 0.0 <= gamma < math.inf:
+        raise ConfigurationError(f"focal_loss(gamma={gamma!r}): needs a finite number of at least 0")
+    targets = class_indices("focal_loss", logits, targets)
+    if isinstance(alpha, Tensor):
+        if alpha.shape != logits.shape[-1:]:
+            raise ConfigurationError(
+                f"focal_loss(alpha of shape {tuple(alpha.shape)}): needs a weight for each of the "
+                f"{logits.shape[-1]} classes, shape ({logits.shape[-1]},)"
+            )
+    elif alpha is not None and not 0.0 < alpha <= 1.0:
+        raise ConfigurationError(
+            f"focal_loss(alpha={alpha!r}): needs a number above 0 and up to 1, or a tensor of shape (classes,)"
+        )
+    rows, labels = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
+    try:
+        nats = F.cross_entropy(rows, labels, ignore_index=ignore_index, reduction="none")
+    except IndexError:
+        _explain("focal_loss", logits, targets, ignore_index)
+        raise
+    nats = nats.to(torch.promote_types(nats.dtype, torch.float32))
+    # 1 - p, at least the smallest normal number: the power's derivative is infinite at 0 where gamma is below 1
+    missing = (-torch.expm1(-nats)).clamp_min(torch.finfo(nats.dtype).tiny)
+    losses = missing**gamma * nats
+    counted = labels != ignore_index
+    if isinstance(alpha, Tensor):
+        losses = losses * alpha.to(losses.dtype)[torch.where(counted, labels, 0)]
+    elif alpha is not None:
+        losses = losses * alpha
+    return torch.where(counted, losses, 0.0).sum() / counted.sum()
 
 
 def bce_with_logits(logits: Tensor, targets: Tensor) -> Tensor:
@@ -72,3 +152,9 @@ def bce_with_logits(logits: Tensor, targets: Tensor) -> Tensor:
     """
     check_same_shape("bce_with_logits", "logits", logits, targets)
     return F.binary_cross_entropy_with_logits(logits, targets)
+
+
+def _explain(place: str, logits: Tensor, targets: Tensor, ignore_index: int) -> None:
+    """Say which label made torch fail, where it did so on the CPU: after a failure an accelerator answers no more."""
+    if targets.device.type == "cpu":
+        check_labels(place, logits, targets, ignore_index)

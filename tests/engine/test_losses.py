@@ -2,13 +2,14 @@
 
 import math
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from engine.errors import ConfigurationError
-from engine.losses import bce_with_logits, cross_entropy, get_loss, huber, l1, mse
+from engine.losses import bce_with_logits, cross_entropy, focal_loss, get_loss, huber, l1, mse
 
 # ------------------------------------------------------------------------------------------- cross entropy
 
@@ -56,6 +57,32 @@ def test_z_loss_adds_the_mean_squared_logarithm_of_the_partition_function_over_c
     counted = logits.logsumexp(-1)[targets != -100]
     by_hand = cross_entropy(logits, targets) + 0.1 * counted.square().mean()
     torch.testing.assert_close(cross_entropy(logits, targets, z_loss=0.1), by_hand)
+
+
+def test_z_loss_of_float64_logits_is_computed_in_float64():
+    logits = torch.randn(4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    squares = numpy.log(numpy.exp(logits.numpy()).sum(-1)) ** 2
+    added = cross_entropy(logits, torch.arange(4), z_loss=0.5) - cross_entropy(logits, torch.arange(4))
+    assert added.item() == pytest.approx(0.5 * squares.mean(), rel=1e-13)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "rule"),
+    [
+        ("label_smoothing", -0.1, "needs a number from 0 to 1"),
+        ("label_smoothing", 1.5, "needs a number from 0 to 1"),
+        ("label_smoothing", math.nan, "needs a number from 0 to 1"),
+        ("z_loss", -1e-4, "needs a finite number of at least 0"),
+        ("z_loss", math.inf, "needs a finite number of at least 0"),
+        ("z_loss", math.nan, "needs a finite number of at least 0"),
+        ("chunk_size", 0, "needs a whole number of classes"),
+        ("chunk_size", 2.0, "needs a whole number of classes"),
+        ("chunk_size", True, "needs a whole number of classes"),
+    ],
+)
+def test_an_option_out_of_range_is_named(option, value, rule):
+    with pytest.raises(ConfigurationError, match=rf"cross_entropy\({option}={value}\): {rule}"):
+        cross_entropy(torch.zeros(2, 3), torch.tensor([0, 1]), **{option: value})
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.int8, torch.uint8])
@@ -135,12 +162,19 @@ def test_huber_refuses_a_delta_that_is_not_positive():
         huber(torch.zeros(2), torch.zeros(2), delta=0)
 
 
-@pytest.mark.parametrize("loss", [cross_entropy, *ELEMENTWISE])
-def test_no_loss_looks_at_a_value(loss):
+@pytest.mark.parametrize(
+    ("loss", "options"),
+    [
+        (cross_entropy, {"z_loss": 0.1, "label_smoothing": 0.1}),
+        (cross_entropy, {"z_loss": 0.1, "label_smoothing": 0.1, "chunk_size": 2}),
+        (focal_loss, {"alpha": torch.ones(3, device="meta")}),
+        *((loss, {}) for loss in ELEMENTWISE),
+    ],
+)
+def test_no_loss_looks_at_a_value(loss, options):
     # a meta tensor has no values: whatever would wait for a device fails on it
     outputs = torch.zeros(4, 3, device="meta", requires_grad=True)
-    targets = torch.zeros(4, dtype=torch.int64, device="meta") if loss is cross_entropy else outputs.detach()
-    options = {"z_loss": 0.1, "label_smoothing": 0.1} if loss is cross_entropy else {}
+    targets = outputs.detach() if loss in ELEMENTWISE else torch.zeros(4, dtype=torch.int64, device="meta")
     loss(outputs, targets, **options).backward()
     assert outputs.grad.shape == (4, 3)
 
@@ -149,8 +183,9 @@ def test_no_loss_looks_at_a_value(loss):
 
 
 def test_each_name_finds_its_loss():
-    assert {name: get_loss(name) for name in ("cross_entropy", "mse", "l1", "huber", "bce_with_logits")} == {
+    assert {name: get_loss(name) for name in ("cross_entropy", "focal", "mse", "l1", "huber", "bce_with_logits")} == {
         "cross_entropy": cross_entropy,
+        "focal": focal_loss,
         "mse": mse,
         "l1": l1,
         "huber": huber,

@@ -6,8 +6,7 @@ import torch
 from driving import ManualClock, UpdatingEngine, make_engine
 
 from engine import Engine, Events, Every
-from engine.errors import MetricNotFoundError
-from handlers.readings import canonical, reading_events, scalars, step_metrics, to_host
+from handlers.readings import reading_events, scalars, step_metrics
 
 
 @dataclass
@@ -43,11 +42,6 @@ def test_scalars_are_detached_and_of_shape_empty():
     assert (value.requires_grad, value.shape) == (False, ())
 
 
-def test_values_come_to_the_host_in_order_whatever_their_types():
-    tensors = [torch.tensor(0.1), torch.tensor(7), torch.tensor(0.1, dtype=torch.float64), torch.tensor(3.0)]
-    assert to_host(tensors) == [torch.tensor(0.1).item(), 7, 0.1, 3.0]
-
-
 def test_step_metrics_carry_full_names_and_the_learning_rate():
     engine = UpdatingEngine()
     engine.state.output = {"loss": torch.tensor(0.5), "train/kl": 2.0}
@@ -58,28 +52,6 @@ def test_step_metrics_of_an_evaluator_are_validation_metrics():
     evaluator = Engine(lambda engine, batch: 1.0, name="evaluator")
     evaluator.state.output = 1.0
     assert step_metrics(evaluator) == {"val/loss": 1.0}
-
-
-def test_both_spellings_of_a_metric_lead_to_its_full_name():
-    known = ["val/loss", "val/top_k", "learning_rate"]
-    assert [canonical(name, known) for name in ("val/loss", "val_loss", "val_top_k", "learning_rate")] == [
-        "val/loss",
-        "val/loss",
-        "val/top_k",
-        "learning_rate",
-    ]
-
-
-def test_a_name_that_may_be_two_metrics_is_refused():
-    with pytest.raises(MetricNotFoundError, match="may be a/b_c or a_b/c"):
-        canonical("a_b_c", ["a/b_c", "a_b/c"])
-
-
-def test_an_unknown_name_is_answered_with_those_that_exist():
-    with pytest.raises(MetricNotFoundError, match=r"Place\(metric='x'\): .* does not exist; there are: val/loss"):
-        canonical("x", ["val/loss"], place="Place")
-    with pytest.raises(MetricNotFoundError, match="none at all"):
-        canonical("x", [])
 
 
 def test_a_cadence_in_updates_reads_behind_the_iteration_where_there_is_an_output():

@@ -1,0 +1,117 @@
+"""Weighted means over a run, and what language models derive from their mean loss."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from engine.errors import ConfigurationError
+from engine.metrics.reading import nothing_yet
+
+__all__ = ["RunningMean", "bits_per_byte", "perplexity"]
+
+Number = TypeVar("Number", float, Tensor)
+
+
+class RunningMean:
+    """`sum(weight * value) / sum(weight)`, summed in float64 on the device of the values (float32 on mps).
+
+    NaN where all weights are zero.
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what was seen."""
+        # Never changed in place: a state that was handed out stays as it was.
+        self._total: Tensor | float | None = None
+        self._weight: Tensor | float = 0.0
+
+    def update(self, value: Tensor | float, weight: Tensor | float = 1.0) -> None:
+        """One more value, without waiting for the device.
+
+        Args:
+            value: a number or a tensor of one element, on any device.
+            weight: how much it counts, such as the number of samples that it is a mean of; a tensor's is not looked at.
+
+        Raises:
+            ValueError: more than one value, or a weight that is negative or not finite.
+        """
+        if not isinstance(weight, Tensor) and not 0.0 <= weight < math.inf:
+            raise ValueError(f"RunningMean.update(weight={weight!r}): needs a finite number of at least 0")
+        value, weight = _wide("value", value), _wide("weight", weight)
+        weighted = value * weight
+        self._total = weighted if self._total is None else self._total + weighted
+        self._weight = self._weight + weight
+
+    def mean(self) -> Tensor:
+        """The mean as a tensor of shape (), on the device.
+
+        Raises:
+            MetricNotFoundError: nothing was added yet.
+        """
+        if self._total is None:
+            raise nothing_yet("RunningMean")
+        # as a tensor even on the host: 0 / 0 is NaN there, and an exception between floats
+        total = self._total if isinstance(self._total, Tensor) else torch.tensor(self._total, dtype=torch.float64)
+        return total / self._weight
+
+    def compute(self) -> float:
+        """The mean, brought to the host.
+
+        Raises:
+            MetricNotFoundError: nothing was added yet.
+        """
+        return self.mean().item()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"total": self._total, "weight": self._weight}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._total, self._weight = state["total"], state["weight"]
+
+
+def perplexity(mean_loss: Number) -> Number:
+    """`exp(mean_loss)`: among how many equally likely tokens the model hesitates; infinite where that overflows.
+
+    Args:
+        mean_loss: nats a token; a tensor's stays on its device.
+    """
+    if isinstance(mean_loss, Tensor):
+        return mean_loss.exp()
+    try:
+        return math.exp(mean_loss)
+    except OverflowError:
+        return math.inf
+
+
+def bits_per_byte(mean_loss: Number, bytes_per_token: float = 1.0) -> Number:
+    """`mean_loss / (ln 2 * bytes_per_token)`: bits that the model needs for each byte of the text.
+
+    Args:
+        mean_loss: nats a token; a tensor's stays on its device.
+        bytes_per_token: mean length of a token in the text, bytes of UTF-8; 1 where tokens are bytes.
+
+    Raises:
+        ConfigurationError: bytes_per_token is not positive and finite.
+    """
+    if not 0.0 < bytes_per_token < math.inf:
+        raise ConfigurationError(f"bits_per_byte(bytes_per_token={bytes_per_token!r}): needs a positive number")
+    return mean_loss / (math.log(2) * bytes_per_token)
+
+
+def _wide(argument: str, value: Tensor | float) -> Tensor | float:
+    """In float64, and of shape ()."""
+    if not isinstance(value, Tensor):
+        return float(value)
+    if value.numel() != 1:
+        raise ValueError(
+            f"RunningMean.update({argument} of shape {tuple(value.shape)}): needs one number; pass {argument}.mean() "
+            "and the number of elements as the weight"
+        )
+    return value.detach().reshape(()).to(torch.float32 if value.device.type == "mps" else torch.float64)

@@ -1,0 +1,51 @@
+"""How metrics are found by name, and how their values come to the host."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+
+import torch
+from torch import Tensor
+
+from engine.errors import MetricNotFoundError
+
+__all__ = ["canonical", "nothing_yet", "to_host"]
+
+
+def canonical(name: str, known: Iterable[str], *, place: str = "canonical") -> str:
+    """The full name of a metric among those known: `val/loss` for itself and for `val_loss`.
+
+    Raises:
+        MetricNotFoundError: none or several match; it names those that exist.
+    """
+    names = list(known)
+    if name in names:
+        return name
+    flat = name.replace("/", "_")
+    matches = [other for other in names if other.replace("/", "_") == flat]
+    if len(matches) == 1:
+        return matches[0]
+    near = get_close_matches(name, names, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    exist = ", ".join(sorted(names)) or "none at all"
+    problem = f"may be {' or '.join(matches)}" if matches else "does not exist"
+    raise MetricNotFoundError(f"{place}(metric={name!r}): this metric {problem}; there are: {exist}{hint}")
+
+
+def to_host(tensors: Sequence[Tensor]) -> list[float]:
+    """The values of tensors of shape (), in order: one copy, and one wait for the device, per device and dtype."""
+    groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for index, tensor in enumerate(tensors):
+        groups.setdefault((tensor.device, tensor.dtype), []).append(index)
+    values = [0.0] * len(tensors)
+    for indices in groups.values():
+        copied = torch.stack([tensors[index].detach() for index in indices]).tolist()
+        for index, value in zip(indices, copied, strict=True):
+            values[index] = value
+    return values
+
+
+def nothing_yet(place: str) -> MetricNotFoundError:
+    """The error for a metric that is read before its first update."""
+    return MetricNotFoundError(f"{place}.compute(): has no value before the first update(); was the data empty?")
