@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
 
 from engine.errors import ConfigurationError
 
-__all__ = ["clip_grad_norm", "clip_grad_value", "grad_norm"]
+__all__ = ["clip_grad_norm", "clip_grad_value", "grad_norm", "scale_grads"]
 
 
 def grad_norm(parameters: Iterable[Tensor]) -> Tensor:
@@ -52,3 +53,10 @@ def clip_grad_value(parameters: Iterable[Tensor], max_value: float) -> None:
             f"clip_grad_value(max_value={max_value!r}): needs a positive number, or no clipping at all"
         )
     clip_grad_value_(parameters, max_value)
+
+
+def scale_grads(parameters: Iterable[Tensor], factor: float) -> None:
+    """Multiplies all gradients by the factor, in place, in the storage that they have."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if gradients:
+        torch._foreach_mul_(gradients, factor)

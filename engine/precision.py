@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -25,20 +26,27 @@ class Precision:
     Args:
         name: "fp32", "bf16" or "fp16"; fp16 brings a gradient scaler, since its small gradients underflow.
         device: where the forward pass runs; only its kind matters.
+        gradient_scale: what fp16 multiplies gradients by at first; it is halved where they overflow.
 
     Raises:
-        ConfigurationError: an unknown name, or a device that cannot autocast to that type.
+        ConfigurationError: an unknown name, a scale that is no positive number, or a device that cannot autocast to
+            that type.
     """
 
     scaler: torch.amp.GradScaler | None
+    skipped: torch.Tensor | None  # fp16 updates that overflowed and were left out, shape (), on the device
 
-    def __init__(self, name: Literal["fp32", "bf16", "fp16"], device: torch.device | str) -> None:
+    def __init__(
+        self, name: Literal["fp32", "bf16", "fp16"], device: torch.device | str, gradient_scale: float = 65536.0
+    ) -> None:
         if name not in _DTYPES:
             raise unknown_name("Precision", "name", name, _DTYPES)
+        if not isinstance(gradient_scale, (int, float)) or not 0 < gradient_scale < math.inf:
+            raise ConfigurationError(f"Precision(gradient_scale={gradient_scale!r}): needs a positive number")
         self.name = name
         self.device = torch.device(device)
         self.dtype: torch.dtype | None = _DTYPES[name]
-        self.scaler = None
+        self.scaler = self.skipped = None
         if self.dtype is None:
             return
         try:
@@ -47,7 +55,7 @@ class Precision:
                 warnings.simplefilter("error")
                 torch.autocast(self.device.type, dtype=self.dtype)
                 if name == "fp16":
-                    self.scaler = torch.amp.GradScaler(self.device.type)
+                    self.scaler = torch.amp.GradScaler(self.device.type, init_scale=float(gradient_scale))
         except (RuntimeError, ValueError, TypeError, AssertionError, Warning) as error:
             raise ConfigurationError(
                 f"Precision(name={name!r}, device={str(device)!r}): not available here ({error}); "
@@ -64,9 +72,30 @@ class Precision:
         # a new one each time: an autocast entered twice, one inside the other, leaves autocasting on behind it
         return torch.autocast(self.device.type, dtype=self.dtype)
 
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Bring gradients to their true size before they are measured or clipped; for fp16 alone."""
+        if self.scaler is not None:
+            self.scaler.unscale_(optimizer)
+
+    def step(self, optimizer: torch.optim.Optimizer) -> None:
+        """One optimizer step. An fp16 overflow leaves the weights as they are, lowers the scale and is counted."""
+        if self.scaler is None:
+            optimizer.step()
+            return
+        self.scaler.step(optimizer)
+        found = self.scaler._found_inf_per_device(optimizer).values()  # one tensor a device, 0 where all was finite
+        self.scaler.update()  # forgets them
+        overflowed = sum(each.to(self.device) for each in found) > 0
+        self.skipped = overflowed.long().sum() + (0 if self.skipped is None else self.skipped)
+
+    def skipped_updates(self) -> int:
+        """How many updates have been left out so far; for fp16 it waits for the device."""
+        return 0 if self.skipped is None else int(self.skipped.item())
+
     def state_dict(self) -> dict[str, Any]:
-        """The name, and the scaler's scale and growth; reading the scale waits for the device."""
-        return {"name": self.name, "scaler": None if self.scaler is None else self.scaler.state_dict()}
+        """The name, the scaler's scale and growth, the count of skipped updates; for fp16 it waits for the device."""
+        scaler = None if self.scaler is None else self.scaler.state_dict()
+        return {"name": self.name, "scaler": scaler, "skipped": self.skipped_updates()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Takes the scaler up where it was.
@@ -81,3 +110,4 @@ class Precision:
             )
         if self.scaler is not None:
             self.scaler.load_state_dict(dict(state["scaler"]))
+            self.skipped = torch.tensor(state["skipped"], device=self.device)

@@ -113,12 +113,21 @@ class Backend(Protocol):
         ...
 
 
-def describe(value: Any) -> str:
-    """Dtype and shape of every tensor in it, for messages: `float32 (8, 4)`."""
+def describe(value: Any, *, ranges: bool = False) -> str:
+    """Dtype and shape of every tensor in it, for messages: `float32 (8, 4)`.
+
+    Args:
+        ranges: also between which values whole numbers on the host lie; other devices are not asked, for one that has
+            failed answers nothing any more.
+    """
     if isinstance(value, Tensor):
-        return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+        text = f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+        whole = not value.dtype.is_floating_point and not value.dtype.is_complex
+        if ranges and whole and value.device.type == "cpu" and value.numel():
+            text += f" from {value.min().item()} to {value.max().item()}"
+        return text
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {describe(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{key}: {describe(item, ranges=ranges)}" for key, item in value.items()) + "}"
     if isinstance(value, (tuple, list)) and len(value) <= 8:
-        return f"({', '.join(map(describe, value))})"
+        return f"({', '.join(describe(item, ranges=ranges) for item in value)})"
     return type(value).__name__

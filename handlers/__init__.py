@@ -33,12 +33,16 @@ from handlers.checkpointer import Checkpointer  # noqa: E402
 from handlers.console_logger import ConsoleLogger  # noqa: E402
 from handlers.csv_logger import CSVLogger  # noqa: E402
 from handlers.early_stopping import EarlyStopping  # noqa: E402
+from handlers.ema import EMA  # noqa: E402
 from handlers.event_recorder import EventRecorder  # noqa: E402
 from handlers.loss_curve import LossCurve  # noqa: E402
 from handlers.lr_scheduler import LRScheduler  # noqa: E402
 from handlers.progress_bar import ProgressBar  # noqa: E402
+from handlers.swa import SWA  # noqa: E402
 
 __all__ = [
+    "EMA",
+    "SWA",
     "CSVLogger",
     "Callback",
     "CallbackList",

@@ -24,6 +24,9 @@ class Bound:
 
     def __init__(self, config: TrainingConfig, loader: Iterable[Any]) -> None:
         self.config = config
+        self.accumulate = rule = config.accumulation
+        self.counts_updates = config.max_updates is not None and rule.tokens is not None
+        self.counted = config.max_tokens is not None or self.counts_updates  # see reached()
         self.epoch_length = length_of(loader)
         self._loader = loader
         self._tokens_a_batch: int | None = None
@@ -40,8 +43,8 @@ class Bound:
         """The bound in batches that the loop can hold itself; None where it counts epochs."""
         if self.max_epochs is not None:
             return None
-        if self.config.max_updates is not None:
-            return self.config.max_updates * self.config.accumulate
+        if self.config.max_updates is not None and not self.counts_updates:
+            return self.accumulate.batches_in(self.config.max_updates)
         return self.config.max_iterations or UNBOUNDED
 
     @property
@@ -49,6 +52,9 @@ class Bound:
         """How many batches the run will take, or None where that is not known."""
         if self.max_epochs is not None:
             return None if self.epoch_length is None else self.max_epochs * self.epoch_length
+        if self.counts_updates:
+            assert self.config.max_updates is not None
+            return self.accumulate.batches_in(self.config.max_updates, self._tokens_a_batch)
         if self.config.max_tokens is None:
             return self.max_iterations
         return math.ceil(self.config.max_tokens / self._tokens_a_batch) if self._tokens_a_batch else None
@@ -56,8 +62,19 @@ class Bound:
     @property
     def total_updates(self) -> int | None:
         """How many optimizer steps the run will take, or None where that is not known."""
+        if self.config.max_updates is not None and self.max_epochs is None:
+            return self.config.max_updates
         iterations = self.total_iterations
-        return None if iterations is None else max(iterations // self.config.accumulate, 1)
+        return None if iterations is None else self.accumulate.updates_in(iterations, self._tokens_a_batch)
+
+    def reached(self, state: Any) -> str | None:
+        """Why the run ends here, for the bounds that hang on what the batches hold and the loop cannot count."""
+        config = self.config
+        if config.max_tokens is not None and state.tokens >= config.max_tokens:
+            return f"max_tokens={config.max_tokens} was reached"
+        if self.counts_updates and state.update >= config.max_updates:
+            return f"max_updates={config.max_updates} was reached"
+        return None
 
     def check(self) -> None:
         """Refuse a run that could not learn.
@@ -70,9 +87,9 @@ class Bound:
             raise ConfigurationError(
                 "Trainer(train_loader): has no batches; a DataLoader with drop_last drops a short one"
             )
-        if total is not None and total < config.accumulate:
+        if self.total_updates == 0:
             raise ConfigurationError(
-                f"TrainingConfig(accumulate={config.accumulate}): the run has {total} batches, which make no update; "
+                f"TrainingConfig(accumulate={config.accumulate!r}): the run has {total} batches, which make no update; "
                 "accumulate fewer, or train longer"
             )
         if self.max_epochs is not None and self.max_epochs > 1 and iter(self._loader) is self._loader:
@@ -82,17 +99,18 @@ class Bound:
             )
 
     def measure(self, strategy: TrainingStrategy, backend: Backend) -> None:
-        """Count the tokens of the first batch, for a bound in tokens; the generators are as they were afterwards.
+        """Count the tokens of the first batch, where something hangs on them; the generators stay as they were.
 
         Raises:
             ConfigurationError: the strategy counts no tokens, or the data can be read only once.
         """
-        if self.config.max_tokens is None or self._tokens_a_batch is not None:
+        setting, remedy = self._hangs_on_tokens()
+        if setting is None or self._tokens_a_batch is not None:
             return
         if iter(self._loader) is self._loader:
             raise ConfigurationError(
-                f"TrainingConfig(max_tokens={self.config.max_tokens}): the loader is an iterator, whose first batch "
-                "cannot be looked at beforehand; give a DataLoader or a list, or bound the run by max_iterations"
+                f"TrainingConfig({setting}): the loader is an iterator, whose first batch "
+                f"cannot be looked at beforehand; give a DataLoader or a list, or {remedy}"
             )
         before = rng.capture()
         try:
@@ -103,7 +121,12 @@ class Bound:
             raise ConfigurationError("Trainer(train_loader): gave no batch; it is empty")
         self._tokens_a_batch = strategy.prepare_batch(backend.to_device(batch)).tokens
         if not self._tokens_a_batch:
-            raise ConfigurationError(
-                f"TrainingConfig(max_tokens={self.config.max_tokens}): {type(strategy).__name__} counts no tokens; "
-                "use max_epochs, max_iterations or max_updates"
-            )
+            raise ConfigurationError(f"TrainingConfig({setting}): {type(strategy).__name__} counts no tokens; {remedy}")
+
+    def _hangs_on_tokens(self) -> tuple[str | None, str]:
+        """The setting that counts tokens, and what would do without."""
+        if self.config.max_tokens is not None:
+            return f"max_tokens={self.config.max_tokens}", "bound the run by max_iterations, max_updates or max_epochs"
+        if self.accumulate.tokens is not None:
+            return f"accumulate={self.config.accumulate!r}", "accumulate batches"
+        return None, ""

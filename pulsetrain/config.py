@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from engine.accumulation import Accumulate
 from engine.cadence import Every
 from engine.errors import ConfigurationError
 
@@ -24,21 +25,22 @@ class TrainingConfig:
         max_iterations: bound in batches [None].
         max_updates: bound in optimizer steps [None].
         max_tokens: bound in predicted tokens; the batch that reaches it is the last [None].
-        optimizer: adamw, adam, sgd, rmsprop ...; the Trainer's argument takes instances and factories too ['adamw'].
+        optimizer: adamw, adam, sgd, muon ...; the Trainer's argument takes instances and factories too ['adamw'].
         learning_rate: peak rate, above 0 [0.001].
         weight_decay: decay of the weights, 0 or more [0.0].
         no_decay: "auto" exempts biases, norms and embeddings from weight decay; None exempts nothing [None].
         optimizer_options: further keywords of the optimizer, such as betas or momentum [{}].
-        schedule: constant, linear, cosine, cosine_with_restarts or step; None leaves the rate alone ['constant'].
+        schedule: constant, linear, cosine, step, wsd, one_cycle ...; None leaves the rate alone ['constant'].
         warmup_steps: updates of linear warm-up, from 0 to the learning rate [0].
-        min_lr_ratio: what the schedule decays to, as a share of the learning rate [0.1].
+        min_lr_ratio: what the schedule decays to, as a share of the learning rate; None: 0.1, and 0 for linear [None].
         schedule_options: further keywords of the schedule, such as step_size and gamma [{}].
-        accumulate: batches whose gradients make one update; those left over at the run's end make none [1].
+        accumulate: batches an update, or Accumulate(tokens=...) or (schedule=...); a rest at the end makes none [1].
         clip_grad_norm: largest total L2 norm of the gradients; None does not clip [None].
         clip_grad_value: largest absolute value of a gradient's entry; None does not clip [None].
         precision: fp32, bf16 or fp16 (autocast) ['fp32'].
         device: "auto" (the accelerator where there is one), "cpu", "cuda", "cuda:1" ... ['auto'].
         compile: run the model through torch.compile [False].
+        activation_checkpointing: modules that recompute their activations in backward, as "blocks.*" [None].
         seed: of the data order and of what is drawn in training; None draws one [0].
         validate_every: when to validate; None only at the end. A run always ends with a validation [Every(epochs=1)].
         log_every_n_steps: iterations between two METRICS_LOGGED events, where alone the loss comes to the host [50].
@@ -61,14 +63,15 @@ class TrainingConfig:
     optimizer_options: Mapping[str, Any] = field(default_factory=dict)
     schedule: str | None = "constant"
     warmup_steps: int = 0
-    min_lr_ratio: float = 0.1
+    min_lr_ratio: float | None = None
     schedule_options: Mapping[str, Any] = field(default_factory=dict)
-    accumulate: int = 1
+    accumulate: int | Accumulate = 1
     clip_grad_norm: float | None = None
     clip_grad_value: float | None = None
     precision: str = "fp32"
     device: str = "auto"
     compile: bool = False
+    activation_checkpointing: str | None = None
     seed: int | None = 0
     validate_every: Every | None = Every(epochs=1)  # noqa: RUF009  # it is frozen
     log_every_n_steps: int = 50
@@ -90,7 +93,11 @@ class TrainingConfig:
             self._require(name, lambda value: isinstance(value, Mapping), "a mapping of keywords")
         if not isinstance(self.compile, bool):
             raise ConfigurationError(f"TrainingConfig(compile={self.compile!r}): needs to be True or False")
-        for name in (*bounds, "accumulate", "log_every_n_steps", "save_every_n_epochs", "early_stopping_patience"):
+        if not isinstance(self.accumulate, Accumulate):
+            self._require(
+                "accumulate", lambda value: isinstance(value, int) and value >= 1, "a whole number of at least 1"
+            )
+        for name in (*bounds, "log_every_n_steps", "save_every_n_epochs", "early_stopping_patience"):
             self._require(name, lambda value: isinstance(value, int) and value >= 1, "a whole number of at least 1")
         self._require("warmup_steps", lambda value: isinstance(value, int) and value >= 0, "a whole number, 0 or more")
         for name in ("learning_rate", "clip_grad_norm", "clip_grad_value"):
@@ -98,6 +105,9 @@ class TrainingConfig:
         self._require("weight_decay", lambda value: _is_number(value) and value >= 0, "a number, 0 or more")
         self._require("min_lr_ratio", lambda value: _is_number(value) and 0 <= value <= 1, "a number from 0 to 1")
         self._require("precision", lambda value: value in PRECISIONS, f"one of {', '.join(PRECISIONS)}")
+        self._require(
+            "activation_checkpointing", lambda value: isinstance(value, str) and value != "", "a name or None"
+        )
         self._require("no_decay", lambda value: value == "auto", "'auto' or None")
         self._require("seed", lambda value: isinstance(value, int) and 0 <= value < 2**63, "a whole number, 0 or more")
         self._require("validate_every", lambda value: isinstance(value, Every), "an Every, such as Every(epochs=1)")
@@ -106,7 +116,12 @@ class TrainingConfig:
                 f"TrainingConfig(save_every_n_epochs={self.save_every_n_epochs}): needs run_dir, where to save"
             )
 
-    def _require(self, name: str, rule: Callable[[Any], bool], wanted: str) -> None:
+    @property
+    def accumulation(self) -> Accumulate:
+        """`accumulate` as a rule."""
+        return self.accumulate if isinstance(self.accumulate, Accumulate) else Accumulate(batches=self.accumulate)
+
+    def _require(self, name: str, rule: Callable[[Any], object], wanted: str) -> None:
         value = getattr(self, name)
         optional = "None" in str(next(each.type for each in fields(self) if each.name == name))
         if value is None and optional:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from engine import Engine, EventBus, Events, Phase
 from engine.batches import length_of
 from engine.errors import ConfigurationError
 from engine.logs import get_logger
+from engine.metrics import RunningMean
 from engine.protocols import Backend, TrainingStrategy
 
 __all__ = ["Evaluation", "Evaluator", "check_sets", "eval_mode"]
@@ -49,8 +50,7 @@ class Evaluation:
         self.model, self.strategy, self.backend = model, strategy, backend
         name = "evaluator" if trainer_name == "trainer" else f"{trainer_name}.evaluator"
         self.engine = Evaluator(self._step, model, name=name, bus=bus)
-        self._sums: dict[str, Tensor] = {}
-        self._size = 0
+        self._running: dict[str, RunningMean] = {}
         self._means: dict[str, Any] = {}  # of the last set, by the strategy's names
         self._names = frozenset(metrics)
         self._left_out: set[str] = set()  # warned about already
@@ -94,29 +94,28 @@ class Evaluation:
     def _step(self, engine: Engine, batch: Any) -> dict[str, Any]:
         prepared = self.strategy.prepare_batch(self.backend.to_device(batch))
         outputs, loss = self.backend.eval_step(self.model, prepared, self.strategy)
+        self._add("loss", loss, prepared.size)
         with torch.no_grad():
-            self._add("loss", loss, prepared.size)
             for name, value in self.strategy.compute_metrics(outputs, prepared).items():
                 self._add(name, value, prepared.size)
-        self._size += prepared.size
         return {"y_pred": outputs, "y": prepared.targets, "loss": loss}
 
     def _add(self, name: str, value: Tensor, size: int) -> None:
-        total = value.detach().double() if value.device.type != "mps" else value.detach()
-        self._sums[name] = self._sums[name] + total * size if name in self._sums else total * size
+        if name not in self._running:
+            self._running[name] = RunningMean()
+        self._running[name].update(value, size)
 
     def _clear(self) -> None:
         self._means, self.engine.state.metrics = {}, {}
 
     def _reset(self) -> None:
-        self._sums, self._size = {}, 0
+        self._running = {}
 
     def _average(self) -> None:
         """Put the means since `_reset` where the metrics are; a second call finds nothing more to do."""
-        if not self._sums:
+        if not self._running:
             return
-        means = {name: total / self._size for name, total in self._sums.items()}
-        self._means = {name: mean.item() if mean.numel() == 1 else mean for name, mean in means.items()}
+        self._means = {name: running.compute() for name, running in self._running.items()}
         derive = getattr(self.strategy, "derive_metrics", None)
         if derive is not None:
             self._means.update(derive(self._means["loss"]))
@@ -178,17 +177,23 @@ class Evaluation:
 
 
 class Evaluator(Engine):
-    """An Engine whose runs hold a model in eval mode, however they end."""
+    """An Engine whose runs hold a model in eval mode, however they end.
+
+    What `contexts` make is entered round every run, in their order, such as `EMA(...).applied`.
+    """
 
     def __init__(self, process_function: Any, model: nn.Module, *, name: str, bus: EventBus) -> None:
         super().__init__(process_function, name=name, bus=bus)
         self._model = model
+        self.contexts: list[Callable[[], AbstractContextManager[Any]]] = []
         self.set_name: str | None = None  # the validation set under way, where there is one
 
     # Round the run, not in handlers of it: a pause, terminate(skip_completed=True), a muted event and a run that fails
     # before STARTED reach no handler.
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        with eval_mode(self._model):
+        with eval_mode(self._model), ExitStack() as stack:
+            for context in self.contexts:
+                stack.enter_context(context())
             return super().run(*args, **kwargs)
 
     def _no_batch(self) -> ValueError:

@@ -23,7 +23,6 @@ COUNTERS = ("iteration", "epoch", "epoch_length", "update", "validation_round", 
 def capture(trainer: Trainer) -> dict[str, Any]:
     """Everything that the next iteration depends on, as tensors and plain containers."""
     state, position = trainer.state, trainer.position
-    trainer.history.settle()
     gradients = {}
     if trainer.accumulated:  # between two updates: their sum so far
         gradients = {name: p.grad for name, p in trainer.model.named_parameters() if p.grad is not None}
@@ -34,15 +33,16 @@ def capture(trainer: Trainer) -> dict[str, Any]:
         "optimizer": trainer.optimizer.state_dict(),
         "optimizer_type": type(trainer.optimizer).__name__,
         "backend": trainer.backend.state_dict(),
-        "accumulation": {"batches": trainer.accumulated, "gradients": gradients},
+        "announced_skips": trainer.announced_skips,
+        "accumulation": {**trainer.accumulation.state_dict(), "gradients": gradients},
         "counters": {**counters, "iteration": position.trained, "epoch": position.epoch - (not position.epoch_done)},
         "learning_rates": [float(rate) for rate in trainer.learning_rates],
         "grad_norm": trainer.grad_norm,
         "position": position.state_dict(),
         "validated_at": trainer.validated_at,
         "metrics": {name: float(value) for name, value in state.metrics.items() if _is_scalar(value)},
-        "history": trainer.history.completed(),
-        "losses": trainer.losses.state_dict(),
+        "history": trainer.history.state_dict(),
+        "losses": {"log": trainer.log_loss.state_dict(), "epoch": trainer.epoch_loss.state_dict()},
         "handlers": {key: handler.state_dict() for key, handler in stateful(trainer.handlers).items()},
         "rng": rng.capture(),
     }
@@ -63,7 +63,8 @@ def restore(trainer: Trainer, saved: Mapping[str, Any]) -> None:
     trainer.model.load_state_dict(saved["model"])
     trainer.optimizer.load_state_dict(saved["optimizer"])
     trainer.backend.load_state_dict(saved["backend"])
-    trainer.accumulated = saved["accumulation"]["batches"]
+    trainer.announced_skips = saved["announced_skips"]
+    trainer.accumulation.load_state_dict(saved["accumulation"])
     gradients = saved["accumulation"]["gradients"]
     for name, parameter in trainer.model.named_parameters():
         parameter.grad = gradients[name].to(parameter.device) if name in gradients else None
@@ -73,8 +74,9 @@ def restore(trainer: Trainer, saved: Mapping[str, Any]) -> None:
     trainer.position.load_state_dict(saved["position"])
     trainer.validated_at = saved["validated_at"]
     trainer.state.metrics = dict(saved["metrics"])
-    trainer.history.restart(saved["history"])
-    trainer.losses.load_state_dict(saved["losses"])
+    trainer.history.load_state_dict(saved["history"])
+    trainer.log_loss.load_state_dict(saved["losses"]["log"])
+    trainer.epoch_loss.load_state_dict(saved["losses"]["epoch"])
     trainer.rng_to_restore = saved["rng"]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,19 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from engine import Engine, Event, EventBus, Events, Phase, rng
+from engine.accumulation import Accumulation
 from engine.backends.torch import TorchBackend
 from engine.checkpoint import CheckpointManager, load_checkpoint
 from engine.errors import ConfigurationError
-from engine.gradients import clip_grad_norm, clip_grad_value, grad_norm
-from engine.optimizers import resolve_optimizer
-from engine.payloads import (
-    CheckpointLoaded,
-    GradientsReady,
-    MetricsLogged,
-    OptimizerStepCompleted,
-    ValidationCompleted,
-)
-from engine.protocols import TrainingResult, TrainingStrategy
+from engine.metrics import MetricTracker
+from engine.optimizers import averaged_weights, resolve_optimizer
+from engine.payloads import AnomalyDetected, CheckpointLoaded, MetricsLogged, ValidationCompleted
+from engine.protocols import TrainingStrategy
 from handlers import Callback, CallbackList, Checkpointer
 from handlers.readings import reading_events
 from pulsetrain.arguments import (
@@ -38,9 +34,10 @@ from pulsetrain.arguments import (
 from pulsetrain.bounds import Bound
 from pulsetrain.config import TrainingConfig
 from pulsetrain.evaluation import Evaluation, check_sets
-from pulsetrain.history import History, Losses, Rate
+from pulsetrain.measuring import MeanLoss, Rate
 from pulsetrain.position import DataPosition
 from pulsetrain.resume import COUNTERS, capture, restore, stateful
+from pulsetrain.step import step
 
 __all__ = ["Trainer"]
 
@@ -95,10 +92,10 @@ class Trainer(Engine):
             raise TypeError(
                 f"Trainer(train_loader={train_loader!r}): needs an iterable of batches, such as a DataLoader"
             )
-        super().__init__(_step, name=name, bus=bus)
+        super().__init__(step, name=name, bus=bus)
         self.strategy = resolve_strategy(strategy)
         self.backend = backend or TorchBackend()
-        self.backend.configure(config.device, config.precision, config.compile)
+        self.backend.configure(config.device, config.precision, config.compile, config.activation_checkpointing)
         self.seed = config.seed if config.seed is not None else int.from_bytes(os.urandom(7), "big")
         self.model = self.backend.place(model)
         self.optimizer = resolve_optimizer(
@@ -116,17 +113,19 @@ class Trainer(Engine):
             self.model, self.strategy, self.backend, metrics or {}, self.bus, trainer_name=self.name
         )
         self.evaluator = self.evaluation.engine
-        self.history = History()
+        self.evaluator.contexts.append(partial(averaged_weights, self.optimizer))
+        self.history = MetricTracker()
         self.position = DataPosition(self.seed)
-        self.losses, self._rate = Losses(), Rate()
-        self.accumulated = 0  # batches whose gradients await the next update
+        self.log_loss, self.epoch_loss = MeanLoss(), MeanLoss()
+        self._rate = Rate()
+        self.accumulation = Accumulation(config.accumulation)
         self.rng_to_restore: dict[str, Any] | None = None
         self.grad_norm: Tensor | None = None  # of the last update for which it was measured
         self.validated_at = -1  # iteration of the last validation
         self.in_step = False
         self.state.tokens = self.state.samples = 0
         self.learning_rates = tuple(group["lr"] for group in self.optimizer.param_groups)  # of the last update made
-        self._scale = 1.0 / config.accumulate
+        self.announced_skips = 0  # fp16 updates known to have been left out
         self.bound.measure(self.strategy, self.backend)
         self.bound.check()
         self.handlers = [*handlers, *configured_handlers(config, self.optimizer, self.bound, handlers)]
@@ -138,7 +137,7 @@ class Trainer(Engine):
         self.callbacks.attach(self)
         self._at_first = {key: handler.state_dict() for key, handler in stateful(self.handlers).items()}
 
-    def train(self, resume: str | os.PathLike[str] | None = None) -> History:
+    def train(self, resume: str | os.PathLike[str] | None = None) -> dict[str, list[float]]:
         """Train to the configured bound.
 
         Args:
@@ -172,7 +171,7 @@ class Trainer(Engine):
         else:
             self._begin_anew()
             self.run(self.train_loader, max_epochs=bound.max_epochs, max_iters=bound.max_iterations)
-        return self.history
+        return self.history.get_history()
 
     def _begin_anew(self) -> None:
         """From iteration 0: counters, history, handlers and the order of the data, not the weights."""
@@ -183,10 +182,13 @@ class Trainer(Engine):
         state = self.state
         state.max_epochs = state.max_iters = None
         self.set_counters(dict.fromkeys(COUNTERS, 0) | {"epoch_length": None})
-        self.accumulated, self.validated_at = 0, -1
+        self.accumulation.restart()
+        self.validated_at = -1
         self.optimizer.zero_grad(set_to_none=True)
         self.grad_norm = None
-        self.losses, self.history = Losses(), History()  # whoever holds the last run's keeps it
+        self.log_loss.restart()
+        self.epoch_loss.restart()
+        self.history = MetricTracker()  # whoever holds the last run's keeps it
         self.position.restart()
         for key, handler in stateful(self.handlers).items():
             handler.load_state_dict(self._at_first[key])
@@ -201,8 +203,9 @@ class Trainer(Engine):
 
     def _bound_inside_an_epoch(self) -> str | None:
         """What the loop would have said had it come to the bound itself; at an epoch's end it says nothing."""
-        if self._tokens_reached():
-            return f"max_tokens={self.config.max_tokens} was reached"
+        counted = self.bound.reached(self.state)
+        if counted is not None:
+            return counted
         ended_inside = self.state.max_iters is not None and not self.position.epoch_done
         return f"max_iters={self.state.max_iters} was reached" if ended_inside else None
 
@@ -242,8 +245,7 @@ class Trainer(Engine):
             metrics.update(self.evaluation.run(name, loader))
         self.validated_at = self.state.iteration
         self.state.metrics.update(metrics)
-        self.history.record(metrics)
-        self.history.settle()
+        self.history.update(metrics)
         seconds = time.perf_counter() - start
         self.fire(Events.VALIDATION_COMPLETED, ValidationCompleted(metrics=metrics, seconds=seconds))
         self._rate.paused += time.perf_counter() - start  # with what its handlers drew and wrote
@@ -296,35 +298,18 @@ class Trainer(Engine):
         log_point = Events.ITERATION_COMPLETED(every=config.log_every_n_steps)
         self.add_event_handler(log_point, self._log, phase=Phase.OBSERVE)
         self.add_event_handler(Events.COMPLETED, self._finish, phase=Phase.COMPUTE)
-        self._gradients_plan = self._plan(Events.GRADIENTS_READY)
-        self._stepped_plan = self._plan(Events.OPTIMIZER_STEP_COMPLETED)
+        self.gradients_plan = self._plan(Events.GRADIENTS_READY)
+        self.stepped_plan = self._plan(Events.OPTIMIZER_STEP_COMPLETED)
 
-    def _update(self) -> None:
-        """One optimizer step over the gradients of `accumulate` batches."""
-        config, optimizer = self.config, self.optimizer
-        self.accumulated = 0
-        self.backend.unscale_gradients(optimizer)
-        heard, state = self._gradients_plan, self.state
-        if config.clip_grad_norm is not None or (
-            heard.live and (heard.busy or not heard.low <= state.update + 1 < heard.high)
-        ):
-            self.grad_norm = grad_norm(self._parameters())
-            self.fire(Events.GRADIENTS_READY, GradientsReady(grad_norm=self.grad_norm))  # it advances state.update
-            if config.clip_grad_norm is not None:
-                clip_grad_norm(self._parameters(), config.clip_grad_norm, self.grad_norm)
-        else:
-            state.update += 1
-        if config.clip_grad_value is not None:
-            clip_grad_value(self._parameters(), config.clip_grad_value)
-        self.learning_rates = tuple([group["lr"] for group in optimizer.param_groups])
-        self.backend.apply_gradients(optimizer)
-        if self._stepped_plan.live:
-            self.fire(Events.OPTIMIZER_STEP_COMPLETED, OptimizerStepCompleted(learning_rates=self.learning_rates))
-
-    def _parameters(self) -> list[Tensor]:
-        return [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+    @property
+    def accumulated(self) -> int:
+        """Batches whose gradients await the next update."""
+        return self.accumulation.batches
 
     def _train_mode(self) -> None:
+        train = getattr(self.optimizer, "train", None)  # of a schedule-free one
+        if callable(train):
+            train()
         if not self.model.training:  # else leave alone: parts of it may be frozen in eval mode
             self.model.train()
         self._rate.restart(self.state.samples, self.state.tokens)
@@ -333,48 +318,60 @@ class Trainer(Engine):
         """An epoch's batches, and what the trainer has to remember of them whoever listens."""
         state, position = self.state, self.position
         if position.begin_epoch(state.epoch, state.iteration):
-            self.losses.forget("epoch")  # of an epoch that was given up
+            self.epoch_loss.restart()  # of an epoch that was given up
             self.history.keep_provisional()
         elapsed = yield from super()._epoch()
         position.epoch_done = True
-        if self.losses.count("epoch"):
-            self.history.record({"train/loss": self.losses.take("epoch"), "learning_rate": self.learning_rates[0]})
+        if self.epoch_loss.count:
+            self.history.update(self._named(self.epoch_loss.take()))
         return elapsed
 
     def _validate_once(self) -> None:
         if self.validated_at != self.state.iteration:  # two cadences met
             self.validate()
 
-    def _tokens_reached(self) -> bool:
-        return self.config.max_tokens is not None and self.state.tokens >= self.config.max_tokens
-
     def _stop_when_preempted(self, engine: Engine, event: Event) -> None:
         self.terminate(reason=f"{event.payload.signal} was received")
 
+    def _named(self, loss: Any) -> dict[str, Any]:
+        """The mean training loss, what follows from it, and the learning rate; on the device where the loss is."""
+        derive = getattr(self.strategy, "derive_metrics", None)
+        derived = {} if derive is None else {f"train/{name}": value for name, value in derive(loss).items()}
+        return {"train/loss": loss, **derived, "learning_rate": self.learning_rates[0]}
+
     def _log(self) -> None:
         """A log point: the one place where the loop waits for the device, and only for somebody who listens."""
-        if not self.losses.count("log") or not self.hears(Events.METRICS_LOGGED):
+        if self.backend.scaler is not None:
+            self._announce_skipped()
+        if not self.log_loss.count or not self.hears(Events.METRICS_LOGGED):
             return
-        self.history.settle()
-        metrics = {"train/loss": self.losses.take("log").item(), "learning_rate": self.learning_rates[0]}
+        metrics = self._named(self.log_loss.take().item())
         if self.grad_norm is not None:
             metrics["grad_norm"] = self.grad_norm.item()
+        if self.backend.scaler is not None:
+            metrics["skipped_updates"] = float(self.announced_skips)
         metrics.update(self._rate.read(self.state.samples, self.state.tokens))
         self.fire(Events.METRICS_LOGGED, MetricsLogged(metrics=metrics))
+
+    def _announce_skipped(self) -> None:
+        """Say how many fp16 updates have overflowed since it was last said."""
+        before, self.announced_skips = self.announced_skips, self.backend.skipped_updates()
+        new = self.announced_skips - before
+        if new > 0:
+            anomaly = AnomalyDetected(kind="update_skipped", value=float(new), batch_indices=())
+            self.fire(Events.ANOMALY_DETECTED, anomaly)
 
     def _finish(self) -> None:
         """At the run's end: what has not been said yet; a run that reached its bound ends with a validation."""
         self._log()
-        if not self.position.epoch_done and self.losses.count("epoch"):  # a run that goes on takes this back
-            mean = {"train/loss": self.losses.peek("epoch"), "learning_rate": self.learning_rates[0]}
-            self.history.record(mean, provisional=True)
-        self.history.settle()
+        if not self.position.epoch_done and self.epoch_loss.count:  # a run that goes on takes this back
+            self.history.update(self._named(self.epoch_loss.peek()), provisional=True)
         if self.val_loaders and self._is_done(self.state):
             self._validate_once()
 
     def _is_done(self, state: Any) -> bool:  # type: ignore[override]  # ignite's is static
         position = self.position
-        if self._tokens_reached():
+        if self.bound.reached(state) is not None:
             return True
         if (
             position.resuming
@@ -397,24 +394,3 @@ class Trainer(Engine):
 
     def _setup_dataloader_iter(self) -> None:
         self._dataloader_iter = self.position.begin_pass(self.state.dataloader, self.state.iteration)
-
-
-def _step(trainer: Trainer, batch: Any) -> TrainingResult:
-    """One iteration: forward, backward, and an update when `accumulate` batches are together. Nothing waits here."""
-    strategy, backend, state = trainer.strategy, trainer.backend, trainer.state
-    prepared = strategy.prepare_batch(backend.to_device(batch))
-    trainer.in_step = True
-    try:
-        loss = backend.forward_backward(trainer.model, prepared, strategy, trainer._scale)
-        state.samples += prepared.samples
-        state.tokens += prepared.tokens
-        trainer.losses.add(loss)
-        trainer.accumulated += 1
-        if trainer.accumulated == trainer.config.accumulate:
-            trainer._update()
-    finally:
-        trainer.in_step = False
-    trainer.position.trained = state.iteration
-    if trainer.config.max_tokens is not None and trainer._tokens_reached():
-        trainer.terminate(reason=f"max_tokens={trainer.config.max_tokens} was reached")
-    return TrainingResult({"loss": loss})

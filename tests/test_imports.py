@@ -19,6 +19,9 @@ OPTIONAL = (
     "sklearn",
     "pandas",
     "torchmetrics",
+    "lion_pytorch",
+    "schedulefree",
+    "transformers",
 )
 
 PROBE = """

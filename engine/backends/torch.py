@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from engine.errors import ConfigurationError
+from engine.memory import recompute_activations
 from engine.precision import Precision
 from engine.protocols import TrainingBatch, TrainingStrategy, describe
 
@@ -44,32 +45,52 @@ class TorchBackend:
     Args:
         device: "auto", "cpu", "cuda", "cuda:1", "mps" ...
         precision: "fp32", "bf16" or "fp16" (autocast; fp16 with a gradient scale); None leaves it to the configuration.
+        gradient_scale: what fp16 multiplies gradients by at first, so that small ones do not vanish.
         compile: run the model through torch.compile.
+        activation_checkpointing: names of the modules whose activations are not kept but computed again in the backward
+            pass, as "blocks.*"; None leaves it to the configuration.
 
     Raises:
         ConfigurationError: the device is not there, or cannot compute in this precision.
     """
 
     def __init__(
-        self, device: str | torch.device | None = None, *, precision: str | None = None, compile: bool = False
+        self,
+        device: str | torch.device | None = None,
+        *,
+        precision: str | None = None,
+        gradient_scale: float = 65536.0,
+        compile: bool = False,
+        activation_checkpointing: str | None = None,
     ) -> None:
         self.requested_device = device
         self.requested_precision = precision
+        self.gradient_scale = gradient_scale
         self.requested_compile = compile
+        self.requested_checkpointing = activation_checkpointing
         self.configure("auto", "fp32")
 
-    def configure(self, device: str | torch.device, precision: str, compile: bool = False) -> None:
+    def configure(
+        self,
+        device: str | torch.device,
+        precision: str,
+        compile: bool = False,
+        activation_checkpointing: str | None = None,
+    ) -> None:
         """Take over what the configuration says and the constructor left open."""
         self.device = find_device(device if self.requested_device is None else self.requested_device)
-        self.precision = Precision(self.requested_precision or precision, self.device)  # type: ignore[arg-type]  # it checks the name
+        name: Any = self.requested_precision or precision
+        self.precision = Precision(name, self.device, self.gradient_scale)
         self._autocast, self.scaler = self.precision.autocast, self.precision.scaler
         self.compile = self.requested_compile or compile
+        self.activation_checkpointing = self.requested_checkpointing or activation_checkpointing
         self._moves = self.device.type != "cpu"
 
     def place(self, model: nn.Module) -> nn.Module:
-        """The model on the device, compiled where asked for."""
+        """The model on the device; its activations recomputed and itself compiled where asked for."""
         if not isinstance(model, nn.Module):
             raise TypeError(f"TorchBackend: model={type(model).__name__}: needs a torch.nn.Module")
+        recompute_activations(model, self.activation_checkpointing)
         model.to(self.device)
         if self.compile:
             model.compile()
@@ -89,12 +110,19 @@ class TorchBackend:
         return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
 
     def _evaluate(self, model: nn.Module, batch: TrainingBatch, strategy: TrainingStrategy) -> tuple[Any, Tensor]:
+        if not batch.samples:
+            raise ValueError(
+                f"a batch of 0 samples, inputs {describe(batch.inputs)}: its mean loss would be nan; "
+                "let the loader leave empty batches out"
+            )
         try:
             with self._autocast():
                 outputs = self.forward(model, batch)
                 return outputs, strategy.compute_loss(outputs, batch)
         except Exception as error:
-            error.add_note(f"given inputs {describe(batch.inputs)}, targets {describe(batch.targets)}")
+            error.add_note(
+                f"given inputs {describe(batch.inputs, ranges=True)}, targets {describe(batch.targets, ranges=True)}"
+            )
             raise
 
     def forward_backward(
@@ -115,17 +143,16 @@ class TorchBackend:
 
     def unscale_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Bring gradients to their true size before they are measured or clipped; for fp16 alone."""
-        if self.scaler is not None:
-            self.scaler.unscale_(optimizer)
+        self.precision.unscale(optimizer)
 
     def apply_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """One optimizer step; the gradients are gone afterwards. An fp16 overflow skips the step on the device."""
-        if self.scaler is None:
-            optimizer.step()
-        else:
-            self.scaler.step(optimizer)
-            self.scaler.update()
+        self.precision.step(optimizer)
         optimizer.zero_grad(set_to_none=True)
+
+    def skipped_updates(self) -> int:
+        """How many updates were left out because fp16 overflowed; for fp16 it waits for the device."""
+        return self.precision.skipped_updates()
 
     def eval_step(self, model: nn.Module, batch: TrainingBatch, strategy: TrainingStrategy) -> tuple[Any, Tensor]:
         """The model's outputs and the loss, without gradients."""
@@ -133,11 +160,11 @@ class TorchBackend:
             return self._evaluate(model, batch, strategy)
 
     def state_dict(self) -> dict[str, Any]:
-        """The gradient scale, for fp16."""
+        """The gradient scale and the count of skipped updates, for fp16."""
         return self.precision.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over a saved gradient scale."""
+        """Take over what `state_dict` gave."""
         self.precision.load_state_dict(dict(state))
 
 

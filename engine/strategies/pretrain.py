@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
 from engine.errors import ConfigurationError
-from engine.losses import get_loss
+from engine.losses import check_first_batch, get_loss
+from engine.metrics import bits_per_byte, perplexity
 from engine.protocols import TrainingBatch
 
 __all__ = ["PretrainStrategy"]
+
+Number = TypeVar("Number", float, Tensor)
 
 
 class PretrainStrategy:
@@ -21,17 +23,28 @@ class PretrainStrategy:
     A batch is a tensor of token numbers, shape (batch, length + 1), or a mapping with one under "input_ids". The model
     takes (batch, length) tokens and gives logits of shape (batch, length, vocabulary).
 
+    Training and validation report the loss, perplexity, and bits_per_byte where the length of a token is known.
+
     Args:
-        unit: what a token is, "token" or "byte"; the loss is in nats a unit, and for bytes validation also reports
-            bits_per_byte.
+        unit: what a token is, "token" or "byte"; the loss is in nats a unit.
+        bytes_per_token: mean length of a token in the text, bytes; 1 where the unit is a byte.
+
+    Raises:
+        ConfigurationError: another unit, or a length that is no positive number.
     """
 
-    def __init__(self, unit: str = "token") -> None:
+    def __init__(self, unit: str = "token", bytes_per_token: float | None = None) -> None:
         if unit not in ("token", "byte"):
             raise ConfigurationError(f"PretrainStrategy(unit={unit!r}): choose 'token' or 'byte'")
+        if bytes_per_token is None and unit == "byte":
+            bytes_per_token = 1.0
+        if bytes_per_token is not None:
+            bits_per_byte(0.0, bytes_per_token)  # refuses a wrong length now, not at the first log point
         self.unit = unit
+        self.bytes_per_token = bytes_per_token
         self.loss_unit = f"nats/{unit}"
         self._loss = get_loss("cross_entropy")
+        self._checked = False
 
     def prepare_batch(self, batch: Any) -> TrainingBatch:
         """Inputs are all tokens but the last, targets all but the first."""
@@ -49,16 +62,22 @@ class PretrainStrategy:
         return TrainingBatch(tokens[:, :-1], tokens[:, 1:], rows, rows * (length - 1))
 
     def compute_loss(self, outputs: Any, batch: TrainingBatch) -> Tensor:
-        """Cross entropy, nats a token, shape ()."""
+        """Cross entropy, nats a token, shape (); the first batch's tokens are checked against the vocabulary."""
+        if not self._checked:
+            check_first_batch(self._loss, outputs, batch.targets)
+            self._checked = True
         return self._loss(outputs, batch.targets)
 
     def compute_metrics(self, outputs: Any, batch: TrainingBatch) -> Mapping[str, Tensor]:
         """None that need the outputs: see `derive_metrics`."""
         return {}
 
-    def derive_metrics(self, loss: float) -> dict[str, float]:
-        """What follows from the mean loss alone: perplexity a token, and bits per byte where tokens are bytes."""
-        derived = {"perplexity": math.exp(min(loss, 700.0))}  # exp overflows above 709
-        if self.unit == "byte":
-            derived["bits_per_byte"] = loss / math.log(2)
+    def derive_metrics(self, loss: Number) -> dict[str, Number]:
+        """What follows from the mean loss alone: perplexity a token, and bits per byte where a token's length is known.
+
+        A loss that is still on the device stays there.
+        """
+        derived = {"perplexity": perplexity(loss)}
+        if self.bytes_per_token is not None:
+            derived["bits_per_byte"] = bits_per_byte(loss, self.bytes_per_token)
         return derived

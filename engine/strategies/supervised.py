@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from engine.losses import get_loss
+from engine.losses import check_first_batch, check_first_loss, get_loss
 from engine.protocols import TrainingBatch, describe
 
 __all__ = ["SupervisedStrategy"]
@@ -26,6 +26,7 @@ class SupervisedStrategy:
     def __init__(self, loss: str | Callable[[Any, Any], Tensor] = "cross_entropy") -> None:
         self.loss_name = loss if isinstance(loss, str) else getattr(loss, "__name__", type(loss).__name__)
         self._loss = get_loss(loss)
+        self._checked = False
 
     def prepare_batch(self, batch: Any) -> TrainingBatch:
         """The pair as inputs and targets."""
@@ -40,8 +41,10 @@ class SupervisedStrategy:
         return TrainingBatch(inputs, targets, _rows(targets if isinstance(targets, Tensor) else inputs))
 
     def compute_loss(self, outputs: Any, batch: TrainingBatch) -> Tensor:
-        """The loss between outputs and targets, shape ()."""
+        """The loss between outputs and targets, shape (); the values of the first batch's targets are checked."""
         try:
+            if not self._checked:  # before the loss: a label outside the classes brings a GPU down
+                check_first_batch(self._loss, outputs, batch.targets)
             loss = self._loss(outputs, batch.targets)
         except Exception as error:
             error.add_note(
@@ -52,6 +55,9 @@ class SupervisedStrategy:
             raise TypeError(
                 f"SupervisedStrategy(loss={self.loss_name!r}): gave {describe(loss)}; a loss is a tensor of shape ()"
             )
+        if not self._checked:
+            check_first_loss(loss, batch.targets, self.loss_name)
+            self._checked = True
         return loss
 
     def compute_metrics(self, outputs: Any, batch: TrainingBatch) -> Mapping[str, Tensor]:

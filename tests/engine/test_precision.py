@@ -101,8 +101,30 @@ def test_the_scaler_goes_on_where_it_was_saved():
 @pytest.mark.parametrize("name", ["fp32", "bf16"])
 def test_without_a_scaler_the_state_is_the_name(name):
     precision = Precision(name, CPU)
-    assert precision.state_dict() == {"name": name, "scaler": None}
+    assert precision.state_dict() == {"name": name, "scaler": None, "skipped": 0}
     precision.load_state_dict(precision.state_dict())
+
+
+def test_updates_that_overflow_are_left_out_counted_and_the_count_is_saved():
+    precision = Precision("fp16", CPU)
+    weight = torch.nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    for scale, skipped in ((1.0, 0), (float("inf"), 1), (1.0, 1), (float("nan"), 2)):
+        before = weight.detach().clone()
+        precision.scaler.scale((weight * scale).sum()).backward()
+        precision.unscale(optimizer)
+        precision.step(optimizer)
+        optimizer.zero_grad()
+        assert precision.skipped_updates() == skipped
+        assert torch.equal(before, weight) == (scale != 1.0)
+    assert precision.scaler.get_scale() == 2.0**14  # halved at each overflow
+    resumed = Precision("fp16", CPU)
+    resumed.load_state_dict(precision.state_dict())
+    assert resumed.skipped_updates() == 2
+
+
+def test_full_precision_skips_nothing():
+    assert Precision("fp32", CPU).skipped_updates() == 0
 
 
 def test_the_state_of_another_precision_is_refused_with_both_names():

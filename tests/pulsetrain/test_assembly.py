@@ -13,10 +13,12 @@ import pytest
 import torch
 
 from engine import Every, PretrainStrategy, SupervisedStrategy
+from engine.accumulation import Accumulate
 from engine.errors import ConfigurationError, RunFolderError
 from handlers import Checkpointer, CSVLogger
 from pulsetrain.assembly import assemble
 from pulsetrain.building import build, look_in
+from pulsetrain.config import TrainingConfig
 from pulsetrain.config_file import read_config
 from pulsetrain.run_folder import Claim, resolve_folder
 
@@ -218,6 +220,17 @@ class TestClassPaths:
         assert [type(handler) for handler in trainer.handlers] == [CSVLogger, Checkpointer]
         assert trainer.handlers[1].every == Every(epochs=2)
         assert trainer.handlers[0].path.parent == trainer.handlers[1].folder == tmp_path / "run"
+
+    def test_values_with_fields_are_written_as_mappings(self, tmp_path: Path) -> None:
+        path = write(tmp_path)
+        for text, rule in (
+            ("4", Accumulate(batches=4)),
+            ("{tokens: 4096}", Accumulate(tokens=4096)),
+            ("{schedule: {0: 1, 5: 2}}", Accumulate(schedule={0: 1, 5: 2})),
+        ):
+            section = read_config(path, {"training.accumulate": text})["training"]
+            config = build({"class_path": TrainingConfig, "init_args": section}, "training", settings="training")
+            assert config.accumulation == rule
 
 
 class TestReproducibility:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader
 
 from engine import ConfigurationError, MetricNotFoundError, SupervisedStrategy
 from engine.schedules import Constant
 from handlers import Callback, ConsoleLogger, EarlyStopping, LRScheduler
-from tests.pulsetrain.small import loader, regression_model, trainer
+from pulsetrain import Trainer, TrainingConfig
+from tests.pulsetrain.small import Tokens, loader, regression_model, trainer
 
 
 @pytest.mark.parametrize(
@@ -99,3 +102,62 @@ def test_an_argument_of_another_kind_is_named(arguments: dict[str, Any], says: s
 def test_a_metric_may_not_take_the_name_of_the_loss():
     with pytest.raises(ConfigurationError, match="choose another"):
         trainer(metrics={"loss": object()})
+
+
+def classes(*labels: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [(torch.ones(len(labels), 4), torch.tensor(labels))]
+
+
+EMPTY = [(torch.ones(0, 4), torch.zeros(0, dtype=torch.int64))]
+
+
+def numbers(*targets: float) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    return [(torch.ones(len(targets), 4), torch.tensor(targets).unsqueeze(1))]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "data", "outputs", "says"),
+    [
+        ("supervised", classes(0, 2, 3, 1), 3, r"cross_entropy\(targets\[2\]=3\): needs class indices from 0 to 2"),
+        ("supervised", classes(0, -1), 3, r"cross_entropy\(targets\[1\]=-1\): needs class indices"),
+        (SupervisedStrategy("mse"), numbers(1.0, math.nan), 1, r"mse\(targets\[1, 0\]=nan\): needs finite numbers"),
+        (SupervisedStrategy("huber"), numbers(math.inf), 1, r"huber\(targets\[0, 0\]=inf\): needs finite numbers"),
+        (SupervisedStrategy("bce_with_logits"), numbers(0.0, 2.0), 1, r"bce_with_logits\(targets\[1, 0\]=2.0\)"),
+        (SupervisedStrategy(nn.MSELoss()), numbers(math.nan), 1, r"MSELoss\(targets\[0, 0\]=nan\): needs finite"),
+        ("supervised", [*classes(0), *EMPTY], 3, "a batch of 0 samples"),
+        ("supervised", EMPTY, 3, "a batch of 0 samples"),
+    ],
+)
+def test_bad_values_in_the_first_batch_are_named_before_the_first_update(
+    strategy: Any, data: Any, outputs: int, says: str
+):
+    model = nn.Linear(4, outputs)
+    before = model.weight.detach().clone()
+    run = Trainer(model, data, strategy=strategy, config=TrainingConfig(accumulate=len(data)))
+    with pytest.raises(ValueError, match=says):
+        run.train()
+    assert torch.equal(model.weight, before)
+    assert run.state.update == 0
+
+
+def test_a_token_outside_the_vocabulary_is_named_with_the_range_of_the_batch():
+    data = [torch.tensor([[1, 2, 3, 300]])]
+    with pytest.raises(ValueError, match=r"cross_entropy\(targets\[0, 2\]=300\): needs class indices from 0 to 7"):
+        Trainer(Tokens(8), data, strategy="pretrain").train()
+    with pytest.raises(IndexError) as caught:
+        Trainer(Tokens(8), [torch.tensor([[1, 300, 3, 4]])], strategy="pretrain").train()
+    assert any("int64 (1, 3) from 1 to 300" in note for note in caught.value.__notes__)
+
+
+def test_an_empty_batch_in_validation_is_an_error_too():
+    run = trainer(val_loader=[(torch.ones(0, 4), torch.ones(0, 1))])
+    with pytest.raises(ValueError, match="a batch of 0 samples"):
+        run.validate()
+
+
+def test_targets_that_a_loss_of_ones_own_takes_for_missing_are_let_through():
+    def masked(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return torch.where(targets.isnan(), 0.0, outputs - targets.nan_to_num()).square().mean()
+
+    run = Trainer(nn.Linear(4, 1), numbers(1.0, math.nan), strategy=SupervisedStrategy(masked))
+    assert math.isfinite(run.train()["train/loss"][0])
