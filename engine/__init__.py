@@ -1,5 +1,6 @@
 """Mechanism: events, the bus, the run loop and the parts of a training step."""
 
+from engine.accumulation import Accumulate
 from engine.backends import TorchBackend
 from engine.bus import EventBus
 from engine.cadence import Every
@@ -32,6 +33,7 @@ from engine.strategies import PretrainStrategy, SupervisedStrategy
 from engine.subscription import Phase, Subscription
 
 __all__ = [
+    "Accumulate",
     "Engine",
     "Event",
     "EventBus",

@@ -13,8 +13,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, Subset, TensorDataset
 
-from engine import Engine, Event, Events, TorchBackend
-from engine.accumulation import Accumulate
+from engine import Accumulate, Engine, Event, Events, TorchBackend
 from engine.metrics import Accuracy
 from pulsetrain import Trainer, TrainingConfig
 

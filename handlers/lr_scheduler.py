@@ -48,7 +48,7 @@ class LRScheduler:
         optimizer: Optimizer | None = None,
         by: Literal["update", "epoch", "iteration"] = "update",
     ) -> None:
-        if isinstance(schedule, ReduceLROnPlateau):
+        if isinstance(getattr(schedule, "scheduler", schedule), ReduceLROnPlateau):  # perhaps behind a warm-up
             raise TypeError("LRScheduler(schedule=ReduceLROnPlateau): it follows a metric; step it on validation")
         if not isinstance(schedule, (TorchLRScheduler, Schedule)):
             raise TypeError(

@@ -1,4 +1,4 @@
-"""The README's Python runs as it stands, and says what its comments promise."""
+"""The Python of the README and of the guide runs as it stands, and says what its comments promise."""
 
 from __future__ import annotations
 
@@ -31,6 +31,14 @@ def test_the_trainer_of_the_readme_trains_resumes_and_prints(tmp_path: Path):
 
 def test_the_events_of_the_readme_end_the_run_with_their_reason(tmp_path: Path):
     assert run(BLOCKS[1], tmp_path) == ["reward 0.5 50"]
+
+
+PARTS = (Path(__file__).parent.parent / "docs" / "training_step.md").read_text()
+
+
+@pytest.mark.parametrize("code", re.findall(r"```python\n(.*?)```", PARTS, flags=re.DOTALL))
+def test_the_python_about_the_parts_of_a_step_runs_and_its_assertions_hold(code: str, tmp_path: Path):
+    assert run(code, tmp_path) == []
 
 
 @pytest.mark.parametrize("path", sorted(set(re.findall(r"`((?:docs|examples)/[\w./]+)`|\]\((docs/[\w.]+)\)", README))))

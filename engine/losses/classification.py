@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from engine.errors import ConfigurationError
+from engine.labels import check_labels_fit
 from engine.losses.checks import check_labels
 from engine.losses.chunked import chunked_cross_entropy
-from engine.losses.shapes import check_same_shape, class_indices
+from engine.losses.shapes import check_same_shape
 
 __all__ = ["bce_with_logits", "cross_entropy", "focal_loss"]
 
@@ -54,7 +55,7 @@ def cross_entropy(
         raise ConfigurationError(
             f"cross_entropy(chunk_size={chunk_size!r}): needs a whole number of classes, at least 1; or None"
         )
-    targets = class_indices("cross_entropy", logits, targets)
+    targets = _class_indices("cross_entropy", logits, targets)
     try:
         if chunk_size is not None:
             return chunked_cross_entropy(
@@ -110,7 +111,7 @@ def focal_loss(
     """
     if not 0.0 <= gamma < math.inf:
         raise ConfigurationError(f"focal_loss(gamma={gamma!r}): needs a finite number of at least 0")
-    targets = class_indices("focal_loss", logits, targets)
+    targets = _class_indices("focal_loss", logits, targets)
     if isinstance(alpha, Tensor):
         if alpha.shape != logits.shape[-1:]:
             raise ConfigurationError(
@@ -152,6 +153,14 @@ def bce_with_logits(logits: Tensor, targets: Tensor) -> Tensor:
     """
     check_same_shape("bce_with_logits", "logits", logits, targets)
     return F.binary_cross_entropy_with_logits(logits, targets)
+
+
+def _class_indices(place: str, logits: Tensor, targets: Tensor) -> Tensor:
+    """The targets as int64, once they fit."""
+    if targets.dtype is not torch.int64 or targets.shape != logits.shape[:-1] or not logits.ndim:
+        check_labels_fit(place, logits, targets, ("logits", "targets"), "for yes and no use bce_with_logits")
+        return targets.long()
+    return targets
 
 
 def _explain(place: str, logits: Tensor, targets: Tensor, ignore_index: int) -> None:

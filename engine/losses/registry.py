@@ -9,10 +9,10 @@ from typing import Any
 from torch import Tensor
 
 from engine.errors import ConfigurationError, unknown_name
+from engine.labels import is_index_dtype
 from engine.losses.checks import check_finite, check_labels, check_probabilities
 from engine.losses.classification import bce_with_logits, cross_entropy, focal_loss
 from engine.losses.regression import huber, l1, mse
-from engine.losses.shapes import INDEX_DTYPES
 
 __all__ = ["Loss", "check_first_batch", "check_first_loss", "get_loss"]
 
@@ -74,7 +74,7 @@ def check_first_batch(loss: str | Loss, outputs: Any, targets: Any) -> None:
     function = _NAMED.get(function, function) if isinstance(function, str) else function
     if function in _OF_LABELS:
         fits = isinstance(outputs, Tensor) and outputs.ndim > 0 and targets.shape == outputs.shape[:-1]
-        if fits and targets.dtype in INDEX_DTYPES:
+        if fits and is_index_dtype(targets.dtype):
             check_labels(place, outputs, targets, options.get("ignore_index", -100))
     elif function in _OF_PROBABILITIES and targets.is_floating_point():
         check_probabilities(place, targets)

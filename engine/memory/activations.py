@@ -26,6 +26,8 @@ class _Recomputed:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return self.forward(*args, **kwargs)
+        if torch.compiler.is_compiling():  # what is computed again in a compiled graph has no effects, and no contexts
+            return checkpoint(self.forward, *args, use_reentrant=False, **kwargs)
         return checkpoint(self.forward, *args, use_reentrant=False, context_fn=self._contexts, **kwargs)
 
     def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

@@ -6,15 +6,13 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from engine.errors import ConfigurationError
+from engine.labels import check_indices, check_labels_fit
 from engine.metrics.reading import nothing_yet
 
 __all__ = ["Accuracy", "TokenAccuracy", "TopKAccuracy"]
-
-_INDEX_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 class _PartRight:
@@ -79,17 +77,7 @@ class _PartRight:
         place = f"{type(self).__name__}.update"
         if not isinstance(y_pred, Tensor) or not isinstance(y, Tensor):
             raise TypeError(f"{place}(y_pred={type(y_pred).__name__}, y={type(y).__name__}): needs two tensors")
-        if y_pred.ndim == 0 or y_pred.shape[:-1] != y.shape:
-            raise ValueError(
-                f"{place}(y_pred of shape {tuple(y_pred.shape)} and {y_pred.dtype}, y of shape {tuple(y.shape)}): "
-                f"needs y_pred (..., classes) and class indices y (...){_hint(y_pred, y)}"
-            )
-        self._check_indices(place, "y", y)
-
-    @staticmethod
-    def _check_indices(place: str, argument: str, indices: Tensor) -> None:
-        if indices.dtype not in _INDEX_DTYPES:
-            raise TypeError(f"{place}({argument} of {indices.dtype}): needs class indices; pass {argument}.long()")
+        check_labels_fit(place, y_pred, y, ("y_pred", "y"), "for binary logits pass (y_pred > 0).long() and y.long()")
 
 
 class Accuracy(_PartRight):
@@ -108,10 +96,10 @@ class Accuracy(_PartRight):
         return y_pred == y if y_pred.shape == y.shape else super()._hits(y_pred, y)
 
     def _check(self, y_pred: Tensor, y: Tensor) -> None:
-        both = isinstance(y_pred, Tensor) and isinstance(y, Tensor)
-        if both and y_pred.shape == y.shape and not y_pred.is_floating_point():
-            self._check_indices("Accuracy.update", "y_pred", y_pred)
-            self._check_indices("Accuracy.update", "y", y)
+        tensors = isinstance(y_pred, Tensor) and isinstance(y, Tensor)
+        if tensors and y_pred.shape == y.shape and not y_pred.is_floating_point():
+            check_indices("Accuracy.update", "y_pred", y_pred)
+            check_indices("Accuracy.update", "y", y)
         else:
             super()._check(y_pred, y)
 
@@ -151,17 +139,3 @@ class TokenAccuracy(_PartRight):
 
     def __init__(self, ignore_index: int = -100) -> None:
         super().__init__(ignore_index)
-
-
-def _hint(y_pred: Tensor, y: Tensor) -> str:
-    """What to pass instead, for the mistakes that are often made."""
-    if y_pred.ndim > 2 and y.shape == y_pred.shape[:1] + y_pred.shape[2:]:
-        return "; classes come last: y_pred.movedim(1, -1)"
-    if y_pred.ndim and y.shape == (*y_pred.shape[:-1], 1):
-        if y_pred.shape[-1] == 1:
-            return "; for binary logits pass (y_pred > 0).long() and y.long()"
-        return "; pass y.squeeze(-1)"
-    if y.shape == y_pred.shape:
-        binary = "for binary logits pass (y_pred > 0).long() and y.long()"
-        return f"; {binary}" if y.ndim < 2 else f"; {binary}, for a row of probabilities each y.argmax(-1)"
-    return ""

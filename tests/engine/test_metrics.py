@@ -298,7 +298,7 @@ BINARY = r"for binary logits pass \(y_pred > 0\).long\(\) and y.long\(\)"
             torch.zeros(4, 3),
             torch.zeros(5).long(),
             ValueError,
-            r"y_pred of shape \(4, 3\) .*, y of shape \(5,\)\): n",
+            r"y_pred of shape \(4, 3\), y of shape \(5,\)\): n",
         ),
         (torch.zeros(4, 3), torch.zeros(4, 1).long(), ValueError, r"; pass y.squeeze\(-1\)"),
         (torch.zeros(2, 3, 8), torch.zeros(2, 8).long(), ValueError, r"; classes come last: y_pred.movedim\(1, -1\)"),
@@ -310,7 +310,7 @@ BINARY = r"for binary logits pass \(y_pred > 0\).long\(\) and y.long\(\)"
             ValueError,
             rf"{BINARY}, for a row of probabilities each y.arg",
         ),
-        (torch.tensor(0.0), torch.tensor(0), ValueError, r"y_pred of shape \(\) and torch.float32, y of shape \(\)"),
+        (torch.tensor(0.0), torch.tensor(0), ValueError, r"y_pred of shape \(\), y of shape \(\)"),
         (torch.zeros(4, 3), torch.zeros(4), TypeError, r"\(y of torch.float32\): needs class indices; pass y.long\(\)"),
         (torch.zeros(4).long(), torch.zeros(4), TypeError, r"\(y of torch.float32\)"),
         (

@@ -222,6 +222,11 @@ def test_a_step_that_reports_no_update_is_told_at_the_end():
             TypeError,
             "ReduceLROnPlateau.*follows a metric",
         ),
+        (
+            {"schedule": add_warmup(torch.optim.lr_scheduler.ReduceLROnPlateau(sgd(1.0)), 5)},
+            TypeError,
+            "ReduceLROnPlateau.*follows a metric",
+        ),
     ],
 )
 def test_wrong_arguments_are_refused_when_constructing(arguments, error, message):
