@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from engine.errors import ConfigurationError
 
-__all__ = ["Accumulate", "Accumulation"]
+__all__ = ["Accumulate", "Accumulation", "Size"]
+
+Size = int | float | Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,17 +59,17 @@ class Accumulate:
                 )
         object.__setattr__(self, "schedule", dict(sorted(schedule.items())))
 
-    def batches_at(self, update: int, tokens_a_batch: int | None = None) -> int | None:
+    def batches_at(self, update: int, tokens_a_batch: float | None = None) -> int | None:
         """Batches for the update behind so many others; None where that hangs on tokens a batch, not known."""
         if self.batches is not None:
             return self.batches
         if self.tokens is not None:
-            return -(-self.tokens // tokens_a_batch) if tokens_a_batch else None
+            return math.ceil(self.tokens / tokens_a_batch) if tokens_a_batch else None
         assert self.schedule is not None
         starts = list(self.schedule)
         return self.schedule[starts[bisect_right(starts, update) - 1]]
 
-    def updates_in(self, batches: int, tokens_a_batch: int | None = None) -> int | None:
+    def updates_in(self, batches: int, tokens_a_batch: float | None = None) -> int | None:
         """Updates that so many batches make; batches left over make none."""
         update = 0
         starts = list(self.schedule or {})[1:]
@@ -79,7 +84,7 @@ class Accumulate:
             update = start
         raise AssertionError("the last piece has no end")
 
-    def batches_in(self, updates: int, tokens_a_batch: int | None = None) -> int | None:
+    def batches_in(self, updates: int, tokens_a_batch: float | None = None) -> int | None:
         """Batches that so many updates take."""
         batches, update = 0, 0
         starts = [start for start in list(self.schedule or {})[1:] if start < updates]
@@ -97,7 +102,8 @@ class Accumulation:
 
     An update's gradient is that of the mean over everything in its batches, as if they were one: a batch of twice
     the size weighs twice as much. What a window will hold is not known when its first batch is weighed, so each weighs
-    `size / expected`, and the update corrects the sum by `expected / total`, which is 1 for batches of one size.
+    `size / expected`, and the update corrects the sum by `expected / total`, which is 1 for batches of one size. Sizes
+    may be tensors of shape () on a device, such as a count of targets that are not ignored: none is waited for.
     """
 
     def __init__(self, rule: Accumulate) -> None:
@@ -108,12 +114,12 @@ class Accumulation:
     def restart(self) -> None:
         """Nothing waits."""
         self.batches = 0  # waiting
-        self._size = self._tokens = 0
-        self._expected = 0
-        self._needed: int | None = 1  # batches that complete the window; None where tokens do
+        self._tokens = 0
+        self._size: Size = 0
+        self._expected: Size | None = None  # None where nothing need be weighed
 
-    def weigh(self, size: int, tokens: int, update: int) -> float:
-        """Count a batch in; returns what its mean loss is to be multiplied by.
+    def weigh(self, size: Size, tokens: int, update: int) -> Size:
+        """What the next batch's mean loss is to be multiplied by.
 
         Args:
             size: what the batch's loss is a mean over.
@@ -123,54 +129,51 @@ class Accumulation:
         Raises:
             ConfigurationError: tokens are to be accumulated and the batch counts none.
         """
-        if self._single:
-            self.batches = 1
-            return 1.0
-        if self.batches == 0:
-            self._open(size, tokens, update)
-        self.batches += 1
-        self._size += size
-        self._tokens += tokens
-        return size / self._expected
-
-    def _open(self, size: int, tokens: int, update: int) -> None:
-        self._size = self._tokens = 0
-        if self.rule.tokens is None:
-            self._needed = self.rule.batches_at(update)
-            assert self._needed is not None
-            self._expected = size * self._needed
-            return
-        if not tokens:
+        if self.rule.tokens is not None and not tokens:
             raise ConfigurationError(
                 f"Accumulate(tokens={self.rule.tokens}): the strategy counts no tokens; accumulate batches instead"
             )
-        self._needed, self._expected = None, self.rule.tokens
+        if self.batches == 0:
+            if self._single:
+                return 1.0
+            needed = self.rule.batches_at(update)
+            if needed is None:  # by tokens
+                self._expected = self.rule.tokens
+            else:  # at least 1, should the first batch count nothing
+                self._expected = (size.clamp_min(1) if isinstance(size, Tensor) else size) * needed
+        assert self._expected is not None
+        return size / self._expected
 
-    @property
-    def complete(self) -> bool:
-        """Whether it is time for the update."""
-        if self._needed is not None:
-            return self.batches >= self._needed
-        assert self.rule.tokens is not None
-        return self._tokens >= self.rule.tokens
+    def add(self, size: Size, tokens: int, update: int) -> bool:
+        """Count the batch in, now that its gradients are there; returns whether it is time for the update."""
+        self.batches += 1
+        if self._expected is None:
+            return True
+        self._size = self._size + size
+        self._tokens += tokens
+        if self.rule.tokens is not None:
+            return self._tokens >= self.rule.tokens
+        needed = self.rule.batches_at(update)
+        assert needed is not None
+        return self.batches >= needed
 
-    def close(self) -> float:
-        """The update begins; returns what the gradients are to be multiplied by first."""
-        self.batches = 0
-        return 1.0 if self._single or self._size == self._expected else self._expected / self._size
+    def close(self) -> Size:
+        """The update begins; returns what the gradients are to be multiplied by first, 1.0 for nothing to do."""
+        expected, total = self._expected, self._size
+        self.restart()
+        if expected is None or (
+            not isinstance(expected, Tensor) and not isinstance(total, Tensor) and expected == total
+        ):
+            return 1.0
+        return expected / total
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "batches": self.batches,
-            "size": self._size,
-            "tokens": self._tokens,
-            "expected": self._expected,
-            "needed": self._needed,
-        }
+        """What waits; another rule may go on from it, since the correction knows what each batch has weighed."""
+        return {"batches": self.batches, "size": self._size, "tokens": self._tokens, "expected": self._expected}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.batches, self._size, self._tokens = state["batches"], state["size"], state["tokens"]
-        self._expected, self._needed = state["expected"], state["needed"]
+        self.batches, self._tokens = state["batches"], state["tokens"]
+        self._size, self._expected = state["size"], state["expected"]
 
 
 def _whole(value: object, least: int) -> bool:

@@ -16,7 +16,16 @@ __all__ = ["clip_grad_norm", "clip_grad_value", "grad_norm", "scale_grads"]
 def grad_norm(parameters: Iterable[Tensor]) -> Tensor:
     """L2 norm over all gradients as if they were one vector, shape (); 0 where there are none."""
     parameters = [parameters] if isinstance(parameters, Tensor) else parameters
-    norm = get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    try:
+        norm = get_total_norm(gradients)
+    except NotImplementedError as error:
+        if not any(gradient.is_sparse for gradient in gradients):
+            raise
+        raise ConfigurationError(
+            "grad_norm(): torch has no norm of sparse gradients, which nn.Embedding(sparse=True) makes; make it dense, "
+            "or leave the norm out (no clipping by norm, no receiver of GRADIENTS_READY)"
+        ) from error
     # sharded gradients: each rank holds a part of the norm, and this collective call adds the parts up
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
@@ -55,8 +64,8 @@ def clip_grad_value(parameters: Iterable[Tensor], max_value: float) -> None:
     clip_grad_value_(parameters, max_value)
 
 
-def scale_grads(parameters: Iterable[Tensor], factor: float) -> None:
-    """Multiplies all gradients by the factor, in place, in the storage that they have."""
+def scale_grads(parameters: Iterable[Tensor], factor: float | Tensor) -> None:
+    """Multiplies all gradients by the factor, a number or of shape (), in place, in the storage that they have."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if gradients:
-        torch._foreach_mul_(gradients, factor)
+        torch._foreach_mul_(gradients, factor.to(gradients[0].device) if isinstance(factor, Tensor) else factor)

@@ -59,7 +59,7 @@ class GradientsReady:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerStepCompleted:
-    """OPTIMIZER_STEP_COMPLETED: the weights have changed."""
+    """OPTIMIZER_STEP_COMPLETED: the weights have changed, unless fp16 overflowed, which the host learns later."""
 
     learning_rates: tuple[float, ...]  # one a parameter group, those of the step just made
 

@@ -47,6 +47,7 @@ class Precision:
         self.device = torch.device(device)
         self.dtype: torch.dtype | None = _DTYPES[name]
         self.scaler = self.skipped = None
+        self._unscaled = False
         if self.dtype is None:
             return
         try:
@@ -76,17 +77,34 @@ class Precision:
         """Bring gradients to their true size before they are measured or clipped; for fp16 alone."""
         if self.scaler is not None:
             self.scaler.unscale_(optimizer)
+            self._unscaled = True
 
     def step(self, optimizer: torch.optim.Optimizer) -> None:
-        """One optimizer step. An fp16 overflow leaves the weights as they are, lowers the scale and is counted."""
+        """One optimizer step. An fp16 overflow leaves the weights as they are, lowers the scale and is counted.
+
+        With fp16 an optimizer whose fused kernel does not look for overflows itself (Adam's do) waits for the device,
+        in torch's own GradScaler.
+        """
         if self.scaler is None:
             optimizer.step()
             return
+        _fill_momentum(optimizer)
         self.scaler.step(optimizer)
+        self._unscaled = False
         found = self.scaler._found_inf_per_device(optimizer).values()  # one tensor a device, 0 where all was finite
         self.scaler.update()  # forgets them
         overflowed = sum(each.to(self.device) for each in found) > 0
         self.skipped = overflowed.long().sum() + (0 if self.skipped is None else self.skipped)
+
+    def discard(self) -> None:
+        """An update was begun and is given up: what `unscale` found is forgotten, as if it had been made."""
+        if self.scaler is not None and self._unscaled:
+            self.scaler.update()
+            self._unscaled = False
+
+    def begin_run(self) -> None:
+        """Count skipped updates from 0 again; the scale stays, as the weights do."""
+        self.skipped = None
 
     def skipped_updates(self) -> int:
         """How many updates have been left out so far; for fp16 it waits for the device."""
@@ -111,3 +129,24 @@ class Precision:
         if self.scaler is not None:
             self.scaler.load_state_dict(dict(state["scaler"]))
             self.skipped = torch.tensor(state["skipped"], device=self.device)
+
+
+def _fill_momentum(optimizer: torch.optim.Optimizer) -> None:
+    """Give torch's fused SGD its momentum before the first step.
+
+    It allocates the buffers in that step and leaves them uninitialised if fp16 skips it; zeros give the same step.
+    """
+    if not isinstance(optimizer, torch.optim.SGD):
+        return
+    for group in optimizer.param_groups:
+        if not group["fused"] or not group["momentum"]:
+            continue
+        for parameter in group["params"]:
+            if parameter.grad is None or "momentum_buffer" in optimizer.state[parameter]:
+                continue
+            if group["dampening"]:
+                raise ConfigurationError(
+                    f"SGD(dampening={group['dampening']!r}, fused=True) with fp16: the first step would differ where "
+                    "it is skipped; pass fused=False"
+                )
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)

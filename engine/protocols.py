@@ -22,11 +22,13 @@ class TrainingBatch:
     targets: Any
     samples: int  # rows of the batch, a host number
     tokens: int = 0  # predicted tokens, a host number; 0 where there are none
+    # what the loss is a mean over, where that is neither; perhaps of shape () on the device, and then not waited for
+    weight: int | Tensor | None = None
 
     @property
-    def size(self) -> int:
-        """What the batch's mean loss is a mean over: its tokens, else its samples."""
-        return self.tokens or self.samples
+    def size(self) -> int | Tensor:
+        """What the batch's mean loss is a mean over: its weight, else its tokens, else its samples."""
+        return self.weight if self.weight is not None else self.tokens or self.samples
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,7 @@ class TrainingResult(Mapping[str, Tensor]):
 
     metrics: Mapping[str, Tensor]
     state: ModelState | None = None
-    diagnostics: Mapping[str, Any] = field(default_factory=dict)
+    diagnostics: Mapping[str, Any] | None = None
 
     def __getitem__(self, name: str) -> Tensor:
         return self.metrics[name]
@@ -66,7 +68,12 @@ class TrainingResult(Mapping[str, Tensor]):
 
 @runtime_checkable
 class TrainingStrategy(Protocol):
-    """What is optimised."""
+    """What is optimised.
+
+    A strategy may have more: `derive_metrics(loss)`, what follows from a mean loss (a float, or a tensor that stays on
+    its device); and a flag `check_values`, which a trainer sets until its first update has been made, so that batches
+    may be looked at closely without waiting for the device ever after.
+    """
 
     def prepare_batch(self, batch: Any) -> TrainingBatch:
         """What the loader gave, on the device already, as model inputs and targets."""
@@ -84,6 +91,15 @@ class TrainingStrategy(Protocol):
 class Backend(Protocol):
     """What computes the gradients and applies them."""
 
+    skips_updates: bool
+    """Whether an update may be left out on the device (fp16 that overflowed), so that there is something to ask for."""
+
+    def configure(
+        self, device: Any, precision: str, compile: bool = False, activation_checkpointing: str | None = None
+    ) -> None:
+        """Take over a trainer's settings, before anything else is asked of the backend."""
+        ...
+
     def place(self, model: Any) -> Any:
         """The model, where the backend computes."""
         ...
@@ -92,12 +108,30 @@ class Backend(Protocol):
         """The loader's batch, where the backend computes."""
         ...
 
-    def forward_backward(self, model: Any, batch: TrainingBatch, strategy: TrainingStrategy, scale: float) -> Tensor:
+    def forward_backward(
+        self, model: Any, batch: TrainingBatch, strategy: TrainingStrategy, scale: float | Tensor
+    ) -> Tensor:
         """Add `scale` times the loss's gradients to the parameters'; returns the loss, shape (), detached."""
+        ...
+
+    def unscale_gradients(self, optimizer: Any) -> None:
+        """Bring gradients to their true size, where `forward_backward` gave them another."""
         ...
 
     def apply_gradients(self, optimizer: Any) -> None:
         """One optimizer step; the gradients are gone afterwards."""
+        ...
+
+    def discard_gradients(self, optimizer: Any) -> None:
+        """No optimizer step: a batch failed. The gradients are gone afterwards."""
+        ...
+
+    def skipped_updates(self) -> int:
+        """How many updates were left out; it may wait for the device."""
+        ...
+
+    def begin_run(self) -> None:
+        """A run begins from its start: what counts updates begins at 0."""
         ...
 
     def eval_step(self, model: Any, batch: TrainingBatch, strategy: TrainingStrategy) -> tuple[Any, Tensor]:

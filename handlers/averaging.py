@@ -14,6 +14,7 @@ from engine.errors import ConfigurationError
 from engine.events import Events
 from engine.logs import get_logger
 from engine.loop import Engine
+from engine.optimizers import is_schedule_free
 from engine.subscription import Phase
 from handlers.attachment import Attachment
 
@@ -65,7 +66,8 @@ class Averaging:
             begun: asked at each occasion whether to take it.
 
         Raises:
-            ConfigurationError: the engine has no model; or another average is validated already.
+            ConfigurationError: the engine has no model; another average is validated already; or validation runs on
+                that of a schedule-free optimizer.
         """
         with self._attachment.to(engine, whole_bus=False) as hear:
             model = self._given if self._given is not None else getattr(engine, "model", None)
@@ -138,6 +140,14 @@ class Averaging:
         if contexts is None:
             return  # nothing validates here
         mine = set(self.weights("attach").model.parameters())
+        optimizer: Any = getattr(engine, "optimizer", None)
+        if is_schedule_free(optimizer) and any(
+            parameter in mine for group in optimizer.param_groups for parameter in group["params"]
+        ):
+            raise ConfigurationError(
+                f"{self._place}(validate=True): {type(optimizer).__name__} is schedule-free, and validation runs on "
+                "the average that it keeps itself; pass validate=False, or train with another optimizer"
+            )
         for context in contexts:
             other = getattr(getattr(context, "__self__", None), "_averaging", None)
             if isinstance(other, Averaging) and not mine.isdisjoint(other.weights("attach").model.parameters()):

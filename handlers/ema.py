@@ -22,7 +22,8 @@ class EMA:
 
     The numbers are those of torch.optim.swa_utils.AveragedModel with get_ema_multi_avg_fn(decay); buffers are the
     model's at the last occasion. An average is kept in its weights' dtype: in bfloat16, which has 8 bits, what a decay
-    near 1 adds is lost (precision="bf16" keeps weights in float32).
+    near 1 adds is lost (precision="bf16" keeps weights in float32). An fp16 update whose gradients overflowed, and
+    which the device left out, counts as an update like any other: the same weights are averaged in once more.
 
     A checkpoint holds the raw weights as the model's, and the average in this handler's state.
 
@@ -51,8 +52,8 @@ class EMA:
         """Average at the cadence, in phase COMPUTE, before a validation that is due at the same point.
 
         Raises:
-            ConfigurationError: no model was given and the engine has none; or another average of these weights is
-                validated already.
+            ConfigurationError: no model was given and the engine has none; or validation runs on another average of
+                these weights already, that of a schedule-free optimizer, say.
         """
         self._averaging.attach(engine, applied=self.applied if self.validate else None)
         return self

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import copy
+from itertools import zip_longest
 from typing import Any, Literal, Self
 
 from torch.optim import Optimizer
@@ -13,7 +15,8 @@ from engine.errors import CheckpointError, ConfigurationError, unknown_name
 from engine.events import Events
 from engine.logs import get_logger
 from engine.loop import Engine
-from engine.schedules import Schedule, group_ratios, update_optimizer
+from engine.schedules import Schedule
+from engine.schedules.groups import GroupRates
 from engine.subscription import Phase
 from handlers.attachment import Attachment
 
@@ -30,7 +33,8 @@ class LRScheduler:
     """Follows a schedule: the first update uses `get_lr(0)`, the one behind n others `get_lr(n)`.
 
     A schedule of ours gives the rate of a group that has the optimizer's default rate; the other groups keep their
-    ratio to it. A torch scheduler is stepped.
+    ratio to it. A torch scheduler is stepped. An fp16 update whose gradients overflowed, and which the device left out,
+    counts as an update like any other.
 
     Args:
         schedule: one of `engine.schedules`, or a torch LRScheduler.
@@ -59,7 +63,7 @@ class LRScheduler:
         self.schedule = schedule
         self.by = by
         self._count = 0
-        self._optimizer: Optimizer | None = None
+        self._rates: GroupRates | None = None  # of a schedule of ours, once there is an optimizer
         self._given = optimizer
         if isinstance(schedule, TorchLRScheduler):
             self._given = schedule.optimizer
@@ -105,7 +109,8 @@ class LRScheduler:
         return self.schedule.get_lr(self._count)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"step": self._count, "schedule": self.schedule.state_dict()}
+        """In plain containers, so that a checkpoint takes it: a MultiStepLR keeps its milestones in a Counter."""
+        return {"step": self._count, "schedule": _plain(self.schedule.state_dict())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where another left off.
@@ -121,31 +126,28 @@ class LRScheduler:
                     f"LRScheduler(schedule={type(self.schedule).__name__}): the saved state is of another scheduler: "
                     f"it holds {sorted(saved)}, this one {sorted(mine)}; use the schedule that it was saved from"
                 )
+            saved = _like(saved, mine)
         self.schedule.load_state_dict(saved)
         self._count = int(state["step"])
-        if self._optimizer is not None:
+        if self._rates is not None:
             self._write()
 
     def _take(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
-        if isinstance(self.schedule, TorchLRScheduler):
-            return
-        group_ratios(optimizer, "LRScheduler")  # notes the first rates before anything changes them
+        if not isinstance(self.schedule, TorchLRScheduler):
+            self._rates = GroupRates(optimizer, "LRScheduler")  # notes the first rates before anything changes them
 
     def _write(self) -> None:
         if isinstance(self.schedule, TorchLRScheduler):
             return  # it writes for itself
-        if self._optimizer is None:
+        if self._rates is None:
             raise RuntimeError("LRScheduler.step(): no optimizer yet; pass optimizer= or attach to an engine first")
-        update_optimizer(self._optimizer, self.schedule.get_lr(self._count))
+        self._rates.write(self.schedule.get_lr(self._count))
 
     def _advance(self) -> None:
         if isinstance(self.schedule, TorchLRScheduler):
             self.schedule.step()
-            self._count += 1
-        else:
-            self._count += 1
-            self._write()
+        self._count += 1
+        self._write()
 
     def _check_was_stepped(self, engine: Engine) -> None:
         if self._count == 0 and self.by == "update" and engine.state.iteration > 0:
@@ -162,3 +164,24 @@ class LRScheduler:
                 f"LRScheduler(optimizer={type(optimizer).__name__}): the torch scheduler was made for another "
                 "optimizer and would move that one's rates; make it for this one"
             )
+
+
+def _plain(value: Any) -> Any:
+    """A copy whose containers are dicts, lists and tuples themselves and not subclasses."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value] if isinstance(value, list) else tuple(map(_plain, value))
+    return value
+
+
+def _like(saved: Any, own: Any) -> Any:
+    """A copy of plain containers in which a dict is of the same subclass as its counterpart in `own`."""
+    if isinstance(saved, dict) and isinstance(own, dict):
+        made = copy(own)  # not type(own)(): a defaultdict has a factory
+        made.clear()
+        made.update({key: _like(item, own.get(key)) for key, item in saved.items()})
+        return made
+    if isinstance(saved, list) and isinstance(own, list):
+        return [_like(item, mine) for item, mine in zip_longest(saved, own[: len(saved)])]
+    return saved

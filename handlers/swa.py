@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import get_swa_multi_avg_fn, update_bn
+from torch.utils.data import DataLoader
 
 from engine import rng
 from engine.averaging import WeightAverage
@@ -40,7 +41,8 @@ class SWA:
         validate: let the engine's evaluator, where it has one, run the model with the averaged weights.
 
     Raises:
-        ConfigurationError: not exactly one start, one that is no whole number of at least 0, or an empty bn_loader.
+        ConfigurationError: not exactly one start, one that is no whole number of at least 0, or a bn_loader that is
+            empty, an iterator, or a collection of loaders.
         TypeError: the model is no nn.Module, the cadence no Every, or bn_loader no iterable.
     """
 
@@ -63,6 +65,16 @@ class SWA:
                 raise ConfigurationError(f"SWA({argument}={start!r}): needs a whole number of at least 0")
         if bn_loader is not None and not isinstance(bn_loader, Iterable):
             raise TypeError(f"SWA(bn_loader={bn_loader!r}): needs an iterable of batches, such as a DataLoader")
+        if isinstance(bn_loader, Iterator):
+            raise ConfigurationError(
+                f"SWA(bn_loader={type(bn_loader).__name__}): is an iterator, which can be run over once; "
+                "pass what gives its batches again, such as a DataLoader or a list"
+            )
+        if isinstance(bn_loader, (tuple, list)) and any(isinstance(each, DataLoader) for each in bn_loader):
+            raise ConfigurationError(
+                f"SWA(bn_loader={type(bn_loader).__name__}): holds DataLoaders where batches are needed; "
+                "pass one of them, usually that of the training set"
+            )
         if bn_loader is not None and length_of(bn_loader) == 0:
             raise _no_batch()
         self.after_epoch, self.after_update = after_epoch, after_update
@@ -76,7 +88,7 @@ class SWA:
 
         Raises:
             ConfigurationError: no model was given and the engine has none; it needs a bn_loader, or one of its own;
-                or another average of these weights is validated already.
+                or validation runs on another average of these weights already, that of a schedule-free optimizer, say.
         """
         self._averaging.attach(
             engine, applied=self.applied if self.validate else None, check=self._check, begun=self._has_begun
@@ -222,5 +234,5 @@ def _loader_missing() -> ConfigurationError:
 
 def _no_batch() -> ConfigurationError:
     return ConfigurationError(
-        "SWA(bn_loader=...): gave no batch; an iterator can be run over once, give a list or a DataLoader"
+        "SWA(bn_loader=...): gave no batch; pass what gives some each time it is run over, such as a DataLoader"
     )

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from engine import Every
-from engine.backends.torch import TorchBackend
 from engine.errors import ConfigurationError, unknown_name
 from engine.protocols import TrainingStrategy
 from engine.schedules import build_schedule
@@ -19,6 +18,7 @@ from pulsetrain.config import TrainingConfig
 
 __all__ = [
     "check_kinds",
+    "check_metric_names",
     "check_waiting",
     "configured_handlers",
     "named_loaders",
@@ -40,8 +40,8 @@ def check_kinds(config: Any, metrics: Any, handlers: Any, callbacks: Any) -> Non
             raise TypeError(
                 f"Trainer(metrics={{{name!r}: {metric.__name__}}}): needs an object, as {metric.__name__}()"
             )
-        if name in ("loss", "perplexity", "bits_per_byte"):
-            raise ConfigurationError(f"Trainer(metrics={{{name!r}: ...}}): the strategy's own name; choose another")
+        if name == "loss":  # whatever the strategy; see check_metric_names for its own
+            raise ConfigurationError("Trainer(metrics={'loss': ...}): the name of the strategy's loss; choose another")
     for argument, given in (("handlers", handlers), ("callbacks", callbacks)):
         if not isinstance(given, (list, tuple)):
             raise TypeError(f"Trainer({argument}={type(given).__name__}): needs a list, as {argument}=[...]")
@@ -50,6 +50,19 @@ def check_kinds(config: Any, metrics: Any, handlers: Any, callbacks: Any) -> Non
             raise TypeError(f"Trainer(handlers=[{handler.__name__}]): needs an object, as {handler.__name__}(...)")
         if not callable(getattr(handler, "attach", None)):
             raise TypeError(f"Trainer(handlers=[{handler!r}]): a handler needs attach(engine); functions go to on()")
+
+
+def check_metric_names(metrics: Mapping[str, Any] | None, strategy: TrainingStrategy) -> None:
+    """Refuse a metric under a name that the strategy itself derives from the loss, such as perplexity."""
+    derive = getattr(strategy, "derive_metrics", None)
+    if not metrics or derive is None:
+        return
+    for name in derive(1.0):
+        if name in metrics:
+            raise ConfigurationError(
+                f"Trainer(metrics={{{name!r}: ...}}): {type(strategy).__name__} reports one of that name itself; "
+                "choose another"
+            )
 
 
 def resolve_strategy(strategy: Any) -> TrainingStrategy:
@@ -85,28 +98,29 @@ def named_loaders(val_loader: Any) -> dict[str, Iterable[Any]]:
     return loaders
 
 
-def optimizer_options(config: TrainingConfig, optimizer: Any, backend: TorchBackend) -> dict[str, Any]:
-    """The optimizer's keywords that the configuration asks for, and one that torch makes necessary."""
+def optimizer_options(config: TrainingConfig) -> dict[str, Any]:
+    """The optimizer's keywords that the configuration asks for."""
     options = dict(config.optimizer_options)
     if config.no_decay is not None:
         options["no_decay"] = config.no_decay
-    name = config.optimizer if optimizer is None else optimizer
-    if name == "sgd" and backend.scaler is not None:
-        # torch's fused SGD leaves its momentum uninitialised when the gradient scale skips the very first step
-        options.setdefault("fused", False)
     return options
 
 
 def configured_handlers(
     config: TrainingConfig, optimizer: torch.optim.Optimizer, bound: Bound, given: Sequence[Any]
 ) -> list[Any]:
-    """The handlers that settings stand for; one of a kind that is given as well is an error."""
+    """The handlers that settings stand for; one of a kind that is given as well is an error.
+
+    So are two of the given ones that set the rate of one optimizer.
+    """
+    _refuse_two_schedulers(optimizer, given)
     added: list[Any] = []
-    if config.schedule is not None and (config.schedule != "constant" or config.warmup_steps):
+    asked_for = config.warmup_steps or config.schedule_options or config.min_lr_ratio is not None
+    if config.schedule is not None and (config.schedule != "constant" or asked_for):
         _refuse_second("schedule", LRScheduler, given)
         schedule = build_schedule(
             config.schedule,
-            optimizer.defaults.get("lr", config.learning_rate),  # an instance brings its own
+            float(optimizer.defaults.get("lr", config.learning_rate)),  # an instance brings its own, even as a tensor
             total_steps=bound.total_updates,
             warmup_steps=config.warmup_steps,
             min_lr_ratio=config.min_lr_ratio,
@@ -129,6 +143,19 @@ def check_waiting(handlers: Sequence[Any], val_loaders: Mapping[str, Any]) -> No
         raise ConfigurationError(
             f"EarlyStopping(metric={waits[0].metric!r}): waits for a validation, and the Trainer has no val_loader"
         )
+
+
+def _refuse_two_schedulers(optimizer: torch.optim.Optimizer, given: Sequence[Any]) -> None:
+    scheduled: set[int] = set()
+    for handler in given:
+        if isinstance(handler, LRScheduler):
+            followed = id(handler._given or optimizer)
+            if followed in scheduled:
+                raise ConfigurationError(
+                    "Trainer(handlers=[LRScheduler, LRScheduler]): both would set the rates of one optimizer; make one "
+                    "of them, over schedules composed by >> (torch's by its SequentialLR or ChainedScheduler)"
+                )
+            scheduled.add(followed)
 
 
 def _refuse_second(setting: str, kind: type, given: Sequence[Any]) -> None:

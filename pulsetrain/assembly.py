@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import handlers as shipped_handlers
-from engine import rng
+from engine import rng, schedules
 from engine import strategies as shipped_strategies
 from engine.batches import length_of
 from engine.errors import ConfigurationError, PulsetrainError
@@ -21,7 +21,7 @@ from pulsetrain.config_file import SECTIONS, differences, load_yaml
 from pulsetrain.run_folder import Claim, describe_run, has_checkpoint, resolve_folder
 from pulsetrain.trainer import Trainer
 
-__all__ = ["Assembly", "assemble"]
+__all__ = ["Assembly", "assemble", "in_settings"]
 
 HANDLERS = {
     name: getattr(shipped_handlers, name) for name in shipped_handlers.__all__ if not name.startswith("Callback")
@@ -31,7 +31,9 @@ STRATEGIES = {
     **shipped_strategies.STRATEGIES,
 }
 
-# What the trainer's parts call their arguments, and which setting of the configuration that is.
+# What the trainer's parts call their arguments, and which setting of the configuration that is; the first that fits
+# holds. For errors of the training section and of the Trainer alone: a schedule among the handlers keeps its own names.
+SCHEDULES = "|".join(name for name in schedules.__all__ if isinstance(getattr(schedules, name), type))
 AS_SETTINGS = [
     (r"^build_schedule\(warmup_steps=(.*?)\): leaves nothing of total_steps=(\d+).*",
      r"training.warmup_steps=\1: leaves nothing of the run's \2 updates; shorten it, or lengthen the run by its "
@@ -39,16 +41,38 @@ AS_SETTINGS = [
     (r"^build_schedule\(total_steps=None\): the schedule '(\w+)'", r"training.schedule='\1': it"),
     (r"^build_schedule\(name='(\w+)'\): needs (\w+)", r"training.schedule='\1': needs schedule_options.\2"),
     (r"^build_schedule\(name=('.*?')\): unknown", r"training.schedule=\1: unknown schedule"),
-    (r"^build_schedule\((learning_rate|min_lr_ratio|warmup_steps)=(.*?)\)", r"training.\1=\2"),
-    (r"^build_schedule\((\w+)=(.*?)\)", r"training.schedule_options.\1=\2"),
+    (r"^build_schedule\((learning_rate|min_lr_ratio|warmup_steps)=(.*?)\): ", r"training.\1=\2: "),
+    (r"^build_schedule\((\w+)=(.*?)\): ", r"training.schedule_options.\1=\2: "),
+    (r"^WSD\(decay_steps=(\d+)\): is more than warmup_steps=0 leaves of total_steps=(\d+)",
+     r"training.schedule_options.decay_steps=\1: is more than the \2 updates that training.warmup_steps leaves"),
+    (rf"^(?:{SCHEDULES})\((\w+)=(.*?)\): is above initial_lr=",
+     r"training.schedule_options.\1=\2: is above training.learning_rate="),
+    (rf"^(?:{SCHEDULES})\((\w+)=(.*?)\): ", r"training.schedule_options.\1=\2: "),
     (r"^create_optimizer\(name=('\w*')\): unknown", r"training.optimizer=\1: unknown optimizer"),
+    (r"^create_optimizer\(name=('\w*')\): ", r"training.optimizer=\1: "),
     (r"^create_optimizer\(name=('\w*'), (.*?)\): ", r"training.optimizer=\1 with optimizer_options (\2): "),
-    (r"^create_optimizer\(([^=]+)=", r"training.optimizer_options (\1="),
-    (r"^device=", r"training.device="),
+    (r"^create_optimizer\(model=(\w+)\): ", r"model (\1): "),
+    (r"^create_optimizer\((learning_rate|weight_decay)=(.*?)\): ", r"training.\1=\2: "),
+    (r"^create_optimizer\((adam_\w+=.*?, (?:betas|eps)=.*?)\): ", r"training.optimizer_options (\1): "),
+    (r"^create_optimizer\((\w+(?:\[[^]]*\])?)=(.*?)\): ", r"training.optimizer_options.\1=\2: "),
+    (r"^(device|activation_checkpointing)=", r"training.\1="),
+    (r"^(?:Precision\(name|TorchBackend\(precision)=('\w+').*?\): ", r"training.precision=\1: "),
     (r"^Trainer\(strategy=('.*?')\): unknown", r"strategy=\1: unknown strategy"),
     (r"^Trainer\((train_loader|val_loader)", r"data: Trainer(\1"),
+    (r"^Trainer\(metrics=\{'(.*?)': .*?\}\): ", r"metrics.\1: "),
+    (r"^Trainer\(handlers=\[(.*?)\]\): ", r"handlers (\1): "),
+    (r"^in (training\.\w+): \w+\((\w+)=(.*?)\): ", r"\1.\2=\3: "),
+    (r"^in (training\.\w+): \w+\(\): ", r"\1={}: "),
+    (r"^in (training\.\w+): \w+\((.*?)\): ", r"\1 (\2): "),
     (r"^in training: TrainingConfig\((\w+=\d+, \w+=.*?)\): ", r"training (\1): "),
-    (r"^in training: TrainingConfig\((\w+)=(.*?)\): ", r"training.\1=\2: "),
+    (r"^in training: TrainingConfig\((\w+_options)=\{'(\w+)': (.*?)\}\): (.*); set ",
+     r"training.\1.\2=\3: \4; set training."),
+    (r"^in training: TrainingConfig\((\w+_options)=\{'(\w+)': (.*?)\}\): ", r"training.\1.\2=\3: "),
+    (r"^TrainingConfig\(accumulate=Accumulate\((?:\w+=None, )*(\w+)=(.*?)(?:, \w+=None)*\)\): ",
+     r"training.accumulate.\1=\2: "),
+    (r"^Accumulate\((\w+)=(.*?)\): ", r"training.accumulate.\1=\2: "),
+    (r"^TrainingConfig\((\w+)=\.\.\.\) and (.*) \w+=None", r"training.\1 and \2 training.\1=null"),
+    (r"^(?:in training: )?TrainingConfig\((\w+)=(.*?)\): ", r"training.\1=\2: "),
     (r"^Trainer\.train\(resume='latest'\): ", "--resume latest: "),
 ]  # fmt: skip
 
@@ -89,7 +113,7 @@ def assemble(
     try:
         training = build({"class_path": TrainingConfig, "init_args": settings}, "training", settings="training")
     except PulsetrainError as error:
-        raise type(error)(_as_settings(str(error))) from error
+        raise in_settings(error) from error
     rng.seed_everything(training.seed)
     model = build(config["model"], "model")
     rng.seed_everything(training.seed)
@@ -109,7 +133,7 @@ def assemble(
                 model, train_loader, val_loader, strategy=strategy, config=training, metrics=metrics, handlers=made
             )
         except PulsetrainError as error:
-            raise type(error)(_as_settings(str(error))) from error
+            raise in_settings(error) from error
         described = {section: config[section] for section in SECTIONS if section in config}
         described |= {"run": str(claim.folder), "training": {**(described.get("training") or {}), "seed": trainer.seed}}
         if resume is None or not has_checkpoint(claim.folder):  # a run that saved nothing begins anew
@@ -154,12 +178,17 @@ def _loaders(data: Any) -> tuple[Any, Any]:
     return train_loader, val_loader
 
 
-def _as_settings(text: str) -> str:
+def in_settings(error: PulsetrainError) -> PulsetrainError:
+    """The same error in the words of the configuration, where a part of the trainer raised it."""
+    text = str(error)
     for form, setting in AS_SETTINGS:
         text, changed = re.subn(form, setting, text, count=1)
         if changed:
             break
-    return text
+    told = type(error)(text)
+    for note in getattr(error, "__notes__", ()):
+        told.add_note(note)
+    return told
 
 
 def _saved(folder: Path) -> dict[str, Any]:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from engine import rng
 from engine.batches import length_of
 from engine.errors import ConfigurationError
+from engine.logs import get_logger
 
 if TYPE_CHECKING:
     from engine.protocols import Backend, TrainingStrategy
     from pulsetrain.config import TrainingConfig
 
 __all__ = ["Bound"]
+
+_LOOKED_AT = 8  # batches, for what a batch holds on average
 
 UNBOUNDED = 1 << 60  # iterations; for runs that something else ends
 
@@ -29,7 +33,7 @@ class Bound:
         self.counted = config.max_tokens is not None or self.counts_updates  # see reached()
         self.epoch_length = length_of(loader)
         self._loader = loader
-        self._tokens_a_batch: int | None = None
+        self._tokens_a_batch: float | None = None
 
     @property
     def max_epochs(self) -> int | None:
@@ -70,6 +74,11 @@ class Bound:
     def reached(self, state: Any) -> str | None:
         """Why the run ends here, for the bounds that hang on what the batches hold and the loop cannot count."""
         config = self.config
+        if config.max_tokens is not None and state.iteration and not state.tokens:
+            raise ConfigurationError(
+                f"TrainingConfig(max_tokens={config.max_tokens}): the strategy counts no tokens, so the run would not "
+                "end; bound it by max_iterations, max_updates or max_epochs"
+            )
         if config.max_tokens is not None and state.tokens >= config.max_tokens:
             return f"max_tokens={config.max_tokens} was reached"
         if self.counts_updates and state.update >= config.max_updates:
@@ -87,7 +96,7 @@ class Bound:
             raise ConfigurationError(
                 "Trainer(train_loader): has no batches; a DataLoader with drop_last drops a short one"
             )
-        if self.total_updates == 0:
+        if self.accumulate.tokens is None and self.total_updates == 0:
             raise ConfigurationError(
                 f"TrainingConfig(accumulate={config.accumulate!r}): the run has {total} batches, which make no update; "
                 "accumulate fewer, or train longer"
@@ -99,29 +108,34 @@ class Bound:
             )
 
     def measure(self, strategy: TrainingStrategy, backend: Backend) -> None:
-        """Count the tokens of the first batch, where something hangs on them; the generators stay as they were.
+        """Count the tokens of the first batches, where something hangs on them; the generators stay as they were.
 
         Raises:
-            ConfigurationError: the strategy counts no tokens, or the data can be read only once.
+            ConfigurationError: the strategy counts no tokens, or there is no batch.
         """
         setting, remedy = self._hangs_on_tokens()
         if setting is None or self._tokens_a_batch is not None:
             return
         if iter(self._loader) is self._loader:
-            raise ConfigurationError(
-                f"TrainingConfig({setting}): the loader is an iterator, whose first batch "
-                f"cannot be looked at beforehand; give a DataLoader or a list, or {remedy}"
-            )
+            return  # its first batch cannot be looked at beforehand: how long the run will be is not known
         before = rng.capture()
         try:
-            batch = next(iter(self._loader), None)
+            batches = [strategy.prepare_batch(backend.to_device(batch)) for batch in islice(self._loader, _LOOKED_AT)]
         finally:
             rng.restore(before)
-        if batch is None:
+        if not batches:
             raise ConfigurationError("Trainer(train_loader): gave no batch; it is empty")
-        self._tokens_a_batch = strategy.prepare_batch(backend.to_device(batch)).tokens
-        if not self._tokens_a_batch:
+        tokens = [batch.tokens for batch in batches]
+        if not all(tokens):
             raise ConfigurationError(f"TrainingConfig({setting}): {type(strategy).__name__} counts no tokens; {remedy}")
+        self._tokens_a_batch = sum(tokens) / len(tokens)
+        if max(tokens) > 1.1 * min(tokens) and self.config.max_updates is None:
+            get_logger("pulsetrain").info(
+                "batches differ in tokens: the number of updates, over which a schedule falls, is an estimate; "
+                "max_updates fixes it",
+                updates=self.total_updates,
+                tokens_a_batch=f"{min(tokens)} to {max(tokens)}",
+            )
 
     def _hangs_on_tokens(self) -> tuple[str | None, str]:
         """The setting that counts tokens, and what would do without."""

@@ -20,6 +20,8 @@ from engine.errors import ConfigurationError, PulsetrainError
 
 __all__ = ["build", "look_in", "unknown"]
 
+MANY = 60  # names, of which a message would become unreadable
+
 WORDS: dict[Any, str] = {
     int: "a whole number",
     float: "a number",
@@ -77,6 +79,8 @@ def unknown(where: str, what: str, name: object, choices: Iterable[str]) -> Conf
     near = get_close_matches(str(name), choices, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     some = f"choose one of {', '.join(choices)}" if choices else "there is none to choose"
+    if len(choices) > MANY:
+        some = f"there are {len(choices)} others"
     return ConfigurationError(f"{where}: unknown {what}; {some}{hint}")
 
 
@@ -208,13 +212,22 @@ def _find(path: Any, place: str, shipped: Mapping[str, Any]) -> Any:
         raise ConfigurationError(f"{where}: importing {module_name} failed: {text}") from error
     found = getattr(module, name, None)
     if not callable(found):
-        own = [
-            each
-            for each, value in vars(module).items()
-            if callable(value) and not each.startswith("_") and getattr(value, "__module__", None) == module.__name__
-        ]
-        raise unknown(where, f"name in {module_name}", name, own)
+        raise unknown(where, f"name in {module_name}", name, _callables(module))
     return found
+
+
+def _callables(module: types.ModuleType) -> list[str]:
+    """What a class path may name in the module: its public names, or where it lists none what it or a part defines."""
+    there = vars(module)
+    if hasattr(module, "__all__"):  # one that is not there yet is imported when asked for, so leave it alone
+        return [each for each in module.__all__ if each not in there or callable(there[each])]
+    return [
+        each
+        for each, value in there.items()
+        if callable(value)
+        and not each.startswith("_")
+        and f"{getattr(value, '__module__', '')}.".startswith(f"{module.__name__}.")
+    ]
 
 
 _present: dict[Path, frozenset[str]] = {}  # folder of a configuration: the modules loaded before it was looked in

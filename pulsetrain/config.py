@@ -15,6 +15,28 @@ __all__ = ["TrainingConfig"]
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 
+# Keywords that the trainer passes by itself, or knows by another name than torch's: what to do instead, by the options.
+_NOT_OPTIONS = {
+    "optimizer_options": {
+        "model": "is what the Trainer was given; leave it out",
+        "optimizer": "is a setting of its own; set optimizer",
+        "name": "is a setting of its own; set optimizer",
+        "learning_rate": "is a setting of its own; set learning_rate",
+        "lr": "is a setting of its own; set learning_rate",
+        "weight_decay": "is a setting of its own; set weight_decay",
+    },
+    "schedule_options": {
+        "name": "is a setting of its own; set schedule",
+        "learning_rate": "is a setting of its own; set learning_rate",
+        "total_steps": "follows from the length of the run; set max_updates or max_epochs",
+        "warmup_steps": "is a setting of its own; set warmup_steps",
+        "min_lr_ratio": "is a setting of its own; set min_lr_ratio",
+        "T_0": "is torch's name; pass first_cycle, in updates",
+        "T_mult": "is torch's name; pass multiplier",
+        "eta_min": "is torch's name; pass min_lr",
+    },
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
@@ -89,8 +111,9 @@ class TrainingConfig:
         for name in ("optimizer", "device"):
             self._require(name, lambda value: isinstance(value, str), "a name")
         self._require("schedule", lambda value: isinstance(value, str), "a name or None")
-        for name in ("optimizer_options", "schedule_options"):
+        for name in _NOT_OPTIONS:
             self._require(name, lambda value: isinstance(value, Mapping), "a mapping of keywords")
+            self._check_options(name)
         if not isinstance(self.compile, bool):
             raise ConfigurationError(f"TrainingConfig(compile={self.compile!r}): needs to be True or False")
         if not isinstance(self.accumulate, Accumulate):
@@ -109,6 +132,12 @@ class TrainingConfig:
             "activation_checkpointing", lambda value: isinstance(value, str) and value != "", "a name or None"
         )
         self._require("no_decay", lambda value: value == "auto", "'auto' or None")
+        if self.no_decay is not None and "no_decay" in self.optimizer_options:
+            raise ConfigurationError(
+                f"TrainingConfig(no_decay={self.no_decay!r}): stands in optimizer_options as well; give one of both"
+            )
+        if self.schedule is None:
+            self._refuse_what_a_schedule_reads()
         self._require("seed", lambda value: isinstance(value, int) and 0 <= value < 2**63, "a whole number, 0 or more")
         self._require("validate_every", lambda value: isinstance(value, Every), "an Every, such as Every(epochs=1)")
         if self.save_every_n_epochs is not None and self.run_dir is None:
@@ -120,6 +149,24 @@ class TrainingConfig:
     def accumulation(self) -> Accumulate:
         """`accumulate` as a rule."""
         return self.accumulate if isinstance(self.accumulate, Accumulate) else Accumulate(batches=self.accumulate)
+
+    def _check_options(self, name: str) -> None:
+        for key, value in getattr(self, name).items():
+            place = f"TrainingConfig({name}={{{key!r}: {value!r}}})"
+            if not isinstance(key, str):
+                raise ConfigurationError(f"{place}: needs a keyword's name, as text, for {key!r}")
+            if key in _NOT_OPTIONS[name]:
+                raise ConfigurationError(f"{place}: {_NOT_OPTIONS[name][key]}")
+
+    def _refuse_what_a_schedule_reads(self) -> None:
+        idle: dict[str, Any] = {"warmup_steps": 0, "min_lr_ratio": None, "schedule_options": {}}
+        for name, default in idle.items():
+            value = getattr(self, name)
+            if value != default:
+                raise ConfigurationError(
+                    f"TrainingConfig({name}={value!r}): has no effect where schedule=None leaves the rate alone; "
+                    "leave it out, or choose a schedule"
+                )
 
     def _require(self, name: str, rule: Callable[[Any], object], wanted: str) -> None:
         value = getattr(self, name)

@@ -54,6 +54,7 @@ class Evaluation:
         self._means: dict[str, Any] = {}  # of the last set, by the strategy's names
         self._names = frozenset(metrics)
         self._left_out: set[str] = set()  # warned about already
+        self._checked_before: bool | None = None  # what the strategy's flag was before the set began
         # before the metrics and every handler of the user, so that they find the means
         self.engine.add_event_handler(Events.STARTED, self._clear, phase=Phase.COMPUTE)
         self.engine.add_event_handler(Events.EPOCH_STARTED, self._reset, phase=Phase.COMPUTE)
@@ -79,6 +80,7 @@ class Evaluation:
             engine.run(loader)
         finally:
             engine.set_name = None
+            self._check_values(None)
         self._average()  # a run that was paused, or ended without COMPLETED, has come to neither of its handlers
         if "loss" not in self._means:
             raise _no_batch(name, state.stop_reason)
@@ -93,14 +95,17 @@ class Evaluation:
 
     def _step(self, engine: Engine, batch: Any) -> dict[str, Any]:
         prepared = self.strategy.prepare_batch(self.backend.to_device(batch))
-        outputs, loss = self.backend.eval_step(self.model, prepared, self.strategy)
+        try:
+            outputs, loss = self.backend.eval_step(self.model, prepared, self.strategy)
+        finally:
+            self._check_values(None)
         self._add("loss", loss, prepared.size)
         with torch.no_grad():
             for name, value in self.strategy.compute_metrics(outputs, prepared).items():
                 self._add(name, value, prepared.size)
         return {"y_pred": outputs, "y": prepared.targets, "loss": loss}
 
-    def _add(self, name: str, value: Tensor, size: int) -> None:
+    def _add(self, name: str, value: Tensor, size: int | Tensor) -> None:
         if name not in self._running:
             self._running[name] = RunningMean()
         self._running[name].update(value, size)
@@ -110,6 +115,15 @@ class Evaluation:
 
     def _reset(self) -> None:
         self._running = {}
+        self._check_values(True)
+
+    def _check_values(self, wanted: bool | None) -> None:
+        """Let the strategy look at the set's first batch closely; None takes it back."""
+        strategy: Any = self.strategy
+        if wanted is not None and hasattr(strategy, "check_values") and self._checked_before is None:
+            self._checked_before, strategy.check_values = strategy.check_values, wanted
+        elif wanted is None and self._checked_before is not None:
+            strategy.check_values, self._checked_before = self._checked_before, None
 
     def _average(self) -> None:
         """Put the means since `_reset` where the metrics are; a second call finds nothing more to do."""

@@ -10,77 +10,97 @@ from torch import Tensor
 
 from engine.metrics import RunningMean
 
-__all__ = ["MeanLoss", "Rate"]
+__all__ = ["Losses", "Rate"]
 
-_FOLD = 1000  # losses that are kept apart at most; more are folded into one on the device
+_FOLD = 256  # losses that are kept apart at most; more are folded into one on the device
 
 
-class MeanLoss:
-    """The mean of the steps' losses since it was last taken, on the device.
+class Losses:
+    """The steps' losses, for two readers: the mean since the last log point, and the mean of the epoch.
 
-    Adding costs two list appends. Looking and saving do not change the order in which losses are added up.
+    Adding costs two list appends. The order in which losses are added up does not hang on when they are read or saved.
     """
 
     def __init__(self) -> None:
-        self._mean = RunningMean()
-        self._losses: list[Tensor] = []
-        self._sizes: list[int] = []
-        self._folded = 0
+        self.restart()
 
-    def add(self, loss: Tensor, size: int) -> None:
-        """One more loss, shape (), left on its device; it is a mean over `size` samples or tokens."""
+    def restart(self) -> None:
+        """A fresh start for both."""
+        self._losses: list[Tensor] = []  # since both were folded last
+        self._sizes: list[int | Tensor] = []
+        self._since = {"log": 0, "epoch": 0}  # which of them are the reader's
+        self._means = {"log": RunningMean(), "epoch": RunningMean()}  # of those before
+        self._folded = {"log": 0, "epoch": 0}
+
+    def add(self, loss: Tensor, size: int | Tensor) -> None:
+        """One more loss, shape (), left on its device; a mean over `size`, which may be of shape () there as well."""
         self._losses.append(loss)
         self._sizes.append(size)
         if len(self._losses) == _FOLD:
-            self._fold_into(self._mean)
-            self._folded += _FOLD
+            for reader, mean in self._means.items():
+                self._fold(reader, mean)
+                self._folded[reader] += _FOLD - self._since[reader]
+                self._since[reader] = 0
             self._losses.clear()
             self._sizes.clear()
 
-    @property
-    def count(self) -> int:
-        """How many losses the mean is taken over."""
-        return self._folded + len(self._losses)
+    def count(self, reader: str) -> int:
+        """How many losses the reader, "log" or "epoch", has not taken."""
+        return self._folded[reader] + len(self._losses) - self._since[reader]
 
-    def peek(self) -> Tensor:
-        """The mean, shape (), on the device."""
+    def peek(self, reader: str) -> Tensor:
+        """The reader's mean, shape (), on the device."""
         whole = RunningMean()
-        whole.load_state_dict(self._mean.state_dict())
-        self._fold_into(whole)
+        whole.load_state_dict(self._means[reader].state_dict())
+        self._fold(reader, whole)
         return whole.mean()
 
-    def take(self) -> Tensor:
-        """`peek`, and a fresh start."""
-        mean = self.peek()
-        self.restart()
+    def take(self, reader: str) -> Tensor:
+        """`peek`, and a fresh start for this reader."""
+        mean = self.peek(reader)
+        self.forget(reader)
         return mean
 
-    def restart(self) -> None:
-        """A fresh start."""
-        self._mean.reset()
-        self._losses.clear()
-        self._sizes.clear()
-        self._folded = 0
+    def forget(self, reader: str) -> None:
+        """A fresh start for this reader."""
+        self._means[reader].reset()
+        self._folded[reader], self._since[reader] = 0, len(self._losses)
 
-    def _fold_into(self, mean: RunningMean) -> None:
-        if not self._losses:
+    def _fold(self, reader: str, mean: RunningMean) -> None:
+        losses, sizes = self._losses[self._since[reader] :], self._sizes[self._since[reader] :]
+        if not losses:
             return
-        losses, total = torch.stack(self._losses).float(), sum(self._sizes)
-        if self._sizes.count(self._sizes[0]) == len(self._sizes):  # no weights to bring to the device
-            mean.update(losses.mean(), total)
+        values = torch.stack(losses).float()
+        if any(isinstance(size, Tensor) for size in sizes):
+            weights = torch.stack([torch.as_tensor(size, device=values.device) for size in sizes])
+            counted = torch.where(weights > 0, values * weights, 0.0)  # a batch of ignored targets has no loss: nan
+            mean.update(counted.sum() / weights.sum(), weights.sum())
+        elif sizes.count(sizes[0]) == len(sizes):  # no weights to bring to the device
+            mean.update(values.mean(), sizes[0] * len(sizes))
         else:
-            mean.update((losses * torch.tensor(self._sizes, device=losses.device)).sum() / total, total)
+            mean.update((values * torch.tensor(sizes, device=values.device)).sum() / sum(sizes), sum(sizes))
 
     def state_dict(self) -> dict[str, Any]:
-        """The mean so far, and the losses that are not in it yet."""
-        losses = torch.stack(self._losses) if self._losses else None
-        return {"mean": self._mean.state_dict(), "folded": self._folded, "losses": losses, "sizes": list(self._sizes)}
+        """The means so far, and the losses that are not in them yet."""
+        return {
+            "means": {reader: mean.state_dict() for reader, mean in self._means.items()},
+            "folded": dict(self._folded),
+            "since": dict(self._since),
+            "losses": torch.stack(self._losses) if self._losses else None,
+            "sizes": list(self._sizes),
+        }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with a saved mean."""
-        self._mean.load_state_dict(state["mean"])
-        self._folded, self._sizes = state["folded"], list(state["sizes"])
-        self._losses = [] if state["losses"] is None else list(state["losses"].unbind())
+    def load_state_dict(self, state: dict[str, Any], device: torch.device | str) -> None:
+        """Go on with saved means, on the device where the next losses will be."""
+        for reader, saved in state["means"].items():
+            self._means[reader].load_state_dict({name: _on(device, value) for name, value in saved.items()})
+        self._folded, self._since = dict(state["folded"]), dict(state["since"])
+        self._losses = [] if state["losses"] is None else list(state["losses"].to(device).unbind())
+        self._sizes = [_on(device, size) for size in state["sizes"]]
+
+
+def _on(device: torch.device | str, value: Any) -> Any:
+    return value.to(device) if isinstance(value, Tensor) else value
 
 
 class Rate:

@@ -10,13 +10,15 @@ import torch
 from engine import rng
 from engine.errors import CheckpointError
 from engine.logs import get_logger
+from handlers import LRScheduler
+from pulsetrain.step import rates_of
 
 if TYPE_CHECKING:
     from pulsetrain.trainer import Trainer
 
 __all__ = ["capture", "restore", "stateful"]
 
-FORMAT = 1
+FORMAT = 2
 COUNTERS = ("iteration", "epoch", "epoch_length", "update", "validation_round", "save", "tokens", "samples")
 
 
@@ -42,7 +44,7 @@ def capture(trainer: Trainer) -> dict[str, Any]:
         "validated_at": trainer.validated_at,
         "metrics": {name: float(value) for name, value in state.metrics.items() if _is_scalar(value)},
         "history": trainer.history.state_dict(),
-        "losses": {"log": trainer.log_loss.state_dict(), "epoch": trainer.epoch_loss.state_dict()},
+        "losses": trainer.losses.state_dict(),
         "handlers": {key: handler.state_dict() for key, handler in stateful(trainer.handlers).items()},
         "rng": rng.capture(),
     }
@@ -56,13 +58,23 @@ def restore(trainer: Trainer, saved: Mapping[str, Any]) -> None:
             unexpected or misshapen.
     """
     if saved.get("format") != FORMAT:
-        raise CheckpointError(f"checkpoint of format {saved.get('format')!r}; this version reads {FORMAT}")
+        raise CheckpointError(
+            f"the checkpoint's state is of format {saved.get('format')!r}, this version reads {FORMAT}; go on with the "
+            "version that wrote it, or begin a new run from its weights: model.load_state_dict(checkpoint['model'])"
+        )
     _check_weights(trainer.model.state_dict(), saved["model"])
     _check_optimizer(trainer.optimizer, saved)
-    _restore_handlers(trainer, saved["handlers"])  # the last that may refuse
-    trainer.model.load_state_dict(saved["model"])
-    trainer.optimizer.load_state_dict(saved["optimizer"])
+    before = trainer.backend.state_dict()
     trainer.backend.load_state_dict(saved["backend"])
+    try:
+        _restore_handlers(trainer, saved["handlers"])  # the last that may refuse
+    except Exception:
+        trainer.backend.load_state_dict(before)
+        raise
+    trainer.model.load_state_dict(saved["model"])
+    configured = rates_of(trainer.optimizer)
+    trainer.optimizer.load_state_dict(saved["optimizer"])
+    _tell_of_rates(trainer, configured)
     trainer.announced_skips = saved["announced_skips"]
     trainer.accumulation.load_state_dict(saved["accumulation"])
     gradients = saved["accumulation"]["gradients"]
@@ -75,8 +87,7 @@ def restore(trainer: Trainer, saved: Mapping[str, Any]) -> None:
     trainer.validated_at = saved["validated_at"]
     trainer.state.metrics = dict(saved["metrics"])
     trainer.history.load_state_dict(saved["history"])
-    trainer.log_loss.load_state_dict(saved["losses"]["log"])
-    trainer.epoch_loss.load_state_dict(saved["losses"]["epoch"])
+    trainer.losses.load_state_dict(saved["losses"], trainer.backend.device)
     trainer.rng_to_restore = saved["rng"]
 
 
@@ -122,6 +133,29 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any])
     if groups != others:
         raise CheckpointError(
             f"the optimizer's state does not fit: {others} parameters a group in the checkpoint, {groups} here"
+        )
+
+    check = getattr(optimizer, "check_state_dict", None)  # of those that are several in one
+    if check is not None:
+        check(saved["optimizer"])
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, parameter in enumerate(parameters):
+        for name, value in saved["optimizer"]["state"].get(index, {}).items():
+            if isinstance(value, torch.Tensor) and value.ndim and value.shape != parameter.shape:
+                raise CheckpointError(
+                    f"the optimizer's state does not fit: {name} of parameter {index} is {_shape(value)} in the "
+                    f"checkpoint, the parameter is {_shape(parameter)} here"
+                )
+
+
+def _tell_of_rates(trainer: Trainer, configured: tuple[float, ...]) -> None:
+    """Without a schedule the checkpoint's learning rates go on: say so where others were asked for."""
+    loaded = rates_of(trainer.optimizer)
+    if loaded != configured and not any(isinstance(handler, LRScheduler) for handler in trainer.handlers):
+        get_logger("pulsetrain").warning(
+            "the run goes on with the learning rates of its checkpoint; update_optimizer() writes others",
+            checkpoint=[float(rate) for rate in loaded],
+            configured=[float(rate) for rate in configured],
         )
 
 

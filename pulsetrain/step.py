@@ -17,24 +17,27 @@ from engine.protocols import TrainingResult
 if TYPE_CHECKING:
     from pulsetrain.trainer import Trainer
 
-__all__ = ["step", "update"]
+__all__ = ["rates_of", "step", "update"]
 
 
 def step(trainer: Trainer, batch: Any) -> TrainingResult:
-    """One batch; the trainer's process function."""
+    """One batch; the trainer's process function. Where it fails, gradients that were waiting are given up."""
     strategy, backend, state, accumulation = trainer.strategy, trainer.backend, trainer.state, trainer.accumulation
     prepared = strategy.prepare_batch(backend.to_device(batch))
-    size = prepared.size
+    size, tokens = prepared.size, prepared.tokens
     trainer.in_step = True
     try:
-        scale = accumulation.weigh(size, prepared.tokens, state.update)
+        scale = accumulation.weigh(size, tokens, state.update)
         loss = backend.forward_backward(trainer.model, prepared, strategy, scale)
         state.samples += prepared.samples
-        state.tokens += prepared.tokens
-        trainer.log_loss.add(loss, size)
-        trainer.epoch_loss.add(loss, size)
-        if accumulation.complete:
+        state.tokens += tokens
+        trainer.losses.add(loss, size)
+        if accumulation.add(size, tokens, state.update):
             update(trainer)
+    except BaseException:  # a part of this batch's gradients may be among them
+        accumulation.restart()
+        backend.discard_gradients(trainer.optimizer)
+        raise
     finally:
         trainer.in_step = False
     trainer.position.trained = state.iteration
@@ -50,7 +53,7 @@ def update(trainer: Trainer) -> None:
     config, optimizer, backend, state = trainer.config, trainer.optimizer, trainer.backend, trainer.state
     correction = trainer.accumulation.close()
     backend.unscale_gradients(optimizer)
-    if correction != 1.0:
+    if type(correction) is not float or correction != 1.0:
         scale_grads(_parameters(optimizer), correction)
     heard = trainer.gradients_plan
     if config.clip_grad_norm is not None or (
@@ -64,10 +67,23 @@ def update(trainer: Trainer) -> None:
         state.update += 1
     if config.clip_grad_value is not None:
         clip_grad_value(_parameters(optimizer), config.clip_grad_value)
-    trainer.learning_rates = tuple([group["lr"] for group in optimizer.param_groups])
+    trainer.learning_rates = rates_of(optimizer)
     backend.apply_gradients(optimizer)
+    if trainer.checking:
+        trainer.stop_checking()
     if trainer.stepped_plan.live:
         trainer.fire(Events.OPTIMIZER_STEP_COMPLETED, OptimizerStepCompleted(learning_rates=trainer.learning_rates))
+
+
+def rates_of(optimizer: Any) -> tuple[float, ...]:
+    """Each group's rate; a copy of one that is a tensor on a device, which a schedule will fill with the next."""
+    return tuple([rate if type(rate := group["lr"]) is float else _as_number(rate) for group in optimizer.param_groups])
+
+
+def _as_number(rate: Any) -> Any:
+    if isinstance(rate, Tensor) and rate.device.type != "cpu":
+        return rate.detach().clone()
+    return float(rate)
 
 
 def _parameters(optimizer: Any) -> list[Tensor]:

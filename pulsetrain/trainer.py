@@ -17,6 +17,7 @@ from engine.accumulation import Accumulation
 from engine.backends.torch import TorchBackend
 from engine.checkpoint import CheckpointManager, load_checkpoint
 from engine.errors import ConfigurationError
+from engine.logs import get_logger
 from engine.metrics import MetricTracker
 from engine.optimizers import averaged_weights, resolve_optimizer
 from engine.payloads import AnomalyDetected, CheckpointLoaded, MetricsLogged, ValidationCompleted
@@ -25,6 +26,7 @@ from handlers import Callback, CallbackList, Checkpointer
 from handlers.readings import reading_events
 from pulsetrain.arguments import (
     check_kinds,
+    check_metric_names,
     check_waiting,
     configured_handlers,
     named_loaders,
@@ -34,10 +36,10 @@ from pulsetrain.arguments import (
 from pulsetrain.bounds import Bound
 from pulsetrain.config import TrainingConfig
 from pulsetrain.evaluation import Evaluation, check_sets
-from pulsetrain.measuring import MeanLoss, Rate
+from pulsetrain.measuring import Losses, Rate
 from pulsetrain.position import DataPosition
 from pulsetrain.resume import COUNTERS, capture, restore, stateful
-from pulsetrain.step import step
+from pulsetrain.step import rates_of, step
 
 __all__ = ["Trainer"]
 
@@ -94,6 +96,7 @@ class Trainer(Engine):
             )
         super().__init__(step, name=name, bus=bus)
         self.strategy = resolve_strategy(strategy)
+        check_metric_names(metrics, self.strategy)
         self.backend = backend or TorchBackend()
         self.backend.configure(config.device, config.precision, config.compile, config.activation_checkpointing)
         self.seed = config.seed if config.seed is not None else int.from_bytes(os.urandom(7), "big")
@@ -103,7 +106,7 @@ class Trainer(Engine):
             self.model,
             config.learning_rate,
             config.weight_decay,
-            **optimizer_options(config, optimizer, self.backend),
+            **optimizer_options(config),
         )
         self.train_loader = train_loader
         self.val_loaders = named_loaders(val_loader)
@@ -116,15 +119,15 @@ class Trainer(Engine):
         self.evaluator.contexts.append(partial(averaged_weights, self.optimizer))
         self.history = MetricTracker()
         self.position = DataPosition(self.seed)
-        self.log_loss, self.epoch_loss = MeanLoss(), MeanLoss()
-        self._rate = Rate()
+        self.losses, self._rate = Losses(), Rate()
         self.accumulation = Accumulation(config.accumulation)
         self.rng_to_restore: dict[str, Any] | None = None
         self.grad_norm: Tensor | None = None  # of the last update for which it was measured
         self.validated_at = -1  # iteration of the last validation
         self.in_step = False
+        self.checking = False  # until the first update the strategy may look at values, which waits for the device
         self.state.tokens = self.state.samples = 0
-        self.learning_rates = tuple(group["lr"] for group in self.optimizer.param_groups)  # of the last update made
+        self.learning_rates = rates_of(self.optimizer)  # of the last update made
         self.announced_skips = 0  # fp16 updates known to have been left out
         self.bound.measure(self.strategy, self.backend)
         self.bound.check()
@@ -174,7 +177,7 @@ class Trainer(Engine):
         return self.history.get_history()
 
     def _begin_anew(self) -> None:
-        """From iteration 0: counters, history, handlers and the order of the data, not the weights."""
+        """From iteration 0: counters, history, handlers, the order of the data; not weights, optimizer, fp16 scale."""
         for handler in self.handlers:
             if isinstance(handler, Checkpointer) and self.state.iteration > 0:
                 handler.refuse_another_run()  # before anything of the finished run is touched
@@ -185,9 +188,10 @@ class Trainer(Engine):
         self.accumulation.restart()
         self.validated_at = -1
         self.optimizer.zero_grad(set_to_none=True)
+        self.backend.begin_run()
+        self.announced_skips = 0
         self.grad_norm = None
-        self.log_loss.restart()
-        self.epoch_loss.restart()
+        self.losses.restart()
         self.history = MetricTracker()  # whoever holds the last run's keeps it
         self.position.restart()
         for key, handler in stateful(self.handlers).items():
@@ -252,7 +256,10 @@ class Trainer(Engine):
         return metrics
 
     def checkpoint_state(self) -> dict[str, Any]:
-        """Everything that the next iteration depends on; `state_dict()` stays ignite's three keys."""
+        """Everything that the next iteration depends on; `state_dict()` stays ignite's three keys.
+
+        Weights and waiting gradients are the live tensors, no copies: write or copy them before training goes on.
+        """
         return capture(self)
 
     def save_checkpoint(self, name: str = "checkpoint", is_best: bool = False) -> Path:
@@ -313,17 +320,23 @@ class Trainer(Engine):
         if not self.model.training:  # else leave alone: parts of it may be frozen in eval mode
             self.model.train()
         self._rate.restart(self.state.samples, self.state.tokens)
+        if hasattr(self.strategy, "check_values"):
+            self.strategy.check_values = self.checking = True
+
+    def stop_checking(self) -> None:
+        """The first update has been made."""
+        self.strategy.check_values = self.checking = False  # type: ignore[attr-defined]  # not set where it has none
 
     def _epoch(self) -> Generator[Any, None, float]:
         """An epoch's batches, and what the trainer has to remember of them whoever listens."""
         state, position = self.state, self.position
         if position.begin_epoch(state.epoch, state.iteration):
-            self.epoch_loss.restart()  # of an epoch that was given up
+            self.losses.forget("epoch")  # of an epoch that was given up
             self.history.keep_provisional()
         elapsed = yield from super()._epoch()
         position.epoch_done = True
-        if self.epoch_loss.count:
-            self.history.update(self._named(self.epoch_loss.take()))
+        if self.losses.count("epoch"):
+            self.history.update(self._named(self.losses.take("epoch")))
         return elapsed
 
     def _validate_once(self) -> None:
@@ -340,15 +353,15 @@ class Trainer(Engine):
         return {"train/loss": loss, **derived, "learning_rate": self.learning_rates[0]}
 
     def _log(self) -> None:
-        """A log point: the one place where the loop waits for the device, and only for somebody who listens."""
-        if self.backend.scaler is not None:
+        """A log point: where the loop waits for the device, for somebody who listens (with fp16 in any case)."""
+        if self.backend.skips_updates:
             self._announce_skipped()
-        if not self.log_loss.count or not self.hears(Events.METRICS_LOGGED):
+        if not self.losses.count("log") or not self.hears(Events.METRICS_LOGGED):
             return
-        metrics = self._named(self.log_loss.take().item())
+        metrics = self._named(self.losses.take("log").item())
         if self.grad_norm is not None:
             metrics["grad_norm"] = self.grad_norm.item()
-        if self.backend.scaler is not None:
+        if self.backend.skips_updates:
             metrics["skipped_updates"] = float(self.announced_skips)
         metrics.update(self._rate.read(self.state.samples, self.state.tokens))
         self.fire(Events.METRICS_LOGGED, MetricsLogged(metrics=metrics))
@@ -358,14 +371,19 @@ class Trainer(Engine):
         before, self.announced_skips = self.announced_skips, self.backend.skipped_updates()
         new = self.announced_skips - before
         if new > 0:
+            get_logger("pulsetrain").warning(
+                "fp16 gradients overflowed: updates were left out and the gradient scale was lowered",
+                left_out=new,
+                updates=self.state.update,
+            )
             anomaly = AnomalyDetected(kind="update_skipped", value=float(new), batch_indices=())
             self.fire(Events.ANOMALY_DETECTED, anomaly)
 
     def _finish(self) -> None:
         """At the run's end: what has not been said yet; a run that reached its bound ends with a validation."""
         self._log()
-        if not self.position.epoch_done and self.epoch_loss.count:  # a run that goes on takes this back
-            self.history.update(self._named(self.epoch_loss.peek()), provisional=True)
+        if not self.position.epoch_done and self.losses.count("epoch"):  # a run that goes on takes this back
+            self.history.update(self._named(self.losses.peek("epoch")), provisional=True)
         if self.val_loaders and self._is_done(self.state):
             self._validate_once()
 

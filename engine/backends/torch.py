@@ -68,7 +68,8 @@ class TorchBackend:
         self.gradient_scale = gradient_scale
         self.requested_compile = compile
         self.requested_checkpointing = activation_checkpointing
-        self.configure("auto", "fp32")
+        self._serves = False
+        self._configure("auto", "fp32", False, None)
 
     def configure(
         self,
@@ -77,11 +78,26 @@ class TorchBackend:
         compile: bool = False,
         activation_checkpointing: str | None = None,
     ) -> None:
-        """Take over what the configuration says and the constructor left open."""
+        """Take over what a trainer's configuration says and the constructor left open.
+
+        Raises:
+            ConfigurationError: the backend serves another trainer already; its precision would change under it.
+        """
+        if self._serves:
+            raise ConfigurationError(
+                "TorchBackend: serves another trainer already; give each Trainer a backend of its own"
+            )
+        self._serves = True
+        self._configure(device, precision, compile, activation_checkpointing)
+
+    def _configure(
+        self, device: str | torch.device, precision: str, compile: bool, activation_checkpointing: str | None
+    ) -> None:
         self.device = find_device(device if self.requested_device is None else self.requested_device)
         name: Any = self.requested_precision or precision
         self.precision = Precision(name, self.device, self.gradient_scale)
         self._autocast, self.scaler = self.precision.autocast, self.precision.scaler
+        self.skips_updates = self.scaler is not None
         self.compile = self.requested_compile or compile
         self.activation_checkpointing = self.requested_checkpointing or activation_checkpointing
         self._moves = self.device.type != "cpu"
@@ -90,7 +106,13 @@ class TorchBackend:
         """The model on the device; its activations recomputed and itself compiled where asked for."""
         if not isinstance(model, nn.Module):
             raise TypeError(f"TorchBackend: model={type(model).__name__}: needs a torch.nn.Module")
-        recompute_activations(model, self.activation_checkpointing)
+        if self.scaler is not None and any(p.dtype is torch.float16 for p in model.parameters()):
+            raise ConfigurationError(
+                f"TorchBackend(precision='fp16'): {type(model).__name__} has weights in float16, whose gradients "
+                "cannot be scaled; leave the weights in float32, autocast computes in float16"
+            )
+        if self.activation_checkpointing is not None:
+            recompute_activations(model, self.activation_checkpointing)
         model.to(self.device)
         if self.compile:
             model.compile()
@@ -126,11 +148,11 @@ class TorchBackend:
             raise
 
     def forward_backward(
-        self, model: nn.Module, batch: TrainingBatch, strategy: TrainingStrategy, scale: float
+        self, model: nn.Module, batch: TrainingBatch, strategy: TrainingStrategy, scale: float | Tensor
     ) -> Tensor:
         """Add `scale` times the loss's gradients to the parameters'; returns the loss, shape (), detached."""
         _, loss = self._evaluate(model, batch, strategy)
-        scaled = loss if scale == 1.0 else loss * scale
+        scaled = loss if type(scale) is float and scale == 1.0 else loss * scale
         if self.scaler is not None:
             scaled = self.scaler.scale(scaled)
         if not scaled.requires_grad:
@@ -146,9 +168,18 @@ class TorchBackend:
         self.precision.unscale(optimizer)
 
     def apply_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """One optimizer step; the gradients are gone afterwards. An fp16 overflow skips the step on the device."""
+        """One optimizer step, which an fp16 overflow skips; the gradients are gone afterwards."""
         self.precision.step(optimizer)
         optimizer.zero_grad(set_to_none=True)
+
+    def discard_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+        """No optimizer step: a batch failed. The gradients are gone afterwards."""
+        optimizer.zero_grad(set_to_none=True)
+        self.precision.discard()
+
+    def begin_run(self) -> None:
+        """Count skipped updates from 0."""
+        self.precision.begin_run()
 
     def skipped_updates(self) -> int:
         """How many updates were left out because fp16 overflowed; for fp16 it waits for the device."""

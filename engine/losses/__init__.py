@@ -1,7 +1,7 @@
 """Loss functions over torch tensors: classes come last, shapes are checked, nothing waits for the device."""
 
 from engine.losses.classification import bce_with_logits, cross_entropy, focal_loss
-from engine.losses.registry import Loss, check_first_batch, check_first_loss, get_loss
+from engine.losses.registry import Loss, check_first_batch, check_first_loss, get_loss, ignored_label
 from engine.losses.regression import huber, l1, mse
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "focal_loss",
     "get_loss",
     "huber",
+    "ignored_label",
     "l1",
     "mse",
 ]

@@ -50,7 +50,6 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
         logits, targets, *ctx.options = inputs
         ctx.save_for_backward(logits, targets, output[1])
-        ctx.mark_non_differentiable(output[1])
 
     @staticmethod
     def backward(ctx: Any, grad_loss: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:

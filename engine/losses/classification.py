@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from numbers import Integral
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,9 +14,11 @@ from engine.errors import ConfigurationError
 from engine.labels import check_labels_fit
 from engine.losses.checks import check_labels
 from engine.losses.chunked import chunked_cross_entropy
-from engine.losses.shapes import check_same_shape
+from engine.losses.shapes import check_same_shape, require
 
 __all__ = ["bce_with_logits", "cross_entropy", "focal_loss"]
+
+_NOT_NEGATIVE = (lambda value: 0.0 <= value < math.inf), "a finite number of at least 0"
 
 
 def cross_entropy(
@@ -47,15 +51,12 @@ def cross_entropy(
         ValueError: the shapes do not fit; on the CPU also: a target is no class.
         TypeError: the targets are not whole numbers.
     """
-    if not 0.0 <= label_smoothing <= 1.0:
-        raise ConfigurationError(f"cross_entropy(label_smoothing={label_smoothing!r}): needs a number from 0 to 1")
-    if not 0.0 <= z_loss < math.inf:
-        raise ConfigurationError(f"cross_entropy(z_loss={z_loss!r}): needs a finite number of at least 0")
-    if chunk_size is not None and (type(chunk_size) is not int or chunk_size < 1):
-        raise ConfigurationError(
-            f"cross_entropy(chunk_size={chunk_size!r}): needs a whole number of classes, at least 1; or None"
-        )
-    targets = _class_indices("cross_entropy", logits, targets)
+    if label_smoothing != 0.0 or z_loss != 0.0 or chunk_size is not None:
+        _check_options(label_smoothing, ignore_index, z_loss, chunk_size)
+    # the usual case is left to torch, whose own checks of it are explained below: ours cost a sixth of a small loss
+    usual = logits.ndim == 2 and targets.ndim == 1 and targets.dtype is torch.int64 and chunk_size is None
+    if not usual:
+        targets = _class_indices("cross_entropy", logits, targets)
     try:
         if chunk_size is not None:
             return chunked_cross_entropy(
@@ -67,10 +68,11 @@ def cross_entropy(
                 z_loss=z_loss,
             )
         rows, labels = logits, targets
-        if logits.ndim != 2:
+        if not usual:
             rows, labels = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
         loss = F.cross_entropy(rows, labels, ignore_index=ignore_index, label_smoothing=label_smoothing)
-    except (IndexError, RuntimeError):
+    except (TypeError, ValueError, IndexError, RuntimeError):
+        _check_options(label_smoothing, ignore_index, z_loss, chunk_size)
         _explain("cross_entropy", logits, targets, ignore_index)
         raise
     if z_loss:
@@ -109,8 +111,8 @@ def focal_loss(
         ValueError: the shapes do not fit; on the CPU also: a target is no class.
         TypeError: the targets are not whole numbers.
     """
-    if not 0.0 <= gamma < math.inf:
-        raise ConfigurationError(f"focal_loss(gamma={gamma!r}): needs a finite number of at least 0")
+    if gamma != 2.0:
+        require("focal_loss", "gamma", gamma, *_NOT_NEGATIVE)
     targets = _class_indices("focal_loss", logits, targets)
     if isinstance(alpha, Tensor):
         if alpha.shape != logits.shape[-1:]:
@@ -118,14 +120,14 @@ def focal_loss(
                 f"focal_loss(alpha of shape {tuple(alpha.shape)}): needs a weight for each of the "
                 f"{logits.shape[-1]} classes, shape ({logits.shape[-1]},)"
             )
-    elif alpha is not None and not 0.0 < alpha <= 1.0:
-        raise ConfigurationError(
-            f"focal_loss(alpha={alpha!r}): needs a number above 0 and up to 1, or a tensor of shape (classes,)"
-        )
+    elif alpha is not None:
+        needs = "a number above 0 and up to 1, or a tensor of shape (classes,)"
+        require("focal_loss", "alpha", alpha, lambda weight: 0.0 < weight <= 1.0, needs)
     rows, labels = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
     try:
         nats = F.cross_entropy(rows, labels, ignore_index=ignore_index, reduction="none")
-    except IndexError:
+    except (TypeError, IndexError):
+        _check_ignore_index("focal_loss", ignore_index)
         _explain("focal_loss", logits, targets, ignore_index)
         raise
     nats = nats.to(torch.promote_types(nats.dtype, torch.float32))
@@ -155,6 +157,23 @@ def bce_with_logits(logits: Tensor, targets: Tensor) -> Tensor:
     return F.binary_cross_entropy_with_logits(logits, targets)
 
 
+def _check_options(label_smoothing: Any, ignore_index: Any, z_loss: Any, chunk_size: Any) -> None:
+    place = "cross_entropy"
+    require(place, "label_smoothing", label_smoothing, lambda part: 0.0 <= part <= 1.0, "a number from 0 to 1")
+    require(place, "z_loss", z_loss, *_NOT_NEGATIVE)
+    if chunk_size is not None and (type(chunk_size) is not int or chunk_size < 1):
+        raise ConfigurationError(
+            f"{place}(chunk_size={chunk_size!r}): needs a whole number of classes, at least 1; or None"
+        )
+    _check_ignore_index(place, ignore_index)
+
+
+def _check_ignore_index(place: str, ignore_index: Any) -> None:
+    # a numpy integer is Integral too, and good enough for torch
+    if type(ignore_index) is not int and (isinstance(ignore_index, bool) or not isinstance(ignore_index, Integral)):
+        raise ConfigurationError(f"{place}(ignore_index={ignore_index!r}): needs a whole number, such as -100")
+
+
 def _class_indices(place: str, logits: Tensor, targets: Tensor) -> Tensor:
     """The targets as int64, once they fit."""
     if targets.dtype is not torch.int64 or targets.shape != logits.shape[:-1] or not logits.ndim:
@@ -164,6 +183,7 @@ def _class_indices(place: str, logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def _explain(place: str, logits: Tensor, targets: Tensor, ignore_index: int) -> None:
-    """Say which label made torch fail, where it did so on the CPU: after a failure an accelerator answers no more."""
+    """Say what made torch fail: shapes, or a label where that was on the CPU, for accelerators answer no more then."""
+    _class_indices(place, logits, targets)
     if targets.device.type == "cpu":
         check_labels(place, logits, targets, ignore_index)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from torch import Tensor
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from engine.errors import ConfigurationError, unknown_name
 from engine.labels import is_index_dtype
@@ -14,7 +17,7 @@ from engine.losses.checks import check_finite, check_labels, check_probabilities
 from engine.losses.classification import bce_with_logits, cross_entropy, focal_loss
 from engine.losses.regression import huber, l1, mse
 
-__all__ = ["Loss", "check_first_batch", "check_first_loss", "get_loss"]
+__all__ = ["Loss", "check_first_batch", "check_first_loss", "get_loss", "ignored_label"]
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """`loss(outputs, targets)`: a scalar tensor."""
@@ -26,22 +29,31 @@ _NAMED: dict[str, Loss] = {
     "l1": l1,
     "huber": huber,
     "bce_with_logits": bce_with_logits,
+    "bce": bce_with_logits,
 }
 
 _OF_LABELS = (cross_entropy, focal_loss)
 _OF_PROBABILITIES = (bce_with_logits,)
 
 
-def get_loss(name_or_callable: str | Loss) -> Loss:
+def get_loss(name_or_callable: str | Loss, **options: Any) -> Loss:
     """The loss of that name; a function or a module that is one already comes back as it is.
 
+    Args:
+        options: keywords of a named loss, `label_smoothing=0.1` say; the result is then a `functools.partial` of it.
+
     Raises:
-        ConfigurationError: an unknown name, a class instead of an instance, or nothing that can be called.
+        ConfigurationError: an unknown name or option, an option out of range, options without a name, a class instead
+            of an instance, or nothing that can be called.
     """
     if isinstance(name_or_callable, str):
         if name_or_callable not in _NAMED:
             raise unknown_name("get_loss", "name", name_or_callable, _NAMED)
-        return _NAMED[name_or_callable]
+        loss = _NAMED[name_or_callable]
+        if not options:
+            return loss
+        _check_options(name_or_callable, loss, options)
+        return partial(loss, **options)
     if isinstance(name_or_callable, type):
         name = name_or_callable.__name__
         raise ConfigurationError(f"get_loss({name}): needs an instance, not the class; pass {name}()")
@@ -50,7 +62,25 @@ def get_loss(name_or_callable: str | Loss) -> Loss:
             f"get_loss({name_or_callable!r}): needs a function (outputs, targets) -> Tensor, or one of "
             f"{', '.join(sorted(_NAMED))}"
         )
+    if options:
+        given = ", ".join(f"{key}={value!r}" for key, value in options.items())
+        raise ConfigurationError(
+            f"get_loss({given}): only a loss given by its name takes options; pass functools.partial(loss, ...)"
+        )
     return name_or_callable
+
+
+def ignored_label(loss: str | Loss) -> int | None:
+    """The `ignore_index` of a loss over labels; None for every other loss, and for one that is not known here.
+
+    Args:
+        loss: one of ours by name, as a function or a `functools.partial` of it, or an instance of nn.CrossEntropyLoss
+            or nn.NLLLoss.
+    """
+    function, options = _opened(loss)
+    if function in _OF_LABELS:
+        return int(options.get("ignore_index", -100))
+    return function.ignore_index if isinstance(function, (nn.CrossEntropyLoss, nn.NLLLoss)) else None
 
 
 def check_first_batch(loss: str | Loss, outputs: Any, targets: Any) -> None:
@@ -60,22 +90,23 @@ def check_first_batch(loss: str | Loss, outputs: Any, targets: Any) -> None:
     What is no tensor, or of a shape or type that the loss itself refuses, is left to it.
 
     Args:
-        loss: a name, or a callable: one of ours (perhaps a `functools.partial` of it) is known for what it is. Another
-            one may take NaN for a sign of its own, so nothing is refused: see `check_first_loss`.
+        loss: a name, or a callable: one of ours (perhaps a `functools.partial` of it) is known for what it is, and so
+            is torch's cross entropy over outputs of shape (rows, classes). Another one may take NaN for a sign of its
+            own, so nothing is refused: see `check_first_loss`.
 
     Raises:
         ValueError: it names the first such target, where it stands, and how many there are.
     """
     if not isinstance(targets, Tensor):
         return
-    options = loss.keywords if isinstance(loss, partial) else {}
-    function: Any = loss.func if isinstance(loss, partial) else loss
-    place = function if isinstance(function, str) else getattr(function, "__name__", type(function).__name__)
-    function = _NAMED.get(function, function) if isinstance(function, str) else function
-    if function in _OF_LABELS:
+    function, options = _opened(loss)
+    place = loss if isinstance(loss, str) else getattr(function, "__name__", type(function).__name__)
+    if function in _OF_LABELS or _is_torchs_cross_entropy(function):
+        # torch has the classes second: beyond 2 dimensions that fits only where the last one is as long
         fits = isinstance(outputs, Tensor) and outputs.ndim > 0 and targets.shape == outputs.shape[:-1]
         if fits and is_index_dtype(targets.dtype):
-            check_labels(place, outputs, targets, options.get("ignore_index", -100))
+            ignored = getattr(function, "ignore_index", options.get("ignore_index", -100))
+            check_labels(place, outputs, targets, ignored)
     elif function in _OF_PROBABILITIES and targets.is_floating_point():
         check_probabilities(place, targets)
     elif function in _NAMED.values() and targets.is_floating_point():
@@ -90,3 +121,33 @@ def check_first_loss(loss: Tensor, targets: Any, place: str) -> None:
     """
     if isinstance(targets, Tensor) and targets.is_floating_point() and not loss.isfinite():
         check_finite(place, targets)
+
+
+def _opened(loss: str | Loss) -> tuple[Any, Mapping[str, Any]]:
+    """The function or module behind a name or a partial, and the partial's keywords."""
+    if isinstance(loss, str):
+        return _NAMED.get(loss), {}
+    return (loss.func, loss.keywords) if isinstance(loss, partial) else (loss, {})
+
+
+def _is_torchs_cross_entropy(function: Any) -> bool:
+    # a subclass with a forward of its own may mean something else by its targets
+    theirs = isinstance(function, nn.CrossEntropyLoss) and type(function).forward is nn.CrossEntropyLoss.forward
+    return theirs or function is F.cross_entropy
+
+
+def _check_options(name: str, loss: Loss, options: Mapping[str, Any]) -> None:
+    """Refuses what the loss does not take, and values that it refuses beside targets of zero."""
+    parameters = inspect.signature(loss).parameters.values()
+    choices = sorted(each.name for each in parameters if each.kind is each.KEYWORD_ONLY)
+    for key, value in options.items():
+        if key not in choices:
+            takes = f"it takes {', '.join(choices)}" if choices else "it takes no option"
+            raise ConfigurationError(f"get_loss({key}={value!r}): unknown to {name!r}; {takes}")
+    of_classes = [value for value in options.values() if isinstance(value, Tensor) and value.ndim]  # a weight for each
+    classes, device = (of_classes[0].shape[-1], of_classes[0].device) if of_classes else (2, torch.device("cpu"))
+    with torch.no_grad():
+        if loss in _OF_LABELS:
+            loss(torch.zeros(1, classes, device=device), torch.zeros(1, dtype=torch.int64, device=device), **options)
+        else:
+            loss(torch.zeros(1, device=device), torch.zeros(1, device=device), **options)

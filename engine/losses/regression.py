@@ -7,7 +7,7 @@ import math
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.losses.shapes import check_same_shape
+from engine.losses.shapes import check_same_shape, require
 
 __all__ = ["huber", "l1", "mse"]
 
@@ -28,8 +28,11 @@ def huber(predictions: Tensor, targets: Tensor, *, delta: float = 1.0) -> Tensor
     """Mean of `e ** 2 / 2` where `e = |prediction - target|` is up to delta, and `delta * (e - delta / 2)` beyond.
 
     Source: Huber 1964. Shapes equal, targets floating point.
+
+    Raises:
+        ConfigurationError: delta is no positive number.
     """
     check_same_shape("huber", "predictions", predictions, targets)
-    if not 0 < delta < math.inf:
-        raise ValueError(f"huber(delta={delta!r}): needs a positive number")
+    if delta != 1.0:
+        require("huber", "delta", delta, lambda delta: 0 < delta < math.inf, "a positive number")
     return F.huber_loss(predictions, targets, delta=delta)

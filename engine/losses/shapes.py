@@ -1,10 +1,25 @@
-"""Checks of shapes and types that cost no look at a tensor's values."""
+"""Checks of shapes, types and options that cost no look at a tensor's values."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 from torch import Tensor
 
-__all__ = ["check_same_shape"]
+from engine.errors import ConfigurationError
+
+__all__ = ["check_same_shape", "require"]
+
+
+def require(place: str, argument: str, value: Any, rule: Callable[[Any], bool], needs: str) -> None:
+    """Raises ConfigurationError unless the rule, which compares the value with numbers, holds."""
+    try:
+        fits = rule(value)
+    except (TypeError, ValueError, RuntimeError):  # a text or a list; an array or a tensor of several values
+        fits = False
+    if not fits:
+        raise ConfigurationError(f"{place}({argument}={value!r}): needs {needs}")
 
 
 def check_same_shape(place: str, argument: str, values: Tensor, targets: Tensor) -> None:

@@ -24,8 +24,6 @@ class _Recomputed:
         self.forward = module.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
-            return self.forward(*args, **kwargs)
         if torch.compiler.is_compiling():  # what is computed again in a compiled graph has no effects, and no contexts
             return checkpoint(self.forward, *args, use_reentrant=False, **kwargs)
         return checkpoint(self.forward, *args, use_reentrant=False, context_fn=self._contexts, **kwargs)
@@ -77,6 +75,12 @@ def recompute_activations(model: nn.Module, pattern: str | None) -> list[str]:
         raise ConfigurationError(
             f"activation_checkpointing={pattern!r}: no module of {type(model).__name__} has such a name; "
             f"there are: {', '.join(list(modules)[1:9]) or 'none at all'}{' ...' if len(modules) > 9 else ''}"
+        )
+    idle = [name for name in found if type(modules[name]).forward is nn.Module.forward]
+    if idle:
+        raise ConfigurationError(
+            f"activation_checkpointing={pattern!r}: {idle[0]!r} is a {type(modules[idle[0]]).__name__}, which computes "
+            f"nothing itself; name what is in it: {idle[0] + '.*'!r}"
         )
     for name in found:
         modules[name].forward = _Recomputed(modules[name])

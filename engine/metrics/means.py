@@ -45,7 +45,10 @@ class RunningMean:
         if not isinstance(weight, Tensor) and not 0.0 <= weight < math.inf:
             raise ValueError(f"RunningMean.update(weight={weight!r}): needs a finite number of at least 0")
         value, weight = _wide("value", value), _wide("weight", weight)
-        weighted = value * weight
+        if isinstance(weight, Tensor):  # what counts nothing has no mean, which is nan: it must not stay in the sum
+            weighted: Tensor | float = torch.where(weight > 0, value * weight, 0.0)
+        else:
+            weighted = value * weight if weight else 0.0
         self._total = weighted if self._total is None else self._total + weighted
         self._weight = self._weight + weight
 

@@ -3,7 +3,7 @@
 from engine.optimizers.create import create_optimizer, resolve_optimizer
 from engine.optimizers.groups import DecayRule, LayerRates
 from engine.optimizers.muon import MuonRule, MuonWithAdamW
-from engine.optimizers.schedule_free import averaged_weights
+from engine.optimizers.schedule_free import averaged_weights, is_schedule_free
 
 __all__ = [
     "DecayRule",
@@ -12,5 +12,6 @@ __all__ = [
     "MuonWithAdamW",
     "averaged_weights",
     "create_optimizer",
+    "is_schedule_free",
     "resolve_optimizer",
 ]

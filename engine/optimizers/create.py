@@ -16,6 +16,7 @@ from engine.optimizers.groups import (
     LayerRates,
     Named,
     build_groups,
+    check_model,
     decay_rule,
     rate_rule,
     trainable_of,
@@ -61,9 +62,11 @@ def create_optimizer(
             0.9 unless given.
 
     Raises:
+        TypeError: the model is no module.
         ConfigurationError: an unknown name or keyword, a value out of range, a package that is not installed, no
             trainable parameter, or a part of the model that is not there.
     """
+    check_model("create_optimizer", model)
     options = checked_options(name, kwargs)
     check_number("learning_rate", learning_rate, lambda rate: 0 < rate < math.inf, "a positive number")
     check_number("weight_decay", weight_decay, lambda decay: 0 <= decay < math.inf, "a number that is not negative")
@@ -104,10 +107,12 @@ def resolve_optimizer(
     put into train mode.
 
     Raises:
+        TypeError: the model is no module.
         ConfigurationError: nothing of the three, further keywords without a name, or an optimizer that misses trainable
             parameters of the model.
     """
     place = "resolve_optimizer"
+    check_model(place, model)
     if isinstance(optimizer, str):
         return create_optimizer(model, optimizer, learning_rate, weight_decay, **kwargs)
     if kwargs:

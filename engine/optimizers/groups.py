@@ -13,7 +13,16 @@ from torch import nn
 from engine.errors import ConfigurationError
 from engine.optimizers.options import check_number
 
-__all__ = ["DecayRule", "LayerRates", "build_groups", "decay_rule", "rate_rule", "spared_by_kind", "trainable_of"]
+__all__ = [
+    "DecayRule",
+    "LayerRates",
+    "build_groups",
+    "check_model",
+    "decay_rule",
+    "rate_rule",
+    "spared_by_kind",
+    "trainable_of",
+]
 
 DecayRule = Callable[[str, nn.Parameter], bool]
 """`rule(name, parameter)`: whether weight decay spares the parameter."""
@@ -28,6 +37,16 @@ _RateRule = Callable[[str, nn.Parameter], tuple[str | float, float] | None]
 """What the parameter's group is told apart by, and its rate; None for the default rate."""
 
 _NORM_CLASS = re.compile(r"Norm(alization)?(?![a-z])")  # LayerNorm, BatchNorm2d, LlamaRMSNorm; not Normalizer
+
+
+def check_model(place: str, model: object) -> None:
+    """Raises TypeError unless it is a torch module."""
+    if not isinstance(model, nn.Module):
+        given = repr(model) if model is None else type(model).__name__
+        raise TypeError(
+            f"{place}(model={given}): needs a torch.nn.Module, whose names and modules the groups are made by; "
+            "over bare parameters make one of torch.optim"
+        )
 
 
 def trainable_of(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -54,7 +73,8 @@ def build_groups(
     """Groups by rate, each parted into decayed and spared parameters; none is empty.
 
     First those with the default rate, then the others in the order of the model. The rules alone decide, never the
-    values of rates given by name or of the decay, so that states fit again when those are changed.
+    values of rates given by name or of the decay, so that states fit when those are changed; a state that is loaded
+    then brings its own rates and decay along, over those that were asked for.
     """
     rates: dict[str | float | None, float | None] = {None: None}
     members: dict[tuple[str | float | None, bool], list[nn.Parameter]] = {}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from engine.errors import CheckpointError, ConfigurationError
@@ -84,15 +84,38 @@ class MuonWithAdamW(Optimizer):
         """Go on where another left off.
 
         Raises:
-            CheckpointError: the state's groups are not Muon's and AdamW's in the same order.
+            CheckpointError: as `check_state_dict`.
         """
-        mine, saved = _halves(self.param_groups), _halves(state_dict["param_groups"])
-        if mine != saved:
-            raise CheckpointError(
-                f"MuonWithAdamW.load_state_dict(param_groups={saved}): this optimizer has {mine}; "
-                "make it with the arguments that the saved one was made with"
-            )
+        self.check_state_dict(state_dict)
         super().load_state_dict(state_dict)
+
+    def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Refuse a state that does not fit, and change nothing.
+
+        Raises:
+            CheckpointError: the state's groups are not Muon's and AdamW's in the same order, over as many parameters
+                each, or what it keeps of a parameter has another shape.
+        """
+        place = "MuonWithAdamW.load_state_dict"
+        if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
+            raise CheckpointError(f"{place}(state_dict={type(state_dict).__name__}): needs what state_dict() returned")
+        groups = state_dict["param_groups"]
+        for what, of in (("param_groups=", _half), ("numbers of parameters=", _size)):
+            mine, saved = [of(group) for group in self.param_groups], [of(group) for group in groups]
+            if mine != saved:
+                raise CheckpointError(
+                    f"{place}({what}{saved}): this optimizer has {mine}; "
+                    "make it with the arguments that the saved one was made with"
+                )
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        keys = [key for group in groups for key in group["params"]]
+        for key, parameter in zip(keys, parameters, strict=True):
+            for name, kept in state_dict["state"].get(key, {}).items():
+                if name != "step" and isinstance(kept, Tensor) and kept.shape != parameter.shape:
+                    raise CheckpointError(
+                        f"{place}(state[{key!r}][{name!r}] of shape {tuple(kept.shape)}): this optimizer's parameter "
+                        f"has shape {tuple(parameter.shape)}; load it over the model that it was saved with"
+                    )
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_muon": self._muon, "_adamw": self._adamw}
@@ -161,5 +184,5 @@ def _half(group: Mapping[str, Any]) -> str:
     return "Muon" if _MARK in group else "AdamW"
 
 
-def _halves(groups: Iterable[Mapping[str, Any]]) -> list[str]:
-    return [_half(group) for group in groups]
+def _size(group: Mapping[str, Any]) -> int:
+    return len(group["params"])

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 __all__ = ["averaged_weights", "begin_training", "is_schedule_free"]
 
 
-def is_schedule_free(optimizer: Optimizer) -> bool:
+def is_schedule_free(optimizer: Any) -> bool:
     """Whether it keeps an average of the weights beside those it trains, as the package schedulefree does."""
     return hasattr(optimizer, "eval") and hasattr(optimizer, "train") and "train_mode" in optimizer.defaults
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from engine.errors import ConfigurationError
 
-__all__ = ["default_rate", "group_ratios", "update_optimizer", "write_rates"]
+__all__ = ["GroupRates", "default_rate", "group_ratios", "update_optimizer", "write_rates"]
 
 
 def update_optimizer(optimizer: Optimizer, learning_rate: float) -> None:
@@ -22,13 +22,57 @@ def update_optimizer(optimizer: Optimizer, learning_rate: float) -> None:
     Rates that are tensors are filled in place.
 
     Raises:
+        TypeError: the optimizer is none of torch's.
         ConfigurationError: the rate is no finite number from 0 on, or the ratios are not known (see `group_ratios`).
     """
-    if not isinstance(learning_rate, Real) or not 0 <= learning_rate < math.inf:
-        raise ConfigurationError(
-            f"update_optimizer(learning_rate={learning_rate!r}): needs a finite number that is not negative"
-        )
-    write_rates(optimizer, [learning_rate * ratio for ratio in group_ratios(optimizer)])
+    GroupRates(optimizer).write(learning_rate)
+
+
+class GroupRates:
+    """What `update_optimizer` does, again and again: the ratios are computed anew only when a first rate is another.
+
+    That is so for a group that was added, and after a state was loaded into the optimizer. It takes less than half the
+    time of `update_optimizer`.
+
+    Args:
+        place: who asks, for the message.
+
+    Raises:
+        TypeError: the optimizer is none of torch's.
+        ConfigurationError: the ratios are not known (see `group_ratios`).
+    """
+
+    def __init__(self, optimizer: Optimizer, place: str = "update_optimizer") -> None:
+        self.optimizer = optimizer
+        self._place = place
+        self._read()
+
+    def write(self, learning_rate: float) -> None:
+        """Write the rates that go with this default rate.
+
+        Raises:
+            ConfigurationError: the rate is no finite number from 0 on, or the ratios are no longer known.
+        """
+        # asking for Real takes as long as all the rest for one group
+        number = type(learning_rate) is float or isinstance(learning_rate, Real)
+        if not number or not 0 <= learning_rate < math.inf:
+            remedy = "; end a schedule that grows without end, as one with a gamma above 1"
+            raise ConfigurationError(
+                f"{self._place}(learning_rate={learning_rate!r}): needs a finite number that is not negative"
+                f"{remedy if learning_rate == math.inf else ''}"
+            )
+        optimizer = self.optimizer
+        if (
+            optimizer.defaults["lr"] is not self._default
+            or [group.get("initial_lr") for group in optimizer.param_groups] != self._first
+        ):
+            self._read()
+        write_rates(optimizer, [learning_rate * ratio for ratio in self._ratios])
+
+    def _read(self) -> None:
+        self._ratios = group_ratios(self.optimizer, self._place)
+        self._first = [group["initial_lr"] for group in self.optimizer.param_groups]
+        self._default = self.optimizer.defaults["lr"]
 
 
 def group_ratios(optimizer: Optimizer, place: str = "update_optimizer") -> list[float]:
@@ -38,8 +82,11 @@ def group_ratios(optimizer: Optimizer, place: str = "update_optimizer") -> list[
         place: who asks, for the message.
 
     Raises:
+        TypeError: the optimizer is none of torch's.
         ConfigurationError: the default rate is 0 and a group's is not, so the ratio would be infinite.
     """
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"{place}(optimizer={optimizer!r}): needs a torch.optim.Optimizer")
     # torch's own schedulers keep a group's first rate under this name too
     own = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
     default = default_rate(optimizer)
@@ -66,7 +113,8 @@ def default_rate(optimizer: Optimizer) -> float:
 def write_rates(optimizer: Optimizer, rates: Iterable[Any]) -> None:
     """Set each group's rate, in its order."""
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(rate)  # captured graphs read this very tensor
-        else:
+        held = group["lr"]
+        if type(held) is float or not isinstance(held, Tensor):  # with a float alone, in a third of the time
             group["lr"] = rate
+        else:
+            held.fill_(rate)  # captured graphs read this very tensor

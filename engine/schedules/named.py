@@ -59,8 +59,8 @@ def build_schedule(
     """The schedule of that name, after a warm-up where one is asked for.
 
     A decay spans what the warm-up leaves of total_steps. Defaults: `first_cycle` (cosine_with_restarts) is half of what
-    the warm-up leaves, `decay_steps` (wsd) a tenth of total_steps, `timescale` (inverse_sqrt) is warmup_steps, or 10000
-    without a warm-up.
+    the warm-up leaves, rounded up, `decay_steps` (wsd) a tenth of total_steps, `timescale` (inverse_sqrt) is
+    warmup_steps, or 10000 without a warm-up.
 
     Args:
         learning_rate: the highest rate: that of the first update after the warm-up.
@@ -139,7 +139,7 @@ def _spans(place: str, name: str, total_steps: int | None, warmup_steps: int, gi
         )
     left = total_steps - warmup_steps
     if "first_cycle" in names:
-        spans["first_cycle"] = max(1, left // 2)
+        spans["first_cycle"] = (left + 1) // 2  # rounded down, an odd run's last update would be a restart
     if "total_steps" in names:
         spans["total_steps"] = left
     if "decay_steps" in names:

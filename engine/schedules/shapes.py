@@ -70,19 +70,21 @@ class Polynomial(Formula):
 
 @dataclass(frozen=True)
 class Step(Formula):
-    """`initial_lr * gamma ** (step // step_size)`."""
+    """`initial_lr * gamma ** (step // step_size)`; math.inf where a gamma above 1 leaves the range of floats."""
 
     initial_lr: float
     step_size: int
     gamma: float = 0.1
 
     def get_lr(self, step: int) -> float:
-        return self.initial_lr * self.gamma ** (step // self.step_size)
+        return _geometric(self.initial_lr, self.gamma, step // self.step_size)
 
 
 @dataclass(frozen=True)
 class MultiStep(Formula):
     """`initial_lr * gamma ** n` from the n-th milestone on: the update behind `milestones[0]` others is the first drop.
+
+    It is math.inf where a gamma above 1 leaves the range of floats.
 
     Args:
         milestones: numbers of updates, each above the one before.
@@ -107,18 +109,18 @@ class MultiStep(Formula):
         object.__setattr__(self, "milestones", tuple(given))  # a list comes from configuration files
 
     def get_lr(self, step: int) -> float:
-        return self.initial_lr * self.gamma ** bisect_right(self.milestones, step)
+        return _geometric(self.initial_lr, self.gamma, bisect_right(self.milestones, step))
 
 
 @dataclass(frozen=True)
 class Exponential(Formula):
-    """`initial_lr * gamma ** step`."""
+    """`initial_lr * gamma ** step`; math.inf where a gamma above 1 leaves the range of floats."""
 
     initial_lr: float
     gamma: float
 
     def get_lr(self, step: int) -> float:
-        return self.initial_lr * self.gamma**step
+        return _geometric(self.initial_lr, self.gamma, step)
 
 
 @dataclass(frozen=True)
@@ -173,3 +175,10 @@ class InverseSqrt(Formula):
 
     def get_lr(self, step: int) -> float:
         return self.initial_lr * math.sqrt(self.timescale / (step + self.timescale))
+
+
+def _geometric(initial_lr: float, gamma: float, times: int) -> float:
+    try:
+        return initial_lr * gamma**times
+    except OverflowError:  # of a power; a product is infinite without a word
+        return math.inf if initial_lr else 0.0

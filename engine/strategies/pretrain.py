@@ -28,12 +28,18 @@ class PretrainStrategy:
     Args:
         unit: what a token is, "token" or "byte"; the loss is in nats a unit.
         bytes_per_token: mean length of a token in the text, bytes; 1 where the unit is a byte.
+        loss_options: keywords of `engine.losses.cross_entropy`, such as z_loss, or chunk_size for a large vocabulary.
 
     Raises:
-        ConfigurationError: another unit, or a length that is no positive number.
+        ConfigurationError: another unit, a length that is no positive number, or an unknown option.
     """
 
-    def __init__(self, unit: str = "token", bytes_per_token: float | None = None) -> None:
+    def __init__(
+        self,
+        unit: str = "token",
+        bytes_per_token: float | None = None,
+        loss_options: Mapping[str, Any] | None = None,
+    ) -> None:
         if unit not in ("token", "byte"):
             raise ConfigurationError(f"PretrainStrategy(unit={unit!r}): choose 'token' or 'byte'")
         if bytes_per_token is None and unit == "byte":
@@ -43,8 +49,8 @@ class PretrainStrategy:
         self.unit = unit
         self.bytes_per_token = bytes_per_token
         self.loss_unit = f"nats/{unit}"
-        self._loss = get_loss("cross_entropy")
-        self._checked = False
+        self._loss = get_loss("cross_entropy", **(loss_options or {}))
+        self.check_values = True  # of tokens, which waits for the device: see TrainingStrategy
 
     def prepare_batch(self, batch: Any) -> TrainingBatch:
         """Inputs are all tokens but the last, targets all but the first."""
@@ -62,10 +68,9 @@ class PretrainStrategy:
         return TrainingBatch(tokens[:, :-1], tokens[:, 1:], rows, rows * (length - 1))
 
     def compute_loss(self, outputs: Any, batch: TrainingBatch) -> Tensor:
-        """Cross entropy, nats a token, shape (); the first batch's tokens are checked against the vocabulary."""
-        if not self._checked:
+        """Cross entropy, nats a token, shape ()."""
+        if self.check_values:
             check_first_batch(self._loss, outputs, batch.targets)
-            self._checked = True
         return self._loss(outputs, batch.targets)
 
     def compute_metrics(self, outputs: Any, batch: TrainingBatch) -> Mapping[str, Tensor]:

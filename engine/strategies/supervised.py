@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from engine.losses import check_first_batch, check_first_loss, get_loss
+from engine.losses import check_first_batch, check_first_loss, get_loss, ignored_label
 from engine.protocols import TrainingBatch, describe
 
 __all__ = ["SupervisedStrategy"]
@@ -16,17 +16,26 @@ __all__ = ["SupervisedStrategy"]
 class SupervisedStrategy:
     """Learn targets from inputs; a batch is a pair (inputs, targets).
 
+    Batches weigh by what their losses are means over: the elements of the targets; of labels of more than one
+    dimension, such as tokens, and of labels whose `ignore_index` was given, those that are not ignored.
+
     Args:
-        loss: a name (cross_entropy, mse ...), or a callable (outputs, targets) -> scalar mean over the batch.
+        loss: a name (cross_entropy, mse ...), or a callable (outputs, targets) -> scalar mean over the targets.
+        loss_options: keywords of a named loss, such as label_smoothing.
 
     Raises:
-        ConfigurationError: an unknown name; the message lists the choices.
+        ConfigurationError: an unknown name or option; the message lists the choices.
     """
 
-    def __init__(self, loss: str | Callable[[Any, Any], Tensor] = "cross_entropy") -> None:
+    def __init__(
+        self,
+        loss: str | Callable[[Any, Any], Tensor] = "cross_entropy",
+        loss_options: Mapping[str, Any] | None = None,
+    ) -> None:
         self.loss_name = loss if isinstance(loss, str) else getattr(loss, "__name__", type(loss).__name__)
-        self._loss = get_loss(loss)
-        self._checked = False
+        self._loss = get_loss(loss, **(loss_options or {}))
+        self._ignored = ignored_label(self._loss)
+        self.check_values = True  # of targets and losses, which waits for the device: see TrainingStrategy
 
     def prepare_batch(self, batch: Any) -> TrainingBatch:
         """The pair as inputs and targets."""
@@ -38,12 +47,19 @@ class SupervisedStrategy:
                 "(inputs, targets), or write a strategy whose prepare_batch knows its form"
             )
         inputs, targets = batch
-        return TrainingBatch(inputs, targets, _rows(targets if isinstance(targets, Tensor) else inputs))
+        if not isinstance(targets, Tensor):
+            return TrainingBatch(inputs, targets, _rows(inputs))
+        samples = targets.shape[0] if targets.ndim else 1
+        if targets.ndim == 1 and (self._ignored is None or self._ignored == -100):
+            return TrainingBatch(inputs, targets, samples)
+        if self._ignored is not None and not targets.is_floating_point():
+            return TrainingBatch(inputs, targets, samples, 0, (targets != self._ignored).sum())
+        return TrainingBatch(inputs, targets, samples, 0, targets.numel())
 
     def compute_loss(self, outputs: Any, batch: TrainingBatch) -> Tensor:
-        """The loss between outputs and targets, shape (); the values of the first batch's targets are checked."""
+        """The loss between outputs and targets, shape ()."""
         try:
-            if not self._checked:  # before the loss: a label outside the classes brings a GPU down
+            if self.check_values:  # before the loss: a label outside the classes brings a GPU down
                 check_first_batch(self._loss, outputs, batch.targets)
             loss = self._loss(outputs, batch.targets)
         except Exception as error:
@@ -55,9 +71,8 @@ class SupervisedStrategy:
             raise TypeError(
                 f"SupervisedStrategy(loss={self.loss_name!r}): gave {describe(loss)}; a loss is a tensor of shape ()"
             )
-        if not self._checked:
+        if self.check_values:
             check_first_loss(loss, batch.targets, self.loss_name)
-            self._checked = True
         return loss
 
     def compute_metrics(self, outputs: Any, batch: TrainingBatch) -> Mapping[str, Tensor]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from engine import Events
 from engine.errors import PulsetrainError
-from pulsetrain.assembly import Assembly, assemble
+from pulsetrain.assembly import Assembly, assemble, in_settings
 from pulsetrain.cli.reports import FAILED, OK, STOPPED, go_on, logs_on_stderr, report, summary
 from pulsetrain.cli.signals import SignalWatch
 from pulsetrain.config_file import SECTIONS, read_config
@@ -93,6 +93,8 @@ def run(arguments: argparse.Namespace, settings: Mapping[str, str]) -> int:
         except Exception as error:
             if arguments.traceback:
                 traceback.print_exc()
+            if isinstance(error, PulsetrainError):
+                error = in_settings(error)
             if assembly is None:
                 return report(error)
             return _failed(error, assembly, early=updates[-1] == assembly.trainer.state.update)

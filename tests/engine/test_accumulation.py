@@ -3,6 +3,8 @@
 import json
 
 import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.accumulation import Accumulate, Accumulation
 from engine.errors import ConfigurationError
@@ -12,8 +14,9 @@ def windows(rule, sizes, tokens=None):
     """The batches of each update, in their weights after the correction."""
     accumulation, done, update, weights = Accumulation(rule), [], 0, []
     for index, size in enumerate(sizes):
-        weights.append(accumulation.weigh(size, tokens[index] if tokens else 0, update))
-        if accumulation.complete:
+        count = tokens[index] if tokens else 0
+        weights.append(accumulation.weigh(size, count, update))
+        if accumulation.add(size, count, update):
             correction = accumulation.close()
             done.append([weight * correction for weight in weights])
             update, weights = update + 1, []
@@ -27,7 +30,9 @@ def test_one_batch_an_update_weighs_one():
 def test_equal_batches_weigh_exactly_the_same_without_any_correction():
     for size in (1, 3, 7, 8, 12_345):
         accumulation = Accumulation(Accumulate(batches=3))
-        assert [accumulation.weigh(size, 0, 0) for _ in range(3)] == [1 / 3] * 3
+        for _ in range(3):
+            assert accumulation.weigh(size, 0, 0) == 1 / 3
+            accumulation.add(size, 0, 0)
         assert accumulation.close() == 1.0
 
 
@@ -98,11 +103,71 @@ def test_a_state_taken_anywhere_goes_on_exactly(rule):
         fresh.load_state_dict(json.loads(json.dumps(accumulation.state_dict())))
         accumulation = fresh
         weights.append(accumulation.weigh(size, size, update))
-        if accumulation.complete:
+        if accumulation.add(size, size, update):
             correction = accumulation.close()
             done.append([weight * correction for weight in weights])
             update, weights = update + 1, []
     assert done == whole
+
+
+def test_a_batch_counts_once_its_gradients_are_there():
+    accumulation = Accumulation(Accumulate(batches=2))
+    assert accumulation.weigh(4, 0, 0) == accumulation.weigh(4, 0, 0) == 0.5  # the first attempt failed
+    assert not accumulation.add(4, 0, 0)
+    accumulation.weigh(4, 0, 0)
+    assert accumulation.add(4, 0, 0)
+    assert accumulation.close() == 1.0
+
+
+@pytest.mark.parametrize(
+    "before", [Accumulate(batches=4), Accumulate(tokens=100), Accumulate(schedule={0: 3})], ids=repr
+)
+@pytest.mark.parametrize(
+    ("after", "more"), [(Accumulate(batches=1), 1), (Accumulate(batches=3), 1), (Accumulate(tokens=20), 2)], ids=repr
+)
+def test_a_window_begun_under_another_rule_is_finished_and_weighed_right(before, after, more):
+    begun = Accumulation(before)
+    sizes, weights = [6, 2, 8, 4][: 2 + more], []
+    for size in sizes[:2]:
+        weights.append(begun.weigh(size, size, 0))
+        assert not begun.add(size, size, 0)
+    resumed = Accumulation(after)
+    resumed.load_state_dict(begun.state_dict())
+    done = [(weights.append(resumed.weigh(size, size, 0)), resumed.add(size, size, 0))[1] for size in sizes[2:]]
+    assert done == [False] * (more - 1) + [True]
+    correction = resumed.close()
+    assert [weight * correction for weight in weights] == pytest.approx([size / sum(sizes) for size in sizes])
+    assert len(windows(after, [4] * 8, [4] * 8)) == len(_from(resumed, [4] * 8))  # and the windows behind it are plain
+
+
+def _from(accumulation, sizes):
+    done = []
+    for size in sizes:
+        accumulation.weigh(size, size, 1)
+        if accumulation.add(size, size, 1):
+            done.append(accumulation.close())
+    return done
+
+
+def test_sizes_on_a_device_are_weighed_without_a_look_at_them():
+    counts = [torch.tensor(3), torch.tensor(0), torch.tensor(5)]
+    with CountReads() as reads:
+        accumulation, weights = Accumulation(Accumulate(batches=3)), []
+        for count in counts:
+            weights.append(accumulation.weigh(count, 0, 0))
+            done = accumulation.add(count, 0, 0)
+        correction = accumulation.close()
+    assert done
+    assert reads.count == 0
+    assert [(weight * correction).item() for weight in weights] == pytest.approx([3 / 8, 0, 5 / 8])
+
+
+class CountReads(TorchDispatchMode):
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize(

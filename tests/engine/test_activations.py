@@ -98,7 +98,7 @@ def test_without_gradients_nothing_is_computed_twice():
 
 
 def test_a_star_stands_for_one_part_of_a_name():
-    assert recompute_activations(model(), "*") == ["blocks", "head"]
+    assert recompute_activations(model(), "h*") == ["head"]
     assert recompute_activations(model(), "blocks.[02].layers.0") == ["blocks.0.layers.0", "blocks.2.layers.0"]
 
 
@@ -135,6 +135,11 @@ def test_copies_compute_with_their_own_weights():
         with torch.no_grad():
             for parameter, own in zip(original.parameters(), twin.parameters(), strict=True):
                 parameter.copy_(own)
+
+
+def test_a_list_of_modules_is_refused_for_it_computes_nothing_itself():
+    with pytest.raises(ConfigurationError, match=r"'blocks' is a ModuleList, .* 'blocks\.\*'"):
+        recompute_activations(model(), "blocks")
 
 
 def test_a_name_that_no_module_has_is_refused_with_those_that_exist():

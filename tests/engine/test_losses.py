@@ -1,6 +1,8 @@
 """Losses against formulas written out, and shapes that would broadcast to something else."""
 
+import functools
 import math
+import re
 
 import numpy
 import pytest
@@ -9,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from engine.errors import ConfigurationError
-from engine.losses import bce_with_logits, cross_entropy, focal_loss, get_loss, huber, l1, mse
+from engine.losses import bce_with_logits, cross_entropy, focal_loss, get_loss, huber, ignored_label, l1, mse
 
 # ------------------------------------------------------------------------------------------- cross entropy
 
@@ -78,11 +80,28 @@ def test_z_loss_of_float64_logits_is_computed_in_float64():
         ("chunk_size", 0, "needs a whole number of classes"),
         ("chunk_size", 2.0, "needs a whole number of classes"),
         ("chunk_size", True, "needs a whole number of classes"),
+        ("label_smoothing", "a", "needs a number from 0 to 1"),
+        ("label_smoothing", None, "needs a number from 0 to 1"),
+        ("label_smoothing", (0.1, 0.2), "needs a number from 0 to 1"),
+        ("z_loss", "a", "needs a finite number of at least 0"),
+        ("z_loss", None, "needs a finite number of at least 0"),
+        ("ignore_index", None, "needs a whole number, such as -100"),
+        ("ignore_index", 1.5, "needs a whole number, such as -100"),
+        ("ignore_index", True, "needs a whole number, such as -100"),
     ],
 )
-def test_an_option_out_of_range_is_named(option, value, rule):
-    with pytest.raises(ConfigurationError, match=rf"cross_entropy\({option}={value}\): {rule}"):
-        cross_entropy(torch.zeros(2, 3), torch.tensor([0, 1]), **{option: value})
+@pytest.mark.parametrize("others", [{}, {"chunk_size": 2}, {"z_loss": 0.1}], ids=str)
+def test_an_option_out_of_range_is_named(option, value, rule, others):
+    for logits, targets in ((torch.zeros(2, 3), torch.tensor([0, 1])), (torch.zeros(1, 2, 3), torch.tensor([[0, 1]]))):
+        with pytest.raises(ConfigurationError, match=re.escape(f"cross_entropy({option}={value!r}): {rule}")):
+            cross_entropy(logits, targets, **{**others, option: value})
+
+
+def test_numbers_of_numpy_are_options_too():
+    logits, targets = torch.randn(3, 4), torch.tensor([0, 1, 3])
+    for number in (numpy.float32(0.25), numpy.float64(0.25)):
+        given = cross_entropy(logits, targets, label_smoothing=number, z_loss=number, ignore_index=numpy.int64(1))
+        assert torch.equal(given, cross_entropy(logits, targets, label_smoothing=0.25, z_loss=0.25, ignore_index=1))
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.int8, torch.uint8])
@@ -157,9 +176,10 @@ def test_whole_number_targets_are_refused(loss):
         loss(torch.zeros(4), torch.zeros(4, dtype=torch.int64))
 
 
-def test_huber_refuses_a_delta_that_is_not_positive():
-    with pytest.raises(ValueError, match=r"huber\(delta=0\): needs a positive number"):
-        huber(torch.zeros(2), torch.zeros(2), delta=0)
+@pytest.mark.parametrize("delta", [0, -1.0, math.inf, math.nan, "a", None])
+def test_huber_refuses_a_delta_that_is_not_positive(delta):
+    with pytest.raises(ConfigurationError, match=re.escape(f"huber(delta={delta!r}): needs a positive number")):
+        huber(torch.zeros(2), torch.zeros(2), delta=delta)
 
 
 @pytest.mark.parametrize(
@@ -183,13 +203,15 @@ def test_no_loss_looks_at_a_value(loss, options):
 
 
 def test_each_name_finds_its_loss():
-    assert {name: get_loss(name) for name in ("cross_entropy", "focal", "mse", "l1", "huber", "bce_with_logits")} == {
+    names = ("cross_entropy", "focal", "mse", "l1", "huber", "bce_with_logits", "bce")
+    assert {name: get_loss(name) for name in names} == {
         "cross_entropy": cross_entropy,
         "focal": focal_loss,
         "mse": mse,
         "l1": l1,
         "huber": huber,
         "bce_with_logits": bce_with_logits,
+        "bce": bce_with_logits,
     }
 
 
@@ -211,3 +233,57 @@ def test_a_class_or_a_number_is_refused():
         get_loss(nn.MSELoss)
     with pytest.raises(ConfigurationError, match=r"get_loss\(3\): needs a function"):
         get_loss(3)
+
+
+def test_options_of_a_name_make_the_loss_with_these_options():
+    logits, targets = torch.randn(4, 3), torch.tensor([0, 2, 1, 1])
+    for name, loss, options in (
+        ("cross_entropy", cross_entropy, {"label_smoothing": 0.1, "z_loss": 1e-4, "ignore_index": 0, "chunk_size": 2}),
+        ("focal", focal_loss, {"gamma": 1.0, "alpha": torch.tensor([0.2, 0.3, 0.5])}),
+    ):
+        assert torch.equal(get_loss(name, **options)(logits, targets), loss(logits, targets, **options))
+    assert get_loss("huber", delta=3.0)(logits, logits + 2).item() == pytest.approx(2.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        (
+            "cross_entropy",
+            {"smoothing": 0.1},
+            "get_loss(smoothing=0.1): unknown to 'cross_entropy'; it takes chunk_size, ignore_index, label_smoothing, "
+            "z_loss",
+        ),
+        ("mse", {"delta": 1.0}, "get_loss(delta=1.0): unknown to 'mse'; it takes no option"),
+        ("cross_entropy", {"logits": 1}, "get_loss(logits=1): unknown to 'cross_entropy'"),
+        ("cross_entropy", {"label_smoothing": 1.5}, "cross_entropy(label_smoothing=1.5): needs a number from 0 to 1"),
+        ("cross_entropy", {"ignore_index": 1.5}, "cross_entropy(ignore_index=1.5): needs a whole number"),
+        ("cross_entropy", {"chunk_size": 0}, "cross_entropy(chunk_size=0): needs a whole number"),
+        ("focal", {"alpha": [0.5, 0.5]}, "focal_loss(alpha=[0.5, 0.5]): needs a number above 0"),
+        ("focal", {"gamma": -1}, "focal_loss(gamma=-1): needs a finite number"),
+        ("huber", {"delta": 0}, "huber(delta=0): needs a positive number"),
+        (F.cross_entropy, {"ignore_index": 3}, "get_loss(ignore_index=3): only a loss given by its name takes options"),
+    ],
+)
+def test_an_option_that_the_loss_cannot_take_is_refused_before_any_batch(name, options, message):
+    with pytest.raises(ConfigurationError, match=re.escape(message)):
+        get_loss(name, **options)
+
+
+@pytest.mark.parametrize(
+    ("loss", "label"),
+    [
+        ("cross_entropy", -100),
+        (focal_loss, -100),
+        (get_loss("cross_entropy", ignore_index=0), 0),
+        (functools.partial(focal_loss, gamma=1.0), -100),
+        (nn.CrossEntropyLoss(ignore_index=7), 7),
+        (nn.NLLLoss(), -100),
+        ("mse", None),
+        (nn.MSELoss(), None),
+        (lambda outputs, targets: 0, None),
+        (functools.partial(huber, delta=2.0), None),
+    ],
+)
+def test_the_label_that_a_loss_ignores_is_known(loss, label):
+    assert ignored_label(loss) == label

@@ -12,6 +12,13 @@ from torch import nn
 from engine.losses import bce_with_logits, check_first_batch, check_first_loss, cross_entropy, focal_loss, mse
 
 
+class Ordinal(nn.CrossEntropyLoss):
+    """Its labels are thresholds, one more than there are outputs."""
+
+    def forward(self, input, target):
+        return input.mean() + target.float().mean()
+
+
 @pytest.mark.parametrize("loss", ["cross_entropy", "focal"])
 @pytest.mark.parametrize(
     ("targets", "message"),
@@ -65,7 +72,11 @@ def test_targets_of_bce_that_are_no_probabilities_are_named(value):
         ("mse", torch.zeros(2), torch.tensor([-1e30, 1e30])),
         ("bce_with_logits", torch.zeros(3), torch.tensor([0.0, 0.5, 1.0])),
         (F.cross_entropy, torch.zeros(2, 10, 3), torch.full((2, 3), 9)),  # another layout: classes stand second
+        (nn.CrossEntropyLoss(), torch.zeros(2, 10, 3), torch.full((2, 3), 9)),
         (nn.CrossEntropyLoss(ignore_index=77), torch.zeros(2, 10), torch.tensor([0, 77])),
+        (functools.partial(F.cross_entropy, ignore_index=77), torch.zeros(2, 10), torch.tensor([0, 77])),
+        (nn.CrossEntropyLoss(), torch.zeros(2, 3), torch.tensor([[0.0, 2.0, 9.0], [1.0, 1.0, 1.0]])),  # weights
+        (Ordinal(), torch.zeros(2, 10), torch.tensor([0, 10])),
         (lambda outputs, targets: 0, torch.zeros(2), torch.tensor([1.0, math.nan])),  # NaN may be a sign of its own
         # what the loss refuses by itself, or what is no tensor
         ("cross_entropy", torch.zeros(4, 10), torch.full((5,), 77)),
@@ -87,9 +98,12 @@ def test_targets_that_the_loss_can_mean_or_refuses_itself_pass(loss, outputs, ta
         (focal_loss, torch.zeros(1, 3), torch.tensor([3]), "focal_loss"),
         (bce_with_logits, torch.zeros(1), torch.tensor([2.0]), "bce_with_logits"),
         (mse, torch.zeros(1), torch.tensor([math.inf]), "mse"),
+        (F.cross_entropy, torch.zeros(1, 3), torch.tensor([3]), "cross_entropy"),
+        (nn.CrossEntropyLoss(), torch.zeros(1, 3), torch.tensor([3]), "CrossEntropyLoss"),
+        (nn.CrossEntropyLoss(ignore_index=7), torch.zeros(1, 3), torch.tensor([-100]), "CrossEntropyLoss"),
     ],
 )
-def test_our_losses_are_known_as_functions_too(loss, outputs, targets, name):
+def test_our_losses_and_torchs_cross_entropy_are_known_as_functions_too(loss, outputs, targets, name):
     with pytest.raises(ValueError, match=rf"^{name}\(targets\[0\]="):
         check_first_batch(loss, outputs, targets)
 

@@ -94,6 +94,12 @@ def test_float64_weights_leave_the_dtype_of_a_float32_loss():
         ({"gamma": math.nan}, r"focal_loss\(gamma=nan\)"),
         ({"alpha": 0}, r"focal_loss\(alpha=0\): needs a number above 0 and up to 1, or a tensor of shape \(classes,\)"),
         ({"alpha": 1.5}, r"focal_loss\(alpha=1.5\)"),
+        ({"alpha": [0.5] * 5}, r"focal_loss\(alpha=\[0.5, .*\]\): needs a number above 0 and up to 1, or a tensor"),
+        ({"alpha": "a"}, r"focal_loss\(alpha='a'\): needs a number above 0"),
+        ({"gamma": "a"}, r"focal_loss\(gamma='a'\): needs a finite number of at least 0"),
+        ({"gamma": None}, r"focal_loss\(gamma=None\): needs a finite number of at least 0"),
+        ({"ignore_index": None}, r"focal_loss\(ignore_index=None\): needs a whole number, such as -100"),
+        ({"ignore_index": 1.5}, r"focal_loss\(ignore_index=1.5\): needs a whole number"),
         ({"alpha": torch.ones(4)}, r"focal_loss\(alpha of shape \(4,\)\): .* each of the 5 classes, shape \(5,\)"),
     ],
 )

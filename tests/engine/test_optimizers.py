@@ -270,3 +270,15 @@ def test_keywords_without_a_name_are_refused():
         ConfigurationError, match=r"resolve_optimizer\(momentum=0.9\): only an optimizer given by its name"
     ):
         resolve_optimizer(torch.optim.SGD, small(), 0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize(
+    ("model", "given"), [(None, "None"), ([torch.zeros(1)], "list"), (iter([torch.zeros(1)]), "list_iterator")]
+)
+def test_what_is_no_module_is_refused_with_a_remedy(model, given):
+    rule = rf"optimizer\(model={given}\): needs a torch.nn.Module, .*; over bare parameters make one of torch.optim"
+    with pytest.raises(TypeError, match=f"create_{rule}"):
+        create_optimizer(model, "sgd", 0.1)
+    for optimizer in ("sgd", torch.optim.SGD([torch.zeros(1)], lr=0.1), functools.partial(torch.optim.SGD, lr=0.1)):
+        with pytest.raises(TypeError, match=f"resolve_{rule}"):
+            resolve_optimizer(optimizer, model, 0.1)

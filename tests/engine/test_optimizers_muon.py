@@ -226,3 +226,81 @@ def test_it_is_made_from_groups_without_a_model_too():
     optimizer = MuonWithAdamW([{"params": [matrix]}], [{"params": [bias], "lr": 0.5}], lr=0.1, muon={"momentum": 0.5})
     assert [group["lr"] for group in optimizer.param_groups] == [0.1, 0.5]
     assert optimizer.param_groups[0]["momentum"] == 0.5
+
+
+# ------------------------------------------------------------------------------------------- states that do not fit
+
+
+def trained_muon(model):
+    optimizer = create_optimizer(model, "muon", 0.02)
+    train(model, optimizer, steps=2)
+    return optimizer
+
+
+def test_a_state_of_its_own_is_found_to_fit_and_changes_nothing():
+    first, second = trained_muon(Decoder()), trained_muon(Decoder())
+    before = copy.deepcopy(second.state_dict())
+    state = first.state_dict()
+    state["param_groups"][0]["lr"] = 7.0
+    second.check_state_dict(state)
+    assert second.state_dict()["param_groups"] == before["param_groups"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda state: state["param_groups"].reverse(), r"\(param_groups=\['AdamW', 'Muon'\]\): this optimizer has"),
+        (
+            lambda state: state["param_groups"][1]["params"].pop(),
+            r"\(numbers of parameters=\[2, 7\]\): .* has \[2, 8\]",
+        ),
+        (
+            lambda state: state["state"][1].update(momentum_buffer=torch.zeros(24, 6)),
+            r"state\[1\]\['momentum_buffer'\] of shape \(24, 6\)\): this optimizer's parameter has shape \(6, 24\)",
+        ),
+        (
+            lambda state: state["state"][2].update(exp_avg_sq=torch.zeros(3)),
+            r"state\[2\]\['exp_avg_sq'\] of shape \(3,\)",
+        ),
+        (lambda state: state.pop("state"), r"load_state_dict\(state_dict=dict\): needs what state_dict\(\) returned"),
+    ],
+)
+@pytest.mark.parametrize("method", ["check_state_dict", "load_state_dict"])
+def test_a_state_that_does_not_fit_is_refused_and_nothing_changes(method, change, message):
+    model = Decoder()
+    optimizer = trained_muon(model)
+    state = copy.deepcopy(optimizer.state_dict())
+    for kept in state["state"].values():
+        for tensor in kept.values():
+            tensor.zero_()
+    change(state)
+    with pytest.raises(CheckpointError, match=message):
+        getattr(optimizer, method)(state)
+    assert optimizer.state[model.up.weight]["momentum_buffer"].any()
+
+
+def test_groups_and_states_put_in_the_place_of_its_own_are_those_it_works_on():
+    model = Decoder()
+    optimizer = trained_muon(model)
+    optimizer.param_groups = [{**group, "lr": 0.0} for group in optimizer.param_groups]
+    kept = optimizer.state
+    optimizer.state = copy.copy(kept)
+    optimizer.state.clear()
+    before = weights(model)
+    train(model, optimizer, steps=1)
+    assert torch.equal(weights(model), before)
+    assert optimizer.state[model.up.bias]["step"].item() == 1
+    assert kept[model.up.bias]["step"].item() == 2
+
+
+def test_a_state_of_an_older_torch_gets_what_its_groups_lack():
+    ours, theirs = Decoder(), Decoder()
+    first, second = trained_muon(ours), trained_muon(theirs)
+    state = copy.deepcopy(first.state_dict())
+    for key in ("amsgrad", "maximize", "foreach", "capturable", "differentiable", "decoupled_weight_decay", "fused"):
+        del state["param_groups"][1][key]
+    second.load_state_dict(state)
+    assert second.param_groups[1]["maximize"] is False
+    train(ours, first, steps=1)
+    train(theirs, second, steps=1)
+    torch.testing.assert_close(weights(theirs), weights(ours))  # it has lost its fused kernel

@@ -63,7 +63,7 @@ def test_decay_spans_what_the_warm_up_leaves():
         (
             "cosine_with_restarts",
             {"warmup_steps": 11},
-            Warmup(1.0, 11) >> CosineRestarts(1.0, 19, min_lr=0.1),
+            Warmup(1.0, 11) >> CosineRestarts(1.0, 20, min_lr=0.1),
         ),
         (
             "cosine_with_restarts",
@@ -168,3 +168,10 @@ def test_a_bad_request_is_refused_by_argument_and_value(name, arguments, message
 def test_a_learning_rate_that_is_no_positive_number_is_refused(rate):
     with pytest.raises(ConfigurationError, match=r"build_schedule\(learning_rate="):
         build_schedule("cosine", rate, total_steps=10)
+
+
+@pytest.mark.parametrize("total_steps", [5, 7, 51, 999])
+def test_the_last_update_of_an_odd_run_with_restarts_is_no_restart(total_steps):
+    schedule = build_schedule("cosine_with_restarts", 1.0, total_steps=total_steps)
+    restarts = [step for step in range(total_steps) if schedule.get_lr(step) == 1.0]
+    assert restarts == [0, total_steps // 2 + 1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -208,3 +209,18 @@ def test_scaled_multiplies_each_rate():
 def test_a_bad_parameter_is_refused_at_construction_by_place_argument_and_value(make, message):
     with pytest.raises(ConfigurationError, match=message):
         make()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "last_finite"),
+    [
+        (Exponential(1.0, 2.0), 1023),
+        (Exponential(2.0, 2.0), 1022),  # the product, not the power
+        (Step(1.0, 10, 2.0), 10239),
+        (MultiStep(1.0, (1, 2, 3), 1e150), 2),
+    ],
+)
+def test_growth_beyond_the_range_of_floats_is_infinite(schedule, last_finite):
+    assert schedule.get_lr(last_finite) < math.inf
+    assert [schedule.get_lr(step) for step in (last_finite + 1, 10**9)] == [math.inf, math.inf]
+    assert replace(schedule, initial_lr=0.0).get_lr(10**9) == 0.0

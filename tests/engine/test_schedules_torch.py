@@ -15,12 +15,14 @@ from torch_rates import first_group, optimizer_at, rates_of, through_a_checkpoin
 from engine.errors import CheckpointError, ConfigurationError
 from engine.schedules import (
     Cosine,
+    Exponential,
     Warmup,
     build_schedule,
     create_scheduler,
     group_ratios,
     update_optimizer,
 )
+from engine.schedules.groups import GroupRates
 
 REQUIRED = {"step": {"step_size": 3}, "multi_step": {"milestones": (3, 6)}, "exponential": {"gamma": 0.9}}
 NAMES = (
@@ -225,6 +227,48 @@ def test_a_tensor_rate_that_all_groups_share_with_the_default_is_filled_again_an
 def test_a_rate_that_no_optimizer_can_use_is_refused(rate):
     with pytest.raises(ConfigurationError, match=r"update_optimizer\(learning_rate=.*\): needs a finite number"):
         update_optimizer(optimizer_at(0.1), rate)
+
+
+def test_a_rate_beyond_the_range_of_floats_is_named_with_its_remedy():
+    message = r"update_optimizer\(learning_rate=inf\): needs a finite number .*; end a schedule that grows without end"
+    with pytest.raises(ConfigurationError, match=message):
+        update_optimizer(optimizer_at(0.1), Exponential(0.1, 2.0).get_lr(5000))
+
+
+@pytest.mark.parametrize("optimizer", [None, "adam", [torch.zeros(1)]])
+def test_rates_of_what_is_no_optimizer_are_refused(optimizer):
+    for ask in (lambda: update_optimizer(optimizer, 0.1), lambda: group_ratios(optimizer)):
+        with pytest.raises(TypeError, match=r"update_optimizer\(optimizer=.*\): needs a torch.optim.Optimizer"):
+            ask()
+
+
+def test_kept_ratios_are_those_of_the_groups_as_they_are_now():
+    optimizer = optimizer_at(1.0, 0.5)
+    rates = GroupRates(optimizer)
+    rates.write(2.0)
+    assert group_rates(optimizer) == [2.0, 1.0]
+    optimizer.param_groups[1]["initial_lr"] = 0.25  # as a scheduler made anew, or a user, does
+    rates.write(2.0)
+    assert group_rates(optimizer) == [2.0, 0.5]
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))], "lr": 4.0})
+    rates.write(2.0)
+    assert group_rates(optimizer) == [2.0, 0.5, 8.0]
+    other = optimizer_at(1.0, 3.0, 1.0)
+    update_optimizer(other, 1.0)
+    optimizer.load_state_dict(through_a_checkpoint(other.state_dict()))
+    rates.write(0.5)
+    assert group_rates(optimizer) == [0.5, 1.5, 0.5]
+    optimizer.defaults["lr"] = 2.0
+    rates.write(0.5)
+    assert group_rates(optimizer) == [0.25, 0.75, 0.25]
+
+
+def test_the_ratios_are_computed_once_while_nothing_changes(monkeypatch):
+    rates = GroupRates(optimizer_at(1.0, 0.5))
+    monkeypatch.setattr("engine.schedules.groups.group_ratios", lambda *arguments: pytest.fail("computed again"))
+    for rate in (1.0, 0.5, 0.25):
+        rates.write(rate)
+        assert group_rates(rates.optimizer) == [rate, rate / 2]
 
 
 def test_a_default_rate_of_zero_gives_no_ratios():

@@ -7,6 +7,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from engine import CheckpointError, ConfigurationError, Engine, Events, Every, OptimizerStepCompleted, Phase
 from engine.checkpoint import load_checkpoint
+from engine.optimizers import is_schedule_free
 from handlers import EMA, SWA, Checkpointer
 from tests.pulsetrain.small import loader, regression_model, trainer
 
@@ -237,6 +238,22 @@ def test_a_second_average_of_the_same_weights_in_validation_is_refused():
     SWA(after_epoch=0, bn_loader=loader(), validate=False).attach(run)
     other = EMA(model=nn.Linear(1, 1)).attach(run)  # of other weights
     assert other.applied in run.evaluator.contexts
+
+
+@pytest.mark.parametrize("name", ["schedule_free_adamw", "schedule_free_sgd"])
+def test_an_average_beside_that_of_a_schedule_free_optimizer_is_not_for_validation(name):
+    run = run_of(optimizer=name)
+    assert is_schedule_free(run.optimizer)
+    message = r"\(validate=True\): \w+ScheduleFree is schedule-free, and validation .*; pass validate=False, or train"
+    for handler in (EMA(), SWA(after_epoch=0, bn_loader=loader())):
+        contexts = list(run.evaluator.contexts)
+        with pytest.raises(ConfigurationError, match=message):
+            handler.attach(run)
+        assert run.evaluator.contexts == contexts
+    EMA(model=nn.Linear(1, 1)).attach(run)  # of other weights
+    ema = EMA(validate=False).attach(run)
+    run.train()
+    assert ema.number_averaged == run.state.update
 
 
 # ------------------------------------------------------------------------------------- checkpoints, resuming, anew

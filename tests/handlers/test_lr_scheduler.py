@@ -1,11 +1,15 @@
+from collections import Counter
+
 import pytest
 import torch
 from driving import UpdatingEngine, make_engine
 from structlog.testing import capture_logs
 from torch import nn
+from torch.optim import lr_scheduler
 
-from engine.errors import CheckpointError
-from engine.schedules import Cosine, Linear, Step, Warmup, add_warmup, create_scheduler
+from engine.checkpoint import CheckpointManager
+from engine.errors import CheckpointError, ConfigurationError
+from engine.schedules import Cosine, Exponential, Linear, Step, Warmup, add_warmup, create_scheduler
 from handlers import LRScheduler
 
 
@@ -140,6 +144,97 @@ def test_a_torch_scheduler_is_stepped_after_each_update():
         return used
 
     assert rates(attach=True) == rates(attach=False) == [[1.0], [1.0], [0.5], [0.5], [0.25]]
+
+
+class Halved:
+    """A callable object, whose attributes torch saves."""
+
+    def __init__(self):
+        self.factor = 0.5
+
+    def __call__(self, step):
+        return self.factor**step
+
+
+TORCHS = {
+    "LambdaLR": lambda it: lr_scheduler.LambdaLR(it, lambda step: 0.5 / (1 + step)),
+    "LambdaLR of an object": lambda it: lr_scheduler.LambdaLR(it, Halved()),
+    "MultiplicativeLR": lambda it: lr_scheduler.MultiplicativeLR(it, lambda step: 0.95),
+    "StepLR": lambda it: lr_scheduler.StepLR(it, 2, 0.5),
+    "MultiStepLR": lambda it: lr_scheduler.MultiStepLR(it, [1, 3, 3, 7], 0.5),
+    "ConstantLR": lambda it: lr_scheduler.ConstantLR(it, 0.5, 4),
+    "LinearLR": lambda it: lr_scheduler.LinearLR(it, 0.5, 1.0, 8),
+    "ExponentialLR": lambda it: lr_scheduler.ExponentialLR(it, 0.9),
+    "PolynomialLR": lambda it: lr_scheduler.PolynomialLR(it, 12, 2.0),
+    "CosineAnnealingLR": lambda it: lr_scheduler.CosineAnnealingLR(it, 9, eta_min=0.001),
+    "CosineAnnealingWarmRestarts": lambda it: lr_scheduler.CosineAnnealingWarmRestarts(it, 3, 2),
+    "OneCycleLR": lambda it: lr_scheduler.OneCycleLR(it, 0.4, 14),
+    "CyclicLR": lambda it: lr_scheduler.CyclicLR(it, 0.01, 0.1, 3, cycle_momentum=False),
+    "CyclicLR of a function": lambda it: lr_scheduler.CyclicLR(
+        it, 0.01, 0.1, 3, scale_fn=lambda cycle: 0.5**cycle, cycle_momentum=False
+    ),
+    "SequentialLR": lambda it: lr_scheduler.SequentialLR(
+        it, [lr_scheduler.ConstantLR(it, 0.5, 9), lr_scheduler.MultiStepLR(it, [2, 3], 0.5)], [3]
+    ),
+    "ChainedScheduler": lambda it: lr_scheduler.ChainedScheduler(
+        [lr_scheduler.ExponentialLR(it, 0.9), lr_scheduler.MultiStepLR(it, [2, 8], 0.5)]
+    ),
+}  # all of torch's but ReduceLROnPlateau, which LRScheduler refuses, and LRScheduler itself, which has no rates
+
+
+def types_of(state):
+    if isinstance(state, dict):
+        return type(state), {key: types_of(item) for key, item in state.items()}
+    return type(state), [types_of(item) for item in state] if isinstance(state, (list, tuple)) else None
+
+
+@pytest.mark.filterwarnings(r"ignore:The epoch parameter in `scheduler.step\(\)`:UserWarning")  # torch's SequentialLR
+@pytest.mark.parametrize("warmup_steps", [0, 4])
+@pytest.mark.parametrize("name", TORCHS)
+def test_every_scheduler_of_torchs_goes_on_from_a_checkpoint(name, warmup_steps, tmp_path):
+    def make():
+        engine = UpdatingEngine()
+        scheduler = TORCHS[name](engine.optimizer)
+        handler = LRScheduler(add_warmup(scheduler, warmup_steps) if warmup_steps else scheduler)
+        return engine, handler.attach(engine)
+
+    (whole, _), (first, before), (second, after) = make(), make(), make()
+    whole.run([0] * 14, max_epochs=1)
+    first.run([0] * 6, max_epochs=1)
+    manager = CheckpointManager(tmp_path)
+    path = manager.save({"optimizer": first.optimizer.state_dict(), "handler": before.state_dict()})
+    loaded = manager.load(path)
+    second.optimizer.load_state_dict(loaded["optimizer"])
+    after.load_state_dict(loaded["handler"])
+    assert types_of(after.schedule.state_dict()) == types_of(before.schedule.state_dict())
+    second.run([0] * 8, max_epochs=1)
+    assert first.used + second.used == whole.used
+
+
+def test_a_loaded_state_shares_nothing_with_the_scheduler_that_gave_it():
+    first, second = (LRScheduler(TORCHS["MultiStepLR"](sgd(1.0))) for _ in range(2))
+    second.load_state_dict(first.state_dict())
+    second.schedule.milestones[9] = 1
+    assert first.schedule.milestones == Counter([1, 3, 3, 7])
+
+
+def test_a_schedule_that_grows_for_ever_is_refused_where_its_rate_is_infinite():
+    optimizer = sgd(1.0)
+    scheduler = LRScheduler(Exponential(1.0, 1e200), optimizer)
+    assert scheduler.step() == 1e200
+    with pytest.raises(ConfigurationError, match=r"LRScheduler\(learning_rate=inf\): needs a finite number"):
+        scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 1e200
+
+
+def test_the_ratios_of_a_state_that_is_loaded_into_the_optimizer_later_are_followed():
+    optimizer, other = sgd(1.0, 0.5), sgd(1.0, 4.0)
+    scheduler = LRScheduler(Halving(), optimizer)
+    scheduler.step()
+    LRScheduler(Halving(), other)
+    optimizer.load_state_dict(other.state_dict())
+    scheduler.step()
+    assert [group["lr"] for group in optimizer.param_groups] == [0.25, 1.0]
 
 
 def test_step_by_hand_returns_the_new_rate():

@@ -240,7 +240,7 @@ def test_a_training_loader_whose_workers_stay_cannot_give_a_second_pass():
 @pytest.mark.parametrize(
     ("data", "error", "message"),
     [
-        (iter(()), ConfigurationError, r"SWA\(bn_loader=...\): gave no batch; an iterator can be run over once"),
+        (Counted([]), ConfigurationError, r"SWA\(bn_loader=...\): gave no batch; pass what gives some each time"),
         ([{"x": torch.zeros(2, 4)}], TypeError, r"SWA\(bn_loader=...\): gave dict for the model's input"),
         ([()], TypeError, r"SWA\(bn_loader=...\): gave tuple for the model's input"),
     ],
@@ -368,6 +368,20 @@ def test_there_is_exactly_one_start(arguments):
 def test_a_start_that_is_no_whole_number_is_refused(argument, start):
     with pytest.raises(ConfigurationError, match=rf"SWA\({argument}=.*\): needs a whole number of at least 0"):
         SWA(**{argument: start})
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (iter(loader()), r"_SingleProcessDataLoaderIter\): is an iterator, which can be run over once; pass"),
+        ((batch for batch in batches()), r"generator\): is an iterator, which can be run over once; pass"),
+        ((loader(), loader()), r"tuple\): holds DataLoaders where batches are needed; pass one of them"),
+        ([loader(), None], r"list\): holds DataLoaders where batches are needed; pass one of them"),
+    ],
+)
+def test_a_bn_loader_that_cannot_give_its_batches_again_is_refused(data, message):
+    with pytest.raises(ConfigurationError, match=rf"SWA\(bn_loader={message}"):
+        SWA(after_epoch=1, bn_loader=data)
 
 
 def test_other_arguments_of_the_wrong_kind_are_refused():

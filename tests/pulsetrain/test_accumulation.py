@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from engine import ConfigurationError, Events, Every
+from engine import ConfigurationError, Events, Every, TorchBackend
 from engine.accumulation import Accumulate
 from handlers import Checkpointer
 from pulsetrain import Trainer
@@ -142,11 +142,6 @@ def test_a_run_resumed_inside_a_window_equals_the_uninterrupted_one(rule: Accumu
     ("config", "arguments", "message"),
     [
         ({"accumulate": Accumulate(tokens=8)}, {}, r"accumulate=Accumulate\(.*\): SupervisedStrategy counts no tokens"),
-        (
-            {"accumulate": Accumulate(tokens=8), "max_iterations": 3},
-            {"train_loader": iter(split([4, 4]))},
-            r"the loader is an iterator.*or accumulate batches",
-        ),
         ({"accumulate": Accumulate(schedule={0: 41})}, {}, r"the run has 10 batches, which make no update"),
     ],
 )
@@ -155,3 +150,155 @@ def test_a_rule_that_cannot_be_is_refused_when_the_trainer_is_made(
 ):
     with pytest.raises(ConfigurationError, match=message):
         trainer({"max_epochs": 1, **config} if "max_iterations" not in config else config, **arguments)
+
+
+def test_tokens_of_a_stream_are_accumulated_too():
+    run = trainer(
+        {"max_updates": 2, "accumulate": Accumulate(tokens=24)},
+        model=language_model(),
+        strategy="pretrain",
+        train_loader=iter(texts([3, 5, 4, 9, 12, 1])),
+    )
+    assert update_iterations(run) == [3, 5]
+
+
+def test_a_stream_whose_strategy_counts_no_tokens_is_refused_at_its_first_batch():
+    config = {"max_iterations": 4, "accumulate": Accumulate(tokens=8)}
+    run = trainer(config, model=linear(), train_loader=iter(split([4, 4, 4, 4])))
+    with pytest.raises(ConfigurationError, match="the strategy counts no tokens; accumulate batches"):
+        run.train()
+    run = trainer({"max_tokens": 100}, model=linear(), train_loader=iter(split([4] * 9)))
+    with pytest.raises(ConfigurationError, match=r"max_tokens=100\): the strategy counts no tokens"):
+        run.train()
+    assert run.state.iteration == 1
+
+
+def test_the_number_of_updates_is_estimated_over_several_batches():
+    lengths = [60, 4, 4, 4, 4, 4, 4, 4] * 2  # two rows each
+    rule = Accumulate(tokens=22)
+    run = trainer({"accumulate": rule}, model=language_model(), strategy="pretrain", train_loader=texts(lengths))
+    assert run.bound.total_updates == 16  # 22 a batch on average
+    one_large = texts([1, *[40] * 15])
+    run = trainer({"accumulate": rule}, model=language_model(), strategy="pretrain", train_loader=one_large)
+    assert update_iterations(run) == list(range(2, 17))
+
+
+def padded(rows: int, length: int, ignored: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(8, (rows, length), generator=generator)
+    targets = torch.randint(8, (rows, length), generator=generator)
+    targets.view(-1)[:ignored] = -100
+    return tokens, targets
+
+
+def test_ignored_targets_do_not_weigh_in_accumulation_history_and_validation():
+    parts = [padded(2, 5, 7, 0), padded(2, 5, 1, 1), padded(2, 5, 10, 2)]  # of the last nothing counts
+    whole = [tuple(torch.cat(each) for each in zip(*parts[:2], strict=True))]
+    split_run = trainer(
+        {"max_updates": 1, "accumulate": 2, "learning_rate": 1.0},
+        model=language_model(),
+        strategy="supervised",
+        train_loader=parts[:2],
+        val_loader=parts,
+    )
+    whole_run = trainer(
+        {"max_updates": 1, "learning_rate": 1.0},
+        model=language_model(),
+        strategy="supervised",
+        train_loader=whole,
+        val_loader=whole,
+    )
+    split_history, whole_history = split_run.train(), whole_run.train()
+    torch.testing.assert_close(split_run.model.table.weight, whole_run.model.table.weight, rtol=1e-6, atol=1e-7)
+    assert split_history["train/loss"] == pytest.approx(whole_history["train/loss"], rel=1e-6)
+    assert split_history["val/loss"] == pytest.approx(whole_history["val/loss"], rel=1e-6)
+
+
+def test_targets_of_unequal_length_weigh_by_their_elements():
+    def pair(length: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs = torch.randn(2, length, 4, generator=torch.Generator().manual_seed(seed))
+        return inputs, inputs.sum(-1, keepdim=True)
+
+    parts = [pair(1, 0), pair(5, 1)]
+    whole = [tuple(torch.cat(each, dim=1) for each in zip(*parts, strict=True))]
+    one = trainer({"max_updates": 1, "accumulate": 2}, model=linear(), train_loader=parts)
+    other = trainer({"max_updates": 1}, model=linear(), train_loader=whole)
+    assert one.train()["train/loss"] == pytest.approx(other.train()["train/loss"], rel=1e-6)
+    torch.testing.assert_close(one.model.weight, other.model.weight, rtol=1e-6, atol=1e-7)
+
+
+class OutOfMemory(nn.Module):
+    """Fails in the batches of these numbers."""
+
+    def __init__(self, at: set[int]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.at, self.calls = nn.Linear(4, 1), at, 0
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        outputs: torch.Tensor = self.inner(inputs)
+        if self.calls in self.at:
+            raise torch.OutOfMemoryError
+        return outputs
+
+
+def backend(precision: str) -> TorchBackend:
+    return TorchBackend("cpu", precision=precision, gradient_scale=64.0)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_batch_that_fails_takes_the_waiting_gradients_with_it(precision: str):
+    norms: list[float] = []
+    batches = split([4] * 8)
+    config = {"max_epochs": 2, "accumulate": 4}
+    run = trainer(config, model=OutOfMemory({2}), train_loader=batches, backend=backend(precision))
+    run.add_event_handler(Events.GRADIENTS_READY, lambda engine, event: norms.append(event.payload.grad_norm.item()))
+    with pytest.raises(torch.OutOfMemoryError):
+        run.train()
+    assert all(parameter.grad is None for parameter in run.model.parameters())
+    run.train()  # the next epoch
+    expected = linear()
+    for inputs, targets in batches[:4]:
+        (nn.functional.mse_loss(expected(inputs), targets) / 4).backward()
+    norm = torch.cat([p.grad.flatten() for p in expected.parameters()]).norm().item()
+    assert norms[0] == pytest.approx(norm, rel=1e-2)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_handler_that_fails_between_backward_and_update_leaves_no_gradient_behind(precision: str):
+    norms: list[float] = []
+    config = {"max_epochs": 3, "learning_rate": 1e-6}
+    run = trainer(config, model=linear(), train_loader=split([4]) * 2, backend=backend(precision))
+
+    @run.on(Events.GRADIENTS_READY)
+    def fail_once(engine: Trainer, event: Any) -> None:
+        norms.append(event.payload.grad_norm.item())
+        if engine.state.iteration == 2:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run.train()
+    run.train()
+    assert norms == pytest.approx([norms[0]] * 6, rel=1e-2)  # always the same batch's
+
+
+def test_a_checkpoint_inside_a_window_goes_on_under_another_rule(tmp_path: Path):
+    def make(accumulate: int) -> Trainer:
+        return trainer(
+            {"max_iterations": 12, "accumulate": accumulate},
+            model=linear(),
+            train_loader=split([4] * 12),
+            handlers=[Checkpointer(tmp_path, every=Every(iterations=1), keep_last=20)],
+        )
+
+    cut(make(4), 6)
+    resumed = make(1)
+    assert update_iterations_after(resumed) == [7, 8, 9, 10, 11, 12]
+
+
+def update_iterations_after(run: Trainer) -> list[int]:
+    seen: list[int] = []
+    run.add_event_handler(Events.OPTIMIZER_STEP_COMPLETED, lambda engine: seen.append(engine.state.iteration))
+    run.train(resume="latest")
+    return seen

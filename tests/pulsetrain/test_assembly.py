@@ -14,9 +14,9 @@ import torch
 
 from engine import Every, PretrainStrategy, SupervisedStrategy
 from engine.accumulation import Accumulate
-from engine.errors import ConfigurationError, RunFolderError
+from engine.errors import ConfigurationError, MetricNotFoundError, RunFolderError
 from handlers import Checkpointer, CSVLogger
-from pulsetrain.assembly import assemble
+from pulsetrain.assembly import assemble, in_settings
 from pulsetrain.building import build, look_in
 from pulsetrain.config import TrainingConfig
 from pulsetrain.config_file import read_config
@@ -155,6 +155,13 @@ class TestBuild:
             ("nowhere.Part", "there is no module 'nowhere'"),
             ("engine.nowhere.Part", "there is no module 'engine.nowhere'"),
             (f"{__name__}.Prat", r"unknown name in .*did you mean 'Part'"),
+            ("engine.metrics.Acuracy", "unknown name in engine.metrics; choose one of Accuracy, .*mean 'Accuracy'"),
+            ("engine.schedules.Cosin", "unknown name in engine.schedules; choose one of .*did you mean 'Cosine'"),
+            (
+                "engine.strategies.SupervisdStrategy",
+                "choose one of PretrainStrategy, SupervisedStrategy; did you mean 'SupervisedStrategy'",
+            ),
+            ("torch.nn.Linaer", r"unknown name in torch.nn; there are \d+ others; did you mean 'Linear'"),
         ],
     )
     def test_what_names_nothing_is_refused(self, spec: Any, message: str) -> None:
@@ -231,6 +238,39 @@ class TestClassPaths:
             section = read_config(path, {"training.accumulate": text})["training"]
             config = build({"class_path": TrainingConfig, "init_args": section}, "training", settings="training")
             assert config.accumulation == rule
+
+
+class TestMessages:
+    def test_a_schedule_among_the_handlers_keeps_its_own_names(self, tmp_path: Path) -> None:
+        step = "{class_path: engine.schedules.Step, init_args: {initial_lr: 0.1, step_size: 0}}"
+        handlers = f"[{{class_path: LRScheduler, init_args: {{schedule: {step}}}}}]"
+        with pytest.raises(ConfigurationError, match=r"^in handlers\[0\]\.init_args\.schedule: Step\(step_size=0\): "):
+            assembled(write(tmp_path), tmp_path / "run", handlers=handlers, training__schedule="null")
+
+    def test_two_schedulers_are_refused_under_the_section_they_stand_in(self, tmp_path: Path) -> None:
+        constant = "{class_path: engine.schedules.Constant, init_args: {initial_lr: 0.1}}"
+        one = f"{{class_path: LRScheduler, init_args: {{schedule: {constant}}}}}"
+        with pytest.raises(ConfigurationError, match=r"^handlers \(LRScheduler, LRScheduler\): .*composed by >>"):
+            assembled(write(tmp_path), tmp_path / "run", handlers=f"[{one}, {one}]")
+        with pytest.raises(ConfigurationError, match=r"^training.schedule and a .* training.schedule=null leaves it"):
+            assembled(write(tmp_path), tmp_path / "run", handlers=f"[{one}]", training__schedule="linear")
+
+    @pytest.mark.parametrize(
+        ("text", "said"),
+        [
+            ("Accumulate(tokens=64): the strategy", "training.accumulate.tokens=64: the strategy"),
+            ("Precision(name='fp16', device='cpu'): not available", "training.precision='fp16': not available"),
+            ("TorchBackend(precision='fp16'): Net has", "training.precision='fp16': Net has"),
+            ("create_optimizer(name='lion'): needs a package", "training.optimizer='lion': needs a package"),
+            ("create_optimizer(learning_rate=0): needs", "training.learning_rate=0: needs"),
+            ("Trainer(metrics={'perplexity': ...}): PretrainStrategy", "metrics.perplexity: PretrainStrategy"),
+            ("Trainer.train(resume='latest'): needs", "--resume latest: needs"),
+            ("EarlyStopping(metric='val/loss'): waits", "EarlyStopping(metric='val/loss'): waits"),
+        ],
+    )
+    def test_errors_that_depend_on_the_machine_or_the_run_are_put_in_settings_too(self, text: str, said: str) -> None:
+        error = in_settings(MetricNotFoundError(text))
+        assert (type(error), str(error)) == (MetricNotFoundError, said)
 
 
 class TestReproducibility:

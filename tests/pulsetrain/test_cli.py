@@ -175,7 +175,7 @@ BAD = {
         "--training.schedule linear --training.schedule_options.gamma 1",
         "training.schedule_options.gamma=1: unknown to the schedule 'linear'",
     ),
-    "optimizer option": ("--training.optimizer_options.gamma 1", "training.optimizer_options (gamma=1): unknown to"),
+    "optimizer option": ("--training.optimizer_options.gamma 1", "training.optimizer_options.gamma=1: unknown to"),
     "device": ("--training.device cuda:7", "training.device='cuda:7': not on this machine"),
     "constructor": ("--model.init_args.width 7", "in model: Net(width=7): needs an even width"),
     "data": ("--data.init_args.rows -1", "in data: RuntimeError: "),

@@ -69,11 +69,43 @@ class TestTrainingConfig:
             ({"run_dir": "runs/a", "save_every_n_epochs": 0}, "save_every_n_epochs=0"),
             ({"save_every_n_epochs": 1}, r"save_every_n_epochs=1\): needs run_dir"),
             ({"early_stopping_patience": 0}, "early_stopping_patience=0"),
+            ({"no_decay": "auto", "optimizer_options": {"no_decay": "auto"}}, "no_decay='auto'.*give one of both"),
+            ({"schedule": None, "warmup_steps": 5}, r"warmup_steps=5\): has no effect where schedule=None"),
+            ({"schedule": None, "min_lr_ratio": 0}, r"min_lr_ratio=0\): has no effect where schedule=None"),
+            ({"schedule": None, "schedule_options": {"gamma": 1}}, r"schedule_options={'gamma': 1}\): has no effect"),
+            ({"schedule_options": {3: 1}}, r"schedule_options={3: 1}\): needs a keyword's name, as text, for 3"),
+            ({"optimizer_options": {None: 1}}, r"optimizer_options={None: 1}\): needs a keyword's name"),
         ],
     )
     def test_refuses(self, settings: dict[str, Any], message: str) -> None:
         with pytest.raises(ConfigurationError, match=rf"TrainingConfig\(.*{message.removeprefix(chr(92) + '(')}"):
             TrainingConfig(**settings)
+
+    @pytest.mark.parametrize(
+        ("options", "keyword", "remedy"),
+        [
+            ("schedule_options", "name", "set schedule"),
+            ("schedule_options", "learning_rate", "set learning_rate"),
+            ("schedule_options", "total_steps", "set max_updates or max_epochs"),
+            ("schedule_options", "warmup_steps", "set warmup_steps"),
+            ("schedule_options", "min_lr_ratio", "set min_lr_ratio"),
+            ("schedule_options", "T_0", "pass first_cycle"),
+            ("schedule_options", "T_mult", "pass multiplier"),
+            ("schedule_options", "eta_min", "pass min_lr"),
+            ("optimizer_options", "model", "leave it out"),
+            ("optimizer_options", "optimizer", "set optimizer"),
+            ("optimizer_options", "name", "set optimizer"),
+            ("optimizer_options", "learning_rate", "set learning_rate"),
+            ("optimizer_options", "lr", "set learning_rate"),
+            ("optimizer_options", "weight_decay", "set weight_decay"),
+        ],
+    )
+    def test_refuses_an_option_that_has_another_place(self, options: str, keyword: str, remedy: str) -> None:
+        with pytest.raises(ConfigurationError) as caught:
+            TrainingConfig(**{options: {keyword: 0.5}})  # type: ignore[arg-type]
+        text = str(caught.value)
+        assert text.startswith(f"TrainingConfig({options}={{{keyword!r}: 0.5}}): ")
+        assert remedy in text
 
     @pytest.mark.parametrize(
         "settings",

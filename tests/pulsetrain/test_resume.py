@@ -131,8 +131,8 @@ def test_resuming_a_finished_run_trains_nothing_more(tmp_path: Path):
 
 
 def test_a_finished_run_goes_on_to_a_larger_bound(tmp_path: Path):
-    make(tmp_path, config={"schedule": None}).train()
-    again = make(tmp_path, config={"schedule": None, "max_epochs": 6})
+    make(tmp_path, config={"schedule": None, "warmup_steps": 0}).train()
+    again = make(tmp_path, config={"schedule": None, "warmup_steps": 0, "max_epochs": 6})
     again.train(resume="latest")
     assert (again.state.epoch, again.state.iteration) == (6, 60)
 

@@ -23,7 +23,7 @@ from engine import (
 )
 from handlers import Callback
 from pulsetrain import Trainer, TrainingConfig
-from pulsetrain.measuring import MeanLoss
+from pulsetrain.measuring import Losses
 from tests.pulsetrain.small import Tokens, loader, pairs, regression_model, trainer
 
 
@@ -199,9 +199,9 @@ def test_the_loop_brings_nothing_to_the_host_between_log_points():
         run.train()
     assert [iteration for iteration, _ in at] == [20, 40]
     assert counts[0] == 0
-    assert len(set(counts[1:20])) == 1  # only the first batch's targets and loss were looked at
+    assert len(set(counts[2:20])) == 1  # targets and losses were looked at before the first update alone
     assert len(set(counts[20:])) == 1
-    assert counts[-1] > counts[1] > 0  # the log point in between did read: the counter counts
+    assert counts[-1] > counts[2] > 0  # the log point in between did read: the counter counts
 
 
 def test_log_points_carry_the_mean_since_the_last_one():
@@ -337,20 +337,54 @@ def test_a_backend_of_ones_own_device_wins_over_the_configuration():
 
 
 def test_memory_of_unread_losses_is_bounded():
-    mean = MeanLoss()
+    losses = Losses()
     for value in range(2500):
-        mean.add(torch.tensor(float(value)), 4)
-    assert mean.count == 2500
-    assert mean.state_dict()["losses"].numel() < 1000
-    assert mean.peek().item() == mean.take().item() == pytest.approx(1249.5)
-    assert mean.count == 0
+        losses.add(torch.tensor(float(value)), 4)
+    assert losses.count("log") == losses.count("epoch") == 2500
+    assert losses.state_dict()["losses"].numel() < 300
+    assert losses.peek("log").item() == losses.take("log").item() == pytest.approx(1249.5)
+    assert losses.count("log") == 0
+    assert losses.take("epoch").item() == pytest.approx(1249.5)
 
 
-def test_a_mean_loss_weighs_each_batch_by_its_size():
-    mean = MeanLoss()
-    for value, size in ((1.0, 3), (2.0, 1), (4.0, 0)):
-        mean.add(torch.tensor(value), size)
-    assert mean.take().item() == pytest.approx(1.25)
+def test_each_reader_takes_the_losses_since_its_own_last_time_in_the_order_of_their_coming():
+    whole, read, saved = Losses(), Losses(), Losses()
+    values = torch.rand(1000, generator=torch.Generator().manual_seed(0)).unbind()
+    log_means = []
+    for index, value in enumerate(values, 1):
+        for losses in (whole, read, saved):
+            losses.add(value, index % 7 + 1)
+        if index % 90 == 0:
+            log_means.append(read.take("log").item())
+            read.peek("epoch")
+        if index % 170 == 0:
+            state, saved = saved.state_dict(), Losses()
+            saved.load_state_dict(state, "cpu")
+    sizes = [index % 7 + 1 for index in range(1, 1001)]
+    expected = [
+        sum(v.item() * s for v, s in zip(values[i : i + 90], sizes[i : i + 90], strict=True)) / sum(sizes[i : i + 90])
+        for i in range(0, 990, 90)
+    ]
+    assert log_means == pytest.approx(expected, rel=1e-6)
+    assert whole.peek("epoch").item() == read.peek("epoch").item() == saved.peek("epoch").item()  # to the bit
+    assert whole.count("epoch") == saved.count("log") == 1000
+    assert read.count("log") == 10
+
+
+def test_a_batch_of_which_nothing_counts_leaves_the_mean_alone():
+    losses = Losses()
+    for value, size in ((1.0, torch.tensor(3)), (math.nan, torch.tensor(0)), (2.0, torch.tensor(1))):
+        losses.add(torch.tensor(value), size)
+    assert losses.take("log").item() == pytest.approx(1.25)
+
+
+def test_saved_losses_go_on_where_the_next_ones_are():
+    losses = Losses()
+    losses.add(torch.tensor(1.0), torch.tensor(2))
+    resumed = Losses()
+    resumed.load_state_dict(losses.state_dict(), "meta")
+    resumed.add(torch.ones((), device="meta"), torch.ones((), device="meta"))
+    assert resumed.take("log").device.type == "meta"
 
 
 def test_a_single_tensor_dataset_works_with_pretrain():

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from ignite.metrics import RunningAverage
 from torch import nn
+from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader
 
-from engine import ConfigurationError, MetricNotFoundError, SupervisedStrategy
+from engine import ConfigurationError, MetricNotFoundError, PretrainStrategy, SupervisedStrategy
+from engine.metrics import Accuracy
 from engine.schedules import Constant
 from handlers import Callback, ConsoleLogger, EarlyStopping, LRScheduler
 from pulsetrain import Trainer, TrainingConfig
+from pulsetrain.arguments import check_metric_names
 from tests.pulsetrain.small import Tokens, loader, regression_model, trainer
 
 
@@ -42,6 +47,49 @@ def test_a_wrong_argument_is_one_clear_error_at_once(arguments: dict[str, Any], 
 def test_two_schedules_are_refused():
     with pytest.raises(ConfigurationError, match="give one"):
         trainer({"schedule": "linear"}, handlers=[LRScheduler(Constant(0.1))])
+
+
+def on_two_optimizers(model: nn.Module) -> tuple[torch.optim.Optimizer, torch.optim.Optimizer]:
+    return torch.optim.SGD(model.parameters(), lr=0.1), torch.optim.SGD(nn.Linear(1, 1).parameters(), lr=0.1)
+
+
+def test_two_given_schedulers_for_one_optimizer_are_refused():
+    model = regression_model()
+    optimizer, other = on_two_optimizers(model)
+    torch_s = LRScheduler(StepLR(optimizer, 5))
+    for second in (LRScheduler(Constant(0.1)), LRScheduler(Constant(0.1), optimizer), torch_s):
+        with pytest.raises(ConfigurationError, match=r"Trainer\(handlers=\[LRScheduler.*composed by >>"):
+            trainer(model=model, optimizer=optimizer, handlers=[LRScheduler(Constant(0.1)), second])
+    both = [LRScheduler(Constant(0.2)), LRScheduler(Constant(0.3), other)]
+    trainer({"max_iterations": 1}, model=model, optimizer=optimizer, handlers=both).train()
+    assert [each.param_groups[0]["lr"] for each in (optimizer, other)] == [0.2, 0.3]
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"schedule_options": {"gamma": 0.5}}, r"build_schedule\(gamma=0.5\): unknown to the schedule 'constant'"),
+        ({"min_lr_ratio": 0.1}, r"min_lr_ratio=0.1\): the schedule 'constant' has no lowest rate"),
+    ],
+)
+def test_what_a_constant_schedule_would_not_read_is_refused(settings: dict[str, Any], says: str):
+    with pytest.raises(ConfigurationError, match=says):
+        trainer(settings)
+
+
+def test_a_schedule_starts_from_a_rate_that_is_a_tensor():
+    model = regression_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=torch.tensor(0.5), foreach=False)
+    trainer({"schedule": "linear", "max_iterations": 5}, model=model, optimizer=optimizer).train()
+    assert float(optimizer.param_groups[0]["lr"]) == 0.0  # 0.5 * (1 - 5 / 5)
+    assert optimizer.param_groups[0]["initial_lr"] == 0.5
+
+
+@pytest.mark.parametrize("options", [{}, {"dampening": 0.1}])
+def test_fp16_refuses_no_kernel_that_nobody_asked_for(options: dict[str, Any]):
+    run = trainer({"precision": "fp16", "max_iterations": 2, "optimizer_options": options})
+    run.train()
+    assert bool(run.optimizer.param_groups[0]["fused"]) is not bool(options)
 
 
 def test_a_loss_that_cannot_take_the_output_says_both_shapes():
@@ -104,6 +152,28 @@ def test_a_metric_may_not_take_the_name_of_the_loss():
         trainer(metrics={"loss": object()})
 
 
+@pytest.mark.parametrize("name", ["perplexity", "bits_per_byte"])
+def test_a_metric_may_take_a_name_that_the_strategy_does_not_use(name: str):
+    run = trainer(val_loader=loader(8), metrics={name: RunningAverage(output_transform=lambda output: output["loss"])})
+    assert f"val/{name}" in run.validate()
+
+
+@pytest.mark.parametrize(
+    ("strategy", "name", "refused"),
+    [
+        (SupervisedStrategy("mse"), "perplexity", False),
+        (PretrainStrategy(), "perplexity", True),
+        (PretrainStrategy(), "bits_per_byte", False),
+        (PretrainStrategy(unit="byte"), "bits_per_byte", True),
+    ],
+    ids=["no derived", "perplexity", "no length of a token", "bytes"],
+)
+def test_a_metric_may_not_take_the_name_of_one_that_the_strategy_derives(strategy: Any, name: str, refused: bool):
+    says = rf"metrics={{'{name}': ...}}\): PretrainStrategy reports one of that name"
+    with pytest.raises(ConfigurationError, match=says) if refused else nullcontext():
+        check_metric_names({"accuracy": object(), name: object()}, strategy)
+
+
 def classes(*labels: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
     return [(torch.ones(len(labels), 4), torch.tensor(labels))]
 
@@ -161,3 +231,8 @@ def test_targets_that_a_loss_of_ones_own_takes_for_missing_are_let_through():
 
     run = Trainer(nn.Linear(4, 1), numbers(1.0, math.nan), strategy=SupervisedStrategy(masked))
     assert math.isfinite(run.train()["train/loss"][0])
+
+
+def test_a_metric_may_not_take_a_name_that_the_strategy_makes():
+    with pytest.raises(ConfigurationError, match="perplexity"):
+        Trainer(Tokens(), [torch.tensor([[1, 2]])], strategy="pretrain", metrics={"perplexity": Accuracy()})
