@@ -11,6 +11,7 @@ from torch import nn
 from engine.errors import ConfigurationError
 from engine.optimizers import create_optimizer
 from engine.optimizers.registry import NAMES
+from engine.precision import Precision
 from engine.schedules import Cosine
 from handlers import LRScheduler
 
@@ -243,22 +244,18 @@ def test_frozen_parameters_are_left_out_and_shared_ones_come_once(name):
 
 
 def test_a_step_skipped_for_overflow_leaves_no_trace(name):
-    # torch's fused SGD leaves its momentum uninitialised when the very first step is skipped; the Trainer too asks for
-    # the other kernel where there is a gradient scale
-    options = {"fused": False} if name == "sgd" else {}
-
     def run(overflows):
-        model, optimizer = made(name, **options)
-        scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+        model, optimizer = made(name)
+        precision = Precision("fp16", "cpu", gradient_scale=2.0**10)
+        scaler = precision.scaler
         history = [weights(model)]
         for overflow in overflows:
             optimizer.zero_grad()
             scaler.scale(loss_of(model)).backward()
             if overflow:
                 model[0].weight.grad[0, 0] = float("inf")
-            scaler.unscale_(optimizer)
-            scaler.step(optimizer)
-            scaler.update()
+            precision.unscale(optimizer)
+            precision.step(optimizer)
             history.append(weights(model))
         return history, scaler.get_scale()
 
