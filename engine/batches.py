@@ -1,30 +1,37 @@
-"""The order of the data as a function of a seed, so that a run can be begun again in the middle."""
+"""The data as a function of (seed, pass, position): which samples make a batch, and what is drawn while they are read.
+
+A DataLoader over a dataset with a length is taken over: its order comes from (seed, pass) alone, whatever the number of
+workers and of ranks; a run goes on at any position without reading what lies before it; and python's, numpy's and
+torch's generators are seeded anew for each batch, so that augmentations depend neither on the worker that draws them
+nor on the model, nor the model's draws on them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from typing import Any
+import warnings
+from collections.abc import Callable, Iterator
+from itertools import islice
+from typing import Any, NamedTuple
 
 import torch
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    StackDataset,
+    Subset,
+    TensorDataset,
+    default_collate,
+    default_convert,
+)
 
-__all__ = ["key_order", "length_of", "skip"]
+from engine import rng
 
-
-def key_order(loader: Any, seed: int) -> None:
-    """Let the next pass over a DataLoader draw its order, and its workers' seeds, from `seed` alone.
-
-    Without this both come from torch's global generator, which the model draws from too. Samplers with `set_epoch`
-    or without a generator keep their own order.
-    """
-    if not isinstance(loader, torch.utils.data.DataLoader):
-        return
-    holders: list[Any] = [loader, loader.sampler, loader.batch_sampler]
-    for holder in holders:
-        if not hasattr(holder, "generator"):
-            continue
-        if holder.generator is None:
-            holder.generator = torch.Generator()
-        holder.generator.manual_seed(seed)
+__all__ = ["KeyedLoader", "KeyedOrder", "can_take_over", "draws_nothing", "key_order", "length_of"]
 
 
 def length_of(loader: Any) -> int | None:
@@ -35,17 +42,228 @@ def length_of(loader: Any) -> int | None:
         return None
 
 
-def skip(batches: Iterator[Any], count: int, source: Iterable[Any]) -> None:
-    """Read and drop `count` batches: the way to a position in any loader that gives the same batches again.
+def can_take_over(loader: Any) -> bool:
+    """Whether `KeyedLoader` knows how to: a DataLoader (no subclass of it) over a dataset that is asked by index."""
+    return type(loader) is DataLoader and not isinstance(loader.dataset, IterableDataset)
 
-    Raises:
-        ValueError: the loader ends before the position; it is not the one that the checkpoint was made with.
+
+def draws_nothing(loader: DataLoader[Any]) -> bool:
+    """Whether reading a batch is known to draw no random number, so that nothing need be seeded for it.
+
+    A dataset of one's own says so by an attribute `draws_nothing = True`.
     """
-    for taken in range(count):
-        try:
-            next(batches)
-        except StopIteration:
-            raise ValueError(
-                f"resuming after {count} batches of a pass, but {type(source).__name__} gave {taken}; "
-                "resume with the data that the run began with"
-            ) from None
+    return loader.collate_fn in (default_collate, default_convert) and _is_plain(loader.dataset)
+
+
+def _is_plain(dataset: Any) -> bool:
+    if type(dataset) is Subset:
+        return _is_plain(dataset.dataset)
+    if type(dataset) in (ConcatDataset, StackDataset):
+        parts = dataset.datasets
+        return all(map(_is_plain, parts.values() if isinstance(parts, dict) else parts))
+    return type(dataset) in (TensorDataset, list, tuple, range) or getattr(dataset, "draws_nothing", False) is True
+
+
+def key_order(loader: Any, seed: int) -> None:
+    """Let the next pass over a DataLoader that is not taken over draw its order and its workers' seeds from `seed`.
+
+    Else both come from torch's global generator. Samplers without a generator keep their own order.
+    """
+    if not isinstance(loader, DataLoader):
+        return
+    holders: tuple[Any, ...] = (loader, loader.sampler, loader.batch_sampler)
+    for holder in holders:
+        if hasattr(holder, "generator"):
+            if holder.generator is None:
+                holder.generator = torch.Generator()
+            holder.generator.manual_seed(seed)
+
+
+class KeyedBatch(NamedTuple):
+    """What a sampler asks of the dataset: the samples, and the seed of what is drawn while they are read."""
+
+    indices: Any
+    seed: int
+
+
+class KeyedOrder:
+    """The index batches of a pass, in an order that (seed, pass) decides, from any position on; a batch sampler.
+
+    The order of all ranks' samples is one, and each global batch of `batch_size * ranks` is shared out among the ranks:
+    who goes on with another number of ranks neither repeats nor loses a sample. A last batch with fewer samples is
+    shared out, too, unless the loader drops it; a rank for which none is left gets no batch.
+
+    A position counts samples of that order; with a batch sampler of the user's own, which is run as it is, batches.
+
+    Args:
+        loader: whose sampler it is: sequential, random and distributed ones are replaced; any other is iterated with
+            the generators keyed, its `set_epoch` called before each pass.
+        seed: of the run.
+    """
+
+    def __init__(self, loader: DataLoader[Any], seed: int) -> None:
+        self.seed = seed
+        self.batched = loader.batch_size is not None or loader.batch_sampler is not None
+        sampler: Any = loader.sampler
+        batches: Any = loader.batch_sampler
+        own_batches = batches is not None and type(batches) is not BatchSampler
+        self._batch_size, self._drop_last = 1, False
+        if own_batches:
+            sampler = batches
+        elif batches is not None:  # a BatchSampler that the user made may have another sampler than the loader
+            sampler, self._batch_size, self._drop_last = batches.sampler, batches.batch_size, batches.drop_last
+        self._own_batches = own_batches
+        self._sampler = sampler
+        self._ranks, self._rank = 1, 0
+        self._shuffle: bool | None = None  # None where the sampler itself is asked
+        if type(sampler) is SequentialSampler:
+            self._shuffle = False
+        elif type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None:
+            self._shuffle = True
+        elif type(sampler) is DistributedSampler:
+            self._shuffle, self._ranks, self._rank = sampler.shuffle, sampler.num_replicas, sampler.rank
+            self._drop_last = self._drop_last or sampler.drop_last
+        self._dataset: Any = getattr(sampler, "data_source", getattr(sampler, "dataset", None))
+        self._length = length_of(loader)
+        self._keyed = not draws_nothing(loader)
+        self.begin(1)
+
+    @property
+    def step(self) -> int:
+        """How far the position moves with a batch."""
+        return 1 if self._own_batches else self._batch_size * self._ranks
+
+    def begin(self, number: int, position: int = 0) -> None:
+        """Let the next iteration be that pass, from that position on."""
+        self.number, self.position = number, position
+
+    def __iter__(self) -> Iterator[Any]:
+        number, position = self.number, self.position
+        for indices in self._batches(number, position):
+            if self._keyed:
+                yield KeyedBatch(indices, rng.derive(self.seed, number, position + self._rank))
+            else:
+                yield indices
+            position += self.step
+
+    def __len__(self) -> int:
+        if self._length is None:
+            raise TypeError("KeyedOrder: the loader has no length")
+        return self._length
+
+    def _batches(self, number: int, position: int) -> Iterator[Any]:
+        if self._own_batches:
+            yield from islice(self._draw(number), position, None)
+            return
+        samples = self._samples(number, position)
+        while chunk := list(islice(samples, self.step)):
+            if self._drop_last and len(chunk) < self.step:
+                return
+            share = chunk[self._rank :: self._ranks]
+            if share:
+                yield share if self.batched else share[0]
+
+    def _samples(self, number: int, position: int) -> Iterator[int]:
+        if self._shuffle is None:
+            return islice(self._draw(number), position, None)
+        count = len(self._dataset)
+        if not self._shuffle:
+            return iter(range(position, count))
+        generator = torch.Generator().manual_seed(rng.derive(self.seed, number))
+        return iter(torch.randperm(count, generator=generator)[position:].tolist())
+
+    def _draw(self, number: int) -> Iterator[Any]:
+        """The sampler's own order, drawn beside the process's generators."""
+        draws = rng.Draws(rng.derive(self.seed, number))
+        if callable(getattr(self._sampler, "set_epoch", None)):
+            self._sampler.set_epoch(number - 1)
+        for holder in (self._sampler, getattr(self._sampler, "sampler", None)):
+            generator = getattr(holder, "generator", None)
+            if isinstance(generator, torch.Generator):
+                generator.manual_seed(rng.derive(self.seed, number))
+        return draws.around(self._sampler)
+
+
+class KeyedLoader:
+    """Another DataLoader's batches, keyed: see the head of this file.
+
+    The other loader is left as it is; this one has workers of its own, as many, made in the same way.
+
+    Args:
+        loader: one that `can_take_over` takes.
+        seed: of the run.
+    """
+
+    def __init__(self, loader: DataLoader[Any], seed: int) -> None:
+        self.order = KeyedOrder(loader, seed)
+        dataset: Any = loader.dataset
+        collate: Callable[[Any], Any] = loader.collate_fn
+        if not draws_nothing(loader):
+            dataset, collate = _KeyedDataset(loader.dataset, loader.collate_fn, self.order.batched), _as_it_is
+        self._generator = torch.Generator()
+        self._seed = seed
+        options: dict[str, Any] = {"batch_sampler": self.order}
+        if not self.order.batched:
+            options = {"sampler": self.order, "batch_size": None}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # the user's own loader has said it already
+            self._loader: DataLoader[Any] = DataLoader(
+                dataset,
+                **options,
+                num_workers=loader.num_workers,
+                collate_fn=collate,
+                pin_memory=loader.pin_memory,
+                timeout=loader.timeout,
+                worker_init_fn=loader.worker_init_fn,
+                multiprocessing_context=loader.multiprocessing_context,
+                generator=self._generator,  # else making an iterator draws from the global one
+                prefetch_factor=loader.prefetch_factor if loader.num_workers else None,
+                persistent_workers=loader.persistent_workers,
+                in_order=getattr(loader, "in_order", True),
+            )
+
+    def begin(self, number: int, position: int = 0) -> Iterator[Any]:
+        """The batches of that pass, from that position on."""
+        self._generator.manual_seed(rng.derive(self._seed, number))
+        self.order.begin(number, position)
+        return iter(self._loader)
+
+
+class _KeyedDataset:
+    """A dataset that reads each batch, and collates it, under the batch's own seed.
+
+    Its attributes are the dataset's, which a `worker_init_fn` may read and set.
+    """
+
+    def __init__(self, dataset: Any, collate: Callable[[Any], Any], batched: bool) -> None:
+        self.__dict__["_keyed"] = (dataset, collate, batched)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") or "_keyed" not in self.__dict__:
+            raise AttributeError(name)
+        return getattr(self._keyed[0], name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._keyed[0], name, value)
+
+    def __reduce__(self) -> Any:
+        return _KeyedDataset, self._keyed
+
+    def __len__(self) -> int:
+        return len(self._keyed[0])
+
+    def __getitem__(self, batch: KeyedBatch) -> Any:
+        dataset, collate, _ = self._keyed
+        with rng.seeded(batch.seed):
+            return collate(dataset[batch.indices])
+
+    def __getitems__(self, batch: KeyedBatch) -> Any:
+        dataset, collate, _ = self._keyed
+        with rng.seeded(batch.seed):
+            several = getattr(dataset, "__getitems__", None)
+            items = several(batch.indices) if several else [dataset[index] for index in batch.indices]
+            return collate(items)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch

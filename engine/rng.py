@@ -5,15 +5,17 @@ from __future__ import annotations
 import hashlib
 import operator
 import random
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from torch.utils.data import get_worker_info
 
 from engine.errors import CheckpointError, ConfigurationError
 
-__all__ = ["capture", "derive", "restore", "seed_everything"]
+__all__ = ["Draws", "capture", "derive", "restore", "seed_everything", "seeded"]
 
 
 def seed_everything(seed: int) -> None:
@@ -96,3 +98,89 @@ def derive(*parts: int) -> int:
     """
     text = ",".join(str(operator.index(part)) for part in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+T = TypeVar("T")
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Python's, numpy's and torch's CPU generator seeded, and put back afterwards: 75 us, of which numpy takes 60.
+
+    In a worker of a DataLoader nothing is put back: nobody else draws there, and each batch is seeded.
+    """
+    before = _host_state() if get_worker_info() is None else None
+    _seed_host(seed)
+    try:
+        yield
+    finally:
+        if before is not None:
+            _set_host_state(before)
+
+
+class Draws:
+    """A stream of random numbers of python, numpy and torch's CPU generator, beside the process's own.
+
+    Args:
+        seed: where it begins.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._state: tuple[Any, ...] | None = None
+        self._outer: tuple[Any, ...] = ()
+
+    def __enter__(self) -> None:
+        self._outer = _host_state()
+        if self._state is None:
+            _seed_host(self._seed)
+        else:
+            _set_host_state(self._state)
+
+    def __exit__(self, *error: object) -> None:
+        self._state = _host_state()
+        _set_host_state(self._outer)
+
+    def around(self, source: Iterable[T], watched: int | None = None) -> Iterator[T]:
+        """Iterate it, each item made within the stream; whoever takes the items draws outside of it.
+
+        Args:
+            watched: after so many items of which none drew anything, the rest is taken as it is: 150 us an item less.
+        """
+        with self:
+            items, drew, seeded = iter(source), False, _host_state()
+        number = 0
+        while drew or watched is None or number <= watched:
+            with self:
+                try:
+                    item = next(items)
+                except StopIteration:
+                    return
+            if not drew and watched is not None:
+                assert self._state is not None
+                drew = not _same(self._state, seeded)
+            number += 1
+            yield item
+        yield from items
+
+
+def _seed_host(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed([seed & 0xFFFFFFFF, seed >> 32, 1])  # without the third numpy would draw what python does
+    torch.default_generator.manual_seed(seed)  # not torch.manual_seed, which seeds every accelerator as well
+
+
+def _host_state() -> tuple[Any, ...]:
+    return random.getstate(), np.random.get_state(legacy=False), torch.default_generator.get_state()
+
+
+def _same(state: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
+    numpy = state[1]["state"], other[1]["state"]
+    same_numpy = numpy[0]["pos"] == numpy[1]["pos"] and np.array_equal(numpy[0]["key"], numpy[1]["key"])
+    return state[0] == other[0] and same_numpy and torch.equal(state[2], other[2])
+
+
+def _set_host_state(state: tuple[Any, ...]) -> None:
+    random.setstate(state[0])
+    np.random.set_state(state[1])
+    torch.default_generator.set_state(state[2])

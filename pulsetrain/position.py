@@ -1,21 +1,35 @@
-"""Where a run stands in its data: which pass over the loader, and how many of its batches are behind."""
+"""Where a run stands in its data: which pass over the loader, and how far into it."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
+from torch.utils.data import DataLoader
+
 from engine import rng
-from engine.batches import key_order, skip
+from engine.batches import KeyedLoader, can_take_over, key_order
+from engine.errors import CheckpointError
+from engine.logs import get_logger
 
 __all__ = ["DataPosition"]
 
+_WATCHED = 8  # batches of a loader of an unknown kind that are watched for draws
+
 
 class DataPosition:
-    """Begins passes over the loader in an order keyed by (seed, pass), and finds back into one."""
+    """Begins passes over a loader, each keyed by (seed, pass), and finds back into one.
+
+    A loader that `engine.batches.can_take_over` is asked for the batches from a position on. One that has `state_dict`
+    and `load_state_dict` keeps its position itself. Any other is read again up to the position; what it draws while it
+    is read comes from a stream of its own, so that the same batches come again whatever the model has drawn meanwhile.
+    """
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
+        self._keyed: tuple[Any, KeyedLoader] | None = None  # the loader, and ours that has taken it over
+        self._loader: Any = None  # the one that the pass under way is over
         self.restart()
 
     def restart(self) -> None:
@@ -28,7 +42,9 @@ class DataPosition:
         self.trained = 0  # the last iteration whose step was made: state.iteration grows before its step
         self.resuming = False  # a checkpoint was loaded whose pass has not been found back to
         self._inside = False  # it was made inside an epoch, which has not gone on yet
-        self._generators: dict[str, Any] | None = None  # as they were when the pass began
+        self._offset = 0  # of the keyed order, at the iteration that follows
+        self._offset_at = 0
+        self._saved_loader: Any = None  # the state of a loader that has one
 
     def begin_epoch(self, epoch: int, iteration: int) -> bool:
         """An epoch's batches begin; false where they go on behind a checkpoint that was made inside the epoch."""
@@ -43,30 +59,77 @@ class DataPosition:
         self.passes += 1
         self.pass_start = iteration
         self.resuming = False
-        self._generators = rng.capture()
+        self._offset, self._offset_at = 0, iteration
         return self._iterate(loader)
 
     def find_back(self, loader: Any, iteration: int) -> Iterator[Any]:
-        """An iterator over the pass that a checkpoint was made in, at its position; reads what it skips."""
+        """An iterator over the pass that a checkpoint was made in, at its position.
+
+        Raises:
+            CheckpointError: the loader ends before the position: it is not the one that the checkpoint was made with.
+        """
         self.resuming = False
-        if self._generators is not None:
-            rng.restore(self._generators)  # for loaders that draw from the global generators
-        batches = self._iterate(loader)
-        skip(batches, iteration - self.pass_start, loader)
+        keyed = self._take_over(loader)
+        if keyed is not None:
+            return self._iterate(loader)
+        if self._saved_loader is not None and _keeps_state(loader):
+            loader.load_state_dict(self._saved_loader)
+            self._loader = loader
+            return iter(loader)
+        batches, count = self._iterate(loader), iteration - self.pass_start
+        if count:
+            get_logger("pulsetrain").warning(
+                "the loader cannot be asked for a position: it is read again up to where the run was",
+                loader=type(loader).__name__,
+                batches=count,
+            )
+        if sum(1 for _ in islice(batches, count)) < count:
+            raise CheckpointError(
+                f"resuming behind {count} batches of a pass, but {type(loader).__name__} gave fewer; "
+                "resume with the data that the run began with"
+            )
         return batches
 
     def _iterate(self, loader: Any) -> Iterator[Any]:
-        key_order(loader, rng.derive(self.seed, self.passes))
-        return iter(loader)
+        self._loader = loader
+        keyed = self._take_over(loader)
+        if keyed is not None:
+            return keyed.begin(self.passes, self._offset)
+        seed = rng.derive(self.seed, self.passes)
+        key_order(loader, seed)
+        if type(loader) in (list, tuple) or (isinstance(loader, DataLoader) and loader.num_workers > 0):
+            return iter(loader)  # draws nothing, or in its workers, which are seeded by the line above
+        watched = None if isinstance(loader, DataLoader) else _WATCHED
+        return rng.Draws(seed).around(loader, watched)
+
+    def _take_over(self, loader: Any) -> KeyedLoader | None:
+        if not can_take_over(loader):
+            return None
+        if self._keyed is None or self._keyed[0] is not loader:
+            self._keyed = loader, KeyedLoader(loader, self.seed)
+        return self._keyed[1]
 
     def state_dict(self) -> dict[str, Any]:
-        """The position."""
+        """The position behind the last iteration whose step was made."""
         names = ("seed", "passes", "pass_start", "epoch", "epoch_start", "epoch_done", "trained")
-        return {**{name: getattr(self, name) for name in names}, "generators": self._generators}
+        state = {name: getattr(self, name) for name in names}
+        if self._keyed is not None and self._keyed[0] is self._loader:
+            state["offset"] = self._offset + (self.trained - self._offset_at) * self._keyed[1].order.step
+        if self._loader is not None and _keeps_state(self._loader):
+            state["loader"] = self._loader.state_dict()
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Stand where a checkpoint was made; the seed of the data order is the checkpoint's."""
-        for name, value in state.items():
-            setattr(self, "_generators" if name == "generators" else name, value)
+        if state["seed"] != self.seed:
+            self._keyed = None
+        for name in ("seed", "passes", "pass_start", "epoch", "epoch_start", "epoch_done", "trained"):
+            setattr(self, name, state[name])
+        self._offset, self._offset_at = state.get("offset", 0), self.trained
+        self._saved_loader = state.get("loader")
         self.resuming = self.passes > 0
         self._inside = not self.epoch_done
+
+
+def _keeps_state(loader: Any) -> bool:
+    return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
