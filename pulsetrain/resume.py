@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import MISSING, Field, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from engine import rng
+from engine.environment import describe_environment, environment_differences
 from engine.errors import CheckpointError
 from engine.logs import get_logger
 from handlers import LRScheduler
 from pulsetrain.step import rates_of
 
 if TYPE_CHECKING:
+    from pulsetrain.config import TrainingConfig
     from pulsetrain.trainer import Trainer
 
 __all__ = ["capture", "restore", "stateful"]
 
-FORMAT = 2
+FORMAT = 3
+# what may differ between two parts of one run: how long it is, what it tells, where it writes
+_MAY_CHANGE = ("max_epochs", "max_iterations", "max_updates", "max_tokens", "log_every_n_steps", "run_dir")
 COUNTERS = ("iteration", "epoch", "epoch_length", "update", "validation_round", "save", "tokens", "samples")
 
 
@@ -31,6 +36,8 @@ def capture(trainer: Trainer) -> dict[str, Any]:
     counters = {name: getattr(state, name) for name in COUNTERS}
     return {
         "format": FORMAT,
+        "environment": describe_environment(trainer.backend.device),
+        "settings": plain_settings(trainer.config),
         "model": trainer.model.state_dict(),
         "optimizer": trainer.optimizer.state_dict(),
         "optimizer_type": type(trainer.optimizer).__name__,
@@ -89,6 +96,7 @@ def restore(trainer: Trainer, saved: Mapping[str, Any]) -> None:
     trainer.history.load_state_dict(saved["history"])
     trainer.losses.load_state_dict(saved["losses"], trainer.backend.device)
     trainer.rng_to_restore = saved["rng"]
+    _tell_of_changes(trainer, saved)
 
 
 def stateful(handlers: Iterable[Any]) -> dict[str, Any]:
@@ -146,6 +154,33 @@ def _check_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any])
                     f"the optimizer's state does not fit: {name} of parameter {index} is {_shape(value)} in the "
                     f"checkpoint, the parameter is {_shape(parameter)} here"
                 )
+
+
+def plain_settings(config: TrainingConfig) -> dict[str, Any]:
+    """The settings as text, those that are the default left out."""
+    return {
+        each.name: repr(value) for each in fields(config) if (value := getattr(config, each.name)) != _default(each)
+    }
+
+
+def _default(field: Field[Any]) -> Any:
+    return field.default if field.default_factory is MISSING else field.default_factory()
+
+
+def _tell_of_changes(trainer: Trainer, saved: Mapping[str, Any]) -> None:
+    """Say what is another than when the checkpoint was made: from it on the run may be another, too."""
+    now = describe_environment(trainer.backend.device)
+    trainer.environment_changes = environment_differences(saved["environment"], now)
+    if trainer.environment_changes:
+        get_logger("pulsetrain").warning(
+            "the environment differs from the checkpoint's: results need not be the same to the bit",
+            differences=trainer.environment_changes,
+        )
+    settings = plain_settings(trainer.config)
+    before = {name: text for name, text in saved["settings"].items() if name not in _MAY_CHANGE}
+    changed = environment_differences(before, {n: text for n, text in settings.items() if n not in _MAY_CHANGE})
+    if changed:
+        get_logger("pulsetrain").warning("the run goes on under other settings than before", differences=changed)
 
 
 def _tell_of_rates(trainer: Trainer, configured: tuple[float, ...]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import re
 import shutil
 import sys
@@ -12,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 import yaml
 
+from engine.environment import describe_environment
 from engine.errors import RunFolderError
 
 __all__ = ["Claim", "describe_run", "has_checkpoint", "holds_run", "resolve_folder"]
@@ -131,10 +130,7 @@ def describe_run(folder: Path, config: Mapping[str, Any], trainer: Any) -> None:
     facts = {
         "format": 1,
         "seed": trainer.seed,
-        "device": str(trainer.backend.device),
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "platform": platform.platform(),
+        "environment": describe_environment(trainer.backend.device),
         "versions": {name: found for name in PACKAGES if (found := _version(name)) is not None},
         "command": sys.argv,
         "handlers": [type(handler).__name__ for handler in trainer.handlers],

@@ -122,6 +122,7 @@ class Trainer(Engine):
         self.losses, self._rate = Losses(), Rate()
         self.accumulation = Accumulation(config.accumulation)
         self.rng_to_restore: dict[str, Any] | None = None
+        self.environment_changes: list[str] = []  # since the checkpoint was made that the run goes on from
         self.grad_norm: Tensor | None = None  # of the last update for which it was measured
         self.validated_at = -1  # iteration of the last validation
         self.in_step = False

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 import torch
 from torch import nn
 
@@ -204,3 +205,35 @@ def test_a_missing_checkpoint_says_what_is_there(tmp_path: Path):
 
 def test_ignites_state_dict_stays_three_keys():
     assert set(trainer().state_dict()) == {"epoch_length", "iteration", "max_epochs"}
+
+
+def told(logs: list[Any], start: str) -> list[Any]:
+    return [entry["differences"] for entry in logs if entry["event"].startswith(start)]
+
+
+STEADY = {"schedule": "constant", "warmup_steps": 0}  # fits a run of any length
+
+
+def test_another_environment_than_the_checkpoints_is_told_of(tmp_path: Path):
+    make(tmp_path, config={**STEADY, "max_epochs": 1}).train()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        run = make(tmp_path, config={**STEADY, "max_epochs": 2})
+        with structlog.testing.capture_logs() as logs:
+            run.train(resume="latest")
+    finally:
+        torch.set_num_threads(threads)
+    assert told(logs, "the environment differs") == [[f"threads: {threads} -> {threads + 1}"]]
+    assert run.environment_changes == [f"threads: {threads} -> {threads + 1}"]
+
+
+def test_other_settings_than_the_checkpoints_are_told_of_but_for_a_longer_run(tmp_path: Path):
+    make(tmp_path, config={**STEADY, "max_epochs": 1}).train()
+    with structlog.testing.capture_logs() as logs:
+        make(tmp_path, config={**STEADY, "max_epochs": 2}).train(resume="latest")
+    assert not told(logs, "the run goes on under other settings")
+    assert not told(logs, "the environment differs")
+    with structlog.testing.capture_logs() as logs:
+        make(tmp_path, config={**STEADY, "max_epochs": 3, "clip_grad_norm": 2.0}).train(resume="latest")
+    assert told(logs, "the run goes on under other settings") == [["clip_grad_norm: 1.0 -> 2.0"]]
