@@ -12,11 +12,13 @@ import msgspec
 from engine.bus import EventBus
 from engine.errors import ConfigurationError
 from engine.events import Event, Events, event_key
+from engine.logs import get_logger
 from engine.loop import Engine
 from engine.subscription import OnError, Phase
 from handlers.attachment import Attachment
 from handlers.event_values import EventValues
 from handlers.readings import learning_rates, scalars
+from handlers.resume_check import ResumeCheck
 from handlers.run_folder import make_folder
 
 __all__ = ["EventRecorder"]
@@ -54,6 +56,9 @@ class EventRecorder:
     Engines that join the bus later are recorded, too. Custom events registered later are recorded from the next
     STARTED or EPOCH_STARTED on, not before. GRADIENTS_READY is heard, so the gradients' norm is computed.
 
+    A run that goes on from a checkpoint computes again what the log holds past it: `resume_check` compares both, floats
+    by their bits, and the agreement or the first difference is logged.
+
     Args:
         folder: the run folder; a log that is there already is continued.
         include_batches: record GET_BATCH_STARTED and GET_BATCH_COMPLETED as well.
@@ -85,6 +90,7 @@ class EventRecorder:
         self._fresh = 0  # events since the last flush
         self._encoder = msgspec.json.Encoder()
         self._attachment = Attachment("EventRecorder")
+        self.resume_check: ResumeCheck | None = None  # of the checkpoint that the run goes on from
 
     def attach(self, engine_or_bus: Engine | EventBus) -> Self:
         """Record every engine of the bus; an engine stands for its bus.
@@ -120,9 +126,12 @@ class EventRecorder:
         # an open event keeps its place: what came behind it waits, encoded
         end = next((i for i, line in enumerate(self._lines) if not isinstance(line, bytes)), len(self._lines))
         if end:
+            written: list[Any] = self._lines[:end]
             with self.path.open("ab") as file:  # opened each time: there is nothing to close when a run ends badly
-                file.write(b"".join(self._lines[:end]))  # type: ignore[arg-type]  # bytes up to `end`
+                file.write(b"".join(written))
             del self._lines[:end]
+            if self.resume_check is not None:
+                self._compare(self.resume_check, written)
 
     def _subscribe(self, event: Any) -> None:
         def hear(event: Any, handler: Any, phase: Phase, position: float) -> None:
@@ -134,6 +143,8 @@ class EventRecorder:
             hear(event, self._on_closed, Phase.PERSIST, math.inf)
         elif event is Events.ITERATION_COMPLETED:
             first = self._on_iteration
+        elif event is Events.CHECKPOINT_LOADED:
+            first = self._on_loaded
         sampled = self.every is not None and (event in FREQUENT or event is Events.ITERATION_COMPLETED)
         # before every other receiver: the events that those fire come behind this one
         hear(event(every=self.every) if sampled else event, first, Phase.COMPUTE, -math.inf)
@@ -160,6 +171,29 @@ class EventRecorder:
         if rates:
             self._values.put(record, "lr", rates)
         self._add(record)
+
+    def _on_loaded(self, engine: Engine, event: Event) -> None:
+        self.flush()
+        self.resume_check = ResumeCheck.of_log(self.path, Path(event.payload.path).name)
+        self._add(self._record(event))
+
+    def _compare(self, check: ResumeCheck, lines: list[bytes]) -> None:
+        """Say it once: where the first difference is, or that everything the log held has come again."""
+        if check.difference is not None or not check.waiting:
+            return
+        for line in lines:
+            check.see(line)
+        if check.difference is not None:
+            get_logger("handlers").warning(
+                "resumed, but what is computed again is not what the log holds: the runs differ from here on",
+                first=check.difference,
+                agreed_before=check.agreed,
+            )
+        elif not check.waiting:
+            get_logger("handlers").info(
+                "resumed exactly: what the log held past the checkpoint was computed again, to the bit",
+                events=check.agreed,
+            )
 
     def _on_opened(self, engine: Engine, event: Event) -> None:
         record = self._open[event.seq] = self._record(event)
