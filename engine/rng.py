@@ -15,7 +15,7 @@ from torch.utils.data import get_worker_info
 
 from engine.errors import CheckpointError, ConfigurationError
 
-__all__ = ["Draws", "capture", "derive", "restore", "seed_everything", "seeded"]
+__all__ = ["Draws", "capture", "derive", "kept", "restore", "seed_everything", "seeded"]
 
 
 def seed_everything(seed: int) -> None:
@@ -86,6 +86,16 @@ def restore(state: Mapping[str, Any], *, strict: bool = True) -> None:
     torch.set_rng_state(state["torch"].cpu())  # .cpu(): a checkpoint may have been loaded onto another device
     for device, generator in enumerate(state["cuda"][:present]):
         torch.cuda.set_rng_state(generator.cpu(), device)
+
+
+@contextmanager
+def kept() -> Iterator[None]:
+    """Whatever is drawn inside, every generator is afterwards as it was."""
+    before = capture()
+    try:
+        yield
+    finally:
+        restore(before)
 
 
 def derive(*parts: int) -> int:

@@ -118,11 +118,8 @@ class Bound:
             return
         if iter(self._loader) is self._loader:
             return  # its first batch cannot be looked at beforehand: how long the run will be is not known
-        before = rng.capture()
-        try:
+        with rng.kept():
             batches = [strategy.prepare_batch(backend.to_device(batch)) for batch in islice(self._loader, _LOOKED_AT)]
-        finally:
-            rng.restore(before)
         if not batches:
             raise ConfigurationError("Trainer(train_loader): gave no batch; it is empty")
         tokens = [batch.tokens for batch in batches]

@@ -10,7 +10,7 @@ import torch
 from ignite.metrics import Metric as IgniteMetric
 from torch import Tensor, nn
 
-from engine import Engine, EventBus, Events, Phase
+from engine import Engine, EventBus, Events, Phase, rng
 from engine.batches import length_of
 from engine.errors import ConfigurationError
 from engine.logs import get_logger
@@ -191,7 +191,7 @@ class Evaluation:
 
 
 class Evaluator(Engine):
-    """An Engine whose runs hold a model in eval mode, however they end.
+    """An Engine whose runs hold a model in eval mode, and leave the generators as they were, however they end.
 
     What `contexts` make is entered round every run, in their order, such as `EMA(...).applied`.
     """
@@ -205,7 +205,7 @@ class Evaluator(Engine):
     # Round the run, not in handlers of it: a pause, terminate(skip_completed=True), a muted event and a run that fails
     # before STARTED reach no handler.
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        with eval_mode(self._model), ExitStack() as stack:
+        with eval_mode(self._model), rng.kept(), ExitStack() as stack:
             for context in self.contexts:
                 stack.enter_context(context())
             return super().run(*args, **kwargs)

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MetricCollection
 from torchmetrics.regression import MeanSquaredError as TorchMeanSquaredError
 
-from engine import EventBus, EventEnum, Events, SupervisedStrategy, TorchBackend
+from engine import EventBus, EventEnum, Events, Every, SupervisedStrategy, TorchBackend
 from engine.errors import ConfigurationError
 from handlers import EventRecorder
 from handlers.readings import step_metrics
@@ -371,3 +371,17 @@ def test_a_validation_that_is_cut_short_is_said_to_be_over_a_part():
     (line,) = logs
     assert (line["set"], line["batches"], line["reason"]) == ("val", 2, "enough")
     assert "a part of the set" in line["event"]
+
+
+def test_validating_as_often_as_one_likes_changes_nothing_of_the_training():
+    def weights(validate_every: Every | None) -> dict[str, torch.Tensor]:
+        run = trainer(
+            {"max_epochs": 2, "validate_every": validate_every},
+            model=regression_model(dropout=0.3),
+            val_loader=loader(8),  # shuffled, so that it draws
+        )
+        run.train()
+        return run.model.state_dict()
+
+    often, never = weights(Every(iterations=3)), weights(None)
+    assert all(torch.equal(often[name], value) for name, value in never.items())
