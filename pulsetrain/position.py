@@ -41,14 +41,14 @@ class DataPosition:
         self.epoch_done = True  # between two epochs
         self.trained = 0  # the last iteration whose step was made: state.iteration grows before its step
         self.resuming = False  # a checkpoint was loaded whose pass has not been found back to
-        self._inside = False  # it was made inside an epoch, which has not gone on yet
+        self.inside = False  # it was made inside an epoch, which has not gone on yet
         self._offset = 0  # of the keyed order, at the iteration that follows
         self._offset_at = 0
         self._saved_loader: Any = None  # the state of a loader that has one
 
     def begin_epoch(self, epoch: int, iteration: int) -> bool:
         """An epoch's batches begin; false where they go on behind a checkpoint that was made inside the epoch."""
-        inside, self._inside = self._inside, False
+        inside, self.inside = self.inside, False
         if not inside:
             self.epoch_start = iteration
         self.epoch, self.epoch_done = epoch, False
@@ -128,7 +128,7 @@ class DataPosition:
         self._offset, self._offset_at = state.get("offset", 0), self.trained
         self._saved_loader = state.get("loader")
         self.resuming = self.passes > 0
-        self._inside = not self.epoch_done
+        self.inside = not self.epoch_done
 
 
 def _keeps_state(loader: Any) -> bool:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from engine import rng
+from engine.bus import EventSignal
 from engine.environment import describe_environment, environment_differences
 from engine.errors import CheckpointError
 from engine.logs import get_logger
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from pulsetrain.config import TrainingConfig
     from pulsetrain.trainer import Trainer
 
-__all__ = ["capture", "restore", "stateful"]
+__all__ = ["capture", "restore", "restore_states", "stateful"]
 
 FORMAT = 3
 # what may differ between two parts of one run: how long it is, what it tells, where it writes
@@ -52,7 +53,7 @@ def capture(trainer: Trainer) -> dict[str, Any]:
         "metrics": {name: float(value) for name, value in state.metrics.items() if _is_scalar(value)},
         "history": trainer.history.state_dict(),
         "losses": trainer.losses.state_dict(),
-        "handlers": {key: handler.state_dict() for key, handler in stateful(trainer.handlers).items()},
+        "handlers": {key: handler.state_dict() for key, handler in stateful(trainer).items()},
         "rng": rng.capture(),
     }
 
@@ -96,13 +97,18 @@ def restore(trainer: Trainer, saved: Mapping[str, Any]) -> None:
     trainer.history.load_state_dict(saved["history"])
     trainer.losses.load_state_dict(saved["losses"], trainer.backend.device)
     trainer.rng_to_restore = saved["rng"]
+    trainer.states_to_restore = saved["handlers"]
     _tell_of_changes(trainer, saved)
 
 
-def stateful(handlers: Iterable[Any]) -> dict[str, Any]:
-    """The handlers that hold progress, by class name and metric, numbered where both come twice."""
+def stateful(trainer: Trainer) -> dict[str, Any]:
+    """What holds progress, by class name and metric, numbered where both come twice.
+
+    The trainer's handlers, and whatever else listens to the trainer by a method of its own and has a state: a metric of
+    pytorch-ignite, a torch scheduler's `step`, an object of the user's.
+    """
     found: dict[str, Any] = {}
-    for handler in handlers:
+    for handler in [*trainer.handlers, *_listeners(trainer)]:
         if not (hasattr(handler, "state_dict") and hasattr(handler, "load_state_dict")):
             continue
         metric = getattr(handler, "metric", None)
@@ -115,8 +121,29 @@ def stateful(handlers: Iterable[Any]) -> dict[str, Any]:
     return found
 
 
+def _listeners(trainer: Trainer) -> list[Any]:
+    """The objects whose methods hear the trainer's events, in the order of registration, without its own parts."""
+    own = [trainer, trainer.model, trainer.optimizer, trainer.evaluation, trainer.evaluator, *trainer.handlers]
+    parts = {id(part) for part in own} | {id(part) for each in trainer.handlers for part in vars(each).values()}
+    signals = [signal for signal in trainer.bus.values() if isinstance(signal, EventSignal)]
+    heard = [each for signal in signals for each in signal.subscriptions(id(trainer), exclusive=True)]
+    owners: dict[int, Any] = {}
+    for subscription in sorted(heard, key=lambda each: each.position):
+        owner = getattr(subscription.handler, "__self__", None)
+        if owner is not None and not isinstance(owner, type) and id(owner) not in parts:
+            owners.setdefault(id(owner), owner)
+    return list(owners.values())
+
+
+def restore_states(trainer: Trainer, saved: Mapping[str, Any]) -> None:
+    """Put what holds progress back once more, behind an event at which some of it begins anew."""
+    handlers = stateful(trainer)
+    for key in handlers.keys() & saved.keys():
+        handlers[key].load_state_dict(saved[key])
+
+
 def _restore_handlers(trainer: Trainer, saved: Mapping[str, Any]) -> None:
-    handlers = stateful(trainer.handlers)
+    handlers = stateful(trainer)
     before = {key: handler.state_dict() for key, handler in handlers.items()}
     try:
         for key in handlers.keys() & saved.keys():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -38,7 +39,7 @@ from pulsetrain.config import TrainingConfig
 from pulsetrain.evaluation import Evaluation, check_sets
 from pulsetrain.measuring import Losses, Rate
 from pulsetrain.position import DataPosition
-from pulsetrain.resume import COUNTERS, capture, restore, stateful
+from pulsetrain.resume import COUNTERS, capture, restore, restore_states, stateful
 from pulsetrain.step import rates_of, step
 
 __all__ = ["Trainer"]
@@ -122,6 +123,7 @@ class Trainer(Engine):
         self.losses, self._rate = Losses(), Rate()
         self.accumulation = Accumulation(config.accumulation)
         self.rng_to_restore: dict[str, Any] | None = None
+        self.states_to_restore: dict[str, Any] | None = None
         self.environment_changes: list[str] = []  # since the checkpoint was made that the run goes on from
         self.grad_norm: Tensor | None = None  # of the last update for which it was measured
         self.validated_at = -1  # iteration of the last validation
@@ -139,7 +141,7 @@ class Trainer(Engine):
             handler.attach(self)
         self.callbacks = CallbackList(list(callbacks))
         self.callbacks.attach(self)
-        self._at_first = {key: handler.state_dict() for key, handler in stateful(self.handlers).items()}
+        self._at_first = {key: handler.state_dict() for key, handler in stateful(self).items()}
 
     def train(self, resume: str | os.PathLike[str] | None = None) -> dict[str, list[float]]:
         """Train to the configured bound.
@@ -195,8 +197,11 @@ class Trainer(Engine):
         self.losses.restart()
         self.history = MetricTracker()  # whoever holds the last run's keeps it
         self.position.restart()
-        for key, handler in stateful(self.handlers).items():
-            handler.load_state_dict(self._at_first[key])
+        for key, handler in stateful(self).items():
+            if key in self._at_first:
+                handler.load_state_dict(self._at_first[key])
+            else:  # it has been attached since, and has seen no run yet
+                self._at_first[key] = handler.state_dict()
 
     def _stand_at_the_end(self) -> None:
         """A checkpoint behind the last batch was loaded: what is left is the run's end."""
@@ -301,6 +306,10 @@ class Trainer(Engine):
         config = self.config
         self.add_event_handler(Events.STARTED, self._train_mode, phase=Phase.COMPUTE)
         self.add_event_handler(Events.PREEMPTED, self._stop_when_preempted)
+        for event in (Events.STARTED, Events.EPOCH_STARTED):
+            last = self.bus.subscribe(event, self._restore_states, sender=self, phase=Phase.PERSIST)
+            last.position = math.inf
+            last.signal.reorder()
         if self.val_loaders and config.validate_every is not None:
             self.add_event_handler(reading_events(config.validate_every), self._validate_once, phase=Phase.COMPUTE)
         log_point = Events.ITERATION_COMPLETED(every=config.log_every_n_steps)
@@ -343,6 +352,17 @@ class Trainer(Engine):
     def _validate_once(self) -> None:
         if self.validated_at != self.state.iteration:  # two cadences met
             self.validate()
+
+    def _restore_states(self, engine: Engine, event: Event) -> None:
+        """A metric begins anew at these events; one that goes on from a checkpoint inside an epoch does not."""
+        saved = self.states_to_restore
+        if saved is None:
+            return
+        epoch_started = event.type == Events.EPOCH_STARTED.value
+        if self.position.inside or not epoch_started:
+            restore_states(self, saved)
+        if epoch_started:
+            self.states_to_restore = None
 
     def _stop_when_preempted(self, engine: Engine, event: Event) -> None:
         self.terminate(reason=f"{event.payload.signal} was received")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import structlog
 import torch
+from ignite.metrics import Average
 from torch import nn
 
 from engine import CheckpointError, ConfigurationError, Events, Every, Preempted
@@ -237,3 +238,43 @@ def test_other_settings_than_the_checkpoints_are_told_of_but_for_a_longer_run(tm
     with structlog.testing.capture_logs() as logs:
         make(tmp_path, config={**STEADY, "max_epochs": 3, "clip_grad_norm": 2.0}).train(resume="latest")
     assert told(logs, "the run goes on under other settings") == [["clip_grad_norm: 1.0 -> 2.0"]]
+
+
+class Counting:
+    """Listens by its own methods and holds progress, in nobody's list of handlers."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def note(self, engine: Trainer) -> None:
+        self.losses.append(engine.state.output.loss.item())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"losses": list(self.losses)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.losses = list(state["losses"])
+
+
+@pytest.mark.parametrize("iteration", [3, 10, 14])
+def test_what_listens_to_the_trainer_by_its_own_methods_goes_on_too(iteration: int, tmp_path: Path):
+    def listening(folder: str) -> tuple[Trainer, Counting, list[float]]:
+        run = make(tmp_path / folder, config={"schedule": None, "warmup_steps": 0, "max_epochs": 2})
+        counting, averages = Counting(), []
+        run.add_event_handler(Events.ITERATION_COMPLETED, counting.note)
+        Average(output_transform=lambda output: output["loss"].item()).attach(run, "average")
+        run.add_event_handler(Events.EPOCH_COMPLETED, lambda e: averages.append(e.state.metrics["average"]), phase=2)
+        scheduler = torch.optim.lr_scheduler.StepLR(run.optimizer, step_size=2, gamma=0.5)
+        run.add_event_handler(Events.OPTIMIZER_STEP_COMPLETED, scheduler.step)
+        return run, counting, averages
+
+    whole, everything, expected = listening("whole")
+    whole.train()
+    cut, _, before = listening("cut")
+    cut_after(cut, iteration)
+    again, counting, after = listening("cut")
+    again.train(resume="latest")
+    assert counting.losses == everything.losses
+    assert before + after == expected
+    assert again.optimizer.param_groups[0]["lr"] == whole.optimizer.param_groups[0]["lr"]
+    assert all(torch.equal(weights(whole)[name], value) for name, value in weights(again).items())
