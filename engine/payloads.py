@@ -76,7 +76,7 @@ class ValidationCompleted:
 class CheckpointSaved:
     """CHECKPOINT_SAVED: the checkpoint is durable on disk."""
 
-    path: Path
+    path: Path | str  # a string where it is a URL
     iteration: int
     bytes: int  # on disk
     seconds: float  # host wall time of writing it
@@ -87,7 +87,7 @@ class CheckpointSaved:
 class CheckpointLoaded:
     """CHECKPOINT_LOADED: the run goes on from this checkpoint."""
 
-    path: Path
+    path: Path | str
     iteration: int
 
 

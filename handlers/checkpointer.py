@@ -1,21 +1,23 @@
-"""When checkpoints are written, and which of them is the best; how they are written is engine/checkpoint.py."""
+"""When checkpoints are written, and which of them is the best; how they are written is engine/checkpoint."""
 
 from __future__ import annotations
 
 import math
 import os
 import time
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any, Literal, Self
 
 from engine import Events, Every, Phase
-from engine.checkpoint import CheckpointManager, check_name, find_checkpoints
+from engine.checkpoint import CheckpointManager, Place, check_name, find_checkpoints, place_of
 from engine.errors import ConfigurationError, RunFolderError, unknown_name
 from engine.logs import get_logger
 from engine.metrics import canonical
 from engine.payloads import CheckpointSaved
-from engine.subscription import Handle
+from engine.subscription import Handle, Subscription
+from handlers.background_save import BackgroundSave
 from handlers.readings import reading_events
+from handlers.save_interval import SaveInterval
 
 __all__ = ["Checkpointer"]
 
@@ -26,14 +28,20 @@ class Checkpointer:
     One folder holds one run: where there are checkpoints already, a run may go on from one, and none may begin.
 
     Args:
-        folder: the run folder.
-        every: when to save; by default after each epoch.
+        folder: the run folder, or a URL that fsspec knows, such as "s3://bucket/runs/a".
+        every: when to save; by default after each epoch. "auto" saves as often as costs at most 3.5% of the iterations'
+            time, by `SaveInterval`: where it saves then depends on the clock, and differs when the run is repeated.
         keep_last: how many of the newest stay.
         keep_best: how many of the best stay, by `metric`.
         metric: a validation metric, such as "val/loss", that says which checkpoint is best; None for none.
         mode: whether "min" or "max" of the metric is best. NaN is never best.
         name: labels the checkpoints' folders.
         at_end: save once more when the run ends, also after an interruption.
+        background: copy the state and go on, while a thread writes the copy, which takes as much host memory as the
+            state. CHECKPOINT_SAVED is fired behind the iteration in which the writing ended, whichever that is. A save
+            waits for the one before, and the run's end for the last. What is saved at the end, when preempted and by
+            `save` is written at once.
+        clock: seconds, never running backwards; for "auto".
 
     Raises:
         ConfigurationError: a number below 1, an unknown mode, or a name that is no folder's.
@@ -43,7 +51,7 @@ class Checkpointer:
     def __init__(
         self,
         folder: str | os.PathLike[str],
-        every: Every | None = None,
+        every: Every | Literal["auto"] | None = None,
         *,
         keep_last: int = 3,
         keep_best: int = 1,
@@ -51,6 +59,8 @@ class Checkpointer:
         mode: Literal["min", "max"] = "min",
         name: str = "checkpoint",
         at_end: bool = True,
+        background: bool = False,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         for argument, number in (("keep_last", keep_last), ("keep_best", keep_best)):
             if not isinstance(number, int) or isinstance(number, bool) or number < 1:
@@ -59,17 +69,22 @@ class Checkpointer:
                 raise ConfigurationError(f"Checkpointer({argument}={number!r}): {rule}{remedy}")
         if mode not in ("min", "max"):
             raise unknown_name("Checkpointer", "mode", mode, ("min", "max"))
+        if isinstance(every, str) and every != "auto":
+            raise unknown_name("Checkpointer", "every", every, ("auto",))
         check_name("Checkpointer", name)
-        self.folder = Path(folder)
-        self.every = every or Every(epochs=1)
+        self.folder = place_of(folder)
+        self.every: Every | Literal["auto"] = every or Every(epochs=1)
         self.manager = CheckpointManager(self.folder / "checkpoints", keep_last_n=keep_last)
         self.keep_best, self.metric, self.mode, self.name, self.at_end = keep_best, metric, mode, name, at_end
         self.best: list[tuple[float, str]] = []  # (value, checkpoint's folder name), best first
         self.saved_at = -1  # iteration of the last save
         self.ranked_round = 0  # validation round whose metric has been ranked
-        self._first: set[Path] = set()  # saved by this handler before the first iteration
+        self._first: set[Place] = set()  # saved by this handler before the first iteration
         self._loaded = False  # a checkpoint, and no run has started since
-        self._handles: list[Handle] = []
+        self._clock = clock
+        self._background = BackgroundSave(clock) if background else None
+        self._interval: SaveInterval | None = None
+        self._handles: list[Handle | Subscription] = []
 
     def attach(self, engine: Any) -> Self:
         """Save this trainer's state.
@@ -94,8 +109,24 @@ class Checkpointer:
             # before all others: no handler of a run that may not begin writes anything
             engine.add_event_handler(Events.STARTED, self._on_started, phase=Phase.COMPUTE),
             engine.add_event_handler(Events.CHECKPOINT_LOADED, self._goes_on, phase=Phase.COMPUTE),
-            engine.add_event_handler(reading_events(self.every), self._save_once, phase=Phase.PERSIST),
         ]
+        if self._background is not None:
+            self._handles += [
+                # before the cadence: what has been written is announced before the next begins
+                engine.add_event_handler(Events.ITERATION_COMPLETED, self._settle, phase=Phase.PERSIST),
+                # on the bus: a handler of the engine's own would take the exception
+                engine.bus.subscribe(Events.EXCEPTION_RAISED, self._settle_failing, sender=engine, phase=Phase.PERSIST),
+            ]
+            self._handles += [
+                engine.add_event_handler(event, self._settle, wait=True, phase=Phase.PERSIST)
+                for event in (Events.INTERRUPT, Events.TERMINATE, Events.COMPLETED)
+            ]
+        if self.every == "auto":
+            self._interval = SaveInterval(lambda: self.writing, clock=self._clock)
+            cadence: Any = Events.ITERATION_COMPLETED(event_filter=self._interval.is_due)
+        else:
+            cadence = reading_events(self.every)
+        self._handles.append(engine.add_event_handler(cadence, self._save_by_cadence, phase=Phase.PERSIST))
         if self.at_end:
             self._handles += [
                 engine.add_event_handler(event, self._save_once, phase=Phase.PERSIST)
@@ -106,10 +137,13 @@ class Checkpointer:
     def detach(self) -> None:
         """Save no more."""
         for handle in self._handles:
-            handle.remove()
+            handle.cancel()
         self._handles.clear()
+        if self._background is not None:
+            self._background.settle(wait=True, raises=False)
+            self._background.release()
 
-    def save(self, engine: Any, name: str | None = None, is_best: bool = False) -> Path:
+    def save(self, engine: Any, name: str | None = None, is_best: bool = False) -> Place:
         """Save now, beside the cadence and the ranking: neither knows of it. `is_best` points `get_best` at it.
 
         Raises:
@@ -117,9 +151,8 @@ class Checkpointer:
             CheckpointError: the state holds what could not be loaded again; it says where.
             RuntimeError: called in the middle of a step.
         """
-        saved = self._write(engine, name or self.name, bool(is_best))
-        engine.fire(Events.CHECKPOINT_SAVED, saved)
-        return saved.path
+        self._settle(wait=True)
+        return self._write(engine, name or self.name, bool(is_best), lambda: None)
 
     def state_dict(self) -> dict[str, Any]:
         """The ranking of the best, and when the last save was."""
@@ -137,6 +170,7 @@ class Checkpointer:
         goes_on = loaded or engine.state.iteration > 0 or getattr(getattr(engine, "position", None), "resuming", False)
         if not goes_on:
             self.refuse_another_run()
+        self.manager.clean()  # what a crash of the run before has left takes room
 
     def refuse_another_run(self) -> None:
         """Refuse to begin a run where another one's checkpoints are.
@@ -153,25 +187,53 @@ class Checkpointer:
     def _goes_on(self) -> None:
         self._loaded = True
 
-    def _save_once(self, engine: Any) -> None:
+    @property
+    def writing(self) -> bool:
+        """Whether a save in the background has not been announced yet."""
+        return self._background is not None and self._background.writing
+
+    def _settle(self, *, wait: bool = False, raises: bool = True) -> None:
+        """Say what came of the save in the background, if it has ended."""
+        if self._background is not None and self._background.settle(wait=wait, raises=raises) and self._interval:
+            self._interval.failed()
+
+    def _settle_failing(self, error: BaseException) -> None:
+        self._settle(wait=True, raises=False)  # the run has its error already
+
+    def _save_by_cadence(self, engine: Any) -> None:
+        start = self._clock()
+        self._save_once(engine, self._background)
+        if self._interval is not None:
+            self._interval.saved(self._clock() - start)
+
+    def _save_once(self, engine: Any, background: BackgroundSave | None = None) -> None:
+        self._settle(wait=True)
         state = engine.state
         news = self.metric is not None and state.validation_round != self.ranked_round
         if state.iteration == self.saved_at and not news:
             return  # two cadences, or a cadence and the run's end, met
+        durable: list[bool] = []
         try:
-            saved = self._save_ranked(engine)
-        except OSError as error:  # a full disk costs this checkpoint, not the run
+            self._save_ranked(engine, durable, background)
+        except OSError as error:
+            if durable:  # it is that of a receiver of CHECKPOINT_SAVED
+                raise
+            # a full disk costs this checkpoint, not the run
+            if self._interval is not None:
+                self._interval.failed()
             get_logger("handlers").warning(
                 "checkpoint not saved; the run and older checkpoints are as they were",
                 folder=str(self.folder),
                 iteration=engine.state.iteration,
                 error=str(error),
             )
-        else:
-            engine.fire(Events.CHECKPOINT_SAVED, saved)
 
-    def _save_ranked(self, engine: Any) -> CheckpointSaved:
-        """Save, and let the metric decide whether it is among the best."""
+    def _save_ranked(self, engine: Any, durable: list[bool], background: BackgroundSave | None) -> None:
+        """Save, and let the metric decide whether it is among the best.
+
+        Args:
+            durable: gets an entry when the checkpoint is, before it is announced.
+        """
         iteration, validation_round = engine.state.iteration, engine.state.validation_round
         value = self._metric_value(engine) if validation_round != self.ranked_round else None
         before = self.best, self.saved_at, self.ranked_round
@@ -181,31 +243,63 @@ class Checkpointer:
             entry = (value, self.manager.target(self.name, iteration).name)
             self.best = sorted([*self.best, entry], key=lambda e: e[0], reverse=self.mode == "max")[: self.keep_best]
         self.saved_at, self.ranked_round = iteration, validation_round
-        try:
-            return self._write(engine, self.name, improved)
-        except BaseException:
+
+        def undo() -> None:
             self.best, self.saved_at, self.ranked_round = before
+
+        try:
+            if background is not None:
+                self._begin(engine, background, improved, undo)
+            else:
+                self._write(engine, self.name, improved, lambda: durable.append(True))
+        except BaseException:
+            if not durable:
+                undo()
             raise
 
-    def _write(self, engine: Any, label: str, is_best: bool) -> CheckpointSaved:
+    def _begin(self, engine: Any, background: BackgroundSave, is_best: bool, undo: Callable[[], None]) -> None:
+        self._refuse_in_step(engine)
+        start, iteration = time.perf_counter(), engine.state.iteration
+
+        def write(copy: dict[str, Any], announce: Callable[[CheckpointSaved], None]) -> None:
+            self._store(copy, self.name, is_best, iteration, start, announce)
+
+        background.begin(engine, write, undo)
+
+    def _write(self, engine: Any, label: str, is_best: bool, when_durable: Callable[[], object]) -> Place:
+        self._refuse_in_step(engine)
+        start, iteration = time.perf_counter(), engine.state.iteration
+
+        def announce(saved: CheckpointSaved) -> None:
+            when_durable()
+            engine.fire(Events.CHECKPOINT_SAVED, saved)
+
+        return self._store(engine.checkpoint_state(), label, is_best, iteration, start, announce)
+
+    def _refuse_in_step(self, engine: Any) -> None:
         if getattr(engine, "in_step", False):
             raise RuntimeError(
                 "Checkpointer.save(): called in the middle of a step, where no run could go on exactly; "
                 "save on ITERATION_COMPLETED"
             )
-        start, iteration = time.perf_counter(), engine.state.iteration
-        path = self.manager.save(
-            engine.checkpoint_state(),
-            label,
-            is_best,
-            step=iteration,
-            keep=[self.manager.checkpoint_dir / folder for _, folder in self.best],
-        )
-        if iteration == 0:
-            self._first.add(path)
-        size = sum(file.stat().st_size for file in path.iterdir())
-        seconds = time.perf_counter() - start
-        return CheckpointSaved(path=path, iteration=iteration, bytes=size, seconds=seconds, is_best=is_best)
+
+    def _store(
+        self,
+        state: Mapping[str, Any],
+        label: str,
+        is_best: bool,
+        iteration: int,
+        start: float,
+        announce: Callable[[CheckpointSaved], None],
+    ) -> Place:
+        def durable(path: Any) -> None:  # a Path, or a CheckpointUrl
+            if iteration == 0:
+                self._first.add(path)
+            size, seconds = self.manager.size(path), time.perf_counter() - start
+            announce(CheckpointSaved(path=path, iteration=iteration, bytes=size, seconds=seconds, is_best=is_best))
+
+        keep = [self.manager.checkpoint_dir / folder for _, folder in self.best]
+        return self.manager.save(state, label, is_best, step=iteration, keep=keep, announce=durable)
 
     def _metric_value(self, engine: Any) -> float | None:
         if self.metric is None:

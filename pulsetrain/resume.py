@@ -10,6 +10,7 @@ import torch
 
 from engine import rng
 from engine.bus import EventSignal
+from engine.checkpoint.weights import compare_weights
 from engine.environment import describe_environment, environment_differences
 from engine.errors import CheckpointError
 from engine.logs import get_logger
@@ -23,6 +24,11 @@ if TYPE_CHECKING:
 __all__ = ["capture", "restore", "restore_states", "stateful"]
 
 FORMAT = 3
+_PARTS = (
+    "environment", "settings", "model", "optimizer", "optimizer_type", "backend", "announced_skips", "accumulation",
+    "counters", "learning_rates", "grad_norm", "position", "validated_at", "metrics", "history", "losses", "handlers",
+    "rng",
+)  # fmt: skip
 # what may differ between two parts of one run: how long it is, what it tells, where it writes
 _MAY_CHANGE = ("max_epochs", "max_iterations", "max_updates", "max_tokens", "log_every_n_steps", "run_dir")
 COUNTERS = ("iteration", "epoch", "epoch_length", "update", "validation_round", "save", "tokens", "samples")
@@ -70,7 +76,12 @@ def restore(trainer: Trainer, saved: Mapping[str, Any]) -> None:
             f"the checkpoint's state is of format {saved.get('format')!r}, this version reads {FORMAT}; go on with the "
             "version that wrote it, or begin a new run from its weights: model.load_state_dict(checkpoint['model'])"
         )
-    _check_weights(trainer.model.state_dict(), saved["model"])
+    lacking = [name for name in _PARTS if name not in saved]
+    if lacking:
+        raise CheckpointError(f"the checkpoint's state lacks {', '.join(lacking)}; load another checkpoint")
+    problems = compare_weights(trainer.model.state_dict(), saved["model"])
+    if problems:
+        raise CheckpointError(f"the checkpoint's weights do not fit the model: {problems}")
     _check_optimizer(trainer.optimizer, saved)
     before = trainer.backend.state_dict()
     trainer.backend.load_state_dict(saved["backend"])
@@ -88,7 +99,8 @@ def restore(trainer: Trainer, saved: Mapping[str, Any]) -> None:
     gradients = saved["accumulation"]["gradients"]
     for name, parameter in trainer.model.named_parameters():
         parameter.grad = gradients[name].to(parameter.device) if name in gradients else None
-    trainer.set_counters(saved["counters"])
+    counters = saved["counters"]
+    trainer.set_counters({**counters, "save": counters["save"] + 1})  # its own save, counted once it was durable
     trainer.learning_rates = tuple(saved["learning_rates"])
     trainer.grad_norm = saved["grad_norm"]
     trainer.position.load_state_dict(saved["position"])
@@ -223,18 +235,6 @@ def _tell_of_rates(trainer: Trainer, configured: tuple[float, ...]) -> None:
 
 def _is_scalar(value: object) -> bool:
     return isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1)
-
-
-def _check_weights(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    problems = [f"missing: {name} {_shape(mine[name])}" for name in mine.keys() - saved.keys()]
-    problems += [f"unexpected: {name} {_shape(saved[name])}" for name in saved.keys() - mine.keys()]
-    problems += [
-        f"shape: {name} is {_shape(saved[name])} in the checkpoint, {_shape(mine[name])} in the model"
-        for name in mine.keys() & saved.keys()
-        if _shape(mine[name]) != _shape(saved[name])
-    ]
-    if problems:
-        raise CheckpointError("the checkpoint's weights do not fit the model: " + "; ".join(sorted(problems)))
 
 
 def _shape(value: Any) -> tuple[int, ...]:

@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from engine import Engine, Event, EventBus, Events, Phase, rng
 from engine.accumulation import Accumulation
 from engine.backends.torch import TorchBackend
-from engine.checkpoint import CheckpointManager, load_checkpoint
+from engine.checkpoint import CheckpointManager, Place, load_checkpoint, place_of
 from engine.errors import ConfigurationError
 from engine.logs import get_logger
 from engine.metrics import MetricTracker
@@ -268,9 +267,9 @@ class Trainer(Engine):
         """
         return capture(self)
 
-    def save_checkpoint(self, name: str = "checkpoint", is_best: bool = False) -> Path:
+    def save_checkpoint(self, name: str = "checkpoint", is_best: bool = False) -> Place:
         """Save now, into the folder of the trainer's Checkpointer; returns the checkpoint's path."""
-        path: Path = self._checkpointer("save_checkpoint()").save(self, name, is_best)
+        path: Place = self._checkpointer("save_checkpoint()").save(self, name, is_best)
         return path
 
     def load_checkpoint(self, path: str | os.PathLike[str]) -> None:
@@ -279,7 +278,7 @@ class Trainer(Engine):
         Raises:
             CheckpointError: it is damaged, or does not fit this trainer.
         """
-        folder = Path(path)
+        folder = place_of(path)
         restore(self, load_checkpoint(folder))
         self.fire(Events.CHECKPOINT_LOADED, CheckpointLoaded(path=folder, iteration=self.state.iteration))
 

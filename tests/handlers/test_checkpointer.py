@@ -233,6 +233,61 @@ def test_its_announcement_says_what_was_written(tmp_path: Path):
     assert engine.state.save == 1
 
 
+@pytest.mark.parametrize("by_hand", [True, False])
+def test_it_announces_when_all_is_there_and_before_it_deletes(by_hand: bool, tmp_path: Path):
+    engine = Trainer()
+    handler = Checkpointer(tmp_path, every=Every(iterations=1), keep_last=1, at_end=False).attach(engine)
+    seen: list[list[int]] = []
+    engine.run(range(2))
+    engine.add_event_handler(Events.CHECKPOINT_SAVED, lambda: seen.append(saved(handler)))
+    if by_hand:
+        engine.state.iteration = 3
+        handler.save(engine)
+    else:
+        engine.load_state_dict({"iteration": 2, "epoch_length": 3, "max_epochs": 1})
+        engine.run(range(3))
+    assert seen == [[2, 3]]
+    assert saved(handler) == [3]
+
+
+def test_an_announcement_that_fails_is_no_failed_save(tmp_path: Path):
+    engine = Trainer([1.0])
+    handler = Checkpointer(tmp_path, metric="val/loss").attach(engine)
+
+    @engine.on(Events.CHECKPOINT_SAVED)
+    def fail(engine: Trainer) -> None:
+        raise OSError("a logger's own")
+
+    with pytest.raises(OSError, match="a logger's own"):
+        engine.run(range(2))
+    assert saved(handler) == [2]
+    assert handler.best == [(1.0, "000000002-checkpoint")]
+
+
+def test_what_a_crash_left_is_removed_when_a_run_begins_not_when_its_handler_is_made(tmp_path: Path):
+    leftover = tmp_path / "checkpoints" / ".partial-000000009-x"
+    leftover.mkdir(parents=True)
+    engine = Trainer()
+    Checkpointer(tmp_path, every=Every(epochs=9), at_end=False).attach(engine)
+    assert leftover.exists()
+    engine.run(range(1))
+    assert not leftover.exists()
+
+
+def test_checkpoints_go_behind_a_url_too():
+    engine = Trainer([2.0, 1.0, 3.0])
+    handler = Checkpointer("memory://test_checkpointer/run", metric="val/loss", keep_last=1).attach(engine)
+    events: list[Any] = []
+    engine.add_event_handler(Events.CHECKPOINT_SAVED, lambda engine, event: events.append(event.payload))
+    engine.run(range(2), max_epochs=3)
+    folder = "memory://test_checkpointer/run/checkpoints"
+    assert [event.path for event in events] == [f"{folder}/00000000{step}-checkpoint" for step in (2, 4, 6)]
+    assert all(event.bytes > 0 for event in events)
+    assert saved(handler) == [4, 6]
+    assert handler.manager.get_best() == f"{folder}/000000004-checkpoint"
+    assert handler.manager.load(handler.manager.get_latest())["iteration"] == 6
+
+
 def test_a_full_disk_costs_that_checkpoint_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     engine = Trainer()
     handler = Checkpointer(tmp_path, every=Every(iterations=1), keep_last=9).attach(engine)

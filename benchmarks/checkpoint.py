@@ -1,0 +1,219 @@
+"""What a checkpoint costs: written at once, written in the background, and in memory.
+
+    python benchmarks/checkpoint.py          # prints a table and a JSON line, exits with 1 when a bound is missed
+
+The synchronous save is compared with torch.save, fsync and the same digest of as many bytes, taking turns in one
+process. Throughput is that of AdamW on the CPU, beside the same steps without a checkpoint, in one run. The disk needs
+5 times the state's size; memory is measured in processes of their own, and needs Linux.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from engine import Engine, Events
+from engine.checkpoint import CheckpointManager
+from handlers import Checkpointer
+from handlers.background_save import BackgroundSave
+
+MB = 10**6
+TENSOR = 4 * MB  # bytes of each of the state's tensors, as of a matrix of 1000 x 1000
+BOUNDS = {
+    "synchronous / (torch.save + fsync + digest)": 1.25,
+    "background: stall, ms per 100 MB": 10.0,
+    "background: throughput lost with every='auto', %": 3.5,
+    "synchronous: memory beside the state, %": 10.0,
+    "background: memory beside the state, %": 110.0,
+}
+
+
+def make_state(megabytes: int) -> dict[str, torch.Tensor]:
+    """Tensors of so many megabytes in all."""
+    count = max(1, megabytes * MB // TENSOR)
+    return {f"weight_{number}": torch.full((TENSOR // 4,), float(number)) for number in range(count)}
+
+
+def timed(work: Any) -> float:
+    """Seconds that a call takes."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def synchronous(folder: Path, megabytes: int, rounds: int) -> float:
+    """How many times as long as the peer's a durable save takes: the ratio of the medians."""
+    state = make_state(megabytes)
+    manager = CheckpointManager(folder / "ours", keep_last_n=1)
+
+    def peer(path: Path) -> None:
+        with path.open("wb") as file:
+            torch.save(state, file)
+            file.flush()
+            os.fsync(file.fileno())
+        with path.open("rb") as file:
+            hashlib.file_digest(file, "sha256")
+
+    own_cost, peer_cost = [], []
+    for number in range(rounds + 2):  # the first two warm up
+        own_cost.append(timed(lambda: manager.save(state)))  # with the deletion of the one before
+        peer_cost.append(timed(partial(peer, folder / f"theirs_{number}.pt")))
+        # only now: into memory just given back, the page cache writes twice as fast
+        (folder / f"theirs_{number - 1}.pt").unlink(missing_ok=True)
+    del own_cost[:2], peer_cost[:2]
+    return statistics.median(own_cost) / statistics.median(peer_cost)
+
+
+class Saving(Engine):
+    """An engine with a state to save."""
+
+    def __init__(self, step: Any, state: Any) -> None:
+        super().__init__(step, name="trainer")
+        self.checkpoint_state = state
+
+
+def stall(megabytes: int, rounds: int) -> tuple[float, float]:
+    """Milliseconds that a save in the background keeps the training thread, per 100 MB: later ones, and the first."""
+    state = make_state(megabytes)
+    engine = Saving(lambda engine, batch: None, lambda: state)
+    background = BackgroundSave()
+    seconds = []
+    for _ in range(rounds + 1):
+        seconds.append(timed(lambda: background.begin(engine, lambda copy, announce: None, undo=lambda: None)))
+        background.settle(wait=True)
+    scale = 1e3 * 100 / megabytes
+    return statistics.median(seconds[1:]) * scale, seconds[0] * scale
+
+
+class Throughput:
+    """Trains with every="auto" in the background; in between, now and then, takes the same steps without it."""
+
+    def __init__(self, folder: Path, seconds: float, megabytes: int) -> None:
+        width = round((megabytes * MB / (2 * 4 * 3)) ** 0.5)  # two layers, float32, and two moments of each weight
+        self.model = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, width))
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.batch = torch.randn(64, width)
+        self.engine = Saving(self.step, self.state)
+        self.bare = Saving(self.step, self.state)
+        self.paused = 0.0  # seconds of the steps beside
+        self.saves: list[tuple[int, float, float, int]] = []  # iteration, clock, and of the steps beside seconds, count
+        self.count = 0  # of the steps beside
+        self.until = self.clock() + seconds
+        self.engine.add_event_handler(Events.ITERATION_COMPLETED, self.look)
+        self.checkpointer = Checkpointer(folder, "auto", keep_last=1, background=True, at_end=False, clock=self.clock)
+        self.checkpointer.attach(self.engine)
+
+    def clock(self) -> float:
+        """Seconds of the run with checkpoints alone."""
+        return time.perf_counter() - self.paused
+
+    def step(self, engine: Any, batch: Any) -> None:
+        self.optimizer.zero_grad()
+        self.model(self.batch).square().mean().backward()
+        self.optimizer.step()
+
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def look(self, engine: Engine) -> None:
+        iteration = engine.state.iteration
+        if self.checkpointer.saved_at == iteration - 1:
+            self.saves.append((iteration, self.clock(), self.paused, self.count))
+            if self.clock() > self.until and len(self.saves) > 3 and self.count - self.saves[1][3] >= 50:
+                engine.terminate()
+        elif iteration % 10 == 0 and not self.checkpointer.writing:
+            self.paused += timed(lambda: self.bare.run(range(10), max_epochs=1))
+            self.count += 10
+
+    def lost(self) -> tuple[float, int, float]:
+        """Percent of throughput that the saves cost; how many there were; iterations between two, the mean."""
+        self.engine.run(range(10**6), max_epochs=1)
+        # from the second save on: the first, into new memory, is followed by a longer interval
+        begin, end = self.saves[1], self.saves[-1]
+        iterations, taken, alone, count = (last - first for first, last in zip(begin, end, strict=True))
+        lost = 1 - (alone / count) / (taken / iterations)
+        return 100 * lost, len(self.saves), iterations / (len(self.saves) - 2)
+
+
+def peak_bytes() -> int:
+    """The largest resident size that this process has had."""
+    (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:")]
+    return int(line.split()[1]) * 1024
+
+
+def measured_memory(kind: str, folder: Path, megabytes: int) -> int:
+    """In a process of its own: the bytes that two saves added to the peak, beside the state."""
+    manager = CheckpointManager(folder / f"small_{kind}", keep_last_n=1)
+    manager.save(make_state(4))  # what saving loads and sets up, whatever the size
+    state = make_state(megabytes)
+    before = peak_bytes()
+    manager = CheckpointManager(folder / kind, keep_last_n=1)
+    engine = Saving(lambda engine, batch: None, lambda: state)
+    background = BackgroundSave()
+    for _ in range(2):
+        if kind == "background":
+            background.begin(engine, lambda copy, announce: manager.save(copy), undo=lambda: None)
+            background.settle(wait=True)
+        else:
+            manager.save(state)
+    return peak_bytes() - before
+
+
+def memory(kind: str, folder: Path, megabytes: int) -> float:
+    """Percent of the state's size that saving it takes beside it."""
+    command = [sys.executable, __file__, "--memory", kind, "--folder", str(folder), "--megabytes", str(megabytes)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    return 100 * int(done.stdout.splitlines()[-1]) / (megabytes * MB)
+
+
+def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, float]:
+    """Every figure by its name; those that have a bound are named as in BOUNDS."""
+    megabytes = arguments.megabytes
+    ratio = synchronous(folder, megabytes, arguments.rounds)
+    later, first = stall(megabytes, arguments.rounds)
+    lost, saves, interval = Throughput(folder / "auto", arguments.seconds, min(megabytes, 100)).lost()
+    figures = [ratio, later, lost, *(memory(kind, folder, megabytes) for kind in ("synchronous", "background"))]
+    return {
+        **dict(zip(BOUNDS, figures, strict=True)),
+        "background: stall of the first, ms per 100 MB": first,
+        "every='auto': saves": saves,
+        "every='auto': iterations between two": interval,
+    }
+
+
+def main() -> int:
+    """Measure, print, and say by the exit status whether every bound holds."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--megabytes", type=int, default=500, help="size of the state")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=60.0, help="of training with every='auto'")
+    parser.add_argument("--folder", type=Path, help="where to write; by default the system's for temporary files")
+    parser.add_argument("--memory", choices=("synchronous", "background"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.memory:
+        print(measured_memory(arguments.memory, arguments.folder, arguments.megabytes))
+        return 0
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+        results = measure(arguments, Path(folder))
+    print(f"{f'a state of {arguments.megabytes} MB':<56}{'measured':>10}{'bound':>8}")
+    for name, figure in results.items():
+        print(f"{name:<56}{figure:>10.2f}" + (f"{BOUNDS[name]:>8g}" if name in BOUNDS else ""))
+    print(json.dumps({"megabytes": arguments.megabytes, **results, "bounds": BOUNDS}))
+    return int(any(results[name] > bound for name, bound in BOUNDS.items()))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,93 @@
+"""What a checkpoint may hold: plain values, which are read back as they were without running any code."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from engine.errors import CheckpointError
+
+__all__ = ["plain"]
+
+# what torch.load(weights_only=True) reads back as it was; subclasses bring their own class along, which it refuses
+_WHOLE = frozenset({str, bool, float, type(None), torch.Size, torch.dtype, torch.device})
+_TENSORS = (torch.Tensor, torch.nn.Parameter)
+_KEYS = frozenset({str, bool, int, float, type(None)})
+_INT_BITS = 2039  # of the largest integer that it reads
+
+
+def plain(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    """The checkpoint as torch.load(weights_only=True) will read it: itself, or a copy where numpy's objects were in it.
+
+    Raises:
+        CheckpointError: it holds what could not be loaded again; it says where.
+    """
+    try:
+        content: dict[str, Any] = _plain(dict(checkpoint), ())
+    except RecursionError:
+        raise CheckpointError("checkpoint: holds a container that is too deep, or that holds itself") from None
+    return content
+
+
+def _plain(value: Any, path: tuple[Any, ...]) -> Any:
+    kind = type(value)
+    if kind in _WHOLE or (kind is int and value.bit_length() <= _INT_BITS) or (kind is bytes and value):
+        return value
+    if kind in _TENSORS:
+        _plain(vars(value), (*path, "__dict__"))  # attributes are saved with a tensor
+        return value
+    if kind is dict or kind is OrderedDict:
+        # an OrderedDict has attributes: a module's state_dict() keeps its versions there
+        attributes = _plain(vars(value), (*path, "__dict__")) if kind is OrderedDict else None
+        pairs = [(_plain_key(key, path), _plain(item, (*path, key))) for key, item in value.items()]
+        same = all(new[0] is key and new[1] is item for new, (key, item) in zip(pairs, value.items(), strict=True))
+        if same and (attributes is None or attributes is vars(value)):
+            return value
+        changed = kind(pairs)
+        if attributes is not None:
+            vars(changed).update(attributes)
+        return changed
+    if kind is list or kind is tuple:
+        # numbers are passed over without a call: a history has a million of them
+        items = [x if type(x) is float else _plain(x, (*path, index)) for index, x in enumerate(value)]
+        return value if all(a is b for a, b in zip(items, value, strict=True)) else kind(items)
+    if isinstance(value, np.generic) and type(value.item()) in (*_KEYS, bytes):
+        return _plain(value.item(), path)
+    if kind in (np.ndarray, np.memmap) and value.dtype.kind in "biufc":
+        try:
+            # a copy: the array may be read-only, reversed, or of the other byte order
+            return torch.from_numpy(value.astype(value.dtype.newbyteorder("="), order="C"))
+        except TypeError:  # a number that torch does not know, such as longdouble
+            pass
+    raise _refusal(value, path)
+
+
+def _plain_key(key: Any, path: tuple[Any, ...]) -> Any:
+    if type(key) is tuple:
+        parts = [_plain_key(part, path) for part in key]
+        return key if all(a is b for a, b in zip(parts, key, strict=True)) else tuple(parts)
+    if isinstance(key, np.generic):
+        key = _plain(key, (*path, key))
+    if type(key) not in _KEYS:
+        raise _refusal(key, (*path, key), "key of type ")
+    return _plain(key, (*path, key))
+
+
+def _refusal(value: Any, path: tuple[Any, ...], what: str = "") -> CheckpointError:
+    place = "checkpoint" + "".join(f"[{key!r}]" for key in path)
+    kind = type(value)
+    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    if isinstance(value, np.ndarray):
+        name += f" of dtype {value.dtype}"
+    elif kind is int:
+        name += f" of more than {_INT_BITS} bits"
+    elif kind is bytes and not value:
+        name += " of length 0"
+    return CheckpointError(
+        f"{place}: {what}{name}: could not be loaded again; save tensors, strings, bytes, numbers and None, in dicts, "
+        "lists and tuples, and make the object anew from them in load_state_dict()"
+    )

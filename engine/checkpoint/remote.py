@@ -1,0 +1,86 @@
+"""Checkpoints behind a URL, by fsspec: stores without rename, where the manifest is what commits.
+
+It is written last, and deleted first: a folder without one is no checkpoint. Each object appears whole when it is
+closed, and is durable then, as far as the store keeps that promise. It must list what has been written (S3 does).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import IO, Any
+
+from engine.checkpoint.digesting import Write, write_digested
+from engine.checkpoint.manifest import MANIFEST, STATE, is_checkpoint_name
+from engine.checkpoint.places import CheckpointUrl
+
+__all__ = ["Remote"]
+
+
+class Remote:
+    """Files behind a URL."""
+
+    def __init__(self, url: CheckpointUrl) -> None:
+        from fsspec.core import url_to_fs
+
+        self._store: Any = url_to_fs(url)[0]
+
+    def make(self, folder: CheckpointUrl) -> None:
+        """Nothing: folders come with what is in them."""
+
+    def commit(self, target: CheckpointUrl, state: Write, manifest: Callable[[dict[str, Any]], bytes]) -> None:
+        try:
+            self._store.makedirs(self._path(target), exist_ok=True)
+            with self._store.open(self._path(target / STATE), "wb") as file:
+                written = write_digested(file.write, state)
+            self._store.pipe_file(self._path(target / MANIFEST), manifest(written))
+        except BaseException:
+            self._remove(target)
+            raise
+
+    def replace(self, file: CheckpointUrl, content: bytes) -> None:
+        self._store.pipe_file(self._path(file), content)
+
+    def delete(self, folders: Sequence[CheckpointUrl]) -> None:
+        for folder in folders:
+            self._store.rm_file(self._path(folder / MANIFEST))
+            self._remove(folder)
+
+    def clean(self, folder: CheckpointUrl) -> None:
+        committed = set(self.subfolders(folder))
+        for name in self._folders(folder):
+            if is_checkpoint_name(name) and name not in committed:
+                self._remove(folder / name)
+
+    def subfolders(self, folder: CheckpointUrl) -> list[str]:
+        return [name for name in self._folders(folder) if self._store.exists(self._path(folder / name / MANIFEST))]
+
+    def taken(self, folder: CheckpointUrl) -> bool:
+        return bool(self._store.exists(self._path(folder)))
+
+    def open(self, file: CheckpointUrl) -> IO[bytes]:
+        opened: IO[bytes] = self._store.open(self._path(file), "rb")
+        return opened
+
+    def size(self, file: CheckpointUrl) -> int:
+        return int(self._store.info(self._path(file))["size"])
+
+    def _folders(self, folder: CheckpointUrl) -> list[str]:
+        path = self._path(folder)
+        self._store.invalidate_cache(path)  # another process may have written since the last listing
+        try:
+            entries = self._store.ls(path, detail=True)
+        except FileNotFoundError:
+            return []
+        return [entry["name"].rstrip("/").rpartition("/")[2] for entry in entries if entry["type"] == "directory"]
+
+    def _remove(self, folder: CheckpointUrl) -> None:
+        try:
+            self._store.rm(self._path(folder), recursive=True)
+        except OSError:  # without a manifest it does not count; the next writer tries again
+            pass
+
+    def _path(self, url: CheckpointUrl) -> str:
+        from fsspec.core import url_to_fs
+
+        path: str = url_to_fs(url)[1]
+        return path
