@@ -22,7 +22,7 @@ step = @printf '\n== %s\n'
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test install install-dev lint types contracts pytest coverage ignite-suite format bench clean FORCE
+.PHONY: help demo test install install-dev lint types contracts pytest coverage faults ignite-suite format bench clean FORCE
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -54,6 +54,12 @@ pytest: $(VENV)/installed-dev ## the tests; e.g. make pytest ARGS="-n auto --cov
 coverage: $(VENV)/installed-dev ## the tests, and which lines of engine/ and handlers/ they miss; fails under 90%
 	$(step) 'Coverage'
 	@$(BIN)/python -m pytest -n 2 --cov=engine --cov=handlers --cov-fail-under=90 $(ARGS)
+
+faults: $(VENV)/installed-dev ## the fault tests, and 1,000 kills of a run that is resumed each time; about ten minutes
+	$(step) 'Fault tests'
+	@$(BIN)/python -m pytest tests/faults
+	$(step) 'A run killed 1,000 times'
+	@$(BIN)/python -m tests.faults.kills --kills 1000 $(ARGS)
 
 ignite-suite: $(VENV)/installed-dev ## pytorch-ignite's own tests on our Engine; fetches its sources, so it needs the package index
 	$(step) "Pytorch-ignite's own tests"

@@ -81,6 +81,7 @@ class CheckpointSaved:
     bytes: int  # on disk
     seconds: float  # host wall time of writing it
     is_best: bool
+    background: bool = False  # written in another thread: behind which iteration it is announced depends on the clock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,7 +117,7 @@ class Preempted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandlerFailed:
-    """HANDLER_FAILED: a handler registered with on_error="warn" raised; the run goes on."""
+    """HANDLER_FAILED: a handler with on_error="warn" raised, or a save in the background did; the run goes on."""
 
     handler: str
     event: str

@@ -122,7 +122,8 @@ class Checkpointer:
                 for event in (Events.INTERRUPT, Events.TERMINATE, Events.COMPLETED)
             ]
         if self.every == "auto":
-            self._interval = SaveInterval(lambda: self.writing, clock=self._clock)
+            # aimed below what is promised: what a save costs is known after it
+            self._interval = SaveInterval(lambda: self.writing, clock=self._clock, share=0.03)
             cadence: Any = Events.ITERATION_COMPLETED(event_filter=self._interval.is_due)
         else:
             cadence = reading_events(self.every)
@@ -262,7 +263,7 @@ class Checkpointer:
         start, iteration = time.perf_counter(), engine.state.iteration
 
         def write(copy: dict[str, Any], announce: Callable[[CheckpointSaved], None]) -> None:
-            self._store(copy, self.name, is_best, iteration, start, announce)
+            self._store(copy, self.name, is_best, iteration, start, announce, background=True)
 
         background.begin(engine, write, undo)
 
@@ -291,12 +292,17 @@ class Checkpointer:
         iteration: int,
         start: float,
         announce: Callable[[CheckpointSaved], None],
+        *,
+        background: bool = False,
     ) -> Place:
         def durable(path: Any) -> None:  # a Path, or a CheckpointUrl
             if iteration == 0:
                 self._first.add(path)
             size, seconds = self.manager.size(path), time.perf_counter() - start
-            announce(CheckpointSaved(path=path, iteration=iteration, bytes=size, seconds=seconds, is_best=is_best))
+            saved = CheckpointSaved(
+                path=path, iteration=iteration, bytes=size, seconds=seconds, is_best=is_best, background=background
+            )
+            announce(saved)
 
         keep = [self.manager.checkpoint_dir / folder for _, folder in self.best]
         return self.manager.save(state, label, is_best, step=iteration, keep=keep, announce=durable)

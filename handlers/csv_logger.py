@@ -7,7 +7,7 @@ import io
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 from engine.bus import EventBus
 from engine.cadence import Every
@@ -29,8 +29,8 @@ class CSVLogger:
     """Appends a row to FOLDER/metrics.csv for each METRICS_LOGGED and VALIDATION_COMPLETED.
 
     The columns are iteration, epoch, and one for each metric in the order in which they were first met; floats are
-    exact. Each row is on its way to the disk before the run goes on. A table that is there already is continued:
-    iterations that a resumed run makes again stand in it twice, the later row counts.
+    exact. Each row is on its way to the disk before the run goes on. A table that is there already is continued;
+    a run that goes on from a checkpoint first takes the rows out that were written behind it: they come again.
 
     Args:
         folder: the run folder.
@@ -54,6 +54,8 @@ class CSVLogger:
         self._clock = clock
         self._on_error = on_error
         self._columns: list[str] = []
+        self._rows = 0  # in the table
+        self._rows_at_checkpoint: int | None = None
         self._last_read: tuple[str, int] | None = None
         self._attachment = Attachment("CSVLogger")
 
@@ -65,22 +67,31 @@ class CSVLogger:
         """
         with self._attachment.to(engine_or_bus) as hear:
             make_folder("CSVLogger", self.path.parent)
-            self._columns = self._open_table()
+            self._columns, self._rows = self._open_table()
             self._last_read = None
             if self.every is None:
                 hear(Events.METRICS_LOGGED, self._on_metrics, on_error=self._on_error)
             else:
                 hear(reading_events(self.every, self._clock), self._on_reading, on_error=self._on_error)
             hear(Events.VALIDATION_COMPLETED, self._on_metrics, on_error=self._on_error)
+            hear(Events.CHECKPOINT_LOADED, self._drop_rows_to_come_again, on_error=self._on_error)
         return self
 
     def detach(self) -> None:
         self._attachment.cancel()
 
-    def _open_table(self) -> list[str]:
-        """The columns of the table that is there; none where there is none yet."""
+    def state_dict(self) -> dict[str, Any]:
+        """How many rows the table has."""
+        return {"rows": self._rows}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """The table stays as it is until CHECKPOINT_LOADED says that the run goes on from there."""
+        self._rows_at_checkpoint = state["rows"]
+
+    def _open_table(self) -> tuple[list[str], int]:
+        """The columns of the table that is there, and how many rows it has; nothing where there is none yet."""
         if not self.path.exists() or self.path.stat().st_size == 0:
-            return []
+            return [], 0
         with self.path.open(newline="", encoding="utf-8") as file:
             try:
                 columns = next(csv.reader(file), [])
@@ -92,7 +103,19 @@ class CSVLogger:
                 f"does not begin with the columns {', '.join(_LEADING)}; move it away or choose another folder"
             )
         self._drop_cut_row()
-        return columns
+        return columns, len(self._read_rows())
+
+    def _read_rows(self) -> list[list[str]]:
+        with self.path.open(newline="", encoding="utf-8") as file:
+            return list(csv.reader(file))[1:]
+
+    def _drop_rows_to_come_again(self, engine: Engine) -> None:
+        kept, self._rows_at_checkpoint = self._rows_at_checkpoint, None
+        if kept is None or kept >= self._rows:
+            return
+        rows = self._read_rows()
+        if all(int(row[0]) >= engine.state.iteration for row in rows[kept:]):  # else it is another run's table
+            self._write_table(rows[:kept])
 
     def _drop_cut_row(self) -> None:
         """A process that was killed in mid-write leaves a row without an end: its last number may be cut short."""
@@ -127,16 +150,18 @@ class CSVLogger:
         # opened for each row: rows are rare, and nothing is left to close when a run ends badly
         with self.path.open("a", newline="", encoding="utf-8") as file:
             csv.writer(file).writerow([row.get(name, "") for name in self._columns])
+        self._rows += 1
 
     def _widen(self, columns: list[str]) -> None:
         """Write the table anew with more columns; the rows that are there have nothing in them."""
-        rows: list[list[str]] = []
-        if self._columns:
-            with self.path.open(newline="", encoding="utf-8") as file:
-                rows = list(csv.reader(file))[1:]
+        rows = self._read_rows() if self._columns else []
+        self._columns = columns
+        self._write_table([[*row, *[""] * (len(columns) - len(row))] for row in rows])
+
+    def _write_table(self, rows: list[list[str]]) -> None:
         text = io.StringIO(newline="")
         writer = csv.writer(text)
-        writer.writerow(columns)
-        writer.writerows([*row, *[""] * (len(columns) - len(row))] for row in rows)
+        writer.writerow(self._columns)
+        writer.writerows(rows)
         replace_file(self.path, text.getvalue().encode())
-        self._columns = columns
+        self._rows = len(rows)

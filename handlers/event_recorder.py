@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -46,6 +47,13 @@ class Record(msgspec.Struct, omit_defaults=True):
     lr: Any = None  # ITERATION_COMPLETED: the rates of the engine's optimizer then, so those of its next update
 
 
+class _Place(msgspec.Struct, frozen=True):
+    """What tells a record from every other one."""
+
+    seq: int
+    t: int
+
+
 class EventRecorder:
     """Appends the events of every engine on the bus to FOLDER/events/events.jsonl, in the bus's order.
 
@@ -85,7 +93,8 @@ class EventRecorder:
         self._on_error = on_error
         self._known: set[str] = set()  # keys of the events subscribed to
         self._lines: list[Record | bytes] = []  # in the bus's order, not yet written
-        self._open: dict[int, Record] = {}  # by seq: their receivers are still running
+        self._open: dict[int, tuple[Record, Engine]] = {}  # by seq: their receivers are still running
+        self._unwritten: list[str] = []  # when the checkpoint was made that is being loaded
         self._values = EventValues()
         self._fresh = 0  # events since the last flush
         self._encoder = msgspec.json.Encoder()
@@ -133,6 +142,28 @@ class EventRecorder:
             if self.resume_check is not None:
                 self._compare(self.resume_check, written)
 
+    def state_dict(self) -> dict[str, Any]:
+        """What cannot be in the log yet: the event in which the checkpoint is made, and those behind it.
+
+        Whatever came before is written first, so that the log of a process killed later has all up to the checkpoint.
+        """
+        self.flush()
+        lines: list[Any] = []
+        for line in self._lines:
+            if isinstance(line, Record):
+                record, engine = msgspec.structs.replace(line), self._open[line.seq][1]
+                self._put_metrics(record, engine)
+                lines.append(record)
+            else:
+                lines.append(line)
+        self._values.settle()
+        encode = self._encoder.encode
+        return {"unwritten": [(line if isinstance(line, bytes) else encode(line) + b"\n").decode() for line in lines]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """CHECKPOINT_LOADED then completes the log."""
+        self._unwritten = list(state["unwritten"])
+
     def _subscribe(self, event: Any) -> None:
         def hear(event: Any, handler: Any, phase: Phase, position: float) -> None:
             self._attachment.hear(event, handler, phase=phase, on_error=self._on_error, position=position)
@@ -174,6 +205,7 @@ class EventRecorder:
 
     def _on_loaded(self, engine: Engine, event: Event) -> None:
         self.flush()
+        self._write_unwritten()
         self.resume_check = ResumeCheck.of_log(self.path, Path(event.payload.path).name)
         self._add(self._record(event))
 
@@ -196,19 +228,23 @@ class EventRecorder:
             )
 
     def _on_opened(self, engine: Engine, event: Event) -> None:
-        record = self._open[event.seq] = self._record(event)
+        record = self._record(event)
+        self._open[event.seq] = record, engine
         self._add(record)
 
     def _on_closed(self, engine: Engine, event: Event) -> None:
-        record = self._open.pop(event.seq, None)
-        metrics = engine.state.metrics
-        if record is not None and metrics and record.event in _MEASURED_TYPES:
-            self._values.put(record, "metrics", metrics)
+        opened = self._open.pop(event.seq, None)
+        if opened is not None:
+            self._put_metrics(*opened)
         self.flush()
+
+    def _put_metrics(self, record: Record, engine: Engine) -> None:
+        if engine.state.metrics and record.event in _MEASURED_TYPES:
+            self._values.put(record, "metrics", engine.state.metrics)
 
     def _on_exception(self, engine: Engine, event: Event) -> None:
         # what this engine was firing is over; its last receivers were never reached
-        for seq in [seq for seq, record in self._open.items() if record.engine == engine.name]:
+        for seq in [seq for seq, (_, opener) in self._open.items() if opener is engine]:
             del self._open[seq]
         self._add(self._record(event))
         self.flush()
@@ -225,6 +261,15 @@ class EventRecorder:
         if self._fresh >= BATCH:
             self.flush()
 
+    def _write_unwritten(self) -> None:
+        """Complete the log of a process that was killed in the very event in which its checkpoint was made."""
+        lines, self._unwritten = self._unwritten, []
+        if not lines or not self.path.exists() or not self.path.stat().st_size:
+            return  # nothing is owed, or the run goes on in another folder
+        with self.path.open("rb+") as file:
+            there = {_place(line) for line in file}
+            file.write("".join(line for line in lines if _place(line.encode()) not in there).encode())
+
     def _end_cut_line(self) -> None:
         """A process that was killed in mid-write leaves a line without an end: keep it apart from what follows."""
         if self.path.exists() and self.path.stat().st_size:
@@ -232,3 +277,10 @@ class EventRecorder:
                 file.seek(-1, os.SEEK_END)
                 if file.read(1) != b"\n":
                     file.write(b"\n")
+
+
+def _place(line: bytes) -> _Place | None:
+    try:
+        return msgspec.json.decode(line, type=_Place)
+    except msgspec.DecodeError:
+        return None  # cut by a crash

@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-__all__ = ["ResumeCheck"]
+__all__ = ["ResumeCheck", "compared"]
 
 # whose moment or content hangs on the clock, on a signal, or on where a run was cut
 _NOT_COMPARED = frozenset(
@@ -32,7 +32,7 @@ class ResumeCheck:
 
     def __init__(self, expected: list[dict[str, Any]]) -> None:
         seen: Counter[tuple[Any, ...]] = Counter()
-        self._expected = {key: _compared(record) for record in expected if (key := _key(record, seen)) is not None}
+        self._expected = {key: compared(record) for record in expected if (key := _key(record, seen)) is not None}
         self._seen: Counter[tuple[Any, ...]] = Counter()
         self.agreed = 0
         self.difference: str | None = None  # the first, both sides of it
@@ -83,7 +83,7 @@ class ResumeCheck:
                 return
         if key not in self._expected:
             return
-        before, now = self._expected.pop(key), _compared(record)
+        before, now = self._expected.pop(key), compared(record)
         if before == now:
             self.agreed += 1
             return
@@ -108,7 +108,8 @@ def _named(key: _Key) -> str:
     return f"{key[0]}'s {key[1]} at epoch {key[2]}, iteration {key[3]}"
 
 
-def _compared(record: dict[str, Any]) -> dict[str, Any]:
+def compared(record: dict[str, Any]) -> dict[str, Any]:
+    """What of a record must come again to the bit."""
     return {name: _without_observed(record[name]) for name in _COMPARED if name in record}
 
 

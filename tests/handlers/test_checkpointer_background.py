@@ -529,7 +529,7 @@ def test_the_checkpointer_saves_where_its_interval_says(background: bool, tmp_pa
         clock.now += 0.25
 
     engine.run(range(220))
-    assert saved(handler) == [51, 51 + 58, 51 + 116, 51 + 174][:3]  # 0.5 s / (3.5% of 0.25 s) = 57.1
+    assert saved(handler) == [51, 51 + 67, 51 + 134]  # 0.5 s / (3% of 0.25 s) = 66.7
 
 
 def test_where_auto_fails_it_waits_and_goes_on(tmp_path: Path, clock: ManualClock):

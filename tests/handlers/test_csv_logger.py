@@ -5,8 +5,9 @@ import pytest
 from driving import UpdatingEngine, log, log_each_iteration, make_engine, validate_each_epoch
 from structlog.testing import capture_logs
 
-from engine import Every
+from engine import Events, Every
 from engine.errors import RunFolderError
+from engine.payloads import CheckpointLoaded
 from handlers import CSVLogger
 
 
@@ -137,3 +138,37 @@ def test_a_table_that_cannot_be_written_ends_the_run_unless_told_otherwise(tmp_p
 def test_a_cadence_that_is_no_cadence_is_refused(tmp_path):
     with pytest.raises(TypeError, match=r"CSVLogger\(every=10\): needs an Every"):
         CSVLogger(tmp_path, every=10)
+
+
+def test_a_run_that_goes_on_takes_out_the_rows_behind_its_checkpoint(tmp_path):
+    engine = make_engine()
+    logger = CSVLogger(tmp_path).attach(engine)
+    at(engine, 1, 1, {"train/loss": 1.0})
+    at(engine, 1, 2, {"train/loss": 2.0})
+    checkpoint = logger.state_dict()
+    at(engine, 1, 2, {"val/loss": 9.0})  # behind the checkpoint, and of its very iteration
+    at(engine, 1, 3, {"train/loss": 3.0})
+    again = CSVLogger(tmp_path)
+    engine = make_engine()
+    again.attach(engine)
+    again.load_state_dict(checkpoint)
+    assert len(rows(tmp_path)) == 5  # a checkpoint that is refused costs nothing
+    engine.state.iteration = 2
+    engine.fire(Events.CHECKPOINT_LOADED, CheckpointLoaded(path="000000002-checkpoint", iteration=2))
+    assert rows(tmp_path) == [
+        ["iteration", "epoch", "train/loss", "val/loss"],
+        ["1", "1", "1.0", ""],
+        ["2", "1", "2.0", ""],
+    ]
+    assert again.state_dict() == checkpoint
+
+
+def test_a_checkpoint_of_another_run_takes_no_rows_out(tmp_path):
+    engine = make_engine()
+    logger = CSVLogger(tmp_path).attach(engine)
+    for iteration in (1, 2, 3):
+        at(engine, 1, iteration, {"train/loss": 1.0})
+    logger.load_state_dict({"rows": 1})
+    engine.state.iteration = 1000
+    engine.fire(Events.CHECKPOINT_LOADED, CheckpointLoaded(path="000001000-checkpoint", iteration=1000))
+    assert len(rows(tmp_path)) == 4

@@ -11,7 +11,7 @@ from driving import UpdatingEngine, log, make_engine, validated
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine import Engine, Event, EventBus, EventEnum, Events, Phase
-from engine.payloads import GradientsReady
+from engine.payloads import CheckpointLoaded, GradientsReady
 from handlers import EventRecorder
 from handlers.event_recorder import BATCH
 
@@ -354,3 +354,40 @@ def test_an_empty_bus_can_be_recorded(tmp_path):
 def test_a_sampling_that_is_no_positive_whole_number_is_refused(tmp_path, every):
     with pytest.raises(ValueError, match=r"EventRecorder\(every=.*needs a whole number of at least 1"):
         EventRecorder(tmp_path, every=every)
+
+
+def test_a_checkpoint_knows_the_event_it_is_made_in_and_completes_the_log_of_a_killed_process(tmp_path):
+    engine = make_engine()
+    recorder = EventRecorder(tmp_path).attach(engine)
+    states = []
+
+    @engine.on(Events.EPOCH_COMPLETED, phase=Phase.PERSIST)
+    def save(engine):
+        engine.state.metrics = {"accuracy": 0.5}
+        states.append((recorder.state_dict(), (tmp_path / "events" / "events.jsonl").read_bytes()))
+
+    engine.run([0], max_epochs=1)
+    state, log_then = states[0]
+    expected = recorded(tmp_path)
+    killed = tmp_path / "killed"
+    (killed / "events").mkdir(parents=True)
+    (killed / "events" / "events.jsonl").write_bytes(log_then)
+    assert types(killed)[-1] == "iteration_completed"  # all that came before is there
+    for _ in range(2):  # and killed again before anything else
+        resumed = make_engine()
+        again = EventRecorder(killed).attach(resumed)
+        again.load_state_dict(state)
+        resumed.fire(Events.CHECKPOINT_LOADED, CheckpointLoaded(path="000000001-checkpoint", iteration=1))
+        again.detach()
+    found = [event for event in recorded(killed) if event["event"] == "epoch_completed"]
+    assert found == [event for event in expected if event["event"] == "epoch_completed"]
+    assert found[0]["metrics"] == {"accuracy": 0.5}
+
+
+def test_a_run_that_goes_on_in_another_folder_brings_no_events_along(tmp_path):
+    engine = make_engine()
+    recorder = EventRecorder(tmp_path).attach(engine)
+    recorder.load_state_dict({"unwritten": ['{"seq":1,"t":2,"engine":"trainer","event":"epoch_completed"}\n']})
+    engine.fire(Events.CHECKPOINT_LOADED, CheckpointLoaded(path="000000001-checkpoint", iteration=1))
+    recorder.detach()
+    assert types(tmp_path) == ["checkpoint_loaded"]

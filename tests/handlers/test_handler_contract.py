@@ -62,6 +62,7 @@ MAKE: dict[str, Callable] = {
     "EventRecorder with batches": lambda folder: EventRecorder(folder, include_batches=True, every=3),
     "CallbackList": lambda folder: CallbackList([EveryHook(), Callback()]),
     "Checkpointer": lambda folder: Checkpointer(folder, metric="val/loss"),
+    "Checkpointer in the background": lambda folder: Checkpointer(folder, "auto", background=True, metric="val/loss"),
     "EMA": lambda folder: EMA(model=torch.nn.Linear(2, 1), every=Every(iterations=2, epochs=1)),
     "EMA of the engine's model": lambda folder: EMA(),
     "SWA": lambda folder: SWA(after_epoch=1),
@@ -73,10 +74,13 @@ STATEFUL = [
     "LossCurve",
     "LossCurve every",
     "Checkpointer",
+    "Checkpointer in the background",
     "EMA",
     "EMA of the engine's model",
     "SWA",
 ]
+# whose state says how far their file had come; their own tests show what a resume makes of it
+OF_A_FILE = ["CSVLogger", "CSVLogger every", "EventRecorder", "EventRecorder with batches"]
 ON_A_BUS = ["ConsoleLogger", "CSVLogger", "LossCurve", "EventRecorder"]
 
 
@@ -186,7 +190,8 @@ def test_state_goes_round_through_safe_loading(name, tmp_path, engine):
 @pytest.mark.parametrize("name", list(MAKE))
 def test_handlers_with_state_are_those_that_hold_progress(name, tmp_path):
     handler = MAKE[name](tmp_path)
-    assert hasattr(handler, "state_dict") == hasattr(handler, "load_state_dict") == (name in STATEFUL)
+    known = name in STATEFUL or name in OF_A_FILE
+    assert hasattr(handler, "state_dict") == hasattr(handler, "load_state_dict") == known
 
 
 @pytest.mark.parametrize("name", ON_A_BUS)

@@ -1,0 +1,194 @@
+"""A run that has everything in use that its next iteration may depend on, and what there is of it when it has ended."""
+
+from __future__ import annotations
+
+import csv
+import json
+import random
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from ignite.metrics import Average
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from engine import Events, Every, SupervisedStrategy
+from engine.accumulation import Accumulate
+from engine.backends.torch import TorchBackend
+from engine.checkpoint import CheckpointManager, load_checkpoint
+from engine.protocols import TrainingBatch
+from handlers import EMA, Checkpointer, CSVLogger, EarlyStopping, EventRecorder
+from handlers.resume_check import compared
+from pulsetrain import Trainer, TrainingConfig
+
+ROWS, BATCH = 24, 3  # so 8 batches a pass
+EPOCHS = 4
+WHERE_CUT = ("started", "epoch_started", "checkpoint_saved", "checkpoint_loaded", "completed")  # come once more
+OBSERVED = ("seconds", "samples_per_second", "tokens_per_second")
+
+
+class Augmented(Dataset[tuple[Tensor, Tensor]]):
+    """No row is read twice alike: each is disturbed from python's, numpy's and torch's generators."""
+
+    def __init__(self) -> None:
+        self.inputs = torch.randn(ROWS, 6, generator=torch.Generator().manual_seed(1))
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        row = self.inputs[index]
+        noise = random.gauss(0, 0.1) + np.random.normal(0, 0.1) + 0.1 * torch.randn(6)
+        return row + noise, row.sum(0, keepdim=True)
+
+
+class Disturbed(nn.Module):
+    """Draws from every generator in training, and has buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.norm, self.last = nn.Linear(6, 5), nn.BatchNorm1d(5), nn.Linear(5, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = torch.dropout(torch.relu(self.norm(self.first(inputs))), 0.3, self.training)
+        if self.training:
+            hidden = hidden + random.gauss(0, 0.1) + np.random.normal(0, 0.1, 99).mean()  # numpy keeps 624 words
+        return self.last(hidden)
+
+
+class CountsTokens(SupervisedStrategy):
+    def prepare_batch(self, batch: Any) -> TrainingBatch:
+        made = super().prepare_batch(batch)
+        return replace(made, tokens=made.inputs.numel())
+
+
+def make(
+    folder: Path,
+    *,
+    workers: int = 0,
+    every: Every | None = None,
+    keep_last: int = 3,
+    precision: str = "fp32",
+    accumulate: int | Accumulate = 3,
+    schedule: str | None = "cosine",
+    loader: Any = None,
+) -> Trainer:
+    """The same run whenever it is made: another folder and another number of workers change nothing."""
+    trainer = Trainer(
+        Disturbed(),
+        loader or DataLoader(Augmented(), BATCH, shuffle=True, num_workers=workers),
+        # what is to be learnt, turned round: the first validation stays the best
+        DataLoader([(torch.full((6,), 0.1 * n), torch.full((1,), -0.6 * n)) for n in range(6)], 3),
+        strategy=CountsTokens("mse"),
+        backend=TorchBackend(gradient_scale=2.0**18),  # fp16 overflows at first, and then learns
+        config=TrainingConfig(
+            max_epochs=EPOCHS,
+            optimizer="adamw",
+            weight_decay=0.01,
+            learning_rate=0.05,
+            accumulate=accumulate,
+            schedule=schedule,
+            warmup_steps=3 if schedule else 0,
+            clip_grad_norm=1.0,
+            precision=precision,
+            seed=11,
+            log_every_n_steps=3,
+        ),
+        handlers=[
+            EMA(decay=0.9, every=Every(updates=1, epochs=1)),
+            Checkpointer(folder, every=every or Every(iterations=1), keep_last=keep_last, metric="val/loss"),
+            EarlyStopping(patience=50),
+            EventRecorder(folder),
+            CSVLogger(folder),
+        ],
+    )
+    Average(output_transform=lambda output: output["loss"]).attach(trainer, "mean_loss")
+    if schedule is None:
+
+        @trainer.on(Events.ITERATION_COMPLETED(once=4))
+        def lower(engine: Trainer) -> None:
+            for group in engine.optimizer.param_groups:
+                group["lr"] *= 0.5
+
+    return trainer
+
+
+def outcome(folder: Path) -> dict[str, Any]:
+    """What a run has left in its folder, each piece by a name: its checkpoints' whole states, its log, its metrics."""
+    checkpoints = {}
+    for saved in CheckpointManager(folder / "checkpoints").valid():
+        for path, value in leaves(load_checkpoint(saved)):
+            if "EventRecorder" not in path:  # lines of the log as they are written, with the time
+                checkpoints[f"{saved.name}/{path}"] = bits(value)
+    return {
+        **checkpoints,
+        **{f"log/{'/'.join(map(str, key))}": record for key, record in logged(folder / "events" / "events.jsonl")},
+        **{f"metrics/{number}": row for number, row in enumerate(table(folder / "metrics.csv"))},
+    }
+
+
+def leaves(state: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """Every value in nested mappings and lists of mappings, with its path."""
+    inner: list[tuple[Any, Any]] | None = None
+    if isinstance(state, dict):
+        inner = list(state.items())
+    elif isinstance(state, (list, tuple)) and any(isinstance(item, dict) for item in state):
+        inner = list(enumerate(state))
+    if not inner:  # an empty one is a value like any other
+        yield path, state
+        return
+    for key, value in inner:
+        yield from leaves(value, f"{path}/{key}" if path else str(key))
+
+
+def bits(value: Any) -> Any:
+    """For a comparison: NaN equals itself, -0.0 is not 0.0."""
+    if isinstance(value, Tensor):
+        return (
+            str(value.dtype),
+            tuple(value.shape),
+            value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(),
+        )
+    return repr(value)
+
+
+def logged(path: Path) -> Iterator[tuple[tuple[Any, ...], str]]:
+    """The events of a log by their place, what is recorded anew behind a resume in the place of what was before."""
+    records: list[dict[str, Any]] = []
+    for line in path.read_text().splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:  # cut by a kill
+            continue
+        if record["event"] == "checkpoint_loaded":
+            name = Path(record["payload"]["path"]).name
+            known = [n for n, each in enumerate(records) if _names(each, name)]
+            del records[known[-1] + 1 if known else len(records) :]  # not known: the log was cut at the checkpoint
+        if record["event"] == "started" and record["engine"] == "trainer" and record["iteration"] == 0:
+            records.clear()  # killed before its first checkpoint, and begun anew
+        records.append(record)
+    seen: Counter[tuple[Any, ...]] = Counter()
+    for record in records:
+        if record["event"] in WHERE_CUT:
+            continue
+        place = (record["engine"], record["event"], record["epoch"], record["iteration"])
+        seen[place] += 1
+        yield (*place, seen[place]), json.dumps(compared(record))
+
+
+def table(path: Path) -> list[dict[str, str]]:
+    """The rows of a metrics.csv without what was measured by the clock."""
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    return [{name: value for name, value in row.items() if name not in OBSERVED} for row in rows]
+
+
+def _names(record: dict[str, Any], checkpoint: str) -> bool:
+    told = record["event"] in ("checkpoint_saved", "checkpoint_loaded")
+    return told and Path(record["payload"]["path"]).name == checkpoint

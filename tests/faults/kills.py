@@ -1,0 +1,161 @@
+"""Kills a run again and again, resumes it each time, and compares what it leaves with the run that was never killed.
+
+    python -m tests.faults.kills --kills 1000
+
+Half of the kills come at a random moment, half at a random call to the operating system inside a save. The victims are
+forked from a process that has everything imported. Prints what was done as JSON; exits with 1 at the first difference.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import os
+import random
+import signal
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import structlog
+import torch
+
+from engine.checkpoint import disk
+from tests.faults.everything import make, outcome
+
+FINISHED, FAILED = 0, 1  # a victim's exit status
+CALLS = 200  # that a victim's saves make at most; a whole run's make about 1,000
+
+
+class MortalOs:
+    """The module `os` as a save sees it, until a call in it is the last of the process."""
+
+    CALLS = ("open", "write", "fsync", "rename", "replace", "close", "mkdir", "unlink", "rmdir")
+
+    def __init__(self, calls: int) -> None:
+        self._left = calls
+
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(os, name)
+        if name not in self.CALLS:
+            return real
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            self._left -= 1
+            if self._left < 0:
+                os.killpg(0, signal.SIGKILL)
+            return real(*arguments, **options)
+
+        return call
+
+
+@dataclass
+class Tally:
+    """What has been done."""
+
+    kills: int = 0
+    inside_saves: int = 0  # by the number of the call; others may have come inside one as well
+    runs: int = 0  # that came to their end
+    by_workers: list[int] = field(default_factory=lambda: [0, 0, 0])  # kills of runs with 0, 1 and 2 workers
+    differences: list[str] = field(default_factory=list)
+
+
+def victim(folder: Path, workers: int, dies_at_call: int | None) -> None:
+    """Train, going on from the newest checkpoint; does not return."""
+    os.setpgid(0, 0)  # with its workers, so that they die together
+    status = FAILED
+    try:
+        if dies_at_call is not None:
+            disk.os = MortalOs(dies_at_call)  # type: ignore[attr-defined]
+        make(folder, workers=workers).train(resume="latest")
+        status = FINISHED
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def attempt(
+    folder: Path, workers: int, *, dies_at_call: int | None = None, dies_after: float | None = None
+) -> int | None:
+    """One victim; its exit status, or None where it was killed.
+
+    Args:
+        dies_at_call: how many calls to the operating system its saves make before it is killed in the next.
+        dies_after: seconds.
+    """
+    pid = os.fork()
+    if pid == 0:
+        victim(folder, workers, dies_at_call)
+    if dies_after is not None:
+        time.sleep(dies_after)
+        try:
+            os.killpg(pid, signal.SIGKILL)
+        except ProcessLookupError:  # not yet in a group of its own
+            os.kill(pid, signal.SIGKILL)
+    _, status = os.waitpid(pid, 0)
+    return None if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
+
+
+def differences(expected: dict[str, Any], left: dict[str, Any]) -> list[str]:
+    """The names of what is not the same; one killed before it deleted an old checkpoint may have that one more."""
+    kept = {name.split("/")[0] for name in expected if name[0].isdigit()}
+    old = {name for name in left if name.split("/")[0] not in kept and name < max(kept)}
+    return [name for name in sorted((expected.keys() | left) - old) if expected.get(name) != left.get(name)]
+
+
+def kill(kills: int, seed: int, folder: Path) -> Tally:
+    """Runs, killed and resumed until so many kills have been made and the last run has come to its end."""
+    draw, tally = random.Random(seed), Tally()
+    torch.set_num_threads(1)
+    make(folder / "first").train()  # whatever torch loads at first use
+    start = time.perf_counter()
+    make(folder / "whole").train()
+    duration = time.perf_counter() - start
+    expected = outcome(folder / "whole")
+    while tally.kills < kills and not tally.differences:
+        workers = tally.runs % 3
+        run = folder / f"run_{tally.runs}"
+        run.mkdir()
+        status = None
+        while status is None and tally.kills < kills:
+            inside = draw.random() < 0.5
+            if inside:
+                status = attempt(run, workers, dies_at_call=draw.randrange(CALLS))
+            else:
+                status = attempt(run, workers, dies_after=draw.uniform(0, duration))
+            if status is None:
+                tally.kills += 1
+                tally.inside_saves += inside
+                tally.by_workers[workers] += 1
+        if status is None:  # all kills have been made
+            status = attempt(run, workers)
+        tally.runs += 1
+        if status == FAILED:
+            tally.differences.append(f"{run.name}: the resumed run failed; the error is above")
+            break
+        tally.differences += differences(expected, outcome(run))
+    return tally
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--folder", type=Path, default=None, help="where the runs are kept; a temporary one by default")
+    arguments = parser.parse_args()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.CRITICAL))  # noqa: TID251  # an application
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as temporary:
+        tally = kill(arguments.kills, arguments.seed, arguments.folder or Path(temporary))
+    print(json.dumps({**asdict(tally), "seconds": round(time.perf_counter() - start)}))
+    return bool(tally.differences)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
