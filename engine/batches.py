@@ -9,6 +9,7 @@ nor on the model, nor the model's draws on them.
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any, NamedTuple
@@ -31,7 +32,9 @@ from torch.utils.data import (
 
 from engine import rng
 
-__all__ = ["KeyedLoader", "KeyedOrder", "can_take_over", "draws_nothing", "key_order", "length_of"]
+__all__ = [
+    "KeyedLoader", "KeyedOrder", "can_be_read_once", "can_take_over", "draws_nothing", "key_order", "length_of",
+]  # fmt: skip
 
 
 def length_of(loader: Any) -> int | None:
@@ -40,6 +43,11 @@ def length_of(loader: Any) -> int | None:
         return len(loader)
     except (TypeError, NotImplementedError):
         return None
+
+
+def can_be_read_once(loader: Any) -> bool:
+    """Whether it is an iterator. A DataLoader is not asked for one to find out: that would begin its workers."""
+    return isinstance(loader, Iterator) and iter(loader) is loader
 
 
 def can_take_over(loader: Any) -> bool:
@@ -221,6 +229,9 @@ class KeyedLoader:
                 persistent_workers=loader.persistent_workers,
                 in_order=getattr(loader, "in_order", True),
             )
+        # holds the loader until this object is gone: where both go in one garbage collection, torch cannot reach the
+        # workers that it kept any more, and waits 5 s for each
+        weakref.finalize(self, _as_it_is, self._loader).atexit = False
 
     def begin(self, number: int, position: int = 0) -> Iterator[Any]:
         """The batches of that pass, from that position on."""

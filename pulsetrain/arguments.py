@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from engine import Every
+from engine.batches import can_be_read_once
 from engine.errors import ConfigurationError, unknown_name
 from engine.protocols import TrainingStrategy
 from engine.schedules import build_schedule
@@ -91,7 +92,7 @@ def named_loaders(val_loader: Any) -> dict[str, Iterable[Any]]:
             )
         if not isinstance(loader, Iterable):
             raise TypeError(f"Trainer(val_loader): {name!r} is {type(loader).__name__}; needs an iterable of batches")
-        if iter(loader) is loader:
+        if can_be_read_once(loader):
             raise ConfigurationError(
                 f"Trainer(val_loader): {name!r} is an iterator, which can be read once; give a DataLoader or a list"
             )

@@ -8,7 +8,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from engine import rng
-from engine.batches import length_of
+from engine.batches import can_be_read_once, length_of
 from engine.errors import ConfigurationError
 from engine.logs import get_logger
 
@@ -101,7 +101,7 @@ class Bound:
                 f"TrainingConfig(accumulate={config.accumulate!r}): the run has {total} batches, which make no update; "
                 "accumulate fewer, or train longer"
             )
-        if self.max_epochs is not None and self.max_epochs > 1 and iter(self._loader) is self._loader:
+        if self.max_epochs is not None and self.max_epochs > 1 and can_be_read_once(self._loader):
             raise ConfigurationError(
                 f"TrainingConfig(max_epochs={self.max_epochs}): the loader is an iterator, which can be read once; "
                 "give a DataLoader or a list, or bound the run by max_iterations"
@@ -116,7 +116,7 @@ class Bound:
         setting, remedy = self._hangs_on_tokens()
         if setting is None or self._tokens_a_batch is not None:
             return
-        if iter(self._loader) is self._loader:
+        if can_be_read_once(self._loader):
             return  # its first batch cannot be looked at beforehand: how long the run will be is not known
         with rng.kept():
             batches = [strategy.prepare_batch(backend.to_device(batch)) for batch in islice(self._loader, _LOOKED_AT)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from copy import deepcopy
 from itertools import islice
 from typing import Any
 
@@ -22,14 +23,14 @@ class DataPosition:
     """Begins passes over a loader, each keyed by (seed, pass), and finds back into one.
 
     A loader that `engine.batches.can_take_over` is asked for the batches from a position on. One that has `state_dict`
-    and `load_state_dict` keeps its position itself. Any other is read again up to the position; what it draws while it
-    is read comes from a stream of its own, so that the same batches come again whatever the model has drawn meanwhile.
+    and `load_state_dict` keeps its position itself, and what it draws is seeded for each batch. Any other is read again
+    up to the position; what it draws while it is read comes from a stream of its own, so that the same batches come
+    again whatever the model has drawn meanwhile.
     """
 
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self._keyed: tuple[Any, KeyedLoader] | None = None  # the loader, and ours that has taken it over
-        self._loader: Any = None  # the one that the pass under way is over
         self.restart()
 
     def restart(self) -> None:
@@ -42,9 +43,14 @@ class DataPosition:
         self.trained = 0  # the last iteration whose step was made: state.iteration grows before its step
         self.resuming = False  # a checkpoint was loaded whose pass has not been found back to
         self.inside = False  # it was made inside an epoch, which has not gone on yet
+        self._loader: Any = None  # the one that the pass under way is over; None before it has begun or been found back
         self._offset = 0  # of the keyed order, at the iteration that follows
         self._offset_at = 0
-        self._saved_loader: Any = None  # the state of a loader that has one
+        # of a loader that keeps its state: batches of the pass that it has given; a state to go back to, and their
+        # number then; the same two of the checkpoint that was loaded
+        self._given = 0
+        self._anchor: tuple[Any, int] = (None, 0)
+        self._saved_loader: tuple[Any, int] | None = None
 
     def begin_epoch(self, epoch: int, iteration: int) -> bool:
         """An epoch's batches begin; false where they go on behind a checkpoint that was made inside the epoch."""
@@ -69,15 +75,15 @@ class DataPosition:
             CheckpointError: the loader ends before the position: it is not the one that the checkpoint was made with.
         """
         self.resuming = False
-        keyed = self._take_over(loader)
-        if keyed is not None:
+        if self._take_over(loader) is not None:
             return self._iterate(loader)
-        if self._saved_loader is not None and _keeps_state(loader):
-            loader.load_state_dict(self._saved_loader)
-            self._loader = loader
-            return iter(loader)
-        batches, count = self._iterate(loader), iteration - self.pass_start
-        if count:
+        count, saved = iteration - self.pass_start, self._saved_loader
+        if saved is not None and _keeps_state(loader):
+            batches = self._iterate_stateful(loader, saved)
+            count -= saved[1]
+        else:
+            batches = self._iterate(loader)
+        if count and type(loader) not in (list, tuple):
             get_logger("pulsetrain").warning(
                 "the loader cannot be asked for a position: it is read again up to where the run was",
                 loader=type(loader).__name__,
@@ -95,12 +101,44 @@ class DataPosition:
         keyed = self._take_over(loader)
         if keyed is not None:
             return keyed.begin(self.passes, self._offset)
-        seed = rng.derive(self.seed, self.passes)
-        key_order(loader, seed)
-        if type(loader) in (list, tuple) or (isinstance(loader, DataLoader) and loader.num_workers > 0):
-            return iter(loader)  # draws nothing, or in its workers, which are seeded by the line above
-        watched = None if isinstance(loader, DataLoader) else _WATCHED
-        return rng.Draws(seed).around(loader, watched)
+        if type(loader) in (list, tuple):
+            return iter(loader)
+        if _keeps_state(loader):
+            return self._iterate_stateful(loader)
+        self._key_pass(loader)
+        # workers are seeded by the line above, and a sampler that draws here does so at once
+        known_to_draw_here = isinstance(loader, DataLoader) and loader.num_workers == 0
+        return rng.Draws(rng.derive(self.seed, self.passes)).around(loader, None if known_to_draw_here else _WATCHED)
+
+    def _iterate_stateful(self, loader: Any, saved: tuple[Any, int] | None = None) -> Iterator[Any]:
+        """A loader's batches from the pass's first on, or from a saved state on."""
+        self._loader = loader
+        self._key_pass(loader)
+        with rng.seeded(rng.derive(self.seed, self.passes)):
+            if saved is not None:
+                loader.load_state_dict(saved[0])
+            batches = iter(loader)
+            self._anchor = saved or (deepcopy(loader.state_dict()), 0)
+        self._given = self._anchor[1]
+        return self._give(batches)
+
+    def _give(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Each made under a seed of its own, so that a resume need not know what those before it have drawn."""
+        while True:
+            with rng.seeded(rng.derive(self.seed, self.passes, self._given)):
+                try:
+                    batch = next(batches)
+                except StopIteration:
+                    return
+            self._given += 1
+            yield batch
+
+    def _key_pass(self, loader: Any) -> None:
+        key_order(loader, rng.derive(self.seed, self.passes))
+        if isinstance(loader, DataLoader) and loader.persistent_workers:
+            # torch seeds workers when they begin: kept ones would draw on where the last pass ended, which no resume
+            # can know; the price is that they begin anew each pass
+            loader._iterator = None
 
     def _take_over(self, loader: Any) -> KeyedLoader | None:
         if not can_take_over(loader):
@@ -113,10 +151,17 @@ class DataPosition:
         """The position behind the last iteration whose step was made."""
         names = ("seed", "passes", "pass_start", "epoch", "epoch_start", "epoch_done", "trained")
         state = {name: getattr(self, name) for name in names}
+        if self._loader is None:  # as it was loaded, if it was
+            state["offset"] = self._offset
+            if self._saved_loader is not None:
+                state["loader"], state["given"] = self._saved_loader
+            return state
         if self._keyed is not None and self._keyed[0] is self._loader:
             state["offset"] = self._offset + (self.trained - self._offset_at) * self._keyed[1].order.step
-        if self._loader is not None and _keeps_state(self._loader):
-            state["loader"] = self._loader.state_dict()
+        if _keeps_state(self._loader):
+            # a batch that was given and not trained on (the run was stopped in between) must come again
+            ahead = self._given != self.trained - self.pass_start
+            state["loader"], state["given"] = self._anchor if ahead else (self._loader.state_dict(), self._given)
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -126,7 +171,9 @@ class DataPosition:
         for name in ("seed", "passes", "pass_start", "epoch", "epoch_start", "epoch_done", "trained"):
             setattr(self, name, state[name])
         self._offset, self._offset_at = state.get("offset", 0), self.trained
-        self._saved_loader = state.get("loader")
+        given = state.get("given", self.trained - self.pass_start)
+        self._saved_loader = (state["loader"], given) if "loader" in state else None
+        self._loader = None
         self.resuming = self.passes > 0
         self.inside = not self.epoch_done
 

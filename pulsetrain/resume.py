@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields
+from functools import partial
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
     from pulsetrain.config import TrainingConfig
     from pulsetrain.trainer import Trainer
 
-__all__ = ["capture", "restore", "restore_states", "stateful"]
+__all__ = ["capture", "handler_states", "listeners", "restore", "restore_states", "state_of", "stateful"]
 
 FORMAT = 3
 _PARTS = (
@@ -59,8 +61,9 @@ def capture(trainer: Trainer) -> dict[str, Any]:
         "metrics": {name: float(value) for name, value in state.metrics.items() if _is_scalar(value)},
         "history": trainer.history.state_dict(),
         "losses": trainer.losses.state_dict(),
-        "handlers": {key: handler.state_dict() for key, handler in stateful(trainer).items()},
-        "rng": rng.capture(),
+        "handlers": handler_states(trainer),
+        # of a checkpoint that was loaded and has not been gone on with: its own
+        "rng": trainer.rng_to_restore or rng.capture(),
     }
 
 
@@ -114,13 +117,9 @@ def restore(trainer: Trainer, saved: Mapping[str, Any]) -> None:
 
 
 def stateful(trainer: Trainer) -> dict[str, Any]:
-    """What holds progress, by class name and metric, numbered where both come twice.
-
-    The trainer's handlers, and whatever else listens to the trainer by a method of its own and has a state: a metric of
-    pytorch-ignite, a torch scheduler's `step`, an object of the user's.
-    """
+    """What holds progress, by class name and metric, numbered where both come twice: those `listeners` with a state."""
     found: dict[str, Any] = {}
-    for handler in [*trainer.handlers, *_listeners(trainer)]:
+    for handler in listeners(trainer):
         if not (hasattr(handler, "state_dict") and hasattr(handler, "load_state_dict")):
             continue
         metric = getattr(handler, "metric", None)
@@ -133,18 +132,47 @@ def stateful(trainer: Trainer) -> dict[str, Any]:
     return found
 
 
-def _listeners(trainer: Trainer) -> list[Any]:
-    """The objects whose methods hear the trainer's events, in the order of registration, without its own parts."""
-    own = [trainer, trainer.model, trainer.optimizer, trainer.evaluation, trainer.evaluator, *trainer.handlers]
-    parts = {id(part) for part in own} | {id(part) for each in trainer.handlers for part in vars(each).values()}
+def listeners(trainer: Trainer) -> list[Any]:
+    """The trainer's handlers and callbacks, and whatever else hears its events, in the order of registration.
+
+    An object hears by a method of its own or by being called: a metric of pytorch-ignite, a torch scheduler's `step`,
+    an object of the user's. The trainer's own parts and those of handlers are left out.
+    """
+    given = [*trainer.handlers, *trainer.callbacks]
+    own = [trainer, trainer.model, trainer.optimizer, trainer.evaluation, trainer.evaluator, trainer.callbacks]
+    parts = {id(part) for part in own} | {id(part) for each in given for part in getattr(each, "__dict__", {}).values()}
     signals = [signal for signal in trainer.bus.values() if isinstance(signal, EventSignal)]
     heard = [each for signal in signals for each in signal.subscriptions(id(trainer), exclusive=True)]
-    owners: dict[int, Any] = {}
+    owners = {id(each): each for each in given}
     for subscription in sorted(heard, key=lambda each: each.position):
-        owner = getattr(subscription.handler, "__self__", None)
-        if owner is not None and not isinstance(owner, type) and id(owner) not in parts:
+        owner = _owner(subscription.handler)
+        if owner is not None and id(owner) not in parts:
             owners.setdefault(id(owner), owner)
     return list(owners.values())
+
+
+def _owner(listener: Any) -> Any:
+    """The object that hears by the listener; None for a function, which has no state."""
+    while isinstance(listener, partial):
+        listener = listener.func
+    if isinstance(listener, FunctionType):
+        return None
+    owner = getattr(listener, "__self__", listener)
+    return None if isinstance(owner, type) else owner
+
+
+def handler_states(trainer: Trainer) -> dict[str, Any]:
+    """The state of each that `stateful` names."""
+    return {key: state_of(key, handler) for key, handler in stateful(trainer).items()}
+
+
+def state_of(key: str, handler: Any) -> Any:
+    """A handler's state; its error is told with its name."""
+    try:
+        return handler.state_dict()
+    except Exception as error:
+        error.add_note(f"in {key}.state_dict(), whose state is part of a checkpoint")
+        raise
 
 
 def restore_states(trainer: Trainer, saved: Mapping[str, Any]) -> None:
@@ -156,7 +184,7 @@ def restore_states(trainer: Trainer, saved: Mapping[str, Any]) -> None:
 
 def _restore_handlers(trainer: Trainer, saved: Mapping[str, Any]) -> None:
     handlers = stateful(trainer)
-    before = {key: handler.state_dict() for key, handler in handlers.items()}
+    before = handler_states(trainer)
     try:
         for key in handlers.keys() & saved.keys():
             handlers[key].load_state_dict(saved[key])

@@ -38,8 +38,9 @@ from pulsetrain.config import TrainingConfig
 from pulsetrain.evaluation import Evaluation, check_sets
 from pulsetrain.measuring import Losses, Rate
 from pulsetrain.position import DataPosition
-from pulsetrain.resume import COUNTERS, capture, restore, restore_states, stateful
+from pulsetrain.resume import COUNTERS, capture, handler_states, restore, restore_states, state_of, stateful
 from pulsetrain.step import rates_of, step
+from pulsetrain.unsaved import check_unsaved
 
 __all__ = ["Trainer"]
 
@@ -135,12 +136,12 @@ class Trainer(Engine):
         self.bound.check()
         self.handlers = [*handlers, *configured_handlers(config, self.optimizer, self.bound, handlers)]
         check_waiting(self.handlers, self.val_loaders)
+        self.callbacks = CallbackList(list(callbacks))
         self._subscribe()
         for handler in self.handlers:
             handler.attach(self)
-        self.callbacks = CallbackList(list(callbacks))
         self.callbacks.attach(self)
-        self._at_first = {key: handler.state_dict() for key, handler in stateful(self).items()}
+        self._at_first = handler_states(self)
 
     def train(self, resume: str | os.PathLike[str] | None = None) -> dict[str, list[float]]:
         """Train to the configured bound.
@@ -200,7 +201,7 @@ class Trainer(Engine):
             if key in self._at_first:
                 handler.load_state_dict(self._at_first[key])
             else:  # it has been attached since, and has seen no run yet
-                self._at_first[key] = handler.state_dict()
+                self._at_first[key] = state_of(key, handler)
 
     def _stand_at_the_end(self) -> None:
         """A checkpoint behind the last batch was loaded: what is left is the run's end."""
@@ -304,6 +305,7 @@ class Trainer(Engine):
     def _subscribe(self) -> None:
         config = self.config
         self.add_event_handler(Events.STARTED, self._train_mode, phase=Phase.COMPUTE)
+        self.add_event_handler(Events.STARTED, check_unsaved, phase=Phase.COMPUTE)
         self.add_event_handler(Events.PREEMPTED, self._stop_when_preempted)
         for event in (Events.STARTED, Events.EPOCH_STARTED):
             last = self.bus.subscribe(event, self._restore_states, sender=self, phase=Phase.PERSIST)

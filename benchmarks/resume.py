@@ -1,0 +1,130 @@
+"""How soon a run goes on inside a long epoch, beside a loader that reads again what was trained on.
+
+    python benchmarks/resume.py          # prints a table and a JSON line, exits with 1 when a bound is missed
+
+A shuffled DataLoader over a million samples, a checkpoint past the epoch's middle. Measured is the time from
+CHECKPOINT_LOADED, when the weights are in place, to the ITERATION_STARTED of the first batch; with workers that is
+mostly their start. The other loader is the same DataLoader, read by torch itself up to the same batch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from engine import Events, SupervisedStrategy
+from handlers import Checkpointer
+from pulsetrain import Trainer, TrainingConfig
+
+BATCH_SIZE = 100
+FEATURES = 32
+BOUNDS = {
+    "first batch, 0 workers, s": 1.0,
+    "first batch, 2 workers, s": 1.0,
+}
+
+
+class Samples(Dataset[tuple[Tensor, Tensor]]):
+    """Made when asked for, from the index and a draw: about what reading a small record costs."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        return torch.full((FEATURES,), index / self.count) + torch.rand(FEATURES), torch.ones(1)
+
+
+def make_loader(samples: int, workers: int) -> DataLoader[Any]:
+    """Shuffled batches."""
+    return DataLoader(Samples(samples), batch_size=BATCH_SIZE, shuffle=True, num_workers=workers)
+
+
+def make_trainer(folder: Path, samples: int, workers: int, iterations: int) -> Trainer:
+    """A run of so many iterations, saved by hand alone."""
+    return Trainer(
+        nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.ReLU(), nn.Linear(FEATURES, 1)),
+        make_loader(samples, workers),
+        strategy=SupervisedStrategy("mse"),
+        config=TrainingConfig(max_iterations=iterations, optimizer="adamw", seed=1),
+        handlers=[Checkpointer(folder, at_end=False)],
+    )
+
+
+def train_to(folder: Path, samples: int, iterations: int) -> None:
+    """Leave a checkpoint behind so many iterations of the epoch."""
+    run = make_trainer(folder, samples, 0, iterations)
+    run.train()
+    run.save_checkpoint()
+
+
+def first_batch(folder: Path, samples: int, workers: int, iteration: int) -> float:
+    """Seconds from the loaded checkpoint to the first batch."""
+    run = make_trainer(folder, samples, workers, iteration + 1)
+    marks: list[tuple[float, int]] = []
+
+    @run.on(Events.CHECKPOINT_LOADED | Events.ITERATION_STARTED)
+    def mark(engine: Trainer) -> None:
+        marks.append((time.perf_counter(), engine.state.iteration))
+
+    run.train(resume="latest")
+    (loaded, at), (started, first) = marks
+    assert (at, first) == (iteration, iteration + 1), "it went on elsewhere"
+    return started - loaded
+
+
+def reading_again(samples: int, workers: int, iteration: int) -> float:
+    """Seconds that torch's own loader takes to the same batch, the others read and put away."""
+    start = time.perf_counter()
+    batches = islice(make_loader(samples, workers), iteration, None)
+    batch = next(batches)
+    seconds = time.perf_counter() - start
+    assert len(batch[0]) == BATCH_SIZE
+    return seconds
+
+
+def measure(samples: int, position: int) -> dict[str, float]:
+    """Every figure by its name; those that have a bound are named as in BOUNDS."""
+    results: dict[str, float] = {}
+    iteration = position // BATCH_SIZE
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        train_to(folder, samples, iteration)
+        for workers in (0, 2):
+            ours = first_batch(folder, samples, workers, iteration)
+            theirs = reading_again(samples, workers, iteration)
+            results[f"first batch, {workers} workers, s"] = ours
+            results[f"reading again, {workers} workers, s"] = theirs
+            results[f"reading again / first batch, {workers} workers"] = theirs / ours
+    return results
+
+
+def main() -> int:
+    """Measure, print, and say by the exit status whether every bound holds."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--samples", type=int, default=1_000_000, help="of an epoch")
+    parser.add_argument("--position", type=int, default=500_000, help="samples behind which the checkpoint is made")
+    arguments = parser.parse_args()
+    if not 0 < arguments.position <= arguments.samples - BATCH_SIZE:
+        parser.error(f"--position {arguments.position}: choose 1 to {arguments.samples - BATCH_SIZE}")
+    results = measure(arguments.samples, arguments.position)
+    print(f"{f'{arguments.position} of {arguments.samples} samples':<44}{'measured':>10}{'bound':>8}")
+    for name, figure in results.items():
+        print(f"{name:<44}{figure:>10.3f}" + (f"{BOUNDS[name]:>8g}" if name in BOUNDS else ""))
+    print(json.dumps({"samples": arguments.samples, "position": arguments.position, **results, "bounds": BOUNDS}))
+    return int(any(results[name] > bound for name, bound in BOUNDS.items()))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
