@@ -163,6 +163,7 @@ class EventBus(blinker.Namespace):
     def __init__(self) -> None:
         super().__init__()
         self.sequence = Sequence()
+        self.by_clock = False  # what is fired now hangs on the clock or on another thread: its moment is not repeated
         self._engines: dict[int, weakref.ref[Any]] = {}
         self._by_key: dict[str, EventSignal] = {}
 

@@ -371,8 +371,13 @@ class Emitter:
             plan.seen = count
 
     def _deliver_posts(self) -> None:
+        bus, before = self.bus, self.bus.by_clock
         for _ in range(len(self._posts)):  # what their handlers post waits for the next safe point
-            self.fire(*self._posts.popleft())
+            bus.by_clock = True
+            try:
+                self.fire(*self._posts.popleft())
+            finally:
+                bus.by_clock = before
 
 
 def _wrong_payload(verb: str, event: Any, payload_type: type | None, payload: Any) -> TypeError:

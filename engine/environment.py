@@ -11,7 +11,7 @@ import torch
 
 __all__ = ["describe_environment", "environment_differences"]
 
-_PACKAGES = ("torch", "numpy", "pytorch-ignite", "pulsetrain")
+_PACKAGES = ("torch", "numpy", "pytorch-ignite", "blinker", "msgspec", "pulsetrain")
 
 
 def describe_environment(device: torch.device | str) -> dict[str, Any]:

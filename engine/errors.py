@@ -10,6 +10,7 @@ __all__ = [
     "ConfigurationError",
     "MetricNotFoundError",
     "PulsetrainError",
+    "RecordingError",
     "RunFolderError",
     "unknown_name",
 ]
@@ -29,6 +30,10 @@ class MetricNotFoundError(PulsetrainError, ValueError):
 
 class RunFolderError(PulsetrainError, OSError):
     """A run folder that cannot be used: it holds another run, or cannot be written."""
+
+
+class RecordingError(PulsetrainError, RuntimeError):
+    """An event log that is damaged, of another format, or lacks what is asked of it."""
 
 
 class CheckpointError(PulsetrainError, RuntimeError):

@@ -35,6 +35,7 @@ from handlers.csv_logger import CSVLogger  # noqa: E402
 from handlers.early_stopping import EarlyStopping  # noqa: E402
 from handlers.ema import EMA  # noqa: E402
 from handlers.event_recorder import EventRecorder  # noqa: E402
+from handlers.fingerprints import Fingerprints  # noqa: E402
 from handlers.loss_curve import LossCurve  # noqa: E402
 from handlers.lr_scheduler import LRScheduler  # noqa: E402
 from handlers.progress_bar import ProgressBar  # noqa: E402
@@ -50,6 +51,7 @@ __all__ = [
     "ConsoleLogger",
     "EarlyStopping",
     "EventRecorder",
+    "Fingerprints",
     "LRScheduler",
     "LossCurve",
     "ProgressBar",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -36,7 +37,7 @@ class CSVLogger:
         folder: the run folder.
         every: read `state.output` at this cadence in place of METRICS_LOGGED; each reading waits for the device.
         clock: seconds, for `Every(seconds=...)`.
-        on_error: "raise" ends the run when a row cannot be written, "warn" goes on.
+        on_error: "warn" goes on when a row cannot be written, and writes it with the next; "raise" ends the run.
     """
 
     def __init__(
@@ -45,7 +46,7 @@ class CSVLogger:
         every: Every | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
-        on_error: OnError = "raise",
+        on_error: OnError = "warn",
     ) -> None:
         if every is not None and not isinstance(every, Every):
             raise TypeError(f"CSVLogger(every={every!r}): needs an Every, such as Every(iterations=50)")
@@ -55,6 +56,7 @@ class CSVLogger:
         self._on_error = on_error
         self._columns: list[str] = []
         self._rows = 0  # in the table
+        self._waiting: list[dict[str, Any]] = []  # rows that could not be written yet
         self._rows_at_checkpoint: int | None = None
         self._last_read: tuple[str, int] | None = None
         self._attachment = Attachment("CSVLogger")
@@ -88,6 +90,11 @@ class CSVLogger:
         """The table stays as it is until CHECKPOINT_LOADED says that the run goes on from there."""
         self._rows_at_checkpoint = state["rows"]
 
+    def begin_again(self) -> None:
+        """A run begins anew that was killed before its first checkpoint: its rows come again."""
+        if self._columns:
+            self._write_table(self._columns, [])
+
     def _open_table(self) -> tuple[list[str], int]:
         """The columns of the table that is there, and how many rows it has; nothing where there is none yet."""
         if not self.path.exists() or self.path.stat().st_size == 0:
@@ -115,7 +122,7 @@ class CSVLogger:
             return
         rows = self._read_rows()
         if all(int(row[0]) >= engine.state.iteration for row in rows[kept:]):  # else it is another run's table
-            self._write_table(rows[:kept])
+            self._write_table(self._columns, rows[:kept])
 
     def _drop_cut_row(self) -> None:
         """A process that was killed in mid-write leaves a row without an end: its last number may be cut short."""
@@ -143,25 +150,31 @@ class CSVLogger:
             self._append(engine, metrics)
 
     def _append(self, engine: Engine, metrics: Mapping[str, float]) -> None:
-        new = [name for name in metrics if name not in self._columns and name not in _LEADING]
+        self._waiting.append({**metrics, "iteration": engine.state.iteration, "epoch": engine.state.epoch})
+        new = dict.fromkeys(name for row in self._waiting for name in row if name not in (*self._columns, *_LEADING))
         if new or not self._columns:
             self._widen([*(self._columns or _LEADING), *new])
-        row = {**metrics, "iteration": engine.state.iteration, "epoch": engine.state.epoch}
-        # opened for each row: rows are rare, and nothing is left to close when a run ends badly
+        # opened each time: rows are rare, and nothing is left to close when a run ends badly
         with self.path.open("a", newline="", encoding="utf-8") as file:
-            csv.writer(file).writerow([row.get(name, "") for name in self._columns])
-        self._rows += 1
+            before = file.tell()
+            try:
+                csv.writer(file).writerows([[row.get(name, "") for name in self._columns] for row in self._waiting])
+                file.flush()
+            except OSError:
+                os.truncate(self.path, before)  # no part of a row stays on a full disk
+                raise
+        self._rows += len(self._waiting)
+        self._waiting.clear()
 
     def _widen(self, columns: list[str]) -> None:
         """Write the table anew with more columns; the rows that are there have nothing in them."""
         rows = self._read_rows() if self._columns else []
-        self._columns = columns
-        self._write_table([[*row, *[""] * (len(columns) - len(row))] for row in rows])
+        self._write_table(columns, [[*row, *[""] * (len(columns) - len(row))] for row in rows])
 
-    def _write_table(self, rows: list[list[str]]) -> None:
+    def _write_table(self, columns: list[str], rows: list[list[str]]) -> None:
         text = io.StringIO(newline="")
         writer = csv.writer(text)
-        writer.writerow(self._columns)
+        writer.writerow(columns)
         writer.writerows(rows)
         replace_file(self.path, text.getvalue().encode())
-        self._rows = len(rows)
+        self._columns, self._rows = columns, len(rows)

@@ -1,77 +1,64 @@
-"""Writes every event of a bus to the run folder, one JSON object a line."""
+"""Writes every event of a bus into the run folder's log."""
 
 from __future__ import annotations
 
 import math
-import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
-import msgspec
-
 from engine.bus import EventBus
-from engine.errors import ConfigurationError
+from engine.errors import ConfigurationError, PulsetrainError, RecordingError
 from engine.events import Event, Events, event_key
 from engine.logs import get_logger
 from engine.loop import Engine
+from engine.recording import EventLog, LoggedEvent, LogWriter
+from engine.recording.lines import take_measured
 from engine.subscription import OnError, Phase
 from handlers.attachment import Attachment
-from handlers.event_values import EventValues
+from handlers.event_values import EventValues, PlainTypes
 from handlers.readings import learning_rates, scalars
 from handlers.resume_check import ResumeCheck
+from handlers.run_file import note_start
 from handlers.run_folder import make_folder
 
 __all__ = ["EventRecorder"]
 
-BATCH = 100  # events between two copies from the device
+BATCH = 100  # events with values on a device between two copies to the host
 FETCHING = (Events.GET_BATCH_STARTED, Events.GET_BATCH_COMPLETED)
 FREQUENT = (Events.ITERATION_STARTED, Events.GRADIENTS_READY, Events.OPTIMIZER_STEP_COMPLETED, *FETCHING)
 MEASURED = (Events.EPOCH_COMPLETED, Events.VALIDATION_COMPLETED)  # their receivers compute metrics
 FINAL = (Events.TERMINATE, Events.COMPLETED, Events.EXCEPTION_RAISED, Events.INTERRUPT)
-_MEASURED_TYPES = tuple(event.value for event in MEASURED)
-
-
-class Record(msgspec.Struct, omit_defaults=True):
-    """One line; what an event does not have is left out."""
-
-    seq: int
-    t: int  # host wall clock, nanoseconds since 1970
-    engine: str
-    event: str
-    epoch: int
-    iteration: int
-    payload: Any = None
-    output: Any = None  # ITERATION_COMPLETED: the scalars of the step's output
-    metrics: Any = None  # EPOCH_COMPLETED and VALIDATION_COMPLETED: state.metrics after every receiver
-    lr: Any = None  # ITERATION_COMPLETED: the rates of the engine's optimizer then, so those of its next update
-
-
-class _Place(msgspec.Struct, frozen=True):
-    """What tells a record from every other one."""
-
-    seq: int
-    t: int
+# where a run begins, is cut off and goes on: not the same when it is repeated in other parts
+OBSERVED = (Events.STARTED, Events.PREEMPTED, Events.HANDLER_FAILED, Events.CHECKPOINT_SAVED, Events.CHECKPOINT_LOADED)
+_FINAL_TYPES = frozenset(event.value for event in FINAL)
+_MEASURED_TYPES = frozenset(event.value for event in MEASURED)
+_OBSERVED_TYPES = frozenset(event.value for event in (*OBSERVED, *FINAL, *FETCHING))
 
 
 class EventRecorder:
-    """Appends the events of every engine on the bus to FOLDER/events/events.jsonl, in the bus's order.
+    """Writes the events of every engine on the bus into FOLDER/events, in the bus's order: read it with `EventLog`.
 
-    Scalars stay on their device and are copied to the host for 100 events at a time and at the end of each validation,
-    epoch and run: a process that is killed loses what came after. Non-finite floats are the strings "NaN", "Infinity",
-    "-Infinity"; what cannot be written is summarised as {"__type__": ...}.
+    What has been written outlives the process, killed or not. Scalars stay on their device and are copied to the host
+    for 100 events at a time and at the end of each validation, epoch and run: a process that is killed loses those
+    values, not the events. Non-finite floats are the strings "NaN", "Infinity", "-Infinity"; what cannot be written
+    is summarised as {"__type__": ...}.
 
     Engines that join the bus later are recorded, too. Custom events registered later are recorded from the next
     STARTED or EPOCH_STARTED on, not before. GRADIENTS_READY is heard, so the gradients' norm is computed.
 
-    A run that goes on from a checkpoint computes again what the log holds past it: `resume_check` compares both, floats
-    by their bits, and the agreement or the first difference is logged.
+    A run that goes on from a checkpoint goes on with the log. The events that the log holds past the checkpoint are
+    kept, marked as superseded, and compared with what is computed again: `resume_check`, floats by their bits.
 
     Args:
         folder: the run folder; a log that is there already is continued.
         include_batches: record GET_BATCH_STARTED and GET_BATCH_COMPLETED as well.
         every: record only each n-th iteration's and update's own events; all others are recorded in any case.
-        on_error: "raise" ends the run when the log cannot be written, "warn" goes on.
+        max_bytes: budget of the sealed log: where it is reached, old iterations' own events are thinned to each
+            hundredth, and an event `log_thinned` says so.
+        rank: of this process, where several train together; each writes a log of its own.
+        on_error: "warn" goes on when the disk is full or gone, says so once, and writes what it has kept when it can;
+            "raise" ends the run.
 
     Raises:
         ConfigurationError: `every` is no positive whole number.
@@ -83,22 +70,32 @@ class EventRecorder:
         include_batches: bool = False,
         every: int | None = None,
         *,
-        on_error: OnError = "raise",
+        rank: int = 0,
+        max_bytes: int | None = None,
+        on_error: OnError = "warn",
     ) -> None:
         if every is not None and (not isinstance(every, int) or isinstance(every, bool) or every < 1):
             raise ConfigurationError(f"EventRecorder(every={every!r}): needs a whole number of at least 1")
-        self.path = Path(folder) / "events" / "events.jsonl"
+        self.folder = Path(folder) / "events"
         self.include_batches = include_batches
         self.every = every
+        self.rank, self.max_bytes = rank, max_bytes
         self._on_error = on_error
         self._known: set[str] = set()  # keys of the events subscribed to
-        self._lines: list[Record | bytes] = []  # in the bus's order, not yet written
-        self._open: dict[int, tuple[Record, Engine]] = {}  # by seq: their receivers are still running
-        self._unwritten: list[str] = []  # when the checkpoint was made that is being loaded
+        self._writer: LogWriter | None = None
         self._values = EventValues()
-        self._fresh = 0  # events since the last flush
-        self._encoder = msgspec.json.Encoder()
+        self._plain_types = PlainTypes()
+        self._waiting: list[LoggedEvent] = []  # written without their values, which are on a device
+        self._pending = 0  # such values
+        self._told = False  # that the disk is full
+        self._running: dict[int, tuple[LoggedEvent, Engine]] = {}  # by seq: their receivers are still running
+        self._in_epoch: set[str] = set()  # engines
+        self._begun_again: set[str] = set()  # engines whose epoch goes on behind a checkpoint
+        self._outermost: Any = None  # the engine whose run contains the others'
+        self._place: dict[str, Any] = {}  # how far the log had come when it was last closed
+        self._saved: Mapping[str, Any] | None = None  # the state of a checkpoint that is being loaded
         self._attachment = Attachment("EventRecorder")
+        self._bus: Any = None  # the one attached to, last
         self.resume_check: ResumeCheck | None = None  # of the checkpoint that the run goes on from
 
     def attach(self, engine_or_bus: Engine | EventBus) -> Self:
@@ -107,10 +104,12 @@ class EventRecorder:
         Raises:
             RunFolderError: the folder cannot be written.
         """
-        bus = engine_or_bus if isinstance(engine_or_bus, EventBus) else getattr(engine_or_bus, "bus", engine_or_bus)
+        bus: Any = (
+            engine_or_bus if isinstance(engine_or_bus, EventBus) else getattr(engine_or_bus, "bus", engine_or_bus)
+        )
         with self._attachment.to(bus):
-            make_folder("EventRecorder", self.path.parent)
-            self._end_cut_line()
+            self._bus = bus
+            make_folder("EventRecorder", self.folder)
             for event in Events:
                 if event not in FETCHING or self.include_batches:
                     self._subscribe(event)
@@ -119,54 +118,34 @@ class EventRecorder:
         return self
 
     def detach(self) -> None:
+        self._end()
         self._attachment.cancel()
         self._known.clear()
-        self._open.clear()
-        self.flush()
+        self._running.clear()
 
     def flush(self) -> None:
-        """Copy what is on the device to the host, and write every event whose turn has come."""
-        self._fresh = 0
-        self._values.settle()
-        encode = self._encoder.encode
-        self._lines = [
-            line if isinstance(line, bytes) or line.seq in self._open else encode(line) + b"\n" for line in self._lines
-        ]
-        # an open event keeps its place: what came behind it waits, encoded
-        end = next((i for i, line in enumerate(self._lines) if not isinstance(line, bytes)), len(self._lines))
-        if end:
-            written: list[Any] = self._lines[:end]
-            with self.path.open("ab") as file:  # opened each time: there is nothing to close when a run ends badly
-                file.write(b"".join(written))
-            del self._lines[:end]
-            if self.resume_check is not None:
-                self._compare(self.resume_check, written)
+        """Copy what is on the device to the host."""
+        if self._writer is not None:
+            self._settle(self._writer)
 
     def state_dict(self) -> dict[str, Any]:
-        """What cannot be in the log yet: the event in which the checkpoint is made, and those behind it.
-
-        Whatever came before is written first, so that the log of a process killed later has all up to the checkpoint.
-        """
-        self.flush()
-        lines: list[Any] = []
-        for line in self._lines:
-            if isinstance(line, Record):
-                record, engine = msgspec.structs.replace(line), self._open[line.seq][1]
-                self._put_metrics(record, engine)
-                lines.append(record)
-            else:
-                lines.append(line)
-        self._values.settle()
-        encode = self._encoder.encode
-        return {"unwritten": [(line if isinstance(line, bytes) else encode(line) + b"\n").decode() for line in lines]}
+        """How far the log had come."""
+        writer = self._writer
+        if writer is None:
+            return self._place
+        self._settle(writer)
+        for event, engine in self._running.values():  # killed behind this checkpoint, they have what is known now
+            self._put_metrics(event, engine)
+            self._on_disk(writer.update, event)
+        return {"seq": self._bus.sequence.last, "ord": writer.next_ord, "in_epoch": sorted(self._in_epoch)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """CHECKPOINT_LOADED then completes the log."""
-        self._unwritten = list(state["unwritten"])
+        """CHECKPOINT_LOADED then lets the log go on from there."""
+        self._saved = dict(state) or None
 
     def _subscribe(self, event: Any) -> None:
         def hear(event: Any, handler: Any, phase: Phase, position: float) -> None:
-            self._attachment.hear(event, handler, phase=phase, on_error=self._on_error, position=position)
+            self._attachment.hear(event, handler, phase=phase, position=position)
 
         first = self._on_event
         if event in MEASURED or event in FINAL:
@@ -176,6 +155,10 @@ class EventRecorder:
             first = self._on_iteration
         elif event is Events.CHECKPOINT_LOADED:
             first = self._on_loaded
+        elif event is Events.STARTED:
+            first = self._on_started
+        elif event is Events.EPOCH_STARTED:
+            first = self._on_epoch_started
         sampled = self.every is not None and (event in FREQUENT or event is Events.ITERATION_COMPLETED)
         # before every other receiver: the events that those fire come behind this one
         hear(event(every=self.every) if sampled else event, first, Phase.COMPUTE, -math.inf)
@@ -192,95 +175,206 @@ class EventRecorder:
                     self._subscribe(event)
 
     def _on_event(self, engine: Engine, event: Event) -> None:
-        self._add(self._record(event))
+        self._write(self._logged(event))
 
     def _on_iteration(self, engine: Engine, event: Event) -> None:
-        record = self._record(event)
+        logged = self._logged(event)
         output, rates = scalars(engine.state.output), learning_rates(engine)
         if output:
-            self._values.put_scalars(record, "output", output)
+            self._values.put_scalars(logged, "output", output)
         if rates:
-            self._values.put(record, "lr", rates)
-        self._add(record)
+            self._values.put(logged, "lr", rates)
+        self._write(logged)
+
+    def _on_started(self, engine: Engine, event: Event) -> None:
+        if self._outermost is None:
+            self._outermost = engine
+            self._saved = None
+            if self._writer is None and event.iteration == 0:
+                self._begin_anew(event)
+            self._on_disk(note_start, self.folder.parent, engine, event.iteration)
+        logged = self._logged(event)
+        logged.observed = _bounds(engine)
+        self._write(logged)
+
+    def _begin_anew(self, event: Event) -> None:
+        """A run begins where a log was cut off: it had no checkpoint to go on from, and its events come again."""
+        writer, sequence = self._opened(), self._bus.sequence
+        if not writer.cut_off or writer.last_seq < 0:
+            return
+        log = EventLog(self.folder, self.rank)
+        begun = [each.seq for each in log.read(engine=event.engine, event=event.type, iteration=(0, 0))]
+        first = next((each for each in log.read(seq=(begun[-1], None)) if each.ord >= 0), None) if begun else None
+        if first is not None:
+            sequence.last += 1
+            self._on_disk(writer.rewind, begun[-1], first.ord, sequence.last, event.time_ns)
+
+    def _on_epoch_started(self, engine: Engine, event: Event) -> None:
+        logged = self._logged(event, observed=event.engine in self._begun_again)
+        self._begun_again.discard(event.engine)
+        self._in_epoch.add(event.engine)
+        logged.observed = _bounds(engine)
+        self._write(logged)
 
     def _on_loaded(self, engine: Engine, event: Event) -> None:
-        self.flush()
-        self._write_unwritten()
-        self.resume_check = ResumeCheck.of_log(self.path, Path(event.payload.path).name)
-        self._add(self._record(event))
-
-    def _compare(self, check: ResumeCheck, lines: list[bytes]) -> None:
-        """Say it once: where the first difference is, or that everything the log held has come again."""
-        if check.difference is not None or not check.waiting:
-            return
-        for line in lines:
-            check.see(line)
-        if check.difference is not None:
-            get_logger("handlers").warning(
-                "resumed, but what is computed again is not what the log holds: the runs differ from here on",
-                first=check.difference,
-                agreed_before=check.agreed,
-            )
-        elif not check.waiting:
-            get_logger("handlers").info(
-                "resumed exactly: what the log held past the checkpoint was computed again, to the bit",
-                events=check.agreed,
-            )
+        """The log goes on behind the checkpoint; what it holds past it comes again."""
+        saved, self._saved = self._saved, None
+        writer, sequence = self._opened(), self._bus.sequence
+        self.resume_check = None
+        if saved is not None:
+            self._in_epoch = set(saved["in_epoch"])
+            self._begun_again = set(saved["in_epoch"])
+            if saved["seq"] <= writer.last_seq:  # else the run goes on in another folder
+                log = EventLog(self.folder, self.rank)
+                self.resume_check = ResumeCheck.of_log(log, saved["seq"], event.engine)
+                sequence.last += 1
+                self._on_disk(writer.rewind, saved["seq"], saved["ord"], sequence.last, event.time_ns)
+            else:
+                writer.next_ord = saved["ord"]
+        self._write(self._logged(event))
 
     def _on_opened(self, engine: Engine, event: Event) -> None:
-        record = self._record(event)
-        self._open[event.seq] = record, engine
-        self._add(record)
+        if event.type == Events.EPOCH_COMPLETED.value:
+            self._in_epoch.discard(event.engine)
+        logged = self._logged(event)
+        logged.open = True
+        self._running[event.seq] = logged, engine
+        self._write(logged)
 
     def _on_closed(self, engine: Engine, event: Event) -> None:
-        opened = self._open.pop(event.seq, None)
-        if opened is not None:
-            self._put_metrics(*opened)
-        self.flush()
+        running = self._running.pop(event.seq, None)
+        writer = self._writer
+        if running is None or writer is None:
+            return
+        self._put_metrics(*running)
+        self._settle(writer)
+        self._complete(writer, running[0])
+        if engine is self._outermost and event.type in _FINAL_TYPES:
+            self._end()
 
-    def _put_metrics(self, record: Record, engine: Engine) -> None:
-        if engine.state.metrics and record.event in _MEASURED_TYPES:
-            self._values.put(record, "metrics", engine.state.metrics)
+    def _put_metrics(self, logged: LoggedEvent, engine: Engine) -> None:
+        if engine.state.metrics and logged.event in _MEASURED_TYPES:
+            self._values.put(logged, "metrics", engine.state.metrics)
+            self._values.settle()
 
     def _on_exception(self, engine: Engine, event: Event) -> None:
         # what this engine was firing is over; its last receivers were never reached
-        for seq in [seq for seq, (_, opener) in self._open.items() if opener is engine]:
-            del self._open[seq]
-        self._add(self._record(event))
-        self.flush()
+        writer = self._opened()
+        for seq in [seq for seq, (_, opener) in self._running.items() if opener is engine]:
+            logged, _ = self._running.pop(seq)
+            self._values.put(logged, "error", event.payload.error)
+            self._put_metrics(logged, engine)
+            self._complete(writer, logged)
+        self._write(self._logged(event))
+        if engine is self._outermost:
+            self._end()
 
-    def _record(self, event: Event) -> Record:
-        record = Record(event.seq, event.time_ns, event.engine, event.type, event.epoch, event.iteration)
-        if event.payload is not None:
-            self._values.put(record, "payload", event.payload)
-        return record
+    def _opened(self) -> LogWriter:
+        """The log's writer: between two runs another recorder may have the log.
 
-    def _add(self, record: Record) -> None:
-        self._lines.append(record)
-        self._fresh += 1
-        if self._fresh >= BATCH:
-            self.flush()
+        Raises:
+            RunFolderError: another recorder writes the log, or the folder cannot be written.
+            RecordingError: the log is of a newer format.
+        """
+        if self._writer is None:
+            self._writer = LogWriter(self.folder, self.rank, self.max_bytes)
+            self._bus.sequence.last = max(self._bus.sequence.last, self._writer.last_seq)
+        return self._writer
 
-    def _write_unwritten(self) -> None:
-        """Complete the log of a process that was killed in the very event in which its checkpoint was made."""
-        lines, self._unwritten = self._unwritten, []
-        if not lines or not self.path.exists() or not self.path.stat().st_size:
-            return  # nothing is owed, or the run goes on in another folder
-        with self.path.open("rb+") as file:
-            there = {_place(line) for line in file}
-            file.write("".join(line for line in lines if _place(line.encode()) not in there).encode())
+    def _end(self) -> None:
+        """The outermost run is over: close the log; what comes nevertheless opens it again."""
+        self._outermost = None
+        if self._writer is not None:
+            self._place = self.state_dict()
+            writer, self._writer = self._writer, None
+            try:
+                self._on_disk(writer.end)
+            finally:
+                writer.close()
+                self._told = False
 
-    def _end_cut_line(self) -> None:
-        """A process that was killed in mid-write leaves a line without an end: keep it apart from what follows."""
-        if self.path.exists() and self.path.stat().st_size:
-            with self.path.open("rb+") as file:
-                file.seek(-1, os.SEEK_END)
-                if file.read(1) != b"\n":
-                    file.write(b"\n")
+    def _logged(self, event: Event, *, observed: bool = False) -> LoggedEvent:
+        writer, seq = self._writer or self._opened(), event.seq
+        if seq <= writer.last_seq:  # given before the log was opened, or before a seam
+            sequence = self._bus.sequence
+            seq = sequence.last = max(sequence.last, writer.last_seq) + 1
+        if observed or event.type in _OBSERVED_TYPES or self._bus.by_clock:
+            place = -1
+        else:
+            place = writer.next_ord
+            writer.next_ord = place + 1
+        payload = event.payload
+        logged = LoggedEvent(
+            place, event.engine, event.type, event.epoch, event.iteration, payload, seq=seq, t=event.time_ns
+        )
+        if payload is not None and not self._plain_types[type(payload)]:
+            self._put_payload(logged, payload)
+        return logged
+
+    def _put_payload(self, logged: LoggedEvent, payload: Any) -> None:
+        self._values.put(logged, "payload", payload)
+        if type(logged.payload) is dict:
+            logged.observed = take_measured(logged.payload)
+            if logged.observed and not logged.payload:  # all of it was measured
+                logged.payload = None
+
+    def _write(self, logged: LoggedEvent) -> None:
+        writer = self._writer
+        assert writer is not None
+        if len(self._values.pending) > self._pending:
+            self._pending = len(self._values.pending)
+            logged.open = True
+            self._waiting.append(logged)
+        try:
+            writer.add(logged)
+        except RecordingError:  # a payload whose values are not what its type says
+            self._put_payload(logged, logged.payload)
+            self._on_disk(writer.add, logged)
+        except OSError as error:
+            self._cannot_write(error)
+        if self.resume_check is not None and not logged.open:
+            self.resume_check.see(logged)
+        if len(self._waiting) >= BATCH:
+            self._settle(writer)
+
+    def _settle(self, writer: LogWriter) -> None:
+        waiting, self._waiting = self._waiting, []
+        if not waiting:
+            return
+        self._values.settle()
+        self._pending = 0
+        running = {logged.seq for logged, _ in self._running.values()}
+        for logged in waiting:
+            if logged.seq not in running:
+                self._complete(writer, logged)
+
+    def _complete(self, writer: LogWriter, logged: LoggedEvent) -> None:
+        self._on_disk(writer.complete, logged)
+        if self.resume_check is not None:
+            self.resume_check.see(logged)
+
+    def _on_disk(self, write: Callable[..., None], *arguments: Any) -> None:
+        try:
+            write(*arguments)
+        except OSError as error:
+            self._cannot_write(error)
+
+    def _cannot_write(self, error: OSError) -> None:
+        """A full disk costs nothing as long as the writer can keep what it has not written; it is told once."""
+        if self._on_error == "raise" or isinstance(error, PulsetrainError):
+            raise error
+        if not self._told:
+            self._told = True
+            get_logger("handlers").warning(
+                "the event log cannot be written; the run goes on, and the events are kept in memory for now",
+                folder=str(self.folder),
+                error=str(error),
+            )
 
 
-def _place(line: bytes) -> _Place | None:
-    try:
-        return msgspec.json.decode(line, type=_Place)
-    except msgspec.DecodeError:
-        return None  # cut by a crash
+def _bounds(engine: Engine) -> dict[str, Any]:
+    """How long the run is to be, as far as it is known: for whoever replays it."""
+    state = engine.state
+    known = {name: getattr(state, name, None) for name in ("max_epochs", "max_iters", "epoch_length")}
+    known["total_iterations"] = getattr(engine, "total_iterations", None)
+    return {name: value for name, value in known.items() if isinstance(value, int)}

@@ -13,10 +13,12 @@ import msgspec
 from torch import Tensor
 
 from engine.payloads import payload_fields
+from engine.recording.lines import MEASURED
 from handlers.readings import scalar, to_host
 
-__all__ = ["EventValues"]
+__all__ = ["EventValues", "PlainTypes"]
 
+_PLAIN_NAMES = {name for kind in (float, int, bool, str) for name in (kind.__name__, str(kind))}  # of annotations
 MAX_DEPTH = 8  # of nesting; below it, and round a cycle, values are summarised
 
 
@@ -27,7 +29,7 @@ class EventValues:
     """
 
     def __init__(self) -> None:
-        self._pending: list[tuple[Any, Any, Tensor]] = []
+        self.pending: list[tuple[Any, Any, Tensor]] = []  # where to put them: values that are on a device
 
     def put(self, place: Any, key: Any, value: Any, depth: int = 0) -> None:
         """Set `place[key]` (of a Struct, its attribute) to the value's plain form, at once or in `settle`."""
@@ -38,7 +40,7 @@ class EventValues:
             one = scalar(value) if isinstance(value, Tensor) else None
             if isinstance(one, Tensor):
                 _set(place, key, None)
-                self._pending.append((place, key, one.clone()))  # a step may change its own tensor in place
+                self.pending.append((place, key, one.clone()))  # a step may change its own tensor in place
             else:
                 _set(place, key, self._plain(value, depth))
         except Exception:  # a recorder never stops a run for what it was given
@@ -50,14 +52,14 @@ class EventValues:
         for name, value in named.items():
             if isinstance(value, Tensor):
                 values[_text(name)] = None
-                self._pending.append((values, _text(name), value.clone()))
+                self.pending.append((values, _text(name), value.clone()))
             else:
                 self.put(values, _text(name), value)
         _set(place, key, values)
 
     def settle(self) -> None:
         """Copy the pending scalars to the host: one copy, and one wait for the device, per device and dtype."""
-        pending, self._pending = self._pending, []
+        pending, self.pending = self.pending, []
         tensors = [tensor for *_, tensor in pending]
         try:
             values: list[Any] = to_host(tensors)
@@ -107,6 +109,18 @@ class EventValues:
         for name, item in items.items():
             self.put(fields, name, item, depth + 1)
         return fields
+
+
+class PlainTypes(dict[type, bool]):
+    """Whether a payload's type says that it holds numbers and text alone, which the encoder takes as they are."""
+
+    def __missing__(self, kind: type) -> bool:
+        fields = getattr(kind, "__dataclass_fields__", {"": None})
+        plain = MEASURED.isdisjoint(fields) and all(
+            str(getattr(field, "type", None)) in _PLAIN_NAMES for field in fields.values()
+        )
+        self[kind] = plain
+        return plain
 
 
 def _set(place: Any, key: Any, value: Any) -> None:

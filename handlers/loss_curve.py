@@ -34,7 +34,7 @@ class LossCurve:
         folder: the run folder.
         every: read `state.output` at this cadence in place of METRICS_LOGGED; each reading waits for the device.
         clock: seconds, for `Every(seconds=...)`.
-        on_error: "raise" ends the run when the picture cannot be written, "warn" goes on.
+        on_error: "warn" goes on when the picture cannot be written, "raise" ends the run.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class LossCurve:
         every: Every | None = None,
         *,
         clock: Callable[[], float] = time.monotonic,
-        on_error: OnError = "raise",
+        on_error: OnError = "warn",
     ) -> None:
         if every is not None and not isinstance(every, Every):
             raise TypeError(f"LossCurve(every={every!r}): needs an Every, such as Every(iterations=50)")

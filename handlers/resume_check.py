@@ -2,118 +2,102 @@
 
 from __future__ import annotations
 
-import json
-from collections import Counter
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
-__all__ = ["ResumeCheck", "compared"]
+import msgspec
 
-# whose moment or content hangs on the clock, on a signal, or on where a run was cut
-_NOT_COMPARED = frozenset(
-    {
-        "started", "completed", "epoch_started", "get_batch_started", "get_batch_completed", "terminate", "interrupt",
-        "terminate_single_epoch", "exception_raised", "checkpoint_saved", "checkpoint_loaded", "preempted",
-        "handler_failed",
-    }
-)  # fmt: skip
-_OBSERVED = frozenset({"seconds", "samples_per_second", "tokens_per_second"})  # keys of payloads
-_COMPARED = ("payload", "output", "metrics", "lr")
+from engine.logs import get_logger
+from engine.recording import EventLog, LoggedEvent
+from engine.recording.lines import deterministic, encode
 
-_Key = tuple[str, str, int, int, int]  # engine, event, epoch, iteration, and which of several
+__all__ = ["ResumeCheck"]
+
+_ENDS = ("terminate", "completed", "interrupt", "exception_raised")
+_COMPARED = ("engine", "event", "epoch", "iteration", "payload", "output", "metrics", "lr", "error")
 
 
 class ResumeCheck:
-    """The events that a log holds past a checkpoint, and whether the same come again: floats by their bits.
+    """The deterministic events that a log holds past a checkpoint, and whether they come again: floats by their bits.
 
     Args:
-        expected: the records past the checkpoint, in the order of the log.
+        expected: those events, in the order of their `ord`.
     """
 
-    def __init__(self, expected: list[dict[str, Any]]) -> None:
-        seen: Counter[tuple[Any, ...]] = Counter()
-        self._expected = {key: compared(record) for record in expected if (key := _key(record, seen)) is not None}
-        self._seen: Counter[tuple[Any, ...]] = Counter()
+    def __init__(self, expected: Iterator[LoggedEvent]) -> None:
+        self._expected = expected
+        self._next = next(expected, None)
+        self._place = self._next.ord if self._next is not None else 0  # of the event to be compared next
+        self._come: dict[int, LoggedEvent] = {}  # by ord: before one whose receivers are running still
         self.agreed = 0
         self.difference: str | None = None  # the first, both sides of it
 
     @classmethod
-    def of_log(cls, path: Path, checkpoint: str) -> ResumeCheck | None:
-        """For a run that goes on from the checkpoint folder of this name; None where the log holds nothing past it.
+    def of_log(cls, log: EventLog, after: int, engine: str) -> ResumeCheck | None:
+        """For a run that goes on behind this seq; None where the log holds nothing past it.
 
-        Of several attempts to go on from it the longest counts.
+        Of several attempts to go on from there the longest counts, up to where the engine's run ended: what is computed
+        at an end need not come again where the run goes on.
         """
-        attempts: list[list[dict[str, Any]]] = []
-        if not path.exists():
-            return None
-        inside = False
-        with path.open("rb") as file:
-            for line in file:
-                try:
-                    record = json.loads(line)
-                except ValueError:
-                    continue  # cut by a crash
-                if record.get("event") in ("checkpoint_saved", "checkpoint_loaded"):
-                    saved = Path(str((record.get("payload") or {}).get("path", ""))).name
-                    if record["event"] == "checkpoint_loaded" or saved == checkpoint:
-                        inside = saved == checkpoint
-                        attempts += [[]] if inside else []
-                        continue
-                if inside:
-                    attempts[-1].append(record)
-        longest = max(attempts, key=len, default=[])
-        check = cls(longest)
-        return check if check._expected else None
+        attempts = log.attempts(after)
+        if len(attempts) > 1:
+            attempts.sort(key=lambda attempt: sum(1 for _ in _repeated(log, attempt, engine)))
+        check = cls(_repeated(log, attempts[-1], engine))
+        return check if check.waiting else None
 
     @property
-    def waiting(self) -> int:
-        """How many of the log's events have not come again yet."""
-        return len(self._expected)
+    def waiting(self) -> bool:
+        """Whether some of the log's events have not come again yet."""
+        return self._next is not None
 
-    def see(self, line: bytes) -> None:
-        """An event of the resumed run, as it is written."""
-        record = json.loads(line)
-        key = _key(record, self._seen)
-        if key is None or self.difference is not None:
+    def see(self, event: LoggedEvent) -> None:
+        """An event of the resumed run; says once where the first difference is, or that all has come again."""
+        if event.ord < 0 or self.difference is not None or not self.waiting:
             return
-        if key[1] == "iteration_completed":  # whatever belongs to an iteration that lies well behind stays away
-            stayed_away = [each for each in self._expected if each[0] == key[0] and each[3] < key[3] - 1]
-            if stayed_away:
-                self.difference = f"{_named(stayed_away[0])} is in the log, and did not come again"
-                return
-        if key not in self._expected:
-            return
-        before, now = self._expected.pop(key), compared(record)
-        if before == now:
+        self._come[event.ord] = event
+        while self._next is not None and (now := self._come.pop(self._place, None)) is not None:
+            self._place += 1
+            if self._next.ord == now.ord:  # else it was not complete when the process was killed
+                self._compare(self._next, now)
+                self._next = next(self._expected, None) if self.difference is None else None
+        if self.difference is not None:
+            get_logger("handlers").warning(
+                "resumed, but what is computed again is not what the log holds: the runs differ from here on",
+                first=self.difference,
+                agreed_before=self.agreed,
+            )
+        elif not self.waiting:
+            get_logger("handlers").info(
+                "resumed exactly: what the log held past the checkpoint was computed again, to the bit",
+                events=self.agreed,
+            )
+
+    def _compare(self, before: LoggedEvent, now: LoggedEvent) -> None:
+        if deterministic(before, encode(before)) == deterministic(now, encode(now)):
             self.agreed += 1
+        else:
+            self.difference = _difference(before, now)
+
+
+def _repeated(log: EventLog, attempt: tuple[int, int], engine: str) -> Iterator[LoggedEvent]:
+    for event in log.attempt(*attempt):
+        if event.engine == engine and event.event in _ENDS:
             return
-        sides = [
-            f"{name}: {json.dumps(before.get(name))} in the log, {json.dumps(now.get(name))} now"
-            for name in _COMPARED
-            if before.get(name) != now.get(name)
-        ]
-        self.difference = f"{_named(key)}: {'; '.join(sides)}"
+        if event.ord >= 0 and not event.open:
+            yield event
 
 
-def _key(record: dict[str, Any], seen: Counter[tuple[Any, ...]]) -> _Key | None:
-    event = record.get("event")
-    if event in _NOT_COMPARED or not isinstance(event, str):
-        return None
-    place = (record.get("engine", ""), event, record.get("epoch", 0), record.get("iteration", 0))
-    seen[place] += 1
-    return (*place, seen[place])
+def _text(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
 
 
-def _named(key: _Key) -> str:
-    return f"{key[0]}'s {key[1]} at epoch {key[2]}, iteration {key[3]}"
-
-
-def compared(record: dict[str, Any]) -> dict[str, Any]:
-    """What of a record must come again to the bit."""
-    return {name: _without_observed(record[name]) for name in _COMPARED if name in record}
-
-
-def _without_observed(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _without_observed(item) for key, item in value.items() if key not in _OBSERVED}
-    return [_without_observed(item) for item in value] if isinstance(value, list) else value
+def _difference(before: LoggedEvent, now: LoggedEvent) -> str:
+    named = f"{before.engine}'s {before.event} at epoch {before.epoch}, iteration {before.iteration}"
+    if (before.engine, before.event) != (now.engine, now.event):
+        return f"{named} is in the log; {now.engine}'s {now.event} at iteration {now.iteration} came in its place"
+    sides = [
+        f"{name}: {left} in the log, {right} now"
+        for name in _COMPARED
+        if (left := _text(getattr(before, name))) != (right := _text(getattr(now, name)))
+    ]
+    return f"{named}: {'; '.join(sides)}"

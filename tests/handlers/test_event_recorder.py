@@ -1,24 +1,29 @@
 import json
 import math
+import shutil
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from driving import UpdatingEngine, log, make_engine, validated
+from structlog.testing import capture_logs
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine import Engine, Event, EventBus, EventEnum, Events, Phase
 from engine.payloads import CheckpointLoaded, GradientsReady
+from engine.recording import EventLog
 from handlers import EventRecorder
 from handlers.event_recorder import BATCH
 
 
 def recorded(folder):
-    lines = (folder / "events" / "events.jsonl").read_text().splitlines()
-    return [json.loads(line, parse_constant=pytest.fail) for line in lines]
+    """The log's events as plain values, those fields left out that they have not."""
+    events = msgspec.to_builtins(list(EventLog(folder).read()))
+    return [{"epoch": 0, "iteration": 0, **event} for event in events]
 
 
 def types(folder):
@@ -66,6 +71,7 @@ def test_a_line_says_what_when_and_where(tmp_path):
     assert seconds > 1.7e9
     assert line == {
         "seq": line["seq"],
+        "ord": line["ord"],
         "engine": "trainer",
         "event": "iteration_completed",
         "epoch": 1,
@@ -220,17 +226,21 @@ def test_no_step_waits_for_the_device(tmp_path):
     assert recorded(tmp_path)[-3]["output"] == {"loss": 300.0, "norm": 1.0}
 
 
-def test_values_reach_the_disk_in_batches_while_the_run_goes_on(tmp_path):
-    engine, seen = make_engine(), []
+def test_events_are_in_the_log_at_once_and_values_from_a_device_in_batches(tmp_path):
+    engine, seen, known = make_engine(lambda i: {"loss": torch.tensor(float(i))}), [], []
     EventRecorder(tmp_path).attach(engine)
 
     @engine.on(Events.ITERATION_COMPLETED)
     def look(engine):
-        path = tmp_path / "events" / "events.jsonl"
-        seen.append(len(path.read_text().splitlines()) if path.exists() else 0)
+        iterations = list(EventLog(tmp_path).read(event="iteration_completed"))
+        seen.append(len(iterations))
+        known.append(sum(event.output["loss"] is not None for event in iterations))
 
-    engine.run([0] * 200, max_epochs=1)
-    assert sorted(set(seen)) == [BATCH * n for n in range(5) if BATCH * n <= 400]
+    engine.run([0] * 250, max_epochs=1)
+    assert seen == list(range(1, 251))
+    assert known == [BATCH * (n // BATCH) for n in range(1, 251)]
+    losses = [event["output"]["loss"] for event in recorded(tmp_path) if event["event"] == "iteration_completed"]
+    assert losses == [float(n) for n in range(1, 251)]
 
 
 def test_events_within_an_unfinished_one_wait_for_their_turn(tmp_path):
@@ -318,29 +328,42 @@ def test_a_terminated_run_is_written_to_its_end(tmp_path):
     assert recorded(tmp_path)[-1]["payload"] == {"reason": "enough"}
 
 
-def test_a_log_that_is_there_is_continued_and_a_cut_line_kept_apart(tmp_path):
+def test_a_log_that_is_there_is_continued_and_a_cut_line_told(tmp_path):
     for _ in range(2):
         engine = make_engine()
         recorder = EventRecorder(tmp_path).attach(engine)
         log(engine, {"train/loss": 1.0})
         recorder.detach()
     assert types(tmp_path) == ["metrics_logged"] * 2
-    path = tmp_path / "events" / "events.jsonl"
-    path.write_bytes(path.read_bytes()[:-9])
+    engine = make_engine()
+    killed = tmp_path / "killed"
     EventRecorder(tmp_path).attach(engine)
-    engine.run([0], max_epochs=1)
-    lines = path.read_text().splitlines()
-    assert json.loads(lines[2])["event"] == "started"
-    assert json.loads(lines[-1])["event"] == "completed"
+    log(engine, {"train/loss": 2.0})
+    log(engine, {"train/loss": 3.0})
+    shutil.copytree(tmp_path / "events", killed / "events")
+    tail = killed / "events" / "tail.jsonl"
+    content = tail.read_bytes().rstrip(b"\n")
+    tail.write_bytes(content[:-9])
+    assert len(EventLog(killed).damage) == 1
+    engine = make_engine()
+    EventRecorder(killed).attach(engine)
+    with capture_logs() as logs:
+        engine.run([0], max_epochs=1)
+    assert [line["lines"] for line in logs] == [1]
+    assert types(killed)[:4] == ["metrics_logged"] * 3 + ["started"]
+    assert types(killed)[-1] == "completed"
+    numbers = [event["seq"] for event in recorded(killed)]
+    assert numbers == sorted(set(numbers))
 
 
-def test_detaching_writes_what_is_left(tmp_path):
+def test_detaching_closes_the_log(tmp_path):
     engine = make_engine()
     recorder = EventRecorder(tmp_path).attach(engine)
     log(engine, {"train/loss": 0.5})
-    assert not (tmp_path / "events" / "events.jsonl").exists()
+    assert not EventLog(tmp_path).ended
     recorder.detach()
-    assert recorded(tmp_path)[0]["payload"] == {"metrics": {"train/loss": 0.5}}
+    assert EventLog(tmp_path).ended
+    assert types(tmp_path) == ["metrics_logged"]
 
 
 def test_an_empty_bus_can_be_recorded(tmp_path):
@@ -356,38 +379,61 @@ def test_a_sampling_that_is_no_positive_whole_number_is_refused(tmp_path, every)
         EventRecorder(tmp_path, every=every)
 
 
-def test_a_checkpoint_knows_the_event_it_is_made_in_and_completes_the_log_of_a_killed_process(tmp_path):
+def test_a_process_killed_in_the_event_in_which_it_saved_leaves_that_event_with_what_was_known(tmp_path):
     engine = make_engine()
     recorder = EventRecorder(tmp_path).attach(engine)
-    states = []
 
     @engine.on(Events.EPOCH_COMPLETED, phase=Phase.PERSIST)
     def save(engine):
         engine.state.metrics = {"accuracy": 0.5}
-        states.append((recorder.state_dict(), (tmp_path / "events" / "events.jsonl").read_bytes()))
+        recorder.state_dict()
+        shutil.copytree(tmp_path / "events", tmp_path / "killed" / "events")
 
     engine.run([0], max_epochs=1)
-    state, log_then = states[0]
-    expected = recorded(tmp_path)
-    killed = tmp_path / "killed"
-    (killed / "events").mkdir(parents=True)
-    (killed / "events" / "events.jsonl").write_bytes(log_then)
-    assert types(killed)[-1] == "iteration_completed"  # all that came before is there
-    for _ in range(2):  # and killed again before anything else
-        resumed = make_engine()
-        again = EventRecorder(killed).attach(resumed)
-        again.load_state_dict(state)
-        resumed.fire(Events.CHECKPOINT_LOADED, CheckpointLoaded(path="000000001-checkpoint", iteration=1))
-        again.detach()
-    found = [event for event in recorded(killed) if event["event"] == "epoch_completed"]
-    assert found == [event for event in expected if event["event"] == "epoch_completed"]
-    assert found[0]["metrics"] == {"accuracy": 0.5}
+    expected = [event for event in recorded(tmp_path) if event["event"] == "epoch_completed"]
+    (found,) = [event for event in recorded(tmp_path / "killed") if event["event"] == "epoch_completed"]
+    assert found.pop("open") is True
+    assert [found] == expected
 
 
-def test_a_run_that_goes_on_in_another_folder_brings_no_events_along(tmp_path):
+def test_behind_a_checkpoint_the_log_goes_on_and_what_comes_again_is_superseded(tmp_path):
     engine = make_engine()
     recorder = EventRecorder(tmp_path).attach(engine)
-    recorder.load_state_dict({"unwritten": ['{"seq":1,"t":2,"engine":"trainer","event":"epoch_completed"}\n']})
-    engine.fire(Events.CHECKPOINT_LOADED, CheckpointLoaded(path="000000001-checkpoint", iteration=1))
+    log(engine, {"train/loss": 1.0})
+    checkpoint = recorder.state_dict()
+    log(engine, {"train/loss": 2.0})
+    log(engine, {"train/loss": 3.0})
     recorder.detach()
-    assert types(tmp_path) == ["checkpoint_loaded"]
+    for _ in range(2):
+        engine = make_engine()
+        recorder = EventRecorder(tmp_path).attach(engine)
+        recorder.load_state_dict(checkpoint)
+        engine.fire(Events.CHECKPOINT_LOADED, CheckpointLoaded(path="000000001-checkpoint", iteration=1))
+        log(engine, {"train/loss": 2.0})
+        assert (recorder.resume_check.agreed, recorder.resume_check.difference) == (1, None)
+        assert recorder.resume_check.waiting
+        recorder.detach()
+    events = EventLog(tmp_path)
+    assert [event.payload["metrics"]["train/loss"] for event in events.read(event="metrics_logged")] == [1.0, 2.0]
+    assert [event.ord for event in events.read(event="metrics_logged")] == [0, 1]
+    everything = list(events.read(event="metrics_logged", superseded=True))
+    assert [event.payload["metrics"]["train/loss"] for event in everything] == [1.0, 2.0, 3.0, 2.0, 2.0]
+
+
+def test_a_run_that_goes_on_in_another_folder_counts_on(tmp_path):
+    engine = make_engine()
+    recorder = EventRecorder(tmp_path / "a").attach(engine)
+    for loss in (1.0, 2.0):
+        log(engine, {"train/loss": loss})
+    checkpoint = recorder.state_dict()
+    recorder.detach()
+    engine = make_engine()
+    recorder = EventRecorder(tmp_path / "b").attach(engine)
+    recorder.load_state_dict(checkpoint)
+    engine.fire(Events.CHECKPOINT_LOADED, CheckpointLoaded(path="000000001-checkpoint", iteration=1))
+    log(engine, {"train/loss": 3.0})
+    recorder.detach()
+    assert [(event.event, event.ord) for event in EventLog(tmp_path / "b").read()] == [
+        ("checkpoint_loaded", -1),
+        ("metrics_logged", 2),
+    ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from engine import Events, Every, SupervisedStrategy
+from engine import Engine, Events, Every, SupervisedStrategy
+from engine.payloads import MetricsLogged
+from engine.recording import EventLog, LoggedEvent, LogWriter
 from handlers import Checkpointer, EventRecorder
 from handlers.resume_check import ResumeCheck
 from pulsetrain import Trainer, TrainingConfig
@@ -58,7 +59,7 @@ def test_a_resume_that_is_exact_says_so_once_with_the_number_of_events(tmp_path:
     check = run.handlers[1].resume_check
     # 5 iterations: started and completed, two updates' events and one log point
     assert entry["events"] == check.agreed == 5 * 2 + 2 * 2 + 1
-    assert (check.waiting, check.difference) == (0, None)
+    assert (check.waiting, check.difference) == (False, None)
 
 
 def test_a_difference_names_the_first_event_with_both_sides(tmp_path: Path):
@@ -73,7 +74,7 @@ def test_a_difference_names_the_first_event_with_both_sides(tmp_path: Path):
         run.train(resume="latest")
     (entry,) = said(logs)
     assert entry["log_level"] == "warning"
-    assert entry["first"].startswith('trainer\'s iteration_completed at epoch 2, iteration 15: output: {"loss": ')
+    assert entry["first"].startswith('trainer\'s iteration_completed at epoch 2, iteration 15: output: {"loss":')
     assert " in the log, " in entry["first"]
     assert entry["agreed_before"] > 0
 
@@ -85,55 +86,63 @@ def test_the_end_of_a_finished_run_is_compared_too(tmp_path: Path):
         run.train(resume="latest")
     (entry,) = said(logs)
     assert entry["log_level"] == "info"
-    assert run.handlers[1].resume_check.waiting == 0
+    assert run.handlers[1].resume_check.waiting is False
 
 
 def test_an_event_that_does_not_come_again_is_a_difference(tmp_path: Path):
     first = make(tmp_path)
+    first.register_events("spike_seen")
+    first.add_event_handler(Events.ITERATION_COMPLETED(once=16), lambda engine: engine.fire("spike_seen"))
     killed_at(first, 17)
-    log = tmp_path / "events" / "events.jsonl"
-    extra = {"seq": 0, "t": 0, "engine": "trainer", "event": "spike_seen", "epoch": 2, "iteration": 14}
-    log.write_text(log.read_text() + json.dumps(extra) + "\n")
     run = make(tmp_path)
     with structlog.testing.capture_logs() as logs:
         run.train(resume="latest")
     (entry,) = said(logs)
-    assert entry["first"] == "trainer's spike_seen at epoch 2, iteration 14 is in the log, and did not come again"
+    assert entry["first"] == (
+        "trainer's spike_seen at epoch 2, iteration 16 is in the log; "
+        "trainer's iteration_started at iteration 17 came in its place"
+    )
 
 
-def test_of_several_attempts_the_longest_counts_and_cut_lines_are_passed_over(tmp_path: Path):
-    def line(event: str, iteration: int, **fields: Any) -> str:
-        return json.dumps({"engine": "trainer", "event": event, "epoch": 1, "iteration": iteration, **fields})
-
-    saved = {"path": "runs/a/checkpoints/000000004-checkpoint"}
-    lines = [
-        line("iteration_completed", 4, output={"loss": 9.0}),
-        line("checkpoint_saved", 4, payload=saved),
-        line("iteration_completed", 5, output={"loss": 1.0}),
-        line("iteration_completed", 6, output={"loss": 2.0}),
-        '{"engine": "trainer", "event": "iter',
-        line("checkpoint_loaded", 4, payload=saved),
-        line("iteration_completed", 5, output={"loss": 1.0}),
-        line("checkpoint_saved", 5, payload={"path": "runs/a/checkpoints/000000005-checkpoint"}),
-        line("checkpoint_loaded", 2, payload={"path": "runs/a/checkpoints/000000002-checkpoint"}),
-        line("iteration_completed", 3, output={"loss": 7.0}),
+def logged(events: list[tuple[str, int, float]], *, seq: int = 0, ord: int = 0) -> list[LoggedEvent]:
+    return [
+        LoggedEvent(ord + n, "trainer", event, epoch=1, iteration=i, output={"loss": loss}, seq=seq + n)
+        for n, (event, i, loss) in enumerate(events)
     ]
-    log = tmp_path / "events.jsonl"
-    log.write_text("\n".join(lines) + "\n")
-    check = ResumeCheck.of_log(log, "000000004-checkpoint")
+
+
+def test_of_several_attempts_the_longest_counts(tmp_path: Path):
+    writer = LogWriter(tmp_path)
+    done = "iteration_completed"
+    for event in logged([(done, 4, 9.0), (done, 5, 1.0), (done, 6, 2.0)]):
+        writer.add(event)
+    writer.rewind(after=0, ord=1, seq=3, t=0)  # from the checkpoint behind the first
+    for event in logged([(done, 5, 1.0)], seq=4, ord=1):
+        writer.add(event)
+    writer.rewind(after=-1, ord=0, seq=5, t=0)  # from one before
+    for event in logged([(done, 4, 7.0)], seq=6, ord=0):
+        writer.add(event)
+    check = ResumeCheck.of_log(EventLog(tmp_path), after=0, engine="trainer")
+    writer.close()
     assert check is not None
-    assert check.waiting == 2
-    check.see(line("iteration_completed", 5, output={"loss": 1.0}).encode())
-    assert (check.agreed, check.difference) == (1, None)
-    check.see(line("iteration_completed", 6, output={"loss": 2.0000000000000004}).encode())
+    again = logged([(done, 5, 1.0), (done, 6, 2.0000000000000004)], seq=9, ord=1)
+    check.see(again[0])
+    assert (check.agreed, check.difference, check.waiting) == (1, None, True)
+    check.see(again[1])
     assert check.difference is not None
-    assert "2.0 " not in check.difference.split("now")[0].split("log")[1]
-    assert ResumeCheck.of_log(log, "000000009-checkpoint") is None
-    assert ResumeCheck.of_log(tmp_path / "none.jsonl", "000000004-checkpoint") is None
+    assert '{"loss":2.0} in the log' in check.difference
+    assert ResumeCheck.of_log(EventLog(tmp_path), after=99, engine="trainer") is None
 
 
-def test_times_and_rates_are_not_compared():
-    record = {"engine": "trainer", "event": "metrics_logged", "epoch": 1, "iteration": 5}
-    check = ResumeCheck([{**record, "payload": {"metrics": {"train/loss": 1.0, "samples_per_second": 10.0}}}])
-    check.see(json.dumps({**record, "payload": {"metrics": {"train/loss": 1.0, "samples_per_second": 99.0}}}).encode())
+def test_times_and_rates_are_not_compared(tmp_path: Path):
+    for folder, rate in ((tmp_path / "a", 10.0), (tmp_path / "b", 99.0)):
+        engine = Engine(lambda engine, batch: None, name="trainer")
+        recorder = EventRecorder(folder).attach(engine)
+        metrics = {"train/loss": 1.0, "samples_per_second": rate}
+        engine.fire(Events.METRICS_LOGGED, MetricsLogged(metrics=metrics))
+        recorder.detach()
+    before, now = (list(EventLog(tmp_path / name).read()) for name in "ab")
+    assert before[0].payload == {"metrics": {"train/loss": 1.0, "samples_per_second": 10.0}}
+    check = ResumeCheck(iter(EventLog(tmp_path / "a").read()))
+    check.see(now[0])
     assert (check.agreed, check.difference) == (1, None)

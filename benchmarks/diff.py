@@ -1,0 +1,112 @@
+"""How soon the first difference of two long logs is found.
+
+    python benchmarks/diff.py          # prints a table and a JSON line, exits with 1 when a bound is missed
+
+Two runs of a million events part at an event in the middle, and at one near the end. Measured is `diff` from two paths
+to the first difference, both logs opened in it: the median of several, the files in the page cache. Beside it stand
+both logs read through, and how the difference grows behind the middle.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from engine.recording import EventLog, LoggedEvent, LogWriter
+from engine.recording.diff import diff
+
+ROUNDS = 7
+START = 1_763_000_000_000_000_000  # ns
+BOUNDS = {
+    "first difference, in the middle, ms": 50.0,
+    "first difference, near the end, ms": 50.0,
+}
+
+
+def write_log(folder: Path, count: int, parts_at: int) -> Path:
+    """Iterations with a loss and a learning rate, two events each; the last bits of losses differ from an event on."""
+    draw = random.Random(1)
+    writer = LogWriter(folder / "events")
+    for place in range(count):
+        iteration = place // 2 + 1
+        event = LoggedEvent(
+            place,
+            "trainer",
+            "iteration_completed" if place % 2 else "iteration_started",
+            1 + iteration // 1000,
+            iteration,
+            seq=place,
+            t=START + place * 500_000,
+        )
+        if place % 2:
+            event.output = {"loss": draw.random() + (1e-15 * place if place >= parts_at else 0.0)}
+            event.lr = [0.1]
+        writer.add(event)
+    writer.end()
+    writer.close()
+    return folder
+
+
+def milliseconds(work: Callable[[], Any], rounds: int = ROUNDS) -> float:
+    """What a call takes, the median."""
+    taken = []
+    for _ in range(rounds):
+        start = time.perf_counter()
+        work()
+        taken.append(time.perf_counter() - start)
+    return statistics.median(taken) * 1e3
+
+
+def reading_both(a: Path, b: Path) -> int | None:
+    """Where the logs part, found by reading them."""
+    for x, y in zip_longest(EventLog(a).read(), EventLog(b).read()):
+        if x is None or y is None or (x.event, x.output, x.lr) != (y.event, y.output, y.lr):
+            return int((x or y).ord)
+    return None
+
+
+def measure(count: int) -> dict[str, float]:
+    """Every figure by its name; those that have a bound are named as in BOUNDS."""
+    results: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        places = {"in the middle": count // 2 | 1, "near the end": count * 99 // 100 | 1}
+        a = b = write_log(folder / "a", count, count)
+        for where, place in places.items():
+            b = write_log(folder / where, count, place)
+            found = diff(a, b)
+            assert found.divergence is not None, "no difference was found"
+            assert found.divergence.ord == place == found.agreed, "another difference was found"
+            results[f"first difference, {where}, ms"] = milliseconds(partial(diff, a, b))
+        results["opening both, ms"] = milliseconds(lambda: (EventLog(a), EventLog(b)))
+        results["reading both up to it, near the end, ms"] = milliseconds(partial(reading_both, a, b), 1)
+        results["how it grows from the middle, ms"] = milliseconds(lambda: diff(a, folder / "in the middle").growth, 1)
+    return results
+
+
+def main() -> int:
+    """Measure, print, and say by the exit status whether every bound holds."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--events", type=int, default=1_000_000, help="of each log")
+    arguments = parser.parse_args()
+    if arguments.events < 100:
+        parser.error(f"--events {arguments.events}: choose at least 100")
+    results = measure(arguments.events)
+    print(f"{f'2 logs of {arguments.events} events':<44}{'measured':>10}{'bound':>8}")
+    for name, figure in results.items():
+        print(f"{name:<44}{figure:>10.1f}" + (f"{BOUNDS[name]:>8g}" if name in BOUNDS else ""))
+    print(json.dumps({"events": arguments.events, **results, "bounds": BOUNDS}))
+    return int(any(results[name] > bound for name, bound in BOUNDS.items()))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

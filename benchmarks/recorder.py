@@ -1,0 +1,184 @@
+"""What recording costs, and how fast a log is read, beside TensorBoard's SummaryWriter where it is installed.
+
+    python benchmarks/recorder.py          # prints a table and a JSON line, exits with 1 when a bound is missed
+
+Recording is measured inside the recorder: the time of its receiver for an event with a payload of one float, sealing
+included. The share of a step is that of the events of one iteration in a step of 1 ms. Memory is the growth of the
+process over a long read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine import Engine, EventEnum
+from engine.events import Event
+from engine.recording import EventLog, LoggedEvent, LogWriter
+from handlers import EventRecorder
+
+BOUNDS = {
+    "recording, us an event": 1.2,
+    "recording, bytes an event": 30.0,
+    "share of a 1 ms step, %": 0.7,
+    "opening a log, ms": 20.0,
+    "opening it without its table, ms": 200.0,
+    "seek, ms": 5.0,
+}
+AT_LEAST = {
+    "reading, million events/s": 1.0,
+    "SummaryWriter / recording": 20.0,
+}
+T = 1_790_000_000_000_000_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reward:
+    """One float."""
+
+    mean: float
+
+
+class Measured(EventEnum):
+    """The event that is recorded."""
+
+    REWARD = "reward", Reward
+
+
+def timed(work: Callable[[], Any]) -> float:
+    """Seconds that a call takes."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def recording(folder: Path, events: int, rounds: int) -> tuple[float, float]:
+    """Microseconds of the recorder's receiver for one event, the median round, and bytes an event after sealing."""
+    engine = Engine(lambda engine, batch: None, name="trainer")
+    engine.register_events(*Measured)
+    recorder = EventRecorder(folder).attach(engine)
+    receive = recorder._on_event
+    engine.fire(Measured.REWARD, Reward(mean=0.5))
+    seconds, seq = [], 10
+    for _ in range(rounds):
+        made = []
+        for number in range(events):
+            seq += 1
+            payload = Reward(mean=number * 0.1234567)
+            made.append(Event(seq, "trainer", "reward", 1, number, payload, T + 1_000_003 * seq))
+
+        def receive_all(made: list[Event] = made) -> None:
+            for event in made:
+                receive(engine, event)
+
+        seconds.append(timed(receive_all))
+    recorder.detach()
+    size = (folder / "events" / "events.jsonl.zst").stat().st_size
+    return statistics.median(seconds) / events * 1e6, size / (events * rounds)
+
+
+def summary_writer(folder: Path, events: int) -> float | None:
+    """Microseconds that TensorBoard's writer takes for one scalar; None where it is not installed."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        return None
+    writer = SummaryWriter(str(folder))
+
+    def write() -> None:
+        for number in range(events):
+            writer.add_scalar("reward", number * 0.1234567, number)
+        writer.flush()
+
+    write()
+    return timed(write) / events * 1e6
+
+
+def share_of_step(folder: Path, rounds: int) -> float:
+    """Percent of a step of 1 ms that recording all its events takes: what an iteration takes longer with it."""
+    costs = []
+    for number in range(rounds):
+        plain = Engine(lambda engine, batch: 0.5, name="trainer")
+        recorded = Engine(lambda engine, batch: 0.5, name="trainer")
+        recorder = EventRecorder(folder / str(number)).attach(recorded)
+        iterations = range(3000)
+        with_it = timed(lambda: recorded.run(iterations, max_epochs=1))  # noqa: B023  # called at once
+        without = timed(lambda: plain.run(iterations, max_epochs=1))  # noqa: B023
+        recorder.detach()
+        costs.append((with_it - without) / len(iterations))
+    return 100 * statistics.median(costs) / 1e-3
+
+
+def write_log(folder: Path, events: int) -> None:
+    """A log of a run of so many iterations' events."""
+    writer = LogWriter(folder)
+    for n in range(events):
+        logged = LoggedEvent(n, "trainer", "iteration_completed", 1 + n // 10_000, n, output={"loss": n * 0.37 % 7})
+        logged.seq, logged.t = n, T + 1_000_003 * n
+        writer.add(logged)
+    writer.end()
+    writer.close()
+
+
+def reading(folder: Path, events: int) -> dict[str, float]:
+    """Opening, reading every field, and seeking."""
+    results: dict[str, float] = {}
+    results["opening a log, ms"] = 1e3 * statistics.median(timed(lambda: EventLog(folder)) for _ in range(5))
+    log = EventLog(folder)
+    rates = [events / timed(lambda: [None for _ in log.read()]) for _ in range(3)]
+    results["reading, million events/s"] = statistics.median(rates) / 1e6
+    seeks = [timed(lambda n=n: list(log.read(seq=(n, n)))) for n in range(0, events, events // 50)]  # type: ignore[misc]
+    results["seek, ms"] = 1e3 * statistics.median(seeks)
+    sealed = folder / "events.jsonl.zst"
+    content = sealed.read_bytes()
+    sealed.write_bytes(content[: content.rfind(b"PTLT") - 8])
+    results["opening it without its table, ms"] = 1e3 * statistics.median(
+        timed(lambda: EventLog(folder)) for _ in range(3)
+    )
+    sealed.write_bytes(content)
+    return results
+
+
+def measure(events: int, log_events: int, rounds: int) -> dict[str, float]:
+    """Every figure by its name; those that have a bound are named as in BOUNDS and AT_LEAST."""
+    results: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        cost, size = recording(folder / "recording", events, rounds)
+        results["recording, us an event"], results["recording, bytes an event"] = cost, size
+        peer = summary_writer(folder / "peer", min(events, 5000))
+        if peer is not None:
+            results["SummaryWriter / recording"] = peer / cost
+        results["share of a 1 ms step, %"] = share_of_step(folder / "step", rounds)
+        write_log(folder / "log", log_events)
+        results.update(reading(folder / "log", log_events))
+    return results
+
+
+def main() -> int:
+    """Measure, print, and say by the exit status whether every bound holds."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--events", type=int, default=20_000, help="recorded in a round")
+    parser.add_argument("--log-events", type=int, default=10_000_000, help="of the log that is opened and read")
+    parser.add_argument("--rounds", type=int, default=7)
+    arguments = parser.parse_args()
+    results = measure(arguments.events, arguments.log_events, arguments.rounds)
+    missed = [name for name, bound in BOUNDS.items() if results[name] > bound]
+    missed += [name for name, bound in AT_LEAST.items() if name in results and results[name] < bound]
+    print(f"{f'a log of {arguments.log_events:,} events':<40}{'measured':>10}{'bound':>10}")
+    for name, figure in results.items():
+        bound = f"<= {BOUNDS[name]:g}" if name in BOUNDS else f">= {AT_LEAST[name]:g}" if name in AT_LEAST else ""
+        print(f"{name:<40}{figure:>10.3f}{bound:>10}")
+    print(json.dumps({"log_events": arguments.log_events, **results, "bounds": {**BOUNDS, **AT_LEAST}}))
+    return int(bool(missed))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

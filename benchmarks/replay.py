@@ -1,0 +1,134 @@
+"""How fast a recorded run is played through handlers.
+
+    python benchmarks/replay.py          # prints a table and a JSON line, exits with 1 when a bound is missed
+
+The log is that of a trainer: four events an iteration (begin, gradients, update, end) and a validation every 1,000.
+Rates are those of all events of the log, heard or not: what nobody hears is passed over, not decoded. Each is the
+best of several passes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from engine import Events
+from engine.recording import EventLog, LoggedEvent, LogWriter
+from engine.recording.replay import Replay
+from handlers import EarlyStopping
+
+VALIDATION = 1000  # iterations between two
+START = 1_700_000_000_000_000_000
+BOUNDS = {  # events a second, at least
+    "through one handler of each iteration": 1_500_000.0,
+    "through ten handlers of each iteration": 800_000.0,
+    "through ten of a trainer's": 800_000.0,
+    "through EarlyStopping": 1_500_000.0,
+}
+
+
+def write_log(folder: Path, iterations: int) -> None:
+    """The log of a run of so many iterations."""
+    writer = LogWriter(folder)
+    place = 0
+
+    def add(event: Events, iteration: int, **fields: Any) -> None:
+        nonlocal place
+        writer.add(
+            LoggedEvent(place, "trainer", event.value, 1, iteration, seq=place, t=START + 250_000 * place, **fields)
+        )
+        place += 1
+
+    for iteration in range(1, iterations + 1):
+        loss = 4.0 / (1.0 + 1e-4 * iteration)
+        rate = 3e-4 * (1.0 - iteration / iterations)
+        add(Events.ITERATION_STARTED, iteration)
+        add(Events.GRADIENTS_READY, iteration, payload={"grad_norm": loss * 0.37})
+        add(Events.OPTIMIZER_STEP_COMPLETED, iteration, payload={"learning_rates": [rate]})
+        add(Events.ITERATION_COMPLETED, iteration, output={"loss": loss}, lr=[rate])
+        if iteration % VALIDATION == 0:
+            metrics = {"val/loss": loss * 1.1, "val/accuracy": 1.0 / (1.0 + loss)}
+            add(Events.VALIDATION_STARTED, iteration)
+            seconds = {"seconds": 1.5}
+            add(Events.VALIDATION_COMPLETED, iteration, payload={"metrics": metrics}, metrics=metrics, observed=seconds)
+    writer.end()
+    writer.close()
+
+
+def rate(folder: Path, attach: Callable[[Replay], Any], passes: int) -> float:
+    """Events a second, the log opened already."""
+    log = EventLog(folder)
+    best = 0.0
+    for _ in range(passes):
+        replay = Replay(log)
+        attach(replay)
+        start = time.perf_counter()
+        replay.run()
+        best = max(best, len(log) / (time.perf_counter() - start))
+    return best
+
+
+def hear_iterations(handlers: int) -> Callable[[Replay], None]:
+    """Attaches so many handlers that read the iteration."""
+
+    def attach(replay: Replay) -> None:
+        for _ in range(handlers):
+            counts: dict[str, int] = {"heard": 0}
+
+            def hear(engine: Replay, counts: dict[str, int] = counts) -> None:
+                counts["heard"] += 1
+
+            replay.add_event_handler(Events.ITERATION_COMPLETED, hear)
+
+    return attach
+
+
+def read_losses(replay: Replay) -> None:
+    """Attaches a handler that reads the loss."""
+    replay.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: engine.state.output["loss"])
+
+
+def hear_a_trainers(replay: Replay) -> None:
+    """Attaches ten handlers of the events that a trainer's usual ones hear."""
+    for event in (Events.ITERATION_COMPLETED, Events.EPOCH_COMPLETED, Events.VALIDATION_COMPLETED):
+        for _ in range(3):
+            replay.add_event_handler(event, lambda: None)
+    replay.add_event_handler(Events.ITERATION_COMPLETED(every=100), lambda: None)
+
+
+def measure(folder: Path, iterations: int, passes: int) -> dict[str, float]:
+    """Every figure by its name, in events a second; those that have a bound are named as in BOUNDS."""
+    write_log(folder, iterations)
+    return {
+        "through one handler of each iteration": rate(folder, hear_iterations(1), passes),
+        "through ten handlers of each iteration": rate(folder, hear_iterations(10), passes),
+        "through ten of a trainer's": rate(folder, hear_a_trainers, passes),
+        "through one that reads the loss": rate(folder, read_losses, passes),
+        "through EarlyStopping": rate(folder, lambda replay: EarlyStopping(patience=10**9).attach(replay), passes),
+    }
+
+
+def main() -> int:
+    """Measure, print, and say by the exit status whether every bound holds."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--iterations", type=int, default=250_000, help="of the run that is replayed")
+    parser.add_argument("--passes", type=int, default=5, help="of each, of which the best counts")
+    arguments = parser.parse_args()
+    if arguments.iterations < VALIDATION or arguments.passes < 1:
+        parser.error(f"choose at least {VALIDATION} iterations and 1 pass")
+    with tempfile.TemporaryDirectory() as name:
+        results = measure(Path(name), arguments.iterations, arguments.passes)
+    print(f"{f'events/s, {arguments.iterations} iterations replayed':<44}{'measured':>12}{'at least':>12}")
+    for name, figure in results.items():
+        print(f"{name:<44}{figure:>12,.0f}" + (f"{BOUNDS[name]:>12,.0f}" if name in BOUNDS else ""))
+    print(json.dumps({"iterations": arguments.iterations, **results, "bounds": BOUNDS}))
+    return int(any(results[name] < bound for name, bound in BOUNDS.items()))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,221 @@
+"""Blocks of a sealed log: a zstd frame of lines, behind a skippable frame that says what is in it.
+
+    skippable frame: 0x184D2A5E, length (4 bytes each, little endian), "PTLB", CRC-32 (4), header as JSON
+    zstd frame:      the lines, with its own content checksum
+
+The CRC is the header's; the header holds that of the zstd frame. `zstd -dc` passes over skippable frames. A log that
+was closed ends with a table of its headers, in a skippable frame with "PTLT" that ends with its own length and "PTLE".
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import zlib
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import msgspec
+
+from engine.recording.lines import LoggedEvent, deterministic_parts
+
+__all__ = [
+    "BLOCK_EVENTS", "SEAM", "EngineRange", "Header", "Parsed", "find_next", "find_table", "parse", "seal", "table",
+    "unpack",
+]  # fmt: skip
+
+BLOCK_EVENTS = 1024  # a block ends where ord // 1024 changes
+BLOCK_MAGIC, TABLE_MAGIC, END_MAGIC = b"PTLB", b"PTLT", b"PTLE"
+SEAM = "log_resumed"  # the event that marks where a resumed run goes on
+_END = struct.Struct("<Q4s")
+_SKIPPABLE = b"\x5e\x2a\x4d\x18"
+_FRAME = struct.Struct("<4sI4sI")
+LEVEL = 1  # on lines of JSON it is faster than 3 and no larger
+
+
+class EngineRange(msgspec.Struct, gc=False):
+    """What a block holds of one engine."""
+
+    iteration: tuple[int, int]  # first and last
+    epoch: tuple[int, int]
+    events: dict[str, int]  # how many of each
+
+
+class Header(msgspec.Struct, gc=False):
+    """What a block holds: enough to decide whether it need be read."""
+
+    v: int  # format version
+    after: int  # seq of the last event before, -1 for none: where it is not, blocks are missing
+    seq: tuple[int, int]  # first and last
+    ord: tuple[int, int]  # likewise; (-1, -1) where there are observed events alone
+    t: tuple[int, int]
+    count: int
+    size: int  # bytes of the lines
+    frame: int  # bytes of the zstd frame
+    crc: int  # CRC-32 of the zstd frame
+    digest: str  # BLAKE2b, 16 bytes, of the deterministic parts, each with a newline
+    engines: dict[str, EngineRange]
+    seams: list[tuple[int, int]] = []  # of resumes in it: seq of the record, and that behind which events come again
+    thinned: int = 0  # events that were taken out
+
+
+class Parsed(NamedTuple):
+    """A block found whole."""
+
+    header: Header
+    start: int  # of its skippable frame
+    frame: int  # of its zstd frame
+    end: int
+
+
+_encode_header = msgspec.json.Encoder().encode
+_decode_header = msgspec.json.Decoder(Header).decode
+_compressor: Any = None
+
+
+def _compress(data: bytes) -> bytes:
+    global _compressor
+    if _compressor is None:
+        import zstandard
+
+        _compressor = zstandard.ZstdCompressor(level=LEVEL, write_checksum=True)
+    return bytes(_compressor.compress(data))
+
+
+def seal(
+    version: int,
+    events: Sequence[LoggedEvent],
+    lines: Sequence[bytes],
+    after: int,
+    thinned: int = 0,
+    seq: tuple[int, int] | None = None,
+) -> tuple[Header, bytes]:
+    """A block of these events, in the order of seq, with their lines: its header, and both frames.
+
+    Args:
+        after: the last seq before it.
+        thinned: how many events were taken out of it.
+        seq: first and last, those that were taken out among them.
+    """
+    data = b"\n".join(lines) + b"\n"
+    frame = _compress(data)
+    names = dict.fromkeys([event.engine for event in events])
+    ords = [event.ord for event in events if event.ord >= 0]
+    parts = deterministic_parts(events, lines)
+    header = Header(
+        v=version,
+        after=after,
+        seq=seq or (events[0].seq, events[-1].seq),
+        ord=(ords[0], ords[-1]) if ords else (-1, -1),
+        t=(events[0].t, events[-1].t),
+        count=len(events),
+        size=len(data),
+        frame=len(frame),
+        crc=zlib.crc32(frame),
+        digest=hashlib.blake2b(b"\n".join(parts), digest_size=16).hexdigest(),
+        engines={name: _range_of([event for event in events if event.engine == name]) for name in names},
+        seams=[(event.seq, event.payload["after"]) for event in events if event.event == SEAM],
+        thinned=thinned,
+    )
+    return header, _skippable(BLOCK_MAGIC, _encode_header(header)) + frame
+
+
+def _range_of(events: Sequence[LoggedEvent]) -> EngineRange:
+    iterations, epochs = [event.iteration for event in events], [event.epoch for event in events]
+    counts = Counter([event.event for event in events])
+    return EngineRange((min(iterations), max(iterations)), (min(epochs), max(epochs)), dict(counts))
+
+
+def _skippable(magic: bytes, content: bytes) -> bytes:
+    return _FRAME.pack(_SKIPPABLE, len(content) + 8, magic, zlib.crc32(content)) + content
+
+
+class Entry(msgspec.Struct, array_like=True, gc=False):
+    """A block in the table."""
+
+    start: int
+    header: Header
+
+
+class Table(msgspec.Struct):
+    """What ends a log that was closed."""
+
+    v: int
+    events: int
+    blocks: list[Entry]
+
+
+_decode_table = msgspec.json.Decoder(Table).decode
+
+
+def table(version: int, blocks: Sequence[tuple[int, Header]]) -> bytes:
+    """The table of these blocks: their offsets and headers."""
+    entries = [Entry(start, header) for start, header in blocks]
+    content = _encode_header(Table(version, sum(header.count for _, header in blocks), entries))
+    length = _FRAME.size + len(content) + _END.size
+    return _skippable(TABLE_MAGIC, content + _END.pack(length, END_MAGIC))
+
+
+def find_table(data: Any) -> tuple[Table, int] | None:
+    """The table at the end of a buffer, and where it begins; None where there is no whole one."""
+    if len(data) < _END.size:
+        return None
+    length, magic = _END.unpack_from(data, len(data) - _END.size)
+    start = len(data) - length
+    if magic != END_MAGIC or start < 0:
+        return None
+    content = content_at(data, start, TABLE_MAGIC)
+    if content is None:
+        return None
+    try:
+        return _decode_table(content[0][: -_END.size]), start
+    except msgspec.DecodeError:
+        return None
+
+
+def parse(data: Any, start: int) -> Parsed | None:
+    """The block that begins at this offset of a buffer, its frame not yet read; None where there is no whole header."""
+    found = content_at(data, start, BLOCK_MAGIC)
+    if found is None:
+        return None
+    content, frame = found
+    try:
+        header = _decode_header(content)
+    except msgspec.DecodeError:
+        return None
+    end = frame + header.frame
+    return Parsed(header, start, frame, end) if end <= len(data) else None
+
+
+def unpack(data: Any, block: Parsed) -> bytes | None:
+    """The block's lines, each with its newline; None where the frame is damaged."""
+    frame = bytes(data[block.frame : block.end])
+    if zlib.crc32(frame) != block.header.crc:
+        return None
+    import zstandard
+
+    return bytes(zstandard.ZstdDecompressor().decompress(frame, max_output_size=block.header.size))
+
+
+def content_at(data: Any, start: int, magic: bytes) -> tuple[bytes, int] | None:
+    """What a skippable frame of ours holds, and where it ends; None where there is no whole one."""
+    if start + _FRAME.size > len(data):
+        return None
+    first, length, found, crc = _FRAME.unpack_from(data, start)
+    end = start + 8 + length
+    if first != _SKIPPABLE or found != magic or length < 8 or end > len(data):
+        return None
+    content = bytes(data[start + _FRAME.size : end])
+    return (content, end) if zlib.crc32(content) == crc else None
+
+
+def find_next(data: Any, start: int) -> int:
+    """Where the next block or table may begin at or behind this offset; the buffer's length where nowhere."""
+    while True:
+        start = data.find(_SKIPPABLE, start)
+        if start < 0:
+            return len(data)
+        if data[start + 8 : start + 12] in (BLOCK_MAGIC, TABLE_MAGIC):
+            return start
+        start += 1

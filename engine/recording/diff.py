@@ -1,0 +1,167 @@
+"""Compares two logs: finds the first event that differs, and what only one of them holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from engine.environment import environment_differences
+from engine.errors import ConfigurationError
+from engine.recording.diff_growth import Growth, measure_growth
+from engine.recording.diff_result import ABSENT, Divergence, LogDiff, Missing
+from engine.recording.diff_sides import Group, Piece, Side, groups
+from engine.recording.lines import LoggedEvent, deterministic, encode
+from engine.recording.log import EventLog
+
+__all__ = ["ABSENT", "Divergence", "LogDiff", "Missing", "diff"]
+
+_IDENTITY = ("engine", "event", "epoch", "iteration")
+_COMPARED = (*_IDENTITY, "payload", "output", "metrics", "lr", "error")
+
+
+def diff(a: str | Path | EventLog, b: str | Path | EventLog, rtol: float = 0.0, atol: float = 0.0) -> LogDiff:
+    """Compare the deterministic events of two logs: floats by their bits, or within a tolerance where one is given.
+
+    Times, throughput and whatever else is observed never count, nor do events that a resumed run has computed again.
+    Blocks whose digests agree are not read. Of an event whose values were lost with a killed process, engine, type,
+    epoch and iteration are compared.
+
+    Args:
+        a: a run folder, its folder `events`, or a log.
+        b: another.
+        rtol: floats agree that differ by at most this part of the larger one,
+        atol: or by at most this much.
+
+    Raises:
+        RecordingError: one of them is no log, or of a newer format.
+        ConfigurationError: a tolerance is negative or no number.
+    """
+    for name, value in (("rtol", rtol), ("atol", atol)):
+        if not (isinstance(value, int | float) and 0 <= value < math.inf):
+            raise ConfigurationError(f"diff({name}={value!r}): needs a number of at least 0")
+    return _Comparison(_side(a), _side(b), rtol, atol).result()
+
+
+def _side(log: str | Path | EventLog) -> Side:
+    return Side(log if isinstance(log, EventLog) else EventLog(log))
+
+
+class _Comparison:
+    def __init__(self, a: Side, b: Side, rtol: float, atol: float) -> None:
+        self.sides = a, b
+        self.rtol, self.atol = rtol, atol
+        self.agreed = self.unread = 0
+        self.divergence: Divergence | None = None
+        self.missing: tuple[list[Missing], list[Missing]] = [], []  # of each side
+
+    def result(self) -> LogDiff:
+        a, b = self.sides
+        for group in groups(a.pieces, b.pieces):
+            self._compare(group)
+        missing = sorted([*self.missing[0], *self.missing[1]], key=lambda each: each.first)
+        for first in missing[:1]:
+            holding = b if first.side == "a" else a
+            missing[0] = replace(first, event=next(holding.behind(first.first), None))
+        here, there = a.environment(), b.environment()
+        damage = [f"{side.folder}: {each}" for side in self.sides for each in side.log.damage]
+        return LogDiff(
+            a.folder,
+            b.folder,
+            self.agreed,
+            self.divergence,
+            tuple(missing),
+            self.unread,
+            () if here is None or there is None else tuple(environment_differences(here, there)),
+            tuple(dict.fromkeys(damage)),
+            self._growth,
+        )
+
+    def _growth(self) -> tuple[Growth, ...]:
+        a, b = self.sides
+        if self.divergence is None:
+            return ()
+        start = self.divergence.ord
+        engines = a.log.engines or [""]
+        return measure_growth(a.behind(start), b.behind(start), engines[0])
+
+    def _compare(self, group: Group) -> None:
+        a, b = group
+        if self.divergence is not None or not a or not b:  # what both hold does not matter any more
+            for side, (ours, theirs) in enumerate(((a, b), (b, a))):
+                for first, last in _uncovered(theirs, ours):
+                    self._lone(side, first, last)
+        elif len(a) == len(b) == 1 and a[0].digest is not None and a[0].digest == b[0].digest:
+            self.agreed += min(a[0].last - a[0].first + 1, a[0].count)  # fewer where it was thinned
+        else:
+            self._compare_events(self.sides[0].read(a), self.sides[1].read(b))
+
+    def _compare_events(self, a: dict[int, LoggedEvent], b: dict[int, LoggedEvent]) -> None:
+        for place in sorted(a.keys() | b.keys()):
+            x, y = a.get(place), b.get(place)
+            if x is None or y is None:
+                self._lone(0 if x is None else 1, place, place)
+            elif self.divergence is None:
+                fields = {} if _same(x, y) else dict(self._fields(x, y))
+                if fields:
+                    self.divergence = Divergence(place, x, y, fields)
+                else:
+                    self.agreed += 1
+
+    def _lone(self, side: int, first: int, last: int) -> None:
+        """Events that this side lacks."""
+        lacking, missing = self.sides[side], self.missing[side]
+        if lacking.may_have_lost(first):
+            lost = last if lacking.may_have_lost(last) else lacking.last
+            self.unread += lost - first + 1
+            first = lost + 1
+        if first > last:
+            return
+        if missing and missing[-1].last == first - 1:
+            first = missing.pop().first
+        missing.append(Missing("ab"[side], first, last))
+
+    def _fields(self, x: LoggedEvent, y: LoggedEvent) -> Iterator[tuple[str, tuple[Any, Any]]]:
+        for name in _IDENTITY if x.open or y.open else _COMPARED:
+            yield from self._walk(name, getattr(x, name), getattr(y, name), exact=name in _IDENTITY)
+
+    def _walk(self, name: str, x: Any, y: Any, *, exact: bool) -> Iterator[tuple[str, tuple[Any, Any]]]:
+        if isinstance(x, dict) and isinstance(y, dict):
+            for key in dict.fromkeys([*x, *y]):
+                yield from self._walk(f"{name}.{key}", x.get(key, ABSENT), y.get(key, ABSENT), exact=exact)
+        elif isinstance(x, list) and isinstance(y, list):
+            for index in range(max(len(x), len(y))):
+                sides = [values[index] if index < len(values) else ABSENT for values in (x, y)]
+                yield from self._walk(f"{name}.{index}", *sides, exact=exact)
+        elif not (self._equal(x, y) if not exact else x == y):
+            yield name, (x, y)
+
+    def _equal(self, x: Any, y: Any) -> bool:
+        if type(x) is float and type(y) is float and x == y:
+            return x != 0 or math.copysign(1, x) == math.copysign(1, y) or bool(self.rtol or self.atol)
+        if type(x) is type(y) and x == y:
+            return True
+        if not (self.rtol or self.atol) or {type(x), type(y)} not in ({float}, {float, int}):
+            return False
+        return math.isclose(x, y, rel_tol=self.rtol, abs_tol=self.atol)
+
+
+def _same(x: LoggedEvent, y: LoggedEvent) -> bool:
+    """Whether they are the same to the bit; where they are not, the fields say why."""
+    return deterministic(x, encode(x)) == deterministic(y, encode(y))
+
+
+def _uncovered(pieces: Sequence[Piece], others: Sequence[Piece]) -> Iterator[tuple[int, int]]:
+    """The stretches of these pieces that the others leave free."""
+    for piece in pieces:
+        first = piece.first
+        for other in sorted(others, key=lambda other: other.first):
+            if other.last < first or other.first > piece.last:
+                continue
+            if other.first > first:
+                yield first, other.first - 1
+            first = other.last + 1
+        if first <= piece.last:
+            yield first, piece.last

@@ -1,0 +1,113 @@
+"""What is in a log's files: its blocks and its tail, and where they are damaged."""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from engine.errors import RecordingError
+from engine.recording.blocks import Parsed, find_next, find_table, parse
+from engine.recording.lines import LoggedEvent, decode, unchecked
+
+__all__ = ["FORMAT", "Contents", "Damage", "mapped", "recovered", "scan"]
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Damage:
+    """A part of a log's file that cannot be read."""
+
+    file: str
+    start: int  # bytes
+    end: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.file}, bytes {self.start} to {self.end}: {self.reason}"
+
+
+@dataclass
+class Contents:
+    """The blocks of a sealed file, in order."""
+
+    blocks: list[Parsed] = field(default_factory=list)
+    end: int = 0  # of the last whole block
+    ended: bool = False  # a table says that the log was closed
+    damage: list[Damage] = field(default_factory=list)
+
+
+def mapped(path: Path) -> Any:
+    """The file's bytes, read as they are asked for; empty where there is none."""
+    try:
+        with path.open("rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except (FileNotFoundError, ValueError):  # none, or an empty one
+        return b""
+
+
+def scan(path: Path, data: Any = None) -> Contents:
+    """The blocks of a sealed file: by its table, or header by header where there is none.
+
+    Args:
+        data: the file's bytes, where they are mapped already.
+
+    Raises:
+        RecordingError: the log is of a newer format.
+    """
+    data = mapped(path) if data is None else data
+    found = find_table(data)
+    if found is not None:
+        table, start = found
+        _check_format(path, table.v)
+        blocks = []
+        for entry in table.blocks:
+            frame = entry.start  # the header's length is not in the table: `parse` finds it when the block is read
+            blocks.append(Parsed(entry.header, entry.start, frame, frame))
+        return Contents(blocks, start, ended=True)
+    contents, position = Contents(), 0
+    while position < len(data):
+        block = parse(data, position)
+        if block is None:
+            following = find_next(data, position + 1)
+            reason = "no whole block" if following < len(data) else "cut off in the middle of a block"
+            contents.damage.append(Damage(path.name, position, following, reason))
+            position = following
+            continue
+        _check_format(path, block.header.v)
+        contents.blocks.append(block)
+        position = contents.end = block.end
+    return contents
+
+
+def _check_format(path: Path, version: int) -> None:
+    if version > FORMAT:
+        raise RecordingError(
+            f"{path}: is of format {version}, this version reads up to {FORMAT}; read it with a newer pulsetrain"
+        )
+
+
+def recovered(lines: Sequence[bytes], after: int) -> tuple[list[LoggedEvent], int]:
+    """A tail's events behind those that are sealed, in the order of seq, and how many lines are not whole.
+
+    Args:
+        after: the last seq that is sealed.
+    """
+    events: dict[int, LoggedEvent] = {}
+    torn = 0
+    for line in lines:
+        whole = unchecked(line)
+        try:
+            event = decode(whole)[0] if whole is not None else None
+        except (msgspec.DecodeError, IndexError):
+            event = None
+        if event is None:
+            torn += 1
+        elif event.seq > after and (event.seq not in events or events[event.seq].open):
+            events[event.seq] = event
+    return [events[seq] for seq in sorted(events)], torn
