@@ -67,11 +67,11 @@ def _table(rows: list[tuple[str, str]], width: int) -> list[str]:
     return [f"{name:<{width}}{text}" for name, text in rows]
 
 
-def go_on(folder: Path, config: Path, settings: Mapping[str, str]) -> str:
+def go_on(assembly: Assembly, config: Path, settings: Mapping[str, str]) -> str:
     """The command that goes on with a run, ready to be copied."""
-    if not has_checkpoint(folder):
+    if not has_checkpoint(assembly.trainer):
         return "go on: not possible, for no checkpoint was saved: there is no Checkpointer among the handlers"
-    words = [*_command(), "train", str(config), "--run", str(folder), "--resume", "latest"]
+    words = [*_command(), "train", str(config), "--run", str(assembly.folder), "--resume", "latest"]
     for name, value in settings.items():
         words += [f"--{name}={value}"]
     return f"go on: {shlex.join(words)}"

@@ -13,10 +13,10 @@ from typing import Any
 from engine import Events
 from engine.errors import PulsetrainError
 from pulsetrain.assembly import Assembly, assemble, in_settings
-from pulsetrain.cli.reports import FAILED, OK, STOPPED, go_on, logs_on_stderr, report, summary
-from pulsetrain.cli.signals import SignalWatch
+from pulsetrain.cli.reports import FAILED, STOPPED, go_on, logs_on_stderr, report, summary
 from pulsetrain.config_file import SECTIONS, read_config
 from pulsetrain.run_folder import has_checkpoint
+from pulsetrain.signals import SignalWatch
 
 __all__ = ["add_parser"]
 
@@ -31,7 +31,7 @@ Any setting can be given here as well, in YAML, by its place in the file:
   --training.validate_every.updates 20             (one key of it; the others stay)
 
 Ctrl-C, SIGTERM and SIGUSR1 stop at the next safe point with a checkpoint, and
-the command that goes on is printed; a second Ctrl-C stops at once.
+the command that goes on is printed; Ctrl-C or SIGTERM once more stops at once.
 """
 EPILOG = """\
 examples:
@@ -48,7 +48,7 @@ def add_parser(commands: Any) -> None:
     parser: argparse.ArgumentParser = commands.add_parser(
         "train",
         help="train what a configuration file describes",
-        usage="pulsetrain train CONFIG [--run FOLDER] [--resume latest|PATH] [--SECTION.SETTING VALUE ...]",
+        usage="pulsetrain train CONFIG [--run FOLDER] [--resume latest|CHECKPOINT] [--SECTION.SETTING VALUE ...]",
         description=DESCRIPTION,
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -63,9 +63,9 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument(
         "--resume",
-        metavar="latest|PATH",
+        metavar="latest|CHECKPOINT",
         help="go on from the newest checkpoint of the run folder, or of the last numbered one (or start where there "
-        "is none yet); or from the checkpoint with this path",
+        "is none yet); or from the checkpoint with this path or URL",
     )
     parser.add_argument("--traceback", action="store_true", help="show the Python traceback of an error")
     parser.set_defaults(run=run)
@@ -84,12 +84,14 @@ def run(arguments: argparse.Namespace, settings: Mapping[str, str]) -> int:
             assembly.trainer.add_event_handler(Events.STARTED, lambda engine: updates.append(engine.state.update))
             watch.follow(assembly.trainer)
             assembly.trainer.train(resume=arguments.resume)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, SystemExit) as stop:
+            if isinstance(stop, SystemExit) and not watch.status:  # something else's, such as the model's code
+                raise
             if assembly is not None:
                 print(f"\npulsetrain: stopped at once; the run folder is {assembly.folder}", file=sys.stderr)
-                return STOPPED
-            print("\npulsetrain: stopped before the run began; nothing was left behind", file=sys.stderr)
-            return watch.status
+            else:
+                print("\npulsetrain: stopped before the run began; nothing was left behind", file=sys.stderr)
+            return watch.status or STOPPED
         except Exception as error:
             if arguments.traceback:
                 traceback.print_exc()
@@ -99,16 +101,19 @@ def run(arguments: argparse.Namespace, settings: Mapping[str, str]) -> int:
                 return report(error)
             return _failed(error, assembly, early=updates[-1] == assembly.trainer.state.update)
         print(summary(assembly, time.perf_counter() - started))
-        if not watch.obeyed:
-            return OK
-        print(go_on(assembly.folder, arguments.config, settings))
+        if watch.status:
+            print(go_on(assembly, arguments.config, settings))
         return watch.status
 
 
 def _announce(assembly: Assembly, resume: str | None) -> None:
     folder = assembly.folder
-    fresh = ", which has no checkpoint yet: starting from the beginning"
-    print(f"run folder: {folder}{fresh if resume == 'latest' and not has_checkpoint(folder) else ''}", file=sys.stderr)
+    anew = resume == "latest" and not has_checkpoint(assembly.trainer)
+    fresh = ", which has no checkpoint yet: starting from the beginning" if anew else ""
+    print(
+        f"run folder: {folder}{fresh if resume == 'latest' and not has_checkpoint(assembly.trainer) else ''}",
+        file=sys.stderr,
+    )
 
 
 def _failed(error: Exception, assembly: Assembly, *, early: bool) -> int:

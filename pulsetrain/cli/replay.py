@@ -1,0 +1,177 @@
+"""`pulsetrain replay`: what other settings of a handler would have done in runs that were recorded."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import handlers
+from engine.errors import ConfigurationError, MetricNotFoundError, PulsetrainError
+from engine.events import Events
+from engine.recording import EventLog
+from engine.recording.replay import Replay, Stop
+from pulsetrain.building import build
+from pulsetrain.cli.reports import OK
+from pulsetrain.config_file import load_yaml
+
+__all__ = ["add_parser", "parse_handler"]
+
+DESCRIPTION = """\
+Play recorded runs through handlers, one at a time, and tell what each would have
+done: where it would have stopped the run, the best value that it would have kept,
+and how many iterations that saves. Nothing is trained, and the runs stay as they are.
+
+A handler is given by its name, with its arguments behind a colon:
+  --handler early_stopping:patience=3,metric=val/loss
+"""
+EPILOG = """\
+examples:
+  pulsetrain replay runs/a --handler early_stopping:patience=3
+  pulsetrain replay runs/* --handler early_stopping:patience=3 --handler early_stopping:patience=10
+
+exit status: 0 done; 2 wrong input
+"""
+COLUMNS = ("run", "handler", "stops at", "best", "iterations saved")
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "replay",
+        help="tell what other settings of a handler would have done in recorded runs",
+        usage="pulsetrain replay RUN [RUN ...] --handler NAME[:ARGUMENT=VALUE,...] [--handler ...] [OPTION ...]",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="a run folder")
+    parser.add_argument(
+        "--handler",
+        dest="handlers",
+        metavar="NAME[:ARGUMENT=VALUE,...]",
+        action="append",
+        required=True,
+        help="a handler, such as early_stopping, or the path of a class of your own",
+    )
+    parser.add_argument("--engine", metavar="NAME", help="attach to this engine; by default the trainer")
+    parser.add_argument("--format", choices=("table", "json"), default="table", help="how to print")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace, settings: Mapping[str, str]) -> int:
+    """Replay each run through each handler, and print what came of it."""
+    if settings:
+        raise ConfigurationError(f"--{next(iter(settings))}: is no option of replay, which takes no configuration")
+    variants = [(text, parse_handler(text)) for text in arguments.handlers]
+    for text, spec in variants:
+        _make(text, spec)  # all are checked before the first is played
+    logs = [(folder, EventLog(folder)) for folder in arguments.runs]
+    rows = [
+        _what_if(folder, log, text, _make(text, spec), arguments.engine)
+        for folder, log in logs
+        for text, spec in variants
+    ]
+    if arguments.format == "json":
+        print("\n".join(json.dumps(row) for row in rows))
+    else:
+        print(_table(rows))
+    return OK
+
+
+def parse_handler(text: str) -> dict[str, Any]:
+    """`early_stopping:patience=3,metric=val/loss` as a class path with its arguments, whose values are YAML.
+
+    Raises:
+        ConfigurationError: an argument without a value.
+    """
+    name, _, rest = text.partition(":")
+    given: dict[str, Any] = {}
+    for part in re.split(r",(?![^\[{]*[\]}])", rest) if rest else ():  # not at those inside brackets
+        key, equals, value = part.partition("=")
+        if not equals or not key.strip():
+            raise ConfigurationError(
+                f"--handler {text}: {part!r} is no ARGUMENT=VALUE, such as patience=3 in early_stopping:patience=3"
+            )
+        given[key.strip()] = load_yaml(value)
+    return {"class_path": name, "init_args": given}
+
+
+def _make(text: str, spec: Mapping[str, Any]) -> Any:
+    handler = build(spec, f"--handler {text}", _shipped(), settings=f"--handler {spec['class_path']}")
+    if not callable(getattr(handler, "attach", None)):
+        raise ConfigurationError(f"--handler {text}: {type(handler).__name__} is no handler: it has no attach()")
+    return handler
+
+
+def _shipped() -> dict[str, Any]:
+    """Handlers by their classes' names and by these in lower case, such as `early_stopping`."""
+    found = {name: getattr(handlers, name) for name in handlers.__all__ if name not in ("Callback", "CallbackList")}
+    words = {re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower(): name for name in found}
+    return found | {word: found[name] for word, name in words.items()}
+
+
+def _what_if(folder: Path, log: EventLog, text: str, handler: Any, engine: str | None) -> dict[str, Any]:
+    """One row: what the handler would have done in the run."""
+    _keep_apart(folder, text, handler)
+    try:
+        replay = Replay(log, engine=engine, obey_terminate=True)
+        _check_metric(log, replay, handler)
+        handler.attach(replay)
+        replay.run()
+    except PulsetrainError as error:
+        raise type(error)(f"{folder}: {error}") from error
+    finally:
+        getattr(handler, "detach", lambda: None)()
+    total = replay.last_iteration
+    stop: Stop | None = replay.stops[0] if replay.stops else None
+    return {
+        "run": str(folder),
+        "handler": text,
+        "stopped": stop is not None,
+        "epoch": stop.epoch if stop is not None else None,
+        "iteration": stop.iteration if stop is not None else None,
+        "reason": stop.reason if stop is not None else None,
+        "best": getattr(handler, "best_value", None),
+        "iterations": total,
+        "saved": total - stop.iteration if stop is not None else 0,
+    }
+
+
+def _check_metric(log: EventLog, replay: Replay, handler: Any) -> None:
+    metric = getattr(handler, "metric", None)
+    validated = next(log.read(engine=replay.name, event=Events.VALIDATION_COMPLETED.value), None)
+    if isinstance(metric, str) and validated is None:
+        raise MetricNotFoundError(
+            f"{type(handler).__name__}(metric={metric!r}): this metric does not exist: no validation of "
+            f"{replay.name!r} is in the log"
+        )
+
+
+def _keep_apart(folder: Path, text: str, handler: Any) -> None:
+    """Refuse a handler that would write into the run it is told about."""
+    for name in ("folder", "path"):
+        place = getattr(handler, name, None)
+        if isinstance(place, (str, Path)) and folder.resolve() in (
+            Path(place).resolve(),
+            *Path(place).resolve().parents,
+        ):
+            raise ConfigurationError(f"--handler {text}: would write into the run {folder}; choose another folder")
+
+
+def _table(rows: Sequence[Mapping[str, Any]]) -> str:
+    lines: list[tuple[str, ...]] = [COLUMNS]
+    for row in rows:
+        stops, saved = f"nowhere in {row['iterations']:,} iterations", "-"
+        if row["stopped"]:
+            stops = f"epoch {row['epoch']}, iteration {row['iteration']:,} of {row['iterations']:,}"
+            share = row["saved"] / row["iterations"] if row["iterations"] else 0.0
+            saved = f"{row['saved']:,} ({share:.0%})"
+        best = row["best"]
+        lines.append((row["run"], row["handler"], stops, "-" if best is None else f"{best:.6g}", saved))
+    widths = [max(len(line[column]) for line in lines) for column in range(len(COLUMNS))]
+    return "\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in lines)
