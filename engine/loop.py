@@ -60,6 +60,8 @@ class Engine(Emitter, IgniteEngine):  # type: ignore[misc]  # _event_handlers is
         self._failure: BaseException | None = None
         self._running = False
         self._first_iteration = 0  # the counter when this run began
+        self._hands_over = False  # the step is left to whoever drives the loop
+        self._handed_over = False  # and is being made
         self.state = State(self)
         self.register_events(*Events, event_to_attr=COUNTERS)
 
@@ -221,6 +223,7 @@ class Engine(Emitter, IgniteEngine):  # type: ignore[misc]  # _event_handlers is
         """One epoch's batches; returns its seconds. The lines between two emits are what an iteration costs."""
         state, sequence, fire = self.state, self._sequence, self.fire
         # looked up once: an attribute of an enum class costs 40 ns each time
+        hands_over = self._hands_over
         getting, got = Events.GET_BATCH_STARTED, Events.GET_BATCH_COMPLETED
         starting, done = Events.ITERATION_STARTED, Events.ITERATION_COMPLETED
         get, have, begin, end = self._plan(getting), self._plan(got), self._plan(starting), self._plan(done)
@@ -275,7 +278,12 @@ class Engine(Emitter, IgniteEngine):  # type: ignore[misc]  # _event_handlers is
                         yield
                 else:
                     sequence.last += 1
-                state.output = self._process_function(self, state.batch)
+                if hands_over:  # whoever drives this generator does the step, and sets the output
+                    self._handed_over = True
+                    yield
+                    self._handed_over = False
+                else:
+                    state.output = self._process_function(self, state.batch)
                 if end.live and (end.busy or not end.low <= state.iteration < end.high):
                     fire(done)
                 else:
