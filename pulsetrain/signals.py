@@ -1,0 +1,116 @@
+"""SIGINT, SIGTERM and SIGUSR1: a run that is under way ends at a safe point, with a checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, NoReturn, Self
+
+from engine import Events
+from engine.batches import release_workers
+from engine.errors import ConfigurationError
+from engine.payloads import Preempted
+
+__all__ = ["SignalWatch"]
+
+NAMES = ("SIGINT", "SIGTERM", "SIGUSR1")
+PASSED_ON = 2.0  # seconds in which launchers have passed on what they were sent themselves: no second request
+
+
+class SignalWatch:
+    """While it is entered, the first SIGINT, SIGTERM or SIGUSR1 becomes PREEMPTED of a trainer, which ends its run.
+
+    A SIGINT behind another signal, and a SIGTERM that comes 2 s or more behind the first SIGTERM, end it at once,
+    without a checkpoint: KeyboardInterrupt, or SystemExit with the status, is raised. Before there is a trainer any
+    signal does that. One that comes while no run is under way ends the next. Leaving restores the handlers that were
+    there.
+
+    Args:
+        trainer: whose run is ended; `follow` names one later.
+        clock: seconds, never running backwards.
+
+    Raises:
+        ConfigurationError: entered outside the main thread.
+
+    Example:
+        with SignalWatch(trainer) as watch:
+            trainer.train(resume="latest")
+        sys.exit(watch.status)
+    """
+
+    def __init__(self, trainer: Any = None, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.received: signal.Signals | None = None  # the first
+        self.status = 0  # for the process to exit with: 128 + the number of the signal that has ended the run
+        self._named, self._trainer, self._clock = trainer, None, clock
+        self._terminated_at: float | None = None  # when the first SIGTERM came
+        self._previous: dict[signal.Signals, Any] = {}
+        self._handle: Any = None
+        self._process = 0
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is not threading.main_thread():
+            raise ConfigurationError(
+                f"SignalWatch: entered in the thread {threading.current_thread().name!r}, and Python handles signals "
+                "in the main thread alone; enter it there, wherever the training runs"
+            )
+        self._process = os.getpid()
+        if self._named is not None:
+            self.follow(self._named)
+        for name in NAMES:
+            number = getattr(signal, name, None)
+            # None: a handler that Python did not install, and could not put back
+            if number is not None and signal.getsignal(number) is not None:
+                self._previous[number] = signal.signal(number, self._receive)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+        self._previous.clear()
+        self._trainer = None
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
+
+    def follow(self, trainer: Any) -> None:
+        """From now on a signal ends this trainer's run."""
+        self._handle = trainer.add_event_handler(Events.PREEMPTED, self._obey)
+        self._trainer = trainer
+
+    def _obey(self) -> None:
+        if self.received is not None:  # else somebody else has posted the event
+            self.status = 128 + self.received
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._process:  # a child, forked with this handler: the run is not its own
+            if number == signal.SIGTERM:
+                signal.signal(number, signal.SIG_DFL)
+                signal.raise_signal(number)
+            return
+        again = number == signal.SIGINT
+        if number == signal.SIGTERM:
+            now = self._clock()
+            if self._terminated_at is None:
+                self._terminated_at = now
+            again = now - self._terminated_at >= PASSED_ON
+        first, self.received = self.received is None, self.received or signal.Signals(number)
+        if self._trainer is None or (again and not first):
+            self._stop(number)
+        if first:
+            name = signal.Signals(number).name
+            self._trainer.post(Events.PREEMPTED, Preempted(signal=name))
+            said = f"\n{name}: stopping at the next safe point; Ctrl-C or SIGTERM once more stops at once\n"
+            with contextlib.suppress(OSError):  # whoever read it may be gone
+                os.write(2, said.encode())  # not through sys.stderr: the signal may have come in the midst of a write
+
+    def _stop(self, number: int) -> NoReturn:
+        self.status = 128 + number
+        release_workers()  # those that hang are ended by SIGTERM
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        raise SystemExit(self.status)

@@ -1,0 +1,315 @@
+"""Signals: to a run of one's own script, to all its processes, and once more."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from engine import Events
+from engine.batches import workers_outlive_signals
+from engine.checkpoint import CheckpointManager
+from engine.errors import ConfigurationError
+from engine.payloads import Preempted
+from pulsetrain import SignalWatch
+from tests.pulsetrain.small import loader, trainer
+
+NAMES = ("SIGINT", "SIGTERM", "SIGUSR1")
+SCRIPT = """
+    import sys, time
+    import torch
+    from torch import nn
+    from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
+    from engine import Events, Every, SupervisedStrategy
+    from handlers import Checkpointer
+    from pulsetrain import SignalWatch, Trainer, TrainingConfig
+
+    class Rows(IterableDataset):
+        def __iter__(self):
+            while True:
+                yield torch.ones(4), torch.ones(1)
+
+    class Stuck(Dataset):
+        def __len__(self):
+            return 100
+
+        def __getitem__(self, index):
+            if index >= 8:
+                print("stuck", flush=True)
+                time.sleep(600)
+            return torch.ones(4), torch.ones(1)
+
+    def pairs(**options):
+        return DataLoader(TensorDataset(torch.ones(400, 4), torch.ones(400, 1)), batch_size=4, num_workers=2, **options)
+
+    if __name__ == "__main__":
+        kind = sys.argv[1]
+        train_loader = {
+            "persistent": lambda: pairs(persistent_workers=True),
+            "spawn": lambda: pairs(multiprocessing_context="spawn"),
+            "stream": lambda: DataLoader(Rows(), batch_size=4, num_workers=2),
+            "stuck": lambda: DataLoader(Stuck(), batch_size=4, num_workers=2),
+        }.get(kind, pairs)()
+        bound = {"max_epochs": 1} if kind == "short" else {"max_updates": 10**9}
+        validates = {"validate_every": Every(updates=1)} if kind == "validation" else {}
+        trainer = Trainer(
+            nn.Linear(4, 1),
+            train_loader,
+            pairs() if validates else None,
+            strategy=SupervisedStrategy("mse"),
+            config=TrainingConfig(**bound, **validates, optimizer="sgd", learning_rate=1e-3, seed=0),
+            handlers=[Checkpointer("run")],
+        )
+
+        @(trainer.evaluator if validates else trainer).on(Events.ITERATION_COMPLETED)
+        def tell():
+            print("batch", flush=True)
+
+        with SignalWatch(trainer) as watch:
+            trainer.train(resume="latest")
+        print("stopped:", trainer.state.stop_reason, flush=True)
+        sys.exit(watch.status)
+"""
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
+    """Begins the script as the leader of a process group of its own."""
+    (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
+    begun: list[subprocess.Popen[str]] = []
+
+    def begin(kind: str) -> subprocess.Popen[str]:
+        pipe, paths = subprocess.PIPE, [os.getcwd(), os.environ.get("PYTHONPATH", "")]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+        command = [sys.executable, "script.py", kind]
+        begun.append(
+            subprocess.Popen(
+                command, cwd=tmp_path, env=environment, stdout=pipe, stderr=pipe, text=True, start_new_session=True
+            )
+        )
+        return begun[-1]
+
+    yield begin
+    for process in begun:
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        process.communicate()
+
+
+def wait_for(process: subprocess.Popen[str], text: str) -> None:
+    """Read on until a line begins so; the process's end is the end of what it says."""
+    stream: Any = process.stderr if text.startswith("SIG") else process.stdout
+    while not (line := stream.readline()).startswith(text):
+        assert line, f"it ended before it said {text!r}: {process.communicate()}"
+
+
+def send(name: str) -> None:
+    signal.raise_signal(signal.Signals[name])
+
+
+class TestAScript:
+    @pytest.mark.parametrize("name", NAMES)
+    def test_ends_with_a_checkpoint_and_the_signals_status_and_goes_on(self, name, start, tmp_path):
+        process = start("plain")
+        wait_for(process, "batch")
+        process.send_signal(signal.Signals[name])
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == 128 + signal.Signals[name], err
+        assert f"stopped: {name} was received" in out
+        saved = CheckpointManager(tmp_path / "run" / "checkpoints").get_latest()
+        assert saved is not None
+        trained = out.count("batch") + 1  # the one that was waited for
+        assert int(saved.name.partition("-")[0]) == trained
+
+    def test_that_comes_to_its_end_exits_with_0(self, start):
+        process = start("short")
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == 0, err
+        assert "stopped: None" in out
+
+
+class TestAllProcesses:
+    """What systemd, scancel and a terminal do."""
+
+    @pytest.mark.parametrize(
+        ("name", "kind"),
+        [
+            ("SIGTERM", "plain"),
+            ("SIGINT", "plain"),
+            ("SIGUSR1", "plain"),
+            ("SIGTERM", "persistent"),
+            ("SIGTERM", "spawn"),
+            ("SIGTERM", "stream"),
+            ("SIGTERM", "validation"),
+        ],
+    )
+    def test_a_run_with_workers_ends_with_a_checkpoint(self, name, kind, start, tmp_path):
+        process = start(kind)
+        wait_for(process, "batch")
+        os.killpg(process.pid, signal.Signals[name])
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == 128 + signal.Signals[name], err
+        assert f"stopped: {name} was received" in out
+        assert "Traceback" not in err
+        assert CheckpointManager(tmp_path / "run" / "checkpoints").get_latest() is not None
+
+    def test_workers_that_hang_end_with_a_run_that_is_ended_at_once(self, start):
+        process = start("stuck")
+        wait_for(process, "stuck")
+        os.killpg(process.pid, signal.SIGTERM)
+        wait_for(process, "SIGTERM: stopping")
+        os.killpg(process.pid, signal.SIGINT)
+        process.communicate(timeout=120)  # the pipes are the workers', too: they are gone
+        assert process.returncode == -signal.SIGINT  # how Python ends by KeyboardInterrupt
+
+    def test_workers_left_at_the_end_of_a_process_do_not_hold_it_up(self, start):
+        process = start("persistent")
+        wait_for(process, "batch")
+        process.send_signal(signal.SIGTERM)
+        process.communicate(timeout=120)
+        assert process.returncode == 128 + signal.SIGTERM
+
+
+class TestOnceMore:
+    @pytest.mark.parametrize("first", NAMES)
+    def test_an_interrupt_behind_any_signal_ends_the_run_at_once(self, first):
+        with SignalWatch(trainer({"max_epochs": 1})) as watch:
+            send(first)
+            with pytest.raises(KeyboardInterrupt):
+                send("SIGINT")
+        assert watch.status == 130
+
+    def test_a_second_sigterm_does_unless_a_launcher_may_have_passed_it_on(self):
+        now = [100.0]
+        with SignalWatch(trainer({"max_epochs": 1}), clock=lambda: now[0]) as watch:
+            send("SIGTERM")
+            now[0] += 1.9
+            send("SIGTERM")
+            assert watch.status == 0
+            now[0] += 0.1
+            with pytest.raises(SystemExit) as ended:
+                send("SIGTERM")
+        assert ended.value.code == watch.status == 143
+
+    def test_a_sigterm_behind_the_warning_that_it_will_come_is_a_first_one(self):
+        now = [100.0]
+        with SignalWatch(trainer({"max_epochs": 1}), clock=lambda: now[0]) as watch:
+            send("SIGUSR1")
+            now[0] += 60
+            send("SIGTERM")
+            send("SIGUSR1")
+            assert watch.received == signal.SIGUSR1
+
+    def test_in_the_middle_of_a_step_the_run_raises_it(self):
+        now = [0.0]
+        run = trainer({"max_epochs": 1})
+
+        @run.on(Events.ITERATION_STARTED(once=3))
+        def twice():
+            send("SIGTERM")
+            now[0] = 3.0
+            send("SIGTERM")
+
+        with SignalWatch(run, clock=lambda: now[0]) as watch, pytest.raises(SystemExit):
+            run.train()
+        assert watch.status == 143
+        assert run.state.iteration == 3
+
+
+class TestSignalWatch:
+    def test_leaves_the_handlers_as_they_were(self):
+        before = [signal.getsignal(signal.Signals[name]) for name in NAMES]
+        run = trainer({"max_epochs": 1})
+        with SignalWatch(run) as watch:
+            assert before[1] != signal.getsignal(signal.SIGTERM)
+        assert [signal.getsignal(signal.Signals[name]) for name in NAMES] == before
+        assert not run.has_event_handler(watch._obey)
+
+    def test_can_be_entered_in_the_main_thread_alone(self):
+        raised: list[BaseException] = []
+
+        def enter() -> None:
+            try:
+                SignalWatch(trainer({"max_epochs": 1})).__enter__()
+            except BaseException as error:
+                raised.append(error)
+
+        thread = threading.Thread(target=enter, name="mine")
+        thread.start()
+        thread.join()
+        assert isinstance(raised[0], ConfigurationError)
+        assert "the thread 'mine'" in str(raised[0])
+
+    def test_a_signal_between_two_runs_ends_the_next(self):
+        run = trainer({"max_epochs": 1})
+        with SignalWatch(run) as watch:
+            send("SIGUSR1")
+            run.train()
+        assert (watch.status, run.state.stop_reason, run.state.iteration) == (138, "SIGUSR1 was received", 0)
+
+    def test_a_preemption_that_no_signal_made_has_no_status(self):
+        run = trainer({"max_epochs": 1})
+        run.post(Events.PREEMPTED, Preempted(signal="SIGTERM"))
+        with SignalWatch(run) as watch:
+            run.train()
+        assert (watch.status, run.state.stop_reason) == (0, "SIGTERM was received")
+
+    def test_a_forked_child_is_ended_by_sigterm_as_ever(self):
+        fork = multiprocessing.get_context("fork")
+        begun = fork.Event()
+
+        def hang() -> None:
+            begun.set()
+            time.sleep(600)
+
+        with SignalWatch(trainer({"max_epochs": 1})):
+            child = fork.Process(target=hang, daemon=True)
+            child.start()
+            assert begun.wait(60)
+            child.terminate()
+            child.join(60)
+        assert child.exitcode == -signal.SIGTERM
+
+
+class TestWorkers:
+    def test_are_left_alone_where_the_process_handles_no_signal(self):
+        before = [signal.signal(signal.Signals[name], signal.SIG_DFL) for name in NAMES]
+        try:
+            data = loader(num_workers=1)
+            with workers_outlive_signals(data) as numbers:
+                assert data.worker_init_fn is None
+            assert numbers == ()
+        finally:
+            for name, handler in zip(NAMES, before, strict=True):
+                signal.signal(signal.Signals[name], handler)
+
+    def test_a_loader_is_given_back_as_it_was(self):
+        own: list[int] = []
+        data = loader(num_workers=1, worker_init_fn=own.append)
+        with SignalWatch(), workers_outlive_signals(data) as numbers:
+            assert set(numbers) == {signal.SIGINT, signal.SIGTERM, signal.SIGUSR1}
+            assert data.worker_init_fn != own.append
+            with workers_outlive_signals(data):
+                again = data.worker_init_fn
+            assert again.users_own == own.append
+        assert data.worker_init_fn == own.append
+
+    def test_the_users_own_function_is_called_in_each_worker(self, tmp_path):
+        data = loader(num_workers=2, worker_init_fn=lambda worker: (tmp_path / str(worker)).touch())
+        with SignalWatch() as watch:
+            run = trainer({"max_epochs": 1}, train_loader=data)
+            watch.follow(run)
+            run.train()
+        assert sorted(os.listdir(tmp_path)) == ["0", "1"]
