@@ -8,10 +8,18 @@ nor on the model, nor the model's draws on them.
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import signal
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import islice
+from multiprocessing import resource_tracker
+from multiprocessing.sharedctypes import RawValue
+from multiprocessing.util import Finalize
+from types import FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +42,7 @@ from engine import rng
 
 __all__ = [
     "KeyedLoader", "KeyedOrder", "can_be_read_once", "can_take_over", "draws_nothing", "key_order", "length_of",
+    "release_workers", "workers_outlive_signals",
 ]  # fmt: skip
 
 
@@ -80,11 +89,12 @@ def key_order(loader: Any, seed: int) -> None:
     if not isinstance(loader, DataLoader):
         return
     holders: tuple[Any, ...] = (loader, loader.sampler, loader.batch_sampler)
-    for holder in holders:
+    for holder in (*holders, *(each.sampler for each in holders[1:] if hasattr(each, "sampler"))):
         if hasattr(holder, "generator"):
             if holder.generator is None:
                 holder.generator = torch.Generator()
-            holder.generator.manual_seed(seed)
+            if isinstance(holder.generator, torch.Generator):  # else numpy's or python's
+                holder.generator.manual_seed(seed)
 
 
 class KeyedBatch(NamedTuple):
@@ -140,6 +150,17 @@ class KeyedOrder:
     def step(self) -> int:
         """How far the position moves with a batch."""
         return 1 if self._own_batches else self._batch_size * self._ranks
+
+    @property
+    def samples(self) -> int | None:
+        """How many samples a pass has, all ranks' together; None if not known, or if the position counts batches."""
+        if self._own_batches:
+            return None
+        return length_of(self._sampler if self._shuffle is None else self._dataset)
+
+    def batches(self, samples: int) -> int:
+        """How many batches so many samples of all ranks make."""
+        return samples // self.step if self._drop_last else -(-samples // self.step)
 
     def begin(self, number: int, position: int = 0) -> None:
         """Let the next iteration be that pass, from that position on."""
@@ -222,7 +243,7 @@ class KeyedLoader:
                 collate_fn=collate,
                 pin_memory=loader.pin_memory,
                 timeout=loader.timeout,
-                worker_init_fn=loader.worker_init_fn,
+                worker_init_fn=_users_own(loader.worker_init_fn),
                 multiprocessing_context=loader.multiprocessing_context,
                 generator=self._generator,  # else making an iterator draws from the global one
                 prefetch_factor=loader.prefetch_factor if loader.num_workers else None,
@@ -237,7 +258,17 @@ class KeyedLoader:
         """The batches of that pass, from that position on."""
         self._generator.manual_seed(rng.derive(self._seed, number))
         self.order.begin(number, position)
-        return iter(self._loader)
+        with workers_outlive_signals(self._loader) as numbers:
+            if not numbers:
+                return iter(self._loader)
+            context: Any = self._loader.multiprocessing_context or multiprocessing.get_context()
+            if context.get_start_method() != "fork":
+                resource_tracker.ensure_running()  # beginning one unblocks signals
+            before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # a worker inherits that, until it is ready
+            try:
+                return iter(self._loader)
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 class _KeyedDataset:
@@ -278,3 +309,71 @@ class _KeyedDataset:
 
 def _as_it_is(batch: Any) -> Any:
     return batch
+
+
+@contextmanager
+def workers_outlive_signals(loader: Any) -> Iterator[tuple[int, ...]]:
+    """Workers that a DataLoader begins inside pass over those of SIGINT, SIGTERM and SIGUSR1 that this process handles.
+
+    Who stops a job signals each of its processes: where this one has a handler that lets the run go on to a safe point,
+    the run needs its workers until then. They end when it ends them, and with it. Gives the signals' numbers.
+    """
+    numbers: tuple[int, ...] = ()
+    if isinstance(loader, DataLoader) and loader.num_workers > 0 and hasattr(signal, "pthread_sigmask"):
+        numbers = tuple(filter(_is_handled, (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)))
+    if not numbers:
+        yield ()
+        return
+    before = loader.worker_init_fn
+    loader.worker_init_fn = _OutliveSignals(numbers, _users_own(before))
+    try:
+        yield numbers
+    finally:
+        loader.worker_init_fn = before
+
+
+def _is_handled(number: int) -> bool:
+    handler = signal.getsignal(number)
+    return callable(handler) and handler is not signal.default_int_handler
+
+
+def release_workers() -> None:
+    """From now on this process's workers obey SIGTERM, which is how torch and multiprocessing end those that hang."""
+    if _released is not None and _released[0] == os.getpid():
+        _released[1].value = True
+
+
+_released: tuple[int, Any] | None = None  # a process, and what its workers read: whether they may end
+
+
+def _release_flag() -> Any:
+    global _released
+    if _released is None or _released[0] != os.getpid():  # a forked process has workers and an end of its own
+        _released = os.getpid(), RawValue("b", 0)
+        # at exit multiprocessing calls this, sends SIGTERM to the workers that are left, and waits for them
+        Finalize(None, release_workers, exitpriority=100)
+    return _released[1]
+
+
+class _OutliveSignals:
+    """A `worker_init_fn` that comes before the user's own."""
+
+    def __init__(self, numbers: tuple[int, ...], users_own: Callable[[int], None] | None) -> None:
+        self.users_own = users_own
+        self._numbers, self._released = numbers, _release_flag()
+
+    def __call__(self, worker: int) -> None:
+        for number in self._numbers:
+            # a function, for what is ignored stays ignored in the programs that a dataset may start
+            signal.signal(number, self._receive)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, self._numbers)
+        if self.users_own is not None:
+            self.users_own(worker)
+
+    def _receive(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGTERM and self._released.value:
+            os._exit(0)  # as torch's own handler does: any other status is an error to the SIGCHLD handler
+
+
+def _users_own(function: Any) -> Any:
+    return function.users_own if isinstance(function, _OutliveSignals) else function

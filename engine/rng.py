@@ -15,7 +15,9 @@ from torch.utils.data import get_worker_info
 
 from engine.errors import CheckpointError, ConfigurationError
 
-__all__ = ["Draws", "capture", "derive", "kept", "restore", "seed_everything", "seeded"]
+__all__ = ["Draws", "capture", "derive", "kept", "missing_devices", "restore", "seed_everything", "seeded"]
+
+_DEVICES = ("cuda", "xpu", "mps")
 
 
 def seed_everything(seed: int) -> None:
@@ -34,10 +36,10 @@ def seed_everything(seed: int) -> None:
 
 
 def capture() -> dict[str, Any]:
-    """The state of python's, numpy's, torch's CPU generator and of each CUDA device's.
+    """The state of python's, numpy's, torch's CPU generator and of each CUDA, XPU and MPS device's.
 
-    Plain containers, numbers, strings and tensors, so `torch.load(weights_only=True)` reads them back. CUDA's list is
-    empty as long as this process has not used CUDA: asking would start it on a machine that trains on the CPU.
+    Plain containers, numbers, strings and tensors, so `torch.load(weights_only=True)` reads them back. The list of CUDA
+    or XPU is empty as long as this process has not used it: asking would start it on a machine that trains on the CPU.
     """
     version, numbers, gauss = random.getstate()
     numpy: Any = np.random.get_state(legacy=False)
@@ -56,36 +58,52 @@ def capture() -> dict[str, Any]:
         },
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],
+        "xpu": torch.xpu.get_rng_state_all() if torch.xpu.is_initialized() else [],
+        "mps": [torch.mps.get_rng_state()] if torch.backends.mps.is_available() else [],
     }
 
 
-def restore(state: Mapping[str, Any], *, strict: bool = True) -> None:
-    """Puts every generator back to what `capture` saw, or none where the state does not fit.
-
-    Args:
-        strict: more CUDA devices in the state than this process has are an error; else those it has are restored.
+def missing_devices(state: Mapping[str, Any]) -> list[str]:
+    """Of which devices this process sees fewer than `capture` saw generators, such as "cuda: 4 -> 2".
 
     Raises:
-        CheckpointError: the state lacks a generator, or devices are missing.
+        CheckpointError: the state lacks a generator.
     """
     lacking = [name for name in ("python", "numpy", "torch", "cuda") if name not in state]
     if lacking:
         raise CheckpointError(
             f"restore(state): lacks {', '.join(lacking)}; holds {', '.join(map(str, state)) or 'nothing'}"
         )
-    saved, present = len(state["cuda"]), torch.cuda.device_count()
-    if strict and saved > present:
-        raise CheckpointError(
-            f"restore(state): holds {saved} CUDA generators, and this process sees {present} CUDA devices; "
-            "give it as many, or pass strict=False and go on with other random numbers"
-        )
+    saved = {kind: len(state.get(kind, ())) for kind in _DEVICES}
+    return [f"{kind}: {saved[kind]} -> {seen}" for kind in _DEVICES if saved[kind] > (seen := _count(kind))]
+
+
+def restore(state: Mapping[str, Any]) -> None:
+    """Puts the generators back to what `capture` saw; those of devices that this process does not see are left out.
+
+    Raises:
+        CheckpointError: the state lacks a generator; none was changed.
+    """
+    missing_devices(state)
     python, numpy = state["python"], state["numpy"]
     random.setstate((python["version"], tuple(python["state"].tolist()), python["gauss"]))
     keys = numpy["state"].cpu().numpy().astype(np.uint32)
     np.random.set_state(("MT19937", keys, numpy["position"], numpy["has_gauss"], numpy["gauss"]))
     torch.set_rng_state(state["torch"].cpu())  # .cpu(): a checkpoint may have been loaded onto another device
-    for device, generator in enumerate(state["cuda"][:present]):
-        torch.cuda.set_rng_state(generator.cpu(), device)
+    for kind in _DEVICES:
+        for device, generator in zip(range(_count(kind)), state.get(kind, ()), strict=False):
+            if kind == "mps":  # there is one
+                torch.mps.set_rng_state(generator.cpu())
+            else:
+                getattr(torch, kind).set_rng_state(generator.cpu(), device)
+
+
+def _count(kind: str) -> int:
+    """How many of these devices this process sees."""
+    if kind == "mps":
+        return int(torch.backends.mps.is_available())
+    count: int = getattr(torch, kind).device_count()
+    return count
 
 
 @contextmanager

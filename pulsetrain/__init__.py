@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from pulsetrain.config import TrainingConfig
+    from pulsetrain.loop import Loop
     from pulsetrain.trainer import Trainer
 
-__all__ = ["Trainer", "TrainingConfig"]
+__all__ = ["Loop", "Trainer", "TrainingConfig"]
 
 
 def _refuse_shadowed_handlers() -> None:
@@ -28,7 +29,7 @@ _refuse_shadowed_handlers()
 
 
 def __getattr__(name: str) -> Any:
-    """Import the two when they are asked for: torch takes a second, and `pulsetrain --version` need not wait for it."""
+    """Import them when they are asked for: torch takes a second, and `pulsetrain --version` need not wait for it."""
     if name == "Trainer":
         from pulsetrain.trainer import Trainer
 
@@ -37,4 +38,12 @@ def __getattr__(name: str) -> Any:
         from pulsetrain.config import TrainingConfig
 
         return TrainingConfig
+    if name == "SignalWatch":
+        from pulsetrain.signals import SignalWatch
+
+        return SignalWatch
+    if name == "Loop":
+        from pulsetrain.loop import Loop
+
+        return Loop
     raise AttributeError(f"module 'pulsetrain' has no attribute {name!r}")

@@ -136,7 +136,7 @@ def assemble(
             raise in_settings(error) from error
         described = {section: config[section] for section in SECTIONS if section in config}
         described |= {"run": str(claim.folder), "training": {**(described.get("training") or {}), "seed": trainer.seed}}
-        if resume is None or not has_checkpoint(claim.folder):  # a run that saved nothing begins anew
+        if resume is None or not has_checkpoint(trainer):  # a run that saved nothing begins anew
             describe_run(claim.folder, described, trainer)
         else:
             _report_changes(claim.folder, described)

@@ -11,11 +11,13 @@ from torch.utils.data import DataLoader
 
 from engine import rng
 from engine.batches import KeyedLoader, can_take_over, key_order
+from engine.checkpoint.plain import plain
 from engine.errors import CheckpointError
 from engine.logs import get_logger
 
-__all__ = ["DataPosition"]
+__all__ = ["STATE", "DataPosition"]
 
+STATE = ("seed", "passes", "pass_start", "epoch", "epoch_start", "epoch_done", "trained")  # of every position
 _WATCHED = 8  # batches of a loader of an unknown kind that are watched for draws
 
 
@@ -31,6 +33,7 @@ class DataPosition:
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self._keyed: tuple[Any, KeyedLoader] | None = None  # the loader, and ours that has taken it over
+        self.refuses_unsavable = False  # a loader's state that no checkpoint can hold, when a pass begins
         self.restart()
 
     def restart(self) -> None:
@@ -43,6 +46,7 @@ class DataPosition:
         self.trained = 0  # the last iteration whose step was made: state.iteration grows before its step
         self.resuming = False  # a checkpoint was loaded whose pass has not been found back to
         self.inside = False  # it was made inside an epoch, which has not gone on yet
+        self._pass_over = False  # its pass had ended, or was over other data: what comes next is a new one
         self._loader: Any = None  # the one that the pass under way is over; None before it has begun or been found back
         self._offset = 0  # of the keyed order, at the iteration that follows
         self._offset_at = 0
@@ -64,7 +68,7 @@ class DataPosition:
         """An iterator over a new pass."""
         self.passes += 1
         self.pass_start = iteration
-        self.resuming = False
+        self.resuming = self._pass_over = False
         self._offset, self._offset_at = 0, iteration
         return self._iterate(loader)
 
@@ -75,6 +79,8 @@ class DataPosition:
             CheckpointError: the loader ends before the position: it is not the one that the checkpoint was made with.
         """
         self.resuming = False
+        if self._pass_over:
+            return iter(())
         if self._take_over(loader) is not None:
             return self._iterate(loader)
         count, saved = iteration - self.pass_start, self._saved_loader
@@ -119,6 +125,8 @@ class DataPosition:
                 loader.load_state_dict(saved[0])
             batches = iter(loader)
             self._anchor = saved or (deepcopy(loader.state_dict()), 0)
+            if self.refuses_unsavable:
+                plain({"position": {"loader": self._anchor[0]}})
         self._given = self._anchor[1]
         return self._give(batches)
 
@@ -149,10 +157,11 @@ class DataPosition:
 
     def state_dict(self) -> dict[str, Any]:
         """The position behind the last iteration whose step was made."""
-        names = ("seed", "passes", "pass_start", "epoch", "epoch_start", "epoch_done", "trained")
-        state = {name: getattr(self, name) for name in names}
+        state = {name: getattr(self, name) for name in STATE}
         if self._loader is None:  # as it was loaded, if it was
             state["offset"] = self._offset
+            if self._pass_over:
+                state["pass_over"] = True
             if self._saved_loader is not None:
                 state["loader"], state["given"] = self._saved_loader
             return state
@@ -168,13 +177,14 @@ class DataPosition:
         """Stand where a checkpoint was made; the seed of the data order is the checkpoint's."""
         if state["seed"] != self.seed:
             self._keyed = None
-        for name in ("seed", "passes", "pass_start", "epoch", "epoch_start", "epoch_done", "trained"):
+        for name in STATE:
             setattr(self, name, state[name])
         self._offset, self._offset_at = state.get("offset", 0), self.trained
         given = state.get("given", self.trained - self.pass_start)
         self._saved_loader = (state["loader"], given) if "loader" in state else None
         self._loader = None
         self.resuming = self.passes > 0
+        self._pass_over = state.get("pass_over", False)
         self.inside = not self.epoch_done
 
 

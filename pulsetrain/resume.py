@@ -4,32 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import MISSING, Field, fields
-from functools import partial
-from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from engine import rng
-from engine.bus import EventSignal
 from engine.checkpoint.weights import compare_weights
 from engine.environment import describe_environment, environment_differences
 from engine.errors import CheckpointError
 from engine.logs import get_logger
+from engine.snapshot import Snapshot
 from handlers import LRScheduler
+from pulsetrain.handler_states import (
+    handler_settings,
+    handler_states,
+    restore_states,
+    restore_strategy,
+    stateful,
+    strategy_state,
+    tell_of_pairs,
+)
+from pulsetrain.other_data import describe_data, follow_data
+from pulsetrain.position import STATE as POSITION
 from pulsetrain.step import rates_of
 
 if TYPE_CHECKING:
     from pulsetrain.config import TrainingConfig
     from pulsetrain.trainer import Trainer
 
-__all__ = ["capture", "handler_states", "listeners", "restore", "restore_states", "state_of", "stateful"]
+__all__ = ["COUNTERS", "capture", "restore"]
 
-FORMAT = 3
+FORMAT = 4
 _PARTS = (
     "environment", "settings", "model", "optimizer", "optimizer_type", "backend", "announced_skips", "accumulation",
-    "counters", "learning_rates", "grad_norm", "position", "validated_at", "metrics", "history", "losses", "handlers",
-    "rng",
+    "counters", "learning_rates", "grad_norm", "position", "data", "validated_at", "metrics", "history", "losses",
+    "strategy", "handlers", "handler_settings", "rng",
 )  # fmt: skip
 # what may differ between two parts of one run: how long it is, what it tells, where it writes
 _MAY_CHANGE = ("max_epochs", "max_iterations", "max_updates", "max_tokens", "log_every_n_steps", "run_dir")
@@ -57,11 +66,14 @@ def capture(trainer: Trainer) -> dict[str, Any]:
         "learning_rates": [float(rate) for rate in trainer.learning_rates],
         "grad_norm": trainer.grad_norm,
         "position": position.state_dict(),
+        "data": describe_data(trainer.train_loader),
         "validated_at": trainer.validated_at,
         "metrics": {name: float(value) for name, value in state.metrics.items() if _is_scalar(value)},
         "history": trainer.history.state_dict(),
         "losses": trainer.losses.state_dict(),
+        "strategy": strategy_state(trainer),
         "handlers": handler_states(trainer),
+        "handler_settings": handler_settings(trainer),
         # of a checkpoint that was loaded and has not been gone on with: its own
         "rng": trainer.rng_to_restore or rng.capture(),
     }
@@ -74,25 +86,19 @@ def restore(trainer: Trainer, saved: Mapping[str, Any]) -> None:
         CheckpointError: it does not fit this trainer, which then is as it was; the message lists what is missing,
             unexpected or misshapen.
     """
-    if saved.get("format") != FORMAT:
-        raise CheckpointError(
-            f"the checkpoint's state is of format {saved.get('format')!r}, this version reads {FORMAT}; go on with the "
-            "version that wrote it, or begin a new run from its weights: model.load_state_dict(checkpoint['model'])"
-        )
+    saved = _of_this_format(saved)
     lacking = [name for name in _PARTS if name not in saved]
+    for part, names in () if lacking else (("counters", COUNTERS), ("position", POSITION)):
+        lacking += [f"{part}.{name}" for name in names if name not in saved[part]]
     if lacking:
         raise CheckpointError(f"the checkpoint's state lacks {', '.join(lacking)}; load another checkpoint")
     problems = compare_weights(trainer.model.state_dict(), saved["model"])
     if problems:
         raise CheckpointError(f"the checkpoint's weights do not fit the model: {problems}")
     _check_optimizer(trainer.optimizer, saved)
-    before = trainer.backend.state_dict()
-    trainer.backend.load_state_dict(saved["backend"])
-    try:
-        _restore_handlers(trainer, saved["handlers"])  # the last that may refuse
-    except Exception:
-        trainer.backend.load_state_dict(before)
-        raise
+    fewer = rng.missing_devices(saved["rng"])
+    saved = follow_data(saved, trainer.train_loader)
+    _restore_what_may_refuse(trainer, saved)
     trainer.model.load_state_dict(saved["model"])
     configured = rates_of(trainer.optimizer)
     trainer.optimizer.load_state_dict(saved["optimizer"])
@@ -112,91 +118,46 @@ def restore(trainer: Trainer, saved: Mapping[str, Any]) -> None:
     trainer.history.load_state_dict(saved["history"])
     trainer.losses.load_state_dict(saved["losses"], trainer.backend.device)
     trainer.rng_to_restore = saved["rng"]
-    trainer.states_to_restore = saved["handlers"]
+    trainer.states_to_restore = saved["handlers"], saved["handler_settings"]
+    tell_of_pairs(trainer, saved["handlers"], saved["handler_settings"])
+    if fewer:
+        get_logger("pulsetrain").warning(
+            "this process sees fewer devices than the checkpoint holds generators of: what is drawn there is another "
+            "from here on",
+            devices=fewer,
+        )
     _tell_of_changes(trainer, saved)
 
 
-def stateful(trainer: Trainer) -> dict[str, Any]:
-    """What holds progress, by class name and metric, numbered where both come twice: those `listeners` with a state."""
-    found: dict[str, Any] = {}
-    for handler in listeners(trainer):
-        if not (hasattr(handler, "state_dict") and hasattr(handler, "load_state_dict")):
-            continue
-        metric = getattr(handler, "metric", None)
-        label = f"{type(handler).__name__}({metric})" if isinstance(metric, str) else type(handler).__name__
-        key, number = label, 1
-        while key in found:
-            number += 1
-            key = f"{label}_{number}"
-        found[key] = handler
-    return found
-
-
-def listeners(trainer: Trainer) -> list[Any]:
-    """The trainer's handlers and callbacks, and whatever else hears its events, in the order of registration.
-
-    An object hears by a method of its own or by being called: a metric of pytorch-ignite, a torch scheduler's `step`,
-    an object of the user's. The trainer's own parts and those of handlers are left out.
-    """
-    given = [*trainer.handlers, *trainer.callbacks]
-    own = [trainer, trainer.model, trainer.optimizer, trainer.evaluation, trainer.evaluator, trainer.callbacks]
-    parts = {id(part) for part in own} | {id(part) for each in given for part in getattr(each, "__dict__", {}).values()}
-    signals = [signal for signal in trainer.bus.values() if isinstance(signal, EventSignal)]
-    heard = [each for signal in signals for each in signal.subscriptions(id(trainer), exclusive=True)]
-    owners = {id(each): each for each in given}
-    for subscription in sorted(heard, key=lambda each: each.position):
-        owner = _owner(subscription.handler)
-        if owner is not None and id(owner) not in parts:
-            owners.setdefault(id(owner), owner)
-    return list(owners.values())
-
-
-def _owner(listener: Any) -> Any:
-    """The object that hears by the listener; None for a function, which has no state."""
-    while isinstance(listener, partial):
-        listener = listener.func
-    if isinstance(listener, FunctionType):
-        return None
-    owner = getattr(listener, "__self__", listener)
-    return None if isinstance(owner, type) else owner
-
-
-def handler_states(trainer: Trainer) -> dict[str, Any]:
-    """The state of each that `stateful` names."""
-    return {key: state_of(key, handler) for key, handler in stateful(trainer).items()}
-
-
-def state_of(key: str, handler: Any) -> Any:
-    """A handler's state; its error is told with its name."""
-    try:
-        return handler.state_dict()
-    except Exception as error:
-        error.add_note(f"in {key}.state_dict(), whose state is part of a checkpoint")
-        raise
-
-
-def restore_states(trainer: Trainer, saved: Mapping[str, Any]) -> None:
-    """Put what holds progress back once more, behind an event at which some of it begins anew."""
-    handlers = stateful(trainer)
-    for key in handlers.keys() & saved.keys():
-        handlers[key].load_state_dict(saved[key])
-
-
-def _restore_handlers(trainer: Trainer, saved: Mapping[str, Any]) -> None:
-    handlers = stateful(trainer)
-    before = handler_states(trainer)
-    try:
-        for key in handlers.keys() & saved.keys():
-            handlers[key].load_state_dict(saved[key])
-    except Exception:
-        for key, handler in handlers.items():
-            handler.load_state_dict(before[key])
-        raise
-    for key in sorted(handlers.keys() ^ saved.keys()):
-        get_logger("pulsetrain").warning(
-            "handler begins anew" if key in handlers else "saved state of a handler that is not here any more",
-            handler=key,
+def _of_this_format(saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The state as this version would have written it, without what an older one did not know."""
+    if saved.get("format") == 3 and isinstance(saved.get("counters"), Mapping):
+        data = {"batches": saved["counters"].get("epoch_length")}
+        return {**saved, "format": FORMAT, "strategy": None, "handler_settings": {}, "data": data}
+    if saved.get("format") != FORMAT:
+        raise CheckpointError(
+            f"the checkpoint's state is of format {saved.get('format')!r}, this version reads 3 and {FORMAT}; go on "
+            "with the version that wrote it, or begin a new run from its weights: "
+            "model.load_state_dict(checkpoint['model'])"
         )
+    return saved
+
+
+def _restore_what_may_refuse(trainer: Trainer, saved: Mapping[str, Any]) -> None:
+    """The states of the backend, the strategy and the handlers: all, or none where one raises."""
+    parts = {"backend": trainer.backend.state_dict(), "handlers": handler_states(trainer)}
+    before = Snapshot().take({**parts, "strategy": strategy_state(trainer)})  # of what may be loaded in place
+    try:
+        trainer.backend.load_state_dict(saved["backend"])
+        restore_strategy(trainer, saved["strategy"])
+        restore_states(trainer, saved["handlers"], saved["handler_settings"])
+    except Exception:
+        trainer.backend.load_state_dict(before["backend"])
+        if before["strategy"] is not None:
+            trainer.strategy.load_state_dict(before["strategy"])  # type: ignore[attr-defined]  # it gave one
+        for key, handler in stateful(trainer).items():
+            handler.load_state_dict(before["handlers"][key])
+        raise
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:

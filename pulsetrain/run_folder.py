@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import re
 import shutil
-import sys
 from collections.abc import Mapping
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import yaml
 
-from engine.environment import describe_environment
+from engine.checkpoint import find_checkpoints, place_of
 from engine.errors import RunFolderError
+from handlers import Checkpointer
+from handlers.run_file import write_run_file
 
 __all__ = ["Claim", "describe_run", "has_checkpoint", "holds_run", "resolve_folder"]
 
-PACKAGES = ("pulsetrain", "torch", "pytorch-ignite", "blinker", "msgspec", "numpy")
 PARTS = ("config.yaml", "run.json", "events", "checkpoints", "metrics.csv", "plots", "crash.txt")
 
 
@@ -30,15 +28,23 @@ def resolve_folder(pattern: str, *, resume: str | None = None, chosen: bool = Tr
 
     Args:
         pattern: a folder.
-        resume: None for a new run, "latest", or a checkpoint's path.
+        resume: None for a new run, "latest", or a checkpoint's path or URL.
         chosen: the pattern was asked for in so many words; it is not the configuration's.
 
     Raises:
-        RunFolderError: a new run's folder holds a run already, or the checkpoint is not there.
+        RunFolderError: a new run's folder holds a run already, or is a URL; or the checkpoint is not there.
+        ConfigurationError: the checkpoint's URL is of a kind that nothing here can read.
     """
-    own = None if resume in (None, "latest") else _run_of(Path(str(resume)))
+    checkpoint = None if resume in (None, "latest") else place_of(str(resume))
+    own = _run_of(checkpoint) if isinstance(checkpoint, Path) else None  # behind a URL there is no run folder
     if own is not None and not chosen:
         return own
+    if "://" in pattern:
+        raise RunFolderError(
+            f"run folder {pattern}: is a URL, and a run folder lies on this machine; choose a path with --run. "
+            "Checkpoints may lie elsewhere: give the URL to the Checkpointer, "
+            "handlers: [{class_path: Checkpointer, init_args: {folder: URL}}]"
+        )
     folder = Path(pattern)
     if "{n}" in str(folder.parent):
         raise RunFolderError(f"run folder {pattern}: '{{n}}' may stand in its last part alone")
@@ -59,9 +65,10 @@ def holds_run(folder: Path) -> bool:
     return any((folder / part).exists() for part in ("config.yaml", "run.json", "events", "checkpoints", "metrics.csv"))
 
 
-def has_checkpoint(folder: Path) -> bool:
-    """Whether the run has saved anything; whether it is sound, its reader finds out."""
-    return any((folder / "checkpoints").glob("[0-9]*/manifest.json"))
+def has_checkpoint(trainer: Any) -> bool:
+    """Whether the run has saved anything, here or at a URL; whether it is sound, its reader finds out."""
+    saving = [handler for handler in trainer.handlers if isinstance(handler, Checkpointer)]
+    return any(find_checkpoints(handler.manager.checkpoint_dir) for handler in saving)
 
 
 class Claim:
@@ -127,18 +134,10 @@ def describe_run(folder: Path, config: Mapping[str, Any], trainer: Any) -> None:
     Raises:
         RunFolderError: the folder cannot be written.
     """
-    facts = {
-        "format": 1,
-        "seed": trainer.seed,
-        "environment": describe_environment(trainer.backend.device),
-        "versions": {name: found for name in PACKAGES if (found := _version(name)) is not None},
-        "command": sys.argv,
-        "handlers": [type(handler).__name__ for handler in trainer.handlers],
-    }
     try:
         text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
         (folder / "config.yaml").write_text(text, encoding="utf-8")
-        (folder / "run.json").write_bytes(msgspec.json.format(msgspec.json.encode(facts), indent=2))
+        write_run_file(folder, trainer)
     except OSError as error:
         raise RunFolderError(
             f"run folder {folder}: cannot be written: {error.strerror or error}; choose another with --run"
@@ -178,10 +177,3 @@ def _beside(folder: Path) -> Path:
     while (other := folder.with_name(f"{folder.name}-{number}")).exists():
         number += 1
     return other
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from engine import Engine, Event, EventBus, Events, Phase, rng
 from engine.accumulation import Accumulation
 from engine.backends.torch import TorchBackend
+from engine.batches import workers_outlive_signals
 from engine.checkpoint import CheckpointManager, Place, load_checkpoint, place_of
 from engine.errors import ConfigurationError
 from engine.logs import get_logger
@@ -22,7 +23,7 @@ from engine.metrics import MetricTracker
 from engine.optimizers import averaged_weights, resolve_optimizer
 from engine.payloads import AnomalyDetected, CheckpointLoaded, MetricsLogged, ValidationCompleted
 from engine.protocols import TrainingStrategy
-from handlers import Callback, CallbackList, Checkpointer
+from handlers import Callback, CallbackList, Checkpointer, CSVLogger
 from handlers.readings import reading_events
 from pulsetrain.arguments import (
     check_kinds,
@@ -36,11 +37,12 @@ from pulsetrain.arguments import (
 from pulsetrain.bounds import Bound
 from pulsetrain.config import TrainingConfig
 from pulsetrain.evaluation import Evaluation, check_sets
+from pulsetrain.handler_states import handler_settings, handler_states, restore_states, state_of, stateful
 from pulsetrain.measuring import Losses, Rate
 from pulsetrain.position import DataPosition
-from pulsetrain.resume import COUNTERS, capture, handler_states, restore, restore_states, state_of, stateful
+from pulsetrain.resume import COUNTERS, capture, restore
 from pulsetrain.step import rates_of, step
-from pulsetrain.unsaved import check_unsaved
+from pulsetrain.unsaved import check_unsaved, tell_of_changed_numbers
 
 __all__ = ["Trainer"]
 
@@ -123,7 +125,9 @@ class Trainer(Engine):
         self.losses, self._rate = Losses(), Rate()
         self.accumulation = Accumulation(config.accumulation)
         self.rng_to_restore: dict[str, Any] | None = None
-        self.states_to_restore: dict[str, Any] | None = None
+        self.states_to_restore: tuple[dict[str, Any], dict[str, str]] | None = None  # with the handlers' settings
+        self.settings_at_first: dict[int, tuple[Any, str]] = {}  # of handlers, by id
+        self.watched_numbers: dict[str, float] = {}  # that no checkpoint holds, as they were when the run started
         self.environment_changes: list[str] = []  # since the checkpoint was made that the run goes on from
         self.grad_norm: Tensor | None = None  # of the last update for which it was measured
         self.validated_at = -1  # iteration of the last validation
@@ -142,6 +146,7 @@ class Trainer(Engine):
             handler.attach(self)
         self.callbacks.attach(self)
         self._at_first = handler_states(self)
+        handler_settings(self)  # as they are now
 
     def train(self, resume: str | os.PathLike[str] | None = None) -> dict[str, list[float]]:
         """Train to the configured bound.
@@ -252,7 +257,8 @@ class Trainer(Engine):
         self.fire(Events.VALIDATION_STARTED)
         metrics: dict[str, float] = {}
         for name, loader in self.val_loaders.items():
-            metrics.update(self.evaluation.run(name, loader))
+            with workers_outlive_signals(loader):
+                metrics.update(self.evaluation.run(name, loader))
         self.validated_at = self.state.iteration
         self.state.metrics.update(metrics)
         self.history.update(metrics)
@@ -290,6 +296,10 @@ class Trainer(Engine):
         latest = self._checkpointer("train(resume='latest')").manager.get_latest()
         if latest is not None:
             self.load_checkpoint(latest)
+            return
+        for handler in self.handlers:
+            if isinstance(handler, CSVLogger):
+                handler.begin_again()
 
     def _checkpointer(self, asked_by: str) -> Any:
         found = [
@@ -306,6 +316,7 @@ class Trainer(Engine):
         config = self.config
         self.add_event_handler(Events.STARTED, self._train_mode, phase=Phase.COMPUTE)
         self.add_event_handler(Events.STARTED, check_unsaved, phase=Phase.COMPUTE)
+        self.add_event_handler(Events.CHECKPOINT_SAVED, tell_of_changed_numbers, phase=Phase.OBSERVE)
         self.add_event_handler(Events.PREEMPTED, self._stop_when_preempted)
         for event in (Events.STARTED, Events.EPOCH_STARTED):
             last = self.bus.subscribe(event, self._restore_states, sender=self, phase=Phase.PERSIST)
@@ -344,7 +355,8 @@ class Trainer(Engine):
         if position.begin_epoch(state.epoch, state.iteration):
             self.losses.forget("epoch")  # of an epoch that was given up
             self.history.keep_provisional()
-        elapsed = yield from super()._epoch()
+        with workers_outlive_signals(state.dataloader):  # some loaders begin theirs at the first batch
+            elapsed = yield from super()._epoch()
         position.epoch_done = True
         if self.losses.count("epoch"):
             self.history.update(self._named(self.losses.take("epoch")))
@@ -361,7 +373,7 @@ class Trainer(Engine):
             return
         epoch_started = event.type == Events.EPOCH_STARTED.value
         if self.position.inside or not epoch_started:
-            restore_states(self, saved)
+            restore_states(self, *saved)
         if epoch_started:
             self.states_to_restore = None
 
@@ -419,18 +431,22 @@ class Trainer(Engine):
             and state.iteration - position.epoch_start == state.epoch_length
         ):
             return False  # the last epoch's batches are behind, its EPOCH_COMPLETED is not
-        return bool(Engine._is_done(state))
+        # not by iterations that epochs make, as ignite does: over other data than before they are of another length
+        ended = state.max_epochs is not None and state.epoch >= state.max_epochs
+        return bool(ended or (state.max_iters is not None and state.iteration >= state.max_iters))
 
     def _setup_engine(self) -> None:
         if not self.position.resuming:
             super()._setup_engine()
             return
         state = self.state
-        self._dataloader_iter = self.position.find_back(state.dataloader, state.iteration)
+        with workers_outlive_signals(state.dataloader):
+            self._dataloader_iter = self.position.find_back(state.dataloader, state.iteration)
         self._init_iter = 0 if self.position.epoch_done else state.iteration - self.position.epoch_start
         if self.rng_to_restore is not None:  # last: making the iterator draws from the generators
             rng.restore(self.rng_to_restore)
             self.rng_to_restore = None
 
     def _setup_dataloader_iter(self) -> None:
-        self._dataloader_iter = self.position.begin_pass(self.state.dataloader, self.state.iteration)
+        with workers_outlive_signals(self.state.dataloader):
+            self._dataloader_iter = self.position.begin_pass(self.state.dataloader, self.state.iteration)

@@ -145,6 +145,29 @@ def test_a_save_cut_before_any_of_its_calls_leaves_the_checkpoint_before_it(
     assert calls >= 3  # the state, the manifest, the note of the best
 
 
+def test_a_reader_that_comes_in_the_middle_of_a_delete_sees_no_half_checkpoint(
+    url: CheckpointUrl, monkeypatch: pytest.MonkeyPatch
+):
+    manager = CheckpointManager(url, keep_last_n=1)
+    manager.save(STATE, step=1)
+    store = type(files(url)[0])
+    real = store.rm
+    seen: list[list[str]] = []
+
+    def one_by_one(self: Any, path: str, recursive: bool = False) -> None:
+        for file in sorted(self.find(path), reverse=True):  # state.pt before manifest.json: in no order to rely on
+            self.rm_file(file)
+            reader = CheckpointManager(url)
+            assert reader.valid() == find_checkpoints(url)  # what is left of it counts for nothing
+            seen.append([each.name for each in reader.valid()])
+        real(self, path, recursive=recursive)
+
+    monkeypatch.setattr(store, "rm", one_by_one)
+    new = manager.save(STATE, step=2)
+    assert seen == [[new.name]]
+    assert find_checkpoints(url) == [new]
+
+
 def test_without_a_manifest_it_does_not_count_and_the_first_save_removes_it(url: CheckpointUrl):
     good = CheckpointManager(url).save(STATE, step=1)
     store, half = files(url / "000000007-half" / "state.pt")

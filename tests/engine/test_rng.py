@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from engine.errors import CheckpointError, ConfigurationError
-from engine.rng import capture, derive, restore, seed_everything
+from engine.rng import capture, derive, missing_devices, restore, seed_everything
 
 
 @pytest.fixture(autouse=True)
@@ -104,13 +104,68 @@ def test_a_state_that_lacks_a_generator_is_refused_and_changes_nothing():
     assert torch.equal(capture()["torch"], before["torch"])
 
 
-def test_more_cuda_generators_than_devices_are_refused_unless_the_caller_gives_up_exactness():
-    count = torch.cuda.device_count() + 1
-    state = {**capture(), "cuda": [torch.get_rng_state()] * count}
-    with pytest.raises(CheckpointError, match=rf"holds {count} CUDA generators, .* sees {count - 1} CUDA devices"):
-        restore(state)
-    if count == 1:
-        restore(state, strict=False)
+class Devices:
+    """Stands for torch.cuda, torch.xpu or torch.mps: as many generators as it is made with."""
+
+    def __init__(self, *states):
+        self.states = list(states)
+
+    def is_initialized(self):
+        return bool(self.states)
+
+    is_available = is_initialized
+
+    def device_count(self):
+        return len(self.states)
+
+    def get_rng_state_all(self):
+        return list(self.states)
+
+    def get_rng_state(self):
+        return self.states[0]
+
+    def set_rng_state(self, state, device=0):
+        self.states[device] = state
+
+
+def put(monkeypatch, **kinds):
+    for kind, devices in kinds.items():
+        monkeypatch.setattr(torch, kind, devices)
+        if kind == "mps":
+            monkeypatch.setattr(torch.backends, kind, devices)
+
+
+def test_the_generators_of_every_kind_of_device_are_captured_and_restored(monkeypatch):
+    devices = {kind: Devices(torch.tensor([number])) for number, kind in enumerate(("cuda", "xpu", "mps"))}
+    put(monkeypatch, **devices)
+    state = capture()
+    for kind in devices:
+        devices[kind].states[0] = torch.tensor([9])
+    restore(state)
+    assert {kind: each.states[0].item() for kind, each in devices.items()} == {"cuda": 0, "xpu": 1, "mps": 2}
+
+
+@pytest.mark.parametrize("kind", ["cuda", "xpu", "mps"])
+def test_generators_of_devices_that_are_not_seen_are_named_and_left_out(kind, monkeypatch):
+    put(monkeypatch, cuda=Devices(), xpu=Devices(), mps=Devices())
+    seen = Devices() if kind == "mps" else Devices(torch.tensor([7]))
+    saved = [torch.tensor([1])] * (seen.device_count() + 1)
+    put(monkeypatch, **{kind: seen})
+    state = {**capture(), kind: saved}
+    first = random.random(), np.random.rand(), torch.rand(())
+    assert missing_devices(state) == [f"{kind}: {len(saved)} -> {seen.device_count()}"]
+    restore(state)
+    assert (random.random(), np.random.rand(), torch.rand(())) == first
+    assert [each.item() for each in seen.states] == [1] * seen.device_count()
+
+
+def test_no_device_is_missing_where_as_many_are_seen_or_an_older_state_knows_of_fewer_kinds(monkeypatch):
+    put(monkeypatch, cuda=Devices(torch.tensor([1]), torch.tensor([2])), xpu=Devices(), mps=Devices())
+    state = capture()
+    assert missing_devices(state) == []
+    del state["xpu"], state["mps"]
+    assert missing_devices(state) == []
+    restore(state)
 
 
 def test_another_global_generator_of_numpy_is_refused():

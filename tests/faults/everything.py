@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import csv
-import json
 import random
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -22,13 +20,13 @@ from engine.accumulation import Accumulate
 from engine.backends.torch import TorchBackend
 from engine.checkpoint import CheckpointManager, load_checkpoint
 from engine.protocols import TrainingBatch
+from engine.recording import EventLog
+from engine.recording.lines import deterministic, encode
 from handlers import EMA, Checkpointer, CSVLogger, EarlyStopping, EventRecorder
-from handlers.resume_check import compared
 from pulsetrain import Trainer, TrainingConfig
 
 ROWS, BATCH = 24, 3  # so 8 batches a pass
 EPOCHS = 4
-WHERE_CUT = ("started", "epoch_started", "checkpoint_saved", "checkpoint_loaded", "completed")  # come once more
 OBSERVED = ("seconds", "samples_per_second", "tokens_per_second")
 
 
@@ -63,9 +61,22 @@ class Disturbed(nn.Module):
 
 
 class CountsTokens(SupervisedStrategy):
+    """Has a state: how many batches it has prepared, on which their targets depend."""
+
+    def __init__(self, loss: str) -> None:
+        super().__init__(loss)
+        self.prepared = 0
+
     def prepare_batch(self, batch: Any) -> TrainingBatch:
         made = super().prepare_batch(batch)
-        return replace(made, tokens=made.inputs.numel())
+        self.prepared += 1
+        return replace(made, targets=made.targets * (1 + 0.01 * (self.prepared % 7)), tokens=made.inputs.numel())
+
+    def state_dict(self) -> dict[str, int]:
+        return {"prepared": self.prepared}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.prepared = state["prepared"]
 
 
 def make(
@@ -73,6 +84,7 @@ def make(
     *,
     workers: int = 0,
     every: Every | None = None,
+    background: bool = False,
     keep_last: int = 3,
     precision: str = "fp32",
     accumulate: int | Accumulate = 3,
@@ -102,7 +114,13 @@ def make(
         ),
         handlers=[
             EMA(decay=0.9, every=Every(updates=1, epochs=1)),
-            Checkpointer(folder, every=every or Every(iterations=1), keep_last=keep_last, metric="val/loss"),
+            Checkpointer(
+                folder,
+                every=every or Every(iterations=1),
+                background=background,
+                keep_last=keep_last,
+                metric="val/loss",
+            ),
             EarlyStopping(patience=50),
             EventRecorder(folder),
             CSVLogger(folder),
@@ -124,11 +142,11 @@ def outcome(folder: Path) -> dict[str, Any]:
     checkpoints = {}
     for saved in CheckpointManager(folder / "checkpoints").valid():
         for path, value in leaves(load_checkpoint(saved)):
-            if "EventRecorder" not in path:  # lines of the log as they are written, with the time
+            if "EventRecorder/seq" not in path:  # counts what a resume fires besides
                 checkpoints[f"{saved.name}/{path}"] = bits(value)
     return {
         **checkpoints,
-        **{f"log/{'/'.join(map(str, key))}": record for key, record in logged(folder / "events" / "events.jsonl")},
+        **{f"log/{place}": record for place, record in logged(folder)},
         **{f"metrics/{number}": row for number, row in enumerate(table(folder / "metrics.csv"))},
     }
 
@@ -158,28 +176,11 @@ def bits(value: Any) -> Any:
     return repr(value)
 
 
-def logged(path: Path) -> Iterator[tuple[tuple[Any, ...], str]]:
-    """The events of a log by their place, what is recorded anew behind a resume in the place of what was before."""
-    records: list[dict[str, Any]] = []
-    for line in path.read_text().splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:  # cut by a kill
-            continue
-        if record["event"] == "checkpoint_loaded":
-            name = Path(record["payload"]["path"]).name
-            known = [n for n, each in enumerate(records) if _names(each, name)]
-            del records[known[-1] + 1 if known else len(records) :]  # not known: the log was cut at the checkpoint
-        if record["event"] == "started" and record["engine"] == "trainer" and record["iteration"] == 0:
-            records.clear()  # killed before its first checkpoint, and begun anew
-        records.append(record)
-    seen: Counter[tuple[Any, ...]] = Counter()
-    for record in records:
-        if record["event"] in WHERE_CUT:
-            continue
-        place = (record["engine"], record["event"], record["epoch"], record["iteration"])
-        seen[place] += 1
-        yield (*place, seen[place]), json.dumps(compared(record))
+def logged(folder: Path) -> Iterator[tuple[str, bytes]]:
+    """The events of a log by their place, those that a resume has computed again as they came last."""
+    for event in EventLog(folder).read():
+        if event.ord >= 0:
+            yield f"{event.ord:09d}", deterministic(event, encode(event))
 
 
 def table(path: Path) -> list[dict[str, str]]:
@@ -187,8 +188,3 @@ def table(path: Path) -> list[dict[str, str]]:
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
     return [{name: value for name, value in row.items() if name not in OBSERVED} for row in rows]
-
-
-def _names(record: dict[str, Any], checkpoint: str) -> bool:
-    told = record["event"] in ("checkpoint_saved", "checkpoint_loaded")
-    return told and Path(record["payload"]["path"]).name == checkpoint

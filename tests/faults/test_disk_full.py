@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import subprocess
@@ -16,7 +17,8 @@ import torch
 from engine import Events, Every, Phase
 from engine.checkpoint import CheckpointManager, disk, find_checkpoints, load_checkpoint
 from engine.errors import RunFolderError
-from handlers import Checkpointer
+from engine.recording import EventLog
+from handlers import Checkpointer, CSVLogger, EventRecorder, LossCurve
 from pulsetrain import Trainer
 from tests.pulsetrain.small import loader, regression_model, trainer
 
@@ -172,6 +174,39 @@ def test_on_a_small_disk_that_fills_up_the_run_ends_and_what_was_announced_is_th
     manager = CheckpointManager(small_disk / "run" / "checkpoints")
     assert [load_checkpoint(path)["counters"]["iteration"] for path in manager.valid()] == saved
     assert list(manager.checkpoint_dir.glob(".*")) == []
+
+
+def test_a_disk_that_is_full_for_a_while_costs_no_event_and_no_row(small_disk: Path):
+    folder = small_disk / "run"
+    run = trainer(
+        {"max_epochs": 60, "log_every_n_steps": 5, "validate_every": Every(epochs=10)},
+        train_loader=loader(48, batch_size=4),
+        val_loader=loader(4, shuffle=False),
+        handlers=[
+            Checkpointer(folder, every=Every(epochs=20), metric="val/loss"),
+            EventRecorder(folder),
+            CSVLogger(folder),
+            LossCurve(folder),
+        ],
+    )
+    filler = small_disk / "filler"
+
+    @run.on(Events.ITERATION_COMPLETED(once=50))
+    def fill() -> None:
+        with filler.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+            while file.write(bytes(4096)):
+                pass
+
+    run.add_event_handler(Events.ITERATION_COMPLETED(once=650), lambda: filler.unlink())
+    with structlog.testing.capture_logs() as logs:
+        run.train()
+    assert run.state.iteration == 720
+    assert sum("event log cannot be written" in line["event"] for line in logs) == 1
+    log = EventLog(folder)
+    assert [event.iteration for event in log.read(engine="trainer", event="iteration_completed")] == list(range(1, 721))
+    assert (log.ended, log.verify()) == (True, [])
+    rows = (folder / "metrics.csv").read_text().splitlines()
+    assert len(rows) == 1 + 720 // 5 + 6
 
 
 def test_a_folder_that_is_lost_in_mid_run_costs_the_checkpoints_from_then_on(tmp_path: Path):

@@ -1,4 +1,4 @@
-"""Checkpoints as each version of the format wrote them, kept as files: all of them still load."""
+"""Checkpoints as each version of the formats wrote them, kept as files: all of them still load, and runs go on."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ import shutil
 from pathlib import Path
 
 import pytest
+import structlog
 import torch
 
 from engine.checkpoint import CheckpointManager, load_checkpoint
 from engine.checkpoint.manifest import FORMATS
 from engine.errors import CheckpointError
+from pulsetrain.resume import FORMAT
+from tests.faults.everything import bits, leaves, make
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "checkpoints"
+RUNS = GOLDEN.parent / "trainer"  # a trainer's state in each of its formats: `everything.make`, cut at iteration 13
 
 
 def test_every_format_has_its_golden_checkpoint():
@@ -50,3 +54,33 @@ def test_the_first_format_notices_a_flipped_bit_of_the_state(tmp_path: Path):
     state.write_bytes(content)
     with pytest.raises(CheckpointError, match="its digest is not the manifest's"):
         load_checkpoint(tmp_path / "c")
+
+
+def test_every_format_of_a_trainers_state_that_is_read_has_its_golden_checkpoint():
+    formats = [load_checkpoint(path / "000000013-checkpoint")["format"] for path in sorted(RUNS.iterdir())]
+    assert formats == [3, FORMAT]
+    assert [path.name for path in sorted(RUNS.iterdir())] == [f"format_{number}" for number in formats]
+
+
+@pytest.mark.parametrize("number", [3, FORMAT])
+def test_a_trainer_goes_on_from_a_state_of_each_format(number: int, tmp_path: Path):
+    shutil.copytree(RUNS / f"format_{number}", tmp_path / "checkpoints")
+    saved = load_checkpoint(tmp_path / "checkpoints" / "000000013-checkpoint")
+    run = make(tmp_path)
+    run.load_checkpoint(tmp_path / "checkpoints" / "000000013-checkpoint")
+    loaded = dict(leaves(run.checkpoint_state()))
+    for part in ("model", "optimizer", "accumulation", "metrics", "history", "losses", "position", "validated_at"):
+        for path, value in leaves(saved[part], part):
+            assert bits(loaded[path]) == bits(value), path
+    assert loaded["handlers/EMA/average/number_averaged"] == saved["handlers"]["EMA"]["average"]["number_averaged"] > 0
+
+    shutil.copytree(tmp_path / "checkpoints", tmp_path / "again" / "checkpoints")
+    again = make(tmp_path / "again")
+    with structlog.testing.capture_logs() as logs:
+        again.train(resume="latest")
+    assert (again.state.iteration, again.state.epoch) == (32, 4)
+    told = {entry["event"] for entry in logs if entry["log_level"] == "warning"}
+    assert told <= {
+        "the environment differs from the checkpoint's: results need not be the same to the bit",
+        *(["the strategy begins anew"] if number == 3 else []),
+    }

@@ -17,7 +17,7 @@ import pytest
 import structlog
 import torch
 
-from engine.checkpoint import CheckpointManager
+from engine.checkpoint import CheckpointManager, find_checkpoints
 from pulsetrain.cli import main
 
 MODEL = """
@@ -188,6 +188,11 @@ BAD = {
     "YAML": ("--training.seed [1", "--training.seed '[1': no valid YAML"),
     "a file as folder": ("--run config.yaml", "run folder config.yaml: is a file; choose another with --run"),
     "a file above": ("--run config.yaml/x", "run folder config.yaml/x: cannot be made: Not a directory"),
+    "a URL as folder": ("--run memory://x/run", "run folder memory://x/run: is a URL, and a run folder lies on this"),
+    "a configured URL": ("--resume latest --run=s3://b/run-{n}", "Checkpoints may lie elsewhere: give the URL to the"),
+    "a checkpoint's URL": ("--resume nothing://x", "folder 'nothing://x': Protocol not known: nothing; use a path"),
+    "no checkpoint there": ("--resume memory://x/000000001-a", "memory://x/000000001-a"),
+    "no checkpoint at a file's URL": ("--resume file:///nowhere", "--resume /nowhere: no checkpoint there; "),
     "a run": ("--run old", "run folder old: holds a run already, and nothing is overwritten; go on with it by"),
     "no checkpoint": ("--resume nowhere", "--resume nowhere: no checkpoint there; "),
     "deep folder": ("--run a/b/c --handlers [CSVLoger]", "unknown name"),
@@ -308,6 +313,23 @@ class TestResuming:
         assert train("--resume", path, "--run", "fork", "--training.max_epochs", "4") == 0
         assert equal(weights("fork"), before)
 
+    def test_a_checkpoint_may_be_named_by_a_url(self, folder: Path) -> None:
+        elsewhere = "--handlers=[{class_path: Checkpointer, init_args: {folder: 'memory://cli/run'}}]"
+        assert train("--training.max_epochs", "4") == 0
+        assert train(elsewhere) == 0
+        (path,) = find_checkpoints("memory://cli/run/checkpoints")[-1:]
+        assert train("--resume", path, "--run", "fork", "--training.max_epochs", "4") == 0
+        assert equal(weights("fork"), weights("runs/tiny-1"))
+
+    def test_a_url_of_a_file_is_a_path(self, folder: Path) -> None:
+        assert train() == 0
+        before = weights("runs/tiny-1")
+        assert train("--training.max_epochs", "1", "--run", "short") == 0
+        (path,) = find_checkpoints("short/checkpoints")[-1:]
+        assert train("--resume", (folder / path).as_uri()) == 0
+        assert sorted(os.listdir("runs")) == ["tiny-1"]
+        assert equal(weights("short"), before)
+
     def test_a_checkpoint_of_another_model_changes_nothing(
         self, folder: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
@@ -395,6 +417,13 @@ class TestSignals:
         assert process.returncode == 130
         assert "Traceback" not in err
         assert "stopped at once; the run folder is runs/tiny-1" in err
+
+    def test_a_script_that_calls_exit_is_not_taken_for_one(
+        self, folder: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        (folder / "model.py").write_text("import sys\nsys.exit(7)\n")
+        assert train() == 7
+        assert "stopped" not in capsys.readouterr().err
 
     def test_before_the_run_has_begun_it_leaves_nothing(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         model = "import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\n"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +17,7 @@ from torchmetrics.regression import MeanSquaredError as TorchMeanSquaredError
 
 from engine import EventBus, EventEnum, Events, Every, SupervisedStrategy, TorchBackend
 from engine.errors import ConfigurationError
+from engine.recording import EventLog
 from handlers import EventRecorder
 from handlers.readings import step_metrics
 from pulsetrain.evaluation import Evaluation, check_sets, eval_mode
@@ -357,8 +357,7 @@ def test_the_recorder_finds_custom_events_by_the_public_accessor(tmp_path: Any):
     recorder = EventRecorder(tmp_path).attach(run)
     run.fire(Rollout.ENDED)
     recorder.detach()
-    lines = (tmp_path / "events" / "events.jsonl").read_text().splitlines()
-    assert [json.loads(line)["event"] for line in lines] == ["ended"]
+    assert [event.event for event in EventLog(tmp_path).read()] == ["ended"]
 
 
 def test_a_validation_that_is_cut_short_is_said_to_be_over_a_part():

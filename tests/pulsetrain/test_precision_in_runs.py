@@ -223,7 +223,7 @@ def test_the_state_of_an_older_version_says_what_to_do():
     run = trainer()
     from pulsetrain.resume import restore  # the trainer calls it with what it loaded
 
-    with pytest.raises(CheckpointError, match=r"of format 1, this version reads 3; .*begin a new run from its weights"):
+    with pytest.raises(CheckpointError, match=r"of format 1, this version reads 3 and 4; .*new run from its weights"):
         restore(run, {"format": 1})
 
 

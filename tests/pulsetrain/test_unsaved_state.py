@@ -1,7 +1,10 @@
-"""What a checkpoint cannot hold is told when a run starts: data read once, handlers without a state or half of one."""
+"""What a checkpoint cannot hold is told when a run starts: data read once or with generators of its own, handlers
+without a state or half of one, objects that functions reach; numbers that change without being saved, at the save.
+"""
 
 from __future__ import annotations
 
+import random
 from collections import Counter, deque
 from collections.abc import Iterator
 from functools import partial
@@ -13,8 +16,11 @@ import pytest
 import structlog
 import torch
 from ignite.handlers import Timer
+from torch import nn
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, Sampler, Subset
 
-from engine import CheckpointError, Events, Every
+from engine import CheckpointError, Events, Every, SupervisedStrategy
 from handlers import (
     Callback,
     Checkpointer,
@@ -26,7 +32,7 @@ from handlers import (
     ProgressBar,
 )
 from pulsetrain import Trainer
-from tests.pulsetrain.small import loader, trainer
+from tests.pulsetrain.small import loader, pairs, regression_model, trainer
 from tests.pulsetrain.test_resume import cut_after
 
 
@@ -309,3 +315,302 @@ def test_a_handler_with_slots_and_a_state_goes_on(tmp_path: Path):
     handler = Keeping()
     make(tmp_path, handler, epochs=2).train(resume="latest")
     assert handler.count == 20
+
+
+# ------------------------------------------------------------------------------- generators of the data's own
+
+
+PAIRS = pairs()
+
+
+class Noisy(Dataset[Any]):
+    """Holds what its attributes say."""
+
+    def __init__(self, **attributes: Any) -> None:
+        vars(self).update(attributes)
+
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> Any:
+        return PAIRS[index]
+
+
+class Shuffling(Sampler[int]):
+    def __init__(self, generator: Any) -> None:
+        self.generator = generator
+
+    def __len__(self) -> int:
+        return 40
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(40))
+
+
+class Jitter:
+    def __init__(self, generator: Any) -> None:
+        self.generator = generator
+
+    def __call__(self, batch: Any) -> Any:
+        return torch.utils.data.default_collate(batch)
+
+
+class Own(DataLoader[Any]):
+    """Is not taken over."""
+
+
+def generator_warnings(data: Any, folder: Path) -> list[str]:
+    run = trainer(
+        {"max_iterations": 2}, train_loader=data, handlers=[Checkpointer(folder, every=Every(epochs=9), at_end=False)]
+    )
+    return [
+        path for each in told(run) if "random generators of its own" in each["event"] for path in each["generators"]
+    ]
+
+
+def collate_with_default(batch: Any, generator: Any = np.random.default_rng(1)) -> Any:  # noqa: B008
+    return torch.utils.data.default_collate(batch)
+
+
+@pytest.mark.parametrize(
+    "generator", [np.random.default_rng(0), np.random.RandomState(0), random.Random(0), torch.Generator()]
+)
+@pytest.mark.parametrize("kind", [DataLoader, Own])
+def test_a_generator_of_the_datas_own_is_named_wherever_it_is(kind: Any, generator: Any, tmp_path: Path):
+    def closing(batch: Any) -> Any:
+        return torch.utils.data.default_collate(batch) if generator else None
+
+    found = {
+        "dataset.rng": kind(Noisy(rng=generator), 4),
+        "dataset.dataset.rng": kind(Subset(Noisy(rng=generator), range(40)), 4),
+        "dataset.transforms[1].generator": kind(Noisy(transforms=[None, Jitter(generator)]), 4),
+        "dataset.by_name['a'].generator": kind(Noisy(by_name={"a": Jitter(generator)}), 4),
+        "collate_fn.generator": kind(Noisy(), 4, collate_fn=Jitter(generator)),
+    }
+    for path, data in found.items():
+        assert generator_warnings(data, tmp_path) == [path]
+    assert generator_warnings(kind(Noisy(), 4, collate_fn=closing), tmp_path) == ["collate_fn.generator"]
+    assert generator_warnings(kind(Noisy(), 4, collate_fn=collate_with_default), tmp_path) == ["collate_fn.generator"]
+    if not isinstance(generator, torch.Generator):
+        assert generator_warnings(kind(Noisy(), 4, sampler=Shuffling(generator)), tmp_path) == ["sampler.generator"]
+        batches = BatchSampler(Shuffling(generator), 4, False)
+        assert generator_warnings(kind(Noisy(), batch_sampler=batches), tmp_path) == ["batch_sampler.sampler.generator"]
+
+
+def test_a_loader_of_ones_own_that_draws_from_its_own_generator_is_named(tmp_path: Path):
+    class Drawing:
+        def __init__(self) -> None:
+            self.rng = np.random.default_rng(0)
+
+        def __iter__(self) -> Iterator[Any]:
+            return iter(loader())
+
+    assert generator_warnings(Drawing(), tmp_path) == ["loader.rng"]
+
+
+def test_generators_that_each_pass_seeds_or_a_checkpoint_holds_are_not_named(tmp_path: Path):
+    mine = torch.Generator()
+    for kind in (DataLoader, Own):
+        sampler = RandomSampler(range(40), generator=mine)
+        for data in (
+            kind(Noisy(), 4, shuffle=True, generator=mine),
+            kind(Noisy(), 4, sampler=sampler),
+            kind(Noisy(), batch_sampler=BatchSampler(sampler, 4, False)),
+            kind(Noisy(draw=random.random, module=random, torchs=torch.default_generator), 4),
+            kind(Noisy(rng=random.Random(), draws_nothing=True), 4),
+        ):
+            assert generator_warnings(data, tmp_path) == []
+
+
+@pytest.mark.parametrize("iteration", [4, 13])
+def test_a_generator_in_a_batch_samplers_sampler_is_seeded_for_each_pass(iteration: int, tmp_path: Path):
+    def run(folder: str, seed: int) -> Trainer:
+        sampler = RandomSampler(range(40), generator=torch.Generator().manual_seed(seed))
+        data = Own(Noisy(), batch_sampler=BatchSampler(sampler, 4, False))
+        return make(tmp_path / folder, epochs=2, every=Every(iterations=1), train_loader=data)
+
+    whole = run("whole", 1)
+    whole.train()
+    cut_after(run("cut", 2), iteration)
+    again = run("cut", 3)
+    again.train(resume="latest")
+    assert all(torch.equal(each, again.model.state_dict()[name]) for name, each in whole.model.state_dict().items())
+
+
+# ----------------------------------------------------------------------------------- what functions reach
+
+
+def reached(run: Trainer) -> list[str]:
+    return [each["object"] for each in told(run) if "a function that listens reaches" in each["event"]]
+
+
+def test_a_function_that_reaches_a_state_that_is_not_saved_is_told_of_once(tmp_path: Path):
+    run = make(tmp_path)
+    scheduler = StepLR(run.optimizer, 2)
+    step = scheduler.step
+    helped = StepLR(run.optimizer, 3)
+
+    def help_step() -> None:
+        helped.step()
+
+    def listens(engine: Any, counting: Any = SavedCounting()) -> None:  # noqa: B008
+        help_step()
+
+    run.add_event_handler(Events.EPOCH_COMPLETED, lambda: scheduler.step())
+    run.add_event_handler(Events.EPOCH_COMPLETED, lambda: step())
+    run.add_event_handler(Events.EPOCH_COMPLETED, listens)
+    run.add_event_handler(Events.EPOCH_COMPLETED, lambda engine, other: None, torch.optim.SGD([torch.zeros(1)], lr=1.0))
+    run.add_event_handler(Events.EPOCH_COMPLETED, partial(lambda kept: None, torch.amp.GradScaler("cpu")))
+    assert sorted(reached(run)) == ["GradScaler", "SGD", "SavedCounting", "StepLR", "StepLR"]
+
+
+at_module_level = SavedCounting()
+
+
+def test_a_variable_of_its_module_that_a_function_names_is_seen(tmp_path: Path):
+    run = make(tmp_path)
+    run.add_event_handler(Events.EPOCH_COMPLETED, lambda: at_module_level.on_step_end(None, None))
+    assert reached(run) == ["SavedCounting"]
+
+
+def test_what_is_saved_otherwise_or_needs_no_saving_may_be_reached(tmp_path: Path):
+    handler, callback = Saved({}), SavedCounting()
+    run = make(tmp_path, handler, callbacks=[callback], val_loader=loader(8))
+    scheduler, teacher = StepLR(run.optimizer, 2), nn.Linear(1, 1).requires_grad_(False)
+    other = trainer()
+    run.add_event_handler(Events.EPOCH_COMPLETED, scheduler.step)
+    for each in (run, handler, callback, scheduler, teacher, other, run.model, run.model[0], run.optimizer, Saved):
+        run.add_event_handler(Events.EPOCH_COMPLETED, lambda engine, event, each=each: each)
+    run.add_event_handler(Events.EPOCH_COMPLETED, lambda: (run.evaluator, run.train_loader, run.history))
+    assert reached(run) == []
+
+
+def test_without_a_checkpointer_no_function_is_looked_into(tmp_path: Path):
+    run = make(None)
+    scheduler = StepLR(run.optimizer, 2)
+    run.add_event_handler(Events.EPOCH_COMPLETED, lambda: scheduler.step())
+    assert told(run) == []
+
+
+# --------------------------------------------------------------------------- numbers that no state holds
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = regression_model()
+        self.steps, self.rate, self.started, self.width = 0, 1.0, False, 4
+
+    def forward(self, inputs: Any) -> Any:
+        self.steps, self.rate, self.started = self.steps + 1, self.rate * 0.9, True
+        return self.inner(inputs)
+
+
+class CountsInItsState(Counts):
+    def get_extra_state(self) -> Any:
+        return {"steps": self.steps}
+
+    def set_extra_state(self, state: Any) -> None:
+        self.steps = state["steps"]
+
+
+class CountingStrategy(SupervisedStrategy):
+    def __init__(self) -> None:
+        super().__init__("mse")
+        self.batches = 0
+
+    def prepare_batch(self, batch: Any) -> Any:
+        self.batches += 1
+        return super().prepare_batch(batch)
+
+
+class SavedStrategy(CountingStrategy):
+    def state_dict(self) -> Any:
+        return {"batches": self.batches}
+
+    def load_state_dict(self, state: Any) -> None:
+        self.batches = state["batches"]
+
+
+def changed(run: Trainer) -> list[list[str]]:
+    return [each["attributes"] for each in told(run) if "attributes change as the run goes on" in each["event"]]
+
+
+def test_numbers_that_change_and_are_in_no_checkpoint_are_named_once_at_the_first_save(tmp_path: Path):
+    model = nn.Sequential(Counts())
+    run = make(tmp_path, epochs=3, every=Every(iterations=1), model=model, strategy=CountingStrategy())
+    assert changed(run) == [["model.0.rate", "model.0.started", "model.0.steps", "strategy.batches"]]
+    assert changed(make(None, model=Counts())) == []
+
+
+def test_numbers_that_a_state_holds_are_not_named(tmp_path: Path):
+    assert changed(make(tmp_path, epochs=2, model=CountsInItsState(), strategy=SavedStrategy())) == []
+
+
+def test_a_strategy_with_half_a_state_is_told_of(tmp_path: Path):
+    class Half(CountingStrategy):
+        def state_dict(self) -> Any:
+            return {}
+
+    warnings = [each["event"] for each in told(make(tmp_path, strategy=Half()))]
+    assert "the strategy has state_dict() and no load_state_dict(): its state is not saved; give it both" in warnings
+
+
+# ------------------------------------------------------------- what cannot be saved, of the trainer's own parts
+
+
+class OddState(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = regression_model()
+
+    def forward(self, inputs: Any) -> Any:
+        return self.inner(inputs)
+
+    def get_extra_state(self) -> Any:
+        return {1, 2}
+
+    def set_extra_state(self, state: Any) -> None:
+        """Nothing to do."""
+
+
+class OddLoader:
+    def __iter__(self) -> Iterator[Any]:
+        return iter(loader())
+
+    def state_dict(self) -> Any:
+        return {"seen": {1, 2}}
+
+    def load_state_dict(self, state: Any) -> None:
+        """Nothing to do."""
+
+
+class OddStrategy(SavedStrategy):
+    def state_dict(self) -> Any:
+        return {"seen": {1}}
+
+
+class OddOptimizer(torch.optim.SGD):
+    def state_dict(self) -> Any:
+        return {**super().state_dict(), "seen": {1}}
+
+
+@pytest.mark.parametrize(
+    ("part", "arguments"),
+    [
+        ("['model']['_extra_state']", {"model": OddState}),
+        ("['position']['loader']['seen']", {"train_loader": OddLoader}),
+        ("['strategy']['seen']", {"strategy": OddStrategy}),
+        ("['optimizer']['seen']", {"optimizer": lambda: lambda parameters: OddOptimizer(parameters, lr=0.1)}),
+    ],
+)
+def test_what_no_checkpoint_can_hold_ends_the_run_before_its_first_batch(part: str, arguments: Any, tmp_path: Path):
+    def made() -> dict[str, Any]:
+        return {name: make_it() for name, make_it in arguments.items()}
+
+    run = make(tmp_path, **made())
+    with pytest.raises(CheckpointError) as caught:
+        run.train()
+    assert str(caught.value).startswith(f"checkpoint{part}: set: could not be loaded again")
+    assert run.state.iteration == 0
+    make(None, **made()).train()  # who saves nothing is not bothered
