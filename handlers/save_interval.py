@@ -11,6 +11,9 @@ from collections.abc import Callable
 __all__ = ["SaveInterval"]
 
 
+_LONGEST = 5.0  # times a usual iteration that one beside a save may take
+
+
 class SaveInterval:
     """Tunes the iterations between two saves by what they cost (after CheckFreq, Mohan et al., FAST 2021).
 
@@ -52,10 +55,10 @@ class SaveInterval:
         if before is None:
             return False
         if self._stall is not None:
+            self._beside.append(now - before)  # the one in which the writing ended, too
             if self._writing():
-                self._beside.append(now - before)
                 return False
-            self._tune(self._stall)  # this iteration is left out: the writing ended in it
+            self._tune(self._stall)
         else:
             self._alone.append(now - before)
         if self.interval is None:
@@ -74,8 +77,9 @@ class SaveInterval:
 
     def _tune(self, stall: float) -> None:
         iteration_time = statistics.median(self._alone)
-        slower = statistics.median(self._beside) - iteration_time if self._beside else 0.0
-        cost = stall + max(slower, 0.0) * len(self._beside)
+        longest = _LONGEST * iteration_time  # what takes longer did something else, such as a validation
+        slower = sum(min(seconds, longest) - iteration_time for seconds in self._beside)
+        cost = stall + max(slower, 0.0)
         least = (self._alone.maxlen or 1) if self._failed else 1
         # a clock too coarse to see an iteration says nothing of the interval
         paid_in = cost / (self._share * iteration_time) if iteration_time > 0 else math.inf

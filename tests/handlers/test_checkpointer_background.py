@@ -492,6 +492,18 @@ def test_iterations_that_a_writing_thread_slows_down_are_part_of_the_cost(clock:
     assert iterate(interval, clock, 0.5) == 26 * 16 - 100
 
 
+def test_the_iteration_in_which_the_writing_ended_is_part_of_the_cost_and_a_validation_beside_it_is_not(
+    clock: ManualClock,
+):
+    for seconds, cost in ((1.0, 1.5), (100.0, 1.0 + 4 * 0.5)):
+        interval = SaveInterval(clock=clock, share=0.125, window=4)
+        iterate(interval, clock, 0.5)
+        save(interval, clock, 1.0)
+        clock.now += seconds
+        interval.is_due(None, 0)
+        assert interval.interval == cost / (0.125 * 0.5)
+
+
 def test_behind_a_save_that_failed_it_does_not_try_again_at_each_iteration(clock: ManualClock):
     interval = SaveInterval(clock=clock, window=20)
     iterate(interval, clock, 0.5)
