@@ -21,8 +21,8 @@ import msgspec
 from engine.recording.lines import LoggedEvent, deterministic_parts
 
 __all__ = [
-    "BLOCK_EVENTS", "SEAM", "EngineRange", "Header", "Parsed", "find_next", "find_table", "parse", "seal", "table",
-    "unpack",
+    "BLOCK_EVENTS", "SEAM", "EngineRange", "Header", "Parsed", "find_next", "find_table", "parse", "seal", "seam_of",
+    "table", "unpack",
 ]  # fmt: skip
 
 BLOCK_EVENTS = 1024  # a block ends where ord // 1024 changes
@@ -56,7 +56,7 @@ class Header(msgspec.Struct, gc=False):
     crc: int  # CRC-32 of the zstd frame
     digest: str  # BLAKE2b, 16 bytes, of the deterministic parts, each with a newline
     engines: dict[str, EngineRange]
-    seams: list[tuple[int, int]] = []  # of resumes in it: seq of the record, and that behind which events come again
+    seams: list[tuple[int, int, int]] = []  # of resumes in it: seq of the record, and its `after` and `ord`
     thinned: int = 0  # events that were taken out
 
 
@@ -115,7 +115,7 @@ def seal(
         crc=zlib.crc32(frame),
         digest=hashlib.blake2b(b"\n".join(parts), digest_size=16).hexdigest(),
         engines={name: _range_of([event for event in events if event.engine == name]) for name in names},
-        seams=[(event.seq, event.payload["after"]) for event in events if event.event == SEAM],
+        seams=[seam_of(event) for event in events if event.event == SEAM],
         thinned=thinned,
     )
     return header, _skippable(BLOCK_MAGIC, _encode_header(header)) + frame
@@ -125,6 +125,11 @@ def _range_of(events: Sequence[LoggedEvent]) -> EngineRange:
     iterations, epochs = [event.iteration for event in events], [event.epoch for event in events]
     counts = Counter([event.event for event in events])
     return EngineRange((min(iterations), max(iterations)), (min(epochs), max(epochs)), dict(counts))
+
+
+def seam_of(event: LoggedEvent) -> tuple[int, int, int]:
+    """Of a record that marks one: its seq, the seq behind which events come again, and the ord of the first of them."""
+    return event.seq, event.payload["after"], event.payload["ord"]
 
 
 def _skippable(magic: bytes, content: bytes) -> bytes:

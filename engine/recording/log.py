@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from engine.errors import RecordingError
-from engine.recording.blocks import SEAM, Header, parse, unpack
+from engine.recording.blocks import SEAM, Header, parse, seam_of, unpack
 from engine.recording.frames import to_arrow, to_pandas
 from engine.recording.lines import LoggedEvent, decode, merged
 from engine.recording.scan import Contents, Damage, mapped, recovered, scan
@@ -216,8 +216,8 @@ class EventLog:
     def _find_superseded(self) -> list[tuple[int, int]]:
         """The ranges of seq that were computed again, both ends left out."""
         seams = [seam for block in self._contents.blocks for seam in block.header.seams]
-        seams += [(event.seq, event.payload["after"]) for event in self._events if event.event == SEAM]
-        return [(after, seam) for seam, after in seams]
+        seams += [seam_of(event) for event in self._events if event.event == SEAM]
+        return [(after, seam) for seam, after, _ in seams]
 
     def is_superseded(self, seq: int) -> bool:
         """Whether a deterministic event of this seq has been computed again."""

@@ -89,11 +89,19 @@ class LogWriter:
         self._unsealed = events
         self._lines = [encode(event) for event in events]
         self.last_seq = max([self._after, *(event.seq for event in events)])
-        ords = [event.ord for event in events if event.ord >= 0]
-        if not ords:
-            ords = [header.ord[1] for _, header in self._headers if header.ord[1] >= 0]
-        self.next_ord = ords[-1] + 1 if ords else 0
+        self.next_ord = self._find_next_ord()
         self._bound_block(max(self.next_ord - 1, 0))
+
+    def _find_next_ord(self) -> int:
+        """Behind the last deterministic event, or at the last seam where none has come since."""
+        places = [(seq, ord) for _, header in self._headers for seq, _, ord in header.seams]
+        places += [(header.seq[1], header.ord[1] + 1) for _, header in self._headers if header.ord[1] >= 0]
+        for event in self._unsealed:
+            if event.ord >= 0:
+                places.append((event.seq, event.ord + 1))
+            elif event.event == SEAM:
+                places.append((event.seq, event.payload["ord"]))
+        return max(places, default=(0, 0))[1]
 
     @property
     def events(self) -> int:
@@ -169,7 +177,7 @@ class LogWriter:
             t: when that is.
         """
         self.seal()
-        self.add(LoggedEvent(event=SEAM, payload={"after": after}, seq=seq, t=t))
+        self.add(LoggedEvent(event=SEAM, payload={"after": after, "ord": ord}, seq=seq, t=t))
         self.next_ord = ord
         self._bound_block(ord)
 

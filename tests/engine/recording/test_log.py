@@ -174,6 +174,19 @@ def test_a_log_keeps_within_its_budget_and_says_what_it_took_out(tmp_path: Path)
     )
 
 
+def test_a_writer_killed_right_behind_a_seam_goes_on_with_its_ord(tmp_path: Path):
+    write(tmp_path, 100, end=False)
+    writer = LogWriter(tmp_path)
+    writer.rewind(after=40, ord=19, seq=300, t=T)
+    writer.close()
+    for sealed in (False, True):
+        writer = LogWriter(tmp_path)
+        assert writer.next_ord == 19
+        if not sealed:
+            writer.seal()
+        writer.close()
+
+
 def test_two_writers_on_one_folder_are_refused(tmp_path: Path):
     writer = LogWriter(tmp_path)
     with pytest.raises(RunFolderError, match="another recorder writes it"):
