@@ -47,9 +47,9 @@ contracts: $(VENV)/installed-dev ## import-linter: the arrows between the packag
 	$(step) 'Import contracts (import-linter)'
 	@$(BIN)/lint-imports --no-logo
 
-pytest: $(VENV)/installed-dev ## the tests; e.g. make pytest ARGS="-n auto --cov tests/engine"
+pytest: $(VENV)/installed-dev ## the tests; two at a time; e.g. make pytest ARGS="-n auto tests/engine"
 	$(step) 'Tests (pytest)'
-	@$(BIN)/python -m pytest $(ARGS)
+	@$(BIN)/python -m pytest -n 2 $(ARGS)
 
 coverage: $(VENV)/installed-dev ## the tests, and which lines of engine/ and handlers/ they miss; fails under 90%
 	$(step) 'Coverage'

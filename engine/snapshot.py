@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,20 @@ class Snapshot:
     def nbytes(self) -> int:
         """Bytes of memory that it holds."""
         return sum(size * len(storages) for (size, _), storages in self._kept.items())
+
+    def prepare(self, state: Mapping[str, Any]) -> Callable[[], None]:
+        """What makes the memory for a first copy of such a state; to be called before `take`, in any thread."""
+        measuring = _Measuring(self._kept)
+        for value in state.values():
+            measuring.copied(value)
+
+        def make() -> None:
+            for size, pinned in measuring.sizes.values():
+                room = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+                room.zero_()  # the first write is what takes long
+                self._kept[size, pinned].append(room.untyped_storage())
+
+        return make
 
     def take(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """The state as it is now: what changes it afterwards, in place too, does not change the copy.
@@ -114,3 +128,18 @@ class _Copying:
         room = spare.pop() if spare else torch.empty(size, dtype=torch.uint8, pin_memory=pinned).untyped_storage()
         self.used[size, pinned].append(room)
         return room
+
+
+class _Measuring(_Copying):
+    """Copies nothing, and finds out what would be."""
+
+    def __init__(self, spare: _Storages) -> None:
+        super().__init__(spare)
+        self.sizes: dict[tuple[torch.device, int, int], tuple[int, bool]] = {}
+
+    def _tensor(self, tensor: Tensor) -> Tensor:
+        if tensor.layout is torch.strided:
+            storage = tensor.untyped_storage()
+            size, pinned = storage.nbytes(), tensor.device.type == "cuda"
+            self.sizes[tensor.device, storage.data_ptr(), size] = size, pinned
+        return tensor

@@ -32,6 +32,7 @@ class BackgroundSave:
         self._clock = clock
         self._snapshot = Snapshot()
         self._thread: threading.Thread | None = None
+        self._preparing: threading.Thread | None = None
         self._engine: Any = None  # of the save under way
         self._iteration = -1
         self._saved: CheckpointSaved | None = None
@@ -42,6 +43,14 @@ class BackgroundSave:
     def writing(self) -> bool:
         """Whether a save has been begun and nothing been said of it yet."""
         return self._thread is not None
+
+    def prepare(self, engine: Any) -> None:
+        """Make the memory for the first copy beside the training: else the first save keeps it waiting for that."""
+        if self._snapshot.nbytes or self._preparing is not None:
+            return  # there has been one
+        make = self._snapshot.prepare(engine.checkpoint_state())
+        self._preparing = threading.Thread(target=make, name="checkpoint memory")
+        self._preparing.start()
 
     def begin(
         self,
@@ -57,6 +66,9 @@ class BackgroundSave:
             undo: called by `settle` where it never was.
         """
         assert self._thread is None
+        if self._preparing is not None:
+            self._preparing.join()
+            self._preparing = None
         copy = self._snapshot.take(engine.checkpoint_state())
 
         def run() -> None:

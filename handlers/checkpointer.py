@@ -22,6 +22,9 @@ from handlers.save_interval import SaveInterval
 __all__ = ["Checkpointer"]
 
 
+_PREPARED_BEHIND = 10  # iterations of a run: memory is made for saves in the background, when optimizers have a state
+
+
 class Checkpointer:
     """Saves the trainer's whole state into `folder/checkpoints` by a cadence, at the run's end, and when preempted.
 
@@ -172,6 +175,9 @@ class Checkpointer:
         if not goes_on:
             self.refuse_another_run()
         self.manager.clean()  # what a crash of the run before has left takes room
+        if self._background is not None:
+            due = Events.ITERATION_COMPLETED(once=engine.state.iteration + _PREPARED_BEHIND)
+            self._handles.append(engine.add_event_handler(due, self._prepare))
 
     def refuse_another_run(self) -> None:
         """Refuse to begin a run where another one's checkpoints are.
@@ -192,6 +198,10 @@ class Checkpointer:
     def writing(self) -> bool:
         """Whether a save in the background has not been announced yet."""
         return self._background is not None and self._background.writing
+
+    def _prepare(self, engine: Any) -> None:
+        if self._background is not None and not getattr(engine, "in_step", False):
+            self._background.prepare(engine)
 
     def _settle(self, *, wait: bool = False, raises: bool = True) -> None:
         """Say what came of the save in the background, if it has ended."""

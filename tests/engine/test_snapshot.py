@@ -198,3 +198,18 @@ def test_tensors_of_a_device_come_to_pinned_host_memory_whole():
         assert copy["weight"].is_pinned()
         assert torch.equal(copy["weight"], torch.arange(1_000_000.0) + step + 1)
         assert copy["view"].untyped_storage().data_ptr() == copy["weight"].untyped_storage().data_ptr()
+
+
+def test_memory_that_was_prepared_is_what_the_first_copy_is_made_in():
+    shared = torch.randn(100)
+    state = {"model": {"a": shared, "b": shared[10:20], "c": torch.ones(7)}, "count": 3}
+    snapshot = Snapshot()
+    make = snapshot.prepare(state)
+    assert snapshot.nbytes == 0
+    make()
+    prepared = snapshot.nbytes
+    assert prepared == 400 + 28
+    copy = snapshot.take(state)
+    assert snapshot.nbytes == prepared
+    assert torch.equal(copy["model"]["a"], shared)
+    assert torch.equal(copy["model"]["b"], shared[10:20])

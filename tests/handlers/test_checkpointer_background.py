@@ -427,6 +427,29 @@ def save(interval: SaveInterval, clock: ManualClock, seconds: float) -> None:
     interval.saved(seconds)
 
 
+@pytest.mark.parametrize("begun_at", [0, 500])
+def test_memory_for_the_first_save_is_made_behind_the_tenth_iteration_of_a_run(begun_at: int, tmp_path: Path):
+    engine = Trainer()
+    handler = Checkpointer(tmp_path, Every(iterations=1000), at_end=False, background=True).attach(engine)
+    background = handler._background
+    held = []
+
+    @engine.on(Events.STARTED)
+    def go_on(engine):
+        held.clear()
+
+    @engine.on(Events.ITERATION_COMPLETED, phase=3)
+    def look():
+        if background._preparing is not None:
+            background._preparing.join()
+        held.append(background._snapshot.nbytes)
+
+    handler._goes_on()
+    engine.state.iteration = begun_at
+    engine.run(range(begun_at + 20), max_epochs=1)
+    assert [bytes > 0 for bytes in held[:20]] == [False] * 9 + [True] * 11
+
+
 def test_the_first_save_comes_when_fifty_iterations_have_been_measured(clock: ManualClock):
     # the first look has nothing to measure from
     assert iterate(SaveInterval(clock=clock), clock, 0.25) == 51
