@@ -188,10 +188,9 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, float]:
     ratio = synchronous(folder, megabytes, arguments.rounds)
     later, first = stall(megabytes, arguments.rounds)
     lost, saves, interval = Throughput(folder / "auto", arguments.seconds, min(megabytes, 100)).lost()
-    figures = [ratio, later, lost, *(memory(kind, folder, megabytes) for kind in ("synchronous", "background"))]
+    figures = [ratio, later, first, lost, *(memory(kind, folder, megabytes) for kind in ("synchronous", "background"))]
     return {
         **dict(zip(BOUNDS, figures, strict=True)),
-        "background: stall of the first, ms per 100 MB": first,
         "every='auto': saves": saves,
         "every='auto': iterations between two": interval,
     }
