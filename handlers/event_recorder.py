@@ -256,6 +256,7 @@ class EventRecorder:
         if engine.state.metrics and logged.event in _MEASURED_TYPES:
             self._values.put(logged, "metrics", engine.state.metrics)
             self._values.settle()
+            self._pending = 0  # those that wait have their values now, and are completed at the next copy
 
     def _on_exception(self, engine: Engine, event: Event) -> None:
         # what this engine was firing is over; its last receivers were never reached
@@ -372,9 +373,9 @@ class EventRecorder:
             )
 
 
-def _bounds(engine: Engine) -> dict[str, Any]:
+def _bounds(engine: Engine) -> dict[str, Any] | None:
     """How long the run is to be, as far as it is known: for whoever replays it."""
     state = engine.state
     known = {name: getattr(state, name, None) for name in ("max_epochs", "max_iters", "epoch_length")}
     known["total_iterations"] = getattr(engine, "total_iterations", None)
-    return {name: value for name, value in known.items() if isinstance(value, int)}
+    return {name: value for name, value in known.items() if isinstance(value, int)} or None

@@ -163,8 +163,10 @@ class LogWriter:
 
     def update(self, event: LoggedEvent) -> None:
         """Write what is known by now of an open event; more follows."""
-        line = encode(event)
-        self._lines[self._open[event.seq]] = line
+        index = self._open.get(event.seq)
+        if index is None:  # sealed as it was, or lost on a full disk
+            return
+        self._lines[index] = line = encode(event)
         self._tail.append(checked(line))
 
     def rewind(self, after: int, ord: int, seq: int, t: int) -> None:

@@ -1,3 +1,4 @@
+import contextlib
 import json
 import math
 import shutil
@@ -437,3 +438,27 @@ def test_a_run_that_goes_on_in_another_folder_counts_on(tmp_path):
         ("checkpoint_loaded", -1),
         ("metrics_logged", 2),
     ]
+
+
+def test_behind_a_failure_that_somebody_took_values_from_a_device_are_recorded_as_before(tmp_path):
+    engine = make_engine(lambda i: {"loss": torch.tensor(float(i))})
+    evaluator = Engine(lambda engine, batch: {"loss": torch.tensor(1.0)}, name="evaluator", bus=engine.bus)
+    evaluator.state.metrics = {"accuracy": 0.5}
+    EventRecorder(tmp_path).attach(engine)
+
+    @evaluator.on(Events.EPOCH_COMPLETED)
+    def fail(evaluator):
+        raise ZeroDivisionError
+
+    @engine.on(Events.ITERATION_COMPLETED(once=40))
+    def validate(engine):
+        with contextlib.suppress(ZeroDivisionError):
+            evaluator.run([0], max_epochs=1)
+
+    engine.run([0] * 60, max_epochs=1)
+    losses = [
+        event["output"]["loss"]
+        for event in recorded(tmp_path)
+        if event["event"] == "iteration_completed" and event["engine"] == "trainer"
+    ]
+    assert losses == [float(n) for n in range(1, 61)]
