@@ -126,14 +126,14 @@ class EventRecorder:
     def flush(self) -> None:
         """Copy what is on the device to the host."""
         if self._writer is not None:
-            self._settle(self._writer)
+            self._settle()
 
     def state_dict(self) -> dict[str, Any]:
         """How far the log had come."""
         writer = self._writer
         if writer is None:
             return self._place
-        self._settle(writer)
+        self._settle()
         for event, engine in self._running.values():  # killed behind this checkpoint, they have what is known now
             self._put_metrics(event, engine)
             self._on_disk(writer.update, event)
@@ -175,13 +175,17 @@ class EventRecorder:
                     self._subscribe(event)
 
     def _on_event(self, engine: Engine, event: Event) -> None:
-        self._write(self._logged(event))
+        logged = self._logged(event)
+        if logged.payload is event.payload:  # plain, so no value of it is on a device
+            self._add(logged)
+        else:
+            self._write(logged)
 
     def _on_iteration(self, engine: Engine, event: Event) -> None:
         logged = self._logged(event)
         output, rates = scalars(engine.state.output), learning_rates(engine)
         if output:
-            self._values.put_scalars(logged, "output", output)
+            logged.output = self._values.of_scalars(output)
         if rates:
             self._values.put(logged, "lr", rates)
         self._write(logged)
@@ -243,12 +247,11 @@ class EventRecorder:
 
     def _on_closed(self, engine: Engine, event: Event) -> None:
         running = self._running.pop(event.seq, None)
-        writer = self._writer
-        if running is None or writer is None:
+        if running is None or self._writer is None:
             return
         self._put_metrics(*running)
-        self._settle(writer)
-        self._complete(writer, running[0])
+        self._settle()
+        self._complete(running[0])
         if engine is self._outermost and event.type in _FINAL_TYPES:
             self._end()
 
@@ -260,12 +263,11 @@ class EventRecorder:
 
     def _on_exception(self, engine: Engine, event: Event) -> None:
         # what this engine was firing is over; its last receivers were never reached
-        writer = self._opened()
         for seq in [seq for seq, (_, opener) in self._running.items() if opener is engine]:
             logged, _ = self._running.pop(seq)
             self._values.put(logged, "error", event.payload.error)
             self._put_metrics(logged, engine)
-            self._complete(writer, logged)
+            self._complete(logged)
         self._write(self._logged(event))
         if engine is self._outermost:
             self._end()
@@ -295,7 +297,9 @@ class EventRecorder:
                 self._told = False
 
     def _logged(self, event: Event, *, observed: bool = False) -> LoggedEvent:
-        writer, seq = self._writer or self._opened(), event.seq
+        writer, seq = self._writer, event.seq
+        if writer is None:
+            writer = self._opened()
         if seq <= writer.last_seq:  # given before the log was opened, or before a seam
             sequence = self._bus.sequence
             seq = sequence.last = max(sequence.last, writer.last_seq) + 1
@@ -308,7 +312,7 @@ class EventRecorder:
         logged = LoggedEvent(
             place, event.engine, event.type, event.epoch, event.iteration, payload, seq=seq, t=event.time_ns
         )
-        if payload is not None and not self._plain_types[type(payload)]:
+        if payload is not None and not self._plain_types.holds(payload):
             self._put_payload(logged, payload)
         return logged
 
@@ -320,25 +324,28 @@ class EventRecorder:
                 logged.payload = None
 
     def _write(self, logged: LoggedEvent) -> None:
-        writer = self._writer
-        assert writer is not None
+        """`_add` for an event that may have values on a device."""
         if len(self._values.pending) > self._pending:
             self._pending = len(self._values.pending)
             logged.open = True
             self._waiting.append(logged)
+        self._add(logged)
+        if len(self._waiting) >= BATCH:
+            self._settle()
+
+    def _add(self, logged: LoggedEvent) -> None:
+        writer = self._writer
         try:
-            writer.add(logged)
+            writer.add(logged)  # type: ignore[union-attr]  # `_logged` has opened it
         except RecordingError:  # a payload whose values are not what its type says
             self._put_payload(logged, logged.payload)
-            self._on_disk(writer.add, logged)
+            self._on_disk(writer.add, logged)  # type: ignore[union-attr]
         except OSError as error:
             self._cannot_write(error)
         if self.resume_check is not None and not logged.open:
             self.resume_check.see(logged)
-        if len(self._waiting) >= BATCH:
-            self._settle(writer)
 
-    def _settle(self, writer: LogWriter) -> None:
+    def _settle(self) -> None:
         waiting, self._waiting = self._waiting, []
         if not waiting:
             return
@@ -347,10 +354,10 @@ class EventRecorder:
         running = {logged.seq for logged, _ in self._running.values()}
         for logged in waiting:
             if logged.seq not in running:
-                self._complete(writer, logged)
+                self._complete(logged)
 
-    def _complete(self, writer: LogWriter, logged: LoggedEvent) -> None:
-        self._on_disk(writer.complete, logged)
+    def _complete(self, logged: LoggedEvent) -> None:
+        self._on_disk(self._opened().complete, logged)
         if self.resume_check is not None:
             self.resume_check.see(logged)
 

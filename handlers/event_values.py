@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from enum import Enum
+from math import isfinite, isnan
 from numbers import Integral, Real
 from pathlib import PurePath
 from typing import Any
@@ -18,7 +18,8 @@ from handlers.readings import scalar, to_host
 
 __all__ = ["EventValues", "PlainTypes"]
 
-_PLAIN_NAMES = {name for kind in (float, int, bool, str) for name in (kind.__name__, str(kind))}  # of annotations
+_FLOAT_NAMES = {"float", str(float)}  # of annotations
+_PLAIN_NAMES = _FLOAT_NAMES | {name for kind in (int, bool, str) for name in (kind.__name__, str(kind))}
 MAX_DEPTH = 8  # of nesting; below it, and round a cycle, values are summarised
 
 
@@ -33,7 +34,7 @@ class EventValues:
 
     def put(self, place: Any, key: Any, value: Any, depth: int = 0) -> None:
         """Set `place[key]` (of a Struct, its attribute) to the value's plain form, at once or in `settle`."""
-        if type(value) is float and math.isfinite(value):  # by far the commonest
+        if type(value) is float and isfinite(value):  # by far the commonest
             _set(place, key, value)
             return
         try:
@@ -46,16 +47,20 @@ class EventValues:
         except Exception:  # a recorder never stops a run for what it was given
             _set(place, key, _summary(value))
 
-    def put_scalars(self, place: Any, key: Any, named: Mapping[str, Tensor | float]) -> None:
-        """`put` for what `readings.scalars` gives, without looking at each value anew."""
+    def of_scalars(self, named: Mapping[str, Tensor | float]) -> dict[str, Any]:
+        """The plain form of what `readings.scalars` gives, without looking at each value anew."""
         values: dict[str, Any] = {}
         for name, value in named.items():
-            if isinstance(value, Tensor):
-                values[_text(name)] = None
-                self.pending.append((values, _text(name), value.clone()))
+            if not name.isascii():
+                name = _text(name)
+            if type(value) is float:
+                values[name] = value if isfinite(value) else _finite(value)
+            elif isinstance(value, Tensor):
+                values[name] = None
+                self.pending.append((values, name, value.clone()))
             else:
-                self.put(values, _text(name), value)
-        _set(place, key, values)
+                self.put(values, name, value)
+        return values
 
     def settle(self) -> None:
         """Copy the pending scalars to the host: one copy, and one wait for the device, per device and dtype."""
@@ -111,16 +116,30 @@ class EventValues:
         return fields
 
 
-class PlainTypes(dict[type, bool]):
-    """Whether a payload's type says that it holds numbers and text alone, which the encoder takes as they are."""
+class PlainTypes(dict[type, tuple[str, ...] | None]):
+    """The fields of a payload's type that are floats, where it says that it holds numbers and text alone; else None.
 
-    def __missing__(self, kind: type) -> bool:
+    The encoder takes such a payload as it is, when its floats are finite.
+    """
+
+    def __missing__(self, kind: type) -> tuple[str, ...] | None:
         fields = getattr(kind, "__dataclass_fields__", {"": None})
-        plain = MEASURED.isdisjoint(fields) and all(
-            str(getattr(field, "type", None)) in _PLAIN_NAMES for field in fields.values()
-        )
-        self[kind] = plain
-        return plain
+        kinds = {name: str(getattr(field, "type", None)) for name, field in fields.items()}
+        plain = MEASURED.isdisjoint(fields) and _PLAIN_NAMES.issuperset(kinds.values())
+        floats = tuple(name for name, text in kinds.items() if text in _FLOAT_NAMES) if plain else None
+        self[kind] = floats
+        return floats
+
+    def holds(self, payload: Any) -> bool:
+        """Whether the encoder takes this payload as it is."""
+        floats = self[type(payload)]
+        if floats is None:
+            return False
+        for name in floats:
+            value = getattr(payload, name)
+            if type(value) is not float or value - value:  # NaN, for what is not finite
+                return False
+        return True
 
 
 def _set(place: Any, key: Any, value: Any) -> None:
@@ -131,9 +150,9 @@ def _set(place: Any, key: Any, value: Any) -> None:
 
 
 def _finite(value: float) -> float | str:
-    if math.isfinite(value):
+    if isfinite(value):
         return value
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    return "NaN" if isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
 def _text(value: str) -> str:

@@ -54,7 +54,7 @@ class Header(msgspec.Struct, gc=False):
     size: int  # bytes of the lines
     frame: int  # bytes of the zstd frame
     crc: int  # CRC-32 of the zstd frame
-    digest: str  # BLAKE2b, 16 bytes, of the deterministic parts, each with a newline
+    digest: str  # the first 16 bytes of SHA-256 over the deterministic parts, joined by newlines
     engines: dict[str, EngineRange]
     seams: list[tuple[int, int, int]] = []  # of resumes in it: seq of the record, and its `after` and `ord`
     thinned: int = 0  # events that were taken out
@@ -100,7 +100,6 @@ def seal(
     """
     data = b"\n".join(lines) + b"\n"
     frame = _compress(data)
-    names = dict.fromkeys([event.engine for event in events])
     ords = [event.ord for event in events if event.ord >= 0]
     parts = deterministic_parts(events, lines)
     header = Header(
@@ -113,18 +112,24 @@ def seal(
         size=len(data),
         frame=len(frame),
         crc=zlib.crc32(frame),
-        digest=hashlib.blake2b(b"\n".join(parts), digest_size=16).hexdigest(),
-        engines={name: _range_of([event for event in events if event.engine == name]) for name in names},
+        digest=hashlib.sha256(b"\n".join(parts)).hexdigest()[:32],
+        engines=_ranges(events),
         seams=[seam_of(event) for event in events if event.event == SEAM],
         thinned=thinned,
     )
     return header, _skippable(BLOCK_MAGIC, _encode_header(header)) + frame
 
 
-def _range_of(events: Sequence[LoggedEvent]) -> EngineRange:
-    iterations, epochs = [event.iteration for event in events], [event.epoch for event in events]
-    counts = Counter([event.event for event in events])
-    return EngineRange((min(iterations), max(iterations)), (min(epochs), max(epochs)), dict(counts))
+def _ranges(events: Sequence[LoggedEvent]) -> dict[str, EngineRange]:
+    """Of each engine, in the order in which they come."""
+    names = dict.fromkeys([event.engine for event in events])
+    ranges = {}
+    for name in names:
+        of_it = [event for event in events if event.engine == name] if len(names) > 1 else events
+        iterations, epochs = [event.iteration for event in of_it], {event.epoch for event in of_it}
+        counts = Counter([event.event for event in of_it])
+        ranges[name] = EngineRange((min(iterations), max(iterations)), (min(epochs), max(epochs)), dict(counts))
+    return ranges
 
 
 def seam_of(event: LoggedEvent) -> tuple[int, int, int]:

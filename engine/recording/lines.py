@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,14 +11,12 @@ from engine.errors import RecordingError
 
 __all__ = [
     "LoggedEvent",
-    "checked",
     "decode",
     "deterministic",
     "deterministic_parts",
     "encode",
     "merged",
     "take_measured",
-    "unchecked",
 ]
 
 MEASURED = frozenset({"seconds", "samples_per_second", "tokens_per_second"})  # keys of payloads
@@ -47,7 +44,8 @@ class LoggedEvent(msgspec.Struct, omit_defaults=True, gc=False):
     t: int = 0  # host wall clock, nanoseconds since 1970
 
 
-_encode = msgspec.json.Encoder().encode
+encoded = msgspec.json.Encoder().encode  # `encode`, without the call
+NO_PLAIN_VALUE = (TypeError, ValueError, OverflowError, RecursionError)  # what it raises
 _decoder = msgspec.json.Decoder(LoggedEvent)
 decode = _decoder.decode_lines
 
@@ -59,11 +57,8 @@ def encode(event: LoggedEvent) -> bytes:
         RecordingError: a value that is no plain one.
     """
     try:
-        line = _encode(event)
-        if b"null" in line and hasattr(type(event.payload), "__dataclass_fields__"):
-            raise ValueError("a number is not finite")  # which the encoder takes for null
-        return line
-    except (TypeError, ValueError, OverflowError, RecursionError) as error:
+        return encoded(event)
+    except NO_PLAIN_VALUE as error:
         raise RecordingError(f"{event.event} of {event.engine!r} cannot be written: {error}") from error
 
 
@@ -75,30 +70,17 @@ def deterministic(event: LoggedEvent, line: bytes) -> bytes:
         return line[: -_AROUND - len(str(event.seq))]
     payload = event.payload if event.observed is None else _without(event.payload, event.observed) or None
     plain = msgspec.structs.replace(event, payload=payload, observed=None, open=False)
-    return _encode(plain)[: -_AROUND - len(str(event.seq))]
+    return encoded(plain)[: -_AROUND - len(str(event.seq))]
 
 
 def deterministic_parts(events: Sequence[LoggedEvent], lines: Sequence[bytes]) -> list[bytes]:
     """`deterministic` of each event that is; much faster where none has anything in it that was observed."""
     digits = len(str(events[0].seq))
-    if digits == len(str(events[-1].seq)) and not any(e.ord < 0 or e.open or e.observed is not None for e in events):
+    odd = [None for event in events if event.ord < 0 or event.open or event.observed is not None]
+    if not odd and digits == len(str(events[-1].seq)):
         end = -_AROUND - digits
         return [line[:end] for line in lines]
     return [deterministic(event, line) for event, line in zip(events, lines, strict=True) if event.ord >= 0]
-
-
-def checked(line: bytes) -> bytes:
-    """The line of a tail: with its Adler-32 in it, as the last field, and a newline."""
-    return line[:-1] + b',"c":%d}\n' % zlib.adler32(line)
-
-
-def unchecked(line: bytes) -> bytes | None:
-    """The line without its checksum; None where it is not whole."""
-    end = line.rfind(b',"c":')
-    if end < 0 or not line.endswith(b"}"):
-        return None
-    whole = line[:end] + b"}"
-    return whole if line[end + 5 : -1] == b"%d" % zlib.adler32(whole) else None
 
 
 def take_measured(payload: Any) -> dict[str, Any] | None:

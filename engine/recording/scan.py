@@ -12,7 +12,8 @@ import msgspec
 
 from engine.errors import RecordingError
 from engine.recording.blocks import Parsed, find_next, find_table, parse
-from engine.recording.lines import LoggedEvent, decode, unchecked
+from engine.recording.lines import LoggedEvent, decode
+from engine.recording.tail import unchecked
 
 __all__ = ["FORMAT", "Contents", "Damage", "mapped", "recovered", "scan"]
 

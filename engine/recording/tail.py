@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import mmap
 import os
+import zlib
+from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = ["Tail"]
+__all__ = ["Tail", "unchecked"]
 
 _FIRST = 1 << 16  # bytes
 _BLANK = b"\n" * (1 << 16)
@@ -47,37 +49,40 @@ class Tail:
         assert self._map is not None
         return [line for line in self._map[: self.end].split(b"\n") if line]
 
-    def append(self, lines: bytes) -> None:
-        """Add lines, each with its newline.
+    def append(self, line: bytes) -> None:
+        """Add a line, a JSON object without a newline; it gets its checksum.
 
         Raises:
             OSError: the disk is full.
         """
-        end = self.end + len(lines)
-        mapped = self._map
-        if mapped is None or end > self._size:
+        content = b'%b,"c":%d}\n' % (line[:-1], _checksum(line))  # `_checked`, without the call
+        start = self.end
+        end = start + len(content)
+        if end > self._size:
             self._grow(2 * end)
-            mapped = self._map
-        mapped[self.end : end] = lines  # type: ignore[index]  # _grow has made it
+        self._map[start:end] = content  # type: ignore[index]
         self.end = end
 
-    def replace(self, lines: bytes) -> None:
+    def replace(self, lines: Iterable[bytes]) -> None:
         """Have these lines alone. Killed in between, the file holds the old ones, the new ones, or both.
 
         Raises:
             OSError: the disk is full.
         """
-        before = self.end
-        if len(lines) > before // 2:  # they could lie over each other: the old ones stay for now
-            if self.end + len(lines) > 128 * _FIRST:  # before the file grows without end
+        content, before = b"".join([_checked(line) for line in lines]), self.end
+        start, end = 0, len(content)
+        if end > before // 2:  # they could lie over each other: the old ones stay for now
+            start, end = before, before + end
+            if end > 128 * _FIRST:  # before the file grows without end
                 self._blank(0, before)
-                self.end = 0
-            self.append(lines)
-            return
+                start, end = 0, len(content)
+            if end > self._size:
+                self._grow(2 * end)
         assert self._map is not None
-        self._map[: len(lines)] = lines
-        self._blank(len(lines), before)
-        self.end = len(lines)
+        self._map[start:end] = content
+        if not start:
+            self._blank(end, before)
+        self.end = end
 
     def close(self) -> None:
         """The file stays."""
@@ -103,3 +108,19 @@ class Tail:
             self._map.close()
         self._map = mmap.mmap(self._descriptor, size)
         self._size = size
+
+
+_checksum = zlib.adler32  # of the line without it
+
+
+def _checked(line: bytes) -> bytes:
+    return b'%b,"c":%d}\n' % (line[:-1], _checksum(line))
+
+
+def unchecked(line: bytes) -> bytes | None:
+    """A tail's line without its checksum; None where it is not whole."""
+    end = line.rfind(b',"c":')
+    if end < 0 or not line.endswith(b"}"):
+        return None
+    whole = line[:end] + b"}"
+    return whole if line[end + 5 : -1] == b"%d" % _checksum(whole) else None

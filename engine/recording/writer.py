@@ -10,7 +10,7 @@ from pathlib import Path
 from engine.errors import RunFolderError
 from engine.logs import get_logger
 from engine.recording.blocks import BLOCK_EVENTS, SEAM, Header, seal, table
-from engine.recording.lines import LoggedEvent, checked, encode
+from engine.recording.lines import NO_PLAIN_VALUE, LoggedEvent, encode, encoded
 from engine.recording.scan import FORMAT, Contents, recovered, scan
 from engine.recording.tail import Tail
 from engine.recording.thinning import THINNED, thin
@@ -120,16 +120,20 @@ class LogWriter:
             RecordingError: it holds what is no plain value.
             OSError: the disk is full; the log is as it was, or holds the event in its tail.
         """
-        line = encode(event)
-        if not self._first <= event.ord < self._next and event.ord >= 0:  # of the block under way
-            self._begin_block(event.ord)
+        try:
+            line = encoded(event)
+        except NO_PLAIN_VALUE:
+            line = encode(event)  # raises, too, and says which event it is
+        ord = event.ord
+        if not self._first <= ord < self._next and ord >= 0:  # of the block under way
+            self._begin_block(ord)
         if event.open:
             self._open[event.seq] = len(self._unsealed)
         self._unsealed.append(event)
         self._lines.append(line)
         self.last_seq = event.seq
         try:
-            self._tail.append(checked(line))
+            self._tail.append(line)
         except OSError:
             self._forget_the_oldest()
             raise
@@ -157,7 +161,7 @@ class LogWriter:
             return
         line = encode(event)
         self._lines[index] = line
-        self._tail.append(checked(line))
+        self._tail.append(line)
         if self._cuts:
             self._seal_complete()
 
@@ -167,7 +171,7 @@ class LogWriter:
         if index is None:  # sealed as it was, or lost on a full disk
             return
         self._lines[index] = line = encode(event)
-        self._tail.append(checked(line))
+        self._tail.append(line)
 
     def rewind(self, after: int, ord: int, seq: int, t: int) -> None:
         """A run goes on from a checkpoint: the events behind `after` come again, the next one's ord is `ord`.
@@ -229,7 +233,7 @@ class LogWriter:
             del self._unsealed[:cut], self._lines[:cut]
             self._cuts = [each - cut for each in self._cuts[1:]]
             self._open = {seq: index - cut for seq, index in self._open.items()}
-            self._tail.replace(b"".join([checked(line) for line in self._lines]))
+            self._tail.replace(self._lines)
         if self._max_bytes is not None and self._end > self._max_bytes and not self._too_large:
             self._thin()
 
