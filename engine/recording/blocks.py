@@ -3,8 +3,7 @@
     skippable frame: 0x184D2A5E, length (4 bytes each, little endian), "PTLB", CRC-32 (4), header as JSON
     zstd frame:      the lines, with its own content checksum
 
-The CRC is the header's; the header holds that of the zstd frame. `zstd -dc` passes over skippable frames. A log that
-was closed ends with a table of its headers, in a skippable frame with "PTLT" that ends with its own length and "PTLE".
+The CRC is the header's; the header holds that of the zstd frame. `zstd -dc` passes over skippable frames.
 """
 
 from __future__ import annotations
@@ -21,16 +20,16 @@ import msgspec
 from engine.recording.lines import LoggedEvent, deterministic_parts
 
 __all__ = [
-    "BLOCK_EVENTS", "SEAM", "EngineRange", "Header", "Parsed", "find_next", "find_table", "parse", "seal", "seam_of",
-    "table", "unpack",
+    "BLOCK_EVENTS", "FRAME_BYTES", "SEAM", "EngineRange", "Header", "Parsed", "content_at", "find_next", "parse",
+    "seal", "seam_of", "skippable", "unpack",
 ]  # fmt: skip
 
 BLOCK_EVENTS = 1024  # a block ends where ord // 1024 changes
-BLOCK_MAGIC, TABLE_MAGIC, END_MAGIC = b"PTLB", b"PTLT", b"PTLE"
+BLOCK_MAGIC = b"PTLB"
 SEAM = "log_resumed"  # the event that marks where a resumed run goes on
-_END = struct.Struct("<Q4s")
 _SKIPPABLE = b"\x5e\x2a\x4d\x18"
 _FRAME = struct.Struct("<4sI4sI")
+FRAME_BYTES = _FRAME.size  # before the content of a skippable frame
 LEVEL = 1  # on lines of JSON it is faster than 3 and no larger
 
 
@@ -117,7 +116,7 @@ def seal(
         seams=[seam_of(event) for event in events if event.event == SEAM],
         thinned=thinned,
     )
-    return header, _skippable(BLOCK_MAGIC, _encode_header(header)) + frame
+    return header, skippable(BLOCK_MAGIC, _encode_header(header)) + frame
 
 
 def _ranges(events: Sequence[LoggedEvent]) -> dict[str, EngineRange]:
@@ -137,51 +136,9 @@ def seam_of(event: LoggedEvent) -> tuple[int, int, int]:
     return event.seq, event.payload["after"], event.payload["ord"]
 
 
-def _skippable(magic: bytes, content: bytes) -> bytes:
+def skippable(magic: bytes, content: bytes) -> bytes:
+    """A frame that zstd passes over, which `content_at` reads."""
     return _FRAME.pack(_SKIPPABLE, len(content) + 8, magic, zlib.crc32(content)) + content
-
-
-class Entry(msgspec.Struct, array_like=True, gc=False):
-    """A block in the table."""
-
-    start: int
-    header: Header
-
-
-class Table(msgspec.Struct):
-    """What ends a log that was closed."""
-
-    v: int
-    events: int
-    blocks: list[Entry]
-
-
-_decode_table = msgspec.json.Decoder(Table).decode
-
-
-def table(version: int, blocks: Sequence[tuple[int, Header]]) -> bytes:
-    """The table of these blocks: their offsets and headers."""
-    entries = [Entry(start, header) for start, header in blocks]
-    content = _encode_header(Table(version, sum(header.count for _, header in blocks), entries))
-    length = _FRAME.size + len(content) + _END.size
-    return _skippable(TABLE_MAGIC, content + _END.pack(length, END_MAGIC))
-
-
-def find_table(data: Any) -> tuple[Table, int] | None:
-    """The table at the end of a buffer, and where it begins; None where there is no whole one."""
-    if len(data) < _END.size:
-        return None
-    length, magic = _END.unpack_from(data, len(data) - _END.size)
-    start = len(data) - length
-    if magic != END_MAGIC or start < 0:
-        return None
-    content = content_at(data, start, TABLE_MAGIC)
-    if content is None:
-        return None
-    try:
-        return _decode_table(content[0][: -_END.size]), start
-    except msgspec.DecodeError:
-        return None
 
 
 def parse(data: Any, start: int) -> Parsed | None:
@@ -220,12 +177,12 @@ def content_at(data: Any, start: int, magic: bytes) -> tuple[bytes, int] | None:
     return (content, end) if zlib.crc32(content) == crc else None
 
 
-def find_next(data: Any, start: int) -> int:
-    """Where the next block or table may begin at or behind this offset; the buffer's length where nowhere."""
+def find_next(data: Any, start: int, magics: tuple[bytes, ...] = (BLOCK_MAGIC,)) -> int:
+    """Where the next frame of ours may begin at or behind this offset; the buffer's length where nowhere."""
     while True:
         start = data.find(_SKIPPABLE, start)
         if start < 0:
             return len(data)
-        if data[start + 8 : start + 12] in (BLOCK_MAGIC, TABLE_MAGIC):
+        if data[start + 8 : start + 12] in magics:
             return start
         start += 1

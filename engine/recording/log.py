@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import msgspec
 from engine.errors import RecordingError
 from engine.recording.blocks import SEAM, Header, parse, seam_of, unpack
 from engine.recording.frames import to_arrow, to_pandas
+from engine.recording.index import Index, Reach
 from engine.recording.lines import LoggedEvent, decode, merged
 from engine.recording.scan import Contents, Damage, mapped, recovered, scan
 from engine.recording.writer import log_files
@@ -58,9 +59,8 @@ class EventLog:
         lines = [line for line in content.split(b"\n") if line.strip(b"\0")]
         self._data = mapped(self._sealed)
         self._contents: Contents = scan(self._sealed, self._data)
-        blocks = self._contents.blocks
-        last = blocks[-1].header.seq[1] if blocks else -1
-        self._events, torn = recovered(lines, last)
+        self._index = self._contents.index
+        self._events, torn = recovered(lines, self._index.last_seq)
         self.damage: list[Damage] = list(self._contents.damage)
         if torn:
             self.damage.append(Damage(self._tail.name, 0, len(tail), f"{torn} lines are not whole"))
@@ -74,13 +74,13 @@ class EventLog:
 
     def __len__(self) -> int:
         """How many events it holds, superseded ones among them."""
-        return sum(block.header.count for block in self._contents.blocks) + len(self._events)
+        return self._index.events + len(self._events)
 
     @property
     def engines(self) -> list[str]:
         """Names of the engines whose events it holds, in the order in which they came."""
-        names = [name for block in self._contents.blocks for name in block.header.engines]
-        return [name for name in dict.fromkeys([*names, *(event.engine for event in self._events)]) if name]
+        names = dict.fromkeys([*self._index.engines, *(event.engine for event in self._events)])
+        return [name for name in names if name]
 
     def read(
         self,
@@ -116,9 +116,8 @@ class EventLog:
                     yield each
 
     def _blocks(self, query: _Query) -> Iterator[list[LoggedEvent]]:
-        for index, block in enumerate(self._contents.blocks):
-            if query.may_hold(block.header):
-                yield self.block(index)
+        for number in query.blocks(self._index):
+            yield self.block(number)
         yield self._events
 
     def block(self, index: int) -> list[LoggedEvent]:
@@ -131,13 +130,13 @@ class EventLog:
             except msgspec.DecodeError:  # its checksum holds, so it was written so
                 pass
         if events is None:
-            listed = self._contents.blocks[index]
-            block = parse(self._data, listed.start)
+            start, header = self._index.start(index), self._index.header(index)
+            block = parse(self._data, start)
             damage = Damage(
                 self._sealed.name,
-                listed.start,
-                block.end if block is not None else listed.start + listed.header.frame,
-                f"{listed.header.count} events, seq {listed.header.seq[0]} to {listed.header.seq[1]}",
+                start,
+                block.end if block is not None else start + header.frame,
+                f"{header.count} events, seq {header.seq[0]} to {header.seq[1]}",
             )
             if damage not in self.damage:
                 self.damage.append(damage)
@@ -146,13 +145,12 @@ class EventLog:
 
     def lines(self, index: int) -> bytes | None:
         """The lines of one sealed block, each with its newline; None where it is damaged."""
-        listed = self._contents.blocks[index]
-        block = parse(self._data, listed.start)
-        return unpack(self._data, block) if block is not None and block.header == listed.header else None
+        block = parse(self._data, self._index.start(index))
+        return unpack(self._data, block) if block is not None and block.header == self._index.header(index) else None
 
     def attempts(self, after: int) -> list[tuple[int, int]]:
         """The first and last seq of each time that the run went on behind this seq: at first, and resumed there."""
-        end = max([0, *(block.header.seq[1] for block in self._contents.blocks[-1:]), *(e.seq for e in self._events)])
+        end = max([0, self._index.last_seq, *(event.seq for event in self._events)])
         seams = sorted((seam, before) for before, seam in self._superseded if before <= after < seam)
         starts = [after + 1, *(seam + 1 for seam, before in seams if before == after)]
         ends = [seam - 1 for seam, _ in seams]
@@ -168,7 +166,7 @@ class EventLog:
     @property
     def headers(self) -> list[Header]:
         """What each sealed block holds, in order."""
-        return [block.header for block in self._contents.blocks]
+        return self._index.headers
 
     @property
     def superseded(self) -> list[tuple[int, int]]:
@@ -182,8 +180,8 @@ class EventLog:
 
     def verify(self) -> list[Damage]:
         """Read everything; what cannot be read, or is missing."""
-        for index in range(len(self._contents.blocks)):
-            self.block(index)
+        for number in range(len(self._index)):
+            self.block(number)
         return self.damage
 
     def to_pandas(self, **query: Any) -> Any:
@@ -206,16 +204,14 @@ class EventLog:
         return to_arrow(self.read(**query))
 
     def _check_for_gaps(self) -> None:
-        before, position = -1, 0
-        for block in self._contents.blocks:
-            if block.header.after != before:
-                reason = f"the events behind seq {before} are missing, up to seq {block.header.after}"
-                self.damage.append(Damage(self._sealed.name, position, block.start, reason))
-            before, position = block.header.seq[1], block.end
+        for number, before, after in self._index.gaps():
+            block = parse(self._data, self._index.start(number - 1)) if number else None
+            reason = f"the events behind seq {before} are missing, up to seq {after}"
+            self.damage.append(Damage(self._sealed.name, block.end if block else 0, self._index.start(number), reason))
 
     def _find_superseded(self) -> list[tuple[int, int]]:
         """The ranges of seq that were computed again, both ends left out."""
-        seams = [seam for block in self._contents.blocks for seam in block.header.seams]
+        seams = [*self._index.seams]
         seams += [seam_of(event) for event in self._events if event.event == SEAM]
         return [(after, seam) for seam, after, _ in seams]
 
@@ -251,6 +247,9 @@ def _placed(rank: int, log: EventLog, query: dict[str, Any]) -> Iterator[tuple[t
         yield (iteration, rank), event
 
 
+_UNBOUNDED: Range = (None, None)
+
+
 class _Query:
     """Which events are wanted, and which blocks may hold one."""
 
@@ -259,8 +258,7 @@ class _Query:
     ) -> None:
         self.engine, self.events = engine, events
         self.seq, self.iteration, self.epoch = seq, iteration, epoch
-        unbounded = (None, None)
-        self.everything = engine is None and events is None and seq == iteration == epoch == unbounded
+        self.everything = engine is None and events is None and seq == iteration == epoch == _UNBOUNDED
 
     def wants(self, event: LoggedEvent) -> bool:
         return (
@@ -271,18 +269,31 @@ class _Query:
             and _inside(event.epoch, self.epoch)
         )
 
-    def may_hold(self, header: Header) -> bool:
-        if self.everything:
-            return True
-        if not _overlap(header.seq, self.seq):
-            return False
-        return any(
-            (self.engine is None or name == self.engine)
-            and (self.events is None or not self.events.isdisjoint(part.events))
-            and _overlap(part.iteration, self.iteration)
-            and _overlap(part.epoch, self.epoch)
-            for name, part in header.engines.items()
-        )
+    def blocks(self, index: Index) -> Iterable[int]:
+        """The numbers of those that may hold one; found from the lists over all blocks, as far as these go."""
+        near = index.between(self.seq)
+        if self.engine is None and self.iteration == self.epoch == _UNBOUNDED:
+            found: Iterable[int] = near
+        else:
+            engines = index.engines if self.engine is None else [self.engine]
+            reaches = [reach for engine in engines if (reach := index.reach(engine)) is not None]
+            found = sorted({number for reach in reaches for number in self._reached(reach, near)})
+        return (number for number in found if self._names(index.header(number))) if self.events is not None else found
+
+    def _reached(self, reach: Reach, near: range) -> Iterator[int]:
+        (first, last), (first_epoch, last_epoch) = reach.iteration, reach.epoch
+        for number in near:
+            if (
+                last[number] >= 0
+                and _overlap((first[number], last[number]), self.iteration)
+                and _overlap((first_epoch[number], last_epoch[number]), self.epoch)
+            ):
+                yield number
+
+    def _names(self, header: Header) -> bool:
+        """Whether the block holds one of the events that are wanted; those of the engine, where one is named."""
+        parts = header.engines.values() if self.engine is None else [header.engines[self.engine]]
+        return any(not self.events.isdisjoint(part.events) for part in parts)  # type: ignore[union-attr]
 
 
 def _inside(value: int, bounds: Range) -> bool:

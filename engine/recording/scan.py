@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 
 from engine.errors import RecordingError
-from engine.recording.blocks import Parsed, find_next, find_table, parse
+from engine.recording.blocks import BLOCK_MAGIC, Header, find_next, parse
+from engine.recording.index import TABLE_MAGIC, Index
 from engine.recording.lines import LoggedEvent, decode
 from engine.recording.tail import unchecked
 
@@ -35,9 +36,9 @@ class Damage:
 
 @dataclass
 class Contents:
-    """The blocks of a sealed file, in order."""
+    """What a sealed file holds."""
 
-    blocks: list[Parsed] = field(default_factory=list)
+    index: Index = field(default_factory=Index)
     end: int = 0  # of the last whole block
     ended: bool = False  # a table says that the log was closed
     damage: list[Damage] = field(default_factory=list)
@@ -62,27 +63,25 @@ def scan(path: Path, data: Any = None) -> Contents:
         RecordingError: the log is of a newer format.
     """
     data = mapped(path) if data is None else data
-    found = find_table(data)
+    found = Index.of_table(data)
     if found is not None:
-        table, start = found
-        _check_format(path, table.v)
-        blocks = []
-        for entry in table.blocks:
-            frame = entry.start  # the header's length is not in the table: `parse` finds it when the block is read
-            blocks.append(Parsed(entry.header, entry.start, frame, frame))
-        return Contents(blocks, start, ended=True)
+        index, start = found
+        _check_format(path, index.version)
+        return Contents(index, start, ended=True)
     contents, position = Contents(), 0
+    blocks: list[tuple[int, Header]] = []
     while position < len(data):
         block = parse(data, position)
         if block is None:
-            following = find_next(data, position + 1)
+            following = find_next(data, position + 1, (BLOCK_MAGIC, TABLE_MAGIC))
             reason = "no whole block" if following < len(data) else "cut off in the middle of a block"
             contents.damage.append(Damage(path.name, position, following, reason))
             position = following
             continue
         _check_format(path, block.header.v)
-        contents.blocks.append(block)
+        blocks.append((block.start, block.header))
         position = contents.end = block.end
+    contents.index = Index(blocks)
     return contents
 
 

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from engine.errors import RunFolderError
 from engine.logs import get_logger
-from engine.recording.blocks import BLOCK_EVENTS, SEAM, Header, seal, table
+from engine.recording.blocks import BLOCK_EVENTS, SEAM, Header, seal
+from engine.recording.index import Index
 from engine.recording.lines import NO_PLAIN_VALUE, LoggedEvent, encode, encoded
 from engine.recording.scan import FORMAT, Contents, recovered, scan
 from engine.recording.tail import Tail
@@ -79,13 +80,14 @@ class LogWriter:
 
     def _go_on(self, contents: Contents) -> None:
         """Behind what is there: cut off what a crash has left unfinished, and take the tail's events over."""
-        self._headers = [(block.start, block.header) for block in contents.blocks]
+        index = contents.index
+        self._headers = [(index.start(number), header) for number, header in enumerate(index.headers)]
         self._end = contents.end
-        self.cut_off = not contents.ended  # what is there was not closed; nothing may be there
-        self._after = self._headers[-1][1].seq[1] if self._headers else -1
+        self._after = index.last_seq
         events, torn = recovered(self._tail.lines(), self._after)
         if torn:
             get_logger("engine").warning("the event log's tail holds lines that are not whole", lines=torn)
+        self.cut_off = not contents.ended or bool(events)  # what is there was not closed; nothing may be there
         self._unsealed = events
         self._lines = [encode(event) for event in events]
         self.last_seq = max([self._after, *(event.seq for event in events)])
@@ -205,7 +207,7 @@ class LogWriter:
             OSError: the disk is full; the log is as it was.
         """
         self.seal()
-        self._write(table(FORMAT, self._headers), keep=False)
+        self._write(Index(self._headers).table(FORMAT), keep=False)
 
     def close(self) -> None:
         """Give the files back; `end` comes before."""
