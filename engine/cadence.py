@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 
 from engine.events import Events, EventsList
 
-__all__ = ["Every"]
+__all__ = ["AfterSeconds", "Every"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,22 +75,26 @@ class Every:
         if self.updates is not None:
             joined |= Events.OPTIMIZER_STEP_COMPLETED(every=self.updates)
         if self.seconds is not None:
-            joined |= Events.ITERATION_COMPLETED(event_filter=_after_seconds(self.seconds, clock))
+            joined |= Events.ITERATION_COMPLETED(event_filter=AfterSeconds(self.seconds, clock))
         return joined
 
 
-def _after_seconds(seconds: float, clock: Callable[[], float]) -> Callable[[object, int], bool]:
-    """A filter that is due when so much time has passed since it was last due, or first asked."""
-    last: float | None = None
+class AfterSeconds:
+    """A filter that is due when so much time has passed since it was last due, or first asked.
 
-    def is_due(engine: object, value: int) -> bool:
-        nonlocal last
-        now = clock()
-        if last is None:
-            last = now
-        if now - last < seconds:
+    What its handlers fire is marked as hanging on the clock: see `EventBus.by_clock`.
+    """
+
+    def __init__(self, seconds: float, clock: Callable[[], float]) -> None:
+        self.seconds = seconds
+        self._clock = clock
+        self._last: float | None = None
+
+    def __call__(self, engine: object, value: int) -> bool:
+        now = self._clock()
+        if self._last is None:
+            self._last = now
+        if now - self._last < self.seconds:
             return False
-        last = now
+        self._last = now
         return True
-
-    return is_due

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from ignite.engine.events import RemovableEventHandle
 
 from engine.binding import Shape
+from engine.cadence import AfterSeconds
 from engine.events import EventFilter, Events
 from engine.logs import get_logger
 from engine.payloads import HandlerFailed
@@ -104,6 +105,8 @@ class Subscription:
         self.call, self.wants_event = shape.compile(handler, args, kwargs)
         if self.on_error == "warn":
             self.call = self._guarded(self.call)
+        if isinstance(self.filter, AfterSeconds):
+            self.call = _by_clock(self.call)
 
     @property
     def description(self) -> str:
@@ -212,3 +215,17 @@ class Handle(RemovableEventHandle):
         self._subscriptions.clear()
 
     cancel = remove
+
+
+def _by_clock(call: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, with all that is fired in it marked as hanging on the clock."""
+
+    def called(engine: Emitter, *event: Any) -> None:
+        bus, before = engine.bus, engine.bus.by_clock
+        bus.by_clock = True
+        try:
+            call(engine, *event)
+        finally:
+            bus.by_clock = before
+
+    return called

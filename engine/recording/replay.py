@@ -53,8 +53,8 @@ class Replay(ReplayedEngine):
         speed: 1.0 is as fast as the run was, 2.0 twice that; by default as fast as it goes.
         obey_terminate: end where a handler of this engine calls `terminate()`, with TERMINATE and COMPLETED.
         deliver_fired: deliver what handlers fire to those that hear it. Counters remain the log's.
-        checkpoints: reads a checkpoint's folder, such as `engine.checkpoint.load_checkpoint`; then `checkpoint_state()`
-            gives the nearest one's, made at this iteration or before it (where there is none, the first).
+        checkpoints: True, or what reads a checkpoint's folder; then `checkpoint_state()` gives the state of the nearest
+            one, made at this iteration or before it (where there is none, the first).
         model: an nn.Module for handlers that need one, with the weights of that checkpoint.
         rank: whose log, where several processes have recorded.
         clock: seconds, for `speed`.
@@ -74,7 +74,7 @@ class Replay(ReplayedEngine):
         speed: float | None = None,
         obey_terminate: bool = False,
         deliver_fired: bool = False,
-        checkpoints: Callable[[Path], Mapping[str, Any]] | None = None,
+        checkpoints: Callable[[Path], Mapping[str, Any]] | bool | None = None,
         model: Any = None,
         rank: int = 0,
         clock: Callable[[], float] = time.monotonic,

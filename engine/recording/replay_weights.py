@@ -5,11 +5,14 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 from engine.errors import ConfigurationError, RecordingError
 
 __all__ = ["NearestWeights"]
+
+STANDARD = "engine.checkpoint:load_checkpoint"  # by its name: a log is read without knowing what a checkpoint is
 
 
 class NearestWeights:
@@ -37,19 +40,19 @@ class NearestWeights:
 
     @classmethod
     def beside(
-        cls, events: Path, load: Callable[[Path], Mapping[str, Any]] | None, model: Any
+        cls, events: Path, load: Callable[[Path], Mapping[str, Any]] | bool | None, model: Any
     ) -> NearestWeights | None:
         """Those of the run whose events are in this folder; None where nobody asks for them."""
-        if load is None:
+        if load is None or load is False:
             if model is not None:
                 raise ConfigurationError(
-                    "Replay(model=...): takes its weights from checkpoints; pass checkpoints=load_checkpoint, too"
+                    "Replay(model=...): takes its weights from checkpoints; pass checkpoints=True, too"
                 )
             return None
+        if load is True:
+            load = resolve_name(STANDARD)
         if not callable(load):
-            raise ConfigurationError(
-                f"Replay(checkpoints={load!r}): needs what reads one, such as engine.checkpoint.load_checkpoint"
-            )
+            raise ConfigurationError(f"Replay(checkpoints={load!r}): needs True, or a function that reads one's folder")
         return cls(events.parent if events.name == "events" else events, load, model)
 
     def follow(self, iteration: int) -> None:

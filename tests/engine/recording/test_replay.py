@@ -809,7 +809,7 @@ class TestCheckpoints:
         log.close()
         with pytest.raises(RecordingError, match="holds no checkpoint"):
             Replay(tmp_path, checkpoints=dict)
-        with pytest.raises(ConfigurationError, match="pass checkpoints="):
+        with pytest.raises(ConfigurationError, match="pass checkpoints=True"):
             Replay(tmp_path, model=nn.Linear(1, 1))
-        with pytest.raises(ConfigurationError, match="needs what reads one"):
-            Replay(tmp_path, checkpoints=True)
+        with pytest.raises(ConfigurationError, match="needs True"):
+            Replay(tmp_path, checkpoints=3)
