@@ -66,11 +66,13 @@ class Averaging:
             begun: asked at each occasion whether to take it.
 
         Raises:
+            RecordingError: the engine is a replay without weights.
             ConfigurationError: the engine has no model; another average is validated already; or validation runs on
                 that of a schedule-free optimizer.
         """
         with self._attachment.to(engine, whole_bus=False) as hear:
-            model = self._given if self._given is not None else getattr(engine, "model", None)
+            held = getattr(engine, "model", None)  # a replay without weights raises, though a model was given here
+            model = self._given if self._given is not None else held
             if not isinstance(model, nn.Module):
                 raise ConfigurationError(f"{self._place}(model=None): {engine.name!r} has no torch model; pass model=")
             check(engine, model)

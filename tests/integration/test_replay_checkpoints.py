@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from engine import Events, Every, SupervisedStrategy
+from engine import Engine, Events, Every, SupervisedStrategy
+from engine.errors import RecordingError
 from engine.recording import Replay
-from handlers import Checkpointer, EventRecorder
+from handlers import EMA, Checkpointer, EventRecorder
 from pulsetrain import Trainer, TrainingConfig
 
 
@@ -44,3 +46,11 @@ def test_the_weights_of_the_nearest_checkpoint_are_there(tmp_path: Path):
     replay.run()
     nearest = {at: max([saved for saved in (4, 8, 12) if saved <= at], default=4) for at in live}
     assert {at: replayed[at].tolist() for at in replayed} == {at: live[near].tolist() for at, near in nearest.items()}
+
+
+def test_an_average_of_weights_is_refused_where_there_are_none(tmp_path: Path):
+    trainer = Engine(lambda engine, batch: 0.5, name="trainer")
+    EventRecorder(tmp_path).attach(trainer)
+    trainer.run(range(3))
+    with pytest.raises(RecordingError, match="'trainer' has no 'model': an event log does not hold the weights"):
+        EMA(0.9, model=nn.Linear(3, 1)).attach(Replay(tmp_path))
