@@ -10,6 +10,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
+from engine import rng
 from engine.cadence import Every
 from engine.errors import ConfigurationError
 from engine.events import EventEnum, Events
@@ -22,11 +23,12 @@ __all__ = ["BatchFingerprint", "FingerprintEvents", "Fingerprints", "StateFinger
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateFingerprint:
-    """STATE_FINGERPRINTED: tensors of shape (), int64, on the device: nothing waits for it."""
+    """STATE_FINGERPRINTED: tensors of shape (), int64, on the device: nothing waits for it. `rng` is a CRC-32."""
 
     weights: Tensor
     buffers: Tensor
     optimizer: Tensor
+    rng: int  # of python's, numpy's and torch's generators on every device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +50,8 @@ class Fingerprints:
 
     A wrong buffer, or a wrong moment of the optimizer, shows in no loss for a long time; here it shows at once. A
     state's digest is the XOR of its values' bits, tensor by tensor (torch.hash_tensor): any change of a value shows, an
-    exchange of two within one tensor does not. It reads all weights once, on their device. A batch's is exact.
+    exchange of two within one tensor does not. It reads all weights once, on their device. Those of a batch and of the
+    random number generators are exact.
 
     Args:
         every: when to digest the state; by default at each 100th update.
@@ -92,16 +95,31 @@ class Fingerprints:
         optimizer = self.optimizer if self.optimizer is not None else getattr(engine, "optimizer", None)
         state = optimizer.state_dict()["state"] if optimizer is not None else {}
         fingerprint = StateFingerprint(
-            weights=_digest(model.parameters()), buffers=_digest(model.buffers()), optimizer=_digest(_tensors(state))
+            weights=_digest(model.parameters()),
+            buffers=_digest(model.buffers()),
+            optimizer=_digest(_tensors(state)),
+            rng=_digest_generators(),
         )
         engine.fire(FingerprintEvents.STATE_FINGERPRINTED, fingerprint)
 
     def _digest_batch(self, engine: Any) -> None:
-        crc = 0
-        for tensor in _tensors(engine.state.batch):
-            data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-            crc = zlib.crc32(data.tobytes(), crc)
-        engine.fire(FingerprintEvents.BATCH_FINGERPRINTED, BatchFingerprint(batch=crc))
+        engine.fire(FingerprintEvents.BATCH_FINGERPRINTED, BatchFingerprint(batch=_crc_of(engine.state.batch)))
+
+
+def _digest_generators() -> int:
+    state = rng.capture()
+    python, numpy = state["python"], state["numpy"]
+    rest = python["gauss"], numpy["position"], numpy["has_gauss"], numpy["gauss"]
+    return zlib.crc32(repr(rest).encode(), _crc_of(state))
+
+
+def _crc_of(value: Any) -> int:
+    """CRC-32 of the bytes of every tensor in nested containers."""
+    crc = 0
+    for tensor in _tensors(value):
+        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        crc = zlib.crc32(data.tobytes(), crc)
+    return crc
 
 
 def _digest(tensors: Iterable[Tensor]) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ def test_two_equal_runs_have_equal_fingerprints_and_one_for_each_update_and_batc
         assert len({str(each) for each in taken(a, event)}) == 10  # each is another
 
 
-@pytest.mark.parametrize("part", ["weights", "buffers", "optimizer"])
+@pytest.mark.parametrize("part", ["weights", "buffers", "optimizer", "rng"])
 def test_a_change_shows_in_its_own_part_at_its_own_update(part: str, tmp_path: Path):
     def disturb(run: Any) -> None:
         @run.on(Events.OPTIMIZER_STEP_COMPLETED(once=4))
@@ -48,6 +49,8 @@ def test_a_change_shows_in_its_own_part_at_its_own_update(part: str, tmp_path: P
                     engine.model[0].bias[0] += 1e-6
                 elif part == "buffers":
                     engine.model[1].running_var[0] += 1e-6
+                elif part == "rng":
+                    random.random()
                 else:
                     next(iter(engine.optimizer.state.values()))["exp_avg"].view(-1)[0] += 1e-9
 
