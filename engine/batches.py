@@ -166,6 +166,11 @@ class KeyedOrder:
         """Let the next iteration be that pass, from that position on."""
         self.number, self.position = number, position
 
+    def rows(self, number: int, position: int) -> list[Any]:
+        """The indices of the batch at that position of that pass; none behind its end."""
+        found: Any = next(self._batches(number, position), [])
+        return list(found) if isinstance(found, (list, tuple)) else [found]
+
     def __iter__(self) -> Iterator[Any]:
         number, position = self.number, self.position
         for indices in self._batches(number, position):

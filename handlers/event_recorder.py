@@ -12,7 +12,7 @@ from engine.errors import ConfigurationError, PulsetrainError, RecordingError
 from engine.events import Event, Events, event_key
 from engine.logs import get_logger
 from engine.loop import Engine
-from engine.recording import EventLog, LoggedEvent, LogWriter
+from engine.recording import EventCheck, EventLog, LoggedEvent, LogWriter
 from engine.recording.lines import take_measured
 from engine.subscription import OnError, Phase
 from handlers.attachment import Attachment
@@ -96,7 +96,8 @@ class EventRecorder:
         self._saved: Mapping[str, Any] | None = None  # the state of a checkpoint that is being loaded
         self._attachment = Attachment("EventRecorder")
         self._bus: Any = None  # the one attached to, last
-        self.resume_check: ResumeCheck | None = None  # of the checkpoint that the run goes on from
+        self.resume_check: EventCheck | None = None  # of the checkpoint that the run goes on from
+        self.resumed_behind: int | None = None  # seq of the log that the checkpoint was made in
 
     def attach(self, engine_or_bus: Engine | EventBus) -> Self:
         """Record every engine of the bus; an engine stands for its bus.
@@ -224,8 +225,9 @@ class EventRecorder:
         """The log goes on behind the checkpoint; what it holds past it comes again."""
         saved, self._saved = self._saved, None
         writer, sequence = self._opened(), self._bus.sequence
-        self.resume_check = None
+        self.resume_check = self.resumed_behind = None
         if saved is not None:
+            self.resumed_behind = saved["seq"]
             self._in_epoch = set(saved["in_epoch"])
             self._begun_again = set(saved["in_epoch"])
             if saved["seq"] <= writer.last_seq:  # else the run goes on in another folder

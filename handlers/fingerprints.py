@@ -18,7 +18,7 @@ from engine.loop import Engine
 from engine.subscription import Phase
 from handlers.attachment import Attachment
 
-__all__ = ["BatchFingerprint", "FingerprintEvents", "Fingerprints", "StateFingerprint"]
+__all__ = ["BatchFingerprint", "FingerprintEvents", "Fingerprints", "StateFingerprint", "fingerprint_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,17 +93,21 @@ class Fingerprints:
     def _digest_state(self, engine: Any) -> None:
         model = self.model if self.model is not None else engine.model
         optimizer = self.optimizer if self.optimizer is not None else getattr(engine, "optimizer", None)
-        state = optimizer.state_dict()["state"] if optimizer is not None else {}
-        fingerprint = StateFingerprint(
-            weights=_digest(model.parameters()),
-            buffers=_digest(model.buffers()),
-            optimizer=_digest(_tensors(state)),
-            rng=_digest_generators(),
-        )
-        engine.fire(FingerprintEvents.STATE_FINGERPRINTED, fingerprint)
+        engine.fire(FingerprintEvents.STATE_FINGERPRINTED, fingerprint_of(model, optimizer))
 
     def _digest_batch(self, engine: Any) -> None:
         engine.fire(FingerprintEvents.BATCH_FINGERPRINTED, BatchFingerprint(batch=_crc_of(engine.state.batch)))
+
+
+def fingerprint_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> StateFingerprint:
+    """Of the weights, buffers, the optimizer's state and the process's random number generators, as they are now."""
+    state = optimizer.state_dict()["state"] if optimizer is not None else {}
+    return StateFingerprint(
+        weights=_digest(model.parameters()),
+        buffers=_digest(model.buffers()),
+        optimizer=_digest(_tensors(state)),
+        rng=_digest_generators(),
+    )
 
 
 def _digest_generators() -> int:

@@ -42,6 +42,10 @@ def __getattr__(name: str) -> Any:
         from pulsetrain.signals import SignalWatch
 
         return SignalWatch
+    if name == "verify":
+        from pulsetrain.verification import verify
+
+        return verify
     if name == "Loop":
         from pulsetrain.loop import Loop
 

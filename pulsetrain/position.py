@@ -155,6 +155,13 @@ class DataPosition:
             self._keyed = loader, KeyedLoader(loader, self.seed)
         return self._keyed[1]
 
+    def rows(self, iteration: int) -> list[Any] | None:
+        """The indices of a batch of the pass under way, of this rank; None where the loader's order is its own."""
+        if self._keyed is None or self._keyed[0] is not self._loader:
+            return None
+        order = self._keyed[1].order
+        return order.rows(self.passes, self._offset + (iteration - 1 - self._offset_at) * order.step)
+
     def state_dict(self) -> dict[str, Any]:
         """The position behind the last iteration whose step was made."""
         state = {name: getattr(self, name) for name in STATE}

@@ -6,20 +6,17 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from engine.environment import environment_differences
 from engine.errors import ConfigurationError
+from engine.recording.diff_fields import differing_fields, same
 from engine.recording.diff_growth import Growth, measure_growth
 from engine.recording.diff_result import ABSENT, Divergence, LogDiff, Missing
 from engine.recording.diff_sides import Group, Piece, Side, groups
-from engine.recording.lines import LoggedEvent, deterministic, encode
+from engine.recording.lines import LoggedEvent
 from engine.recording.log import EventLog
 
 __all__ = ["ABSENT", "Divergence", "LogDiff", "Missing", "diff"]
-
-_IDENTITY = ("engine", "event", "epoch", "iteration")
-_COMPARED = (*_IDENTITY, "payload", "output", "metrics", "lr", "error")
 
 
 def diff(a: str | Path | EventLog, b: str | Path | EventLog, rtol: float = 0.0, atol: float = 0.0) -> LogDiff:
@@ -104,7 +101,7 @@ class _Comparison:
             if x is None or y is None:
                 self._lone(0 if x is None else 1, place, place)
             elif self.divergence is None:
-                fields = {} if _same(x, y) else dict(self._fields(x, y))
+                fields = {} if same(x, y) else differing_fields(x, y, self.rtol, self.atol)
                 if fields:
                     self.divergence = Divergence(place, x, y, fields)
                 else:
@@ -122,35 +119,6 @@ class _Comparison:
         if missing and missing[-1].last == first - 1:
             first = missing.pop().first
         missing.append(Missing("ab"[side], first, last))
-
-    def _fields(self, x: LoggedEvent, y: LoggedEvent) -> Iterator[tuple[str, tuple[Any, Any]]]:
-        for name in _IDENTITY if x.open or y.open else _COMPARED:
-            yield from self._walk(name, getattr(x, name), getattr(y, name), exact=name in _IDENTITY)
-
-    def _walk(self, name: str, x: Any, y: Any, *, exact: bool) -> Iterator[tuple[str, tuple[Any, Any]]]:
-        if isinstance(x, dict) and isinstance(y, dict):
-            for key in dict.fromkeys([*x, *y]):
-                yield from self._walk(f"{name}.{key}", x.get(key, ABSENT), y.get(key, ABSENT), exact=exact)
-        elif isinstance(x, list) and isinstance(y, list):
-            for index in range(max(len(x), len(y))):
-                sides = [values[index] if index < len(values) else ABSENT for values in (x, y)]
-                yield from self._walk(f"{name}.{index}", *sides, exact=exact)
-        elif not (self._equal(x, y) if not exact else x == y):
-            yield name, (x, y)
-
-    def _equal(self, x: Any, y: Any) -> bool:
-        if type(x) is float and type(y) is float and x == y:
-            return x != 0 or math.copysign(1, x) == math.copysign(1, y) or bool(self.rtol or self.atol)
-        if type(x) is type(y) and x == y:
-            return True
-        if not (self.rtol or self.atol) or {type(x), type(y)} not in ({float}, {float, int}):
-            return False
-        return math.isclose(x, y, rel_tol=self.rtol, abs_tol=self.atol)
-
-
-def _same(x: LoggedEvent, y: LoggedEvent) -> bool:
-    """Whether they are the same to the bit; where they are not, the fields say why."""
-    return deterministic(x, encode(x)) == deterministic(y, encode(y))
 
 
 def _uncovered(pieces: Sequence[Piece], others: Sequence[Piece]) -> Iterator[tuple[int, int]]:

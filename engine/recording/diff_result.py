@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -13,7 +13,7 @@ import msgspec
 from engine.recording.diff_growth import Growth
 from engine.recording.lines import LoggedEvent
 
-__all__ = ["ABSENT", "Divergence", "LogDiff", "Missing"]
+__all__ = ["ABSENT", "Divergence", "LogDiff", "Missing", "field_table", "place_of", "shown"]
 
 _WIDTH = 40  # characters of a value in the report
 _ROWS = 20  # of each table in it
@@ -82,7 +82,7 @@ class LogDiff:
         for each in self.missing[:_ROWS]:
             lines.append(
                 f"missing in {self.a if each.side == 'a' else self.b}: {each.last - each.first + 1:,} events, "
-                f"{each.first:,} to {each.last:,}{f'; the first is {_place(each.event)}' if each.event else ''}"
+                f"{each.first:,} to {each.last:,}{f'; the first is {place_of(each.event)}' if each.event else ''}"
             )
         if len(self.missing) > _ROWS:
             lines.append(f"and {len(self.missing) - _ROWS:,} more stretches")
@@ -138,17 +138,23 @@ class LogDiff:
     def _first_difference(self) -> Iterator[str]:
         if self.divergence is None:
             return
-        yield f"first difference: event {self.divergence.ord:,}, {_place(self.divergence.a)}"
-        rows = [("", str(self.a), str(self.b), "")]
-        for name, (x, y) in self.divergence.fields.items():
-            rows.append((name, _shown(x), _shown(y), _apart(x, y)))
-        yield from _aligned(rows[: _ROWS + 1])
-        if len(rows) > _ROWS + 1:
-            yield f"  and {len(rows) - _ROWS - 1:,} more fields"
+        yield f"first difference: event {self.divergence.ord:,}, {place_of(self.divergence.a)}"
+        yield from field_table(self.divergence.fields, str(self.a), str(self.b))
 
 
-def _place(event: LoggedEvent) -> str:
+def place_of(event: LoggedEvent) -> str:
+    """Which event it is, in words."""
     return f"{event.engine}'s {event.event} at epoch {event.epoch}, iteration {event.iteration}"
+
+
+def field_table(fields: Mapping[str, tuple[Any, Any]], a: str, b: str) -> Iterator[str]:
+    """The lines of a table of fields with both sides' values."""
+    rows = [("", a, b, "")]
+    for name, (x, y) in fields.items():
+        rows.append((name, shown(x), shown(y), _apart(x, y)))
+    yield from _aligned(rows[: _ROWS + 1])
+    if len(rows) > _ROWS + 1:
+        yield f"  and {len(rows) - _ROWS - 1:,} more fields"
 
 
 def _growth_table(growth: Sequence[Growth]) -> Iterator[str]:
@@ -173,7 +179,8 @@ def _aligned(rows: Sequence[Iterable[str]]) -> Iterator[str]:
         yield ("  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))).rstrip()
 
 
-def _shown(value: Any) -> str:
+def shown(value: Any) -> str:
+    """A field's value as JSON, shortened."""
     text = str(value) if value is ABSENT else msgspec.json.encode(value).decode()
     return text if len(text) <= _WIDTH else text[: _WIDTH - 3] + "..."
 

@@ -74,7 +74,7 @@ def test_a_difference_names_the_first_event_with_both_sides(tmp_path: Path):
         run.train(resume="latest")
     (entry,) = said(logs)
     assert entry["log_level"] == "warning"
-    assert entry["first"].startswith('trainer\'s iteration_completed at epoch 2, iteration 15: output: {"loss":')
+    assert entry["first"].startswith("trainer's iteration_completed at epoch 2, iteration 15: output.loss: ")
     assert " in the log, " in entry["first"]
     assert entry["agreed_before"] > 0
 
@@ -130,7 +130,7 @@ def test_of_several_attempts_the_longest_counts(tmp_path: Path):
     assert (check.agreed, check.difference, check.waiting) == (1, None, True)
     check.see(again[1])
     assert check.difference is not None
-    assert '{"loss":2.0} in the log' in check.difference
+    assert "output.loss: 2.0 in the log" in check.difference
     assert ResumeCheck.of_log(EventLog(tmp_path), after=99, engine="trainer") is None
 
 

@@ -1,0 +1,123 @@
+"""Runs a recorded run's trainer again, away from the run's folder, and compares what comes with what was recorded."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from engine.checkpoint import Place, find_checkpoints
+from engine.checkpoint.reading import step_of
+from engine.errors import CheckpointError, ConfigurationError
+from engine.recording import EventCheck, EventLog, LoggedEvent
+from handlers import Checkpointer, ConsoleLogger, CSVLogger, EventRecorder, LossCurve, ProgressBar
+from handlers.fingerprints import StateFingerprint, fingerprint_of
+from pulsetrain.trainer import Trainer
+
+__all__ = ["Again", "nearest_checkpoint"]
+
+QUIET = (Checkpointer, ConsoleLogger, CSVLogger, LossCurve, ProgressBar)  # they write and print, and compute nothing
+
+
+def nearest_checkpoint(run: Path, iteration: int) -> Place:
+    """The run's last checkpoint that was made before this iteration.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    found = find_checkpoints(run / "checkpoints")
+    before = [place for place in found if step_of(place) < iteration]
+    if not before:
+        there = f"the first was made behind iteration {step_of(found[0])}" if found else "it has none"
+        raise CheckpointError(
+            f"{run}: has no checkpoint before iteration {iteration}; {there}. Leave the iteration out to begin at the "
+            "run's beginning"
+        )
+    return before[-1]
+
+
+class Again:
+    """A trainer as the run's was, at a checkpoint or at the beginning; its files go to another folder.
+
+    Args:
+        build: makes the trainer; where it takes an argument, it is given `folder`.
+        folder: for what handlers write.
+        checkpoint: None begins at the beginning.
+
+    Raises:
+        ConfigurationError: it made no Trainer, or one without an EventRecorder.
+        CheckpointError: the checkpoint is damaged, or does not fit.
+    """
+
+    def __init__(self, build: Callable[..., Trainer], folder: Path, checkpoint: Place | None) -> None:
+        trainer = build(folder) if _takes_a_folder(build) else build()
+        if not isinstance(trainer, Trainer):
+            raise ConfigurationError(f"build_trainer(): made a {type(trainer).__name__}; it has to return a Trainer")
+        recorders = [handler for handler in trainer.handlers if isinstance(handler, EventRecorder)]
+        if len(recorders) != 1:
+            raise ConfigurationError(
+                f"build_trainer(): made a Trainer with {len(recorders) or 'no'} EventRecorder among its handlers; "
+                "give it the one that recorded the run"
+            )
+        self.trainer, self.recorder = trainer, recorders[0]
+        self.recorder.folder = folder / "events"
+        for handler in trainer.handlers:
+            if isinstance(handler, QUIET):
+                handler.detach()
+        self.check = EventCheck(iter(()))
+        self.start = self.end = 0  # iterations
+        if checkpoint is not None:
+            trainer.load_checkpoint(checkpoint)
+            self.start = self.end = trainer.state.iteration
+
+    @property
+    def after(self) -> int:
+        """The seq of the recorded run behind which this goes on; -1 for the beginning."""
+        return self.recorder.resumed_behind if self.recorder.resumed_behind is not None else -1
+
+    def compare(self, expected: Iterator[LoggedEvent]) -> None:
+        """Train, and compare each event with those expected, until one differs or all have come."""
+        trainer = self.trainer
+        self.check = _Ending(expected, trainer)
+        if not self.check.waiting:
+            return
+        self.recorder.resume_check = self.check
+        trainer.train()
+        self.end = trainer.state.iteration
+        self.recorder.resume_check = None
+
+    def state(self) -> StateFingerprint:
+        """Fingerprints of the trainer as it is now."""
+        return fingerprint_of(self.trainer.model, self.trainer.optimizer)
+
+    def log(self) -> EventLog:
+        """What was recorded of it."""
+        return EventLog(self.recorder.folder)
+
+    def rows(self, iteration: int) -> Sequence[int] | None:
+        """The indices of that iteration's batch in the data; None where the loader does not tell them."""
+        return self.trainer.position.rows(iteration)
+
+
+class _Ending(EventCheck):
+    """Ends the trainer's run at the first difference, or when all has come."""
+
+    def __init__(self, expected: Iterator[LoggedEvent], trainer: Trainer) -> None:
+        super().__init__(expected)
+        self._trainer = trainer
+
+    def see(self, event: LoggedEvent) -> None:
+        undecided = self.waiting and self.divergence is None
+        super().see(event)
+        if undecided and (self.divergence is not None or not self.waiting):
+            self._trainer.terminate(reason="the comparison has come to its end")
+
+
+def _takes_a_folder(build: Callable[..., Any]) -> bool:
+    try:
+        parameters = inspect.signature(build).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return any(each.kind in kinds and each.default is inspect.Parameter.empty for each in parameters)
