@@ -17,7 +17,7 @@ from engine.environment import describe_environment
 from handlers.event_values import EventValues
 from handlers.run_folder import replace_file
 
-__all__ = ["RUN_FILE", "describe_run", "note_start", "write_run_file"]
+__all__ = ["RUN_FILE", "describe_run", "note_start", "read_run_file", "write_run_file"]
 
 RUN_FILE = "run.json"
 FORMAT = 1
@@ -43,13 +43,25 @@ def describe_run(engine: Any) -> dict[str, Any]:
     }
 
 
-def write_run_file(folder: Path, engine: Any) -> None:
+def write_run_file(folder: Path, engine: Any, **more: Any) -> None:
     """Write run.json, over one that is there.
+
+    Args:
+        more: facts beside those that the engine knows, plain values.
 
     Raises:
         OSError: it cannot be written.
     """
-    _write(folder, describe_run(engine))
+    _write(folder, {**describe_run(engine), **more})
+
+
+def read_run_file(folder: Path) -> dict[str, Any]:
+    """What run.json says; empty where it cannot be read."""
+    try:
+        found = msgspec.json.decode((folder / RUN_FILE).read_bytes())
+    except (OSError, msgspec.DecodeError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def note_start(folder: Path, engine: Any, iteration: int) -> None:
@@ -62,12 +74,9 @@ def note_start(folder: Path, engine: Any, iteration: int) -> None:
         OSError: it cannot be written.
     """
     facts = describe_run(engine)
-    try:
-        there = msgspec.json.decode((folder / RUN_FILE).read_bytes())
-    except (FileNotFoundError, msgspec.DecodeError):
-        there = None
+    there = read_run_file(folder)
     start = {"at": _now(), "iteration": iteration, "pid": os.getpid(), "command": facts["command"], "git": facts["git"]}
-    if isinstance(there, dict):
+    if there:
         if there.get("environment") != facts["environment"]:
             start["environment"] = facts["environment"]
         facts = {**facts, **there}

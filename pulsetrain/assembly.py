@@ -137,7 +137,7 @@ def assemble(
         described = {section: config[section] for section in SECTIONS if section in config}
         described |= {"run": str(claim.folder), "training": {**(described.get("training") or {}), "seed": trainer.seed}}
         if resume is None or not has_checkpoint(trainer):  # a run that saved nothing begins anew
-            describe_run(claim.folder, described, trainer)
+            describe_run(claim.folder, described, trainer, base)
         else:
             _report_changes(claim.folder, described)
     except BaseException:

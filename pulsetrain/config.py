@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -64,6 +64,7 @@ class TrainingConfig:
         compile: run the model through torch.compile [False].
         activation_checkpointing: modules that recompute their activations in backward, as "blocks.*" [None].
         seed: of the data order and of what is drawn in training; None draws one [0].
+        skip_batches: batches to leave out, as [first, last] of the iterations that would train on them [()].
         validate_every: when to validate; None only at the end. A run always ends with a validation [Every(epochs=1)].
         log_every_n_steps: iterations between two METRICS_LOGGED events, where alone the loss comes to the host [50].
         run_dir: the run folder, for the setting below; the command line fills it in [None].
@@ -95,6 +96,7 @@ class TrainingConfig:
     compile: bool = False
     activation_checkpointing: str | None = None
     seed: int | None = 0
+    skip_batches: Sequence[tuple[int, int]] = ()
     validate_every: Every | None = Every(epochs=1)  # noqa: RUF009  # it is frozen
     log_every_n_steps: int = 50
     run_dir: str | None = None
@@ -140,6 +142,8 @@ class TrainingConfig:
             self._refuse_what_a_schedule_reads()
         self._require("seed", lambda value: isinstance(value, int) and 0 <= value < 2**63, "a whole number, 0 or more")
         self._require("validate_every", lambda value: isinstance(value, Every), "an Every, such as Every(epochs=1)")
+        self._require("skip_batches", _are_ranges, "pairs of a first and a last iteration, such as [[481, 484]]")
+        object.__setattr__(self, "skip_batches", tuple((first, last) for first, last in self.skip_batches))
         if self.save_every_n_epochs is not None and self.run_dir is None:
             raise ConfigurationError(
                 f"TrainingConfig(save_every_n_epochs={self.save_every_n_epochs}): needs run_dir, where to save"
@@ -175,6 +179,16 @@ class TrainingConfig:
             return
         if isinstance(value, bool) or not rule(value):
             raise ConfigurationError(f"TrainingConfig({name}={value!r}): needs to be {wanted}")
+
+
+def _are_ranges(value: object) -> bool:
+    return isinstance(value, Sequence) and all(
+        isinstance(pair, Sequence)
+        and len(pair) == 2
+        and all(isinstance(end, int) and not isinstance(end, bool) for end in pair)
+        and 1 <= pair[0] <= pair[1]
+        for pair in value
+    )
 
 
 def _is_number(value: object) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from itertools import islice
 from typing import Any
@@ -28,10 +28,15 @@ class DataPosition:
     and `load_state_dict` keeps its position itself, and what it draws is seeded for each batch. Any other is read again
     up to the position; what it draws while it is read comes from a stream of its own, so that the same batches come
     again whatever the model has drawn meanwhile.
+
+    Args:
+        seed: of the data order.
+        left_out: first and last of the batches that are passed over, numbered as iterations would be that trained all.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, left_out: Sequence[tuple[int, int]] = ()) -> None:
         self.seed = seed
+        self._left_out = left_out
         self._keyed: tuple[Any, KeyedLoader] | None = None  # the loader, and ours that has taken it over
         self.refuses_unsavable = False  # a loader's state that no checkpoint can hold, when a pass begins
         self.restart()
@@ -43,6 +48,7 @@ class DataPosition:
         self.epoch = 0  # the one last begun
         self.epoch_start = 0  # iteration before its first batch
         self.epoch_done = True  # between two epochs
+        self.skipped = 0  # batches that were left out
         self.trained = 0  # the last iteration whose step was made: state.iteration grows before its step
         self.resuming = False  # a checkpoint was loaded whose pass has not been found back to
         self.inside = False  # it was made inside an epoch, which has not gone on yet
@@ -70,7 +76,7 @@ class DataPosition:
         self.pass_start = iteration
         self.resuming = self._pass_over = False
         self._offset, self._offset_at = 0, iteration
-        return self._iterate(loader)
+        return self._without_those_left_out(self._iterate(loader), iteration)
 
     def find_back(self, loader: Any, iteration: int) -> Iterator[Any]:
         """An iterator over the pass that a checkpoint was made in, at its position.
@@ -82,7 +88,7 @@ class DataPosition:
         if self._pass_over:
             return iter(())
         if self._take_over(loader) is not None:
-            return self._iterate(loader)
+            return self._without_those_left_out(self._iterate(loader), iteration)
         count, saved = iteration - self.pass_start, self._saved_loader
         if saved is not None and _keeps_state(loader):
             batches = self._iterate_stateful(loader, saved)
@@ -100,7 +106,23 @@ class DataPosition:
                 f"resuming behind {count} batches of a pass, but {type(loader).__name__} gave fewer; "
                 "resume with the data that the run began with"
             )
-        return batches
+        return self._without_those_left_out(batches, iteration)
+
+    def _without_those_left_out(self, batches: Iterator[Any], iteration: int) -> Iterator[Any]:
+        return self._leave_out(batches, iteration) if self._left_out else batches
+
+    def _leave_out(self, batches: Iterator[Any], iteration: int) -> Iterator[Any]:
+        for batch in batches:
+            number = iteration + 1 + self.skipped
+            if any(first <= number <= last for first, last in self._left_out):
+                self.skipped += 1
+                if self._keyed is not None and self._keyed[0] is self._loader:
+                    self._offset += self._keyed[1].order.step
+                else:
+                    self.pass_start -= 1  # as far as the pass goes, that batch was had
+                continue
+            iteration += 1
+            yield batch
 
     def _iterate(self, loader: Any) -> Iterator[Any]:
         self._loader = loader
@@ -165,6 +187,8 @@ class DataPosition:
     def state_dict(self) -> dict[str, Any]:
         """The position behind the last iteration whose step was made."""
         state = {name: getattr(self, name) for name in STATE}
+        if self.skipped:
+            state["skipped"] = self.skipped
         if self._loader is None:  # as it was loaded, if it was
             state["offset"] = self._offset
             if self._pass_over:
@@ -187,6 +211,7 @@ class DataPosition:
         for name in STATE:
             setattr(self, name, state[name])
         self._offset, self._offset_at = state.get("offset", 0), self.trained
+        self.skipped = state.get("skipped", 0)
         given = state.get("given", self.trained - self.pass_start)
         self._saved_loader = (state["loader"], given) if "loader" in state else None
         self._loader = None

@@ -128,8 +128,11 @@ class Claim:
         self._made = []
 
 
-def describe_run(folder: Path, config: Mapping[str, Any], trainer: Any) -> None:
+def describe_run(folder: Path, config: Mapping[str, Any], trainer: Any, base: Path) -> None:
     """Write config.yaml and run.json, what a reader needs to know to run it again.
+
+    Args:
+        base: where class paths are looked up first.
 
     Raises:
         RunFolderError: the folder cannot be written.
@@ -137,7 +140,7 @@ def describe_run(folder: Path, config: Mapping[str, Any], trainer: Any) -> None:
     try:
         text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
         (folder / "config.yaml").write_text(text, encoding="utf-8")
-        write_run_file(folder, trainer)
+        write_run_file(folder, trainer, base=str(base.resolve()))
     except OSError as error:
         raise RunFolderError(
             f"run folder {folder}: cannot be written: {error.strerror or error}; choose another with --run"

@@ -121,7 +121,7 @@ class Trainer(Engine):
         self.evaluator = self.evaluation.engine
         self.evaluator.contexts.append(partial(averaged_weights, self.optimizer))
         self.history = MetricTracker()
-        self.position = DataPosition(self.seed)
+        self.position = DataPosition(self.seed, config.skip_batches)
         self.losses, self._rate = Losses(), Rate()
         self.accumulation = Accumulation(config.accumulation)
         self.rng_to_restore: dict[str, Any] | None = None

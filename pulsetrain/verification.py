@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-
-import msgspec
 
 from engine.environment import environment_differences
 from engine.errors import ConfigurationError
 from engine.recording import Divergence, EventLog, LoggedEvent
 from engine.recording.diff_result import field_table, place_of
-from handlers.run_file import RUN_FILE, describe_run
+from handlers.run_file import describe_run, read_run_file
 from pulsetrain.again import Again, nearest_checkpoint
 from pulsetrain.causes import BATCH, STATE, Cause, Evidence, causes_of
 from pulsetrain.trainer import Trainer
@@ -108,7 +106,7 @@ def verify(
             raise ConfigurationError(
                 f"verify({folder}): the log holds nothing behind iteration {again.start}{upto}; choose another stretch"
             )
-        recorded, now = _recorded(folder), describe_run(again.trainer)
+        recorded, now = read_run_file(folder), describe_run(again.trainer)
         environment = tuple(environment_differences(recorded.get("environment") or {}, now["environment"]))
         found = Verification(folder, again.start, again.end, check.agreed, environment=environment)
         if check.divergence is None:
@@ -168,12 +166,3 @@ def _next_fingerprints(log: EventLog, again: Again, found: Divergence) -> tuple[
     if recorded is None or now is None or recorded.iteration != now.iteration:
         return None
     return recorded, now
-
-
-def _recorded(folder: Path) -> Mapping[str, Any]:
-    """What run.json says; empty where it cannot be read."""
-    try:
-        found = msgspec.json.decode((folder / RUN_FILE).read_bytes())
-    except (OSError, msgspec.DecodeError):
-        return {}
-    return found if isinstance(found, dict) else {}

@@ -53,6 +53,7 @@ class _Comparison:
         self.agreed = self.unread = 0
         self.divergence: Divergence | None = None
         self.missing: tuple[list[Missing], list[Missing]] = [], []  # of each side
+        self.forks = a.forked_from(b), b.forked_from(a)  # iterations: a fork's log begins where it left the other
 
     def result(self) -> LogDiff:
         a, b = self.sides
@@ -63,6 +64,14 @@ class _Comparison:
             holding = b if first.side == "a" else a
             missing[0] = replace(first, event=next(holding.behind(first.first), None))
         here, there = a.environment(), b.environment()
+        fork = next(
+            (
+                f"{child.folder} was forked from {parent.folder} behind iteration {iteration}: compared from there on"
+                for child, parent, iteration in ((a, b, self.forks[0]), (b, a, self.forks[1]))
+                if iteration is not None
+            ),
+            None,
+        )
         damage = [f"{side.folder}: {each}" for side in self.sides for each in side.log.damage]
         return LogDiff(
             a.folder,
@@ -74,6 +83,7 @@ class _Comparison:
             () if here is None or there is None else tuple(environment_differences(here, there)),
             tuple(dict.fromkeys(damage)),
             self._growth,
+            fork,
         )
 
     def _growth(self) -> tuple[Growth, ...]:
@@ -110,6 +120,8 @@ class _Comparison:
     def _lone(self, side: int, first: int, last: int) -> None:
         """Events that this side lacks."""
         lacking, missing = self.sides[side], self.missing[side]
+        if self.forks[side] is not None:
+            first = max(first, lacking.first)
         if lacking.may_have_lost(first):
             lost = last if lacking.may_have_lost(last) else lacking.last
             self.unread += lost - first + 1

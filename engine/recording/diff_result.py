@@ -60,6 +60,7 @@ class LogDiff:
     environment: tuple[str, ...]  # where run.json differs, as "threads: 2 -> 1": a cause, no difference of the logs
     damage: tuple[str, ...]  # of either log, as far as it was read
     _measure: Callable[[], tuple[Growth, ...]] = field(repr=False, compare=False)
+    fork: str | None = None  # says so where one of the runs was forked from the other
 
     def __bool__(self) -> bool:
         return self.divergence is not None or bool(self.missing)
@@ -78,7 +79,7 @@ class LogDiff:
         Args:
             growth: with how the difference grows, for which all behind the divergence is read.
         """
-        lines = [self._verdict(), *self._first_difference()]
+        lines = [*([self.fork] if self.fork is not None else []), self._verdict(), *self._first_difference()]
         for each in self.missing[:_ROWS]:
             lines.append(
                 f"missing in {self.a if each.side == 'a' else self.b}: {each.last - each.first + 1:,} events, "
@@ -109,6 +110,7 @@ class LogDiff:
             "missing": msgspec.to_builtins(self.missing),
             "unread": self.unread,
             "environment": list(self.environment),
+            "fork": self.fork,
             "damage": list(self.damage),
         }
         if self.divergence is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -93,14 +94,27 @@ class Side:
         folder: Path = self.log.folder
         return folder.parent if folder.name == "events" else folder
 
-    def environment(self) -> dict[str, Any] | None:
-        """What run.json says of the environment; None where it says nothing."""
+    @cached_property
+    def facts(self) -> dict[str, Any]:
+        """What run.json says; empty where it says nothing."""
         try:
-            facts = msgspec.json.decode((self.folder / "run.json").read_bytes())
+            found = msgspec.json.decode((self.folder / "run.json").read_bytes())
         except (OSError, msgspec.DecodeError, UnicodeDecodeError):
-            return None
-        found = facts.get("environment") if isinstance(facts, dict) else None
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def environment(self) -> dict[str, Any] | None:
+        """The environment, of run.json."""
+        found = self.facts.get("environment")
         return found if isinstance(found, dict) else None
+
+    def forked_from(self, other: Side) -> int | None:
+        """The iteration of the other run behind which this one was forked from it; None where it was not."""
+        parent = self.facts.get("parent")
+        if not isinstance(parent, dict) or parent.get("id") is None or parent["id"] != other.facts.get("id"):
+            return None
+        iteration = parent.get("iteration")
+        return iteration if isinstance(iteration, int) else None
 
 
 def groups(a: Sequence[Piece], b: Sequence[Piece]) -> Iterator[Group]:

@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Sequence[str]) -> int:
     # imported here, where Ctrl-C is caught: torch takes a second or two
-    from pulsetrain.cli import diff, events, replay, train
+    from pulsetrain.cli import diff, events, fork, replay, train, verify
     from pulsetrain.cli.reports import USAGE, report, versions
     from pulsetrain.cli.settings import split_settings
 
@@ -39,6 +39,8 @@ def _run(arguments: Sequence[str]) -> int:
     replay.add_parser(commands)
     events.add_parser(commands)
     diff.add_parser(commands)
+    verify.add_parser(commands)
+    fork.add_parser(commands)
     try:
         words, settings = split_settings(arguments)
         chosen = parser.parse_args(words)

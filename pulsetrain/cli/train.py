@@ -15,6 +15,7 @@ from engine.errors import PulsetrainError
 from pulsetrain.assembly import Assembly, assemble, in_settings
 from pulsetrain.cli.reports import FAILED, STOPPED, go_on, logs_on_stderr, report, summary
 from pulsetrain.config_file import SECTIONS, read_config
+from pulsetrain.rebuilding import base_of
 from pulsetrain.run_folder import has_checkpoint
 from pulsetrain.signals import SignalWatch
 
@@ -79,7 +80,7 @@ def run(arguments: argparse.Namespace, settings: Mapping[str, str]) -> int:
     with SignalWatch() as watch, logs_on_stderr():
         try:
             config = read_config(arguments.config, settings)
-            assembly = assemble(config, arguments.config.parent, arguments.folder, resume=arguments.resume)
+            assembly = assemble(config, base_of(arguments.config.parent), arguments.folder, resume=arguments.resume)
             _announce(assembly, arguments.resume)
             assembly.trainer.add_event_handler(Events.STARTED, lambda engine: updates.append(engine.state.update))
             watch.follow(assembly.trainer)
