@@ -7,15 +7,17 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from engine import Events, Phase
 from engine.checkpoint import Place, find_checkpoints
 from engine.checkpoint.reading import step_of
 from engine.errors import CheckpointError, ConfigurationError
 from engine.recording import EventCheck, EventLog, LoggedEvent
 from handlers import Checkpointer, ConsoleLogger, CSVLogger, EventRecorder, LossCurve, ProgressBar
 from handlers.fingerprints import StateFingerprint, fingerprint_of
+from handlers.run_file import read_run_file
 from pulsetrain.trainer import Trainer
 
-__all__ = ["Again", "nearest_checkpoint"]
+__all__ = ["Again", "first_checkpoint", "nearest_checkpoint"]
 
 QUIET = (Checkpointer, ConsoleLogger, CSVLogger, LossCurve, ProgressBar)  # they write and print, and compute nothing
 
@@ -35,6 +37,21 @@ def nearest_checkpoint(run: Path, iteration: int) -> Place:
             "run's beginning"
         )
     return before[-1]
+
+
+def first_checkpoint(run: Path) -> Place | None:
+    """What a run that was forked from another begins with; None where the run has begun by itself.
+
+    Raises:
+        CheckpointError: a fork has no checkpoint.
+    """
+    parent = read_run_file(run).get("parent")
+    if parent is None:
+        return None
+    found = find_checkpoints(run / "checkpoints")
+    if not found:
+        raise CheckpointError(f"{run}: was forked from another run, and has no checkpoint to begin at")
+    return found[0]
 
 
 class Again:
@@ -76,13 +93,26 @@ class Again:
         """The seq of the recorded run behind which this goes on; -1 for the beginning."""
         return self.recorder.resumed_behind if self.recorder.resumed_behind is not None else -1
 
-    def compare(self, expected: Iterator[LoggedEvent]) -> None:
-        """Train, and compare each event with those expected, until one differs or all have come."""
+    def compare(self, expected: Iterator[LoggedEvent], last: int | None = None) -> None:
+        """Train, and compare each event with those expected, until one differs or all have come.
+
+        On an accelerator a difference is seen when values come to the host: the run may be some iterations further.
+
+        Args:
+            last: iteration of the last event expected, where that is known.
+        """
         trainer = self.trainer
+        on_host = trainer.backend.device.type == "cpu"
+
+        def flush(engine: Trainer) -> None:
+            if on_host or engine.state.iteration == last:
+                self.recorder.flush()
+
         self.check = _Ending(expected, trainer)
         if not self.check.waiting:
             return
         self.recorder.resume_check = self.check
+        trainer.add_event_handler(Events.ITERATION_COMPLETED, flush, phase=Phase.PERSIST)
         trainer.train()
         self.end = trainer.state.iteration
         self.recorder.resume_check = None
@@ -97,7 +127,8 @@ class Again:
 
     def rows(self, iteration: int) -> Sequence[int] | None:
         """The indices of that iteration's batch in the data; None where the loader does not tell them."""
-        return self.trainer.position.rows(iteration)
+        position = self.trainer.position
+        return position.rows(iteration) if iteration > position.pass_start else None
 
 
 class _Ending(EventCheck):

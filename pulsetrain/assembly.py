@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping
+from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -148,7 +149,7 @@ def assemble(
 
 def _training_settings(config: Mapping[str, Any], folder: Path, resume: str | None) -> dict[str, Any]:
     """The section, with the seed drawn where it is null and the run folder where it is needed."""
-    settings = dict(config.get("training") or {})
+    settings = deepcopy(dict(config.get("training") or {}))  # making its values changes some in place
     if "seed" in settings and settings["seed"] is None:
         begun = (_saved(folder).get("training") or {}).get("seed") if resume is not None else None
         settings["seed"] = begun if begun is not None else int.from_bytes(os.urandom(7), "big")

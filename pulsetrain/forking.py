@@ -11,7 +11,6 @@ from engine import Events
 from engine.checkpoint import load_checkpoint
 from engine.errors import ConfigurationError, RunFolderError
 from engine.payloads import CheckpointLoaded
-from engine.schedules import update_optimizer
 from handlers import LRScheduler
 from handlers.run_file import read_run_file, write_run_file
 from pulsetrain.again import nearest_checkpoint
@@ -113,8 +112,8 @@ def _take_over_schedules(trainer: Trainer, saved: dict[str, Any]) -> None:
 
 def _apply(trainer: Trainer, configured: Sequence[Mapping[str, Any]], settings: Mapping[str, str]) -> None:
     """What the optimizer's state in the checkpoint has put back, as it is configured now."""
-    if "training.learning_rate" in settings and not any(isinstance(each, LRScheduler) for each in trainer.handlers):
-        update_optimizer(trainer.optimizer, trainer.config.learning_rate)
-    if any(name.startswith(_OF_THE_OPTIMIZER) for name in settings):
-        for group, wanted in zip(trainer.optimizer.param_groups, configured, strict=True):
-            group.update({k: v for k, v in wanted.items() if k not in ("params", "lr", "initial_lr")})
+    rates, others = "training.learning_rate" in settings, any(name.startswith(_OF_THE_OPTIMIZER) for name in settings)
+    for group, wanted in zip(trainer.optimizer.param_groups, configured, strict=True):
+        for name, value in wanted.items():
+            if name != "params" and (rates if name in ("lr", "initial_lr") else others):
+                group[name] = value

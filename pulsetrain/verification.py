@@ -14,7 +14,7 @@ from engine.errors import ConfigurationError
 from engine.recording import Divergence, EventLog, LoggedEvent
 from engine.recording.diff_result import field_table, place_of
 from handlers.run_file import describe_run, read_run_file
-from pulsetrain.again import Again, nearest_checkpoint
+from pulsetrain.again import Again, first_checkpoint, nearest_checkpoint
 from pulsetrain.causes import BATCH, STATE, Cause, Evidence, causes_of
 from pulsetrain.trainer import Trainer
 
@@ -82,7 +82,7 @@ def verify(
         run: the run folder.
         build_trainer: makes the Trainer as the run's was, with its handlers, an EventRecorder among them. Where it
             takes an argument, it is given a temporary folder for handlers that write.
-        from_iteration: the first that has to be compared; by default the run's beginning.
+        from_iteration: the first that has to be compared; by default the run's beginning, a fork's where it was forked.
         to_iteration: the last; by default where the log ends.
 
     Raises:
@@ -95,11 +95,11 @@ def verify(
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise ConfigurationError(f"verify({name}={value!r}): needs a whole number of at least 1")
     log = EventLog(folder)
-    checkpoint = None if from_iteration is None else nearest_checkpoint(folder, from_iteration)
+    checkpoint = first_checkpoint(folder) if from_iteration is None else nearest_checkpoint(folder, from_iteration)
     with tempfile.TemporaryDirectory(prefix="pulsetrain-verify-") as temporary:
         again = Again(build_trainer, Path(temporary) / "again", checkpoint)
         changed = _changed_at_start(log, again) if checkpoint is not None else ()
-        again.compare(_expected(log, again.trainer.name, again.after, to_iteration))
+        again.compare(_expected(log, again.trainer.name, again.after, to_iteration), to_iteration)
         check = again.check
         if not check.agreed and not check.waiting:
             upto = "" if to_iteration is None else f" up to iteration {to_iteration}"

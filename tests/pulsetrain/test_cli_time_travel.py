@@ -135,7 +135,7 @@ def test_a_fork_leaves_batches_out_and_changes_the_rate(place: Path, capsys: pyt
 
     parents, childs = batches("a")[16:], batches("b")
     assert childs[:8] == [parents[0], *parents[3:10]]  # to the end of the epoch and into the next pass
-    rates = {rate for event in EventLog("b").read(event="iteration_completed") for rate in event.lr}
+    rates = {rate for event in EventLog("b").read(engine="trainer", event="iteration_completed") for rate in event.lr}
     assert rates == {0.02}
     assert "learning_rates" in str(diff("a", "b"))
 
@@ -148,3 +148,22 @@ def test_a_fork_that_leaves_batches_out_resumes_to_the_bit(place: Path):
             shutil.rmtree(checkpoint)
     assert main(["train", "c/config.yaml", "--run", "c", "--resume", "latest"]) == 0
     assert not diff("b", "c")
+
+
+def test_a_schedule_goes_on_at_its_step_with_the_new_rate(
+    recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(recorded / "small_parts.py", tmp_path)
+    training = {**CONFIG["training"], "schedule": "cosine", "optimizer": "sgd"}  # type: ignore[dict-item]
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({**CONFIG, "training": training}))
+    assert main(["train", "config.yaml", "--run", "a"]) == 0
+    assert main(["fork", "a", "--at", "16", "--into", "b", "--training.learning_rate", "0.02", "--train"]) == 0
+
+    def rates(run: str) -> dict[int, float]:
+        events = EventLog(run).read(engine="trainer", event="iteration_completed")
+        return {event.iteration: event.lr[0] for event in events}
+
+    before, after = rates("a"), rates("b")
+    assert sorted(after) == list(range(17, 31))
+    assert after == {iteration: pytest.approx(2 * before[iteration]) for iteration in after}
