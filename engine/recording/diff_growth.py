@@ -99,8 +99,10 @@ def _distance(x: Any, y: Any) -> float | None:
     numbers = [_NON_FINITE.get(value, value) if isinstance(value, str) else value for value in (x, y)]
     if x == y or any(isinstance(number, bool) or not isinstance(number, int | float) for number in numbers):
         return None
+    if all(isinstance(number, int) for number in numbers):  # a row's number or a fingerprint: how far says nothing
+        return None
     try:
         distance = abs(float(numbers[0]) - float(numbers[1]))
-    except OverflowError:  # whole numbers beyond any float
+    except OverflowError:  # a whole number beyond any float
         return math.inf
     return math.inf if math.isnan(distance) else distance

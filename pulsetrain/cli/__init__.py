@@ -23,7 +23,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Sequence[str]) -> int:
     # imported here, where Ctrl-C is caught: torch takes a second or two
-    from pulsetrain.cli import diff, events, fork, replay, train, verify
+    from pulsetrain.cli import debug, diff, events, export, fork, replay, train, verify
+    from pulsetrain.cli import report as report_command
     from pulsetrain.cli.reports import USAGE, report, versions
     from pulsetrain.cli.settings import split_settings
 
@@ -41,6 +42,9 @@ def _run(arguments: Sequence[str]) -> int:
     diff.add_parser(commands)
     verify.add_parser(commands)
     fork.add_parser(commands)
+    debug.add_parser(commands)
+    report_command.add_parser(commands)
+    export.add_parser(commands)
     try:
         words, settings = split_settings(arguments)
         chosen = parser.parse_args(words)

@@ -1,0 +1,128 @@
+"""What a report of a long run costs: how long it takes, how large the page is, and the memory for it.
+
+    python benchmarks/report.py            # prints a table and a JSON line, exits with 1 when a bound is missed
+
+The log is that of a training run: each iteration's output, learning rates and gradients' norm, metrics every tenth, a
+validation and a checkpoint every thousandth. Importing plotly counts as a part of it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from engine.recording import LoggedEvent, LogWriter
+from pulsetrain.report import write_report
+
+BOUNDS = {
+    "report, s": 10.0,
+    "page, MB": 15.0,
+    "memory, MB": 100.0,
+}
+T = 1_790_000_000_000_000_000
+METRICS = 8  # beside the loss, with each logging
+
+
+def write_log(folder: Path, count: int) -> Path:
+    """A log of so many events."""
+    writer = LogWriter(folder / "events")
+    for seq, (event, iteration, values) in enumerate(training(count)):
+        logged = LoggedEvent(seq, "trainer", event, 1 + iteration // 10_000, iteration, **values)
+        logged.seq, logged.t = seq, T + 1_000_003 * seq
+        writer.add(logged)
+    writer.end()
+    writer.close()
+    return folder
+
+
+def training(count: int) -> Iterator[tuple[str, int, dict[str, Any]]]:
+    """The first events of a run: type, iteration, values."""
+    made = 0
+    iteration = 0
+    while made < count:
+        iteration += 1
+        loss = 1 + 3 * math.exp(-iteration / 50_000) + 0.37 * iteration % 0.5
+        events: list[tuple[str, int, dict[str, Any]]] = [
+            ("iteration_started", iteration, {}),
+            ("gradients_ready", iteration, {"payload": {"grad_norm": loss / 3}}),
+            ("optimizer_step_completed", iteration, {"payload": {"learning_rates": [1e-3 / iteration]}}),
+            ("iteration_completed", iteration, {"output": {"loss": loss}, "lr": [1e-3 / iteration]}),
+        ]
+        if iteration % 10 == 0:
+            metrics = {"train/loss": loss, **{f"train/metric_{n}": loss * n for n in range(METRICS)}}
+            rates = {"samples_per_second": 4000 + loss, "tokens_per_second": 500_000 + loss}
+            events.append(
+                ("metrics_logged", iteration, {"payload": {"metrics": metrics}, "observed": {"metrics": rates}})
+            )
+        if iteration % 1000 == 0:
+            validated = {"val/loss": loss, **{f"val/metric_{n}": loss * n for n in range(METRICS)}}
+            saved = {"path": f"checkpoints/{iteration:09d}", "iteration": iteration, "bytes": 10**8, "is_best": False}
+            events.append(("validation_completed", iteration, {"payload": {"metrics": validated, "seconds": 1.0}}))
+            events.append(("checkpoint_saved", iteration, {"payload": saved}))
+        if iteration % 10_000 == 0:
+            events.append(("epoch_completed", iteration, {"metrics": {"val/loss": loss}}))
+        yield from events[: count - made]
+        made += len(events)
+
+
+class Memory:
+    """The most that the process has held for itself while this lasts, in MB beyond what it held before."""
+
+    def __enter__(self) -> Memory:
+        self._before = self._most = anonymous_memory()
+        self._over = threading.Event()
+        self._watch = threading.Thread(target=self._look)
+        self._watch.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._over.set()
+        self._watch.join()
+        self.megabytes = (self._most - self._before) / 1e6
+
+    def _look(self) -> None:
+        while not self._over.wait(0.05):
+            self._most = max(self._most, anonymous_memory())
+
+
+def anonymous_memory() -> int:
+    """Bytes that the process holds for itself; pages of mapped files are not among them."""
+    status = Path("/proc/self/status").read_text(encoding="utf-8")
+    return 1024 * int(next(line for line in status.splitlines() if line.startswith("RssAnon:")).split()[1])
+
+
+def measure(events: int) -> dict[str, float]:
+    """Every figure by its name, as in BOUNDS."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = write_log(Path(name) / "run", events)
+        with Memory() as memory:
+            start = time.perf_counter()
+            report = write_report(folder, Path(name) / "report.html")
+            seconds = time.perf_counter() - start
+        return {"report, s": seconds, "page, MB": report.bytes / 1e6, "memory, MB": memory.megabytes}
+
+
+def main() -> int:
+    """Measure, print, and say by the exit status whether every bound holds."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--events", type=int, default=1_000_000, help="of the log")
+    arguments = parser.parse_args()
+    if arguments.events < 1:
+        parser.error(f"--events {arguments.events}: choose at least 1")
+    results = measure(arguments.events)
+    print(f"{f'a log of {arguments.events:,} events':<40}{'measured':>10}{'bound':>10}")
+    for name, figure in results.items():
+        print(f"{name:<40}{figure:>10.2f}{f'<= {BOUNDS[name]:g}':>10}")
+    print(json.dumps({"events": arguments.events, **results, "at_most": BOUNDS}))
+    return int(any(results[name] > bound for name, bound in BOUNDS.items()))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,159 @@
+"""A curve of any length in little memory: buckets that keep their least and greatest value."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+__all__ = ["POINTS", "Curve"]
+
+POINTS = 2000  # that a curve is drawn with at most; its first and last come on top
+_PENDING = 4096  # points that are kept before they are put into buckets
+
+# What is known of a bucket: the rows of an array with a column for each. A value that is not finite counts as none.
+_LAST, _LOW_AT, _LOW, _HIGH_AT, _HIGH, _SUM, _COUNT = range(7)
+
+
+class Curve:
+    """Values over iterations, added one by one.
+
+    Up to 2,000 points are kept as they are. From then on neighbours share buckets, each of which keeps where its least
+    and its greatest value were, so that no spike is ever lost; wherever they become too many, two become one.
+    """
+
+    def __init__(self) -> None:
+        self._iterations: list[int] = []  # not in a bucket yet
+        self._values: list[float] = []
+        self._buckets: Any = np.empty((7, 0))
+        self._size = 1  # points in a bucket
+        self._first: tuple[int, float] | None = None
+        self._last: tuple[int, float] = (0, math.nan)
+        self.least: tuple[float, int] | None = None  # value and iteration, the earliest of several
+        self.greatest: tuple[float, int] | None = None
+
+    def add(self, iteration: int, value: float) -> None:
+        """One more point; NaN for a value that is not finite, which leaves a gap."""
+        self._iterations.append(iteration)
+        self._values.append(value)
+        if len(self._values) >= _PENDING and len(self._values) >= self._size:
+            self._pack()
+
+    @property
+    def last(self) -> tuple[int, float]:
+        """The newest point."""
+        return (self._iterations[-1], self._values[-1]) if self._values else self._last
+
+    def points(self, limit: int = POINTS) -> tuple[Any, Any]:
+        """Iterations and values to draw: at most `limit` and two more, the least and the greatest among them."""
+        buckets = self._fitting(limit)
+        order = np.where(buckets[_LOW_AT] <= buckets[_HIGH_AT], 0, 1)
+        at = np.stack([buckets[_LOW_AT], buckets[_HIGH_AT]], axis=1)
+        values = np.stack([buckets[_LOW], buckets[_HIGH]], axis=1)
+        picks = np.stack([order, 1 - order], axis=1)
+        at, values = (np.take_along_axis(each, picks, axis=1) for each in (at, values))
+        kept = np.ones(at.shape, dtype=bool)
+        kept[:, 1] = at[:, 1] != at[:, 0]
+        at, values = at[kept], values[kept]
+        if self._first is not None and len(at):
+            if at[0] != self._first[0]:
+                at, values = np.append(self._first[0], at), np.append(self._first[1], values)
+            if at[-1] != self.last[0]:
+                at, values = np.append(at, self.last[0]), np.append(values, self.last[1])
+        return at, values
+
+    def smoothed(self, length: float, most: float, limit: int = POINTS) -> tuple[Any, Any]:
+        """Iterations and exponential averages, at most `limit`.
+
+        Each bucket's mean weighs 1 - exp(-d / length), d iterations behind the one before it, and at most `most`; the
+        average is divided by the weight that it has gathered, so the first values do not outweigh the others.
+
+        Args:
+            length: iterations in which a value's weight falls to 1/e.
+            most: the greatest weight of one point, for curves whose points lie far apart.
+        """
+        buckets = self._fitting(limit)
+        averages, total, weight, before = [], 0.0, 0.0, -math.inf
+        for at, sum_, count in zip(buckets[_LAST], buckets[_SUM], buckets[_COUNT], strict=True):
+            if not count:
+                averages.append(math.nan)
+                continue
+            share = min(most, -math.expm1(-max(at - before, 0.0) / length))
+            total += share * (sum_ / count - total)
+            weight += share * (1.0 - weight)
+            averages.append(total / weight if weight else sum_ / count)
+            before = at
+        return buckets[_LAST], np.asarray(averages, dtype=float)
+
+    def _fitting(self, limit: int) -> Any:
+        """All buckets, as few as `limit` points allow."""
+        self._pack(whole=True)
+        buckets = self._buckets
+        while _points_of(buckets) > limit:
+            buckets = _joined(buckets, 2)
+        return buckets
+
+    def _pack(self, whole: bool = False) -> None:
+        """Put what is pending into buckets; the last one is not full where all of it is asked for."""
+        count = len(self._values) if whole else len(self._values) // self._size * self._size
+        if not count:
+            return
+        at = np.asarray(self._iterations[:count], dtype=float)
+        values = np.asarray(self._values[:count], dtype=float)
+        if self._first is None:
+            self._first = (int(at[0]), float(values[0]))
+        self._last = (int(at[-1]), float(values[-1]))
+        self._note_extremes(at, values)
+        finite = ~np.isnan(values)
+        single = np.stack([at, at, values, at, values, np.where(finite, values, 0.0), finite.astype(float)])
+        self._buckets = np.concatenate([self._buckets, _joined(single, self._size)], axis=1)
+        del self._iterations[:count], self._values[:count]
+        while _points_of(self._buckets) > POINTS:
+            self._buckets = _joined(self._buckets, 2)
+            self._size *= 2
+
+    def _note_extremes(self, at: Any, values: Any) -> None:
+        if np.isnan(values).all():
+            return
+        low, high = int(np.nanargmin(values)), int(np.nanargmax(values))
+        if self.least is None or values[low] < self.least[0]:
+            self.least = (float(values[low]), int(at[low]))
+        if self.greatest is None or values[high] > self.greatest[0]:
+            self.greatest = (float(values[high]), int(at[high]))
+
+    def settle(self) -> None:
+        """Put all that is pending into buckets, so that `least` and `greatest` know of it."""
+        self._pack(whole=True)
+
+
+def _points_of(buckets: Any) -> int:
+    """How many points are drawn of them: one of a bucket that holds one, else two."""
+    return len(buckets[_LAST]) + int(np.count_nonzero(buckets[_LOW_AT] != buckets[_HIGH_AT]))
+
+
+def _joined(buckets: Any, size: int) -> Any:
+    """Every so many neighbours as one; the last may be of fewer."""
+    if size == 1:
+        return buckets
+    missing = -buckets.shape[1] % size
+    if missing:
+        buckets = np.pad(buckets, ((0, 0), (0, missing)), mode="edge")
+        buckets[_SUM:, -missing:] = 0.0
+    groups = buckets.reshape(len(buckets), -1, size)
+    each = np.arange(groups.shape[1])
+    low = np.where(np.isnan(groups[_LOW]), np.inf, groups[_LOW]).argmin(axis=1)
+    high = np.where(np.isnan(groups[_HIGH]), -np.inf, groups[_HIGH]).argmax(axis=1)
+    with np.errstate(over="ignore"):  # of sums of the largest floats
+        sums = groups[_SUM].sum(axis=1)
+    return np.stack(
+        [
+            groups[_LAST, :, -1],
+            groups[_LOW_AT, each, low],
+            groups[_LOW, each, low],
+            groups[_HIGH_AT, each, high],
+            groups[_HIGH, each, high],
+            sums,
+            groups[_COUNT].sum(axis=1),
+        ]
+    )

@@ -1,0 +1,105 @@
+"""What a run's folder says of the run beside its log: settings, environment, and which run it was forked from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from handlers.run_file import read_run_file
+from pulsetrain.config_file import load_yaml
+
+__all__ = ["ABSENT", "Facts", "Row", "compared", "read_facts", "settings_of"]
+
+ABSENT = "-"
+_ENVIRONMENT = ("environment", "git", "seed", "command")  # of run.json
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Of one run; values as text by their dotted keys."""
+
+    config: Mapping[str, str] | None  # config.yaml; None where there is none
+    settings: Mapping[str, str]  # of the training alone, as run.json has them
+    environment: Mapping[str, str]
+    parent: Mapping[str, Any] | None  # "run" and "iteration" of the run that it was forked from
+    starts: int  # how often it was started or resumed
+
+
+@dataclass(frozen=True)
+class Row:
+    """One key in all runs."""
+
+    key: str
+    values: tuple[str, ...]
+    differs: bool
+
+
+def read_facts(folder: Path) -> Facts:
+    """From config.yaml and run.json; empty where there is neither."""
+    run = read_run_file(folder)
+    settings = {f"training.{key}": value for key, value in _flat(run.get("settings") or {})}
+    facts = {name: run[name] for name in _ENVIRONMENT if run.get(name) is not None}
+    facts.update(facts.pop("environment", None) or {})
+    if isinstance(facts.get("command"), list):
+        facts["command"] = " ".join(map(str, facts["command"]))
+    parent = run.get("parent")
+    starts = run.get("starts")
+    return Facts(
+        _config(folder),
+        settings,
+        dict(_flat(facts)),
+        parent if isinstance(parent, Mapping) and parent.get("run") else None,
+        len(starts) if isinstance(starts, list) else 0,
+    )
+
+
+def settings_of(runs: Sequence[Facts]) -> list[Mapping[str, str]]:
+    """The runs' configurations, from files of one kind wherever all runs have it."""
+    if any(run.config is None for run in runs) and all(run.settings for run in runs):
+        return [run.settings for run in runs]
+    return [run.settings if run.config is None else run.config for run in runs]
+
+
+def compared(runs: Sequence[Mapping[str, str]]) -> list[Row]:
+    """A row for every key of any run; where the runs differ first, else in the order in which they stand there."""
+    keys = dict.fromkeys(key for run in runs for key in run)
+    rows = []
+    for key in keys:
+        values = tuple(run.get(key, ABSENT) for run in runs)
+        rows.append(Row(key, values, len(set(values)) > 1))
+    return sorted(rows, key=lambda row: not row.differs)
+
+
+def _config(folder: Path) -> dict[str, str] | None:
+    """config.yaml's values; None where there is none."""
+    try:
+        found = load_yaml((folder / "config.yaml").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        return {"config.yaml": f"cannot be read: {error}"}
+    if isinstance(found, dict):
+        found.pop("run", None)  # the folder, or a pattern of it
+    return dict(_flat(found)) if isinstance(found, dict) else {"config.yaml": _text(found)}
+
+
+def _flat(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
+    items: Any = ()
+    if isinstance(value, Mapping):
+        items = value.items()
+    elif isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
+        items = enumerate(value)
+    if not items and key:
+        yield key, _text(value)
+        return
+    for name, item in items:
+        yield from _flat(item, f"{key}.{name}" if key else str(name))
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)

@@ -1,0 +1,377 @@
+"""The timeline and the curves of all runs, on one axis of iterations, as a figure of plotly's."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from pulsetrain.report.curve import POINTS
+from pulsetrain.report.facts import Facts
+from pulsetrain.report.marks import ROWS, Mark
+from pulsetrain.report.record import EACH_ITERATION, RATES, RunRecord
+
+__all__ = ["PALETTE", "ReportedRun", "figure_of"]
+
+PALETTE = ("#2563eb", "#d97706", "#059669", "#9333ea", "#0891b2", "#be185d", "#65a30d", "#57534e")
+INK, MUTED, GRID, ALARM = "#1f2937", "#6b7280", "#e5e7eb", "#dc2626"
+FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
+KINDS = {"completed": "circle", "stopped": "square", "failed": "x", "fork": "diamond", "best": "star"}
+SYMBOLS = dict(zip(ROWS, ("triangle-right", "line-ns", "circle", "square", "x"), strict=True))
+ALL_POINTS = 240_000  # of all curves together: what a browser draws without delay
+HOVER = "%{y:.6g}  <i>at %{x:,d}</i>"
+MARKED = 60  # points of a curve over all iterations that have a marker each; so few are not smoothed
+# name of the button, share of the iterations in which a weight falls to 1/e, greatest weight of one point
+SMOOTHING = (("light", 0.005, 0.5), ("strong", 0.04, 0.15))
+UNITS = {
+    "learning_rate": "rate of the last update",
+    "grad_norm": "L2 norm, before clipping",
+    "samples_per_second": "throughput, samples/s",
+    "tokens_per_second": "throughput, tokens/s",
+}
+# pixels
+TOP, BOTTOM, LEFT, RIGHT, GAP = 82, 48, 74, 24, 70
+LEGEND_LINE, LEGEND_WIDTH = 20, 1000
+PANEL, PANEL_GAP, LANE, LANE_GAP = 216, 66, 13, 14
+
+
+@dataclass(frozen=True)
+class ReportedRun:
+    """A run in a report."""
+
+    name: str  # its own among the runs of the report
+    color: str
+    record: RunRecord
+    facts: Facts
+
+
+def figure_of(runs: Sequence[ReportedRun]) -> dict[str, Any]:
+    """The figure as plain values and arrays."""
+    names = _in_order(runs)
+    columns = 1 if len(names) == 1 else 2
+    rows = [row for row in ROWS if row == ROWS[0] or any(run.record.marks[row] for run in runs)]
+    timeline = sum(_lane(len(runs)) for _ in rows)
+    panel_rows = -(-len(names) // columns)
+    top = TOP + LEGEND_LINE * _legend_lines(runs)
+    height = top + timeline + GAP + panel_rows * (PANEL + PANEL_GAP) - PANEL_GAP + BOTTOM
+    inner = height - top - BOTTOM
+
+    def domain(start: int, size: int) -> list[float]:
+        return [max(0.0, 1 - (start + size) / inner), 1 - start / inner]
+
+    traces = list(_timeline(runs, rows))
+    layout = _layout(height, top)
+    layout["xaxis"] = _x_axis("y", title=not names)
+    layout["yaxis"] = _timeline_axis(rows, len(runs), domain(0, timeline))
+    shapes, annotations = list(_bands(rows, len(runs))), [_heading("timeline", "what happened, and when", 0.0, 1.0)]
+    chosen = 1 if len(runs) > 1 else 0  # curves that lie over each other are told apart when they are smooth
+    limit = max(200, min(POINTS, ALL_POINTS // max(1, sum(len(run.record.curves) for run in runs))))
+    reach = _reach(runs)
+    # of each trace: 0 for a curve as it is, 1 and up for a smoothing of it, None where there is no other
+    roles: list[int | None] = [None] * len(traces)
+    for number, name in enumerate(names):
+        row, column = divmod(number, columns)
+        x, y = f"x{number + 2}", f"y{number + 2}"
+        left = column * 0.52
+        wide = 1.0 if columns == 1 or (number == len(names) - 1 and column == 0) else left + 0.48
+        vertical = domain(timeline + GAP + row * (PANEL + PANEL_GAP), PANEL)
+        layout[f"xaxis{number + 2}"] = {
+            **_x_axis(y, title=row == panel_rows - 1 or number + columns >= len(names)),
+            "matches": "x",
+            "domain": [left, wide],
+        }
+        layout[f"yaxis{number + 2}"] = {**_AXIS, "anchor": x, "domain": vertical, "nticks": 6}
+        if name in RATES:
+            layout[f"yaxis{number + 2}"]["exponentformat"] = "SI"
+        annotations.append(_heading(name, _unit(name), left, vertical[1]))
+        shapes += _forks(runs, x, y)
+        for run in runs:
+            if name in run.record.curves:
+                found = list(_curve(run, name, limit, reach))
+                for role, trace in enumerate(found):
+                    look = _look(role, chosen) if len(found) > 1 else {}
+                    traces.append({**trace, **look, "xaxis": x, "yaxis": y})
+                    roles.append(role if look else None)
+    layout["shapes"], layout["annotations"] = shapes, annotations
+    if names:
+        layout["updatemenus"] = _menus(roles, len(names), chosen)
+    return {"data": traces, "layout": layout}
+
+
+def _in_order(runs: Sequence[ReportedRun]) -> list[str]:
+    """The names of all curves: losses first, then other metrics, then the optimizer's and the throughput."""
+    names = dict.fromkeys(name for run in runs for name in run.record.curves)
+
+    def place(name: str) -> tuple[int, int]:
+        base = name.partition(",")[0]
+        if base in ("learning_rate", "grad_norm"):
+            return 3, 0
+        if base in RATES:
+            return 4, 0
+        if base.rpartition("/")[2] == "loss":
+            prefix = base.partition("/")[0]
+            return 0, 0 if EACH_ITERATION in name else 1 if prefix == "train" else 2
+        return (1, 0) if "/" in base or EACH_ITERATION not in name else (2, 0)
+
+    return sorted(names, key=place)
+
+
+def _curve(run: ReportedRun, name: str, limit: int, reach: float) -> Iterator[dict[str, Any]]:
+    """A curve as it is, and each smoothing of it; alone where its points are few, or not measured."""
+    curve = run.record.curves[name]
+    at, values = curve.points(limit)
+    few = len(at) <= MARKED
+    marked = len(at) <= max(1.0, MARKED * (at[-1] - at[0]) / max(reach, 1.0))
+    alone = few or name.startswith("learning_rate")
+    trace = {
+        "type": "scatter",
+        "mode": "lines+markers" if marked else "lines",
+        "name": _text(run.name),
+        "legendgroup": run.name,
+        "showlegend": False,
+        "marker": {"size": 5},
+        "line": {"color": run.color, "width": 1.2},
+    }
+    if alone:
+        trace["hovertemplate"] = HOVER
+    yield {**trace, "x": _whole(at), "y": values}
+    for label, share, most in () if alone else SMOOTHING:
+        at, values = curve.smoothed(max(share * reach, 1.0), most, limit)
+        smooth = {"mode": "lines", "name": f"{_text(run.name)}, {label}ly smoothed"}
+        yield {**trace, **smooth, "line": {"color": run.color, "width": 2.2}, "x": _whole(at), "y": values}
+
+
+def _timeline(runs: Sequence[ReportedRun], rows: Sequence[str]) -> Iterator[dict[str, Any]]:
+    for number, run in enumerate(runs):
+        key = {"type": "scatter", "name": _text(run.name), "legendgroup": run.name, "xaxis": "x", "yaxis": "y"}
+        line = {"color": run.color, "width": 3}
+        yield {**key, "mode": "lines", "x": [None], "y": [None], "line": line, "hoverinfo": "skip"}
+        first, last = run.record.first_iteration or 0, run.record.iteration
+        for index, row in enumerate(rows):
+            marks = list(run.record.marks[row])
+            if row == ROWS[0] and run.facts.parent is not None:
+                marks.append(_fork_mark(run))
+            level = _level(index, number, len(runs))
+            if row == ROWS[0]:
+                life = {"mode": "lines", "x": [first, last], "y": [level, level], "line": {**line, "width": 2}}
+                yield {**key, **life, "showlegend": False, "hoverinfo": "skip", "opacity": 0.35}
+            if not marks:
+                continue
+            at, texts, kinds = _grouped(marks)
+            yield {
+                **key,
+                "mode": "markers",
+                "showlegend": False,
+                "x": at,
+                "y": [level] * len(at),
+                "hovertext": texts,
+                "hovertemplate": "%{hovertext}  <i>at %{x:,d}</i>",
+                "marker": {
+                    "symbol": [KINDS.get(kind, SYMBOLS[row]) for kind in kinds],
+                    "size": [11 if kind in KINDS else 9 for kind in kinds],
+                    "color": run.color,
+                    "opacity": 1,
+                    "line": {"color": run.color, "width": 1.5 if row == "epochs" else 0},
+                },
+            }
+
+
+def _grouped(marks: Sequence[Mark]) -> tuple[list[int], list[str], list[str]]:
+    """Iterations, and of each of them what happened there, and of what kind it was."""
+    at, texts, kinds = [], [], []
+    for iteration, same in groupby(sorted(marks, key=lambda mark: mark.iteration), key=lambda mark: mark.iteration):
+        found = {str(mark): mark.kind for mark in same}
+        at.append(iteration)
+        texts.append(_wrapped("; ".join([*found][:12])))
+        kinds.append(next(filter(None, reversed(found.values())), ""))
+    return at, texts, kinds
+
+
+def _fork_mark(run: ReportedRun) -> Mark:
+    parent = run.facts.parent or {}
+    at = _fork_iteration(run)
+    changed = parent.get("changed")
+    text = f"forked from {parent.get('run')}" + (f": {'; '.join(map(str, changed))}" if changed else "")
+    return Mark(at, text, at, kind="fork")
+
+
+def _fork_iteration(run: ReportedRun) -> int:
+    at = (run.facts.parent or {}).get("iteration")
+    return at if isinstance(at, int) else run.record.first_iteration or 0
+
+
+def _forks(runs: Sequence[ReportedRun], x: str, y: str) -> Iterator[dict[str, Any]]:
+    for run in runs:
+        if run.facts.parent is not None:
+            at, line = _fork_iteration(run), {"color": run.color, "width": 1, "dash": "dot"}
+            yield {"type": "line", "xref": x, "yref": f"{y} domain", "x0": at, "x1": at, "y0": 0, "y1": 1, "line": line}
+
+
+def _lane(runs: int) -> int:
+    return LANE * runs + LANE_GAP
+
+
+def _level(row: int, run: int, runs: int) -> float:
+    """The height of a run's marks: a lane for each row of the timeline, in it one line for each run."""
+    return row * _lane(runs) + LANE_GAP / 2 + (run + 0.5) * LANE
+
+
+def _timeline_axis(rows: Sequence[str], runs: int, domain: list[float]) -> dict[str, Any]:
+    lane = _lane(runs)
+    ticks = [(index + 0.5) * lane for index in range(len(rows))]
+    names = [f'<span style="color:{ALARM}">{row}</span>' if row == "anomalies" else row for row in rows]
+    return {
+        "anchor": "x",
+        "domain": domain,
+        "range": [lane * len(rows), 0],
+        "tickvals": ticks,
+        "ticktext": names,
+        "showgrid": False,
+        "zeroline": False,
+        "fixedrange": True,
+        "tickfont": {"size": 11, "color": INK},
+    }
+
+
+def _bands(rows: Sequence[str], runs: int) -> Iterator[dict[str, Any]]:
+    for index, row in enumerate(rows):
+        color = "#fef2f2" if row == "anomalies" else "#f9fafb" if index % 2 == 0 else "#ffffff"
+        lane = _lane(runs)
+        place = {"xref": "x domain", "yref": "y", "x0": 0, "x1": 1, "y0": index * lane, "y1": (index + 1) * lane}
+        yield {"type": "rect", **place, "fillcolor": color, "line": {"width": 0}, "layer": "below"}
+
+
+_AXIS = {
+    "gridcolor": GRID,
+    "zeroline": False,
+    "linecolor": "#d1d5db",
+    "showline": True,
+    "tickfont": {"size": 10.5, "color": MUTED},
+    "automargin": False,
+    "exponentformat": "power",
+}
+
+
+def _x_axis(anchor: str, title: bool) -> dict[str, Any]:
+    axis = {
+        **_AXIS,
+        "anchor": anchor,
+        "tickformat": ",d",
+        "hoverformat": ",d",
+        "unifiedhovertitle": {"text": "iteration %{x:,d}"},
+        "showspikes": True,
+        "spikemode": "across",
+        "spikesnap": "data",
+        "spikethickness": 1,
+        "spikedash": "solid",
+        "spikecolor": "#9ca3af",
+    }
+    if title:
+        axis["title"] = {"text": "iteration", "font": {"size": 11, "color": MUTED}, "standoff": 6}
+    return axis
+
+
+def _layout(height: int, top: int) -> dict[str, Any]:
+    return {
+        "height": height,
+        "margin": {"t": top, "b": BOTTOM, "l": LEFT, "r": RIGHT},
+        "paper_bgcolor": "#ffffff",
+        "plot_bgcolor": "#ffffff",
+        "font": {"family": FONT, "size": 12, "color": INK},
+        "hovermode": "x unified",
+        "hoverdistance": 15,
+        "hoverlabel": {
+            "bgcolor": "rgba(255,255,255,0.96)",
+            "bordercolor": "#d1d5db",
+            "font": {"size": 12},
+            "namelength": 40,
+        },
+        "legend": {
+            "orientation": "h",
+            "x": 0,
+            "xanchor": "left",
+            "y": 1,
+            "yref": "container",
+            "yanchor": "top",
+            "groupclick": "togglegroup",
+            "itemsizing": "constant",
+            "font": {"size": 13},
+        },
+        "dragmode": "zoom",
+    }
+
+
+def _legend_lines(runs: Sequence[ReportedRun]) -> int:
+    """How many lines the names of the runs take, about."""
+    return 1 + sum(60 + 8 * len(run.name) for run in runs) // LEGEND_WIDTH
+
+
+def _heading(name: str, unit: str, left: float, top: float) -> dict[str, Any]:
+    grey = f'  <span style="color:{MUTED};font-size:11px">{unit}</span>' if unit else ""
+    place = {"xref": "paper", "yref": "paper", "x": left, "y": top, "xanchor": "left", "yanchor": "bottom", "yshift": 6}
+    return {**place, "text": f"<b>{_text(name)}</b>{grey}", "showarrow": False, "font": {"size": 13, "color": INK}}
+
+
+def _menus(roles: Sequence[int | None], panels: int, chosen: int) -> list[dict[str, Any]]:
+    """Buttons: how smooth the curves are, and how their values are spaced."""
+    curves = [index for index, role in enumerate(roles) if role is not None]
+    smooth = []
+    for choice, label in enumerate(("no smoothing", *(name for name, _, _ in SMOOTHING))):
+        looks = [_look(roles[index] or 0, choice) for index in curves]
+        changed = {name: [look[name] for look in looks] for name in ("opacity", "hoverinfo", "hovertemplate")}
+        smooth.append({"label": label, "method": "restyle", "args": [changed, curves]})
+    scales = [
+        {"label": scale, "method": "relayout", "args": [{f"yaxis{panel + 2}.type": scale for panel in range(panels)}]}
+        for scale in ("linear", "log")
+    ]
+    look = {
+        "type": "buttons",
+        "direction": "right",
+        "showactive": True,
+        "yanchor": "bottom",
+        "y": 1,
+        "pad": {"b": 34, "t": 0, "l": 0, "r": 0},
+        "bgcolor": "#ffffff",
+        "bordercolor": "#d1d5db",
+        "font": {"size": 11.5},
+    }
+    return [
+        {**look, "name": "smoothing", "x": 1, "xanchor": "right", "active": chosen, "buttons": smooth},
+        {**look, "name": "scale", "x": 0, "xanchor": "left", "active": 0, "buttons": scales},
+    ]
+
+
+def _look(role: int, choice: int) -> dict[str, Any]:
+    """How a curve is seen, as it is (role 0) or smoothed, when a smoothing is chosen; 0 is none."""
+    if role not in (0, choice):
+        return {"opacity": 0.0, "hoverinfo": "skip", "hovertemplate": ""}  # a template would undo the "skip"
+    return {"opacity": 0.22 if choice and not role else 1.0, "hoverinfo": "all", "hovertemplate": HOVER}
+
+
+def _reach(runs: Sequence[ReportedRun]) -> float:
+    """How many iterations the runs span together."""
+    first = min(run.record.first_iteration or 0 for run in runs)
+    return float(max(run.record.iteration for run in runs) - first)
+
+
+def _unit(name: str) -> str:
+    return UNITS.get(name.partition(",")[0], "")
+
+
+def _whole(at: Any) -> Any:
+    return at.astype(np.int32 if at.max(initial=0) < 2**31 else np.int64)
+
+
+def _text(text: str) -> str:
+    """As plotly shows it to the letter: it reads a few tags and entities."""
+    return escape(text, quote=False)
+
+
+def _wrapped(text: str) -> str:
+    short = textwrap.shorten(text, 400, placeholder=" ...") if len(text) > 400 else text
+    return "<br>".join(_text(line) for line in textwrap.wrap(short, 90) or [""])

@@ -1,0 +1,175 @@
+"""The page round the figure: what each run is and how it ended, its best values, its settings and environment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from html import escape
+from typing import Any
+
+from pulsetrain.report.curve import Curve
+from pulsetrain.report.facts import ABSENT, Row, compared, settings_of
+from pulsetrain.report.figure import ReportedRun
+from pulsetrain.report.style import STYLE
+
+__all__ = ["page_of"]
+
+# Nothing but what stands in the page itself may be loaded, whatever a run's names hold.
+POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
+LOWER = ("loss", "perplexity", "ppl", "error", "mae", "mse", "rmse", "bits_per_byte", "nll", "wer", "cer", "fid")
+HIGHER = ("accuracy", "acc", "f1", "auc", "precision", "recall", "score", "reward", "bleu", "rouge", "iou", "map", "r2")
+SHOWN_DAMAGE = 12
+SHORT = 8  # rows of the best values that are shown at once
+STATES = {"completed": "completed", "stopped": "stopped", "failed": "failed", "open": "not ended"}
+
+
+def page_of(runs: Sequence[ReportedRun], chart: str) -> str:
+    """The whole page.
+
+    Args:
+        runs: the runs.
+        chart: the figure as HTML, with what draws it.
+    """
+    title = f"Report: {', '.join(run.name for run in runs)}"
+    made = f"{datetime.now().astimezone():%Y-%m-%d %H:%M}"
+    sections = [
+        *_damage(runs),
+        f'<div class="cards">{"".join(_card(run, runs) for run in runs)}</div>',
+        *_best(runs),
+        f'<section class="chart"><p class="hint">{HINT}</p>{chart}</section>',
+        _table("Configuration", runs, compared(settings_of([run.facts for run in runs]))),
+        _table("Environment", runs, compared([run.facts.environment for run in runs])),
+    ]
+    return (
+        '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+        f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>\n"
+        f'<header><h1>{escape(title)}</h1><p class="made">made {made}</p></header>\n'
+        + "\n".join(sections)
+        + "\n</main>\n</body>\n</html>\n"
+    )
+
+
+HINT = (
+    "Drag over any chart to zoom all of them, double-click to go back. A click on a run in the legend hides it, "
+    "a double click shows it alone."
+)
+
+
+def _damage(runs: Sequence[ReportedRun]) -> Iterator[str]:
+    found = [(run.name, damage) for run in runs for damage in run.record.damage]
+    if found:
+        items = "".join(f"<li><b>{escape(name)}</b>: {escape(damage)}</li>" for name, damage in found[:SHOWN_DAMAGE])
+        if len(found) > SHOWN_DAMAGE:
+            items += f"<li>and {len(found) - SHOWN_DAMAGE:,} more parts</li>"
+        yield f'<div class="damage"><b>Damaged: what could not be read is missing below.</b><ul>{items}</ul></div>'
+
+
+def _card(run: ReportedRun, runs: Sequence[ReportedRun]) -> str:
+    record, facts = run.record, run.facts
+    state, why = record.ending or ("open", "still going, killed, or cut off: the log has no end")
+    where = f"epoch {record.epoch:,}, iteration {record.iteration:,}"
+    rows = [("ended" if record.ending else "last seen", f"{where}: {why}" if record.ending else f"{where}; {why}")]
+    if record.times is not None:
+        first, last = (datetime.fromtimestamp(each / 1e9, UTC).astimezone() for each in record.times)
+        rows.append(("time", f"{first:%Y-%m-%d %H:%M} to {last:%Y-%m-%d %H:%M}, {_duration(record.times)}"))
+    if facts.starts > 1:
+        rows.append(("started", f"{facts.starts} times"))
+    if facts.parent is not None:
+        rows.append(("parent", _lineage(facts.parent, runs)))
+    rows.append(("events", f"{len(record.log):,}"))
+    rows.append(("folder", str(record.folder)))
+    listed = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in rows)
+    return (
+        f'<article style="border-top-color:{run.color}"><h2><i style="background:{run.color}"></i>'
+        f'{escape(run.name)} <span class="{state}">{STATES[state]}</span></h2><dl>{listed}</dl></article>'
+    )
+
+
+def _lineage(parent: Mapping[str, Any], runs: Sequence[ReportedRun]) -> str:
+    """Where a run comes from; a run of this report by its name there."""
+    place = str(parent["run"])
+    name = next((run.name for run in runs if str(run.record.folder.resolve()) == place), place)
+    iteration = parent.get("iteration")
+    at = f" at iteration {iteration:,}" if isinstance(iteration, int) else ""
+    changed = parent.get("changed")
+    told = f"; changed: {'; '.join(map(str, changed))}" if isinstance(changed, list) and changed else ""
+    return f"forked from {name}{at}{told}"
+
+
+def _best(runs: Sequence[ReportedRun]) -> Iterator[str]:
+    """A table of the best value of each metric that was validated, with the best of all runs marked."""
+    names = dict.fromkeys(name for run in runs for name in run.record.validated)
+    rows = []
+    for name in names:
+        for which in _directions(name):
+            found = [_extreme(run.record.curves.get(name), which) for run in runs]
+            values = [value for value, _ in filter(None, found)]
+            if not values:
+                continue
+            top = min(values) if which == "lowest" else max(values)
+            cells = "".join(_best_cell(each, top, len(runs)) for each in found)
+            rows.append(f'<tr><th scope="row">{escape(name)} <small>{which}</small></th>{cells}</tr>')
+    if rows:
+        yield _folded("Best validation values", _grid(_heads(runs), rows, "best"), open=len(rows) <= SHORT)
+
+
+def _best_cell(found: tuple[float, int] | None, top: float, runs: int) -> str:
+    if found is None:
+        return f"<td>{ABSENT}</td>"
+    value, at = found
+    mark = ' class="top"' if runs > 1 and value == top else ""
+    return f"<td{mark}>{value:.6g} <small>at {at:,}</small></td>"
+
+
+def _directions(name: str) -> tuple[str, ...]:
+    words = name.lower().rpartition("/")[2]
+    if any(word in words for word in LOWER):
+        return ("lowest",)
+    if any(word in words for word in HIGHER):
+        return ("highest",)
+    return ("lowest", "highest")
+
+
+def _extreme(curve: Curve | None, which: str) -> tuple[float, int] | None:
+    if curve is None:
+        return None
+    return curve.least if which == "lowest" else curve.greatest
+
+
+def _table(title: str, runs: Sequence[ReportedRun], rows: Sequence[Row]) -> str:
+    if not rows:
+        return f'<section><h2>{title}</h2><p class="hint">The run folder does not say.</p></section>'
+    differing = sum(row.differs for row in rows)
+    note = f" <small>{differing} of {len(rows)} differ, and come first</small>" if len(runs) > 1 else ""
+    body = [
+        f'<tr{" class=differs" if row.differs else ""}><th scope="row">{escape(row.key)}</th>'
+        + "".join(f"<td>{escape(value)}</td>" for value in row.values)
+        + "</tr>"
+        for row in rows
+    ]
+    return _folded(title + note, _grid(_heads(runs), body))
+
+
+def _folded(title: str, content: str, open: bool = True) -> str:
+    shown = " open" if open else ""
+    return f"<section><details{shown}><summary><h2>{title}</h2></summary>{content}</details></section>"
+
+
+def _grid(heads: str, rows: Sequence[str], kind: str = "settings") -> str:
+    head, body = f"<thead><tr><th></th>{heads}</tr></thead>", f"<tbody>{''.join(rows)}</tbody>"
+    return f'<div class="scroll"><table class="{kind}">{head}{body}</table></div>'
+
+
+def _heads(runs: Sequence[ReportedRun]) -> str:
+    return "".join(f'<th scope="col"><i style="background:{run.color}"></i>{escape(run.name)}</th>' for run in runs)
+
+
+def _duration(times: tuple[int, int]) -> str:
+    minutes, seconds = divmod(round((times[1] - times[0]) / 1e9), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    parts = [(days, "d"), (hours, "h"), (minutes, "min"), (seconds, "s")]
+    first = next((index for index, (number, _) in enumerate(parts) if number), 3)
+    return " ".join(f"{number} {unit}" for number, unit in parts[first : first + 2])

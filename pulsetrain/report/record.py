@@ -1,0 +1,278 @@
+"""What a report tells of one run, gathered from its log in one pass, in memory that does not grow with the run."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from engine.errors import RecordingError
+from engine.events import Events
+from engine.recording import EventLog, LoggedEvent
+from pulsetrain.report.curve import Curve
+from pulsetrain.report.marks import ROWS, Mark, Marks
+
+__all__ = ["EACH_ITERATION", "RATES", "RunRecord"]
+
+EACH_ITERATION = "each iteration"  # end of the names of what every iteration's output holds
+RATES = ("samples_per_second", "tokens_per_second")
+_NON_FINITE = frozenset({"NaN", "Infinity", "-Infinity"})
+_AT_A_BOUND = re.compile(r"max_\w+=.* was reached")  # a reason to end that was planned
+_OF_THE_OPTIMIZER = ("learning_rate", "grad_norm")  # every update's own, where it is known, and not the logged ones
+
+Add = Callable[[int, float], None]
+
+
+class RunRecord:
+    """The curves and marks of a run, and how it ended.
+
+    Args:
+        log: its log, of which superseded events are left out.
+
+    Raises:
+        RecordingError: the log holds no event.
+    """
+
+    def __init__(self, log: EventLog) -> None:
+        self.log = log
+        self.folder: Path = log.folder.parent if log.folder.name == "events" else log.folder
+        names = log.engines
+        if not names:
+            damaged = f"; damaged: {log.damage[0]}" if log.damage else ""
+            raise RecordingError(
+                f"{log.folder}: the log holds no event{damaged}; name a run that has begun under an EventRecorder"
+            )
+        self.engine = "trainer" if "trainer" in names else names[0]
+        self.curves: dict[str, Curve] = {}
+        self.validated: dict[str, None] = {}  # names of metrics that validations gave, in their order
+        self.marks = {row: Marks() for row in ROWS}
+        self.iteration = self.epoch = 0
+        self.first_iteration: int | None = None
+        self.times: tuple[int, int] | None = None  # ns since 1970, of the first event and the last
+        self.ending: tuple[str, str] | None = None  # "completed", "stopped" or "failed", and why
+        # state.metrics behind epochs, where nothing else tells of them: of this engine, and of others
+        self._behind_epochs: tuple[dict[str, Curve], dict[str, Curve]] = ({}, {})
+        self._streaks: dict[str, Mark] = {}  # of values that are not finite now
+        self._groups: list[Curve] = []  # learning rates
+        self._gather()
+
+    @property
+    def damage(self) -> list[str]:
+        """What could not be read."""
+        return [str(damage) for damage in self.log.damage]
+
+    def _gather(self) -> None:
+        of_the_engine: dict[str, Callable[[LoggedEvent], None]] = {
+            Events.ITERATION_COMPLETED.value: self._on_iteration,
+            Events.GRADIENTS_READY.value: self._on_gradients,
+            Events.STARTED.value: self._on_started,
+            Events.EPOCH_STARTED.value: self._on_epoch_started,
+            Events.COMPLETED.value: self._on_completed,
+            Events.TERMINATE.value: self._on_terminate,
+            Events.INTERRUPT.value: self._on_interrupt,
+            Events.CHECKPOINT_SAVED.value: self._on_checkpoint,
+            Events.CHECKPOINT_LOADED.value: self._on_loaded,
+        }
+        of_any: dict[str, Callable[[LoggedEvent], None]] = {
+            Events.METRICS_LOGGED.value: self._on_metrics,
+            Events.VALIDATION_COMPLETED.value: self._on_validation,
+            Events.EPOCH_COMPLETED.value: self._on_epoch,
+            Events.EXCEPTION_RAISED.value: self._on_exception,
+            Events.HANDLER_FAILED.value: self._on_handler_failed,
+            Events.ANOMALY_DETECTED.value: self._on_anomaly,
+            Events.PREEMPTED.value: self._on_preempted,
+        }
+        both = {**of_the_engine, **of_any}
+        main, first, last = self.engine, 0, 0
+        for event in self.log.read(event=frozenset(both)):
+            last = event.t
+            first = first or last
+            if event.engine == main:
+                iteration = event.iteration
+                if self.first_iteration is None:
+                    self.first_iteration = iteration
+                self.iteration, self.epoch = iteration, event.epoch
+                both[event.event](event)
+            elif (handle := of_any.get(event.event)) is not None:
+                handle(event)
+        self.times = (first, last) if first else None
+        self._take_learning_rates()
+        own, others = self._behind_epochs
+        for name, curve in {**own, **({} if self.validated else others)}.items():  # else validations say the same
+            self.curves.setdefault(name, curve)
+        for curve in self.curves.values():
+            curve.settle()
+
+    def _on_iteration(self, event: LoggedEvent) -> None:
+        output = event.output
+        if output is not None:
+            values = output.items() if type(output) is dict else [("output", output)]
+            for name, value in values:
+                self._put(f"{name}, {EACH_ITERATION}", value)
+        if event.lr:
+            groups = self._groups
+            while len(groups) < len(event.lr):
+                groups.append(Curve())
+            for curve, rate in zip(groups, event.lr, strict=False):
+                if type(rate) is float or type(rate) is int:
+                    curve.add(event.iteration, rate)
+
+    def _on_gradients(self, event: LoggedEvent) -> None:
+        if type(event.payload) is dict:
+            # fired before the iteration's end, and of its batch
+            self._put("grad_norm", event.payload.get("grad_norm"))
+
+    def _on_metrics(self, event: LoggedEvent) -> None:
+        for name, value in _metrics(event.payload).items():
+            if event.engine != self.engine:
+                name = f"{event.engine}: {name}"
+            elif name in _OF_THE_OPTIMIZER and (name in self.curves or (self._groups and name == "learning_rate")):
+                continue
+            self._put(name, value)
+
+    def _on_validation(self, event: LoggedEvent) -> None:
+        metrics = _metrics(event.payload)
+        for name, value in metrics.items():
+            name = name if event.engine == self.engine else f"{event.engine}: {name}"
+            self.validated[name] = None
+            self._put(name, value)
+        shown = ", ".join(f"{name} {_number(value)}" for name, value in list(metrics.items())[:6])
+        self._mark("validations", f"validated: {shown or 'no metrics'}")
+
+    def _on_epoch(self, event: LoggedEvent) -> None:
+        if event.engine == self.engine:
+            self._mark("epochs", f"epoch {event.epoch:,} completed")
+        for name, value in (event.metrics if type(event.metrics) is dict else {}).items():
+            if event.engine != self.engine:
+                self._put(f"{event.engine}: {name}", value, self._behind_epochs[1])
+            elif name not in self.validated:
+                self._put(name, value, self._behind_epochs[0])
+
+    def _on_started(self, event: LoggedEvent) -> None:
+        self.ending = None
+        self._mark("start and end", "started" if not event.iteration else "went on")
+
+    def _on_epoch_started(self, event: LoggedEvent) -> None:
+        self._mark("epochs", f"epoch {event.epoch:,} started")
+
+    def _on_completed(self, event: LoggedEvent) -> None:
+        if self.ending is None:
+            self.ending = ("completed", f"completed after {_count(event.epoch, 'epoch')}")
+            self._mark("start and end", self.ending[1], kind="completed")
+
+    def _on_terminate(self, event: LoggedEvent) -> None:
+        reason = event.payload.get("reason") if type(event.payload) is dict else None
+        text = str(reason or "no reason was given")
+        kind = "completed" if _AT_A_BOUND.fullmatch(text) else "stopped"
+        self.ending = (kind, text)
+        self._mark("start and end", f"{kind}: {text}", kind=kind)
+
+    def _on_interrupt(self, event: LoggedEvent) -> None:
+        self.ending = ("stopped", "interrupted")
+        self._mark("start and end", "interrupted", kind="stopped")
+
+    def _on_checkpoint(self, event: LoggedEvent) -> None:
+        saved = event.payload if type(event.payload) is dict else {}
+        name = Path(str(saved.get("path", ""))).name
+        size = saved.get("bytes")
+        text = f"checkpoint {name} saved" + (f", {size / 1e6:,.1f} MB" if isinstance(size, int) else "")
+        at = saved.get("iteration")
+        if saved.get("is_best"):
+            self._mark("checkpoints", f"{text}, the best so far", at, kind="best")
+        else:
+            self._mark("checkpoints", text, at)
+
+    def _on_loaded(self, event: LoggedEvent) -> None:
+        path = event.payload.get("path", "") if type(event.payload) is dict else ""
+        self._mark("start and end", f"goes on from checkpoint {Path(str(path)).name}")
+
+    def _on_exception(self, event: LoggedEvent) -> None:
+        where = "" if event.engine == self.engine else f" in {event.engine}"
+        text = _error(event.payload)
+        self._mark("anomalies", f"exception{where}: {text}")
+        if event.engine == self.engine:
+            self.ending = ("failed", text)
+            self._mark("start and end", f"failed: {text}", kind="failed")
+
+    def _on_handler_failed(self, event: LoggedEvent) -> None:
+        failed = event.payload if type(event.payload) is dict else {}
+        self._mark(
+            "anomalies", f"handler {failed.get('handler')} failed at {failed.get('event')}: {_error(event.payload)}"
+        )
+
+    def _on_anomaly(self, event: LoggedEvent) -> None:
+        found = event.payload if type(event.payload) is dict else {}
+        rows = found.get("batch_indices") or ()
+        batch = f", batch rows {', '.join(map(str, rows[:8]))}{' ...' if len(rows) > 8 else ''}" if rows else ""
+        self._mark("anomalies", f"{found.get('kind')}: {_number(found.get('value'))}{batch}")
+
+    def _on_preempted(self, event: LoggedEvent) -> None:
+        signal = event.payload.get("signal") if type(event.payload) is dict else None
+        self._mark("start and end", f"asked to stop by {signal}")
+
+    def _mark(self, row: str, text: str, iteration: Any = None, kind: str = "") -> Mark:
+        return self.marks[row].add(iteration if isinstance(iteration, int) else self.iteration, text, kind)
+
+    def _put(self, name: str, value: Any, curves: dict[str, Curve] | None = None) -> None:
+        """A value of a curve; one that is not finite is a gap in it, and a mark where it begins."""
+        curves = self.curves if curves is None else curves
+        kind = type(value)
+        if kind is float or kind is int:
+            if self._streaks and curves is self.curves:
+                self._streaks.pop(name, None)
+        elif kind is str and value in _NON_FINITE:
+            if curves is self.curves:
+                self._note_non_finite(name, value)
+            value = math.nan
+        else:  # text, a list, or lost on a device
+            return
+        curve = curves.get(name)
+        if curve is None:
+            curve = curves[name] = Curve()
+        curve.add(self.iteration, value)
+
+    def _note_non_finite(self, name: str, value: str) -> None:
+        streak = self._streaks.get(name)
+        if streak is None:
+            self._streaks[name] = self._mark("anomalies", f"{name}: {_number(value)}")
+        else:
+            streak.last, streak.count = self.iteration, streak.count + 1
+
+    def _take_learning_rates(self) -> None:
+        """One curve for each group of parameters that has rates of its own."""
+        found: list[Curve] = []
+        for curve in self._groups:
+            at, rates = curve.points()
+            if not any(_same(at, rates, other.points()) for other in found):
+                found.append(curve)
+        for number, curve in enumerate(found):
+            self.curves["learning_rate" if number == 0 else f"learning_rate, group {number}"] = curve
+
+
+def _same(at: Any, values: Any, other: tuple[Any, Any]) -> bool:
+    return at.shape == other[0].shape and bool((at == other[0]).all()) and bool((values == other[1]).all())
+
+
+def _metrics(payload: Any) -> Mapping[str, Any]:
+    metrics = payload.get("metrics") if type(payload) is dict else None
+    return metrics if type(metrics) is dict else {}
+
+
+def _error(payload: Any) -> str:
+    error = payload.get("error") if type(payload) is dict else payload
+    if type(error) is not dict:
+        return str(error)
+    kind, message = str(error.get("__type__", "")).rpartition(".")[2], str(error.get("message", ""))
+    return f"{kind}: {message}" if message else kind
+
+
+def _number(value: Any) -> str:
+    if type(value) is str and value in _NON_FINITE:
+        return "NaN" if value == "NaN" else f"{'minus ' if value[0] == '-' else ''}infinite"
+    return f"{value:.6g}" if isinstance(value, int | float) else str(value)
+
+
+def _count(number: int, thing: str) -> str:
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"

@@ -1,0 +1,48 @@
+"""How the page looks."""
+
+__all__ = ["STYLE"]
+
+STYLE = """\
+:root { color-scheme: light; --ink: #1f2937; --muted: #6b7280; --line: #e5e7eb; }
+* { box-sizing: border-box; }
+body { margin: 0; background: #f3f4f6; color: var(--ink);
+  font: 14px/1.45 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", Arial, sans-serif; }
+main { max-width: 1480px; margin: 0 auto; padding: 24px; }
+header { display: flex; flex-wrap: wrap; align-items: baseline; gap: 4px 16px; margin-bottom: 16px; }
+h1 { font-size: 22px; margin: 0; overflow-wrap: anywhere; }
+h2 { font-size: 15px; margin: 0; overflow-wrap: anywhere; }
+small, .made, .hint { color: var(--muted); font-weight: 400; font-size: 12px; }
+.made { margin: 0; }
+.hint { margin: 0 0 10px; }
+section, article, .damage { background: #fff; border: 1px solid var(--line); border-radius: 8px;
+  padding: 14px 16px; margin-bottom: 16px; }
+.cards { display: grid; grid-template-columns:
+  repeat(auto-fit, minmax(min(260px, 100%), 1fr)); gap: 16px; margin-bottom: 16px; }
+article { border-top: 3px solid; margin: 0; }
+i { display: inline-block; width: 10px; height: 10px; border-radius: 2px; margin-right: 7px; }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: 2px 14px; margin: 10px 0 0; font-size: 13px; }
+dt { color: var(--muted); }
+dd { margin: 0; overflow-wrap: anywhere; }
+article span { font-size: 11.5px; font-weight: 600; border-radius: 10px;
+  padding: 2px 9px; margin-left: 6px; white-space: nowrap; }
+.completed { background: #dcfce7; color: #166534; }
+.stopped { background: #fef3c7; color: #92400e; }
+.failed { background: #fee2e2; color: #991b1b; }
+.open { background: #e5e7eb; color: #374151; }
+.damage { background: #fef2f2; border-color: #fca5a5; color: #7f1d1d; }
+.damage ul { margin: 6px 0 0; padding-left: 20px; }
+summary { cursor: pointer; }
+summary h2 { display: inline; }
+.scroll { overflow-x: auto; margin-top: 10px; }
+table { border-collapse: collapse; font-size: 13px; min-width: 50%; }
+th, td { text-align: left; vertical-align: top; padding: 4px 18px 4px 8px;
+  border-bottom: 1px solid var(--line); overflow-wrap: anywhere; }
+thead th { white-space: nowrap; border-bottom: 1px solid #d1d5db; }
+tbody th { font-weight: 500; white-space: nowrap; }
+td { font-variant-numeric: tabular-nums; max-width: 420px; }
+.differs th, .differs td { background: #fffbeb; }
+.differs th:first-child { box-shadow: inset 3px 0 #f59e0b; }
+.best td { white-space: nowrap; }
+.top { font-weight: 700; }
+@media print { body { background: #fff; } section, article { break-inside: avoid; } }
+"""

@@ -1,0 +1,134 @@
+"""Writes the report of one or more runs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from engine.errors import ConfigurationError, RunFolderError
+from engine.recording import EventLog
+from handlers.run_folder import replace_file
+from pulsetrain.report.facts import read_facts
+from pulsetrain.report.figure import PALETTE, ReportedRun, figure_of
+from pulsetrain.report.page import page_of
+from pulsetrain.report.record import RunRecord
+
+__all__ = ["Report", "write_report"]
+
+NAME = "report.html"
+
+
+@dataclass(frozen=True)
+class Report:
+    """A report that was written."""
+
+    path: Path
+    bytes: int
+    curves: int  # of all runs together
+    damage: tuple[str, ...]  # what could not be read, with the run's name; the page says so, too
+
+
+def write_report(
+    runs: Sequence[str | os.PathLike[str]] | str | os.PathLike[str],
+    into: str | os.PathLike[str] = NAME,
+    *,
+    force: bool = False,
+) -> Report:
+    """Write one HTML page about recorded runs, which needs no network: curves, a timeline, settings and environment.
+
+    Each log is read once, in memory that does not grow with it. Curves of more than 2,000 points are drawn with the
+    least and the greatest value of each stretch. Nothing in the runs' folders is changed; `into` may be a run's own
+    report.html.
+
+    Args:
+        runs: run folders, overlaid.
+        into: the file.
+        force: write over a file that is there.
+
+    Raises:
+        RecordingError: a folder holds no log, or one without events.
+        RunFolderError: the file is there already, or cannot be written.
+        ConfigurationError: plotly is not installed, no run is named, or one twice.
+    """
+    folders = [Path(runs)] if isinstance(runs, str | os.PathLike) else [Path(run) for run in runs]
+    names = _names(folders)
+    logs = [EventLog(folder) for folder in folders]
+    path = Path(into)
+    _check_place(path, folders, force)
+    draw = _plotly()
+    found = []
+    for index, (name, log) in enumerate(zip(names, logs, strict=True)):
+        record = RunRecord(log)
+        found.append(ReportedRun(name, PALETTE[index % len(PALETTE)], record, read_facts(record.folder)))
+    content = page_of(found, draw(figure_of(found))).encode("utf-8", "backslashreplace")
+    try:
+        replace_file(path, content)
+    except OSError as error:
+        raise RunFolderError(
+            f"report(into={str(path)!r}): cannot be written ({error.strerror}); choose another file"
+        ) from error
+    damage = tuple(f"{run.name}: {each}" for run in found for each in run.record.damage)
+    return Report(path, len(content), sum(len(run.record.curves) for run in found), damage)
+
+
+def _names(folders: Sequence[Path]) -> list[str]:
+    """The folders' own names; with what stands before them where two have one name."""
+    if not folders:
+        raise ConfigurationError("report(runs=[]): names no run; name at least one run folder")
+    places = [folder.resolve() for folder in folders]
+    for index, place in enumerate(places):
+        if place in places[:index]:
+            raise ConfigurationError(f"report(runs=...): {folders[index]} is named twice; name each run once")
+    names = [place.name or str(place) for place in places]
+    return [name if names.count(name) == 1 else str(folder) for name, folder in zip(names, folders, strict=True)]
+
+
+def _check_place(path: Path, folders: Sequence[Path], force: bool) -> None:
+    """Before minutes of reading: whether the file may be written there."""
+    place = f"report(into={str(path)!r})"
+    if path.is_dir():
+        raise RunFolderError(f"{place}: is a folder; name a file in it, such as {path / NAME}")
+    if not path.parent.is_dir():
+        raise RunFolderError(f"{place}: {path.parent} is no folder; make it first, or choose another file")
+    inside = [folder for folder in folders if folder.resolve() in path.resolve().parents]
+    if inside and path.resolve() != inside[0].resolve() / NAME:
+        raise RunFolderError(
+            f"{place}: lies in the run {inside[0]}, whose files stay as they are; choose another, or {inside[0] / NAME}"
+        )
+    if path.exists() and not force:
+        raise RunFolderError(
+            f"{place}: is there already; choose another file, or write over it with --force (force=True)"
+        )
+    if not os.access(path.parent, os.W_OK):
+        raise RunFolderError(f"{place}: {path.parent} cannot be written; choose another folder or mend its permissions")
+
+
+def _plotly() -> Any:
+    """What makes HTML of a figure.
+
+    Raises:
+        ConfigurationError: plotly is not installed.
+    """
+    try:
+        graphs, io = import_module("plotly.graph_objects"), import_module("plotly.io")
+    except ImportError as error:
+        raise ConfigurationError(
+            f"report(): needs a package that is not there ({error}); pip install 'pulsetrain[report]'"
+        ) from error
+
+    def draw(figure: dict[str, Any]) -> str:
+        config = {
+            "responsive": True,
+            "displaylogo": False,
+            "modeBarButtonsToRemove": ["select2d", "lasso2d", "sendChartToCloud"],
+        }
+        html: str = io.to_html(
+            graphs.Figure(figure), config=config, include_plotlyjs=True, include_mathjax=False, full_html=False
+        )
+        return html
+
+    return draw
