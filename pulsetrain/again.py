@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 from engine import Events, Phase
 from engine.checkpoint import Place, find_checkpoints
@@ -22,14 +22,25 @@ __all__ = ["Again", "first_checkpoint", "nearest_checkpoint"]
 QUIET = (Checkpointer, ConsoleLogger, CSVLogger, LossCurve, ProgressBar)  # they write and print, and compute nothing
 
 
-def nearest_checkpoint(run: Path, iteration: int) -> Place:
+@overload
+def nearest_checkpoint(run: Path, iteration: int) -> Place: ...
+@overload
+def nearest_checkpoint(run: Path, iteration: int, *, or_none: bool) -> Place | None: ...
+def nearest_checkpoint(run: Path, iteration: int, *, or_none: bool = False) -> Place | None:
     """The run's last checkpoint that was made before this iteration.
+
+    Args:
+        run: the run folder.
+        iteration: the one that it has to come before.
+        or_none: give None where there is none.
 
     Raises:
         CheckpointError: there is none.
     """
     found = find_checkpoints(run / "checkpoints")
     before = [place for place in found if step_of(place) < iteration]
+    if not before and or_none:
+        return None
     if not before:
         there = f"the first was made behind iteration {step_of(found[0])}" if found else "it has none"
         raise CheckpointError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import shutil
 from pathlib import Path
@@ -167,3 +168,17 @@ def test_a_schedule_goes_on_at_its_step_with_the_new_rate(
     before, after = rates("a"), rates("b")
     assert sorted(after) == list(range(17, 31))
     assert after == {iteration: pytest.approx(2 * before[iteration]) for iteration in after}
+
+
+def test_the_computation_is_stepped_through_from_the_command_line(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    lines = b"where\nbackward\nprint model[0].weight.grad.shape\nback to iteration_started\nstate\nquit\n"
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(lines)))
+    assert main(["debug", "a", "--live", "--at", "12"]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith("live: trainer's ")
+    assert "iteration 12" in told
+    assert "torch.Size([8, 4])" in told
+    assert main(["debug", "a", "--at", "12"]) == 2
+    assert "needs --live" in capsys.readouterr().err

@@ -1,0 +1,136 @@
+"""How fast `pulsetrain debug` answers, anywhere in a long log.
+
+    python benchmarks/stepping.py          # prints a table and a JSON line, exits with 1 when a bound is missed
+
+The log is that of a trainer: four events an iteration, and every 1,000 iterations a validation by an evaluator, with
+its own events. Each answer is the move from a random place and what the prompt shows behind it: the event, a watched
+metric. The places are gone to in several passes, and of each answer the best pass counts, since another process may
+take the machine in one; the bound is on the worst of all answers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from engine import Events
+from engine.recording import EventLog, LoggedEvent, LogWriter
+from pulsetrain.debug_commands import Commands
+from pulsetrain.debugger import Debugger
+
+BOUND = 100.0  # ms, the worst answer
+VALIDATION = 1000  # iterations between two
+START = 1_700_000_000_000_000_000
+
+
+def write_log(folder: Path, events: int) -> None:
+    """The log of a run, cut off behind so many events."""
+    writer = LogWriter(folder)
+    place, iteration = 0, 0
+
+    def add(event: Events, at: int, engine: str = "trainer", **fields: Any) -> None:
+        nonlocal place
+        writer.add(LoggedEvent(place, engine, event.value, 1, at, seq=place, t=START + 250_000 * place, **fields))
+        place += 1
+
+    add(Events.STARTED, 0)
+    while place < events:
+        iteration += 1
+        loss = 1.0 + iteration * 0.37 % 3.0
+        add(Events.ITERATION_STARTED, iteration)
+        add(Events.GRADIENTS_READY, iteration, payload={"grad_norm": loss * 0.37})
+        add(Events.OPTIMIZER_STEP_COMPLETED, iteration, payload={"learning_rates": [3e-4]})
+        add(Events.ITERATION_COMPLETED, iteration, output={"loss": loss}, lr=[3e-4])
+        if iteration % VALIDATION == 0:
+            metrics = {"val/loss": iteration // VALIDATION * 0.73 % 3.0}
+            add(Events.VALIDATION_STARTED, iteration)
+            for batch in (1, 2):
+                add(Events.ITERATION_COMPLETED, batch, "evaluator", output={"loss": loss})
+            add(Events.VALIDATION_COMPLETED, iteration, payload={"metrics": metrics}, metrics=metrics)
+    writer.end()
+    writer.close()
+
+
+def answers(folder: Path, rounds: int, seed: int) -> dict[str, list[float]]:
+    """Milliseconds of every answer, by its kind; opening the log is one of them."""
+    times: dict[str, list[float]] = {}
+    draw = random.Random(seed)
+
+    def timed(name: str, work: Callable[[], Any]) -> Any:
+        start = time.perf_counter()
+        result = work()
+        times.setdefault(name, []).append(1e3 * (time.perf_counter() - start))
+        return result
+
+    debugger = timed("open", lambda: Debugger(folder))
+    commands = Commands(debugger)
+
+    def answer(name: str, line: str) -> None:
+        timed(name, lambda: list(commands.run(line)))
+
+    answer("watch", "watch train/loss")
+    gc.freeze()  # as the command does
+    last, iterations = debugger.log.headers[-1].seq[1], debugger.replay.last_iteration
+    debugger.add_break("validation_completed", 'metrics["val/loss"] > 2.5')
+    for _ in range(rounds):
+        for name, line in (
+            ("goto seq", f"goto seq {draw.randrange(last)}"),
+            ("next", "next"),
+            ("back", "back"),
+            ("state", "state"),
+            ("events", "events"),
+            ("goto iteration", f"goto iteration {draw.randrange(1, iterations)}"),
+            ("back", "back"),
+            ("next", "next"),
+            ("next 10000", "next 10000"),
+            ("back 10000", "back 10000"),
+            ("break", "continue"),
+            ("break, backwards", "reverse-continue"),
+            ("back to validation_started", "back to validation_started"),
+        ):
+            answer(name, line)
+    return times
+
+
+def best(passes: Sequence[dict[str, list[float]]]) -> dict[str, list[float]]:
+    """Of each answer the time of its best pass."""
+    return {name: [min(times) for times in zip(*(each[name] for each in passes), strict=True)] for name in passes[0]}
+
+
+def main() -> int:
+    """Measure, print, and say by the exit status whether the bound holds."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--events", type=int, default=10_000_000, help="of the log")
+    parser.add_argument("--rounds", type=int, default=50, help="random places")
+    parser.add_argument("--passes", type=int, default=3, help="over the same places")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--log", type=Path, help="a run folder to step through instead")
+    arguments = parser.parse_args()
+    if arguments.events < 10 * VALIDATION or min(arguments.rounds, arguments.passes) < 1:
+        parser.error(f"choose at least {10 * VALIDATION} events, 1 round and 1 pass")
+    with tempfile.TemporaryDirectory() as name:
+        folder = arguments.log or Path(name)
+        if arguments.log is None:
+            write_log(folder / "events", arguments.events)
+        times = best([answers(folder, arguments.rounds, arguments.seed) for _ in range(arguments.passes)])
+        events = len(EventLog(folder))
+    results = {kind: {"median": statistics.median(each), "worst": max(each)} for kind, each in times.items()}
+    print(f"{'ms':<30}{'median':>10}{'worst':>10}{f'bound: {BOUND:g}':>14}")
+    for kind, each in results.items():
+        print(f"{kind:<30}{each['median']:>10.2f}{each['worst']:>10.2f}")
+    bounded = {kind: each for kind, each in results.items() if kind not in ("open", "watch")}
+    worst = max(each["worst"] for each in bounded.values())
+    print(json.dumps({"events": events, "ms": results, "worst": worst, "at_most": BOUND}))
+    return int(worst > BOUND)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,89 @@
+"""How much longer verifying a stretch of a run takes than training it.
+
+    python benchmarks/verify.py          # prints a table and a JSON line, exits with 1 when the bound is missed
+
+Both go on from the same checkpoint with the same handlers, in turns, to the same iteration: what is compared is a
+Trainer that resumes and records, and `verify`, which does that and compares every event. The medians count.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from engine import Every, SupervisedStrategy
+from handlers import Checkpointer, EventRecorder
+from pulsetrain import Trainer, TrainingConfig, verify
+
+BOUND = {"verify / training, %": 3.0}  # more
+WIDTH = 512
+BEGIN = 50  # iterations before the stretch
+
+
+def build(folder: Path, iterations: int) -> Trainer:
+    """A step of some milliseconds."""
+    torch.manual_seed(0)
+    inputs = torch.randn(1024, WIDTH)
+    layers = [layer for _ in range(6) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
+    return Trainer(
+        nn.Sequential(*layers, nn.Linear(WIDTH, 1)),
+        DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=64, shuffle=True),
+        strategy=SupervisedStrategy("mse"),
+        config=TrainingConfig(max_iterations=BEGIN + iterations, seed=1, device="cpu"),
+        handlers=[EventRecorder(folder), Checkpointer(folder, every=Every(iterations=BEGIN), keep_last=10**6)],
+    )
+
+
+def measure(iterations: int, rounds: int) -> dict[str, float]:
+    """Seconds of both, and what verifying takes more, in percent."""
+    with tempfile.TemporaryDirectory() as name:
+        run = Path(name) / "run"
+        build(run, iterations).train()
+        checkpoint = next((run / "checkpoints").glob(f"{BEGIN:09}-*"))
+        trained, verified = [], []
+        again = Path(name) / "again"
+        for _ in range(rounds):
+            start = time.perf_counter()
+            trainer = build(again, iterations)
+            trainer.handlers[1].detach()
+            trainer.train(resume=str(checkpoint))
+            trained.append(time.perf_counter() - start)
+            shutil.rmtree(again)
+            start = time.perf_counter()
+            if not verify(run, lambda: build(again, iterations), from_iteration=BEGIN + 1):
+                raise SystemExit("the run was not reproduced: nothing was measured")
+            verified.append(time.perf_counter() - start)
+            shutil.rmtree(again, ignore_errors=True)
+    ratio = statistics.median(v / t for v, t in zip(verified, trained, strict=True))
+    return {
+        "training, s": statistics.median(trained),
+        "verify, s": statistics.median(verified),
+        "verify / training, %": 100 * (ratio - 1),
+    }
+
+
+def main() -> int:
+    """Measure, print, and say by the exit status whether the bound holds."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--iterations", type=int, default=500)
+    parser.add_argument("--rounds", type=int, default=7)
+    arguments = parser.parse_args()
+    results = measure(arguments.iterations, arguments.rounds)
+    print(f"{f'{arguments.iterations} iterations':<28}{'measured':>10}{'bound':>10}")
+    for name, figure in results.items():
+        print(f"{name:<28}{figure:>10.2f}" + (f"{f'<= {BOUND[name]:g}':>10}" if name in BOUND else ""))
+    print(json.dumps({"iterations": arguments.iterations, **results, "bounds": BOUND}))
+    return int(any(results[name] > bound for name, bound in BOUND.items()))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

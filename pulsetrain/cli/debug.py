@@ -1,0 +1,204 @@
+"""`pulsetrain debug`: a prompt that steps through a recorded run, forward and back."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import sys
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from engine.errors import ConfigurationError
+from pulsetrain.cli.pipe import until_closed
+from pulsetrain.cli.reports import OK, logs_on_stderr, report
+from pulsetrain.debug_commands import Commands
+from pulsetrain.debugger import Debugger
+
+__all__ = ["add_parser", "converse"]
+
+DAMAGED = 3
+PROMPT = "(debug) "
+HISTORY = "debug_history"
+DESCRIPTION = """\
+Step through what a run has recorded, forward and back, with breaks and watched
+values. After a run that ended in an exception, or with a loss that is no number, it
+opens right before that and says what happened; else at the beginning. `help` lists the
+commands. From a pipe, each line is a command. The run itself is only read.
+"""
+EPILOG = """\
+examples:
+  pulsetrain debug runs/a
+  pulsetrain debug runs/a --live --at 48210
+  printf 'break on validation_completed if metrics["val/loss"] > 3\\ncontinue\\nstate\\n' | pulsetrain debug runs/a
+
+exit status: 0 done; 2 wrong input, also a command from a pipe that could not be done; 3 the log is damaged
+"""
+
+Read = Callable[[str], str]  # the next line behind a prompt; EOFError for none
+
+
+def add_parser(commands: Any) -> None:
+    """Add the command."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "debug",
+        help="step through a recorded run, forward and back",
+        description=DESCRIPTION,
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("folder", metavar="RUN", type=Path, help="a run folder")
+    parser.add_argument("--engine", help="whose state and iterations count; by default the trainer")
+    parser.add_argument(
+        "--live",
+        action="store_true",
+        help="make the trainer again at the checkpoint before the place, from the run's config.yaml, and compute",
+    )
+    parser.add_argument(
+        "--at", metavar="ITERATION", type=int, help="with --live: the place; by default where something went wrong"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace, settings: Mapping[str, str]) -> int:
+    """Open the run, and do as the lines say until there are no more."""
+    for name in settings:
+        raise ConfigurationError(f"--{name}: debug has no such option")
+    debugger = Debugger(arguments.folder, engine=arguments.engine)
+    if arguments.at is not None and not arguments.live:
+        raise ConfigurationError("--at: needs --live; at the prompt it is: goto iteration N")
+    status = OK
+    gc.freeze()  # else a collection goes over all that torch has imported, which takes longer than any answer
+    try:
+        with until_closed():
+            status = _live(arguments, debugger) if arguments.live else converse(Commands(debugger))
+    finally:
+        gc.unfreeze()
+    for damage in debugger.log.damage:
+        print(f"pulsetrain: damaged: {damage}", file=sys.stderr)
+    return status or (DAMAGED if debugger.log.damage else OK)
+
+
+def _live(arguments: argparse.Namespace, recorded: Debugger) -> int:
+    """The same over the computation itself, from the checkpoint before the place."""
+    from pulsetrain.again import nearest_checkpoint
+    from pulsetrain.live_debugger import LiveDebugger
+    from pulsetrain.rebuilding import rebuild
+
+    folder, place = recorded.folder, arguments.at
+    if place is None and recorded.faults:
+        place = recorded.faults[-1].event.iteration  # where it began
+    if place is not None and place < 1:
+        raise ConfigurationError(f"--at {place}: needs the number of an iteration, at least 1")
+    checkpoint = nearest_checkpoint(folder, place, or_none=True) if place is not None else None
+    with logs_on_stderr():
+        live = LiveDebugger(lambda temporary: rebuild(folder, temporary).trainer, checkpoint)
+        try:
+            if place is not None:
+                live.goto(iteration=place)
+            return converse(Commands(live, live.commands()))
+        finally:
+            live.close()
+
+
+def converse(commands: Commands) -> int:
+    """Read commands and print what they say, at a terminal or from a pipe, to `quit` or the end of input.
+
+    Ctrl-C breaks off a command, or the line that is being typed, and leaves the program alone; Ctrl-D ends it.
+
+    Returns:
+        The exit status: 0, or 2 where a command from a pipe could not be done.
+
+    Raises:
+        ConfigurationError: it is a terminal, and prompt_toolkit is not installed.
+    """
+    at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    read = _terminal(commands) if at_terminal else _pipe
+    status = OK
+    status |= _say(commands.opening(), at_terminal)
+    while not commands.ended:
+        try:
+            line = read(PROMPT)
+        except EOFError:
+            break
+        except KeyboardInterrupt:
+            if at_terminal:
+                continue
+            raise
+        status |= _say(commands.run(line if line.strip() or not at_terminal else commands.again()), at_terminal)
+    return OK if at_terminal else status
+
+
+def _say(lines: Iterator[str], at_terminal: bool) -> int:
+    """Print lines as they come; an error among them is told, and is no end."""
+    try:
+        for line in lines:
+            print(line)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except KeyboardInterrupt:
+        if not at_terminal:
+            raise
+        print("broken off")
+    except Exception as error:
+        sys.stdout.flush()
+        return report(error)
+    return OK
+
+
+def _pipe(prompt: str) -> str:
+    line = sys.stdin.buffer.readline()
+    if not line:
+        raise EOFError
+    return line.decode(errors="replace")
+
+
+def _terminal(commands: Commands) -> Read:
+    """A prompt with history and completion."""
+    try:
+        toolkit, completion = import_module("prompt_toolkit"), import_module("prompt_toolkit.completion")
+        history = import_module("prompt_toolkit.history")
+    except ImportError as error:
+        raise ConfigurationError(
+            f"debug: a prompt at a terminal needs a package that is not there ({error}); "
+            "pip install 'pulsetrain[debug]', or give the commands from a pipe"
+        ) from error
+    kept = _history_file()
+    session = toolkit.PromptSession(
+        history=history.FileHistory(str(kept)) if kept is not None else history.InMemoryHistory(),
+        completer=_Completer(commands, completion.Completion),
+        complete_while_typing=False,
+    )
+    return lambda prompt: str(session.prompt(prompt))
+
+
+class _Completer:
+    """What prompt_toolkit asks for the words that may come; made so that the package need not be there."""
+
+    def __init__(self, commands: Commands, completion: Any) -> None:
+        self._commands, self._completion = commands, completion
+
+    def get_completions(self, document: Any, event: Any) -> Iterable[Any]:
+        text = document.text_before_cursor
+        typed = 0 if not text or text[-1].isspace() else len(text.split()[-1])
+        return [self._completion(word, start_position=-typed) for word in self._commands.complete(text)]
+
+    async def get_completions_async(self, document: Any, event: Any) -> AsyncIterator[Any]:
+        for each in self.get_completions(document, event):
+            yield each
+
+
+def _history_file() -> Path | None:
+    """In the user's folder for state; None where nothing can be written there."""
+    state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
+    path = Path(state) / "pulsetrain" / HISTORY
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.open("ab").close()
+    except OSError:
+        return None
+    return path

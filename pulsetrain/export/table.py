@@ -1,0 +1,47 @@
+"""A recorded run as one table: a row for each event that carries numbers, a column for each number."""
+
+from __future__ import annotations
+
+import csv
+from datetime import UTC, datetime
+from pathlib import Path
+
+from engine.recording import EventLog
+from pulsetrain.export.scalars import main_engine, scalars_of
+
+__all__ = ["PLACE", "write_csv"]
+
+PLACE = ("epoch", "iteration", "engine", "event", "time")
+
+
+def write_csv(log: EventLog, path: Path) -> tuple[int, int]:
+    """Write the table. The log is read twice, for the columns and for the rows: memory does not grow with the run.
+
+    `time` is in UTC, as ISO 8601. What is no finite number is nan, inf or -inf; what an event lacks is empty.
+
+    Args:
+        log: the log.
+        path: the file, which is written over.
+
+    Returns:
+        How many rows and columns it has.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    main = main_engine(log)
+    names: dict[str, None] = {}
+    for event in log.read():
+        names.update(dict.fromkeys(scalars_of(event, main)))
+    rows = 0
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.writer(file, lineterminator="\n")
+        writer.writerow([*PLACE, *names])
+        for event in log.read():
+            scalars = scalars_of(event, main)
+            if scalars:
+                time = datetime.fromtimestamp(event.t / 1e9, UTC).isoformat(timespec="microseconds")
+                place = (event.epoch, event.iteration, event.engine, event.event, time)
+                writer.writerow([*place, *[scalars.get(name, "") for name in names]])
+                rows += 1
+    return rows, len(PLACE) + len(names)

@@ -1,0 +1,75 @@
+"""A recorded run's scalars as an event file of TensorBoard."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from engine.errors import ConfigurationError
+from engine.recording import EventLog
+from pulsetrain.export.scalars import RETOLD, main_engine, scalars_of
+
+__all__ = ["write_tensorboard"]
+
+QUEUE = 10_000  # events that wait for TensorBoard's thread; with its own 10 the two wait for each other
+
+
+def write_tensorboard(log: EventLog, folder: Path) -> int:
+    """Write every scalar under its name, at its iteration and with the wall time of its event.
+
+    Iterations of other engines than the main one, such as those of an evaluator, begin anew each time; theirs are
+    counted on. METRICS_LOGGED tells means of what each iteration tells, EPOCH_COMPLETED what a validation has told:
+    where the log holds these, theirs are written.
+
+    Args:
+        log: the log.
+        folder: gets an event file.
+
+    Returns:
+        How many scalars were written.
+
+    Raises:
+        ConfigurationError: tensorboard is not installed.
+        OSError: the file cannot be written.
+    """
+    writer_module, event_pb2, summary_pb2 = _modules()
+    main = main_engine(log)
+    steps: dict[str, int] = {}  # the last of each name
+    told: set[str] = set()  # first hand
+    count = 0
+    writer = writer_module.EventFileWriter(str(folder), max_queue_size=QUEUE)
+    try:
+        for event in log.read():
+            scalars = scalars_of(event, main)
+            if event.event not in RETOLD:
+                told.update(scalars)
+            by_step: dict[int, list[Any]] = {}
+            for name, value in scalars.items():
+                last = steps.get(name, -1)
+                step = event.iteration if event.engine == main else max(event.iteration, last + 1)
+                if step == last or (event.event in RETOLD and name in told):
+                    continue
+                steps[name] = step
+                by_step.setdefault(step, []).append(summary_pb2.Summary.Value(tag=name, simple_value=value))
+            for step, values in by_step.items():
+                count += len(values)
+                summary = summary_pb2.Summary(value=values)
+                writer.add_event(event_pb2.Event(wall_time=event.t / 1e9, step=step, summary=summary))
+    finally:
+        writer.close()
+    return count
+
+
+def _modules() -> tuple[Any, Any, Any]:
+    """TensorBoard's writer, and its two messages."""
+    try:
+        return (
+            import_module("tensorboard.summary.writer.event_file_writer"),
+            import_module("tensorboard.compat.proto.event_pb2"),
+            import_module("tensorboard.compat.proto.summary_pb2"),
+        )
+    except ImportError as error:
+        raise ConfigurationError(
+            f"export to TensorBoard: needs a package that is not there ({error}); pip install 'pulsetrain[tensorboard]'"
+        ) from error
