@@ -24,7 +24,7 @@ __all__ = ["RecordedOptimizer", "ReplayBus", "ReplayedEngine", "ReplayedState", 
 # what handlers ask an engine for and no log holds
 NOT_LOGGED = {
     "model": "the weights: pass model= and checkpoints=True to get those of the nearest checkpoint",
-    "checkpoint_state": "the state that a checkpoint takes: pass checkpoints=True to get that of the nearest checkpoint",
+    "checkpoint_state": "the state that a checkpoint takes: pass checkpoints=True to get that of the nearest",
     **dict.fromkeys(("train", "validate", "train_step", "train_epoch", "save_checkpoint"), "anything to compute with"),
 }
 BOUNDS = ("max_epochs", "max_iters", "epoch_length")
