@@ -16,7 +16,7 @@ from engine.recording import EventLog, LoggedEvent, LogWriter
 from engine.recording.lines import take_measured
 from engine.subscription import OnError, Phase
 from handlers.attachment import Attachment
-from handlers.event_values import EventValues, PlainTypes
+from handlers.event_values import EventValues, PlainTypes, summary
 from handlers.readings import learning_rates, scalars
 from handlers.resume_check import ResumeCheck
 from handlers.run_file import note_start
@@ -24,6 +24,7 @@ from handlers.run_folder import make_folder
 
 __all__ = ["EventRecorder"]
 
+LEAST_BYTES = 100_000  # of a budget: a few blocks have to stay as they are
 BATCH = 100  # events with values on a device between two copies to the host
 FETCHING = (Events.GET_BATCH_STARTED, Events.GET_BATCH_COMPLETED)
 FREQUENT = (Events.ITERATION_STARTED, Events.GRADIENTS_READY, Events.OPTIMIZER_STEP_COMPLETED, *FETCHING)
@@ -54,14 +55,14 @@ class EventRecorder:
         folder: the run folder; a log that is there already is continued.
         include_batches: record GET_BATCH_STARTED and GET_BATCH_COMPLETED as well.
         every: record only each n-th iteration's and update's own events; all others are recorded in any case.
-        max_bytes: budget of the sealed log: where it is reached, old iterations' own events are thinned to each
-            hundredth, and an event `log_thinned` says so.
+        max_bytes: budget of the sealed log, at least 100,000: where it is reached, old iterations' own events are
+            thinned to each hundredth, and an event `log_thinned` says so.
         rank: of this process, where several train together; each writes a log of its own.
         on_error: "warn" goes on when the disk is full or gone, says so once, and writes what it has kept when it can;
             "raise" ends the run.
 
     Raises:
-        ConfigurationError: `every` is no positive whole number.
+        ConfigurationError: an argument is out of range.
     """
 
     def __init__(
@@ -76,6 +77,12 @@ class EventRecorder:
     ) -> None:
         if every is not None and (not isinstance(every, int) or isinstance(every, bool) or every < 1):
             raise ConfigurationError(f"EventRecorder(every={every!r}): needs a whole number of at least 1")
+        if not isinstance(rank, int) or isinstance(rank, bool) or rank < 0:
+            raise ConfigurationError(f"EventRecorder(rank={rank!r}): needs a whole number, 0 or more")
+        if max_bytes is not None and (not isinstance(max_bytes, int) or max_bytes < LEAST_BYTES):
+            raise ConfigurationError(f"EventRecorder(max_bytes={max_bytes!r}): needs at least {LEAST_BYTES:,} bytes")
+        if on_error not in ("warn", "raise"):
+            raise ConfigurationError(f"EventRecorder(on_error={on_error!r}): choose 'warn' or 'raise'")
         self.folder = Path(folder) / "events"
         self.include_batches = include_batches
         self.every = every
@@ -183,16 +190,24 @@ class EventRecorder:
 
     def _on_iteration(self, engine: Engine, event: Event) -> None:
         logged = self._logged(event)
-        output, rates = scalars(engine.state.output), learning_rates(engine)
-        if output:
-            logged.output = self._values.of_scalars(output)
+        rates = learning_rates(engine)
+        try:
+            output = scalars(engine.state.output)
+            if output:
+                logged.output = self._values.of_scalars(output)
+        except Exception:  # a recorder never stops a run for what it was given
+            logged.output = summary(engine.state.output)
         if rates:
             self._values.put(logged, "lr", rates)
         self._write(logged)
 
     def _on_started(self, engine: Engine, event: Event) -> None:
         if self._outermost is None:
-            self._outermost = engine
+            # attached while one runs, the first start that is heard may be that of an engine inside it
+            self._outermost = next(
+                (each for each in self._bus.engines if each is not engine and each.is_running), engine
+            )
+        if self._outermost is engine:
             self._saved = None
             if self._writer is None and event.iteration == 0:
                 self._begin_anew(event)
@@ -339,11 +354,22 @@ class EventRecorder:
             writer.add(logged)  # type: ignore[union-attr]  # `_logged` has opened it
         except RecordingError:  # a payload whose values are not what its type says
             self._put_payload(logged, logged.payload)
-            self._on_disk(writer.add, logged)  # type: ignore[union-attr]
+            self._on_disk(self._add_in_any_case, logged)
         except OSError as error:
             self._cannot_write(error)
         if self.resume_check is not None and not logged.open:
             self.resume_check.see(logged)
+
+    def _add_in_any_case(self, logged: LoggedEvent) -> None:
+        writer = self._opened()
+        try:
+            writer.add(logged)
+        except RecordingError:
+            for name in ("payload", "output", "metrics", "lr"):
+                if getattr(logged, name) is not None:
+                    setattr(logged, name, summary(getattr(logged, name)))
+            logged.engine, logged.event = ascii(logged.engine)[1:-1], ascii(logged.event)[1:-1]
+            writer.add(logged)
 
     def _settle(self) -> None:
         waiting, self._waiting = self._waiting, []
