@@ -277,8 +277,8 @@ class LogWriter:
         os.close(self._descriptor)
         self._descriptor, self._headers = descriptor, headers
         self._end = os.fstat(descriptor).st_size
-        up_to = max(header.seq[1] for _, header in headers if header.thinned)
         if taken:
+            up_to = max(header.seq[1] for _, header in headers if header.thinned)
             said = LoggedEvent(event=THINNED, payload={"events": taken, "up_to_seq": up_to})
             said.seq, said.t = self.last_seq + 1, time.time_ns()
             self.add(said)

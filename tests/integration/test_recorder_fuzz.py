@@ -147,7 +147,7 @@ def tower(height: int) -> Case:
 
 
 def tensor(value: torch.Tensor) -> Case:
-    if value.numel() == 1 and value.dtype not in (torch.bool, torch.complex64) and not value.is_meta:
+    if value.numel() == 1 and value.dtype != torch.complex64 and not value.is_meta:
         plain = value.detach().reshape(()).tolist()
         return Case(value, lambda depth: number(plain) if isinstance(plain, float) else plain, True)
     return is_now(value, summary("torch.Tensor", shape=list(value.shape), dtype=str(value.dtype)))
@@ -172,7 +172,7 @@ tensors = st.one_of(
     st.sampled_from([True, 1j]).map(lambda x: tensor(torch.tensor(x))),
     st.just(tensor(torch.ones((), device="meta"))),
 )
-scalar_tensors = tensors.filter(lambda case: case.on_device)
+scalar_tensors = tensors.filter(lambda case: case.on_device and case.value.dtype != torch.bool)
 arrays = st.sampled_from([np.ones(3), np.zeros((2, 0)), np.array([1])]).map(
     lambda x: is_now(x, summary("numpy.ndarray", shape=list(x.shape), dtype=str(x.dtype)))
 )
@@ -236,9 +236,9 @@ def as_mapping(kind: Callable[[dict[Any, Any]], Any], inner: dict[Any, Case]) ->
 
 
 def _measured(inner: dict[Any, Case]) -> dict[Any, Case]:
-    """Fields that are measured, where no device holds them."""
+    """Fields that are measured."""
     first = next(iter(inner.values()), None)
-    return inner if first is None or first.on_device else {**inner, "seconds": first, "tokens_per_second": first}
+    return inner if first is None else {**inner, "seconds": first, "tokens_per_second": first}
 
 
 keys = st.one_of(texts, st.sampled_from([None, Path("p"), Colour.RED, "ord", "seq", "observed", "event", "c"]))
