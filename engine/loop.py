@@ -122,6 +122,11 @@ class Engine(Emitter, IgniteEngine):  # type: ignore[misc]  # _event_handlers is
         state = self.state
         return f"<{type(self).__name__} {self.name!r} at epoch {state.epoch}, iteration {state.iteration}>"
 
+    @property
+    def is_running(self) -> bool:
+        """Whether a run of this engine is under way."""
+        return self._running
+
     def run(
         self,
         data: Iterable[Any] | None = None,

@@ -9,6 +9,7 @@ import os
 import shlex
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,7 +22,7 @@ CONFIG = Path(__file__).with_suffix(".yaml")
 BAD_ROW = 300
 
 
-def data() -> tuple[DataLoader, DataLoader]:
+def data() -> tuple[DataLoader[Any], DataLoader[Any]]:
     """512 rows for training, of which one has no target, and 64 for validation."""
     inputs = torch.randn(576, 4)
     targets = inputs.sum(1, keepdim=True)

@@ -8,22 +8,22 @@ from pathlib import Path
 from typing import Any, Self
 
 from engine.bus import EventBus
-from engine.errors import ConfigurationError, PulsetrainError, RecordingError
+from engine.errors import ConfigurationError, PulsetrainError, RecordingError, RunFolderError
 from engine.events import Event, Events, event_key
 from engine.logs import get_logger
 from engine.loop import Engine
 from engine.recording import EventCheck, EventLog, LoggedEvent, LogWriter
-from engine.recording.lines import take_measured
 from engine.subscription import OnError, Phase
 from handlers.attachment import Attachment
-from handlers.event_values import EventValues, PlainTypes
+from handlers.event_values import EventValues, PlainTypes, summary
 from handlers.readings import learning_rates, scalars
 from handlers.resume_check import ResumeCheck
-from handlers.run_file import note_start
+from handlers.run_file import note_start, read_run_file
 from handlers.run_folder import make_folder
 
 __all__ = ["EventRecorder"]
 
+LEAST_BYTES = 100_000  # of a budget: a few blocks have to stay as they are
 BATCH = 100  # events with values on a device between two copies to the host
 FETCHING = (Events.GET_BATCH_STARTED, Events.GET_BATCH_COMPLETED)
 FREQUENT = (Events.ITERATION_STARTED, Events.GRADIENTS_READY, Events.OPTIMIZER_STEP_COMPLETED, *FETCHING)
@@ -54,14 +54,14 @@ class EventRecorder:
         folder: the run folder; a log that is there already is continued.
         include_batches: record GET_BATCH_STARTED and GET_BATCH_COMPLETED as well.
         every: record only each n-th iteration's and update's own events; all others are recorded in any case.
-        max_bytes: budget of the sealed log: where it is reached, old iterations' own events are thinned to each
-            hundredth, and an event `log_thinned` says so.
+        max_bytes: budget of the sealed log, at least 100,000: where it is reached, old iterations' own events are
+            thinned to each hundredth, and an event `log_thinned` says so.
         rank: of this process, where several train together; each writes a log of its own.
         on_error: "warn" goes on when the disk is full or gone, says so once, and writes what it has kept when it can;
             "raise" ends the run.
 
     Raises:
-        ConfigurationError: `every` is no positive whole number.
+        ConfigurationError: an argument is out of range.
     """
 
     def __init__(
@@ -76,6 +76,12 @@ class EventRecorder:
     ) -> None:
         if every is not None and (not isinstance(every, int) or isinstance(every, bool) or every < 1):
             raise ConfigurationError(f"EventRecorder(every={every!r}): needs a whole number of at least 1")
+        if not isinstance(rank, int) or isinstance(rank, bool) or rank < 0:
+            raise ConfigurationError(f"EventRecorder(rank={rank!r}): needs a whole number, 0 or more")
+        if max_bytes is not None and (not isinstance(max_bytes, int) or max_bytes < LEAST_BYTES):
+            raise ConfigurationError(f"EventRecorder(max_bytes={max_bytes!r}): needs at least {LEAST_BYTES:,} bytes")
+        if on_error not in ("warn", "raise"):
+            raise ConfigurationError(f"EventRecorder(on_error={on_error!r}): choose 'warn' or 'raise'")
         self.folder = Path(folder) / "events"
         self.include_batches = include_batches
         self.every = every
@@ -95,6 +101,7 @@ class EventRecorder:
         self._place: dict[str, Any] = {}  # how far the log had come when it was last closed
         self._saved: Mapping[str, Any] | None = None  # the state of a checkpoint that is being loaded
         self._attachment = Attachment("EventRecorder")
+        self._run: str | None = None  # its id in run.json
         self._bus: Any = None  # the one attached to, last
         self.resume_check: EventCheck | None = None  # of the checkpoint that the run goes on from
         self.resumed_behind: int | None = None  # seq of the log that the checkpoint was made in
@@ -138,7 +145,8 @@ class EventRecorder:
         for event, engine in self._running.values():  # killed behind this checkpoint, they have what is known now
             self._put_metrics(event, engine)
             self._on_disk(writer.update, event)
-        return {"seq": self._bus.sequence.last, "ord": writer.next_ord, "in_epoch": sorted(self._in_epoch)}
+        place = {"seq": self._bus.sequence.last, "ord": writer.next_ord, "in_epoch": sorted(self._in_epoch)}
+        return {**place, "run": self._run}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """CHECKPOINT_LOADED then lets the log go on from there."""
@@ -184,20 +192,29 @@ class EventRecorder:
 
     def _on_iteration(self, engine: Engine, event: Event) -> None:
         logged = self._logged(event)
-        output, rates = scalars(engine.state.output), learning_rates(engine)
-        if output:
-            logged.output = self._values.of_scalars(output)
+        rates = learning_rates(engine)
+        try:
+            output = scalars(engine.state.output)
+            if output:
+                logged.output = self._values.of_scalars(output)
+        except Exception:  # a recorder never stops a run for what it was given
+            logged.output = summary(engine.state.output)
         if rates:
             self._values.put(logged, "lr", rates)
         self._write(logged)
 
     def _on_started(self, engine: Engine, event: Event) -> None:
         if self._outermost is None:
-            self._outermost = engine
+            # attached while one runs, the first start that is heard may be that of an engine inside it
+            self._outermost = next(
+                (each for each in self._bus.engines if each is not engine and each.is_running), engine
+            )
+        if self._outermost is engine:
             self._saved = None
             if self._writer is None and event.iteration == 0:
                 self._begin_anew(event)
-            self._on_disk(note_start, self.folder.parent, engine, event.iteration)
+            self._on_disk(note_start, self.folder.parent, engine, event.iteration, self.rank)
+            self._run = read_run_file(self.folder.parent).get("id")
         logged = self._logged(event)
         logged.observed = _bounds(engine)
         self._write(logged)
@@ -230,6 +247,12 @@ class EventRecorder:
             self.resumed_behind = saved["seq"]
             self._in_epoch = set(saved["in_epoch"])
             self._begun_again = set(saved["in_epoch"])
+            here = read_run_file(self.folder.parent).get("id")
+            if writer.last_seq >= 0 and None not in (here, saved.get("run")) and here != saved["run"]:
+                raise RunFolderError(
+                    f"EventRecorder({str(self.folder.parent)!r}): holds the log of another run than the one that the "
+                    "checkpoint is of; choose another folder"
+                )
             if saved["seq"] <= writer.last_seq:  # else the run goes on in another folder
                 log = EventLog(self.folder, self.rank)
                 self.resume_check = ResumeCheck.of_log(log, saved["seq"], event.engine)
@@ -315,15 +338,8 @@ class EventRecorder:
             place, event.engine, event.type, event.epoch, event.iteration, payload, seq=seq, t=event.time_ns
         )
         if payload is not None and not self._plain_types.holds(payload):
-            self._put_payload(logged, payload)
+            self._values.put_payload(logged, payload)
         return logged
-
-    def _put_payload(self, logged: LoggedEvent, payload: Any) -> None:
-        self._values.put(logged, "payload", payload)
-        if type(logged.payload) is dict:
-            logged.observed = take_measured(logged.payload)
-            if logged.observed and not logged.payload:  # all of it was measured
-                logged.payload = None
 
     def _write(self, logged: LoggedEvent) -> None:
         """`_add` for an event that may have values on a device."""
@@ -340,12 +356,23 @@ class EventRecorder:
         try:
             writer.add(logged)  # type: ignore[union-attr]  # `_logged` has opened it
         except RecordingError:  # a payload whose values are not what its type says
-            self._put_payload(logged, logged.payload)
-            self._on_disk(writer.add, logged)  # type: ignore[union-attr]
+            self._values.put_payload(logged, logged.payload)
+            self._on_disk(self._add_in_any_case, logged)
         except OSError as error:
             self._cannot_write(error)
         if self.resume_check is not None and not logged.open:
             self.resume_check.see(logged)
+
+    def _add_in_any_case(self, logged: LoggedEvent) -> None:
+        writer = self._opened()
+        try:
+            writer.add(logged)
+        except RecordingError:
+            for name in ("payload", "output", "metrics", "lr"):
+                if getattr(logged, name) is not None:
+                    setattr(logged, name, summary(getattr(logged, name)))
+            logged.engine, logged.event = ascii(logged.engine)[1:-1], ascii(logged.event)[1:-1]
+            writer.add(logged)
 
     def _settle(self) -> None:
         waiting, self._waiting = self._waiting, []

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import PurePath
+from types import ModuleType
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -19,6 +22,11 @@ from engine.subscription import Phase
 from handlers.attachment import Attachment
 
 __all__ = ["BatchFingerprint", "FingerprintEvents", "Fingerprints", "StateFingerprint", "fingerprint_of"]
+
+_WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of a value
+_CHUNK = 1 << 22  # words of 8 bytes: what a digest needs of memory at a time is as large
+_TOLD = (int, float, complex, str, range, PurePath, type(None))  # whose repr tells all
+MAX_DEPTH = 100  # of nesting in a batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +41,7 @@ class StateFingerprint:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchFingerprint:
-    """BATCH_FINGERPRINTED: CRC-32 of the bytes of every tensor in the batch, as the loader gave it."""
+    """BATCH_FINGERPRINTED: CRC-32 of everything in the batch, as the loader gave it."""
 
     batch: int
 
@@ -48,10 +56,14 @@ class FingerprintEvents(EventEnum):
 class Fingerprints:
     """Fires STATE_FINGERPRINTED at a cadence, and BATCH_FINGERPRINTED for each batch.
 
-    A wrong buffer, or a wrong moment of the optimizer, shows in no loss for a long time; here it shows at once. A
-    state's digest is the XOR of its values' bits, tensor by tensor (torch.hash_tensor): any change of a value shows, an
-    exchange of two within one tensor does not. It reads all weights once, on their device. Those of a batch and of the
-    random number generators are exact.
+    A wrong buffer, or a wrong moment of the optimizer, shows in no loss for a long time; here it shows at once. The
+    digests of weights, buffers and the optimizer's tensors combine the XOR (torch.hash_tensor) and the sums of their
+    bits, up to 32 MiB of one tensor at a time: a change shows unless it leaves all of these as they are, as some
+    exchanges of values within one tensor do. They read everything three times, on its device. Those of a batch and of
+    the random number generators are CRC-32, to which the order counts as well.
+
+    In a batch tensors, numpy arrays, numbers, text, bytes, containers, dataclasses and objects with a `__dict__` count;
+    of any other object the name of its type does. What is nested more than 100 deep is not looked at.
 
     Args:
         every: when to digest the state; by default at each 100th update.
@@ -106,33 +118,68 @@ def fingerprint_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | No
         weights=_digest(model.parameters()),
         buffers=_digest(model.buffers()),
         optimizer=_digest(_tensors(state)),
-        rng=_digest_generators(),
+        rng=_crc_of(rng.capture()),
     )
 
 
-def _digest_generators() -> int:
-    state = rng.capture()
-    python, numpy = state["python"], state["numpy"]
-    rest = python["gauss"], numpy["position"], numpy["has_gauss"], numpy["gauss"]
-    return zlib.crc32(repr(rest).encode(), _crc_of(state))
-
-
 def _crc_of(value: Any) -> int:
-    """CRC-32 of the bytes of every tensor in nested containers."""
     crc = 0
-    for tensor in _tensors(value):
-        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        crc = zlib.crc32(data.tobytes(), crc)
+    for piece in _pieces(value):
+        crc = zlib.crc32(piece, crc)
     return crc
 
 
 def _digest(tensors: Iterable[Tensor]) -> Tensor:
-    """One number for all, shape (), int64: each tensor's hash weighs by its place, so that two cannot be exchanged."""
-    total: Tensor | None = None
-    for place, tensor in enumerate(tensors):
-        part = torch.hash_tensor(tensor.detach()).view(torch.int64) * (2 * place + 1)
-        total = part if total is None else total + part.to(total.device)
-    return torch.zeros((), dtype=torch.int64) if total is None else total
+    """One number for all, shape (), int64; what is of one tensor weighs by its place: exchanging two tensors shows."""
+    found: dict[torch.device, list[Tensor]] = {}
+    for words in (words for tensor in tensors for bits in _bits(tensor) for words in _words(bits)):
+        if words.numel():  # hash_tensor takes no empty ones
+            # the sum loses upper bits; those of many equal values would be all that there is
+            parts = [torch.hash_tensor(words).view(torch.int64), words.sum(), (words >> 32).sum()]
+            found.setdefault(words.device, []).extend(parts)
+    totals = [(torch.stack(parts) * _weights(len(parts), device)).sum() for device, parts in found.items()]
+    total = torch.zeros((), dtype=torch.int64) if not totals else totals[0]
+    for other in totals[1:]:
+        total = total + other.to(total.device)
+    return total
+
+
+def _weights(count: int, device: torch.device) -> Tensor:
+    """Odd numbers that have nothing to do with each other (the mixing of SplitMix64), shape (count,), int64."""
+    mixed = torch.arange(1, count + 1, device=device) * (0x9E3779B97F4A7C15 - 2**64)
+    mixed = (mixed ^ (mixed >> 30)) * (0xBF58476D1CE4E5B9 - 2**64)
+    mixed = (mixed ^ (mixed >> 27)) * (0x94D049BB133111EB - 2**64)
+    return (mixed ^ (mixed >> 31)) | 1
+
+
+def _words(bits: Tensor) -> Iterator[Tensor]:
+    """The same bits, 8 bytes to a number, int64: they are added without a copy of wider numbers."""
+    flat = bits.contiguous().view(-1)
+    each = 8 // flat.itemsize
+    if flat.storage_offset() % each:
+        flat = flat.clone()
+    whole = flat.numel() // each * each
+    yield from flat[:whole].view(torch.int64).split(_CHUNK)
+    yield flat[whole:].to(torch.int64)
+
+
+def _bits(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensor's values as whole numbers of the same bits; of a sparse one, those of its indices and its values."""
+    tensor = tensor.detach()
+    if tensor.layout == torch.sparse_coo:
+        tensor = tensor.coalesce()
+        parts = [tensor.indices(), tensor.values()]
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        parts = [tensor.crow_indices(), tensor.col_indices(), tensor.values()]
+    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        parts = [tensor.ccol_indices(), tensor.row_indices(), tensor.values()]
+    else:
+        parts = list(tensor.unbind()) if tensor.is_nested else [tensor]
+    for part in parts:
+        plain = part.resolve_conj().resolve_neg()
+        if plain.dtype == torch.complex128:
+            plain = torch.view_as_real(plain)
+        yield plain.view(_WHOLE[plain.itemsize])
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -145,3 +192,39 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, (list, tuple)):
         for item in value:
             yield from _tensors(item)
+
+
+def _pieces(value: Any, around: tuple[int, ...] = ()) -> Iterator[bytes]:
+    """The bytes of everything in nested containers and objects, in their order.
+
+    Args:
+        around: ids of what this lies in: what holds itself ends there.
+    """
+    if isinstance(value, Tensor):
+        for bits in _bits(value):
+            yield bits.cpu().contiguous().numpy().tobytes()
+    elif isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject:
+        yield value.tobytes()
+    elif isinstance(value, _TOLD):
+        yield repr(value).encode(errors="backslashreplace")
+    elif isinstance(value, (bytes, bytearray, memoryview)):
+        yield bytes(value)
+    elif isinstance(value, (type, ModuleType)):
+        yield value.__name__.encode()
+    elif id(value) not in around and len(around) < MAX_DEPTH:
+        for item in _items(value):
+            yield from _pieces(item, (*around, id(value)))
+
+
+def _items(value: Any) -> Iterable[Any]:
+    """What an object or a container holds; of an object the name of its type as well."""
+    if isinstance(value, Mapping):
+        return (part for item in value.items() for part in item)
+    if isinstance(value, np.ndarray):  # of objects
+        return value.ravel().tolist()
+    if isinstance(value, Sequence):
+        return value
+    if isinstance(value, (set, frozenset)):
+        return sorted(value, key=repr)
+    names: Iterable[str] = getattr(value, "__dataclass_fields__", getattr(value, "__dict__", ()))
+    return [type(value).__qualname__, *(part for name in names for part in (name, getattr(value, name, None)))]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
 import time
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
@@ -27,17 +30,20 @@ def describe_run(engine: Any) -> dict[str, Any]:
     """Plain values: what the run was made with, as far as the engine knows it."""
     config, device = getattr(engine, "config", None), getattr(getattr(engine, "backend", None), "device", "cpu")
     settings = {each.name: getattr(config, each.name) for each in fields(config)} if is_dataclass(config) else None
-    facts: dict[str, Any] = {}
-    EventValues().put(facts, "settings", settings)
+    values, facts = EventValues(), dict[str, Any]()
+    values.put(facts, "seed", getattr(engine, "seed", None))
+    values.put(facts, "command", sys.argv)
+    values.put(facts, "settings", settings)
+    values.settle()
     return {
         "format": FORMAT,
         "id": uuid.uuid4().hex,
         "created": _now(),
-        "seed": getattr(engine, "seed", None),
+        "seed": facts["seed"],
         "environment": describe_environment(device),
         "git": _git_state(),
-        "command": sys.argv,
-        **facts,
+        "command": facts["command"],
+        "settings": facts["settings"],
         "handlers": [type(handler).__name__ for handler in getattr(engine, "handlers", ())],
         "starts": [],
     }
@@ -52,35 +58,57 @@ def write_run_file(folder: Path, engine: Any, **more: Any) -> None:
     Raises:
         OSError: it cannot be written.
     """
-    _write(folder, {**describe_run(engine), **more})
+    facts = {**describe_run(engine), **more}
+    with _alone(folder):
+        _write(folder, facts)
 
 
-def read_run_file(folder: Path) -> dict[str, Any]:
-    """What run.json says; empty where it cannot be read."""
-    try:
-        found = msgspec.json.decode((folder / RUN_FILE).read_bytes())
-    except (OSError, msgspec.DecodeError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def note_start(folder: Path, engine: Any, iteration: int) -> None:
+def note_start(folder: Path, engine: Any, iteration: int, rank: int = 0) -> None:
     """A run begins or goes on: say so in run.json, which is made where it is missing.
 
     Args:
+        folder: the run folder, which is there.
+        engine: what runs.
         iteration: behind which it goes on; 0 for its beginning.
+        rank: of this process; rank 0 writes for all.
 
     Raises:
         OSError: it cannot be written.
     """
+    if rank:
+        return
     facts = describe_run(engine)
-    there = read_run_file(folder)
     start = {"at": _now(), "iteration": iteration, "pid": os.getpid(), "command": facts["command"], "git": facts["git"]}
-    if there:
-        if there.get("environment") != facts["environment"]:
+    with _alone(folder):
+        there = read_run_file(folder)
+        if there and there.get("environment") != facts["environment"]:
             start["environment"] = facts["environment"]
-        facts = {**facts, **there}
-    _write(folder, {**facts, "starts": [*facts["starts"], start]})
+        facts |= there
+        starts = facts["starts"] if isinstance(facts["starts"], list) else []
+        _write(folder, {**facts, "starts": [*starts, start]})
+
+
+@contextmanager
+def _alone(folder: Path) -> Iterator[None]:
+    """No other process changes the file meanwhile, where the folder's file system has locks."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a process forked meanwhile would go on holding it
+        os.close(descriptor)
+
+
+def read_run_file(folder: Path) -> dict[str, Any]:
+    """What run.json says; empty where it is missing, or is none."""
+    try:
+        found = msgspec.json.decode((folder / RUN_FILE).read_bytes())
+    except (OSError, ValueError):  # no JSON, or no UTF-8
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _write(folder: Path, facts: dict[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import uuid
 from pathlib import Path
 
 from engine.errors import RunFolderError
@@ -35,10 +36,10 @@ def make_folder(place: str, folder: Path) -> Path:
 
 def replace_file(path: Path, content: bytes) -> None:
     """Write the file so that readers see the old content or the new, never a part."""
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")  # several processes may write it
     try:
         temporary.write_bytes(content)
         os.replace(temporary, path)
-    except OSError:
+    except BaseException:
         temporary.unlink(missing_ok=True)
         raise

@@ -16,14 +16,14 @@ from engine import Engine, Event, EventBus, Events, Phase, rng
 from engine.accumulation import Accumulation
 from engine.backends.torch import TorchBackend
 from engine.batches import workers_outlive_signals
-from engine.checkpoint import CheckpointManager, Place, load_checkpoint, place_of
+from engine.checkpoint import Place, load_checkpoint, place_of
 from engine.errors import ConfigurationError
 from engine.logs import get_logger
 from engine.metrics import MetricTracker
 from engine.optimizers import averaged_weights, resolve_optimizer
 from engine.payloads import AnomalyDetected, CheckpointLoaded, MetricsLogged, ValidationCompleted
 from engine.protocols import TrainingStrategy
-from handlers import Callback, CallbackList, Checkpointer, CSVLogger
+from handlers import Callback, CallbackList
 from handlers.readings import reading_events
 from pulsetrain.arguments import (
     check_kinds,
@@ -34,13 +34,14 @@ from pulsetrain.arguments import (
     optimizer_options,
     resolve_strategy,
 )
+from pulsetrain.beginning import begin_anew, checkpointer_of, resume_from, stand_at_the_end
 from pulsetrain.bounds import Bound
 from pulsetrain.config import TrainingConfig
 from pulsetrain.evaluation import Evaluation, check_sets
-from pulsetrain.handler_states import handler_settings, handler_states, restore_states, state_of, stateful
+from pulsetrain.handler_states import handler_settings, handler_states, restore_states
 from pulsetrain.measuring import Losses, Rate
 from pulsetrain.position import DataPosition
-from pulsetrain.resume import COUNTERS, capture, restore
+from pulsetrain.resume import capture, restore
 from pulsetrain.step import rates_of, step
 from pulsetrain.unsaved import check_unsaved, tell_of_changed_numbers
 
@@ -145,7 +146,7 @@ class Trainer(Engine):
         for handler in self.handlers:
             handler.attach(self)
         self.callbacks.attach(self)
-        self._at_first = handler_states(self)
+        self.states_at_first = handler_states(self)  # for a run that begins anew
         handler_settings(self)  # as they are now
 
     def train(self, resume: str | os.PathLike[str] | None = None) -> dict[str, list[float]]:
@@ -165,14 +166,14 @@ class Trainer(Engine):
         if resume is not None:
             if not isinstance(resume, (str, os.PathLike)):
                 raise TypeError(f"Trainer.train(resume={resume!r}): needs 'latest' or a checkpoint's path")
-            self._resume(resume)
+            resume_from(self, resume)
         state, bound = self.state, self.bound
         if self.position.resuming:
             state.max_epochs, state.max_iters = bound.max_epochs, bound.max_iterations
             state.dataloader, self._internal_run_generator = self.train_loader, None
             self._init_iter = None
             if self._is_done(state):
-                self._stand_at_the_end()
+                stand_at_the_end(self)
             self._internal_run()  # not run(): where nothing is left to train it would begin from the start
             state.stop_reason = state.stop_reason or self._bound_inside_an_epoch()
         elif self._internal_run_generator is not None or (
@@ -180,41 +181,9 @@ class Trainer(Engine):
         ):
             self.run(self.train_loader)  # goes on behind an interruption, a termination or an error
         else:
-            self._begin_anew()
+            begin_anew(self)
             self.run(self.train_loader, max_epochs=bound.max_epochs, max_iters=bound.max_iterations)
         return self.history.get_history()
-
-    def _begin_anew(self) -> None:
-        """From iteration 0: counters, history, handlers, the order of the data; not weights, optimizer, fp16 scale."""
-        for handler in self.handlers:
-            if isinstance(handler, Checkpointer) and self.state.iteration > 0:
-                handler.refuse_another_run()  # before anything of the finished run is touched
-        rng.seed_everything(self.seed)
-        state = self.state
-        state.max_epochs = state.max_iters = None
-        self.set_counters(dict.fromkeys(COUNTERS, 0) | {"epoch_length": None})
-        self.accumulation.restart()
-        self.validated_at = -1
-        self.optimizer.zero_grad(set_to_none=True)
-        self.backend.begin_run()
-        self.announced_skips = 0
-        self.grad_norm = None
-        self.losses.restart()
-        self.history = MetricTracker()  # whoever holds the last run's keeps it
-        self.position.restart()
-        for key, handler in stateful(self).items():
-            if key in self._at_first:
-                handler.load_state_dict(self._at_first[key])
-            else:  # it has been attached since, and has seen no run yet
-                self._at_first[key] = state_of(key, handler)
-
-    def _stand_at_the_end(self) -> None:
-        """A checkpoint behind the last batch was loaded: what is left is the run's end."""
-        self.position.resuming = False
-        self.state.epoch = self.position.epoch
-        if self.rng_to_restore is not None:
-            rng.restore(self.rng_to_restore)
-            self.rng_to_restore = None
 
     def _bound_inside_an_epoch(self) -> str | None:
         """What the loop would have said had it come to the bound itself; at an epoch's end it says nothing."""
@@ -276,7 +245,7 @@ class Trainer(Engine):
 
     def save_checkpoint(self, name: str = "checkpoint", is_best: bool = False) -> Place:
         """Save now, into the folder of the trainer's Checkpointer; returns the checkpoint's path."""
-        path: Place = self._checkpointer("save_checkpoint()").save(self, name, is_best)
+        path: Place = checkpointer_of(self, "save_checkpoint()").save(self, name, is_best)
         return path
 
     def load_checkpoint(self, path: str | os.PathLike[str]) -> None:
@@ -288,29 +257,6 @@ class Trainer(Engine):
         folder = place_of(path)
         restore(self, load_checkpoint(folder))
         self.fire(Events.CHECKPOINT_LOADED, CheckpointLoaded(path=folder, iteration=self.state.iteration))
-
-    def _resume(self, source: str | os.PathLike[str]) -> None:
-        if source != "latest":
-            self.load_checkpoint(source)
-            return
-        latest = self._checkpointer("train(resume='latest')").manager.get_latest()
-        if latest is not None:
-            self.load_checkpoint(latest)
-            return
-        for handler in self.handlers:
-            if isinstance(handler, CSVLogger):
-                handler.begin_again()
-
-    def _checkpointer(self, asked_by: str) -> Any:
-        found = [
-            handler for handler in self.handlers if isinstance(getattr(handler, "manager", None), CheckpointManager)
-        ]
-        if len(found) != 1:
-            raise ConfigurationError(
-                f"Trainer.{asked_by}: needs exactly one Checkpointer among the handlers, and there are {len(found)}; "
-                "pass handlers=[Checkpointer('runs/a')], or name the checkpoint's path"
-            )
-        return found[0]
 
     def _subscribe(self) -> None:
         config = self.config

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from engine.recording.blocks import FRAME_BYTES, Header, content_at, skippable
+from engine.recording.blocks import FRAME_BYTES, Header, content_at, parse, skippable
 
 __all__ = ["TABLE_MAGIC", "Index"]
 
@@ -83,6 +83,9 @@ class Index:
             index._table = _decode_table(content[0][: -_END.size])
         except msgspec.DecodeError:
             return None
+        last = parse(data, index._table.start[-1]) if len(index) else None
+        if len(index) and (last is None or last.end != start):  # something was cut out before it, or is damaged
+            return None
         return index, start
 
     def table(self, version: int) -> bytes:
@@ -108,6 +111,17 @@ class Index:
     def last_seq(self) -> int:
         """The last one's; -1 for none."""
         return self._table.seq[1][-1] if len(self) else -1
+
+    @property
+    def next_ord(self) -> int | None:
+        """Behind the last deterministic event, or what the last seam says; None where there is neither."""
+        for number in reversed(range(len(self))):
+            header = self.header(number)
+            if header.ord[1] >= 0:
+                return header.ord[1] + 1
+            if header.seams:  # a block begins with it
+                return header.seams[-1][2]
+        return None
 
     @property
     def seams(self) -> list[tuple[int, int, int]]:

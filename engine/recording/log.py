@@ -16,10 +16,11 @@ from engine.recording.frames import to_arrow, to_pandas
 from engine.recording.index import Index, Reach
 from engine.recording.lines import LoggedEvent, decode, merged
 from engine.recording.scan import Contents, Damage, mapped, recovered, scan
-from engine.recording.writer import log_files
+from engine.recording.writer import LOST, log_files
 
 __all__ = ["EventLog", "read_ranks"]
 
+_LOOKS = 4  # at a log that seems damaged, and is perhaps being written
 _RANK_FILE = re.compile(r"events\.rank(\d+)\.jsonl\.zst")
 
 Range = tuple[int | None, int | None]  # first and last, both included; None for no bound
@@ -53,6 +54,13 @@ class EventLog:
 
     def refresh(self) -> None:
         """Look at the files anew: a run that is still going has written more."""
+        for _ in range(_LOOKS):
+            self._look()
+            if not self.damage:  # else the writer may have been at it
+                break
+        self._superseded = self._find_superseded()
+
+    def _look(self) -> None:
         # the tail first: what is sealed in between is then in both, and never in neither
         tail = mapped(self._tail)
         content = bytes(tail).rstrip(b"\n\0")  # most of it are empty lines
@@ -64,8 +72,7 @@ class EventLog:
         self.damage: list[Damage] = list(self._contents.damage)
         if torn:
             self.damage.append(Damage(self._tail.name, 0, len(tail), f"{torn} lines are not whole"))
-        self._check_for_gaps()
-        self._superseded = self._find_superseded()
+        self._check_for_gaps(tail_is_whole=not torn)
 
     @property
     def ended(self) -> bool:
@@ -109,7 +116,7 @@ class EventLog:
         for found in self._blocks(query):
             for each in found if query.everything else filter(query.wants, found):
                 if each.observed is not None:
-                    each.payload = merged(each.payload, each.observed)
+                    each = msgspec.structs.replace(each, payload=merged(each.payload, each.observed))
                 if not superseded and self._superseded and each.ord >= 0 and self.is_superseded(each.seq):
                     continue
                 if where is None or where(each):
@@ -203,11 +210,22 @@ class EventLog:
         """
         return to_arrow(self.read(**query))
 
-    def _check_for_gaps(self) -> None:
+    def _check_for_gaps(self, *, tail_is_whole: bool) -> None:
         for number, before, after in self._index.gaps():
             block = parse(self._data, self._index.start(number - 1)) if number else None
             reason = f"the events behind seq {before} are missing, up to seq {after}"
             self.damage.append(Damage(self._sealed.name, block.end if block else 0, self._index.start(number), reason))
+        expected = self._index.next_ord
+        for event in self._events if tail_is_whole else ():
+            if event.event == SEAM:
+                expected = event.payload["ord"]
+            elif event.event == LOST:
+                expected = None
+            elif event.ord >= 0:
+                if expected is not None and event.ord != expected:
+                    reason = f"the events before seq {event.seq} are missing: ord {expected} to {event.ord - 1}"
+                    self.damage.append(Damage(self._tail.name, 0, 0, reason))
+                expected = event.ord + 1
 
     def _find_superseded(self) -> list[tuple[int, int]]:
         """The ranges of seq that were computed again, both ends left out."""
@@ -232,19 +250,24 @@ def read_ranks(path: str | Path, **query: Any) -> Iterator[tuple[int, LoggedEven
     Raises:
         RecordingError: there is no log, or one is of a newer format.
     """
-    first = EventLog(path)
-    ranks = sorted(int(match[1]) for file in first.folder.iterdir() if (match := _RANK_FILE.fullmatch(file.name)))
-    logs = {0: first, **{rank: EventLog(path, rank) for rank in ranks}}
+    folder = Path(path)
+    folder = folder / "events" if (folder / "events").is_dir() else folder
+    files = folder.iterdir() if folder.is_dir() else ()
+    ranks = {int(match[1]) for file in files if (match := _RANK_FILE.fullmatch(file.name))}
+    if not ranks or any(file.exists() for file in log_files(folder)):
+        ranks.add(0)
+    logs = {rank: EventLog(folder, rank) for rank in sorted(ranks)}
     merged = heapq.merge(*(_placed(rank, log, query) for rank, log in logs.items()), key=lambda item: item[0])
-    return ((rank, event) for (_, rank), event in merged)
+    return ((rank, event) for (*_, rank), event in merged)
 
 
-def _placed(rank: int, log: EventLog, query: dict[str, Any]) -> Iterator[tuple[tuple[int, int], LoggedEvent]]:
-    main, iteration = next(iter(log.engines), ""), 0
+def _placed(rank: int, log: EventLog, query: dict[str, Any]) -> Iterator[tuple[tuple[int, int, int], LoggedEvent]]:
+    main, runs, iteration = next(iter(log.engines), ""), 0, 0
     for event in log.read(**query):
         if event.engine == main:
+            runs += event.iteration < iteration  # another run in the folder
             iteration = event.iteration
-        yield (iteration, rank), event
+        yield (runs, iteration, rank), event
 
 
 _UNBOUNDED: Range = (None, None)

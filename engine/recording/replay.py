@@ -186,7 +186,10 @@ class Replay(ReplayedEngine):
 
         Raises:
             RecordingError: the log does not go that far.
+            RuntimeError: called by a handler of this replay.
         """
+        if self._running:
+            raise RuntimeError(f"Replay of {self.name!r}: seek() was called from inside its own run")
         if not len(self._source) or seq > self._source.span(len(self._source) - 1)[1]:
             raise RecordingError(f"Replay.seek({seq}): the log ends before; it holds {len(self.log)} events")
         self._open.clear()

@@ -128,10 +128,10 @@ class ReplayedState(State):
         """The logged metrics, and what replayed handlers have put there."""
         event = self._event()
         logged = event.metrics if event.metrics is not None else getattr(self._last(_METRICS), "metrics", None)
-        if logged is not None and logged is not self._shown:
+        if logged is not self._shown:
             for name in self._shown or ():
                 self._metrics.pop(name, None)
-            self._metrics.update(plain(logged))
+            self._metrics.update(plain(logged) if logged is not None else {})
             self._shown = logged
         return self._metrics
 

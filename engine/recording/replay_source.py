@@ -7,6 +7,8 @@ from collections.abc import Collection, Iterator, Mapping
 from operator import attrgetter
 from typing import Any
 
+import msgspec
+
 from engine.recording.lines import LoggedEvent, decode
 from engine.recording.log import EventLog
 
@@ -84,7 +86,7 @@ class Source:
         if not types:
             return []
         count = sum(part.events.get(name, 0) for part in parts.values() for name in types)
-        if index in self._kept or len(types) > MOST_TYPES or 3 * count > header.count:
+        if index in self._kept or len(types) > MOST_TYPES or 3 * count > header.count or "" in types:
             return self.events(index)
         lines = self._log.lines(index)
         if lines is None:
@@ -121,7 +123,7 @@ def _lines_of(data: bytes, types: Collection[str]) -> bytes:
     places: list[tuple[int, int]] = []
     find, rfind = data.find, data.rfind
     for name in types:
-        needle = b'"event":"%b"' % name.encode()
+        needle = b'"event":%b' % msgspec.json.encode(name)
         at = find(needle)
         while at >= 0:
             end = find(b"\n", at)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import BinaryIO
 
-from engine.errors import RecordingError
-from engine.recording.blocks import Header, parse, seal, unpack
+from engine.recording.blocks import BLOCK_EVENTS, Header, parse, seal, unpack
 from engine.recording.lines import LoggedEvent, decode, encode
 from engine.recording.scan import FORMAT, mapped
 
@@ -24,7 +24,9 @@ _FREQUENT = frozenset(
 
 
 def thin(path: Path, target: Path, blocks: Sequence[tuple[int, Header]]) -> tuple[list[tuple[int, Header]], int]:
-    """Write another sealed file in which the older half of the blocks is thinned.
+    """Write another sealed file in which the older half of the blocks that are whole is thinned; damage stays as it is.
+
+    What is left of neighbouring blocks is put together.
 
     Args:
         path: the sealed file.
@@ -37,32 +39,66 @@ def thin(path: Path, target: Path, blocks: Sequence[tuple[int, Header]]) -> tupl
     Raises:
         OSError: it cannot be written.
     """
-    data, made, taken = mapped(path), list[tuple[int, Header]](), 0
+    data, taken = mapped(path), 0
+    whole = [index for index, (_, header) in enumerate(blocks) if not header.thinned]
+    chosen = frozenset(whole[: len(whole) // 2])
     with target.open("wb") as file:
+        merged = _Merged(file)
         for index, (start, header) in enumerate(blocks):
             block = parse(data, start)
-            if block is None:
-                raise RecordingError(f"{path}: the block at byte {start} is damaged; the log is not thinned")
-            content = data[block.start : block.end]
-            if index < len(blocks) // 2 and not header.thinned:
-                lines = unpack(data, block)
-                events = decode(lines) if lines is not None else []
-                kept = [event for event in events if _stays(event)] or events[:1]
-                if len(kept) < len(events):
-                    taken += len(events) - len(kept)
-                    header, content = seal(
-                        FORMAT,
-                        kept,
-                        [encode(event) for event in kept],
-                        header.after,
-                        len(events) - len(kept),
-                        header.seq,
-                    )
-            made.append((file.tell(), header))
-            file.write(content)
+            lines = unpack(data, block) if block is not None and (header.thinned or index in chosen) else None
+            if lines is None:
+                following = blocks[index + 1][0] if index + 1 < len(blocks) else None
+                merged.write(header, data[start : block.end if block is not None else following])
+                continue
+            events = decode(lines)
+            kept = [event for event in events if _stays(event)] if index in chosen else events
+            taken += len(events) - len(kept)
+            merged.add(header, kept or events[:1])
+        merged.seal()
         file.flush()
         os.fsync(file.fileno())
-    return made, taken
+    return merged.blocks, taken
+
+
+class _Merged:
+    """The blocks of the new file."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self.blocks: list[tuple[int, Header]] = []
+        self._file = file
+        self._events: list[LoggedEvent] = []
+        self._headers: list[Header] = []  # of the blocks that these are left of
+
+    def add(self, header: Header, events: Sequence[LoggedEvent]) -> None:
+        """What is left of a block; one that begins with a seam begins a block here, too."""
+        if header.seams or len(self._events) + len(events) > BLOCK_EVENTS:
+            self.seal()
+        self._events.extend(events)
+        self._headers.append(header)
+
+    def write(self, header: Header, content: bytes) -> None:
+        """A block as it is."""
+        self.seal()
+        self.blocks.append((self._file.tell(), header))
+        self._file.write(content)
+
+    def seal(self) -> None:
+        """Write what was added."""
+        if not self._headers:
+            return
+        first, last = self._headers[0], self._headers[-1]
+        held = sum(header.count + header.thinned for header in self._headers)
+        header, content = seal(
+            FORMAT,
+            self._events,
+            [encode(event) for event in self._events],
+            first.after,
+            held - len(self._events),
+            (first.seq[0], last.seq[1]),
+        )
+        self._events, self._headers = [], []
+        self.write(header, content)
 
 
 def _stays(event: LoggedEvent) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import time
+import weakref
 from pathlib import Path
 
 from engine.errors import RunFolderError
@@ -24,6 +25,17 @@ def log_files(folder: Path, rank: int = 0) -> tuple[Path, Path]:
     middle = f".rank{rank}" if rank else ""
     return folder / f"events{middle}.jsonl.zst", folder / f"tail{middle}.jsonl"
 
+
+_OPEN: weakref.WeakSet[LogWriter] = weakref.WeakSet()
+
+
+def _let_go_of_locks() -> None:
+    """In a forked process, such as a loader's worker: else it holds the logs' locks for as long as it lives."""
+    for writer in list(_OPEN):
+        writer.let_go()
+
+
+os.register_at_fork(after_in_child=_let_go_of_locks)
 
 LOST = "log_lost"  # the event that says that events could not be written
 _KEPT_IN_MEMORY = 64 * BLOCK_EVENTS
@@ -49,7 +61,7 @@ class LogWriter:
     def __init__(self, folder: Path, rank: int = 0, max_bytes: int | None = None) -> None:
         self.path, tail = log_files(folder, rank)
         self._max_bytes = max_bytes
-        self._too_large = False  # nothing is left to be taken out
+        self._thins_above = max_bytes  # more than the budget where nothing is left to be taken out
         self._unsealed: list[LoggedEvent] = []
         self._lines: list[bytes] = []  # of these
         self._open: dict[int, int] = {}  # seq -> index in both of those that are not complete
@@ -77,6 +89,7 @@ class LogWriter:
             os.close(self._descriptor)
             raise
         self._go_on(contents)
+        _OPEN.add(self)
 
     def _go_on(self, contents: Contents) -> None:
         """Behind what is there: cut off what a crash has left unfinished, and take the tail's events over."""
@@ -91,19 +104,13 @@ class LogWriter:
         self._unsealed = events
         self._lines = [encode(event) for event in events]
         self.last_seq = max([self._after, *(event.seq for event in events)])
-        self.next_ord = self._find_next_ord()
-        self._bound_block(max(self.next_ord - 1, 0))
-
-    def _find_next_ord(self) -> int:
-        """Behind the last deterministic event, or at the last seam where none has come since."""
-        places = [(seq, ord) for _, header in self._headers for seq, _, ord in header.seams]
-        places += [(header.seq[1], header.ord[1] + 1) for _, header in self._headers if header.ord[1] >= 0]
-        for event in self._unsealed:
+        self.next_ord = index.next_ord or 0
+        for event in events:
             if event.ord >= 0:
-                places.append((event.seq, event.ord + 1))
+                self.next_ord = event.ord + 1
             elif event.event == SEAM:
-                places.append((event.seq, event.payload["ord"]))
-        return max(places, default=(0, 0))[1]
+                self.next_ord = event.payload["ord"]
+        self._bound_block(max(self.next_ord - 1, 0))
 
     @property
     def events(self) -> int:
@@ -116,7 +123,7 @@ class LogWriter:
         return self._end
 
     def add(self, event: LoggedEvent) -> None:
-        """Write an event; one that is `open` is completed later.
+        """Write an event; one that is `open` is completed later. Where its seq has been taken it gets the next one.
 
         Raises:
             RecordingError: it holds what is no plain value.
@@ -126,9 +133,15 @@ class LogWriter:
             line = encoded(event)
         except NO_PLAIN_VALUE:
             line = encode(event)  # raises, too, and says which event it is
+        if event.seq <= self.last_seq:
+            event.seq = self.last_seq + 1  # the writer's own record came between
+            line = encode(event)
         ord = event.ord
-        if not self._first <= ord < self._next and ord >= 0:  # of the block under way
-            self._begin_block(ord)
+        begins = not self._first <= ord < self._next and ord >= 0  # else it is of the block under way
+        if begins:
+            self._bound_block(ord)
+            if self._unsealed:
+                self._cuts.append(len(self._unsealed))
         if event.open:
             self._open[event.seq] = len(self._unsealed)
         self._unsealed.append(event)
@@ -136,6 +149,8 @@ class LogWriter:
         self.last_seq = event.seq
         try:
             self._tail.append(line)
+            if begins:
+                self._seal_complete()
         except OSError:
             self._forget_the_oldest()
             raise
@@ -207,22 +222,26 @@ class LogWriter:
             OSError: the disk is full; the log is as it was.
         """
         self.seal()
+        if self._unsealed:  # it was thinned, and says so
+            self._thins_above = None
+            self.seal()
         self._write(Index(self._headers).table(FORMAT), keep=False)
 
     def close(self) -> None:
         """Give the files back; `end` comes before."""
+        _OPEN.discard(self)
         self._tail.close()
+        fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # a process that was forked just now may hold it, too
         os.close(self._descriptor)
+
+    def let_go(self) -> None:
+        """Give the lock back in a process that has inherited this; it writes nothing there."""
+        os.close(self._descriptor)
+        self._descriptor = -1
 
     def _bound_block(self, ord: int) -> None:
         self._first = ord // BLOCK_EVENTS * BLOCK_EVENTS
         self._next = self._first + BLOCK_EVENTS
-
-    def _begin_block(self, ord: int) -> None:
-        self._bound_block(ord)
-        if self._unsealed:
-            self._cuts.append(len(self._unsealed))
-            self._seal_complete()
 
     def _seal_complete(self) -> None:
         while self._cuts and (not self._open or min(self._open.values()) >= self._cuts[0]):
@@ -236,31 +255,33 @@ class LogWriter:
             self._cuts = [each - cut for each in self._cuts[1:]]
             self._open = {seq: index - cut for seq, index in self._open.items()}
             self._tail.replace(self._lines)
-        if self._max_bytes is not None and self._end > self._max_bytes and not self._too_large:
+        if self._thins_above is not None and self._end > self._thins_above:
             self._thin()
 
     def _thin(self) -> None:
         target = self.path.with_name(f".{self.path.name}.thinned")
         headers, taken = thin(self.path, target, self._headers)
-        self._too_large = not taken
-        if not taken:
+        if target.stat().st_size >= self._end:
             target.unlink()
+            self._thins_above = self._end + self._end // 4  # until then more has come that can be
             get_logger("engine").warning(
                 "the event log has outgrown its budget, and nothing in it can be thinned",
                 bytes=self._end,
                 max_bytes=self._max_bytes,
             )
             return
+        self._thins_above = self._max_bytes
         descriptor = os.open(target, os.O_RDWR | os.O_CLOEXEC)
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # before the name is its: nobody else has seen it
         os.replace(target, self.path)
         os.close(self._descriptor)
         self._descriptor, self._headers = descriptor, headers
         self._end = os.fstat(descriptor).st_size
-        up_to = headers[len(headers) // 2 - 1][1].seq[1]
-        said = LoggedEvent(event=THINNED, payload={"events": taken, "up_to_seq": up_to})
-        said.seq, said.t = self.last_seq + 1, time.time_ns()
-        self.add(said)
+        if taken:
+            up_to = max(header.seq[1] for _, header in headers if header.thinned)
+            said = LoggedEvent(event=THINNED, payload={"events": taken, "up_to_seq": up_to})
+            said.seq, said.t = self.last_seq + 1, time.time_ns()
+            self.add(said)
 
     def _write(self, data: bytes, *, keep: bool = True) -> None:
         """Append to the sealed file, over a table that was there."""

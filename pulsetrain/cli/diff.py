@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigurationError
+from engine.recording import EventLog
 from engine.recording.diff import diff
 from pulsetrain.cli.pipe import until_closed
 from pulsetrain.cli.reports import FAILED, OK
@@ -43,6 +44,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("a", metavar="A", type=Path, help="a run folder")
     parser.add_argument("b", metavar="B", type=Path, help="another")
+    parser.add_argument("--rank", metavar="N", type=int, default=0, help="whose logs, where several processes recorded")
     parser.add_argument("--rtol", type=float, default=0.0, help="floats agree that differ by at most this part of them")
     parser.add_argument("--atol", type=float, default=0.0, help="or by at most this much")
     parser.add_argument("--format", choices=("text", "json"), default="text", help="of what is printed")
@@ -56,7 +58,8 @@ def run(arguments: argparse.Namespace, settings: Mapping[str, str]) -> int:
     """Compare, print, and say by the exit status what came out."""
     for name in settings:
         raise ConfigurationError(f"--{name}: diff has no such option")
-    found = diff(arguments.a, arguments.b, rtol=arguments.rtol, atol=arguments.atol)
+    a, b = (EventLog(folder, arguments.rank) for folder in (arguments.a, arguments.b))
+    found = diff(a, b, rtol=arguments.rtol, atol=arguments.atol)
     with until_closed():
         if arguments.format == "json":
             print(json.dumps(found.as_dict(growth=not arguments.first)))

@@ -49,6 +49,7 @@ def add_parser(commands: Any) -> None:
         allow_abbrev=False,
     )
     parser.add_argument("folder", metavar="RUN", type=Path, help="a run folder")
+    parser.add_argument("--rank", metavar="N", type=int, default=0, help="whose log, where several processes recorded")
     parser.add_argument("--engine", help="events of this engine alone, such as trainer")
     parser.add_argument("--event", action="append", help="events of this type, such as epoch_completed; repeatable")
     parser.add_argument("--from", dest="first", type=int, metavar="ITERATION", help="from this iteration on")
@@ -72,7 +73,7 @@ def run(arguments: argparse.Namespace, settings: Mapping[str, str]) -> int:
     for name in arguments.fields or ():
         check_field(name)
     where = None if arguments.where is None else predicate(arguments.where)
-    log = EventLog(arguments.folder)
+    log = EventLog(arguments.folder, arguments.rank)
     if arguments.check:
         return _check(log)
     filters = {
@@ -137,7 +138,7 @@ def follow(
 def _check(log: EventLog) -> int:
     damage = log.verify()
     with until_closed():
-        state = "ended" if log.ended else "not ended: still being written, killed, or cut off"
+        state = "ended" if log.ended else "not closed: the run is still going, was killed, or the end is missing"
         print(f"{log.folder}: {len(log):,} events, {state}; {'damaged' if damage else 'no damage'}")
         for each in damage:
             print(f"  {each}")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import re
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,14 @@ from engine.events import Events
 from engine.recording import EventLog
 from engine.recording.replay import Replay, Stop
 from pulsetrain.building import build
-from pulsetrain.cli.reports import OK
+from pulsetrain.cli.pipe import until_closed
+from pulsetrain.cli.reports import OK, USAGE
 from pulsetrain.config_file import load_yaml
+from pulsetrain.run_folder import holds_run
 
 __all__ = ["add_parser", "parse_handler"]
+
+DAMAGED = 3
 
 DESCRIPTION = """\
 Play recorded runs through handlers, one at a time, and tell what each would have
@@ -33,7 +38,8 @@ examples:
   pulsetrain replay runs/a --handler early_stopping:patience=3
   pulsetrain replay runs/* --handler early_stopping:patience=3 --handler early_stopping:patience=10
 
-exit status: 0 done; 2 wrong input
+exit status: 0 done; 2 wrong input, such as a metric that a run does not have: its row says so, and the others are
+printed; 3 a log is damaged, and what can be read of it was played
 """
 COLUMNS = ("run", "handler", "stops at", "best", "iterations saved")
 
@@ -59,6 +65,7 @@ def add_parser(commands: Any) -> None:
         help="a handler, such as early_stopping, or the path of a class of your own",
     )
     parser.add_argument("--engine", metavar="NAME", help="attach to this engine; by default the trainer")
+    parser.add_argument("--rank", metavar="N", type=int, default=0, help="whose log, where several processes recorded")
     parser.add_argument("--format", choices=("table", "json"), default="table", help="how to print")
     parser.set_defaults(run=run)
 
@@ -69,18 +76,23 @@ def run(arguments: argparse.Namespace, settings: Mapping[str, str]) -> int:
         raise ConfigurationError(f"--{next(iter(settings))}: is no option of replay, which takes no configuration")
     variants = [(text, parse_handler(text)) for text in arguments.handlers]
     for text, spec in variants:
-        _make(text, spec)  # all are checked before the first is played
-    logs = [(folder, EventLog(folder)) for folder in arguments.runs]
+        _keep_apart(text, spec)  # all are checked before the first is played
+    logs = [(folder, EventLog(folder, arguments.rank)) for folder in arguments.runs]
     rows = [
         _what_if(folder, log, text, _make(text, spec), arguments.engine)
         for folder, log in logs
         for text, spec in variants
     ]
-    if arguments.format == "json":
-        print("\n".join(json.dumps(row) for row in rows))
-    else:
-        print(_table(rows))
-    return OK
+    with until_closed():
+        if arguments.format == "json":
+            print("\n".join(json.dumps(row) for row in rows))
+        else:
+            print(_table(rows))
+    failed = [f"{row['run']}: {row['error']}" for row in rows if row["error"] is not None]
+    damaged = [f"{folder}: damaged: {damage}" for folder, log in logs for damage in log.damage]
+    for line in (*(f"error: {each}" for each in failed), *damaged):
+        print(f"pulsetrain: {line}", file=sys.stderr)
+    return USAGE if failed else DAMAGED if damaged else OK
 
 
 def parse_handler(text: str) -> dict[str, Any]:
@@ -117,18 +129,21 @@ def _shipped() -> dict[str, Any]:
 
 def _what_if(folder: Path, log: EventLog, text: str, handler: Any, engine: str | None) -> dict[str, Any]:
     """One row: what the handler would have done in the run."""
-    _keep_apart(folder, text, handler)
+    failed: str | None = None
     try:
         replay = Replay(log, engine=engine, obey_terminate=True)
-        _check_metric(log, replay, handler)
-        handler.attach(replay)
-        replay.run()
+        try:
+            _check_metric(log, replay, handler)
+            handler.attach(replay)
+            replay.run()
+        except MetricNotFoundError as error:
+            failed = str(error)
+        finally:
+            getattr(handler, "detach", lambda: None)()
     except PulsetrainError as error:
         raise type(error)(f"{folder}: {error}") from error
-    finally:
-        getattr(handler, "detach", lambda: None)()
     total = replay.last_iteration
-    stop: Stop | None = replay.stops[0] if replay.stops else None
+    stop: Stop | None = replay.stops[0] if replay.stops and failed is None else None
     return {
         "run": str(folder),
         "handler": text,
@@ -136,9 +151,10 @@ def _what_if(folder: Path, log: EventLog, text: str, handler: Any, engine: str |
         "epoch": stop.epoch if stop is not None else None,
         "iteration": stop.iteration if stop is not None else None,
         "reason": stop.reason if stop is not None else None,
-        "best": getattr(handler, "best_value", None),
+        "best": getattr(handler, "best_value", None) if failed is None else None,
         "iterations": total,
         "saved": total - stop.iteration if stop is not None else 0,
+        "error": failed,
     }
 
 
@@ -152,14 +168,23 @@ def _check_metric(log: EventLog, replay: Replay, handler: Any) -> None:
         )
 
 
-def _keep_apart(folder: Path, text: str, handler: Any) -> None:
-    """Refuse a handler that would write into the run it is told about."""
-    for name in ("folder", "path"):
-        place = getattr(handler, name, None)
-        if isinstance(place, (str, Path)) and folder.resolve() in (
-            Path(place).resolve(),
-            *Path(place).resolve().parents,
-        ):
+def _keep_apart(text: str, spec: Mapping[str, Any]) -> None:
+    """Refuse a handler that would write into a run: what is recorded stays as it is."""
+    given = _places(spec["init_args"].get)
+    _refuse_runs(text, given)
+    handler = _make(text, spec)  # it may make its folder
+    own = _places(lambda name: getattr(handler, name, None))
+    _refuse_runs(text, [place for place in own if not any(place.is_relative_to(folder) for folder in given)])
+
+
+def _places(value_of: Callable[[str], Any]) -> list[Path]:
+    found = [value_of(name) for name in ("folder", "path")]
+    return [Path(each).resolve() for each in found if isinstance(each, Path | str) and "://" not in str(each)]
+
+
+def _refuse_runs(text: str, places: Sequence[Path]) -> None:
+    for folder in (folder for place in places for folder in (place, *place.parents)):
+        if holds_run(folder):
             raise ConfigurationError(f"--handler {text}: would write into the run {folder}; choose another folder")
 
 
@@ -167,7 +192,9 @@ def _table(rows: Sequence[Mapping[str, Any]]) -> str:
     lines: list[tuple[str, ...]] = [COLUMNS]
     for row in rows:
         stops, saved = f"nowhere in {row['iterations']:,} iterations", "-"
-        if row["stopped"]:
+        if row["error"] is not None:
+            stops = "unknown: the run has no such metric"
+        elif row["stopped"]:
             stops = f"epoch {row['epoch']}, iteration {row['iteration']:,} of {row['iterations']:,}"
             share = row["saved"] / row["iterations"] if row["iterations"] else 0.0
             saved = f"{row['saved']:,} ({share:.0%})"

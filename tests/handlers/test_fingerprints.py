@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import random
+import zlib
+from collections import UserDict, deque
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from driving import make_engine
@@ -13,6 +17,7 @@ from driving import make_engine
 from engine import ConfigurationError, Events, Every
 from engine.recording import EventLog
 from handlers import EventRecorder, Fingerprints
+from handlers.fingerprints import BatchFingerprint, FingerprintEvents, StateFingerprint
 from tests.pulsetrain.small import trainer
 
 
@@ -76,3 +81,211 @@ def test_an_engine_without_a_model_is_refused():
     engine = make_engine()
     with pytest.raises(ConfigurationError, match="pass model="):
         Fingerprints().attach(engine)
+
+
+@dataclass(slots=True)
+class Sample:
+    image: Any
+    label: Any = 0
+    unset: Any = field(init=False)
+
+
+class Thing:
+    def __init__(self, **values: Any) -> None:
+        self.__dict__.update(values)
+
+
+class Opaque:
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+class Other(Opaque):
+    __slots__ = ()
+
+
+def state_of(*buffers: torch.Tensor) -> int:
+    """The digest of a model with these buffers."""
+    found: list[StateFingerprint] = []
+    engine, model = make_engine(), torch.nn.Module()
+    for index, buffer in enumerate(buffers):
+        model.register_buffer(f"b{index}", buffer)
+    Fingerprints(Every(iterations=1), model=model).attach(engine)
+    engine.add_event_handler(FingerprintEvents.STATE_FINGERPRINTED, lambda engine, event: found.append(event.payload))
+    engine.run([0], max_epochs=1)
+    assert (found[0].buffers.shape, found[0].buffers.dtype) == ((), torch.int64)
+    return int(found[0].buffers)
+
+
+def batch_of(batch: Any) -> int:
+    found: list[BatchFingerprint] = []
+    engine = make_engine()
+    Fingerprints(batches=True, model=torch.nn.Module()).attach(engine)
+    engine.add_event_handler(FingerprintEvents.BATCH_FINGERPRINTED, lambda engine, event: found.append(event.payload))
+    engine.run([batch], max_epochs=1)
+    return found[0].batch
+
+
+DTYPES = [
+    torch.bool, torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64,
+    torch.uint64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128,
+    torch.float8_e4m3fn, torch.float8_e5m2,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_change_of_any_value_of_any_type_shows(dtype: torch.dtype):
+    def digests(*values: float) -> tuple[int, int]:
+        tensor = torch.tensor(values, dtype=torch.float64).to(dtype)
+        return state_of(tensor), batch_of(tensor)
+
+    given = [(0, 0, 0, 0), (1, 0, 0, 0), (1, 1, 1, 1), (1, 1, 0, 0)]
+    if dtype != torch.bool:
+        given += [(7, 7, 7, 7), (7, 7, 1, 1), (1, 1, 1, 2)]
+    for side in zip(*[digests(*values) for values in given], strict=True):
+        assert len(set(side)) == len(given)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize("shape", [(2,), (4,), (1 << 20,), (3, 5)])
+def test_equal_values_that_all_change_alike_show(shape: tuple[int, ...], dtype: torch.dtype):
+    digests = [state_of(torch.full(shape, value, dtype=dtype)) for value in (0.0, 1.0, 1.5, 2.0, 7.0, -1.0)]
+    assert len(set(digests)) == len(digests)
+
+
+@pytest.mark.parametrize("column", range(4))
+def test_a_column_of_equal_values_that_all_change_alike_shows(column: int):
+    tensor = torch.ones(1 << 18, 4)
+    before = state_of(tensor)
+    tensor[:, column] = 7.0
+    assert state_of(tensor) != before
+
+
+def test_small_whole_numbers_do_not_cancel_each_other():
+    digests = [state_of(torch.tensor([value, 5])) for value in range(200)]
+    assert len(set(digests)) == len(digests)
+
+
+def test_where_a_tensor_stands_counts():
+    a, b = torch.tensor([1.0, 2.0]), torch.tensor([3.0])
+    assert state_of(a, b) != state_of(b, a)
+    assert batch_of([a, b]) != batch_of([a.flip(0), b])
+
+
+def test_only_values_count_not_how_they_lie_in_memory():
+    lying = torch.arange(15.0).reshape(5, 3)
+    standing = lying.t().contiguous().t()
+    inside = torch.arange(-1.0, 15.0)[1:].reshape(5, 3)
+    assert state_of(lying) == state_of(standing) == state_of(inside)
+    assert batch_of(lying) == batch_of(standing) == batch_of(inside)
+
+
+def test_a_large_tensor_is_digested_in_parts(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("handlers.fingerprints._CHUNK", 4)
+    tensor = torch.arange(21.0)
+    before = state_of(tensor)
+    tensor[-1] += 1
+    assert state_of(tensor) != before
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: x,
+        lambda x: x.t(),
+        lambda x: x.to_sparse(),
+        lambda x: x.to_sparse_csr(),
+        lambda x: x.to_sparse_csc(),
+        lambda x: x.to_sparse_bsr((2, 2)),
+        lambda x: x.to_sparse_bsc((2, 2)),
+        lambda x: torch.complex(x, x).conj(),
+        lambda x: torch.complex(x, x).conj().imag,
+        lambda x: x[0, 0],
+        lambda x: x.requires_grad_(),
+    ],
+    ids=["dense", "strides", "coo", "csr", "csc", "bsr", "bsc", "conjugate", "negative", "one value", "gradient"],
+)
+def test_every_layout_has_a_digest_of_its_values(make: Any):
+    one, two = torch.eye(4), torch.eye(4) * 2
+    for digest in (state_of, batch_of):
+        assert digest(make(one.clone())) == digest(make(one.clone()))
+        assert digest(make(one.clone())) != digest(make(two.clone()))
+
+
+def test_empty_tensors_count_for_nothing():
+    assert state_of(torch.zeros(0)) == state_of() == 0
+    assert state_of(torch.zeros(0), torch.ones(1)) != 0
+    assert batch_of(torch.zeros(0)) == 0
+
+
+def test_where_the_values_of_a_sparse_tensor_stand_shows():
+    a = torch.sparse_coo_tensor([[0, 1]], [1.0, 1.0], (4,), check_invariants=True)
+    b = torch.sparse_coo_tensor([[0, 2]], [1.0, 1.0], (4,), check_invariants=True)
+    again = torch.sparse_coo_tensor([[1, 0]], [1.0, 1.0], (4,), check_invariants=True)
+    assert state_of(a) == state_of(again) != state_of(b)
+    assert batch_of(a) == batch_of(again) != batch_of(b)
+
+
+@pytest.mark.parametrize(
+    ("batch", "other"),
+    [
+        (np.ones(3), np.zeros(3)),
+        (np.arange(6).reshape(2, 3).T, np.arange(6).reshape(2, 3)),
+        (np.array(["a", 1], dtype=object), np.array(["a", 2], dtype=object)),
+        (np.array("2024-01-01", dtype="datetime64[s]"), np.array("2024-01-02", dtype="datetime64[s]")),
+        (np.float32(1), np.float32(2)),
+        ([1, 2], [1, 3]),
+        ([1, 2], [2, 1]),
+        ((1.5, True), (1.5, False)),
+        (1j, 2j),
+        (None, 0),
+        ("a", "b"),
+        (["ab", "c"], ["a", "bc"]),
+        (["\udcff"], ["\udcfe"]),
+        (b"a", b"b"),
+        (bytearray(b"a"), bytearray(b"b")),
+        (range(3), range(4)),
+        (deque([1]), deque([2])),
+        (Path("a"), Path("b")),
+        ({1, 2}, {1, 3}),
+        ({"a": 1}, {"a": 2}),
+        ({"a": 1}, {"b": 1}),
+        (UserDict(a=1), UserDict(a=2)),
+        (Sample(torch.ones(2)), Sample(torch.zeros(2))),
+        (Sample(1, "a"), Sample(1, "b")),
+        (Thing(x=torch.ones(2)), Thing(x=torch.zeros(2))),
+        (Thing(x=Thing(y=[1])), Thing(x=Thing(y=[2]))),
+        (Thing(x=1), Thing(y=1)),
+        (Opaque(1), Other(1)),
+        (Opaque, Other),
+    ],
+)
+def test_whatever_is_in_a_batch_counts(batch: Any, other: Any):
+    assert batch_of(batch) == batch_of(batch)
+    assert batch_of(batch) != batch_of(other)
+    assert batch_of([batch]) != batch_of([other])
+
+
+def test_an_unknown_object_counts_by_its_type():
+    assert batch_of(Opaque(1)) == batch_of(Opaque(2))
+
+
+def test_a_tensors_part_is_the_crc_32_of_its_bytes():
+    values = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    assert batch_of(values.t()) == zlib.crc32(values.t().contiguous().numpy().tobytes())
+    assert batch_of([values, values]) == zlib.crc32(values.numpy().tobytes() * 2)
+
+
+def test_what_holds_itself_and_what_is_very_deep_come_to_an_end():
+    around: list[Any] = [1]
+    around.extend([around] * 12)
+    deep: Any = 0
+    for _ in range(5000):
+        deep = [deep]
+    thing = Thing(x=1)
+    thing.self = thing
+    for batch in (around, deep, thing):
+        assert batch_of(batch) == batch_of(batch)

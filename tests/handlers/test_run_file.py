@@ -1,15 +1,20 @@
 """run.json says what a run was made with, and each time that it began or went on."""
 
 import json
+import os
+import stat
 import subprocess
 import sys
 
 import pytest
+import torch
 from driving import make_engine
 
 from engine import Engine, Events
 from handlers import EventRecorder
-from handlers.run_file import describe_run
+from handlers import run_file as module
+from handlers.run_file import describe_run, note_start, write_run_file
+from handlers.run_folder import replace_file
 from tests.pulsetrain.small import trainer
 
 
@@ -72,3 +77,68 @@ def test_the_commit_is_that_of_the_working_folder(tmp_path, monkeypatch):
     assert state["changed"] is False
     (tmp_path / "a").write_text("2")
     assert describe_run(make_engine())["git"]["changed"] is True
+
+
+def test_several_processes_lose_no_start_of_each_other(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "_git_state", lambda: None)
+    engine = make_engine()
+    children = []
+    for child in range(4):
+        pid = os.fork()
+        if pid == 0:
+            status = 1
+            try:
+                for iteration in range(20):
+                    note_start(tmp_path, engine, 100 * child + iteration)
+                status = 0
+            finally:
+                os._exit(status)
+        children.append(pid)
+    assert [os.waitpid(pid, 0)[1] for pid in children] == [0] * 4
+    noted = [start["iteration"] for start in run_file(tmp_path)["starts"]]
+    assert sorted(noted) == [100 * child + iteration for child in range(4) for iteration in range(20)]
+    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
+
+
+def test_rank_0_writes_for_all(tmp_path):
+    note_start(tmp_path, make_engine(), 0, 1)
+    assert not (tmp_path / "run.json").exists()
+    note_start(tmp_path, make_engine(), 7, 0)
+    assert [start["iteration"] for start in run_file(tmp_path)["starts"]] == [7]
+
+
+@pytest.mark.parametrize("content", [b"[1", b"5", b'"\xff"', b"", b'{"starts": 5}'])
+def test_a_file_that_says_nothing_is_written_anew(tmp_path, content):
+    (tmp_path / "run.json").write_bytes(content)
+    note_start(tmp_path, make_engine(), 3)
+    assert [start["iteration"] for start in run_file(tmp_path)["starts"]] == [3]
+
+
+def test_words_and_seeds_of_any_kind_are_plain_text_and_numbers(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["train", "\udcff"])
+    engine = make_engine()
+    engine.seed = torch.tensor(5)
+    write_run_file(tmp_path, engine)
+    facts = run_file(tmp_path)
+    assert (facts["seed"], facts["command"]) == (5, ["train", "\\udcff"])
+
+
+def test_a_folder_without_locks_will_do(tmp_path, monkeypatch):
+    def none_here(descriptor, operation):
+        raise OSError("no locks available")
+
+    monkeypatch.setattr(module.fcntl, "flock", none_here)
+    note_start(tmp_path, make_engine(), 3)
+    assert len(run_file(tmp_path)["starts"]) == 1
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "a"
+    replace_file(path, b"one")
+    mask = os.umask(0)
+    os.umask(mask)
+    assert stat.S_IMODE(path.stat().st_mode) == 0o666 & ~mask
+    with pytest.raises(TypeError):
+        replace_file(path, None)
+    assert path.read_bytes() == b"one"
+    assert list(tmp_path.iterdir()) == [path]

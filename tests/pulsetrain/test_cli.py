@@ -1,102 +1,20 @@
-"""The command line: results, bad input, resuming, and signals."""
+"""The command line: results, bad input, and resuming."""
 
 from __future__ import annotations
 
 import os
 import shlex
-import signal
 import subprocess
 import sys
-import textwrap
-import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import structlog
 import torch
 
 from engine.checkpoint import CheckpointManager, find_checkpoints
 from pulsetrain.cli import main
-
-MODEL = """
-    from torch import nn
-
-    class Net(nn.Module):
-        def __init__(self, width: int = 8):
-            if width % 2:
-                raise ValueError(f"Net(width={width}): needs an even width")
-            super().__init__()
-            self.layers = nn.Sequential(nn.Linear(4, width), nn.Dropout(0.1), nn.Linear(width, 1))
-
-        def forward(self, x):
-            return self.layers(x)
-
-    class Late(Net):
-        calls = 0
-
-        def forward(self, x):
-            Late.calls += 1
-            if Late.calls > 3:
-                raise RuntimeError("it broke in the middle")
-            return super().forward(x)
-"""
-DATA = """
-    import time
-    import torch
-    from torch.utils.data import DataLoader, TensorDataset
-
-    def loaders(rows: int = 20, features: int = 4):
-        inputs = torch.randn(rows, features)
-        data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
-        return DataLoader(data, batch_size=4, shuffle=True), DataLoader(data, batch_size=4)
-
-    def nothing():
-        return []
-
-    class Endless:  # each batch a little late, until a file says that it is enough
-        def __iter__(self):
-            while True:
-                time.sleep(0.01)
-                print("batch", flush=True)
-                yield torch.ones(4, 4), torch.ones(4, 1)
-
-    class Stuck:
-        def __iter__(self):
-            yield torch.ones(4, 4), torch.ones(4, 1)
-            print("batch", flush=True)
-            time.sleep(60)
-"""
-CONFIG = """
-    run: runs/tiny-{n}
-    model: {class_path: model.Net, init_args: {width: 8}}
-    data: data.loaders
-    strategy: {class_path: SupervisedStrategy, init_args: {loss: mse}}
-    training: {max_epochs: 2, learning_rate: 1e-2, optimizer: sgd, seed: 3}
-    handlers: [{class_path: Checkpointer, init_args: {metric: val/loss}}, CSVLogger]
-"""
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The current folder, with a small configuration in it; what it imports is forgotten afterwards."""
-    for name, text in {"model.py": MODEL, "data.py": DATA, "config.yaml": CONFIG}.items():
-        (tmp_path / name).write_text(textwrap.dedent(text))
-    monkeypatch.chdir(tmp_path)
-    path, modules = list(sys.path), set(sys.modules)
-    handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)]
-    settings = structlog.get_config()
-    yield tmp_path
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)] == handlers
-    assert structlog.get_config() == settings
-    sys.path[:] = path
-    for name in {"model", "data"} & (set(sys.modules) - modules):
-        del sys.modules[name]
-
-
-def train(*words: str) -> int:
-    return main(["train", "config.yaml", *words])
+from tests.pulsetrain.command_line import files, train
 
 
 def weights(run: str | Path) -> dict[str, Any]:
@@ -108,11 +26,6 @@ def weights(run: str | Path) -> dict[str, Any]:
 
 def equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
     return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
-def files() -> list[str]:
-    """What lies in the current folder, caches apart."""
-    return sorted(str(path) for path in Path().rglob("*") if "__pycache__" not in path.parts)
 
 
 class TestResults:
@@ -338,97 +251,3 @@ class TestResuming:
         assert train("--resume", "latest", "--model.init_args.width", "16") == 2
         assert "weights do not fit the model" in capsys.readouterr().err
         assert {path: Path(path).read_bytes() for path in files() if Path(path).is_file()} == before
-
-
-@pytest.fixture
-def start(folder: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    begun: list[subprocess.Popen[str]] = []
-
-    def begin(*words: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "pulsetrain", "train", "config.yaml", "--training.max_epochs=1000", *words]
-        pipe = subprocess.PIPE
-        begun.append(subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True))
-        return begun[-1]
-
-    yield begin
-    for process in begun:
-        process.kill()
-        process.communicate()
-
-
-def wait_for(stream: Any, text: str) -> None:
-    """Read on until a line begins so; the process's end is the end of the stream."""
-    deadline = time.monotonic() + 60
-    while not (line := stream.readline()).startswith(text):
-        assert line, f"it ended before it said {text!r}"
-        assert time.monotonic() < deadline
-
-
-class TestSignals:
-    @pytest.mark.parametrize("name", ["SIGINT", "SIGUSR1"])
-    def test_the_first_one_saves_and_says_how_to_go_on(
-        self, name: str, folder: Path, start: Callable[..., subprocess.Popen[str]]
-    ) -> None:
-        process = start(
-            "--run",
-            "a run",
-            "--data=data.Endless",
-            "--training.max_epochs=null",
-            "--training.max_updates=9999",
-            "--handlers=[Checkpointer]",
-        )
-        wait_for(process.stdout, "batch")
-        process.send_signal(signal.Signals[name])
-        out, err = process.communicate(timeout=60)
-        assert process.returncode == 128 + signal.Signals[name]
-        assert f"{name}: stopping at the next safe point" in err
-        assert "Traceback" not in err
-        assert f"stopped     {name} was received" in out
-        command = shlex.split(out.splitlines()[-1].removeprefix("go on: "))
-        assert command[1:3] == ["-m", "pulsetrain"]
-        done = CheckpointManager("a run/checkpoints").get_latest()
-        assert done is not None
-        step = int(done.name.partition("-")[0])
-        assert main([*command[3:], f"--training.max_updates={step + 2}"]) == 0
-        latest = CheckpointManager("a run/checkpoints").get_latest()
-        assert latest is not None
-        assert int(latest.name.partition("-")[0]) == step + 2
-
-    def test_without_a_checkpointer_it_says_that_there_is_no_going_on(
-        self, folder: Path, start: Callable[..., subprocess.Popen[str]]
-    ) -> None:
-        process = start(
-            "--data=data.Endless", "--training.max_epochs=null", "--training.max_updates=9999", "--handlers=[]"
-        )
-        wait_for(process.stdout, "batch")
-        process.send_signal(signal.SIGTERM)
-        out, _ = process.communicate(timeout=60)
-        assert process.returncode == 128 + signal.SIGTERM
-        assert out.splitlines()[-1].startswith("go on: not possible")
-
-    def test_a_second_interrupt_stops_at_once(self, folder: Path, start: Callable[..., subprocess.Popen[str]]) -> None:
-        words = ("--data=data.Stuck", "--training.max_epochs=null", "--training.max_updates=9999")
-        process = start(*words, "--handlers=[Checkpointer]")
-        wait_for(process.stdout, "batch")
-        process.send_signal(signal.SIGTERM)
-        wait_for(process.stderr, "SIGTERM: stopping")
-        process.send_signal(signal.SIGINT)
-        _, err = process.communicate(timeout=30)
-        assert process.returncode == 130
-        assert "Traceback" not in err
-        assert "stopped at once; the run folder is runs/tiny-1" in err
-
-    def test_a_script_that_calls_exit_is_not_taken_for_one(
-        self, folder: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
-        (folder / "model.py").write_text("import sys\nsys.exit(7)\n")
-        assert train() == 7
-        assert "stopped" not in capsys.readouterr().err
-
-    def test_before_the_run_has_begun_it_leaves_nothing(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        model = "import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\n"
-        (folder / "model.py").write_text(model + (folder / "model.py").read_text())
-        before = files()
-        assert train("--run", "a/b") == 128 + signal.SIGTERM
-        assert "stopped before the run began; nothing was left behind" in capsys.readouterr().err
-        assert files() == before

@@ -11,8 +11,8 @@ from engine.recording import LoggedEvent, LogWriter
 from pulsetrain.cli import main
 
 
-def write(folder: Path, losses: list[float]) -> str:
-    writer = LogWriter(folder / "events")
+def write(folder: Path, losses: list[float], rank: int = 0) -> str:
+    writer = LogWriter(folder / "events", rank)
     for place, loss in enumerate(losses):
         writer.add(
             LoggedEvent(place, "trainer", "iteration_completed", 1, place + 1, output={"loss": loss}, seq=place, t=1)
@@ -47,6 +47,15 @@ def test_a_difference_is_1(logs, capsys):
     assert "0.25 apart" in said.out
     assert "largest difference, by iterations" in said.out
     assert said.err == ""
+
+
+def test_the_logs_of_a_rank(logs, capsys):
+    write(Path(logs[0]), [2.0] * 3, rank=2)
+    assert main(["diff", *logs, "--rank", "2"]) == 2
+    capsys.readouterr()
+    write(Path(logs[1]), [2.0] * 3, rank=2)
+    assert main(["diff", *logs, "--rank", "2"]) == 0
+    assert "agree: 3 events" in capsys.readouterr().out
 
 
 def test_within_a_tolerance_it_is_0(logs):

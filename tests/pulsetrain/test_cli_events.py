@@ -19,8 +19,8 @@ from pulsetrain.cli import main
 class Writer:
     """Writes a log event by event."""
 
-    def __init__(self, folder: Path) -> None:
-        self.log = LogWriter(folder / "events")
+    def __init__(self, folder: Path, rank: int = 0) -> None:
+        self.log = LogWriter(folder / "events", rank)
 
     def add(self, engine: str, event: str, epoch: int, iteration: int, **fields: Any) -> LoggedEvent:
         seq = self.log.last_seq + 1
@@ -69,6 +69,14 @@ class TestWhich:
     )  # fmt: skip
     def test_filters(self, folder, words, places, capsys):
         assert [row["seq"] for row in rows(capsys, folder, *words)] == places
+
+    def test_those_of_a_rank(self, folder, capsys):
+        writer = Writer(Path(folder), rank=1)
+        writer.add("trainer", "started", 0, 0)
+        writer.end()
+        assert [row["event"] for row in rows(capsys, folder, "--rank", "1")] == ["started"]
+        assert len(rows(capsys, folder)) == 12
+        assert main(["events", folder, "--rank", "2"]) == 2
 
     def test_superseded_ones_when_asked(self, tmp_path, capsys):
         writer = Writer(tmp_path)
@@ -196,6 +204,14 @@ class TestDamage:
     def test_check_of_a_sound_log(self, folder, capsys):
         assert main(["events", folder, "--check"]) == 0
         assert "12 events, ended; no damage" in capsys.readouterr().out
+
+    def test_check_of_one_that_was_not_closed(self, tmp_path, capsys):
+        writer = Writer(tmp_path)
+        writer.add("trainer", "started", 0, 0)
+        assert main(["events", str(tmp_path), "--check"]) == 0
+        told = "1 events, not closed: the run is still going, was killed, or the end is missing; no damage"
+        assert told in capsys.readouterr().out
+        writer.end()
 
     def test_check_of_a_damaged_one(self, folder, capsys):
         assert main(["events", self.flipped(folder), "--check"]) == 3

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,9 +19,9 @@ LOSSES = [4.0, 3.0, 3.5, 3.25, 2.0, 2.5, 2.75]
 PER_EPOCH = 10
 
 
-def record(folder: Path, losses: list[float] = LOSSES) -> Path:
+def record(folder: Path, losses: list[float] = LOSSES, rank: int = 0) -> Path:
     """The log of a run that validated at the end of each epoch."""
-    writer = LogWriter(folder / "events")
+    writer = LogWriter(folder / "events", rank)
     place = 0
 
     def add(event: Events, epoch: int, **fields: object) -> None:
@@ -84,7 +87,6 @@ def test_the_table_says_where_the_best_and_how_much(recorded: Path, capsys: pyte
         ("early_stopping:patience=0", "needs a whole number of at least 1"),
         ("early_stopping:patience=many", "patience"),
         ("early_stopping:patience", "'patience' is no ARGUMENT=VALUE"),
-        ("early_stopping:metric=val/accuracy", "there are: val/loss"),
         ("checkpointer:folder=elsewhere", "has no 'checkpoint_state'"),
         ("ema", "has no 'model'"),
         ("json.JSONDecoder", "it has no attach()"),
@@ -114,16 +116,114 @@ def test_a_run_that_never_validated_has_no_such_metric(tmp_path: Path, capsys: p
     assert f"{folder}: EarlyStopping(metric='val/loss'): this metric does not exist" in capsys.readouterr().err
 
 
+def test_a_metric_that_is_not_there_has_a_row_of_its_own(
+    recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = record(tmp_path / "b", [])
+    words = ["--handler", "early_stopping:patience=2,metric=val/accuracy", "--handler", "early_stopping:patience=2"]
+    assert main(["replay", str(recorded), str(other), *words]) == 2
+    said = capsys.readouterr()
+    rows = said.out.splitlines()[1:]
+    assert ["unknown: the run has no such metric" in row for row in rows] == [True, False, True, True]
+    assert "epoch 4, iteration 40 of 70" in rows[1]
+    errors = said.err.splitlines()
+    assert len(errors) == 3
+    assert f"{recorded}: EarlyStopping(metric='val/accuracy')" in errors[0]
+    assert "there are: val/loss" in errors[0]
+    assert main(["replay", str(recorded), *words, "--format", "json"]) == 2
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(row["error"] is None, row["iteration"], row["best"]) for row in found] == [
+        (False, None, None),
+        (True, 40, 3.0),
+    ]
+
+
+def test_a_damaged_log_is_played_as_far_as_it_can_be_read(
+    recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = recorded / "events" / "events.jsonl.zst"
+    data = bytearray(log.read_bytes())
+    data[data.index(b"\x28\xb5\x2f\xfd") + 20] ^= 1  # in the first zstd frame
+    log.write_bytes(data)
+    other = record(tmp_path / "b")
+    runs = ["replay", str(recorded), str(other)]
+    assert main([*runs, "--handler", "early_stopping:patience=2"]) == 2  # of the metric nothing is left
+    said = capsys.readouterr()
+    assert f"{recorded}: damaged: events.jsonl.zst" in said.err
+    assert len(said.err.splitlines()) == 2
+    assert len(said.out.splitlines()) == 3
+    assert main([*runs, "--handler", f"csv_logger:folder={tmp_path / 'out'}"]) == 3
+    said = capsys.readouterr()
+    assert len(said.out.splitlines()) == 3
+    assert said.err.startswith(f"pulsetrain: {recorded}: damaged: events.jsonl.zst, bytes 0 to")
+    assert len(said.err.splitlines()) == 1
+
+
+def test_the_log_of_a_rank(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    record(recorded, [1.0, 2.0, 3.0], rank=3)
+    words = ["replay", str(recorded), "--handler", "early_stopping:patience=2", "--rank"]
+    assert main([*words, "3"]) == 0
+    assert "epoch 3, iteration 30 of 30" in capsys.readouterr().out
+    assert main([*words, "0"]) == 0
+    assert "epoch 4, iteration 40 of 70" in capsys.readouterr().out
+    assert main([*words, "1"]) == 2
+
+
+def test_a_reader_that_has_had_enough(recorded: Path) -> None:
+    command = [sys.executable, "-m", "pulsetrain", "replay", str(recorded), "--handler", "early_stopping"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None
+    assert process.stderr is not None
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    process.stderr.close()
+    assert process.wait(timeout=60) == 0
+
+
 def test_an_engine_that_is_not_there_is_refused(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", str(recorded), "--handler", "early_stopping", "--engine", "critic"]) == 2
     assert "the log has no such engine; there are trainer" in capsys.readouterr().err
 
 
-def test_a_handler_that_would_write_into_the_run_is_refused(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = files(recorded)
-    assert main(["replay", str(recorded), "--handler", f"csv_logger:folder={recorded}"]) == 2
-    assert "would write into the run" in capsys.readouterr().err
-    assert files(recorded) == before
+@pytest.mark.parametrize(
+    "variant",
+    ["csv_logger:folder={}", "csv_logger:folder={}/plots/more", "checkpointer:folder={}", "event_recorder:folder={}"],
+)
+@pytest.mark.parametrize("run", ["a", "other"])
+def test_a_handler_that_would_write_into_a_run_is_refused(
+    variant: str, run: str, recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record(tmp_path / "other")
+    before = files(tmp_path), sorted(tmp_path.rglob("*"))
+    words = ["--handler", "early_stopping", "--handler", variant.format(tmp_path / run)]
+    assert main(["replay", str(recorded), *words]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert f"would write into the run {tmp_path / run}; choose another folder" in said.err
+    assert (files(tmp_path), sorted(tmp_path.rglob("*"))) == before
+
+
+class Writer:
+    """A handler that writes where nobody told it to."""
+
+    path = "other/file"
+
+    def attach(self, engine: object) -> None:
+        raise AssertionError("played")
+
+
+def test_a_place_that_is_the_handlers_own_is_looked_at_as_well(
+    recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    record(tmp_path / "other")
+    monkeypatch.chdir(tmp_path)
+    assert main(["replay", str(recorded), "--handler", f"{__name__}.Writer"]) == 2
+    assert f"would write into the run {tmp_path / 'other'}" in capsys.readouterr().err
+
+
+def test_a_handler_may_write_elsewhere(recorded: Path, tmp_path: Path) -> None:
+    assert main(["replay", str(recorded), "--handler", f"csv_logger:folder={tmp_path / 'out'}"]) == 0
+    assert os.listdir(tmp_path / "out") == ["metrics.csv"]
 
 
 def test_settings_of_a_configuration_are_refused(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -262,9 +262,7 @@ def test_a_run_that_ends_too_early_has_an_event_missing(run: Path, tmp_path: Pat
 def test_wrong_input_is_refused_with_the_remedy(run: Path, tmp_path: Path):
     with pytest.raises(RecordingError, match="no event log"):
         verify(tmp_path, lambda: build(tmp_path))
-    with pytest.raises(
-        CheckpointError, match="no checkpoint before iteration 8; the first was made behind"
-    ):
+    with pytest.raises(CheckpointError, match="no checkpoint before iteration 8; the first was made behind"):
         verify(run, lambda: build(run), from_iteration=8)
     with pytest.raises(ConfigurationError, match="at least 1"):
         verify(run, lambda: build(run), from_iteration=0)

@@ -1,0 +1,9 @@
+"""What the tests of replays share."""
+
+import pytest
+from replayed import Writing
+
+
+@pytest.fixture
+def log(tmp_path):
+    return Writing(tmp_path / "events")
