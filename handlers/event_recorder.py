@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from engine.bus import EventBus
-from engine.errors import ConfigurationError, PulsetrainError, RecordingError, RunFolderError
+from engine.errors import ConfigurationError, PulsetrainError, RecordingError
 from engine.events import Event, Events, event_key
 from engine.logs import get_logger
 from engine.loop import Engine
@@ -18,7 +18,7 @@ from handlers.attachment import Attachment
 from handlers.event_values import EventValues, PlainTypes, summary
 from handlers.readings import learning_rates, scalars
 from handlers.resume_check import ResumeCheck
-from handlers.run_file import note_start, read_run_file
+from handlers.run_file import note_start
 from handlers.run_folder import make_folder
 
 __all__ = ["EventRecorder"]
@@ -101,7 +101,6 @@ class EventRecorder:
         self._place: dict[str, Any] = {}  # how far the log had come when it was last closed
         self._saved: Mapping[str, Any] | None = None  # the state of a checkpoint that is being loaded
         self._attachment = Attachment("EventRecorder")
-        self._run: str | None = None  # its id in run.json
         self._bus: Any = None  # the one attached to, last
         self.resume_check: EventCheck | None = None  # of the checkpoint that the run goes on from
         self.resumed_behind: int | None = None  # seq of the log that the checkpoint was made in
@@ -145,8 +144,7 @@ class EventRecorder:
         for event, engine in self._running.values():  # killed behind this checkpoint, they have what is known now
             self._put_metrics(event, engine)
             self._on_disk(writer.update, event)
-        place = {"seq": self._bus.sequence.last, "ord": writer.next_ord, "in_epoch": sorted(self._in_epoch)}
-        return {**place, "run": self._run}
+        return {"seq": self._bus.sequence.last, "ord": writer.next_ord, "in_epoch": sorted(self._in_epoch)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """CHECKPOINT_LOADED then lets the log go on from there."""
@@ -214,7 +212,6 @@ class EventRecorder:
             if self._writer is None and event.iteration == 0:
                 self._begin_anew(event)
             self._on_disk(note_start, self.folder.parent, engine, event.iteration, self.rank)
-            self._run = read_run_file(self.folder.parent).get("id")
         logged = self._logged(event)
         logged.observed = _bounds(engine)
         self._write(logged)
@@ -247,12 +244,6 @@ class EventRecorder:
             self.resumed_behind = saved["seq"]
             self._in_epoch = set(saved["in_epoch"])
             self._begun_again = set(saved["in_epoch"])
-            here = read_run_file(self.folder.parent).get("id")
-            if writer.last_seq >= 0 and None not in (here, saved.get("run")) and here != saved["run"]:
-                raise RunFolderError(
-                    f"EventRecorder({str(self.folder.parent)!r}): holds the log of another run than the one that the "
-                    "checkpoint is of; choose another folder"
-                )
             if saved["seq"] <= writer.last_seq:  # else the run goes on in another folder
                 log = EventLog(self.folder, self.rank)
                 self.resume_check = ResumeCheck.of_log(log, saved["seq"], event.engine)

@@ -10,11 +10,9 @@ from typing import Any
 
 import pytest
 
-from engine import ConfigurationError, Engine, Events, Every
-from engine.errors import RunFolderError
+from engine import ConfigurationError, Engine, Events
 from engine.recording import EventLog
-from handlers import Checkpointer, EventRecorder
-from tests.pulsetrain.small import trainer
+from handlers import EventRecorder
 
 
 class Raising:
@@ -111,18 +109,3 @@ def test_each_rank_writes_a_log_of_its_own(tmp_path: Path):
         trainer.run(range(3 + rank), max_epochs=1)
     lengths = [len(list(EventLog(tmp_path, rank).read(event="iteration_completed"))) for rank in (0, 1)]
     assert lengths == [3, 4]
-
-
-def test_a_run_does_not_go_on_in_the_log_of_another(tmp_path: Path):
-    def make(recorded: Path, saved: Path) -> Any:
-        handlers = [EventRecorder(recorded), Checkpointer(saved, every=Every(iterations=4))]
-        return trainer({"max_epochs": 1, "seed": 3}, handlers=handlers)
-
-    for name in ("x", "y"):
-        make(tmp_path / name, tmp_path / name).train()
-    before = (tmp_path / "y" / "events" / "events.jsonl.zst").read_bytes()
-    with pytest.raises(RunFolderError, match="holds the log of another run"):
-        make(tmp_path / "y", tmp_path / "x").train(resume="latest")
-    assert (tmp_path / "y" / "events" / "events.jsonl.zst").read_bytes() == before
-    make(tmp_path / "z", tmp_path / "x").train(resume="latest")  # an empty one is another thing
-    make(tmp_path / "x", tmp_path / "x").train(resume="latest")
