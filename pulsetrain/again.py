@@ -17,7 +17,7 @@ from handlers.fingerprints import StateFingerprint, fingerprint_of
 from handlers.run_file import read_run_file
 from pulsetrain.trainer import Trainer
 
-__all__ = ["Again", "first_checkpoint", "nearest_checkpoint"]
+__all__ = ["Again", "Expected", "first_checkpoint", "nearest_checkpoint"]
 
 QUIET = (Checkpointer, ConsoleLogger, CSVLogger, LossCurve, ProgressBar)  # they write and print, and compute nothing
 
@@ -42,12 +42,11 @@ def nearest_checkpoint(run: Path, iteration: int, *, or_none: bool = False) -> P
     if not before and or_none:
         return None
     if not before:
-        there = f"the first was made behind iteration {step_of(found[0])}" if found else "it has none"
+        there = f"the first was made behind iteration {min(map(step_of, found))}" if found else "it has none"
         raise CheckpointError(
-            f"{run}: has no checkpoint before iteration {iteration}; {there}. Leave the iteration out to begin at the "
-            "run's beginning"
+            f"{run}: has no checkpoint before iteration {iteration}; {there}; choose a later iteration"
         )
-    return before[-1]
+    return max(before, key=step_of)  # though it may be damaged: whoever loads it says so
 
 
 def first_checkpoint(run: Path) -> Place | None:
@@ -104,10 +103,12 @@ class Again:
         """The seq of the recorded run behind which this goes on; -1 for the beginning."""
         return self.recorder.resumed_behind if self.recorder.resumed_behind is not None else -1
 
-    def compare(self, expected: Iterator[LoggedEvent], last: int | None = None) -> None:
+    def compare(self, expected: Expected, last: int | None = None) -> None:
         """Train, and compare each event with those expected, until one differs or all have come.
 
-        On an accelerator a difference is seen when values come to the host: the run may be some iterations further.
+        Where the recorded run was ended by an exception or by a handler, it is trained on until that comes again, or
+        does not come in its iteration. On an accelerator a difference is seen when values come to the host: the run may
+        be some iterations further.
 
         Args:
             last: iteration of the last event expected, where that is known.
@@ -119,14 +120,28 @@ class Again:
             if on_host or engine.state.iteration == last:
                 self.recorder.flush()
 
+        def stop_behind_the_end(engine: Trainer) -> None:
+            if expected.end is not None and not self.check.waiting and engine.state.iteration > expected.end.iteration:
+                engine.terminate(reason=OVER)
+
         self.check = _Ending(expected, trainer)
-        if not self.check.waiting:
+        if not self.check.waiting and expected.end is None:
             return
         self.recorder.resume_check = self.check
         trainer.add_event_handler(Events.ITERATION_COMPLETED, flush, phase=Phase.PERSIST)
-        trainer.train()
+        trainer.add_event_handler(Events.ITERATION_STARTED, stop_behind_the_end)
+        try:
+            trainer.train()
+        except Exception:  # of the run itself: the log of it has it
+            self.recorder.flush()
         self.end = trainer.state.iteration
         self.recorder.resume_check = None
+        self.recorder.detach()
+
+    def ending(self) -> LoggedEvent | None:
+        """The exception or the handler's word that has ended this run; None where the comparison has."""
+        ends = list(self.log().read(engine=self.trainer.name, event=ENDINGS))
+        return next((event for event in reversed(ends) if not _is_ours(event)), None)
 
     def state(self) -> StateFingerprint:
         """Fingerprints of the trainer as it is now."""
@@ -142,18 +157,64 @@ class Again:
         return position.rows(iteration) if iteration > position.pass_start else None
 
 
+ENDINGS = frozenset({"exception_raised", "terminate"})
+OVER = "the comparison has come to its end"
+
+
+def _is_ours(event: LoggedEvent) -> bool:
+    return isinstance(event.payload, dict) and event.payload.get("reason") == OVER
+
+
+class Expected:
+    """The deterministic events of a log that have to come again, behind a seq.
+
+    Args:
+        events: of the log, in order.
+        engine: the trainer's.
+        last: the last iteration; None for the log's end.
+        is_past: of a seq: whether what was there has been computed again since.
+    """
+
+    def __init__(
+        self,
+        events: Iterator[LoggedEvent],
+        engine: str,
+        last: int | None = None,
+        is_past: Callable[[int], bool] = lambda seq: False,
+    ) -> None:
+        self._is_past = is_past
+        self._events, self._engine, self._last = events, engine, last
+        self._stopped_from_outside = False
+        self.end: LoggedEvent | None = None  # of the run, if it can come again; known when all have been had
+
+    def __iter__(self) -> Iterator[LoggedEvent]:
+        for event in self._events:
+            if event.engine == self._engine and not (event.ord < 0 and self._is_past(event.seq)):
+                if self._last is not None and event.iteration > self._last:
+                    return
+                self._stopped_from_outside |= event.event in ("preempted", "interrupt")
+                if event.event == "interrupt":
+                    return
+                if event.event in ENDINGS:
+                    self.end = None if self._stopped_from_outside else event
+                    return
+            if event.ord >= 0 and not event.open:
+                yield event
+
+
 class _Ending(EventCheck):
     """Ends the trainer's run at the first difference, or when all has come."""
 
-    def __init__(self, expected: Iterator[LoggedEvent], trainer: Trainer) -> None:
-        super().__init__(expected)
+    def __init__(self, expected: Expected, trainer: Trainer) -> None:
+        super().__init__(iter(expected))
+        self._expected_end = expected
         self._trainer = trainer
 
     def see(self, event: LoggedEvent) -> None:
         undecided = self.waiting and self.divergence is None
         super().see(event)
-        if undecided and (self.divergence is not None or not self.waiting):
-            self._trainer.terminate(reason="the comparison has come to its end")
+        if undecided and (self.divergence is not None or (not self.waiting and self._expected_end.end is None)):
+            self._trainer.terminate(reason=OVER)
 
 
 def _takes_a_folder(build: Callable[..., Any]) -> bool:

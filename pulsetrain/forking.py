@@ -70,11 +70,13 @@ def fork(
     if into.exists() and (not into.is_dir() or any(into.iterdir())):
         what = "holds a run already" if into.is_dir() and holds_run(into) else "is not empty"
         raise RunFolderError(f"--into {into}: {what}, and nothing is overwritten; choose another folder")
+    if run.resolve() in into.resolve().parents:
+        raise RunFolderError(f"--into {into}: lies inside of the run {run}, which is only read; choose another folder")
     if at < 1:
         raise ConfigurationError(f"--at {at}: needs the number of an iteration, at least 1")
     checkpoint = nearest_checkpoint(run, at + 1)
     if skip_batches:
-        settings["training.skip_batches"] = str([list(pair) for pair in skip_batches])
+        settings["training.skip_batches"] = str(_joined(run, skip_batches))
     assembly = rebuild(run, into, settings)
     try:
         trainer = assembly.trainer
@@ -82,6 +84,7 @@ def fork(
         _take_over_schedules(trainer, saved)
         groups = [dict(group) for group in trainer.optimizer.param_groups]
         restore(trainer, saved)
+        _check_effect(trainer, skip_batches)
         _apply(trainer, groups, settings)
         trainer.fire(Events.CHECKPOINT_LOADED, CheckpointLoaded(path=checkpoint, iteration=trainer.state.iteration))
         trainer.save_checkpoint("fork")
@@ -101,6 +104,31 @@ def fork(
         assembly.claim.give_back()
         raise
     return Fork(into, parent, changed)
+
+
+def _joined(run: Path, ranges: Sequence[tuple[int, int]]) -> list[list[int]]:
+    """The ranges with those that the run itself leaves out, numbered as if nothing was left out."""
+    config = load_yaml((run / "config.yaml").read_text(encoding="utf-8"))
+    own = sorted((first, last) for first, last in (config.get("training") or {}).get("skip_batches") or ())
+
+    def counted(iteration: int) -> int:
+        for first, last in own:
+            if iteration >= first:
+                iteration += last - first + 1
+        return iteration
+
+    return [[first, last] for first, last in sorted([*own, *((counted(a), counted(b)) for a, b in ranges)])]
+
+
+def _check_effect(trainer: Trainer, ranges: Sequence[tuple[int, int]]) -> None:
+    begin, end = trainer.state.iteration, trainer.total_iterations
+    for first, last in ranges:
+        if last <= begin or (end is not None and first > end):
+            raise ConfigurationError(
+                f"--skip-batches {first}-{last}: the fork begins behind iteration {begin}"
+                + (f" and trains {end}" if end is not None else "")
+                + ": it has none of these; choose others, or fork earlier"
+            )
 
 
 def _take_over_schedules(trainer: Trainer, saved: dict[str, Any]) -> None:

@@ -132,7 +132,12 @@ class LiveDebugger:
             return None
         self._until = until
         self._go.release()
-        self._stopped.acquire()
+        try:
+            self._stopped.acquire()
+        except KeyboardInterrupt:
+            self._until = _always  # it stands still before anything else is asked of it
+            self._stopped.acquire()
+            raise
         return None if self._over else self.event
 
     def _again_to(self, count: int) -> LoggedEvent | None:

@@ -112,17 +112,27 @@ class DataPosition:
         return self._leave_out(batches, iteration) if self._left_out else batches
 
     def _leave_out(self, batches: Iterator[Any], iteration: int) -> Iterator[Any]:
-        for batch in batches:
-            number = iteration + 1 + self.skipped
-            if any(first <= number <= last for first, last in self._left_out):
-                self.skipped += 1
-                if self._keyed is not None and self._keyed[0] is self._loader:
-                    self._offset += self._keyed[1].order.step
-                else:
-                    self.pass_start -= 1  # as far as the pass goes, that batch was had
-                continue
-            iteration += 1
-            yield batch
+        given = False
+        while not given:
+            before = self.skipped
+            for batch in batches:
+                number = iteration + 1 + self.skipped
+                if any(first <= number <= last for first, last in self._left_out):
+                    self.skipped += 1
+                    if self._keyed is not None and self._keyed[0] is self._loader:
+                        self._offset += self._keyed[1].order.step
+                    else:
+                        self.pass_start -= 1  # as far as the pass goes, that batch was had
+                    continue
+                iteration += 1
+                given = True
+                yield batch
+            if self.skipped == before:
+                return  # the data has no batch
+            if not given:  # all that was left of the pass: the next one begins
+                self.passes, self.pass_start = self.passes + 1, iteration
+                self._offset, self._offset_at = 0, iteration
+                batches = self._iterate(self._loader)
 
     def _iterate(self, loader: Any) -> Iterator[Any]:
         self._loader = loader

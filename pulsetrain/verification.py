@@ -12,15 +12,16 @@ from typing import Any
 from engine.environment import environment_differences
 from engine.errors import ConfigurationError
 from engine.recording import Divergence, EventLog, LoggedEvent
+from engine.recording.diff_fields import differing_fields
 from engine.recording.diff_result import field_table, place_of
+from engine.recording.replay_source import Source
 from handlers.run_file import describe_run, read_run_file
-from pulsetrain.again import Again, first_checkpoint, nearest_checkpoint
+from pulsetrain.again import Again, Expected, first_checkpoint, nearest_checkpoint
 from pulsetrain.causes import BATCH, STATE, Cause, Evidence, causes_of
 from pulsetrain.trainer import Trainer
 
 __all__ = ["Verification", "verify"]
 
-_CUT_OFF = frozenset({"terminate", "interrupt", "exception_raised"})  # what comes behind is not of the run itself
 _BEFORE_THE_ITERATION = frozenset({BATCH, "get_batch_started", "get_batch_completed"})  # that the batch is for
 _ROWS = 16  # of a batch that are told
 
@@ -37,10 +38,11 @@ class Verification:
     missing: LoggedEvent | None = None  # recorded, and did not come before the run ended
     rows: Sequence[Any] | None = None  # indices of the batch where it differs, as far as the data tells them
     causes: tuple[Cause, ...] = ()  # likeliest first
-    environment: tuple[str, ...] = ()  # what is another than when the run was recorded; no difference by itself
+    changed: tuple[str, ...] = ()  # environment and settings that are others than in run.json; no difference by itself
+    damage: tuple[str, ...] = ()  # of the log: what could not be read was not compared
 
     def __bool__(self) -> bool:
-        return self.divergence is None and self.missing is None
+        return self.divergence is None and self.missing is None and not self.damage
 
     def __str__(self) -> str:
         return self.report()
@@ -50,10 +52,13 @@ class Verification:
         stretch = f"{self.run}, iterations {self.start + 1:,} to {self.end:,}"
         if self:
             lines = [f"{stretch}: reproduced, {self.agreed:,} events agree to the bit"]
+        elif self.divergence is None and self.missing is None:
+            lines = [f"{stretch}: not proven: {self.agreed:,} events agree to the bit, but the log is damaged"]
         else:
             lines = [f"{stretch}: not reproduced, after {self.agreed:,} events that agree"]
         if self.divergence is not None:
-            lines.append(f"first difference: event {self.divergence.ord:,}, {place_of(self.divergence.a)}")
+            number = f"event {self.divergence.ord:,}, " if self.divergence.ord >= 0 else ""
+            lines.append(f"first difference: {number}{place_of(self.divergence.a)}")
             lines.extend(field_table(self.divergence.fields, "recorded", "now"))
         if self.missing is not None:
             lines.append(f"the run ended before {place_of(self.missing)} came")
@@ -61,8 +66,9 @@ class Verification:
             more = f" and {len(self.rows) - _ROWS} more" if len(self.rows) > _ROWS else ""
             lines.append(f"batch: rows {', '.join(map(str, self.rows[:_ROWS]))}{more}")
         lines.extend(f"{'likely cause' if not index else 'or'}: {cause}" for index, cause in enumerate(self.causes))
-        if self and self.environment:
-            lines.append(f"though the environment differs: {'; '.join(self.environment)}")
+        if not self.causes and self.changed:
+            lines.append(f"though not all is as it was: {'; '.join(self.changed)}")
+        lines.extend(f"damaged: {each}" for each in self.damage)
         return "\n".join(lines)
 
 
@@ -94,48 +100,67 @@ def verify(
     for name, value in (("from_iteration", from_iteration), ("to_iteration", to_iteration)):
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             raise ConfigurationError(f"verify({name}={value!r}): needs a whole number of at least 1")
+    if from_iteration is not None and to_iteration is not None and to_iteration < from_iteration:
+        raise ConfigurationError(f"verify(to_iteration={to_iteration}): lies before from_iteration={from_iteration}")
     log = EventLog(folder)
-    checkpoint = first_checkpoint(folder) if from_iteration is None else nearest_checkpoint(folder, from_iteration)
+    if from_iteration in (None, 1):
+        checkpoint = first_checkpoint(folder)
+    else:
+        checkpoint = nearest_checkpoint(folder, from_iteration)
     with tempfile.TemporaryDirectory(prefix="pulsetrain-verify-") as temporary:
         again = Again(build_trainer, Path(temporary) / "again", checkpoint)
         changed = _changed_at_start(log, again) if checkpoint is not None else ()
-        again.compare(_expected(log, again.trainer.name, again.after, to_iteration), to_iteration)
-        check = again.check
-        if not check.agreed and not check.waiting:
-            upto = "" if to_iteration is None else f" up to iteration {to_iteration}"
+        engine = again.trainer.name
+        reached = Source(log).last_iteration(engine)
+        if reached <= again.start or (to_iteration is not None and to_iteration > reached):
             raise ConfigurationError(
-                f"verify({folder}): the log holds nothing behind iteration {again.start}{upto}; choose another stretch"
+                f"verify({folder}): the log ends at iteration {reached}, what is run again begins behind "
+                f"{again.start}; choose another stretch"
             )
+        expected = Expected(log.read(seq=(again.after + 1, None)), engine, to_iteration, log.is_superseded)
+        again.compare(expected, to_iteration)
+        check = again.check
         recorded, now = read_run_file(folder), describe_run(again.trainer)
-        environment = tuple(environment_differences(recorded.get("environment") or {}, now["environment"]))
-        found = Verification(folder, again.start, again.end, check.agreed, environment=environment)
-        if check.divergence is None:
+        others = [
+            each
+            for part in ("environment", "settings")
+            for each in environment_differences(recorded.get(part) or {}, now.get(part) or {})
+        ]
+        damage = tuple(map(str, log.damage))
+        found = Verification(folder, again.start, again.end, check.agreed, changed=tuple(others), damage=damage)
+        divergence = check.divergence or _other_end(expected.end, again)
+        if divergence is None:
             return replace(found, missing=check.next)
-        once_more = Again(build_trainer, Path(temporary) / "once_more", checkpoint)
-        once_more.compare(_up_to(again.log(), check.divergence.ord))
+        repeats = None
+        if check.divergence is not None:
+            once_more = Again(build_trainer, Path(temporary) / "once_more", checkpoint)
+            once_more.compare(Expected(_up_to(again.log(), check.divergence.ord), engine))
+            repeats = once_more.check.divergence is None
         evidence = Evidence(
-            check.divergence,
-            _next_fingerprints(log, again, check.divergence),
+            divergence,
+            _next_fingerprints(log, again, divergence),
             changed,
-            once_more.check.divergence is None,
+            repeats,
             next(log.read(event=STATE), None) is not None,
             recorded,
             now,
         )
-        came = check.divergence.b
+        came = divergence.b
         iteration = came.iteration + (came.event in _BEFORE_THE_ITERATION)
-        rows = again.rows(iteration) if came.engine == again.trainer.name and iteration else None
-        return replace(found, divergence=check.divergence, rows=rows, causes=causes_of(evidence))
+        rows = again.rows(iteration) if came.engine == engine and iteration else None
+        return replace(found, divergence=divergence, rows=rows, causes=causes_of(evidence))
 
 
-def _expected(log: EventLog, engine: str, after: int, last: int | None) -> Iterator[LoggedEvent]:
-    """The deterministic events behind a seq, up to an iteration, or to where the run was cut off."""
-    for event in log.read(seq=(after + 1, None)):
-        cut_off = event.event in _CUT_OFF and not log.is_superseded(event.seq)
-        if event.engine == engine and (cut_off or (last is not None and event.iteration > last)):
-            return
-        if event.ord >= 0 and not event.open:
-            yield event
+def _other_end(recorded: LoggedEvent | None, again: Again) -> Divergence | None:
+    """Where the run was ended otherwise than the recorded one: by an exception or a handler, or not."""
+    now = again.ending()
+    if recorded is None and (now is None or (not again.check.waiting and now.event == "terminate")):
+        return None
+    engine, iteration = again.trainer.name, again.trainer.state.iteration
+    went_on = LoggedEvent(engine=engine, event="the run went on", epoch=again.trainer.state.epoch, iteration=iteration)
+    expected = recorded or again.check.next or went_on
+    fields = differing_fields(expected, now or went_on)
+    return Divergence(-1, expected, now or went_on, fields) if fields else None
 
 
 def _up_to(log: EventLog, ord: int) -> Iterator[LoggedEvent]:

@@ -16,6 +16,7 @@ from pulsetrain.verification import verify
 
 __all__ = ["add_parser"]
 
+DAMAGED = 3
 DESCRIPTION = """\
 Train a stretch of a recorded run again, from the nearest checkpoint before it, and
 compare every event with the recorded one as it comes, floats by their bits. It ends
@@ -27,7 +28,7 @@ examples:
   pulsetrain verify runs/a
   pulsetrain verify runs/a --from 48000 --to 48300
 
-exit status: 0 the whole stretch came again to the bit; 1 it did not; 2 wrong input
+exit status: 0 the whole stretch came again to the bit; 1 it did not; 2 wrong input; 3 what could be read of the log did
 """
 
 
@@ -67,4 +68,6 @@ def run(arguments: argparse.Namespace, settings: Mapping[str, str]) -> int:
         found = verify(arguments.folder, build, arguments.first, arguments.last)
     with until_closed():
         print(found.report())
-    return OK if found else FAILED
+    if found.divergence is None and found.missing is None:
+        return DAMAGED if found.damage else OK
+    return FAILED

@@ -85,6 +85,9 @@ def test_a_configuration_that_was_changed_is_told(place: Path, capsys: pytest.Ca
         (["verify", "a", "--from", "0"], "at least 1"),
         (["verify", "a", "--training.seed", "4"], "takes no settings"),
         (["fork", "a", "--at", "3", "--into", "b"], "has no checkpoint before iteration 4"),
+        (["fork", "a", "--at", "9", "--into", "a/b"], "lies inside of the run"),
+        (["fork", "a", "--at", "20", "--into", "b", "--skip-batches", "3-12"], "it has none of these"),
+        (["fork", "a", "--at", "20", "--into", "b", "--skip-batches", "300"], "it has none of these"),
         (["fork", "a", "--at", "9", "--into", "a"], "holds a run already"),
         (["fork", "a", "--at", "0", "--into", "b"], "--at 0"),
         (["fork", "a", "--at", "9", "--into", "b", "--set", "training.learning_rate"], "is no KEY=VALUE"),
@@ -182,3 +185,24 @@ def test_the_computation_is_stepped_through_from_the_command_line(
     assert "torch.Size([8, 4])" in told
     assert main(["debug", "a", "--at", "12"]) == 2
     assert "needs --live" in capsys.readouterr().err
+
+
+def fingerprints(run: str) -> list[int]:
+    return [event.payload["batch"] for event in EventLog(run).read(event="batch_fingerprinted")]
+
+
+def test_a_whole_pass_can_be_left_out(place: Path):
+    assert main(["fork", "a", "--at", "8", "--into", "b", "--skip-batches", "10-22", "--train"]) == 0
+    found = fingerprints("b")
+    assert len(found) == 22
+    assert found[:9] == [fingerprints("a")[8], *fingerprints("a")[22:30]]
+
+
+def test_a_fork_of_a_fork_counts_as_the_fork_does(place: Path):
+    assert main(["fork", "a", "--at", "8", "--into", "b", "--skip-batches", "12-13", "--train"]) == 0
+    assert main(["fork", "b", "--at", "16", "--into", "c", "--skip-batches", "18", "--train"]) == 0
+    older, newer = fingerprints("b")[8:], fingerprints("c")  # both behind iteration 16
+    assert newer[0] == older[0]
+    assert newer[1] == older[2]  # the fork's 18th is gone
+    config = yaml.safe_load((place / "c" / "config.yaml").read_text())
+    assert config["training"]["skip_batches"] == [[12, 13], [20, 20]]

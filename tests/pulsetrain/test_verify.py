@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import random
@@ -224,7 +225,7 @@ def test_another_thread_count_is_told_as_another_environment(tmp_path: Path):
         found = verify(tmp_path / "run", make)
     finally:
         torch.set_num_threads(before)
-    assert "threads: 2 -> 1" in "; ".join(found.environment)
+    assert "threads: 2 -> 1" in "; ".join(found.changed)
     assert "threads: 2 -> 1" in str(found)
     if not found:  # whether a sum comes out the same is up to the kernels
         assert "environment" in [cause.kind for cause in found.causes]
@@ -255,8 +256,72 @@ def test_a_run_that_was_resumed_is_verified_across_the_seam(tmp_path: Path):
 def test_a_run_that_ends_too_early_has_an_event_missing(run: Path, tmp_path: Path):
     found = verify(run, lambda: build(tmp_path / "again", {"max_epochs": 2}))
     assert not found
-    assert found.missing is None or found.missing.iteration > 20 or found.missing.event == "epoch_started"
-    assert "settings" in str(found) or "ended before" in str(found)
+    assert (found.missing.event, found.missing.epoch) == ("epoch_started", 3)
+    assert "the run ended before trainer's epoch_started at epoch 3" in str(found)
+    assert "max_epochs: 3 -> 2" in str(found)
+
+
+def planted(folder: Path, at: int | None, error: str = "planted", patience: int | None = None) -> Trainer:
+    made = build(folder, {"early_stopping_patience": patience} if patience else None)
+    if at is not None:
+
+        @made.on(Events.ITERATION_COMPLETED(once=at))
+        def fail() -> None:
+            raise ValueError(error)
+
+    return made
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "proven"),
+    [((14, "a"), (14, "a"), True), ((14, "a"), (14, "b"), False), ((14, "a"), (None, ""), False),
+     ((14, "a"), (12, "a"), False), ((None, ""), (14, "a"), False)],
+)  # fmt: skip
+def test_an_exception_has_to_come_again_and_no_other(
+    tmp_path: Path, before: tuple[int | None, str], now: tuple[int | None, str], proven: bool
+):
+    first = planted(tmp_path / "run", *before)
+    with pytest.raises(ValueError, match="a") if before[0] else contextlib.nullcontext():
+        first.train()
+    found = verify(tmp_path / "run", lambda: planted(tmp_path / "again", *now), from_iteration=10)
+    assert bool(found) is proven, str(found)
+    if not proven:
+        assert found.divergence is not None
+        assert "exception_raised" in str(found)
+
+
+def test_a_handlers_end_has_to_come_again(tmp_path: Path):
+    def make(patience: int) -> Trainer:
+        made = planted(tmp_path / "run", None, patience=patience)
+        made.add_event_handler(Events.EPOCH_COMPLETED, lambda engine: engine.state.metrics.update({"val/loss": 1.0}))
+        return made
+
+    run = make(1)
+    run.add_event_handler(Events.ITERATION_COMPLETED(once=14), lambda engine: engine.terminate(reason="enough"))
+    run.train()
+
+    def again(stops: bool) -> Trainer:
+        made = make(1)
+        if stops:
+            made.add_event_handler(
+                Events.ITERATION_COMPLETED(once=14), lambda engine: engine.terminate(reason="enough")
+            )
+        return made
+
+    assert verify(tmp_path / "run", lambda: again(True))
+    found = verify(tmp_path / "run", lambda: again(False))
+    assert not found
+    assert "the run went on" in str(found)
+
+
+def test_a_damaged_log_proves_nothing(run: Path):
+    sealed = run / "events" / "events.jsonl.zst"
+    content = bytearray(sealed.read_bytes())
+    content[len(content) // 3] ^= 1
+    sealed.write_bytes(content)
+    found = verify(run, lambda: build(run), from_iteration=20)
+    assert not found
+    assert "damaged: events.jsonl.zst" in str(found)
 
 
 def test_wrong_input_is_refused_with_the_remedy(run: Path, tmp_path: Path):
@@ -266,8 +331,10 @@ def test_wrong_input_is_refused_with_the_remedy(run: Path, tmp_path: Path):
         verify(run, lambda: build(run), from_iteration=8)
     with pytest.raises(ConfigurationError, match="at least 1"):
         verify(run, lambda: build(run), from_iteration=0)
-    with pytest.raises(ConfigurationError, match="holds nothing behind iteration 24"):
+    with pytest.raises(ConfigurationError, match="lies before from_iteration=30"):
         verify(run, lambda: build(run), from_iteration=30, to_iteration=3)
+    with pytest.raises(ConfigurationError, match="the log ends at iteration 30"):
+        verify(run, lambda: build(run), from_iteration=20, to_iteration=300)
     with pytest.raises(ConfigurationError, match="made a int; it has to return a Trainer"):
         verify(run, lambda: 3)
     with pytest.raises(ConfigurationError, match="with no EventRecorder"):
