@@ -19,9 +19,7 @@ STATE, BATCH = FingerprintEvents.STATE_FINGERPRINTED.value, FingerprintEvents.BA
 class Cause:
     """One that would explain it."""
 
-    kind: (
-        str  # "weights", "settings", "data", "learning rate", "random numbers", "non-deterministic", "environment", ...
-    )
+    kind: str  # such as "weights", "settings", "data", "random numbers", "non-deterministic", "environment", "code"
     text: str
 
     def __str__(self) -> str:
@@ -35,6 +33,7 @@ class Evidence:
     divergence: Divergence
     state: tuple[LoggedEvent, LoggedEvent] | None  # the first fingerprints behind the difference, recorded and now
     weights_at_start: Sequence[str]  # parts whose fingerprint at the checkpoint is not that of the log
+    at_the_beginning: bool  # of the run, which was not begun at a checkpoint: nothing had been trained
     repeats: bool | None  # whether the same comes when it is run once more; None where that was not tried
     fingerprints: bool  # whether the log holds any
     recorded: Mapping[str, Any]  # run.json
@@ -80,9 +79,10 @@ def _of_the_event(evidence: Evidence) -> list[Cause]:
             )
         )
     elif _generators_differ(evidence):
-        found.append(
-            Cause("random numbers", "something draws from the global generators that did not then, or no longer does")
-        )
+        text = "something draws from the global generators that did not then, or no longer does"
+        if evidence.at_the_beginning:
+            text += "; in the making of the model perhaps: another model, or other code"
+        found.append(Cause("random numbers", text))
     if "event" in fields or "engine" in fields:
         found.append(Cause("handlers", f"{now.engine} fired {now.event} in place of {was.engine}'s {was.event}"))
     return found

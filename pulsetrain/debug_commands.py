@@ -37,6 +37,8 @@ class Steppable(Protocol):
     faults: list[Any]  # what went wrong, as text: the first is where it begins
 
     @property
+    def end(self) -> str: ...  # what is said where there is nothing more
+    @property
     def event(self) -> LoggedEvent | None: ...
     @property
     def here(self) -> str: ...
@@ -188,7 +190,7 @@ class Commands:
             if to(words[1]) is None:
                 yield f"no {words[1]} that way"
         elif by(_number(rest) if rest else 1) is None and before is self.target.event is not None:
-            yield "the end of the log"
+            yield self.target.end
         yield from self._stand()
 
     def _steps(self, before: list[str]) -> Iterable[str]:
@@ -207,7 +209,7 @@ class Commands:
 
     def _continue(self, rest: str) -> Iterator[str]:
         if self.target.continue_() is None:
-            yield f"{'no break ahead' if self.target.breaks else 'no breaks'}; the end of the log"
+            yield f"{'no break ahead' if self.target.breaks else 'no breaks'}; {self.target.end}"
         else:
             yield f"break {self.target.hit}"
         yield from self._stand()

@@ -64,6 +64,8 @@ class Debugger:
         RecordingError: there is no log, it is of a newer format, or it has no such engine.
     """
 
+    end = "the end of the log"
+
     def __init__(self, run: str | Path | EventLog, *, engine: str | None = None, rank: int = 0) -> None:
         self.replay = Replay(run, engine=engine, rank=rank)
         self.log = self.replay.log

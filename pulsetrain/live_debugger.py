@@ -60,6 +60,7 @@ class LiveDebugger:
 
     def _begin(self) -> None:
         self.close()
+        self.faults.clear()
         self._folder = tempfile.TemporaryDirectory(prefix="pulsetrain-debug-")
         self._again = Again(self._build, Path(self._folder.name) / "live", self._checkpoint)
         self._passed: list[LoggedEvent] = []
@@ -157,8 +158,13 @@ class LiveDebugger:
         if event is None:
             start = self._again.start
             return f"live, behind iteration {start}: nothing has been computed yet"
-        end = "; the run has ended" if self._over else ""
+        end = f"; {self.end}" if self._over else ""
         return f"live: {event.engine}'s {event.event}, epoch {event.epoch}, iteration {event.iteration}{end}"
+
+    @property
+    def end(self) -> str:
+        """How the run has ended."""
+        return f"the run has ended{f' in {self.faults[-1]}' if self.faults else ''}"
 
     def next(self, count: int = 1) -> LoggedEvent | None:
         """Go on by so many events; None where the run ends before."""
@@ -264,7 +270,8 @@ class LiveDebugger:
 
     def watched(self) -> Mapping[str, Any]:
         """What is watched, as it is here."""
-        return {name: _text(self.evaluate(name)) for name in self.watches}
+        values = {name: self.evaluate(name) for name in self.watches}
+        return {name: value if isinstance(value, (int, float, str)) else _text(value) for name, value in values.items()}
 
     def evaluate(self, expression: str) -> Any:
         """What a Python expression gives, in which trainer, model, optimizer, state, batch, event and torch are known.
@@ -320,8 +327,7 @@ class LiveDebugger:
 
         def to(event: Events) -> Callable[[str], Iterator[str]]:
             def run(rest: str) -> Iterator[str]:
-                if self.next_to(event.value) is None:
-                    yield "the run has ended"
+                self.next_to(event.value)
                 yield self.here
 
             return run

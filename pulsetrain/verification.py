@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,9 @@ class Verification:
     divergence: Divergence | None = None  # `a` was recorded, `b` came now
     missing: LoggedEvent | None = None  # recorded, and did not come before the run ended
     rows: Sequence[Any] | None = None  # indices of the batch where it differs, as far as the data tells them
+    fingerprints: Mapping[str, bool] = field(
+        default_factory=dict
+    )  # part of the state -> whether it is the same behind it
     causes: tuple[Cause, ...] = ()  # likeliest first
     changed: tuple[str, ...] = ()  # environment and settings that are others than in run.json; no difference by itself
     damage: tuple[str, ...] = ()  # of the log: what could not be read was not compared
@@ -65,6 +68,9 @@ class Verification:
         if self.rows is not None:
             more = f" and {len(self.rows) - _ROWS} more" if len(self.rows) > _ROWS else ""
             lines.append(f"batch: rows {', '.join(map(str, self.rows[:_ROWS]))}{more}")
+        if self.fingerprints:
+            told = [f"{name} {'same' if equal else 'differs'}" for name, equal in self.fingerprints.items()]
+            lines.append(f"fingerprints behind it: {', '.join(told)}")
         lines.extend(f"{'likely cause' if not index else 'or'}: {cause}" for index, cause in enumerate(self.causes))
         if not self.causes and self.changed:
             lines.append(f"though not all is as it was: {'; '.join(self.changed)}")
@@ -140,6 +146,7 @@ def verify(
             divergence,
             _next_fingerprints(log, again, divergence),
             changed,
+            checkpoint is None and divergence.a.iteration <= 1,
             repeats,
             next(log.read(event=STATE), None) is not None,
             recorded,
@@ -148,7 +155,11 @@ def verify(
         came = divergence.b
         iteration = came.iteration + (came.event in _BEFORE_THE_ITERATION)
         rows = again.rows(iteration) if came.engine == engine and iteration else None
-        return replace(found, divergence=divergence, rows=rows, causes=causes_of(evidence))
+        marks = {}
+        if evidence.state is not None:
+            then, since = (event.payload for event in evidence.state)
+            marks = {name: then[name] == since.get(name) for name in then}
+        return replace(found, divergence=divergence, rows=rows, fingerprints=marks, causes=causes_of(evidence))
 
 
 def _other_end(recorded: LoggedEvent | None, again: Again) -> Divergence | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -127,4 +128,35 @@ def test_an_error_of_the_run_is_told(tmp_path: Path):
     debugger = LiveDebugger(failing)
     assert debugger.continue_() is None
     assert debugger.faults == ["ZeroDivisionError: planted"]
+    assert "the run has ended in ZeroDivisionError: planted" in debugger.here
     debugger.close()
+
+
+def test_a_run_that_is_broken_off_stands_still(live: LiveDebugger, monkeypatch: pytest.MonkeyPatch):
+    real = live._stopped
+
+    class Interrupted:
+        """A prompt's Ctrl-C arrives while the run computes."""
+
+        def __init__(self) -> None:
+            self.first = True
+
+        def acquire(self) -> None:
+            if self.first:
+                self.first = False
+                raise KeyboardInterrupt
+            real.acquire()
+
+        def release(self) -> None:
+            real.release()
+
+    live._stopped = Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        live.continue_()
+    here = live.here
+    time.sleep(0.2)
+    assert live.here == here  # it waits
+    before = live._count
+    live.next()
+    time.sleep(0.2)
+    assert live._count == before + 1
