@@ -7,14 +7,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from engine.checkpoint import Place, find_checkpoints, load_checkpoint
 from engine.checkpoint.files import files_of
 from engine.checkpoint.manifest import STATE
 from engine.checkpoint.reading import step_of
 from engine.errors import CheckpointError
-from handlers.run_file import RUN_FILE
+from handlers.run_file import RUN_FILE, read_run_file
 
 __all__ = ["RecordedHandlers", "recorded_handlers"]
 
@@ -52,11 +50,7 @@ def recorded_handlers(run: Path, iteration: int, at_most: int | None = None) -> 
         iteration: the one that the checkpoint comes before.
         at_most: bytes of the checkpoint; a larger one is not read. None reads any.
     """
-    try:
-        facts = msgspec.json.decode((run / RUN_FILE).read_bytes())
-    except (OSError, msgspec.DecodeError):
-        facts = None
-    listed = facts.get("handlers") if isinstance(facts, dict) else None
+    listed = read_run_file(run).get("handlers")
     names = tuple(map(str, listed)) if isinstance(listed, list) else ()
     before = [place for place in find_checkpoints(run / "checkpoints") if step_of(place) < max(iteration, 1)]
     if not before:

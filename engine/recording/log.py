@@ -89,6 +89,12 @@ class EventLog:
         names = dict.fromkeys([*self._index.engines, *(event.engine for event in self._events)])
         return [name for name in names if name]
 
+    @property
+    def main_engine(self) -> str:
+        """The engine whose run it is: "trainer", or the first in the log."""
+        names = self.engines
+        return "trainer" if "trainer" in names else (*names, "trainer")[0]
+
     def read(
         self,
         *,

@@ -97,7 +97,7 @@ class Replay(ReplayedEngine):
         self._source = Source(self.log)
         self.past = Past(self._source)
         names = self.log.engines
-        name = engine if engine is not None else "trainer" if "trainer" in names else (*names, "trainer")[0]
+        name = engine if engine is not None else self.log.main_engine
         if engine is not None and engine not in names:
             raise RecordingError(
                 f"Replay(engine={engine!r}): the log has no such engine; there are {', '.join(names) or 'none'}"

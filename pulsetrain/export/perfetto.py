@@ -12,7 +12,7 @@ import msgspec
 
 from engine.events import Events
 from engine.recording import EventLog, LoggedEvent
-from pulsetrain.export.scalars import RETOLD, main_engine, scalars_of
+from pulsetrain.export.scalars import RETOLD, scalars_of
 
 __all__ = ["trace_events", "write_perfetto"]
 
@@ -63,7 +63,7 @@ def write_perfetto(log: EventLog, path: Path, name: str) -> int:
     with _opened(path) as file:
         file.write(b'{"displayTimeUnit":"ms","traceEvents":[')
         between = b"\n"
-        for each in trace_events(counted(), main_engine(log), name):
+        for each in trace_events(counted(), log.main_engine, name):
             file.write(between + _encode(each))
             between = b",\n"
         file.write(b"\n]}\n")

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from engine.events import Events
-from engine.recording import EventLog, LoggedEvent
+from engine.recording import LoggedEvent
 from engine.recording.replay_payloads import plain
 from handlers.fingerprints import FingerprintEvents
 
-__all__ = ["RETOLD", "main_engine", "scalars_of"]
+__all__ = ["RETOLD", "scalars_of"]
 
 # means over iterations, and metrics that may be of an earlier validation: what others tell first hand is theirs to tell
 RETOLD = frozenset({Events.METRICS_LOGGED.value, Events.EPOCH_COMPLETED.value})
@@ -23,12 +23,6 @@ _NOT_MEASURED = frozenset(
 _FULL = frozenset({Events.GRADIENTS_READY.value})  # whose fields are full names by themselves
 _UPDATED = Events.OPTIMIZER_STEP_COMPLETED.value
 _RATE = "learning_rate"
-
-
-def main_engine(log: EventLog) -> str:
-    """The engine whose run it is: "trainer", or the first in the log."""
-    names = log.engines
-    return "trainer" if "trainer" in names else (*names, "trainer")[0]
 
 
 def scalars_of(event: LoggedEvent, main: str) -> dict[str, float]:

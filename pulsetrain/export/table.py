@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from engine.recording import EventLog
-from pulsetrain.export.scalars import main_engine, scalars_of
+from pulsetrain.export.scalars import scalars_of
 
 __all__ = ["PLACE", "write_csv"]
 
@@ -29,7 +29,7 @@ def write_csv(log: EventLog, path: Path) -> tuple[int, int]:
     Raises:
         OSError: the file cannot be written.
     """
-    main = main_engine(log)
+    main = log.main_engine
     names: dict[str, None] = {}
     for event in log.read():
         names.update(dict.fromkeys(scalars_of(event, main)))

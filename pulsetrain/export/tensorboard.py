@@ -8,7 +8,7 @@ from typing import Any
 
 from engine.errors import ConfigurationError
 from engine.recording import EventLog
-from pulsetrain.export.scalars import RETOLD, main_engine, scalars_of
+from pulsetrain.export.scalars import RETOLD, scalars_of
 
 __all__ = ["write_tensorboard"]
 
@@ -34,7 +34,7 @@ def write_tensorboard(log: EventLog, folder: Path) -> int:
         OSError: the file cannot be written.
     """
     writer_module, event_pb2, summary_pb2 = _modules()
-    main = main_engine(log)
+    main = log.main_engine
     steps: dict[str, int] = {}  # the last of each name
     told: set[str] = set()  # first hand
     count = 0

@@ -38,13 +38,12 @@ class RunRecord:
     def __init__(self, log: EventLog) -> None:
         self.log = log
         self.folder: Path = log.folder.parent if log.folder.name == "events" else log.folder
-        names = log.engines
-        if not names:
+        if not log.engines:
             damaged = f"; damaged: {log.damage[0]}" if log.damage else ""
             raise RecordingError(
                 f"{log.folder}: the log holds no event{damaged}; name a run that has begun under an EventRecorder"
             )
-        self.engine = "trainer" if "trainer" in names else names[0]
+        self.engine = log.main_engine
         self.curves: dict[str, Curve] = {}
         self.validated: dict[str, None] = {}  # names of metrics that validations gave, in their order
         self.marks = {row: Marks() for row in ROWS}
