@@ -31,11 +31,12 @@ class Described(Protocol):
 class Steppable(Protocol):
     """What the commands drive: a recorded run, or one that computes. Its errors are PulsetrainErrors."""
 
-    breaks: dict[int, Any]  # what stands for each as text
     watches: list[str]
     hit: Any  # the break that it stopped at, if any
     faults: list[Any]  # what went wrong, as text: the first is where it begins
 
+    @property
+    def breaks(self) -> Mapping[int, Any]: ...  # what stands for each as text
     @property
     def end(self) -> str: ...  # what is said where there is nothing more
     @property

@@ -43,6 +43,38 @@ class Break:
         return (self.event is None or event.event == self.event) and self.wanted(event)
 
 
+class Breaks(dict[int, Break]):
+    """Those that were set, by their numbers."""
+
+    def add(self, event: str | None, condition: str | None) -> Break:
+        """Set one.
+
+        Raises:
+            ConfigurationError: there is neither, or the condition cannot be understood.
+        """
+        if event is None and condition is None:
+            raise ConfigurationError("add_break(): needs an event or a condition; next() stops at each")
+        wanted = _always if condition is None else predicate(condition)
+        number = max(self, default=0) + 1
+        self[number] = made = Break(number, event, condition, wanted)
+        return made
+
+    def remove(self, number: int) -> None:
+        """Delete one.
+
+        Raises:
+            ConfigurationError: there is no such break.
+        """
+        if number not in self:
+            there = ", ".join(map(str, self)) or "none"
+            raise ConfigurationError(f"delete_break({number}): no such break; there are {there}")
+        del self[number]
+
+    def at(self, event: LoggedEvent | None) -> Break | None:
+        """The first that stops at the event."""
+        return next((each for each in self.values() if event is not None and each.stops_at(event)), None)
+
+
 class Debugger:
     """Stands at an event of a recorded run, and moves: one event on or back, to a place, to the next break.
 
@@ -72,7 +104,7 @@ class Debugger:
         self.engine = self.replay.name
         folder = self.log.folder
         self.folder = folder.parent if folder.name == "events" else folder
-        self.breaks: dict[int, Break] = {}
+        self.breaks = Breaks()
         self.watches: list[str] = []
         self.hit: Break | None = None  # that the last continue_() or reverse_continue() stopped at
         self._places = Places(self.log, self.engine)
@@ -157,14 +189,9 @@ class Debugger:
         Raises:
             ConfigurationError: the log holds no such event, or the condition cannot be understood.
         """
-        if event is None and condition is None:
-            raise ConfigurationError("add_break(): needs an event or a condition; next() stops at each")
         if event is not None:
             self._check_event("add_break", event)
-        wanted = _always if condition is None else predicate(condition)
-        number = max(self.breaks, default=0) + 1
-        self.breaks[number] = made = Break(number, event, condition, wanted)
-        return made
+        return self.breaks.add(event, condition)
 
     def delete_break(self, number: int) -> None:
         """Stop there no more.
@@ -172,10 +199,7 @@ class Debugger:
         Raises:
             ConfigurationError: there is no such break.
         """
-        if number not in self.breaks:
-            there = ", ".join(map(str, self.breaks)) or "none"
-            raise ConfigurationError(f"delete_break({number}): no such break; there are {there}")
-        del self.breaks[number]
+        self.breaks.remove(number)
 
     def continue_(self) -> LoggedEvent | None:
         """Go on to the next break; returns its event, or None where there is none: this stands at the end then."""
@@ -308,7 +332,7 @@ class Debugger:
             found = self._places.find(
                 self._at, lambda event: any(each.stops_at(event) for each in breaks), types, forward=forward
             )
-        self.hit = next((each for each in breaks if found is not None and each.stops_at(found)), None)
+        self.hit = self.breaks.at(found)
         return found
 
     def _check_event(self, place: str, event: str) -> None:

@@ -16,12 +16,11 @@ from engine.checkpoint import Place
 from engine.errors import ConfigurationError, unknown_name
 from engine.events import Event, event_key
 from engine.recording import LoggedEvent
-from engine.recording.predicate import predicate
 from handlers.event_values import EventValues
 from handlers.readings import learning_rates, scalars
 from pulsetrain.again import Again
 from pulsetrain.debug_commands import Command
-from pulsetrain.debugger import Break
+from pulsetrain.debugger import Break, Breaks
 from pulsetrain.handler_states import handler_states
 from pulsetrain.trainer import Trainer
 
@@ -51,7 +50,7 @@ class LiveDebugger:
 
     def __init__(self, build: Callable[..., Trainer], checkpoint: Place | None = None) -> None:
         self._build, self._checkpoint = build, checkpoint
-        self.breaks: dict[int, Break] = {}
+        self.breaks = Breaks()
         self.watches: list[str] = []
         self.hit: Break | None = None
         self.faults: list[str] = []
@@ -228,14 +227,14 @@ class LiveDebugger:
 
     def continue_(self) -> LoggedEvent | None:
         """Go on to the next break; None where the run ends before."""
-        found = self._advance(lambda event: any(each.stops_at(event) for each in self.breaks.values()))
-        self.hit = next((each for each in self.breaks.values() if found is not None and each.stops_at(found)), None)
+        found = self._advance(lambda event: self.breaks.at(event) is not None)
+        self.hit = self.breaks.at(found)
         return found
 
     def reverse_continue(self) -> LoggedEvent | None:
         """Go back to the last break, among the last thousand events; None where there is none: the beginning then."""
         for behind, event in enumerate(reversed(self._passed[:-1]), start=1):
-            self.hit = next((each for each in self.breaks.values() if each.stops_at(event)), None)
+            self.hit = self.breaks.at(event)
             if self.hit is not None:
                 return self.back(behind)
         return self._again_to(0)
@@ -248,10 +247,7 @@ class LiveDebugger:
         """
         if event is not None:
             self._check_event("add_break", event)
-        number = max(self.breaks, default=0) + 1
-        wanted = _always if condition is None else predicate(condition)
-        self.breaks[number] = made = Break(number, event, condition, wanted)
-        return made
+        return self.breaks.add(event, condition)
 
     def delete_break(self, number: int) -> None:
         """Stop there no more.
@@ -259,9 +255,7 @@ class LiveDebugger:
         Raises:
             ConfigurationError: there is no such break.
         """
-        if number not in self.breaks:
-            raise ConfigurationError(f"delete_break({number}): no such break")
-        del self.breaks[number]
+        self.breaks.remove(number)
 
     def add_watch(self, name: str) -> None:
         """Have `watched` tell the value of an expression, such as model[0].weight.norm()."""
