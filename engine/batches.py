@@ -42,7 +42,7 @@ from engine import rng
 
 __all__ = [
     "KeyedLoader", "KeyedOrder", "can_be_read_once", "can_take_over", "draws_nothing", "key_order", "length_of",
-    "release_workers", "workers_outlive_signals",
+    "release_workers", "workers_begin", "workers_outlive_signals",
 ]  # fmt: skip
 
 
@@ -263,17 +263,8 @@ class KeyedLoader:
         """The batches of that pass, from that position on."""
         self._generator.manual_seed(rng.derive(self._seed, number))
         self.order.begin(number, position)
-        with workers_outlive_signals(self._loader) as numbers:
-            if not numbers:
-                return iter(self._loader)
-            context: Any = self._loader.multiprocessing_context or multiprocessing.get_context()
-            if context.get_start_method() != "fork":
-                resource_tracker.ensure_running()  # beginning one unblocks signals
-            before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # a worker inherits that, until it is ready
-            try:
-                return iter(self._loader)
-            finally:
-                signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        with workers_begin(self._loader):
+            return iter(self._loader)
 
 
 class _KeyedDataset:
@@ -335,6 +326,23 @@ def workers_outlive_signals(loader: Any) -> Iterator[tuple[int, ...]]:
         yield numbers
     finally:
         loader.worker_init_fn = before
+
+
+@contextmanager
+def workers_begin(loader: Any) -> Iterator[None]:
+    """For the moment of `iter(loader)`: signals do not reach its workers, either, before these can pass over them."""
+    with workers_outlive_signals(loader) as numbers:
+        if not numbers:
+            yield
+            return
+        context: Any = loader.multiprocessing_context or multiprocessing.get_context()
+        if context.get_start_method() != "fork":
+            resource_tracker.ensure_running()  # beginning one unblocks signals
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # a worker inherits that, until it is ready
+        try:
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _is_handled(number: int) -> bool:

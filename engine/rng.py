@@ -176,8 +176,11 @@ class Draws:
             watched: after so many items of which none drew anything, the rest is taken as it is: 150 us an item less.
         """
         with self:
-            items, drew, seeded = iter(source), False, _host_state()
-        number = 0
+            items, seeded = iter(source), _host_state()
+        return self._each(items, seeded, watched)
+
+    def _each(self, items: Iterator[T], seeded: tuple[Any, ...], watched: int | None) -> Iterator[T]:
+        number, drew = 0, False
         while drew or watched is None or number <= watched:
             with self:
                 try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
@@ -11,7 +11,7 @@ from ignite.metrics import Metric as IgniteMetric
 from torch import Tensor, nn
 
 from engine import Engine, EventBus, Events, Phase, rng
-from engine.batches import length_of
+from engine.batches import length_of, workers_begin, workers_outlive_signals
 from engine.errors import ConfigurationError
 from engine.logs import get_logger
 from engine.metrics import RunningMean
@@ -209,6 +209,14 @@ class Evaluator(Engine):
             for context in self.contexts:
                 stack.enter_context(context())
             return super().run(*args, **kwargs)
+
+    def _setup_dataloader_iter(self) -> None:
+        with workers_begin(self.state.dataloader):
+            super()._setup_dataloader_iter()
+
+    def _epoch(self) -> Generator[Any, None, float]:
+        with workers_outlive_signals(self.state.dataloader):  # some loaders begin theirs at the first batch
+            return (yield from super()._epoch())
 
     def _no_batch(self) -> ValueError:
         return super()._no_batch() if self.set_name is None else _no_batch(self.set_name)

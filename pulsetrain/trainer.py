@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from engine import Engine, Event, EventBus, Events, Phase, rng
 from engine.accumulation import Accumulation
 from engine.backends.torch import TorchBackend
-from engine.batches import workers_outlive_signals
+from engine.batches import workers_begin, workers_outlive_signals
 from engine.checkpoint import Place, load_checkpoint, place_of
 from engine.errors import ConfigurationError
 from engine.logs import get_logger
@@ -226,8 +226,7 @@ class Trainer(Engine):
         self.fire(Events.VALIDATION_STARTED)
         metrics: dict[str, float] = {}
         for name, loader in self.val_loaders.items():
-            with workers_outlive_signals(loader):
-                metrics.update(self.evaluation.run(name, loader))
+            metrics.update(self.evaluation.run(name, loader))
         self.validated_at = self.state.iteration
         self.state.metrics.update(metrics)
         self.history.update(metrics)
@@ -394,5 +393,5 @@ class Trainer(Engine):
             self.rng_to_restore = None
 
     def _setup_dataloader_iter(self) -> None:
-        with workers_outlive_signals(self.state.dataloader):
+        with workers_begin(self.state.dataloader):
             self._dataloader_iter = self.position.begin_pass(self.state.dataloader, self.state.iteration)

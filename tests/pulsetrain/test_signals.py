@@ -26,7 +26,7 @@ from tests.pulsetrain.small import loader, trainer
 
 NAMES = ("SIGINT", "SIGTERM", "SIGUSR1")
 SCRIPT = """
-    import sys, time
+    import os, sys, time
     import torch
     from torch import nn
     from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
@@ -55,13 +55,15 @@ SCRIPT = """
     if __name__ == "__main__":
         kind = sys.argv[1]
         train_loader = {
+            "late-validation": lambda: [(torch.ones(4, 4), torch.ones(4, 1))] * 8,
+            "late-stream": lambda: DataLoader(Rows(), batch_size=4, num_workers=2),
             "persistent": lambda: pairs(persistent_workers=True),
             "spawn": lambda: pairs(multiprocessing_context="spawn"),
             "stream": lambda: DataLoader(Rows(), batch_size=4, num_workers=2),
             "stuck": lambda: DataLoader(Stuck(), batch_size=4, num_workers=2),
         }.get(kind, pairs)()
         bound = {"max_epochs": 1} if kind == "short" else {"max_updates": 10**9}
-        validates = {"validate_every": Every(updates=1)} if kind == "validation" else {}
+        validates = {"validate_every": Every(updates=1)} if kind.endswith("validation") else {}
         trainer = Trainer(
             nn.Linear(4, 1),
             train_loader,
@@ -74,6 +76,10 @@ SCRIPT = """
         @(trainer.evaluator if validates else trainer).on(Events.ITERATION_COMPLETED)
         def tell():
             print("batch", flush=True)
+
+        if kind.startswith("late"):  # the signal finds workers that are not ready yet
+            told = lambda: print("forked", flush=True)
+            os.register_at_fork(after_in_child=lambda: time.sleep(1), after_in_parent=told)
 
         with SignalWatch(trainer) as watch:
             trainer.train(resume="latest")
@@ -163,6 +169,15 @@ class TestAllProcesses:
         assert process.returncode == 128 + signal.Signals[name], err
         assert f"stopped: {name} was received" in out
         assert "Traceback" not in err
+        assert CheckpointManager(tmp_path / "run" / "checkpoints").get_latest() is not None
+
+    @pytest.mark.parametrize("kind", ["late", "late-stream", "late-validation"])
+    def test_a_signal_that_finds_workers_not_ready_yet_lets_them_work(self, kind, start, tmp_path):
+        process = start(kind)
+        wait_for(process, "forked")
+        os.killpg(process.pid, signal.SIGTERM)
+        _, err = process.communicate(timeout=120)
+        assert process.returncode == 128 + signal.SIGTERM, err
         assert CheckpointManager(tmp_path / "run" / "checkpoints").get_latest() is not None
 
     def test_workers_that_hang_end_with_a_run_that_is_ended_at_once(self, start):
