@@ -284,6 +284,7 @@ class Events(EventEnum):
     CHECKPOINT_SAVED = "checkpoint_saved", payloads.CheckpointSaved
     CHECKPOINT_LOADED = "checkpoint_loaded", payloads.CheckpointLoaded
     METRICS_LOGGED = "metrics_logged", payloads.MetricsLogged
+    MEDIA_LOGGED = "media_logged", payloads.MediaLogged
     ANOMALY_DETECTED = "anomaly_detected", payloads.AnomalyDetected
     PREEMPTED = "preempted", payloads.Preempted
     HANDLER_FAILED = "handler_failed", payloads.HandlerFailed
@@ -303,6 +304,7 @@ COUNTERS: dict[Events, str] = {
     Events.ITERATION_STARTED: "iteration",
     Events.ITERATION_COMPLETED: "iteration",
     Events.METRICS_LOGGED: "iteration",
+    Events.MEDIA_LOGGED: "iteration",
     Events.ANOMALY_DETECTED: "iteration",
     Events.GRADIENTS_READY: "update",
     Events.OPTIMIZER_STEP_COMPLETED: "update",

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,6 +21,7 @@ __all__ = [
     "ExceptionRaised",
     "GradientsReady",
     "HandlerFailed",
+    "MediaLogged",
     "MetricsLogged",
     "OptimizerStepCompleted",
     "Preempted",
@@ -97,6 +98,23 @@ class MetricsLogged:
     """METRICS_LOGGED: values brought to the host."""
 
     metrics: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MediaLogged:
+    """MEDIA_LOGGED: what is no number: a text, a picture, a distribution, a table of counts.
+
+    `value` is, for each kind:
+    text: a str;
+    image: an array of uint8, shape (height, width, 3) or (height, width), or a tensor of those;
+    figure: a matplotlib Figure;
+    histogram: a pair (counts, edges) of sequences of numbers, one edge more than counts;
+    matrix: an array or a tensor on the host of shape (rows, columns), such as a confusion matrix.
+    """
+
+    name: str  # in full, such as "val/confusion_matrix"
+    kind: Literal["text", "image", "figure", "histogram", "matrix"]
+    value: Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,7 +44,7 @@ _HOSTS = frozenset(
     event.value for event in (Events.ITERATION_COMPLETED, Events.EPOCH_COMPLETED, Events.COMPLETED)
 )  # in whose handlers others are fired
 _VALIDATION = (Events.VALIDATION_STARTED.value, Events.VALIDATION_COMPLETED.value)
-_LOGS = (Events.METRICS_LOGGED.value, Events.ANOMALY_DETECTED.value)
+_LOGS = (Events.METRICS_LOGGED.value, Events.MEDIA_LOGGED.value, Events.ANOMALY_DETECTED.value)
 _FREQUENT = (
     *(Events.GET_BATCH_STARTED, Events.GET_BATCH_COMPLETED, Events.ITERATION_STARTED, Events.ITERATION_COMPLETED),
     *(Events.GRADIENTS_READY, Events.OPTIMIZER_STEP_COMPLETED),
