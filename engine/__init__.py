@@ -28,12 +28,13 @@ from engine.payloads import (
     Terminated,
     ValidationCompleted,
 )
-from engine.protocols import ModelState, TrainingBatch, TrainingResult, TrainingStrategy
+from engine.protocols import AlternatingStrategy, ModelState, TrainingBatch, TrainingResult, TrainingStrategy
 from engine.state import State
 from engine.strategies import PretrainStrategy, SupervisedStrategy
 from engine.subscription import Phase, Subscription
 
 __all__ = [
+    "AlternatingStrategy",
     "Accumulate",
     "Engine",
     "Event",

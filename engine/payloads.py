@@ -56,6 +56,7 @@ class GradientsReady:
     """GRADIENTS_READY: between backward and the optimizer's step."""
 
     grad_norm: Tensor  # total L2 norm before clipping, shape (), on the device
+    optimizer: str = ""  # whose gradients, where a run has several optimizers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +64,7 @@ class OptimizerStepCompleted:
     """OPTIMIZER_STEP_COMPLETED: the weights have changed, unless fp16 overflowed, which the host learns later."""
 
     learning_rates: tuple[float, ...]  # one a parameter group, those of the step just made
+    optimizer: str = ""  # which has made it, where a run has several
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +111,7 @@ class MediaLogged:
     image: an array of uint8, shape (height, width, 3) or (height, width), or a tensor of those;
     figure: a matplotlib Figure;
     histogram: a pair (counts, edges) of sequences of numbers, one edge more than counts;
-    matrix: an array or a tensor on the host of shape (rows, columns), such as a confusion matrix.
+    matrix: rows of numbers, such as a confusion matrix: lists, which a recording keeps, or an array.
     """
 
     name: str  # in full, such as "val/confusion_matrix"
@@ -124,6 +126,7 @@ class AnomalyDetected:
     kind: str  # "nan", "loss_spike" ...
     value: float
     batch_indices: tuple[int, ...]  # indices into the dataset; empty where they are not known
+    at_iteration: int | None = None  # whose value it was, where it is found out later
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

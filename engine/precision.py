@@ -79,16 +79,25 @@ class Precision:
             self.scaler.unscale_(optimizer)
             self._unscaled = True
 
-    def step(self, optimizer: torch.optim.Optimizer) -> None:
+    def step(self, optimizer: torch.optim.Optimizer, skip: torch.Tensor | None = None) -> None:
         """One optimizer step. An fp16 overflow leaves the weights as they are, lowers the scale and is counted.
 
-        With fp16 an optimizer whose fused kernel does not look for overflows itself (Adam's do) waits for the device,
-        in torch's own GradScaler.
+        An optimizer whose fused kernel cannot leave a step out itself (Adam's, AdamW's and SGD's can) waits for the
+        device where it may have to: with fp16, in torch's own GradScaler, and with `skip`.
+
+        Args:
+            skip: of shape (), on the device: where it is true, weights and optimizer stay as they are. With fp16 it
+                counts as an overflow.
         """
         if self.scaler is None:
-            optimizer.step()
+            _step_unless(skip, optimizer)
             return
         _fill_momentum(optimizer)
+        if skip is not None:
+            if not self._unscaled:
+                self.unscale(optimizer)
+            for found in self.scaler._found_inf_per_device(optimizer).values():
+                torch.maximum(found, skip.to(found), out=found)  # 1 at most: kernels compare with 1
         self.scaler.step(optimizer)
         self._unscaled = False
         found = self.scaler._found_inf_per_device(optimizer).values()  # one tensor a device, 0 where all was finite
@@ -129,6 +138,20 @@ class Precision:
         if self.scaler is not None:
             self.scaler.load_state_dict(dict(state["scaler"]))
             self.skipped = torch.tensor(state["skipped"], device=self.device)
+
+
+def _step_unless(skip: torch.Tensor | None, optimizer: Any) -> None:
+    if skip is None:
+        optimizer.step()
+    elif getattr(optimizer, "_step_supports_amp_scaling", False):  # a fused kernel, which reads it on the device
+        _fill_momentum(optimizer)
+        optimizer.grad_scale, optimizer.found_inf = None, skip.float()
+        try:
+            optimizer.step()
+        finally:
+            del optimizer.grad_scale, optimizer.found_inf
+    elif not skip.item():
+        optimizer.step()
 
 
 def _fill_momentum(optimizer: torch.optim.Optimizer) -> None:

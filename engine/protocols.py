@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-__all__ = ["Backend", "ModelState", "TrainingBatch", "TrainingResult", "TrainingStrategy", "describe"]
+__all__ = [
+    "AlternatingStrategy",
+    "Backend",
+    "ModelState",
+    "TrainingBatch",
+    "TrainingResult",
+    "TrainingStrategy",
+    "describe",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +96,26 @@ class TrainingStrategy(Protocol):
         ...
 
 
+@runtime_checkable
+class AlternatingStrategy(Protocol):
+    """What is optimised where several modules learn in turns, each by an optimizer of its own: a GAN, actor and critic.
+
+    It may have the further parts of a TrainingStrategy, too.
+    """
+
+    def prepare_batch(self, batch: Any) -> TrainingBatch:
+        """What the loader gave, on the device already, as the losses want it."""
+        ...
+
+    def compute_losses(self, model: Any, batch: TrainingBatch) -> Iterable[tuple[str, Tensor]]:
+        """Pairs of an optimizer's name and the loss for it, shape (); a generator, most simply.
+
+        Each is differentiated with respect to that optimizer's parameters alone, and its update made, before the next
+        pair is asked for: a later loss sees the weights that an earlier one has changed.
+        """
+        ...
+
+
 class Backend(Protocol):
     """What computes the gradients and applies them."""
 
@@ -118,8 +146,16 @@ class Backend(Protocol):
         """Bring gradients to their true size, where `forward_backward` gave them another."""
         ...
 
-    def apply_gradients(self, optimizer: Any) -> None:
-        """One optimizer step; the gradients are gone afterwards."""
+    def backward(self, loss: Tensor, scale: float | Tensor = 1.0, parameters: Sequence[Tensor] | None = None) -> Tensor:
+        """Add `scale` times the loss's gradients to the parameters', all or those given; returns the loss, detached."""
+        ...
+
+    def losses(self, model: Any, batch: TrainingBatch, strategy: AlternatingStrategy) -> Iterator[tuple[str, Tensor]]:
+        """The strategy's losses with the names of their optimizers, each computed when it is asked for."""
+        ...
+
+    def apply_gradients(self, optimizer: Any, skip: Tensor | None = None) -> None:
+        """One optimizer step, left out on the device where `skip` is true; the gradients are gone afterwards."""
         ...
 
     def discard_gradients(self, optimizer: Any) -> None:

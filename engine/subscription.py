@@ -6,6 +6,7 @@ import itertools
 import weakref
 from collections.abc import Callable
 from enum import IntEnum
+from types import MethodType
 from typing import TYPE_CHECKING, Any, Literal
 
 from ignite.engine.events import RemovableEventHandle
@@ -112,6 +113,9 @@ class Subscription:
     def description(self) -> str:
         """The handler's name, for messages."""
         handler = self.handler
+        if isinstance(handler, MethodType):  # perhaps inherited: the object's class says whose it is
+            owner = handler.__self__ if isinstance(handler.__self__, type) else type(handler.__self__)
+            return f"{owner.__module__}.{owner.__qualname__}.{handler.__name__}"
         name: str = getattr(handler, "__qualname__", type(handler).__name__)
         module = getattr(handler, "__module__", None)
         return f"{module}.{name}" if module else name

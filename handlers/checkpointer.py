@@ -16,6 +16,7 @@ from engine.metrics import canonical
 from engine.payloads import CheckpointSaved
 from engine.subscription import Handle, Subscription
 from handlers.background_save import BackgroundSave
+from handlers.best_value import Mode, is_better, require_validation
 from handlers.readings import reading_events
 from handlers.save_interval import SaveInterval
 
@@ -59,7 +60,7 @@ class Checkpointer:
         keep_last: int = 3,
         keep_best: int = 1,
         metric: str | None = None,
-        mode: Literal["min", "max"] = "min",
+        mode: Mode = "min",
         name: str = "checkpoint",
         at_end: bool = True,
         background: bool = False,
@@ -78,7 +79,8 @@ class Checkpointer:
         self.folder = place_of(folder)
         self.every: Every | Literal["auto"] = every or Every(epochs=1)
         self.manager = CheckpointManager(self.folder / "checkpoints", keep_last_n=keep_last)
-        self.keep_best, self.metric, self.mode, self.name, self.at_end = keep_best, metric, mode, name, at_end
+        self.mode: Mode = mode
+        self.keep_best, self.metric, self.name, self.at_end = keep_best, metric, name, at_end
         self.best: list[tuple[float, str]] = []  # (value, checkpoint's folder name), best first
         self.saved_at = -1  # iteration of the last save
         self.ranked_round = 0  # validation round whose metric has been ranked
@@ -104,15 +106,17 @@ class Checkpointer:
             )
         if self._handles:
             raise RuntimeError("Checkpointer: attached already; detach() it first")
-        if self.metric is not None and not getattr(engine, "val_loaders", True):
-            raise ConfigurationError(
-                f"Checkpointer(metric={self.metric!r}): waits for a validation, and the Trainer has no val_loader"
-            )
+        if self.metric is not None:
+            require_validation("Checkpointer", self.metric, engine)
         self._handles = [
             # before all others: no handler of a run that may not begin writes anything
             engine.add_event_handler(Events.STARTED, self._on_started, phase=Phase.COMPUTE),
             engine.add_event_handler(Events.CHECKPOINT_LOADED, self._goes_on, phase=Phase.COMPUTE),
         ]
+        if self.metric is not None:  # not at the first save alone, which may be long after
+            self._handles.append(
+                engine.add_event_handler(Events.VALIDATION_COMPLETED, self._metric_value, phase=Phase.PERSIST)
+            )
         if self._background is not None:
             self._handles += [
                 # before the cadence: what has been written is announced before the next begins
@@ -248,7 +252,7 @@ class Checkpointer:
         iteration, validation_round = engine.state.iteration, engine.state.validation_round
         value = self._metric_value(engine) if validation_round != self.ranked_round else None
         before = self.best, self.saved_at, self.ranked_round
-        improved = value is not None and (not self.best or self._better(value, self.best[0][0]))
+        improved = value is not None and is_better(value, self.best[0][0] if self.best else None, self.mode)
         # the state is read after the bookkeeping, so that a resumed run knows of this very save
         if value is not None:
             entry = (value, self.manager.target(self.name, iteration).name)
@@ -325,6 +329,3 @@ class Checkpointer:
         metrics = engine.state.metrics
         value = float(metrics[canonical(self.metric, metrics, place="Checkpointer")])
         return None if math.isnan(value) else value
-
-    def _better(self, value: float, other: float) -> bool:
-        return value < other if self.mode == "min" else value > other

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, Literal, Self
+from typing import Any, Self
 
-from engine.errors import ConfigurationError, unknown_name
+from engine.errors import ConfigurationError
 from engine.events import Event, Events
 from engine.loop import Engine
 from engine.metrics import canonical
 from engine.subscription import Phase
 from handlers.attachment import Attachment
+from handlers.best_value import Mode, check_judged, is_better, require_validation
 
 __all__ = ["EarlyStopping"]
 
 
 class EarlyStopping:
     """Terminates the engine after `patience` validations without an improvement; NaN is never one.
+
+    By hand, without an engine: `if stopping.step(loss): break`; `is_best` says whether that loss was the best so far.
 
     Args:
         metric: what VALIDATION_COMPLETED calls it, such as "val/loss" (or "val_loss").
@@ -33,27 +36,29 @@ class EarlyStopping:
         self,
         metric: str = "val/loss",
         patience: int = 5,
-        mode: Literal["min", "max"] = "min",
+        mode: Mode = "min",
         min_delta: float = 0.0,
     ) -> None:
-        if not isinstance(metric, str) or not metric:
-            raise ConfigurationError(f"EarlyStopping(metric={metric!r}): needs a metric's name, such as 'val/loss'")
+        check_judged("EarlyStopping", metric, mode)
         if not isinstance(patience, int) or isinstance(patience, bool) or patience < 1:
             raise ConfigurationError(f"EarlyStopping(patience={patience!r}): needs a whole number of at least 1")
-        if mode not in ("min", "max"):
-            raise unknown_name("EarlyStopping", "mode", mode, ("min", "max"))
         if not 0.0 <= min_delta < math.inf:
             raise ConfigurationError(f"EarlyStopping(min_delta={min_delta!r}): needs a finite number of at least 0")
         self.metric = metric
         self.patience = patience
-        self.mode = mode
+        self.mode: Mode = mode
         self.min_delta = min_delta
         self._attachment = Attachment("EarlyStopping")
         self.reset()
 
     def attach(self, engine: Engine) -> Self:
-        """Judge each validation of the engine, in phase ACT."""
+        """Judge each validation of the engine, in phase ACT.
+
+        Raises:
+            ConfigurationError: the trainer never validates.
+        """
         with self._attachment.to(engine, whole_bus=False) as hear:
+            require_validation("EarlyStopping", self.metric, engine)
             hear(Events.VALIDATION_COMPLETED, self._on_validation, phase=Phase.ACT)
             hear(Events.STARTED, self._on_started, phase=Phase.ACT)
         return self
@@ -70,7 +75,7 @@ class EarlyStopping:
     def step(self, value: float) -> bool:
         """Judge one more value; returns whether it is time to stop."""
         value = float(value)
-        self.is_best = self._improves(value)
+        self.is_best = is_better(value, self.best_value, self.mode, self.min_delta)
         if self.is_best:
             self.best_value = value
             self.counter = 0
@@ -86,14 +91,6 @@ class EarlyStopping:
         self.best_value = None if best is None else float(best)
         self.counter = int(state["counter"])
         self.is_best = bool(state["is_best"])
-
-    def _improves(self, value: float) -> bool:
-        if math.isnan(value):
-            return False
-        if self.best_value is None:
-            return True
-        gain = self.best_value - value if self.mode == "min" else value - self.best_value
-        return gain > self.min_delta
 
     def _on_started(self, engine: Engine) -> None:
         """A run that goes on behind the validation which ended it stays ended, whoever cut it off before it could."""

@@ -12,9 +12,10 @@ from torch.optim.lr_scheduler import LRScheduler as TorchLRScheduler
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from engine.errors import CheckpointError, ConfigurationError, unknown_name
-from engine.events import Events
+from engine.events import Event, Events
 from engine.logs import get_logger
 from engine.loop import Engine
+from engine.optimizers import NamedOptimizers
 from engine.schedules import Schedule
 from engine.schedules.groups import GroupRates
 from engine.subscription import Phase
@@ -38,7 +39,7 @@ class LRScheduler:
 
     Args:
         schedule: one of `engine.schedules`, or a torch LRScheduler.
-        optimizer: by default the engine's, or the torch scheduler's.
+        optimizer: by default the engine's, or the torch scheduler's; of an engine that has several, the name of one.
         by: what a step of the schedule is: an update, an epoch or an iteration.
 
     Raises:
@@ -49,7 +50,7 @@ class LRScheduler:
     def __init__(
         self,
         schedule: Schedule | TorchLRScheduler,
-        optimizer: Optimizer | None = None,
+        optimizer: Optimizer | str | None = None,
         by: Literal["update", "epoch", "iteration"] = "update",
     ) -> None:
         if isinstance(getattr(schedule, "scheduler", schedule), ReduceLROnPlateau):  # perhaps behind a warm-up
@@ -62,15 +63,18 @@ class LRScheduler:
             raise unknown_name("LRScheduler", "by", by, _COUNTED)
         self.schedule = schedule
         self.by = by
+        self.factor = 1.0  # of the schedule's rates, which ReduceLROnPlateau lowers
         self._count = 0
         self._rates: GroupRates | None = None  # of a schedule of ours, once there is an optimizer
-        self._given = optimizer
+        self.optimizer = optimizer if isinstance(optimizer, str) else None  # its name
+        self.given = None if isinstance(optimizer, str) else optimizer
         if isinstance(schedule, TorchLRScheduler):
-            self._given = schedule.optimizer
-            if optimizer is not None:
-                self._require_same(optimizer, schedule.optimizer)
-        if self._given is not None:
-            self._take(self._given)
+            if self.given is not None:
+                self._require_same(self.given, schedule.optimizer)
+            self.given = schedule.optimizer
+        if self.given is not None:
+            self._take(self.given)
+        self._follows: str | None = None  # of several optimizers, the name of this one
         self._attachment = Attachment("LRScheduler")
 
     def attach(self, engine: Engine) -> Self:
@@ -80,17 +84,18 @@ class LRScheduler:
             ConfigurationError: no optimizer was given and the engine has none.
         """
         with self._attachment.to(engine, whole_bus=False) as hear:
-            theirs = getattr(engine, "optimizer", None)
-            if self._given is None:
+            theirs, self._follows = self._part(engine, getattr(engine, "optimizer", None))
+            if self.given is None:
                 if not isinstance(theirs, Optimizer):
                     raise ConfigurationError(
                         f"LRScheduler(optimizer=None): {engine.name!r} has no torch optimizer; pass optimizer="
                     )
                 self._take(theirs)
             elif isinstance(self.schedule, TorchLRScheduler) and isinstance(theirs, Optimizer):
-                self._require_same(theirs, self._given)
+                self._require_same(theirs, self.given)
             hear(Events.STARTED, self._write, phase=Phase.ACT)
-            hear(_COUNTED[self.by], self._advance, phase=Phase.ACT)
+            counted = self._advance if self._follows is None or self.by != "update" else self._advance_mine
+            hear(_COUNTED[self.by], counted, phase=Phase.ACT)
             hear(Events.COMPLETED, self._check_was_stepped, phase=Phase.ACT)
         return self
 
@@ -106,7 +111,20 @@ class LRScheduler:
         """The rate in force (a torch scheduler's: of its first group)."""
         if isinstance(self.schedule, TorchLRScheduler):
             return float(self.schedule.get_last_lr()[0])
-        return self.schedule.get_lr(self._count)
+        return self.schedule.get_lr(self._count) * self.factor
+
+    def multiply(self, factor: float) -> None:
+        """Set the rates to those of the schedule, one of ours, times this, from now on; no state holds it."""
+        changed, self.factor = factor != self.factor, factor
+        if changed:
+            self._write()
+
+    def scheduled(self) -> Optimizer | None:
+        """The optimizer whose rates it sets; None where there is none yet."""
+        if isinstance(self.schedule, TorchLRScheduler):
+            followed: Optimizer = self.schedule.optimizer
+            return followed
+        return None if self._rates is None else self._rates.optimizer
 
     def state_dict(self) -> dict[str, Any]:
         """In plain containers, so that a checkpoint takes it: a MultiStepLR keeps its milestones in a Counter."""
@@ -141,13 +159,34 @@ class LRScheduler:
             return  # it writes for itself
         if self._rates is None:
             raise RuntimeError("LRScheduler.step(): no optimizer yet; pass optimizer= or attach to an engine first")
-        self._rates.write(self.schedule.get_lr(self._count))
+        self._rates.write(self.schedule.get_lr(self._count) * self.factor)
 
     def _advance(self) -> None:
         if isinstance(self.schedule, TorchLRScheduler):
             self.schedule.step()
         self._count += 1
         self._write()
+
+    def _advance_mine(self, engine: Engine, event: Event) -> None:
+        if event.payload.optimizer == self._follows:
+            self._advance()
+
+    def _part(self, engine: Engine, optimizer: Any) -> tuple[Any, str | None]:
+        """Of an engine with several optimizers, the one that is followed, and its name."""
+        if not isinstance(optimizer, NamedOptimizers):
+            if self.optimizer is not None:
+                raise ConfigurationError(
+                    f"LRScheduler(optimizer={self.optimizer!r}): {engine.name!r} has no optimizers by name"
+                )
+            return optimizer, None
+        name = self.optimizer if self.given is None else optimizer.name_of(self.given)
+        if name is not None and name not in optimizer.parts:
+            raise unknown_name("LRScheduler", "optimizer", name, list(optimizer))
+        if name is None and self.given is None:
+            raise ConfigurationError(
+                f"LRScheduler(optimizer=None): {engine.name!r} has several, {', '.join(optimizer)}; name one"
+            )
+        return (optimizer[name], name) if name is not None else (self.given, None)
 
     def _check_was_stepped(self, engine: Engine) -> None:
         if self._count == 0 and self.by == "update" and engine.state.iteration > 0:

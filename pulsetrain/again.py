@@ -12,14 +12,32 @@ from engine.checkpoint import Place, find_checkpoints
 from engine.checkpoint.reading import step_of
 from engine.errors import CheckpointError, ConfigurationError
 from engine.recording import EventCheck, EventLog, LoggedEvent
-from handlers import Checkpointer, ConsoleLogger, CSVLogger, EventRecorder, LossCurve, ProgressBar
+from handlers import (
+    Alert,
+    BestModel,
+    Checkpointer,
+    CrashBundle,
+    EventRecorder,
+    HangWatchdog,
+    LRFinder,
+    MemoryMonitor,
+    MetricLogger,
+    Plots,
+    Profiler,
+    ProgressBar,
+    Throughput,
+)
 from handlers.fingerprints import StateFingerprint, fingerprint_of
 from handlers.run_file import read_run_file
 from pulsetrain.trainer import Trainer
 
 __all__ = ["Again", "Expected", "first_checkpoint", "nearest_checkpoint"]
 
-QUIET = (Checkpointer, ConsoleLogger, CSVLogger, LossCurve, ProgressBar)  # they write and print, and compute nothing
+# they write, print and measure, and change nothing that a recording expects again
+QUIET = (
+    *(Alert, BestModel, Checkpointer, CrashBundle, HangWatchdog, LRFinder, MemoryMonitor, MetricLogger),
+    *(Plots, Profiler, ProgressBar, Throughput),
+)
 
 
 @overload

@@ -6,11 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from engine import Every
 from engine.batches import can_be_read_once
 from engine.errors import ConfigurationError, unknown_name
-from engine.protocols import TrainingStrategy
+from engine.optimizers import NamedOptimizers, parts_of, resolve_optimizer
+from engine.protocols import AlternatingStrategy, TrainingStrategy
 from engine.schedules import build_schedule
 from engine.strategies import STRATEGIES
 from handlers import Checkpointer, EarlyStopping, LRScheduler
@@ -20,10 +22,11 @@ from pulsetrain.config import TrainingConfig
 __all__ = [
     "check_kinds",
     "check_metric_names",
-    "check_waiting",
     "configured_handlers",
     "named_loaders",
     "optimizer_options",
+    "resolve_model",
+    "resolve_optimizers",
     "resolve_strategy",
 ]
 
@@ -66,18 +69,65 @@ def check_metric_names(metrics: Mapping[str, Any] | None, strategy: TrainingStra
             )
 
 
-def resolve_strategy(strategy: Any) -> TrainingStrategy:
+def resolve_strategy(strategy: Any) -> Any:
     """The strategy that a name or an object stands for."""
     if isinstance(strategy, str):
         if strategy not in STRATEGIES:
             raise unknown_name("Trainer", "strategy", strategy, STRATEGIES)
         return STRATEGIES[strategy]()
-    if isinstance(strategy, type) or not isinstance(strategy, TrainingStrategy):
+    if isinstance(strategy, type) or not isinstance(strategy, (TrainingStrategy, AlternatingStrategy)):
         raise TypeError(
             f"Trainer(strategy={strategy!r}): needs a name ({', '.join(sorted(STRATEGIES))}) or an object with "
-            "prepare_batch, compute_loss and compute_metrics"
+            "prepare_batch, compute_loss and compute_metrics, or with prepare_batch and compute_losses"
         )
     return strategy
+
+
+def resolve_model(model: Any, strategy: Any) -> nn.Module:
+    """The module; a mapping of several as a ModuleDict."""
+    if isinstance(model, Mapping) and not isinstance(model, nn.Module):
+        model = nn.ModuleDict(model)
+    if isinstance(strategy, AlternatingStrategy) and not isinstance(model, nn.ModuleDict):
+        raise TypeError(
+            f"Trainer(model={type(model).__name__}): {type(strategy).__name__} trains several modules in turns; give "
+            "them by name, as {'generator': ..., 'discriminator': ...}"
+        )
+    module: nn.Module = model
+    return module
+
+
+def resolve_optimizers(given: Any, model: nn.Module, strategy: Any, config: TrainingConfig) -> torch.optim.Optimizer:
+    """The optimizer; for a strategy that trains several modules in turns, one for each that can learn, by its name."""
+    options = optimizer_options(config)
+
+    def resolve(one: Any, module: nn.Module) -> torch.optim.Optimizer:
+        one = config.optimizer if one is None else one
+        return resolve_optimizer(one, module, config.learning_rate, config.weight_decay, **options)
+
+    if not isinstance(strategy, AlternatingStrategy):
+        if isinstance(given, (Mapping, NamedOptimizers)):
+            raise ConfigurationError(
+                f"Trainer(optimizer={{{', '.join(map(repr, given))}}}): several optimizers need a strategy that says "
+                f"which loss is whose, by compute_losses; {type(strategy).__name__} has one loss"
+            )
+        return resolve(given, model)
+    if config.accumulation.schedule is not None:
+        raise ConfigurationError(
+            "TrainingConfig(accumulate=Accumulate(schedule=...)): counts updates, and several optimizers make several "
+            "a batch; accumulate a fixed number of batches"
+        )
+    if isinstance(given, NamedOptimizers):
+        return resolve(given, model)
+    if given is not None and not isinstance(given, (str, Mapping)):
+        raise TypeError(f"Trainer(optimizer={type(given).__name__}): needs one for each module, as {{'actor': 'adam'}}")
+    chosen = dict(given) if isinstance(given, Mapping) else {}
+    everyone = given if isinstance(given, str) else None
+    assert isinstance(model, nn.ModuleDict)
+    learning = {name: each for name, each in model.items() if any(p.requires_grad for p in each.parameters())}
+    for name in chosen:
+        if name not in learning:
+            raise unknown_name("Trainer", "optimizer", name, list(learning))
+    return NamedOptimizers({name: resolve(chosen.get(name, everyone), each) for name, each in learning.items()})
 
 
 def named_loaders(val_loader: Any) -> dict[str, Iterable[Any]]:
@@ -119,15 +169,16 @@ def configured_handlers(
     asked_for = config.warmup_steps or config.schedule_options or config.min_lr_ratio is not None
     if config.schedule is not None and (config.schedule != "constant" or asked_for):
         _refuse_second("schedule", LRScheduler, given)
-        schedule = build_schedule(
-            config.schedule,
-            float(optimizer.defaults.get("lr", config.learning_rate)),  # an instance brings its own, even as a tensor
-            total_steps=bound.total_updates,
-            warmup_steps=config.warmup_steps,
-            min_lr_ratio=config.min_lr_ratio,
-            **config.schedule_options,
-        )
-        added.append(LRScheduler(schedule))
+        for name, part in parts_of(optimizer).items():
+            schedule = build_schedule(
+                config.schedule,
+                float(part.defaults.get("lr", config.learning_rate)),  # an instance brings its own, even as a tensor
+                total_steps=bound.total_updates,
+                warmup_steps=config.warmup_steps,
+                min_lr_ratio=config.min_lr_ratio,
+                **config.schedule_options,
+            )
+            added.append(LRScheduler(schedule, name or None))
     if config.early_stopping_patience is not None:
         _refuse_second("early_stopping_patience", EarlyStopping, given)
         added.append(EarlyStopping(patience=config.early_stopping_patience))
@@ -137,20 +188,11 @@ def configured_handlers(
     return added
 
 
-def check_waiting(handlers: Sequence[Any], val_loaders: Mapping[str, Any]) -> None:
-    """Refuse a handler that waits for a validation which never comes."""
-    waits = [handler for handler in handlers if isinstance(handler, EarlyStopping)]
-    if waits and not val_loaders:
-        raise ConfigurationError(
-            f"EarlyStopping(metric={waits[0].metric!r}): waits for a validation, and the Trainer has no val_loader"
-        )
-
-
 def _refuse_two_schedulers(optimizer: torch.optim.Optimizer, given: Sequence[Any]) -> None:
-    scheduled: set[int] = set()
+    scheduled: set[Any] = set()
     for handler in given:
         if isinstance(handler, LRScheduler):
-            followed = id(handler._given or optimizer)
+            followed = handler.optimizer or id(handler.given or optimizer)
             if followed in scheduled:
                 raise ConfigurationError(
                     "Trainer(handlers=[LRScheduler, LRScheduler]): both would set the rates of one optimizer; make one "

@@ -9,7 +9,7 @@ from engine import rng
 from engine.checkpoint import CheckpointManager
 from engine.errors import ConfigurationError
 from engine.metrics import MetricTracker
-from handlers import Checkpointer, CSVLogger
+from handlers import Checkpointer, MetricLogger
 from pulsetrain.handler_states import state_of, stateful
 from pulsetrain.resume import COUNTERS
 
@@ -34,7 +34,8 @@ def begin_anew(trainer: Trainer) -> None:
     trainer.backend.begin_run()
     trainer.announced_skips = 0
     trainer.grad_norm = None
-    trainer.losses.restart()
+    for losses in (trainer.losses, *trainer.named_losses.values()):
+        losses.restart()
     trainer.history = MetricTracker()  # whoever holds the last run's keeps it
     trainer.position.restart()
     for key, handler in stateful(trainer).items():
@@ -59,7 +60,7 @@ def resume_from(trainer: Trainer, source: str | os.PathLike[str]) -> None:
         trainer.load_checkpoint(latest)
         return
     for handler in trainer.handlers:
-        if isinstance(handler, CSVLogger):
+        if isinstance(handler, MetricLogger):
             handler.begin_again()
 
 

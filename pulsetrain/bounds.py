@@ -24,12 +24,19 @@ UNBOUNDED = 1 << 60  # iterations; for runs that something else ends
 
 
 class Bound:
-    """The bound that a configuration sets; `max_epochs=1` where it sets none."""
+    """The bound that a configuration sets; `max_epochs=1` where it sets none.
 
-    def __init__(self, config: TrainingConfig, loader: Iterable[Any]) -> None:
+    Args:
+        config: the settings.
+        loader: the training data.
+        optimizers: how many there are; each is taken to make one update of a batch, or of those accumulated.
+    """
+
+    def __init__(self, config: TrainingConfig, loader: Iterable[Any], optimizers: int = 1) -> None:
         self.config = config
+        self._optimizers = optimizers
         self.accumulate = rule = config.accumulation
-        self.counts_updates = config.max_updates is not None and rule.tokens is not None
+        self.counts_updates = config.max_updates is not None and (rule.tokens is not None or optimizers > 1)
         self.counted = config.max_tokens is not None or self.counts_updates  # see reached()
         self.epoch_length = length_of(loader)
         self._loader = loader
@@ -58,16 +65,17 @@ class Bound:
             return None if self.epoch_length is None else self.max_epochs * self.epoch_length
         if self.counts_updates:
             assert self.config.max_updates is not None
-            return self.accumulate.batches_in(self.config.max_updates, self._tokens_a_batch)
+            updates = math.ceil(self.config.max_updates / self._optimizers)
+            return self.accumulate.batches_in(updates, self._tokens_a_batch)
         if self.config.max_tokens is None:
             return self.max_iterations
         return math.ceil(self.config.max_tokens / self._tokens_a_batch) if self._tokens_a_batch else None
 
     @property
     def total_updates(self) -> int | None:
-        """How many optimizer steps the run will take, or None where that is not known."""
+        """How many steps each optimizer will take, or None where that is not known."""
         if self.config.max_updates is not None and self.max_epochs is None:
-            return self.config.max_updates
+            return self.config.max_updates // self._optimizers
         iterations = self.total_iterations
         return None if iterations is None else self.accumulate.updates_in(iterations, self._tokens_a_batch)
 

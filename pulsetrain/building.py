@@ -18,7 +18,7 @@ import jsonargparse
 
 from engine.errors import ConfigurationError, PulsetrainError
 
-__all__ = ["build", "look_in", "unknown"]
+__all__ = ["build", "checked_arguments", "find", "look_in", "spec_of", "unknown"]
 
 MANY = 60  # names, of which a message would become unreadable
 
@@ -48,21 +48,11 @@ def build(
         ConfigurationError: the name is not found, an argument is unknown, missing or of the wrong type, or the call
             itself failed: then it is the cause.
     """
-    if isinstance(spec, str):
-        spec = {"class_path": spec}
-    if not isinstance(spec, Mapping) or "class_path" not in spec:
-        raise ConfigurationError(
-            f"{place}={spec!r}: needs a class path, or a mapping with class_path and, where it takes any, init_args"
-        )
-    for key in spec.keys() - {"class_path", "init_args"}:
-        raise unknown(f"{place}.{key}", "key", key, ("class_path", "init_args"))
     settings = settings or f"{place}.init_args"
-    init_args = {} if spec.get("init_args") is None else spec["init_args"]
-    if not isinstance(init_args, Mapping):
-        raise ConfigurationError(f"{settings}={init_args!r}: needs a mapping of argument: value")
-    made_by = _find(spec["class_path"], place, shipped or {})
+    class_path, init_args = spec_of(spec, place, settings)
+    made_by = find(class_path, place, shipped or {})
     name = getattr(made_by, "__name__", str(made_by))
-    arguments = _arguments(made_by, name, settings, init_args, given)
+    arguments = checked_arguments(made_by, name, settings, init_args, given)
     try:
         return made_by(**arguments)
     except PulsetrainError as error:
@@ -71,6 +61,26 @@ def build(
         text = str(error)
         kind = "" if text.startswith(f"{name}(") else f"{type(error).__name__}: "
         raise ConfigurationError(f"in {place}: {kind}{text}") from error
+
+
+def spec_of(spec: Any, place: str, settings: str) -> tuple[Any, Mapping[str, Any]]:
+    """The class path and the arguments that a configuration gives.
+
+    Raises:
+        ConfigurationError: it is no such thing.
+    """
+    if isinstance(spec, str):
+        spec = {"class_path": spec}
+    if not isinstance(spec, Mapping) or "class_path" not in spec:
+        raise ConfigurationError(
+            f"{place}={spec!r}: needs a class path, or a mapping with class_path and, where it takes any, init_args"
+        )
+    for key in spec.keys() - {"class_path", "init_args"}:
+        raise unknown(f"{place}.{key}", "key", key, ("class_path", "init_args"))
+    init_args = {} if spec.get("init_args") is None else spec["init_args"]
+    if not isinstance(init_args, Mapping):
+        raise ConfigurationError(f"{settings}={init_args!r}: needs a mapping of argument: value")
+    return spec["class_path"], init_args
 
 
 def unknown(where: str, what: str, name: object, choices: Iterable[str]) -> ConfigurationError:
@@ -84,9 +94,14 @@ def unknown(where: str, what: str, name: object, choices: Iterable[str]) -> Conf
     return ConfigurationError(f"{where}: unknown {what}; {some}{hint}")
 
 
-def _arguments(
+def checked_arguments(
     made_by: Any, name: str, settings: str, init_args: Mapping[str, Any], given: Mapping[str, Any]
 ) -> dict[str, Any]:
+    """What the callable is called with; objects that a configuration describes among its arguments are made.
+
+    Raises:
+        ConfigurationError: an argument is unknown, missing or of the wrong type.
+    """
     accepted = inspect.signature(made_by).parameters
     takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in accepted.values())
     hints = _annotations(made_by)
@@ -128,14 +143,20 @@ def _check(
     made_by: Any, name: str, settings: str, arguments: dict[str, Any], hints: Mapping[str, Any]
 ) -> dict[str, Any]:
     parser = jsonargparse.ArgumentParser(exit_on_error=False, default_env=False)
+    # made already: jsonargparse takes such an annotation apart, and looks for a mapping
+    plain = {key: hint for key, hint in hints.items() if isinstance(hint, type) and is_dataclass(hint)}
+    made = {key: value for key, value in arguments.items() if key in plain}
+    for key, value in made.items():
+        if not isinstance(value, plain[key]):
+            raise ConfigurationError(f"{settings}.{key}={value!r}: needs {_words(plain[key])}")
     try:
         if inspect.isclass(made_by):
-            parser.add_class_arguments(made_by)
+            parser.add_class_arguments(made_by, skip=set(made), fail_untyped=False)
         else:
-            parser.add_function_arguments(made_by)
+            parser.add_function_arguments(made_by, skip=set(made), fail_untyped=False)
         # called instantiate from jsonargparse 4.49 on, where the older name warns
         instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes
-        checked = instantiate(parser.parse_object(arguments))
+        checked = instantiate(parser.parse_object({key: arguments[key] for key in arguments.keys() - made.keys()}))
     except Exception as error:
         text = " ".join(str(error).split())
         found = re.match(r'Parser key "([\w.]+)"', text)
@@ -143,7 +164,7 @@ def _check(
         if key in hints and key in arguments and (words := _words(hints[key])):
             raise ConfigurationError(f"{settings}.{key}={arguments[key]!r}: needs {words}") from error
         raise ConfigurationError(f"{settings}: {name} cannot take these: {text}") from error
-    return dict(checked.as_dict())
+    return {**checked.as_dict(), **made}
 
 
 def _annotations(made_by: Any) -> dict[str, Any]:
@@ -187,7 +208,12 @@ def _words(hint: Any) -> str:
     return " or ".join([", ".join(found[:-1]), found[-1]] if len(found) > 1 else found)
 
 
-def _find(path: Any, place: str, shipped: Mapping[str, Any]) -> Any:
+def find(path: Any, place: str, shipped: Mapping[str, Any]) -> Any:
+    """The class or function of this path, imported.
+
+    Raises:
+        ConfigurationError: there is none.
+    """
     if callable(path):
         return path
     module_name, _, name = str(path).rpartition(".")

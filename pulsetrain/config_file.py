@@ -16,7 +16,7 @@ __all__ = ["SECTIONS", "differences", "load_yaml", "read_config"]
 
 SECTIONS = ("run", "model", "data", "strategy", "metrics", "training", "handlers")
 NAMED = ("model", "data", "strategy")  # sections that may be a class path alone
-STANDARD_HANDLERS = ("Checkpointer", "EventRecorder", "CSVLogger", "LossCurve", "ProgressBar")
+STANDARD_HANDLERS = ("Checkpointer", "EventRecorder", "CSVLogger", "Plots", "ProgressBar", "CrashBundle")
 
 
 class _Loader(yaml.SafeLoader):

@@ -12,7 +12,7 @@ from engine.recording import LoggedEvent
 from engine.recording.predicate import FIELDS
 from pulsetrain.cli.event_formats import FORMATS
 
-__all__ = ["Command", "Commands", "Described", "Steppable"]
+__all__ = ["Command", "Commands", "Described", "Steppable", "printable"]
 
 ALIASES = {"n": "next", "b": "back", "c": "continue", "rc": "reverse-continue", "s": "state", "w": "where",
            "e": "events", "h": "help", "?": "help", "q": "quit", "exit": "quit"}  # fmt: skip
@@ -101,12 +101,12 @@ class Commands:
         """Where it begins, and what went wrong there."""
         target = self.target
         if target.faults:
-            yield from map(_printable, ["", f"the run ended in: {target.faults[0]}"])
+            yield from map(printable, ["", f"the run ended in: {target.faults[0]}"])
             for fault in target.faults[1:]:
-                yield _printable(f"before that: {fault}")
-            yield from map(_printable, target.handlers(at_most=READ_AT_ONCE).lines())
+                yield printable(f"before that: {fault}")
+            yield from map(printable, target.handlers(at_most=READ_AT_ONCE).lines())
             yield ""
-        yield from map(_printable, self._events("") if target.faults else self._stand())
+        yield from map(printable, self._events("") if target.faults else self._stand())
 
     def run(self, line: str) -> Iterator[str]:
         """Do what a line says; nothing for an empty one.
@@ -122,7 +122,7 @@ class Commands:
         if command is None:
             raise unknown_name("debug", "command", words[0][:40], self._table)
         self._last = line if name in MOVES else ""
-        yield from map(_printable, command.run(words[1].strip() if len(words) > 1 else ""))
+        yield from map(printable, command.run(words[1].strip() if len(words) > 1 else ""))
 
     def again(self) -> str:
         """What an empty line stands for at a terminal: the last line, where that moved."""
@@ -299,7 +299,7 @@ def _shown(value: Any) -> str:
     return "-" if value is None else f"{value:,}" if type(value) is int else repr(value)
 
 
-def _printable(text: str) -> str:
+def printable(text: str) -> str:
     """Without what would steer the terminal: a log holds whatever a program has written."""
     text = text.rstrip("\n")
     return "".join(each if each.isprintable() or each == "\n" else repr(each)[1:-1] for each in text)

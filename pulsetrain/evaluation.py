@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -15,7 +15,8 @@ from engine.batches import length_of, workers_begin, workers_outlive_signals
 from engine.errors import ConfigurationError
 from engine.logs import get_logger
 from engine.metrics import RunningMean
-from engine.protocols import Backend, TrainingStrategy
+from engine.protocols import AlternatingStrategy, Backend, TrainingBatch, TrainingStrategy
+from handlers.evaluating import eval_mode
 
 __all__ = ["Evaluation", "Evaluator", "check_sets", "eval_mode"]
 
@@ -54,6 +55,7 @@ class Evaluation:
         self._means: dict[str, Any] = {}  # of the last set, by the strategy's names
         self._names = frozenset(metrics)
         self._left_out: set[str] = set()  # warned about already
+        self.matrices: dict[str, Tensor] = {}  # of the last set, on the host, by their full names
         self._checked_before: bool | None = None  # what the strategy's flag was before the set began
         # before the metrics and every handler of the user, so that they find the means
         self.engine.add_event_handler(Events.STARTED, self._clear, phase=Phase.COMPUTE)
@@ -66,7 +68,8 @@ class Evaluation:
     def run(self, name: str, loader: Iterable[Any]) -> dict[str, float]:
         """The set's scalars as "name/metric"; those of a metric that gives a mapping as "name/metric/key".
 
-        What is no scalar stays in `engine.state.metrics`, and is warned about once.
+        What is no scalar stays in `engine.state.metrics`; a matrix, such as a confusion matrix, is put into `matrices`
+        as well, and anything else is warned about once.
 
         Raises:
             ConfigurationError: the set gave no batch.
@@ -75,6 +78,7 @@ class Evaluation:
         engine, state = self.engine, self.engine.state
         state.max_epochs = state.max_iters = state.epoch_length = None  # from the start, of another length
         engine.set_name = name
+        self.matrices = {}
         self._means = {}  # a run that ends before it has begun must not leave the last set's
         try:
             engine.run(loader)
@@ -91,19 +95,32 @@ class Evaluation:
                 batches=state.iteration,
                 reason=state.stop_reason or "interrupted",
             )
-        return {f"{name}/{metric}": value for metric, value in self._scalars().items()}
+        return {f"{name}/{metric}": value for metric, value in self._scalars(name).items()}
 
     def _step(self, engine: Engine, batch: Any) -> dict[str, Any]:
         prepared = self.strategy.prepare_batch(self.backend.to_device(batch))
         try:
-            outputs, loss = self.backend.eval_step(self.model, prepared, self.strategy)
+            if isinstance(self.strategy, AlternatingStrategy):
+                outputs, loss = None, self._alternate(self.strategy, prepared)
+            else:
+                outputs, loss = self.backend.eval_step(self.model, prepared, self.strategy)
         finally:
             self._check_values(None)
         self._add("loss", loss, prepared.size)
-        with torch.no_grad():
-            for name, value in self.strategy.compute_metrics(outputs, prepared).items():
-                self._add(name, value, prepared.size)
+        compute_metrics = getattr(self.strategy, "compute_metrics", None)
+        if compute_metrics is not None:
+            with torch.no_grad():
+                for name, value in compute_metrics(outputs, prepared).items():
+                    self._add(name, value, prepared.size)
         return {"y_pred": outputs, "y": prepared.targets, "loss": loss}
+
+    def _alternate(self, strategy: AlternatingStrategy, batch: TrainingBatch) -> Tensor:
+        """The sum of its losses, each of which is a metric, too."""
+        with torch.no_grad():
+            losses = dict(self.backend.losses(self.model, batch, strategy))
+        for name, loss in losses.items():
+            self._add(f"{name}_loss", loss, batch.size)
+        return torch.stack(list(losses.values())).sum()
 
     def _add(self, name: str, value: Tensor, size: int | Tensor) -> None:
         if name not in self._running:
@@ -136,8 +153,8 @@ class Evaluation:
         self.engine.state.metrics.update(self._means)
         self._reset()
 
-    def _scalars(self) -> dict[str, float]:
-        """What the trainer is told: the metrics in numbers, mappings flattened."""
+    def _scalars(self, set_name: str) -> dict[str, float]:
+        """What the trainer is told: the metrics in numbers, mappings flattened; matrices go to `matrices`."""
         metrics = dict(self.engine.state.metrics)
         for value in list(metrics.values()):
             if isinstance(value, Mapping):
@@ -153,7 +170,10 @@ class Evaluation:
                 if number is not None:
                     found[full_name] = number
                 elif name in self._names or name in self._means:  # else attached to the evaluator, by who knows
-                    self._warn(full_name, item)
+                    if _is_matrix(item):
+                        self.matrices[f"{set_name}/{full_name}"] = item.cpu()
+                    else:
+                        self._warn(full_name, item)
         return found
 
     def _warn(self, name: str, value: Any) -> None:
@@ -222,22 +242,6 @@ class Evaluator(Engine):
         return super()._no_batch() if self.set_name is None else _no_batch(self.set_name)
 
 
-@contextmanager
-def eval_mode(model: nn.Module) -> Iterator[None]:
-    """The model in eval mode; afterwards each of its modules in the mode it was in."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, training in modes:  # by train(), which a module may override to do more, from the outside in
-            if module.training != training:
-                module.train(training)
-        for module, training in modes:  # train() reaches into a module that several others share
-            if module.training != training:
-                module.training = training
-
-
 def check_sets(loaders: Mapping[str, Iterable[Any]]) -> None:
     """Refuse a validation set that is known to be empty; one without a length is looked at when it is run.
 
@@ -273,3 +277,7 @@ def _number(value: Any) -> float | None:
         return float(value) if hasattr(type(value), "__float__") else None  # text has none
     except (RuntimeError, TypeError, ValueError):
         return None
+
+
+def _is_matrix(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.ndim == 2 and min(value.shape) > 1

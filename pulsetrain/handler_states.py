@@ -241,6 +241,6 @@ def restore_strategy(trainer: Trainer, state: Any) -> None:
             "load_state_dict(); resume with the strategy that the run began with"
         )
     if state is not None:
-        strategy.load_state_dict(state)  # type: ignore[attr-defined]  # asked above
+        strategy.load_state_dict(state)
     elif keeps_state(strategy):
         get_logger("pulsetrain").warning("the strategy begins anew", strategy=type(strategy).__name__)

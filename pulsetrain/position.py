@@ -37,6 +37,7 @@ class DataPosition:
     def __init__(self, seed: int, left_out: Sequence[tuple[int, int]] = ()) -> None:
         self.seed = seed
         self._left_out = left_out
+        self.left_out_since: list[tuple[int, int]]  # further ones, since a rewind
         self._keyed: tuple[Any, KeyedLoader] | None = None  # the loader, and ours that has taken it over
         self.refuses_unsavable = False  # a loader's state that no checkpoint can hold, when a pass begins
         self.restart()
@@ -49,6 +50,7 @@ class DataPosition:
         self.epoch_start = 0  # iteration before its first batch
         self.epoch_done = True  # between two epochs
         self.skipped = 0  # batches that were left out
+        self.left_out_since = []
         self.trained = 0  # the last iteration whose step was made: state.iteration grows before its step
         self.resuming = False  # a checkpoint was loaded whose pass has not been found back to
         self.inside = False  # it was made inside an epoch, which has not gone on yet
@@ -108,8 +110,13 @@ class DataPosition:
             )
         return self._without_those_left_out(batches, iteration)
 
+    def leave_out(self, first: int, last: int) -> None:
+        """Further batches that the next pass, or the one that is found back to, passes over."""
+        if (first, last) not in self.left_out_since:
+            self.left_out_since.append((first, last))
+
     def _without_those_left_out(self, batches: Iterator[Any], iteration: int) -> Iterator[Any]:
-        return self._leave_out(batches, iteration) if self._left_out else batches
+        return self._leave_out(batches, iteration) if self._left_out or self.left_out_since else batches
 
     def _leave_out(self, batches: Iterator[Any], iteration: int) -> Iterator[Any]:
         given = False
@@ -117,7 +124,7 @@ class DataPosition:
             before = self.skipped
             for batch in batches:
                 number = iteration + 1 + self.skipped
-                if any(first <= number <= last for first, last in self._left_out):
+                if any(first <= number <= last for first, last in (*self._left_out, *self.left_out_since)):
                     self.skipped += 1
                     if self._keyed is not None and self._keyed[0] is self._loader:
                         self._offset += self._keyed[1].order.step
@@ -187,18 +194,29 @@ class DataPosition:
             self._keyed = loader, KeyedLoader(loader, self.seed)
         return self._keyed[1]
 
-    def rows(self, iteration: int) -> list[Any] | None:
-        """The indices of a batch of the pass under way, of this rank; None where the loader's order is its own."""
+    def place(self, iteration: int) -> tuple[int, int] | None:
+        """Where a batch of the pass under way lies, for `rows_at`; None where the loader's order is its own."""
         if self._keyed is None or self._keyed[0] is not self._loader:
             return None
-        order = self._keyed[1].order
-        return order.rows(self.passes, self._offset + (iteration - 1 - self._offset_at) * order.step)
+        return self.passes, self._offset + (iteration - 1 - self._offset_at) * self._keyed[1].order.step
+
+    def rows_at(self, place: tuple[int, int]) -> list[Any]:
+        """The indices of the batch at that place, of this rank."""
+        assert self._keyed is not None
+        return self._keyed[1].order.rows(*place)
+
+    def rows(self, iteration: int) -> list[Any] | None:
+        """The indices of a batch of the pass under way, of this rank; None where the loader's order is its own."""
+        place = self.place(iteration)
+        return None if place is None else self.rows_at(place)
 
     def state_dict(self) -> dict[str, Any]:
         """The position behind the last iteration whose step was made."""
         state = {name: getattr(self, name) for name in STATE}
         if self.skipped:
             state["skipped"] = self.skipped
+        if self.left_out_since:
+            state["left_out"] = [list(each) for each in self.left_out_since]
         if self._loader is None:  # as it was loaded, if it was
             state["offset"] = self._offset
             if self._pass_over:
@@ -222,6 +240,7 @@ class DataPosition:
             setattr(self, name, state[name])
         self._offset, self._offset_at = state.get("offset", 0), self.trained
         self.skipped = state.get("skipped", 0)
+        self.left_out_since = [(first, last) for first, last in state.get("left_out", ())]
         given = state.get("given", self.trained - self.pass_start)
         self._saved_loader = (state["loader"], given) if "loader" in state else None
         self._loader = None

@@ -14,7 +14,7 @@ from engine.environment import describe_environment, environment_differences
 from engine.errors import CheckpointError
 from engine.logs import get_logger
 from engine.snapshot import Snapshot
-from handlers import LRScheduler
+from handlers import LRScheduler, ReduceLROnPlateau
 from pulsetrain.handler_states import (
     handler_settings,
     handler_states,
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["COUNTERS", "capture", "restore"]
 
 FORMAT = 4
+_SET_RATES = (LRScheduler, ReduceLROnPlateau)
 _PARTS = (
     "environment", "settings", "model", "optimizer", "optimizer_type", "backend", "announced_skips", "accumulation",
     "counters", "learning_rates", "grad_norm", "position", "data", "validated_at", "metrics", "history", "losses",
@@ -71,6 +72,7 @@ def capture(trainer: Trainer) -> dict[str, Any]:
         "metrics": {name: float(value) for name, value in state.metrics.items() if _is_scalar(value)},
         "history": trainer.history.state_dict(),
         "losses": trainer.losses.state_dict(),
+        **_named_losses(trainer),
         "strategy": strategy_state(trainer),
         "handlers": handler_states(trainer),
         "handler_settings": handler_settings(trainer),
@@ -117,6 +119,8 @@ def restore(trainer: Trainer, saved: Mapping[str, Any]) -> None:
     trainer.state.metrics = dict(saved["metrics"])
     trainer.history.load_state_dict(saved["history"])
     trainer.losses.load_state_dict(saved["losses"], trainer.backend.device)
+    for name, losses in trainer.named_losses.items():
+        losses.load_state_dict(saved["named_losses"][name], trainer.backend.device)
     trainer.rng_to_restore = saved["rng"]
     trainer.states_to_restore = saved["handlers"], saved["handler_settings"]
     tell_of_pairs(trainer, saved["handlers"], saved["handler_settings"])
@@ -127,6 +131,12 @@ def restore(trainer: Trainer, saved: Mapping[str, Any]) -> None:
             devices=fewer,
         )
     _tell_of_changes(trainer, saved)
+
+
+def _named_losses(trainer: Trainer) -> dict[str, Any]:
+    if not trainer.named_losses:  # a run with one optimizer has none
+        return {}
+    return {"named_losses": {name: losses.state_dict() for name, losses in trainer.named_losses.items()}}
 
 
 def _of_this_format(saved: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -154,7 +164,7 @@ def _restore_what_may_refuse(trainer: Trainer, saved: Mapping[str, Any]) -> None
     except Exception:
         trainer.backend.load_state_dict(before["backend"])
         if before["strategy"] is not None:
-            trainer.strategy.load_state_dict(before["strategy"])  # type: ignore[attr-defined]  # it gave one
+            trainer.strategy.load_state_dict(before["strategy"])
         for key, handler in stateful(trainer).items():
             handler.load_state_dict(before["handlers"][key])
         raise
@@ -214,7 +224,7 @@ def _tell_of_changes(trainer: Trainer, saved: Mapping[str, Any]) -> None:
 def _tell_of_rates(trainer: Trainer, configured: tuple[float, ...]) -> None:
     """Without a schedule the checkpoint's learning rates go on: say so where others were asked for."""
     loaded = rates_of(trainer.optimizer)
-    if loaded != configured and not any(isinstance(handler, LRScheduler) for handler in trainer.handlers):
+    if loaded != configured and not any(isinstance(handler, _SET_RATES) for handler in trainer.handlers):
         get_logger("pulsetrain").warning(
             "the run goes on with the learning rates of its checkpoint; update_optimizer() writes others",
             checkpoint=[float(rate) for rate in loaded],

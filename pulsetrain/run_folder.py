@@ -17,7 +17,7 @@ from handlers.run_file import write_run_file
 
 __all__ = ["Claim", "describe_run", "has_checkpoint", "holds_run", "resolve_folder"]
 
-PARTS = ("config.yaml", "run.json", "events", "checkpoints", "metrics.csv", "plots", "crash.txt")
+PARTS = ("config.yaml", "run.json", "events", "checkpoints", "metrics.csv", "plots", "crash", "crash.txt")
 
 
 def resolve_folder(pattern: str, *, resume: str | None = None, chosen: bool = True) -> Path:

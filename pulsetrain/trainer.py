@@ -20,18 +20,18 @@ from engine.checkpoint import Place, load_checkpoint, place_of
 from engine.errors import ConfigurationError
 from engine.logs import get_logger
 from engine.metrics import MetricTracker
-from engine.optimizers import averaged_weights, resolve_optimizer
-from engine.payloads import AnomalyDetected, CheckpointLoaded, MetricsLogged, ValidationCompleted
-from engine.protocols import TrainingStrategy
+from engine.optimizers import NamedOptimizers, averaged_weights, parts_of
+from engine.payloads import AnomalyDetected, CheckpointLoaded, MediaLogged, MetricsLogged, ValidationCompleted
+from engine.protocols import AlternatingStrategy, TrainingStrategy
 from handlers import Callback, CallbackList
 from handlers.readings import reading_events
 from pulsetrain.arguments import (
     check_kinds,
     check_metric_names,
-    check_waiting,
     configured_handlers,
     named_loaders,
-    optimizer_options,
+    resolve_model,
+    resolve_optimizers,
     resolve_strategy,
 )
 from pulsetrain.beginning import begin_anew, checkpointer_of, resume_from, stand_at_the_end
@@ -42,24 +42,27 @@ from pulsetrain.handler_states import handler_settings, handler_states, restore_
 from pulsetrain.measuring import Losses, Rate
 from pulsetrain.position import DataPosition
 from pulsetrain.resume import capture, restore
+from pulsetrain.rewinding import Rewind, go_back, plan_rewind
 from pulsetrain.step import rates_of, step
 from pulsetrain.unsaved import check_unsaved, tell_of_changed_numbers
 
 __all__ = ["Trainer"]
 
 Loader = Iterable[Any]
+OptimizerChoice = str | torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 class Trainer(Engine):
     """Trains a model: everything that an Engine does, and the step, the validation and the checkpoints as well.
 
     Args:
-        model: an nn.Module; it is moved to the backend's device.
+        model: an nn.Module; it is moved to the backend's device. Several by name for a strategy that trains them in
+            turns.
         train_loader: gives batches, as often as asked; a length is not needed.
         val_loader: one set, whose metrics are called "val/...", or a mapping name -> set ("name/...").
-        strategy: what is optimised: a name, or an object (TrainingStrategy).
+        strategy: what is optimised: a name, or an object (TrainingStrategy; AlternatingStrategy for several modules).
         optimizer: a name, a torch optimizer over the model's parameters, or a factory called with them; by default
-            what the configuration says.
+            what the configuration says. Of several modules, such a one for each by its name.
         backend: what computes; by default PyTorch on the configuration's device.
         config: the settings.
         metrics: name -> metric, for validation: ignite's, torchmetrics', or anything with reset, update and compute.
@@ -75,15 +78,12 @@ class Trainer(Engine):
 
     def __init__(
         self,
-        model: nn.Module,
+        model: nn.Module | Mapping[str, nn.Module],
         train_loader: Loader,
         val_loader: Loader | Mapping[str, Loader] | None = None,
         *,
-        strategy: str | TrainingStrategy = "supervised",
-        optimizer: str
-        | torch.optim.Optimizer
-        | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-        | None = None,
+        strategy: str | TrainingStrategy | AlternatingStrategy = "supervised",
+        optimizer: OptimizerChoice | Mapping[str, OptimizerChoice] | None = None,
         backend: TorchBackend | None = None,
         config: TrainingConfig | None = None,
         metrics: Mapping[str, Any] | None = None,
@@ -104,18 +104,13 @@ class Trainer(Engine):
         self.backend = backend or TorchBackend()
         self.backend.configure(config.device, config.precision, config.compile, config.activation_checkpointing)
         self.seed = config.seed if config.seed is not None else int.from_bytes(os.urandom(7), "big")
-        self.model = self.backend.place(model)
-        self.optimizer = resolve_optimizer(
-            optimizer if optimizer is not None else config.optimizer,
-            self.model,
-            config.learning_rate,
-            config.weight_decay,
-            **optimizer_options(config),
-        )
+        self.model = self.backend.place(resolve_model(model, self.strategy))
+        self.optimizer = resolve_optimizers(optimizer, self.model, self.strategy, config)
+        self.optimizers = self.optimizer if isinstance(self.optimizer, NamedOptimizers) else None
         self.train_loader = train_loader
         self.val_loaders = named_loaders(val_loader)
         check_sets(self.val_loaders)
-        self.bound = Bound(config, train_loader)
+        self.bound = Bound(config, train_loader, optimizers=len(parts_of(self.optimizer)))
         self.evaluation = Evaluation(
             self.model, self.strategy, self.backend, metrics or {}, self.bus, trainer_name=self.name
         )
@@ -124,6 +119,7 @@ class Trainer(Engine):
         self.history = MetricTracker()
         self.position = DataPosition(self.seed, config.skip_batches)
         self.losses, self._rate = Losses(), Rate()
+        self.named_losses = {f"{name}_loss": Losses() for name in self.optimizers or ()}  # of which that is the sum
         self.accumulation = Accumulation(config.accumulation)
         self.rng_to_restore: dict[str, Any] | None = None
         self.states_to_restore: tuple[dict[str, Any], dict[str, str]] | None = None  # with the handlers' settings
@@ -131,6 +127,8 @@ class Trainer(Engine):
         self.watched_numbers: dict[str, float] = {}  # that no checkpoint holds, as they were when the run started
         self.environment_changes: list[str] = []  # since the checkpoint was made that the run goes on from
         self.grad_norm: Tensor | None = None  # of the last update for which it was measured
+        self.skip: Tensor | None = None  # whether the update under way is to be left out
+        self.rewinding: Rewind | None = None
         self.validated_at = -1  # iteration of the last validation
         self.in_step = False
         self.checking = False  # until the first update the strategy may look at values, which waits for the device
@@ -140,7 +138,6 @@ class Trainer(Engine):
         self.bound.measure(self.strategy, self.backend)
         self.bound.check()
         self.handlers = [*handlers, *configured_handlers(config, self.optimizer, self.bound, handlers)]
-        check_waiting(self.handlers, self.val_loaders)
         self.callbacks = CallbackList(list(callbacks))
         self._subscribe()
         for handler in self.handlers:
@@ -167,6 +164,40 @@ class Trainer(Engine):
             if not isinstance(resume, (str, os.PathLike)):
                 raise TypeError(f"Trainer.train(resume={resume!r}): needs 'latest' or a checkpoint's path")
             resume_from(self, resume)
+        self._train()
+        while self.rewinding is not None:
+            rewind, self.rewinding = self.rewinding, None
+            go_back(self, rewind)
+            self._train()
+        return self.history.get_history()
+
+    def rewind(self, first: int, last: int, reason: str) -> None:
+        """From a handler: end here, and let `train()` go on behind the newest checkpoint before iteration `first`.
+
+        The batches of the iterations `first` to `last` are left out from then on.
+
+        Raises:
+            ConfigurationError: there is not exactly one Checkpointer.
+            CheckpointError: there is no checkpoint before it.
+        """
+        self.rewinding = plan_rewind(self, first, last)
+        self.terminate(skip_completed=True, reason=reason)
+
+    @property
+    def rewinds(self) -> int:
+        """How often the run has gone back."""
+        return len(self.position.left_out_since)
+
+    def skip_update(self, where: Tensor) -> None:
+        """From a receiver of GRADIENTS_READY: leave this update out where the condition holds.
+
+        Args:
+            where: of shape (), bool, on the device; it is not waited for where the optimizer's kernel can leave a step
+                out on the device (fused Adam, AdamW, SGD).
+        """
+        self.skip = where if self.skip is None else self.skip | where
+
+    def _train(self) -> None:
         state, bound = self.state, self.bound
         if self.position.resuming:
             state.max_epochs, state.max_iters = bound.max_epochs, bound.max_iterations
@@ -183,7 +214,6 @@ class Trainer(Engine):
         else:
             begin_anew(self)
             self.run(self.train_loader, max_epochs=bound.max_epochs, max_iters=bound.max_iterations)
-        return self.history.get_history()
 
     def _bound_inside_an_epoch(self) -> str | None:
         """What the loop would have said had it come to the bound itself; at an epoch's end it says nothing."""
@@ -227,6 +257,8 @@ class Trainer(Engine):
         metrics: dict[str, float] = {}
         for name, loader in self.val_loaders.items():
             metrics.update(self.evaluation.run(name, loader))
+            for matrix, value in self.evaluation.matrices.items():
+                self.fire(Events.MEDIA_LOGGED, MediaLogged(name=matrix, kind="matrix", value=value.tolist()))
         self.validated_at = self.state.iteration
         self.state.metrics.update(metrics)
         self.history.update(metrics)
@@ -292,19 +324,20 @@ class Trainer(Engine):
 
     def stop_checking(self) -> None:
         """The first update has been made."""
-        self.strategy.check_values = self.checking = False  # type: ignore[attr-defined]  # not set where it has none
+        self.strategy.check_values = self.checking = False
 
     def _epoch(self) -> Generator[Any, None, float]:
         """An epoch's batches, and what the trainer has to remember of them whoever listens."""
         state, position = self.state, self.position
         if position.begin_epoch(state.epoch, state.iteration):
-            self.losses.forget("epoch")  # of an epoch that was given up
+            for losses in (self.losses, *self.named_losses.values()):
+                losses.forget("epoch")  # of an epoch that was given up
             self.history.keep_provisional()
         with workers_outlive_signals(state.dataloader):  # some loaders begin theirs at the first batch
             elapsed = yield from super()._epoch()
         position.epoch_done = True
         if self.losses.count("epoch"):
-            self.history.update(self._named(self.losses.take("epoch")))
+            self.history.update(self._named("epoch", Losses.take))
         return elapsed
 
     def _validate_once(self) -> None:
@@ -325,11 +358,19 @@ class Trainer(Engine):
     def _stop_when_preempted(self, engine: Engine, event: Event) -> None:
         self.terminate(reason=f"{event.payload.signal} was received")
 
-    def _named(self, loss: Any) -> dict[str, Any]:
-        """The mean training loss, what follows from it, and the learning rate; on the device where the loss is."""
+    def _named(self, reader: str, mean_of: Callable[[Losses, str], Any]) -> dict[str, Any]:
+        """The mean training losses, what follows from them, and the learning rates; on the device if they are."""
+        loss = mean_of(self.losses, reader)
         derive = getattr(self.strategy, "derive_metrics", None)
         derived = {} if derive is None else {f"train/{name}": value for name, value in derive(loss).items()}
-        return {"train/loss": loss, **derived, "learning_rate": self.learning_rates[0]}
+        each = {f"train/{name}": mean_of(of, reader) for name, of in self.named_losses.items() if of.count(reader)}
+        return {"train/loss": loss, **each, **derived, **self._rates_by_name()}
+
+    def _rates_by_name(self) -> dict[str, float]:
+        if self.optimizers is None:
+            return {"learning_rate": self.learning_rates[0]}
+        rates = zip(self.optimizer.param_groups, self.learning_rates, strict=True)
+        return {f"learning_rate/{group['optimizer']}": rate for group, rate in reversed(list(rates))}
 
     def _log(self) -> None:
         """A log point: where the loop waits for the device, for somebody who listens (with fp16 in any case)."""
@@ -337,7 +378,7 @@ class Trainer(Engine):
             self._announce_skipped()
         if not self.losses.count("log") or not self.hears(Events.METRICS_LOGGED):
             return
-        metrics = self._named(self.losses.take("log").item())
+        metrics = self._named("log", _take_number)
         if self.grad_norm is not None:
             metrics["grad_norm"] = self.grad_norm.item()
         if self.backend.skips_updates:
@@ -362,7 +403,7 @@ class Trainer(Engine):
         """At the run's end: what has not been said yet; a run that reached its bound ends with a validation."""
         self._log()
         if not self.position.epoch_done and self.losses.count("epoch"):  # a run that goes on takes this back
-            self.history.update(self._named(self.losses.peek("epoch")), provisional=True)
+            self.history.update(self._named("epoch", Losses.peek), provisional=True)
         if self.val_loaders and self._is_done(self.state):
             self._validate_once()
 
@@ -395,3 +436,7 @@ class Trainer(Engine):
     def _setup_dataloader_iter(self) -> None:
         with workers_begin(self.state.dataloader):
             self._dataloader_iter = self.position.begin_pass(self.state.dataloader, self.state.iteration)
+
+
+def _take_number(losses: Losses, reader: str) -> float:
+    return losses.take(reader).item()

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import handlers
+
 README = (Path(__file__).parent.parent / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 
@@ -44,3 +46,22 @@ def test_the_python_about_the_parts_of_a_step_runs_and_its_assertions_hold(code:
 @pytest.mark.parametrize("path", sorted(set(re.findall(r"`((?:docs|examples)/[\w./]+)`|\]\((docs/[\w.]+)\)", README))))
 def test_what_the_readme_points_to_is_there(path: tuple[str, str]):
     assert (Path(__file__).parent.parent / (path[0] or path[1])).exists()
+
+
+HANDLERS = (Path(__file__).parent.parent / "docs" / "handlers.md").read_text()
+
+
+def test_the_python_about_handlers_runs_as_one_program_and_its_assertions_hold(tmp_path: Path):
+    run("\n".join(re.findall(r"```python\n(.*?)```", HANDLERS, flags=re.DOTALL)), tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", sorted(set(re.findall(r"`([A-Z]\w+)\(", HANDLERS[HANDLERS.index("| to |") : HANDLERS.index("## Guards")])))
+)
+def test_the_table_of_handlers_names_what_there_is(name: str):
+    assert name in handlers.__all__
+
+
+def test_the_table_of_handlers_leaves_none_out():
+    told = set(re.findall(r"`([A-Z]\w+)\(", HANDLERS))
+    assert set(handlers.__all__) - told == {"Callback", "CallbackList", "MetricLogger"}

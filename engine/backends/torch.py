@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from engine.errors import ConfigurationError
 from engine.memory import recompute_activations
 from engine.precision import Precision
-from engine.protocols import TrainingBatch, TrainingStrategy, describe
+from engine.protocols import AlternatingStrategy, TrainingBatch, TrainingStrategy, describe
 
 __all__ = ["TorchBackend", "find_device"]
 
@@ -132,19 +132,13 @@ class TorchBackend:
         return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
 
     def _evaluate(self, model: nn.Module, batch: TrainingBatch, strategy: TrainingStrategy) -> tuple[Any, Tensor]:
-        if not batch.samples:
-            raise ValueError(
-                f"a batch of 0 samples, inputs {describe(batch.inputs)}: its mean loss would be nan; "
-                "let the loader leave empty batches out"
-            )
+        _require_samples(batch)
         try:
             with self._autocast():
                 outputs = self.forward(model, batch)
                 return outputs, strategy.compute_loss(outputs, batch)
         except Exception as error:
-            error.add_note(
-                f"given inputs {describe(batch.inputs, ranges=True)}, targets {describe(batch.targets, ranges=True)}"
-            )
+            error.add_note(_given(batch))
             raise
 
     def forward_backward(
@@ -152,6 +146,10 @@ class TorchBackend:
     ) -> Tensor:
         """Add `scale` times the loss's gradients to the parameters'; returns the loss, shape (), detached."""
         _, loss = self._evaluate(model, batch, strategy)
+        return self.backward(loss, scale)
+
+    def backward(self, loss: Tensor, scale: float | Tensor = 1.0, parameters: Sequence[Tensor] | None = None) -> Tensor:
+        """Add `scale` times the loss's gradients to the parameters', all or those given; returns the loss, detached."""
         scaled = loss if type(scale) is float and scale == 1.0 else loss * scale
         if self.scaler is not None:
             scaled = self.scaler.scale(scaled)
@@ -160,16 +158,39 @@ class TorchBackend:
                 "the loss has no gradient: no parameter that requires one took part in it; "
                 "check requires_grad and torch.no_grad() in the model and the loss"
             )
-        scaled.backward()
+        if parameters is None:
+            scaled.backward()
+        else:
+            scaled.backward(inputs=parameters)
         return loss.detach()
+
+    def losses(
+        self, model: nn.Module, batch: TrainingBatch, strategy: AlternatingStrategy
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The strategy's losses with the names of their optimizers, each computed when it is asked for."""
+        _require_samples(batch)
+        losses = iter(strategy.compute_losses(model, batch))
+        while True:
+            try:
+                with self._autocast():  # not round the yield: whoever takes the loss computes outside
+                    found = next(losses, None)
+            except Exception as error:
+                error.add_note(_given(batch))
+                raise
+            if found is None:
+                return
+            yield found
 
     def unscale_gradients(self, optimizer: torch.optim.Optimizer) -> None:
         """Bring gradients to their true size before they are measured or clipped; for fp16 alone."""
         self.precision.unscale(optimizer)
 
-    def apply_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """One optimizer step, which an fp16 overflow skips; the gradients are gone afterwards."""
-        self.precision.step(optimizer)
+    def apply_gradients(self, optimizer: torch.optim.Optimizer, skip: Tensor | None = None) -> None:
+        """One optimizer step, left out where fp16 has overflowed or `skip` is true; the gradients are gone afterwards.
+
+        `skip`, of shape (), is not waited for where the optimizer's kernel can leave a step out on the device.
+        """
+        self.precision.step(optimizer, skip)
         optimizer.zero_grad(set_to_none=True)
 
     def discard_gradients(self, optimizer: torch.optim.Optimizer) -> None:
@@ -197,6 +218,18 @@ class TorchBackend:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` gave."""
         self.precision.load_state_dict(dict(state))
+
+
+def _require_samples(batch: TrainingBatch) -> None:
+    if not batch.samples:
+        raise ValueError(
+            f"a batch of 0 samples, inputs {describe(batch.inputs)}: its mean loss would be nan; "
+            "let the loader leave empty batches out"
+        )
+
+
+def _given(batch: TrainingBatch) -> str:
+    return f"given inputs {describe(batch.inputs, ranges=True)}, targets {describe(batch.targets, ranges=True)}"
 
 
 def _move(value: Any, device: torch.device) -> Any:

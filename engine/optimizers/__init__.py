@@ -3,6 +3,7 @@
 from engine.optimizers.create import create_optimizer, resolve_optimizer
 from engine.optimizers.groups import DecayRule, LayerRates
 from engine.optimizers.muon import MuonRule, MuonWithAdamW
+from engine.optimizers.named import NamedOptimizers, parts_of
 from engine.optimizers.schedule_free import averaged_weights, is_schedule_free
 
 __all__ = [
@@ -10,8 +11,10 @@ __all__ = [
     "LayerRates",
     "MuonRule",
     "MuonWithAdamW",
+    "NamedOptimizers",
     "averaged_weights",
     "create_optimizer",
     "is_schedule_free",
+    "parts_of",
     "resolve_optimizer",
 ]

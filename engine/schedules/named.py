@@ -21,7 +21,7 @@ from engine.schedules.shapes import (
     Step,
 )
 
-__all__ = ["build_schedule", "keywords_of", "named_schedule"]
+__all__ = ["NAMES", "build_schedule", "keywords_of", "named_schedule"]
 
 # The first parameter of each class is its rate.
 _NAMED: dict[str, type[Formula]] = {
@@ -37,6 +37,7 @@ _NAMED: dict[str, type[Formula]] = {
     "wsd": WSD,
     "one_cycle": OneCycle,
 }
+NAMES = tuple(_NAMED)
 
 # What a parameter without a default is, for who left it out.
 _NEEDED = {

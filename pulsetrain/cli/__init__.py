@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import io
 import sys
 from collections.abc import Sequence
@@ -23,28 +22,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(arguments: Sequence[str]) -> int:
     # imported here, where Ctrl-C is caught: torch takes a second or two
-    from pulsetrain.cli import debug, diff, events, export, fork, replay, train, verify
-    from pulsetrain.cli import report as report_command
-    from pulsetrain.cli.reports import USAGE, report, versions
+    from pulsetrain.cli.parser import make_parser
+    from pulsetrain.cli.reports import USAGE, report
     from pulsetrain.cli.settings import split_settings
 
-    parser = argparse.ArgumentParser(
-        prog="pulsetrain",
-        description="Train models from a configuration file, and record what happens.",
-        epilog="Begin with: pulsetrain train examples/byte_lm/config.yaml",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--version", action="version", version=versions())
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
-    train.add_parser(commands)
-    replay.add_parser(commands)
-    events.add_parser(commands)
-    diff.add_parser(commands)
-    verify.add_parser(commands)
-    fork.add_parser(commands)
-    debug.add_parser(commands)
-    report_command.add_parser(commands)
-    export.add_parser(commands)
+    parser = make_parser()
     try:
         words, settings = split_settings(arguments)
         chosen = parser.parse_args(words)

@@ -12,9 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigurationError
+from handlers.crash_files import FACTS
+from pulsetrain.cli.command import command, no_settings
 from pulsetrain.cli.pipe import until_closed
 from pulsetrain.cli.reports import OK, logs_on_stderr, report
-from pulsetrain.debug_commands import Commands
+from pulsetrain.debug_bundle import bundle_commands, open_recorded, told
+from pulsetrain.debug_commands import Command, Commands, printable
 from pulsetrain.debugger import Debugger
 
 __all__ = ["add_parser", "converse"]
@@ -27,10 +30,12 @@ Step through what a run has recorded, forward and back, with breaks and watched
 values. After a run that ended in an exception, or with a loss that is no number, it
 opens right before that and says what happened; else at the beginning. `help` lists the
 commands. From a pipe, each line is a command. The run itself is only read.
+A crash bundle, which the handler CrashBundle writes, adds `traceback`, `batch` and `norms`.
 """
 EPILOG = """\
 examples:
   pulsetrain debug runs/a
+  pulsetrain debug runs/a/crash/iteration-000048210
   pulsetrain debug runs/a --live --at 48210
   printf 'break on validation_completed if metrics["val/loss"] > 3\\ncontinue\\nstate\\n' | pulsetrain debug runs/a
 
@@ -42,15 +47,15 @@ Read = Callable[[str], str]  # the next line behind a prompt; EOFError for none
 
 def add_parser(commands: Any) -> None:
     """Add the command."""
-    parser: argparse.ArgumentParser = commands.add_parser(
+    parser = command(
+        commands,
         "debug",
+        run,
         help="step through a recorded run, forward and back",
         description=DESCRIPTION,
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
-    parser.add_argument("folder", metavar="RUN", type=Path, help="a run folder")
+    parser.add_argument("folder", metavar="RUN", type=Path, help="a run folder, or a crash bundle: RUN/crash/NAME")
     parser.add_argument("--engine", help="whose state and iterations count; by default the trainer")
     parser.add_argument(
         "--live",
@@ -60,21 +65,22 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--at", metavar="ITERATION", type=int, help="with --live: the place; by default where something went wrong"
     )
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace, settings: Mapping[str, str]) -> int:
     """Open the run, and do as the lines say until there are no more."""
-    for name in settings:
-        raise ConfigurationError(f"--{name}: debug has no such option")
-    debugger = Debugger(arguments.folder, engine=arguments.engine)
+    no_settings("debug", settings)
+    debugger, bundle = open_recorded(arguments.folder, arguments.engine)
     if arguments.at is not None and not arguments.live:
         raise ConfigurationError("--at: needs --live; at the prompt it is: goto iteration N")
     status = OK
     gc.freeze()  # else a collection goes over all that torch has imported, which takes longer than any answer
     try:
         with until_closed():
-            status = _live(arguments, debugger) if arguments.live else converse(Commands(debugger))
+            extra = {} if bundle is None else bundle_commands(bundle)
+            if bundle is not None:
+                print("\n".join(map(printable, told(bundle))))
+            status = _live(arguments, debugger, extra) if arguments.live else converse(Commands(debugger, extra))
     finally:
         gc.unfreeze()
     for damage in debugger.log.damage:
@@ -82,13 +88,15 @@ def run(arguments: argparse.Namespace, settings: Mapping[str, str]) -> int:
     return status or (DAMAGED if debugger.log.damage else OK)
 
 
-def _live(arguments: argparse.Namespace, recorded: Debugger) -> int:
+def _live(arguments: argparse.Namespace, recorded: Debugger, extra: Mapping[str, Command]) -> int:
     """The same over the computation itself, from the checkpoint before the place."""
     from pulsetrain.again import nearest_checkpoint
     from pulsetrain.live_debugger import LiveDebugger
     from pulsetrain.rebuilding import rebuild
 
     folder, place = recorded.folder, arguments.at
+    if (folder / FACTS).exists():
+        raise ConfigurationError(f"--live: {folder} is a crash bundle, which has no checkpoints; name its run folder")
     if place is None and recorded.faults:
         place = recorded.faults[-1].event.iteration  # where it began
     if place is not None and place < 1:
@@ -99,7 +107,7 @@ def _live(arguments: argparse.Namespace, recorded: Debugger) -> int:
         try:
             if place is not None:
                 live.goto(iteration=place)
-            return converse(Commands(live, live.commands()))
+            return converse(Commands(live, {**extra, **live.commands()}))
         finally:
             live.close()
 

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from engine.errors import ConfigurationError
 from engine.recording import EventLog
 from engine.recording.diff import diff
+from pulsetrain.cli.command import command, no_settings
 from pulsetrain.cli.pipe import until_closed
 from pulsetrain.cli.reports import FAILED, OK
 
@@ -34,13 +34,13 @@ one is damaged
 
 def add_parser(commands: Any) -> None:
     """Add the command."""
-    parser: argparse.ArgumentParser = commands.add_parser(
+    parser = command(
+        commands,
         "diff",
+        run,
         help="compare two runs event by event",
         description=DESCRIPTION,
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("a", metavar="A", type=Path, help="a run folder")
     parser.add_argument("b", metavar="B", type=Path, help="another")
@@ -51,13 +51,11 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--first", action="store_true", help="the first difference alone: what is behind it is not read"
     )
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace, settings: Mapping[str, str]) -> int:
     """Compare, print, and say by the exit status what came out."""
-    for name in settings:
-        raise ConfigurationError(f"--{name}: diff has no such option")
+    no_settings("diff", settings)
     a, b = (EventLog(folder, arguments.rank) for folder in (arguments.a, arguments.b))
     found = diff(a, b, rtol=arguments.rtol, atol=arguments.atol)
     with until_closed():

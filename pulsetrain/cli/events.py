@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from engine.errors import ConfigurationError
 from engine.recording import EventLog, LoggedEvent
 from engine.recording.predicate import predicate
+from pulsetrain.cli.command import command, no_settings
 from pulsetrain.cli.event_formats import FORMATS, check_field
 from pulsetrain.cli.pipe import until_closed
 from pulsetrain.cli.reports import OK
@@ -40,13 +40,13 @@ exit status: 0 done; 2 wrong input; 3 the log is damaged, and what can be read o
 
 def add_parser(commands: Any) -> None:
     """Add the command."""
-    parser: argparse.ArgumentParser = commands.add_parser(
+    parser = command(
+        commands,
         "events",
+        run,
         help="print the events that a run has recorded",
         description=DESCRIPTION,
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("folder", metavar="RUN", type=Path, help="a run folder")
     parser.add_argument("--rank", metavar="N", type=int, default=0, help="whose log, where several processes recorded")
@@ -63,13 +63,11 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--follow", action="store_true", help="go on as the run does, until it ends or Ctrl-C")
     parser.add_argument("--superseded", action="store_true", help="also what a resumed run has computed again")
     parser.add_argument("--check", action="store_true", help="read everything and list what is damaged, no events")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace, settings: Mapping[str, str]) -> int:
     """Print the events; what is damaged goes to standard error."""
-    for name in settings:
-        raise ConfigurationError(f"--{name}: events has no such option")
+    no_settings("events", settings)
     for name in arguments.fields or ():
         check_field(name)
     where = None if arguments.where is None else predicate(arguments.where)

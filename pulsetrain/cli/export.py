@@ -14,6 +14,7 @@ from typing import Any
 
 from engine.errors import ConfigurationError, RunFolderError
 from engine.recording import EventLog
+from pulsetrain.cli.command import command, no_settings
 from pulsetrain.cli.reports import OK
 from pulsetrain.export import write_csv, write_perfetto, write_tensorboard
 
@@ -42,13 +43,13 @@ exit status: 0 done; 2 wrong input; 3 the log is damaged, and what can be read o
 
 def add_parser(commands: Any) -> None:
     """Add the command."""
-    parser: argparse.ArgumentParser = commands.add_parser(
+    parser = command(
+        commands,
         "export",
-        help="write a recorded run for Perfetto, TensorBoard or a spreadsheet",
+        run,
+        help="write a recorded run in a form for other tools",
         description=DESCRIPTION,
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("folder", metavar="RUN", type=Path, help="a run folder")
     parser.add_argument("--format", choices=tuple(ENDINGS), required=True, help="for which tool")
@@ -56,13 +57,11 @@ def add_parser(commands: Any) -> None:
         "--into", type=Path, metavar="PATH", help="file, or folder for tensorboard; by default here, by the run's name"
     )
     parser.add_argument("--force", action="store_true", help="write over what is there")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace, settings: Mapping[str, str]) -> int:
     """Write it, and say what was written; what is damaged goes to standard error."""
-    for name in settings:
-        raise ConfigurationError(f"--{name}: export has no such option")
+    no_settings("export", settings)
     folder: Path = arguments.folder
     log = EventLog(folder)
     if log.folder.name == "events":

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigurationError
+from pulsetrain.cli.command import command
 from pulsetrain.cli.reports import OK, logs_on_stderr
 from pulsetrain.forking import fork
 
@@ -31,14 +32,14 @@ exit status: 0 done; 2 wrong input; with --train, that of `pulsetrain train`
 
 def add_parser(commands: Any) -> None:
     """Add the command."""
-    parser: argparse.ArgumentParser = commands.add_parser(
+    parser = command(
+        commands,
         "fork",
+        run,
         help="begin a new run at a checkpoint of another",
         usage="pulsetrain fork RUN --at ITERATION --into FOLDER [--skip-batches FIRST[-LAST]] [--set KEY=VALUE]",
         description=DESCRIPTION,
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("folder", metavar="RUN", type=Path, help="a run folder")
     parser.add_argument(
@@ -61,7 +62,6 @@ def add_parser(commands: Any) -> None:
         help="a setting of the configuration, such as training.learning_rate=1e-4; repeatable",
     )
     parser.add_argument("--train", action="store_true", help="train it at once")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace, settings: Mapping[str, str]) -> int:

@@ -16,6 +16,7 @@ from engine.events import Events
 from engine.recording import EventLog
 from engine.recording.replay import Replay, Stop
 from pulsetrain.building import build
+from pulsetrain.cli.command import command, no_settings
 from pulsetrain.cli.pipe import until_closed
 from pulsetrain.cli.reports import OK, USAGE
 from pulsetrain.config_file import load_yaml
@@ -46,14 +47,14 @@ COLUMNS = ("run", "handler", "stops at", "best", "iterations saved")
 
 def add_parser(commands: Any) -> None:
     """Add the command."""
-    parser: argparse.ArgumentParser = commands.add_parser(
+    parser = command(
+        commands,
         "replay",
-        help="tell what other settings of a handler would have done in recorded runs",
+        run,
+        help="tell what other settings of a handler would have done",
         usage="pulsetrain replay RUN [RUN ...] --handler NAME[:ARGUMENT=VALUE,...] [--handler ...] [OPTION ...]",
         description=DESCRIPTION,
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="a run folder")
     parser.add_argument(
@@ -67,13 +68,11 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("--engine", metavar="NAME", help="attach to this engine; by default the trainer")
     parser.add_argument("--rank", metavar="N", type=int, default=0, help="whose log, where several processes recorded")
     parser.add_argument("--format", choices=("table", "json"), default="table", help="how to print")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace, settings: Mapping[str, str]) -> int:
     """Replay each run through each handler, and print what came of it."""
-    if settings:
-        raise ConfigurationError(f"--{next(iter(settings))}: is no option of replay, which takes no configuration")
+    no_settings("replay", settings)
     variants = [(text, parse_handler(text)) for text in arguments.handlers]
     for text, spec in variants:
         _keep_apart(text, spec)  # all are checked before the first is played

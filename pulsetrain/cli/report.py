@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from engine.errors import ConfigurationError
+from pulsetrain.cli.command import command, no_settings
 from pulsetrain.cli.reports import OK
 from pulsetrain.report import write_report
 
@@ -32,26 +32,24 @@ exit status: 0 done; 2 wrong input; 3 a log is damaged, and the page shows what 
 
 def add_parser(commands: Any) -> None:
     """Add the command."""
-    parser: argparse.ArgumentParser = commands.add_parser(
+    parser = command(
+        commands,
         "report",
+        run,
         help="write a page with the curves, events and settings of runs",
         description=DESCRIPTION,
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="a run folder")
     parser.add_argument(
         "--into", metavar="FILE", type=Path, default=Path("report.html"), help="the page; by default report.html here"
     )
     parser.add_argument("--force", action="store_true", help="write over a file that is there")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace, settings: Mapping[str, str]) -> int:
     """Write the page and say where it is; what is damaged goes to standard error."""
-    for name in settings:
-        raise ConfigurationError(f"--{name}: report has no such option")
+    no_settings("report", settings)
     written = write_report(arguments.runs, arguments.into, force=arguments.force)
     counts = [_count(len(arguments.runs), "run"), _count(written.curves, "curve")]
     print(f"{written.path}: {', '.join(counts)}, {written.bytes / 1e6:.1f} MB")

@@ -18,7 +18,7 @@ from engine.errors import PulsetrainError
 from pulsetrain.assembly import Assembly
 from pulsetrain.run_folder import has_checkpoint
 
-__all__ = ["logs_on_stderr", "report", "summary", "versions"]
+__all__ = ["logs_on_stderr", "program", "report", "summary", "versions"]
 
 OK, FAILED, USAGE, STOPPED = 0, 1, 2, 130
 
@@ -71,7 +71,7 @@ def go_on(assembly: Assembly, config: Path, settings: Mapping[str, str]) -> str:
     """The command that goes on with a run, ready to be copied."""
     if not has_checkpoint(assembly.trainer):
         return "go on: not possible, for no checkpoint was saved: there is no Checkpointer among the handlers"
-    words = [*_command(), "train", str(config), "--run", str(assembly.folder), "--resume", "latest"]
+    words = [*program(), "train", str(config), "--run", str(assembly.folder), "--resume", "latest"]
     for name, value in settings.items():
         words += [f"--{name}={value}"]
     return f"go on: {shlex.join(words)}"
@@ -104,7 +104,7 @@ class _StandardError:
     debug = info = warning = warn = error = critical = exception = failure = msg
 
 
-def _command() -> list[str]:
+def program() -> list[str]:
     """How this program was called: its bare name only where the shell finds the same one."""
     called = Path(sys.argv[0])
     if called.name == "__main__.py":

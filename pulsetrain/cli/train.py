@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 import time
 import traceback
@@ -11,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from engine import Events
-from engine.errors import PulsetrainError
+from engine.errors import ConfigurationError, PulsetrainError
+from handlers.crash_files import bundle_of, forget_bundle
 from pulsetrain.assembly import Assembly, assemble, in_settings
+from pulsetrain.cli.command import command
 from pulsetrain.cli.reports import FAILED, STOPPED, go_on, logs_on_stderr, report, summary
 from pulsetrain.config_file import SECTIONS, read_config
 from pulsetrain.rebuilding import base_of
@@ -39,6 +42,7 @@ examples:
   pulsetrain train config.yaml
   pulsetrain train config.yaml --run runs/wide --model.init_args.width 256
   pulsetrain train config.yaml --resume latest
+  pulsetrain train config.yaml --dry-run
 
 exit status: 0 done; 1 the run failed; 2 wrong input; 128 + n stopped by signal n
 """
@@ -46,14 +50,15 @@ exit status: 0 done; 1 the run failed; 2 wrong input; 128 + n stopped by signal 
 
 def add_parser(commands: Any) -> None:
     """Add the command."""
-    parser: argparse.ArgumentParser = commands.add_parser(
+    parser = command(
+        commands,
         "train",
+        run,
         help="train what a configuration file describes",
-        usage="pulsetrain train CONFIG [--run FOLDER] [--resume latest|CHECKPOINT] [--SECTION.SETTING VALUE ...]",
+        usage="pulsetrain train CONFIG [--run FOLDER] [--resume latest|CHECKPOINT] [--dry-run]"
+        " [--SECTION.SETTING VALUE ...]",
         description=DESCRIPTION,
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("config", metavar="CONFIG", type=Path, help="the configuration, YAML")
     parser.add_argument(
@@ -68,8 +73,12 @@ def add_parser(commands: Any) -> None:
         help="go on from the newest checkpoint of the run folder, or of the last numbered one (or start where there "
         "is none yet); or from the checkpoint with this path or URL",
     )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="two batches through training, validation, handlers and a checkpoint; then everything is undone",
+    )
     parser.add_argument("--traceback", action="store_true", help="show the Python traceback of an error")
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace, settings: Mapping[str, str]) -> int:
@@ -80,6 +89,8 @@ def run(arguments: argparse.Namespace, settings: Mapping[str, str]) -> int:
     with SignalWatch() as watch, logs_on_stderr():
         try:
             config = read_config(arguments.config, settings)
+            if arguments.dry_run:
+                return _dry_run(arguments, config, watch)
             assembly = assemble(config, base_of(arguments.config.parent), arguments.folder, resume=arguments.resume)
             _announce(assembly, arguments.resume)
             assembly.trainer.add_event_handler(Events.STARTED, lambda engine: updates.append(engine.state.update))
@@ -107,6 +118,16 @@ def run(arguments: argparse.Namespace, settings: Mapping[str, str]) -> int:
         return watch.status
 
 
+def _dry_run(arguments: argparse.Namespace, config: Mapping[str, Any], watch: SignalWatch) -> int:
+    from pulsetrain.dry_run import dry_run
+
+    if arguments.resume is not None:
+        raise ConfigurationError("--dry-run: begins anew; leave --resume out")
+    for line in dry_run(config, base_of(arguments.config.parent), arguments.folder, begun=watch.follow):
+        print(line, flush=True)
+    return watch.status
+
+
 def _announce(assembly: Assembly, resume: str | None) -> None:
     folder = assembly.folder
     anew = resume == "latest" and not has_checkpoint(assembly.trainer)
@@ -121,6 +142,7 @@ def _failed(error: Exception, assembly: Assembly, *, early: bool) -> int:
     """Say what happened. A run that has learned nothing leaves nothing: the corrected command finds its folder free."""
     if early:
         assembly.claim.give_back()
+        forget_bundle(error)
         if not isinstance(error, PulsetrainError):
             error.add_note("--traceback shows where in the code")
         return report(error)
@@ -128,6 +150,9 @@ def _failed(error: Exception, assembly: Assembly, *, early: bool) -> int:
         status = report(error)
         print(f"run folder {assembly.folder}: keeps what was done until the error", file=sys.stderr)
         return status
+    if (bundle := bundle_of(error)) is not None:
+        error.add_note(f"pulsetrain debug {shlex.quote(str(bundle))} opens it")
+        return report(error, FAILED)
     crash = assembly.folder / "crash.txt"
     try:
         crash.write_text("".join(traceback.format_exception(error)), encoding="utf-8")

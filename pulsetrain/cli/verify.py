@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from engine.errors import ConfigurationError
+from pulsetrain.cli.command import command, no_settings
 from pulsetrain.cli.pipe import until_closed
 from pulsetrain.cli.reports import FAILED, OK, logs_on_stderr
 from pulsetrain.rebuilding import rebuild
@@ -34,13 +34,13 @@ exit status: 0 the whole stretch came again to the bit; 1 it did not; 2 wrong in
 
 def add_parser(commands: Any) -> None:
     """Add the command."""
-    parser: argparse.ArgumentParser = commands.add_parser(
+    parser = command(
+        commands,
         "verify",
+        run,
         help="run a recorded run again and compare",
         description=DESCRIPTION,
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("folder", metavar="RUN", type=Path, help="a run folder")
     parser.add_argument(
@@ -53,13 +53,11 @@ def add_parser(commands: Any) -> None:
     parser.add_argument(
         "--to", dest="last", metavar="ITERATION", type=int, help="the last; by default where the log ends"
     )
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace, settings: Mapping[str, str]) -> int:
     """Run again, print what came of it, and say it by the exit status."""
-    for name in settings:
-        raise ConfigurationError(f"--{name}: verify takes no settings: the run is made again as it was")
+    no_settings("verify", settings)
 
     def build(folder: Path) -> Trainer:
         return rebuild(arguments.folder, folder).trainer

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from examples.byte_lm.data import VALIDATION_BATCH_SIZE, ByteWindows, loaders, standard_library
 from examples.byte_lm.model import ByteGPT, rotate
-from examples.byte_lm.sample import SampleText
 
 CONTEXT = 16
 
@@ -266,8 +265,3 @@ class TestLoaders:
     def test_refuses(self, sizes: dict[str, int], message: str) -> None:
         with pytest.raises(ValueError, match=message):
             loaders(**sizes)
-
-
-def test_a_sample_needs_a_length() -> None:
-    with pytest.raises(ValueError, match=r"SampleText\(length=0\): needs at least 1 byte"):
-        SampleText("runs/x", length=0)

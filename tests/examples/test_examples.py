@@ -175,7 +175,7 @@ class TestByteLM:
         assert "max_tokens=40960 was reached" in text
         assert output[-1].split(maxsplit=2) == ["run", "folder", str(folder)]
 
-    def test_draws_the_loss_curve(self, byte_lm: tuple[Path, list[str]]) -> None:
+    def test_draws_the_losses(self, byte_lm: tuple[Path, list[str]]) -> None:
         assert (byte_lm[0] / "plots" / "loss.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
     def test_keeps_a_valid_checkpoint_of_the_last_update(self, byte_lm: tuple[Path, list[str]]) -> None:
@@ -193,4 +193,36 @@ class TestByteLM:
         assert json.loads((folder / "run.json").read_text())["seed"] == config["training"]["seed"]
 
     def test_writes_a_sample(self, byte_lm: tuple[Path, list[str]]) -> None:
-        assert len((byte_lm[0] / "sample.txt").read_text(encoding="utf-8")) > 100
+        (sample,) = (byte_lm[0] / "samples").iterdir()
+        text = sample.read_text(encoding="utf-8")
+        assert text.startswith("def ")
+        assert len(text) > 100
+        assert "    def " in byte_lm[1][byte_lm[1].index("sample") + 1]
+
+
+def test_guards_lose_nothing_where_the_unguarded_run_is_lost(tmp_path: Path) -> None:
+    output = run(tmp_path, EXAMPLES / "guards.py").output
+    told = [line.split(":")[0].strip() for line in output if " at iteration " in line and line.startswith("  ")]
+    errors = [line.rpartition(" ")[2] for line in output if "mean squared error" in line]
+    assert errors[0] == "nan"
+    assert float(errors[1]) < 1.0  # the targets' variance
+    assert any(line.startswith("nan_gradient") for line in told)
+    assert any(line.startswith("loss_spike") for line in told)
+    rows = "".join(line.partition("rows ")[2] for line in output if line.startswith("  nan_gradient"))
+    assert "100" in re.findall(r"\d+", rows)
+    assert "went back 2 time(s)" in output[-1]
+
+
+def test_gan_learns_by_two_optimizers_and_draws(tmp_path: Path) -> None:
+    sys.path.insert(0, str(EXAMPLES))
+    try:
+        from gan import main  # shorter than the script's own run
+    finally:
+        sys.path.remove(str(EXAMPLES))
+    trainer = main(tmp_path, max_epochs=12)
+    assert trainer.state.update == 2 * trainer.state.iteration == 2 * 12 * 28
+    assert all(parameter.isfinite().all() for parameter in trainer.model.parameters())
+    first, last = (trainer.history.get_history()["train/discriminator_loss"][at] for at in (0, -1))
+    assert last < 2 * 0.6931 < first + 2  # below that of a discriminator that cannot tell
+    picture = (tmp_path / "samples.png").read_bytes()
+    assert picture.startswith(b"\x89PNG")

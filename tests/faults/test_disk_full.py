@@ -18,7 +18,7 @@ from engine import Events, Every, Phase
 from engine.checkpoint import CheckpointManager, disk, find_checkpoints, load_checkpoint
 from engine.errors import RunFolderError
 from engine.recording import EventLog
-from handlers import Checkpointer, CSVLogger, EventRecorder, LossCurve
+from handlers import Checkpointer, CSVLogger, EventRecorder, Plots
 from pulsetrain import Trainer
 from tests.pulsetrain.small import loader, regression_model, trainer
 
@@ -186,7 +186,7 @@ def test_a_disk_that_is_full_for_a_while_costs_no_event_and_no_row(small_disk: P
             Checkpointer(folder, every=Every(epochs=20), metric="val/loss"),
             EventRecorder(folder),
             CSVLogger(folder),
-            LossCurve(folder),
+            Plots(folder, formats=["svg"]),  # pictures of all kinds would fill it
         ],
     )
     filler = small_disk / "filler"

@@ -1,11 +1,13 @@
 import csv
+import errno
 import math
+import os
 
 import pytest
-from driving import UpdatingEngine, log, log_each_iteration, make_engine, validate_each_epoch
+from driving import UpdatingEngine, log, log_each_iteration, make_engine, validate_each_epoch, validated
 from structlog.testing import capture_logs
 
-from engine import Events, Every
+from engine import Engine, Events, Every
 from engine.errors import RunFolderError
 from engine.payloads import CheckpointLoaded
 from handlers import CSVLogger
@@ -41,7 +43,7 @@ def test_each_row_is_there_before_the_run_goes_on(tmp_path):
     CSVLogger(tmp_path).attach(engine)
     log_each_iteration(engine, lambda i: seen.append(len(rows(tmp_path))) or {})
     engine.run([0, 1, 2], max_epochs=1)
-    assert seen == [2, 4, 6]
+    assert seen == [2, 3, 4]  # what an iteration logs later stands in the row that it has
 
 
 def test_a_new_metric_widens_the_table_and_leaves_no_other_file(tmp_path):
@@ -146,13 +148,13 @@ def test_a_run_that_goes_on_takes_out_the_rows_behind_its_checkpoint(tmp_path):
     at(engine, 1, 1, {"train/loss": 1.0})
     at(engine, 1, 2, {"train/loss": 2.0})
     checkpoint = logger.state_dict()
-    at(engine, 1, 2, {"val/loss": 9.0})  # behind the checkpoint, and of its very iteration
+    at(engine, 1, 2, {"val/loss": 9.0})  # behind the checkpoint, and of its very iteration: the row grows
     at(engine, 1, 3, {"train/loss": 3.0})
     again = CSVLogger(tmp_path)
     engine = make_engine()
     again.attach(engine)
     again.load_state_dict(checkpoint)
-    assert len(rows(tmp_path)) == 5  # a checkpoint that is refused costs nothing
+    assert len(rows(tmp_path)) == 4  # a checkpoint that is refused costs nothing
     engine.state.iteration = 2
     engine.fire(Events.CHECKPOINT_LOADED, CheckpointLoaded(path="000000002-checkpoint", iteration=2))
     assert rows(tmp_path) == [
@@ -161,6 +163,97 @@ def test_a_run_that_goes_on_takes_out_the_rows_behind_its_checkpoint(tmp_path):
         ["2", "1", "2.0", ""],
     ]
     assert again.state_dict() == checkpoint
+
+
+def test_the_checkpoint_of_an_older_version_counts_rows_alone(tmp_path):
+    engine = make_engine()
+    logger = CSVLogger(tmp_path).attach(engine)
+    for iteration in (1, 2, 3):
+        at(engine, 1, iteration, {"train/loss": 1.0})
+    logger.load_state_dict({"rows": 2})
+    engine.state.iteration = 2
+    engine.fire(Events.CHECKPOINT_LOADED, CheckpointLoaded(path="000000002-checkpoint", iteration=2))
+    assert [row[0] for row in rows(tmp_path)] == ["iteration", "1", "2"]
+
+
+def test_what_an_iteration_logs_in_several_events_stands_in_one_row(tmp_path):
+    engine = make_engine()
+    CSVLogger(tmp_path).attach(engine)
+    at(engine, 1, 1, {"train/loss": 1.0, "learning_rate": 0.5})
+    at(engine, 1, 1, {"throughput": 10.0})
+    at(engine, 1, 2, {"train/loss": 2.0})
+    at(engine, 1, 2, {"throughput": 20.0, "train/loss": 2.0})
+    validated(engine, {"val/loss": 3.0})
+    at(engine, 1, 2, {"memory": 7.0})  # behind a validation, which has a row of its own
+    assert rows(tmp_path) == [
+        ["iteration", "epoch", "train/loss", "learning_rate", "throughput", "val/loss", "memory"],
+        ["1", "1", "1.0", "0.5", "10.0", "", ""],
+        ["2", "1", "2.0", "", "20.0", "", ""],
+        ["2", "1", "", "", "", "3.0", ""],
+        ["2", "1", "", "", "", "", "7.0"],
+    ]
+
+
+def test_a_value_that_has_changed_within_an_iteration_loses_neither(tmp_path):
+    engine = make_engine()
+    CSVLogger(tmp_path).attach(engine)
+    at(engine, 1, 1, {"a": 1.0})
+    at(engine, 1, 1, {"a": 2.0})
+    assert rows(tmp_path)[1:] == [["1", "1", "1.0"], ["1", "1", "2.0"]]
+
+
+def test_engines_of_one_bus_share_no_row(tmp_path):
+    one = make_engine()
+    other = Engine(lambda engine, batch: 0.0, name="other", bus=one.bus)
+    CSVLogger(tmp_path).attach(one.bus)
+    at(one, 1, 1, {"a": 1.0})
+    at(other, 1, 1, {"b": 2.0})
+    assert rows(tmp_path)[1:] == [["1", "1", "1.0", ""], ["1", "1", "", "2.0"]]
+
+
+def test_a_row_that_has_been_changed_by_another_hand_is_not_overwritten(tmp_path):
+    engine = make_engine()
+    CSVLogger(tmp_path).attach(engine)
+    at(engine, 1, 1, {"a": 1.0, "b": 1.0})
+    path = tmp_path / "metrics.csv"
+    path.write_text(path.read_text().replace("1.0,1.0", "1.5,1.5"), newline="")
+    at(engine, 1, 1, {"a": 1.0})
+    assert rows(tmp_path)[1:] == [["1", "1", "1.5", "1.5"], ["1", "1", "1.0", "1.0"]]
+
+
+def test_a_full_disk_leaves_the_row_as_it_was_and_the_next_writing_makes_it_whole(tmp_path, monkeypatch):
+    engine = make_engine()
+    CSVLogger(tmp_path).attach(engine)
+    at(engine, 1, 1, {"a": 1.0, "b": 1.0})
+    at(engine, 1, 2, {"a": 2.0})
+    before, write = (tmp_path / "metrics.csv").read_bytes(), os.write
+
+    def write_a_part(descriptor, content):
+        if len(content) > 9:
+            write(descriptor, content[:3])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(descriptor, content)
+
+    monkeypatch.setattr(os, "write", write_a_part)
+    with capture_logs() as logs:
+        at(engine, 1, 2, {"b": 0.123456789})
+    assert (tmp_path / "metrics.csv").read_bytes() == before
+    assert len(logs) == 1
+    monkeypatch.undo()
+    validated(engine, {"a": 3.0})
+    assert [row[2:] for row in rows(tmp_path)[1:]] == [["1.0", "1.0"], ["2.0", "0.123456789"], ["3.0", ""]]
+
+
+def test_two_of_them_on_one_table_are_refused_on_one_bus_alone(tmp_path):
+    engine = make_engine()
+    first = CSVLogger(tmp_path).attach(engine)
+    with pytest.raises(
+        RunFolderError, match=r"CSVLogger.attach\(\): another CSVLogger of this bus writes .*metrics\.csv"
+    ):
+        CSVLogger(tmp_path).attach(engine.bus)
+    CSVLogger(tmp_path).attach(make_engine())  # a trainer built anew, where the old one still stands in a notebook
+    first.detach()
+    CSVLogger(tmp_path).attach(engine)
 
 
 def test_a_checkpoint_of_another_run_takes_no_rows_out(tmp_path):

@@ -4,8 +4,9 @@ import pytest
 from driving import make_engine, validate_each_epoch
 from ignite.handlers import EarlyStopping as IgniteEarlyStopping
 
-from engine.errors import MetricNotFoundError
+from engine.errors import ConfigurationError, MetricNotFoundError
 from handlers import EarlyStopping
+from tests.pulsetrain.small import trainer
 
 NAN = math.nan
 
@@ -88,6 +89,19 @@ def test_a_metric_that_does_not_come_ends_the_first_validation_with_those_that_e
     assert engine.state.epoch == 1
 
 
+def test_a_loop_of_ones_own_steps_it_by_hand():
+    stopping, losses, best = EarlyStopping(patience=2), iter([3.0, 2.0, NAN, 2.5, 1.0]), []
+    for loss in losses:
+        stop = stopping.step(loss)
+        if stopping.is_best:
+            best.append(loss)
+        if stop:
+            break
+    assert list(losses) == [1.0]
+    assert best == [3.0, 2.0]
+    assert (stopping.best_value, stopping.counter, stopping.is_best) == (2.0, 2, False)
+
+
 def test_a_restored_count_goes_on():
     first, second = EarlyStopping(patience=3), EarlyStopping(patience=3)
     for value in (1.0, 2.0, 2.0):
@@ -110,6 +124,11 @@ def test_reset_forgets_what_was_seen():
     stopping.step(2.0)
     stopping.reset()
     assert stopping.state_dict() == EarlyStopping().state_dict()
+
+
+def test_attached_to_a_trainer_that_never_validates_it_says_so():
+    with pytest.raises(ConfigurationError, match=r"EarlyStopping\(metric='val/loss'\): waits for a validation"):
+        EarlyStopping().attach(trainer({"max_epochs": 1}))
 
 
 @pytest.mark.parametrize(

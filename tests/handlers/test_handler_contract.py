@@ -1,6 +1,7 @@
 """What holds for every handler."""
 
 import io
+import warnings
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -8,26 +9,67 @@ import torch
 from driving import UpdatingEngine, log_each_iteration, subscriptions, validate_each_epoch
 
 import handlers
-from engine import EventBus, Events, Every, Phase
+from engine import EventBus, Events, Every, Phase, SupervisedStrategy, TorchBackend
+from engine.payloads import GradientsReady
 from engine.schedules import Cosine
 from handlers import (
     EMA,
     SWA,
+    Alert,
+    BestModel,
     Callback,
     CallbackList,
     Checkpointer,
     ConsoleLogger,
+    CrashBundle,
     CSVLogger,
     EarlyStopping,
     EventRecorder,
     Fingerprints,
-    LossCurve,
+    Garbage,
+    GradientMonitor,
+    HangWatchdog,
+    JSONLinesLogger,
+    LossSpikeGuard,
+    LRFinder,
+    LRMonitor,
     LRScheduler,
+    MemoryMonitor,
+    MLflowLogger,
+    NaNGuard,
+    Plots,
+    Profiler,
     ProgressBar,
+    ReduceLROnPlateau,
+    SampleText,
+    StepLimit,
+    TensorBoardLogger,
+    Throughput,
+    TimeLimit,
+    TrackioLogger,
+    WandbLogger,
 )
+from pulsetrain import TrainingConfig
 
 
 class Saving(UpdatingEngine):
+    def _step(self, engine, batch):
+        if self.hears(Events.GRADIENTS_READY):
+            self.fire(Events.GRADIENTS_READY, GradientsReady(grad_norm=torch.tensor(1.0)))
+            self.state.update -= 1
+        return super()._step(engine, batch)
+
+    def skip_update(self, where): ...
+
+    """With what an LRFinder needs of a trainer as well."""
+
+    strategy, config, seed = SupervisedStrategy("mse"), TrainingConfig(), 0
+    train_loader = ((torch.ones(3, 2), torch.ones(3, 1)),) * 2
+
+    def __init__(self, *arguments, **options):
+        super().__init__(*arguments, **options)
+        self.backend = TorchBackend("cpu")
+
     def checkpoint_state(self):
         return {"weights": self.model.state_dict()}
 
@@ -43,7 +85,19 @@ class EveryHook(Callback):
     def on_validation_end(self, trainer, metrics): ...
 
 
+def unconnected(package, make):
+    """A logger to a service without the service; their own tests connect."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # such packages warn of their own affairs when they are imported
+        pytest.importorskip(package)
+    handler = make()
+    handler.connect = lambda key, values: len
+    return handler
+
+
 MAKE: dict[str, Callable] = {
+    "NaNGuard": lambda folder: NaNGuard(every=Every(iterations=2)),
+    "LossSpikeGuard": lambda folder: LossSpikeGuard(every=Every(iterations=2)),
     "LRScheduler": lambda folder: LRScheduler(Cosine(initial_lr=1.0, total_steps=10)),
     "LRScheduler of torch": lambda folder: LRScheduler(
         torch.optim.lr_scheduler.StepLR(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0), step_size=2),
@@ -56,34 +110,65 @@ MAKE: dict[str, Callable] = {
     ),
     "CSVLogger": CSVLogger,
     "CSVLogger every": lambda folder: CSVLogger(folder, every=Every(updates=2)),
+    "JSONLinesLogger": JSONLinesLogger,
+    "TensorBoardLogger": TensorBoardLogger,
+    "MLflowLogger": lambda folder: unconnected("mlflow", lambda: MLflowLogger(folder=folder)),
+    "WandbLogger": lambda folder: unconnected("wandb", lambda: WandbLogger("digits", folder, "offline")),
+    "TrackioLogger": lambda folder: unconnected("trackio", lambda: TrackioLogger("digits")),
     "ProgressBar": lambda folder: ProgressBar(stream=io.StringIO()),
-    "LossCurve": LossCurve,
-    "LossCurve every": lambda folder: LossCurve(folder, every=Every(iterations=2)),
+    "Plots": Plots,
+    "Plots every": lambda folder: Plots(folder, every=Every(iterations=2)),
     "EventRecorder": EventRecorder,
     "EventRecorder with batches": lambda folder: EventRecorder(folder, include_batches=True, every=3),
     "CallbackList": lambda folder: CallbackList([EveryHook(), Callback()]),
     "Checkpointer": lambda folder: Checkpointer(folder, metric="val/loss"),
     "Checkpointer in the background": lambda folder: Checkpointer(folder, "auto", background=True, metric="val/loss"),
     "Fingerprints": lambda folder: Fingerprints(Every(iterations=1), batches=True, model=torch.nn.Linear(2, 1)),
+    "CrashBundle": CrashBundle,
     "EMA": lambda folder: EMA(model=torch.nn.Linear(2, 1), every=Every(iterations=2, epochs=1)),
     "EMA of the engine's model": lambda folder: EMA(),
     "SWA": lambda folder: SWA(after_epoch=1),
+    "ReduceLROnPlateau": lambda folder: ReduceLROnPlateau(patience=0),
+    "BestModel": lambda folder: BestModel(),
+    "BestModel in a folder": lambda folder: BestModel(folder=folder, restore=False),
+    "TimeLimit": lambda folder: TimeLimit("1h"),
+    "StepLimit": lambda folder: StepLimit(iterations=100),
+    "Alert": lambda folder: Alert(["true"]),
+    "Garbage": lambda folder: Garbage(),
+    "GradientMonitor": lambda folder: GradientMonitor(histograms=True, updates=True),
+    "Throughput": lambda folder: Throughput(every=Every(iterations=2)),
+    "MemoryMonitor": lambda folder: MemoryMonitor(every=Every(iterations=2)),
+    "Profiler": lambda folder: Profiler(folder, start=2, iterations=2, warmup=1),
+    "SampleText": lambda folder: SampleText("a", folder, generate=lambda *given, **named: "b"),
+    "HangWatchdog": HangWatchdog,
+    "LRFinder": lambda folder: LRFinder(iterations=20, folder=folder),
+    "LRMonitor": lambda folder: LRMonitor(Every(iterations=1)),
 }
 STATEFUL = [
+    "NaNGuard",
+    "LossSpikeGuard",
+    "MLflowLogger",
+    "WandbLogger",
+    "TrackioLogger",
     "LRScheduler",
     "LRScheduler of torch",
     "EarlyStopping",
-    "LossCurve",
-    "LossCurve every",
+    "Plots",
+    "Plots every",
     "Checkpointer",
     "Checkpointer in the background",
     "EMA",
     "EMA of the engine's model",
     "SWA",
+    "ReduceLROnPlateau",
+    "BestModel",
+    "BestModel in a folder",
+    "TimeLimit",
 ]
 # whose state says how far their file had come; their own tests show what a resume makes of it
-OF_A_FILE = ["CSVLogger", "CSVLogger every", "EventRecorder", "EventRecorder with batches"]
-ON_A_BUS = ["ConsoleLogger", "CSVLogger", "LossCurve", "EventRecorder"]
+OF_A_FILE = ["CSVLogger", "CSVLogger every", "JSONLinesLogger", "EventRecorder", "EventRecorder with batches"]
+LOGGERS = ["CSVLogger", "JSONLinesLogger", "TensorBoardLogger", "MLflowLogger", "WandbLogger", "TrackioLogger"]
+ON_A_BUS = ["ConsoleLogger", *LOGGERS, "Plots", "EventRecorder", "HangWatchdog"]
 
 
 def comparable(value):
@@ -121,7 +206,7 @@ def fitting(make, engine):
 
 
 def test_every_exported_handler_is_in_this_suite():
-    exported = set(handlers.__all__) - {"Callback"}
+    exported = set(handlers.__all__) - {"Callback", "MetricLogger"}
     assert exported == {name.split()[0] for name in MAKE}
 
 
@@ -215,7 +300,7 @@ def test_policies_refuse_a_bus(name, tmp_path):
 
 def test_loggers_look_after_policies_have_acted(engine, tmp_path):
     order = []
-    for name in ("ConsoleLogger", "CSVLogger", "LossCurve"):
+    for name in ("ConsoleLogger", "CSVLogger", "Plots"):
         MAKE[name](tmp_path).attach(engine)
     EarlyStopping().attach(engine)
     for subscription in engine.bus.signal(Events.VALIDATION_COMPLETED).subscriptions(id(engine)):
@@ -223,10 +308,10 @@ def test_loggers_look_after_policies_have_acted(engine, tmp_path):
     assert order == [Phase.ACT, Phase.OBSERVE, Phase.OBSERVE, Phase.OBSERVE]
 
 
-@pytest.mark.parametrize("name", ["CSVLogger", "LossCurve", "EventRecorder", "Checkpointer"])
+@pytest.mark.parametrize("name", [*LOGGERS[:-1], "Plots", "EventRecorder", "Checkpointer"])
 def test_a_folder_that_cannot_be_written_is_one_clear_error_and_no_subscription(name, tmp_path, engine):
     (tmp_path / "file").write_text("in the way")
     before = subscriptions(engine.bus)
-    with pytest.raises(OSError, match=r"(Logger|Curve|Recorder|Checkpoint\w+)\(.*file.*: cannot be"):
+    with pytest.raises(OSError, match=r"(Logger|Plots|Recorder|Checkpoint\w+)\(.*file.*: cannot be"):
         MAKE[name](tmp_path / "file").attach(engine)
     assert subscriptions(engine.bus) == before

@@ -28,9 +28,15 @@ from handlers import (
     CSVLogger,
     EarlyStopping,
     EventRecorder,
-    LossCurve,
+    JSONLinesLogger,
+    LossSpikeGuard,
+    LRMonitor,
     LRScheduler,
+    Plots,
     ProgressBar,
+    ReduceLROnPlateau,
+    StepLimit,
+    TimeLimit,
 )
 from handlers.readings import scalars
 from pulsetrain import Trainer, TrainingConfig
@@ -77,6 +83,7 @@ def schedule_of_its_own() -> LRScheduler:
 
 
 MAKE: dict[str, Callable[[Path, io.StringIO], Any]] = {
+    "LossSpikeGuard": lambda folder, stream: LossSpikeGuard(2.0, 8, every=Every(iterations=3), patience=3),
     "EarlyStopping": lambda folder, stream: EarlyStopping(patience=2, min_delta=0.5),
     "ConsoleLogger": lambda folder, stream: ConsoleLogger(stream=stream, format="json"),
     "ConsoleLogger at a cadence": lambda folder, stream: ConsoleLogger(
@@ -84,12 +91,20 @@ MAKE: dict[str, Callable[[Path, io.StringIO], Any]] = {
     ),
     "CSVLogger": lambda folder, stream: CSVLogger(folder),
     "CSVLogger at a cadence": lambda folder, stream: CSVLogger(folder, Every(updates=3)),
+    "JSONLinesLogger": lambda folder, stream: JSONLinesLogger(folder),
+    "JSONLinesLogger at a cadence": lambda folder, stream: JSONLinesLogger(folder, Every(updates=3)),
     "ProgressBar": lambda folder, stream: ProgressBar(stream, clock=lambda: 0.0),
-    "LossCurve": lambda folder, stream: LossCurve(folder),
-    "LossCurve at a cadence": lambda folder, stream: LossCurve(folder, Every(iterations=7)),
+    "Plots": lambda folder, stream: Plots(folder),
+    "Plots at a cadence": lambda folder, stream: Plots(folder, Every(iterations=7)),
     "CallbackList": lambda folder, stream: CallbackList([Hooks()]),
     "EventRecorder": lambda folder, stream: EventRecorder(folder),
     "LRScheduler": lambda folder, stream: schedule_of_its_own(),
+    "LRMonitor": lambda folder, stream: LRMonitor(Every(iterations=3)),
+    "ReduceLROnPlateau": lambda folder, stream: ReduceLROnPlateau(
+        patience=0, threshold=0.5, optimizer=torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)
+    ),
+    "StepLimit": lambda folder, stream: StepLimit(iterations=1000),
+    "TimeLimit": lambda folder, stream: TimeLimit("2h"),
 }
 # a run that validates, saves and logs by other cadences; one that a handler ends; one that fails and goes on
 SCENARIOS: dict[str, dict[str, Any]] = {

@@ -68,6 +68,26 @@ BAD = {
     "schedule": ("--training.schedule cosin", "training.schedule='cosin': unknown schedule; choose one of"),
     "strategy": ("--strategy supervisd", "strategy: class_path='supervisd': unknown name; choose one of"),
     "handler": ("--handlers [CSVLoger]", "handlers[0]: class_path='CSVLoger': unknown name; choose one of"),
+    "handler with a slip": ("--handlers [Chekpointer]", "ProgressBar, "),
+    "the nearest handler": ("--handlers [Chekpointer]", "; did you mean 'Checkpointer'?"),
+    "a strange handler": ("--handlers [7]", "handlers[0]=7: needs a class path, or a mapping with class_path"),
+    "handler beside the file": ("--handlers [beside.Spyy]", "handlers[0]: class_path='beside.Spyy': unknown name in"),
+    "its argument": (
+        "--handlers '[{class_path: beside.Spy, init_args: {evry: 1}}]'",
+        "handlers[0].init_args.evry: unknown argument of Spy; choose one of every, note; did you mean 'every'?",
+    ),
+    "its type": (
+        "--handlers '[{class_path: beside.Spy, init_args: {note: [1]}}]'",
+        "handlers[0].init_args.note=[1]: needs text or null",
+    ),
+    "its cadence": (
+        "--handlers '[{class_path: beside.Spy, init_args: {every: 5}}]'",
+        "handlers[0].init_args.every=5: needs a mapping with iterations, epochs, updates, seconds",
+    ),
+    "its cadence's unit": (
+        "--handlers '[{class_path: beside.Spy, init_args: {every: {iteration: 5}}}]'",
+        "handlers[0].init_args.every.iteration: unknown argument of Every; choose one of epochs, iterations",
+    ),
     "loss": ("--strategy.init_args.loss msee", "in strategy: "),
     "section": ("--trainig.x 3", "--trainig.x: unknown section; choose one of"),
     "training key": ("--training.max_epoch 3", "training.max_epoch: unknown argument of TrainingConfig"),
@@ -113,12 +133,45 @@ BAD = {
 }
 
 
+SPY = """
+from engine.cadence import Every
+
+class Spy:
+    heard = []
+
+    def __init__(self, every: Every = Every(iterations=50), note: str | None = None):
+        self.every, self.note = every, note
+
+    def attach(self, engine):
+        engine.add_event_handler(self.every.events(), lambda engine: self.heard.append(engine.state.iteration))
+        return self
+"""
+
+
+class TestHandlersBesideTheFile:
+    def test_one_is_found_and_takes_a_cadence(self, folder: Path) -> None:
+        (folder / "beside.py").write_text(SPY)
+        assert train("--handlers", "[{class_path: beside.Spy, init_args: {every: {iterations: 4}}}]") == 0
+        import beside  # type: ignore[import-not-found]
+
+        assert beside.Spy.heard == [4, 8]
+
+    def test_it_is_looked_for_beside_the_file_wherever_the_command_runs(
+        self, folder: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        (folder / "beside.py").write_text(SPY)
+        monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
+        words = ["--handlers", "[beside.Spy]", "--run", str(folder / "run")]
+        assert main(["train", str(folder / "config.yaml"), *words]) == 0
+
+
 class TestBadInput:
     @pytest.mark.parametrize("case", BAD)
     def test_is_one_error_and_leaves_nothing(self, case: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         words, message = BAD[case]
         (folder / "old").mkdir()
         (folder / "old" / "metrics.csv").touch()
+        (folder / "beside.py").write_text(SPY)
         before = files()
         assert train(*shlex.split(words)) == 2
         told = capsys.readouterr()

@@ -5,7 +5,10 @@ from __future__ import annotations
 import pytest
 
 from pulsetrain.cli import main
+from pulsetrain.cli.parser import COMMANDS
 from pulsetrain.cli.settings import split_settings
+
+NAMES = [each.__name__.rpartition(".")[2].replace("_", "-") for each in COMMANDS]
 
 
 class TestHelp:
@@ -29,6 +32,36 @@ class TestHelp:
         assert main(words) == status
         captured = capsys.readouterr()
         assert told in captured.out + captured.err
+
+    @pytest.mark.parametrize("command", NAMES)
+    def test_every_command_has_an_example_and_its_exit_statuses(
+        self, command: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main([command, "--help"]) == 0
+        told = capsys.readouterr().out
+        assert f"usage: pulsetrain {command} " in told
+        _, _, end = told.partition("\nexamples:\n")
+        examples, _, statuses = end.partition("\nexit status: 0 ")
+        assert f"pulsetrain {command} " in examples
+        assert "2 " in statuses
+        assert not [line for line in told.splitlines() if len(line) > 130]
+
+    def test_the_list_has_a_line_for_each(self, capsys: pytest.CaptureFixture[str]) -> None:
+        assert main(["--help"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        listed = [line for line in lines[lines.index("  COMMAND") + 1 :] if line.startswith("    ")]
+        assert [line.split()[0] for line in listed] == NAMES
+        assert len({line.index(line.split()[1], 14) for line in listed}) == 1
+
+    @pytest.mark.parametrize(
+        "command", ["events RUN", "diff A B", "verify RUN", "debug RUN", "export RUN --format csv"]
+    )
+    def test_settings_of_a_configuration_are_refused_where_there_is_none(
+        self, command: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        assert main([*command.split(), "--training.seed", "1"]) == 2
+        told = capsys.readouterr().err
+        assert f"--training.seed: {command.split()[0]} has no such option; those of a configuration are for" in told
 
     def test_settings_are_told_from_options(self) -> None:
         words = ["train", "--training.a", "-1", "c.yaml", "--run", "x.y", "--model=m.N", "--metrics.b.c={d: e=f}"]

@@ -83,7 +83,7 @@ def test_a_configuration_that_was_changed_is_told(place: Path, capsys: pytest.Ca
         (["verify", "b"], "holds no event log"),
         (["verify", "a", "--from", "3"], "has no checkpoint before iteration 3"),
         (["verify", "a", "--from", "0"], "at least 1"),
-        (["verify", "a", "--training.seed", "4"], "takes no settings"),
+        (["verify", "a", "--training.seed", "4"], "--training.seed: verify has no such option"),
         (["fork", "a", "--at", "3", "--into", "b"], "has no checkpoint before iteration 4"),
         (["fork", "a", "--at", "9", "--into", "a/b"], "lies inside of the run"),
         (["fork", "a", "--at", "20", "--into", "b", "--skip-batches", "3-12"], "it has none of these"),

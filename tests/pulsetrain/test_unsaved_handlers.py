@@ -17,7 +17,7 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 
 from engine import CheckpointError, Events, Every
-from handlers import Callback, ConsoleLogger, CSVLogger, EarlyStopping, EventRecorder, LossCurve, ProgressBar
+from handlers import Callback, ConsoleLogger, CSVLogger, EarlyStopping, EventRecorder, Plots, ProgressBar
 from pulsetrain import Trainer
 from tests.pulsetrain.cutting import cut_after
 from tests.pulsetrain.small import loader, trainer
@@ -167,7 +167,7 @@ def test_our_own_handlers_are_not_warned_of(tmp_path: Path):
         ConsoleLogger(),
         CSVLogger(tmp_path / "t.csv"),
         EventRecorder(tmp_path / "e.jsonl"),
-        LossCurve(tmp_path),
+        Plots(tmp_path),
         ProgressBar(),
     ]
     run = make(tmp_path / "run", EarlyStopping(patience=9), *handlers, val_loader=loader(8))

@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 from collections.abc import Callable, Mapping, MutableMapping
-from typing import Any, Literal, Self, TextIO
+from typing import Any, Literal, TextIO
 
 from tqdm import tqdm
 
-from engine.bus import EventBus
 from engine.cadence import Every
 from engine.errors import unknown_name
 from engine.events import Event, Events
 from engine.logs import load_structlog
 from engine.loop import Engine
+from engine.payloads import ValidationCompleted
 from engine.subscription import OnError
-from handlers.attachment import Attachment
-from handlers.readings import reading_events, step_metrics
+from handlers.loggers.base import MetricLogger
+from handlers.loggers.json_lines import finite
 
 __all__ = ["ConsoleLogger"]
 
 
-class ConsoleLogger:
+class ConsoleLogger(MetricLogger):
     """One line for each METRICS_LOGGED and VALIDATION_COMPLETED, and for the start and the end of a run.
 
-    Lines go round a tqdm bar on the same stream. structlog renders them; its global configuration is neither read nor
-    changed.
+    On a bus each line names its engine. Lines go round a tqdm bar on the same stream. structlog renders them; its
+    global configuration is neither read nor changed.
 
     Args:
         every: read `state.output` at this cadence in place of METRICS_LOGGED; each reading waits for the device.
@@ -47,66 +46,43 @@ class ConsoleLogger:
         clock: Callable[[], float] = time.monotonic,
         on_error: OnError = "raise",
     ) -> None:
+        super().__init__(every, clock=clock, on_error=on_error)
         if format not in ("key_value", "json"):
             raise unknown_name("ConsoleLogger", "format", format, ("key_value", "json"))
-        if every is not None and not isinstance(every, Every):
-            raise TypeError(f"ConsoleLogger(every={every!r}): needs an Every, such as Every(iterations=50)")
-        self.every = every
         self.format = format
         self._given_stream = stream
         self._stream: TextIO = sys.stderr
-        self._clock = clock
-        self._on_error = on_error
         self._logger: Any = None
-        self._last_read: tuple[str, int] | None = None
-        self._attachment = Attachment("ConsoleLogger")
 
-    def attach(self, engine_or_bus: Engine | EventBus) -> Self:
-        """Follow one engine, or all of a bus: then each line names its engine."""
-        with self._attachment.to(engine_or_bus) as hear:
-            self._stream = self._given_stream if self._given_stream is not None else sys.stderr
-            self._logger = _make_logger(self._stream, self.format)
-            if self.every is None:
-                hear(Events.METRICS_LOGGED, self._on_metrics, on_error=self._on_error)
-            else:
-                hear(reading_events(self.every, self._clock), self._on_reading, on_error=self._on_error)
-            hear(Events.VALIDATION_COMPLETED, self._on_validation, on_error=self._on_error)
-            hear(Events.STARTED, self._on_started, on_error=self._on_error)
-            hear(Events.COMPLETED, self._on_completed, on_error=self._on_error)
-            hear(Events.TERMINATE, self._on_terminated, on_error=self._on_error)
-            hear(Events.EXCEPTION_RAISED, self._on_exception, on_error=self._on_error)
-        return self
+    def prepare(self) -> None:
+        self._stream = self._given_stream if self._given_stream is not None else sys.stderr
+        self._logger = _make_logger(self._stream, self.format)
 
-    def detach(self) -> None:
-        self._attachment.cancel()
+    def log_metrics(self, engine: Engine, metrics: Mapping[str, float]) -> None:
+        self._write(engine, "metrics", {**_place(engine), **metrics})
+
+    def log_validation(self, engine: Engine, validation: ValidationCompleted) -> None:
+        self._write(engine, "validation", {**_place(engine), **validation.metrics, "seconds": validation.seconds})
+
+    def _subscribe(self, hear: Callable[..., None]) -> None:
+        self._hear_metrics(hear)
+        # of each engine of a bus, where other loggers know one run
+        hear(Events.STARTED, self._on_started)
+        hear(Events.COMPLETED, self._on_completed)
+        hear(Events.TERMINATE, self._on_terminated)
+        hear(Events.EXCEPTION_RAISED, self._on_exception)
 
     def _write(self, engine: Engine, message: str, values: Mapping[str, Any]) -> None:
         where = {"engine": engine.name} if self._attachment.hears_whole_bus else {}
         with tqdm.external_write_mode(file=self._stream):
             self._logger.info(message, values={**where, **values})
 
-    def _on_started(self, engine: Engine) -> None:
+    def _on_started(self, engine: Engine, event: Event) -> None:
         state = engine.state
         bounds = {name: getattr(state, name, None) for name in ("max_epochs", "max_iters", "epoch_length")}
         begun = {"iteration": state.iteration} if state.iteration else {}
         self._last_read = None
         self._write(engine, "run started", {**begun, **{k: v for k, v in bounds.items() if v is not None}})
-
-    def _on_metrics(self, engine: Engine, event: Event) -> None:
-        self._write(engine, "metrics", {**_place(engine), **event.payload.metrics})
-
-    def _on_reading(self, engine: Engine) -> None:
-        reading = (engine.name, engine.state.iteration)
-        if self._last_read == reading:
-            return
-        self._last_read = reading
-        metrics = step_metrics(engine)
-        if metrics:
-            self._write(engine, "metrics", {**_place(engine), **metrics})
-
-    def _on_validation(self, engine: Engine, event: Event) -> None:
-        values = {**_place(engine), **event.payload.metrics, "seconds": event.payload.seconds}
-        self._write(engine, "validation", values)
 
     def _on_completed(self, engine: Engine) -> None:
         reason = engine.state.stop_reason
@@ -157,10 +133,7 @@ def _spread(_: Any, __: str, entry: MutableMapping[str, Any]) -> MutableMapping[
 
 
 def _finite(_: Any, __: str, entry: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """JSON has no NaN: the strings that the event log uses, too."""
-    for name, value in entry.items():
-        if isinstance(value, float) and not math.isfinite(value):
-            entry[name] = "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    entry.update({name: finite(value) for name, value in entry.items()})
     return entry
 
 

@@ -1,0 +1,199 @@
+"""Writes metrics, hyperparameters and media to MLflow."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+from engine.cadence import Every
+from engine.errors import ConfigurationError
+from engine.subscription import OnError
+from handlers.loggers.base import Plain
+from handlers.loggers.optional import load_optional
+from handlers.loggers.service import Begin, End, Media, Metrics, ServiceLogger
+from handlers.run_folder import make_folder
+
+__all__ = ["MLflowLogger"]
+
+# MLflow's own bounds of a request
+_METRICS, _PARAMETERS = 1000, 100
+_KEY = "pulsetrain.run"  # the tag by which a run is found again
+_STATUS = {"finished": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
+
+
+class MLflowLogger(ServiceLogger):
+    """Logs to a run of MLflow: metrics by iteration, hyperparameters as parameters, texts and pictures as artifacts.
+
+    Figures, histograms and matrices become images. A run that goes on from a checkpoint goes on in the same run; MLflow
+    keeps what was logged behind the checkpoint beside what comes again. For how a service that is down or slow is
+    borne see `ServiceLogger`. MLflow repeats a request by itself for minutes, and draws from Python's generator for it:
+    where they are not set, the constructor sets MLFLOW_HTTP_REQUEST_MAX_RETRIES=0 and MLFLOW_HTTP_REQUEST_TIMEOUT=10
+    (seconds) for this process.
+
+    Args:
+        tracking_uri: such as "http://host:5000" or "sqlite:///mlflow.db"; by default MLFLOW_TRACKING_URI, else
+            FOLDER/mlflow.db with FOLDER/mlflow, and without a folder what MLflow takes.
+        experiment: its name; it is made where it is missing. By default MLFLOW_EXPERIMENT_NAME, else "pulsetrain".
+        run_name: by default the run folder's name, else "run-" and the key's beginning.
+        folder: the run folder.
+        every: read `state.output` at this cadence in place of METRICS_LOGGED; each reading waits for the device.
+        hyperparameters: further ones beside the fields of `engine.config`, by name.
+        room: bytes that may wait for the service.
+        flush_seconds: for which a run's end waits for what has not been sent.
+        clock: seconds, for `Every(seconds=...)`.
+        on_error: for what goes wrong on the training thread.
+
+    Raises:
+        ConfigurationError: mlflow is not installed, or a number is out of range.
+    """
+
+    takes_histograms = False
+
+    def __init__(
+        self,
+        tracking_uri: str | None = None,
+        experiment: str | None = None,
+        run_name: str | None = None,
+        folder: str | Path | None = None,
+        every: Every | None = None,
+        *,
+        hyperparameters: Mapping[str, Any] | None = None,
+        room: int = 64 * 2**20,
+        flush_seconds: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+        on_error: OnError = "warn",
+    ) -> None:
+        super().__init__(
+            every, hyperparameters=hyperparameters, room=room, flush_seconds=flush_seconds, clock=clock,
+            on_error=on_error,
+        )  # fmt: skip
+        for name, value in (("tracking_uri", tracking_uri), ("experiment", experiment), ("run_name", run_name)):
+            if value is not None and (not isinstance(value, str) or not value):
+                raise ConfigurationError(f"MLflowLogger({name}={value!r}): needs a text, or None")
+        self._address = tracking_uri  # by no name that a checkpoint's settings would tell: it may hold a password
+        self.experiment = experiment
+        self.run_name = run_name
+        self.folder = None if folder is None else Path(folder)
+        self.run_id: str | None = None  # MLflow's, once it is known
+        self._mlflow = load_optional("MLflowLogger", "mlflow", "mlflow")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+
+    def prepare(self) -> None:
+        if self.folder is not None:
+            make_folder("MLflowLogger", self.folder)
+
+    def is_refusal(self, error: Exception) -> bool:
+        if isinstance(error, self._mlflow.MlflowException):
+            return 400 <= error.get_http_status_code() < 500 and error.get_http_status_code() not in (408, 429)
+        return super().is_refusal(error)
+
+    def connect(self, key: str, values: Mapping[str, Plain]) -> Callable[[Sequence[Any]], int]:
+        client, experiment_id = self._connect_client()
+        found = client.search_runs([experiment_id], f"tags.`{_KEY}` = '{key}'", max_results=1)
+        if found:
+            run = found[0]
+        else:
+            # a name that MLflow would draw here would be drawn from Python's generator
+            name = self.run_name or (self.folder.resolve().name if self.folder is not None else f"run-{key[:8]}")
+            run = client.create_run(experiment_id, run_name=name, tags={_KEY: key})
+        self.run_id = run.info.run_id
+        named = {_name(name): str(value) for name, value in values.items()}
+        new = {name: value for name, value in named.items() if name not in run.data.params}  # none can be changed
+        return _Run(client, run.info.run_id, self._mlflow.entities, new, self.is_refusal).deliver
+
+    def _connect_client(self) -> tuple[Any, str]:
+        """A client, and the experiment's id."""
+        uri, files = self._address, None
+        if uri is None and self.folder is not None and not os.environ.get("MLFLOW_TRACKING_URI"):
+            uri = f"sqlite:///{(self.folder / 'mlflow.db').resolve()}"
+            files = (self.folder / "mlflow").resolve().as_uri()  # else they go to the working folder
+        client = self._mlflow.MlflowClient(tracking_uri=uri)
+        name = self.experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "pulsetrain"
+        found = client.get_experiment_by_name(name)
+        if found is not None:
+            return client, str(found.experiment_id)
+        return client, str(client.create_experiment(name, artifact_location=files))
+
+
+class _Run:
+    """One run of MLflow, in the sender's thread."""
+
+    def __init__(
+        self,
+        client: Any,
+        run_id: str,
+        entities: Any,
+        parameters: Mapping[str, str],
+        is_refusal: Callable[[Exception], bool],
+    ) -> None:
+        self._client, self._run_id, self._entities, self._is_refusal = client, run_id, entities, is_refusal
+        self._parameters = [entities.Param(name, value) for name, value in parameters.items()]  # not sent yet
+        self._at_once = _PARAMETERS
+
+    def deliver(self, entries: Sequence[Any]) -> int:
+        self._log_parameters()
+        first = entries[0]
+        if isinstance(first, Begin):
+            self._client.update_run(self._run_id, status="RUNNING")
+            return 1
+        if isinstance(first, End):
+            self._client.set_terminated(self._run_id, _STATUS[first.status], end_time=first.time_ns // 1_000_000)
+            return 1
+        if isinstance(first, Media):
+            self._log_media(first)
+            return 1
+        return self._log_metrics([*takewhile(lambda entry: isinstance(entry, Metrics), entries)])
+
+    def _log_parameters(self) -> None:
+        """One that is refused costs no other: it is found by sending each by itself."""
+        while self._parameters:
+            sent = self._parameters[: self._at_once]
+            try:
+                self._client.log_batch(self._run_id, params=sent)
+            except Exception as error:
+                if not self._is_refusal(error):
+                    raise
+                if len(sent) == 1:
+                    del self._parameters[0]
+                    raise
+                self._at_once = 1
+            else:
+                del self._parameters[: len(sent)]
+
+    def _log_metrics(self, entries: Sequence[Metrics]) -> int:
+        """As many as fit into one request; of an entry with more numbers than that, one request for each part."""
+        found: list[Any] = []
+        count = 0
+        for entry in entries:
+            new = [
+                self._entities.Metric(_name(name), value, entry.time_ns // 1_000_000, entry.iteration)
+                for name, value in {**entry.values, "epoch": float(entry.epoch)}.items()
+            ]
+            if found and len(found) + len(new) > _METRICS:
+                break
+            found += new
+            count += 1
+        for start in range(0, len(found), _METRICS):
+            self._client.log_batch(self._run_id, metrics=found[start : start + _METRICS])
+        return count
+
+    def _log_media(self, media: Media) -> None:
+        name = _name(media.name)
+        if media.kind == "text":
+            self._client.log_text(self._run_id, media.value, f"{name}/{media.iteration:09d}.txt")
+        else:
+            step, milliseconds = media.iteration, media.time_ns // 1_000_000
+            self._client.log_image(
+                self._run_id, media.value, key=name, step=step, timestamp=milliseconds, synchronous=True
+            )
+
+
+def _name(name: str) -> str:
+    """The name with what MLflow does not allow in one as underscores."""
+    return re.sub(r"[^\w\-. :/]", "_", name)

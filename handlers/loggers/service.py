@@ -1,0 +1,208 @@
+"""Loggers to services: what is measured becomes entries, which a thread sends."""
+
+from __future__ import annotations
+
+import time
+import uuid
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from engine.cadence import Every
+from engine.errors import ConfigurationError
+from engine.events import Events
+from engine.loop import Engine
+from engine.payloads import HandlerFailed, MediaLogged
+from engine.subscription import OnError
+from handlers.loggers.base import MetricLogger, Plain, Status
+from handlers.loggers.pictures import histogram_of, picture_of
+from handlers.loggers.sending import Sender
+
+__all__ = ["Begin", "End", "Media", "Metrics", "ServiceLogger"]
+
+
+@dataclass(frozen=True, slots=True)
+class Begin:
+    """The run begins, or goes on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """Numbers of one moment, by their full names."""
+
+    values: dict[str, float]
+    iteration: int
+    epoch: int
+    time_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Media:
+    """A text, a histogram's (counts, edges), or a picture as uint8, (height, width, 3) or (height, width)."""
+
+    name: str
+    kind: str  # "text", "histogram" or "picture"
+    value: Any
+    iteration: int
+    time_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The run's end."""
+
+    status: Status
+    time_ns: int
+
+
+Entry = Begin | Metrics | Media | End
+
+
+class ServiceLogger(MetricLogger):
+    """What a logger to a service does on the training thread: it makes entries, and a thread sends them.
+
+    A subclass says how, by `connect`. A service that is down or slow never keeps
+    training waiting: entries wait for it, up to `room`, then the oldest are lost. That is said by one warning and one
+    HANDLER_FAILED when it begins and by a warning when it ends. The run's end waits at most `flush_seconds`.
+
+    Args:
+        every: read `state.output` at this cadence in place of METRICS_LOGGED; each reading waits for the device.
+        hyperparameters: further ones beside the fields of `engine.config`, by name.
+        room: bytes that may wait for the service.
+        flush_seconds: for which a run's end waits for what has not been sent.
+        clock: seconds, for `Every(seconds=...)`.
+        on_error: for what goes wrong on the training thread.
+    """
+
+    takes_histograms: ClassVar[bool] = True  # else they are drawn
+
+    def __init__(
+        self,
+        every: Every | None,
+        *,
+        hyperparameters: Mapping[str, Any] | None,
+        room: int,
+        flush_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+        on_error: OnError = "warn",
+    ) -> None:
+        super().__init__(every, hyperparameters=hyperparameters, clock=clock, on_error=on_error)
+        if not isinstance(room, int) or isinstance(room, bool) or room < 1:
+            raise ConfigurationError(f"{self._place}(room={room!r}): needs a number of bytes, at least 1")
+        if not flush_seconds >= 0:
+            raise ConfigurationError(f"{self._place}(flush_seconds={flush_seconds!r}): needs a number, 0 or more")
+        self.room = room
+        self.flush_seconds = flush_seconds
+        self._key: str | None = None  # the run's, made here: the service need not be reached for it
+        self._ended = False  # that run
+        self._sender: Sender[Entry] | None = None
+        self._engine: weakref.ref[Engine] | None = None
+        self._closing = False
+        self._failures: list[Exception] = []  # met while the training thread waits for the sender
+
+    def connect(self, key: str, values: Mapping[str, Plain]) -> Callable[[Sequence[Any]], int]:
+        """Begin the service's run of this key with its hyperparameters, or go on with it; called in the thread.
+
+        Returns:
+            What sends the first of the entries (`Begin`, `Metrics` ...), at least one, and says how many it sent.
+        """
+        raise NotImplementedError
+
+    def is_refusal(self, error: Exception) -> bool:
+        """Whether an error means that the service does not take an entry, and never will."""
+        return isinstance(error, TypeError | ValueError)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The run's key, by which a resumed run goes on in the same run of the service."""
+        return {"key": self._key}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._key, self._ended = state["key"], False
+
+    def open(self, engine: Engine) -> None:
+        begins = self._running is not None and engine.state.iteration == 0
+        if self._key is None or (self._ended and begins):
+            self._key = uuid.uuid4().hex
+        self._ended = self._closing = False
+        self._engine = weakref.ref(engine)
+
+    def log_hyperparameters(self, values: Mapping[str, Plain]) -> None:
+        assert self._key is not None
+        self._failures = []
+        self._sender = Sender(
+            self._place,
+            _Connection(self.connect, self._key, values).deliver,
+            is_refusal=self.is_refusal,
+            tell=self._tell,
+            room=self.room,
+            flush_seconds=self.flush_seconds,
+        )
+        if self._running is not None:  # else it is a number measured outside of the run
+            self._put(Begin(), 100)  # at once: the run is seen before its first numbers
+
+    def log_metrics(self, engine: Engine, metrics: Mapping[str, float]) -> None:
+        values = {self.full_name(engine, name): float(value) for name, value in metrics.items()}
+        entry = Metrics(values, engine.state.iteration, engine.state.epoch, self.event.time_ns)
+        self._put(entry, 100 * (1 + len(values)))
+
+    def log_media(self, engine: Engine, media: MediaLogged) -> None:
+        # drawn now: whoever fired it may change it as soon as this returns
+        kind, value = self._still(media)
+        size = len(value) if kind == "text" else value.nbytes if kind == "picture" else value[0].nbytes * 2
+        name = self.full_name(engine, media.name)
+        self._put(Media(name, kind, value, engine.state.iteration, self.event.time_ns), 200 + size)
+
+    def close(self, status: Status) -> None:
+        sender, self._sender = self._sender, None
+        self._ended = self._closing = True
+        if sender is None:
+            return
+        sender.put(End(status, self.event.time_ns), 100)
+        given_up = sender.finish(self.flush_seconds)
+        if given_up and not sender.told:
+            self._failures.append(TimeoutError(f"{self._place}: {given_up} entries were not sent in time"))
+        engine = self._engine() if self._engine is not None else None
+        for error in self._failures:
+            if engine is not None:
+                engine.fire(Events.HANDLER_FAILED, self._failed(error))
+
+    def _still(self, media: MediaLogged) -> tuple[str, Any]:
+        if media.kind == "text":
+            return "text", str(media.value)
+        if media.kind == "histogram" and self.takes_histograms:
+            return "histogram", histogram_of(media)
+        return "picture", picture_of(media).copy()
+
+    def _put(self, entry: Entry, size: int) -> None:
+        assert self._sender is not None
+        self._sender.put(entry, size)
+
+    def _tell(self, error: Exception) -> None:
+        """Called in the thread: what is posted once the run has ended would be delivered in the next one."""
+        engine = self._engine() if self._engine is not None else None
+        if self._closing or engine is None:
+            self._failures.append(error)
+        else:
+            engine.post(Events.HANDLER_FAILED, self._failed(error))
+
+    def _failed(self, error: Exception) -> HandlerFailed:
+        return HandlerFailed(handler=f"handlers.{self._place}", event=Events.METRICS_LOGGED.value, error=error)
+
+
+class _Connection:
+    """Connects with the first entry that it delivers, and again where it could not."""
+
+    def __init__(
+        self,
+        connect: Callable[[str, Mapping[str, Plain]], Callable[[Sequence[Any]], int]],
+        key: str,
+        values: Mapping[str, Plain],
+    ) -> None:
+        self._connect, self._key, self._values = connect, key, values
+        self._deliver: Callable[[Sequence[Any]], int] | None = None
+
+    def deliver(self, entries: Sequence[Entry]) -> int:
+        if self._deliver is None:
+            self._deliver = self._connect(self._key, self._values)
+        return self._deliver(entries)

@@ -1,0 +1,110 @@
+"""Writes metrics and media for TensorBoard."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from engine.cadence import Every
+from engine.loop import Engine
+from engine.payloads import MediaLogged
+from engine.subscription import OnError
+from handlers.loggers.base import MetricLogger, Plain, Status
+from handlers.loggers.optional import load_optional
+from handlers.loggers.pictures import histogram_of, picture_of
+from handlers.run_folder import make_folder
+
+__all__ = ["TensorBoardLogger"]
+
+
+class TensorBoardLogger(MetricLogger):
+    """Writes FOLDER/tensorboard: scalars, texts, images and histograms by iteration, and the hyperparameters.
+
+    Figures and matrices become images. What is written reaches the disk within `flush_seconds`, and when the run ends.
+    A run that goes on from a checkpoint hides what was written of later iterations.
+
+    Args:
+        folder: the run folder.
+        every: read `state.output` at this cadence in place of METRICS_LOGGED; each reading waits for the device.
+        hyperparameters: further ones beside the fields of `engine.config`, by name.
+        flush_seconds: between two writings to the disk.
+        clock: seconds, for `Every(seconds=...)`.
+        on_error: "warn" says once that it fails, and goes on; "raise" ends the run.
+
+    Raises:
+        ConfigurationError: tensorboard is not installed.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        every: Every | None = None,
+        *,
+        hyperparameters: Mapping[str, Any] | None = None,
+        flush_seconds: int = 30,
+        clock: Callable[[], float] = time.monotonic,
+        on_error: OnError = "warn",
+    ) -> None:
+        super().__init__(every, hyperparameters=hyperparameters, clock=clock, on_error=on_error)
+        self.folder = Path(folder)
+        self.path = self.folder / "tensorboard"
+        self.flush_seconds = flush_seconds
+        self._module = load_optional(self._place, "torch.utils.tensorboard", "tensorboard")
+        self._writer: Any = None
+
+    @property
+    def destination(self) -> Path:
+        return self.path.resolve()
+
+    def prepare(self) -> None:
+        make_folder(self._place, self.folder)
+
+    def open(self, engine: Engine) -> None:
+        iteration = engine.state.iteration
+        self._writer = self._module.SummaryWriter(
+            str(self.path), purge_step=iteration + 1 if iteration else 0, flush_secs=self.flush_seconds
+        )
+
+    def close(self, status: Status) -> None:
+        self._writer.close()
+        self._writer = None
+
+    def log_hyperparameters(self, values: Mapping[str, Plain]) -> None:
+        told = {name: "None" if value is None else value for name, value in values.items()}
+        if told:
+            self._writer.add_hparams(told, {}, run_name=".")
+
+    def log_metrics(self, engine: Engine, metrics: Mapping[str, float]) -> None:
+        step, seconds = engine.state.iteration, self.event.time_ns / 1e9
+        for name, value in metrics.items():
+            self._writer.add_scalar(self.full_name(engine, name), value, step, walltime=seconds)
+        self._writer.add_scalar(self.full_name(engine, "epoch"), engine.state.epoch, step, walltime=seconds)
+
+    def log_media(self, engine: Engine, media: MediaLogged) -> None:
+        place = {"global_step": engine.state.iteration, "walltime": self.event.time_ns / 1e9}
+        name = self.full_name(engine, media.name)
+        if media.kind == "text":
+            self._writer.add_text(name, media.value, **place)
+        elif media.kind == "histogram":
+            self._add_histogram(name, *histogram_of(media), **place)
+        else:
+            picture = picture_of(media)
+            self._writer.add_image(name, picture, dataformats="HWC" if picture.ndim == 3 else "HW", **place)
+
+    def _add_histogram(self, name: str, counts: Any, edges: Any, **place: Any) -> None:
+        centres = (edges[:-1] + edges[1:]) / 2
+        self._writer.add_histogram_raw(
+            name,
+            min=edges[0],
+            max=edges[-1],
+            num=counts.sum(),
+            sum=(counts * centres).sum(),
+            sum_squares=(counts * centres**2).sum(),
+            bucket_limits=edges,  # the right end of each
+            bucket_counts=np.concatenate([[0.0], counts]),
+            **place,
+        )

@@ -1,0 +1,104 @@
+"""Writes metrics, hyperparameters and media to Trackio."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from engine.cadence import Every
+from engine.errors import ConfigurationError
+from engine.subscription import OnError
+from handlers.loggers.base import Plain
+from handlers.loggers.optional import load_optional
+from handlers.loggers.service import End, Media, Metrics, ServiceLogger
+
+__all__ = ["TrackioLogger"]
+
+
+class TrackioLogger(ServiceLogger):
+    """Logs to a run of Trackio by iteration: on this machine, where TRACKIO_DIR says, or to a server.
+
+    Figures and matrices become images. A run that goes on from a checkpoint goes on in the same run; what was logged
+    behind the checkpoint stays beside what comes again. For how a server that is down or slow is borne see
+    `ServiceLogger`. Trackio says on stdout where it writes.
+
+    Args:
+        project: its name.
+        run_name: what the run's name begins with; its key follows, as Trackio knows a run by its name.
+        server_url: of a Trackio server, with its token; by default TRACKIO_SERVER_URL, else none.
+        every: read `state.output` at this cadence in place of METRICS_LOGGED; each reading waits for the device.
+        hyperparameters: further ones beside the fields of `engine.config`, by name.
+        room: bytes that may wait for the service.
+        flush_seconds: for which a run's end waits for what has not been sent.
+        clock: seconds, for `Every(seconds=...)`.
+        on_error: for what goes wrong on the training thread.
+
+    Raises:
+        ConfigurationError: trackio is not installed, or an argument cannot be used.
+    """
+
+    def __init__(
+        self,
+        project: str,
+        run_name: str = "run",
+        server_url: str | None = None,
+        every: Every | None = None,
+        *,
+        hyperparameters: Mapping[str, Any] | None = None,
+        room: int = 64 * 2**20,
+        flush_seconds: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+        on_error: OnError = "warn",
+    ) -> None:
+        super().__init__(
+            every, hyperparameters=hyperparameters, room=room, flush_seconds=flush_seconds, clock=clock,
+            on_error=on_error,
+        )  # fmt: skip
+        for name, value in (("project", project), ("run_name", run_name)):
+            if not isinstance(value, str) or not value:
+                raise ConfigurationError(f"TrackioLogger({name}={value!r}): needs a name")
+        self.project = project
+        self.run_name = run_name
+        self._address = server_url  # by no name that a checkpoint's settings would tell: it holds a token
+        self._trackio = load_optional("TrackioLogger", "trackio", "trackio")
+
+    def connect(self, key: str, values: Mapping[str, Plain]) -> Callable[[Sequence[Any]], int]:
+        run = self._trackio.init(
+            project=self.project,
+            name=f"{self.run_name}-{key[:8]}",
+            server_url=self._address,
+            config={name.lstrip("_"): value for name, value in values.items()},  # those are Trackio's own
+            resume="allow",
+            embed=False,
+            auto_log_gpu=False,
+            auto_log_cpu=False,
+        )
+        return _Run(run, self._trackio).deliver
+
+
+class _Run:
+    """One run of Trackio, in the sender's thread."""
+
+    def __init__(self, run: Any, trackio: Any) -> None:
+        self._run, self._trackio = run, trackio
+
+    def deliver(self, entries: Sequence[Any]) -> int:
+        first = entries[0]
+        if isinstance(first, Metrics):
+            self._run.log({**first.values, "epoch": first.epoch}, step=first.iteration)
+        elif isinstance(first, Media):
+            self._run.log({first.name: self._of(first)}, step=first.iteration)
+        elif isinstance(first, End):
+            self._run.finish()
+        return 1
+
+    def _of(self, media: Media) -> Any:
+        if media.kind == "text":
+            return self._trackio.Markdown(media.value)
+        if media.kind == "histogram":
+            return self._trackio.Histogram(np_histogram=media.value)
+        picture = media.value
+        if picture.ndim == 2:
+            picture = picture[..., None].repeat(3, axis=2)
+        return self._trackio.Image(picture)

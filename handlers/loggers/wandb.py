@@ -1,0 +1,128 @@
+"""Writes metrics, hyperparameters and media to Weights & Biases."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from engine.cadence import Every
+from engine.errors import ConfigurationError, unknown_name
+from engine.logs import get_logger
+from engine.subscription import OnError
+from handlers.loggers.base import Plain
+from handlers.loggers.optional import load_optional
+from handlers.loggers.service import End, Media, Metrics, ServiceLogger
+from handlers.run_folder import make_folder
+
+__all__ = ["WandbLogger"]
+
+
+class WandbLogger(ServiceLogger):
+    """Logs to a run of Weights & Biases, online or into FOLDER/wandb: everything over the axis "iteration".
+
+    Texts become HTML, figures and matrices become images. A run that goes on from a checkpoint goes on in the same run;
+    what was logged behind the checkpoint stays beside what comes again. wandb's own process uploads, and keeps what it
+    cannot upload in FOLDER/wandb for `wandb sync`. For how a service that is down or slow is borne see `ServiceLogger`.
+
+    Args:
+        project: its name.
+        folder: the run folder.
+        mode: "online", or "offline" for no network at all; by default what wandb takes: WANDB_MODE, else online.
+        run_name: by default the run folder's name.
+        every: read `state.output` at this cadence in place of METRICS_LOGGED; each reading waits for the device.
+        hyperparameters: further ones beside the fields of `engine.config`, by name.
+        room: bytes that may wait for the service.
+        flush_seconds: for which a run's end waits for what has not been sent.
+        clock: seconds, for `Every(seconds=...)`.
+        on_error: for what goes wrong on the training thread.
+
+    Raises:
+        ConfigurationError: wandb is not installed, or an argument cannot be used.
+    """
+
+    def __init__(
+        self,
+        project: str,
+        folder: str | Path,
+        mode: Literal["online", "offline"] | None = None,
+        run_name: str | None = None,
+        every: Every | None = None,
+        *,
+        hyperparameters: Mapping[str, Any] | None = None,
+        room: int = 64 * 2**20,
+        flush_seconds: float = 10.0,
+        clock: Callable[[], float] = time.monotonic,
+        on_error: OnError = "warn",
+    ) -> None:
+        super().__init__(
+            every, hyperparameters=hyperparameters, room=room, flush_seconds=flush_seconds, clock=clock,
+            on_error=on_error,
+        )  # fmt: skip
+        if not isinstance(project, str) or not project:
+            raise ConfigurationError(f"WandbLogger(project={project!r}): needs the project's name")
+        if mode not in (None, "online", "offline"):
+            raise unknown_name("WandbLogger", "mode", mode, ("online", "offline"))
+        self.project = project
+        self.folder = Path(folder)
+        self.mode = mode
+        self.run_name = run_name
+        self._wandb = load_optional("WandbLogger", "wandb", "wandb")
+        self._log = get_logger("handlers")  # here, as in `Sender`
+
+    def prepare(self) -> None:
+        make_folder("WandbLogger", self.folder)
+
+    def is_refusal(self, error: Exception) -> bool:
+        return super().is_refusal(error) or isinstance(error, self._wandb.errors.UsageError)
+
+    def connect(self, key: str, values: Mapping[str, Plain]) -> Callable[[Sequence[Any]], int]:
+        settings = self._wandb.Settings(
+            silent=True, console="off", disable_git=True, init_timeout=30.0, login_timeout=1.0
+        )
+        run = self._wandb.init(
+            project=self.project,
+            dir=str(self.folder),
+            mode=self.mode,
+            name=self.run_name or self.folder.resolve().name,
+            id=key,
+            resume="allow",
+            config=dict(values),
+            settings=settings,
+            reinit="create_new",  # another run of this process is not ours to end
+        )
+        if run.disabled:  # it has asked on a terminal in vain
+            raise ConfigurationError(
+                "WandbLogger: Weights & Biases has no key of yours; call `wandb login` once, or pass mode='offline'"
+            )
+        self._log.info("logging to Weights & Biases", url=None if run.offline else run.url, folder=run.dir)
+        run.define_metric("iteration", hidden=True)
+        run.define_metric("*", step_metric="iteration")
+        return _Run(run, self._wandb).deliver
+
+
+class _Run:
+    """One run of Weights & Biases, in the sender's thread."""
+
+    def __init__(self, run: Any, wandb: Any) -> None:
+        self._run, self._wandb = run, wandb
+
+    def deliver(self, entries: Sequence[Any]) -> int:
+        first = entries[0]
+        if isinstance(first, Metrics):
+            place = {"iteration": first.iteration, "epoch": first.epoch, "time": first.time_ns / 1e9}
+            self._run.log({**first.values, **place})
+        elif isinstance(first, Media):
+            self._run.log({first.name: self._of(first), "iteration": first.iteration})
+        elif isinstance(first, End):
+            self._run.finish(exit_code=1 if first.status == "failed" else 0)
+        return 1
+
+    def _of(self, media: Media) -> Any:
+        if media.kind == "text":
+            text = media.value.replace("&", "&amp;").replace("<", "&lt;")
+            return self._wandb.Html(f"<pre>{text}</pre>")
+        if media.kind == "histogram":
+            return self._wandb.Histogram(np_histogram=media.value)
+        return self._wandb.Image(media.value)

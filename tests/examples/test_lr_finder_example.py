@@ -1,0 +1,36 @@
+"""Training at the suggested rate is better than at the default, run as a user runs it: by its path."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "lr_finder.py"
+
+
+def test_lr_finder_suggests_a_rate_that_trains_better_than_the_default_and_draws_it(tmp_path: Path) -> None:
+    process = subprocess.run(
+        [sys.executable, str(EXAMPLE)],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        encoding="utf-8",
+        timeout=120,
+    )
+    assert process.returncode == 0, process.stderr
+    first, *trained = process.stdout.splitlines()
+    suggestion = re.fullmatch(r"suggested learning rate: (\S+), after \d+ updates", first)
+    assert suggestion is not None, first
+    losses = [re.fullmatch(r"validation loss after 3 epochs at (\S+): (\d\.\d{4})", line) for line in trained]
+    rates = {match[1]: float(match[2]) for match in losses if match is not None}
+    assert list(rates) == ["0.001", suggestion[1]]
+    assert rates[suggestion[1]] < 0.6 * rates["0.001"]
+    plots = tmp_path / "runs" / "lr_finder" / "plots"
+    assert (plots / "lr_finder.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*") if path.is_file()) == [
+        "runs/lr_finder/plots/lr_finder.png",
+        "runs/lr_finder/plots/lr_finder.svg",
+    ]

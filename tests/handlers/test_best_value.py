@@ -1,0 +1,75 @@
+import inspect
+import math
+
+import pytest
+from driving import make_engine, validate_each_epoch
+
+import handlers
+from engine import Every
+from engine.errors import ConfigurationError, MetricNotFoundError
+from handlers import BestModel, Checkpointer, EarlyStopping, ReduceLROnPlateau
+from handlers.best_value import is_better
+from tests.pulsetrain.small import loader, trainer
+
+JUDGES = {
+    "EarlyStopping": lambda folder: EarlyStopping("val/los", patience=50),
+    "ReduceLROnPlateau": lambda folder: ReduceLROnPlateau("val/los", patience=50),
+    "BestModel": lambda folder: BestModel("val/los"),
+    "Checkpointer": lambda folder: Checkpointer(folder, metric="val/los", every=Every(epochs=50)),
+}
+
+
+@pytest.mark.parametrize(
+    ("value", "best", "mode", "better"),
+    [
+        (1.0, None, "min", True),
+        (math.inf, None, "min", True),
+        (math.nan, None, "min", False),
+        (math.nan, 1.0, "min", False),
+        (math.nan, 1.0, "max", False),
+        (1.0, 2.0, "min", True),
+        (1.0, 1.0, "min", False),
+        (1.0, 1.0, "max", False),
+        (1.0, 2.0, "max", False),
+        (3.0, 2.0, "max", True),
+        (1.0, math.inf, "min", True),
+        (math.inf, math.inf, "min", False),
+        (-math.inf, -math.inf, "min", False),
+    ],
+)
+def test_a_value_is_better_when_it_is_past_the_best_and_nan_never_is(value, best, mode, better):
+    assert is_better(value, best, mode) is better
+
+
+def test_an_improvement_is_larger_than_min_delta():
+    assert not is_better(1.5, 2.0, "min", min_delta=0.5)
+    assert is_better(1.25, 2.0, "min", min_delta=0.5)
+
+
+@pytest.mark.parametrize("module", ["early_stopping", "best_model", "checkpointer"])
+def test_whoever_judges_asks_the_one_judge(module):
+    source = inspect.getsource(getattr(handlers, module))
+    assert "is_better(" in source
+    assert 'mode == "min"' not in source
+
+
+@pytest.mark.parametrize("name", JUDGES)
+def test_a_metric_that_does_not_come_is_named_with_those_that_exist_at_the_end_of_the_first_validation(name, tmp_path):
+    run = trainer({"max_epochs": 3}, val_loader=loader(8), handlers=[JUDGES[name](tmp_path)])
+    with pytest.raises(MetricNotFoundError, match=rf"{name}\(metric='val/los'\).*there are: .*val/loss; did you mean"):
+        run.train()
+    assert (run.state.epoch, run.state.validation_round) == (1, 1)
+
+
+@pytest.mark.parametrize("name", JUDGES)
+def test_a_trainer_that_never_validates_is_refused(name, tmp_path):
+    with pytest.raises(ConfigurationError, match=rf"{name}\(metric='val/los'\): waits for a validation"):
+        trainer({"max_epochs": 3}, handlers=[JUDGES[name](tmp_path)])
+
+
+def test_an_engine_of_ones_own_may_validate_by_itself():
+    engine = make_engine()
+    stopping = EarlyStopping(patience=1).attach(engine)
+    validate_each_epoch(engine, [{"val/loss": 1.0}])
+    engine.run([0], max_epochs=1)
+    assert stopping.best_value == 1.0

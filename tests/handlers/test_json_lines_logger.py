@@ -1,0 +1,147 @@
+import json
+import math
+
+import numpy as np
+import pytest
+from driving import log, log_each_iteration, make_engine, validate_each_epoch, validated
+from structlog.testing import capture_logs
+
+from engine import Events, Every
+from engine.errors import RunFolderError
+from engine.payloads import CheckpointLoaded, MediaLogged
+from handlers import JSONLinesLogger
+
+
+def lines(folder):
+    text = (folder / "metrics.jsonl").read_text(encoding="utf-8")
+    return [json.loads(line, parse_constant=pytest.fail) for line in text.splitlines()]
+
+
+def at(engine, epoch, iteration, metrics):
+    engine.state.epoch, engine.state.iteration = epoch, iteration
+    log(engine, metrics)
+
+
+def resume(logger, engine, iteration, state):
+    logger.load_state_dict(state)
+    engine.state.iteration = iteration
+    engine.fire(Events.CHECKPOINT_LOADED, CheckpointLoaded(path=f"{iteration:09d}-checkpoint", iteration=iteration))
+
+
+def test_an_object_for_each_event_that_says_when_and_where_it_was(tmp_path):
+    engine, times = make_engine(), []
+    log_each_iteration(engine, lambda i: {"train/loss": 1 / 3 / i})
+    validate_each_epoch(engine, [{"val/loss": 0.25}])
+
+    @engine.on(Events.METRICS_LOGGED | Events.VALIDATION_COMPLETED)
+    def note(engine, event):
+        times.append(event.time_ns / 1e9)
+
+    JSONLinesLogger(tmp_path).attach(engine)
+    engine.run([0, 1], max_epochs=1)
+    found = lines(tmp_path)
+    assert [line.pop("time") for line in found] == times
+    place = {"engine": "trainer", "epoch": 1}
+    assert found == [
+        {"event": "metrics_logged", **place, "iteration": 1, "train/loss": 1 / 3},
+        {"event": "metrics_logged", **place, "iteration": 2, "train/loss": 1 / 3 / 2},
+        {"event": "validation_completed", **place, "iteration": 2, "val/loss": 0.25, "seconds": 0.5},
+    ]
+
+
+def test_numbers_of_any_kind_are_valid_json(tmp_path):
+    engine = make_engine()
+    JSONLinesLogger(tmp_path).attach(engine)
+    at(engine, 1, 1, {"a": math.nan, "b": math.inf, "c": -math.inf, "d": np.float32(0.5), "e": 3, "event": 1.0})
+    line = lines(tmp_path)[0]
+    assert [line[name] for name in "abcde"] == ["NaN", "Infinity", "-Infinity", 0.5, 3]
+    assert (line["event"], line["event_"]) == ("metrics_logged", 1.0)
+
+
+def test_texts_are_kept_and_pictures_are_not(tmp_path):
+    engine = make_engine()
+    JSONLinesLogger(tmp_path).attach(engine)
+    for kind, value in (("text", "häuser\nund wälder"), ("image", np.zeros((2, 2), np.uint8))):
+        engine.fire(Events.MEDIA_LOGGED, MediaLogged(name="sample", kind=kind, value=value))
+    (line,) = lines(tmp_path)
+    assert (line["event"], line["name"], line["text"]) == ("media_logged", "sample", "häuser\nund wälder")
+
+
+def test_its_own_cadence_reads_the_output(tmp_path):
+    engine = make_engine(lambda i: float(i))
+    JSONLinesLogger(tmp_path, Every(iterations=2)).attach(engine)
+    engine.run([0] * 4, max_epochs=1)
+    assert [(line["event"], line["iteration"], line["train/loss"]) for line in lines(tmp_path)] == [
+        ("metrics_logged", 2, 2.0),
+        ("metrics_logged", 4, 4.0),
+    ]
+
+
+def test_a_run_that_goes_on_takes_out_the_lines_behind_its_checkpoint(tmp_path):
+    engine = make_engine()
+    logger = JSONLinesLogger(tmp_path).attach(engine)
+    at(engine, 1, 1, {"a": 1.0})
+    at(engine, 1, 2, {"a": 2.0})
+    checkpoint = logger.state_dict()
+    validated(engine, {"val/loss": 9.0})
+    at(engine, 1, 3, {"a": 3.0})
+    engine = make_engine()
+    again = JSONLinesLogger(tmp_path).attach(engine)
+    again.load_state_dict(checkpoint)
+    assert len(lines(tmp_path)) == 4  # a checkpoint that is refused costs nothing
+    resume(again, engine, 2, checkpoint)
+    assert [line["a"] for line in lines(tmp_path)] == [1.0, 2.0]
+    at(engine, 1, 3, {"a": 3.5})
+    assert [line["a"] for line in lines(tmp_path)] == [1.0, 2.0, 3.5]
+    resume(again, engine, 1000, {"lines": 1})  # of another run
+    assert len(lines(tmp_path)) == 3
+
+
+def test_a_run_that_begins_again_takes_its_lines_out(tmp_path):
+    engine = make_engine()
+    logger = JSONLinesLogger(tmp_path).attach(engine)
+    at(engine, 1, 1, {"a": 1.0})
+    logger.begin_again()
+    assert lines(tmp_path) == []
+    at(engine, 1, 1, {"a": 2.0})
+    assert [line["a"] for line in lines(tmp_path)] == [2.0]
+
+
+def test_a_line_that_a_killed_run_left_unfinished_is_dropped_and_told(tmp_path):
+    engine = make_engine()
+    JSONLinesLogger(tmp_path).attach(engine)
+    at(engine, 1, 1, {"a": 1.0})
+    path = tmp_path / "metrics.jsonl"
+    whole = path.read_bytes()
+    path.write_bytes(whole + b'{"event": "metr')
+    with capture_logs() as logs:
+        JSONLinesLogger(tmp_path).attach(make_engine())
+    assert path.read_bytes() == whole
+    assert logs[0]["dropped"] == '{"event": "metr'
+
+
+@pytest.mark.parametrize("content", [b'{"step": 1}\n', b"[1]\n", b"\xff\xfe\n", b"iteration,epoch\n"])
+def test_another_file_is_refused_and_left_as_it_is(tmp_path, content):
+    (tmp_path / "metrics.jsonl").write_bytes(content)
+    with pytest.raises(RunFolderError, match=r"JSONLinesLogger\(folder=.*holds no lines of this logger"):
+        JSONLinesLogger(tmp_path).attach(make_engine())
+    assert (tmp_path / "metrics.jsonl").read_bytes() == content
+
+
+def test_a_line_that_could_not_be_written_is_written_with_the_next(tmp_path):
+    engine = make_engine()
+    JSONLinesLogger(tmp_path).attach(engine)
+    (tmp_path / "metrics.jsonl").mkdir()
+    with capture_logs() as logs:
+        at(engine, 1, 1, {"a": 1.0})
+    assert len(logs) == 1
+    (tmp_path / "metrics.jsonl").rmdir()
+    at(engine, 1, 2, {"a": 2.0})
+    assert [line["a"] for line in lines(tmp_path)] == [1.0, 2.0]
+
+
+def test_two_of_them_in_one_folder_are_refused(tmp_path):
+    engine = make_engine()
+    JSONLinesLogger(tmp_path).attach(engine)
+    with pytest.raises(RunFolderError, match="another JSONLinesLogger of this bus writes"):
+        JSONLinesLogger(tmp_path / "." / "").attach(engine)

@@ -1,0 +1,89 @@
+"""`pulsetrain completion`: what a shell offers with the script."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from pulsetrain.cli import main
+
+pytest.importorskip("shtab")
+
+ASK = """
+. ./script
+complete -p pulsetrain > /dev/null || exit 9
+COMP_WORDS=({words}); COMP_CWORD={last}; COMP_LINE="{words}"; COMP_POINT=${{#COMP_LINE}}
+$(complete -p pulsetrain | sed 's/.*-F \\([^ ]*\\).*/\\1/')
+printf '%s\\n' "${{COMPREPLY[@]}}"
+"""
+
+
+@pytest.fixture(scope="module")
+def scripts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("completion")
+    (folder / "config.yaml").touch()
+    (folder / "runs").mkdir()
+    return folder
+
+
+def offered(folder: Path, line: str, capsys: pytest.CaptureFixture[str]) -> set[str]:
+    if not (folder / "script").exists():
+        assert main(["completion", "bash"]) == 0
+        (folder / "script").write_text(capsys.readouterr().out)
+    words = line.split()
+    script = ASK.format(words=line, last=len(words) - 1)
+    done = subprocess.run(["bash", "-c", script], cwd=folder, capture_output=True, text=True, timeout=30)
+    assert done.returncode == 0, done.stderr
+    return set(done.stdout.split())
+
+
+@pytest.mark.skipif(shutil.which("bash") is None, reason="no bash here")
+@pytest.mark.parametrize(
+    ("line", "wanted"),
+    [
+        ("pulsetrain tr", {"train"}),
+        ("pulsetrain de", {"debug"}),
+        ("pulsetrain train conf", {"config.yaml"}),
+        ("pulsetrain events ru", {"runs"}),
+        ("pulsetrain train --dr", {"--dry-run"}),
+        ("pulsetrain train --training.opt", {"--training.optimizer", "--training.optimizer_options"}),
+        ("pulsetrain train --training.optimizer adamw --training.sched", {"--training.schedule",
+                                                                          "--training.schedule_options"}),
+        ("pulsetrain train --training.optimizer ada", {"adadelta", "adagrad", "adam", "adamw"}),
+        ("pulsetrain config config.yaml --training.precision ", {"bf16", "fp16", "fp32"}),
+        ("pulsetrain config config.yaml --training.precision b", {"bf16"}),
+        ("pulsetrain fork runs --training.schedule cosine_", {"cosine_with_restarts"}),
+        ("pulsetrain export runs --format t", {"tensorboard"}),
+        ("pulsetrain completion f", {"fish"}),
+    ],
+)  # fmt: skip
+def test_bash_offers(line: str, wanted: set[str], scripts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    if line.endswith(" "):
+        line += '""'
+    assert offered(scripts, line, capsys) == wanted
+
+
+@pytest.mark.parametrize("shell", ["zsh", "fish"])
+def test_other_shells_read_their_script(shell: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert "training.learning_rate" in script
+    if shutil.which(shell) is not None:
+        (tmp_path / "script").write_text(script)
+        subprocess.run([shell, "-n", str(tmp_path / "script")], check=True, timeout=30)
+
+
+def test_a_shell_that_is_not_known_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", "powershell"]) == 2
+    assert "choose from 'bash', 'zsh', 'fish'" in capsys.readouterr().err
+
+
+def test_without_the_package_its_extra_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "shtab", None)
+    assert main(["completion", "bash"]) == 2
+    assert "pip install 'pulsetrain[completion]'" in capsys.readouterr().err
