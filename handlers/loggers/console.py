@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, MutableMapping
 from typing import Any, Literal, TextIO
 
@@ -20,6 +21,8 @@ from handlers.loggers.base import MetricLogger
 from handlers.loggers.json_lines import finite
 
 __all__ = ["ConsoleLogger"]
+
+_TOLD_APART = 8  # values of one family in a line for people
 
 
 class ConsoleLogger(MetricLogger):
@@ -59,7 +62,8 @@ class ConsoleLogger(MetricLogger):
         self._logger = _make_logger(self._stream, self.format)
 
     def log_metrics(self, engine: Engine, metrics: Mapping[str, float]) -> None:
-        self._write(engine, "metrics", {**_place(engine), **metrics})
+        values = metrics if self.format == "json" else _folded(metrics)
+        self._write(engine, "metrics", {**_place(engine), **values})
 
     def log_validation(self, engine: Engine, validation: ValidationCompleted) -> None:
         self._write(engine, "validation", {**_place(engine), **validation.metrics, "seconds": validation.seconds})
@@ -98,6 +102,20 @@ class ConsoleLogger(MetricLogger):
     def _on_exception(self, engine: Engine, event: Event) -> None:
         error = event.payload.error
         self._write(engine, "run failed", {**_place(engine), "error": f"{type(error).__name__}: {error}"})
+
+
+def _folded(metrics: Mapping[str, float]) -> dict[str, Any]:
+    """Families of many, such as the norms of all layers, as how many there are, the least and the largest."""
+    family = {name: name.partition("/")[0] for name in metrics if "/" in name}
+    sizes = Counter(family.values())
+    folded: dict[str, Any] = {}
+    for name, value in metrics.items():
+        if name not in family or sizes[family[name]] <= _TOLD_APART:
+            folded[name] = value
+        elif f"{family[name]}/*" not in folded:
+            values = [metrics[each] for each, of in family.items() if of == family[name]]
+            folded[f"{family[name]}/*"] = f"{len(values)} values, {min(values):.4g} to {max(values):.4g}"
+    return folded
 
 
 def _place(engine: Engine) -> dict[str, int]:

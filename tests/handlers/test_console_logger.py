@@ -172,3 +172,14 @@ def test_lines_do_not_run_into_a_bar_on_the_same_terminal():
 def test_wrong_arguments_are_refused_when_constructing(arguments, error, message):
     with pytest.raises(error, match=message):
         ConsoleLogger(**arguments)
+
+
+def test_a_family_of_many_values_is_folded_for_people_and_whole_for_programs():
+    norms = {f"grad_norm/{layer}": 0.5 * layer for layer in range(9)}
+    engine = make_engine()
+    log_each_iteration(engine, lambda i: {"train/loss": 1.0, **norms, "throughput/step_seconds": 0.25})
+    line = without_time(logged(engine, {}, batches=1))[1]
+    assert line == (
+        "metrics epoch=1 iteration=1 train/loss=1 grad_norm/*='9 values, 0 to 4' throughput/step_seconds=0.25"
+    )
+    assert norms.items() <= json.loads(logged(engine, {"format": "json"}, batches=1)[1]).items()

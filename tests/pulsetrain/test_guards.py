@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
-from engine import AnomalyDetected, Engine, Events, Every, SupervisedStrategy
+from engine import AnomalyDetected, Engine, Events, Every, Phase, SupervisedStrategy
 from engine.errors import ConfigurationError, RecordingError
 from engine.recording.replay import Replay
 from handlers import Checkpointer, EventRecorder, LossSpikeGuard, NaNGuard
@@ -324,3 +324,25 @@ class TestLossSpikeGuard:
         fresh = LossSpikeGuard()
         fresh.load_state_dict(guard.state_dict())
         assert fresh.state_dict() == guard.state_dict()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_on_a_device_the_update_is_left_out_without_waiting_for_it() -> None:
+    guard = NaNGuard(every=Every(iterations=10**6))
+    trainer = make(guard, dataset=data((61,)), log_every_n_steps=10**6, device="cuda")
+
+    @trainer.on(Events.ITERATION_STARTED(once=3))  # the first update has looked at values
+    def watch() -> None:
+        torch.cuda.set_sync_debug_mode("error")
+
+    @trainer.on(Events.EPOCH_COMPLETED, phase=Phase.COMPUTE)  # before the guard looks
+    def done() -> None:
+        torch.cuda.set_sync_debug_mode("default")
+
+    try:
+        trainer.train()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert guard.skipped == 1
+    assert all(p.isfinite().all() for p in trainer.model.parameters())
