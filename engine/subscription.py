@@ -188,7 +188,7 @@ class Subscription:
                 handler=self.description,
                 on=self.signal.name,
                 error=f"{type(error).__name__}: {error}",
-                exc_info=error,
+                exc_info=None if isinstance(error, OSError) else error,  # a full disk is nobody's code
             )
         if self.signal.event != Events.HANDLER_FAILED:
             engine.fire(

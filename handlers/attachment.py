@@ -8,7 +8,9 @@ from contextlib import contextmanager
 from typing import Any
 
 from engine.bus import EventBus
+from engine.errors import RunFolderError
 from engine.events import EventsList
+from engine.logs import get_logger
 from engine.loop import Engine
 from engine.subscription import OnError, Phase, Subscription
 
@@ -33,12 +35,16 @@ class Attachment:
         self._name = ""
 
     @contextmanager
-    def to(self, target: Engine | EventBus, *, whole_bus: bool = True) -> Iterator[Callable[..., None]]:
+    def to(
+        self, target: Engine | EventBus, *, whole_bus: bool = True, needed: bool = True
+    ) -> Iterator[Callable[..., None]]:
         """Attach in a `with` block; gives `hear`. Where the block fails, nothing stays subscribed.
 
         Args:
             target: an engine, or a bus for all its engines.
             whole_bus: whether a bus will do.
+            needed: whether a folder that cannot be written is an error; else that is said, and the run goes on without
+                the handler, which is not attached.
 
         Raises:
             RuntimeError: attached already.
@@ -56,9 +62,11 @@ class Attachment:
             raise TypeError(f"{self._place}.attach({target!r}): needs {wanted} of this package")
         try:
             yield self.hear
-        except BaseException:
+        except BaseException as error:
             self.cancel()
-            raise
+            if needed or not (isinstance(error, RunFolderError) and isinstance(error.__cause__, OSError)):
+                raise
+            get_logger("handlers").warning(f"the run goes on without {self._place}", reason=str(error))
 
     @property
     def bus(self) -> EventBus | None:

@@ -207,6 +207,10 @@ class Checkpointer:
         if self._background is not None and not getattr(engine, "in_step", False):
             self._background.prepare(engine)
 
+    def wait(self) -> None:
+        """Until the save in the background, if there is one, is durable or has failed."""
+        self._settle(wait=True)
+
     def _settle(self, *, wait: bool = False, raises: bool = True) -> None:
         """Say what came of the save in the background, if it has ended."""
         if self._background is not None and self._background.settle(wait=wait, raises=raises) and self._interval:
@@ -223,6 +227,8 @@ class Checkpointer:
 
     def _save_once(self, engine: Any, background: BackgroundSave | None = None) -> None:
         self._settle(wait=True)
+        if getattr(engine, "rewinding", None) is not None:
+            return  # what would be saved is about to be given up
         state = engine.state
         news = self.metric is not None and state.validation_round != self.ranked_round
         if state.iteration == self.saved_at and not news:

@@ -246,7 +246,8 @@ class EventRecorder:
             self._begun_again = set(saved["in_epoch"])
             if saved["seq"] <= writer.last_seq:  # else the run goes on in another folder
                 log = EventLog(self.folder, self.rank)
-                self.resume_check = ResumeCheck.of_log(log, saved["seq"], event.engine)
+                if getattr(engine, "rewinding", None) is None:  # else other batches come than those in the log
+                    self.resume_check = ResumeCheck.of_log(log, saved["seq"], event.engine)
                 sequence.last += 1
                 self._on_disk(writer.rewind, saved["seq"], saved["ord"], sequence.last, event.time_ns)
             else:

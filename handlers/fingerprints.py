@@ -20,6 +20,7 @@ from engine.events import EventEnum, Events
 from engine.loop import Engine
 from engine.subscription import Phase
 from handlers.attachment import Attachment
+from handlers.monitoring import check_every
 
 __all__ = ["BatchFingerprint", "FingerprintEvents", "Fingerprints", "StateFingerprint", "fingerprint_of"]
 
@@ -80,6 +81,8 @@ class Fingerprints:
         model: torch.nn.Module | None = None,
         optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
+        if every is not None:
+            check_every("Fingerprints", every, "Every(updates=100)")
         self.every = Every(updates=100) if every is None else every
         self.batches, self.model, self.optimizer = batches, model, optimizer
         self._attachment = Attachment("Fingerprints")

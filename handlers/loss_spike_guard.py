@@ -33,10 +33,11 @@ class LossSpikeGuard:
 
     The spread is 1.4826 times their median absolute deviation, and at least a thousandth of the median: neither a few
     spikes nor a flat stretch move the bound. A loss that is not finite is a spike. Spikes do not enter the window until
-    `patience` of them came in a row: then the loss has another level, and the window begins anew.
+    `patience` finite ones came in a row: then the loss has another level, and the window begins anew.
 
-    The losses stay on the device until the host looks at the cadence, at the end of each epoch and of the run. Each
-    spike is told by a warning and ANOMALY_DETECTED (kind "loss_spike", value the loss), with its batch's rows.
+    The losses stay on the device until the host looks at the cadence, at the end of each epoch and of the run. The
+    first spike of each row is told by a warning and ANOMALY_DETECTED (kind "loss_spike", value the loss), with its
+    batch's rows; `spikes` counts them all. The median and the spread are renewed with every tenth of the window.
 
     Args:
         threshold: how many spreads above the median.
@@ -86,7 +87,10 @@ class LossSpikeGuard:
         self.spikes = 0
         self._clock = clock
         self._losses: deque[float] = deque(maxlen=window)
-        self._in_a_row: list[float] = []
+        self._in_a_row: list[float] = []  # the spikes since the last loss that was none, the newest `patience` of them
+        self._spiking = False  # whether the last loss was one
+        self._bound = math.inf  # what a loss may be at most
+        self._since_bound = 0  # losses that have entered the window since it was renewed
         self._unseen: list[tuple[Batch, Tensor | float]] = []
         self._attachment = Attachment("LossSpikeGuard")
 
@@ -112,6 +116,9 @@ class LossSpikeGuard:
         return {
             "losses": list(self._losses),
             "in_a_row": list(self._in_a_row),
+            "spiking": self._spiking,
+            "bound": self._bound,
+            "since_bound": self._since_bound,
             "spikes": self.spikes,
             "unseen": [[batch.state(), loss] for (batch, _), loss in zip(self._unseen, self._fetched(), strict=True)],
         }
@@ -119,7 +126,8 @@ class LossSpikeGuard:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._losses = deque(state["losses"], maxlen=self.window)
         self._in_a_row = list(state["in_a_row"])
-        self.spikes = state["spikes"]
+        self._spiking, self._bound = state["spiking"], state["bound"]
+        self._since_bound, self.spikes = state["since_bound"], state["spikes"]
         self._unseen = [(Batch.of_state(batch), loss) for batch, loss in state["unseen"]]
 
     def _on_started(self, engine: Engine) -> None:
@@ -143,35 +151,46 @@ class LossSpikeGuard:
         unseen, self._unseen = self._unseen, []
         found: list[int] = []
         for (batch, _), loss in zip(unseen, losses, strict=True):
-            bound = self._bound()
-            if not self._is_spike(loss, bound):
+            before, bound = self._spiking, self._bound
+            self._spiking = self._is_spike(loss)
+            if not self._spiking:
                 continue
             self.spikes += 1
             found.append(batch.iteration)
-            if len(self._in_a_row) == 1:
+            if not before:
                 message = "the loss has jumped"
                 announce(engine, "loss_spike", loss, [batch], message, bound=bound, metric=f"train/{self.metric}")
         if found:
             first, last = found[0] - self.margin, found[-1]
             self._policy.apply(engine, first, last, f"the loss has jumped at iteration {found[0]}")
 
-    def _bound(self) -> float:
-        """What a loss may be at most; infinity while there are too few to tell."""
-        if len(self._losses) < min(self.window, 20):
-            return math.inf
-        middle = median(self._losses)
-        spread = _MAD * median(abs(loss - middle) for loss in self._losses)
-        return middle + self.threshold * max(spread, _LEAST_SPREAD * abs(middle))
-
-    def _is_spike(self, loss: float, bound: float) -> bool:
-        if math.isfinite(loss) and loss <= bound:
+    def _is_spike(self, loss: float) -> bool:
+        if math.isfinite(loss) and loss <= self._bound:
             self._losses.append(loss)
             self._in_a_row.clear()
+            self._since_bound += 1
+            if self._since_bound * 10 >= self.window or len(self._losses) == self._least:
+                self._renew_bound()
             return False
-        self._in_a_row.append(loss)
-        if len(self._in_a_row) < self.patience or not all(map(math.isfinite, self._in_a_row)):
+        if math.isfinite(loss):
+            self._in_a_row.append(loss)
+        if len(self._in_a_row) < self.patience:
             return True
         get_logger("handlers").warning("the loss stays where it has jumped to", loss=loss, before=median(self._losses))
         self._losses = deque(self._in_a_row, maxlen=self.window)
         self._in_a_row.clear()
+        self._renew_bound()
         return False
+
+    @property
+    def _least(self) -> int:
+        """How many losses it takes to tell a spike."""
+        return min(self.window, 20)
+
+    def _renew_bound(self) -> None:
+        self._since_bound = 0
+        self._bound = math.inf
+        if len(self._losses) >= self._least:
+            middle = median(self._losses)
+            spread = _MAD * median(abs(loss - middle) for loss in self._losses)
+            self._bound = middle + self.threshold * max(spread, _LEAST_SPREAD * abs(middle))

@@ -30,6 +30,7 @@ class Update(NamedTuple):
 
     norm: Tensor
     batches: list[Batch]
+    optimizer: str
 
 
 class NaNGuard:
@@ -75,7 +76,7 @@ class NaNGuard:
         self.max_rewinds = max_rewinds
         self.skipped = 0  # updates known to have been left out
         self._clock = clock
-        self._in_a_row = 0
+        self._in_a_row: dict[str, int] = {}  # by optimizer
         self._unseen: list[Update] = []
         self._updated_at: dict[str, int] = {}  # iteration of the last update, by optimizer
         self._begun = 0  # iteration behind the last update before this handler was there
@@ -95,11 +96,14 @@ class NaNGuard:
                 raise ConfigurationError(f"NaNGuard: {engine.name!r} cannot leave an update out, which a Trainer can")
             self._policy.check(engine)
             self._buffers = _keep_buffers(model)
+            self._updated_at.clear()  # of where it was attached before
+            self._begun = engine.state.iteration - getattr(engine, "accumulated", 0)
             hear(Events.STARTED, self._on_started, phase=Phase.COMPUTE)
             hear(Events.GRADIENTS_READY, self._on_gradients, phase=Phase.COMPUTE)
             looks = reading_events(self.every, self._clock) | Events.EPOCH_COMPLETED | Events.COMPLETED
             hear(looks, self._look, phase=Phase.ACT)
             hear(Events.TERMINATE, self._on_terminate, phase=Phase.ACT)
+            hear(Events.EXCEPTION_RAISED, self._on_exception, phase=Phase.OBSERVE, on_error="warn")
         return self
 
     def detach(self) -> None:
@@ -110,20 +114,20 @@ class NaNGuard:
         norms = to_host([update.norm for update in self._unseen])
         return {
             "skipped": self.skipped,
-            "in_a_row": self._in_a_row,
+            "in_a_row": dict(self._in_a_row),
             "updated_at": dict(self._updated_at),
             "unseen": [
-                [norm, [batch.state() for batch in update.batches]]
+                [norm, [batch.state() for batch in update.batches], update.optimizer]
                 for norm, update in zip(norms, self._unseen, strict=True)
             ],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.skipped, self._in_a_row = state["skipped"], state["in_a_row"]
+        self.skipped, self._in_a_row = state["skipped"], dict(state["in_a_row"])
         self._updated_at = dict(state["updated_at"])
         self._unseen = [
-            Update(torch.tensor(norm), [Batch.of_state(batch) for batch in batches])
-            for norm, batches in state["unseen"]
+            Update(torch.tensor(norm), [Batch.of_state(batch) for batch in batches], optimizer)
+            for norm, batches, optimizer in state["unseen"]
         ]
 
     def _on_started(self, engine: Engine) -> None:
@@ -142,20 +146,24 @@ class NaNGuard:
             kept.put_back_where(bad)
         first = min(self._updated_at.get(optimizer, self._begun) + 1, last)
         self._updated_at[optimizer] = last
-        self._unseen.append(Update(norm, batches_between(engine, first, last)))
+        self._unseen.append(Update(norm, batches_between(engine, first, last), optimizer))
 
     def _on_terminate(self, engine: Engine) -> None:
         if engine.should_terminate == "skip_completed":  # else COMPLETED comes
             self._look(engine)
 
+    def _on_exception(self, engine: Engine, event: Event) -> None:
+        self._look(engine)  # what it has to tell may be the reason
+
     def _look(self, engine: Engine) -> None:
         """Where the host waits for the device."""
         unseen, self._unseen = self._unseen, []
         bad: list[tuple[float, Update]] = []
-        longest = self._in_a_row
+        longest = 0
         for norm, update in zip(to_host([each.norm for each in unseen]), unseen, strict=True):
-            self._in_a_row = 0 if math.isfinite(norm) else self._in_a_row + 1
-            longest = max(longest, self._in_a_row)
+            row = 0 if math.isfinite(norm) else self._in_a_row.get(update.optimizer, 0) + 1
+            self._in_a_row[update.optimizer] = row
+            longest = max(longest, row)
             if not math.isfinite(norm):
                 bad.append((norm, update))
         if not bad:

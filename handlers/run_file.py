@@ -79,6 +79,9 @@ def note_start(folder: Path, engine: Any, iteration: int, rank: int = 0) -> None
         return
     facts = describe_run(engine)
     start = {"at": _now(), "iteration": iteration, "pid": os.getpid(), "command": facts["command"], "git": facts["git"]}
+    left_out = getattr(getattr(engine, "position", None), "left_out_since", None)
+    if left_out:  # batches, by a run that has gone back
+        start["left_out"] = [list(each) for each in left_out]
     with _alone(folder):
         there = read_run_file(folder)
         if there and there.get("environment") != facts["environment"]:

@@ -82,6 +82,12 @@ def first_checkpoint(run: Path) -> Place | None:
     return found[0]
 
 
+def _left_out_by(run: Path | None) -> tuple[tuple[int, int], ...]:
+    """What a run left out that has gone back to a checkpoint: the batches' first and last numbers."""
+    starts = read_run_file(run).get("starts") if run is not None else None
+    return tuple((first, last) for first, last in starts[-1].get("left_out", ())) if starts else ()
+
+
 class Again:
     """A trainer as the run's was, at a checkpoint or at the beginning; its files go to another folder.
 
@@ -89,13 +95,16 @@ class Again:
         build: makes the trainer; where it takes an argument, it is given `folder`.
         folder: for what handlers write.
         checkpoint: None begins at the beginning.
+        run: the folder of the run; of one that has gone back, the batches that it left out then are left out here.
 
     Raises:
         ConfigurationError: it made no Trainer, or one without an EventRecorder.
         CheckpointError: the checkpoint is damaged, or does not fit.
     """
 
-    def __init__(self, build: Callable[..., Trainer], folder: Path, checkpoint: Place | None) -> None:
+    def __init__(
+        self, build: Callable[..., Trainer], folder: Path, checkpoint: Place | None, run: Path | None = None
+    ) -> None:
         trainer = build(folder) if _takes_a_folder(build) else build()
         if not isinstance(trainer, Trainer):
             raise ConfigurationError(f"build_trainer(): made a {type(trainer).__name__}; it has to return a Trainer")
@@ -110,6 +119,7 @@ class Again:
         for handler in trainer.handlers:
             if isinstance(handler, QUIET):
                 handler.detach()
+        trainer.position.left_out += _left_out_by(run)
         self.check = EventCheck(iter(()))
         self.start = self.end = 0  # iterations
         if checkpoint is not None:

@@ -111,6 +111,11 @@ def resolve_optimizers(given: Any, model: nn.Module, strategy: Any, config: Trai
                 f"which loss is whose, by compute_losses; {type(strategy).__name__} has one loss"
             )
         return resolve(given, model)
+    if config.precision == "fp16" and config.accumulation.batches != 1:
+        raise ConfigurationError(
+            f"TrainingConfig(precision='fp16', accumulate={config.accumulate!r}): the gradient scale changes with each "
+            "optimizer's update, and the others' waiting gradients have the old one; set accumulate=1, or use bf16"
+        )
     if config.accumulation.schedule is not None:
         raise ConfigurationError(
             "TrainingConfig(accumulate=Accumulate(schedule=...)): counts updates, and several optimizers make several "

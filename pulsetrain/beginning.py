@@ -34,6 +34,7 @@ def begin_anew(trainer: Trainer) -> None:
     trainer.backend.begin_run()
     trainer.announced_skips = 0
     trainer.grad_norm = None
+    trainer.grad_norms.clear()
     for losses in (trainer.losses, *trainer.named_losses.values()):
         losses.restart()
     trainer.history = MetricTracker()  # whoever holds the last run's keeps it

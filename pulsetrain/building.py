@@ -20,7 +20,7 @@ from engine.errors import ConfigurationError, PulsetrainError
 
 __all__ = ["build", "checked_arguments", "find", "look_in", "spec_of", "unknown"]
 
-MANY = 60  # names, of which a message would become unreadable
+MANY = 80  # names, of which a message would become unreadable
 
 WORDS: dict[Any, str] = {
     int: "a whole number",

@@ -23,9 +23,10 @@ from engine.batches import length_of
 from engine.checkpoint import CheckpointManager
 from engine.errors import RunFolderError
 from engine.protocols import describe
-from handlers import Alert, Checkpointer
+from handlers import Alert, Checkpointer, LRFinder
 from handlers.crash_files import forget_bundle
 from handlers.loggers.service import ServiceLogger
+from handlers.lr_finder import LEAST
 from pulsetrain.assembly import HANDLERS, assemble
 from pulsetrain.building import build, find, look_in, spec_of
 from pulsetrain.run_folder import resolve_folder
@@ -59,7 +60,8 @@ def dry_run(
 
     Handlers write into a temporary folder in place of the run folder, and of a `folder` of their own. Those whose class
     says `reaches_out = True`, the loggers of services and Alert are made, to have their arguments checked, and not
-    attached: nothing is sent. Cadences of handlers that are an `Every` become 1 of their units.
+    attached: nothing is sent. Cadences of handlers that are an `Every` become 1 of their units, and the sweep of an
+    LRFinder as short as one can be.
 
     Args:
         config: what `read_config` gave.
@@ -118,10 +120,19 @@ def _rehearsal(config: Mapping[str, Any], run: Path) -> tuple[dict[str, Any], li
         init_args = dict(init_args)
         if init_args.get("folder") is not None:
             init_args["folder"] = str(run)
-        units = _units(init_args.get("every", _default(made_by, "every")))
-        if units:
-            init_args["every"] = {unit: 1e-9 if unit == "seconds" else 1 for unit in units}
         rehearsed["handlers"][index] = {"class_path": class_path, "init_args": init_args}
+        every = init_args.get("every", _default(made_by, "every"))
+        if every is None and "every" in signature(made_by).parameters:  # then the constructor says what it is
+            tried = str(run.with_name(f"tried-{index}"))
+            arguments = {**init_args, "folder": tried} if "folder" in init_args else init_args
+            built = build({"class_path": class_path, "init_args": arguments}, where, HANDLERS, folder=tried)
+            every = getattr(built, "every", None)
+        if units := _units(every):
+            init_args["every"] = {unit: 1e-9 if unit == "seconds" else 1 for unit in units}
+        if isinstance(made_by, type) and issubclass(made_by, LRFinder):
+            updates = init_args.get("iterations", _default(made_by, "iterations"))
+            if isinstance(updates, (int, float)) and updates > LEAST:
+                init_args["iterations"] = LEAST
     return rehearsed, silent
 
 

@@ -116,8 +116,9 @@ class Evaluation:
 
     def _alternate(self, strategy: AlternatingStrategy, batch: TrainingBatch) -> Tensor:
         """The sum of its losses, each of which is a metric, too."""
-        with torch.no_grad():
-            losses = dict(self.backend.losses(self.model, batch, strategy))
+        losses: dict[str, Tensor] = {}
+        for name, loss in self.backend.losses(self.model, batch, strategy):  # with gradients: a penalty may need some
+            losses[name] = loss.detach()
         for name, loss in losses.items():
             self._add(f"{name}_loss", loss, batch.size)
         return torch.stack(list(losses.values())).sum()

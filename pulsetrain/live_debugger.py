@@ -48,8 +48,8 @@ class LiveDebugger:
         CheckpointError: the checkpoint is damaged, or does not fit.
     """
 
-    def __init__(self, build: Callable[..., Trainer], checkpoint: Place | None = None) -> None:
-        self._build, self._checkpoint = build, checkpoint
+    def __init__(self, build: Callable[..., Trainer], checkpoint: Place | None = None, run: Path | None = None) -> None:
+        self._build, self._checkpoint, self._run = build, checkpoint, run
         self.breaks = Breaks()
         self.watches: list[str] = []
         self.hit: Break | None = None
@@ -61,7 +61,7 @@ class LiveDebugger:
         self.close()
         self.faults.clear()
         self._folder = tempfile.TemporaryDirectory(prefix="pulsetrain-debug-")
-        self._again = Again(self._build, Path(self._folder.name) / "live", self._checkpoint)
+        self._again = Again(self._build, Path(self._folder.name) / "live", self._checkpoint, self._run)
         self._passed: list[LoggedEvent] = []
         self._count = 0  # events that have come
         self._until: _Wanted = _always

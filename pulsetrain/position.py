@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from itertools import islice
+from operator import itemgetter
 from typing import Any
 
 from torch.utils.data import DataLoader
@@ -36,8 +38,11 @@ class DataPosition:
 
     def __init__(self, seed: int, left_out: Sequence[tuple[int, int]] = ()) -> None:
         self.seed = seed
-        self._left_out = left_out
+        self.left_out = tuple(left_out)
         self.left_out_since: list[tuple[int, int]]  # further ones, since a rewind
+        self._skips: list[
+            tuple[int, int]
+        ]  # iterations, and how many batches were left out before each, where that rises
         self._keyed: tuple[Any, KeyedLoader] | None = None  # the loader, and ours that has taken it over
         self.refuses_unsavable = False  # a loader's state that no checkpoint can hold, when a pass begins
         self.restart()
@@ -51,6 +56,8 @@ class DataPosition:
         self.epoch_done = True  # between two epochs
         self.skipped = 0  # batches that were left out
         self.left_out_since = []
+        self._skips = []
+        self.rewinds = 0  # how often the run has gone back
         self.trained = 0  # the last iteration whose step was made: state.iteration grows before its step
         self.resuming = False  # a checkpoint was loaded whose pass has not been found back to
         self.inside = False  # it was made inside an epoch, which has not gone on yet
@@ -110,13 +117,18 @@ class DataPosition:
             )
         return self._without_those_left_out(batches, iteration)
 
+    def number(self, iteration: int) -> int:
+        """That of the batch of an iteration, as iterations would be that trained all."""
+        before = bisect_right(self._skips, iteration, key=itemgetter(0))
+        return iteration + (self._skips[before - 1][1] if before else 0)
+
     def leave_out(self, first: int, last: int) -> None:
         """Further batches that the next pass, or the one that is found back to, passes over."""
         if (first, last) not in self.left_out_since:
             self.left_out_since.append((first, last))
 
     def _without_those_left_out(self, batches: Iterator[Any], iteration: int) -> Iterator[Any]:
-        return self._leave_out(batches, iteration) if self._left_out or self.left_out_since else batches
+        return self._leave_out(batches, iteration) if self.left_out or self.left_out_since else batches
 
     def _leave_out(self, batches: Iterator[Any], iteration: int) -> Iterator[Any]:
         given = False
@@ -124,7 +136,7 @@ class DataPosition:
             before = self.skipped
             for batch in batches:
                 number = iteration + 1 + self.skipped
-                if any(first <= number <= last for first, last in (*self._left_out, *self.left_out_since)):
+                if any(first <= number <= last for first, last in (*self.left_out, *self.left_out_since)):
                     self.skipped += 1
                     if self._keyed is not None and self._keyed[0] is self._loader:
                         self._offset += self._keyed[1].order.step
@@ -133,6 +145,8 @@ class DataPosition:
                     continue
                 iteration += 1
                 given = True
+                if self.skipped and (not self._skips or self._skips[-1][1] != self.skipped):
+                    self._skips.append((iteration, self.skipped))
                 yield batch
             if self.skipped == before:
                 return  # the data has no batch
@@ -217,6 +231,10 @@ class DataPosition:
             state["skipped"] = self.skipped
         if self.left_out_since:
             state["left_out"] = [list(each) for each in self.left_out_since]
+        if self.rewinds:
+            state["rewinds"] = self.rewinds
+        if self._skips:
+            state["skips"] = [list(each) for each in self._skips if each[0] <= self.trained]
         if self._loader is None:  # as it was loaded, if it was
             state["offset"] = self._offset
             if self._pass_over:
@@ -241,6 +259,8 @@ class DataPosition:
         self._offset, self._offset_at = state.get("offset", 0), self.trained
         self.skipped = state.get("skipped", 0)
         self.left_out_since = [(first, last) for first, last in state.get("left_out", ())]
+        self.rewinds = state.get("rewinds", 0)
+        self._skips = [(at, skipped) for at, skipped in state.get("skips", ())]
         given = state.get("given", self.trained - self.pass_start)
         self._saved_loader = (state["loader"], given) if "loader" in state else None
         self._loader = None

@@ -114,6 +114,7 @@ def restore(trainer: Trainer, saved: Mapping[str, Any]) -> None:
     trainer.set_counters({**counters, "save": counters["save"] + 1})  # its own save, counted once it was durable
     trainer.learning_rates = tuple(saved["learning_rates"])
     trainer.grad_norm = saved["grad_norm"]
+    trainer.grad_norms = dict(saved.get("grad_norms", {}))
     trainer.position.load_state_dict(saved["position"])
     trainer.validated_at = saved["validated_at"]
     trainer.state.metrics = dict(saved["metrics"])
@@ -136,7 +137,8 @@ def restore(trainer: Trainer, saved: Mapping[str, Any]) -> None:
 def _named_losses(trainer: Trainer) -> dict[str, Any]:
     if not trainer.named_losses:  # a run with one optimizer has none
         return {}
-    return {"named_losses": {name: losses.state_dict() for name, losses in trainer.named_losses.items()}}
+    losses = {name: losses.state_dict() for name, losses in trainer.named_losses.items()}
+    return {"named_losses": losses, "grad_norms": dict(trainer.grad_norms)}
 
 
 def _of_this_format(saved: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -67,6 +67,11 @@ def _alternate(trainer: Trainer, batch: TrainingBatch, scale: Any) -> dict[str, 
                 f"{', '.join(optimizers)}"
             )
         optimizer = optimizers[name]
+        if f"{name}_loss" in found and not accumulation.rule.batches == 1:
+            raise ValueError(
+                f"{type(trainer.strategy).__name__}.compute_losses: gave two losses for {name!r} of one batch, which "
+                "cannot be accumulated over several; set accumulate=1"
+            )
         found[f"{name}_loss"] = backend.backward(loss, scale, _parameters(optimizer))
         if correction is not None:
             update(trainer, correction, optimizer, name)
@@ -95,7 +100,11 @@ def update(trainer: Trainer, correction: Any, optimizer: Any = None, name: str =
     if config.clip_grad_norm is not None or (
         heard.live and (heard.busy or not heard.low <= state.update + 1 < heard.high)
     ):
-        trainer.grad_norm = norm = grad_norm(_parameters(optimizer))
+        norm, trainer.skip = grad_norm(_parameters(optimizer)), None
+        if name:
+            trainer.grad_norms[name] = norm
+        else:
+            trainer.grad_norm = norm
         trainer.fire(Events.GRADIENTS_READY, GradientsReady(grad_norm=norm, optimizer=name))  # it counts the update
         skip, trainer.skip = trainer.skip, None
         if config.clip_grad_norm is not None:

@@ -21,7 +21,7 @@ from engine.errors import ConfigurationError
 from engine.logs import get_logger
 from engine.metrics import MetricTracker
 from engine.optimizers import NamedOptimizers, averaged_weights, parts_of
-from engine.payloads import AnomalyDetected, CheckpointLoaded, MediaLogged, MetricsLogged, ValidationCompleted
+from engine.payloads import CheckpointLoaded, MediaLogged, ValidationCompleted
 from engine.protocols import AlternatingStrategy, TrainingStrategy
 from handlers import Callback, CallbackList
 from handlers.readings import reading_events
@@ -39,6 +39,7 @@ from pulsetrain.bounds import Bound
 from pulsetrain.config import TrainingConfig
 from pulsetrain.evaluation import Evaluation, check_sets
 from pulsetrain.handler_states import handler_settings, handler_states, restore_states
+from pulsetrain.log_point import log_point, mean_losses
 from pulsetrain.measuring import Losses, Rate
 from pulsetrain.position import DataPosition
 from pulsetrain.resume import capture, restore
@@ -127,8 +128,9 @@ class Trainer(Engine):
         self.watched_numbers: dict[str, float] = {}  # that no checkpoint holds, as they were when the run started
         self.environment_changes: list[str] = []  # since the checkpoint was made that the run goes on from
         self.grad_norm: Tensor | None = None  # of the last update for which it was measured
+        self.grad_norms: dict[str, Tensor] = {}  # the same of each, where there are several optimizers
         self.skip: Tensor | None = None  # whether the update under way is to be left out
-        self.rewinding: Rewind | None = None
+        self.rewinding: Rewind | None = None  # the run ends here, and train() goes on behind that checkpoint
         self.validated_at = -1  # iteration of the last validation
         self.in_step = False
         self.checking = False  # until the first update the strategy may look at values, which waits for the device
@@ -164,29 +166,38 @@ class Trainer(Engine):
             if not isinstance(resume, (str, os.PathLike)):
                 raise TypeError(f"Trainer.train(resume={resume!r}): needs 'latest' or a checkpoint's path")
             resume_from(self, resume)
+        self.rewinding = self.skip = None
         self._train()
         while self.rewinding is not None:
-            rewind, self.rewinding = self.rewinding, None
-            go_back(self, rewind)
+            go_back(self, self.rewinding)
+            self.rewinding = None
             self._train()
         return self.history.get_history()
 
     def rewind(self, first: int, last: int, reason: str) -> None:
         """From a handler: end here, and let `train()` go on behind the newest checkpoint before iteration `first`.
 
-        The batches of the iterations `first` to `last` are left out from then on.
+        The batches of the iterations `first` to `last` are left out from then on. A run that ends does not go back.
 
         Raises:
             ConfigurationError: there is not exactly one Checkpointer.
             CheckpointError: there is no checkpoint before it.
         """
-        self.rewinding = plan_rewind(self, first, last)
+        if self.should_terminate or self.state.stop_reason is not None:
+            get_logger("pulsetrain").warning("the run ends, and does not go back", reason=reason)
+            return
+        rewind = plan_rewind(self, first, last)
         self.terminate(skip_completed=True, reason=reason)
+        self.rewinding = rewind
+
+    def terminate(self, skip_completed: bool = False, *, reason: str = "terminate() was called") -> None:
+        self.rewinding = None  # whoever ends the run ends it for good
+        super().terminate(skip_completed, reason=reason)
 
     @property
     def rewinds(self) -> int:
         """How often the run has gone back."""
-        return len(self.position.left_out_since)
+        return self.position.rewinds
 
     def skip_update(self, where: Tensor) -> None:
         """From a receiver of GRADIENTS_READY: leave this update out where the condition holds.
@@ -257,7 +268,7 @@ class Trainer(Engine):
         metrics: dict[str, float] = {}
         for name, loader in self.val_loaders.items():
             metrics.update(self.evaluation.run(name, loader))
-            for matrix, value in self.evaluation.matrices.items():
+            for matrix, value in self.evaluation.matrices.items() if self.hears(Events.MEDIA_LOGGED) else ():
                 self.fire(Events.MEDIA_LOGGED, MediaLogged(name=matrix, kind="matrix", value=value.tolist()))
         self.validated_at = self.state.iteration
         self.state.metrics.update(metrics)
@@ -301,8 +312,8 @@ class Trainer(Engine):
             last.signal.reorder()
         if self.val_loaders and config.validate_every is not None:
             self.add_event_handler(reading_events(config.validate_every), self._validate_once, phase=Phase.COMPUTE)
-        log_point = Events.ITERATION_COMPLETED(every=config.log_every_n_steps)
-        self.add_event_handler(log_point, self._log, phase=Phase.OBSERVE)
+        logged_at = Events.ITERATION_COMPLETED(every=config.log_every_n_steps)
+        self.add_event_handler(logged_at, self._log, phase=Phase.OBSERVE)
         self.add_event_handler(Events.COMPLETED, self._finish, phase=Phase.COMPUTE)
         self.gradients_plan = self._plan(Events.GRADIENTS_READY)
         self.stepped_plan = self._plan(Events.OPTIMIZER_STEP_COMPLETED)
@@ -337,7 +348,7 @@ class Trainer(Engine):
             elapsed = yield from super()._epoch()
         position.epoch_done = True
         if self.losses.count("epoch"):
-            self.history.update(self._named("epoch", Losses.take))
+            self.history.update(mean_losses(self, "epoch", Losses.take))
         return elapsed
 
     def _validate_once(self) -> None:
@@ -358,52 +369,14 @@ class Trainer(Engine):
     def _stop_when_preempted(self, engine: Engine, event: Event) -> None:
         self.terminate(reason=f"{event.payload.signal} was received")
 
-    def _named(self, reader: str, mean_of: Callable[[Losses, str], Any]) -> dict[str, Any]:
-        """The mean training losses, what follows from them, and the learning rates; on the device if they are."""
-        loss = mean_of(self.losses, reader)
-        derive = getattr(self.strategy, "derive_metrics", None)
-        derived = {} if derive is None else {f"train/{name}": value for name, value in derive(loss).items()}
-        each = {f"train/{name}": mean_of(of, reader) for name, of in self.named_losses.items() if of.count(reader)}
-        return {"train/loss": loss, **each, **derived, **self._rates_by_name()}
-
-    def _rates_by_name(self) -> dict[str, float]:
-        if self.optimizers is None:
-            return {"learning_rate": self.learning_rates[0]}
-        rates = zip(self.optimizer.param_groups, self.learning_rates, strict=True)
-        return {f"learning_rate/{group['optimizer']}": rate for group, rate in reversed(list(rates))}
-
     def _log(self) -> None:
-        """A log point: where the loop waits for the device, for somebody who listens (with fp16 in any case)."""
-        if self.backend.skips_updates:
-            self._announce_skipped()
-        if not self.losses.count("log") or not self.hears(Events.METRICS_LOGGED):
-            return
-        metrics = self._named("log", _take_number)
-        if self.grad_norm is not None:
-            metrics["grad_norm"] = self.grad_norm.item()
-        if self.backend.skips_updates:
-            metrics["skipped_updates"] = float(self.announced_skips)
-        metrics.update(self._rate.read(self.state.samples, self.state.tokens))
-        self.fire(Events.METRICS_LOGGED, MetricsLogged(metrics=metrics))
-
-    def _announce_skipped(self) -> None:
-        """Say how many fp16 updates have overflowed since it was last said."""
-        before, self.announced_skips = self.announced_skips, self.backend.skipped_updates()
-        new = self.announced_skips - before
-        if new > 0:
-            get_logger("pulsetrain").warning(
-                "fp16 gradients overflowed: updates were left out and the gradient scale was lowered",
-                left_out=new,
-                updates=self.state.update,
-            )
-            anomaly = AnomalyDetected(kind="update_skipped", value=float(new), batch_indices=())
-            self.fire(Events.ANOMALY_DETECTED, anomaly)
+        log_point(self, self._rate)
 
     def _finish(self) -> None:
         """At the run's end: what has not been said yet; a run that reached its bound ends with a validation."""
         self._log()
         if not self.position.epoch_done and self.losses.count("epoch"):  # a run that goes on takes this back
-            self.history.update(self._named("epoch", Losses.peek), provisional=True)
+            self.history.update(mean_losses(self, "epoch", Losses.peek), provisional=True)
         if self.val_loaders and self._is_done(self.state):
             self._validate_once()
 
@@ -436,7 +409,3 @@ class Trainer(Engine):
     def _setup_dataloader_iter(self) -> None:
         with workers_begin(self.state.dataloader):
             self._dataloader_iter = self.position.begin_pass(self.state.dataloader, self.state.iteration)
-
-
-def _take_number(losses: Losses, reader: str) -> float:
-    return losses.take(reader).item()

@@ -114,7 +114,7 @@ def verify(
     else:
         checkpoint = nearest_checkpoint(folder, from_iteration)
     with tempfile.TemporaryDirectory(prefix="pulsetrain-verify-") as temporary:
-        again = Again(build_trainer, Path(temporary) / "again", checkpoint)
+        again = Again(build_trainer, Path(temporary) / "again", checkpoint, folder)
         changed = _changed_at_start(log, again) if checkpoint is not None else ()
         engine = again.trainer.name
         reached = Source(log).last_iteration(engine)
@@ -139,7 +139,7 @@ def verify(
             return replace(found, missing=check.next)
         repeats = None
         if check.divergence is not None:
-            once_more = Again(build_trainer, Path(temporary) / "once_more", checkpoint)
+            once_more = Again(build_trainer, Path(temporary) / "once_more", checkpoint, folder)
             once_more.compare(Expected(_up_to(again.log(), check.divergence.ord), engine))
             repeats = once_more.check.divergence is None
         evidence = Evidence(

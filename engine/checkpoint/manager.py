@@ -175,6 +175,14 @@ class CheckpointManager:
             ) from None
         return self.checkpoint_dir / name if name in self._files.subfolders(self.checkpoint_dir) else None
 
+    def delete_behind(self, step: int) -> None:
+        """Delete the checkpoints of later steps, the best one too: of a run that goes back, they are its past no more.
+
+        Raises:
+            OSError: they cannot be deleted.
+        """
+        self._files.delete([folder for folder in find_checkpoints(self.checkpoint_dir) if step_of(folder) > step])
+
     def _prune(self, keep: set[str]) -> None:
         try:
             best = self.get_best()

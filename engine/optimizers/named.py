@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from engine.errors import CheckpointError, ConfigurationError
@@ -19,7 +21,8 @@ class NamedOptimizers(Optimizer):
     """What holds optimizers by name, such as a generator's and a discriminator's: `optimizers["generator"]`.
 
     Groups and state are those of its parts, so that one checkpoint, one fingerprint and one list of rates hold them
-    all. A group that is added later names its optimizer: `{"params": ..., "optimizer": "generator"}`.
+    all; a part may be saved and loaded alone as well. A group that is added later names its optimizer:
+    `{"params": ..., "optimizer": "generator"}`.
 
     Args:
         optimizers: name -> optimizer; no parameter is in two of them.
@@ -40,16 +43,38 @@ class NamedOptimizers(Optimizer):
                         f"NamedOptimizers: {other!r} and {name!r} share a parameter of shape {tuple(parameter.shape)}; "
                         "give it to one of them"
                     )
-        self.parts = dict(optimizers)
         groups = []
-        for name, part in self.parts.items():
+        for name, part in optimizers.items():
             for group in part.param_groups:
                 group[_MARK] = name
                 groups.append(group)
+        self.parts: dict[str, Optimizer] = {}  # none while torch's constructor sets groups and state, which are theirs
         super().__init__(groups, {})
+        self.parts = dict(optimizers)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The groups of all parts, in their order: these very objects, in a new list."""
+        return [group for part in self.parts.values() for group in part.param_groups]
+
+    @param_groups.setter
+    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+        for name, part in self.parts.items():
+            part.param_groups = [group for group in groups if group[_MARK] == name]
+
+    @property
+    def state(self) -> defaultdict[Tensor, Any]:
+        """What all parts keep of their parameters: these very objects, in a new dict."""
+        merged: defaultdict[Tensor, Any] = defaultdict(dict)
         for part in self.parts.values():
-            self.state.update(part.state)
-        self._link()
+            merged.update(part.state)
+        return merged
+
+    @state.setter
+    def state(self, state: Mapping[Tensor, Any]) -> None:
+        for part in self.parts.values():
+            mine = [each for group in part.param_groups for each in group["params"]]
+            part.state = defaultdict(dict, {each: state[each] for each in mine if each in state})
 
     def __getitem__(self, name: str) -> Optimizer:
         return self.parts[name]
@@ -73,15 +98,14 @@ class NamedOptimizers(Optimizer):
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if not self.parts:  # they have theirs
+            return
         name = param_group.get(_MARK)
         if name not in self.parts:
             raise ConfigurationError(
                 f"NamedOptimizers.add_param_group(optimizer={name!r}): names none of {', '.join(self.parts)}"
             )
-        for option, value in self.parts[name].defaults.items():
-            param_group.setdefault(option, value)
-        super().add_param_group(param_group)
-        self._link()
+        self.parts[name].add_param_group(param_group)
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Refuse a state that does not fit, and change nothing.
@@ -101,17 +125,10 @@ class NamedOptimizers(Optimizer):
         return {**super().__getstate__(), "parts": self.parts}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._link()
-
-    def _link(self) -> None:
-        """The parts work on the groups and the state of the whole: these very objects, not copies."""
-        for name, part in self.parts.items():
-            part.state = self.state
-            part.param_groups = [group for group in self.param_groups if group[_MARK] == name]
-            relink = getattr(part, "_link", None)  # of one that is several itself
-            if relink is not None:
-                relink()
+        of_parts = {name: state[name] for name in ("param_groups", "state") if name in state}
+        super().__setstate__({name: value for name, value in state.items() if name not in of_parts})
+        for name, value in of_parts.items():  # groups first: they say whose a state is
+            setattr(self, name, value)
 
 
 def parts_of(optimizer: Optimizer) -> dict[str, Optimizer]:

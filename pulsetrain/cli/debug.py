@@ -103,7 +103,7 @@ def _live(arguments: argparse.Namespace, recorded: Debugger, extra: Mapping[str,
         raise ConfigurationError(f"--at {place}: needs the number of an iteration, at least 1")
     checkpoint = nearest_checkpoint(folder, place, or_none=True) if place is not None else None
     with logs_on_stderr():
-        live = LiveDebugger(lambda temporary: rebuild(folder, temporary).trainer, checkpoint)
+        live = LiveDebugger(lambda temporary: rebuild(folder, temporary).trainer, checkpoint, folder)
         try:
             if place is not None:
                 live.goto(iteration=place)

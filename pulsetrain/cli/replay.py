@@ -122,8 +122,12 @@ def _make(text: str, spec: Mapping[str, Any]) -> Any:
 def _shipped() -> dict[str, Any]:
     """Handlers by their classes' names and by these in lower case, such as `early_stopping`."""
     found = {name: getattr(handlers, name) for name in handlers.__all__ if name not in ("Callback", "CallbackList")}
-    words = {re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower(): name for name in found}
-    return found | {word: found[name] for word, name in words.items()}
+    return found | {_in_words(name): made_by for name, made_by in found.items()}
+
+
+def _in_words(name: str) -> str:
+    name = name.replace("NaN", "Nan").replace("MLflow", "Mlflow")
+    return re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
 
 
 def _what_if(folder: Path, log: EventLog, text: str, handler: Any, engine: str | None) -> dict[str, Any]:

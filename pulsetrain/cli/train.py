@@ -93,7 +93,10 @@ def run(arguments: argparse.Namespace, settings: Mapping[str, str]) -> int:
                 return _dry_run(arguments, config, watch)
             assembly = assemble(config, base_of(arguments.config.parent), arguments.folder, resume=arguments.resume)
             _announce(assembly, arguments.resume)
-            assembly.trainer.add_event_handler(Events.STARTED, lambda engine: updates.append(engine.state.update))
+            # the first time alone: a run that goes back to a checkpoint starts again
+            assembly.trainer.add_event_handler(
+                Events.STARTED, lambda engine: updates.append(engine.state.update) if len(updates) == 1 else None
+            )
             watch.follow(assembly.trainer)
             assembly.trainer.train(resume=arguments.resume)
         except (KeyboardInterrupt, SystemExit) as stop:
@@ -111,7 +114,7 @@ def run(arguments: argparse.Namespace, settings: Mapping[str, str]) -> int:
                 error = in_settings(error)
             if assembly is None:
                 return report(error)
-            return _failed(error, assembly, early=updates[-1] == assembly.trainer.state.update)
+            return _failed(error, assembly, early=_learned_nothing(assembly, updates[-1]))
         print(summary(assembly, time.perf_counter() - started))
         if watch.status:
             print(go_on(assembly, arguments.config, settings))
@@ -136,6 +139,11 @@ def _announce(assembly: Assembly, resume: str | None) -> None:
         f"run folder: {folder}{fresh if resume == 'latest' and not has_checkpoint(assembly.trainer) else ''}",
         file=sys.stderr,
     )
+
+
+def _learned_nothing(assembly: Assembly, updates: int) -> bool:
+    trainer = assembly.trainer
+    return trainer.state.update == updates and not trainer.rewinds
 
 
 def _failed(error: Exception, assembly: Assembly, *, early: bool) -> int:

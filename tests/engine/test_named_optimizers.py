@@ -55,7 +55,7 @@ def test_groups_and_state_are_those_of_the_parts():
     whole.param_groups[1]["lr"] = 0.25
     assert whole["critic"].param_groups[0]["lr"] == 0.25
     assert len(whole.state) == 4
-    assert whole["actor"].state is whole.state
+    assert whole["actor"].state.keys() == set(first.parameters())
     assert list(whole) == list(whole.parts) == ["actor", "critic"]
     assert whole.name_of(whole["critic"]) == "critic"
     assert parts_of(whole) == whole.parts
@@ -105,3 +105,32 @@ def test_bad_input():
     )
     with pytest.raises(CheckpointError, match="in the order"):
         whole.check_state_dict(turned.state_dict())
+
+
+def test_parts_keep_the_state_that_they_bring_and_are_saved_and_loaded_alone():
+    first, second = modules()
+    sgd = torch.optim.SGD(second.parameters(), lr=0.5, momentum=0.9)
+    second(torch.ones(1, 2)).sum().backward()
+    sgd.step()
+    momentum = sgd.state[second.weight]["momentum_buffer"]
+    whole = NamedOptimizers({"actor": torch.optim.AdamW(first.parameters()), "critic": sgd})
+    assert whole["critic"].state[second.weight]["momentum_buffer"] is momentum
+    assert whole.state[second.weight]["momentum_buffer"] is momentum
+    saved = copy.deepcopy(whole["critic"].state_dict())
+    assert len(saved["state"]) == 2
+    whole["critic"].load_state_dict(saved)
+    whole.param_groups[1]["lr"] = 0.125
+    assert whole["critic"].param_groups[0]["lr"] == 0.125
+    assert torch.equal(whole.state[second.weight]["momentum_buffer"], momentum)
+
+
+def test_copies_are_whole_and_apart():
+    first, second = modules()
+    whole = make(first, second)
+    learn(first, second, whole, 2)
+    models, other = copy.deepcopy(((first, second), whole))
+    assert other["critic"].param_groups[0]["params"][0] is models[1].weight
+    before = first.weight.detach().clone()
+    learn(*models, other, 1)
+    assert torch.equal(first.weight, before)
+    assert not torch.equal(models[0].weight, before)

@@ -346,3 +346,62 @@ def test_on_a_device_the_update_is_left_out_without_waiting_for_it() -> None:
         torch.cuda.set_sync_debug_mode("default")
     assert guard.skipped == 1
     assert all(p.isfinite().all() for p in trainer.model.parameters())
+
+
+def test_a_guard_that_is_attached_in_the_midst_blames_nothing_before() -> None:
+    guard = NaNGuard(every=Every(iterations=1))
+    trainer = make(dataset=data((29,)))
+    found = anomalies(trainer)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=6), lambda engine: guard.attach(engine))
+    trainer.train()
+    assert [a.batch_indices for a in found] == [(28, 29, 30, 31)]
+
+
+def test_what_was_left_out_is_told_before_an_exception_ends_the_run() -> None:
+    trainer = make(NaNGuard(every=Every(iterations=100)), dataset=data((13,)))
+    found = anomalies(trainer)
+
+    @trainer.on(Events.ITERATION_COMPLETED(once=7))
+    def fail() -> None:
+        raise RuntimeError("the power went")
+
+    with pytest.raises(RuntimeError, match="the power went"):
+        trainer.train()
+    assert [a.at_iteration for a in found] == [4]
+
+
+def test_many_at_once_are_told_in_few_words() -> None:
+    trainer = make(NaNGuard(every=Every(iterations=100)), dataset=data((1, 5, 9, 13, 17, 21)))
+    with structlog.testing.capture_logs() as logs:
+        trainer.train()
+    assert [line["iteration"] for line in logs if "left out" in line["event"]] == [1, 2, 3, 6]
+    assert "3 more updates were left out" in logs[-1]["event"]
+
+
+class TestARowOfSpikes:
+    drive = TestLossSpikeGuard.drive
+
+    def test_with_one_that_is_not_finite_still_makes_a_new_level(self) -> None:
+        guard = LossSpikeGuard(patience=5)
+        assert self.drive(guard, [1.0, 1.01] * 30 + [float("nan")] + [4.0, 4.02] * 30) == [61]
+        assert guard.spikes == 5  # NaN, and four before the fifth was taken for the level
+
+    def test_of_nothing_finite_stays_small(self) -> None:
+        guard = LossSpikeGuard(patience=5)
+        self.drive(guard, [1.0, 1.01] * 30 + [float("nan")] * 500)
+        assert guard.spikes == 500
+        assert guard.state_dict()["in_a_row"] == []
+
+    def test_leaves_out_as_many_batches_before_it_as_it_is_told_to(self) -> None:
+        asked: list[tuple[int, int]] = []
+
+        class Going(Engine):
+            rewinds = 0
+
+            def rewind(self, first: int, last: int, reason: str) -> None:
+                asked.append((first, last))
+
+        engine = Going(lambda engine, loss: loss, name="trainer")
+        LossSpikeGuard(policy="rewind", margin=2, every=Every(iterations=10)).attach(engine)
+        engine.run([1.0] * 42 + [7.0, 1.0, 8.0] + [1.0] * 5, max_epochs=1)
+        assert asked == [(41, 45)]

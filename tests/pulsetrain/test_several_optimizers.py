@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,11 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from engine import Events, Every, SupervisedStrategy, TrainingBatch
+from engine import Events, Every, Phase, SupervisedStrategy, TrainingBatch
 from engine.accumulation import Accumulate
 from engine.errors import ConfigurationError
 from engine.schedules import Constant, Cosine, Linear
-from handlers import Checkpointer, EventRecorder, LRScheduler, NaNGuard
+from handlers import Checkpointer, EventRecorder, GradientMonitor, LRScheduler, NaNGuard
 from pulsetrain import Trainer, TrainingConfig, verify
 
 ROWS, BATCH = 32, 4
@@ -194,6 +195,35 @@ def test_precision_clipping_and_the_guard_work_on_each(tmp_path: Path) -> None:
         assert all(p.isfinite().all() for p in trainer.model.parameters())
 
 
+@pytest.mark.parametrize(("accumulate", "critic_updates", "of"), [(1, 1, (4, 4)), (2, 1, (2, 2)), (1, 3, (12, 4))])
+def test_gradients_of_each_are_looked_at_by_its_own_count(
+    accumulate: int, critic_updates: int, of: tuple[int, int]
+) -> None:
+    trainer = make(
+        GradientMonitor(Every(updates=2), updates=True),
+        strategy=InTurns(critic_updates), accumulate=accumulate, max_epochs=1, learning_rate=0.01,
+    )  # fmt: skip
+    norms: dict[str, float] = {}
+    seen: dict[str, list[tuple[Any, bool]]] = {"critic": [], "actor": []}
+
+    @trainer.on(Events.GRADIENTS_READY, phase=Phase.COMPUTE)
+    def note(engine: Any, event: Any) -> None:
+        norms[event.payload.optimizer] = event.payload.grad_norm.item()
+
+    @trainer.on(Events.METRICS_LOGGED)
+    def compare(engine: Any, event: Any) -> None:
+        own = {name: value for name, value in event.payload.metrics.items() if re.match(r"grad_norm/.+\.", name)}
+        names = {name.removeprefix("grad_norm/").partition(".")[0] for name in own}
+        if names & seen.keys():
+            (name,) = names  # nothing of the other, whose gradients may be half of a sum
+            ratios = [each for each in event.payload.metrics if each.startswith(f"update_ratio/{name}")]
+            whole = sum(value**2 for value in own.values()) ** 0.5 == pytest.approx(norms[name], rel=1e-5)
+            seen[name].append((len(ratios) == len(own), whole))
+
+    trainer.train()
+    assert seen == {"critic": [(True, True)] * of[0], "actor": [(True, True)] * of[1]}
+
+
 def test_it_fails_in_the_midst_and_no_gradient_is_left() -> None:
     class Failing(InTurns):
         def compute_losses(self, model: Any, batch: TrainingBatch) -> Iterator[tuple[str, Tensor]]:
@@ -208,7 +238,47 @@ def test_it_fails_in_the_midst_and_no_gradient_is_left() -> None:
     assert trainer.accumulated == 0
 
 
+def test_updates_in_a_row_are_counted_for_each() -> None:
+    class Broken(InTurns):
+        def compute_losses(self, model: Any, batch: TrainingBatch) -> Iterator[tuple[str, Tensor]]:
+            for name, loss in super().compute_losses(model, batch):
+                yield name, loss * (float("nan") if name == "actor" else 1.0)
+
+    trainer = make(NaNGuard(every=Every(iterations=1), max_in_a_row=3), strategy=Broken())
+    trainer.train()
+    assert trainer.state.iteration == 3
+    assert "3 updates in a row" in str(trainer.state.stop_reason)
+
+
+def test_the_gradient_norm_is_logged_for_each() -> None:
+    trainer = make(clip_grad_norm=1.0, log_every_n_steps=4)
+    logged: list[Any] = []
+    trainer.add_event_handler(Events.METRICS_LOGGED, lambda engine, event: logged.append(event.payload.metrics))
+    trainer.train()
+    assert all({"grad_norm/actor", "grad_norm/critic"} <= metrics.keys() for metrics in logged)
+    assert not any("grad_norm" in metrics for metrics in logged)
+
+
+def test_a_loss_with_a_penalty_on_gradients_is_validated_too() -> None:
+    class Penalised(InTurns):
+        def compute_losses(self, model: Any, batch: TrainingBatch) -> Iterator[tuple[str, Tensor]]:
+            inputs = model["actor"](batch.inputs).detach().requires_grad_()
+            (slope,) = torch.autograd.grad(model["critic"](inputs).sum(), inputs, create_graph=True)
+            yield "critic", (slope.norm(dim=1) - 1).square().mean()
+
+    history = make(strategy=Penalised(), val_loader=loader()).train()
+    assert history["val/critic_loss"][-1] < history["val/critic_loss"][0]
+
+
 class TestBadInput:
+    def test_fp16_does_not_accumulate_for_several(self) -> None:
+        with pytest.raises(ConfigurationError, match="set accumulate=1, or use bf16"):
+            make(precision="fp16", accumulate=2)
+
+    def test_two_losses_of_one_are_not_accumulated(self) -> None:
+        with pytest.raises(ValueError, match="two losses for 'critic'"):
+            make(strategy=InTurns(critic_updates=2), accumulate=2).train()
+
     def test_one_module_for_a_strategy_of_several(self) -> None:
         with pytest.raises(TypeError, match=r"model=Linear.*by name"):
             make(model=nn.Linear(1, 1))
