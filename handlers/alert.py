@@ -24,6 +24,7 @@ from engine.payloads import payload_fields
 from engine.recording.replay_engine import ReplayedEngine
 from engine.subscription import Phase
 from handlers.attachment import Attachment
+from handlers.run_end import ends_here
 
 __all__ = ["Alert"]
 
@@ -41,7 +42,7 @@ class Alert:
 
     A thread of its own does so, one alert after the other: the run waits for none, but at its end, for at most
     `timeout` seconds in all. An alert that fails, or finds 100 others waiting, costs itself; the first is told. In a
-    replay nobody is alerted, unless asked for.
+    replay nobody is alerted, unless asked for. A run that goes back to a checkpoint has not terminated.
 
     Args:
         command: the program and its arguments, such as ["notify-send", "training"].
@@ -109,6 +110,8 @@ class Alert:
     def _on_event(self, engine: Engine, event: Event) -> None:
         if isinstance(engine, ReplayedEngine) and not self.in_replay:
             return
+        if event.type == Events.TERMINATE.value and getattr(engine, "rewinding", None) is not None:
+            return
         message = _message(event)
         with self._changed:
             full = len(self._waiting) == _AT_MOST
@@ -121,8 +124,8 @@ class Alert:
             self._tell("dropped", f"{_AT_MOST} alerts are waiting already")
 
     def _on_end(self, engine: Any, event: Event) -> None:
-        if event.type != Events.TERMINATE.value or engine.should_terminate == "skip_completed":
-            self._wait()  # else COMPLETED is to come
+        if ends_here(engine, event):
+            self._wait()
 
     def _wait(self) -> None:
         with self._changed:

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from torch import Tensor
 
+from engine import rng
 from engine.errors import ConfigurationError, PulsetrainError, unknown_name
 from engine.events import Events
 from engine.logs import get_logger
@@ -61,13 +62,14 @@ def odd_rows(engine: Any, rows: Sequence[int]) -> list[int]:
     if dataset is None:
         return []
     found = []
-    for row in rows:
-        try:
-            sample = dataset[row]
-        except Exception:  # whatever the dataset raises, the anomaly is told
-            continue
-        if _is_odd(sample):
-            found.append(row)
+    with rng.kept():  # a dataset may draw
+        for row in rows:
+            try:
+                sample = dataset[row]
+            except Exception:  # whatever the dataset raises, the anomaly is told
+                continue
+            if _is_odd(sample):
+                found.append(row)
     return found
 
 

@@ -14,16 +14,16 @@ from torch import Tensor, nn
 
 from engine.checkpoint.disk import Disk, sync
 from engine.checkpoint.weights import compare_weights
-from engine.errors import ConfigurationError, RecordingError
+from engine.errors import ConfigurationError
 from engine.events import Event, Events
 from engine.logs import get_logger
 from engine.loop import Engine
 from engine.metrics import canonical
-from engine.recording.replay_engine import ReplayedEngine
 from engine.snapshot import Snapshot
 from engine.subscription import Phase
 from handlers.attachment import Attachment
 from handlers.best_value import Mode, check_judged, is_better, require_validation
+from handlers.monitoring import refuse_replay
 from handlers.peers import hearing
 from handlers.run_folder import make_folder
 
@@ -80,13 +80,9 @@ class BestModel:
             RunFolderError: the folder cannot be written.
         """
         with self._attachment.to(engine, whole_bus=False) as hear:
+            refuse_replay("BestModel", engine, "weights of its validations")
             if not isinstance(getattr(engine, "model", None), nn.Module):
                 raise ConfigurationError(f"BestModel: {engine.name!r} has no torch model; set engine.model")
-            if isinstance(engine, ReplayedEngine):  # with a model
-                raise RecordingError(
-                    f"Replay: {engine.name!r} has the weights of its checkpoints, and BestModel keeps those that were "
-                    "validated; load the checkpoint that you want, or attach it in training"
-                )
             require_validation("BestModel", self.metric, engine)
             if self.restore and any(other.restore for other in hearing(engine, Events.COMPLETED, BestModel)):
                 raise ConfigurationError(

@@ -29,8 +29,10 @@ from handlers.attachment import Attachment
 from handlers.crash_files import BATCH, CONFIG, CRASHES, EVENTS, FACTS, NOTE, TRACEBACK, read_bundle
 from handlers.crash_parts import (
     Heard,
+    batch_again,
     environment_variables,
     frames,
+    is_past,
     plain_batch,
     recorded_tail,
     tensor_table,
@@ -44,22 +46,24 @@ from handlers.run_folder import make_folder, replace_file
 __all__ = ["CrashBundle", "read_bundle"]
 
 HEARD = (Events.EXCEPTION_RAISED, Events.ANOMALY_DETECTED)
+_NOT_KEPT = (*FREQUENT, Events.METRICS_LOGGED, Events.MEDIA_LOGGED)  # nobody is to read or draw for a bundle alone
 _ITERATED = Events.ITERATION_COMPLETED.value
 
 
 class CrashBundle:
     """Writes FOLDER/crash/iteration-NUMBER when the run raises: `read_bundle` or `pulsetrain debug` opens it.
 
-    In it are the traceback with what is known of the local variables, the last batch (loadable with weights_only), its
-    rows of the dataset, the last events as a log, norms and NaN counts of weights, gradients and the optimizer's state,
-    versions and settings. Of the environment's variables it holds a few by name, of texts among local variables none.
+    In it are the traceback with what is known of the local variables, the batch that it happened with (loadable with
+    weights_only), its rows of the dataset, the last events as a log, norms and NaN counts of weights, gradients and the
+    optimizer's state, versions and settings. Of the environment's variables it holds a few by name, of texts among
+    local variables none.
 
     It never raises, and changes nothing of the exception but that a note names the bundle. What cannot be read any
     more, such as tensors on a device that has failed, is listed in the bundle as missing. PulsetrainErrors, which say
     what is to be mended, leave none; nor do Ctrl-C and exits.
 
     With an EventRecorder among the trainer's handlers the events are its log's last ones; else they are kept here,
-    without those that each iteration fires beside ITERATION_COMPLETED.
+    without those that each iteration fires beside ITERATION_COMPLETED, METRICS_LOGGED and MEDIA_LOGGED.
 
     Args:
         folder: the run folder.
@@ -102,12 +106,13 @@ class CrashBundle:
     def attach(self, engine: Engine) -> Self:
         """Wait for the engine, or one inside its run such as the evaluator, to fail.
 
+        Where the folder cannot be written, that is said, and the run goes on without it.
+
         Raises:
             RecordingError: it is a replay, where there is no process to look into.
-            RunFolderError: the folder cannot be written.
         """
         bus: Any = engine if isinstance(engine, EventBus) else getattr(engine, "bus", engine)
-        with self._attachment.to(bus, whole_bus=bus is not engine) as hear:
+        with self._attachment.to(bus, whole_bus=bus is not engine, needed=False) as hear:
             if isinstance(engine, ReplayedEngine):
                 raise RecordingError(
                     f"CrashBundle.attach({engine.name!r}): an event log does not hold the batch and the weights of the "
@@ -119,7 +124,7 @@ class CrashBundle:
             self._recorder = recorders[0] if recorders else None
             if self._recorder is None:
                 for event in Events:
-                    if event not in FREQUENT:
+                    if event not in _NOT_KEPT:
                         hear(event, self._keep, on_error="warn")
             wanted = [event for event in HEARD if event in self.faults or event.value in self.faults]
             for event in wanted:
@@ -173,6 +178,8 @@ class CrashBundle:
                 "epoch": at.state.epoch, "iteration": at.state.iteration,
                 "trained": engine.state.iteration, "at": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             }  # fmt: skip
+            if getattr(payload, "at_iteration", None) is not None:
+                facts["at_iteration"] = payload.at_iteration
             missing: dict[str, str] = {}
             for name, part in self._parts(unnamed, facts, engine, event, at).items():
                 try:
@@ -192,14 +199,17 @@ class CrashBundle:
         """What the bundle is made of, each to be tried by itself; the device is asked last."""
         error: Any = getattr(event.payload, "error", None)
         batch = getattr(at.state, "batch", None)
+        past = error is None and is_past(engine, event.payload)
 
         def write_traceback() -> None:
             (into / TRACEBACK).write_text("".join(traceback.format_exception(error)), encoding="utf-8")
             facts["frames"] = frames(error)
 
         def write_batch() -> None:
-            facts["batch"] = describe(batch, ranges=True)
-            torch.save(plain_batch(batch), into / BATCH)
+            found = batch_again(engine, facts.get("rows"), event.payload.at_iteration) if past else batch
+            facts["batch"] = describe(found, ranges=True)
+            torch.save(plain_batch(found), into / BATCH)
+            facts["fetched_again"] = past
 
         def write_config() -> None:
             if (self.folder / CONFIG).exists():
@@ -213,7 +223,7 @@ class CrashBundle:
         }
         if error is not None:
             parts = {"traceback": write_traceback, **parts}
-        if batch is not None:
+        if batch is not None or past:
             parts["batch"] = write_batch
         parts["events"] = lambda: self._write_events(into, engine, facts)
         for name, tensors in (("weights", _weights), ("gradients", _gradients), ("optimizer", _optimizer_state)):

@@ -40,13 +40,17 @@ class Bundle:
 
     @property
     def batch(self) -> Any:
-        """The batch under way, its tensors on the host; None where there was none, or it is missing."""
+        """The batch under way, its tensors on the host; None where there was none, or it is missing.
+
+        Of an anomaly that was found out later than at its iteration: its rows, as the dataset gives them again; what a
+        dataset draws, such as crops, is another draw. Then `facts["fetched_again"]` is true.
+        """
         file = self.folder / BATCH
         return torch.load(file, weights_only=True, map_location="cpu") if file.exists() else None
 
     @property
     def rows(self) -> list[int] | None:
-        """The batch's indices into the dataset; None where they are not known."""
+        """The indices of `batch` into the dataset; None where they are not known."""
         rows = self.facts.get("rows")
         return list(rows) if rows else None
 

@@ -16,13 +16,24 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.events import Event, Events
+from engine import rng
+from engine.batches import can_take_over
+from engine.events import Event
 from engine.protocols import describe
 from engine.recording import EventLog, LoggedEvent, LogWriter
 from handlers.event_values import EventValues
 from handlers.readings import to_host
 
-__all__ = ["environment_variables", "frames", "plain_batch", "recorded_tail", "tensor_table", "write_events"]
+__all__ = [
+    "batch_again",
+    "environment_variables",
+    "frames",
+    "is_past",
+    "plain_batch",
+    "recorded_tail",
+    "tensor_table",
+    "write_events",
+]
 
 # all that is told of the environment: others may hold keys and passwords
 VARIABLES = (
@@ -78,6 +89,32 @@ def plain_batch(value: Any, depth: int = 0) -> Any:
         if parts and not isinstance(value, type):
             return {name: plain_batch(item, depth + 1) for name, item in parts.items()}
     return f"<{type(value).__module__}.{type(value).__qualname__}>"
+
+
+def is_past(engine: Any, anomaly: Any) -> bool:
+    """Whether an anomaly came of other rows than those of the batch under way."""
+    iteration = engine.state.iteration
+    if anomaly.at_iteration not in (None, iteration):
+        return True
+    position = getattr(engine, "position", None)
+    rows = None if position is None else position.rows(iteration)
+    return bool(anomaly.batch_indices) and rows is not None and list(anomaly.batch_indices) != list(rows)
+
+
+def batch_again(engine: Any, rows: Sequence[int] | None, iteration: int | None) -> Any:
+    """Those rows as the loader of the trainer collates them, read again; nothing that the run draws changes by it.
+
+    Raises:
+        LookupError: the rows are not known, or the loader is none that can be asked for them.
+    """
+    loader: Any = getattr(engine, "train_loader", None)
+    if not rows or not can_take_over(loader) or loader.batch_sampler is None:
+        why = f"{type(loader).__name__} cannot be asked for its rows" if rows else "its rows are not known"
+        raise LookupError(f"the batch of iteration {iteration} is held no more, and {why}")
+    dataset = loader.dataset
+    with rng.kept():
+        several = getattr(dataset, "__getitems__", None)
+        return loader.collate_fn(several(list(rows)) if several else [dataset[row] for row in rows])
 
 
 def tensor_table(named: Iterable[tuple[str, Any]]) -> list[dict[str, Any]]:
@@ -140,7 +177,7 @@ def _logged(events: Sequence[Heard | LoggedEvent]) -> Iterator[LoggedEvent]:
         event, output = each
         logged = LoggedEvent(-1, event.engine, event.type, event.epoch, event.iteration, seq=event.seq, t=event.time_ns)
         made.append(logged)
-        if event.payload is not None and event.type != Events.MEDIA_LOGGED.value:
+        if event.payload is not None:
             values.put_payload(logged, event.payload)
         if output:
             values.put(logged, "output", dict(output))

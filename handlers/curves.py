@@ -13,7 +13,7 @@ __all__ = ["MAX_POINTS", "Curve", "Point", "RunCurves", "thinned"]
 MAX_POINTS = 2048  # of one curve: more would not show, and memory stays flat
 MAX_PANELS = 24  # of validation metrics
 MAX_LAYERS = 6  # beside the total gradient norm
-_RATES = {"samples_per_second": "samples per second", "tokens_per_second": "tokens per second"}
+_RATES = {"samples_per_second": "samples per second", "tokens_per_second": "tokens per second"}  # by the clock
 _BUCKET = 4  # points
 
 
@@ -31,8 +31,8 @@ class Curve:
         self.points: list[Point] = []
 
     def add(self, iteration: int, value: float) -> None:
-        """One more; of two at one iteration the later one counts."""
-        if self.points and self.points[-1].iteration == iteration:
+        """One more, in place of what stands at this iteration and behind it: that comes again."""
+        while self.points and self.points[-1].iteration >= iteration:
             self.points.pop()
         self.points.append(Point(iteration, value))
         if len(self.points) > MAX_POINTS:
@@ -100,12 +100,13 @@ class RunCurves:
 
     def state_dict(self) -> dict[str, Any]:
         return {
-            "curves": {name: curve.state_dict() for name, curve in self.curves.items()},
+            "curves": {name: curve.state_dict() for name, curve in self.curves.items() if name not in _RATES},
             "matrices": {name: [iteration, matrix] for name, (iteration, matrix) in self.matrices.items()},
             "validated": sorted(self.validated),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.curves = {name: curve for name, curve in self.curves.items() if name in _RATES}  # of this process
         for name, saved in state["curves"].items():
             self.curves[name] = Curve()
             self.curves[name].load_state_dict(saved)

@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from numpy.typing import NDArray
 
-__all__ = ["FORMATS", "Panel", "confusion_matrix", "curves", "range_test", "render"]
+__all__ = ["FORMATS", "Panel", "confusion_matrix", "counts_of", "curves", "matrix", "range_test", "render"]
 
 FORMATS = ("png", "svg")
 # Okabe and Ito 2008, without the yellow: told apart with any kind of colour vision
@@ -133,6 +134,45 @@ def confusion_matrix(counts: Sequence[Sequence[float]], title: str) -> Figure:
         else:
             axis.set_major_locator(MaxNLocator(nbins=12, integer=True))
     _dress(axes, title, "predicted class", "true class")
+    axes.grid(visible=False)
+    return _laid_out(figure)
+
+
+def counts_of(value: Any) -> list[list[float]] | None:
+    """A square matrix of counts, such as a tensor, as lists; None for anything else."""
+    rows = value.tolist() if hasattr(value, "tolist") else value
+    if (
+        not isinstance(rows, list)
+        or not rows
+        or not all(isinstance(row, list) and len(row) == len(rows) for row in rows)
+    ):
+        return None
+    try:
+        counts = [[float(count) for count in row] for row in rows]
+    except (TypeError, ValueError):
+        return None
+    return counts if all(0 <= count < float("inf") for row in counts for count in row) else None
+
+
+def matrix(values: NDArray[Any], title: str) -> Figure:
+    """Any matrix: colours by the values, which are written in up to 20 rows and columns.
+
+    Args:
+        values: numbers, shape (rows, columns), neither of them 0.
+        title: what it shows.
+    """
+    shown = values.astype(float)
+    side = 2.5 + 0.35 * min(max(shown.shape), COUNTED_CLASSES)
+    figure = _figure(side + 1, side)
+    axes = figure.add_subplot()
+    figure.colorbar(axes.imshow(shown, cmap="Blues", aspect="auto"))
+    if max(shown.shape) <= COUNTED_CLASSES:
+        middle = (shown.min() + shown.max()) / 2
+        for row, line in enumerate(shown.tolist()):
+            for column, value in enumerate(line):
+                colour = "white" if value > middle else "black"
+                axes.text(column, row, f"{value:.4g}", ha="center", va="center", color=colour, fontsize=8)
+    _dress(axes, title, "column", "row")
     axes.grid(visible=False)
     return _laid_out(figure)
 

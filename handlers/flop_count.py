@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from itertools import islice
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
+
+from engine.optimizers import parts_of
 
 __all__ = ["FlopCount", "is_compiled", "peak_flops_of", "shapes_of"]
 
@@ -30,6 +33,9 @@ PEAKS = (
     ("RTX 3090", 71e12),
 )
 
+MOST_VALUES = 64  # of a batch that are looked at
+_SCALARS = (int, float, str, bytes, type(None))
+
 
 def peak_flops_of(device_name: str) -> float | None:
     """Operations a second that the device makes at best in 16 bits; None where the name is not known."""
@@ -45,18 +51,34 @@ def is_compiled(model: Any) -> bool:
 
 
 def shapes_of(batch: Any, depth: int = 4) -> tuple[Any, ...]:
-    """The shapes of the tensors in a batch, as deep as that: what the operations of its step depend on."""
-    if isinstance(batch, Tensor):
-        return tuple(batch.shape)
-    if depth == 0:
-        return ()
-    if isinstance(batch, Mapping):
-        return tuple((key, shapes_of(value, depth - 1)) for key, value in batch.items())
-    if isinstance(batch, (list, tuple)):
-        return tuple(shapes_of(value, depth - 1) for value in batch)
-    fields = getattr(batch, "__dataclass_fields__", None)
-    inner = getattr(batch, "__dict__", None) if fields is None else {name: getattr(batch, name) for name in fields}
-    return shapes_of(inner, depth - 1) if isinstance(inner, dict) else ()
+    """The shapes of the tensors in a batch and the lengths of its lists: what the operations of its step depend on.
+
+    It looks as deep as that, outermost first, and at 64 values at most: a batch may carry lists of texts as well.
+    """
+    found: list[Any] = []
+    level, left = [((), batch)], MOST_VALUES
+    for _ in range(depth + 1):
+        below: list[tuple[tuple[Any, ...], Any]] = []
+        for path, value in level:
+            if isinstance(value, Tensor):
+                found.append((path, tuple(value.shape)))
+                continue
+            items: Iterable[tuple[Any, Any]] = ()
+            if isinstance(value, Mapping):
+                items = value.items()
+            elif isinstance(value, (list, tuple)):
+                found.append((path, len(value)))
+                scalars = value and isinstance(value, list) and all(isinstance(value[at], _SCALARS) for at in (0, -1))
+                items = () if scalars else enumerate(value)
+            elif (fields := getattr(value, "__dataclass_fields__", None)) is not None:
+                items = ((name, getattr(value, name, None)) for name in fields)
+            elif isinstance(inner := getattr(value, "__dict__", None), dict):
+                items = inner.items()
+            inside = [((*path, key), item) for key, item in islice(items, left)]
+            left -= len(inside)
+            below += inside
+        level = below
+    return tuple(found)
 
 
 class FlopCount:
@@ -65,16 +87,17 @@ class FlopCount:
     The numbers that are computed stay the same to the bit. What the optimizer's own step computes is left out.
 
     Args:
-        optimizer: whose steps are left out; None for none.
+        optimizer: whose steps are left out, or those of each of its parts; None for none.
     """
 
     def __init__(self, optimizer: Any) -> None:
         self.flops = 0
         self._mode: FlopCounterMode | None = None
         self._hooks = []
-        for name, hook in (("register_step_pre_hook", self._pause), ("register_step_post_hook", self._go_on)):
-            if callable(register := getattr(optimizer, name, None)):
-                self._hooks.append(register(hook))
+        for part in parts_of(optimizer).values():  # a NamedOptimizers' own step() is not what a trainer calls
+            for name, hook in (("register_step_pre_hook", self._pause), ("register_step_post_hook", self._go_on)):
+                if callable(register := getattr(part, name, None)):
+                    self._hooks.append(register(hook))
         self._go_on()
 
     def end(self) -> int:

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from engine.cadence import Every
 from engine.errors import ConfigurationError, unknown_name
-from engine.events import Events
+from engine.events import Event, Events
 from engine.loop import Engine
+from engine.optimizers import parts_of
 from engine.subscription import Phase
 from handlers.attachment import Attachment
 from handlers.monitoring import check_flag, check_whole, publish, publish_media, refuse_replay
@@ -27,6 +28,9 @@ class GradientMonitor:
     At the cadence alone something is computed, on the device, and one copy brings all of it to the host; the trainer
     computes a gradient norm for it at these updates and no others. A histogram takes some 30 bytes for each value of
     the gradient meanwhile, one gradient after the other.
+
+    Of several optimizers each is looked at by the count of its own updates, from where the run begins or goes on, and
+    its own parameters alone are; there the trainer computes a gradient norm at every update.
 
     Args:
         every: a cadence of updates: gradients are whole at an update alone.
@@ -77,6 +81,7 @@ class GradientMonitor:
         self.norm_type, self.updates, self.top, self.model = norm_type, updates, top, model
         self._before: dict[str, list[tuple[Tensor, Tensor]]] | None = None  # parameters, and as they were
         self._norms: dict[str, float] = {}  # that await what the update makes of the weights
+        self._counts: dict[str, int] = {}  # updates of each of several optimizers
         self._attachment = Attachment("GradientMonitor")
 
     def attach(self, engine: Engine) -> Self:
@@ -94,7 +99,13 @@ class GradientMonitor:
                     f"GradientMonitor(model=None): {engine.name!r} has no torch model; pass model="
                 )
             interval = self.every.updates
-            hear(Events.GRADIENTS_READY(every=interval), self._on_gradients, phase=Phase.OBSERVE, on_error="warn")
+            optimizer: Any = getattr(engine, "optimizer", None)
+            if len(parts_of(optimizer)) > 1:  # state.update counts those of all
+                hear(Events.STARTED, self._on_started, phase=Phase.OBSERVE, on_error="warn")
+                hear(Events.GRADIENTS_READY, self._on_gradients_of, phase=Phase.OBSERVE, on_error="warn")
+                interval = 1
+            else:
+                hear(Events.GRADIENTS_READY(every=interval), self._on_gradients, phase=Phase.OBSERVE, on_error="warn")
             if self.updates:
                 updated = Events.OPTIMIZER_STEP_COMPLETED(every=interval)
                 hear(updated, self._on_update, phase=Phase.OBSERVE, on_error="warn")
@@ -103,11 +114,26 @@ class GradientMonitor:
     def detach(self) -> None:
         self._attachment.cancel()
         self._before, self._norms = None, {}
+        self._counts.clear()
+
+    def _on_started(self) -> None:
+        self._counts.clear()
+
+    def _on_gradients_of(self, engine: Any, event: Event) -> None:
+        name = event.payload.optimizer
+        self._counts[name] = count = self._counts.get(name, 0) + 1
+        assert self.every.updates is not None
+        if count % self.every.updates == 0:
+            owned = {id(each) for group in engine.optimizer.parts[name].param_groups for each in group["params"]}
+            self._look(engine, owned)
+
+    def _on_gradients(self, engine: Any) -> None:
+        self._look(engine)
 
     @torch.no_grad()
-    def _on_gradients(self, engine: Any) -> None:
+    def _look(self, engine: Any, owned: set[int] | None = None) -> None:
         self._before, self._norms = None, {}  # of an update that failed
-        groups = self._groups(self.model if self.model is not None else engine.model)
+        groups = self._groups(self.model if self.model is not None else engine.model, owned)
         if not groups:
             return
         gradients = {name: [_values(parameter.grad) for parameter in each] for name, each in groups.items()}
@@ -146,11 +172,11 @@ class GradientMonitor:
                 metrics[f"update_ratio/{name}"] = difference / size
         publish(engine, metrics)
 
-    def _groups(self, model: nn.Module) -> dict[str, list[nn.Parameter]]:
-        """The parameters that have a gradient, by the names under which they are published."""
+    def _groups(self, model: nn.Module, owned: set[int] | None) -> dict[str, list[nn.Parameter]]:
+        """The parameters that have a gradient, by the names under which they are published; of those ids, if given."""
         groups: dict[str, list[nn.Parameter]] = {}
         for name, parameter in model.named_parameters():
-            if parameter.grad is not None and parameter.numel():
+            if parameter.grad is not None and parameter.numel() and (owned is None or id(parameter) in owned):
                 key = name if self.by == "parameter" else name.rpartition(".")[0] or ROOT
                 groups.setdefault(key, []).append(parameter)
         return groups

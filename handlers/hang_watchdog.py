@@ -78,11 +78,12 @@ class HangWatchdog:
     def attach(self, engine_or_bus: Engine | EventBus) -> Self:
         """Watch over the runs of one engine, or of all of a bus.
 
+        Where the folder cannot be written, that is said, and the run goes on without it.
+
         Raises:
-            RunFolderError: the folder cannot be written.
             RecordingError: it is a replay's.
         """
-        with self._attachment.to(engine_or_bus) as hear:
+        with self._attachment.to(engine_or_bus, needed=False) as hear:
             refuse_replay("HangWatchdog", engine_or_bus, "process that trains")
             make_folder("HangWatchdog", self.folder)
             self._engine = None if isinstance(engine_or_bus, EventBus) else weakref.ref(engine_or_bus)

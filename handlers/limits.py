@@ -25,7 +25,8 @@ class TimeLimit:
 
     Time counts from STARTED on; what a process does before, such as importing, and behind the last iteration, such as
     a last checkpoint, is what `margin` is for. `TimeLimit("24h", margin="10m", of="process")` ends each job of a queue
-    in time to be gone on with by the next, which `train(resume="latest")` does.
+    in time to be gone on with by the next, which `train(resume="latest")` does. Where a run goes back to a checkpoint,
+    what this process has used up since then stays used.
 
     Args:
         seconds: or text, such as "2h30m", "90s", "1d12h", or "HH:MM:SS" and "D-HH:MM:SS" as SLURM writes it.
@@ -82,7 +83,7 @@ class TimeLimit:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if self.of == "run":
-            self._before = float(state["used"])
+            self._before = max(float(state["used"]), self.used)  # a run that goes back gets no time for it
             self._began = self._last
 
     def _on_started(self, engine: Engine, event: Event) -> None:
@@ -112,7 +113,8 @@ class TimeLimit:
 class StepLimit:
     """Terminates the engine after so many more iterations or updates, whichever come first, wherever it began.
 
-    Each run counts anew from STARTED on: one that goes on from a checkpoint makes as many again.
+    Each run counts anew from STARTED on: one that goes on from a checkpoint makes as many again. For one that goes back
+    by `Trainer.rewind` what it has made counts on.
 
     Args:
         iterations: batches.
@@ -129,7 +131,9 @@ class StepLimit:
             if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
                 raise ConfigurationError(f"StepLimit({argument}={number!r}): needs a whole number of at least 1")
         self.iterations, self.updates = iterations, updates
-        self._at_start: tuple[int, int] | None = None  # iteration and update; None also behind the limit
+        self._at_start: tuple[int, int] | None = None  # iteration and update
+        self._made = (0, 0)  # of each, before the run went back to a checkpoint
+        self._ended = False
         self._attachment = Attachment("StepLimit")
 
     def attach(self, engine: Engine) -> Self:
@@ -137,6 +141,8 @@ class StepLimit:
         with self._attachment.to(engine, whole_bus=False) as hear:
             hear(Events.STARTED, self._on_started, phase=Phase.ACT)
             hear(Events.ITERATION_COMPLETED, self._on_iteration, phase=Phase.ACT)
+            hear(Events.TERMINATE, self._on_terminate, phase=Phase.ACT)
+            self._made, self._ended = (0, 0), False
             self._at_start = (engine.state.iteration, engine.state.update) if engine.is_running else None
         return self
 
@@ -144,16 +150,22 @@ class StepLimit:
         self._attachment.cancel()
 
     def _on_started(self, engine: Engine) -> None:
-        self._at_start = engine.state.iteration, engine.state.update
+        made, self._made = self._made, (0, 0)
+        self._at_start = engine.state.iteration - made[0], engine.state.update - made[1]
+        self._ended = False
+
+    def _on_terminate(self, engine: Any, event: Event) -> None:
+        if getattr(engine, "rewinding", None) is not None and self._at_start is not None:
+            self._made = engine.state.iteration - self._at_start[0], engine.state.update - self._at_start[1]
 
     def _on_iteration(self, engine: Engine) -> None:
-        if self._at_start is None:
+        if self._at_start is None or self._ended:
             return
         state = engine.state
         made = state.iteration - self._at_start[0], state.update - self._at_start[1]
         for name, count, limit in zip(("iterations", "updates"), made, (self.iterations, self.updates), strict=True):
             if limit is not None and count >= limit:
-                self._at_start = None  # in a replay the run may go on
+                self._ended = True  # in a replay the run may go on
                 engine.terminate(reason=f"step limit: {limit} {name} of this run are made")
                 return
 

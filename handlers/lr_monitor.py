@@ -7,13 +7,12 @@ from typing import Any, Self
 from torch import Tensor
 
 from engine.cadence import Every
-from engine.errors import ConfigurationError, RecordingError
+from engine.errors import ConfigurationError
 from engine.events import Events
 from engine.loop import Engine
-from engine.payloads import MetricsLogged
-from engine.recording.replay_engine import ReplayedEngine
 from engine.subscription import Phase
 from handlers.attachment import Attachment
+from handlers.monitoring import check_every, publish, refuse_replay
 from handlers.readings import learning_rates, reading_events, to_host
 
 __all__ = ["LRMonitor"]
@@ -36,8 +35,7 @@ class LRMonitor:
 
     def __init__(self, every: Every | None = None, *, momentum: bool = False, weight_decay: bool = False) -> None:
         self.every = Every(iterations=50) if every is None else every
-        if not isinstance(self.every, Every):
-            raise TypeError(f"LRMonitor(every={every!r}): needs an Every, such as Every(iterations=50)")
+        check_every("LRMonitor", self.every)
         self.momentum, self.weight_decay = momentum, weight_decay
         self._last_read = -1  # iteration
         self._attachment = Attachment("LRMonitor")
@@ -52,11 +50,8 @@ class LRMonitor:
         with self._attachment.to(engine, whole_bus=False) as hear:
             if not hasattr(getattr(engine, "optimizer", None), "param_groups"):
                 raise ConfigurationError(f"LRMonitor: {engine.name!r} has no optimizer; set engine.optimizer")
-            if isinstance(engine, ReplayedEngine) and (self.momentum or self.weight_decay):
-                raise RecordingError(
-                    f"Replay: {engine.name!r} has no momentum and weight decay: an event log holds the learning rates "
-                    "alone; leave the two out, or attach LRMonitor in training"
-                )
+            if self.momentum or self.weight_decay:
+                refuse_replay("LRMonitor", engine, "momentum and weight decay")
             self._last_read = -1
             hear(Events.STARTED, self._on_started, on_error="warn")
             # before loggers look at the same event, as a replay has it
@@ -76,9 +71,7 @@ class LRMonitor:
         self._last_read = iteration
         found: dict[str, Any] = {}
         groups: list[dict[str, Any]] = engine.optimizer.param_groups
-        labels = [str(group.get("name", index)) for index, group in enumerate(groups)]
-        if len(set(labels)) < len(labels):
-            labels = [str(index) for index in range(len(groups))]
+        labels = _labels(groups)
         for index, rate in enumerate(learning_rates(engine)):
             found[_named("learning_rate", labels, index)] = rate
         for index, group in enumerate(groups):
@@ -86,9 +79,16 @@ class LRMonitor:
                 found[_named("momentum", labels, index)] = group.get("momentum", group.get("betas", (None,))[0])
             if self.weight_decay:
                 found[_named("weight_decay", labels, index)] = group.get("weight_decay")
-        metrics = _brought_to_host({name: value for name, value in found.items() if value is not None})
-        if metrics:
-            engine.fire(Events.METRICS_LOGGED, MetricsLogged(metrics=metrics))
+        publish(engine, _brought_to_host({name: value for name, value in found.items() if value is not None}))
+
+
+def _labels(groups: list[dict[str, Any]]) -> list[str]:
+    """Of several optimizers their names; else the groups' own names, or their numbers."""
+    owners = [group.get("optimizer") for group in groups]
+    if None not in owners and len(set(owners)) == len(owners):
+        return [str(owner) for owner in owners]
+    labels = [str(group.get("name", index)) for index, group in enumerate(groups)]
+    return labels if len(set(labels)) == len(labels) else [str(index) for index in range(len(groups))]
 
 
 def _named(metric: str, labels: list[str], index: int) -> str:

@@ -12,13 +12,12 @@ from typing import Any, Self
 import torch
 
 from engine.cadence import Every
-from engine.errors import ConfigurationError
 from engine.events import Events
 from engine.logs import get_logger
 from engine.loop import Engine
 from engine.payloads import AnomalyDetected
 from handlers.attachment import Attachment
-from handlers.monitoring import check_every, check_whole, publish, refuse_replay
+from handlers.monitoring import by_clock, check_every, check_number, check_whole, publish, refuse_replay
 from handlers.readings import reading_events
 
 __all__ = ["MemoryMonitor"]
@@ -63,8 +62,7 @@ class MemoryMonitor:
         every = Every(iterations=50) if every is None else every
         check_every("MemoryMonitor", every)
         check_whole("MemoryMonitor", "leak_after", leak_after, least=2)
-        if not isinstance(growth, (int, float)) or isinstance(growth, bool) or not 0.0 <= growth < float("inf"):
-            raise ConfigurationError(f"MemoryMonitor(growth={growth!r}): needs a finite number of at least 0")
+        check_number("MemoryMonitor", "growth", growth)
         self.every, self.leak_after, self.growth, self.read = every, leak_after, growth, read
         self._recent: dict[str, deque[float]] = {}
         self._warned: set[str] = set()
@@ -120,13 +118,9 @@ class MemoryMonitor:
             iteration=engine.state.iteration,
         )
         if engine.hears(Events.ANOMALY_DETECTED):
-            bus, before = engine.bus, engine.bus.by_clock
-            bus.by_clock = True  # another run on another machine need not have it
-            try:
+            with by_clock(engine):  # another run on another machine need not have it
                 anomaly = AnomalyDetected(kind="memory_growth", value=float(grown), batch_indices=())
                 engine.fire(Events.ANOMALY_DETECTED, anomaly)
-            finally:
-                bus.by_clock = before
 
 
 def _of_host() -> dict[str, float]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal
 
 from engine.bus import EventBus
@@ -13,7 +15,27 @@ from engine.loop import Engine
 from engine.payloads import MediaLogged, MetricsLogged
 from engine.recording.replay_engine import ReplayBus
 
-__all__ = ["check_every", "check_flag", "check_whole", "publish", "publish_media", "refuse_replay"]
+__all__ = [
+    "by_clock",
+    "check_every",
+    "check_flag",
+    "check_number",
+    "check_whole",
+    "publish",
+    "publish_media",
+    "refuse_replay",
+]
+
+
+@contextmanager
+def by_clock(engine: Engine, measured: bool = True) -> Iterator[None]:
+    """What is fired inside hangs on the clock or on the machine: a recording does not expect it again."""
+    bus, before = engine.bus, engine.bus.by_clock
+    bus.by_clock = before or measured
+    try:
+        yield
+    finally:
+        bus.by_clock = before
 
 
 def publish(engine: Engine, metrics: Mapping[str, float], *, measured: bool = False) -> None:
@@ -26,12 +48,8 @@ def publish(engine: Engine, metrics: Mapping[str, float], *, measured: bool = Fa
     """
     if not metrics or not engine.hears(Events.METRICS_LOGGED):
         return
-    bus, before = engine.bus, engine.bus.by_clock
-    bus.by_clock = before or measured
-    try:
+    with by_clock(engine, measured):
         engine.fire(Events.METRICS_LOGGED, MetricsLogged(metrics=metrics))
-    finally:
-        bus.by_clock = before
 
 
 def publish_media(
@@ -79,6 +97,19 @@ def check_whole(place: str, argument: str, value: Any, least: int = 1) -> None:
     """
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ConfigurationError(f"{place}({argument}={value!r}): needs a whole number of at least {least}")
+
+
+def check_number(place: str, argument: str, value: Any, least: float = 0.0, below: float = math.inf) -> None:
+    """Refuse what is no number of at least so much and below the bound.
+
+    Raises:
+        ConfigurationError: it is none.
+    """
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not least <= value < below:
+        wanted = f"finite number of at least {least:g}"
+        if below < math.inf:
+            wanted = f"number of at least {least:g} and below {below:g}"
+        raise ConfigurationError(f"{place}({argument}={value!r}): needs a {wanted}")
 
 
 def check_flag(place: str, argument: str, value: Any) -> None:

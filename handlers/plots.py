@@ -21,7 +21,9 @@ from engine.subscription import OnError
 from handlers import figures
 from handlers.attachment import Attachment
 from handlers.curves import RunCurves
+from handlers.monitoring import check_every
 from handlers.readings import learning_rates, reading_events, step_metrics, to_host
+from handlers.run_end import ends_here
 from handlers.run_folder import make_folder, replace_file
 
 __all__ = ["Plots"]
@@ -33,7 +35,8 @@ class Plots:
     """Writes figures into FOLDER/plots/ at the validations and at the end of the run, those whose data has changed.
 
     loss: training and validation. metrics: a panel for each other metric of validation. learning_rate: a line for each
-    parameter group. grad_norm: before clipping; of METRICS_LOGGED's "grad_norm/LAYER" the largest as well. throughput.
+    parameter group. grad_norm: before clipping; of METRICS_LOGGED's "grad_norm/LAYER" the largest as well. throughput:
+    since the process began.
     SET_confusion_matrix: the last that MEDIA_LOGGED brought. The first validation is drawn in any case, later ones as
     long as drawing takes a twentieth of the time. Of long curves points are left out, none of them a spike.
 
@@ -60,8 +63,8 @@ class Plots:
         clock: Callable[[], float] = time.monotonic,
         on_error: OnError = "warn",
     ) -> None:
-        if every is not None and not isinstance(every, Every):
-            raise TypeError(f"Plots(every={every!r}): needs an Every, such as Every(iterations=50)")
+        if every is not None:
+            check_every("Plots", every)
         if isinstance(formats, str) or not isinstance(formats, Sequence) or not formats:
             raise ConfigurationError(f"Plots(formats={formats!r}): needs a list of formats, such as ['png', 'svg']")
         for each in formats:
@@ -82,9 +85,10 @@ class Plots:
         """Follow one engine, or each of a bus.
 
         Raises:
-            RunFolderError: the folder cannot be written.
+            RunFolderError: the folder cannot be written, with on_error="raise"; else that is said, and the run goes on
+                without it.
         """
-        with self._attachment.to(engine_or_bus) as hear:
+        with self._attachment.to(engine_or_bus, needed=self._on_error == "raise") as hear:
             make_folder("Plots", self._place)
             self._next = -math.inf
             if self.every is not None:
@@ -105,12 +109,13 @@ class Plots:
         return [path for name in self._runs for path in self._draw(name)]
 
     def state_dict(self) -> dict[str, Any]:
+        """The curves, but for those of throughput: what a clock has measured, no run that goes on repeats."""
         return {name: run.state_dict() for name, run in self._runs.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._runs = {}
+        before, self._runs = self._runs, {}
         for name, saved in state.items():
-            self._runs[name] = RunCurves()
+            self._runs[name] = before.get(name, RunCurves())
             self._runs[name].load_state_dict(saved)
 
     def _draw(self, engine: str) -> list[Path]:
@@ -156,7 +161,7 @@ class Plots:
         media = event.payload
         if media.kind != "matrix" or not media.name.endswith("confusion_matrix"):
             return
-        matrix = _as_lists(media.value)
+        matrix = figures.counts_of(media.value)
         if matrix is not None:
             self._run_of(engine).put(media.name, engine.state.iteration, matrix)
         elif not self._told:  # such as in a replay: a recording tells of an array's shape alone
@@ -170,8 +175,8 @@ class Plots:
     def _on_end(self, engine: Engine) -> None:
         self._draw(engine.name if self._attachment.hears_whole_bus else "")
 
-    def _on_terminated(self, engine: Engine) -> None:
-        if engine.should_terminate == "skip_completed":  # else COMPLETED comes, perhaps with a last validation
+    def _on_terminated(self, engine: Engine, event: Event) -> None:
+        if ends_here(engine, event):
             self._on_end(engine)
 
 
@@ -185,22 +190,6 @@ def _group_rates(engine: Engine) -> dict[str, float]:
     tensors = iter(to_host([rate for rate in rates if isinstance(rate, Tensor)]))
     values = [next(tensors) if isinstance(rate, Tensor) else rate for rate in rates]
     return {f"learning_rate/{index}": value for index, value in enumerate(values)} if len(values) > 1 else {}
-
-
-def _as_lists(value: Any) -> list[list[float]] | None:
-    """A square matrix of counts as lists; None for anything else."""
-    rows = value.tolist() if hasattr(value, "tolist") else value
-    if (
-        not isinstance(rows, list)
-        or not rows
-        or not all(isinstance(row, list) and len(row) == len(rows) for row in rows)
-    ):
-        return None
-    try:
-        counts = [[float(count) for count in row] for row in rows]
-    except (TypeError, ValueError):
-        return None
-    return counts if all(0 <= count < float("inf") for row in counts for count in row) else None
 
 
 def _file_name(name: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Self
 
@@ -69,6 +70,7 @@ class Profiler:
         self._profile: Any = None
         self._marks: list[Any] = []
         self._attachment = Attachment("Profiler")
+        self._window = Attachment("Profiler")  # up to its end
 
     def attach(self, engine: Engine) -> Self:
         """Profile this engine's next run.
@@ -80,26 +82,15 @@ class Profiler:
         with self._attachment.to(engine, whole_bus=False) as hear:
             refuse_replay("Profiler", engine, "process that trains")
             make_folder("Profiler", self.folder / "profile")
-
-            def first(event: Any, handler: Any) -> None:
-                hear(event, handler, phase=Phase.COMPUTE, on_error="warn", position=-math.inf)
-
-            def last(event: Any, handler: Any) -> None:
-                hear(event, handler, phase=Phase.PERSIST, on_error="warn", position=math.inf)
-
-            last(Events.STARTED, self._on_started)
-            last(Events.GET_BATCH_STARTED, self._on_asking)
-            first(Events.GET_BATCH_COMPLETED, self._unmark)
-            last(Events.ITERATION_STARTED, self._on_step_begins)
-            first(Events.ITERATION_COMPLETED, self._unmark)
-            last(Events.ITERATION_COMPLETED, self._on_iteration)
-            first(Events.TERMINATE | Events.COMPLETED, self._on_end)
-            first(Events.EXCEPTION_RAISED, self._on_failure)
+            _last(hear, Events.STARTED, self._on_started)
+            _first(hear, Events.TERMINATE | Events.COMPLETED, self._on_end)
+            _first(hear, Events.EXCEPTION_RAISED, self._on_failure)
         return self
 
     def detach(self) -> None:
         """Profile no more; a window under way is given up."""
         self._attachment.cancel()
+        self._window.cancel()
         self._unmark()
         self._begun_at = None
         if self._profile is not None:
@@ -109,6 +100,12 @@ class Profiler:
     def _on_started(self, engine: Engine) -> None:
         self._on_end(engine)  # of a run that was given up
         self._begun_at = engine.state.iteration
+        with self._window.to(engine, whole_bus=False) as hear:
+            _last(hear, Events.GET_BATCH_STARTED, self._on_asking)
+            _first(hear, Events.GET_BATCH_COMPLETED, self._unmark)
+            _last(hear, Events.ITERATION_STARTED, self._on_step_begins)
+            _first(hear, Events.ITERATION_COMPLETED, self._unmark)
+            _last(hear, Events.ITERATION_COMPLETED, self._on_iteration)
         self._move(engine)
 
     def _on_asking(self, engine: Engine) -> None:
@@ -135,6 +132,7 @@ class Profiler:
     def _begin(self) -> None:
         if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]  # a second one ends the process
             self._begun_at = None
+            self._window.cancel()
             raise RuntimeError("Profiler: another profiler is at work in this process; nothing is written")
         kinds = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
@@ -158,7 +156,8 @@ class Profiler:
         self._on_end(engine)
 
     def _on_end(self, engine: Engine) -> None:
-        """Write what there is of the window."""
+        """Write what there is of the window, and hear no more of the iterations."""
+        self._window.cancel()
         self._unmark()
         profiled, self._profile = self._profile, None
         if profiled is None:
@@ -192,3 +191,11 @@ class Profiler:
     def _unmark(self) -> None:
         while self._marks:
             self._marks.pop().__exit__(None, None, None)
+
+
+def _first(hear: Callable[..., None], event: Any, handler: Any) -> None:
+    hear(event, handler, phase=Phase.COMPUTE, on_error="warn", position=-math.inf)
+
+
+def _last(hear: Callable[..., None], event: Any, handler: Any) -> None:
+    hear(event, handler, phase=Phase.PERSIST, on_error="warn", position=math.inf)

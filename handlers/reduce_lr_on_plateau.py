@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, Literal, Self
 
@@ -20,6 +19,7 @@ from engine.subscription import Phase
 from handlers.attachment import Attachment
 from handlers.best_value import Mode, check_judged, require_validation
 from handlers.lr_scheduler import LRScheduler
+from handlers.monitoring import check_number, check_whole
 from handlers.peers import hearing
 
 __all__ = ["ReduceLROnPlateau"]
@@ -68,14 +68,11 @@ class ReduceLROnPlateau:
     ) -> None:
         place = "ReduceLROnPlateau"
         check_judged(place, metric, mode)
-        if not _is_number(factor) or not 0.0 <= factor < 1.0:
-            raise ConfigurationError(f"{place}(factor={factor!r}): needs a number of at least 0 and below 1")
-        for argument, count in (("patience", patience), ("cooldown", cooldown)):
-            if not isinstance(count, int) or isinstance(count, bool) or count < 0:
-                raise ConfigurationError(f"{place}({argument}={count!r}): needs a whole number of at least 0")
-        for argument, number in (("threshold", threshold), ("min_lr", min_lr)):
-            if not _is_number(number) or not 0.0 <= number < math.inf:
-                raise ConfigurationError(f"{place}({argument}={number!r}): needs a finite number of at least 0")
+        check_number(place, "factor", factor, below=1.0)
+        check_whole(place, "patience", patience, least=0)
+        check_whole(place, "cooldown", cooldown, least=0)
+        check_number(place, "threshold", threshold)
+        check_number(place, "min_lr", min_lr)
         if threshold_mode not in ("rel", "abs"):
             raise unknown_name(place, "threshold_mode", threshold_mode, ("rel", "abs"))
         if optimizer is not None and not isinstance(optimizer, Optimizer):
@@ -208,7 +205,3 @@ class ReduceLROnPlateau:
     def _on_validation(self, engine: Engine, event: Event) -> None:
         metrics = event.payload.metrics
         self.step(metrics[canonical(self.metric, metrics, place="ReduceLROnPlateau")])
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -71,7 +71,8 @@ class Throughput:
                 raise ConfigurationError(f"Throughput({name}={value!r}): needs a positive number")
         self.every, self.flops_per_sample, self.peak_flops, self.clock = every, flops_per_sample, peak_flops, clock
         self._flops_of: dict[tuple[Any, ...], int] = {}  # a step, by the shapes of its batch
-        self._counting: tuple[FlopCount, tuple[Any, ...]] | None = None
+        self._counting: FlopCount | None = None
+        self._shapes: tuple[Any, ...] | None = None  # of the batch under way
         self._counts = True  # steps, of shapes that are not known yet
         self._peak_missed = False
         self._attachment = Attachment("Throughput")
@@ -156,11 +157,13 @@ class Throughput:
             self._paused += event.payload.seconds
 
     def _on_step_begins(self, engine: Any) -> None:
-        shapes = shapes_of(engine.state.batch)
-        if shapes in self._flops_of or not self._counts or not self._may_count(engine):
+        if not self._counts:
+            return
+        self._shapes = shapes_of(engine.state.batch)
+        if self._shapes in self._flops_of or not self._may_count(engine):
             return
         self._pause()
-        self._counting = FlopCount(getattr(engine, "optimizer", None)), shapes
+        self._counting = FlopCount(getattr(engine, "optimizer", None))
 
     def _may_count(self, engine: Any) -> bool:
         if len(self._flops_of) >= MAX_SHAPES:
@@ -175,24 +178,24 @@ class Throughput:
     def _tell(self, why: str) -> None:
         get_logger("handlers").warning(f"{why}: the share of the device's peak is left out; pass flops_per_sample=")
 
-    def _on_step_ended(self, engine: Any) -> None:
+    def _on_step_ended(self) -> None:
         if self._counting is not None:
-            (count, shapes), self._counting = self._counting, None
-            self._flops_of[shapes] = count.end()
+            assert self._shapes is not None
+            count, self._counting = self._counting, None
+            self._flops_of[self._shapes] = count.end()
             self._go_on()
             self._waited -= self._wait  # it took longer than others: it is no iteration to go by
             self._paused += self._wait
             return
         self._iterations += 1
         if self.flops_per_sample is None and self._flops is not None:
-            flops = self._flops_of.get(shapes_of(engine.state.batch))
+            flops = self._flops_of.get(self._shapes) if self._counts and self._shapes is not None else None
             self._flops = None if flops is None else self._flops + flops
 
     def _stop_counting(self) -> None:
         """A step that has not ended as it should is not counted."""
         if self._counting is not None:
-            count, _ = self._counting
-            self._counting = None
+            count, self._counting = self._counting, None
             count.end()
 
     def _on_failure(self, engine: Engine, event: Event) -> None:

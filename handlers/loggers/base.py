@@ -18,7 +18,9 @@ from engine.loop import Engine
 from engine.payloads import MediaLogged, ValidationCompleted
 from engine.subscription import OnError
 from handlers.attachment import Attachment
+from handlers.monitoring import check_every
 from handlers.readings import reading_events, step_metrics
+from handlers.run_end import ends_here
 
 __all__ = ["MetricLogger", "Plain", "Status", "hyperparameters_of"]
 
@@ -58,8 +60,8 @@ class MetricLogger:
         on_error: OnError = "warn",
     ) -> None:
         self._place = type(self).__name__
-        if every is not None and not isinstance(every, Every):
-            raise TypeError(f"{self._place}(every={every!r}): needs an Every, such as Every(iterations=50)")
+        if every is not None:
+            check_every(self._place, every)
         if hyperparameters is not None and not isinstance(hyperparameters, Mapping):
             raise ConfigurationError(
                 f"{self._place}(hyperparameters={hyperparameters!r}): needs a mapping, such as {{'width': 64}}"
@@ -79,9 +81,10 @@ class MetricLogger:
         """Follow one engine, or all of a bus.
 
         Raises:
-            RunFolderError: its place cannot be written, or another logger of this bus writes there.
+            RunFolderError: another logger of this bus writes there, or, with on_error="raise", its place cannot be
+                written: else that is said, and the run goes on without it.
         """
-        with self._attachment.to(engine_or_bus) as hear:
+        with self._attachment.to(engine_or_bus, needed=self.on_error == "raise") as hear:
             self._refuse_company()
             self.prepare()
             self._last_read = self._running = None
@@ -191,8 +194,8 @@ class MetricLogger:
     def _on_end(self, engine: Engine, event: Event) -> None:
         if engine.name != self._running:
             return
-        if event.type == Events.TERMINATE.value and engine.should_terminate != "skip_completed":
-            return  # COMPLETED comes, perhaps with a last validation
+        if not ends_here(engine, event):
+            return
         self.event = event
         ends: dict[str, Status] = {
             Events.EXCEPTION_RAISED.value: "failed",

@@ -16,7 +16,7 @@ from engine.loop import Engine
 from engine.payloads import ValidationCompleted
 from engine.subscription import OnError
 from handlers.loggers.base import MetricLogger
-from handlers.loggers.text_file import drop_unfinished_line, write_end
+from handlers.loggers.text_file import Backlog, drop_unfinished_line, write_end
 from handlers.run_folder import make_folder, replace_file
 
 __all__ = ["CSVLogger"]
@@ -37,7 +37,8 @@ class CSVLogger(MetricLogger):
         folder: the run folder.
         every: read `state.output` at this cadence in place of METRICS_LOGGED; each reading waits for the device.
         clock: seconds, for `Every(seconds=...)`.
-        on_error: "warn" goes on when a row cannot be written, and writes it with the next; "raise" ends the run.
+        on_error: "warn" goes on when a row cannot be written, and writes it with the next, of which up to 10,000 wait;
+            "raise" ends the run.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class CSVLogger(MetricLogger):
         self._columns: list[str] = []
         self._rows = 0  # in the table
         self._last: tuple[str, _Cells] | None = None  # the last row, and its engine; None where it may not grow
-        self._waiting: list[_Cells] = []  # rows that are not written yet
+        self._waiting: Backlog[_Cells] = Backlog("CSVLogger")
         self._replaced: _Cells | None = None  # the table's last row as it is; the first that waits takes its place
         self._at_checkpoint: Mapping[str, Any] | None = None
 
@@ -68,15 +69,24 @@ class CSVLogger(MetricLogger):
         self._last = None
 
     def state_dict(self) -> dict[str, Any]:
-        """How many rows the table has, and the last one as it is, which may grow behind the checkpoint."""
-        engine, cells = self._last if self._last is not None and not self._waiting else (None, {})
-        return {"rows": self._rows, "engine": engine, "last": dict(cells)}
+        """How many rows the table has, or will have once those that wait are written.
+
+        And of the last one, where it may grow behind the checkpoint: engine, iteration, and the columns that it fills.
+        No values: what a clock has measured would make each checkpoint of equal runs another one.
+        """
+        rows = self._rows_written_for_good + len(self._waiting.lines)
+        if self._last is None:
+            return {"rows": rows, "growing": None}
+        engine, cells = self._last
+        return {"rows": rows, "growing": [engine, int(cells["iteration"]), list(cells)]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The table stays as it is until CHECKPOINT_LOADED says that the run goes on from there."""
         self._at_checkpoint = state
 
     def begin_again(self) -> None:
+        self._waiting.cut(0)
+        self._last = self._replaced = None
         if self._columns:
             self._write_table(self._columns, [])
 
@@ -85,17 +95,18 @@ class CSVLogger(MetricLogger):
         name, last = self._last if self._last is not None else (None, {})
         if name == engine.name and all(last.get(column, value) == value for column, value in new.items()):
             new = {**last, **new}
-            if self._waiting:
-                self._waiting[-1] = new
+            if self._waiting.lines:
+                self._waiting.lines[-1] = new
             else:
-                self._replaced, self._waiting = last, [new]
+                self._replaced = last
+                self._waiting.put(new)
         else:
-            self._waiting.append(new)
+            self._put(new)
         self._last = engine.name, new
         self._write()
 
     def log_validation(self, engine: Engine, validation: ValidationCompleted) -> None:
-        self._waiting.append(self._cells(engine, validation.metrics))
+        self._put(self._cells(engine, validation.metrics))
         self._last = None
         self._write()
 
@@ -107,14 +118,25 @@ class CSVLogger(MetricLogger):
         place = {"iteration": str(engine.state.iteration), "epoch": str(engine.state.epoch)}
         return {**{name: str(value) for name, value in metrics.items()}, **place}
 
+    def _put(self, row: _Cells) -> None:
+        if self._waiting.put(row):
+            self._replaced = None  # what was to take its place is lost
+
+    @property
+    def _rows_written_for_good(self) -> int:
+        """Without one that the first of those that wait takes the place of."""
+        return self._rows - (self._replaced is not None)
+
     def _write(self) -> None:
-        new = dict.fromkeys(name for row in self._waiting for name in row if name not in (*self._columns, *_LEADING))
-        if new or not self._columns:
-            self._widen([*(self._columns or _LEADING), *new])
-        replaced = b"" if self._replaced is None else self._lines([self._replaced])
-        was_replaced = write_end(self.path, self._lines(self._waiting), replaced)
-        self._rows += len(self._waiting) - was_replaced
-        self._waiting, self._replaced = [], None
+        while rows := self._waiting.first():
+            new = dict.fromkeys(name for row in rows for name in row if name not in (*self._columns, *_LEADING))
+            if new or not self._columns:
+                self._widen([*(self._columns or _LEADING), *new])
+            replaced = b"" if self._replaced is None else self._lines([self._replaced])
+            was_replaced = write_end(self.path, self._lines(rows), replaced)
+            self._rows += len(rows) - was_replaced
+            self._replaced = None
+            self._waiting.drop_first(len(rows))
 
     def _lines(self, rows: Iterable[_Cells]) -> bytes:
         return _table([row.get(name, "") for name in self._columns] for row in rows)
@@ -142,20 +164,30 @@ class CSVLogger(MetricLogger):
 
     def _drop_rows_to_come_again(self, engine: Engine) -> None:
         saved, self._at_checkpoint = self._at_checkpoint, None
-        kept = saved["rows"] if saved is not None else self._rows
-        if saved is None or kept > self._rows:
+        written = self._rows_written_for_good
+        if saved is None or saved["rows"] > written + len(self._waiting.lines):
             return
-        rows = self._read_rows()
-        if not all(int(row[0]) >= engine.state.iteration for row in rows[kept:]):
+        kept: int = saved["rows"]
+        table = self._read_rows() if self._columns else []
+        rows = [dict(zip(self._columns, row, strict=False)) for row in table[:written]] + list(self._waiting.lines)
+        if not all(int(row["iteration"]) >= engine.state.iteration for row in rows[kept:]):
             return  # it is another run's table
-        cells, rows = dict(saved.get("last", {})), rows[:kept]
-        if cells and rows:
-            if rows[-1][0] != cells["iteration"]:
+        last, shrunk = None, False
+        if saved.get("growing") is not None and kept:
+            name, iteration, columns = saved["growing"]
+            if int(rows[kept - 1]["iteration"]) != iteration:
                 return
-            rows[-1] = [cells.get(name, "") for name in self._columns]  # without what it has grown by since
-            self._last = saved["engine"], cells
-        if kept < self._rows or cells:
-            self._write_table(self._columns, rows)
+            # without what it has grown by since
+            cells = {column: rows[kept - 1][column] for column in columns if rows[kept - 1].get(column)}
+            shrunk = any(value for column, value in rows[kept - 1].items() if column not in cells)
+            rows[kept - 1], last = cells, (name, cells)
+        self._last, self._replaced = last, None
+        self._waiting.cut(max(kept - written, 0))
+        if kept > written:
+            self._waiting.lines[-1] = rows[kept - 1]
+        if len(table) > min(kept, written) or (shrunk and kept <= written):
+            of_table = rows[: min(kept, written)]
+            self._write_table(self._columns, [[row.get(name, "") for name in self._columns] for row in of_table])
 
     def _widen(self, columns: list[str]) -> None:
         """Write the table anew with more columns; the rows that are there have nothing in them."""

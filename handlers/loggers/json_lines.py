@@ -16,7 +16,7 @@ from engine.loop import Engine
 from engine.payloads import MediaLogged, ValidationCompleted
 from engine.subscription import OnError
 from handlers.loggers.base import MetricLogger
-from handlers.loggers.text_file import drop_unfinished_line, write_end
+from handlers.loggers.text_file import Backlog, drop_unfinished_line, write_end
 from handlers.run_folder import make_folder, replace_file
 
 __all__ = ["JSONLinesLogger", "finite"]
@@ -34,7 +34,8 @@ class JSONLinesLogger(MetricLogger):
         folder: the run folder.
         every: read `state.output` at this cadence in place of METRICS_LOGGED; each reading waits for the device.
         clock: seconds, for `Every(seconds=...)`.
-        on_error: "warn" goes on when a line cannot be written, and writes it with the next; "raise" ends the run.
+        on_error: "warn" goes on when a line cannot be written, and writes it with the next, of which up to 10,000 wait;
+            "raise" ends the run.
     """
 
     def __init__(
@@ -49,7 +50,7 @@ class JSONLinesLogger(MetricLogger):
         self.folder = Path(folder)
         self.path = self.folder / "metrics.jsonl"
         self._lines = 0  # in the file
-        self._waiting: list[bytes] = []  # lines that could not be written yet
+        self._waiting: Backlog[bytes] = Backlog("JSONLinesLogger")
         self._lines_at_checkpoint: int | None = None
 
     @property
@@ -64,14 +65,15 @@ class JSONLinesLogger(MetricLogger):
             self._lines = len(self._read())
 
     def state_dict(self) -> dict[str, Any]:
-        """How many lines the file has."""
-        return {"lines": self._lines}
+        """How many lines the file has, or will have once those that wait are written."""
+        return {"lines": self._lines + len(self._waiting.lines)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The file stays as it is until CHECKPOINT_LOADED says that the run goes on from there."""
         self._lines_at_checkpoint = state["lines"]
 
     def begin_again(self) -> None:
+        self._waiting.cut(0)
         if self._lines:
             replace_file(self.path, b"")
             self._lines = 0
@@ -97,10 +99,11 @@ class JSONLinesLogger(MetricLogger):
         for name, value in values.items():
             entry[f"{name}_" if name in entry else name] = finite(value)
         # numbers of numpy are no numbers to json, unless they are float's own
-        self._waiting.append(json.dumps(entry, ensure_ascii=False, allow_nan=False, default=float).encode() + b"\n")
-        write_end(self.path, b"".join(self._waiting))
-        self._lines += len(self._waiting)
-        self._waiting.clear()
+        self._waiting.put(json.dumps(entry, ensure_ascii=False, allow_nan=False, default=float).encode() + b"\n")
+        while lines := self._waiting.first():
+            write_end(self.path, b"".join(lines))
+            self._lines += len(lines)
+            self._waiting.drop_first(len(lines))
 
     def _read(self) -> list[bytes]:
         lines = self.path.read_bytes().splitlines(keepends=True)
@@ -117,11 +120,15 @@ class JSONLinesLogger(MetricLogger):
 
     def _drop_lines_to_come_again(self, engine: Engine) -> None:
         kept, self._lines_at_checkpoint = self._lines_at_checkpoint, None
-        if kept is None or kept >= self._lines:
+        if kept is None or kept >= self._lines + len(self._waiting.lines):
             return
-        lines = self._read()
-        if all(json.loads(line)["iteration"] >= engine.state.iteration for line in lines[kept:]):
-            replace_file(self.path, b"".join(lines[:kept]))  # else it is another run's file
+        lines = self._read() if self._lines else []
+        behind = [*lines, *self._waiting.lines][kept:]
+        if not all(json.loads(line)["iteration"] >= engine.state.iteration for line in behind):
+            return  # it is another run's file
+        self._waiting.cut(max(kept - self._lines, 0))
+        if kept < self._lines:
+            replace_file(self.path, b"".join(lines[:kept]))
             self._lines = kept
 
 

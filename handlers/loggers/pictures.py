@@ -9,10 +9,9 @@ from numpy.typing import NDArray
 
 from engine.errors import ConfigurationError, unknown_name
 from engine.payloads import MediaLogged
+from handlers import figures
 
 __all__ = ["as_array", "histogram_of", "picture_of"]
-
-_WRITTEN = 20  # up to so many rows or columns the cells of a matrix say their value
 
 
 def as_array(value: Any) -> NDArray[Any]:
@@ -87,23 +86,12 @@ def _histogram_figure(media: MediaLogged) -> Any:
 
 
 def _matrix_figure(media: MediaLogged) -> Any:
-    from matplotlib.figure import Figure
-
+    counts = figures.counts_of(media.value) if media.name.endswith("confusion_matrix") else None
+    if counts is not None:
+        return figures.confusion_matrix(counts, media.name)
     matrix = as_array(media.value)
     if matrix.ndim != 2 or not matrix.size:
         raise ConfigurationError(
             f"MediaLogged(name={media.name!r}, kind='matrix'): has shape {matrix.shape}; needs (rows, columns)"
         )
-    side = 2.5 + 0.35 * min(max(matrix.shape), _WRITTEN)
-    figure = Figure(figsize=(side + 1, side), layout="constrained")
-    axes = figure.subplots()
-    shown = axes.imshow(matrix.astype(np.float64), cmap="Blues", aspect="auto")
-    figure.colorbar(shown)
-    if max(matrix.shape) <= _WRITTEN:
-        middle = (float(matrix.min()) + float(matrix.max())) / 2
-        for row, column in np.ndindex(*matrix.shape):
-            value = matrix[row, column]
-            color = "white" if value > middle else "black"
-            axes.text(column, row, f"{value:.4g}", ha="center", va="center", color=color, fontsize=8)
-    axes.set_title(media.name)
-    return figure
+    return figures.matrix(matrix, media.name)

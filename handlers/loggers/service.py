@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from engine.cadence import Every
-from engine.errors import ConfigurationError
 from engine.events import Events
 from engine.loop import Engine
 from engine.payloads import HandlerFailed, MediaLogged
@@ -18,6 +17,7 @@ from engine.subscription import OnError
 from handlers.loggers.base import MetricLogger, Plain, Status
 from handlers.loggers.pictures import histogram_of, picture_of
 from handlers.loggers.sending import Sender
+from handlers.monitoring import check_number, check_whole
 
 __all__ = ["Begin", "End", "Media", "Metrics", "ServiceLogger"]
 
@@ -88,10 +88,8 @@ class ServiceLogger(MetricLogger):
         on_error: OnError = "warn",
     ) -> None:
         super().__init__(every, hyperparameters=hyperparameters, clock=clock, on_error=on_error)
-        if not isinstance(room, int) or isinstance(room, bool) or room < 1:
-            raise ConfigurationError(f"{self._place}(room={room!r}): needs a number of bytes, at least 1")
-        if not flush_seconds >= 0:
-            raise ConfigurationError(f"{self._place}(flush_seconds={flush_seconds!r}): needs a number, 0 or more")
+        check_whole(self._place, "room", room)
+        check_number(self._place, "flush_seconds", flush_seconds)
         self.room = room
         self.flush_seconds = flush_seconds
         self._key: str | None = None  # the run's, made here: the service need not be reached for it

@@ -3,12 +3,61 @@
 from __future__ import annotations
 
 import os
+from collections import deque
+from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
+from typing import Generic, TypeVar
 
 from engine.logs import get_logger
 from handlers.run_folder import replace_file
 
-__all__ = ["drop_unfinished_line", "write_end"]
+__all__ = ["Backlog", "drop_unfinished_line", "write_end"]
+
+Line = TypeVar("Line")
+
+_AT_MOST = 10_000  # lines that wait: a disk that stays full must not fill the memory
+_AT_ONCE = 100  # lines of one writing: each new line is another try
+
+
+class Backlog(Generic[Line]):
+    """Lines that wait to be written, in their order; of more than 10,000 the oldest are lost, which is said once.
+
+    Args:
+        place: the logger's class name, for the message.
+    """
+
+    def __init__(self, place: str) -> None:
+        self.lines: deque[Line] = deque()
+        self._place = place
+        self._said = False
+
+    def put(self, line: Line) -> bool:
+        """One more; returns whether the oldest was lost for it."""
+        self.lines.append(line)
+        if len(self.lines) <= _AT_MOST:
+            return False
+        self.lines.popleft()
+        if not self._said:
+            self._said = True
+            get_logger("handlers").warning(
+                f"{self._place}: more than {_AT_MOST:,} lines wait for the disk; the oldest are lost from now on"
+            )
+        return True
+
+    def first(self) -> Sequence[Line]:
+        """As many of them as are to be written at once."""
+        return list(islice(self.lines, _AT_ONCE))
+
+    def drop_first(self, count: int) -> None:
+        """They are written."""
+        for _ in range(count):
+            self.lines.popleft()
+
+    def cut(self, kept: int) -> None:
+        """Take out all behind the first so many."""
+        while len(self.lines) > kept:
+            self.lines.pop()
 
 
 def drop_unfinished_line(path: Path) -> None:

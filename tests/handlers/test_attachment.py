@@ -1,10 +1,14 @@
 import gc
+import inspect
 import weakref
 
 import pytest
+import structlog
 from driving import make_engine, subscriptions
 
 from engine import Engine, EventBus, Events
+from engine.errors import RunFolderError
+from handlers import CrashBundle, CSVLogger, HangWatchdog, JSONLinesLogger, Plots, TensorBoardLogger
 from handlers.attachment import Attachment
 
 
@@ -56,3 +60,24 @@ def test_it_keeps_no_engine_alive():
     gc.collect()
     assert reference() is None
     attachment.cancel()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [CSVLogger, JSONLinesLogger, TensorBoardLogger, Plots, HangWatchdog, CrashBundle],
+    ids=lambda make: make.__name__,
+)
+def test_an_observer_without_its_folder_is_left_out_and_the_run_goes_on(make, tmp_path):
+    (tmp_path / "file").touch()
+    engine = Engine(lambda engine, batch: 1.0, name="trainer")
+    before = subscriptions(engine.bus)
+    with structlog.testing.capture_logs() as logs:
+        handler = make(tmp_path / "file" / "run").attach(engine)
+    assert [line["event"] for line in logs] == [f"the run goes on without {make.__name__}"]
+    assert "cannot be written" in logs[0]["reason"]
+    assert subscriptions(engine.bus) == before
+    engine.run([1, 2], max_epochs=1)
+    handler.detach()
+    if "on_error" in inspect.signature(make.__init__).parameters:
+        with pytest.raises(RunFolderError, match="cannot be written"):
+            make(tmp_path / "file" / "run", on_error="raise").attach(engine)

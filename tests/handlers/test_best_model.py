@@ -9,6 +9,7 @@ from torch import nn
 from engine import ConfigurationError, Engine, Events, Every
 from engine.checkpoint import load_checkpoint
 from engine.errors import RecordingError, RunFolderError
+from engine.payloads import CheckpointLoaded
 from engine.recording.replay import Replay
 from handlers import EMA, SWA, BestModel, Checkpointer, EarlyStopping, EventRecorder
 from tests.pulsetrain.small import loader, pairs, regression_model, trainer
@@ -222,6 +223,18 @@ def test_weights_that_were_put_into_the_model_meanwhile_stay():
     assert seen == [7.0]
 
 
+def test_behind_a_checkpoint_the_run_goes_on_from_its_weights_even_where_those_are_the_best():
+    best, engine = BestModel(), Setting()
+    engine.add_event_handler(Events.EPOCH_COMPLETED(once=2), engine.terminate)
+    driven(best, [1.0, 2.0, 3.0], engine)
+    assert engine.weight == 1.0
+    engine.fire(Events.CHECKPOINT_LOADED, CheckpointLoaded(path="000000001-checkpoint", iteration=1))
+    seen = []
+    engine.add_event_handler(Events.EPOCH_STARTED, lambda: seen.append(engine.weight))
+    engine.run([0])
+    assert seen == [1.0]
+
+
 # ------------------------------------------------------------------------------------------------------------ the file
 
 
@@ -243,6 +256,18 @@ def test_a_run_that_goes_on_from_a_checkpoint_takes_the_file_back_to_it(tmp_path
     resumed = run_of(BestModel(folder=tmp_path), Checkpointer(tmp_path, keep_last=50))
     resumed.load_checkpoint(first)
     assert same(dict(torch.load(file, weights_only=True)), run.seen[0][1])
+
+
+def test_the_file_is_on_the_disk_before_it_takes_the_place_of_the_old_one(tmp_path, monkeypatch):
+    synced = []
+
+    def note(path):
+        files = [each for each in (path, tmp_path / "best_model.pt") if each.exists()]
+        synced.append([torch.load(each, weights_only=True)["weight"].item() for each in files])
+
+    monkeypatch.setattr("handlers.best_model.sync", note)
+    driven(BestModel(folder=tmp_path), [2.0, 1.0])
+    assert synced == [[1.0], [2.0, 1.0]]
 
 
 def test_a_file_that_cannot_be_written_costs_itself_and_is_said(tmp_path):
@@ -287,10 +312,10 @@ def test_what_has_no_weights_is_refused(tmp_path):
     with pytest.raises(ConfigurationError, match="'plain' has no torch model"):
         BestModel().attach(Engine(lambda engine, batch: 0.0, name="plain"))
     trainer({"max_epochs": 1}, handlers=[EventRecorder(tmp_path), Checkpointer(tmp_path)]).train()
-    with pytest.raises(RecordingError, match="has no 'model'"):
+    with pytest.raises(RecordingError, match=r"BestModel\.attach\(\).*has no weights"):
         BestModel().attach(Replay(tmp_path))
     model = regression_model()
-    with pytest.raises(RecordingError, match="keeps those that were validated"):
+    with pytest.raises(RecordingError, match=r"BestModel\.attach\(\).*has no weights of its validations"):
         BestModel().attach(Replay(tmp_path, checkpoints=True, model=model))
     (tmp_path / "file").touch()
     with pytest.raises(RunFolderError, match=r"BestModel\(folder=.*cannot be written"):

@@ -163,6 +163,18 @@ def test_a_run_that_goes_on_takes_out_the_rows_behind_its_checkpoint(tmp_path):
         ["2", "1", "2.0", ""],
     ]
     assert again.state_dict() == checkpoint
+    at(engine, 1, 2, {"val/loss": 8.0})  # it comes again, and the row grows again
+    assert rows(tmp_path)[2:] == [["2", "1", "2.0", "8.0"]]
+
+
+def test_what_a_clock_has_measured_is_in_no_checkpoint(tmp_path):
+    states = []
+    for rate in (10.0, 11.0):
+        engine = make_engine()
+        logger = CSVLogger(tmp_path / str(rate)).attach(engine)
+        at(engine, 1, 1, {"train/loss": 1.0, "samples_per_second": rate})
+        states.append(logger.state_dict())
+    assert states[0] == states[1]
 
 
 def test_the_checkpoint_of_an_older_version_counts_rows_alone(tmp_path):
@@ -265,3 +277,123 @@ def test_a_checkpoint_of_another_run_takes_no_rows_out(tmp_path):
     engine.state.iteration = 1000
     engine.fire(Events.CHECKPOINT_LOADED, CheckpointLoaded(path="000001000-checkpoint", iteration=1000))
     assert len(rows(tmp_path)) == 4
+
+
+def test_a_checkpoint_whose_last_row_is_of_another_iteration_changes_nothing(tmp_path):
+    engine = make_engine()
+    logger = CSVLogger(tmp_path).attach(engine)
+    for iteration in (1, 2, 3):
+        at(engine, 1, iteration, {"a": 1.0, "b": 2.0})
+    before = rows(tmp_path)
+    loaded(logger, engine, 2, {"rows": 2, "growing": ["trainer", 1, ["a", "iteration", "epoch"]]})
+    assert rows(tmp_path) == before
+    loaded(logger, engine, 2, {"rows": 2, "growing": ["trainer", 2, ["a", "iteration", "epoch"]]})
+    assert rows(tmp_path)[1:] == [["1", "1", "1.0", "2.0"], ["2", "1", "1.0", ""]]
+
+
+# ------------------------------------------------------------------------------------------------------- rows that wait
+
+
+def loaded(logger, engine, iteration, state):
+    logger.load_state_dict(state)
+    engine.state.iteration = iteration
+    engine.fire(Events.CHECKPOINT_LOADED, CheckpointLoaded(path=f"{iteration:09d}-checkpoint", iteration=iteration))
+
+
+@pytest.fixture
+def full(monkeypatch):
+    """Whether the disk is full; call it to say so."""
+    write, state = os.write, {"full": False}
+
+    def refuse(descriptor, content):
+        if state["full"]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(descriptor, content)
+
+    monkeypatch.setattr(os, "write", refuse)
+    return lambda whether: state.update(full=whether)
+
+
+def test_a_row_grows_while_it_waits(tmp_path, full):
+    engine = make_engine()
+    CSVLogger(tmp_path).attach(engine)
+    at(engine, 1, 1, {"a": 1.0, "b": 1.0})
+    full(True)
+    with capture_logs():
+        at(engine, 1, 2, {"a": 2.0})
+        at(engine, 1, 2, {"b": 2.5})
+    full(False)
+    at(engine, 1, 3, {"a": 3.0})
+    assert rows(tmp_path)[1:] == [["1", "1", "1.0", "1.0"], ["2", "1", "2.0", "2.5"], ["3", "1", "3.0", ""]]
+
+
+def test_a_checkpoint_counts_the_rows_that_wait(tmp_path, full):
+    engine = make_engine()
+    logger = CSVLogger(tmp_path).attach(engine)
+    at(engine, 1, 1, {"a": 1.0, "b": 1.0})
+    at(engine, 1, 2, {"a": 2.0})
+    full(True)
+    with capture_logs():
+        at(engine, 1, 2, {"b": 2.5})  # takes the place of the one that is there
+        at(engine, 1, 3, {"a": 3.0})
+        checkpoint = logger.state_dict()
+        at(engine, 1, 4, {"a": 4.0})
+    assert checkpoint == {"rows": 3, "growing": ["trainer", 3, ["a", "iteration", "epoch"]]}
+    full(False)
+    at(engine, 1, 5, {"a": 5.0})
+    assert len(rows(tmp_path)) == 6
+    loaded(logger, engine, 3, checkpoint)
+    assert rows(tmp_path)[1:] == [["1", "1", "1.0", "1.0"], ["2", "1", "2.0", "2.5"], ["3", "1", "3.0", ""]]
+
+
+@pytest.mark.parametrize("kept", [1, 2, 3])
+def test_rows_that_wait_behind_a_checkpoint_are_not_written(tmp_path, full, kept):
+    engine, states = make_engine(), {}
+    logger = CSVLogger(tmp_path).attach(engine)
+    at(engine, 1, 1, {"a": 1.0, "b": 1.0})
+    states[1] = logger.state_dict()
+    at(engine, 1, 2, {"a": 2.0})
+    full(True)
+    with capture_logs():
+        at(engine, 1, 2, {"b": 2.5})
+        states[2] = logger.state_dict()
+        at(engine, 1, 3, {"a": 3.0})
+        states[3] = logger.state_dict()
+        at(engine, 1, 3, {"b": 3.5})
+        at(engine, 1, 4, {"a": 4.0})
+        loaded(logger, engine, kept, states[kept])
+        assert logger.state_dict() == states[kept]
+    full(False)
+    at(engine, 1, kept + 1, {"a": 9.0})
+    expected = [["1", "1", "1.0", "1.0"], ["2", "1", "2.0", "2.5"], ["3", "1", "3.0", ""]][:kept]
+    assert rows(tmp_path)[1:] == [*expected, [str(kept + 1), "1", "9.0", ""]]
+
+
+def test_a_disk_that_stays_full_costs_the_oldest_rows_and_not_the_memory(tmp_path, full, monkeypatch):
+    monkeypatch.setattr("handlers.loggers.text_file._AT_MOST", 250)
+    engine = make_engine()
+    logger = CSVLogger(tmp_path).attach(engine)
+    at(engine, 1, 1, {"a": 1.0, "b": 1.0})
+    full(True)
+    with capture_logs() as logs:
+        at(engine, 1, 1, {"b": 1.0})  # nothing new, and the first that waits: it would take the row's place
+        for iteration in range(2, 302):
+            at(engine, 1, iteration, {"a": float(iteration)})
+    assert sum("the oldest are lost" in line["event"] for line in logs) == 1
+    full(False)
+    at(engine, 1, 302, {"a": 302.0})
+    assert [int(row[0]) for row in rows(tmp_path)[1:]] == [1, *range(53, 303)]
+    assert logger.state_dict()["rows"] == 251
+
+
+def test_the_rows_of_a_run_that_begins_again_wait_no_longer(tmp_path, full):
+    engine = make_engine()
+    logger = CSVLogger(tmp_path).attach(engine)
+    at(engine, 1, 1, {"a": 1.0})
+    full(True)
+    with capture_logs():
+        at(engine, 1, 2, {"a": 2.0})
+    full(False)
+    logger.begin_again()
+    at(engine, 1, 1, {"a": 3.0})
+    assert rows(tmp_path)[1:] == [["1", "1", "3.0"]]

@@ -69,7 +69,7 @@ def test_a_line_says_what_when_and_where(tmp_path):
         "output": {"loss": 0.0},
         "lr": [1.0],
     }
-    assert {"payload": {"learning_rates": [1.0]}}.items() <= recorded(tmp_path)[3].items()
+    assert {"payload": {"learning_rates": [1.0], "optimizer": ""}}.items() <= recorded(tmp_path)[3].items()
 
 
 def test_an_event_fired_by_a_receiver_stands_behind_its_cause_whenever_the_receiver_was_registered(tmp_path):
@@ -269,7 +269,7 @@ def test_gradient_norms_are_recorded(tmp_path):
     recorder = EventRecorder(tmp_path).attach(engine)
     engine.fire(Events.GRADIENTS_READY, GradientsReady(grad_norm=torch.tensor(2.0)))
     recorder.flush()
-    assert recorded(tmp_path)[0]["payload"] == {"grad_norm": 2.0}
+    assert recorded(tmp_path)[0]["payload"] == {"grad_norm": 2.0, "optimizer": ""}
 
 
 def test_detaching_closes_the_log(tmp_path):

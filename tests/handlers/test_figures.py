@@ -5,11 +5,14 @@ import xml.etree.ElementTree as ET
 
 import numpy as np
 import pytest
+import torch
 from matplotlib.image import imread
 
+from engine.payloads import MediaLogged
 from handlers import figures
 from handlers.curves import MAX_POINTS, Curve, Point, thinned
-from handlers.figures import Panel
+from handlers.figures import COUNTED_CLASSES, Panel, confusion_matrix, matrix
+from handlers.loggers.pictures import picture_of
 
 NAN, INF = math.nan, math.inf
 
@@ -181,3 +184,25 @@ def test_a_curve_of_nan_alone_stays_bounded_too():
     for i in range(5 * MAX_POINTS):
         curve.add(i, NAN)
     assert len(curve.points) <= MAX_POINTS
+
+
+def test_of_two_values_at_one_iteration_the_later_one_counts():
+    curve = Curve()
+    for iteration, value in ((1, 1.0), (2, 2.0), (2, 3.0)):
+        curve.add(iteration, value)
+    assert curve.points == [(1, 1.0), (2, 3.0)]
+
+
+def test_a_matrix_of_any_shape_is_drawn_with_its_values():
+    figure = matrix(np.array([[-1.0, 0.5, 2.0], [0.0, 1e-3, 9.0]]), "attention")
+    axes = figure.axes[0]
+    assert axes.get_title(loc="left") == "attention"
+    assert [text.get_text() for text in axes.texts] == ["-1", "0.5", "2", "0", "0.001", "9"]
+    assert not matrix(np.zeros((COUNTED_CLASSES + 1, 2)), "large").axes[0].texts
+
+
+def test_a_confusion_matrix_is_one_picture_wherever_it_goes():
+    counts = [[5, 1], [0, 4]]
+    media = MediaLogged(name="val/confusion_matrix", kind="matrix", value=torch.tensor(counts))
+    expected = MediaLogged(name="x", kind="figure", value=confusion_matrix(counts, "val/confusion_matrix"))
+    assert np.array_equal(picture_of(media), picture_of(expected))

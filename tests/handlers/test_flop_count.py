@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from handlers.flop_count import FlopCount, is_compiled, peak_flops_of, shapes_of
+from handlers.flop_count import MOST_VALUES, FlopCount, is_compiled, peak_flops_of, shapes_of
 
 
 @pytest.mark.parametrize(
@@ -31,6 +31,26 @@ def test_shapes_tell_batches_apart_and_end_in_what_holds_itself():
     kinds = [torch.ones(2), (torch.ones(2), 3), {"x": torch.ones(2)}, {"y": torch.ones(2)}, Own(1), Own(2)]
     assert len({shapes_of(kind) for kind in kinds}) == len(kinds)
     assert shapes_of(Own(1)) == shapes_of(Own(1))
+
+
+def test_of_a_batch_with_many_values_a_few_are_looked_at_the_outermost_first():
+    class Watched(list):
+        looked_at = 0
+
+        def __iter__(self):
+            for item in super().__iter__():
+                Watched.looked_at += 1
+                yield item
+
+    def batch(rows, ids=200):
+        return {"meta": Watched([{"ids": Watched(range(ids))} for _ in range(rows)]), "x": torch.ones(rows, 2)}
+
+    assert shapes_of(batch(32)) == shapes_of(batch(32))
+    assert shapes_of(batch(10_000)) != shapes_of(batch(20_000))
+    assert Watched.looked_at <= 4 * MOST_VALUES
+    assert shapes_of(batch(1, 3)) != shapes_of(batch(1, 4))
+    deep = {"many": list(range(10_000)), "inner": {"x": torch.ones(2)}}
+    assert shapes_of(deep) != shapes_of({**deep, "inner": {"x": torch.ones(3)}})
 
 
 def test_it_counts_from_when_it_is_made_until_its_end_but_not_inside_the_optimizers_step():

@@ -5,6 +5,7 @@ import warnings
 from collections.abc import Callable, Iterator
 
 import pytest
+import structlog
 import torch
 from driving import UpdatingEngine, log_each_iteration, subscriptions, validate_each_epoch
 
@@ -308,10 +309,20 @@ def test_loggers_look_after_policies_have_acted(engine, tmp_path):
     assert order == [Phase.ACT, Phase.OBSERVE, Phase.OBSERVE, Phase.OBSERVE]
 
 
-@pytest.mark.parametrize("name", [*LOGGERS[:-1], "Plots", "EventRecorder", "Checkpointer"])
+@pytest.mark.parametrize("name", ["EventRecorder", "Checkpointer", "BestModel", "Profiler", "SampleText"])
 def test_a_folder_that_cannot_be_written_is_one_clear_error_and_no_subscription(name, tmp_path, engine):
     (tmp_path / "file").write_text("in the way")
     before = subscriptions(engine.bus)
-    with pytest.raises(OSError, match=r"(Logger|Plots|Recorder|Checkpoint\w+)\(.*file.*: cannot be"):
+    with pytest.raises(OSError, match=r"\(.*file.*: cannot be|Checkpoint\w+\(.*file.*: cannot be"):
         MAKE[name](tmp_path / "file").attach(engine)
+    assert subscriptions(engine.bus) == before
+
+
+@pytest.mark.parametrize("name", [*LOGGERS[:-1], "Plots", "HangWatchdog", "CrashBundle"])
+def test_an_observer_whose_folder_cannot_be_written_is_left_out_and_says_so(name, tmp_path, engine):
+    (tmp_path / "file").write_text("in the way")
+    before = subscriptions(engine.bus)
+    with structlog.testing.capture_logs() as logs:
+        MAKE[name](tmp_path / "file").attach(engine)
+    assert [line["event"] for line in logs] == [f"the run goes on without {name}"]
     assert subscriptions(engine.bus) == before

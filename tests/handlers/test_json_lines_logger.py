@@ -1,5 +1,7 @@
+import errno
 import json
 import math
+import os
 
 import numpy as np
 import pytest
@@ -145,3 +147,48 @@ def test_two_of_them_in_one_folder_are_refused(tmp_path):
     JSONLinesLogger(tmp_path).attach(engine)
     with pytest.raises(RunFolderError, match="another JSONLinesLogger of this bus writes"):
         JSONLinesLogger(tmp_path / "." / "").attach(engine)
+
+
+@pytest.fixture
+def full(monkeypatch):
+    """Whether the disk is full; call it to say so."""
+    write, state = os.write, {"full": False}
+
+    def refuse(descriptor, content):
+        if state["full"]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(descriptor, content)
+
+    monkeypatch.setattr(os, "write", refuse)
+    return lambda whether: state.update(full=whether)
+
+
+def test_a_disk_that_stays_full_costs_the_oldest_lines_and_not_the_memory(tmp_path, full, monkeypatch):
+    monkeypatch.setattr("handlers.loggers.text_file._AT_MOST", 250)
+    engine = make_engine()
+    JSONLinesLogger(tmp_path).attach(engine)
+    at(engine, 1, 1, {"a": 1.0})
+    full(True)
+    with capture_logs() as logs:
+        for iteration in range(2, 302):
+            at(engine, 1, iteration, {"a": float(iteration)})
+    assert sum("the oldest are lost" in line["event"] for line in logs) == 1
+    full(False)
+    at(engine, 1, 302, {"a": 302.0})
+    assert [line["iteration"] for line in lines(tmp_path)] == [1, *range(53, 303)]
+
+
+@pytest.mark.parametrize("kept", [1, 2, 3])
+def test_lines_that_wait_behind_a_checkpoint_are_not_written(tmp_path, full, kept):
+    engine, states = make_engine(), {}
+    logger = JSONLinesLogger(tmp_path).attach(engine)
+    for iteration in (1, 2, 3, 4):
+        full(iteration > 2)
+        with capture_logs():
+            at(engine, 1, iteration, {"a": 1.0})
+        states[iteration] = logger.state_dict()
+    resume(logger, engine, kept, states[kept])
+    assert logger.state_dict() == states[kept] == {"lines": kept}
+    full(False)
+    at(engine, 1, kept + 1, {"a": 9.0})
+    assert [line["iteration"] for line in lines(tmp_path)] == list(range(1, kept + 2))

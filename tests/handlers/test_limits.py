@@ -3,7 +3,7 @@ import math
 import pytest
 from driving import ManualClock, UpdatingEngine, make_engine
 
-from engine import ConfigurationError, Engine, Events
+from engine import ConfigurationError, Engine, Events, Every, Phase
 from engine.recording.replay import Replay
 from handlers import Checkpointer, EventRecorder, StepLimit, TimeLimit
 from tests.pulsetrain.small import trainer
@@ -106,11 +106,62 @@ def test_of_a_process_the_time_of_earlier_ones_does_not_count():
     assert engine.state.iteration == 10
 
 
-def test_a_limit_that_has_run_takes_over_a_loaded_time_as_it_is():
+@pytest.mark.parametrize(("loaded", "used"), [(7.0, 7.0), (2.0, 5.0)])
+def test_a_limit_that_has_run_takes_over_a_loaded_time_and_gives_none_of_its_own_back(loaded, used):
     limit = TimeLimit(10, clock=ManualClock())
     ticking(limit).run([0] * 5, max_epochs=1)
-    limit.load_state_dict({"used": 2.0})
-    assert limit.used == 2.0
+    limit.load_state_dict({"used": loaded})
+    assert limit.used == used
+
+
+class Back:
+    """Makes a trainer go back from iteration 9 to the checkpoint behind 4, so many times, and counts what is made."""
+
+    def __init__(self, times, clock=None):
+        self.times, self.clock, self.made = times, clock, 0
+
+    def attach(self, engine):
+        engine.add_event_handler(Events.ITERATION_COMPLETED, self._count, phase=Phase.COMPUTE)
+        engine.add_event_handler(Events.ITERATION_COMPLETED, self._go_back)
+        return self
+
+    def _count(self):
+        self.made += 1
+        if self.clock is not None:
+            self.clock.now += 1.0
+
+    def _go_back(self, engine):
+        if engine.state.iteration == 9 and self.times:
+            self.times -= 1
+            engine.rewind(5, 5 + self.times, "so")
+
+
+@pytest.mark.parametrize("of", ["run", "process"])
+def test_a_run_that_goes_back_to_a_checkpoint_gets_no_time_for_it(of, tmp_path):
+    limit = TimeLimit(12, of=of, clock=ManualClock())
+    back = Back(3, limit.clock)
+    saver = Checkpointer(tmp_path, every=Every(iterations=2), keep_last=9)
+    run = trainer({"max_epochs": 99, "seed": 1}, handlers=[back, limit, saver])
+    run.train()
+    assert (back.made, limit.used, back.times) == (12, 12.0, 2)
+    assert run.state.stop_reason == "time limit of 12 s: 12.0 s are used"
+
+
+def test_time_that_is_used_up_already_leaves_no_iteration():
+    limit = TimeLimit(3, clock=ManualClock())
+    limit.load_state_dict({"used": 3.0})
+    engine = ticking(limit)
+    engine.load_state_dict({"epoch_length": 6, "max_epochs": 9, "iteration": 6})
+    engine.run([0] * 6)
+    assert (engine.state.iteration, limit.used) == (6, 3.0)
+
+
+def test_of_a_process_that_begins_again_all_its_time_counts():
+    limit = TimeLimit(10, of="process", clock=ManualClock())
+    engine = ticking(limit)
+    for iterations, used in ((6, 6.0), (4, 10.0)):
+        engine.run([0] * 6, max_epochs=1)
+        assert (engine.state.iteration, limit.used) == (iterations, used)
 
 
 def test_a_run_that_goes_on_behind_its_limit_makes_no_iteration():
@@ -212,6 +263,18 @@ def test_a_resumed_trainer_makes_as_many_again(tmp_path):
         return run.state.iteration
 
     assert [go_on(), go_on(resume="latest")] == [7, 14]
+
+
+@pytest.mark.parametrize(("limits", "made"), [((10, None), 10), ((None, 10), 10), ((9, None), 9), ((14, None), 14)])
+def test_a_run_that_goes_back_to_a_checkpoint_gets_no_steps_for_it(limits, made, tmp_path):
+    back = Back(1)
+    saver = Checkpointer(tmp_path, every=Every(iterations=2), keep_last=9)
+    run = trainer({"max_epochs": 99, "seed": 1}, handlers=[back, StepLimit(*limits), saver])
+    run.train()
+    assert back.made == made
+    assert run.state.stop_reason.startswith(f"step limit: {made} ")
+    run.train()
+    assert back.made == 2 * made, "another run makes as many again"
 
 
 def test_attached_in_the_middle_of_a_run_it_counts_from_there():

@@ -345,8 +345,8 @@ def test_a_checkpoint_does_not_tell_the_password_in_the_address():
     [
         ({"tracking_uri": ""}, r"MLflowLogger\(tracking_uri=''\): needs a text, or None"),
         ({"experiment": 7}, r"MLflowLogger\(experiment=7\): needs a text"),
-        ({"room": 0}, r"MLflowLogger\(room=0\): needs a number of bytes"),
-        ({"flush_seconds": -1.0}, r"MLflowLogger\(flush_seconds=-1\.0\): needs a number, 0 or more"),
+        ({"room": 0}, r"MLflowLogger\(room=0\): needs a whole number of at least 1"),
+        ({"flush_seconds": -1.0}, r"MLflowLogger\(flush_seconds=-1\.0\): needs a finite number of at least 0"),
     ],
 )
 def test_wrong_arguments_are_refused_when_constructing(arguments, message):

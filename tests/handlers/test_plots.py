@@ -11,7 +11,7 @@ from engine import EventBus, Events, Every
 from engine.payloads import MediaLogged
 from engine.recording.replay import Replay
 from handlers import EventRecorder, Plots
-from handlers.curves import MAX_LAYERS, RunCurves
+from handlers.curves import MAX_LAYERS, MAX_PANELS, RunCurves
 from tests.pulsetrain.small import loader, regression_model, trainer
 
 
@@ -32,9 +32,7 @@ def labels(plots, figure, engine=""):
 
 
 def titles(plots, figure):
-    run = RunCurves()
-    run.load_state_dict(plots.state_dict()[""])
-    return [axes.get_title(loc="left") for axes in run.figure(figure).axes]
+    return [axes.get_title(loc="left") for axes in plots._runs[""].figure(figure).axes]
 
 
 def media(engine, name, value, kind="matrix"):
@@ -72,8 +70,7 @@ def test_a_figure_has_the_curves_that_belong_to_it(tmp_path):
     engine = make_engine()
     plots = Plots(tmp_path, formats=["svg"]).attach(engine)
     everything(engine)
-    run = RunCurves()
-    run.load_state_dict(plots.state_dict()[""])
+    run = plots._runs[""]
     assert titles(plots, "loss") == ["loss"]
     assert sorted(run.curves) == sorted(
         [
@@ -227,9 +224,48 @@ def test_a_resumed_run_draws_the_same_pictures(tmp_path):
     second = Plots(tmp_path / "b")
     second.load_state_dict(torch.load(file, weights_only=True))
     second.attach(make_engine())
-    assert len(second.draw()) == 12
-    for path in (tmp_path / "a" / "plots").iterdir():
-        assert path.read_bytes() == (tmp_path / "b" / "plots" / path.name).read_bytes()
+    assert len(second.draw()) == 10
+    for path in (tmp_path / "b" / "plots").iterdir():
+        assert path.read_bytes() == (tmp_path / "a" / "plots" / path.name).read_bytes()
+
+
+def test_what_a_clock_has_measured_is_in_no_checkpoint(tmp_path):
+    states = []
+    for rate in (10.0, 11.0):
+        engine = make_engine()
+        plots = Plots(tmp_path, formats=["svg"]).attach(engine)
+        log(engine, {"train/loss": 1.0, "samples_per_second": rate, "tokens_per_second": 8 * rate})
+        states.append(plots.state_dict())
+    assert states[0] == states[1]
+    assert list(states[0][""]["curves"]) == ["train/loss"]
+
+
+def test_a_run_that_goes_back_in_its_process_keeps_the_throughput_before_that(tmp_path):
+    engine = make_engine()
+    plots = Plots(tmp_path, formats=["svg"]).attach(engine)
+
+    def at(iteration, rate):
+        engine.state.iteration = iteration
+        log(engine, {"train/loss": rate, "samples_per_second": rate})
+
+    at(1, 10.0)
+    at(2, 20.0)
+    checkpoint = plots.state_dict()
+    at(3, 30.0)
+    at(4, 40.0)
+    plots.load_state_dict(checkpoint)
+    assert points(plots, "train/loss") == [(1, 10.0), (2, 20.0)]
+    at(3, 33.0)
+    for name in ("train/loss", "samples_per_second"):
+        assert plots._runs[""].curves[name].points == [(1, 10.0), (2, 20.0), (3, 33.0)]
+
+
+def test_of_many_metrics_as_many_are_drawn_as_a_picture_has_room_for(tmp_path):
+    engine = make_engine()
+    plots = Plots(tmp_path, formats=["svg"]).attach(engine)
+    plots._next = float("inf")  # drawn below
+    validated(engine, {f"val/metric{number:02}": 1.0 for number in range(MAX_PANELS + 3)})
+    assert titles(plots, "metrics") == [f"metric{number:02}: val" for number in range(MAX_PANELS)]
 
 
 def test_a_replay_draws_the_same_pictures_of_several_groups_and_of_nan(tmp_path):

@@ -179,6 +179,39 @@ def test_a_schedule_of_another_optimizer_is_left_alone():
     assert rates_of(engine.optimizer) == [0.1]
 
 
+def test_a_schedule_of_some_of_its_groups_is_refused():
+    optimizer, part = sgd(1.0, 1.0), sgd(1.0)
+    part.param_groups[0] = optimizer.param_groups[0]
+    engine = UpdatingEngine(optimizer)
+    LRScheduler(Constant(1.0), part).attach(engine)
+    with pytest.raises(ConfigurationError, match="of some of its parameter groups: pass optimizer="):
+        ReduceLROnPlateau().attach(engine)
+
+
+def lowered_once():
+    handler = ReduceLROnPlateau(factor=0.5, patience=0, optimizer=sgd(1.0))
+    handler._torch.optimizer = handler._scale  # as beside a schedule
+    for _ in range(2):
+        handler.step(1.0)
+    return handler.state_dict()
+
+
+@pytest.mark.parametrize("first", ["attach", "load"])
+def test_a_progress_that_is_loaded_multiplies_the_schedule_at_once(first):
+    engine = UpdatingEngine(sgd(1.0))
+    scheduler = LRScheduler(Constant(0.5)).attach(engine)
+    handler = ReduceLROnPlateau()
+    if first == "attach":
+        handler.attach(engine)
+        assert scheduler.factor == 1.0
+        handler.load_state_dict(lowered_once())
+    else:
+        handler.load_state_dict(lowered_once())
+        handler.attach(engine)
+    assert scheduler.factor == 0.5
+    assert rates_of(engine.optimizer) == [0.25]
+
+
 # ------------------------------------------------------------------------------------------------------------- resume
 
 

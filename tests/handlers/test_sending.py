@@ -198,3 +198,41 @@ sender.put(2, 1)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, encoding="utf-8", timeout=60)
     assert done.returncode == 0, done.stderr
     assert said in done.stdout.replace("\n", " ")
+
+
+def paused(monkeypatch, longest=4.0):
+    """For how long the sender would have waited before each retry; it waits a moment."""
+    monkeypatch.setattr("handlers.loggers.sending._RETRIES", (1.0, longest))
+    pauses = []
+    monkeypatch.setattr(Sender, "_pause", lambda self, seconds: pauses.append(seconds) or time.sleep(0.001))
+    return pauses
+
+
+def test_an_outage_is_waited_out_for_longer_and_longer_and_the_next_one_anew(monkeypatch):
+    pauses, taken = paused(monkeypatch), []
+    answers = iter([False] * 4 + [True] + [False] * 2 + [True])
+
+    def deliver(entries):
+        if not next(answers):
+            raise ConnectionError("nobody there")
+        taken.append(entries[0])
+        return 1
+
+    sender = Sender("Logger", deliver, is_refusal=lambda error: False, tell=print, room=100, flush_seconds=5.0)
+    for n in (1, 2):
+        sender.put(n, 1)
+    wait_until(lambda: taken == [1, 2])
+    assert sender.finish(10) == 0
+    assert pauses == [1.0, 2.0, 4.0, 4.0, 1.0, 2.0]
+
+
+def test_at_the_end_an_outage_is_tried_again_soon(monkeypatch):
+    pauses = paused(monkeypatch, longest=1000.0)
+    service = Service()
+    service.error = ConnectionError("nobody there")
+    sender = service.sender()
+    sender.put(1, 1)
+    wait_until(lambda: len(pauses) > 5)
+    assert pauses[:6] == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0]
+    assert sender.finish(0.1) == 1
+    assert pauses[-1] == 1.0

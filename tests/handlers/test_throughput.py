@@ -7,12 +7,13 @@ from structlog.testing import capture_logs
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from engine import Events, Every, SupervisedStrategy
+from engine import Events, Every, Phase, SupervisedStrategy, TrainingBatch
 from engine.errors import ConfigurationError, RecordingError
-from engine.payloads import CheckpointSaved
+from engine.payloads import CheckpointSaved, ValidationCompleted
 from engine.recording import EventLog
 from engine.recording.replay import Replay
 from handlers import EventRecorder, Throughput
+from handlers.flop_count import shapes_of
 from pulsetrain import Trainer, TrainingConfig
 
 ROWS, BATCH, INPUTS, OUTPUTS = 32, 4, 6, 3
@@ -68,7 +69,8 @@ def test_times_are_those_of_the_clock_and_waiting_for_data_has_its_share(clock):
     seen = published(engine)
     Throughput(Every(iterations=4), flops_per_sample=None, clock=clock).attach(engine)
     engine.run(Slow(clock, 9))
-    assert seen[1] == {"iterations_per_second": 0.25, "step_seconds": 4.0, "data_share": 0.25}
+    expected = {"iterations_per_second": 0.25, "step_seconds": 4.0, "data_share": 0.25}
+    assert seen[:2] == [expected, expected], "the first, which is counted, is left out with its wait"
 
 
 def test_the_last_iterations_are_published_at_the_end(clock):
@@ -104,6 +106,25 @@ def test_validation_and_checkpoints_are_left_out_but_for_those_in_the_background
     Throughput(Every(iterations=5), clock=clock).attach(engine)
     engine.run([0] * 5)
     assert seen == [{"iterations_per_second": 0.5, "step_seconds": 2.0, "data_share": 0.0}]
+
+
+def test_a_pause_that_a_reading_falls_into_is_split_between_two_intervals(clock):
+    engine = stepping(clock, 2.0)
+    seen = published(engine)
+
+    @engine.on(Events.ITERATION_COMPLETED(once=3), phase=Phase.COMPUTE)
+    def begin(engine):
+        engine.fire(Events.VALIDATION_STARTED)
+        clock.now += 50.0
+
+    @engine.on(Events.ITERATION_COMPLETED(once=3), phase=Phase.PERSIST)
+    def end(engine):
+        clock.now += 7.0
+        engine.fire(Events.VALIDATION_COMPLETED, ValidationCompleted(metrics={}, seconds=57.0))
+
+    Throughput(Every(iterations=3), clock=clock).attach(engine)
+    engine.run([0] * 6)
+    assert [each["step_seconds"] for each in seen] == [2.0, 2.0]
 
 
 def test_the_time_of_an_interruption_is_left_out(clock):
@@ -173,6 +194,46 @@ def test_each_shape_of_batch_is_counted_once():
     make_trainer(throughput, rows=ROWS + 1, epochs=3).train()  # the last batch has one row
     full = 2 * 2 * BATCH * INPUTS * OUTPUTS
     assert sorted(throughput._flops_of.values()) == [full // BATCH, full]
+
+
+def test_another_model_is_counted_anew():
+    throughput = Throughput()
+    counted = []
+    for outputs in (OUTPUTS, 2 * OUTPUTS):
+        model = nn.Sequential(nn.Linear(INPUTS, outputs), nn.Linear(outputs, OUTPUTS))
+        make_trainer(throughput, model=model).train()
+        counted += throughput._flops_of.values()
+        throughput.detach()
+    assert counted[0] < counted[1]
+
+
+def test_of_several_optimizers_no_step_is_part_of_them():
+    class Turns:
+        def prepare_batch(self, batch):
+            return TrainingBatch(batch[0], batch[1], len(batch[0]))
+
+        def compute_losses(self, model, batch):
+            for name in ("a", "b"):
+                yield name, (model[name](batch.inputs) - batch.targets).square().mean()
+
+    throughput = Throughput()
+    torch.manual_seed(0)
+    data = DataLoader(TensorDataset(torch.randn(8, INPUTS), torch.randn(8, OUTPUTS)), batch_size=BATCH)
+    config = TrainingConfig(max_epochs=1, optimizer="muon", learning_rate=0.1, schedule=None, seed=0)
+    model = {name: nn.Linear(INPUTS, OUTPUTS, bias=False) for name in ("a", "b")}
+    Trainer(model, data, strategy=Turns(), config=config, handlers=[throughput]).train()
+    assert list(throughput._flops_of.values()) == [2 * 2 * 2 * BATCH * INPUTS * OUTPUTS]
+
+
+@pytest.mark.parametrize(("compiled", "asked"), [(False, ROWS // BATCH), (True, 1)])
+def test_shapes_are_asked_for_once_an_iteration_and_not_where_nothing_is_counted(compiled, asked, monkeypatch):
+    calls = []
+    monkeypatch.setattr("handlers.throughput.shapes_of", lambda batch: calls.append(batch) or shapes_of(batch))
+    model = nn.Linear(INPUTS, OUTPUTS)
+    if compiled:
+        model.compile(backend="eager")
+    make_trainer(Throughput(), model=model).train()
+    assert len(calls) == asked
 
 
 def test_where_there_are_too_many_shapes_it_says_so_once_and_leaves_them_out(monkeypatch):

@@ -28,6 +28,13 @@ class Spy:
         engine.add_event_handler(self.every.events(), lambda engine: self.due.append(engine.state.iteration))
         return self
 
+class Unsaid(Spy):
+    def __init__(self, folder, every: Every | None = None):
+        super().__init__(folder, Every(iterations=7, epochs=3) if every is None else every)
+
+    def detach(self):
+        self.heard.append("detached")
+
 class Quit:
     def attach(self, engine):
         engine.add_event_handler(Events.STARTED, lambda engine: engine.terminate(reason="no more"))
@@ -128,6 +135,45 @@ def test_a_cadence_is_due_at_each_of_its_units(every: str, due: list[int], folde
     assert spies.Spy.due == due
 
 
+def test_a_cadence_that_the_constructor_says_is_made_as_short(folder: Path, temporary: Path) -> None:
+    (folder / "spies.py").write_text(SPIES)
+    for spec in ("spies.Unsaid", "{class_path: spies.Unsaid, init_args: {every: null}}"):
+        assert dry("--handlers", f"[{spec}]") == 0
+    import spies  # type: ignore[import-not-found]
+
+    assert spies.Spy.due == [1, 2, 2] * 2
+
+
+def test_handlers_that_publish_do_so(folder: Path, temporary: Path) -> None:
+    (folder / "spies.py").write_text(
+        SPIES.replace("self.heard.append(event.type)", 'self.heard.extend(getattr(event.payload, "metrics", ()))')
+    )
+    assert dry("--handlers", "[spies.Spy, GradientMonitor, Throughput, MemoryMonitor, LRMonitor]") == 0
+    import spies  # type: ignore[import-not-found]
+
+    published = {name.partition("/")[0] for name in spies.Spy.heard}
+    assert {"grad_norm", "throughput", "memory", "learning_rate"} <= published
+
+
+def test_a_sweep_of_learning_rates_is_as_short_as_can_be(
+    folder: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swept: list[int] = []
+    monkeypatch.setattr("handlers.lr_finder.LRFinder.attach", lambda self, engine: swept.append(self.iterations))
+    for spec in ("LRFinder", "{class_path: LRFinder, init_args: {iterations: 500}}"):
+        assert dry("--handlers", f"[{spec}]") == 0
+    assert swept == [20, 20]
+    assert dry("--handlers", "[{class_path: LRFinder, init_args: {iterations: 3}}]") == 2
+
+
+def test_handlers_are_detached_at_the_end(folder: Path, temporary: Path) -> None:
+    (folder / "spies.py").write_text(SPIES)
+    assert dry("--handlers", "[spies.Unsaid]") == 0
+    import spies  # type: ignore[import-not-found]
+
+    assert spies.Spy.heard[-1] == "detached"
+
+
 def test_only_two_batches_are_read_of_each_set(
     folder: Path, temporary: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -153,6 +199,13 @@ def test_a_bound_that_comes_before_is_kept(folder: Path, temporary: Path, capsys
     found = rows(capsys.readouterr().out)
     assert found["trained"].startswith("1 batch, 1 update, ")
     assert found["validated"].startswith("val: 2 of 5")
+
+
+def test_what_a_handler_ends_before_is_validated_nevertheless(
+    folder: Path, temporary: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert dry("--handlers", "[{class_path: StepLimit, init_args: {iterations: 1}}]") == 0
+    assert rows(capsys.readouterr().out)["validated"].startswith("val: 2 of 5 batches, val/loss ")
 
 
 def test_one_that_is_stopped_before_a_batch_says_so(

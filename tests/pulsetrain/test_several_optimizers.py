@@ -224,6 +224,20 @@ def test_gradients_of_each_are_looked_at_by_its_own_count(
     assert seen == {"critic": [(True, True)] * of[0], "actor": [(True, True)] * of[1]}
 
 
+def test_that_count_begins_with_the_run() -> None:
+    trainer = make(GradientMonitor(Every(updates=3)), max_epochs=1, learning_rate=0.01)
+    at: list[int] = []
+
+    @trainer.on(Events.METRICS_LOGGED)
+    def note(engine: Any, event: Any) -> None:
+        if "grad_norm/critic.bias" in event.payload.metrics:
+            at.append(engine.state.iteration)
+
+    for _ in range(2):
+        trainer.train()
+    assert at == [3, 6] * 2
+
+
 def test_it_fails_in_the_midst_and_no_gradient_is_left() -> None:
     class Failing(InTurns):
         def compute_losses(self, model: Any, batch: TrainingBatch) -> Iterator[tuple[str, Tensor]]:
