@@ -309,7 +309,7 @@ def test_loggers_look_after_policies_have_acted(engine, tmp_path):
     assert order == [Phase.ACT, Phase.OBSERVE, Phase.OBSERVE, Phase.OBSERVE]
 
 
-@pytest.mark.parametrize("name", ["EventRecorder", "Checkpointer", "BestModel", "Profiler", "SampleText"])
+@pytest.mark.parametrize("name", ["EventRecorder", "Checkpointer", "Profiler", "SampleText"])
 def test_a_folder_that_cannot_be_written_is_one_clear_error_and_no_subscription(name, tmp_path, engine):
     (tmp_path / "file").write_text("in the way")
     before = subscriptions(engine.bus)
