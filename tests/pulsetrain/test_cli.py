@@ -6,6 +6,7 @@ import os
 import shlex
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -218,6 +219,32 @@ class TestBadInput:
             "pulsetrain: error: EarlyStopping(metric='val/accuracy'): this metric does not exist; there are: val/loss"
         )
         assert told[2:] == ["run folder runs/tiny-1: keeps what was done until the error"]
+
+    def test_a_failure_right_behind_a_rewind_keeps_the_run(
+        self, folder: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        (folder / "spoil.py").write_text(
+            textwrap.dedent("""
+                from engine import Events
+
+                class Spoil:
+                    def attach(self, engine):
+                        @engine.on(Events.ITERATION_COMPLETED(once=4))
+                        def back():
+                            engine.rewind(3, 4, "told to")
+
+                        @engine.on(Events.ITERATION_STARTED)
+                        def fail():
+                            if engine.rewinds:
+                                raise RuntimeError("it broke behind the rewind")
+
+                        return self
+            """)
+        )
+        saves = "{class_path: Checkpointer, init_args: {every: {iterations: 1}, keep_last: 9}}"
+        assert train("--handlers", f"[{saves}, spoil.Spoil]") == 1
+        assert "it broke behind the rewind" in capsys.readouterr().err
+        assert list((folder / "runs" / "tiny-1" / "checkpoints").glob("000000002-*"))
 
     def test_a_failure_in_the_middle_keeps_the_run_and_its_traceback(
         self, folder: Path, capsys: pytest.CaptureFixture[str]
