@@ -186,8 +186,10 @@ class TestAllProcesses:
         os.killpg(process.pid, signal.SIGTERM)
         wait_for(process, "SIGTERM: stopping")
         os.killpg(process.pid, signal.SIGINT)
-        process.communicate(timeout=120)  # the pipes are the workers', too: they are gone
-        assert process.returncode == -signal.SIGINT  # how Python ends by KeyboardInterrupt
+        _, err = process.communicate(timeout=120)  # the pipes are the workers', too: they are gone
+        assert err.rstrip().endswith("KeyboardInterrupt"), err
+        # Python 3.11 forgets that it was that where something at exit evaluates a string: 1 in place of -SIGINT
+        assert process.returncode in (-signal.SIGINT, 1)
 
     def test_workers_left_at_the_end_of_a_process_do_not_hold_it_up(self, start):
         process = start("persistent")
