@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "best_model.py"
+from tests.examples.running import EXAMPLES, run
 
 
 def test_best_model_lowers_the_rate_stops_early_and_keeps_the_best_weights(tmp_path: Path) -> None:
-    process = subprocess.run(
-        [sys.executable, str(EXAMPLE)],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        encoding="utf-8",
-        timeout=120,
-    )
-    assert process.returncode == 0, process.stderr
-    *epochs, reason, kept = process.stdout.splitlines()
+    output = run(tmp_path, EXAMPLES / "best_model.py").output
+    *epochs, reason, kept = output
     form = r"epoch (\d+): rate (\d\.\d{5}), validation loss (\d\.\d{4})( \*)?"
     found = [match for line in epochs if (match := re.fullmatch(form, line)) is not None]
     assert len(found) == len(epochs) < 100

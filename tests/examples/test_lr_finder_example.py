@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "lr_finder.py"
+from tests.examples.running import EXAMPLES, run
 
 
 def test_lr_finder_suggests_a_rate_that_trains_better_than_the_default_and_draws_it(tmp_path: Path) -> None:
-    process = subprocess.run(
-        [sys.executable, str(EXAMPLE)],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        encoding="utf-8",
-        timeout=120,
-    )
-    assert process.returncode == 0, process.stderr
-    first, *trained = process.stdout.splitlines()
+    output = run(tmp_path, EXAMPLES / "lr_finder.py").output
+    first, *trained = output
     suggestion = re.fullmatch(r"suggested learning rate: (\S+), after \d+ updates", first)
     assert suggestion is not None, first
     losses = [re.fullmatch(r"validation loss after 3 epochs at (\S+): (\d\.\d{4})", line) for line in trained]

@@ -1,3 +1,5 @@
+"""What a crash leaves behind, whatever has raised."""
+
 import json
 from dataclasses import dataclass
 from functools import partial
@@ -5,86 +7,18 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from driving import make_engine
+from crashing import BAD_ROW, SECRET, Rows, breaking, crashed, planted, trainer
 from structlog.testing import capture_logs
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader
 
 from engine import ConfigurationError, Engine, Events
 from engine.errors import RecordingError
-from engine.payloads import AnomalyDetected
 from engine.recording import EventLog, Replay
-from engine.strategies import SupervisedStrategy
 from handlers import CrashBundle, EventRecorder, crash_bundle
 from handlers.crash_bundle import read_bundle
 from handlers.crash_files import bundle_of
 from handlers.crash_parts import plain_batch
-from pulsetrain import Trainer, TrainingConfig
-
-SECRET = "hunter2-hunter2"
-BAD_ROW = 13
-
-
-class Refusing(SupervisedStrategy):
-    """Raises where the loss is no number."""
-
-    def compute_loss(self, outputs, batch):
-        password = SECRET
-        loss = super().compute_loss(outputs, batch)
-        if not bool(loss.isfinite()):
-            raise FloatingPointError(f"no number, and {len(password)} more")
-        return loss
-
-
-class Rows(Dataset):
-    def __init__(self, broken=None):
-        self.broken = broken
-
-    def __len__(self):
-        return 20
-
-    def __getitem__(self, index):
-        if index == self.broken:
-            raise IndexError(f"row {index} is broken")
-        return torch.full((3,), float(index)), torch.ones(1)
-
-
-def planted(rows=20):
-    inputs = torch.randn(rows, 3)
-    inputs[BAD_ROW, 1] = float("nan")
-    return TensorDataset(inputs, torch.ones(rows, 1))
-
-
-def trainer(data, *handlers, validation=None, **config):
-    torch.manual_seed(0)
-    return Trainer(
-        nn.Linear(3, 1),
-        DataLoader(data, batch_size=4, shuffle=True),
-        validation,
-        strategy=Refusing("mse"),
-        config=TrainingConfig(**{"max_epochs": 2, "seed": 1, "optimizer": "adamw", **config}),
-        handlers=handlers,
-    )
-
-
-def crashed(run, error=Exception):
-    with pytest.raises(error) as caught:
-        run()
-    return caught.value
-
-
-class Tensorless:
-    def __getattr__(self, name):
-        raise OSError("nobody may look")
-
-
-def breaking(batch, at=1):
-    def step(engine, given):
-        if engine.state.iteration == at:
-            raise ValueError("boom")
-        return 1.0 / engine.state.iteration
-
-    return Engine(step, name="trainer"), [batch] * 3
 
 
 def test_a_planted_row_is_in_the_batch_and_named(tmp_path):
@@ -312,152 +246,6 @@ def test_a_bundle_that_cannot_be_finished_leaves_no_part(tmp_path, monkeypatch):
     with capture_logs():
         assert str(crashed(lambda: engine.run(data))) == "boom"
     assert list((tmp_path / "crash").iterdir()) == []
-
-
-def test_an_anomaly_is_bundled_where_asked_for_and_the_run_goes_on(tmp_path):
-    anomaly = AnomalyDetected(kind="loss_spike", value=9.0, batch_indices=(4, 2))
-    for faults, count in ((["exception_raised"], 0), ([Events.ANOMALY_DETECTED], 2), (["anomaly_detected"], 2)):
-        engine = make_engine()
-        engine.add_event_handler(Events.ITERATION_COMPLETED, lambda e: e.fire(Events.ANOMALY_DETECTED, anomaly))
-        handler = CrashBundle(tmp_path / "run", faults=faults, at_most=2).attach(engine)
-        engine.run([torch.ones(2)] * 4)
-        assert len(handler.bundles) == count
-        assert engine.state.iteration == 4
-    bundle = read_bundle(handler.bundles[0])
-    assert bundle.what == "anomaly loss_spike (9.0)"
-    assert bundle.rows == [4, 2]
-    assert bundle.traceback is None
-    torch.testing.assert_close(bundle.batch, torch.ones(2))
-
-
-def announcing(data, folder, anomaly, at=6, **loading):
-    """A trainer that tells of the anomaly behind an iteration, its bundle, and the rows of its batches by iteration."""
-    torch.manual_seed(0)
-    run = Trainer(
-        nn.Linear(3, 1),
-        DataLoader(data, batch_size=4, shuffle=True, **loading),
-        strategy=SupervisedStrategy("mse"),
-        config=TrainingConfig(max_epochs=2, seed=1),
-        handlers=[CrashBundle(folder, faults=["anomaly_detected"])],
-    )
-    rows = {}
-    run.add_event_handler(
-        Events.ITERATION_STARTED, lambda e: rows.update({e.state.iteration: run.position.rows(e.state.iteration)})
-    )
-
-    @run.on(Events.ITERATION_COMPLETED(once=at))
-    def tell(engine):
-        engine.fire(Events.ANOMALY_DETECTED, anomaly(rows))
-
-    run.train()
-    (path,) = run.handlers[0].bundles
-    return read_bundle(path), rows, run
-
-
-class Noisy(Rows):
-    """Draws, as augmentation does, and counts in what it gives which rows were asked for."""
-
-    def __getitem__(self, index):
-        inputs, targets = super().__getitem__(index)
-        return inputs + 0.1 * torch.rand(3), targets
-
-
-@pytest.mark.parametrize("loading", [{}, {"collate_fn": lambda rows: {"x": torch.stack([x for x, _ in rows])}}])
-def test_an_anomaly_found_out_later_has_the_batch_of_its_own_rows(loading, tmp_path):
-    if loading:
-        rows = [4, 11, 2]
-        run = trainer(Rows(), CrashBundle(tmp_path, faults=["anomaly_detected"]))
-        run.train_loader.collate_fn = loading["collate_fn"]
-        run.fire(
-            Events.ANOMALY_DETECTED, AnomalyDetected(kind="nan", value=1.0, batch_indices=(4, 11, 2), at_iteration=3)
-        )
-        bundle = read_bundle(run.handlers[0].bundles[0])
-        inputs = bundle.batch["x"]
-    else:
-        bundle, known, _ = announcing(
-            Rows(), tmp_path,
-            lambda rows: AnomalyDetected(kind="nan", value=1.0, batch_indices=tuple(rows[3]), at_iteration=3),
-        )  # fmt: skip
-        rows, (inputs, _) = known[3], bundle.batch
-    assert bundle.rows == rows
-    assert inputs[:, 0].tolist() == [float(row) for row in rows]
-    assert (bundle.facts["at_iteration"], bundle.facts["fetched_again"]) == (3, True)
-    assert bundle.facts["missing"] == {}
-
-
-def test_rows_of_several_batches_that_made_an_update_are_all_in_the_batch(tmp_path):
-    bundle, rows, _ = announcing(
-        Rows(), tmp_path,
-        lambda rows: AnomalyDetected(kind="nan", value=1.0, batch_indices=(*rows[5], *rows[6]), at_iteration=6),
-    )  # fmt: skip
-    assert bundle.batch[0][:, 0].tolist() == [float(row) for row in (*rows[5], *rows[6])]
-
-
-def test_an_anomaly_of_the_batch_under_way_has_that_very_batch(tmp_path):
-    bundle, _, _ = announcing(
-        Noisy(), tmp_path / "a",
-        lambda rows: AnomalyDetected(kind="nan", value=1.0, batch_indices=tuple(rows[6]), at_iteration=6),
-    )  # fmt: skip
-    seen = []
-    run = trainer(Noisy(), learning_rate=1e-6)
-    run.add_event_handler(Events.ITERATION_STARTED(once=6), lambda e: seen.append(e.state.batch[0].clone()))
-    run.train()
-    assert bundle.facts["fetched_again"] is False
-    assert torch.equal(bundle.batch[0], seen[0])
-
-
-def test_rows_that_are_read_again_draw_nothing_of_the_runs(tmp_path):
-    weights = []
-    for at_iteration in (3, 6):
-        _, _, run = announcing(
-            Noisy(), tmp_path,
-            lambda rows, at=at_iteration: AnomalyDetected(
-                kind="nan", value=1.0, batch_indices=tuple(rows[at]), at_iteration=at
-            ),
-        )  # fmt: skip
-        weights.append(torch.cat([run.model.weight.detach().flatten(), torch.rand(1)]))
-    assert torch.equal(*weights)
-
-
-@pytest.mark.parametrize(
-    ("loader", "rows", "why"),
-    [
-        (None, (), "its rows are not known"),
-        ([(torch.ones(4, 3), torch.ones(4, 1))] * 5, (1, 2), "list cannot be asked for its rows"),
-    ],
-)
-def test_a_batch_that_is_held_no_more_is_missing_and_it_is_said_why(loader, rows, why, tmp_path):
-    run = trainer(Rows(), CrashBundle(tmp_path, faults=["anomaly_detected"]), max_epochs=1)
-    run.train_loader = run.train_loader if loader is None else loader
-    anomaly = AnomalyDetected(kind="nan", value=1.0, batch_indices=rows, at_iteration=2)
-    run.add_event_handler(Events.ITERATION_COMPLETED(once=4), lambda e: e.fire(Events.ANOMALY_DETECTED, anomaly))
-    run.train()
-    bundle = read_bundle(run.handlers[0].bundles[0])
-    assert bundle.batch is None
-    assert bundle.facts["missing"] == {"batch": f"LookupError: the batch of iteration 2 is held no more, and {why}"}
-
-
-def test_for_a_bundle_alone_nothing_is_read_and_nothing_drawn(tmp_path):
-    run = trainer(Rows(), CrashBundle(tmp_path))
-    assert not run.hears(Events.METRICS_LOGGED)
-    assert not run.hears(Events.MEDIA_LOGGED)
-    assert not run.hears(Events.GRADIENTS_READY)
-    assert run.hears(Events.EPOCH_COMPLETED)
-
-
-def test_an_anomaly_is_the_last_event_of_the_log_and_losses_that_the_recorder_still_held_are_in_it(tmp_path):
-    handlers = [EventRecorder(tmp_path), CrashBundle(tmp_path, faults=["anomaly_detected"])]
-    run = trainer(Rows(), *handlers, max_epochs=1)
-    losses = []
-    run.add_event_handler(Events.ITERATION_COMPLETED, lambda e: losses.append(e.state.output["loss"].item()))
-    anomaly = AnomalyDetected(kind="nan", value=1.0, batch_indices=())
-    run.add_event_handler(Events.ITERATION_COMPLETED(once=3), lambda e: e.fire(Events.ANOMALY_DETECTED, anomaly))
-    run.train()
-    events = list(EventLog(handlers[1].bundles[0]).read())
-    told = [each.output and each.output["loss"] for each in events if each.event == "iteration_completed"]
-    assert len(told) >= 2
-    assert told == pytest.approx(losses[: len(told)])
-    assert (events[-1].event, events[-1].iteration) == ("anomaly_detected", 3)
 
 
 def test_a_validation_whose_error_was_taken_has_no_part_in_a_later_one(tmp_path):
