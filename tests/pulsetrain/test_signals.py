@@ -188,7 +188,7 @@ class TestAllProcesses:
         os.killpg(process.pid, signal.SIGINT)
         _, err = process.communicate(timeout=120)  # the pipes are the workers', too: they are gone
         assert err.rstrip().endswith("KeyboardInterrupt"), err
-        # Python 3.11 forgets that it was that where something at exit evaluates a string: 1 in place of -SIGINT
+        # 1 where something at exit evaluates a string: Python 3.11 then forgets what ended it
         assert process.returncode in (-signal.SIGINT, 1)
 
     def test_workers_left_at_the_end_of_a_process_do_not_hold_it_up(self, start):
