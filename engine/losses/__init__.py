@@ -1,4 +1,4 @@
-"""Loss functions over torch tensors: classes come last, shapes are checked, nothing waits for the device."""
+"""Losses over tensors of torch and arrays of jax and numpy: classes come last, nothing waits for an accelerator."""
 
 from engine.losses.classification import bce_with_logits, cross_entropy, focal_loss
 from engine.losses.registry import Loss, check_first_batch, check_first_loss, get_loss, ignored_label

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
+import numpy as np
 from torch import Tensor
+
+from engine.arrays import Array
 
 __all__ = ["check_finite", "check_labels", "check_probabilities"]
 
 
-def check_labels(place: str, outputs: Tensor, targets: Tensor, ignore_index: int = -100) -> None:
+def check_labels(place: str, outputs: Any, targets: Array, ignore_index: int = -100) -> None:
     """Refuses labels outside 0 .. classes - 1.
 
     Args:
         place: what the error begins with.
-        outputs: shape (..., classes).
+        outputs: shape (..., classes); nothing else of them is asked for.
         targets: class indices, shape (...).
         ignore_index: a value that is no label, and allowed.
 
     Raises:
         ValueError: it names the first of them and where it stands.
     """
-    classes = outputs.shape[-1]
+    targets, classes = _readable(targets), outputs.shape[-1]
     wrong = ((targets < 0) | (targets >= classes)) & (targets != ignore_index)
     if not wrong.any():
         return
@@ -36,13 +42,14 @@ def check_labels(place: str, outputs: Tensor, targets: Tensor, ignore_index: int
     raise ValueError(f"{place}({label}): {rule}, and {found} are outside; {remedy}")
 
 
-def check_finite(place: str, targets: Tensor) -> None:
+def check_finite(place: str, targets: Array) -> None:
     """Refuses NaN and infinity among floating point targets.
 
     Raises:
         ValueError: it names the first of them, where it stands, and how many there are.
     """
-    wrong = ~targets.isfinite()
+    targets = _readable(targets)
+    wrong = ~(targets.isfinite() if isinstance(targets, Tensor) else np.isfinite(targets))
     if wrong.any():
         label, found = _first(wrong, targets)
         raise ValueError(
@@ -50,12 +57,13 @@ def check_finite(place: str, targets: Tensor) -> None:
         )
 
 
-def check_probabilities(place: str, targets: Tensor) -> None:
+def check_probabilities(place: str, targets: Array) -> None:
     """Refuses targets outside 0 .. 1, and NaN.
 
     Raises:
         ValueError: it names the first of them, where it stands, and how many there are.
     """
+    targets = _readable(targets)
     wrong = ~((targets >= 0) & (targets <= 1))
     if wrong.any():
         label, found = _first(wrong, targets)
@@ -65,8 +73,12 @@ def check_probabilities(place: str, targets: Tensor) -> None:
         )
 
 
-def _first(wrong: Tensor, targets: Tensor) -> tuple[str, str]:
+def _readable(targets: Array) -> Tensor | np.ndarray[Any, Any]:
+    return targets if isinstance(targets, Tensor) else np.asarray(targets)
+
+
+def _first(wrong: Any, targets: Any) -> tuple[str, str]:
     """The first of the wrong targets as `targets[row]=value`, and `how many of how many targets`."""
-    place = wrong.nonzero()[0].tolist()
+    place = (wrong.nonzero() if isinstance(wrong, Tensor) else np.argwhere(wrong))[0].tolist()
     label = f"targets{place or ''}={targets[tuple(place)].item()}"
-    return label, f"{int(wrong.sum())} of {targets.numel()} targets"
+    return label, f"{int(wrong.sum())} of {math.prod(targets.shape)} targets"

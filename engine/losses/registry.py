@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from engine.arrays import Array, has_values, is_array, is_floating, namespace
 from engine.errors import ConfigurationError, unknown_name
 from engine.labels import is_index_dtype
 from engine.losses.checks import check_finite, check_labels, check_probabilities
@@ -19,8 +20,8 @@ from engine.losses.regression import huber, l1, mse
 
 __all__ = ["Loss", "check_first_batch", "check_first_loss", "get_loss", "ignored_label"]
 
-Loss = Callable[[Tensor, Tensor], Tensor]
-"""`loss(outputs, targets)`: a scalar tensor."""
+Loss = Callable[[Array, Array], Array]
+"""`loss(outputs, targets)`: shape ()."""
 
 _NAMED: dict[str, Loss] = {
     "cross_entropy": cross_entropy,
@@ -87,9 +88,11 @@ def check_first_batch(loss: str | Loss, outputs: Any, targets: Any) -> None:
     """Refuses targets whose values the loss cannot mean: once a run, for it waits for the device.
 
     Labels have to be classes of the outputs, probabilities lie from 0 to 1, other floating point targets be finite.
-    What is no tensor, or of a shape or type that the loss itself refuses, is left to it.
+    What is no array, or of a shape or type that the loss itself refuses, is left to it; so is what stands for an array
+    inside `jax.jit`, where there is no value to look at.
 
     Args:
+        outputs: what the loss will be given, or anything else with their `shape`.
         loss: a name, or a callable: one of ours (perhaps a `functools.partial` of it) is known for what it is, and so
             is torch's cross entropy over outputs of shape (rows, classes). Another one may take NaN for a sign of its
             own, so nothing is refused: see `check_first_loss`.
@@ -97,29 +100,31 @@ def check_first_batch(loss: str | Loss, outputs: Any, targets: Any) -> None:
     Raises:
         ValueError: it names the first such target, where it stands, and how many there are.
     """
-    if not isinstance(targets, Tensor):
+    if not is_array(targets) or not has_values(targets):
         return
     function, options = _opened(loss)
     place = loss if isinstance(loss, str) else getattr(function, "__name__", type(function).__name__)
     if function in _OF_LABELS or _is_torchs_cross_entropy(function):
         # torch has the classes second: beyond 2 dimensions that fits only where the last one is as long
-        fits = isinstance(outputs, Tensor) and outputs.ndim > 0 and targets.shape == outputs.shape[:-1]
-        if fits and is_index_dtype(targets.dtype):
+        shape = getattr(outputs, "shape", ())
+        if shape and targets.shape == shape[:-1] and _numbers_something(targets):
             ignored = getattr(function, "ignore_index", options.get("ignore_index", -100))
             check_labels(place, outputs, targets, ignored)
-    elif function in _OF_PROBABILITIES and targets.is_floating_point():
+    elif function in _OF_PROBABILITIES and is_floating(targets):
         check_probabilities(place, targets)
-    elif function in _NAMED.values() and targets.is_floating_point():
+    elif function in _NAMED.values() and is_floating(targets):
         check_finite(place, targets)
 
 
-def check_first_loss(loss: Tensor, targets: Any, place: str) -> None:
+def check_first_loss(loss: Array, targets: Any, place: str) -> None:
     """Refuses targets that are not finite where the loss that they gave is not: once a run, as above.
 
     Raises:
         ValueError: it names the first such target, where it stands, and how many there are.
     """
-    if isinstance(targets, Tensor) and targets.is_floating_point() and not loss.isfinite():
+    if not is_array(targets) or not is_floating(targets) or not has_values(targets) or not has_values(loss):
+        return
+    if not namespace(loss).isfinite(loss):
         check_finite(place, targets)
 
 
@@ -128,6 +133,12 @@ def _opened(loss: str | Loss) -> tuple[Any, Mapping[str, Any]]:
     if isinstance(loss, str):
         return _NAMED.get(loss), {}
     return (loss.func, loss.keywords) if isinstance(loss, partial) else (loss, {})
+
+
+def _numbers_something(targets: Array) -> bool:
+    if isinstance(targets, Tensor):
+        return is_index_dtype(targets.dtype)
+    return bool(namespace(targets).isdtype(targets.dtype, "integral"))
 
 
 def _is_torchs_cross_entropy(function: Any) -> bool:
@@ -144,7 +155,11 @@ def _check_options(name: str, loss: Loss, options: Mapping[str, Any]) -> None:
         if key not in choices:
             takes = f"it takes {', '.join(choices)}" if choices else "it takes no option"
             raise ConfigurationError(f"get_loss({key}={value!r}): unknown to {name!r}; {takes}")
-    of_classes = [value for value in options.values() if isinstance(value, Tensor) and value.ndim]  # a weight for each
+    of_classes = [value for value in options.values() if is_array(value) and value.ndim]  # a weight for each
+    if loss in _OF_LABELS and of_classes and not isinstance(of_classes[0], Tensor):
+        xp = namespace(of_classes[0])
+        loss(xp.zeros((1, *of_classes[0].shape[-1:])), xp.zeros((1,), dtype=xp.int32), **options)
+        return
     classes, device = (of_classes[0].shape[-1], of_classes[0].device) if of_classes else (2, torch.device("cpu"))
     with torch.no_grad():
         if loss in _OF_LABELS:

@@ -7,24 +7,30 @@ import math
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine.arrays import Array
+from engine.losses import on_arrays
 from engine.losses.shapes import check_same_shape, require
 
 __all__ = ["huber", "l1", "mse"]
 
 
-def mse(predictions: Tensor, targets: Tensor) -> Tensor:
+def mse(predictions: Array, targets: Array) -> Array:
     """Mean of `(prediction - target) ** 2`; shapes equal, targets floating point."""
     check_same_shape("mse", "predictions", predictions, targets)
-    return F.mse_loss(predictions, targets)
+    if isinstance(predictions, Tensor):
+        return F.mse_loss(predictions, targets)
+    return on_arrays.mse(predictions, targets)
 
 
-def l1(predictions: Tensor, targets: Tensor) -> Tensor:
+def l1(predictions: Array, targets: Array) -> Array:
     """Mean of `|prediction - target|`; shapes equal, targets floating point."""
     check_same_shape("l1", "predictions", predictions, targets)
-    return F.l1_loss(predictions, targets)
+    if isinstance(predictions, Tensor):
+        return F.l1_loss(predictions, targets)
+    return on_arrays.l1(predictions, targets)
 
 
-def huber(predictions: Tensor, targets: Tensor, *, delta: float = 1.0) -> Tensor:
+def huber(predictions: Array, targets: Array, *, delta: float = 1.0) -> Array:
     """Mean of `e ** 2 / 2` where `e = |prediction - target|` is up to delta, and `delta * (e - delta / 2)` beyond.
 
     Source: Huber 1964. Shapes equal, targets floating point.
@@ -35,4 +41,6 @@ def huber(predictions: Tensor, targets: Tensor, *, delta: float = 1.0) -> Tensor
     check_same_shape("huber", "predictions", predictions, targets)
     if delta != 1.0:
         require("huber", "delta", delta, lambda delta: 0 < delta < math.inf, "a positive number")
-    return F.huber_loss(predictions, targets, delta=delta)
+    if isinstance(predictions, Tensor):
+        return F.huber_loss(predictions, targets, delta=delta)
+    return on_arrays.huber(predictions, targets, delta=delta)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
-
+from engine.arrays import Array, is_floating, namespace
 from engine.errors import ConfigurationError
+from engine.labels import check_labels_fit
 
-__all__ = ["check_same_shape", "require"]
+__all__ = ["check_classes_last", "check_same_shape", "require"]
 
 
 def require(place: str, argument: str, value: Any, rule: Callable[[Any], bool], needs: str) -> None:
@@ -22,7 +22,17 @@ def require(place: str, argument: str, value: Any, rule: Callable[[Any], bool], 
         raise ConfigurationError(f"{place}({argument}={value!r}): needs {needs}")
 
 
-def check_same_shape(place: str, argument: str, values: Tensor, targets: Tensor) -> None:
+def check_classes_last(place: str, logits: Array, targets: Array) -> None:
+    """Refuses logits that are not (..., classes) beside targets of shape (...), and torch targets that number nothing.
+
+    Raises:
+        ValueError: the shapes do not fit.
+        TypeError: the targets are not whole numbers.
+    """
+    check_labels_fit(place, logits, targets, ("logits", "targets"), "for yes and no use bce_with_logits")
+
+
+def check_same_shape(place: str, argument: str, values: Array, targets: Array) -> None:
     """Refuses what torch would broadcast: (n, 1) against (n,) makes an (n, n) loss that trains, and wrongly.
 
     Raises:
@@ -39,5 +49,10 @@ def check_same_shape(place: str, argument: str, values: Tensor, targets: Tensor)
             f"{place}({argument} of shape {tuple(values.shape)}, targets of shape {tuple(targets.shape)}): "
             f"needs equal shapes{hint}"
         )
-    if not targets.is_floating_point():
-        raise TypeError(f"{place}(targets of {targets.dtype}): needs floating point numbers; pass targets.float()")
+    try:
+        floating, remedy = targets.is_floating_point(), "targets.float()"
+    except AttributeError:  # no tensor of torch; to ask first would cost each of torch's losses something
+        namespace(values, targets, place=place)
+        floating, remedy = is_floating(targets), "targets.astype('float32')"
+    if not floating:
+        raise TypeError(f"{place}(targets of {targets.dtype}): needs floating point numbers; pass {remedy}")

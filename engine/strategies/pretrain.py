@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from engine.arrays import Array, require_tensor
 from engine.errors import ConfigurationError
 from engine.losses import check_first_batch, get_loss
 from engine.metrics import bits_per_byte, perplexity
@@ -53,13 +54,18 @@ class PretrainStrategy:
         self.check_values = True  # of tokens, which waits for the device: see TrainingStrategy
 
     def prepare_batch(self, batch: Any) -> TrainingBatch:
-        """Inputs are all tokens but the last, targets all but the first."""
+        """Inputs are all tokens but the last, targets all but the first: torch tensors, whatever computes afterwards.
+
+        Raises:
+            TypeError: no tensor of such a shape, or an array of another library.
+        """
         if isinstance(batch, TrainingBatch):
             return batch
         tokens = batch["input_ids"] if isinstance(batch, Mapping) else batch
         if isinstance(tokens, (tuple, list)) and len(tokens) == 1:
             tokens = tokens[0]
         if not isinstance(tokens, Tensor) or tokens.ndim != 2 or tokens.shape[1] < 2:
+            require_tensor("PretrainStrategy", "tokens", tokens)
             shape = tuple(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
             raise TypeError(
                 f"PretrainStrategy: a batch is a tensor of token numbers, shape (batch, length + 1), not {shape}"
@@ -67,10 +73,22 @@ class PretrainStrategy:
         rows, length = tokens.shape
         return TrainingBatch(tokens[:, :-1], tokens[:, 1:], rows, rows * (length - 1))
 
-    def compute_loss(self, outputs: Any, batch: TrainingBatch) -> Tensor:
+    def check_batch(self, outputs: Any, batch: TrainingBatch) -> None:
+        """Refuse tokens that are not in the vocabulary; it waits for the device.
+
+        Args:
+            outputs: of the model, or anything else with their `shape`: a backend that compiles `compute_loss`, where no
+                value can be looked at, asks beforehand.
+
+        Raises:
+            ValueError: it names the first such token, where it stands, and how many there are.
+        """
+        check_first_batch(self._loss, outputs, batch.targets)
+
+    def compute_loss(self, outputs: Any, batch: TrainingBatch) -> Array:
         """Cross entropy, nats a token, shape ()."""
         if self.check_values:
-            check_first_batch(self._loss, outputs, batch.targets)
+            self.check_batch(outputs, batch)
         return self._loss(outputs, batch.targets)
 
     def compute_metrics(self, outputs: Any, batch: TrainingBatch) -> Mapping[str, Tensor]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
+from engine.arrays import Array, is_array, require_tensor
 from engine.losses import check_first_batch, check_first_loss, get_loss, ignored_label
 from engine.protocols import TrainingBatch, describe
 
@@ -20,7 +22,8 @@ class SupervisedStrategy:
     dimension, such as tokens, and of labels whose `ignore_index` was given, those that are not ignored.
 
     Args:
-        loss: a name (cross_entropy, mse ...), or a callable (outputs, targets) -> scalar mean over the targets.
+        loss: a name (cross_entropy, mse ...), or a callable (outputs, targets) -> scalar mean over the targets. What is
+            given by name computes with torch tensors and with jax arrays.
         loss_options: keywords of a named loss, such as label_smoothing.
 
     Raises:
@@ -38,7 +41,11 @@ class SupervisedStrategy:
         self.check_values = True  # of targets and losses, which waits for the device: see TrainingStrategy
 
     def prepare_batch(self, batch: Any) -> TrainingBatch:
-        """The pair as inputs and targets."""
+        """The pair as inputs and targets, which are torch tensors here whatever computes afterwards.
+
+        Raises:
+            TypeError: no pair, or inputs or targets are an array of another library.
+        """
         if isinstance(batch, TrainingBatch):
             return batch
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
@@ -47,7 +54,10 @@ class SupervisedStrategy:
                 "(inputs, targets), or write a strategy whose prepare_batch knows its form"
             )
         inputs, targets = batch
+        if not isinstance(inputs, Tensor):
+            require_tensor("SupervisedStrategy", "inputs", inputs)
         if not isinstance(targets, Tensor):
+            require_tensor("SupervisedStrategy", "targets", targets)
             return TrainingBatch(inputs, targets, _rows(inputs))
         samples = targets.shape[0] if targets.ndim else 1
         if targets.ndim == 1 and (self._ignored is None or self._ignored == -100):
@@ -56,18 +66,30 @@ class SupervisedStrategy:
             return TrainingBatch(inputs, targets, samples, 0, (targets != self._ignored).sum())
         return TrainingBatch(inputs, targets, samples, 0, targets.numel())
 
-    def compute_loss(self, outputs: Any, batch: TrainingBatch) -> Tensor:
+    def check_batch(self, outputs: Any, batch: TrainingBatch) -> None:
+        """Refuse targets whose values the loss cannot mean; it waits for the device.
+
+        Args:
+            outputs: of the model, or anything else with their `shape`: a backend that compiles `compute_loss`, where no
+                value can be looked at, asks beforehand.
+
+        Raises:
+            ValueError: it names the first such target, where it stands, and how many there are.
+        """
+        check_first_batch(self._loss, outputs, batch.targets)
+
+    def compute_loss(self, outputs: Any, batch: TrainingBatch) -> Array:
         """The loss between outputs and targets, shape ()."""
         try:
             if self.check_values:  # before the loss: a label outside the classes brings a GPU down
-                check_first_batch(self._loss, outputs, batch.targets)
+                self.check_batch(outputs, batch)
             loss = self._loss(outputs, batch.targets)
         except Exception as error:
             error.add_note(
                 f"in SupervisedStrategy(loss={self.loss_name!r}), given the model's output {describe(outputs)}"
             )
             raise
-        if not isinstance(loss, Tensor) or loss.ndim:
+        if (not isinstance(loss, Tensor) or loss.ndim) and not _is_scalar_array(loss, batch.targets):
             raise TypeError(
                 f"SupervisedStrategy(loss={self.loss_name!r}): gave {describe(loss)}; a loss is a tensor of shape ()"
             )
@@ -78,6 +100,13 @@ class SupervisedStrategy:
     def compute_metrics(self, outputs: Any, batch: TrainingBatch) -> Mapping[str, Tensor]:
         """None of its own."""
         return {}
+
+
+def _is_scalar_array(loss: Any, targets: Any) -> bool:
+    """Whether it is a loss of another library; numpy's only beside numpy's targets, for else it has no gradient."""
+    if isinstance(loss, (np.ndarray, np.generic)) and not isinstance(targets, np.ndarray):
+        return False
+    return is_array(loss) and not loss.ndim
 
 
 def _rows(value: Any) -> int:
