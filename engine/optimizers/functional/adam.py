@@ -1,0 +1,109 @@
+"""Adam and AdamW, as pure functions."""
+
+from __future__ import annotations
+
+from dataclasses import KW_ONLY, dataclass
+from typing import Any
+
+from torch import Tensor
+
+from engine.optimizers.functional.rules import check, decayed, scaled
+from engine.optimizers.functional.trees import DecayMask, OptimizerState, Trees, new_state, open_trees
+
+__all__ = ["Adam", "AdamW"]
+
+_AVERAGES = ("exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True, slots=True)
+class Adam:
+    """torch.optim.Adam's numbers (Kingma and Ba 2015, algorithm 1), eps beside the corrected root.
+
+    Args:
+        learning_rate: of a new state; `update` goes by the state's.
+        weight_decay: as an L2 penalty, which the averages see.
+        decay_mask: which parameters decay; None for all.
+
+    Raises:
+        ConfigurationError: a value out of range.
+    """
+
+    learning_rate: float
+    _: KW_ONLY
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    decay_mask: DecayMask = None
+
+    def __post_init__(self) -> None:
+        options = {"betas": self.betas, "eps": self.eps}
+        check("Adam", "adam", self.learning_rate, self.weight_decay, self.decay_mask, options)
+
+    def init(self, params: Any) -> OptimizerState:
+        return new_state("Adam.init", params, self.learning_rate, _AVERAGES, self.decay_mask)
+
+    def update(self, grads: Any, opt_state: OptimizerState, params: Any) -> tuple[Any, OptimizerState]:
+        trees = open_trees("Adam.update", grads, opt_state, params, _AVERAGES, self.decay_mask)
+        updates, state = _moments(trees, decayed(trees, self.weight_decay), opt_state, self.betas, self.eps)
+        return trees.whole(updates), state
+
+
+@dataclass(frozen=True, slots=True)
+class AdamW:
+    """torch.optim.AdamW's numbers (Loshchilov and Hutter 2019): Adam whose decay is beside the averages.
+
+    Args:
+        learning_rate: of a new state; `update` goes by the state's.
+        weight_decay: what times the rate each update takes off the parameters; 0 by default, unlike torch's.
+        decay_mask: which parameters decay; None for all.
+
+    Raises:
+        ConfigurationError: a value out of range.
+    """
+
+    learning_rate: float
+    _: KW_ONLY
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    decay_mask: DecayMask = None
+
+    def __post_init__(self) -> None:
+        options = {"betas": self.betas, "eps": self.eps}
+        check("AdamW", "adamw", self.learning_rate, self.weight_decay, self.decay_mask, options)
+
+    def init(self, params: Any) -> OptimizerState:
+        return new_state("AdamW.init", params, self.learning_rate, _AVERAGES, self.decay_mask)
+
+    def update(self, grads: Any, opt_state: OptimizerState, params: Any) -> tuple[Any, OptimizerState]:
+        trees = open_trees("AdamW.update", grads, opt_state, params, _AVERAGES, self.decay_mask)
+        updates, state = _moments(trees, trees.grads, opt_state, self.betas, self.eps)
+        if self.weight_decay:
+            # through the factor that torch multiplies by: in float32 it is rounded, by the same bit every time
+            kept = 1 - opt_state["learning_rate"] * self.weight_decay
+            updates = [
+                scaled(param, kept) - param + change if decays else change
+                for change, param, decays in zip(updates, trees.params, trees.decays, strict=True)
+            ]
+        return trees.whole(updates), state
+
+
+def _moments(
+    trees: Trees, grads: list[Tensor], opt_state: OptimizerState, betas: tuple[float, float], eps: float
+) -> tuple[list[Tensor], OptimizerState]:
+    """Adam's updates, and the state behind them."""
+    beta1, beta2 = betas
+    step = opt_state["step"] + 1
+    step_size = opt_state["learning_rate"] / (1 - beta1**step)
+    root_correction = (1 - beta2**step) ** 0.5
+    means = [mean.lerp(grad, 1 - beta1) for mean, grad in zip(trees.averages["exp_avg"], grads, strict=True)]
+    squares = [
+        square.mul(beta2).addcmul(grad, grad, value=1 - beta2)
+        for square, grad in zip(trees.averages["exp_avg_sq"], grads, strict=True)
+    ]
+    updates = [
+        scaled(mean / (square.sqrt() / root_correction + eps), -step_size)
+        for mean, square in zip(means, squares, strict=True)
+    ]
+    state = {**opt_state, "step": step, "exp_avg": trees.whole(means), "exp_avg_sq": trees.whole(squares)}
+    return updates, state

@@ -1,0 +1,183 @@
+"""Pytrees that belong together (parameters, gradients, an optimizer's state): taken apart, compared, made anew."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+# what torch.func and torch.vmap take trees apart with, so that whatever they take is taken here
+from torch.utils import _pytree as pytree
+
+from engine.errors import ConfigurationError
+
+__all__ = ["DecayMask", "OptimizerState", "Trees", "apply_updates", "new_state", "open_trees"]
+
+OptimizerState = dict[str, Any]
+"""`learning_rate`, `step` (updates made) and the optimizer's averages, each a pytree like the parameters."""
+
+DecayMask = Any
+"""A pytree of bools like the parameters, True where they decay; or a function from the parameters to one."""
+
+
+class Trees(NamedTuple):
+    """One update's trees as lists of their leaves, all in the order of the parameters."""
+
+    params: list[Tensor]
+    grads: list[Tensor]
+    averages: dict[str, list[Tensor]]
+    decays: list[bool]
+    structure: pytree.TreeSpec
+
+    def whole(self, leaves: Sequence[Tensor]) -> Any:
+        """A pytree like the parameters."""
+        return self.structure.unflatten(leaves)
+
+
+def new_state(
+    place: str, params: Any, learning_rate: float, averages: Sequence[str], mask: DecayMask
+) -> OptimizerState:
+    """The state before the first update.
+
+    Raises:
+        TypeError: a leaf is no tensor of floating-point numbers.
+        ConfigurationError: no leaf at all, or a mask that does not fit.
+    """
+    leaves, structure = pytree.tree_flatten(params)
+    if not leaves:
+        raise ConfigurationError(f"{place}(params={params!r}): holds no tensor; pass what is to be trained")
+    for index, leaf in enumerate(leaves):
+        if not isinstance(leaf, Tensor):
+            raise _no_tensor(place, "params", _path(params, index), leaf)
+        if not leaf.is_floating_point():
+            raise TypeError(
+                f"{place}(params{_path(params, index)} of {leaf.dtype}): needs floating-point numbers; "
+                "pass the parameters alone, without the model's buffers"
+            )
+    _decays(place, mask, params, leaves, structure)
+    trees = {name: structure.unflatten([torch.zeros_like(leaf) for leaf in leaves]) for name in averages}
+    return {"learning_rate": learning_rate, "step": 0, **trees}
+
+
+def open_trees(
+    place: str, grads: Any, opt_state: OptimizerState, params: Any, averages: Sequence[str], mask: DecayMask
+) -> Trees:
+    """The leaves of what an update is given.
+
+    Raises:
+        TypeError: a leaf is no torch tensor.
+        ConfigurationError: names, structure, shapes or dtypes differ.
+    """
+    needed = {"learning_rate", "step", *averages}
+    if not isinstance(opt_state, dict) or opt_state.keys() != needed:
+        given = f"={type(opt_state).__name__}" if not isinstance(opt_state, dict) else f" with {list(opt_state)}"
+        raise ConfigurationError(f"{place}(opt_state{given}): needs {sorted(needed)}; make it with init(params)")
+    leaves, structure = pytree.tree_flatten(params)
+    for index, leaf in enumerate(leaves):
+        if not isinstance(leaf, Tensor):
+            raise _no_tensor(place, "params", _path(params, index), leaf)
+    kept = {name: _like(place, f"opt_state[{name!r}]", opt_state[name], params, leaves, structure) for name in averages}
+    return Trees(
+        leaves,
+        _like(place, "grads", grads, params, leaves, structure),
+        kept,
+        _decays(place, mask, params, leaves, structure),
+        structure,
+    )
+
+
+def apply_updates(params: Any, updates: Any) -> Any:
+    """New parameters, `params + updates`; both stay as they are.
+
+    Raises:
+        TypeError: a leaf is no torch tensor.
+        ConfigurationError: the updates are of other parameters.
+    """
+    leaves, structure = pytree.tree_flatten(params)
+    changes = _like("apply_updates", "updates", updates, params, leaves, structure)
+    return structure.unflatten([leaf + change for leaf, change in zip(leaves, changes, strict=True)])
+
+
+def _like(
+    place: str, name: str, tree: Any, params: Any, leaves: Sequence[Any], structure: pytree.TreeSpec
+) -> list[Tensor]:
+    """The leaves of a tree that has to be like the parameters, in their order."""
+    found, own = pytree.tree_flatten(tree)
+    if own != structure:
+        try:
+            found = structure.flatten_up_to(tree)  # dicts are alike in any order, an OrderedDict beside a dict too
+        except ValueError:
+            raise _difference(place, name, tree, params) from None
+    for index, (leaf, param) in enumerate(zip(found, leaves, strict=True)):
+        if not isinstance(leaf, Tensor):
+            if pytree.tree_structure(leaf).is_leaf():
+                raise _no_tensor(place, name, _path(params, index), leaf)
+            raise _difference(place, name, tree, params)
+        if leaf.shape != param.shape or leaf.dtype != param.dtype:
+            raise _difference(place, name, tree, params)
+    return found
+
+
+def _decays(
+    place: str, mask: DecayMask, params: Any, leaves: Sequence[Tensor], structure: pytree.TreeSpec
+) -> list[bool]:
+    """For each parameter whether it decays."""
+    if mask is None:
+        return [True] * len(leaves)
+    given = mask(params) if callable(mask) else mask
+    flags, own = pytree.tree_flatten(given)
+    if own != structure:
+        try:
+            flags = structure.flatten_up_to(given)
+        except ValueError:
+            raise _difference(place, "decay_mask", given, params) from None
+    for index, flag in enumerate(flags):
+        if not isinstance(flag, bool):
+            raise ConfigurationError(
+                f"{place}(decay_mask{_path(params, index)}={flag!r}): needs True where the parameter decays, else False"
+            )
+    return flags
+
+
+# ------------------------------------------------------------------------------------------------------ errors
+
+
+def _path(tree: Any, index: int) -> str:
+    return pytree.keystr(pytree.tree_leaves_with_path(tree)[index][0])
+
+
+def _no_tensor(place: str, name: str, path: str, leaf: object) -> TypeError:
+    kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
+    remedy = "leave out what is not trained, and give zeros as the gradient of what the loss does not use"
+    package = kind.partition(".")[0]
+    if package in ("jax", "jaxlib"):
+        remedy = "jax's arrays belong to JaxBackend, with the same optimizer from create_optax()"
+    elif package == "numpy":
+        remedy = "torch.from_numpy() makes one; numpy's arrays as they are belong to JaxBackend"
+    return TypeError(f"{place}({name}{path} of type {kind}): needs a torch.Tensor; {remedy}")
+
+
+def _difference(place: str, name: str, tree: Any, params: Any) -> ConfigurationError:
+    """The error for the first leaf in which a tree differs from the parameters."""
+    mine = {pytree.keystr(path): leaf for path, leaf in pytree.tree_leaves_with_path(tree)}
+    theirs = {pytree.keystr(path): leaf for path, leaf in pytree.tree_leaves_with_path(params)}
+    remedy = "make a new state with init(params) when the parameters have changed"
+    if name in ("grads", "updates"):
+        remedy = "take them with respect to these parameters, and " + remedy
+    elif name == "decay_mask":
+        remedy = "make the mask of these parameters"
+    for path in (*theirs, *mine):
+        here = _form(mine[path]) if path in mine else "nothing"
+        there = _form(theirs[path]) if path in theirs else "nothing"
+        if here != there and not (name == "decay_mask" and path in mine and path in theirs):
+            return ConfigurationError(f"{place}({name}{path}): is {here} where the parameters have {there}; {remedy}")
+    return ConfigurationError(
+        f"{place}({name}={type(tree).__name__}): its containers are not those of the parameters "
+        f"({pytree.tree_structure(tree)} and {pytree.tree_structure(params)}); {remedy}"
+    )
+
+
+def _form(leaf: object) -> str:
+    return f"{leaf.dtype} of shape {tuple(leaf.shape)}" if isinstance(leaf, Tensor) else type(leaf).__name__
