@@ -1,9 +1,10 @@
 """Mechanism: events, the bus, the run loop and the parts of a training step."""
 
 from engine.accumulation import Accumulate
-from engine.backends import TorchBackend
+from engine.backends import FunctionalBackend, JaxBackend, TorchBackend
 from engine.bus import EventBus
 from engine.cadence import Every
+from engine.core import TrainerCore
 from engine.errors import (
     CheckpointError,
     ConfigurationError,
@@ -28,7 +29,17 @@ from engine.payloads import (
     Terminated,
     ValidationCompleted,
 )
-from engine.protocols import AlternatingStrategy, ModelState, TrainingBatch, TrainingResult, TrainingStrategy
+from engine.protocols import (
+    AlternatingStrategy,
+    Backend,
+    BackendSettings,
+    GradientInfo,
+    ModelState,
+    Optimizer,
+    TrainingBatch,
+    TrainingResult,
+    TrainingStrategy,
+)
 from engine.state import State
 from engine.strategies import PretrainStrategy, SupervisedStrategy
 from engine.subscription import Phase, Subscription
@@ -58,11 +69,18 @@ __all__ = [
     "Preempted",
     "Terminated",
     "ValidationCompleted",
+    "Backend",
+    "BackendSettings",
+    "GradientInfo",
     "ModelState",
+    "Optimizer",
     "TrainingBatch",
     "TrainingResult",
     "TrainingStrategy",
+    "FunctionalBackend",
+    "JaxBackend",
     "TorchBackend",
+    "TrainerCore",
     "PretrainStrategy",
     "SupervisedStrategy",
     "CheckpointError",

@@ -118,6 +118,11 @@ class Accumulation:
         self._size: Size = 0
         self._expected: Size | None = None  # None where nothing need be weighed
 
+    @property
+    def nothing_waits(self) -> bool:
+        """Whether the next batch makes an update by itself."""
+        return self._single and not self.batches
+
     def weigh(self, size: Size, tokens: int, update: int) -> Size:
         """What the next batch's mean loss is to be multiplied by.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -14,8 +14,13 @@ __all__ = ["describe_environment", "environment_differences"]
 _PACKAGES = ("torch", "numpy", "pytorch-ignite", "blinker", "msgspec", "pulsetrain")
 
 
-def describe_environment(device: torch.device | str) -> dict[str, Any]:
-    """Plain values, for a checkpoint or a run's record."""
+def describe_environment(device: torch.device | str, packages: Iterable[str] = ()) -> dict[str, Any]:
+    """Plain values, for a checkpoint or a run's record.
+
+    Args:
+        device: where results are computed, or come to.
+        packages: what else computes, beside torch and our own.
+    """
     device = torch.device(device)
     return {
         "python": platform.python_version(),
@@ -26,7 +31,7 @@ def describe_environment(device: torch.device | str) -> dict[str, Any]:
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "cudnn": f"deterministic={torch.backends.cudnn.deterministic}, benchmark={torch.backends.cudnn.benchmark}",
         "float32_matmul": torch.get_float32_matmul_precision(),
-        **{name: found for name in _PACKAGES if (found := _version(name)) is not None},
+        **{name: found for name in (*_PACKAGES, *packages) if (found := _version(name)) is not None},
     }
 
 

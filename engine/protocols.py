@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
+from engine.arrays import describe_array, is_array
+
 __all__ = [
     "AlternatingStrategy",
     "Backend",
+    "BackendSettings",
+    "GradientInfo",
     "ModelState",
+    "Optimizer",
     "TrainingBatch",
     "TrainingResult",
     "TrainingStrategy",
@@ -19,7 +24,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, init=False)
 class TrainingBatch:
     """One batch as the model and the loss want it.
 
@@ -33,6 +38,14 @@ class TrainingBatch:
     # what the loss is a mean over, where that is neither; perhaps of shape () on the device, and then not waited for
     weight: int | Tensor | None = None
 
+    # one is made in every step: this takes a third of what the constructor of a frozen dataclass takes
+    def __init__(
+        self, inputs: Any, targets: Any, samples: int, tokens: int = 0, weight: int | Tensor | None = None
+    ) -> None:
+        fields = self.__dict__
+        fields["inputs"], fields["targets"], fields["samples"] = inputs, targets, samples
+        fields["tokens"], fields["weight"] = tokens, weight
+
     @property
     def size(self) -> int | Tensor:
         """What the batch's mean loss is a mean over: its weight, else its tokens, else its samples."""
@@ -41,14 +54,44 @@ class TrainingBatch:
 
 @dataclass(frozen=True, slots=True)
 class ModelState:
-    """Everything that a training step changes: weights, optimizer state, and what they belong to."""
+    """Everything that a training step changes: weights, optimizer state, and what they belong to.
 
-    weights: Mapping[str, Any]
+    As values, `weights` holds two pytrees of arrays: "parameters", which learn, and "buffers", which a forward pass
+    may change besides; `optimizer` is what an `Optimizer` made of the parameters. In place (TorchBackend by default)
+    they are the module and the torch optimizer themselves.
+    """
+
+    weights: Any
     optimizer: Any
+    # "step": updates made; "learning_rate": of the next one; "schedule": what says otherwise, by `get_lr(step)`
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True)
+class GradientInfo:
+    """What a forward and a backward pass found, or several whose gradients were added up."""
+
+    loss: Any  # of the last of them, shape (), detached
+    gradients: Any = None  # a pytree like the parameters; None in place, where each parameter holds its own
+    buffers: Any = None  # as the forward passes left them; None in place
+    grad_norm: Any = None  # their total L2 norm, shape (); None where it was not asked for
+    batches: int = 1  # that were added up
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendSettings:
+    """What a trainer's configuration says to its backend; the names are those of TrainingConfig."""
+
+    device: Any = "auto"
+    precision: str = "fp32"
+    compile: bool = False
+    activation_checkpointing: str | None = None
+    clip_grad_norm: float | None = None
+    clip_grad_value: float | None = None
+    seed: int = 0
+
+
+@dataclass(frozen=True, init=False, eq=False)
 class TrainingResult(Mapping[str, Tensor]):
     """What a step found out: `metrics` holds device scalars, "loss" at least; `state` is new on the pure path.
 
@@ -58,6 +101,15 @@ class TrainingResult(Mapping[str, Tensor]):
     metrics: Mapping[str, Tensor]
     state: ModelState | None = None
     diagnostics: Mapping[str, Any] | None = None
+
+    def __init__(  # as that of TrainingBatch
+        self,
+        metrics: Mapping[str, Tensor],
+        state: ModelState | None = None,
+        diagnostics: Mapping[str, Any] | None = None,
+    ) -> None:
+        fields = self.__dict__
+        fields["metrics"], fields["state"], fields["diagnostics"] = metrics, state, diagnostics
 
     def __getitem__(self, name: str) -> Tensor:
         return self.metrics[name]
@@ -116,66 +168,105 @@ class AlternatingStrategy(Protocol):
         ...
 
 
+@runtime_checkable
+class Optimizer(Protocol):
+    """An optimizer as a pure function, as optax has them: nothing that it is given changes."""
+
+    def init(self, params: Any) -> Any:
+        """The state that goes with such parameters."""
+        ...
+
+    def update(self, grads: Any, opt_state: Any, params: Any) -> tuple[Any, Any]:
+        """What is to be added to the parameters, and the new state."""
+        ...
+
+
 class Backend(Protocol):
-    """What computes the gradients and applies them."""
+    """What computes gradients and applies them, from a state to the next.
+
+    Whoever passes a state to `train_step` or `apply_gradients` goes on with the one that comes back: in place it is the
+    same. Where states are values (`in_place` is False) the one that was given stays what it is; but with `donate` its
+    memory may be used for the new one. To write one, begin with `engine.backends.FunctionalBackend`.
+    """
+
+    in_place: bool
+    """Whether states are the objects that hold the weights; else they are values."""
 
     skips_updates: bool
     """Whether an update may be left out on the device (fp16 that overflowed), so that there is something to ask for."""
 
-    def configure(
-        self, device: Any, precision: str, compile: bool = False, activation_checkpointing: str | None = None
-    ) -> None:
+    @property
+    def device(self) -> Any:
+        """Where the tensors of `to_torch` lie, a torch.device."""
+        ...
+
+    def configure(self, settings: BackendSettings) -> None:
         """Take over a trainer's settings, before anything else is asked of the backend."""
         ...
 
-    def place(self, model: Any) -> Any:
-        """The model, where the backend computes."""
+    def init(self, model: Any, optimizer: Any) -> ModelState:
+        """The state of a model before its first update."""
         ...
 
-    def to_device(self, batch: Any) -> Any:
-        """The loader's batch, where the backend computes."""
+    def prepare_batch(self, batch: Any, strategy: Any) -> TrainingBatch:
+        """The loader's batch as the strategy wants it, where the backend computes."""
         ...
 
     def forward_backward(
-        self, model: Any, batch: TrainingBatch, strategy: TrainingStrategy, scale: float | Tensor
-    ) -> Tensor:
-        """Add `scale` times the loss's gradients to the parameters'; returns the loss, shape (), detached."""
+        self,
+        state: ModelState,
+        batch: TrainingBatch,
+        strategy: TrainingStrategy,
+        scale: Any = 1.0,
+        waiting: GradientInfo | None = None,
+    ) -> GradientInfo:
+        """The loss, and `scale` times its gradients, added to those that wait for the same update."""
         ...
 
-    def unscale_gradients(self, optimizer: Any) -> None:
-        """Bring gradients to their true size, where `forward_backward` gave them another."""
+    def all_reduce_gradients(self, gradients: GradientInfo) -> GradientInfo:
+        """The gradients' mean over all processes; on one device they are it."""
         ...
 
-    def backward(self, loss: Tensor, scale: float | Tensor = 1.0, parameters: Sequence[Tensor] | None = None) -> Tensor:
-        """Add `scale` times the loss's gradients to the parameters', all or those given; returns the loss, detached."""
+    def finish_gradients(
+        self, state: ModelState, gradients: GradientInfo, correction: Any = 1.0, measure: bool = True
+    ) -> GradientInfo:
+        """The gradients in their true size, times `correction`, and with `measure` their norm."""
         ...
 
-    def losses(self, model: Any, batch: TrainingBatch, strategy: AlternatingStrategy) -> Iterator[tuple[str, Tensor]]:
-        """The strategy's losses with the names of their optimizers, each computed when it is asked for."""
+    def apply_gradients(
+        self, state: ModelState, gradients: GradientInfo, skip: Any = None, donate: bool = False
+    ) -> ModelState:
+        """Clip, and make one update, left out on the device where `skip` is true; the gradients are gone afterwards."""
         ...
 
-    def apply_gradients(self, optimizer: Any, skip: Tensor | None = None) -> None:
-        """One optimizer step, left out on the device where `skip` is true; the gradients are gone afterwards."""
+    def train_step(
+        self, state: ModelState, batch: TrainingBatch, strategy: TrainingStrategy, donate: bool = False
+    ) -> TrainingResult:
+        """All of it in one, for a batch that makes an update by itself; `state` of the result is the next."""
         ...
 
-    def discard_gradients(self, optimizer: Any) -> None:
-        """No optimizer step: a batch failed. The gradients are gone afterwards."""
+    def eval_step(self, state: ModelState, batch: TrainingBatch, strategy: TrainingStrategy) -> tuple[Any, Any]:
+        """The model's outputs, and the loss and the strategy's metrics by name, without gradients."""
         ...
 
-    def skipped_updates(self) -> int:
-        """How many updates were left out; it may wait for the device."""
+    def discard_gradients(self, state: ModelState) -> None:
+        """No update: a batch failed. The gradients are gone afterwards."""
+        ...
+
+    def to_torch(self, value: Any) -> Any:
+        """Every array in it as a torch tensor, without a copy where that is possible."""
         ...
 
     def begin_run(self) -> None:
         """A run begins from its start: what counts updates begins at 0."""
         ...
 
-    def eval_step(self, model: Any, batch: TrainingBatch, strategy: TrainingStrategy) -> tuple[Any, Tensor]:
-        """The model's outputs and the loss, without gradients."""
+    def skipped_updates(self) -> int:
+        """How many updates were left out; it may wait for the device."""
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """What the next step depends on beside weights and optimizer, such as a gradient scale."""
+        """What the next step depends on beside the state, such as a gradient scale."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -196,6 +287,8 @@ def describe(value: Any, *, ranges: bool = False) -> str:
         if ranges and whole and value.device.type == "cpu" and value.numel():
             text += f" from {value.min().item()} to {value.max().item()}"
         return text
+    if is_array(value):
+        return describe_array(value)
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key}: {describe(item, ranges=ranges)}" for key, item in value.items()) + "}"
     if isinstance(value, (tuple, list)) and len(value) <= 8:

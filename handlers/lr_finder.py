@@ -17,7 +17,6 @@ from engine import rng
 from engine.accumulation import Accumulation
 from engine.errors import ConfigurationError
 from engine.events import Events
-from engine.gradients import clip_grad_norm, clip_grad_value, scale_grads
 from engine.logs import get_logger
 from engine.loop import Engine
 from engine.schedules.groups import group_ratios, write_rates
@@ -33,7 +32,7 @@ __all__ = ["LRFinder", "LRFinderResult"]
 LOOK = 10  # updates between two looks at the losses, each of which waits for the device
 SETTLED = 10  # updates after which the mean of the losses is no matter of single batches
 LEAST = 2 * SETTLED  # updates of a sweep
-_NEEDED = ("model", "strategy", "backend", "optimizer", "config", "train_loader", "seed")
+_NEEDED = ("model", "held", "strategy", "backend", "optimizer", "config", "train_loader", "seed")
 
 
 @dataclass(frozen=True)
@@ -259,26 +258,22 @@ def _check(trainer: Any) -> None:
 
 def _update(trainer: Any, batches: Any, accumulation: Accumulation, update: int) -> Tensor:
     """One update, as the trainer makes it, without an event; returns the mean loss over its batches, shape ()."""
-    backend, strategy, config, optimizer = trainer.backend, trainer.strategy, trainer.config, trainer.optimizer
-    parameters = [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
+    backend, held, strategy = trainer.backend, trainer.held, trainer.strategy
     losses: list[Tensor] = []
     sizes: list[Any] = []
     ready = False
     while not ready:
-        batch = strategy.prepare_batch(backend.to_device(next(batches)))
+        batch = backend.prepare_batch(next(batches), strategy)
         scale = accumulation.weigh(batch.size, batch.tokens, update)
-        losses.append(backend.forward_backward(trainer.model, batch, strategy, scale))
+        gradients = backend.forward_backward(held.state, batch, strategy, scale, held.waiting)
+        held.wait(gradients)
+        losses.append(backend.to_torch(gradients.loss))
         sizes.append(batch.size)
         ready = accumulation.add(batch.size, batch.tokens, update)
-    correction = accumulation.close()
-    backend.unscale_gradients(optimizer)
-    if type(correction) is not float or correction != 1.0:
-        scale_grads(parameters, correction)
-    if config.clip_grad_norm is not None:
-        clip_grad_norm(parameters, config.clip_grad_norm)
-    if config.clip_grad_value is not None:
-        clip_grad_value(parameters, config.clip_grad_value)
-    backend.apply_gradients(optimizer)
+    measure = trainer.config.clip_grad_norm is not None
+    gradients = backend.finish_gradients(held.state, gradients, accumulation.close(), measure=measure)
+    held.take(backend.apply_gradients(held.state, gradients))
+    held.waiting = None
     if len(losses) == 1:
         return losses[0]
     weights = torch.stack([torch.as_tensor(size, device=losses[0].device) for size in sizes])

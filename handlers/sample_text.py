@@ -13,10 +13,10 @@ from torch import nn
 from engine import rng
 from engine.cadence import Every
 from engine.errors import ConfigurationError
+from engine.evaluating import eval_mode
 from engine.events import Events
 from engine.loop import Engine
 from handlers.attachment import Attachment
-from handlers.evaluating import eval_mode
 from handlers.monitoring import check_every, check_whole, publish_media
 from handlers.readings import reading_events
 from handlers.run_folder import make_folder, replace_file

@@ -28,26 +28,35 @@ def taken_back(trainer: Any) -> Iterator[None]:
     optimizer or the strategy keeps in attributes, numbers, tensors and containers of those come back.
 
     Args:
-        trainer: has `model`, `optimizer`, `backend` and `strategy`.
+        trainer: has `model`, `optimizer`, `backend`, `held` and `strategy`.
     """
-    model, optimizer = trainer.model, trainer.optimizer
+    held = trainer.held
     with rng.kept():
         kept = _Kept()
-        for each in (model, trainer.strategy):
-            kept.keep(each)
-        for each in (optimizer, trainer.strategy):
-            kept.keep(getattr(each, "__dict__", None))
+        kept.keep(trainer.strategy)
+        kept.keep(getattr(trainer.strategy, "__dict__", None))
+        state, rate, gradients = None, 0.0, []
+        if held.in_place:
+            kept.keep(trainer.model)
+            kept.keep(getattr(trainer.optimizer, "__dict__", None))
+            gradients = [(parameter, parameter.grad) for parameter in trainer.model.parameters()]
+        else:
+            state, rate = held.copy(), held.optimizer.param_groups[0]["lr"]
+        waiting, held.waiting = held.waiting, None
         backend = copy.deepcopy(trainer.backend.state_dict())
-        gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
         for parameter, _ in gradients:
             parameter.grad = None  # those of an update under way wait untouched
         try:
             yield
         finally:
-            trainer.backend.discard_gradients(optimizer)
+            held.discard()
             kept.put_back()
             for parameter, gradient in gradients:
                 parameter.grad = gradient
+            if state is not None:
+                held.optimizer.param_groups[0]["lr"] = rate
+                held.take(state)
+            held.waiting = waiting
             trainer.backend.load_state_dict(backend)
 
 

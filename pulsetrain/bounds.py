@@ -127,7 +127,7 @@ class Bound:
         if can_be_read_once(self._loader):
             return  # its first batch cannot be looked at beforehand: how long the run will be is not known
         with rng.kept():
-            batches = [strategy.prepare_batch(backend.to_device(batch)) for batch in islice(self._loader, _LOOKED_AT)]
+            batches = [backend.prepare_batch(batch, strategy) for batch in islice(self._loader, _LOOKED_AT)]
         if not batches:
             raise ConfigurationError("Trainer(train_loader): gave no batch; it is empty")
         tokens = [batch.tokens for batch in batches]

@@ -11,12 +11,13 @@ from ignite.metrics import Metric as IgniteMetric
 from torch import Tensor, nn
 
 from engine import Engine, EventBus, Events, Phase, rng
+from engine.backends.held import Held, LiveState
 from engine.batches import length_of, workers_begin, workers_outlive_signals
 from engine.errors import ConfigurationError
+from engine.evaluating import eval_mode
 from engine.logs import get_logger
 from engine.metrics import RunningMean
-from engine.protocols import AlternatingStrategy, Backend, TrainingBatch, TrainingStrategy
-from handlers.evaluating import eval_mode
+from engine.protocols import AlternatingStrategy, TrainingBatch, TrainingStrategy
 
 __all__ = ["Evaluation", "Evaluator", "check_sets", "eval_mode"]
 
@@ -28,7 +29,7 @@ class Evaluation:
     is a mapping with "y_pred", "y" and "loss", which pytorch-ignite's metrics read as they are.
 
     Args:
-        model: evaluated in eval mode; each of its modules is left in the mode it was in.
+        held: whose module is evaluated, in eval mode; each of its modules is left in the mode it was in.
         strategy: makes batches, losses and metrics.
         backend: computes them.
         metrics: name -> an ignite metric, or anything with reset(), update(y_pred, y) and compute().
@@ -41,16 +42,16 @@ class Evaluation:
 
     def __init__(
         self,
-        model: nn.Module,
+        held: LiveState | Held,
         strategy: TrainingStrategy,
-        backend: Backend,
+        backend: Any,
         metrics: Mapping[str, Any],
         bus: EventBus,
         trainer_name: str = "trainer",
     ) -> None:
-        self.model, self.strategy, self.backend = model, strategy, backend
+        self.held, self.strategy, self.backend = held, strategy, backend
         name = "evaluator" if trainer_name == "trainer" else f"{trainer_name}.evaluator"
-        self.engine = Evaluator(self._step, model, name=name, bus=bus)
+        self.engine = Evaluator(self._step, held.module, name=name, bus=bus)
         self._running: dict[str, RunningMean] = {}
         self._means: dict[str, Any] = {}  # of the last set, by the strategy's names
         self._names = frozenset(metrics)
@@ -98,30 +99,36 @@ class Evaluation:
         return {f"{name}/{metric}": value for metric, value in self._scalars(name).items()}
 
     def _step(self, engine: Engine, batch: Any) -> dict[str, Any]:
-        prepared = self.strategy.prepare_batch(self.backend.to_device(batch))
+        backend = self.backend
+        prepared = backend.prepare_batch(batch, self.strategy)
         try:
             if isinstance(self.strategy, AlternatingStrategy):
-                outputs, loss = None, self._alternate(self.strategy, prepared)
+                outputs, means = None, self._alternate(self.strategy, prepared)
             else:
-                outputs, loss = self.backend.eval_step(self.model, prepared, self.strategy)
+                outputs, means = backend.eval_step(self.held.state, prepared, self.strategy)
         finally:
             self._check_values(None)
-        self._add("loss", loss, prepared.size)
-        compute_metrics = getattr(self.strategy, "compute_metrics", None)
+        means = backend.to_torch(means)
+        for name, value in means.items():
+            self._add(name, value, prepared.size)
+        return {
+            "y_pred": backend.to_torch(outputs), "y": backend.to_torch(prepared.targets), "loss": means["loss"]
+        }  # fmt: skip
+
+    def _alternate(self, strategy: AlternatingStrategy, batch: TrainingBatch) -> dict[str, Tensor]:
+        """The sum of its losses, and each, with whatever more it has to say."""
+        losses: dict[str, Tensor] = {}
+        for name, loss in self.backend.losses(
+            self.held.state, batch, strategy
+        ):  # with gradients: a penalty may need some
+            losses[name] = loss.detach()
+        means = {"loss": torch.stack(list(losses.values())).sum()}
+        means.update({f"{name}_loss": loss for name, loss in losses.items()})
+        compute_metrics = getattr(strategy, "compute_metrics", None)
         if compute_metrics is not None:
             with torch.no_grad():
-                for name, value in compute_metrics(outputs, prepared).items():
-                    self._add(name, value, prepared.size)
-        return {"y_pred": outputs, "y": prepared.targets, "loss": loss}
-
-    def _alternate(self, strategy: AlternatingStrategy, batch: TrainingBatch) -> Tensor:
-        """The sum of its losses, each of which is a metric, too."""
-        losses: dict[str, Tensor] = {}
-        for name, loss in self.backend.losses(self.model, batch, strategy):  # with gradients: a penalty may need some
-            losses[name] = loss.detach()
-        for name, loss in losses.items():
-            self._add(f"{name}_loss", loss, batch.size)
-        return torch.stack(list(losses.values())).sum()
+                means.update(compute_metrics(None, batch))
+        return means
 
     def _add(self, name: str, value: Tensor, size: int | Tensor) -> None:
         if name not in self._running:

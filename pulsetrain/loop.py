@@ -44,6 +44,11 @@ class Loop(Trainer):
 
     def __init__(self, model: nn.Module, *arguments: Any, **options: Any) -> None:
         super().__init__(model, *arguments, **options)
+        if not self.backend.in_place:
+            raise ConfigurationError(
+                f"Loop(backend={type(self.backend).__name__}): makes the updates itself, and a loop's body computes in "
+                "place; use a Trainer, or TorchBackend()"
+            )
         defaults = type(self.config)()
         for name in _OF_THE_STEP:
             value = getattr(self.config, name)

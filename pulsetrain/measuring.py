@@ -37,8 +37,9 @@ class Losses:
         self._losses.append(loss)
         self._sizes.append(size)
         if len(self._losses) == _FOLD:
+            values = torch.stack(self._losses).float()
             for reader, mean in self._means.items():
-                self._fold(reader, mean)
+                self._fold(reader, mean, values)
                 self._folded[reader] += _FOLD - self._since[reader]
                 self._since[reader] = 0
             self._losses.clear()
@@ -66,11 +67,13 @@ class Losses:
         self._means[reader].reset()
         self._folded[reader], self._since[reader] = 0, len(self._losses)
 
-    def _fold(self, reader: str, mean: RunningMean) -> None:
-        losses, sizes = self._losses[self._since[reader] :], self._sizes[self._since[reader] :]
-        if not losses:
+    def _fold(self, reader: str, mean: RunningMean, values: Tensor | None = None) -> None:
+        """Put the losses that are kept apart into the reader's mean; `values` are all of them, if stacked already."""
+        since = self._since[reader]
+        sizes = self._sizes[since:]
+        if not sizes:
             return
-        values = torch.stack(losses).float()
+        values = torch.stack(self._losses[since:]).float() if values is None else values[since:]
         if any(isinstance(size, Tensor) for size in sizes):
             weights = torch.stack([torch.as_tensor(size, device=values.device) for size in sizes])
             counted = torch.where(weights > 0, values * weights, 0.0)  # a batch of ignored targets has no loss: nan

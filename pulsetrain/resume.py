@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from engine import rng
+from engine.backends.held import kind_of
 from engine.checkpoint.weights import compare_weights
 from engine.environment import describe_environment, environment_differences
 from engine.errors import CheckpointError
@@ -49,17 +50,15 @@ COUNTERS = ("iteration", "epoch", "epoch_length", "update", "validation_round", 
 def capture(trainer: Trainer) -> dict[str, Any]:
     """Everything that the next iteration depends on, as tensors and plain containers."""
     state, position = trainer.state, trainer.position
-    gradients = {}
-    if trainer.accumulated:  # between two updates: their sum so far
-        gradients = {name: p.grad for name, p in trainer.model.named_parameters() if p.grad is not None}
+    gradients = trainer.held.gradients() if trainer.accumulated else {}  # between two updates: their sum so far
     counters = {name: getattr(state, name) for name in COUNTERS}
     return {
         "format": FORMAT,
-        "environment": describe_environment(trainer.backend.device),
+        "environment": _environment(trainer),
         "settings": plain_settings(trainer.config),
         "model": trainer.model.state_dict(),
         "optimizer": trainer.optimizer.state_dict(),
-        "optimizer_type": type(trainer.optimizer).__name__,
+        "optimizer_type": kind_of(trainer.optimizer),
         "backend": trainer.backend.state_dict(),
         "announced_skips": trainer.announced_skips,
         "accumulation": {**trainer.accumulation.state_dict(), "gradients": gradients},
@@ -107,9 +106,7 @@ def restore(trainer: Trainer, saved: Mapping[str, Any]) -> None:
     _tell_of_rates(trainer, configured)
     trainer.announced_skips = saved["announced_skips"]
     trainer.accumulation.load_state_dict(saved["accumulation"])
-    gradients = saved["accumulation"]["gradients"]
-    for name, parameter in trainer.model.named_parameters():
-        parameter.grad = gradients[name].to(parameter.device) if name in gradients else None
+    trainer.held.load_gradients(saved["accumulation"]["gradients"], trainer.accumulated)
     counters = saved["counters"]
     trainer.set_counters({**counters, "save": counters["save"] + 1})  # its own save, counted once it was durable
     trainer.learning_rates = tuple(saved["learning_rates"])
@@ -132,6 +129,10 @@ def restore(trainer: Trainer, saved: Mapping[str, Any]) -> None:
             devices=fewer,
         )
     _tell_of_changes(trainer, saved)
+
+
+def _environment(trainer: Trainer) -> dict[str, Any]:
+    return describe_environment(trainer.backend.device, getattr(trainer.backend, "packages", ()))
 
 
 def _named_losses(trainer: Trainer) -> dict[str, Any]:
@@ -173,7 +174,7 @@ def _restore_what_may_refuse(trainer: Trainer, saved: Mapping[str, Any]) -> None
 
 
 def _check_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    mine, theirs = type(optimizer).__name__, saved["optimizer_type"]
+    mine, theirs = kind_of(optimizer), saved["optimizer_type"]
     if mine != theirs:
         raise CheckpointError(f"the checkpoint was made with {theirs}, this trainer has {mine}; use the same optimizer")
     groups = [len(group["params"]) for group in optimizer.param_groups]
@@ -209,7 +210,7 @@ def _default(field: Field[Any]) -> Any:
 
 def _tell_of_changes(trainer: Trainer, saved: Mapping[str, Any]) -> None:
     """Say what is another than when the checkpoint was made: from it on the run may be another, too."""
-    now = describe_environment(trainer.backend.device)
+    now = _environment(trainer)
     trainer.environment_changes = environment_differences(saved["environment"], now)
     if trainer.environment_changes:
         get_logger("pulsetrain").warning(

@@ -11,36 +11,33 @@ import torch
 from torch import Tensor
 
 from engine.events import Events
-from engine.gradients import clip_grad_norm, clip_grad_value, grad_norm, scale_grads
 from engine.payloads import GradientsReady, OptimizerStepCompleted
-from engine.protocols import TrainingBatch, TrainingResult
+from engine.protocols import GradientInfo, TrainingBatch, TrainingResult
 
 if TYPE_CHECKING:
     from pulsetrain.trainer import Trainer
 
-__all__ = ["rates_of", "step", "update"]
+__all__ = ["rates_of", "step"]
 
 
 def step(trainer: Trainer, batch: Any) -> TrainingResult:
     """One batch; the trainer's process function. Where it fails, gradients that were waiting are given up."""
-    strategy, backend, state, accumulation = trainer.strategy, trainer.backend, trainer.state, trainer.accumulation
-    prepared = strategy.prepare_batch(backend.to_device(batch))
-    size, tokens = prepared.size, prepared.tokens
+    backend, state = trainer.backend, trainer.state
+    prepared = backend.prepare_batch(batch, trainer.strategy)
     trainer.in_step = True
     try:
-        scale = accumulation.weigh(size, tokens, state.update)
         if trainer.optimizers is not None:
-            losses = _alternate(trainer, prepared, scale)
+            result = TrainingResult(_alternate(trainer, prepared))
+        elif trainer.gradients_plan.live or not trainer.accumulation.nothing_waits:
+            result = TrainingResult({"loss": _step_in_parts(trainer, prepared)})
         else:
-            losses = {"loss": backend.forward_backward(trainer.model, prepared, strategy, scale)}
-            if accumulation.add(size, tokens, state.update):
-                update(trainer, accumulation.close())
+            result = _whole_step(trainer, prepared)
         state.samples += prepared.samples
-        state.tokens += tokens
-        trainer.losses.add(losses["loss"], size)
+        state.tokens += prepared.tokens
+        trainer.losses.add(result.metrics["loss"], prepared.size)
     except BaseException:  # a part of this batch's gradients may be among them
-        accumulation.restart()
-        backend.discard_gradients(trainer.optimizer)
+        trainer.accumulation.restart()
+        trainer.held.discard()
         raise
     finally:
         trainer.in_step = False
@@ -49,32 +46,64 @@ def step(trainer: Trainer, batch: Any) -> TrainingResult:
         reason = trainer.bound.reached(state)
         if reason is not None:
             trainer.terminate(reason=reason)
-    return TrainingResult(losses)
+    return result
 
 
-def _alternate(trainer: Trainer, batch: TrainingBatch, scale: Any) -> dict[str, Tensor]:
+def _whole_step(trainer: Trainer, batch: TrainingBatch) -> TrainingResult:
+    """An update over one batch, where nobody asks for anything in between."""
+    backend, held = trainer.backend, trainer.held
+    rates = rates_of(trainer.optimizer)
+    result: TrainingResult = backend.train_step(held.state, batch, trainer.strategy, donate=True)
+    trainer.state.update += 1
+    if not backend.in_place or len(result.metrics) > 1:
+        held.take(result.state)
+        found = backend.to_torch(result.metrics)
+        if trainer.config.clip_grad_norm is not None:
+            trainer.grad_norm = found["grad_norm"]
+        result = TrainingResult({"loss": found["loss"]})  # a state that was kept would keep its memory
+    trainer.learning_rates = rates
+    if trainer.checking:
+        trainer.stop_checking()
+    if trainer.stepped_plan.live:
+        trainer.fire(Events.OPTIMIZER_STEP_COMPLETED, OptimizerStepCompleted(learning_rates=rates))
+    return result
+
+
+def _step_in_parts(trainer: Trainer, batch: TrainingBatch) -> Tensor:
+    """The batch's gradients, and an update where it is time for one; returns the loss, detached."""
+    backend, held, accumulation = trainer.backend, trainer.held, trainer.accumulation
+    scale = accumulation.weigh(batch.size, batch.tokens, trainer.state.update)
+    gradients = backend.forward_backward(held.state, batch, trainer.strategy, scale, held.waiting)
+    held.wait(gradients)
+    if accumulation.add(batch.size, batch.tokens, trainer.state.update):
+        _update(trainer, gradients, accumulation.close())
+    loss: Tensor = backend.to_torch(gradients.loss)
+    return loss
+
+
+def _alternate(trainer: Trainer, batch: TrainingBatch) -> dict[str, Tensor]:
     """Each of the strategy's losses to its own optimizer; returns their sum, and each by its name, detached."""
     backend, accumulation, optimizers = trainer.backend, trainer.accumulation, trainer.optimizers
     assert optimizers is not None
+    scale = accumulation.weigh(batch.size, batch.tokens, trainer.state.update)
     correction = None
     if accumulation.add(batch.size, batch.tokens, trainer.state.update):
         correction = accumulation.close()
     found: dict[str, Tensor] = {}
-    for name, loss in backend.losses(trainer.model, batch, trainer.strategy):
+    for name, loss in backend.losses(trainer.held.state, batch, trainer.strategy):
         if name not in optimizers.parts:
             raise ValueError(
                 f"{type(trainer.strategy).__name__}.compute_losses: gave a loss for {name!r}, and the optimizers are "
                 f"{', '.join(optimizers)}"
             )
-        optimizer = optimizers[name]
         if f"{name}_loss" in found and not accumulation.rule.batches == 1:
             raise ValueError(
                 f"{type(trainer.strategy).__name__}.compute_losses: gave two losses for {name!r} of one batch, which "
                 "cannot be accumulated over several; set accumulate=1"
             )
-        found[f"{name}_loss"] = backend.backward(loss, scale, _parameters(optimizer))
+        found[f"{name}_loss"] = detached = backend.backward(loss, scale, _parameters(optimizers[name]))
         if correction is not None:
-            update(trainer, correction, optimizer, name)
+            _update(trainer, GradientInfo(detached), correction, name)
     if not found:
         raise ValueError(f"{type(trainer.strategy).__name__}.compute_losses: gave no loss")
     for name, value in found.items():
@@ -82,43 +111,37 @@ def _alternate(trainer: Trainer, batch: TrainingBatch, scale: Any) -> dict[str, 
     return {"loss": sum(found.values(), torch.zeros_like(value)), **found}
 
 
-def update(trainer: Trainer, correction: Any, optimizer: Any = None, name: str = "") -> None:
+def _update(trainer: Trainer, gradients: GradientInfo, correction: Any, name: str = "") -> None:
     """One optimizer step over the gradients of the accumulated batches.
 
     Args:
         correction: what the gradients are to be multiplied by first.
-        optimizer: by default the trainer's only one.
-        name: what it is called, where there are several.
+        name: of the optimizer, where there are several.
     """
-    config, backend, state = trainer.config, trainer.backend, trainer.state
-    optimizer = trainer.optimizer if optimizer is None else optimizer
-    backend.unscale_gradients(optimizer)
-    if type(correction) is not float or correction != 1.0:
-        scale_grads(_parameters(optimizer), correction)
+    backend, held, state = trainer.backend, trainer.held, trainer.state
     heard = trainer.gradients_plan
+    asked = heard.live and (heard.busy or not heard.low <= state.update + 1 < heard.high)
+    measure = asked or trainer.config.clip_grad_norm is not None
+    model_state = held.parts[name] if name else held.state
+    gradients = backend.finish_gradients(
+        model_state, backend.all_reduce_gradients(gradients), correction, measure=measure
+    )
     skip = None
-    if config.clip_grad_norm is not None or (
-        heard.live and (heard.busy or not heard.low <= state.update + 1 < heard.high)
-    ):
-        norm, trainer.skip = grad_norm(_parameters(optimizer)), None
+    if measure:
+        norm, trainer.skip = backend.to_torch(gradients.grad_norm), None
         if name:
             trainer.grad_norms[name] = norm
         else:
             trainer.grad_norm = norm
         trainer.fire(Events.GRADIENTS_READY, GradientsReady(grad_norm=norm, optimizer=name))  # it counts the update
         skip, trainer.skip = trainer.skip, None
-        if config.clip_grad_norm is not None:
-            clip_grad_norm(_parameters(optimizer), config.clip_grad_norm, norm)
+        model_state = held.parts[name] if name else held.state  # who heard it may have written into the model
     else:
         state.update += 1
-    if config.clip_grad_value is not None:
-        clip_grad_value(_parameters(optimizer), config.clip_grad_value)
-    rates = rates_of(optimizer)
+    rates = rates_of(held.optimizer if not name else held.optimizer[name])
+    held.take(backend.apply_gradients(model_state, gradients, skip, donate=True))
+    held.waiting = None
     trainer.learning_rates = rates if not name else _with_rates(trainer, rates, name)
-    if skip is None:
-        backend.apply_gradients(optimizer)
-    else:
-        backend.apply_gradients(optimizer, skip)
     if trainer.checking:
         trainer.stop_checking()
     if trainer.stepped_plan.live:
@@ -127,7 +150,10 @@ def update(trainer: Trainer, correction: Any, optimizer: Any = None, name: str =
 
 def rates_of(optimizer: Any) -> tuple[float, ...]:
     """Each group's rate; a copy of one that is a tensor on a device, which a schedule will fill with the next."""
-    return tuple([rate if type(rate := group["lr"]) is float else _as_number(rate) for group in optimizer.param_groups])
+    groups = optimizer.param_groups
+    if len(groups) == 1 and type(rate := groups[0]["lr"]) is float:
+        return (rate,)
+    return tuple([rate if type(rate := group["lr"]) is float else _as_number(rate) for group in groups])
 
 
 def _with_rates(trainer: Trainer, rates: tuple[float, ...], name: str) -> tuple[float, ...]:

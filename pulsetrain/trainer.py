@@ -17,12 +17,13 @@ from engine.accumulation import Accumulation
 from engine.backends.torch import TorchBackend
 from engine.batches import workers_begin, workers_outlive_signals
 from engine.checkpoint import Place, load_checkpoint, place_of
+from engine.core import TrainerCore
 from engine.errors import ConfigurationError
 from engine.logs import get_logger
 from engine.metrics import MetricTracker
 from engine.optimizers import NamedOptimizers, averaged_weights, parts_of
 from engine.payloads import CheckpointLoaded, MediaLogged, ValidationCompleted
-from engine.protocols import AlternatingStrategy, TrainingStrategy
+from engine.protocols import AlternatingStrategy, Backend, ModelState, Optimizer, TrainingResult, TrainingStrategy
 from handlers import Callback, CallbackList
 from handlers.readings import reading_events
 from pulsetrain.arguments import (
@@ -30,14 +31,13 @@ from pulsetrain.arguments import (
     check_metric_names,
     configured_handlers,
     named_loaders,
-    resolve_model,
-    resolve_optimizers,
     resolve_strategy,
 )
 from pulsetrain.beginning import begin_anew, checkpointer_of, resume_from, stand_at_the_end
 from pulsetrain.bounds import Bound
 from pulsetrain.config import TrainingConfig
 from pulsetrain.evaluation import Evaluation, check_sets
+from pulsetrain.functional import current_state, hold, train_epoch
 from pulsetrain.handler_states import handler_settings, handler_states, restore_states
 from pulsetrain.log_point import log_point, mean_losses
 from pulsetrain.measuring import Losses, Rate
@@ -50,20 +50,21 @@ from pulsetrain.unsaved import check_unsaved, tell_of_changed_numbers
 __all__ = ["Trainer"]
 
 Loader = Iterable[Any]
-OptimizerChoice = str | torch.optim.Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
+OptimizerChoice = str | torch.optim.Optimizer | Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
 class Trainer(Engine):
     """Trains a model: everything that an Engine does, and the step, the validation and the checkpoints as well.
 
     Args:
-        model: an nn.Module; it is moved to the backend's device. Several by name for a strategy that trains them in
-            turns.
+        model: an nn.Module, which is moved to the backend's device, or what else the backend takes for a model.
+            Several by name for a strategy that trains them in turns.
         train_loader: gives batches, as often as asked; a length is not needed.
         val_loader: one set, whose metrics are called "val/...", or a mapping name -> set ("name/...").
         strategy: what is optimised: a name, or an object (TrainingStrategy; AlternatingStrategy for several modules).
         optimizer: a name, a torch optimizer over the model's parameters, or a factory called with them; by default
-            what the configuration says. Of several modules, such a one for each by its name.
+            what the configuration says. Of several modules, such a one for each by its name. On a backend that computes
+            with values, a name or an object with init and update.
         backend: what computes; by default PyTorch on the configuration's device.
         config: the settings.
         metrics: name -> metric, for validation: ignite's, torchmetrics', or anything with reset, update and compute.
@@ -79,13 +80,13 @@ class Trainer(Engine):
 
     def __init__(
         self,
-        model: nn.Module | Mapping[str, nn.Module],
+        model: Any,
         train_loader: Loader,
         val_loader: Loader | Mapping[str, Loader] | None = None,
         *,
         strategy: str | TrainingStrategy | AlternatingStrategy = "supervised",
         optimizer: OptimizerChoice | Mapping[str, OptimizerChoice] | None = None,
-        backend: TorchBackend | None = None,
+        backend: Backend | None = None,
         config: TrainingConfig | None = None,
         metrics: Mapping[str, Any] | None = None,
         handlers: Sequence[Any] = (),
@@ -102,18 +103,17 @@ class Trainer(Engine):
         super().__init__(step, name=name, bus=bus)
         self.strategy = resolve_strategy(strategy)
         check_metric_names(metrics, self.strategy)
-        self.backend = backend or TorchBackend()
-        self.backend.configure(config.device, config.precision, config.compile, config.activation_checkpointing)
         self.seed = config.seed if config.seed is not None else int.from_bytes(os.urandom(7), "big")
-        self.model = self.backend.place(resolve_model(model, self.strategy))
-        self.optimizer = resolve_optimizers(optimizer, self.model, self.strategy, config)
+        self.backend: Any = backend or TorchBackend()
+        self.held: Any = hold(self.backend, model, optimizer, self.strategy, config, self.seed)
+        self.model, self.optimizer = self.held.module, self.held.optimizer
         self.optimizers = self.optimizer if isinstance(self.optimizer, NamedOptimizers) else None
         self.train_loader = train_loader
         self.val_loaders = named_loaders(val_loader)
         check_sets(self.val_loaders)
         self.bound = Bound(config, train_loader, optimizers=len(parts_of(self.optimizer)))
         self.evaluation = Evaluation(
-            self.model, self.strategy, self.backend, metrics or {}, self.bus, trainer_name=self.name
+            self.held, self.strategy, self.backend, metrics or {}, self.bus, trainer_name=self.name
         )
         self.evaluator = self.evaluation.engine
         self.evaluator.contexts.append(partial(averaged_weights, self.optimizer))
@@ -167,11 +167,14 @@ class Trainer(Engine):
                 raise TypeError(f"Trainer.train(resume={resume!r}): needs 'latest' or a checkpoint's path")
             resume_from(self, resume)
         self.rewinding = self.skip = None
-        self._train()
-        while self.rewinding is not None:
-            go_back(self, self.rewinding)
-            self.rewinding = None
+        try:
             self._train()
+            while self.rewinding is not None:
+                go_back(self, self.rewinding)
+                self.rewinding = None
+                self._train()
+        finally:
+            self.held.publish()
         return self.history.get_history()
 
     def rewind(self, first: int, last: int, reason: str) -> None:
@@ -207,6 +210,28 @@ class Trainer(Engine):
                 out on the device (fused Adam, AdamW, SGD).
         """
         self.skip = where if self.skip is None else self.skip | where
+
+    @property
+    def model_state(self) -> ModelState:
+        """Weights, optimizer state and metadata as they are now, as values: training on leaves them as they are."""
+        return current_state(self)
+
+    def train_step(self, batch: Any, model_state: ModelState, optimizer_state: Any = None) -> TrainingResult:
+        """One update over one batch as a pure function, see `TrainerCore.train_step`; nothing here changes.
+
+        Raises:
+            ConfigurationError: the trainer's backend computes in place.
+        """
+        return TrainerCore(self.backend, self.strategy).train_step(batch, model_state, optimizer_state)
+
+    def train_epoch(self, loader: Loader | None = None, model_state: ModelState | None = None) -> ModelState:
+        """One epoch with all its events and handlers, from this state on; returns the state behind it.
+
+        Args:
+            loader: by default the trainer's.
+            model_state: where to go on from; by default where the trainer is.
+        """
+        return train_epoch(self, self.train_loader if loader is None else loader, model_state)
 
     def _train(self) -> None:
         state, bound = self.state, self.bound

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from engine.errors import ConfigurationError
+from engine.gradients import clip_grad_norm, clip_grad_value, grad_norm, scale_grads
 from engine.memory import recompute_activations
 from engine.precision import Precision
-from engine.protocols import AlternatingStrategy, TrainingBatch, TrainingStrategy, describe
+from engine.protocols import (
+    AlternatingStrategy,
+    BackendSettings,
+    GradientInfo,
+    ModelState,
+    TrainingBatch,
+    TrainingResult,
+    TrainingStrategy,
+    describe,
+)
 
 __all__ = ["TorchBackend", "find_device"]
 
@@ -40,7 +51,11 @@ def find_device(device: str | torch.device = "auto") -> torch.device:
 
 
 class TorchBackend:
-    """nn.Module and torch.optim on one device, in place.
+    """nn.Module and torch.optim on one device.
+
+    In place, where a state's weights are the module and its optimizer torch's, nothing is made anew in a step that the
+    loop written by hand would not make. With `functional=True` it is a `FunctionalTorchBackend`, whose states are
+    values.
 
     Args:
         device: "auto", "cpu", "cuda", "cuda:1", "mps" ...
@@ -49,10 +64,20 @@ class TorchBackend:
         compile: run the model through torch.compile.
         activation_checkpointing: names of the modules whose activations are not kept but computed again in the backward
             pass, as "blocks.*"; None leaves it to the configuration.
+        functional: compute with values, by torch.func.
 
     Raises:
         ConfigurationError: the device is not there, or cannot compute in this precision.
     """
+
+    in_place = True
+
+    def __new__(cls, *args: Any, functional: bool = False, **kwargs: Any) -> TorchBackend:
+        if functional and cls is TorchBackend:
+            from engine.backends.torch_functional import FunctionalTorchBackend
+
+            cls = FunctionalTorchBackend
+        return super().__new__(cls)
 
     def __init__(
         self,
@@ -62,6 +87,7 @@ class TorchBackend:
         gradient_scale: float = 65536.0,
         compile: bool = False,
         activation_checkpointing: str | None = None,
+        functional: bool = False,
     ) -> None:
         self.requested_device = device
         self.requested_precision = precision
@@ -69,15 +95,9 @@ class TorchBackend:
         self.requested_compile = compile
         self.requested_checkpointing = activation_checkpointing
         self._serves = False
-        self._configure("auto", "fp32", False, None)
+        self._configure(BackendSettings())
 
-    def configure(
-        self,
-        device: str | torch.device,
-        precision: str,
-        compile: bool = False,
-        activation_checkpointing: str | None = None,
-    ) -> None:
+    def configure(self, settings: BackendSettings) -> None:
         """Take over what a trainer's configuration says and the constructor left open.
 
         Raises:
@@ -88,18 +108,19 @@ class TorchBackend:
                 "TorchBackend: serves another trainer already; give each Trainer a backend of its own"
             )
         self._serves = True
-        self._configure(device, precision, compile, activation_checkpointing)
+        self._configure(settings)
 
-    def _configure(
-        self, device: str | torch.device, precision: str, compile: bool, activation_checkpointing: str | None
-    ) -> None:
-        self.device = find_device(device if self.requested_device is None else self.requested_device)
-        name: Any = self.requested_precision or precision
+    def _configure(self, settings: BackendSettings) -> None:
+        self.device = find_device(settings.device if self.requested_device is None else self.requested_device)
+        name: Any = self.requested_precision or settings.precision
         self.precision = Precision(name, self.device, self.gradient_scale)
         self._autocast, self.scaler = self.precision.autocast, self.precision.scaler
         self.skips_updates = self.scaler is not None
-        self.compile = self.requested_compile or compile
-        self.activation_checkpointing = self.requested_checkpointing or activation_checkpointing
+        self.compile = self.requested_compile or settings.compile
+        self.activation_checkpointing = self.requested_checkpointing or settings.activation_checkpointing
+        self.clip_norm, self.clip_value = settings.clip_grad_norm, settings.clip_grad_value
+        self._plain = self.precision.dtype is None  # nothing round the forward pass
+        self._bare = self._plain and self.clip_norm is None and self.clip_value is None
         self._moves = self.device.type != "cpu"
 
     def place(self, model: nn.Module) -> nn.Module:
@@ -118,9 +139,27 @@ class TorchBackend:
             model.compile()
         return model
 
+    def init(self, model: Any, optimizer: Any) -> ModelState:
+        """The module and its optimizer themselves."""
+        return ModelState(model, optimizer)
+
     def to_device(self, batch: Any) -> Any:
         """Every tensor in the batch on the device; copies do not wait where the loader pins its memory."""
         return _move(batch, self.device) if self._moves else batch
+
+    def prepare_batch(self, batch: Any, strategy: Any) -> TrainingBatch:
+        """The strategy's batch, on the device.
+
+        Raises:
+            ValueError: it has no samples, so that its mean loss would be nan.
+        """
+        prepared: TrainingBatch = strategy.prepare_batch(_move(batch, self.device) if self._moves else batch)
+        if not prepared.samples:
+            raise ValueError(
+                f"a batch of 0 samples, inputs {describe(prepared.inputs)}: its mean loss would be nan; "
+                "let the loader leave empty batches out"
+            )
+        return prepared
 
     def forward(self, model: nn.Module, batch: TrainingBatch) -> Any:
         """What the model gives for the batch's inputs."""
@@ -131,22 +170,29 @@ class TorchBackend:
             return model(**inputs)
         return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
 
-    def _evaluate(self, model: nn.Module, batch: TrainingBatch, strategy: TrainingStrategy) -> tuple[Any, Tensor]:
-        _require_samples(batch)
+    def _evaluate(self, model: Any, batch: TrainingBatch, strategy: TrainingStrategy) -> tuple[Any, Tensor]:
         try:
+            if self._plain:
+                outputs = self.forward(model, batch)
+                return outputs, strategy.compute_loss(outputs, batch)
             with self._autocast():
                 outputs = self.forward(model, batch)
                 return outputs, strategy.compute_loss(outputs, batch)
         except Exception as error:
-            error.add_note(_given(batch))
+            error.add_note(given(batch))
             raise
 
     def forward_backward(
-        self, model: nn.Module, batch: TrainingBatch, strategy: TrainingStrategy, scale: float | Tensor
-    ) -> Tensor:
-        """Add `scale` times the loss's gradients to the parameters'; returns the loss, shape (), detached."""
-        _, loss = self._evaluate(model, batch, strategy)
-        return self.backward(loss, scale)
+        self,
+        state: ModelState,
+        batch: TrainingBatch,
+        strategy: TrainingStrategy,
+        scale: float | Tensor = 1.0,
+        waiting: GradientInfo | None = None,
+    ) -> GradientInfo:
+        """Add `scale` times the loss's gradients to the parameters'."""
+        _, loss = self._evaluate(state.weights, batch, strategy)
+        return GradientInfo(self.backward(loss, scale))
 
     def backward(self, loss: Tensor, scale: float | Tensor = 1.0, parameters: Sequence[Tensor] | None = None) -> Tensor:
         """Add `scale` times the loss's gradients to the parameters', all or those given; returns the loss, detached."""
@@ -154,10 +200,7 @@ class TorchBackend:
         if self.scaler is not None:
             scaled = self.scaler.scale(scaled)
         if not scaled.requires_grad:
-            raise RuntimeError(
-                "the loss has no gradient: no parameter that requires one took part in it; "
-                "check requires_grad and torch.no_grad() in the model and the loss"
-            )
+            raise _no_gradient()
         if parameters is None:
             scaled.backward()
         else:
@@ -165,37 +208,82 @@ class TorchBackend:
         return loss.detach()
 
     def losses(
-        self, model: nn.Module, batch: TrainingBatch, strategy: AlternatingStrategy
+        self, state: ModelState, batch: TrainingBatch, strategy: AlternatingStrategy
     ) -> Iterator[tuple[str, Tensor]]:
         """The strategy's losses with the names of their optimizers, each computed when it is asked for."""
-        _require_samples(batch)
-        losses = iter(strategy.compute_losses(model, batch))
+        losses = iter(strategy.compute_losses(state.weights, batch))
         while True:
             try:
                 with self._autocast():  # not round the yield: whoever takes the loss computes outside
                     found = next(losses, None)
             except Exception as error:
-                error.add_note(_given(batch))
+                error.add_note(given(batch))
                 raise
             if found is None:
                 return
             yield found
 
-    def unscale_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Bring gradients to their true size before they are measured or clipped; for fp16 alone."""
-        self.precision.unscale(optimizer)
+    def all_reduce_gradients(self, gradients: GradientInfo) -> GradientInfo:
+        """As they are: there is one process."""
+        return gradients
 
-    def apply_gradients(self, optimizer: torch.optim.Optimizer, skip: Tensor | None = None) -> None:
+    def finish_gradients(
+        self, state: ModelState, gradients: GradientInfo, correction: float | Tensor = 1.0, measure: bool = True
+    ) -> GradientInfo:
+        """Bring the gradients to their true size, times `correction`, and measure their norm."""
+        self.precision.unscale(state.optimizer)
+        if type(correction) is not float or correction != 1.0:
+            scale_grads(_learning(state.optimizer), correction)
+        return replace(gradients, grad_norm=grad_norm(_learning(state.optimizer))) if measure else gradients
+
+    def apply_gradients(
+        self, state: ModelState, gradients: GradientInfo, skip: Tensor | None = None, donate: bool = False
+    ) -> ModelState:
         """One optimizer step, left out where fp16 has overflowed or `skip` is true; the gradients are gone afterwards.
 
         `skip`, of shape (), is not waited for where the optimizer's kernel can leave a step out on the device.
         """
+        optimizer = state.optimizer
+        if self.clip_norm is not None:
+            clip_grad_norm(_learning(optimizer), self.clip_norm, gradients.grad_norm)
+        if self.clip_value is not None:
+            clip_grad_value(_learning(optimizer), self.clip_value)
         self.precision.step(optimizer, skip)
         optimizer.zero_grad(set_to_none=True)
+        return state
 
-    def discard_gradients(self, optimizer: torch.optim.Optimizer) -> None:
+    def train_step(
+        self, state: ModelState, batch: TrainingBatch, strategy: TrainingStrategy, donate: bool = False
+    ) -> TrainingResult:
+        """One update over one batch, in place."""
+        if self._bare:
+            return self._bare_step(state, batch, strategy)
+        gradients = self.forward_backward(state, batch, strategy)
+        metrics = {"loss": gradients.loss}
+        if self.scaler is not None or self.clip_norm is not None:
+            gradients = self.finish_gradients(state, gradients, measure=self.clip_norm is not None)
+            if gradients.grad_norm is not None:
+                metrics["grad_norm"] = gradients.grad_norm
+        return TrainingResult(metrics, self.apply_gradients(state, gradients))
+
+    def _bare_step(self, state: ModelState, batch: TrainingBatch, strategy: TrainingStrategy) -> TrainingResult:
+        """The same, where nothing stands between forward, backward and update: calls count here."""
+        optimizer = state.optimizer
+        try:
+            loss = strategy.compute_loss(self.forward(state.weights, batch), batch)
+        except Exception as error:
+            error.add_note(given(batch))
+            raise
+        if not loss.requires_grad:
+            raise _no_gradient()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return TrainingResult({"loss": loss.detach()}, state)
+
+    def discard_gradients(self, state: ModelState) -> None:
         """No optimizer step: a batch failed. The gradients are gone afterwards."""
-        optimizer.zero_grad(set_to_none=True)
+        state.optimizer.zero_grad(set_to_none=True)
         self.precision.discard()
 
     def begin_run(self) -> None:
@@ -206,10 +294,17 @@ class TorchBackend:
         """How many updates were left out because fp16 overflowed; for fp16 it waits for the device."""
         return self.precision.skipped_updates()
 
-    def eval_step(self, model: nn.Module, batch: TrainingBatch, strategy: TrainingStrategy) -> tuple[Any, Tensor]:
-        """The model's outputs and the loss, without gradients."""
+    def eval_step(
+        self, state: ModelState, batch: TrainingBatch, strategy: TrainingStrategy
+    ) -> tuple[Any, dict[str, Tensor]]:
+        """The model's outputs, and the loss and the strategy's metrics by name, without gradients."""
         with torch.no_grad():
-            return self._evaluate(model, batch, strategy)
+            outputs, loss = self._evaluate(state.weights, batch, strategy)
+            return outputs, {"loss": loss, **strategy.compute_metrics(outputs, batch)}
+
+    def to_torch(self, value: Any) -> Any:
+        """The value itself."""
+        return value
 
     def state_dict(self) -> dict[str, Any]:
         """The gradient scale and the count of skipped updates, for fp16."""
@@ -220,15 +315,18 @@ class TorchBackend:
         self.precision.load_state_dict(dict(state))
 
 
-def _require_samples(batch: TrainingBatch) -> None:
-    if not batch.samples:
-        raise ValueError(
-            f"a batch of 0 samples, inputs {describe(batch.inputs)}: its mean loss would be nan; "
-            "let the loader leave empty batches out"
-        )
+def _no_gradient() -> RuntimeError:
+    return RuntimeError(
+        "the loss has no gradient: no parameter that requires one took part in it; "
+        "check requires_grad and torch.no_grad() in the model and the loss"
+    )
 
 
-def _given(batch: TrainingBatch) -> str:
+def _learning(optimizer: Any) -> list[Tensor]:
+    return [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
+
+
+def given(batch: TrainingBatch) -> str:
     return f"given inputs {describe(batch.inputs, ranges=True)}, targets {describe(batch.targets, ranges=True)}"
 
 

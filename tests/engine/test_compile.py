@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from engine import SupervisedStrategy, TorchBackend
-from engine.protocols import TrainingBatch
+from engine.protocols import BackendSettings, TrainingBatch
 
 pytestmark = [
     pytest.mark.slow,
@@ -21,15 +21,15 @@ def train(*, compile: bool, pattern: str | None) -> tuple[list[float], dict[str,
     torch.manual_seed(0)
     block = nn.Sequential(nn.Linear(6, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Linear(12, 6))
     backend = TorchBackend("cpu", compile=compile, activation_checkpointing=pattern)
-    backend.configure("cpu", "fp32")
+    backend.configure(BackendSettings(device="cpu"))
     model = backend.place(nn.Sequential(block, nn.Linear(6, 1)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = backend.init(model, optimizer)
     strategy, losses = SupervisedStrategy("mse"), []
     for step in range(4):
         inputs = torch.randn(8, 6, generator=torch.Generator().manual_seed(step))
         batch = TrainingBatch(inputs, inputs.sum(1, keepdim=True), 8)
-        losses.append(backend.forward_backward(model, batch, strategy, 1.0).item())
-        backend.apply_gradients(optimizer)
+        losses.append(backend.train_step(state, batch, strategy).loss.item())
     return losses, model.state_dict()
 
 

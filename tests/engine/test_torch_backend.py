@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from engine import ConfigurationError, SupervisedStrategy, TorchBackend
 from engine.backends.torch import find_device
-from engine.protocols import Backend, TrainingBatch, TrainingStrategy
+from engine.protocols import Backend, BackendSettings, GradientInfo, TrainingBatch, TrainingStrategy
 
 Pair = namedtuple("Pair", ["inputs", "targets"])
 
@@ -46,11 +46,12 @@ def test_gradients_add_up_until_they_are_applied():
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     batch = strategy.prepare_batch((torch.ones(4, 2), torch.zeros(4, 1)))
     before = model.weight.detach().clone()
-    whole = backend.forward_backward(model, batch, strategy, 1.0)
-    gradient = model.weight.grad.clone()
-    backend.forward_backward(model, batch, strategy, 0.5)
+    state = backend.init(model, optimizer)
+    first = backend.forward_backward(state, batch, strategy)
+    whole, gradient = first.loss, model.weight.grad.clone()
+    gradients = backend.forward_backward(state, batch, strategy, 0.5, first)
     torch.testing.assert_close(model.weight.grad, 1.5 * gradient)
-    backend.apply_gradients(optimizer)
+    assert backend.apply_gradients(state, gradients) is state
     assert model.weight.grad is None
     torch.testing.assert_close(model.weight.detach(), before - 1.5 * gradient)
     assert not whole.requires_grad
@@ -59,9 +60,11 @@ def test_gradients_add_up_until_they_are_applied():
 
 def test_an_evaluation_step_leaves_no_gradients():
     backend, strategy, model = TorchBackend("cpu"), SupervisedStrategy("mse"), nn.Linear(2, 1)
-    outputs, loss = backend.eval_step(model, strategy.prepare_batch((torch.ones(4, 2), torch.zeros(4, 1))), strategy)
+    batch = backend.prepare_batch((torch.ones(4, 2), torch.zeros(4, 1)), strategy)
+    outputs, metrics = backend.eval_step(backend.init(model, None), batch, strategy)
     assert not outputs.requires_grad
-    assert not loss.requires_grad
+    assert list(metrics) == ["loss"]
+    assert not metrics["loss"].requires_grad
     assert model.weight.grad is None
 
 
@@ -80,17 +83,17 @@ def test_on_the_cpu_a_batch_is_handed_on_as_it_is():
 
 def test_what_the_constructor_fixes_the_configuration_does_not_change():
     backend = TorchBackend("cpu", precision="bf16")
-    backend.configure("auto", "fp32")
+    backend.configure(BackendSettings())
     assert backend.precision.name == "bf16"
 
 
 def test_a_gradient_scale_survives_a_round_trip():
     backend = TorchBackend("cpu", precision="fp16")
-    backend.configure("cpu", "fp32")
+    backend.configure(BackendSettings(device="cpu"))
     backend.scaler.scale(torch.ones(()))
     backend.scaler.update(new_scale=128.0)
     other = TorchBackend("cpu", precision="fp16")
-    other.configure("cpu", "fp32")
+    other.configure(BackendSettings(device="cpu"))
     other.load_state_dict(backend.state_dict())
     assert other.scaler.get_scale() == 128.0
 
@@ -118,7 +121,7 @@ def test_an_fp16_run_with_momentum_survives_a_skipped_first_step():
     model = nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=False)
     backend = TorchBackend("cpu", precision="fp16")
-    backend.configure("cpu", "fp32")
+    backend.configure(BackendSettings(device="cpu"))
     for gradient in (float("inf"), 1.0):
         loss = model.weight.sum() * 0 + model.bias.sum() * 0
         backend.scaler.scale(loss).backward()
@@ -126,6 +129,6 @@ def test_an_fp16_run_with_momentum_survives_a_skipped_first_step():
             parameter.grad.fill_(gradient)
         before = model.weight.detach().clone()
         scale = backend.scaler.get_scale()
-        backend.apply_gradients(optimizer)
+        backend.apply_gradients(backend.init(model, optimizer), GradientInfo(loss))
         expected = before if gradient == float("inf") else before - 0.1 / scale
         torch.testing.assert_close(model.weight.detach(), expected)

@@ -16,11 +16,14 @@ from torchmetrics import MetricCollection
 from torchmetrics.regression import MeanSquaredError as TorchMeanSquaredError
 
 from engine import EventBus, EventEnum, Events, Every, SupervisedStrategy, TorchBackend
+from engine.backends.held import LiveState
 from engine.errors import ConfigurationError
+from engine.evaluating import eval_mode
+from engine.evaluating import eval_mode
 from engine.recording import EventLog
 from handlers import EventRecorder
 from handlers.readings import step_metrics
-from pulsetrain.evaluation import Evaluation, check_sets, eval_mode
+from pulsetrain.evaluation import Evaluation, check_sets
 from tests.pulsetrain.small import loader, regression_model, trainer
 
 
@@ -30,7 +33,9 @@ def modes(model: nn.Module) -> list[bool]:
 
 def evaluation(bus: EventBus | None = None, trainer_name: str = "trainer") -> Evaluation:
     strategy, backend = SupervisedStrategy("mse"), TorchBackend("cpu")
-    return Evaluation(regression_model(), strategy, backend, {}, EventBus() if bus is None else bus, trainer_name)
+    model = regression_model()
+    held = LiveState(backend, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return Evaluation(held, strategy, backend, {}, EventBus() if bus is None else bus, trainer_name)
 
 
 class Stream(IterableDataset[Any]):
@@ -67,11 +72,11 @@ class Vector(nn.Module):
 
 def test_a_submodule_kept_in_eval_mode_is_still_in_eval_mode_after_a_validation():
     run = trainer(val_loader=loader(shuffle=False))
-    run.model.train()
-    run.model[1].eval()
-    before = modes(run.model)
+    run.held.module.train()
+    run.held.module[1].eval()
+    before = modes(run.held.module)
     run.validate()
-    assert modes(run.model) == before == [True, True, False, True, True, True]
+    assert modes(run.held.module) == before == [True, True, False, True, True, True]
 
 
 def test_a_module_in_training_mode_below_one_in_eval_mode_stays_so_though_others_share_it():
@@ -106,13 +111,13 @@ def test_a_module_that_does_more_when_its_mode_changes_does_it_on_the_way_back_t
 def test_the_evaluator_run_directly_gives_what_a_validation_gives_and_leaves_the_model_alone():
     data = loader(10, shuffle=False)
     run = trainer(val_loader=data, metrics={"mse": MeanSquaredError()})
-    before = {name: value.clone() for name, value in run.model.state_dict().items()}
+    before = {name: value.clone() for name, value in run.held.module.state_dict().items()}
     seen: list[bool] = []
-    run.evaluator.add_event_handler(Events.ITERATION_COMPLETED, lambda: seen.append(any(modes(run.model))))
+    run.evaluator.add_event_handler(Events.ITERATION_COMPLETED, lambda: seen.append(any(modes(run.held.module))))
     metrics = run.evaluator.run(data).metrics
     assert seen == [False] * 3
-    assert all(modes(run.model))
-    assert all(torch.equal(before[name], value) for name, value in run.model.state_dict().items())
+    assert all(modes(run.held.module))
+    assert all(torch.equal(before[name], value) for name, value in run.held.module.state_dict().items())
     assert {f"val/{name}": value for name, value in metrics.items()} == run.validate()
 
 
@@ -137,23 +142,23 @@ def test_the_metrics_of_an_earlier_set_are_gone_when_the_next_one_begins():
 @pytest.mark.parametrize("muted", [False, True])
 def test_a_failing_evaluator_leaves_the_modes_as_they_were(muted: bool):
     run = trainer()
-    run.model.train()
-    run.model[1].eval()
-    before = modes(run.model)
+    run.held.module.train()
+    run.held.module[1].eval()
+    before = modes(run.held.module)
     signal = run.bus.signal(Events.EXCEPTION_RAISED)
     signal.is_muted = muted
     with pytest.raises(OSError, match="the disk is gone"):
         run.evaluator.run(Failing())
     with pytest.raises(ValueError, match="zero size"):  # before STARTED
         run.evaluator.run([])
-    assert modes(run.model) == before
+    assert modes(run.held.module) == before
 
 
 def test_a_handler_that_takes_the_evaluators_exception_leaves_the_modes_and_the_means_of_what_was_seen():
     run = trainer(val_loader=Failing())
     run.evaluator.add_event_handler(Events.EXCEPTION_RAISED, lambda e, error: None)
     assert run.validate().keys() == {"val/loss"}
-    assert all(modes(run.model))
+    assert all(modes(run.held.module))
 
 
 @pytest.mark.parametrize("skip", [False, True])
@@ -163,7 +168,7 @@ def test_a_terminated_evaluator_gives_the_means_of_what_it_saw_and_leaves_the_mo
     run.evaluator.add_event_handler(Events.ITERATION_COMPLETED(once=2), lambda e: e.terminate(skip_completed=skip))
     terminated = run.validate()
     assert terminated == trainer(val_loader=batches[:2]).validate()
-    assert all(modes(run.model))
+    assert all(modes(run.held.module))
 
 
 def test_a_paused_evaluator_leaves_the_modes_and_goes_on_in_eval_mode():
@@ -171,9 +176,9 @@ def test_a_paused_evaluator_leaves_the_modes_and_goes_on_in_eval_mode():
     data = loader(shuffle=False)
     run.evaluator.add_event_handler(Events.ITERATION_COMPLETED(once=4), lambda e: e.interrupt())
     seen: list[bool] = []
-    run.evaluator.add_event_handler(Events.ITERATION_COMPLETED, lambda: seen.append(any(modes(run.model))))
+    run.evaluator.add_event_handler(Events.ITERATION_COMPLETED, lambda: seen.append(any(modes(run.held.module))))
     run.evaluator.run(data)
-    assert all(modes(run.model))
+    assert all(modes(run.held.module))
     loss = run.evaluator.run(data).metrics["loss"]
     assert seen == [False] * 10
     assert loss == trainer().evaluator.run(data).metrics["loss"]
@@ -380,7 +385,7 @@ def test_validating_as_often_as_one_likes_changes_nothing_of_the_training():
             val_loader=loader(8),  # shuffled, so that it draws
         )
         run.train()
-        return run.model.state_dict()
+        return run.held.module.state_dict()
 
     often, never = weights(Every(iterations=3)), weights(None)
     assert all(torch.equal(often[name], value) for name, value in never.items())

@@ -1,0 +1,148 @@
+"""What a training step costs beside the loop written by hand, in place and on values, measured in one process.
+
+    python benchmarks/backends.py            # prints a table and exits with 1 when a bound is missed
+    python benchmarks/backends.py --json     # the same as one JSON object
+
+A tiny model shows what is added to each step: microseconds of the Trainer and of pytorch-ignite's supervised trainer
+beside the bare loop. The model of examples/byte_lm shows what values cost: the pure step of TorchBackend(functional=True)
+beside the step in place, and JaxBackend's beside both. All take turns in every round; a figure is the median of the
+rounds' differences or ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from ignite.engine import create_supervised_trainer
+from torch import Tensor, nn
+
+from engine import JaxBackend, PretrainStrategy, TorchBackend, TrainerCore
+from examples.byte_lm.model import ByteGPT
+from examples.byte_lm_jax.model import ByteGPT as JaxByteGPT
+from pulsetrain import Trainer, TrainingConfig
+
+ADDED = 3.0  # microseconds that the Trainer may add to a step
+PURE = 1.25  # times the step in place that the pure one may take
+
+Batches = list[tuple[Tensor, Tensor]]
+
+
+def bare(module: nn.Module, optimizer: torch.optim.Optimizer, batches: Batches) -> None:
+    """The loop written by hand."""
+    module.train()
+    for inputs, targets in batches:
+        loss = F.cross_entropy(module(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def seconds(work: Callable[[], object]) -> float:
+    """How long it takes, by the wall clock."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def measure_added(steps: int, rounds: int) -> dict[str, float]:
+    """Microseconds a step: the bare loop's, and what the Trainer and ignite's trainer add to it."""
+    batches = [(torch.randn(64, 16), torch.randint(0, 10, (64,)))] * steps
+    costs: dict[str, list[float]] = {"bare": [], "trainer": [], "ignite": []}
+    for _ in range(rounds + 1):
+        made = {name: nn.Linear(16, 10) for name in costs}
+        optimizers = {name: torch.optim.SGD(module.parameters(), lr=0.01) for name, module in made.items()}
+        config = TrainingConfig(max_epochs=1, schedule=None, device="cpu", log_every_n_steps=steps + 1)
+        trainer = Trainer(made["trainer"], batches, optimizer=optimizers["trainer"], config=config)
+        peer = create_supervised_trainer(made["ignite"], optimizers["ignite"], F.cross_entropy)
+        work: dict[str, Callable[[], object]] = {
+            "bare": lambda made=made, by=optimizers: bare(made["bare"], by["bare"], batches),  # type: ignore[misc]
+            "trainer": trainer.train,
+            "ignite": lambda peer=peer: peer.run(batches, max_epochs=1),  # type: ignore[misc]
+        }
+        for name, one in work.items():
+            costs[name].append(seconds(one) / steps * 1e6)
+    warm = {name: values[1:] for name, values in costs.items()}
+    added = {
+        name: statistics.median(mine - base for mine, base in zip(warm[name], warm["bare"], strict=True))
+        for name in ("trainer", "ignite")
+    }
+    return {
+        "bare_us": statistics.median(warm["bare"]),
+        "trainer_adds_us": added["trainer"],
+        "ignite_adds_us": added["ignite"],
+    }
+
+
+def measure_values(steps: int, rounds: int) -> dict[str, float]:
+    """Milliseconds a step of the byte model in place, and how many times that the pure steps take."""
+    torch.manual_seed(0)
+    model = ByteGPT(layers=4, width=128, heads=4, context=128)
+    batches = [torch.randint(0, 256, (8, 129)) for _ in range(steps)]
+    strategy = PretrainStrategy("byte")
+    in_place = copy.deepcopy(model)
+    config = TrainingConfig(max_epochs=1, schedule=None, device="cpu", log_every_n_steps=steps + 1)
+    states: dict[str, Any] = {}
+    cores = {
+        "pure": TrainerCore(TorchBackend("cpu", functional=True), strategy),
+        "jax": TrainerCore(JaxBackend("cpu"), strategy),
+    }
+    models = {"pure": model, "jax": JaxByteGPT(layers=4, width=128, heads=4, context=128)}
+    for name, core in cores.items():
+        states[name] = core.init(models[name], "adamw", learning_rate=1e-3)
+
+    def epoch(name: str) -> None:
+        states[name] = cores[name].train_epoch(batches, states[name])
+
+    work: dict[str, Callable[[], object]] = {
+        "in place": lambda: Trainer(in_place, batches, strategy=strategy, config=config).train(),
+        "pure": lambda: epoch("pure"),
+        "jax": lambda: epoch("jax"),
+    }
+    costs: dict[str, list[float]] = {name: [] for name in work}
+    for _ in range(rounds + 1):
+        for name, one in work.items():
+            costs[name].append(seconds(one) / steps * 1e3)
+    ratios = {
+        name: statistics.median(mine / base for mine, base in zip(costs[name][1:], costs["in place"][1:], strict=True))
+        for name in ("pure", "jax")
+    }
+    return {
+        "in_place_ms": statistics.median(costs["in place"][1:]),
+        "pure_ratio": ratios["pure"],
+        "jax_ratio": ratios["jax"],
+    }
+
+
+def main() -> int:
+    """Measures, prints, and says by the exit status whether every bound holds."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--rounds", type=int, default=9)
+    options = parser.parse_args()
+    found = {**measure_added(3000, options.rounds), **measure_values(20, options.rounds)}
+    missed = []
+    if found["trainer_adds_us"] > ADDED:
+        missed.append(f"the Trainer adds {found['trainer_adds_us']:.1f} us to a step, bound {ADDED}")
+    if found["trainer_adds_us"] > found["ignite_adds_us"]:
+        missed.append("the Trainer adds more than pytorch-ignite's")
+    if found["pure_ratio"] > PURE:
+        missed.append(f"the pure step takes {found['pure_ratio']:.2f} times the step in place, bound {PURE}")
+    if options.json:
+        print(json.dumps({**found, "missed": missed}))
+    else:
+        for name, value in found.items():
+            print(f"{name:<18}{value:10.2f}")
+        print("\n".join(missed) or "every bound holds")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,435 @@
+"""States as values: what every backend shares that makes a new state of an old one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from copy import copy
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from engine.arrays import namespace
+from engine.backends.mirror import Mirror
+from engine.errors import CheckpointError, ConfigurationError
+from engine.protocols import (
+    BackendSettings,
+    GradientInfo,
+    ModelState,
+    Optimizer,
+    TrainingBatch,
+    TrainingResult,
+    TrainingStrategy,
+    describe,
+)
+
+__all__ = ["FunctionalBackend"]
+
+
+class FunctionalBackend:
+    """The parts of a `Backend` over values; a subclass says how weights are taken from a model and gradients computed.
+
+    It writes `split`, `loss_and_gradients` and `evaluate`; where its arrays are not torch's, `owns` and `from_torch`;
+    where they are not numpy's either, `tensor_of`. Trees are torch's pytrees: dicts, lists, tuples, named tuples.
+    """
+
+    in_place = False
+    packages: ClassVar[tuple[str, ...]] = ()  # that compute, whose versions a checkpoint tells
+    skips_updates = False
+    device: Any = torch.device("cpu")
+    optimizer: Optimizer
+
+    def __init__(self) -> None:
+        self.settings = BackendSettings()
+        self._serves = False
+        self._expected: dict[Any, dict[str, Any]] = {}  # shapes of the optimizer's state, by those of the weights
+
+    # ------------------------------------------------------------------------------------ what a subclass writes
+
+    def split(self, model: Any) -> dict[str, Any]:
+        """The model's weights: {"parameters": a pytree of arrays that learn, "buffers": one of those that do not}."""
+        raise NotImplementedError
+
+    def loss_and_gradients(
+        self, weights: Mapping[str, Any], batch: TrainingBatch, strategy: TrainingStrategy, draw: tuple[int, int]
+    ) -> tuple[Any, Any, Any]:
+        """The loss, shape (); its gradients, a pytree like the parameters; and the buffers afterwards.
+
+        Args:
+            draw: the numbers of the update and of the batch within it, for whatever is drawn in training.
+        """
+        raise NotImplementedError
+
+    def evaluate(self, weights: Mapping[str, Any], batch: TrainingBatch, strategy: TrainingStrategy) -> tuple[Any, Any]:
+        """The model's outputs and the loss, without gradients, as in evaluation."""
+        raise NotImplementedError
+
+    def create_optimizer(self, model: Any, name: str, learning_rate: float, weight_decay: float, **options: Any) -> Any:
+        """The optimizer of that name, for this backend's arrays."""
+        raise ConfigurationError(
+            f"{type(self).__name__}: makes no optimizer from a name ({name!r}); pass one with init(params) and "
+            "update(grads, opt_state, params)"
+        )
+
+    def from_torch(self, tensor: Tensor) -> Any:
+        """One torch tensor as an array of this backend."""
+        return tensor
+
+    def tensor_of(self, leaf: Any) -> Any:
+        """One array as a torch tensor, without a copy where that is possible; what is no array as it is."""
+        if isinstance(leaf, Tensor) or not hasattr(leaf, "__array__"):
+            return leaf
+        return torch.as_tensor(leaf.copy() if _is_read_only(leaf) else leaf)
+
+    def to_torch(self, value: Any) -> Any:
+        """Every array in it as a torch tensor, without a copy where that is possible."""
+        return self.map(self.tensor_of, value)
+
+    def map(self, function: Callable[..., Any], *trees: Any) -> Any:
+        """`function` of the leaves of trees of one structure."""
+        return pytree.tree_map(function, *trees)
+
+    # --------------------------------------------------------------------------------------- the parts of a step
+
+    def configure(self, settings: BackendSettings) -> None:
+        """Take over a trainer's settings.
+
+        Raises:
+            ConfigurationError: the backend serves another trainer already, or cannot do what a setting asks for.
+        """
+        name = type(self).__name__
+        if self._serves:
+            raise ConfigurationError(f"{name}: serves another trainer already; give each Trainer a backend of its own")
+        for setting in ("compile", "activation_checkpointing"):
+            if value := getattr(settings, setting):
+                raise ConfigurationError(f"TrainingConfig({setting}={value!r}): not with {name}; leave it out")
+        if settings.precision != "fp32":
+            raise ConfigurationError(
+                f"TrainingConfig(precision={settings.precision!r}): {name} computes in the precision of the weights "
+                "and the model; leave fp32, and give the model's layers their dtype"
+            )
+        self._serves = True
+        self.settings = settings
+
+    def init(self, model: Any, optimizer: Optimizer, learning_rate: float | None = None) -> ModelState:
+        """The model's weights as values, and the optimizer's state for them.
+
+        Args:
+            learning_rate: of the first update; by default what the optimizer's state holds, perhaps in float32.
+        """
+        self.optimizer = optimizer
+        weights = self.split(model)
+        state = optimizer.init(weights["parameters"])
+        rate = self.learning_rate(state) if learning_rate is None else learning_rate
+        return ModelState(weights, state, {"step": 0, "learning_rate": rate, "schedule": None})
+
+    def copied(self, state: ModelState) -> ModelState:
+        """The same state in memory of its own."""
+        weights, optimizer = self.map(self.copy_of, (state.weights, state.optimizer))
+        return replace(state, weights=weights, optimizer=optimizer)
+
+    def copy_of(self, leaf: Any) -> Any:
+        """An array in memory of its own; a number as it is."""
+        return leaf.clone() if isinstance(leaf, Tensor) else copy(leaf)
+
+    def prepare_batch(self, batch: Any, strategy: Any) -> TrainingBatch:
+        """The strategy's batch: made of torch tensors on the host, and then brought to where the backend computes.
+
+        Raises:
+            ValueError: it has no samples, so that its mean loss would be nan.
+        """
+        prepared: TrainingBatch = strategy.prepare_batch(self.to_host(batch))
+        if not prepared.samples:
+            raise ValueError(
+                f"a batch of 0 samples, inputs {describe(prepared.inputs)}: its mean loss would be nan; "
+                "let the loader leave empty batches out"
+            )
+        # not the weight: it counts for accumulation and means, which are torch's
+        return replace(prepared, inputs=self.to_native(prepared.inputs), targets=self.to_native(prepared.targets))
+
+    def to_host(self, batch: Any) -> Any:
+        """The loader's batch with torch tensors in it, which strategies know."""
+        return self.to_torch(batch)
+
+    def to_native(self, value: Any) -> Any:
+        """Every torch tensor in it as an array of this backend."""
+        return pytree.tree_map_only(Tensor, self.from_torch, value)
+
+    def forward_backward(
+        self,
+        state: ModelState,
+        batch: TrainingBatch,
+        strategy: TrainingStrategy,
+        scale: Any = 1.0,
+        waiting: GradientInfo | None = None,
+    ) -> GradientInfo:
+        """The loss, and `scale` times its gradients, added to those that wait."""
+        batches = 0 if waiting is None else waiting.batches
+        loss, gradients, buffers = self.loss_and_gradients(state.weights, batch, strategy, (step_of(state), batches))
+        if not (type(scale) is float and scale == 1.0):
+            factor = self.to_native(scale)
+            gradients = self.map(lambda each: each * factor, gradients)
+        if waiting is not None:
+            gradients = self.map(lambda each, other: each + other, waiting.gradients, gradients)
+        return GradientInfo(loss, gradients, buffers, batches=batches + 1)
+
+    def all_reduce_gradients(self, gradients: GradientInfo) -> GradientInfo:
+        """As they are: there is one process."""
+        return gradients
+
+    def finish_gradients(
+        self, state: ModelState, gradients: GradientInfo, correction: Any = 1.0, measure: bool = True
+    ) -> GradientInfo:
+        """The gradients times `correction`, and their norm."""
+        found = gradients.gradients
+        if not (type(correction) is float and correction == 1.0):
+            factor = self.to_native(correction)
+            found = self.map(lambda each: each * factor, found)
+        return replace(gradients, gradients=found, grad_norm=self.norm(found) if measure else None)
+
+    def apply_gradients(
+        self, state: ModelState, gradients: GradientInfo, skip: Any = None, donate: bool = False
+    ) -> ModelState:
+        """Clip, and make one update; where `skip` is true, weights and optimizer stay what they are."""
+        rate, parameters = rate_of(state), state.weights["parameters"]
+        if isinstance(skip, Tensor) and skip.device.type == "cpu":  # there is nothing to wait for
+            if skip:
+                return next_state(state, state.weights, state.optimizer, rate)
+            skip = None
+        new, optimizer = self.updated(parameters, state.optimizer, gradients.gradients, gradients.grad_norm, rate)
+        if skip is not None:
+            skip = self.to_native(skip)
+            new = self.map(lambda old, each: namespace(each).where(skip, old, each), parameters, new)
+            optimizer = self.map(lambda old, each: self.chosen(skip, old, each), state.optimizer, optimizer)
+        return next_state(state, {**state.weights, "parameters": new}, optimizer, rate)
+
+    def train_step(
+        self, state: ModelState, batch: TrainingBatch, strategy: TrainingStrategy, donate: bool = False
+    ) -> TrainingResult:
+        """One update over one batch; the metrics have the gradients' norm before clipping."""
+        gradients = self.all_reduce_gradients(self.forward_backward(state, batch, strategy))
+        gradients = self.finish_gradients(state, gradients)
+        metrics = {"loss": gradients.loss, "grad_norm": gradients.grad_norm}
+        return TrainingResult(metrics, self.apply_gradients(with_buffers(state, gradients), gradients))
+
+    def eval_step(self, state: ModelState, batch: TrainingBatch, strategy: TrainingStrategy) -> tuple[Any, Any]:
+        """The model's outputs, and the loss and the strategy's metrics by name."""
+        outputs, loss = self.evaluate(state.weights, batch, strategy)
+        return outputs, {"loss": loss, **strategy.compute_metrics(outputs, batch)}
+
+    # ------------------------------------------------------------------------------------------- what they need
+
+    def norm(self, gradients: Any) -> Any:
+        """L2 norm over all of them as if they were one vector, shape ()."""
+        leaves = pytree.tree_leaves(gradients)
+        xp = namespace(*leaves)
+        return xp.sqrt(sum(xp.sum(each * each) for each in leaves))
+
+    def updated(self, parameters: Any, opt_state: Any, gradients: Any, norm: Any, rate: Any) -> tuple[Any, Any]:
+        """Clipped gradients to new parameters and a new optimizer state."""
+        most, value = self.settings.clip_grad_norm, self.settings.clip_grad_value
+        if most is not None:
+            norm = self.norm(gradients) if norm is None else norm
+            xp = namespace(norm)
+            share = xp.minimum(xp.ones_like(norm), most / (norm + 1e-6))
+            gradients = self.map(lambda each: each * share, gradients)
+        if value is not None:
+            gradients = self.map(lambda each: namespace(each).clip(each, -value, value), gradients)
+        if rate is not None:
+            opt_state = self.with_learning_rate(opt_state, rate)
+        updates, opt_state = self.optimizer.update(gradients, opt_state, parameters)
+        return self.map(lambda old, change: old + change, parameters, updates), opt_state
+
+    def chosen(self, skip: Any, old: Any, new: Any) -> Any:
+        """`old` where the condition holds; a number on the host, such as a count of steps, goes on."""
+        return namespace(new).where(skip, old, new) if hasattr(new, "shape") else new
+
+    def learning_rate(self, opt_state: Any) -> float | None:
+        """The rate that the optimizer's state holds; None where it holds none."""
+        rate = opt_state.get("learning_rate") if isinstance(opt_state, Mapping) else None
+        return None if rate is None else float(rate)
+
+    def with_learning_rate(self, opt_state: Any, rate: Any) -> Any:
+        """The optimizer's state with another rate.
+
+        Raises:
+            ConfigurationError: it holds none.
+        """
+        if not isinstance(opt_state, Mapping) or "learning_rate" not in opt_state:
+            raise no_rate(type(self).__name__, "let init() put it into the state, under 'learning_rate'")
+        return {**opt_state, "learning_rate": rate}
+
+    # --------------------------------------------------------------------------------------------- to and from disk
+
+    def flat(self, tree: Any) -> dict[str, Any]:
+        """The leaves by their paths, "blocks/0/weight", arrays as torch tensors; for files, which know no trees."""
+        return {path: self.tensor_of(leaf) for path, leaf in self.paths(tree).items()}
+
+    def paths(self, tree: Any) -> dict[str, Any]:
+        """The leaves by their paths."""
+        pairs = pytree.tree_flatten_with_path(tree)[0]
+        return {"/".join(_key(key) for key in path): leaf for path, leaf in pairs}
+
+    def unflat(self, like: Any, saved: Mapping[str, Any], place: str) -> Any:
+        """A tree like the given one of leaves by their paths.
+
+        Raises:
+            CheckpointError: a path or a shape is another; the message names the first.
+        """
+        check_paths(self.flat(like), saved, place)
+        leaves = [self.leaf_from(saved[path], leaf) for path, leaf in self.paths(like).items()]
+        return self.rebuilt(like, leaves)
+
+    def leaf_from(self, saved: Any, like: Any) -> Any:
+        """A saved leaf as one of this backend, of the kind that stands in its place now."""
+        return self.from_torch(saved.to(self.device, copy=True)) if isinstance(saved, Tensor) else type(like)(saved)
+
+    def rebuilt(self, like: Any, leaves: list[Any]) -> Any:
+        """A tree like the given one with other leaves."""
+        return pytree.tree_unflatten(leaves, pytree.tree_structure(like))
+
+    # ----------------------------------------------------------------------------------------- what others ask for
+
+    def check(self, state: ModelState) -> None:
+        """Refuse a state that a step could not be made of.
+
+        Raises:
+            TypeError: an array is of another backend.
+            ConfigurationError: the optimizer's state is not of these weights.
+        """
+        if not isinstance(state, ModelState) or not isinstance(state.weights, Mapping):
+            raise TypeError(
+                f"{type(self).__name__}: {type(state).__name__} is no ModelState of values; make one by init()"
+            )
+        if not hasattr(self, "optimizer"):
+            raise ConfigurationError(f"{type(self).__name__}: has neither model nor optimizer yet; call init() first")
+        shapes = []
+        for path, leaf in self.paths(state.weights).items():
+            if not self.owns(leaf):
+                raise TypeError(
+                    f"{type(self).__name__}: weights[{path!r}] is {_kind(leaf)}, of another backend or device; make "
+                    "the state by this backend's init()"
+                )
+            shapes.append((path, tuple(leaf.shape)))
+        key = tuple(shapes)
+        if key not in self._expected:
+            made = self.paths(self.optimizer.init(state.weights["parameters"]))
+            self._expected[key] = {path: tuple(getattr(leaf, "shape", ())) for path, leaf in made.items()}
+        expected = self._expected[key]
+        found = {path: tuple(getattr(leaf, "shape", ())) for path, leaf in self.paths(state.optimizer).items()}
+        if found != expected:
+            path = next(path for path in (*expected, *found) if expected.get(path) != found.get(path))
+            here, there = (f"of shape {each[path]}" if path in each else "missing" for each in (found, expected))
+            raise ConfigurationError(
+                f"{type(self).__name__}: the optimizer's state does not fit the weights: {path} is {here}, and for "
+                f"these weights it is {there}; make it anew by optimizer.init(parameters)"
+            )
+
+    def owns(self, leaf: Any) -> bool:
+        """Whether it is an array that this backend computes with."""
+        return isinstance(leaf, Tensor) and leaf.device.type == self.device.type
+
+    def memory(self) -> int | None:
+        """Bytes that the device holds; None where it does not tell."""
+        return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else None
+
+    def mirror(self, model: Any, weights: Mapping[str, Any]) -> Any:
+        """What shows the weights as a torch module."""
+        return Mirror(self, weights)
+
+    def outputs(self, weights: Mapping[str, Any], inputs: tuple[Any, ...]) -> Any:
+        """What the model gives for torch tensors, as in evaluation: for whoever calls the mirror."""
+        raise ConfigurationError(f"{type(self).__name__}: its model cannot be called as a torch module; call it itself")
+
+    def publish(self, weights: Mapping[str, Any]) -> None:
+        """Training pauses: put the weights where the user's model keeps its own, if it does."""
+
+    def discard_gradients(self, state: ModelState) -> None:
+        """Nothing to do: gradients are values."""
+
+    def begin_run(self) -> None:
+        """Nothing is counted."""
+
+    def skipped_updates(self) -> int:
+        """None is left out here."""
+        return 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Its name: another backend's numbers are other ones."""
+        return {"name": type(self).__name__}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Refuse the state of another backend.
+
+        Raises:
+            CheckpointError: it is one.
+        """
+        if state.get("name") != type(self).__name__:
+            raise CheckpointError(
+                f"{type(self).__name__}: the checkpoint was made by {state.get('name')!r}; go on with that backend, or "
+                "begin a new run from its weights"
+            )
+
+
+def step_of(state: ModelState) -> int:
+    """Updates made."""
+    return int(state.metadata.get("step", 0))
+
+
+def rate_of(state: ModelState) -> Any:
+    """The rate of the next update: the schedule's, else the one that was set; None leaves the optimizer's alone."""
+    schedule = state.metadata.get("schedule")
+    return state.metadata.get("learning_rate") if schedule is None else schedule.get_lr(step_of(state))
+
+
+def no_rate(place: str, remedy: str) -> ConfigurationError:
+    """What is raised where a learning rate was set and the optimizer's state has no place for it."""
+    return ConfigurationError(
+        f"{place}: a schedule or a handler sets the learning rate, and the optimizer's state holds none; {remedy}, or "
+        "name the optimizer, as 'adamw'"
+    )
+
+
+def with_buffers(state: ModelState, gradients: GradientInfo) -> ModelState:
+    """The state with the buffers as the forward pass has left them."""
+    return replace(state, weights={**state.weights, "buffers": gradients.buffers})
+
+
+def next_state(state: ModelState, weights: Mapping[str, Any], optimizer: Any, rate: Any) -> ModelState:
+    """The state behind an update that was made at this rate."""
+    return ModelState(weights, optimizer, {**state.metadata, "step": step_of(state) + 1, "learning_rate": rate})
+
+
+def check_paths(mine: Mapping[str, Any], saved: Mapping[str, Any], place: str) -> None:
+    """Refuse leaves of other paths or shapes.
+
+    Raises:
+        CheckpointError: the message names the first.
+    """
+    for path in (*mine, *(path for path in saved if path not in mine)):
+        if path not in saved or path not in mine:
+            where = "in the checkpoint" if path in mine else "here"
+            raise CheckpointError(f"{place}: {path} is not {where}; use the model and optimizer that it was made with")
+        shapes = [tuple(getattr(each[path], "shape", ())) for each in (saved, mine)]
+        if shapes[0] != shapes[1]:
+            raise CheckpointError(f"{place}: {path} is {shapes[0]} in the checkpoint, {shapes[1]} here")
+
+
+def _is_read_only(array: Any) -> bool:
+    """Whether it is an array of numpy that torch takes with a warning alone: of a file, say, mapped into memory."""
+    return isinstance(array, np.ndarray) and not array.flags.writeable
+
+
+def _kind(leaf: Any) -> str:
+    module = type(leaf).__module__.split(".")[0]
+    return f"{module}.{type(leaf).__name__}" + (f" on {leaf.device}" if isinstance(leaf, Tensor) else "")
+
+
+def _key(key: Any) -> str:
+    for name in ("key", "idx", "name"):
+        if hasattr(key, name):
+            return str(getattr(key, name))
+    return str(key)

@@ -1,0 +1,408 @@
+"""Training steps in JAX: one compiled program an update, which reuses the memory of the state that it is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.backends.functional import FunctionalBackend, next_state, no_rate, rate_of, step_of
+from engine.backends.jax_models import JaxModel, read_model
+from engine.backends.optax import create_optax, jax_and_optax, learning_rate_of, with_learning_rate
+from engine.backends.torch import given
+from engine.errors import ConfigurationError
+from engine.protocols import (
+    BackendSettings,
+    GradientInfo,
+    ModelState,
+    TrainingBatch,
+    TrainingResult,
+    TrainingStrategy,
+)
+
+__all__ = ["JaxBackend"]
+
+
+class JaxBackend(FunctionalBackend):
+    """Plain functions, flax nnx and linen modules, and optax, on one device.
+
+    A program is compiled once for each shape of a batch, for training and for evaluation; `samples` and `tokens` of a
+    TrainingBatch count as its shape, so what differs from batch to batch belongs in `weight`. Batches may hold torch,
+    numpy or jax arrays; a strategy's `prepare_batch` gets torch tensors on the host, its `compute_loss` jax arrays.
+
+    Args:
+        device: "auto", "cpu", "cuda" ("gpu"), "tpu", also with a number, as "cuda:1"; None leaves it to the
+            configuration.
+
+    Raises:
+        ConfigurationError: jax or optax is not installed, or there is no such device.
+    """
+
+    packages = ("jax", "jaxlib", "optax", "flax")
+
+    def __init__(self, device: str | None = None) -> None:
+        super().__init__()
+        self._jax, self._optax = jax_and_optax()
+        self.requested_device = device
+        self.compiled = {"train": 0, "evaluate": 0, "gradients": 0, "finish": 0, "apply": 0}  # programs so far
+        self._programs: dict[Any, Callable[..., Any]] = {}
+        self._first: TrainingBatch | None = None  # on the host, of a batch whose values are to be looked at
+        self._use(find_jax_device(self._jax, device or "auto"))
+
+    def configure(self, settings: BackendSettings) -> None:
+        super().configure(settings)
+        self._programs.clear()  # they clip as the settings say
+        device = settings.device if self.requested_device is None else self.requested_device
+        self._use(find_jax_device(self._jax, str(device)))
+
+    def _use(self, device: Any) -> None:
+        self.jax_device = device
+        on_gpu = device.platform == "gpu" and torch.cuda.is_available()
+        self.device = torch.device("cuda", device.local_hardware_id) if on_gpu else torch.device("cpu")
+
+    # ------------------------------------------------------------------------------------------ models and arrays
+
+    def split(self, model: Any) -> dict[str, Any]:
+        """The weights of a flax module, or of a pair of code and weights, copied to the device."""
+        self.model: JaxModel = read_model(model)
+        self._programs.clear()  # they compute with the model before
+        weights = {"parameters": self.model.parameters, "buffers": self.model.buffers}
+        for path, leaf in self.paths(weights).items():
+            if isinstance(leaf, Tensor):
+                raise TypeError(
+                    f"JaxBackend: weights[{path!r}] is a torch tensor; pass jax.numpy.from_dlpack(tensor), or train "
+                    "the module with TorchBackend()"
+                )
+        # copies: the first step may reuse the memory of what it is given
+        return self._placed(self.map(self.copy_of, weights))  # type: ignore[no-any-return]
+
+    def init(self, model: Any, optimizer: Any, learning_rate: float | None = None) -> ModelState:
+        state = super().init(model, optimizer, learning_rate)
+        # on the device as the next state will be: else the second step would be compiled anew
+        return replace(state, optimizer=self._placed(state.optimizer))
+
+    def _placed(self, tree: Any) -> Any:
+        return self._jax.device_put(tree, self.jax_device)
+
+    def copy_of(self, leaf: Any) -> Any:
+        return self._jax.numpy.array(leaf)
+
+    def create_optimizer(self, model: Any, name: str, learning_rate: float, weight_decay: float, **options: Any) -> Any:
+        """sgd, adam, adamw or rmsprop of optax, with torch's numbers.
+
+        no_decay="auto" spares what has fewer than two dimensions, and embeddings by their name.
+        """
+        mask: Any = None
+        rule = options.pop("no_decay", None)
+        if callable(rule):
+            mask = partial(self._masked, lambda path, leaf: not rule(path, leaf))
+        elif rule is not None:
+            mask = partial(self._masked, lambda path, leaf: leaf.ndim >= 2 and "embed" not in path.lower())
+        return create_optax(name, learning_rate, weight_decay, decay_mask=mask, **options)
+
+    def _masked(self, decays: Callable[[str, Any], bool], parameters: Any) -> Any:
+        masks = [decays(path, leaf) for path, leaf in self.paths(parameters).items()]
+        return self.rebuilt(parameters, masks)
+
+    def to_host(self, batch: Any) -> Any:
+        """Torch tensors on the host in place of its arrays."""
+        return _map_containers(_on_host, self.to_torch(batch))
+
+    def tensor_of(self, leaf: Any) -> Any:
+        """One array as a torch tensor, by DLPack where both are on one device."""
+        if isinstance(leaf, self._jax.Array):
+            if self._jax.numpy.issubdtype(leaf.dtype, self._jax.dtypes.prng_key):
+                leaf = self._jax.random.key_data(leaf)
+            if self.device.type == "cpu" and self.jax_device.platform != "cpu":
+                leaf = self._jax.device_put(leaf, self._jax.devices("cpu")[0])
+            return torch.utils.dlpack.from_dlpack(leaf)
+        return super().tensor_of(leaf)
+
+    def from_torch(self, tensor: Tensor) -> Any:
+        """One torch tensor as an array on the device."""
+        # a copy: the program reads it after the call is over, and a loader may fill its memory with the next batch
+        copy = tensor.detach().clone(memory_format=torch.contiguous_format)
+        array = self._jax.numpy.from_dlpack(copy)
+        return array if array.devices() == {self.jax_device} else self._jax.device_put(array, self.jax_device)
+
+    def to_native(self, value: Any) -> Any:
+        return self.map(lambda leaf: self.from_torch(leaf) if isinstance(leaf, Tensor) else leaf, value)
+
+    def leaf_from(self, saved: Any, like: Any) -> Any:
+        jax = self._jax
+        if jax.numpy.issubdtype(like.dtype, jax.dtypes.prng_key):
+            data = jax.numpy.asarray(torch.as_tensor(saved).cpu().numpy())
+            return jax.device_put(jax.random.wrap_key_data(data, impl=jax.random.key_impl(like)), self.jax_device)
+        array = jax.numpy.array(torch.as_tensor(saved).cpu().numpy(), dtype=like.dtype)  # a copy
+        return jax.device_put(array, self.jax_device)
+
+    def map(self, function: Callable[..., Any], *trees: Any) -> Any:
+        return self._jax.tree.map(function, *trees)
+
+    def paths(self, tree: Any) -> dict[str, Any]:
+        keystr = self._jax.tree_util.keystr
+        pairs = self._jax.tree_util.tree_flatten_with_path(tree)[0]
+        return {keystr(path, simple=True, separator="/"): leaf for path, leaf in pairs}
+
+    def rebuilt(self, like: Any, leaves: list[Any]) -> Any:
+        return self._jax.tree.unflatten(self._jax.tree.structure(like), leaves)
+
+    def publish(self, weights: Mapping[str, Any]) -> None:
+        """An nnx module gets copies of its trained weights; functions and linen modules hold none."""
+        if self.model.publish is not None:
+            self.model.publish(self.map(self.copy_of, weights))
+
+    def owns(self, leaf: Any) -> bool:
+        return isinstance(leaf, self._jax.Array) and leaf.devices() == {self.jax_device}
+
+    def memory(self) -> int | None:
+        found = self.jax_device.memory_stats()
+        return None if found is None else int(found["bytes_in_use"])
+
+    def learning_rate(self, opt_state: Any) -> float | None:
+        found = learning_rate_of(opt_state)
+        return None if found is None else float(found)
+
+    def with_learning_rate(self, opt_state: Any, rate: Any) -> Any:
+        if learning_rate_of(opt_state) is None:
+            raise no_rate("JaxBackend", "make it by optax.inject_hyperparams(optax.adam)(learning_rate=...)")
+        return with_learning_rate(opt_state, rate)
+
+    # ---------------------------------------------------------------------------------------------------- a batch
+
+    def prepare_batch(self, batch: Any, strategy: Any) -> TrainingBatch:
+        return super().prepare_batch(batch, _Keeping(self, strategy))
+
+    def _check_values(self, state: ModelState, batch: TrainingBatch, strategy: Any) -> None:
+        """Let the strategy look at the values of a run's first batch: a compiled program cannot."""
+        first, self._first = self._first, None
+        if first is None:
+            return
+        outputs = self._jax.eval_shape(partial(self._outputs, training=False), state.weights, batch.inputs)
+        strategy.check_batch(self.map(_stand_in, outputs), first)
+
+    # ---------------------------------------------------------------------------------------- what is computed
+
+    def _outputs(self, weights: Any, inputs: Any, training: bool, key: Any = None) -> Any:
+        return self._apply(weights, inputs, training, key)[0]
+
+    def _apply(self, weights: Any, inputs: Any, training: bool, key: Any) -> tuple[Any, Any]:
+        args: tuple[Any, ...] = (inputs,)
+        kwargs: dict[str, Any] = {}
+        if isinstance(inputs, Mapping):
+            args, kwargs = (), dict(inputs)
+        elif isinstance(inputs, (tuple, list)):
+            args = tuple(inputs)
+        return self.model.apply(weights["parameters"], weights["buffers"], args, kwargs, training, key)
+
+    def _found(
+        self, strategy: Any, rest: tuple[int, int], weights: Any, arrays: Any, draw: Any
+    ) -> tuple[Any, Any, Any]:
+        """Loss, gradients and buffers, traced."""
+        jax = self._jax
+        batch = TrainingBatch(arrays[0], arrays[1], rest[0], rest[1], arrays[2])
+        key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self.settings.seed % 2**32), draw[0]), draw[1])
+
+        def compute(parameters: Any) -> tuple[Any, Any]:
+            outputs, buffers = self._apply({**weights, "parameters": parameters}, batch.inputs, True, key)
+            loss = strategy.compute_loss(outputs, batch)
+            return loss, buffers
+
+        (loss, buffers), gradients = jax.value_and_grad(compute, has_aux=True)(weights["parameters"])
+        # what follows is computed as if it were a program of its own: whoever listens in between changes no bit
+        return jax.lax.optimization_barrier((loss, gradients, buffers))  # type: ignore[no-any-return]
+
+    def _program(self, kind: str, strategy: Any, make: Callable[[], Callable[..., Any]], **options: Any) -> Any:
+        key = (kind, id(strategy), *options.items())
+        if key not in self._programs:
+            function = make()
+
+            def counted(*args: Any) -> Any:
+                self.compiled[kind] += 1  # while it is traced: a compiled program does not come by here
+                return function(*args)
+
+            self._programs[key] = self._jax.jit(counted, **options)
+        return self._programs[key]
+
+    def train_step(
+        self, state: ModelState, batch: TrainingBatch, strategy: TrainingStrategy, donate: bool = False
+    ) -> TrainingResult:
+        self._check_values(state, batch, strategy)
+
+        def make() -> Callable[..., Any]:
+            def train(rest: Any, weights: Any, opt_state: Any, rate: Any, arrays: Any, draw: Any) -> Any:
+                loss, gradients, buffers = self._found(strategy, rest, weights, arrays, draw)
+                norm = self.norm(gradients)
+                gradients, norm = self._jax.lax.optimization_barrier((gradients, norm))
+                new, opt_state = self.updated(weights["parameters"], opt_state, gradients, norm, rate)
+                return {"parameters": new, "buffers": buffers}, opt_state, loss, norm
+
+            return train
+
+        program = self._program(
+            "train", strategy, make, static_argnums=0, **({"donate_argnums": (1, 2)} if donate else {})
+        )
+        rate = rate_of(state)
+        try:
+            weights, optimizer, loss, norm = program(
+                (batch.samples, batch.tokens),
+                state.weights,
+                state.optimizer,
+                rate,
+                self._arrays(batch),
+                (step_of(state), 0),
+            )
+        except Exception as error:
+            error.add_note(given(batch))
+            raise
+        return TrainingResult({"loss": loss, "grad_norm": norm}, next_state(state, weights, optimizer, rate))
+
+    def forward_backward(
+        self,
+        state: ModelState,
+        batch: TrainingBatch,
+        strategy: TrainingStrategy,
+        scale: Any = 1.0,
+        waiting: GradientInfo | None = None,
+    ) -> GradientInfo:
+        self._check_values(state, batch, strategy)
+
+        def make() -> Callable[..., Any]:
+            def compute(rest: Any, weights: Any, arrays: Any, draw: Any, scale: Any, waiting: Any) -> Any:
+                loss, gradients, buffers = self._found(strategy, rest, weights, arrays, draw)
+                if scale is not None:
+                    gradients = self.map(lambda each: each * scale, gradients)
+                if waiting is not None:
+                    gradients = self.map(lambda each, other: each + other, waiting, gradients)
+                return loss, gradients, buffers
+
+            return compute
+
+        program = self._program("gradients", strategy, make, static_argnums=0)
+        batches = 0 if waiting is None else waiting.batches
+        try:
+            loss, gradients, buffers = program(
+                (batch.samples, batch.tokens), state.weights, self._arrays(batch), (step_of(state), batches),
+                self._factor(scale), None if waiting is None else waiting.gradients,
+            )  # fmt: skip
+        except Exception as error:
+            error.add_note(given(batch))
+            raise
+        return GradientInfo(loss, gradients, buffers, batches=batches + 1)
+
+    def finish_gradients(
+        self, state: ModelState, gradients: GradientInfo, correction: Any = 1.0, measure: bool = True
+    ) -> GradientInfo:
+        def finish(gradients: Any, factor: Any) -> tuple[Any, Any]:
+            if factor is not None:
+                gradients = self.map(lambda each: each * factor, gradients)
+            return gradients, self.norm(gradients)
+
+        factor = self._factor(correction)
+        if factor is None and not measure:
+            return gradients
+        found, norm = self._program("finish", None, lambda: finish)(gradients.gradients, factor)
+        return replace(gradients, gradients=found, grad_norm=norm if measure else None)
+
+    def apply_gradients(
+        self, state: ModelState, gradients: GradientInfo, skip: Any = None, donate: bool = False
+    ) -> ModelState:
+        def apply(parameters: Any, opt_state: Any, found: Any, norm: Any, rate: Any, skip: Any) -> tuple[Any, Any]:
+            new = self.updated(parameters, opt_state, found, norm, rate)
+            if skip is None:
+                return new
+            return self.map(partial(self._jax.numpy.where, skip), (parameters, opt_state), new)  # type: ignore[no-any-return]
+
+        rate = rate_of(state)
+        program = self._program("apply", None, lambda: apply, **({"donate_argnums": (0, 1)} if donate else {}))
+        parameters, optimizer = program(
+            state.weights["parameters"], state.optimizer, gradients.gradients, gradients.grad_norm, rate,
+            self.to_native(skip),
+        )  # fmt: skip
+        return next_state(state, {**state.weights, "parameters": parameters}, optimizer, rate)
+
+    def eval_step(self, state: ModelState, batch: TrainingBatch, strategy: TrainingStrategy) -> tuple[Any, Any]:
+        self._check_values(state, batch, strategy)
+
+        def make() -> Callable[..., Any]:
+            def evaluate(rest: Any, weights: Any, arrays: Any) -> tuple[Any, Any]:
+                prepared = TrainingBatch(arrays[0], arrays[1], rest[0], rest[1], arrays[2])
+                outputs = self._outputs(weights, prepared.inputs, False)
+                loss = strategy.compute_loss(outputs, prepared)
+                return outputs, {"loss": loss, **strategy.compute_metrics(outputs, prepared)}
+
+            return evaluate
+
+        program = self._program("evaluate", strategy, make, static_argnums=0)
+        try:
+            found: tuple[Any, Any] = program((batch.samples, batch.tokens), state.weights, self._arrays(batch))
+        except Exception as error:
+            error.add_note(given(batch))
+            raise
+        return found
+
+    def outputs(self, weights: Mapping[str, Any], inputs: tuple[Any, ...]) -> Any:
+        program = self._program("evaluate", self, lambda: partial(self._outputs, training=False))
+        return self.to_torch(program(weights, self.to_native(tuple(inputs))))
+
+    def _arrays(self, batch: TrainingBatch) -> tuple[Any, Any, Any]:
+        return batch.inputs, batch.targets, self.to_native(batch.weight)
+
+    def _factor(self, value: Any) -> Any:
+        """A number to multiply by; None for 1."""
+        return None if type(value) is float and value == 1.0 else self.to_native(value)
+
+
+class _Keeping:
+    """A strategy whose batches are kept on the host as long as it wants to look at their values."""
+
+    def __init__(self, backend: JaxBackend, strategy: Any) -> None:
+        self._backend, self._strategy = backend, strategy
+
+    def prepare_batch(self, batch: Any) -> TrainingBatch:
+        prepared: TrainingBatch = self._strategy.prepare_batch(batch)
+        wanted = getattr(self._strategy, "check_values", False) and hasattr(self._strategy, "check_batch")
+        self._backend._first = prepared if wanted else None
+        return prepared
+
+
+def find_jax_device(jax: Any, name: str) -> Any:
+    """The device of that name, as jax knows it.
+
+    Raises:
+        ConfigurationError: there is none; the message lists those that are there.
+    """
+    kind, _, number = name.partition(":")
+    wanted = {"cuda": "gpu", "mps": "metal"}.get(kind, kind)
+    try:
+        devices = jax.devices() if kind == "auto" else jax.devices(wanted)
+        return devices[int(number or 0)]
+    except (RuntimeError, IndexError, ValueError):
+        present = ", ".join(f"{each.platform}:{each.id}" for each in jax.devices())
+        raise ConfigurationError(
+            f"device={name!r}: jax finds no such device here; it has {present}; or 'auto'"
+        ) from None
+
+
+def _stand_in(shape: Any) -> Any:
+    """A torch tensor without values, of an output's shape and dtype."""
+    name = str(shape.dtype)
+    return torch.empty(shape.shape, dtype=getattr(torch, name, torch.float32), device="meta")
+
+
+def _on_host(leaf: Any) -> Any:
+    return leaf.cpu() if isinstance(leaf, Tensor) else leaf
+
+
+def _map_containers(function: Callable[[Any], Any], value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _map_containers(function, item) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_map_containers(function, item) for item in value))
+    if isinstance(value, (tuple, list)):
+        return type(value)(_map_containers(function, item) for item in value)
+    return function(value)

@@ -1,0 +1,138 @@
+"""What a JaxBackend takes for a model: a flax module of either kind, or a function and its weights."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from engine.errors import ConfigurationError
+
+__all__ = ["JaxModel", "read_model"]
+
+Apply = Callable[..., tuple[Any, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class JaxModel:
+    """A model as a pure function and the weights that it begins with."""
+
+    parameters: Any  # a pytree of arrays that learn
+    buffers: Any  # one of those that a forward pass may change: running statistics, keys and counts of what is drawn
+    apply: Apply  # (parameters, buffers, args, kwargs, training, key) -> (outputs, buffers)
+    publish: Callable[[Any], None] | None = None  # puts weights into the user's own object, where it holds some
+
+
+def read_model(model: Any) -> JaxModel:
+    """The model as a function.
+
+    Args:
+        model: an instance of flax.nnx.Module; a pair (flax.linen.Module, variables) as its `init` gives them; or a pair
+            (function, weights) where function(weights, *inputs) gives the outputs. A linen module or function that
+            takes `train`, `training` or `deterministic` is told; a function that takes `key` gets a new one each step.
+
+    Raises:
+        TypeError: it is none of these.
+    """
+    nnx, linen = _flax()
+    if nnx is not None and isinstance(model, nnx.Module):
+        return _of_nnx(nnx, model)
+    if isinstance(model, (tuple, list)) and len(model) == 2:
+        code, weights = model
+        if linen is not None and isinstance(code, linen.Module):
+            return _of_linen(code, weights)
+        if callable(code) and not isinstance(code, type):
+            return _of_function(code, weights)
+    raise TypeError(
+        f"JaxBackend: model={_told(model)}: needs a flax nnx Module, a pair (linen module, variables), or a pair "
+        "(function, weights) where function(weights, *inputs) gives the outputs"
+    )
+
+
+def _of_nnx(nnx: Any, model: Any) -> JaxModel:
+    own = nnx.clone(model)  # its modes are changed here
+    own.eval()
+    graphs = {False: nnx.graphdef(own)}
+    own.train()
+    graphs[True], parameters, rest = nnx.split(own, nnx.Param, ...)
+
+    def apply(
+        parameters: Any, buffers: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool, key: Any
+    ) -> tuple[Any, Any]:
+        module = nnx.merge(graphs[training], parameters, buffers)
+        outputs = module(*args, **kwargs)
+        return outputs, nnx.to_pure_dict(nnx.split(module, nnx.Param, ...)[2])
+
+    def publish(weights: Mapping[str, Any]) -> None:
+        nnx.update(model, weights["parameters"])
+        nnx.update(model, weights["buffers"])
+
+    return JaxModel(nnx.to_pure_dict(parameters), nnx.to_pure_dict(rest), apply, publish)
+
+
+def _of_linen(module: Any, variables: Any) -> JaxModel:
+    if not isinstance(variables, Mapping) or "params" not in variables:
+        raise TypeError(
+            f"JaxBackend: variables={_told(variables)} of {type(module).__name__}: needs a mapping with 'params', as "
+            "module.init(key, inputs) gives it"
+        )
+    mode = _mode_of(type(module).__call__)
+    rest = {name: collection for name, collection in variables.items() if name != "params"}
+
+    def apply(
+        parameters: Any, buffers: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool, key: Any
+    ) -> tuple[Any, Any]:
+        given = {"params": parameters, **buffers}
+        keywords = {**kwargs, **mode(training)}
+        if not training:
+            return module.apply(given, *args, **keywords), buffers
+        outputs, changed = module.apply(given, *args, mutable=list(buffers), rngs={"dropout": key}, **keywords)
+        return outputs, {**buffers, **changed}
+
+    return JaxModel(variables["params"], rest, apply)
+
+
+def _of_function(function: Any, weights: Any) -> JaxModel:
+    mode = _mode_of(function)
+    draws = "key" in _parameters_of(function)
+
+    def apply(
+        parameters: Any, buffers: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool, key: Any
+    ) -> tuple[Any, Any]:
+        keywords = {**kwargs, **mode(training), **({"key": key} if draws else {})}
+        return function(parameters, *args, **keywords), buffers
+
+    return JaxModel(weights, {}, apply)
+
+
+def _mode_of(function: Any) -> Callable[[bool], dict[str, bool]]:
+    """How it is told whether it trains; not at all where it has no such keyword."""
+    known = _parameters_of(function)
+    for name in ("train", "training", "is_training"):
+        if name in known:
+            return lambda training, name=name: {name: training}  # type: ignore[misc]
+    if "deterministic" in known:
+        return lambda training: {"deterministic": not training}
+    return lambda training: {}
+
+
+def _parameters_of(function: Any) -> Mapping[str, Any]:
+    try:
+        return inspect.signature(function).parameters
+    except (TypeError, ValueError) as error:  # of a function in C
+        raise ConfigurationError(f"JaxBackend: model={function!r}: its signature cannot be read: {error}") from error
+
+
+def _flax() -> tuple[Any, Any]:
+    try:
+        from flax import linen, nnx
+    except ImportError:  # functions need none
+        return None, None
+    return nnx, linen
+
+
+def _told(model: Any) -> str:
+    if isinstance(model, (tuple, list)):
+        return f"({', '.join(type(each).__name__ for each in model)})"
+    return repr(model) if isinstance(model, type) else type(model).__name__

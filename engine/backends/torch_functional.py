@@ -1,0 +1,114 @@
+"""Training steps in PyTorch on values, by torch.func: the module is a description, its weights are arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad_and_value
+
+from engine.backends.functional import FunctionalBackend
+from engine.backends.mirror import ModuleMirror
+from engine.backends.torch import TorchBackend
+from engine.backends.torch import _no_gradient as no_gradient
+from engine.errors import ConfigurationError
+from engine.evaluating import eval_mode
+from engine.optimizers.functional import create_functional
+from engine.optimizers.groups import decay_rule, trainable_of
+from engine.protocols import BackendSettings, TrainingBatch, TrainingStrategy
+
+__all__ = ["FunctionalTorchBackend"]
+
+
+class FunctionalTorchBackend(FunctionalBackend, TorchBackend):
+    """nn.Module on values: `TorchBackend(functional=True)` makes it.
+
+    Parameters and buffers go by the module's names. A step may be used under torch.vmap; what is drawn in it (dropout)
+    comes from torch's global generator, as in place.
+
+    Raises:
+        ConfigurationError: fp16, torch.compile or activation checkpointing, which work in place.
+    """
+
+    in_place = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        FunctionalBackend.__init__(self)
+        TorchBackend.__init__(self, *args, **kwargs)
+
+    def _configure(self, settings: BackendSettings) -> None:
+        super()._configure(settings)
+        self.settings = settings
+        refused = {
+            "precision='fp16'": self.scaler is not None,
+            "compile=True": self.compile,
+            f"activation_checkpointing={self.activation_checkpointing!r}": self.activation_checkpointing is not None,
+        }
+        for setting, asked in refused.items():
+            if asked:
+                raise ConfigurationError(f"TorchBackend(functional=True): {setting} works in place; leave one of both")
+
+    configure = TorchBackend.configure
+    prepare_batch = TorchBackend.prepare_batch
+    to_torch = TorchBackend.to_torch
+
+    def split(self, model: Any) -> dict[str, Any]:
+        """The module's parameters that learn, and all else that it saves or computes with, copied, by its names."""
+        self.module = self.place(model)
+        return weights_of(self.module, copy=True)
+
+    def loss_and_gradients(
+        self, weights: Mapping[str, Any], batch: TrainingBatch, strategy: TrainingStrategy, draw: tuple[int, int]
+    ) -> tuple[Any, Any, Any]:
+        """By torch.func.grad_and_value."""
+
+        def compute(parameters: dict[str, Tensor], buffers: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+            changed = {name: each.clone() for name, each in buffers.items()}  # a forward pass writes into them
+            _, loss = self._evaluate({**parameters, **changed}, batch, strategy)
+            if not loss.requires_grad:  # torch.func would go on with gradients of 0
+                raise no_gradient()
+            return loss, changed
+
+        gradients, (loss, buffers) = grad_and_value(compute, has_aux=True)(weights["parameters"], weights["buffers"])
+        return loss, gradients, buffers
+
+    def evaluate(self, weights: Mapping[str, Any], batch: TrainingBatch, strategy: TrainingStrategy) -> tuple[Any, Any]:
+        """The module in eval mode."""
+        with torch.no_grad(), eval_mode(self.module):
+            return self._evaluate({**weights["parameters"], **weights["buffers"]}, batch, strategy)
+
+    def forward(self, model: Any, batch: TrainingBatch) -> Any:
+        """What the module gives for the batch's inputs with these weights, by name."""
+        inputs = batch.inputs
+        if isinstance(inputs, Mapping):
+            return functional_call(self.module, model, (), dict(inputs))
+        return functional_call(self.module, model, tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,))
+
+    def create_optimizer(self, model: Any, name: str, learning_rate: float, weight_decay: float, **options: Any) -> Any:
+        """sgd, adam, adamw or rmsprop, as pure functions."""
+        spares = decay_rule(model, options.pop("no_decay", None))
+        mask = None if spares is None else {key: not spares(key, each) for key, each in trainable_of(model)}
+        return create_functional(name, learning_rate, weight_decay, decay_mask=mask, **options)
+
+    def mirror(self, model: Any, weights: Mapping[str, Any]) -> ModuleMirror:
+        """The module itself, which holds the newest weights."""
+        return ModuleMirror(self.module, weights_of)
+
+    state_dict = FunctionalBackend.state_dict
+    load_state_dict = FunctionalBackend.load_state_dict
+    discard_gradients = FunctionalBackend.discard_gradients
+    begin_run = FunctionalBackend.begin_run
+    skipped_updates = FunctionalBackend.skipped_updates
+
+
+def weights_of(module: nn.Module, copy: bool = False) -> dict[str, dict[str, Tensor]]:
+    """A module's weights as values: the tensors that it holds, or copies of them."""
+    weights: dict[str, dict[str, Tensor]] = {"parameters": {}, "buffers": {}}
+    for name, parameter in module.named_parameters():
+        weights["parameters" if parameter.requires_grad else "buffers"][name] = parameter.detach()
+    weights["buffers"].update({name: buffer.detach() for name, buffer in module.named_buffers()})
+    if copy:
+        return {kind: {name: each.clone() for name, each in tensors.items()} for kind, tensors in weights.items()}
+    return weights
