@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -86,7 +87,7 @@ class TrainerCore:
         return state if schedule is None else replace(state, metadata={**state.metadata, "schedule": schedule})
 
     def train_step(self, batch: Any, model_state: ModelState, optimizer_state: Any = None) -> TrainingResult:
-        """One update over one batch.
+        """One update over one batch. Before the first update its values are looked at, which waits for the device.
 
         Args:
             batch: as a loader gives it, or a TrainingBatch.
@@ -107,8 +108,9 @@ class TrainerCore:
         if optimizer_state is not None:
             model_state = replace(model_state, optimizer=optimizer_state)
         self.backend.check(model_state)
-        prepared = self.backend.prepare_batch(batch, self.strategy)
-        result: TrainingResult = self.backend.train_step(model_state, prepared, self.strategy)
+        with _looking(self.strategy, model_state.metadata.get("step", 0) == 0):
+            prepared = self.backend.prepare_batch(batch, self.strategy)
+            result: TrainingResult = self.backend.train_step(model_state, prepared, self.strategy)
         metrics: dict[str, Any] = {**result.metrics, "seconds": time.perf_counter() - start}
         diagnostics = {"memory_bytes": self.backend.memory(), "communication_bytes": 0}
         return replace(result, metrics=metrics, diagnostics=diagnostics)
@@ -145,3 +147,17 @@ class TrainerCore:
         if state is model_state:
             raise ValueError("TrainerCore.train_epoch(batches): gave no batch; an iterator can be read once")
         return state
+
+
+@contextmanager
+def _looking(strategy: Any, wanted: bool) -> Iterator[None]:
+    """A strategy that may look at values does so inside only if it is wanted; afterwards its flag is what it was."""
+    before = getattr(strategy, "check_values", False)
+    if not before or wanted:
+        yield
+        return
+    strategy.check_values = False
+    try:
+        yield
+    finally:
+        strategy.check_values = before

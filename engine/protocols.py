@@ -131,19 +131,20 @@ class TrainingStrategy(Protocol):
     """What is optimised.
 
     A strategy may have more: `derive_metrics(loss)`, what follows from a mean loss (a float, or a tensor that stays on
-    its device); and a flag `check_values`, which a trainer sets until its first update has been made, so that batches
-    may be looked at closely without waiting for the device ever after.
+    its device); a flag `check_values`, which a trainer sets until its first update has been made, so that batches may
+    be looked at closely without waiting for the device ever after; and `check_batch(outputs, batch)`, which does so
+    where the loss is compiled: the batch is still of torch tensors then, and the outputs have shape and dtype alone.
     """
 
     def prepare_batch(self, batch: Any) -> TrainingBatch:
-        """What the loader gave, on the device already, as model inputs and targets."""
+        """What the loader gave, in torch tensors (on the device already, if torch computes), as inputs and targets."""
         ...
 
-    def compute_loss(self, outputs: Any, batch: TrainingBatch) -> Tensor:
-        """The loss to differentiate: shape (), a mean over `batch.size`."""
+    def compute_loss(self, outputs: Any, batch: TrainingBatch) -> Any:
+        """The loss to differentiate, of the backend's arrays: shape (), a mean over `batch.size`."""
         ...
 
-    def compute_metrics(self, outputs: Any, batch: TrainingBatch) -> Mapping[str, Tensor]:
+    def compute_metrics(self, outputs: Any, batch: TrainingBatch) -> Mapping[str, Any]:
         """Further means over `batch.size` that validation reports, each of shape ()."""
         ...
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from engine import rng
+from engine.arrays import is_array
 from engine.cadence import Every
 from engine.errors import ConfigurationError
 from engine.events import EventEnum, Events
@@ -208,6 +209,8 @@ def _pieces(value: Any, around: tuple[int, ...] = ()) -> Iterator[bytes]:
             yield bits.cpu().contiguous().numpy().tobytes()
     elif isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject:
         yield value.tobytes()
+    elif is_array(value) and not isinstance(value, np.ndarray):  # jax's
+        yield np.asarray(value).tobytes()
     elif isinstance(value, _TOLD):
         yield repr(value).encode(errors="backslashreplace")
     elif isinstance(value, (bytes, bytearray, memoryview)):

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import handlers as shipped_handlers
-from engine import rng, schedules
+from engine import backends, rng, schedules
 from engine import strategies as shipped_strategies
+from engine.backends import JaxBackend, TorchBackend
 from engine.batches import length_of
 from engine.errors import ConfigurationError, PulsetrainError
 from engine.logs import get_logger
@@ -31,6 +32,7 @@ STRATEGIES = {
     **{name: made_by for name in shipped_strategies.__all__ if callable(made_by := getattr(shipped_strategies, name))},
     **shipped_strategies.STRATEGIES,
 }
+BACKENDS = {"TorchBackend": TorchBackend, "JaxBackend": JaxBackend, **backends.BACKENDS}
 
 # What the trainer's parts call their arguments, and which setting of the configuration that is; the first that fits
 # holds. For errors of the training section and of the Trainer alone: a schedule among the handlers keeps its own names.
@@ -120,6 +122,7 @@ def assemble(
     rng.seed_everything(training.seed)
     train_loader, val_loader = _loaders(build(config["data"], "data"))
     strategy = build(config["strategy"], "strategy", STRATEGIES)
+    backend = build(config["backend"], "backend", BACKENDS)
     metrics = {name: build(spec, f"metrics.{name}") for name, spec in (config.get("metrics") or {}).items()}
     claim = _claim(pattern, place, numbered="{n}" in pattern and resume is None)
     try:
@@ -131,8 +134,9 @@ def assemble(
         ]
         try:
             trainer = Trainer(
-                model, train_loader, val_loader, strategy=strategy, config=training, metrics=metrics, handlers=made
-            )
+                model, train_loader, val_loader, strategy=strategy, backend=backend, config=training, metrics=metrics,
+                handlers=made,
+            )  # fmt: skip
         except PulsetrainError as error:
             raise in_settings(error) from error
         described = {section: config[section] for section in SECTIONS if section in config}

@@ -14,8 +14,8 @@ from pulsetrain.building import unknown
 
 __all__ = ["SECTIONS", "differences", "load_yaml", "read_config"]
 
-SECTIONS = ("run", "model", "data", "strategy", "metrics", "training", "handlers")
-NAMED = ("model", "data", "strategy")  # sections that may be a class path alone
+SECTIONS = ("run", "model", "data", "strategy", "backend", "metrics", "training", "handlers")
+NAMED = ("model", "data", "strategy", "backend")  # sections that may be a class path alone
 STANDARD_HANDLERS = ("Checkpointer", "EventRecorder", "CSVLogger", "Plots", "ProgressBar", "CrashBundle")
 
 
@@ -78,6 +78,8 @@ def read_config(path: Path, overrides: Mapping[str, str]) -> dict[str, Any]:
         config["run"] = f"runs/{path.stem}-{{n}}"
     if config.get("strategy") is None:
         config["strategy"] = "supervised"
+    if config.get("backend") is None:
+        config["backend"] = "torch"
     if "handlers" not in config:
         added = (config.get("training") or {}).get("save_every_n_epochs") is not None  # it brings its own
         config["handlers"] = [name for name in STANDARD_HANDLERS if name != "Checkpointer" or not added]

@@ -12,7 +12,7 @@ from typing import Any
 import yaml
 
 from engine.errors import ConfigurationError, PulsetrainError
-from pulsetrain.assembly import HANDLERS, STRATEGIES, in_settings
+from pulsetrain.assembly import BACKENDS, HANDLERS, STRATEGIES, in_settings
 from pulsetrain.building import build, checked_arguments, find, look_in, spec_of
 from pulsetrain.config import TrainingConfig
 from pulsetrain.config_file import SECTIONS, load_yaml, read_config
@@ -63,7 +63,7 @@ def resolve(path: Path, overrides: Mapping[str, str]) -> Resolved:
     resolved = Resolved({}, base)
     filling = _Filling(resolved.comments)
     config["training"] = filling.training(dict(config.get("training") or {}))
-    for section, shipped in (("model", {}), ("data", {}), ("strategy", STRATEGIES)):
+    for section, shipped in (("model", {}), ("data", {}), ("strategy", STRATEGIES), ("backend", BACKENDS)):
         config[section] = filling.spec(config[section], (section,), section, shipped)
     config["metrics"] = {
         name: filling.spec(spec, ("metrics", name), f"metrics.{name}", {})

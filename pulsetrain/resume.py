@@ -99,6 +99,9 @@ def restore(trainer: Trainer, saved: Mapping[str, Any]) -> None:
     _check_optimizer(trainer.optimizer, saved)
     fewer = rng.missing_devices(saved["rng"])
     saved = follow_data(saved, trainer.train_loader)
+    go_on_with_gradients = trainer.held.load_gradients(
+        saved["accumulation"]["gradients"], saved["accumulation"]["batches"]
+    )
     _restore_what_may_refuse(trainer, saved)
     trainer.model.load_state_dict(saved["model"])
     configured = rates_of(trainer.optimizer)
@@ -106,7 +109,7 @@ def restore(trainer: Trainer, saved: Mapping[str, Any]) -> None:
     _tell_of_rates(trainer, configured)
     trainer.announced_skips = saved["announced_skips"]
     trainer.accumulation.load_state_dict(saved["accumulation"])
-    trainer.held.load_gradients(saved["accumulation"]["gradients"], trainer.accumulated)
+    go_on_with_gradients()
     counters = saved["counters"]
     trainer.set_counters({**counters, "save": counters["save"] + 1})  # its own save, counted once it was durable
     trainer.learning_rates = tuple(saved["learning_rates"])

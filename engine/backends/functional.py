@@ -82,7 +82,7 @@ class FunctionalBackend:
         """One array as a torch tensor, without a copy where that is possible; what is no array as it is."""
         if isinstance(leaf, Tensor) or not hasattr(leaf, "__array__"):
             return leaf
-        return torch.as_tensor(leaf.copy() if _is_read_only(leaf) else leaf)
+        return torch.as_tensor(leaf.copy() if _is_awkward(leaf) else leaf)
 
     def to_torch(self, value: Any) -> Any:
         """Every array in it as a torch tensor, without a copy where that is possible."""
@@ -418,9 +418,9 @@ def check_paths(mine: Mapping[str, Any], saved: Mapping[str, Any], place: str) -
             raise CheckpointError(f"{place}: {path} is {shapes[0]} in the checkpoint, {shapes[1]} here")
 
 
-def _is_read_only(array: Any) -> bool:
-    """Whether it is an array of numpy that torch takes with a warning alone: of a file, say, mapped into memory."""
-    return isinstance(array, np.ndarray) and not array.flags.writeable
+def _is_awkward(array: Any) -> bool:
+    """Whether torch takes an array of numpy not at all, or with a warning: read backwards, or from a mapped file."""
+    return isinstance(array, np.ndarray) and (not array.flags.writeable or any(step < 0 for step in array.strides))
 
 
 def _kind(leaf: Any) -> str:

@@ -6,7 +6,7 @@ Handlers, checkpoints and whoever asks a trainer for its model and optimizer fin
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -65,10 +65,14 @@ class LiveState:
         """Those that wait for an update, by the parameters' names."""
         return {name: each.grad for name, each in self.module.named_parameters() if each.grad is not None}
 
-    def load_gradients(self, saved: Mapping[str, Tensor], batches: int) -> None:
-        """Go on with gradients that `gradients` gave."""
-        for name, parameter in self.module.named_parameters():
-            parameter.grad = saved[name].to(parameter.device) if name in saved else None
+    def load_gradients(self, saved: Mapping[str, Tensor], batches: int) -> Callable[[], None]:
+        """What goes on with gradients that `gradients` gave."""
+
+        def go_on() -> None:
+            for name, parameter in self.module.named_parameters():
+                parameter.grad = saved[name].to(parameter.device) if name in saved else None
+
+        return go_on
 
 
 class Held:
@@ -124,12 +128,37 @@ class Held:
         """Those that wait for an update, by their paths."""
         return {} if self.waiting is None else self.backend.flat(self.waiting.gradients)
 
-    def load_gradients(self, saved: Mapping[str, Tensor], batches: int) -> None:
-        """Go on with gradients that `gradients` gave, of so many batches."""
-        self.waiting = None
+    def load_gradients(self, saved: Mapping[str, Tensor], batches: int) -> Callable[[], None]:
+        """What goes on with gradients that `gradients` gave, of so many batches.
+
+        Raises:
+            CheckpointError: they are not of these weights.
+        """
+        waiting: GradientInfo | None = None
         if saved:
             tree = self.backend.unflat(self.state.weights["parameters"], saved, "accumulated gradients")
-            self.waiting = GradientInfo(None, tree, batches=batches)
+            waiting = GradientInfo(None, tree, batches=batches)
+
+        def go_on() -> None:
+            self.waiting = waiting
+
+        return go_on
+
+
+class _UpToDate(list[nn.Parameter]):
+    """A module's parameters, which are made up to date for whoever looks at them."""
+
+    def __init__(self, module: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(parameters)
+        self._module = module
+
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        next(self._module.parameters(), None)
+        return super().__iter__()
+
+    def __getitem__(self, index: Any) -> Any:
+        next(self._module.parameters(), None)
+        return super().__getitem__(index)
 
 
 class HeldOptimizer(torch.optim.Optimizer):
@@ -144,6 +173,7 @@ class HeldOptimizer(torch.optim.Optimizer):
         parameters = [each for module in held.module.modules() for each in module._parameters.values()]
         unique = {id(each): each for each in parameters if each is not None and each.requires_grad}
         super().__init__(list(unique.values()), {"lr": shown_rate(rate)})
+        self.param_groups[0]["params"] = _UpToDate(held.module, unique.values())
         self.held = held
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]

@@ -135,10 +135,12 @@ class JaxBackend(FunctionalBackend):
     def leaf_from(self, saved: Any, like: Any) -> Any:
         jax = self._jax
         if jax.numpy.issubdtype(like.dtype, jax.dtypes.prng_key):
-            data = jax.numpy.asarray(torch.as_tensor(saved).cpu().numpy())
+            data = self._array_of(saved)
             return jax.device_put(jax.random.wrap_key_data(data, impl=jax.random.key_impl(like)), self.jax_device)
-        array = jax.numpy.array(torch.as_tensor(saved).cpu().numpy(), dtype=like.dtype)  # a copy
-        return jax.device_put(array, self.jax_device)
+        return jax.device_put(jax.numpy.array(self._array_of(saved), dtype=like.dtype), self.jax_device)  # a copy
+
+    def _array_of(self, saved: Any) -> Any:
+        return self._jax.numpy.from_dlpack(torch.as_tensor(saved).detach().cpu().contiguous())
 
     def map(self, function: Callable[..., Any], *trees: Any) -> Any:
         return self._jax.tree.map(function, *trees)
@@ -182,7 +184,11 @@ class JaxBackend(FunctionalBackend):
         first, self._first = self._first, None
         if first is None:
             return
-        outputs = self._jax.eval_shape(partial(self._outputs, training=False), state.weights, batch.inputs)
+        try:
+            outputs = self._jax.eval_shape(partial(self._outputs, training=False), state.weights, batch.inputs)
+        except Exception as error:
+            error.add_note(given(first))
+            raise
         strategy.check_batch(self.map(_stand_in, outputs), first)
 
     # ---------------------------------------------------------------------------------------- what is computed

@@ -87,8 +87,13 @@ class Mirror(nn.Module):
 
     def seen(self, weights: Any) -> Any:
         """The weights given, or those that the module holds where they were written into."""
-        if self._stale or self._versions_now() == self._versions:
+        if self._versions_now() == self._versions:
             return self._weights  # read already, perhaps: by a call of the model
+        if self._stale:
+            raise RuntimeError(
+                "the model was written into through a tensor that is no longer up to date; take it from "
+                "trainer.model.parameters() or buffers(), whose tensors are from then on"
+            )
         read = {
             kind: self._backend.unflat(
                 weights[kind], {path: each.detach() for path, each in tensors.items() if each is not None}, kind
@@ -121,6 +126,27 @@ class Mirror(nn.Module):
         self._followed = True
         self.refresh()
         return super().named_buffers(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)
+        if isinstance(value, Tensor):
+            self._followed = True
+            self.refresh()
+        return value
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Mirror:
+        """A module of its own with the same weights; it computes with the same backend."""
+        self.refresh()
+        copied = Mirror(self._backend, self._weights)
+        copied.training = self.training
+        memo[id(self)] = copied
+        return copied
+
+    def __getstate__(self) -> Any:
+        raise TypeError(
+            f"the model of a {type(self._backend).__name__} is no torch module that could be pickled; save its "
+            "state_dict()"
+        )
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """As every module's, up to date."""

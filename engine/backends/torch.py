@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
+from engine.arrays import is_array
 from engine.errors import ConfigurationError
 from engine.gradients import clip_grad_norm, clip_grad_value, grad_norm, scale_grads
 from engine.memory import recompute_activations
@@ -72,7 +74,16 @@ class TorchBackend:
 
     in_place = True
 
-    def __new__(cls, *args: Any, functional: bool = False, **kwargs: Any) -> TorchBackend:
+    def __new__(  # the arguments of __init__, for whoever asks for the signature
+        cls,
+        device: str | torch.device | None = None,
+        *,
+        precision: str | None = None,
+        gradient_scale: float = 65536.0,
+        compile: bool = False,
+        activation_checkpointing: str | None = None,
+        functional: bool = False,
+    ) -> TorchBackend:
         if functional and cls is TorchBackend:
             from engine.backends.torch_functional import FunctionalTorchBackend
 
@@ -179,7 +190,7 @@ class TorchBackend:
                 outputs = self.forward(model, batch)
                 return outputs, strategy.compute_loss(outputs, batch)
         except Exception as error:
-            error.add_note(given(batch))
+            _explain(error, batch)
             raise
 
     def forward_backward(
@@ -217,7 +228,7 @@ class TorchBackend:
                 with self._autocast():  # not round the yield: whoever takes the loss computes outside
                     found = next(losses, None)
             except Exception as error:
-                error.add_note(given(batch))
+                _explain(error, batch)
                 raise
             if found is None:
                 return
@@ -272,7 +283,7 @@ class TorchBackend:
         try:
             loss = strategy.compute_loss(self.forward(state.weights, batch), batch)
         except Exception as error:
-            error.add_note(given(batch))
+            _explain(error, batch)
             raise
         if not loss.requires_grad:
             raise _no_gradient()
@@ -326,7 +337,17 @@ def _learning(optimizer: Any) -> list[Tensor]:
     return [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]
 
 
+def _explain(error: Exception, batch: TrainingBatch) -> None:
+    error.add_note(given(batch))
+    if any(is_array(leaf) and not isinstance(leaf, Tensor) for leaf in tree_leaves((batch.inputs, batch.targets))):
+        error.add_note(
+            "TorchBackend computes with torch tensors: let the loader give torch.from_numpy(array), or "
+            "torch.from_dlpack(array), or train with JaxBackend(), which takes all of them"
+        )
+
+
 def given(batch: TrainingBatch) -> str:
+    """What a model and a loss were given, for a note on what they raised."""
     return f"given inputs {describe(batch.inputs, ranges=True)}, targets {describe(batch.targets, ranges=True)}"
 
 
