@@ -207,6 +207,8 @@ def _saved(folder: Path) -> dict[str, Any]:
 
 def _report_changes(folder: Path, config: dict[str, Any]) -> None:
     saved = _saved(folder)
+    if saved:
+        saved.setdefault("backend", "torch")  # before there was a choice
     changed = list(differences({**saved, "run": ""}, {**config, "run": ""})) if saved else []
     if changed:
         get_logger("pulsetrain").warning(

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import handlers
+from tests import warm_python
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 
 
 def run(code: str, folder: Path) -> list[str]:
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=120, check=False
-    )
+    done = warm_python.run("-c", code, cwd=folder)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
@@ -46,6 +43,14 @@ def test_the_python_about_the_parts_of_a_step_runs_and_its_assertions_hold(code:
 @pytest.mark.parametrize("path", sorted(set(re.findall(r"`((?:docs|examples)/[\w./]+)`|\]\((docs/[\w.]+)\)", README))))
 def test_what_the_readme_points_to_is_there(path: tuple[str, str]):
     assert (Path(__file__).parent.parent / (path[0] or path[1])).exists()
+
+
+BACKENDS = (Path(__file__).parent.parent / "docs" / "backends.md").read_text()
+
+
+@pytest.mark.parametrize("code", re.findall(r"```python\n(.*?)```", BACKENDS, flags=re.DOTALL))
+def test_the_python_about_backends_runs_and_its_assertions_hold(code: str, tmp_path: Path):
+    assert run(code, tmp_path) == []
 
 
 HANDLERS = (Path(__file__).parent.parent / "docs" / "handlers.md").read_text()

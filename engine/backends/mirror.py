@@ -8,6 +8,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from engine.errors import ConfigurationError
+
 __all__ = ["Mirror", "ModuleMirror", "Shown"]
 
 
@@ -48,7 +50,7 @@ class ModuleMirror:
 
 
 class Mirror(nn.Module):
-    """Weights that are no torch tensors, as a module of torch tensors by their paths, "blocks/0/kernel".
+    """Weights that are no torch tensors, as a module of torch tensors by their paths, "blocks/0/kernel", dots as "/".
 
     The tensors are copies, made when somebody asks for the state after it has changed; once parameters or buffers were
     asked for, at each change, since whoever has them may look again. What is written into them is taken over before the
@@ -62,13 +64,25 @@ class Mirror(nn.Module):
     def __init__(self, backend: Any, weights: Mapping[str, Any]) -> None:
         super().__init__()
         self._backend, self._weights = backend, weights
+        self._paths: dict[str, str] = {}  # by the names under which the module has them
         for path, tensor in backend.flat(weights["parameters"]).items():
             learns = tensor.is_floating_point() or tensor.is_complex()
-            self.register_parameter(path, nn.Parameter(tensor.clone(), requires_grad=learns))
+            self._parameters[self._name(path)] = nn.Parameter(tensor.clone(), requires_grad=learns)
         for path, tensor in backend.flat(weights["buffers"]).items():
-            self.register_buffer(path, torch.as_tensor(tensor).clone())
+            self._buffers[self._name(path)] = torch.as_tensor(tensor).clone()
         self._stale = self._followed = False
         self._versions = self._versions_now()
+
+    def _name(self, path: str) -> str:
+        """For the weight at a path: to torch a dot means a module inside, and weights that are one array have none."""
+        name = path.replace(".", "/") or "weights"
+        if name in self._paths:
+            raise ConfigurationError(
+                f"{type(self._backend).__name__}: the weights {self._paths[name]!r} and {path!r} would have one name, "
+                f"{name!r}; rename one of them"
+            )
+        self._paths[name] = path
+        return name
 
     @property
     def module(self) -> nn.Module:
@@ -96,7 +110,9 @@ class Mirror(nn.Module):
             )
         read = {
             kind: self._backend.unflat(
-                weights[kind], {path: each.detach() for path, each in tensors.items() if each is not None}, kind
+                weights[kind],
+                {self._paths[name]: each.detach() for name, each in tensors.items() if each is not None},
+                kind,
             )
             for kind, tensors in (("parameters", self._parameters), ("buffers", self._buffers))
         }
@@ -110,9 +126,9 @@ class Mirror(nn.Module):
             return
         self._stale = False
         new = {**self._backend.flat(self._weights["buffers"]), **self._backend.flat(self._weights["parameters"])}
-        for path, tensor in {**self._parameters, **self._buffers}.items():
+        for name, tensor in {**self._parameters, **self._buffers}.items():
             assert tensor is not None
-            tensor.copy_(torch.as_tensor(new[path]))
+            tensor.copy_(torch.as_tensor(new[self._paths[name]]))
         self._versions = self._versions_now()
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Any:

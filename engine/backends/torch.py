@@ -279,9 +279,10 @@ class TorchBackend:
 
     def _bare_step(self, state: ModelState, batch: TrainingBatch, strategy: TrainingStrategy) -> TrainingResult:
         """The same, where nothing stands between forward, backward and update: calls count here."""
-        optimizer = state.optimizer
+        optimizer, inputs = state.optimizer, batch.inputs
         try:
-            loss = strategy.compute_loss(self.forward(state.weights, batch), batch)
+            outputs = state.weights(inputs) if isinstance(inputs, Tensor) else self.forward(state.weights, batch)
+            loss = strategy.compute_loss(outputs, batch)
         except Exception as error:
             _explain(error, batch)
             raise

@@ -8,10 +8,7 @@ From the folder that holds examples/; needs jax, optax and flax (pip install 'pu
 import argparse
 from collections.abc import Sequence
 
-from flax import nnx
-
-from engine import Every, PretrainStrategy
-from engine.backends.jax import JaxBackend
+from engine import Every, JaxBackend, PretrainStrategy
 from examples.byte_lm.data import loaders
 from examples.byte_lm_jax.model import ByteGPT
 from handlers import Checkpointer, ConsoleLogger, EventRecorder
@@ -50,7 +47,6 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, list[float]]:
     )
     history = trainer.train(resume="latest" if options.resume else None)
 
-    nnx.update(model, trainer.model_state.weights["parameters"])  # the backend trains weights of its own
     print(f"validation: {history['val/bits_per_byte'][-1]:.3f} bits per byte")
     print(model.generate(b"def ", 300, temperature=0.7).decode(errors="replace"))
     return history

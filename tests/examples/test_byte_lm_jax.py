@@ -15,9 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from engine import Events, PretrainStrategy
+from engine import Events, JaxBackend, PretrainStrategy
 from engine.backends import TorchBackend
-from engine.backends.jax import JaxBackend
 from engine.recording import EventLog
 from examples.byte_lm.data import ByteWindows, standard_library
 from examples.byte_lm.model import ByteGPT as TorchGPT
