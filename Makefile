@@ -49,11 +49,11 @@ contracts: $(VENV)/installed-dev ## import-linter: the arrows between the packag
 
 pytest: $(VENV)/installed-dev ## the tests; two at a time; e.g. make pytest ARGS="-n auto tests/engine"
 	$(step) 'Tests (pytest)'
-	@$(BIN)/python -m pytest -n 2 $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
 
 coverage: $(VENV)/installed-dev ## the tests, and which lines of engine/ and handlers/ they miss; fails under 90%
 	$(step) 'Coverage'
-	@$(BIN)/python -m pytest -n 2 --cov=engine --cov=handlers --cov-fail-under=90 $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist worksteal --cov=engine --cov=handlers --cov-fail-under=90 $(ARGS)
 
 faults: $(VENV)/installed-dev ## the fault tests, and 1,000 kills of a run that is resumed each time; about ten minutes
 	$(step) 'Fault tests'

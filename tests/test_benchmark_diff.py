@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests import warm_python
 
 BENCHMARK = Path(__file__).parent.parent / "benchmarks" / "diff.py"
 
 
 @pytest.mark.slow
 def test_the_benchmark_of_comparing_measures_every_figure_that_has_a_bound():
-    done = subprocess.run([sys.executable, BENCHMARK, "--events", "5000"], capture_output=True, text=True, timeout=300)
+    done = warm_python.run(BENCHMARK, "--events", 5000, timeout=300)
     results = json.loads(done.stdout.splitlines()[-1])
     assert set(results["bounds"].values()) == {50.0}
     assert all(isinstance(results[name], float) for name in results["bounds"])

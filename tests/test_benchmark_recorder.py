@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests import warm_python
 
 BENCHMARK = Path(__file__).parent.parent / "benchmarks" / "recorder.py"
 
@@ -15,7 +15,7 @@ BENCHMARK = Path(__file__).parent.parent / "benchmarks" / "recorder.py"
 @pytest.mark.slow
 def test_the_recorders_benchmark_measures_every_figure_that_has_a_bound():
     small = ["--events", "2000", "--log-events", "5000", "--rounds", "1"]
-    done = subprocess.run([sys.executable, str(BENCHMARK), *small], capture_output=True, text=True, timeout=300)
+    done = warm_python.run(BENCHMARK, *small, timeout=300)
     results = json.loads(done.stdout.splitlines()[-1])
     at_most, at_least = results["at_most"], results["at_least"]
     assert set(at_most) == {

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests import warm_python
 
 BENCHMARK = Path(__file__).parent.parent / "benchmarks" / "replay.py"
 
@@ -15,7 +15,7 @@ BENCHMARK = Path(__file__).parent.parent / "benchmarks" / "replay.py"
 @pytest.mark.slow
 def test_the_replay_benchmark_measures_every_figure_that_has_a_bound():
     small = ["--iterations", "5000", "--passes", "1"]
-    done = subprocess.run([sys.executable, str(BENCHMARK), *small], capture_output=True, text=True, timeout=300)
+    done = warm_python.run(BENCHMARK, *small, timeout=300)
     results = json.loads(done.stdout.splitlines()[-1])
     assert set(results["bounds"].values()) == {800_000.0, 1_500_000.0}
     assert all(isinstance(results[name], float) for name in results["bounds"])

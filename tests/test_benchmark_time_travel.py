@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests import warm_python
+
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 
 
 def results_of(name: str, *words: str) -> tuple[dict[str, Any], int]:
-    command = [sys.executable, str(FOLDER / f"{name}.py"), *words]
-    alone = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=alone)
+    done = warm_python.run(FOLDER / f"{name}.py", *words, timeout=300)
     assert done.stdout, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1]), done.returncode
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 from matplotlib.figure import Figure
 
 from engine.errors import ConfigurationError
 from engine.schedules import Constant, Cosine, Linear, Step, Warmup, plot
+from tests import warm_python
 
 
 def curves(figure):
@@ -91,8 +89,9 @@ def test_bad_arguments_are_refused_by_name_and_value(arguments, message):
 
 
 def test_importing_the_schedules_leaves_matplotlib_alone_and_drawing_leaves_pyplot_alone():
-    code = (
+    code = (  # the warm Python has imported the schedules and everything else of ours
         "import sys; from engine.schedules import Constant, plot; assert 'matplotlib' not in sys.modules\n"
         "plot(Constant(0.1)); assert 'matplotlib.figure' in sys.modules and 'matplotlib.pyplot' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    done = warm_python.run("-c", code)
+    assert done.returncode == 0, done.stderr

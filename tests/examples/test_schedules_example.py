@@ -2,35 +2,20 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import engine.schedules
+from tests.examples.running import EXAMPLES, run
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "schedules.py"
-
-
-def run(folder: Path, *arguments: object) -> list[str]:
-    process = subprocess.run(
-        [sys.executable, EXAMPLE, *map(str, arguments)],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONIOENCODING": "utf-8"},
-        capture_output=True,
-        encoding="utf-8",
-        timeout=120,
-    )
-    assert process.returncode == 0, process.stderr
-    return process.stdout.splitlines()
+EXAMPLE = EXAMPLES / "schedules.py"
 
 
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     folder = tmp_path_factory.mktemp("schedules")
-    return folder, run(folder)
+    return folder, run(folder, EXAMPLE).output
 
 
 def test_prints_rates_that_can_be_worked_out_by_hand(drawn: tuple[Path, list[str]]) -> None:
@@ -58,7 +43,7 @@ def test_draws_into_the_current_folder_or_the_one_it_is_told(drawn: tuple[Path, 
     folder, _ = drawn
     target = tmp_path / "target"
     target.mkdir()
-    assert run(tmp_path, target)[-1] == f"drawn: {target / 'schedules.png'}"
+    assert run(tmp_path, EXAMPLE, target).output[-1] == f"drawn: {target / 'schedules.png'}"
     for place in (folder, target):
         assert [path.name for path in place.iterdir()] == ["schedules.png"]
         assert (place / "schedules.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from engine.recording import EventLog
+from tests.examples.running import EXAMPLES, run
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "time_travel.py"
+EXAMPLE = EXAMPLES / "time_travel.py"
 CODE = f"""
 import sys
 sys.path.insert(0, {str(EXAMPLE.parent)!r})
@@ -25,8 +24,7 @@ assert "forked from" in str(found["difference"])
 
 @pytest.mark.slow
 def test_the_story_ends_well(tmp_path: Path):
-    done = subprocess.run([sys.executable, "-c", CODE], cwd=tmp_path, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
+    run(tmp_path, "-c", CODE)
     assert (tmp_path / "report.html").stat().st_size > 1_000_000
     losses = [
         event.output["loss"]

@@ -6,6 +6,7 @@ checks cannot see, or that nothing needs.
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import shutil
@@ -158,6 +159,7 @@ def ablate(tmp_path_factory: pytest.TempPathFactory) -> Any:
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("pulsetrain.measuring._FOLD", 5)  # else no run is as long as to fold its losses
+        patch.setattr(os, "fsync", lambda descriptor: None)  # thousands of saves, and no machine crashes here
         yield cache(lambda case: Ablation(case, tmp_path_factory.mktemp("ablation")))
     torch.set_num_threads(threads)
 

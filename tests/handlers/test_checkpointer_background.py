@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +15,7 @@ from engine import CheckpointError, Engine, Events, Every, Phase, Preempted
 from engine.checkpoint import CheckpointManager
 from handlers import Checkpointer
 from handlers.background_save import BackgroundSave
+from tests.warm_python import Program
 
 
 def test_it_writes_the_weights_of_the_moment_while_training_changes_them(tmp_path: Path):
@@ -319,12 +316,9 @@ engine.run(range(6))
 
 @pytest.mark.parametrize("call", [1, 2, 3])
 def test_killed_while_a_save_is_being_written_the_one_before_is_there(call: int, tmp_path: Path):
-    command = [sys.executable, "-c", KILLED, str(tmp_path), str(call)]
-    root = Path(__file__).parents[2]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=root) as victim:
-        assert victim.stdout is not None
-        assert victim.stdout.readline() == b"inside\n"
-        os.kill(victim.pid, signal.SIGKILL)
+    victim = Program("-c", KILLED, tmp_path, call)
+    assert victim.stdout.readline() == "inside\n"
+    victim.close()  # it is killed
     manager = CheckpointManager(tmp_path / "checkpoints")
     latest = manager.get_latest()
     assert latest is not None

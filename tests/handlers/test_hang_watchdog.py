@@ -1,8 +1,6 @@
 """HangWatchdog: silence in a run is told with the stacks, and nothing else is."""
 
 import gc
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -16,6 +14,7 @@ from engine.errors import ConfigurationError, RecordingError
 from engine.recording.replay import Replay
 from handlers import EventRecorder, HangWatchdog
 from handlers.hang_watchdog import EXIT_STATUS, Silence
+from tests import warm_python
 
 SOON = 0.2  # seconds of silence that are a hang
 PATIENCE = 20.0  # for what has to come
@@ -109,7 +108,7 @@ engine = Engine(never)
 HangWatchdog({str(tmp_path)!r}, 0.2, "exit").attach(engine)
 engine.run([0])
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    done = warm_python.run("-c", code)
     assert done.returncode == EXIT_STATUS == 75
     (path,) = tmp_path.iterdir()
     assert "in never" in path.read_text()

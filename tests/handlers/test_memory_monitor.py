@@ -92,7 +92,7 @@ def test_a_planted_leak_is_found_and_a_run_without_one_is_not_accused():
         kept.clear()
         gc.collect()
     assert [anomaly.kind for anomaly in found[leaking]] == ["memory_growth"]
-    assert found[leaking][0].value >= 5 * 16 * 2**20
+    assert found[leaking][0].value >= 5 * 16 * 2**20 - 2**20  # the rest of the process may have given some back
     assert found[clean] == []
 
 

@@ -1,7 +1,5 @@
 import io
 import math
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -12,6 +10,7 @@ from engine.payloads import MediaLogged
 from engine.recording.replay import Replay
 from handlers import EventRecorder, Plots
 from handlers.curves import MAX_LAYERS, MAX_PANELS, RunCurves
+from tests import warm_python
 from tests.pulsetrain.small import loader, regression_model, trainer
 
 
@@ -316,8 +315,8 @@ def test_pyplot_and_even_matplotlib_are_left_alone(tmp_path):
         "plots.attach(Engine(lambda engine, batch: None)); plots.draw(); "
         "print(before, 'matplotlib.pyplot' in sys.modules)"
     )
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, encoding="utf-8", check=True)
-    assert found.stdout.split() == ["False", "False"]
+    done = warm_python.run("-c", code)
+    assert done.stdout.split() == ["False", "False"], done.stderr
 
 
 @pytest.mark.parametrize(

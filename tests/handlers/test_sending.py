@@ -1,8 +1,6 @@
 """The sender of loggers: what it does while its service is well, slow, down, or refuses."""
 
 import gc
-import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -11,6 +9,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from handlers.loggers.sending import Sender
+from tests import warm_python
 
 
 class Service:
@@ -191,11 +190,12 @@ def test_the_end_of_the_process_waits_for_what_has_not_been_sent_but_not_for_eve
     program = f"""
 import time
 from handlers.loggers.sending import Sender
+from tests import warm_python
 sender = Sender("Logger", {deliver}, is_refusal=bool, tell=print, room=9, flush_seconds=2.0 if "1" in {said!r} else 0.3)
 sender.put(1, 1)
 sender.put(2, 1)
 """
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, encoding="utf-8", timeout=60)
+    done = warm_python.run("-c", program, timeout=60)
     assert done.returncode == 0, done.stderr
     assert said in done.stdout.replace("\n", " ")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import shutil
-import subprocess
 import sys
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 
 from handlers.crash_bundle import read_bundle
 from pulsetrain.cli import main
+from tests import warm_python
 from tests.pulsetrain.command_line import train
 
 HANDLERS = "[EventRecorder, CrashBundle, {class_path: Checkpointer, init_args: {every: {iterations: 1}}}]"
@@ -80,18 +80,14 @@ def bundle_in(run: Path) -> Path:
 
 
 def test_a_command_that_failed_names_the_bundle_and_another_opens_it(folder: Path) -> None:
-    command = [sys.executable, "-m", "pulsetrain"]
-    settings = words(21, HANDLERS)
-    done = subprocess.run([*command, "train", "config.yaml", *settings], capture_output=True, text=True, timeout=120)
+    done = warm_python.run("-m", "pulsetrain", "train", "config.yaml", *words(21, HANDLERS))
     assert done.returncode == 1
     told, path = done.stderr, bundle_in(Path("failed"))
     assert "pulsetrain: error: IndexError: the loss is no number" in told
     assert f"crash bundle: {path}" in told
     assert f"pulsetrain debug {path} opens it" in told
     assert not Path("failed/crash.txt").exists()
-    opened = subprocess.run(
-        [*command, "debug", str(path)], input="batch\ntraceback\n", capture_output=True, text=True, timeout=120
-    )
+    opened = warm_python.run("-m", "pulsetrain", "debug", path, text="batch\ntraceback\n")
     assert opened.returncode == 0
     assert "1 NaN, in rows" in opened.stdout
     assert opened.stdout.splitlines()[-1] == "given inputs float32 (4, 4), targets float32 (4, 1)"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +12,7 @@ from engine import Events
 from engine.recording import LoggedEvent, LogWriter
 from pulsetrain.cli import main
 from pulsetrain.cli.replay import parse_handler
+from tests.warm_python import Program
 
 LOSSES = [4.0, 3.0, 3.5, 3.25, 2.0, 2.5, 2.75]
 PER_EPOCH = 10
@@ -170,14 +169,11 @@ def test_the_log_of_a_rank(recorded: Path, capsys: pytest.CaptureFixture[str]) -
 
 
 def test_a_reader_that_has_had_enough(recorded: Path) -> None:
-    command = [sys.executable, "-m", "pulsetrain", "replay", str(recorded), "--handler", "early_stopping"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    assert process.stdout is not None
-    assert process.stderr is not None
-    process.stdout.close()
-    assert process.stderr.read() == b""
-    process.stderr.close()
-    assert process.wait(timeout=60) == 0
+    program = Program("-m", "pulsetrain", "replay", recorded, "--handler", "early_stopping")
+    program.stdout.close()
+    assert program.stderr.read() == ""
+    assert program.wait(timeout=60) == 0
+    program.close()
 
 
 def test_an_engine_that_is_not_there_is_refused(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import shlex
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,22 +14,20 @@ import pytest
 from engine.checkpoint import CheckpointManager
 from pulsetrain.cli import main
 from tests.pulsetrain.command_line import files, train
+from tests.warm_python import Program
 
 
 @pytest.fixture
-def start(folder: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    begun: list[subprocess.Popen[str]] = []
+def start(folder: Path) -> Iterator[Callable[..., Program]]:
+    begun: list[Program] = []
 
-    def begin(*words: str) -> subprocess.Popen[str]:
-        command = [sys.executable, "-m", "pulsetrain", "train", "config.yaml", "--training.max_epochs=1000", *words]
-        pipe = subprocess.PIPE
-        begun.append(subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True))
+    def begin(*words: str) -> Program:
+        begun.append(Program("-m", "pulsetrain", "train", "config.yaml", "--training.max_epochs=1000", *words))
         return begun[-1]
 
     yield begin
     for process in begun:
-        process.kill()
-        process.communicate()
+        process.close()
 
 
 def wait_for(stream: Any, text: str) -> None:
@@ -45,7 +41,7 @@ def wait_for(stream: Any, text: str) -> None:
 class TestSignals:
     @pytest.mark.parametrize("name", ["SIGINT", "SIGUSR1"])
     def test_the_first_one_saves_and_says_how_to_go_on(
-        self, name: str, folder: Path, start: Callable[..., subprocess.Popen[str]]
+        self, name: str, folder: Path, start: Callable[..., Program]
     ) -> None:
         process = start(
             "--run",
@@ -73,7 +69,7 @@ class TestSignals:
         assert int(latest.name.partition("-")[0]) == step + 2
 
     def test_without_a_checkpointer_it_says_that_there_is_no_going_on(
-        self, folder: Path, start: Callable[..., subprocess.Popen[str]]
+        self, folder: Path, start: Callable[..., Program]
     ) -> None:
         process = start(
             "--data=data.Endless", "--training.max_epochs=null", "--training.max_updates=9999", "--handlers=[]"
@@ -84,7 +80,7 @@ class TestSignals:
         assert process.returncode == 128 + signal.SIGTERM
         assert out.splitlines()[-1].startswith("go on: not possible")
 
-    def test_a_second_interrupt_stops_at_once(self, folder: Path, start: Callable[..., subprocess.Popen[str]]) -> None:
+    def test_a_second_interrupt_stops_at_once(self, folder: Path, start: Callable[..., Program]) -> None:
         words = ("--data=data.Stuck", "--training.max_epochs=null", "--training.max_updates=9999")
         process = start(*words, "--handlers=[Checkpointer]")
         wait_for(process.stdout, "batch")

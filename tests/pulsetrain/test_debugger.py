@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ from engine.errors import ConfigurationError, PulsetrainError, RecordingError
 from engine.recording import LoggedEvent, LogWriter
 from handlers import Checkpointer, EarlyStopping, EventRecorder, Fingerprints
 from pulsetrain.debugger import Debugger
+from tests import warm_python
 from tests.pulsetrain.small import loader, trainer
 
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "stepping.py"
@@ -340,8 +339,7 @@ def test_a_real_run_that_failed(tmp_path):
 
 @pytest.mark.slow
 def test_the_benchmark_measures_every_answer_and_says_whether_the_bound_holds():
-    command = [sys.executable, str(BENCHMARK), "--events", "10000", "--rounds", "2", "--passes", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = warm_python.run(BENCHMARK, "--events", 10_000, "--rounds", 2, "--passes", 1, timeout=300)
     result = json.loads(done.stdout.splitlines()[-1])
     assert {"next", "back", "goto iteration", "goto seq", "break"} <= result["ms"].keys()
     assert result["at_most"] == 100.0

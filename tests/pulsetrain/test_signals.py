@@ -5,8 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import textwrap
 import threading
 import time
@@ -23,6 +21,7 @@ from engine.errors import ConfigurationError
 from engine.payloads import Preempted
 from pulsetrain import SignalWatch
 from tests.pulsetrain.small import loader, trainer
+from tests.warm_python import Program
 
 NAMES = ("SIGINT", "SIGTERM", "SIGUSR1")
 SCRIPT = """
@@ -50,7 +49,8 @@ SCRIPT = """
             return torch.ones(4), torch.ones(1)
 
     def pairs(**options):
-        return DataLoader(TensorDataset(torch.ones(400, 4), torch.ones(400, 1)), batch_size=4, num_workers=2, **options)
+        data = TensorDataset(torch.ones(400, 4), torch.ones(400, 1))
+        return DataLoader(data, batch_size=4, **{"num_workers": 2, **options})
 
     if __name__ == "__main__":
         kind = sys.argv[1]
@@ -58,7 +58,7 @@ SCRIPT = """
             "late-validation": lambda: [(torch.ones(4, 4), torch.ones(4, 1))] * 8,
             "late-stream": lambda: DataLoader(Rows(), batch_size=4, num_workers=2),
             "persistent": lambda: pairs(persistent_workers=True),
-            "spawn": lambda: pairs(multiprocessing_context="spawn"),
+            "spawn": lambda: pairs(multiprocessing_context="spawn", num_workers=1),
             "stream": lambda: DataLoader(Rows(), batch_size=4, num_workers=2),
             "stuck": lambda: DataLoader(Stuck(), batch_size=4, num_workers=2),
         }.get(kind, pairs)()
@@ -89,32 +89,23 @@ SCRIPT = """
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[[str], subprocess.Popen[str]]]:
+def start(tmp_path: Path) -> Iterator[Callable[[str], Program]]:
     """Begins the script as the leader of a process group of its own."""
     (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
-    begun: list[subprocess.Popen[str]] = []
+    begun: list[Program] = []
 
-    def begin(kind: str) -> subprocess.Popen[str]:
-        pipe, paths = subprocess.PIPE, [os.getcwd(), os.environ.get("PYTHONPATH", "")]
+    def begin(kind: str) -> Program:
+        paths = [os.getcwd(), os.environ.get("PYTHONPATH", "")]  # for workers that are begun anew
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-        command = [sys.executable, "script.py", kind]
-        begun.append(
-            subprocess.Popen(
-                command, cwd=tmp_path, env=environment, stdout=pipe, stderr=pipe, text=True, start_new_session=True
-            )
-        )
+        begun.append(Program("script.py", kind, cwd=tmp_path, env=environment))
         return begun[-1]
 
     yield begin
     for process in begun:
-        try:
-            os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
-        process.communicate()
+        process.close()
 
 
-def wait_for(process: subprocess.Popen[str], text: str) -> None:
+def wait_for(process: Program, text: str) -> None:
     """Read on until a line begins so; the process's end is the end of what it says."""
     stream: Any = process.stderr if text.startswith("SIG") else process.stdout
     while not (line := stream.readline()).startswith(text):

@@ -22,7 +22,7 @@ from engine.recording.writer import log_files
 from pulsetrain.cli import main
 
 T = 1_790_000_000_000_000_000
-BLOCKS = 60
+BLOCKS = 24
 KEPT = 0.98  # of the events outside of what was damaged
 SKIPPABLE = b"\x5e\x2a\x4d\x18"  # where a block begins, four bytes of length and a magic in front of it
 
@@ -84,7 +84,7 @@ def _places(data: bytes, magic: bytes) -> Iterator[int]:
 
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory: pytest.TempPathFactory) -> Whole:
-    """Sixty full blocks and their table."""
+    """Many full blocks and their table."""
     whole = made(tmp_path_factory.mktemp("ended") / "whole", BLOCKS * BLOCK_EVENTS, end=True)
     assert len(whole.starts) == BLOCKS + 1
     return whole

@@ -46,9 +46,16 @@ def compare(a: Path, b: Path) -> None:
     assert "iteration_completed" in diff(a, b).report()
 
 
+@pytest.fixture(scope="module")
+def logs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[Path, Path]]:
+    folder = tmp_path_factory.mktemp("logs")
+    return {n: (write(folder / f"a{n}", n), write(folder / f"b{n}", n, shift=1.0)) for n in (SHORT, LONG)}
+
+
 @pytest.mark.parametrize("reader", [read, query, replay, compare])
-def test_memory_is_flat_however_long_the_log_is(reader: Callable[[Path, Path], None], tmp_path: Path):
-    logs = {n: (write(tmp_path / f"a{n}", n), write(tmp_path / f"b{n}", n, shift=1.0)) for n in (SHORT, LONG)}
+def test_memory_is_flat_however_long_the_log_is(
+    reader: Callable[[Path, Path], None], logs: dict[int, tuple[Path, Path]]
+):
     reader(*logs[SHORT])  # imports and caches
     peaks = {}
     for events, sides in logs.items():
