@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 
-__all__ = ["describe_environment", "environment_differences"]
+__all__ = ["describe_environment", "environment_differences", "version_of"]
 
 _PACKAGES = ("torch", "numpy", "pytorch-ignite", "blinker", "msgspec", "pulsetrain")
 
 
-def describe_environment(device: torch.device | str, packages: Iterable[str] = ()) -> dict[str, Any]:
+def describe_environment(device: torch.device | str, more: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Plain values, for a checkpoint or a run's record.
 
     Args:
         device: where results are computed, or come to.
-        packages: what else computes, beside torch and our own.
+        more: what a backend's results depend on beside torch and our own packages.
     """
     device = torch.device(device)
     return {
@@ -31,7 +31,8 @@ def describe_environment(device: torch.device | str, packages: Iterable[str] = (
         "deterministic": torch.are_deterministic_algorithms_enabled(),
         "cudnn": f"deterministic={torch.backends.cudnn.deterministic}, benchmark={torch.backends.cudnn.benchmark}",
         "float32_matmul": torch.get_float32_matmul_precision(),
-        **{name: found for name in (*_PACKAGES, *packages) if (found := _version(name)) is not None},
+        **{name: found for name in _PACKAGES if (found := version_of(name)) is not None},
+        **(more or {}),
     }
 
 
@@ -41,7 +42,8 @@ def environment_differences(saved: Mapping[str, Any], now: Mapping[str, Any]) ->
     return [f"{name}: {saved.get(name)} -> {now.get(name)}" for name in names if saved.get(name) != now.get(name)]
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
+    """The version that is installed; None where it is not."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -258,6 +258,10 @@ class Backend(Protocol):
         """Every array in it as a torch tensor, without a copy where that is possible."""
         ...
 
+    def environment(self) -> dict[str, Any]:
+        """What the bits of its results depend on beside torch: versions and switches, as plain values."""
+        ...
+
     def begin_run(self) -> None:
         """A run begins from its start: what counts updates begins at 0."""
         ...

@@ -29,7 +29,7 @@ FORMAT = 1
 def describe_run(engine: Any) -> dict[str, Any]:
     """Plain values: what the run was made with, as far as the engine knows it."""
     config, backend = getattr(engine, "config", None), getattr(engine, "backend", None)
-    device, packages = getattr(backend, "device", "cpu"), getattr(backend, "packages", ())
+    device, environment = getattr(backend, "device", "cpu"), getattr(backend, "environment", dict)
     settings = {each.name: getattr(config, each.name) for each in fields(config)} if is_dataclass(config) else None
     values, facts = EventValues(), dict[str, Any]()
     values.put(facts, "seed", getattr(engine, "seed", None))
@@ -41,7 +41,7 @@ def describe_run(engine: Any) -> dict[str, Any]:
         "id": uuid.uuid4().hex,
         "created": _now(),
         "seed": facts["seed"],
-        "environment": describe_environment(device, packages),
+        "environment": describe_environment(device, environment()),
         "git": _git_state(),
         "command": facts["command"],
         "settings": facts["settings"],

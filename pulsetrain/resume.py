@@ -135,7 +135,7 @@ def restore(trainer: Trainer, saved: Mapping[str, Any]) -> None:
 
 
 def _environment(trainer: Trainer) -> dict[str, Any]:
-    return describe_environment(trainer.backend.device, getattr(trainer.backend, "packages", ()))
+    return describe_environment(trainer.backend.device, trainer.backend.environment())
 
 
 def _named_losses(trainer: Trainer) -> dict[str, Any]:

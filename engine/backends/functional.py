@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,7 +37,6 @@ class FunctionalBackend:
     """
 
     in_place = False
-    packages: ClassVar[tuple[str, ...]] = ()  # that compute, whose versions a checkpoint tells
     skips_updates = False
     device: Any = torch.device("cpu")
     optimizer: Optimizer
@@ -349,6 +348,10 @@ class FunctionalBackend:
 
     def discard_gradients(self, state: ModelState) -> None:
         """Nothing to do: gradients are values."""
+
+    def environment(self) -> dict[str, Any]:
+        """What the bits of its results depend on, versions and switches, as plain values."""
+        return {}
 
     def begin_run(self) -> None:
         """Nothing is counted."""

@@ -175,6 +175,7 @@ class HeldOptimizer(torch.optim.Optimizer):
         super().__init__(list(unique.values()), {"lr": shown_rate(rate)})
         self.param_groups[0]["params"] = _UpToDate(held.module, unique.values())
         self.held = held
+        self._opt_called = True  # torch's schedules warn of an optimizer whose step() nobody has called
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Refused: see the class."""

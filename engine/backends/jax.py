@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -14,6 +15,7 @@ from engine.backends.functional import FunctionalBackend, next_state, no_rate, r
 from engine.backends.jax_models import JaxModel, read_model
 from engine.backends.optax import create_optax, jax_and_optax, learning_rate_of, with_learning_rate
 from engine.backends.torch import given
+from engine.environment import version_of
 from engine.errors import ConfigurationError
 from engine.protocols import (
     BackendSettings,
@@ -41,8 +43,6 @@ class JaxBackend(FunctionalBackend):
     Raises:
         ConfigurationError: jax or optax is not installed, or there is no such device.
     """
-
-    packages = ("jax", "jaxlib", "optax", "flax")
 
     def __init__(self, device: str | None = None) -> None:
         super().__init__()
@@ -164,6 +164,17 @@ class JaxBackend(FunctionalBackend):
     def memory(self) -> int | None:
         found = self.jax_device.memory_stats()
         return None if found is None else int(found["bytes_in_use"])
+
+    def environment(self) -> dict[str, Any]:
+        config = self._jax.config
+        return {
+            **{name: version_of(name) for name in ("jax", "jaxlib", "optax", "flax")},
+            "jax_device": self.jax_device.device_kind,
+            "jax_threads": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+            "jax_x64": config.jax_enable_x64,
+            "jax_matmul": config.jax_default_matmul_precision,
+            "xla_flags": os.environ.get("XLA_FLAGS", ""),
+        }
 
     def learning_rate(self, opt_state: Any) -> float | None:
         found = learning_rate_of(opt_state)

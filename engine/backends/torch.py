@@ -318,6 +318,10 @@ class TorchBackend:
         """The value itself."""
         return value
 
+    def environment(self) -> dict[str, Any]:
+        """Nothing beside what holds for torch itself."""
+        return {}
+
     def state_dict(self) -> dict[str, Any]:
         """The gradient scale and the count of skipped updates, for fp16."""
         return self.precision.state_dict()
