@@ -177,7 +177,9 @@ class GradientMonitor:
         groups: dict[str, list[nn.Parameter]] = {}
         for name, parameter in model.named_parameters():
             if parameter.grad is not None and parameter.numel() and (owned is None or id(parameter) in owned):
-                key = name if self.by == "parameter" else name.rpartition(".")[0] or ROOT
+                # a model of values has paths, "block/0/kernel"
+                module = name[: max(name.rfind("."), name.rfind("/"), 0)]
+                key = name if self.by == "parameter" else module or ROOT
                 groups.setdefault(key, []).append(parameter)
         return groups
 

@@ -133,7 +133,8 @@ def _update(trainer: Trainer, gradients: GradientInfo, correction: Any, name: st
             trainer.grad_norms[name] = norm
         else:
             trainer.grad_norm = norm
-        trainer.fire(Events.GRADIENTS_READY, GradientsReady(grad_norm=norm, optimizer=name))  # it counts the update
+        with held.shown(gradients):
+            trainer.fire(Events.GRADIENTS_READY, GradientsReady(grad_norm=norm, optimizer=name))  # it counts the update
         skip, trainer.skip = trainer.skip, None
         model_state = held.parts[name] if name else held.state  # who heard it may have written into the model
     else:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from copy import copy
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from engine.arrays import namespace
 from engine.backends.mirror import Mirror
+from engine.backends.trees import Trees
 from engine.errors import CheckpointError, ConfigurationError
 from engine.protocols import (
     BackendSettings,
@@ -29,7 +28,7 @@ from engine.protocols import (
 __all__ = ["FunctionalBackend"]
 
 
-class FunctionalBackend:
+class FunctionalBackend(Trees):
     """The parts of a `Backend` over values; a subclass says how weights are taken from a model and gradients computed.
 
     It writes `split`, `loss_and_gradients` and `evaluate`; where its arrays are not torch's, `owns` and `from_torch`;
@@ -38,7 +37,6 @@ class FunctionalBackend:
 
     in_place = False
     skips_updates = False
-    device: Any = torch.device("cpu")
     optimizer: Optimizer
 
     def __init__(self) -> None:
@@ -72,24 +70,6 @@ class FunctionalBackend:
             f"{type(self).__name__}: makes no optimizer from a name ({name!r}); pass one with init(params) and "
             "update(grads, opt_state, params)"
         )
-
-    def from_torch(self, tensor: Tensor) -> Any:
-        """One torch tensor as an array of this backend."""
-        return tensor
-
-    def tensor_of(self, leaf: Any) -> Any:
-        """One array as a torch tensor, without a copy where that is possible; what is no array as it is."""
-        if isinstance(leaf, Tensor) or not hasattr(leaf, "__array__"):
-            return leaf
-        return torch.as_tensor(leaf.copy() if _is_awkward(leaf) else leaf)
-
-    def to_torch(self, value: Any) -> Any:
-        """Every array in it as a torch tensor, without a copy where that is possible."""
-        return self.map(self.tensor_of, value)
-
-    def map(self, function: Callable[..., Any], *trees: Any) -> Any:
-        """`function` of the leaves of trees of one structure."""
-        return pytree.tree_map(function, *trees)
 
     # --------------------------------------------------------------------------------------- the parts of a step
 
@@ -130,10 +110,6 @@ class FunctionalBackend:
         weights, optimizer = self.map(self.copy_of, (state.weights, state.optimizer))
         return replace(state, weights=weights, optimizer=optimizer)
 
-    def copy_of(self, leaf: Any) -> Any:
-        """An array in memory of its own; a number as it is."""
-        return leaf.clone() if isinstance(leaf, Tensor) else copy(leaf)
-
     def prepare_batch(self, batch: Any, strategy: Any) -> TrainingBatch:
         """The strategy's batch: made of torch tensors on the host, and then brought to where the backend computes.
 
@@ -152,10 +128,6 @@ class FunctionalBackend:
     def to_host(self, batch: Any) -> Any:
         """The loader's batch with torch tensors in it, which strategies know."""
         return self.to_torch(batch)
-
-    def to_native(self, value: Any) -> Any:
-        """Every torch tensor in it as an array of this backend."""
-        return pytree.tree_map_only(Tensor, self.from_torch, value)
 
     def forward_backward(
         self,
@@ -261,35 +233,6 @@ class FunctionalBackend:
             raise no_rate(type(self).__name__, "let init() put it into the state, under 'learning_rate'")
         return {**opt_state, "learning_rate": rate}
 
-    # --------------------------------------------------------------------------------------------- to and from disk
-
-    def flat(self, tree: Any) -> dict[str, Any]:
-        """The leaves by their paths, "blocks/0/weight", arrays as torch tensors; for files, which know no trees."""
-        return {path: self.tensor_of(leaf) for path, leaf in self.paths(tree).items()}
-
-    def paths(self, tree: Any) -> dict[str, Any]:
-        """The leaves by their paths."""
-        pairs = pytree.tree_flatten_with_path(tree)[0]
-        return {"/".join(_key(key) for key in path): leaf for path, leaf in pairs}
-
-    def unflat(self, like: Any, saved: Mapping[str, Any], place: str) -> Any:
-        """A tree like the given one of leaves by their paths.
-
-        Raises:
-            CheckpointError: a path or a shape is another; the message names the first.
-        """
-        check_paths(self.flat(like), saved, place)
-        leaves = [self.leaf_from(saved[path], leaf) for path, leaf in self.paths(like).items()]
-        return self.rebuilt(like, leaves)
-
-    def leaf_from(self, saved: Any, like: Any) -> Any:
-        """A saved leaf as one of this backend, of the kind that stands in its place now."""
-        return self.from_torch(saved.to(self.device, copy=True)) if isinstance(saved, Tensor) else type(like)(saved)
-
-    def rebuilt(self, like: Any, leaves: list[Any]) -> Any:
-        """A tree like the given one with other leaves."""
-        return pytree.tree_unflatten(leaves, pytree.tree_structure(like))
-
     # ----------------------------------------------------------------------------------------- what others ask for
 
     def check(self, state: ModelState) -> None:
@@ -326,10 +269,6 @@ class FunctionalBackend:
                 f"{type(self).__name__}: the optimizer's state does not fit the weights: {path} is {here}, and for "
                 f"these weights it is {there}; make it anew by optimizer.init(parameters)"
             )
-
-    def owns(self, leaf: Any) -> bool:
-        """Whether it is an array that this backend computes with."""
-        return isinstance(leaf, Tensor) and leaf.device.type == self.device.type
 
     def memory(self) -> int | None:
         """Bytes that the device holds; None where it does not tell."""
@@ -406,33 +345,6 @@ def next_state(state: ModelState, weights: Mapping[str, Any], optimizer: Any, ra
     return ModelState(weights, optimizer, {**state.metadata, "step": step_of(state) + 1, "learning_rate": rate})
 
 
-def check_paths(mine: Mapping[str, Any], saved: Mapping[str, Any], place: str) -> None:
-    """Refuse leaves of other paths or shapes.
-
-    Raises:
-        CheckpointError: the message names the first.
-    """
-    for path in (*mine, *(path for path in saved if path not in mine)):
-        if path not in saved or path not in mine:
-            where = "in the checkpoint" if path in mine else "here"
-            raise CheckpointError(f"{place}: {path} is not {where}; use the model and optimizer that it was made with")
-        shapes = [tuple(getattr(each[path], "shape", ())) for each in (saved, mine)]
-        if shapes[0] != shapes[1]:
-            raise CheckpointError(f"{place}: {path} is {shapes[0]} in the checkpoint, {shapes[1]} here")
-
-
-def _is_awkward(array: Any) -> bool:
-    """Whether torch takes an array of numpy not at all, or with a warning: read backwards, or from a mapped file."""
-    return isinstance(array, np.ndarray) and (not array.flags.writeable or any(step < 0 for step in array.strides))
-
-
 def _kind(leaf: Any) -> str:
     module = type(leaf).__module__.split(".")[0]
     return f"{module}.{type(leaf).__name__}" + (f" on {leaf.device}" if isinstance(leaf, Tensor) else "")
-
-
-def _key(key: Any) -> str:
-    for name in ("key", "idx", "name"):
-        if hasattr(key, name):
-            return str(getattr(key, name))
-    return str(key)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -56,6 +57,10 @@ class LiveState:
 
     def wait(self, gradients: GradientInfo) -> None:
         """Nothing to do: they are in the parameters."""
+
+    def shown(self, gradients: GradientInfo) -> AbstractContextManager[None]:
+        """Nothing to do: each parameter holds its own."""
+        return nullcontext()
 
     def discard(self) -> None:
         """Drop the gradients that wait for an update."""
@@ -120,6 +125,18 @@ class Held:
         self.waiting = gradients
         self.take(with_buffers(self._state, gradients))
 
+    @contextmanager
+    def shown(self, gradients: GradientInfo) -> Iterator[None]:
+        """The module's parameters with these gradients, for whoever looks at them meanwhile; writing does nothing."""
+        parameters = self.optimizer.learning
+        for parameter, gradient in zip(parameters, self.backend.flat(gradients.gradients).values(), strict=True):
+            parameter.grad = gradient
+        try:
+            yield
+        finally:
+            for parameter in parameters:
+                parameter.grad = None
+
     def discard(self) -> None:
         """Drop the gradients that wait for an update."""
         self.waiting = None
@@ -172,8 +189,9 @@ class HeldOptimizer(torch.optim.Optimizer):
         # the group's parameters are the module's: whoever looks for them finds them there
         parameters = [each for module in held.module.modules() for each in module._parameters.values()]
         unique = {id(each): each for each in parameters if each is not None and each.requires_grad}
-        super().__init__(list(unique.values()), {"lr": shown_rate(rate)})
-        self.param_groups[0]["params"] = _UpToDate(held.module, unique.values())
+        self.learning = list(unique.values())
+        super().__init__(self.learning, {"lr": shown_rate(rate)})
+        self.param_groups[0]["params"] = _UpToDate(held.module, self.learning)
         self.held = held
         self._opt_called = True  # torch's schedules warn of an optimizer whose step() nobody has called
 

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from engine.backends.functional import FunctionalBackend, next_state, no_rate, rate_of, step_of
+from engine.backends.jax_arrays import JaxArrays, find_jax_device
 from engine.backends.jax_models import JaxModel, read_model
 from engine.backends.optax import create_optax, jax_and_optax, learning_rate_of, with_learning_rate
 from engine.backends.torch import given
 from engine.environment import version_of
-from engine.errors import ConfigurationError
 from engine.protocols import (
     BackendSettings,
     GradientInfo,
@@ -29,7 +29,7 @@ from engine.protocols import (
 __all__ = ["JaxBackend"]
 
 
-class JaxBackend(FunctionalBackend):
+class JaxBackend(JaxArrays, FunctionalBackend):
     """Plain functions, flax nnx and linen modules, and optax, on one device.
 
     A program is compiled once for each shape of a batch, for training and for evaluation; `samples` and `tokens` of a
@@ -59,11 +59,6 @@ class JaxBackend(FunctionalBackend):
         device = settings.device if self.requested_device is None else self.requested_device
         self._use(find_jax_device(self._jax, str(device)))
 
-    def _use(self, device: Any) -> None:
-        self.jax_device = device
-        on_gpu = device.platform == "gpu" and torch.cuda.is_available()
-        self.device = torch.device("cuda", device.local_hardware_id) if on_gpu else torch.device("cpu")
-
     # ------------------------------------------------------------------------------------------ models and arrays
 
     def split(self, model: Any) -> dict[str, Any]:
@@ -85,12 +80,6 @@ class JaxBackend(FunctionalBackend):
         # on the device as the next state will be: else the second step would be compiled anew
         return replace(state, optimizer=self._placed(state.optimizer))
 
-    def _placed(self, tree: Any) -> Any:
-        return self._jax.device_put(tree, self.jax_device)
-
-    def copy_of(self, leaf: Any) -> Any:
-        return self._jax.numpy.array(leaf)
-
     def create_optimizer(self, model: Any, name: str, learning_rate: float, weight_decay: float, **options: Any) -> Any:
         """sgd, adam, adamw or rmsprop of optax, with torch's numbers.
 
@@ -108,62 +97,10 @@ class JaxBackend(FunctionalBackend):
         masks = [decays(path, leaf) for path, leaf in self.paths(parameters).items()]
         return self.rebuilt(parameters, masks)
 
-    def to_host(self, batch: Any) -> Any:
-        """Torch tensors on the host in place of its arrays."""
-        return _map_containers(_on_host, self.to_torch(batch))
-
-    def tensor_of(self, leaf: Any) -> Any:
-        """One array as a torch tensor, by DLPack where both are on one device."""
-        if isinstance(leaf, self._jax.Array):
-            if self._jax.numpy.issubdtype(leaf.dtype, self._jax.dtypes.prng_key):
-                leaf = self._jax.random.key_data(leaf)
-            if self.device.type == "cpu" and self.jax_device.platform != "cpu":
-                leaf = self._jax.device_put(leaf, self._jax.devices("cpu")[0])
-            return torch.utils.dlpack.from_dlpack(leaf)
-        return super().tensor_of(leaf)
-
-    def from_torch(self, tensor: Tensor) -> Any:
-        """One torch tensor as an array on the device."""
-        # a copy: the program reads it after the call is over, and a loader may fill its memory with the next batch
-        copy = tensor.detach().clone(memory_format=torch.contiguous_format)
-        array = self._jax.numpy.from_dlpack(copy)
-        return array if array.devices() == {self.jax_device} else self._jax.device_put(array, self.jax_device)
-
-    def to_native(self, value: Any) -> Any:
-        return self.map(lambda leaf: self.from_torch(leaf) if isinstance(leaf, Tensor) else leaf, value)
-
-    def leaf_from(self, saved: Any, like: Any) -> Any:
-        jax = self._jax
-        if jax.numpy.issubdtype(like.dtype, jax.dtypes.prng_key):
-            data = self._array_of(saved)
-            return jax.device_put(jax.random.wrap_key_data(data, impl=jax.random.key_impl(like)), self.jax_device)
-        return jax.device_put(jax.numpy.array(self._array_of(saved), dtype=like.dtype), self.jax_device)  # a copy
-
-    def _array_of(self, saved: Any) -> Any:
-        return self._jax.numpy.from_dlpack(torch.as_tensor(saved).detach().cpu().contiguous())
-
-    def map(self, function: Callable[..., Any], *trees: Any) -> Any:
-        return self._jax.tree.map(function, *trees)
-
-    def paths(self, tree: Any) -> dict[str, Any]:
-        keystr = self._jax.tree_util.keystr
-        pairs = self._jax.tree_util.tree_flatten_with_path(tree)[0]
-        return {keystr(path, simple=True, separator="/"): leaf for path, leaf in pairs}
-
-    def rebuilt(self, like: Any, leaves: list[Any]) -> Any:
-        return self._jax.tree.unflatten(self._jax.tree.structure(like), leaves)
-
     def publish(self, weights: Mapping[str, Any]) -> None:
         """An nnx module gets copies of its trained weights; functions and linen modules hold none."""
         if self.model.publish is not None:
             self.model.publish(self.map(self.copy_of, weights))
-
-    def owns(self, leaf: Any) -> bool:
-        return isinstance(leaf, self._jax.Array) and leaf.devices() == {self.jax_device}
-
-    def memory(self) -> int | None:
-        found = self.jax_device.memory_stats()
-        return None if found is None else int(found["bytes_in_use"])
 
     def environment(self) -> dict[str, Any]:
         config = self._jax.config
@@ -399,39 +336,7 @@ class _Keeping:
         return prepared
 
 
-def find_jax_device(jax: Any, name: str) -> Any:
-    """The device of that name, as jax knows it.
-
-    Raises:
-        ConfigurationError: there is none; the message lists those that are there.
-    """
-    kind, _, number = name.partition(":")
-    wanted = {"cuda": "gpu", "mps": "metal"}.get(kind, kind)
-    try:
-        devices = jax.devices() if kind == "auto" else jax.devices(wanted)
-        return devices[int(number or 0)]
-    except (RuntimeError, IndexError, ValueError):
-        present = ", ".join(f"{each.platform}:{each.id}" for each in jax.devices())
-        raise ConfigurationError(
-            f"device={name!r}: jax finds no such device here; it has {present}; or 'auto'"
-        ) from None
-
-
 def _stand_in(shape: Any) -> Any:
     """A torch tensor without values, of an output's shape and dtype."""
     name = str(shape.dtype)
     return torch.empty(shape.shape, dtype=getattr(torch, name, torch.float32), device="meta")
-
-
-def _on_host(leaf: Any) -> Any:
-    return leaf.cpu() if isinstance(leaf, Tensor) else leaf
-
-
-def _map_containers(function: Callable[[Any], Any], value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _map_containers(function, item) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_map_containers(function, item) for item in value))
-    if isinstance(value, (tuple, list)):
-        return type(value)(_map_containers(function, item) for item in value)
-    return function(value)

@@ -211,7 +211,7 @@ class TorchBackend:
         if self.scaler is not None:
             scaled = self.scaler.scale(scaled)
         if not scaled.requires_grad:
-            raise _no_gradient()
+            raise no_gradient()
         if parameters is None:
             scaled.backward()
         else:
@@ -287,7 +287,7 @@ class TorchBackend:
             _explain(error, batch)
             raise
         if not loss.requires_grad:
-            raise _no_gradient()
+            raise no_gradient()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -331,7 +331,8 @@ class TorchBackend:
         self.precision.load_state_dict(dict(state))
 
 
-def _no_gradient() -> RuntimeError:
+def no_gradient() -> RuntimeError:
+    """What is raised for a loss that nothing can learn from."""
     return RuntimeError(
         "the loss has no gradient: no parameter that requires one took part in it; "
         "check requires_grad and torch.no_grad() in the model and the loss"

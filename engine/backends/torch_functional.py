@@ -12,7 +12,7 @@ from torch.func import functional_call, grad_and_value
 from engine.backends.functional import FunctionalBackend
 from engine.backends.mirror import ModuleMirror
 from engine.backends.torch import TorchBackend
-from engine.backends.torch import _no_gradient as no_gradient
+from engine.backends.torch import no_gradient as no_gradient
 from engine.errors import ConfigurationError
 from engine.evaluating import eval_mode
 from engine.optimizers.functional import create_functional

@@ -61,7 +61,14 @@ class PretrainStrategy:
         """
         if isinstance(batch, TrainingBatch):
             return batch
-        tokens = batch["input_ids"] if isinstance(batch, Mapping) else batch
+        tokens = batch
+        if isinstance(batch, Mapping):
+            if "input_ids" not in batch:
+                raise TypeError(
+                    f"PretrainStrategy: a batch with {', '.join(map(str, batch)) or 'no field'} lacks 'input_ids'; let "
+                    "the loader give the tokens under that name, or as a tensor"
+                )
+            tokens = batch["input_ids"]
         if isinstance(tokens, (tuple, list)) and len(tokens) == 1:
             tokens = tokens[0]
         if not isinstance(tokens, Tensor) or tokens.ndim != 2 or tokens.shape[1] < 2:

@@ -9,7 +9,7 @@ from driving import make_engine
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-import pulsetrain.step
+import engine.backends.torch
 from engine import Events, Every, SupervisedStrategy
 from engine.errors import ConfigurationError, RecordingError
 from engine.recording.replay import Replay
@@ -121,13 +121,13 @@ def test_top_publishes_the_largest_alone():
 def test_the_gradient_norm_is_computed_at_its_own_updates_and_no_others(monkeypatch):
     computed = []
     trainer = make_trainer(GradientMonitor(Every(updates=3)), updates=7)
-    true = pulsetrain.step.grad_norm
+    true = engine.backends.torch.grad_norm
 
     def counting(parameters):
         computed.append(trainer.state.update + 1)
         return true(parameters)
 
-    monkeypatch.setattr(pulsetrain.step, "grad_norm", counting)
+    monkeypatch.setattr(engine.backends.torch, "grad_norm", counting)
     trainer.train()
     assert 3 in computed
     assert 6 in computed

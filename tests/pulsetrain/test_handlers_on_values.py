@@ -5,10 +5,7 @@ import math
 import pytest
 import torch
 
-from engine import (
-    Events,
-    Every,
-)
+from engine import Event, Events, Every
 from handlers import (
     EMA,
     BestModel,
@@ -16,6 +13,7 @@ from handlers import (
     CrashBundle,
     EarlyStopping,
     Fingerprints,
+    GradientMonitor,
     LRFinder,
     LRScheduler,
     NaNGuard,
@@ -174,3 +172,20 @@ def test_a_run_of_linen_with_dropout_and_batch_norm_goes_on_to_the_bit(iteration
     resumed = trainer("jax", [Checkpointer(tmp_path, Every(iterations=iteration))], accumulate=2)
     assert resumed.train(resume="latest") == history
     assert state_of(resumed) == state_of(whole)
+
+
+@each_backend
+def test_gradient_monitor_looks_at_the_gradients_of_each_update(on):
+    run = trainer(on, [GradientMonitor(every=Every(updates=1), by="parameter", updates=True)], accumulate=2)
+    norms, found = [], []
+    run.add_event_handler(Events.GRADIENTS_READY, lambda e, event: norms.append(float(event.payload.grad_norm)))
+
+    @run.on(Events.METRICS_LOGGED)
+    def keep(engine, event: Event):
+        if any(name.startswith("update_ratio/") for name in event.payload.metrics):
+            found.append({k: v for k, v in event.payload.metrics.items() if k.startswith("grad_norm/")})
+
+    run.train()
+    assert len(found) == len(norms) == 15
+    assert [math.hypot(*each.values()) for each in found] == pytest.approx(norms, rel=1e-5)
+    assert all(parameter.grad is None for parameter in run.model.parameters())
