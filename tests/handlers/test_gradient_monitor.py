@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import engine.backends.torch
-from engine import Events, Every, SupervisedStrategy
+from engine import Events, Every, GradientsReady, SupervisedStrategy
 from engine.errors import ConfigurationError, RecordingError
 from engine.recording.replay import Replay
 from handlers import EventRecorder, GradientMonitor
@@ -149,7 +149,7 @@ def test_what_is_not_finite_shows_in_the_norm_and_stays_out_of_the_histogram(bad
     engine = engine_with(make_engine(), model)
     seen = Seen(engine)
     GradientMonitor(Every(updates=1), histograms=True, bins=2).attach(engine)
-    engine.fire(Events.GRADIENTS_READY, pulsetrain.step.GradientsReady(grad_norm=torch.tensor(1.0)))
+    engine.fire(Events.GRADIENTS_READY, GradientsReady(grad_norm=torch.tensor(1.0)))
     assert not math.isfinite(seen.metrics[0][1]["grad_norm/weight"])
     assert seen.media[0].value == ([1, 1], [1.0, 2.0, 3.0])
 
@@ -161,7 +161,7 @@ def test_a_gradient_of_one_value_has_a_histogram_as_numpy_makes_it(value):
     engine = engine_with(make_engine(), model)
     seen = Seen(engine)
     GradientMonitor(Every(updates=1), histograms=True, bins=4).attach(engine)
-    engine.fire(Events.GRADIENTS_READY, pulsetrain.step.GradientsReady(grad_norm=torch.tensor(1.0)))
+    engine.fire(Events.GRADIENTS_READY, GradientsReady(grad_norm=torch.tensor(1.0)))
     finite = np.full(3, value) if math.isfinite(value) else np.zeros(0)
     counts, edges = np.histogram(finite, bins=4, range=None if finite.size else (-0.5, 0.5))
     assert seen.media[0].value == (counts.tolist(), edges.tolist())
@@ -175,7 +175,7 @@ def test_a_sparse_gradient_and_one_of_half_precision_are_measured():
     seen = Seen(engine)
     engine.remove_event_handler(seen._gradients, Events.GRADIENTS_READY)
     GradientMonitor(Every(updates=1), histograms=True).attach(engine)
-    engine.fire(Events.GRADIENTS_READY, pulsetrain.step.GradientsReady(grad_norm=torch.tensor(1.0)))
+    engine.fire(Events.GRADIENTS_READY, GradientsReady(grad_norm=torch.tensor(1.0)))
     expected = {"grad_norm/table.weight": math.sqrt(10.0), "grad_norm/narrow.weight": 300 * math.sqrt(2)}
     assert seen.metrics[0][1] == pytest.approx(expected, rel=1e-6)
 
@@ -192,7 +192,7 @@ def test_a_model_of_its_own_stands_in_for_the_engines():
     seen = Seen(engine)
     engine.remove_event_handler(seen._gradients, Events.GRADIENTS_READY)
     GradientMonitor(Every(updates=1), model=model).attach(engine)
-    engine.fire(Events.GRADIENTS_READY, pulsetrain.step.GradientsReady(grad_norm=torch.tensor(1.0)))
+    engine.fire(Events.GRADIENTS_READY, GradientsReady(grad_norm=torch.tensor(1.0)))
     assert seen.metrics == [(1, {"grad_norm/bias": 2.0})]
 
 

@@ -204,7 +204,7 @@ def test_an_instance_keeps_its_own_rate_under_a_schedule():
 
 
 def test_the_norm_is_measured_only_when_a_filtered_receiver_is_due(monkeypatch: pytest.MonkeyPatch):
-    import pulsetrain.step as module
+    import engine.backends.torch as module
 
     measured: list[int] = []
     real = module.grad_norm
