@@ -14,9 +14,11 @@ from torch.utils.data import DataLoader
 
 from engine import rng
 from engine.averaging import WeightAverage
+from engine.backends.mirror import Mirror
 from engine.batches import length_of
 from engine.cadence import Every
 from engine.errors import ConfigurationError
+from engine.logs import get_logger
 from engine.loop import Engine
 from handlers.averaging import Averaging
 
@@ -152,6 +154,12 @@ class SWA:
     def _check(self, engine: Any, model: nn.Module) -> None:
         if _batch_norms(model) and self.bn_loader is None:
             raise _loader_missing()
+        if isinstance(model, Mirror) and any(each.is_floating_point() for each in model.buffers()):
+            get_logger("handlers").warning(
+                "SWA: the averaged weights are evaluated with the running statistics of the last update; they are not "
+                "measured anew on a backend whose model is no torch module",
+                backend=type(engine.backend).__name__,
+            )
         shared = self.bn_loader is not None and getattr(engine, "train_loader", None) is self.bn_loader
         if shared and getattr(self.bn_loader, "persistent_workers", False):
             # it has one iterator: a second pass would put an end to the one that trains

@@ -3,11 +3,13 @@
 import math
 
 import pytest
+import structlog
 import torch
 
 from engine import Event, Events, Every
 from handlers import (
     EMA,
+    SWA,
     BestModel,
     Checkpointer,
     CrashBundle,
@@ -189,3 +191,24 @@ def test_gradient_monitor_looks_at_the_gradients_of_each_update(on):
     assert len(found) == len(norms) == 15
     assert [math.hypot(*each.values()) for each in found] == pytest.approx(norms, rel=1e-5)
     assert all(parameter.grad is None for parameter in run.model.parameters())
+
+
+@needs_jax
+def test_swa_says_that_it_does_not_measure_statistics_on_jax():
+    with structlog.testing.capture_logs() as logs:
+        run = trainer("jax", [SWA(after_epoch=1)])
+        run.train()
+    assert [each["event"][:4] for each in logs if "running statistics" in each["event"]] == ["SWA:"]
+    averaged = run.handlers[0]
+    assert averaged.number_averaged == 2
+
+
+def test_swa_measures_statistics_on_values_of_torch():
+    data = batches(10)
+    run = trainer("torch", [SWA(after_epoch=1, bn_loader=data)])
+    run.train()
+    own = {name: each.clone() for name, each in run.model.named_buffers()}
+    with run.handlers[0].applied():
+        measured = dict(run.model.named_buffers())
+        assert not torch.equal(measured["2.running_mean"], own["2.running_mean"])
+    assert torch.equal(dict(run.model.named_buffers())["2.running_mean"], own["2.running_mean"])

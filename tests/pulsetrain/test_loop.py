@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from engine import ConfigurationError, Events, Every, SupervisedStrategy
+from engine import ConfigurationError, Events, Every, SupervisedStrategy, TorchBackend
 from engine.recording import EventLog
 from handlers import EMA, Checkpointer, CSVLogger, EventRecorder
 from pulsetrain import Loop, TrainingConfig
@@ -127,3 +127,8 @@ def test_metrics_of_the_body_are_in_the_output(tmp_path: Path):
 def test_settings_of_the_step_are_refused(setting: dict[str, Any], tmp_path: Path):
     with pytest.raises(ConfigurationError, match=next(iter(setting))):
         make(tmp_path, **setting)
+
+
+def test_a_backend_of_values_is_refused_for_its_body_computes_in_place():
+    with pytest.raises(ConfigurationError, match=r"Loop\(backend=FunctionalTorchBackend\).*use a Trainer"):
+        Loop(regression_model(), loader(), strategy=SupervisedStrategy("mse"), backend=TorchBackend(functional=True))
