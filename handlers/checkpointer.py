@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Literal, Self
 
 from engine import Events, Every, Phase
-from engine.checkpoint import CheckpointManager, Place, check_name, find_checkpoints, place_of
+from engine.checkpoint import CheckpointManager, Form, Place, check_form, check_name, find_checkpoints, place_of
 from engine.errors import ConfigurationError, RunFolderError, unknown_name
 from engine.logs import get_logger
 from engine.metrics import canonical
@@ -45,10 +45,13 @@ class Checkpointer:
             state. CHECKPOINT_SAVED is fired behind the iteration in which the writing ended, whichever that is. A save
             waits for the one before, and the run's end for the last. What is saved at the end, when preempted and by
             `save` is written at once.
+        form: of the files with the state: "torch", or "safetensors", whose arrays other tools read. By default
+            "safetensors" where the backend computes with values, as JaxBackend does, else "torch". A run goes on from
+            either.
         clock: seconds, never running backwards; for "auto".
 
     Raises:
-        ConfigurationError: a number below 1, an unknown mode, or a name that is no folder's.
+        ConfigurationError: a number below 1, an unknown mode or form, or a name that is no folder's.
         RunFolderError: the folder cannot be written.
     """
 
@@ -64,6 +67,7 @@ class Checkpointer:
         name: str = "checkpoint",
         at_end: bool = True,
         background: bool = False,
+        form: Form | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         for argument, number in (("keep_last", keep_last), ("keep_best", keep_best)):
@@ -76,11 +80,14 @@ class Checkpointer:
         if isinstance(every, str) and every != "auto":
             raise unknown_name("Checkpointer", "every", every, ("auto",))
         check_name("Checkpointer", name)
+        if form is not None:
+            check_form("Checkpointer", form)
         self.folder = place_of(folder)
         self.every: Every | Literal["auto"] = every or Every(epochs=1)
         self.manager = CheckpointManager(self.folder / "checkpoints", keep_last_n=keep_last)
         self.mode: Mode = mode
         self.keep_best, self.metric, self.name, self.at_end = keep_best, metric, name, at_end
+        self.form: Form | None = form
         self.best: list[tuple[float, str]] = []  # (value, checkpoint's folder name), best first
         self.saved_at = -1  # iteration of the last save
         self.ranked_round = 0  # validation round whose metric has been ranked
@@ -161,6 +168,11 @@ class Checkpointer:
         """
         self._settle(wait=True)
         return self._write(engine, name or self.name, bool(is_best), lambda: None)
+
+    def form_for(self, engine: Any) -> Form:
+        """The form that this engine's checkpoints get."""
+        in_place = getattr(getattr(engine, "backend", None), "in_place", True)
+        return self.form or ("torch" if in_place else "safetensors")
 
     def state_dict(self) -> dict[str, Any]:
         """The ranking of the best, and when the last save was."""
@@ -280,10 +292,10 @@ class Checkpointer:
 
     def _begin(self, engine: Any, background: BackgroundSave, is_best: bool, undo: Callable[[], None]) -> None:
         self._refuse_in_step(engine)
-        start, iteration = time.perf_counter(), engine.state.iteration
+        start, iteration, form = time.perf_counter(), engine.state.iteration, self.form_for(engine)
 
         def write(copy: dict[str, Any], announce: Callable[[CheckpointSaved], None]) -> None:
-            self._store(copy, self.name, is_best, iteration, start, announce, background=True)
+            self._store(copy, form, self.name, is_best, iteration, start, announce, background=True)
 
         background.begin(engine, write, undo)
 
@@ -295,7 +307,7 @@ class Checkpointer:
             when_durable()
             engine.fire(Events.CHECKPOINT_SAVED, saved)
 
-        return self._store(engine.checkpoint_state(), label, is_best, iteration, start, announce)
+        return self._store(engine.checkpoint_state(), self.form_for(engine), label, is_best, iteration, start, announce)
 
     def _refuse_in_step(self, engine: Any) -> None:
         if getattr(engine, "in_step", False):
@@ -307,6 +319,7 @@ class Checkpointer:
     def _store(
         self,
         state: Mapping[str, Any],
+        form: Form,
         label: str,
         is_best: bool,
         iteration: int,
@@ -325,7 +338,7 @@ class Checkpointer:
             announce(saved)
 
         keep = [self.manager.checkpoint_dir / folder for _, folder in self.best]
-        return self.manager.save(state, label, is_best, step=iteration, keep=keep, announce=durable)
+        return self.manager.save(state, label, is_best, step=iteration, keep=keep, announce=durable, form=form)
 
     def _metric_value(self, engine: Any) -> float | None:
         if self.metric is None:

@@ -8,9 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.checkpoint import Place, find_checkpoints, load_checkpoint
-from engine.checkpoint.files import files_of
-from engine.checkpoint.manifest import STATE
-from engine.checkpoint.reading import step_of
+from engine.checkpoint.reading import size_of, step_of
 from engine.errors import CheckpointError
 from handlers.run_file import RUN_FILE, read_run_file
 
@@ -57,7 +55,7 @@ def recorded_handlers(run: Path, iteration: int, at_most: int | None = None) -> 
         return RecordedHandlers(names, problem=f"there is no checkpoint before iteration {iteration}")
     checkpoint = before[-1]
     try:
-        size = files_of(checkpoint).size(checkpoint / STATE)
+        size = size_of(checkpoint)
         if at_most is not None and size > at_most:
             problem = f"`handlers` reads it from {checkpoint.name}, {size / 1e9:.1f} GB"
             return RecordedHandlers(names, checkpoint, step_of(checkpoint), problem=problem)

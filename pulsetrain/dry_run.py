@@ -261,12 +261,14 @@ def _told_of_handlers(trainer: Trainer, silent: list[str]) -> Iterator[str]:
 
 
 def _save(trainer: Trainer, folder: Path, clock: Callable[[], float]) -> Iterator[str]:
-    if not any(isinstance(each, Checkpointer) for each in trainer.handlers):
+    saver = next((each for each in trainer.handlers if isinstance(each, Checkpointer)), None)
+    if saver is None:
         yield _row("checkpoint", "none: there is no Checkpointer among the handlers")
         return
     start = clock()
     manager = CheckpointManager(folder)
-    path = manager.save(trainer.checkpoint_state(), "dry_run", step=trainer.state.iteration)
+    form = saver.form_for(trainer)
+    path = manager.save(trainer.checkpoint_state(), "dry_run", step=trainer.state.iteration, form=form)
     saved = clock()
     trainer.load_checkpoint(str(path))
     size = manager.size(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from engine.checkpoint.forms import Form, check_form
 from engine.checkpoint.manager import CheckpointManager, check_name
 from engine.checkpoint.places import CheckpointUrl, Place, place_of
 from engine.checkpoint.reading import check_checkpoint, find_checkpoints, load_checkpoint
@@ -10,9 +11,11 @@ from engine.checkpoint.weights import Mismatch, load_safetensors, load_weights, 
 __all__ = [
     "CheckpointManager",
     "CheckpointUrl",
+    "Form",
     "Mismatch",
     "Place",
     "check_checkpoint",
+    "check_form",
     "check_name",
     "find_checkpoints",
     "load_checkpoint",

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from engine.checkpoint.digesting import Write, write_digested
-from engine.checkpoint.manifest import MANIFEST, STATE
+from engine.checkpoint.manifest import MANIFEST
 
 __all__ = ["Disk", "sync", "write_file"]
 
@@ -33,12 +33,12 @@ class Disk:
         if not folder.is_dir():
             raise NotADirectoryError(f"{folder} is a file")
 
-    def commit(self, target: Path, state: Write, manifest: Callable[[dict[str, Any]], bytes]) -> None:
+    def commit(self, target: Path, name: str, state: Write, manifest: Callable[[dict[str, Any]], bytes]) -> None:
         partial = _partial(target)
         shutil.rmtree(partial, ignore_errors=True)  # of an earlier attempt that failed
         os.mkdir(partial)
         try:
-            written = write_file(partial / STATE, state)
+            written = write_file(partial / name, state)
             content = manifest(written)
             write_file(partial / MANIFEST, lambda file: file.write(content))
             sync(partial)

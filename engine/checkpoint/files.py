@@ -22,11 +22,12 @@ class Files(Protocol):
     def make(self, folder: Any) -> None:
         """Make a folder of checkpoints where it is missing."""
 
-    def commit(self, target: Any, state: Write, manifest: Callable[[dict[str, Any]], bytes]) -> None:
+    def commit(self, target: Any, name: str, state: Write, manifest: Callable[[dict[str, Any]], bytes]) -> None:
         """Write a checkpoint that a reader sees whole or not at all; when this returns it is durable.
 
         Args:
-            state: writes the state.
+            name: of the state's file.
+            state: writes it.
             manifest: the manifest, from the size and digest of the state's file.
 
         Raises:

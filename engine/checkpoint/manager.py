@@ -5,15 +5,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import IO, Any
-
-import torch
+from typing import Any
 
 from engine.checkpoint.files import files_of
-from engine.checkpoint.manifest import BEST, FORMATS, MANIFEST, STATE, is_checkpoint_name, seal, unseal
+from engine.checkpoint.forms import FORMS, Form, check_form, state_writer
+from engine.checkpoint.manifest import BEST, STATES, is_checkpoint_name, seal, unseal
 from engine.checkpoint.places import Place, place_of
 from engine.checkpoint.plain import plain
-from engine.checkpoint.reading import damage_of, find_checkpoints, load_checkpoint, ordinal_of, step_of
+from engine.checkpoint.reading import damage_of, find_checkpoints, load_checkpoint, ordinal_of, size_of, step_of
 from engine.errors import CheckpointError, ConfigurationError, RunFolderError
 from engine.logs import get_logger
 
@@ -57,6 +56,7 @@ class CheckpointManager:
         step: int | None = None,
         keep: Iterable[Place] = (),
         announce: Callable[[Place], object] | None = None,
+        form: Form = "torch",
     ) -> Place:
         """Write a checkpoint; when this returns it is durable.
 
@@ -69,27 +69,27 @@ class CheckpointManager:
             keep: older checkpoints that stay whatever `keep_last_n` says.
             announce: called with the checkpoint once it, and that it is the best, is durable, before older ones are
                 deleted. What it raises is passed on, and none is deleted.
+            form: of the file with the state; "torch", or "safetensors", whose arrays other tools read by their paths
+                in the checkpoint. In that one a list of many floats is an array, too.
 
         Raises:
-            ConfigurationError: the name has other characters than letters, digits, `_`, `.`, `+` and `-`.
+            ConfigurationError: the name has other characters than letters, digits, `_`, `.`, `+` and `-`, or there is
+                no such form.
             CheckpointError: the checkpoint holds what could not be loaded again; it says where. Nothing was written.
             OSError: it, or that it is the best, could not be made durable; earlier checkpoints are as they were.
         """
         check_name("save", name)
-        content = plain(checkpoint)
+        check_form("save", form)
+        write, number = state_writer(plain(checkpoint), form), FORMS[form]
         if not self._cleaned:
             self.clean()  # before anything is written: the disk may be full of it
         present = find_checkpoints(self.checkpoint_dir)
         if step is None:
             step = max((step_of(folder) for folder in present), default=-1) + 1
         ordinal = 1 + max((ordinal_of(folder) or 0 for folder in present), default=0)
-        labels = {"format": FORMATS[-1], "step": step, "name": name, "ordinal": ordinal}
-        target = self.target(name, step)
-
-        def write(file: IO[bytes]) -> None:
-            torch.save(content, file)
-
-        self._files.commit(target, write, lambda written: seal({**labels, "files": {STATE: written}}))
+        labels = {"format": number, "step": step, "name": name, "ordinal": ordinal}
+        target, file = self.target(name, step), STATES[number]
+        self._files.commit(target, file, write, lambda written: seal({**labels, "files": {file: written}}))
         if is_best:
             self._files.replace(self.checkpoint_dir / BEST, seal({"checkpoint": target.name}))
         if announce is not None:
@@ -121,8 +121,8 @@ class CheckpointManager:
         return load_checkpoint(path)
 
     def size(self, path: Place) -> int:
-        """Bytes of a checkpoint's files."""
-        return sum(self._files.size(path / file) for file in (STATE, MANIFEST))
+        """Bytes of a checkpoint's files, as its manifest tells them."""
+        return size_of(path)
 
     def valid(self) -> list[Place]:
         """The checkpoints that are complete and undamaged, oldest first."""

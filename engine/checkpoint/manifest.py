@@ -8,11 +8,12 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["BEST", "FORMATS", "MANIFEST", "STATE", "FOLDER", "is_checkpoint_name", "parse_manifest", "seal", "unseal"]
+__all__ = ["BEST", "FOLDER", "FORMATS", "MANIFEST", "STATES", "is_checkpoint_name", "parse_manifest", "seal", "unseal"]
 
-STATE, MANIFEST, BEST = "state.pt", "manifest.json", "best"
+MANIFEST, BEST = "manifest.json", "best"
 FOLDER = re.compile(r"(?P<step>\d{9,})-(?P<name>[\w.+-]+?)(?:~(?P<again>\d+))?")
-FORMATS = (1, 2)  # 1 had no digest of its own; the last is written
+STATES = {1: "state.pt", 2: "state.pt", 3: "state.safetensors"}  # the state's file in each format
+FORMATS = tuple(STATES)  # 1 had no digest of its own; 2 and 3 are written, by the form of the state
 
 _FIELDS_OF_1 = frozenset({"format", "step", "name", "ordinal", "files"})
 
@@ -60,7 +61,7 @@ def parse_manifest(text: bytes) -> dict[str, Any]:
     elif not manifest.keys() <= _FIELDS_OF_1:  # or one bit away from a later format would be without its digest
         raise ValueError(f"format 1 has no {', '.join(sorted(manifest.keys() - _FIELDS_OF_1))}")
     files = manifest.get("files")
-    if not isinstance(files, dict) or STATE not in files:
+    if not isinstance(files, dict) or STATES[number] not in files:
         raise ValueError("it has no list of files")
     if not all(re.fullmatch(r"\w[\w.+-]*", name) for name in files):
         raise ValueError("its list of files names one that cannot be in its folder")

@@ -11,7 +11,7 @@ import torch
 
 from engine.errors import CheckpointError
 
-__all__ = ["plain"]
+__all__ = ["plain", "shown_path"]
 
 # what torch.load(weights_only=True) reads back as it was; subclasses bring their own class along, which it refuses
 _WHOLE = frozenset({str, bool, float, type(None), torch.Size, torch.dtype, torch.device})
@@ -38,8 +38,8 @@ def _plain(value: Any, path: tuple[Any, ...]) -> Any:
     if kind in _WHOLE or (kind is int and value.bit_length() <= _INT_BITS) or (kind is bytes and value):
         return value
     if kind in _TENSORS:
-        _plain(vars(value), (*path, "__dict__"))  # attributes are saved with a tensor
-        return value
+        attributes = _plain(vars(value), (*path, "__dict__"))  # they are saved with a tensor
+        return value if attributes is vars(value) else _alias(value, attributes)
     if kind is dict or kind is OrderedDict:
         # an OrderedDict has attributes: a module's state_dict() keeps its versions there
         attributes = _plain(vars(value), (*path, "__dict__")) if kind is OrderedDict else None
@@ -77,8 +77,24 @@ def _plain_key(key: Any, path: tuple[Any, ...]) -> Any:
     return _plain(key, (*path, key))
 
 
+def _alias(tensor: torch.Tensor, attributes: Mapping[str, Any]) -> torch.Tensor:
+    """The same numbers with other attributes: the caller's tensor keeps its own."""
+    alias = tensor.detach()
+    if type(tensor) is torch.nn.Parameter:
+        alias = torch.nn.Parameter(alias, tensor.requires_grad)
+    elif tensor.requires_grad:
+        alias.requires_grad_()
+    vars(alias).update(attributes)
+    return alias
+
+
+def shown_path(path: tuple[Any, ...]) -> str:
+    """Where in a checkpoint something is, for an error."""
+    return "checkpoint" + "".join(f"[{key!r}]" for key in path)
+
+
 def _refusal(value: Any, path: tuple[Any, ...], what: str = "") -> CheckpointError:
-    place = "checkpoint" + "".join(f"[{key!r}]" for key in path)
+    place = shown_path(path)
     kind = type(value)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     if isinstance(value, np.ndarray):

@@ -7,15 +7,14 @@ import re
 from pickle import UnpicklingError
 from typing import Any
 
-import torch
-
 from engine.checkpoint.digesting import digest_of
 from engine.checkpoint.files import files_of
-from engine.checkpoint.manifest import FOLDER, FORMATS, MANIFEST, STATE, is_checkpoint_name, parse_manifest
+from engine.checkpoint.forms import read_state
+from engine.checkpoint.manifest import FOLDER, FORMATS, MANIFEST, STATES, is_checkpoint_name, parse_manifest
 from engine.checkpoint.places import Place, place_of
 from engine.errors import CheckpointError
 
-__all__ = ["check_checkpoint", "damage_of", "find_checkpoints", "load_checkpoint", "ordinal_of", "step_of"]
+__all__ = ["check_checkpoint", "damage_of", "find_checkpoints", "load_checkpoint", "ordinal_of", "size_of", "step_of"]
 
 
 def find_checkpoints(folder: str | os.PathLike[str]) -> list[Place]:
@@ -36,11 +35,11 @@ def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
         CheckpointError: it is missing, incomplete, damaged, of a newer format or holds code; the message says which.
     """
     folder = place_of(path)
-    check_checkpoint(folder)
-    file = folder / STATE
+    number = _checked(folder)["format"]
+    file = folder / STATES[number]
     try:
         with files_of(folder).open(file) as opened:
-            loaded = torch.load(opened, map_location="cpu", weights_only=True)
+            loaded = read_state(opened, number)
     except Exception as error:  # whatever a file holds that is no checkpoint of ours
         # without torch's advice, which is to load it with weights_only=False
         named = re.search(r"GLOBAL ([\w.]+)", str(error))
@@ -58,28 +57,7 @@ def check_checkpoint(path: str | os.PathLike[str]) -> None:
     Raises:
         CheckpointError: as `load_checkpoint`.
     """
-    folder = place_of(path)
-    try:
-        manifest = _read_manifest(folder)
-    except FileNotFoundError:
-        known = ", ".join(each.name for each in find_checkpoints(folder.parent)) or "none"
-        raise CheckpointError(f"{folder}: no checkpoint there ({MANIFEST} is missing); present: {known}") from None
-    if manifest["format"] not in FORMATS:
-        raise CheckpointError(
-            f"{folder}: format {manifest['format']}, this version reads up to {FORMATS[-1]}; update pulsetrain"
-        )
-    for name, expected in manifest["files"].items():
-        file = folder / name
-        try:
-            size = files_of(folder).size(file)
-            with files_of(folder).open(file) as opened:
-                digest = digest_of(opened)
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"{file}: cannot be read: {error}") from None
-        if size != expected["bytes"]:
-            raise CheckpointError(f"{file}: {size} bytes, the manifest says {expected['bytes']}: cut or damaged")
-        if digest != expected["sha256"]:
-            raise CheckpointError(f"{file}: its digest is not the manifest's: damaged; load an older checkpoint")
+    _checked(place_of(path))
 
 
 def damage_of(folder: Place) -> str | None:
@@ -100,9 +78,56 @@ def ordinal_of(folder: Place) -> int | None:
     return ordinal
 
 
+def size_of(folder: Place) -> int:
+    """Bytes of a checkpoint's files, as its manifest tells them.
+
+    Raises:
+        OSError: there is no manifest, or it cannot be read.
+        CheckpointError: it is damaged, or of a newer format.
+    """
+    with files_of(folder).open(folder / MANIFEST) as opened:
+        text = opened.read()
+    try:
+        manifest = parse_manifest(text)
+    except ValueError as error:
+        raise CheckpointError(f"{folder / MANIFEST}: damaged: {error}") from None
+    _refuse_newer(folder, manifest)
+    return len(text) + sum(int(entry["bytes"]) for entry in manifest["files"].values())
+
+
 def step_of(folder: Place) -> int:
     """What the checkpoint is numbered by."""
     return _number(folder)[0]
+
+
+def _checked(folder: Place) -> dict[str, Any]:
+    """The manifest, which every file of the checkpoint agrees with."""
+    try:
+        manifest = _read_manifest(folder)
+    except FileNotFoundError:
+        known = ", ".join(each.name for each in find_checkpoints(folder.parent)) or "none"
+        raise CheckpointError(f"{folder}: no checkpoint there ({MANIFEST} is missing); present: {known}") from None
+    _refuse_newer(folder, manifest)
+    for name, expected in manifest["files"].items():
+        file = folder / name
+        try:
+            size = files_of(folder).size(file)
+            with files_of(folder).open(file) as opened:
+                digest = digest_of(opened)
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{file}: cannot be read: {error}") from None
+        if size != expected["bytes"]:
+            raise CheckpointError(f"{file}: {size} bytes, the manifest says {expected['bytes']}: cut or damaged")
+        if digest != expected["sha256"]:
+            raise CheckpointError(f"{file}: its digest is not the manifest's: damaged; load an older checkpoint")
+    return manifest
+
+
+def _refuse_newer(folder: Place, manifest: dict[str, Any]) -> None:
+    if manifest["format"] not in FORMATS:
+        raise CheckpointError(
+            f"{folder}: format {manifest['format']}, this version reads up to {FORMATS[-1]}; update pulsetrain"
+        )
 
 
 def _read_manifest(folder: Place) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import IO, Any
 
 from engine.checkpoint.digesting import Write, write_digested
-from engine.checkpoint.manifest import MANIFEST, STATE, is_checkpoint_name
+from engine.checkpoint.manifest import MANIFEST, is_checkpoint_name
 from engine.checkpoint.places import CheckpointUrl
 
 __all__ = ["Remote"]
@@ -27,10 +27,12 @@ class Remote:
     def make(self, folder: CheckpointUrl) -> None:
         """Nothing: folders come with what is in them."""
 
-    def commit(self, target: CheckpointUrl, state: Write, manifest: Callable[[dict[str, Any]], bytes]) -> None:
+    def commit(
+        self, target: CheckpointUrl, name: str, state: Write, manifest: Callable[[dict[str, Any]], bytes]
+    ) -> None:
         try:
             self._store.makedirs(self._path(target), exist_ok=True)
-            with self._store.open(self._path(target / STATE), "wb") as file:
+            with self._store.open(self._path(target / name), "wb") as file:
                 written = write_digested(file.write, state)
             self._store.pipe_file(self._path(target / MANIFEST), manifest(written))
         except BaseException:

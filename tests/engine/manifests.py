@@ -21,5 +21,12 @@ def relabel(path: Path, **labels: Any) -> None:
 
 def vouch(path: Path) -> None:
     """Have the manifest vouch for the state that is there now."""
-    state = (path / "state.pt").read_bytes()
-    relabel(path, files={"state.pt": {"bytes": len(state), "sha256": hashlib.sha256(state).hexdigest()}})
+    name = state_file(path).name
+    state = (path / name).read_bytes()
+    relabel(path, files={name: {"bytes": len(state), "sha256": hashlib.sha256(state).hexdigest()}})
+
+
+def state_file(path: Path) -> Path:
+    """The file with a checkpoint's state, of whichever form."""
+    (file,) = path.glob("state.*")
+    return file

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import strategies as st
 from manifests import STATE, vouch
+from plain_values import PLAIN
 
 from engine.checkpoint import CheckpointManager
 from engine.errors import CheckpointError
@@ -61,6 +61,18 @@ def marked() -> torch.Tensor:
     tensor = torch.ones(2)
     tensor.owner = Evil(Path("nobody"))
     return tensor
+
+
+def test_a_tensors_attributes_are_made_plain_and_the_callers_tensor_keeps_its_own(tmp_path: Path):
+    tensor, parameter = torch.ones(2, requires_grad=True), torch.nn.Parameter(torch.ones(2), requires_grad=False)
+    for each in (tensor, parameter):
+        each.scale = np.float64(0.5)
+    manager = CheckpointManager(tmp_path)
+    loaded = manager.load(manager.save({"tensor": tensor, "parameter": parameter}))
+    assert [type(each.scale) for each in loaded.values()] == [float, float]
+    assert [type(each) for each in loaded.values()] == [torch.Tensor, torch.nn.Parameter]
+    assert [each.requires_grad for each in loaded.values()] == [True, False]
+    assert type(tensor.scale) is type(parameter.scale) is np.float64
 
 
 def circle() -> list[Any]:
@@ -134,19 +146,6 @@ def test_a_modules_versions_and_parameters_survive(tmp_path: Path):
     assert loaded["plain"]._metadata == loaded["changed"]._metadata == module.state_dict()._metadata
     assert type(loaded["changed"]) is OrderedDict
     assert all(type(parameter) is torch.nn.Parameter for parameter in loaded["parameters"])
-
-
-KEYS = st.recursive(st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(), st.tuples)
-LEAVES = KEYS | st.floats() | st.binary(min_size=1) | st.integers(-(1 << 2039) + 1, (1 << 2039) - 1)
-PLAIN = st.recursive(
-    LEAVES,
-    lambda inner: (
-        st.lists(inner)
-        | st.lists(inner).map(tuple)
-        | st.dictionaries(KEYS, inner)
-        | st.dictionaries(KEYS, inner).map(OrderedDict)
-    ),
-)
 
 
 @given(value=PLAIN)

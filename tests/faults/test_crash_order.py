@@ -15,7 +15,7 @@ import pytest
 import structlog
 from crashes import Call, Content, content_of, crashes, put, record
 
-from engine.checkpoint import CheckpointManager, find_checkpoints, load_checkpoint
+from engine.checkpoint import CheckpointManager, Form, find_checkpoints, load_checkpoint
 from engine.errors import CheckpointError
 
 FOLDER = Path("run", "checkpoints")
@@ -28,9 +28,13 @@ class Save:
     Args:
         earlier: `n` of the checkpoints there, in the order of writing.
         best: the one of them that is pointed to.
+        form: of the one that is saved; earlier ones are of torch's.
     """
 
-    def __init__(self, base: Path, *, earlier: tuple[int, ...], best: int | None, is_best: bool) -> None:
+    def __init__(
+        self, base: Path, *, earlier: tuple[int, ...], best: int | None, is_best: bool, form: Form = "torch"
+    ) -> None:
+        self.form = form
         self.latest, self.best, self.is_best = (earlier or (None,))[-1], best, is_best
         self.real, self.trial = base / "real", base / "trial"
         self.real.mkdir()
@@ -44,7 +48,7 @@ class Save:
 
     def _save(self, announce: Callable[[], None]) -> None:
         manager = CheckpointManager(self.real / FOLDER, keep_last_n=1)
-        manager.save({"n": NEW}, is_best=self.is_best, step=NEW, announce=lambda path: announce())
+        manager.save({"n": NEW}, is_best=self.is_best, step=NEW, announce=lambda path: announce(), form=self.form)
 
     @cached_property
     def syncs(self) -> list[int]:
@@ -97,6 +101,7 @@ SAVES = {
     "one more, and an older one is deleted": {"earlier": (1, 2), "best": 1, "is_best": False},
     "a better one, and all older ones are deleted": {"earlier": (1, 2), "best": 1, "is_best": True},
     "a better one than the last": {"earlier": (1,), "best": 1, "is_best": True},
+    "a better one of the other form": {"earlier": (1, 2), "best": 1, "is_best": True, "form": "safetensors"},
 }
 
 

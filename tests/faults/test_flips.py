@@ -10,14 +10,25 @@ import pytest
 import torch
 
 from engine.checkpoint import CheckpointManager, load_checkpoint
+from engine.checkpoint.forms import FORMS, Form
 from engine.errors import CheckpointError
 
-FILES = ("state.pt", "manifest.json")
+FILES = ("state", "manifest.json")
+
+
+@pytest.fixture(params=FORMS)
+def form(request: pytest.FixtureRequest) -> Form:
+    return request.param
 
 
 @pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
-    return CheckpointManager(tmp_path).save({"w": torch.arange(3.0), "n": 7}, "c", step=12)
+def checkpoint(tmp_path: Path, form: Form) -> Path:
+    return CheckpointManager(tmp_path).save({"w": torch.arange(3.0), "n": 7}, "c", step=12, form=form)
+
+
+def file_of(checkpoint: Path, name: str) -> Path:
+    (file,) = checkpoint.glob(f"{name}*")
+    return file
 
 
 @contextmanager
@@ -40,7 +51,7 @@ def noticed(path: Path) -> bool:
 
 @pytest.mark.parametrize("name", FILES)
 def test_every_flipped_bit_is_noticed(name: str, checkpoint: Path):
-    file = checkpoint / name
+    file = file_of(checkpoint, name)
     with restored(file) as content:
         unnoticed = []
         for position in range(len(content)):
@@ -67,7 +78,7 @@ def test_every_other_byte_at_every_place_of_the_manifest_is_noticed(checkpoint: 
 
 @pytest.mark.parametrize("name", FILES)
 def test_every_cut_is_noticed(name: str, checkpoint: Path):
-    file = checkpoint / name
+    file = file_of(checkpoint, name)
     with restored(file) as content:
         unnoticed = []
         for length in range(len(content)):
@@ -79,7 +90,7 @@ def test_every_cut_is_noticed(name: str, checkpoint: Path):
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_that_grew_or_is_gone_is_noticed(name: str, checkpoint: Path):
-    file = checkpoint / name
+    file = file_of(checkpoint, name)
     with restored(file) as content:
         for longer in (content + b"\x00", content + b"\n", b" " + content, content + content):
             file.write_bytes(longer)
@@ -88,15 +99,16 @@ def test_a_file_that_grew_or_is_gone_is_noticed(name: str, checkpoint: Path):
         assert noticed(checkpoint)
 
 
-def test_a_damaged_one_is_passed_over_whichever_byte_it_is(checkpoint: Path):
+def test_a_damaged_one_is_passed_over_whichever_byte_it_is(checkpoint: Path, form: Form):
     manager = CheckpointManager(checkpoint.parent)
-    newer = manager.save({"w": torch.ones(3), "n": 8}, "c", step=13)
+    newer = manager.save({"w": torch.ones(3), "n": 8}, "c", step=13, form=form)
     for name in FILES:
-        content = (newer / name).read_bytes()
+        file = file_of(newer, name)
+        content = file.read_bytes()
         for position in range(0, len(content), 29):
             damaged = bytearray(content)
             damaged[position] ^= 0xFF
-            (newer / name).write_bytes(damaged)
+            file.write_bytes(damaged)
             assert manager.get_latest() == checkpoint
-        (newer / name).write_bytes(content)
+        file.write_bytes(content)
     assert manager.get_latest() == newer

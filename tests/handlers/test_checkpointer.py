@@ -356,6 +356,7 @@ def test_an_engine_without_a_state_to_save_is_refused(tmp_path: Path):
         ({"keep_last": 0}, r"Checkpointer\(keep_last=0\)"),
         ({"keep_last": "3"}, r"Checkpointer\(keep_last='3'\)"),
         ({"mode": "least"}, r"Checkpointer\(mode='least'\).*max, min"),
+        ({"form": "pickle"}, r"Checkpointer\(form='pickle'\): unknown; choose one of safetensors, torch"),
         ({"name": "a/b"}, r"Checkpointer\(name='a/b'\)"),
     ],
     ids=str,

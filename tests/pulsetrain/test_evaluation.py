@@ -19,7 +19,6 @@ from engine import EventBus, EventEnum, Events, Every, SupervisedStrategy, Torch
 from engine.backends.held import LiveState
 from engine.errors import ConfigurationError
 from engine.evaluating import eval_mode
-from engine.evaluating import eval_mode
 from engine.recording import EventLog
 from handlers import EventRecorder
 from handlers.readings import step_metrics
