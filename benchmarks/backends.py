@@ -4,9 +4,9 @@
     python benchmarks/backends.py --json     # the same as one JSON object
 
 A tiny model shows what is added to each step: microseconds of the Trainer and of pytorch-ignite's supervised trainer
-beside the bare loop. The model of examples/byte_lm shows what values cost: the pure step of TorchBackend(functional=True)
-beside the step in place, and JaxBackend's beside both. All take turns in every round; a figure is the median of the
-rounds' differences or ratios.
+beside the bare loop. The model of examples/byte_lm shows what values cost: the pure step of
+TorchBackend(functional=True) beside the step in place, and JaxBackend's beside both. All take turns in every round; a
+figure is the median of the rounds' differences or ratios.
 """
 
 from __future__ import annotations
