@@ -15,8 +15,10 @@ import argparse
 import copy
 import json
 import statistics
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,9 +27,11 @@ from ignite.engine import create_supervised_trainer
 from torch import Tensor, nn
 
 from engine import JaxBackend, PretrainStrategy, TorchBackend, TrainerCore
+from pulsetrain import Trainer, TrainingConfig
+
+sys.path.insert(0, str(Path(__file__).parent.parent))  # for whoever runs the file
 from examples.byte_lm.model import ByteGPT
 from examples.byte_lm_jax.model import ByteGPT as JaxByteGPT
-from pulsetrain import Trainer, TrainingConfig
 
 ADDED = 3.0  # microseconds that the Trainer may add to a step
 PURE = 1.25  # times the step in place that the pure one may take
@@ -126,8 +130,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--steps", type=int, default=3000, help="of the tiny model a round [%(default)s]")
+    parser.add_argument("--model-steps", type=int, default=20, help="of the byte model a round [%(default)s]")
     options = parser.parse_args()
-    found = {**measure_added(3000, options.rounds), **measure_values(20, options.rounds)}
+    found = {**measure_added(options.steps, options.rounds), **measure_values(options.model_steps, options.rounds)}
     missed = []
     if found["trainer_adds_us"] > ADDED:
         missed.append(f"the Trainer adds {found['trainer_adds_us']:.1f} us to a step, bound {ADDED}")
