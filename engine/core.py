@@ -76,6 +76,10 @@ class TrainerCore:
             TypeError: a model of another kind.
         """
         rate = learning_rate if isinstance(optimizer, str) else None
+        if schedule is not None and not callable(getattr(schedule, "get_lr", None)):
+            raise TypeError(
+                f"TrainerCore.init(schedule={schedule!r}): needs one of engine.schedules, as Cosine(1e-3, 1000)"
+            )
         if isinstance(optimizer, str):
             optimizer = self.backend.create_optimizer(model, optimizer, learning_rate, weight_decay, **options)
         elif not isinstance(optimizer, Optimizer):

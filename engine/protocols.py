@@ -205,6 +205,10 @@ class Backend(Protocol):
         """Take over a trainer's settings, before anything else is asked of the backend."""
         ...
 
+    def place(self, model: Any) -> Any:
+        """In place: the module, where the backend computes, before its optimizer is made."""
+        ...
+
     def init(self, model: Any, optimizer: Any) -> ModelState:
         """The state of a model before its first update."""
         ...

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from engine.backends.held import Held, LiveState, shown_rate
+from engine.backends.held import Held, LiveState, kind_of, shown_rate
+from engine.checkpoint.weights import compare_weights
 from engine.errors import ConfigurationError
 from engine.protocols import AlternatingStrategy, BackendSettings, ModelState, Optimizer
 from pulsetrain.arguments import optimizer_options, resolve_model, resolve_optimizers
 from pulsetrain.beginning import begin_anew
+from pulsetrain.resume import check_optimizer
 
 if TYPE_CHECKING:
     from pulsetrain.config import TrainingConfig
@@ -88,6 +91,8 @@ def train_epoch(trainer: Trainer, loader: Iterable[Any], model_state: ModelState
         begin_anew(trainer)
     if model_state is not None:
         _go_on_from(trainer, model_state)
+        trainer.accumulation.restart()  # what waited was of another state
+        trainer.held.discard()
     try:
         trainer.run(loader, max_epochs=state.epoch + 1)
     finally:
@@ -96,13 +101,23 @@ def train_epoch(trainer: Trainer, loader: Iterable[Any], model_state: ModelState
 
 
 def _go_on_from(trainer: Trainer, model_state: ModelState) -> None:
+    """All of the state, or none where it does not fit."""
     held = trainer.held
     if isinstance(held, Held):
         trainer.backend.check(model_state)
-        held.optimizer.param_groups[0]["lr"] = shown_rate(model_state.metadata["learning_rate"])
-        held.take(trainer.backend.copied(model_state))
+        metadata = {"step": 0, "learning_rate": None, "schedule": None, **model_state.metadata}
+        held.optimizer.param_groups[0]["lr"] = shown_rate(metadata["learning_rate"])
+        held.take(replace(trainer.backend.copied(model_state), metadata=metadata))
         return
-    if not isinstance(model_state.weights, Mapping) or isinstance(model_state.weights, nn.Module):
-        raise TypeError("Trainer.train_epoch(model_state): needs what train_epoch or model_state gave")
-    trainer.model.load_state_dict(dict(model_state.weights))
-    trainer.optimizer.load_state_dict(copy.deepcopy(model_state.optimizer))
+    weights, optimizer = model_state.weights, model_state.optimizer
+    if isinstance(weights, nn.Module) or not isinstance(weights, Mapping) or "param_groups" not in optimizer:
+        raise TypeError(
+            f"Trainer.train_epoch(model_state of {type(weights).__name__}): needs what train_epoch or model_state of a "
+            "trainer in place gave"
+        )
+    problems = compare_weights(trainer.model.state_dict(), weights)
+    if problems:
+        raise ConfigurationError(f"Trainer.train_epoch(model_state): its weights do not fit the model: {problems}")
+    check_optimizer(trainer.optimizer, {"optimizer": optimizer, "optimizer_type": kind_of(trainer.optimizer)})
+    trainer.model.load_state_dict(dict(weights))
+    trainer.optimizer.load_state_dict(copy.deepcopy(optimizer))

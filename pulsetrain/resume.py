@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from pulsetrain.config import TrainingConfig
     from pulsetrain.trainer import Trainer
 
-__all__ = ["COUNTERS", "capture", "restore"]
+__all__ = ["COUNTERS", "capture", "check_optimizer", "restore"]
 
 FORMAT = 4
 _SET_RATES = (LRScheduler, ReduceLROnPlateau)
@@ -96,7 +96,7 @@ def restore(trainer: Trainer, saved: Mapping[str, Any]) -> None:
     problems = compare_weights(trainer.model.state_dict(), saved["model"])
     if problems:
         raise CheckpointError(f"the checkpoint's weights do not fit the model: {problems}")
-    _check_optimizer(trainer.optimizer, saved)
+    check_optimizer(trainer.optimizer, saved)
     fewer = rng.missing_devices(saved["rng"])
     saved = follow_data(saved, trainer.train_loader)
     go_on_with_gradients = trainer.held.load_gradients(
@@ -176,7 +176,12 @@ def _restore_what_may_refuse(trainer: Trainer, saved: Mapping[str, Any]) -> None
         raise
 
 
-def _check_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+def check_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+    """Refuse the state of another optimizer, or of other parameters.
+
+    Raises:
+        CheckpointError: it is one; the message names the difference.
+    """
     mine, theirs = kind_of(optimizer), saved["optimizer_type"]
     if mine != theirs:
         raise CheckpointError(f"the checkpoint was made with {theirs}, this trainer has {mine}; use the same optimizer")

@@ -52,8 +52,8 @@ def step(trainer: Trainer, batch: Any) -> TrainingResult:
 def _whole_step(trainer: Trainer, batch: TrainingBatch) -> TrainingResult:
     """An update over one batch, where nobody asks for anything in between."""
     backend, held = trainer.backend, trainer.held
-    rates = rates_of(trainer.optimizer)
-    result: TrainingResult = backend.train_step(held.state, batch, trainer.strategy, donate=True)
+    model_state, rates = held.state, rates_of(trainer.optimizer)
+    result: TrainingResult = backend.train_step(model_state, batch, trainer.strategy, donate=True)
     trainer.state.update += 1
     if not backend.in_place or len(result.metrics) > 1:
         held.take(result.state)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from engine.arrays import namespace
+from engine.arrays import at_least_float32, is_array, namespace
 from engine.backends.mirror import Mirror
 from engine.backends.trees import Trees
 from engine.errors import CheckpointError, ConfigurationError
@@ -42,6 +42,7 @@ class FunctionalBackend(Trees):
     def __init__(self) -> None:
         self.settings = BackendSettings()
         self._serves = False
+        self._paths: set[str] = set()  # of the weights of the model
         self._expected: dict[Any, dict[str, Any]] = {}  # shapes of the optimizer's state, by those of the weights
 
     # ------------------------------------------------------------------------------------ what a subclass writes
@@ -101,6 +102,9 @@ class FunctionalBackend(Trees):
         """
         self.optimizer = optimizer
         weights = self.split(model)
+        self._paths = set(self.paths(weights))
+        if not self.paths(weights["parameters"]):
+            raise ConfigurationError(f"{type(self).__name__}: model={type(model).__name__}: has no parameter to learn")
         state = optimizer.init(weights["parameters"])
         rate = self.learning_rate(state) if learning_rate is None else learning_rate
         return ModelState(weights, state, {"step": 0, "learning_rate": rate, "schedule": None})
@@ -109,6 +113,10 @@ class FunctionalBackend(Trees):
         """The same state in memory of its own."""
         weights, optimizer = self.map(self.copy_of, (state.weights, state.optimizer))
         return replace(state, weights=weights, optimizer=optimizer)
+
+    def place(self, model: Any) -> Any:
+        """The model itself: its weights are copied by `init`."""
+        return model
 
     def prepare_batch(self, batch: Any, strategy: Any) -> TrainingBatch:
         """The strategy's batch: made of torch tensors on the host, and then brought to where the backend computes.
@@ -195,7 +203,7 @@ class FunctionalBackend(Trees):
 
     def norm(self, gradients: Any) -> Any:
         """L2 norm over all of them as if they were one vector, shape ()."""
-        leaves = pytree.tree_leaves(gradients)
+        leaves = [at_least_float32(each) for each in pytree.tree_leaves(gradients)]
         xp = namespace(*leaves)
         return xp.sqrt(sum(xp.sum(each * each) for each in leaves))
 
@@ -206,7 +214,7 @@ class FunctionalBackend(Trees):
             norm = self.norm(gradients) if norm is None else norm
             xp = namespace(norm)
             share = xp.minimum(xp.ones_like(norm), most / (norm + 1e-6))
-            gradients = self.map(lambda each: each * share, gradients)
+            gradients = self.map(lambda each: each * xp.astype(share, each.dtype), gradients)
         if value is not None:
             gradients = self.map(lambda each: namespace(each).clip(each, -value, value), gradients)
         if rate is not None:
@@ -246,6 +254,9 @@ class FunctionalBackend(Trees):
             raise TypeError(
                 f"{type(self).__name__}: {type(state).__name__} is no ModelState of values; make one by init()"
             )
+        lacking = [name for name in ("parameters", "buffers") if name not in state.weights]
+        if lacking:
+            raise TypeError(f"{type(self).__name__}: the state's weights lack {' and '.join(lacking)}; see init()")
         if not hasattr(self, "optimizer"):
             raise ConfigurationError(f"{type(self).__name__}: has neither model nor optimizer yet; call init() first")
         shapes = []
@@ -256,6 +267,19 @@ class FunctionalBackend(Trees):
                     "the state by this backend's init()"
                 )
             shapes.append((path, tuple(leaf.shape)))
+        found_paths = {path for path, _ in shapes}
+        if found_paths != self._paths:
+            path = min(found_paths ^ self._paths)
+            where = "not in the state" if path in self._paths else "not in the model"
+            raise ConfigurationError(
+                f"{type(self).__name__}: weights[{path!r}] is {where}; make the state by init() of this model"
+            )
+        for path, leaf in self.paths(state.optimizer).items():
+            if is_array(leaf) and leaf.ndim and not self.owns(leaf):
+                raise TypeError(
+                    f"{type(self).__name__}: the optimizer's {path!r} is {_kind(leaf)}, of another backend or device; "
+                    "make it by optimizer.init(parameters)"
+                )
         key = tuple(shapes)
         if key not in self._expected:
             made = self.paths(self.optimizer.init(state.weights["parameters"]))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.backends.functional import with_buffers
+from engine.backends.functional import rate_of, with_buffers
 from engine.backends.mirror import Shown
 from engine.errors import CheckpointError
 from engine.optimizers import parts_of
@@ -102,6 +102,8 @@ class Held:
     def state(self) -> ModelState:
         """The newest, with what was written into the module and with the rate that the optimizer's group has."""
         state, weights = self._state, self._shown.seen(self._state.weights)
+        if state.metadata.get("schedule") is not None:  # of a state that came with one
+            self.optimizer.param_groups[0]["lr"] = rate_of(state)
         metadata, rate = state.metadata, _known(self.optimizer.param_groups[0]["lr"])
         if weights is not state.weights or rate != metadata["learning_rate"]:
             self._state = state = replace(state, weights=weights, metadata={**metadata, "learning_rate": rate})

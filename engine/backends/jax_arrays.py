@@ -95,11 +95,11 @@ def find_jax_device(jax: Any, name: str) -> Any:
     Raises:
         ConfigurationError: there is none; the message lists those that are there.
     """
-    kind, _, number = name.partition(":")
+    kind, _, number = str(name).partition(":")
     wanted = {"cuda": "gpu", "mps": "metal"}.get(kind, kind)
     try:
         devices = jax.devices() if kind == "auto" else jax.devices(wanted)
-        return devices[int(number or 0)]
+        return devices[int(number or 0) if number.isdecimal() or not number else len(devices)]
     except (RuntimeError, IndexError, ValueError):
         present = ", ".join(f"{each.platform}:{each.id}" for each in jax.devices())
         raise ConfigurationError(

@@ -174,5 +174,7 @@ class Mirror(nn.Module):
         self.refresh()
         return super().load_state_dict(*args, **kwargs)
 
-    def _versions_now(self) -> list[int]:
-        return [each._version for place in (self._parameters, self._buffers) for each in place.values()]  # type: ignore[union-attr]
+    def _versions_now(self) -> list[tuple[int, int]]:
+        # writing through `.data`, or through numpy, leaves no trace; other data in a tensor's place does
+        held = (*self._parameters.values(), *self._buffers.values())
+        return [(each._version, each.data_ptr()) for each in held if each is not None]

@@ -51,6 +51,7 @@ class FunctionalTorchBackend(FunctionalBackend, TorchBackend):
                 raise ConfigurationError(f"TorchBackend(functional=True): {setting} works in place; leave one of both")
 
     configure = TorchBackend.configure
+    place = TorchBackend.place
     prepare_batch = TorchBackend.prepare_batch
     to_torch = TorchBackend.to_torch
 

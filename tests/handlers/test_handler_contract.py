@@ -11,6 +11,7 @@ from driving import UpdatingEngine, log_each_iteration, subscriptions, validate_
 
 import handlers
 from engine import EventBus, Events, Every, Phase, SupervisedStrategy, TorchBackend
+from engine.backends.held import LiveState
 from engine.payloads import GradientsReady
 from engine.schedules import Cosine
 from handlers import (
@@ -70,6 +71,7 @@ class Saving(UpdatingEngine):
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
         self.backend = TorchBackend("cpu")
+        self.held = LiveState(self.backend, self.model, self.optimizer)
 
     def checkpoint_state(self):
         return {"weights": self.model.state_dict()}

@@ -189,7 +189,7 @@ def test_data_without_a_batch_is_refused():
 
 
 def test_what_is_no_trainer_is_refused(tmp_path: Path):
-    with pytest.raises(TypeError, match=r"LRFinder\(Engine\): needs a pulsetrain.Trainer; this has no model, strategy"):
+    with pytest.raises(TypeError, match=r"LRFinder\(Engine\): needs a pulsetrain.Trainer; .* no model, held, strategy"):
         LRFinder().run(Engine(lambda engine, batch: None))
     with pytest.raises(TypeError, match="LRFinder"):
         LRFinder().attach(EventBus())

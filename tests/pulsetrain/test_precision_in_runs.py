@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,18 @@ import structlog
 import torch
 from torch import nn
 
-from engine import CheckpointError, ConfigurationError, Events, Every, SupervisedStrategy, TorchBackend
+from engine import (
+    Backend,
+    CheckpointError,
+    ConfigurationError,
+    Events,
+    Every,
+    GradientInfo,
+    ModelState,
+    SupervisedStrategy,
+    TorchBackend,
+    TrainingResult,
+)
 from engine.losses import mse
 from engine.schedules import Linear
 from handlers import Checkpointer, LRScheduler
@@ -306,41 +318,70 @@ def test_other_rates_than_the_checkpoints_are_told_of_where_no_schedule_writes_t
 class Plain:
     """What the protocol of a backend asks for, and nothing else."""
 
-    skips_updates = False
+    in_place, skips_updates = True, False
     device = torch.device("cpu")
 
-    def configure(self, device, precision, compile=False, activation_checkpointing=None): ...  # type: ignore[no-untyped-def]
+    def configure(self, settings: Any) -> None:
+        self.max_norm = settings.clip_grad_norm
 
     def place(self, model: nn.Module) -> nn.Module:
         return model
 
-    def to_device(self, batch: Any) -> Any:
-        return batch
+    def init(self, model: Any, optimizer: Any) -> ModelState:
+        return ModelState(model, optimizer)
 
-    def forward_backward(self, model: Any, batch: Any, strategy: Any, scale: Any) -> torch.Tensor:
-        loss = strategy.compute_loss(model(batch.inputs), batch)
+    def prepare_batch(self, batch: Any, strategy: Any) -> Any:
+        return strategy.prepare_batch(batch)
+
+    def forward_backward(
+        self, state: ModelState, batch: Any, strategy: Any, scale: Any = 1.0, waiting: GradientInfo | None = None
+    ) -> GradientInfo:
+        loss = strategy.compute_loss(state.weights(batch.inputs), batch)
         (loss * scale).backward()
-        detached: torch.Tensor = loss.detach()
-        return detached
+        return GradientInfo(loss.detach())
 
-    def unscale_gradients(self, optimizer: Any) -> None: ...
+    def all_reduce_gradients(self, gradients: GradientInfo) -> GradientInfo:
+        return gradients
 
-    def apply_gradients(self, optimizer: Any) -> None:
-        optimizer.step()
-        optimizer.zero_grad()
+    def finish_gradients(
+        self, state: ModelState, gradients: GradientInfo, correction: Any = 1.0, measure: bool = True
+    ) -> GradientInfo:
+        for parameter in state.weights.parameters():
+            parameter.grad.mul_(correction)
+        norm = nn.utils.get_total_norm([parameter.grad for parameter in state.weights.parameters()])
+        return replace(gradients, grad_norm=norm)
 
-    def discard_gradients(self, optimizer: Any) -> None:
-        optimizer.zero_grad()
+    def apply_gradients(
+        self, state: ModelState, gradients: GradientInfo, skip: Any = None, donate: bool = False
+    ) -> ModelState:
+        nn.utils.clip_grads_with_norm_(state.weights.parameters(), self.max_norm, gradients.grad_norm)
+        state.optimizer.step()
+        state.optimizer.zero_grad()
+        return state
+
+    def discard_gradients(self, state: ModelState) -> None:
+        state.optimizer.zero_grad()
 
     def skipped_updates(self) -> int:
         return 0
 
     def begin_run(self) -> None: ...
 
-    def eval_step(self, model: Any, batch: Any, strategy: Any) -> Any:
+    def train_step(self, state: ModelState, batch: Any, strategy: Any, donate: bool = False) -> TrainingResult:
+        gradients = self.finish_gradients(state, self.forward_backward(state, batch, strategy))
+        metrics = {"loss": gradients.loss, "grad_norm": gradients.grad_norm}
+        return TrainingResult(metrics, self.apply_gradients(state, gradients))
+
+    def eval_step(self, state: ModelState, batch: Any, strategy: Any) -> Any:
         with torch.no_grad():
-            outputs = model(batch.inputs)
-            return outputs, strategy.compute_loss(outputs, batch)
+            outputs = state.weights(batch.inputs)
+            return outputs, {"loss": strategy.compute_loss(outputs, batch)}
+
+    def to_torch(self, value: Any) -> Any:
+        return value
+
+    def environment(self) -> dict[str, Any]:
+        return {}
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -348,15 +389,18 @@ class Plain:
     def load_state_dict(self, state: Any) -> None: ...
 
 
-def test_a_backend_written_to_the_protocol_trains_as_the_shipped_one(tmp_path: Path):
-    def run(backend: Any, folder: str) -> Trainer:
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_backend_written_to_the_protocol_trains_as_the_shipped_one(tmp_path: Path, accumulate: int):
+    def run(backend: Backend, folder: str) -> Trainer:
         made = Trainer(
             regression_model(),
             loader(),
             loader(8),
             strategy=SupervisedStrategy("mse"),
             backend=backend,
-            config=TrainingConfig(max_epochs=2, accumulate=2, clip_grad_norm=1.0, optimizer="sgd", learning_rate=0.01),
+            config=TrainingConfig(
+                max_epochs=2, accumulate=accumulate, clip_grad_norm=1.0, optimizer="sgd", learning_rate=0.01
+            ),
             handlers=[Checkpointer(tmp_path / folder)],
         )
         made.train()
