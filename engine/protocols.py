@@ -63,7 +63,7 @@ class ModelState:
 
     weights: Any
     optimizer: Any
-    # "step": updates made; "learning_rate": of the next one; "schedule": what says otherwise, by `get_lr(step)`
+    # "step": updates made; "learning_rate": of the next one, unless "schedule" says another, by `get_lr(step)`
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -187,7 +187,8 @@ class Backend(Protocol):
 
     Whoever passes a state to `train_step` or `apply_gradients` goes on with the one that comes back: in place it is the
     same. Where states are values (`in_place` is False) the one that was given stays what it is; but with `donate` its
-    memory may be used for the new one. To write one, begin with `engine.backends.FunctionalBackend`.
+    memory may be used for the new one. Those have more for a trainer (to take states apart and show
+    them): begin with `engine.FunctionalBackend`, which has all of it.
     """
 
     in_place: bool

@@ -31,6 +31,7 @@ def begin_anew(trainer: Trainer) -> None:
     trainer.accumulation.restart()
     trainer.validated_at = -1
     trainer.optimizer.zero_grad(set_to_none=True)
+    trainer.held.begin_anew()
     trainer.backend.begin_run()
     trainer.announced_skips = 0
     trainer.grad_norm = None

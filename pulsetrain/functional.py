@@ -44,6 +44,15 @@ def hold(
             seed=seed,
         )
     )
+    try:
+        return _held(backend, model, optimizer, strategy, config)
+    except BaseException:
+        if hasattr(backend, "release"):
+            backend.release()  # whoever mends the argument passes the same one again
+        raise
+
+
+def _held(backend: Any, model: Any, optimizer: Any, strategy: Any, config: TrainingConfig) -> LiveState | Held:
     if backend.in_place:
         module = backend.place(resolve_model(model, strategy))
         return LiveState(backend, module, resolve_optimizers(optimizer, module, strategy, config))
@@ -87,14 +96,17 @@ def current_state(trainer: Trainer) -> ModelState:
 def train_epoch(trainer: Trainer, loader: Iterable[Any], model_state: ModelState | None) -> ModelState:
     """One epoch with all its events from this state on; the state behind it."""
     state = trainer.state
-    if state.max_epochs is None:
+    if state.max_epochs is None and not trainer.position.resuming:
         begin_anew(trainer)
     if model_state is not None:
         _go_on_from(trainer, model_state)
         trainer.accumulation.restart()  # what waited was of another state
         trainer.held.discard()
     try:
-        trainer.run(loader, max_epochs=state.epoch + 1)
+        if trainer.position.resuming:  # behind a checkpoint, perhaps inside an epoch
+            trainer.go_on_to(loader, state.epoch + 1)
+        else:
+            trainer.run(loader, max_epochs=state.epoch + 1)
     finally:
         trainer.held.publish()
     return current_state(trainer)
@@ -118,6 +130,12 @@ def _go_on_from(trainer: Trainer, model_state: ModelState) -> None:
     problems = compare_weights(trainer.model.state_dict(), weights)
     if problems:
         raise ConfigurationError(f"Trainer.train_epoch(model_state): its weights do not fit the model: {problems}")
+    mine, theirs = (list(each["param_groups"][0]) for each in (trainer.optimizer.state_dict(), optimizer))
+    if mine != theirs:
+        raise ConfigurationError(
+            f"Trainer.train_epoch(model_state): its optimizer has {', '.join(theirs)}, the trainer's "
+            f"{type(trainer.optimizer).__name__} {', '.join(mine)}; pass a state of the same optimizer"
+        )
     check_optimizer(trainer.optimizer, {"optimizer": optimizer, "optimizer_type": kind_of(trainer.optimizer)})
     trainer.model.load_state_dict(dict(weights))
     trainer.optimizer.load_state_dict(copy.deepcopy(optimizer))

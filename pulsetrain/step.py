@@ -101,7 +101,7 @@ def _alternate(trainer: Trainer, batch: TrainingBatch) -> dict[str, Tensor]:
                 f"{type(trainer.strategy).__name__}.compute_losses: gave two losses for {name!r} of one batch, which "
                 "cannot be accumulated over several; set accumulate=1"
             )
-        found[f"{name}_loss"] = detached = backend.backward(loss, scale, _parameters(optimizers[name]))
+        found[f"{name}_loss"] = detached = backend.backward(loss, scale, optimizers[name])
         if correction is not None:
             _update(trainer, GradientInfo(detached), correction, name)
     if not found:
@@ -133,8 +133,9 @@ def _update(trainer: Trainer, gradients: GradientInfo, correction: Any, name: st
             trainer.grad_norms[name] = norm
         else:
             trainer.grad_norm = norm
-        with held.shown(gradients):
-            trainer.fire(Events.GRADIENTS_READY, GradientsReady(grad_norm=norm, optimizer=name))  # it counts the update
+        ready = GradientsReady(grad_norm=norm, optimizer=name)
+        # it counts the update
+        gradients = held.showing(gradients, lambda: trainer.fire(Events.GRADIENTS_READY, ready))
         skip, trainer.skip = trainer.skip, None
         model_state = held.parts[name] if name else held.state  # who heard it may have written into the model
     else:
@@ -168,7 +169,3 @@ def _as_number(rate: Any) -> Any:
     if isinstance(rate, Tensor) and rate.device.type != "cpu":
         return rate.detach().clone()
     return float(rate)
-
-
-def _parameters(optimizer: Any) -> list[Tensor]:
-    return [each for group in optimizer.param_groups for each in group["params"] if each.requires_grad]

@@ -236,12 +236,7 @@ class Trainer(Engine):
     def _train(self) -> None:
         state, bound = self.state, self.bound
         if self.position.resuming:
-            state.max_epochs, state.max_iters = bound.max_epochs, bound.max_iterations
-            state.dataloader, self._internal_run_generator = self.train_loader, None
-            self._init_iter = None
-            if self._is_done(state):
-                stand_at_the_end(self)
-            self._internal_run()  # not run(): where nothing is left to train it would begin from the start
+            self.go_on_to(self.train_loader, bound.max_epochs, bound.max_iterations)
             state.stop_reason = state.stop_reason or self._bound_inside_an_epoch()
         elif self._internal_run_generator is not None or (
             (state.max_epochs or state.max_iters) and not self._is_done(state)
@@ -250,6 +245,16 @@ class Trainer(Engine):
         else:
             begin_anew(self)
             self.run(self.train_loader, max_epochs=bound.max_epochs, max_iters=bound.max_iterations)
+
+    def go_on_to(self, loader: Loader, max_epochs: int | None, max_iterations: int | None = None) -> None:
+        """Go on behind the checkpoint that was loaded, to this bound."""
+        state = self.state
+        state.max_epochs, state.max_iters = max_epochs, max_iterations
+        state.dataloader, self._internal_run_generator = loader, None
+        self._init_iter = None
+        if self._is_done(state):
+            stand_at_the_end(self)
+        self._internal_run()  # not run(): where nothing is left to train it would begin from the start
 
     def _bound_inside_an_epoch(self) -> str | None:
         """What the loop would have said had it come to the bound itself; at an epoch's end it says nothing."""

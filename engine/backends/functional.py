@@ -94,6 +94,10 @@ class FunctionalBackend(Trees):
         self._serves = True
         self.settings = settings
 
+    def release(self) -> None:
+        """The trainer that configured it was not made: another one may."""
+        self._serves = False
+
     def init(self, model: Any, optimizer: Optimizer, learning_rate: float | None = None) -> ModelState:
         """The model's weights as values, and the optimizer's state for them.
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -58,9 +57,13 @@ class LiveState:
     def wait(self, gradients: GradientInfo) -> None:
         """Nothing to do: they are in the parameters."""
 
-    def shown(self, gradients: GradientInfo) -> AbstractContextManager[None]:
-        """Nothing to do: each parameter holds its own."""
-        return nullcontext()
+    def showing(self, gradients: GradientInfo, tell: Callable[[], object]) -> GradientInfo:
+        """Runs `tell`: each parameter holds its own gradient."""
+        tell()
+        return gradients
+
+    def begin_anew(self) -> None:
+        """Nothing to do: who draws has been seeded."""
 
     def discard(self) -> None:
         """Drop the gradients that wait for an update."""
@@ -127,17 +130,29 @@ class Held:
         self.waiting = gradients
         self.take(with_buffers(self._state, gradients))
 
-    @contextmanager
-    def shown(self, gradients: GradientInfo) -> Iterator[None]:
-        """The module's parameters with these gradients, for whoever looks at them meanwhile; writing does nothing."""
-        parameters = self.optimizer.learning
-        for parameter, gradient in zip(parameters, self.backend.flat(gradients.gradients).values(), strict=True):
+    def showing(self, gradients: GradientInfo, tell: Callable[[], object]) -> GradientInfo:
+        """Gives the module's parameters these gradients while `tell` runs; returns them as they are then."""
+        parameters, flat = self.optimizer.learning, self.backend.flat(gradients.gradients)
+        for parameter, gradient in zip(parameters, flat.values(), strict=True):
             parameter.grad = gradient
+        before = [(id(each), each._version) for each in flat.values()]
         try:
-            yield
+            tell()
+            after = [parameter.grad for parameter in parameters]
         finally:
             for parameter in parameters:
                 parameter.grad = None
+        if [(id(each), None if each is None else each._version) for each in after] == before:
+            return gradients
+        edited = {
+            path: torch.zeros_like(old) if new is None else new
+            for (path, old), new in zip(flat.items(), after, strict=True)
+        }
+        return replace(gradients, gradients=self.backend.unflat(gradients.gradients, edited, "edited gradients"))
+
+    def begin_anew(self) -> None:
+        """A run begins from its start: what is drawn in it goes by the number of the update."""
+        self._state = replace(self._state, metadata={**self._state.metadata, "step": 0})
 
     def discard(self) -> None:
         """Drop the gradients that wait for an update."""

@@ -72,6 +72,12 @@ class JaxBackend(JaxArrays, FunctionalBackend):
                     f"JaxBackend: weights[{path!r}] is a torch tensor; pass jax.numpy.from_dlpack(tensor), or train "
                     "the module with TorchBackend()"
                 )
+        for path, leaf in self.paths(weights["parameters"]).items():
+            if not self._jax.numpy.issubdtype(self._jax.numpy.result_type(leaf), self._jax.numpy.inexact):
+                raise TypeError(
+                    f"JaxBackend: weights['parameters/{path}'] of {self._jax.numpy.result_type(leaf)} has no gradient; "
+                    "keep whole numbers out of the weights, in the function itself"
+                )
         # copies: the first step may reuse the memory of what it is given
         return self._placed(self.map(self.copy_of, weights))  # type: ignore[no-any-return]
 
@@ -153,12 +159,9 @@ class JaxBackend(JaxArrays, FunctionalBackend):
             args = tuple(inputs)
         return self.model.apply(weights["parameters"], weights["buffers"], args, kwargs, training, key)
 
-    def _found(
-        self, strategy: Any, rest: tuple[int, int], weights: Any, arrays: Any, draw: Any
-    ) -> tuple[Any, Any, Any]:
+    def _found(self, strategy: Any, batch: TrainingBatch, weights: Any, draw: Any) -> tuple[Any, Any, Any]:
         """Loss, gradients and buffers, traced."""
         jax = self._jax
-        batch = TrainingBatch(arrays[0], arrays[1], rest[0], rest[1], arrays[2])
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self.settings.seed % 2**32), draw[0]), draw[1])
 
         def compute(parameters: Any) -> tuple[Any, Any]:
@@ -200,8 +203,8 @@ class JaxBackend(JaxArrays, FunctionalBackend):
         self._check_values(state, batch, strategy)
 
         def make() -> Callable[..., Any]:
-            def train(rest: Any, weights: Any, opt_state: Any, rate: Any, arrays: Any, draw: Any) -> Any:
-                loss, gradients, buffers = self._found(strategy, rest, weights, arrays, draw)
+            def train(rest: Any, arrays: Any, weights: Any, opt_state: Any, rate: Any, draw: Any) -> Any:
+                loss, gradients, buffers = self._found(strategy, _batch_of(rest, arrays), weights, draw)
                 norm = self.norm(gradients)
                 gradients, norm = self._jax.lax.optimization_barrier((gradients, norm))
                 new, opt_state = self.updated(weights["parameters"], opt_state, gradients, norm, rate)
@@ -210,21 +213,10 @@ class JaxBackend(JaxArrays, FunctionalBackend):
             return train
 
         program = self._program(
-            "train", strategy, make, static_argnums=0, **({"donate_argnums": (1, 2)} if donate else {})
+            "train", strategy, make, static_argnums=0, **({"donate_argnums": (2, 3)} if donate else {})
         )
-        rate = rate_of(state)
-        try:
-            weights, optimizer, loss, norm = program(
-                (batch.samples, batch.tokens),
-                state.weights,
-                state.optimizer,
-                rate,
-                self._arrays(batch),
-                (step_of(state), 0),
-            )
-        except Exception as error:
-            error.add_note(given(batch))
-            raise
+        rate, draw = rate_of(state), (step_of(state), 0)
+        weights, optimizer, loss, norm = self._run(program, batch, state.weights, state.optimizer, rate, draw)
         return TrainingResult({"loss": loss, "grad_norm": norm}, next_state(state, weights, optimizer, rate))
 
     def forward_backward(
@@ -238,8 +230,8 @@ class JaxBackend(JaxArrays, FunctionalBackend):
         self._check_values(state, batch, strategy)
 
         def make() -> Callable[..., Any]:
-            def compute(rest: Any, weights: Any, arrays: Any, draw: Any, scale: Any, waiting: Any) -> Any:
-                loss, gradients, buffers = self._found(strategy, rest, weights, arrays, draw)
+            def compute(rest: Any, arrays: Any, weights: Any, draw: Any, scale: Any, waiting: Any) -> Any:
+                loss, gradients, buffers = self._found(strategy, _batch_of(rest, arrays), weights, draw)
                 if scale is not None:
                     gradients = self.map(lambda each: each * scale, gradients)
                 if waiting is not None:
@@ -249,15 +241,9 @@ class JaxBackend(JaxArrays, FunctionalBackend):
             return compute
 
         program = self._program("gradients", strategy, make, static_argnums=0)
-        batches = 0 if waiting is None else waiting.batches
-        try:
-            loss, gradients, buffers = program(
-                (batch.samples, batch.tokens), state.weights, self._arrays(batch), (step_of(state), batches),
-                self._factor(scale), None if waiting is None else waiting.gradients,
-            )  # fmt: skip
-        except Exception as error:
-            error.add_note(given(batch))
-            raise
+        batches, added = (0, None) if waiting is None else (waiting.batches, waiting.gradients)
+        draw = step_of(state), batches
+        loss, gradients, buffers = self._run(program, batch, state.weights, draw, self._factor(scale), added)
         return GradientInfo(loss, gradients, buffers, batches=batches + 1)
 
     def finish_gradients(
@@ -295,8 +281,8 @@ class JaxBackend(JaxArrays, FunctionalBackend):
         self._check_values(state, batch, strategy)
 
         def make() -> Callable[..., Any]:
-            def evaluate(rest: Any, weights: Any, arrays: Any) -> tuple[Any, Any]:
-                prepared = TrainingBatch(arrays[0], arrays[1], rest[0], rest[1], arrays[2])
+            def evaluate(rest: Any, arrays: Any, weights: Any) -> tuple[Any, Any]:
+                prepared = _batch_of(rest, arrays)
                 outputs = self._outputs(weights, prepared.inputs, False)
                 loss = strategy.compute_loss(outputs, prepared)
                 return outputs, {"loss": loss, **strategy.compute_metrics(outputs, prepared)}
@@ -304,23 +290,30 @@ class JaxBackend(JaxArrays, FunctionalBackend):
             return evaluate
 
         program = self._program("evaluate", strategy, make, static_argnums=0)
-        try:
-            found: tuple[Any, Any] = program((batch.samples, batch.tokens), state.weights, self._arrays(batch))
-        except Exception as error:
-            error.add_note(given(batch))
-            raise
+        found: tuple[Any, Any] = self._run(program, batch, state.weights)
         return found
 
     def outputs(self, weights: Mapping[str, Any], inputs: tuple[Any, ...]) -> Any:
         program = self._program("evaluate", self, lambda: partial(self._outputs, training=False))
         return self.to_torch(program(weights, self.to_native(tuple(inputs))))
 
-    def _arrays(self, batch: TrainingBatch) -> tuple[Any, Any, Any]:
-        return batch.inputs, batch.targets, self.to_native(batch.weight)
+    def _run(self, program: Any, batch: TrainingBatch, *arguments: Any) -> Any:
+        """A program of a batch and whatever more; an error tells what the batch was."""
+        arrays = batch.inputs, batch.targets, self.to_native(batch.weight)
+        try:
+            return program((batch.samples, batch.tokens), arrays, *arguments)
+        except Exception as error:
+            error.add_note(given(batch))
+            raise
 
     def _factor(self, value: Any) -> Any:
         """A number to multiply by; None for 1."""
         return None if type(value) is float and value == 1.0 else self.to_native(value)
+
+
+def _batch_of(counts: tuple[int, int], arrays: tuple[Any, Any, Any]) -> TrainingBatch:
+    inputs, targets, weight = arrays
+    return TrainingBatch(inputs, targets, *counts, weight)
 
 
 class _Keeping:

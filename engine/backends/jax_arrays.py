@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,7 +34,8 @@ class JaxArrays(Trees):
         return self._jax.device_put(tree, self.jax_device)
 
     def copy_of(self, leaf: Any) -> Any:
-        return self._jax.numpy.array(leaf)
+        # with its dtype said: one that is only likely (of 0.5, as jax has it) would be compiled for anew
+        return self._jax.numpy.array(leaf, dtype=self._jax.numpy.asarray(leaf).dtype)
 
     def owns(self, leaf: Any) -> bool:
         return isinstance(leaf, self._jax.Array) and leaf.devices() == {self.jax_device}
@@ -45,7 +46,7 @@ class JaxArrays(Trees):
 
     def to_host(self, batch: Any) -> Any:
         """Torch tensors on the host in place of its arrays."""
-        return _map_containers(_on_host, self.to_torch(batch))
+        return self.map(lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf, self.to_torch(batch))
 
     def tensor_of(self, leaf: Any) -> Any:
         """One array as a torch tensor, by DLPack where both are on one device."""
@@ -95,27 +96,15 @@ def find_jax_device(jax: Any, name: str) -> Any:
     Raises:
         ConfigurationError: there is none; the message lists those that are there.
     """
-    kind, _, number = str(name).partition(":")
+    kind, colon, number = str(name).partition(":")
     wanted = {"cuda": "gpu", "mps": "metal"}.get(kind, kind)
     try:
         devices = jax.devices() if kind == "auto" else jax.devices(wanted)
-        return devices[int(number or 0) if number.isdecimal() or not number else len(devices)]
+        if colon and not number.isdecimal():
+            raise ValueError(number)
+        return devices[int(number or 0)]
     except (RuntimeError, IndexError, ValueError):
         present = ", ".join(f"{each.platform}:{each.id}" for each in jax.devices())
         raise ConfigurationError(
             f"device={name!r}: jax finds no such device here; it has {present}; or 'auto'"
         ) from None
-
-
-def _on_host(leaf: Any) -> Any:
-    return leaf.cpu() if isinstance(leaf, Tensor) else leaf
-
-
-def _map_containers(function: Callable[[Any], Any], value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _map_containers(function, item) for key, item in value.items()}
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_map_containers(function, item) for item in value))
-    if isinstance(value, (tuple, list)):
-        return type(value)(_map_containers(function, item) for item in value)
-    return function(value)

@@ -52,6 +52,7 @@ def read_model(model: Any) -> JaxModel:
 
 def _of_nnx(nnx: Any, model: Any) -> JaxModel:
     own = nnx.clone(model)  # its modes are changed here
+    nnx.pop(own, nnx.Intermediate)  # what a forward pass leaves to be looked at is no part of the weights
     own.eval()
     graphs = {False: nnx.graphdef(own)}
     own.train()
@@ -62,6 +63,7 @@ def _of_nnx(nnx: Any, model: Any) -> JaxModel:
     ) -> tuple[Any, Any]:
         module = nnx.merge(graphs[training], parameters, buffers)
         outputs = module(*args, **kwargs)
+        nnx.pop(module, nnx.Intermediate)
         return outputs, nnx.to_pure_dict(nnx.split(module, nnx.Param, ...)[2])
 
     def publish(weights: Mapping[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -134,6 +134,10 @@ class TorchBackend:
         self._bare = self._plain and self.clip_norm is None and self.clip_value is None
         self._moves = self.device.type != "cpu"
 
+    def release(self) -> None:
+        """The trainer that configured it was not made: another one may."""
+        self._serves = False
+
     def place(self, model: nn.Module) -> nn.Module:
         """The model on the device; its activations recomputed and itself compiled where asked for."""
         if not isinstance(model, nn.Module):
@@ -205,17 +209,14 @@ class TorchBackend:
         _, loss = self._evaluate(state.weights, batch, strategy)
         return GradientInfo(self.backward(loss, scale))
 
-    def backward(self, loss: Tensor, scale: float | Tensor = 1.0, parameters: Sequence[Tensor] | None = None) -> Tensor:
-        """Add `scale` times the loss's gradients to the parameters', all or those given; returns the loss, detached."""
+    def backward(self, loss: Tensor, scale: float | Tensor = 1.0, optimizer: Any = None) -> Tensor:
+        """Add `scale` times the loss's gradients to all parameters', or one optimizer's; gives the loss, detached."""
         scaled = loss if type(scale) is float and scale == 1.0 else loss * scale
         if self.scaler is not None:
             scaled = self.scaler.scale(scaled)
         if not scaled.requires_grad:
             raise no_gradient()
-        if parameters is None:
-            scaled.backward()
-        else:
-            scaled.backward(inputs=parameters)
+        scaled.backward(inputs=None if optimizer is None else _learning(optimizer))
         return loss.detach()
 
     def losses(

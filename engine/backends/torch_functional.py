@@ -11,8 +11,7 @@ from torch.func import functional_call, grad_and_value
 
 from engine.backends.functional import FunctionalBackend
 from engine.backends.mirror import ModuleMirror
-from engine.backends.torch import TorchBackend
-from engine.backends.torch import no_gradient as no_gradient
+from engine.backends.torch import TorchBackend, no_gradient
 from engine.errors import ConfigurationError
 from engine.evaluating import eval_mode
 from engine.optimizers.functional import create_functional
@@ -48,7 +47,9 @@ class FunctionalTorchBackend(FunctionalBackend, TorchBackend):
         }
         for setting, asked in refused.items():
             if asked:
-                raise ConfigurationError(f"TorchBackend(functional=True): {setting} works in place; leave one of both")
+                raise ConfigurationError(
+                    f"TorchBackend(functional=True): {setting} works in place; leave it out, or functional=True"
+                )
 
     configure = TorchBackend.configure
     place = TorchBackend.place
