@@ -7,8 +7,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
-
 from engine.backends.held import Held, LiveState, kind_of, shown_rate
 from engine.checkpoint.weights import compare_weights
 from engine.errors import ConfigurationError
@@ -121,8 +119,8 @@ def _go_on_from(trainer: Trainer, model_state: ModelState) -> None:
         held.optimizer.param_groups[0]["lr"] = shown_rate(metadata["learning_rate"])
         held.take(replace(trainer.backend.copied(model_state), metadata=metadata))
         return
-    weights, optimizer = model_state.weights, model_state.optimizer
-    if isinstance(weights, nn.Module) or not isinstance(weights, Mapping) or "param_groups" not in optimizer:
+    weights, optimizer = getattr(model_state, "weights", model_state), getattr(model_state, "optimizer", None)
+    if not isinstance(weights, Mapping) or not isinstance(optimizer, Mapping) or "param_groups" not in optimizer:
         raise TypeError(
             f"Trainer.train_epoch(model_state of {type(weights).__name__}): needs what train_epoch or model_state of a "
             "trainer in place gave"

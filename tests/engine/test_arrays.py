@@ -140,6 +140,15 @@ def test_logarithms_of_sums_are_torchs_for_numbers_of_any_size(library):
     numpy.testing.assert_allclose(log_sigmoid(rows), torch.nn.functional.logsigmoid(ROWS), rtol=1e-6)
 
 
+@pytest.mark.parametrize("library", LIBRARIES)
+@pytest.mark.filterwarnings(
+    "ignore:divide by zero encountered in log:RuntimeWarning"
+)  # numpy's, of what is wanted here
+def test_the_sum_of_a_row_that_has_nothing_is_nothing(library):
+    (rows,) = of(library, torch.tensor([[-math.inf, -math.inf], [-math.inf, 2.0], [math.inf, 0.0]]))
+    assert logsumexp(rows).tolist() == [-math.inf, 2.0, math.inf]
+
+
 @needs_jax
 @pytest.mark.parametrize("function", [log_softmax, logsumexp, log_sigmoid])
 def test_their_gradients_are_torchs(function):

@@ -7,11 +7,12 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from engine import ConfigurationError, SupervisedStrategy, TorchBackend
+from engine import ConfigurationError, JaxBackend, SupervisedStrategy, TorchBackend
 from engine.backends import FunctionalBackend
 from engine.core import TrainerCore
 from engine.optimizers.functional import SGD
 from engine.protocols import Backend, BackendSettings
+from tests.engine.libraries import needs_jax
 
 NUMBERS = ("step", "learning_rate")  # of an optimizer's state: one for the whole ensemble
 
@@ -71,6 +72,17 @@ def test_the_model_that_was_given_stays_what_it_is():
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def test_a_first_state_stays_what_it_was_whatever_becomes_of_the_model():
+    core, model = core_of(), nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3))
+    first = core.init(model, "sgd", learning_rate=0.1)
+    before = pytree.tree_map(torch.clone, first.weights)
+    core.train_epoch([batch_of(seed=seed) for seed in range(3)], first)
+    with torch.no_grad():
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.fill_(7)
+    torch.testing.assert_close(first.weights, before, rtol=0, atol=0)
+
+
 def test_a_pass_changes_buffers_in_the_new_state_alone():
     model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3))
     core = core_of()
@@ -111,6 +123,71 @@ def test_clipping_bounds_the_update_and_not_the_norm_that_is_told():
     assert results[0][0] == results[1][0] > 0.1
     torch.testing.assert_close(results[0][1], results[0][0])
     assert results[1][1].item() == pytest.approx(0.01, rel=1e-3)
+
+
+class Elsewhere(torch.Tensor):
+    """A condition that says that it is on an accelerator, where reading it would wait."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+    device = torch.device("cuda")
+
+    def __bool__(self):
+        raise AssertionError("the host would wait for the device")
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_an_update_is_left_out_without_a_look_at_a_condition_on_an_accelerator(optimizer):
+    core = core_of()
+    state = core.train_step(batch_of(), core.init(mlp(), optimizer, learning_rate=0.1)).state
+    found = core.backend.forward_backward(state, core.backend.prepare_batch(batch_of(), core.strategy), core.strategy)
+    found = core.backend.finish_gradients(state, found)
+    usual = core.backend.apply_gradients(state, found)
+    for skip in (True, False):
+        there = torch.tensor(skip).as_subclass(Elsewhere)
+        assert there.device.type == "cuda"
+        made, here = (core.backend.apply_gradients(state, found, each) for each in (there, torch.tensor(skip)))
+        expected = state if skip else usual
+        for each in (made, here):
+            torch.testing.assert_close(each.weights, expected.weights, rtol=0, atol=0)
+            trees = {name: tree for name, tree in each.optimizer.items() if name not in NUMBERS}
+            torch.testing.assert_close(trees, {name: expected.optimizer[name] for name in trees}, rtol=0, atol=0)
+            assert each.metadata["step"] == state.metadata["step"] + 1
+
+
+LARGE = torch.full((3, 4), 5.0, dtype=torch.float16), torch.full((3, 2), 100.0, dtype=torch.float16)
+
+
+def half_in_place():
+    """Weights in half precision after one clipped update in place; squares of the gradients are beyond its range."""
+    model = nn.Linear(4, 2).half()
+    with torch.no_grad():
+        model.weight.fill_(0.25)
+        model.bias.zero_()
+    start = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    backend, strategy = TorchBackend("cpu"), SupervisedStrategy("mse")
+    backend.configure(BackendSettings(device="cpu", clip_grad_norm=1.0))
+    state = backend.init(model, torch.optim.SGD(model.parameters(), lr=0.5))
+    backend.train_step(state, backend.prepare_batch(LARGE, strategy), strategy)
+    return start, model.state_dict()
+
+
+@pytest.mark.parametrize("library", ["torch", pytest.param("jax", marks=needs_jax)])
+def test_clipping_weights_in_half_precision_leaves_an_update_as_in_place(library):
+    start, expected = half_in_place()
+    if library == "jax":
+        model = (lambda weights, x: x @ weights["weight"].T + weights["bias"], {k: v.numpy() for k, v in start.items()})
+        backend = JaxBackend("cpu")
+    else:
+        model, backend = nn.Linear(4, 2).half(), TorchBackend(functional=True, device="cpu")
+        model.load_state_dict(start)
+    core = TrainerCore(backend, SupervisedStrategy("mse"), BackendSettings(device="cpu", clip_grad_norm=1.0))
+    result = core.train_step(LARGE, core.init(model, "sgd", learning_rate=0.5, momentum=0.0))
+    found = backend.flat(result.state.weights["parameters"])
+    assert 1000 < float(result.metrics["grad_norm"]) < float("inf")
+    for name, tensor in expected.items():
+        assert found[name].dtype == torch.float16
+        assert (found[name] != start[name]).all()
+        torch.testing.assert_close(found[name] - start[name], tensor - start[name], rtol=5e-3, atol=1e-3)
 
 
 def test_every_part_of_the_protocol_is_there():

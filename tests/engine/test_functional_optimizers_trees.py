@@ -168,6 +168,14 @@ def test_the_state_of_another_optimizer_is_refused(state):
         Adam(0.1).update(PARAMS, state, PARAMS)
 
 
+def test_a_state_with_more_than_the_optimizer_keeps_is_refused(optimizer):
+    state = {**optimizer.init(PARAMS), "more": PARAMS}
+    with pytest.raises(
+        ConfigurationError, match=r"update\(opt_state with \[.*'more'\]\): needs \[.*make it with init\("
+    ):
+        optimizer.update(PARAMS, state, PARAMS)
+
+
 def test_what_is_no_tensor_is_refused_with_its_place_and_its_backend(optimizer):
     jnp = pytest.importorskip("jax.numpy", reason="needs the extra pulsetrain[jax]")
     state = optimizer.init(PARAMS)

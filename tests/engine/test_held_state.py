@@ -188,6 +188,9 @@ def test_gradients_that_wait_go_to_a_dict_and_back():
     assert other.waiting is None, "not before everything else has been accepted"
     go_on()
     assert other.waiting.batches == 1
+    twice = numpy_held()
+    twice.load_gradients(saved, 2)()
+    assert twice.waiting.batches == 2, "by which the next batch knows which one of its update it is"
     for each in (held, other):
         found = each.backend.forward_backward(each.state, prepared, strategy, 0.5, each.waiting)
         assert found.batches == 2
