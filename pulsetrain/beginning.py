@@ -16,7 +16,7 @@ from pulsetrain.resume import COUNTERS
 if TYPE_CHECKING:
     from pulsetrain.trainer import Trainer
 
-__all__ = ["begin_anew", "checkpointer_of", "resume_from", "stand_at_the_end"]
+__all__ = ["begin_anew", "checkpointer_of", "go_on", "resume_from"]
 
 
 def begin_anew(trainer: Trainer) -> None:
@@ -83,7 +83,18 @@ def checkpointer_of(trainer: Trainer, asked_by: str) -> Any:
     return found[0]
 
 
-def stand_at_the_end(trainer: Trainer) -> None:
+def go_on(trainer: Trainer, loader: Any, max_epochs: int | None, max_iterations: int | None = None) -> None:
+    """Go on behind the checkpoint that was loaded, to this bound."""
+    state = trainer.state
+    state.max_epochs, state.max_iters = max_epochs, max_iterations
+    state.dataloader, trainer._internal_run_generator = loader, None
+    trainer._init_iter = None
+    if trainer._is_done(state):
+        _stand_at_the_end(trainer)
+    trainer._internal_run()  # not run(): where nothing is left to train it would begin from the start
+
+
+def _stand_at_the_end(trainer: Trainer) -> None:
     """A checkpoint behind the last batch was loaded: what is left is the run's end."""
     trainer.position.resuming = False
     trainer.state.epoch = trainer.position.epoch

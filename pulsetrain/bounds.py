@@ -93,6 +93,13 @@ class Bound:
             return f"max_updates={config.max_updates} was reached"
         return None
 
+    def reached_inside(self, state: Any, epoch_done: bool) -> str | None:
+        """What the loop would have said had it come to the bound itself; at an epoch's end it says nothing."""
+        counted = self.reached(state)
+        if counted is not None:
+            return counted
+        return f"max_iters={state.max_iters} was reached" if state.max_iters is not None and not epoch_done else None
+
     def check(self) -> None:
         """Refuse a run that could not learn.
 

@@ -12,7 +12,7 @@ from engine.checkpoint.weights import compare_weights
 from engine.errors import ConfigurationError
 from engine.protocols import AlternatingStrategy, BackendSettings, ModelState, Optimizer
 from pulsetrain.arguments import optimizer_options, resolve_model, resolve_optimizers
-from pulsetrain.beginning import begin_anew
+from pulsetrain.beginning import begin_anew, go_on
 from pulsetrain.resume import check_optimizer
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def train_epoch(trainer: Trainer, loader: Iterable[Any], model_state: ModelState
         trainer.held.discard()
     try:
         if trainer.position.resuming:  # behind a checkpoint, perhaps inside an epoch
-            trainer.go_on_to(loader, state.epoch + 1)
+            go_on(trainer, loader, state.epoch + 1)
         else:
             trainer.run(loader, max_epochs=state.epoch + 1)
     finally:

@@ -15,6 +15,7 @@ from engine.bus import EventSignal
 from engine.cadence import Every
 from engine.checkpoint import CheckpointUrl, Place
 from engine.errors import CheckpointError
+from engine.events import Event, Events
 from engine.logs import get_logger
 from engine.subscription import Subscription
 from handlers import Checkpointer
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
 
 __all__ = [
     "arguments_of", "attributes_of", "handler_settings", "handler_states", "heard", "keeps_state", "listeners",
-    "restore_states", "restore_strategy", "state_of", "stateful", "strategy_state", "tell_of_pairs",
+    "restore_as_it_starts", "restore_states", "restore_strategy", "state_of", "stateful", "strategy_state",
+    "tell_of_pairs",
 ]  # fmt: skip
 
 _PLAIN = (str, int, float, bool, type(None))
@@ -117,6 +119,18 @@ def handler_settings(trainer: Trainer) -> dict[str, str]:
             known[id(handler)] = handler, f"{_label(handler)}: {_settings(handler, run_folder)}"
         texts[key] = known[id(handler)][1]
     return texts
+
+
+def restore_as_it_starts(trainer: Trainer, event: Event) -> None:
+    """A metric begins anew at STARTED and EPOCH_STARTED; one that goes on inside an epoch gets its state back then."""
+    saved = trainer.states_to_restore
+    if saved is None:
+        return
+    epoch_started = event.type == Events.EPOCH_STARTED.value
+    if trainer.position.inside or not epoch_started:
+        restore_states(trainer, *saved)
+    if epoch_started:
+        trainer.states_to_restore = None
 
 
 def restore_states(trainer: Trainer, states: Mapping[str, Any], settings: Mapping[str, str]) -> None:

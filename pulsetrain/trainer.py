@@ -33,12 +33,12 @@ from pulsetrain.arguments import (
     named_loaders,
     resolve_strategy,
 )
-from pulsetrain.beginning import begin_anew, checkpointer_of, resume_from, stand_at_the_end
+from pulsetrain.beginning import begin_anew, checkpointer_of, go_on, resume_from
 from pulsetrain.bounds import Bound
 from pulsetrain.config import TrainingConfig
 from pulsetrain.evaluation import Evaluation, check_sets
 from pulsetrain.functional import current_state, hold, train_epoch
-from pulsetrain.handler_states import handler_settings, handler_states, restore_states
+from pulsetrain.handler_states import handler_settings, handler_states, restore_as_it_starts
 from pulsetrain.log_point import log_point, mean_losses
 from pulsetrain.measuring import Losses, Rate
 from pulsetrain.position import DataPosition
@@ -236,8 +236,8 @@ class Trainer(Engine):
     def _train(self) -> None:
         state, bound = self.state, self.bound
         if self.position.resuming:
-            self.go_on_to(self.train_loader, bound.max_epochs, bound.max_iterations)
-            state.stop_reason = state.stop_reason or self._bound_inside_an_epoch()
+            go_on(self, self.train_loader, bound.max_epochs, bound.max_iterations)
+            state.stop_reason = state.stop_reason or bound.reached_inside(state, self.position.epoch_done)
         elif self._internal_run_generator is not None or (
             (state.max_epochs or state.max_iters) and not self._is_done(state)
         ):
@@ -245,24 +245,6 @@ class Trainer(Engine):
         else:
             begin_anew(self)
             self.run(self.train_loader, max_epochs=bound.max_epochs, max_iters=bound.max_iterations)
-
-    def go_on_to(self, loader: Loader, max_epochs: int | None, max_iterations: int | None = None) -> None:
-        """Go on behind the checkpoint that was loaded, to this bound."""
-        state = self.state
-        state.max_epochs, state.max_iters = max_epochs, max_iterations
-        state.dataloader, self._internal_run_generator = loader, None
-        self._init_iter = None
-        if self._is_done(state):
-            stand_at_the_end(self)
-        self._internal_run()  # not run(): where nothing is left to train it would begin from the start
-
-    def _bound_inside_an_epoch(self) -> str | None:
-        """What the loop would have said had it come to the bound itself; at an epoch's end it says nothing."""
-        counted = self.bound.reached(self.state)
-        if counted is not None:
-            return counted
-        ended_inside = self.state.max_iters is not None and not self.position.epoch_done
-        return f"max_iters={self.state.max_iters} was reached" if ended_inside else None
 
     def _report_exhausted(self) -> None:
         super()._report_exhausted()
@@ -337,7 +319,7 @@ class Trainer(Engine):
         self.add_event_handler(Events.CHECKPOINT_SAVED, tell_of_changed_numbers, phase=Phase.OBSERVE)
         self.add_event_handler(Events.PREEMPTED, self._stop_when_preempted)
         for event in (Events.STARTED, Events.EPOCH_STARTED):
-            last = self.bus.subscribe(event, self._restore_states, sender=self, phase=Phase.PERSIST)
+            last = self.bus.subscribe(event, restore_as_it_starts, sender=self, phase=Phase.PERSIST)
             last.position = math.inf
             last.signal.reorder()
         if self.val_loaders and config.validate_every is not None:
@@ -384,17 +366,6 @@ class Trainer(Engine):
     def _validate_once(self) -> None:
         if self.validated_at != self.state.iteration:  # two cadences met
             self.validate()
-
-    def _restore_states(self, engine: Engine, event: Event) -> None:
-        """A metric begins anew at these events; one that goes on from a checkpoint inside an epoch does not."""
-        saved = self.states_to_restore
-        if saved is None:
-            return
-        epoch_started = event.type == Events.EPOCH_STARTED.value
-        if self.position.inside or not epoch_started:
-            restore_states(self, *saved)
-        if epoch_started:
-            self.states_to_restore = None
 
     def _stop_when_preempted(self, engine: Engine, event: Event) -> None:
         self.terminate(reason=f"{event.payload.signal} was received")

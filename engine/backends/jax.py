@@ -46,7 +46,7 @@ class JaxBackend(JaxArrays, FunctionalBackend):
 
     def __init__(self, device: str | None = None) -> None:
         super().__init__()
-        self._jax, self._optax = jax_and_optax()
+        self._jax, _ = jax_and_optax()
         self.requested_device = device
         self.compiled = {"train": 0, "evaluate": 0, "gradients": 0, "finish": 0, "apply": 0}  # programs so far
         self._programs: dict[Any, Callable[..., Any]] = {}
