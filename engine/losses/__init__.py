@@ -1,19 +1,35 @@
 """Losses over tensors of torch and arrays of jax and numpy: classes come last, nothing waits for an accelerator."""
 
+from engine.losses.advantages import gae, grpo_advantages
 from engine.losses.classification import bce_with_logits, cross_entropy, focal_loss
+from engine.losses.policy import clip_fraction, grpo_loss, kl_estimate, ppo_policy_loss, ppo_value_loss
+from engine.losses.preference import dpo_loss, implicit_rewards
 from engine.losses.registry import Loss, check_first_batch, check_first_loss, get_loss, ignored_label
 from engine.losses.regression import huber, l1, mse
+from engine.losses.tokens import entropy, masked_sum_log_probs, token_log_probs
 
 __all__ = [
     "Loss",
     "bce_with_logits",
     "check_first_batch",
     "check_first_loss",
+    "clip_fraction",
     "cross_entropy",
+    "dpo_loss",
+    "entropy",
     "focal_loss",
+    "gae",
     "get_loss",
+    "grpo_advantages",
+    "grpo_loss",
     "huber",
     "ignored_label",
+    "implicit_rewards",
+    "kl_estimate",
     "l1",
+    "masked_sum_log_probs",
     "mse",
+    "ppo_policy_loss",
+    "ppo_value_loss",
+    "token_log_probs",
 ]

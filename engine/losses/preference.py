@@ -1,0 +1,119 @@
+"""Losses over pairs of replies, of which one is preferred; and the rewards that they imply."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from engine.arrays import Array, at_least_float32, log_sigmoid, namespace
+from engine.errors import ConfigurationError
+from engine.losses.masks import check_choice, check_same_shapes, constant
+from engine.losses.shapes import require
+
+__all__ = ["dpo_loss", "implicit_rewards"]
+
+_LOSS_TYPES = ("sigmoid", "hinge", "ipo")
+
+
+def dpo_loss(
+    policy_chosen: Array,
+    policy_rejected: Array,
+    reference_chosen: Array | None = None,
+    reference_rejected: Array | None = None,
+    beta: float = 0.1,
+    loss_type: str = "sigmoid",
+    label_smoothing: float = 0.0,
+) -> Array:
+    """Direct preference optimisation: the mean over pairs of a loss of h.
+
+    h = (policy_chosen - reference_chosen) - (policy_rejected - reference_rejected), and the loss of it is
+
+    - "sigmoid": `-(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h)` with e the label smoothing (Rafailov et al.
+      2023, eq. 7; Mitchell 2023 for e above 0);
+    - "hinge": `max(0, 1 - beta h)` (Zhao et al. 2023);
+    - "ipo": `(h - 1 / (2 beta)) ** 2` (Azar et al. 2023, eq. 17).
+
+    Args:
+        policy_chosen: log-probability of each preferred reply, the sum over its tokens, shape (batch,), nats; for
+            "ipo" the mean over its tokens. See `masked_sum_log_probs`.
+        policy_rejected: those of the other replies.
+        reference_chosen: those of the preferred replies by the model that training began with; no gradient goes
+            through them. Without a reference, h is that of the policy alone.
+        reference_rejected: those of the other replies by that model.
+        beta: how strongly the policy is held to the reference.
+        label_smoothing: the part of the pairs whose preference is taken to be wrong; for "sigmoid" alone.
+
+    Returns:
+        Scalar, in float32 at least.
+
+    Raises:
+        ConfigurationError: an option is out of range or unknown, or one of the two references is missing.
+        ValueError: the shapes differ, or are not (batch,).
+    """
+    place = "dpo_loss"
+    _check_beta(place, beta)
+    check_choice(place, "loss_type", loss_type, _LOSS_TYPES)
+    needs = "a number of at least 0 and below 0.5"
+    require(place, "label_smoothing", label_smoothing, lambda part: 0.0 <= part < 0.5, needs)
+    if label_smoothing and loss_type != "sigmoid":
+        raise ConfigurationError(
+            f"{place}(label_smoothing={label_smoothing!r}, loss_type={loss_type!r}): only 'sigmoid' takes label "
+            "smoothing; leave it out"
+        )
+    if (reference_chosen is None) != (reference_rejected is None):
+        missing, other = "reference_chosen", "reference_rejected"
+        if reference_chosen is not None:
+            missing, other = other, missing
+        raise ConfigurationError(f"{place}({missing}=None): needs both references or none; pass it beside {other}")
+    xp = namespace(policy_chosen, policy_rejected, reference_chosen, reference_rejected, place=place)
+    check_same_shapes(
+        place,
+        policy_chosen=policy_chosen,
+        policy_rejected=policy_rejected,
+        reference_chosen=reference_chosen,
+        reference_rejected=reference_rejected,
+    )
+    if policy_chosen.ndim != 1:
+        raise ValueError(
+            f"{place}(policy_chosen of shape {tuple(policy_chosen.shape)}): needs a number for each reply, shape "
+            "(batch,); masked_sum_log_probs adds those of its tokens"
+        )
+    chosen, rejected = at_least_float32(policy_chosen), at_least_float32(policy_rejected)
+    if reference_chosen is not None and reference_rejected is not None:
+        # of each reply first: two models are nearer to each other than two replies, and less is lost by rounding
+        chosen, rejected = chosen - constant(reference_chosen), rejected - constant(reference_rejected)
+    h, beta = chosen - rejected, float(beta)
+    if loss_type == "ipo":
+        return xp.mean((h - 1 / (2 * beta)) ** 2)
+    if loss_type == "hinge":
+        return xp.mean(xp.where(beta * h >= 1, 0.0, 1 - beta * h))
+    losses = -log_sigmoid(beta * h)
+    if label_smoothing:
+        losses = (1 - float(label_smoothing)) * losses - float(label_smoothing) * log_sigmoid(-beta * h)
+    return xp.mean(losses)
+
+
+def implicit_rewards(policy: Array, reference: Array | None = None, beta: float = 0.1) -> Array:
+    """`beta * (policy - reference)`: the reward of each reply that a policy trained by `dpo_loss` stands for.
+
+    Args:
+        policy: log-probabilities of replies, shape (batch,), nats.
+        reference: those of the reference model; 0 without.
+
+    Returns:
+        Shape (batch,), in float32 at least, without a gradient.
+
+    Raises:
+        ConfigurationError: beta is no positive number.
+        ValueError: the shapes differ.
+    """
+    place = "implicit_rewards"
+    _check_beta(place, beta)
+    namespace(policy, reference, place=place)
+    check_same_shapes(place, policy=policy, reference=reference)
+    margin = constant(policy) if reference is None else constant(policy) - constant(reference)
+    return float(beta) * margin
+
+
+def _check_beta(place: str, beta: Any) -> None:
+    require(place, "beta", beta, lambda beta: 0.0 < beta < math.inf, "a positive number")

@@ -1,0 +1,143 @@
+"""Log-probabilities of tokens, and their sums over replies: what preference and policy losses are made of."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from engine.arrays import (
+    Array,
+    at_least_float32,
+    describe_array,
+    is_floating,
+    log_softmax,
+    namespace,
+    on_host,
+    take_last,
+)
+from engine.labels import is_index_dtype
+from engine.losses.masks import check_mask, kept
+
+__all__ = ["entropy", "masked_sum_log_probs", "token_log_probs"]
+
+
+def token_log_probs(logits: Array, tokens: Array) -> Array:
+    """`log softmax(logits)[token]` of each token, in nats.
+
+    Args:
+        logits: shape (..., vocabulary), floating point; those at a position predict the token at the same one.
+        tokens: token ids, shape (...). Padding has to be a token too, whichever: a mask leaves it out later.
+
+    Returns:
+        Shape (...), in float32 at least.
+
+    Raises:
+        ValueError: the shapes do not fit; on the CPU also: a token is not of the vocabulary. Where it cannot be seen,
+            inside `jax.jit` or on jax's accelerators, its log-probability is nan instead.
+        TypeError: the tokens are not whole numbers, or the logits are.
+    """
+    place = "token_log_probs"
+    xp = namespace(logits, tokens, place=place)
+    if not logits.ndim or tokens.shape != logits.shape[:-1]:
+        raise ValueError(
+            f"{place}(logits of shape {tuple(logits.shape)}, tokens of shape {tuple(tokens.shape)}): "
+            f"needs logits (..., vocabulary) and tokens (...){_remedy(logits, tokens)}"
+        )
+    of_torch = isinstance(logits, Tensor)
+    if not (is_index_dtype(tokens.dtype) if of_torch else xp.isdtype(tokens.dtype, "integral")):
+        raise TypeError(f"{place}(tokens: {describe_array(tokens)}): needs whole numbers, the ids of tokens")
+    if not is_floating(logits):
+        raise TypeError(f"{place}(logits: {describe_array(logits)}): needs floating point numbers")
+    if isinstance(logits, Tensor):
+        try:
+            return take_last(log_softmax(at_least_float32(logits)), tokens.to(torch.int64))
+        except (RuntimeError, IndexError):
+            _check_vocabulary(place, logits, tokens)
+            raise
+    _check_vocabulary(place, logits, tokens)
+    # inside jax.jit nothing else would tell of a token that there is not: jax takes -1 for the last one
+    known = (tokens >= 0) & (tokens < logits.shape[-1])
+    log_probs = take_last(log_softmax(at_least_float32(logits)), xp.where(known, tokens, 0))
+    return xp.where(known, log_probs, xp.nan)
+
+
+def masked_sum_log_probs(log_probs: Array, mask: Array, average: bool = False) -> Array:
+    """Sum of the log-probabilities of each row where the mask is true.
+
+    Args:
+        log_probs: shape (batch, length). Those beside the mask may be anything, nan too: neither they nor their
+            gradients come through.
+        mask: true where a token counts, shape (batch, length).
+        average: divide by the number of tokens that count.
+
+    Returns:
+        Shape (batch,), in float32 at least; 0 for a row of which nothing counts.
+
+    Raises:
+        ValueError: the shapes differ, or are ().
+        TypeError: the mask is not boolean.
+    """
+    place = "masked_sum_log_probs"
+    xp = namespace(log_probs, mask, place=place)
+    check_mask(place, "log_probs", log_probs, mask)
+    if not log_probs.ndim:
+        raise ValueError(f"{place}(log_probs of shape ()): needs rows of tokens, shape (batch, length)")
+    wide = at_least_float32(log_probs)
+    total = xp.sum(kept(wide, mask), axis=-1)
+    if not average:
+        return total
+    count = xp.sum(xp.astype(mask, wide.dtype), axis=-1)
+    return total / xp.where(count > 0, count, 1.0)
+
+
+def entropy(logits: Array) -> Array:
+    """Entropy of the softmax over the last dimension, in nats: `-sum(p log p)`; logits of -inf add nothing.
+
+    Args:
+        logits: shape (..., vocabulary).
+
+    Returns:
+        Shape (...), in float32 at least.
+
+    Raises:
+        ValueError: the logits have no dimension.
+        TypeError: they are no floating point numbers.
+    """
+    xp = namespace(logits, place="entropy")
+    if not logits.ndim:
+        raise ValueError("entropy(logits of shape ()): needs logits (..., vocabulary)")
+    if not is_floating(logits):
+        raise TypeError(f"entropy(logits: {describe_array(logits)}): needs floating point numbers")
+    log_probs = log_softmax(at_least_float32(logits))
+    finite = xp.where(log_probs == -xp.inf, 0.0, log_probs)  # 0 times -inf is nan
+    return -xp.sum(xp.exp(log_probs) * finite, axis=-1)
+
+
+def _remedy(logits: Array, tokens: Array) -> str:
+    """What to pass instead, for the mistakes that are often made."""
+    if not logits.ndim:
+        return ""
+    rows = tuple(logits.shape[:-1])
+    if tuple(tokens.shape) == (*rows, 1):
+        return "; pass tokens.squeeze(-1)"
+    if rows and tuple(tokens.shape) == (*rows[:-1], rows[-1] + 1):
+        return "; logits of all positions but the last predict tokens[..., 1:]"
+    if tokens.ndim and tuple(tokens.shape[:-1]) == rows[:-1] and tokens.shape[-1] == rows[-1] - 1:
+        return "; pass logits[..., :-1, :], for the last position predicts nothing that is known"
+    return ""
+
+
+def _check_vocabulary(place: str, logits: Array, tokens: Array) -> None:
+    """Refuses ids outside 0 .. vocabulary - 1, where they can be seen without waiting for an accelerator."""
+    if not on_host(tokens):
+        return
+    ids = np.asarray(tokens)
+    wrong = (ids < 0) | (ids >= logits.shape[-1])
+    if wrong.any():
+        first = np.argwhere(wrong)[0].tolist()
+        raise ValueError(
+            f"{place}(tokens{first or ''}={ids[tuple(first)]}): needs ids from 0 to {logits.shape[-1] - 1}, as the "
+            f"logits have a vocabulary of {logits.shape[-1]}, and {wrong.sum()} of {ids.size} tokens are outside; give "
+            "padding a token, 0 say, and leave it out by a mask"
+        )

@@ -1,0 +1,170 @@
+"""TRL's losses without TRL's models: its trainers' own methods, on the few attributes that they read."""
+
+from collections import defaultdict
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import torch
+
+
+class OneProcess:
+    """What the methods ask of accelerate, where there is one process."""
+
+    device = torch.device("cpu")
+    process_index, num_processes, sync_gradients = 0, 1, True
+
+    def gather(self, tensor):
+        return tensor
+
+    gather_for_metrics = gather
+
+    def reduce(self, tensor, reduction):
+        return tensor
+
+    def autocast(self):
+        return nullcontext()
+
+
+class Answering(torch.nn.Module):
+    """A model whose outputs are always these."""
+
+    is_gradient_checkpointing = False
+
+    def __init__(self, **outputs):
+        super().__init__()
+        self.outputs = outputs
+
+    def forward(self, **inputs):
+        return SimpleNamespace(**self.outputs)
+
+
+def metrics():
+    return defaultdict(lambda: defaultdict(list))
+
+
+def dpo_trainer(policy, reference, beta, loss_type, label_smoothing=0.0):
+    """What the loss of DPOTrainer asks of its trainer."""
+    return SimpleNamespace(
+        model=policy,
+        ref_model=reference,
+        accelerator=OneProcess(),
+        args=SimpleNamespace(gradient_checkpointing_kwargs=None),
+        beta=beta,
+        label_smoothing=label_smoothing,
+        loss_types=[loss_type],
+        loss_weights=[1.0],
+        f_divergence_type="reverse_kl",
+        ld_alpha=None,
+        aux_loss_enabled=False,
+        precompute_ref_logps=False,
+        use_weighting=False,
+        _metrics=metrics(),
+        _total_train_tokens=0,
+        _tp_size=1,
+    )
+
+
+def dpo_loss(log_probs, reference_log_probs, mask, beta, loss_type, label_smoothing=0.0):
+    """The loss of DPOTrainer.
+
+    Args:
+        log_probs: of each token but the first, chosen replies before rejected ones; shape (2 * pairs, length).
+        mask: of the same shape.
+    """
+    from trl.trainer.dpo_trainer import DPOTrainer
+
+    prompt = torch.zeros(mask.shape[0], 1, dtype=torch.int64)
+    completion_mask = torch.cat([prompt, mask.long()], dim=1)
+    some = torch.zeros(log_probs.shape)
+
+    def model_of(values):
+        return Answering(log_probs=values * mask, entropy=some, mean_logits=some, is_top1=some.bool())
+
+    policy, reference = model_of(log_probs), model_of(reference_log_probs)
+    trainer = dpo_trainer(policy, reference, beta, loss_type, label_smoothing)
+    inputs = {
+        "input_ids": torch.zeros_like(completion_mask),
+        "attention_mask": torch.ones_like(completion_mask),
+        "completion_mask": completion_mask,
+    }
+    return DPOTrainer._compute_loss(trainer, policy, inputs, return_outputs=False)
+
+
+def grpo_loss(
+    log_probs, old, advantages, mask, loss_type, low=0.2, high=0.2, beta=0.0, reference=None, max_length=None
+):
+    """The loss of GRPOTrainer, and what it logs."""
+    from trl.trainer.grpo_trainer import GRPOTrainer
+
+    logged = metrics()
+    trainer = SimpleNamespace(
+        model=SimpleNamespace(training=True),
+        accelerator=OneProcess(),
+        args=SimpleNamespace(delta=None, use_bias_correction_kl=False, steps_per_generation=1),
+        loss_type=loss_type,
+        beta=beta,
+        epsilon_low=low,
+        epsilon_high=high,
+        importance_sampling_level="token",
+        max_completion_length=max_length,
+        current_gradient_accumulation_steps=1,
+        top_entropy_quantile=1.0,
+        off_policy_mask_threshold=None,
+        use_vllm=False,
+        aux_loss_enabled=False,
+        _entropy_bonus_enabled=False,
+        _metrics=logged,
+        _get_per_token_logps_and_entropies=lambda *_, **__: (log_probs, torch.zeros(log_probs.shape), None),
+    )
+    ids = torch.zeros(mask.shape, dtype=torch.int64)
+    inputs = {
+        "prompt_ids": ids[:, :1],
+        "prompt_mask": torch.ones_like(ids[:, :1]),
+        "completion_ids": ids,
+        "completion_mask": mask.long(),
+        "advantages": advantages,
+        "old_per_token_logps": old,
+        "ref_per_token_logps": reference,
+        "num_items_in_batch": mask.sum(),
+    }
+    loss = GRPOTrainer._compute_loss(trainer, None, inputs)
+    return loss, {name: values[-1] for name, values in logged["train"].items()}
+
+
+def grpo_advantages(rewards, group_size, scale):
+    """The advantages that GRPOTrainer makes of rewards."""
+    from trl.trainer.grpo_trainer import GRPOTrainer
+
+    replies = len(rewards)
+    trainer = SimpleNamespace(
+        accelerator=OneProcess(),
+        model=SimpleNamespace(training=True, is_gradient_checkpointing=False),
+        args=SimpleNamespace(
+            per_device_train_batch_size=replies,
+            gradient_checkpointing_kwargs=None,
+            steps_per_generation=1,
+            gradient_accumulation_steps=1,
+        ),
+        num_iterations=1,
+        num_generations=group_size,
+        scale_rewards=scale,
+        multi_objective_aggregation="sum_then_normalize",
+        reward_weights=torch.ones(1),
+        reward_func_names=["reward"],
+        beta=0.0,
+        environment_factories=None,
+        environments=None,
+        tools=None,
+        use_vllm=False,
+        log_multimodal=False,
+        mask_truncated_completions=False,
+        pad_to_multiple_of=None,
+        _tokenizer=SimpleNamespace(pad_token_id=0),
+        _generate=lambda prompts: ([[1]] * replies, [[1]] * replies, None, ["a"] * replies, None, {}, None, None),
+        _calculate_rewards=lambda *_: rewards[:, None],
+        _metrics=metrics(),
+        _logs={"prompt": [], "completion": [], "rewards": defaultdict(list), "advantages": [], "extra": {}},
+        _pending_extra_logs={},
+        _pending_metrics={},
+    )
+    return GRPOTrainer._generate_and_score_completions(trainer, [{"prompt": "a"}] * replies)["advantages"]
