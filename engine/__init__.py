@@ -25,7 +25,10 @@ from engine.payloads import (
     MediaLogged,
     MetricsLogged,
     OptimizerStepCompleted,
+    PolicyUpdated,
     Preempted,
+    RewardsComputed,
+    RolloutCompleted,
     Terminated,
     ValidationCompleted,
 )
@@ -41,7 +44,14 @@ from engine.protocols import (
     TrainingStrategy,
 )
 from engine.state import State
-from engine.strategies import PretrainStrategy, SupervisedStrategy
+from engine.strategies import (
+    DPOStrategy,
+    GRPOStrategy,
+    PPOStrategy,
+    PretrainStrategy,
+    SFTStrategy,
+    SupervisedStrategy,
+)
 from engine.subscription import Phase, Subscription
 
 __all__ = [
@@ -66,7 +76,10 @@ __all__ = [
     "MediaLogged",
     "MetricsLogged",
     "OptimizerStepCompleted",
+    "PolicyUpdated",
     "Preempted",
+    "RewardsComputed",
+    "RolloutCompleted",
     "Terminated",
     "ValidationCompleted",
     "Backend",
@@ -81,7 +94,11 @@ __all__ = [
     "JaxBackend",
     "TorchBackend",
     "TrainerCore",
+    "DPOStrategy",
+    "GRPOStrategy",
+    "PPOStrategy",
     "PretrainStrategy",
+    "SFTStrategy",
     "SupervisedStrategy",
     "CheckpointError",
     "ConfigurationError",

@@ -9,7 +9,14 @@ from dataclasses import replace
 from typing import Any
 
 from engine.errors import ConfigurationError
-from engine.protocols import BackendSettings, ModelState, Optimizer, TrainingResult, TrainingStrategy
+from engine.protocols import (
+    BackendSettings,
+    ModelState,
+    Optimizer,
+    TrainingResult,
+    TrainingStrategy,
+    bind_strategy,
+)
 
 __all__ = ["TrainerCore"]
 
@@ -88,6 +95,8 @@ class TrainerCore:
                 "and update(grads, opt_state, params)"
             )
         state: ModelState = self.backend.init(model, optimizer, rate)
+        if hasattr(self.strategy, "bind"):
+            bind_strategy(self.strategy, self.backend.mirror(model, state.weights).module, self.backend)
         return state if schedule is None else replace(state, metadata={**state.metadata, "schedule": schedule})
 
     def train_step(self, batch: Any, model_state: ModelState, optimizer_state: Any = None) -> TrainingResult:

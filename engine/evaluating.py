@@ -1,13 +1,23 @@
-"""A model in eval mode for a while, and every module afterwards in the mode it was in."""
+"""Calling a model: by whatever a batch holds for it, and in eval mode for a while."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
-__all__ = ["eval_mode"]
+__all__ = ["call", "eval_mode"]
+
+
+def call(model: Callable[..., Any], inputs: Any) -> Any:
+    """What the model gives: a mapping goes to it as keyword arguments, a tuple or list as positional ones."""
+    if isinstance(inputs, Tensor):
+        return model(inputs)
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
 
 
 @contextmanager

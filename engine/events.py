@@ -281,6 +281,10 @@ class Events(EventEnum):
     OPTIMIZER_STEP_COMPLETED = "optimizer_step_completed", payloads.OptimizerStepCompleted
     VALIDATION_STARTED = "validation_started"
     VALIDATION_COMPLETED = "validation_completed", payloads.ValidationCompleted
+    ROLLOUT_STARTED = "rollout_started"
+    REWARDS_COMPUTED = "rewards_computed", payloads.RewardsComputed
+    ROLLOUT_COMPLETED = "rollout_completed", payloads.RolloutCompleted
+    POLICY_UPDATED = "policy_updated", payloads.PolicyUpdated
     CHECKPOINT_SAVED = "checkpoint_saved", payloads.CheckpointSaved
     CHECKPOINT_LOADED = "checkpoint_loaded", payloads.CheckpointLoaded
     METRICS_LOGGED = "metrics_logged", payloads.MetricsLogged
@@ -310,6 +314,10 @@ COUNTERS: dict[Events, str] = {
     Events.OPTIMIZER_STEP_COMPLETED: "update",
     Events.VALIDATION_STARTED: "validation_round",
     Events.VALIDATION_COMPLETED: "validation_round",
+    Events.ROLLOUT_STARTED: "rollout_round",
+    Events.REWARDS_COMPUTED: "rollout_round",
+    Events.ROLLOUT_COMPLETED: "rollout_round",
+    Events.POLICY_UPDATED: "rollout_round",
     Events.CHECKPOINT_SAVED: "save",
     Events.CHECKPOINT_LOADED: "save",
 }

@@ -24,7 +24,10 @@ __all__ = [
     "MediaLogged",
     "MetricsLogged",
     "OptimizerStepCompleted",
+    "PolicyUpdated",
     "Preempted",
+    "RewardsComputed",
+    "RolloutCompleted",
     "Terminated",
     "ValidationCompleted",
 ]
@@ -117,6 +120,32 @@ class MediaLogged:
     name: str  # in full, such as "val/confusion_matrix"
     kind: Literal["text", "image", "figure", "histogram", "matrix"]
     value: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RewardsComputed:
+    """REWARDS_COMPUTED: what a rollout was worth, before anything is learnt from it."""
+
+    mean: float  # reward a step of an environment; reward a text
+    std: float  # over all of them, not Bessel's
+    minimum: float
+    maximum: float
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutCompleted:
+    """ROLLOUT_COMPLETED: the policy has acted, and batches follow that learn from it."""
+
+    metrics: Mapping[str, float]  # full names, such as "rollout/return"
+    seconds: float  # host wall time of the whole rollout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyUpdated:
+    """POLICY_UPDATED: the last batch of a rollout has been learnt from."""
+
+    metrics: Mapping[str, float]  # full names, such as "policy/kl"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,6 +20,7 @@ __all__ = [
     "TrainingBatch",
     "TrainingResult",
     "TrainingStrategy",
+    "bind_strategy",
     "describe",
 ]
 
@@ -282,6 +283,13 @@ class Backend(Protocol):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `state_dict` gave."""
         ...
+
+
+def bind_strategy(strategy: Any, model: Any, backend: Any) -> None:
+    """Let a strategy see the model, if it asks for that."""
+    bind = getattr(strategy, "bind", None)
+    if callable(bind):
+        bind(model, backend)
 
 
 def describe(value: Any, *, ranges: bool = False) -> str:

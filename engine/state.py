@@ -20,12 +20,13 @@ class State(IgniteState):
     stop_reason: str | None
     update: int
     validation_round: int
+    rollout_round: int
     save: int
 
     def __init__(self, engine: Emitter | None = None, **attributes: Any) -> None:
         self._engine = weakref.ref(engine) if engine is not None else None
         self.stop_reason = None
-        self.update = self.validation_round = self.save = 0
+        self.update = self.validation_round = self.rollout_round = self.save = 0
         super().__init__(**attributes)
 
     def get_event_attrib_value(self, event_name: Any) -> int:

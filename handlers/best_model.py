@@ -1,4 +1,4 @@
-"""Keeps the weights of the best validation."""
+"""Keeps the weights of the best validation or rollout."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ from engine.errors import ConfigurationError
 from engine.events import Event, Events
 from engine.logs import get_logger
 from engine.loop import Engine
-from engine.metrics import canonical
 from engine.snapshot import Snapshot
 from engine.subscription import Phase
 from handlers.attachment import Attachment
-from handlers.best_value import Mode, check_judged, is_better, require_validation
+from handlers.best_value import Mode, check_judged, is_better, judged_name, require_validation
 from handlers.monitoring import refuse_replay
 from handlers.peers import hearing
+from handlers.readings import METRIC_EVENTS
 from handlers.run_folder import make_folder
 
 __all__ = ["BestModel"]
 
 
 class BestModel:
-    """Copies the weights into host memory whenever a validation was better than all before; NaN never is.
+    """Copies the weights to the host whenever a validation, or a rollout, was better than all before; NaN never is.
 
     What was validated is what is kept: with an EMA or a SWA the average, with a schedule-free optimizer its average.
-    An improvement costs one wait for the device, and while it is copied two copies are held.
+    Of a rollout it is the model's own weights, with which the policy has acted. An improvement costs one wait
+    for the device, and while it is copied two copies are held.
 
     With `restore` the model holds the best weights when the run has COMPLETED, also when it was ended early, behind the
     last validation and the last checkpoint: checkpoints hold the weights that the run goes on from. Where it goes on in
@@ -44,7 +45,8 @@ class BestModel:
     A checkpoint holds the kept copy, too, and is as much larger.
 
     Args:
-        metric: what VALIDATION_COMPLETED calls it, such as "val/loss" (or "val_loss").
+        metric: what VALIDATION_COMPLETED calls it, such as "val/loss" (or "val_loss"); or ROLLOUT_COMPLETED or
+            POLICY_UPDATED, such as "rollout/return": those that lack it are passed over.
         mode: whether smaller ("min") or larger ("max") is better.
         folder: write FOLDER/best_model.pt at each improvement, for `torch.load(..., weights_only=True)`.
         restore: leave the best weights in the model at the end.
@@ -72,7 +74,7 @@ class BestModel:
         self._attachment = Attachment("BestModel")
 
     def attach(self, engine: Engine) -> Self:
-        """Judge each validation of the engine, in phase PERSIST.
+        """Judge each validation or rollout of the engine, in phase PERSIST.
 
         Raises:
             RecordingError: the engine is a replay.
@@ -93,7 +95,8 @@ class BestModel:
                 make_folder("BestModel", self.folder)
             hear(Events.STARTED, self._take_up, phase=Phase.COMPUTE)
             hear(Events.CHECKPOINT_LOADED, self._on_loaded, phase=Phase.PERSIST)
-            hear(Events.VALIDATION_COMPLETED, self._on_validation, phase=Phase.PERSIST)
+            for event in METRIC_EVENTS:
+                hear(event, self._judge, phase=Phase.PERSIST)
             # last of all: checkpoints of the end hold the weights that a run goes on from
             hear(Events.COMPLETED, self._on_completed, phase=Phase.PERSIST, position=math.inf)
         return self
@@ -127,13 +130,16 @@ class BestModel:
         self.best_value, self.best_iteration = state["best_value"], state["best_iteration"]
         self._weights = state["weights"]  # never changed in place: an improvement is a copy of its own
 
-    def _on_validation(self, engine: Any, event: Event) -> None:
-        metrics = event.payload.metrics
-        value = float(metrics[canonical(self.metric, metrics, place="BestModel")])
+    def _judge(self, engine: Any, event: Event) -> None:
+        name = judged_name("BestModel", self.metric, engine, event)
+        if name is None:
+            return
+        value = float(event.payload.metrics[name])
         if not is_better(value, self.best_value, self.mode):
             return
+        validated = event.type == Events.VALIDATION_COMPLETED.value
         with ExitStack() as stack:
-            for context in getattr(getattr(engine, "evaluator", None), "contexts", ()):
+            for context in getattr(getattr(engine, "evaluator", None), "contexts", ()) if validated else ():
                 stack.enter_context(context())  # what was validated
             self._weights = _copy_of(engine.model)
         self.best_value, self.best_iteration = value, engine.state.iteration
@@ -143,7 +149,7 @@ class BestModel:
         if self._weights is None:
             if engine.state.iteration > 0:
                 get_logger("handlers").warning(
-                    "BestModel has kept nothing: no validation gave a number that could be the best",
+                    "BestModel has kept nothing: no validation or rollout gave a number that could be the best",
                     engine=engine.name,
                     metric=self.metric,
                 )

@@ -50,6 +50,12 @@ class Callback:
     def on_validation_end(self, trainer: Any, metrics: Mapping[str, float]) -> None:
         """A round of validation has ended; the metrics go by their full names, such as "val/loss"."""
 
+    def on_rollout_begin(self, trainer: Any) -> None:
+        """The policy is about to act."""
+
+    def on_rollout_end(self, trainer: Any, metrics: Mapping[str, float]) -> None:
+        """The policy has acted; the metrics go by their full names, such as "rollout/return"."""
+
 
 def _bare(hook: Callable[..., None]) -> Callable[..., None]:
     return lambda engine: hook(engine)
@@ -82,6 +88,8 @@ _HOOKS: dict[str, tuple[Events, Callable[..., Callable[..., None]]]] = {
     "on_step_end": (Events.ITERATION_COMPLETED, _with_loss),
     "on_validation_begin": (Events.VALIDATION_STARTED, _bare),
     "on_validation_end": (Events.VALIDATION_COMPLETED, _with_metrics),
+    "on_rollout_begin": (Events.ROLLOUT_STARTED, _bare),
+    "on_rollout_end": (Events.ROLLOUT_COMPLETED, _with_metrics),
 }
 
 

@@ -10,14 +10,15 @@ from typing import Any, Literal, Self
 
 from engine import Events, Every, Phase
 from engine.checkpoint import CheckpointManager, Form, Place, check_form, check_name, find_checkpoints, place_of
-from engine.errors import ConfigurationError, RunFolderError, unknown_name
+from engine.errors import ConfigurationError, MetricNotFoundError, RunFolderError, unknown_name
+from engine.events import Event
 from engine.logs import get_logger
 from engine.metrics import canonical
 from engine.payloads import CheckpointSaved
 from engine.subscription import Handle, Subscription
 from handlers.background_save import BackgroundSave
-from handlers.best_value import Mode, is_better, require_validation
-from handlers.readings import reading_events
+from handlers.best_value import Mode, is_better, judged_name, require_validation, tell_of_silence
+from handlers.readings import METRIC_EVENTS, reading_events
 from handlers.save_interval import SaveInterval
 
 __all__ = ["Checkpointer"]
@@ -37,7 +38,8 @@ class Checkpointer:
             time, by `SaveInterval`: where it saves then depends on the clock, and differs when the run is repeated.
         keep_last: how many of the newest stay.
         keep_best: how many of the best stay, by `metric`.
-        metric: a validation metric, such as "val/loss", that says which checkpoint is best; None for none.
+        metric: of validations, such as "val/loss", or of rollouts, such as "rollout/return": says which checkpoint is
+            best; None for none.
         mode: whether "min" or "max" of the metric is best. NaN is never best.
         name: labels the checkpoints' folders.
         at_end: save once more when the run ends, also after an interruption.
@@ -91,6 +93,8 @@ class Checkpointer:
         self.best: list[tuple[float, str]] = []  # (value, checkpoint's folder name), best first
         self.saved_at = -1  # iteration of the last save
         self.ranked_round = 0  # validation round whose metric has been ranked
+        # the rollout whose metric came last, and that whose has been ranked; 0 where rollouts do not tell it
+        self.told_rollout = self.ranked_rollout = 0
         self._first: set[Place] = set()  # saved by this handler before the first iteration
         self._loaded = False  # a checkpoint, and no run has started since
         self._clock = clock
@@ -104,7 +108,7 @@ class Checkpointer:
         Raises:
             TypeError: the engine has no `checkpoint_state()` to save.
             RuntimeError: attached already.
-            ConfigurationError: there is a metric to wait for, and the trainer never validates.
+            ConfigurationError: there is a metric to wait for, and the trainer never validates, nor has rollouts.
         """
         if not hasattr(engine, "checkpoint_state"):
             raise TypeError(
@@ -121,9 +125,10 @@ class Checkpointer:
             engine.add_event_handler(Events.CHECKPOINT_LOADED, self._goes_on, phase=Phase.COMPUTE),
         ]
         if self.metric is not None:  # not at the first save alone, which may be long after
-            self._handles.append(
-                engine.add_event_handler(Events.VALIDATION_COMPLETED, self._metric_value, phase=Phase.PERSIST)
-            )
+            self._handles += [
+                engine.add_event_handler(event, self._hear_metric, phase=Phase.PERSIST) for event in METRIC_EVENTS
+            ]
+            self._handles.append(engine.add_event_handler(Events.COMPLETED, self._on_completed, phase=Phase.ACT))
         if self._background is not None:
             self._handles += [
                 # before the cadence: what has been written is announced before the next begins
@@ -177,12 +182,14 @@ class Checkpointer:
     def state_dict(self) -> dict[str, Any]:
         """The ranking of the best, and when the last save was."""
         best = [list(entry) for entry in self.best]
-        return {"best": best, "saved_at": self.saved_at, "ranked_round": self.ranked_round}
+        rollouts = [self.told_rollout, self.ranked_rollout]
+        return {"best": best, "saved_at": self.saved_at, "ranked_round": self.ranked_round, "rollouts": rollouts}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with a saved ranking."""
         self.best = [(value, folder) for value, folder in state["best"]]
         self.saved_at, self.ranked_round = state["saved_at"], state["ranked_round"]
+        self.told_rollout, self.ranked_rollout = state.get("rollouts", (0, 0))  # older checkpoints know of none
 
     def _on_started(self, engine: Any) -> None:
         loaded, self._loaded = self._loaded, False
@@ -242,8 +249,7 @@ class Checkpointer:
         if getattr(engine, "rewinding", None) is not None:
             return  # what would be saved is about to be given up
         state = engine.state
-        news = self.metric is not None and state.validation_round != self.ranked_round
-        if state.iteration == self.saved_at and not news:
+        if state.iteration == self.saved_at and not self._has_news(engine):
             return  # two cadences, or a cadence and the run's end, met
         durable: list[bool] = []
         try:
@@ -267,18 +273,19 @@ class Checkpointer:
         Args:
             durable: gets an entry when the checkpoint is, before it is announced.
         """
-        iteration, validation_round = engine.state.iteration, engine.state.validation_round
-        value = self._metric_value(engine) if validation_round != self.ranked_round else None
-        before = self.best, self.saved_at, self.ranked_round
+        iteration = engine.state.iteration
+        value = self._metric_value(engine) if self._has_news(engine) else None
+        before = self.best, self.saved_at, self.ranked_round, self.ranked_rollout
         improved = value is not None and is_better(value, self.best[0][0] if self.best else None, self.mode)
         # the state is read after the bookkeeping, so that a resumed run knows of this very save
         if value is not None:
             entry = (value, self.manager.target(self.name, iteration).name)
             self.best = sorted([*self.best, entry], key=lambda e: e[0], reverse=self.mode == "max")[: self.keep_best]
-        self.saved_at, self.ranked_round = iteration, validation_round
+        self.saved_at = iteration
+        self.ranked_round, self.ranked_rollout = engine.state.validation_round, self.told_rollout
 
         def undo() -> None:
-            self.best, self.saved_at, self.ranked_round = before
+            self.best, self.saved_at, self.ranked_round, self.ranked_rollout = before
 
         try:
             if background is not None:
@@ -340,11 +347,34 @@ class Checkpointer:
         keep = [self.manager.checkpoint_dir / folder for _, folder in self.best]
         return self.manager.save(state, label, is_best, step=iteration, keep=keep, announce=durable, form=form)
 
-    def _metric_value(self, engine: Any) -> float | None:
+    def _hear_metric(self, engine: Any, event: Event) -> None:
+        """Note that a rollout has told the metric; a validation that lacks it is an error now, not at the next save."""
+        assert self.metric is not None
+        name = judged_name("Checkpointer", self.metric, engine, event)
+        if name is not None and event.type != Events.VALIDATION_COMPLETED.value:
+            self.told_rollout = engine.state.rollout_round
+
+    def _on_completed(self, engine: Any) -> None:
+        assert self.metric is not None
+        if not self.told_rollout:
+            tell_of_silence("Checkpointer", self.metric, engine)
+
+    def _has_news(self, engine: Any) -> bool:
+        """Whether a validation or a rollout has told a metric that has not been ranked yet."""
         if self.metric is None:
-            return None
-        if engine.state.validation_round == 0:
-            return None
+            return False
+        if self.told_rollout:
+            return self.told_rollout != self.ranked_rollout
+        return engine.state.validation_round not in (0, self.ranked_round)
+
+    def _metric_value(self, engine: Any) -> float | None:
+        """What is ranked; None for what never is best."""
+        assert self.metric is not None
         metrics = engine.state.metrics
-        value = float(metrics[canonical(self.metric, metrics, place="Checkpointer")])
+        try:
+            value = float(metrics[canonical(self.metric, metrics, place="Checkpointer")])
+        except MetricNotFoundError:
+            if engine.state.rollout_round:  # its first value comes with a later rollout
+                return None
+            raise
         return None if math.isnan(value) else value

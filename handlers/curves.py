@@ -11,7 +11,7 @@ from handlers import figures
 __all__ = ["MAX_POINTS", "Curve", "Point", "RunCurves", "thinned"]
 
 MAX_POINTS = 2048  # of one curve: more would not show, and memory stays flat
-MAX_PANELS = 24  # of validation metrics
+MAX_PANELS = 24  # of metrics
 MAX_LAYERS = 6  # beside the total gradient norm
 _RATES = {"samples_per_second": "samples per second", "tokens_per_second": "tokens per second"}  # by the clock
 _BUCKET = 4  # points
@@ -77,7 +77,7 @@ class RunCurves:
     def __init__(self) -> None:
         self.curves: dict[str, Curve] = {}
         self.matrices: dict[str, tuple[int, list[list[float]]]] = {}  # name -> the iteration, and its counts
-        self.validated: set[str] = set()  # which curves come from validations
+        self.validated: set[str] = set()  # which curves come from validations, or rollouts
         self.changed: set[str] = set()  # figures
 
     def add(self, iteration: int, metrics: Mapping[str, float]) -> None:
@@ -87,8 +87,8 @@ class RunCurves:
                 self.curves.setdefault(name, Curve()).add(iteration, float(value))
                 self.changed.add(_figure_of(name))
 
-    def add_validation(self, iteration: int, metrics: Mapping[str, float]) -> None:
-        """All values of a validation."""
+    def add_round(self, iteration: int, metrics: Mapping[str, float]) -> None:
+        """All values of a validation or a rollout."""
         for name, value in metrics.items():
             self.curves.setdefault(name, Curve()).add(iteration, float(value))
             self.changed.add(_figure_of(name))

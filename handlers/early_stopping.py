@@ -9,22 +9,25 @@ from typing import Any, Self
 from engine.errors import ConfigurationError
 from engine.events import Event, Events
 from engine.loop import Engine
-from engine.metrics import canonical
 from engine.subscription import Phase
 from handlers.attachment import Attachment
-from handlers.best_value import Mode, check_judged, is_better, require_validation
+from handlers.best_value import Mode, check_judged, is_better, judged_name, require_validation, tell_of_silence
+from handlers.readings import METRIC_EVENTS
 
 __all__ = ["EarlyStopping"]
 
+_VALIDATION = "validation"
+
 
 class EarlyStopping:
-    """Terminates the engine after `patience` validations without an improvement; NaN is never one.
+    """Terminates the engine after `patience` validations, or rollouts, without an improvement; NaN is never one.
 
     By hand, without an engine: `if stopping.step(loss): break`; `is_best` says whether that loss was the best so far.
 
     Args:
-        metric: what VALIDATION_COMPLETED calls it, such as "val/loss" (or "val_loss").
-        patience: validations in a row.
+        metric: what VALIDATION_COMPLETED calls it, such as "val/loss" (or "val_loss"); or ROLLOUT_COMPLETED or
+            POLICY_UPDATED, such as "rollout/return": those that lack it are passed over.
+        patience: validations in a row; or rollouts.
         mode: whether smaller ("min") or larger ("max") is better.
         min_delta: an improvement is larger than this.
 
@@ -52,15 +55,17 @@ class EarlyStopping:
         self.reset()
 
     def attach(self, engine: Engine) -> Self:
-        """Judge each validation of the engine, in phase ACT.
+        """Judge each validation or rollout of the engine, in phase ACT.
 
         Raises:
-            ConfigurationError: the trainer never validates.
+            ConfigurationError: the trainer never validates, and has no rollouts that could tell the metric.
         """
         with self._attachment.to(engine, whole_bus=False) as hear:
             require_validation("EarlyStopping", self.metric, engine)
-            hear(Events.VALIDATION_COMPLETED, self._on_validation, phase=Phase.ACT)
+            for event in METRIC_EVENTS:
+                hear(event, self._judge, phase=Phase.ACT)
             hear(Events.STARTED, self._on_started, phase=Phase.ACT)
+            hear(Events.COMPLETED, self._on_completed, phase=Phase.ACT)
         return self
 
     def detach(self) -> None:
@@ -71,6 +76,7 @@ class EarlyStopping:
         self.best_value: float | None = None
         self.counter = 0  # values since the best one
         self.is_best = False  # whether the last value was an improvement
+        self._round = _VALIDATION  # what brings the values
 
     def step(self, value: float) -> bool:
         """Judge one more value; returns whether it is time to stop."""
@@ -84,27 +90,35 @@ class EarlyStopping:
         return self.counter >= self.patience
 
     def state_dict(self) -> dict[str, Any]:
-        return {"best_value": self.best_value, "counter": self.counter, "is_best": self.is_best}
+        state = {"best_value": self.best_value, "counter": self.counter, "is_best": self.is_best}
+        return state if self._round == _VALIDATION else {**state, "round": self._round}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         best = state["best_value"]
         self.best_value = None if best is None else float(best)
         self.counter = int(state["counter"])
         self.is_best = bool(state["is_best"])
+        self._round = str(state.get("round", _VALIDATION))
 
     def _on_started(self, engine: Engine) -> None:
-        """A run that goes on behind the validation which ended it stays ended, whoever cut it off before it could."""
+        """A run that goes on behind the round which ended it stays ended, whoever cut it off before it could."""
         if engine.state.iteration > 0 and self.counter >= self.patience:
             engine.terminate(reason=self._reason(self.metric))
 
-    def _on_validation(self, engine: Engine, event: Event) -> None:
-        metrics = event.payload.metrics
-        name = canonical(self.metric, metrics, place="EarlyStopping")
-        if self.step(metrics[name]):
+    def _on_completed(self, engine: Engine) -> None:
+        if self.best_value is None and self.counter == 0:
+            tell_of_silence("EarlyStopping", self.metric, engine)
+
+    def _judge(self, engine: Engine, event: Event) -> None:
+        name = judged_name("EarlyStopping", self.metric, engine, event)
+        if name is None:
+            return
+        self._round = _VALIDATION if event.type == Events.VALIDATION_COMPLETED.value else "rollout"
+        if self.step(event.payload.metrics[name]):
             engine.terminate(reason=self._reason(name))
 
     def _reason(self, name: str) -> str:
-        rounds = f"{self.counter} validation{'s' if self.counter > 1 else ''}"
+        rounds = f"{self.counter} {self._round}{'s' if self.counter > 1 else ''}"
         if self.best_value is None:
             return f"early stopping: {name} has been NaN for {rounds}"
         return f"early stopping: {name} has not improved on {self.best_value:.4g} for {rounds}"

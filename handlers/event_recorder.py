@@ -16,7 +16,7 @@ from engine.recording import EventCheck, EventLog, LoggedEvent, LogWriter
 from engine.subscription import OnError, Phase
 from handlers.attachment import Attachment
 from handlers.event_values import EventValues, PlainTypes, summary
-from handlers.readings import learning_rates, scalars
+from handlers.readings import METRIC_EVENTS, learning_rates, scalars
 from handlers.resume_check import ResumeCheck
 from handlers.run_file import note_start
 from handlers.run_folder import make_folder
@@ -27,7 +27,7 @@ LEAST_BYTES = 100_000  # of a budget: a few blocks have to stay as they are
 BATCH = 100  # events with values on a device between two copies to the host
 FETCHING = (Events.GET_BATCH_STARTED, Events.GET_BATCH_COMPLETED)
 FREQUENT = (Events.ITERATION_STARTED, Events.GRADIENTS_READY, Events.OPTIMIZER_STEP_COMPLETED, *FETCHING)
-MEASURED = (Events.EPOCH_COMPLETED, Events.VALIDATION_COMPLETED)  # their receivers compute metrics
+MEASURED = (Events.EPOCH_COMPLETED, *METRIC_EVENTS)  # state.metrics is written with them: their receivers compute some
 FINAL = (Events.TERMINATE, Events.COMPLETED, Events.EXCEPTION_RAISED, Events.INTERRUPT)
 # where a run begins, is cut off and goes on: not the same when it is repeated in other parts
 OBSERVED = (Events.STARTED, Events.PREEMPTED, Events.HANDLER_FAILED, Events.CHECKPOINT_SAVED, Events.CHECKPOINT_LOADED)
@@ -40,9 +40,9 @@ class EventRecorder:
     """Writes the events of every engine on the bus into FOLDER/events, in the bus's order: read it with `EventLog`.
 
     What has been written outlives the process, killed or not. Scalars stay on their device and are copied to the host
-    for 100 events at a time and at the end of each validation, epoch and run: a process that is killed loses those
-    values, not the events. Non-finite floats are the strings "NaN", "Infinity", "-Infinity"; what cannot be written
-    is summarised as {"__type__": ...}.
+    for 100 events at a time and at the end of each validation, rollout, epoch and run: a process that is killed loses
+    those values, not the events. Non-finite floats are the strings "NaN", "Infinity", "-Infinity"; what cannot be
+    written is summarised as {"__type__": ...}.
 
     Engines that join the bus later are recorded, too. Custom events registered later are recorded from the next
     STARTED or EPOCH_STARTED on, not before. GRADIENTS_READY is heard, so the gradients' norm is computed.

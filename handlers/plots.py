@@ -22,7 +22,7 @@ from handlers import figures
 from handlers.attachment import Attachment
 from handlers.curves import RunCurves
 from handlers.monitoring import check_every
-from handlers.readings import learning_rates, reading_events, step_metrics, to_host
+from handlers.readings import METRIC_EVENTS, learning_rates, reading_events, step_metrics, to_host
 from handlers.run_end import ends_here
 from handlers.run_folder import make_folder, replace_file
 
@@ -32,12 +32,13 @@ SHARE = 0.05  # of the run's time, for drawing in mid-run
 
 
 class Plots:
-    """Writes figures into FOLDER/plots/ at the validations and at the end of the run, those whose data has changed.
+    """Writes figures into FOLDER/plots/ at validations, rollouts and the end of the run, those whose data has changed.
 
-    loss: training and validation. metrics: a panel for each other metric of validation. learning_rate: a line for each
+    loss: training and validation. metrics: a panel for each other metric of validations
+    and rollouts. learning_rate: a line for each
     parameter group. grad_norm: before clipping; of METRICS_LOGGED's "grad_norm/LAYER" the largest as well. throughput:
     since the process began.
-    SET_confusion_matrix: the last that MEDIA_LOGGED brought. The first validation is drawn in any case, later ones as
+    SET_confusion_matrix: the last that MEDIA_LOGGED brought. The first round is drawn in any case, later ones as
     long as drawing takes a twentieth of the time. Of long curves points are left out, none of them a spike.
 
     On a bus each engine has a folder of its own, FOLDER/plots/ENGINE/.
@@ -95,7 +96,8 @@ class Plots:
                 hear(reading_events(self.every, self._clock), self._on_reading, on_error=self._on_error)
             hear(Events.METRICS_LOGGED, self._on_metrics, on_error=self._on_error)
             hear(Events.MEDIA_LOGGED, self._on_media, on_error=self._on_error)
-            hear(Events.VALIDATION_COMPLETED, self._on_validation, on_error=self._on_error)
+            for event in METRIC_EVENTS:
+                hear(event, self._on_round, on_error=self._on_error)
             hear(Events.COMPLETED, self._on_end, on_error=self._on_error)
             hear(Events.TERMINATE, self._on_terminated, on_error=self._on_error)
             hear(Events.EXCEPTION_RAISED, self._on_end, on_error="warn")
@@ -151,9 +153,9 @@ class Plots:
         found = {name: value for name, value in step_metrics(engine).items() if _is_read(name)}
         self._run_of(engine).add(engine.state.iteration, {**found, **_group_rates(engine)})
 
-    def _on_validation(self, engine: Engine, event: Event) -> None:
+    def _on_round(self, engine: Engine, event: Event) -> None:
         run = self._run_of(engine)
-        run.add_validation(engine.state.iteration, event.payload.metrics)
+        run.add_round(engine.state.iteration, event.payload.metrics)
         if self._clock() >= self._next:
             self._on_end(engine)
 

@@ -14,8 +14,11 @@ from engine.events import Event, Events
 from engine.loop import Engine
 from engine.subscription import OnError
 from handlers.attachment import Attachment
+from handlers.readings import METRIC_EVENTS
 
 __all__ = ["ProgressBar"]
+
+_SHOWN = ("loss", "return", "reward")  # ends of the names of metrics of validations and rollouts
 
 
 class _Bar(tqdm):  # type: ignore[misc]  # tqdm has no types
@@ -23,9 +26,9 @@ class _Bar(tqdm):  # type: ignore[misc]  # tqdm has no types
 
 
 class ProgressBar:
-    """A tqdm bar over the iterations of a run, with loss, learning rate, tokens/s and validation losses.
+    """A tqdm bar over the iterations of a run, with loss, learning rate, tokens/s, validation losses and returns.
 
-    The figures come from METRICS_LOGGED and VALIDATION_COMPLETED. Where the stream is no terminal, a plain line is
+    The figures come from METRICS_LOGGED, validations and rollouts. Where the stream is no terminal, a plain line is
     written every `interval` seconds instead, so that log files hold no carriage returns.
 
     Args:
@@ -66,7 +69,7 @@ class ProgressBar:
                 (Events.EPOCH_STARTED, self._on_epoch),
                 (Events.ITERATION_COMPLETED, self._on_iteration),
                 (Events.METRICS_LOGGED, self._on_metrics),
-                (Events.VALIDATION_COMPLETED, self._on_validation),
+                *((event, self._on_round) for event in METRIC_EVENTS),
                 (Events.TERMINATE, self._on_terminated),
                 (Events.COMPLETED, self._on_end),
                 (Events.EXCEPTION_RAISED, self._on_exception),
@@ -119,9 +122,9 @@ class ProgressBar:
                 self._figures[label] = format(metrics[name], form)
         self._show_figures()
 
-    def _on_validation(self, engine: Engine, event: Event) -> None:
+    def _on_round(self, engine: Engine, event: Event) -> None:
         for name, value in event.payload.metrics.items():
-            if name.endswith("loss"):
+            if name.endswith(_SHOWN):
                 self._figures[name] = format(value, ".4g")
         self._show_figures()
 

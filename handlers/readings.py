@@ -14,7 +14,10 @@ from engine.cadence import Every
 from engine.events import Events, EventsList
 from engine.metrics import to_host
 
-__all__ = ["learning_rates", "reading_events", "scalar", "scalars", "step_metrics", "to_host"]
+__all__ = ["METRIC_EVENTS", "learning_rates", "reading_events", "scalar", "scalars", "step_metrics", "to_host"]
+
+# the payloads of these have `metrics` by which a run may be judged, and state.metrics holds them, too
+METRIC_EVENTS = (Events.VALIDATION_COMPLETED, Events.ROLLOUT_COMPLETED, Events.POLICY_UPDATED)
 
 
 def scalars(output: Any) -> dict[str, Tensor | float]:

@@ -13,14 +13,14 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau as TorchReduceLROnPlateau
 from engine.errors import ConfigurationError, RecordingError, unknown_name
 from engine.events import Event, Events
 from engine.loop import Engine
-from engine.metrics import canonical
 from engine.recording.replay_engine import ReplayedEngine
 from engine.subscription import Phase
 from handlers.attachment import Attachment
-from handlers.best_value import Mode, check_judged, require_validation
+from handlers.best_value import Mode, check_judged, judged_name, require_validation, tell_of_silence
 from handlers.lr_scheduler import LRScheduler
 from handlers.monitoring import check_number, check_whole
 from handlers.peers import hearing
+from handlers.readings import METRIC_EVENTS
 
 __all__ = ["ReduceLROnPlateau"]
 
@@ -28,23 +28,24 @@ _PROGRESS = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")  # of t
 
 
 class ReduceLROnPlateau:
-    """Multiplies the learning rates by a factor after `patience` validations without an improvement, and again.
+    """Multiplies the learning rates by a factor after `patience` rounds without an improvement, and again.
 
-    It judges and lowers as torch.optim.lr_scheduler.ReduceLROnPlateau does, to the bit, with validations for epochs.
-    NaN is never an improvement.
+    It judges and lowers as torch.optim.lr_scheduler.ReduceLROnPlateau does, to the bit, with rounds for epochs:
+    validations, or rollouts. NaN is never an improvement.
 
     Beside an LRScheduler over a schedule of ours, each update runs at the schedule's rate times what torch's would have
     made of 1.0: `Warmup(...)` and this one warm up, and lower by the metric from there. A torch scheduler computes the
     rates by itself and would undo it, or not, by its kind: that is an error.
 
     Args:
-        metric: what VALIDATION_COMPLETED calls it, such as "val/loss" (or "val_loss").
+        metric: what VALIDATION_COMPLETED calls it, such as "val/loss" (or "val_loss"); or ROLLOUT_COMPLETED or
+            POLICY_UPDATED, such as "rollout/return": those that lack it are passed over.
         factor: at least 0, below 1.
-        patience: validations in a row that may pass without an improvement; the one behind them lowers the rates.
+        patience: rounds in a row that may pass without an improvement; the one behind them lowers the rates.
         mode: whether smaller ("min") or larger ("max") is better.
         threshold: an improvement is larger than this, by `threshold_mode` a share of the best value or absolute.
         threshold_mode: "rel" or "abs".
-        cooldown: validations behind a lowering that do not count.
+        cooldown: rounds behind a lowering that do not count.
         min_lr: no rate becomes lower; 0 beside an LRScheduler, whose schedule has a lowest rate itself.
         optimizer: by default the engine's.
 
@@ -98,7 +99,7 @@ class ReduceLROnPlateau:
         self._attachment = Attachment(place)
 
     def attach(self, engine: Engine) -> Self:
-        """Judge each validation of the engine, in phase ACT.
+        """Judge each validation or rollout of the engine, in phase ACT.
 
         What does not go with an LRScheduler is refused here, and again when the run starts: one may have come since.
 
@@ -110,7 +111,9 @@ class ReduceLROnPlateau:
         with self._attachment.to(engine, whole_bus=False) as hear:
             require_validation("ReduceLROnPlateau", self.metric, engine)
             hear(Events.STARTED, self._join, phase=Phase.COMPUTE)
-            hear(Events.VALIDATION_COMPLETED, self._on_validation, phase=Phase.ACT)
+            for event in METRIC_EVENTS:
+                hear(event, self._judge, phase=Phase.ACT)
+            hear(Events.COMPLETED, self._on_completed, phase=Phase.ACT)
             self._join(engine)
         return self
 
@@ -202,6 +205,11 @@ class ReduceLROnPlateau:
     def _rates(self) -> list[float]:
         return [float(group["lr"]) for group in self._torch.optimizer.param_groups]
 
-    def _on_validation(self, engine: Engine, event: Event) -> None:
-        metrics = event.payload.metrics
-        self.step(metrics[canonical(self.metric, metrics, place="ReduceLROnPlateau")])
+    def _on_completed(self, engine: Engine) -> None:
+        if self._torch.last_epoch == 0:  # as many values as it has judged
+            tell_of_silence("ReduceLROnPlateau", self.metric, engine)
+
+    def _judge(self, engine: Engine, event: Event) -> None:
+        name = judged_name("ReduceLROnPlateau", self.metric, engine, event)
+        if name is not None:
+            self.step(event.payload.metrics[name])

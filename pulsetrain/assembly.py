@@ -29,7 +29,7 @@ HANDLERS = {
     name: getattr(shipped_handlers, name) for name in shipped_handlers.__all__ if not name.startswith("Callback")
 }
 STRATEGIES = {
-    **{name: made_by for name in shipped_strategies.__all__ if callable(made_by := getattr(shipped_strategies, name))},
+    **{name: getattr(shipped_strategies, name) for name in shipped_strategies.__all__ if name.endswith("Strategy")},
     **shipped_strategies.STRATEGIES,
 }
 BACKENDS = {"TorchBackend": TorchBackend, "JaxBackend": JaxBackend, **backends.BACKENDS}

@@ -131,7 +131,7 @@ class Bound:
         setting, remedy = self._hangs_on_tokens()
         if setting is None or self._tokens_a_batch is not None:
             return
-        if can_be_read_once(self._loader):
+        if can_be_read_once(self._loader) or getattr(self._loader, "fires_rollouts", False):
             return  # its first batch cannot be looked at beforehand: how long the run will be is not known
         with rng.kept():
             batches = [backend.prepare_batch(batch, strategy) for batch in islice(self._loader, _LOOKED_AT)]

@@ -22,7 +22,7 @@ from pulsetrain.export.scalars import RETOLD, scalars_of
 __all__ = ["Break", "Debugger"]
 
 _FIELDS = LoggedEvent.__struct_fields__
-_COUNTERS = ("update", "validation_round", "save")
+_COUNTERS = ("update", "validation_round", "rollout_round", "save")
 
 
 @dataclass(frozen=True)

@@ -246,9 +246,17 @@ class DataPosition:
             state["offset"] = self._offset + (self.trained - self._offset_at) * self._keyed[1].order.step
         if _keeps_state(self._loader):
             # a batch that was given and not trained on (the run was stopped in between) must come again
-            ahead = self._given != self.trained - self.pass_start
-            state["loader"], state["given"] = self._anchor if ahead else (self._loader.state_dict(), self._given)
+            ahead = self._given - (self.trained - self.pass_start)
+            state["loader"], state["given"] = self._state_before(ahead) if ahead else self._state_now()
         return state
+
+    def _state_now(self) -> tuple[Any, int]:
+        return self._loader.state_dict(), self._given
+
+    def _state_before(self, ahead: int) -> tuple[Any, int]:
+        """A state of the loader to go on from behind the batches that were trained on, or from further back."""
+        before = getattr(self._loader, "state_before", None)  # of one whose batches cannot be made a second time
+        return self._anchor if before is None else (before(ahead), self._given - ahead)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Stand where a checkpoint was made; the seed of the data order is the checkpoint's."""

@@ -44,7 +44,9 @@ _PARTS = (
 )  # fmt: skip
 # what may differ between two parts of one run: how long it is, what it tells, where it writes
 _MAY_CHANGE = ("max_epochs", "max_iterations", "max_updates", "max_tokens", "log_every_n_steps", "run_dir")
-COUNTERS = ("iteration", "epoch", "epoch_length", "update", "validation_round", "save", "tokens", "samples")
+COUNTERS = (
+    "iteration", "epoch", "epoch_length", "update", "validation_round", "rollout_round", "save", "tokens", "samples",
+)  # fmt: skip
 
 
 def capture(trainer: Trainer) -> dict[str, Any]:
@@ -147,8 +149,11 @@ def _named_losses(trainer: Trainer) -> dict[str, Any]:
 
 def _of_this_format(saved: Mapping[str, Any]) -> Mapping[str, Any]:
     """The state as this version would have written it, without what an older one did not know."""
-    if saved.get("format") == 3 and isinstance(saved.get("counters"), Mapping):
-        data = {"batches": saved["counters"].get("epoch_length")}
+    counters = saved.get("counters")
+    if isinstance(counters, Mapping):
+        saved = {**saved, "counters": {"rollout_round": 0, **counters}}  # there were none before it was counted
+    if saved.get("format") == 3 and isinstance(counters, Mapping):
+        data = {"batches": counters.get("epoch_length")}
         return {**saved, "format": FORMAT, "strategy": None, "handler_settings": {}, "data": data}
     if saved.get("format") != FORMAT:
         raise CheckpointError(

@@ -23,7 +23,15 @@ from engine.logs import get_logger
 from engine.metrics import MetricTracker
 from engine.optimizers import NamedOptimizers, averaged_weights, parts_of
 from engine.payloads import CheckpointLoaded, MediaLogged, ValidationCompleted
-from engine.protocols import AlternatingStrategy, Backend, ModelState, Optimizer, TrainingResult, TrainingStrategy
+from engine.protocols import (
+    AlternatingStrategy,
+    Backend,
+    ModelState,
+    Optimizer,
+    TrainingResult,
+    TrainingStrategy,
+    bind_strategy,
+)
 from handlers import Callback, CallbackList
 from handlers.readings import reading_events
 from pulsetrain.arguments import (
@@ -108,7 +116,11 @@ class Trainer(Engine):
         self.held: Any = hold(self.backend, model, optimizer, self.strategy, config, self.seed)
         self.model, self.optimizer = self.held.module, self.held.optimizer
         self.optimizers = self.optimizer if isinstance(self.optimizer, NamedOptimizers) else None
+        bind_strategy(self.strategy, self.model, self.backend)
         self.train_loader = train_loader
+        source: Any = train_loader
+        if getattr(source, "fires_rollouts", False):  # the policy that it lets act is this trainer's
+            source.attach(self)
         self.val_loaders = named_loaders(val_loader)
         check_sets(self.val_loaders)
         self.bound = Bound(config, train_loader, optimizers=len(parts_of(self.optimizer)))

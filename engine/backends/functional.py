@@ -306,8 +306,12 @@ class FunctionalBackend(Trees):
         """What shows the weights as a torch module."""
         return Mirror(self, weights)
 
-    def outputs(self, weights: Mapping[str, Any], inputs: tuple[Any, ...]) -> Any:
-        """What the model gives for torch tensors, as in evaluation: for whoever calls the mirror."""
+    def outputs(self, weights: Mapping[str, Any], inputs: Any) -> Any:
+        """What the model gives for torch tensors, as in evaluation: for whoever calls the mirror.
+
+        Args:
+            inputs: a tuple of them in order, or a mapping by name.
+        """
         raise ConfigurationError(f"{type(self).__name__}: its model cannot be called as a torch module; call it itself")
 
     def publish(self, weights: Mapping[str, Any]) -> None:

@@ -293,9 +293,9 @@ class JaxBackend(JaxArrays, FunctionalBackend):
         found: tuple[Any, Any] = self._run(program, batch, state.weights)
         return found
 
-    def outputs(self, weights: Mapping[str, Any], inputs: tuple[Any, ...]) -> Any:
+    def outputs(self, weights: Mapping[str, Any], inputs: Any) -> Any:
         program = self._program("evaluate", self, lambda: partial(self._outputs, training=False))
-        return self.to_torch(program(weights, self.to_native(tuple(inputs))))
+        return self.to_torch(program(weights, self.to_native(inputs)))
 
     def _run(self, program: Any, batch: TrainingBatch, *arguments: Any) -> Any:
         """A program of a batch and whatever more; an error tells what the batch was."""

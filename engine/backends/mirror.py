@@ -89,9 +89,9 @@ class Mirror(nn.Module):
         """Itself."""
         return self
 
-    def forward(self, *inputs: Any) -> Any:
-        """The model's outputs for torch tensors, as in evaluation."""
-        return self._backend.outputs(self.seen(self._weights), inputs)
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        """The model's outputs for torch tensors, in order or by name, as in evaluation."""
+        return self._backend.outputs(self.seen(self._weights), named or inputs)
 
     def show(self, weights: Mapping[str, Any]) -> None:
         """There are new weights."""
@@ -153,7 +153,9 @@ class Mirror(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> Mirror:
         """A module of its own with the same weights; it computes with the same backend."""
         self.refresh()
-        copied = Mirror(self._backend, self._weights)
+        # arrays of its own: a step may reuse the memory of those that it is given
+        weights = self._backend.map(self._backend.copy_of, self._weights)
+        copied = Mirror(self._backend, weights)
         copied.training = self.training
         memo[id(self)] = copied
         return copied

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 from engine.arrays import is_array
 from engine.errors import ConfigurationError
+from engine.evaluating import call
 from engine.gradients import clip_grad_norm, clip_grad_value, grad_norm, scale_grads
 from engine.memory import recompute_activations
 from engine.precision import Precision
@@ -178,12 +179,7 @@ class TorchBackend:
 
     def forward(self, model: nn.Module, batch: TrainingBatch) -> Any:
         """What the model gives for the batch's inputs."""
-        inputs = batch.inputs
-        if isinstance(inputs, Tensor):
-            return model(inputs)
-        if isinstance(inputs, Mapping):
-            return model(**inputs)
-        return model(*inputs) if isinstance(inputs, (tuple, list)) else model(inputs)
+        return call(model, batch.inputs)
 
     def _evaluate(self, model: Any, batch: TrainingBatch, strategy: TrainingStrategy) -> tuple[Any, Tensor]:
         try:

@@ -35,7 +35,7 @@ class LoggedEvent(msgspec.Struct, omit_defaults=True, gc=False):
     iteration: int = 0
     payload: Any = None
     output: Any = None  # ITERATION_COMPLETED: the scalars of the step's output
-    metrics: Any = None  # EPOCH_COMPLETED and VALIDATION_COMPLETED: state.metrics after every receiver
+    metrics: Any = None  # of epochs, validations, rollouts and POLICY_UPDATED: state.metrics after every receiver
     lr: Any = None  # ITERATION_COMPLETED: the rates of the last update, or of the engine's optimizer then
     error: Any = None  # what a receiver raised
     observed: Any = None  # fields of the payload that are measured: times, throughput

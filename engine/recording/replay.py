@@ -42,9 +42,10 @@ class Replay(ReplayedEngine):
     counters, learning rates. `engines` has the log's other engines, on the same bus. What a resumed run has computed
     again is played as it was in the end. Sampled or thinned events are missing here, too, and in counters of them.
 
-    A log does not say in which handler an event was fired. Validations, and the events of engines that they run, are
-    taken to come before the handlers of ITERATION_COMPLETED, EPOCH_COMPLETED or COMPLETED that they were fired in, as
-    a Trainer makes them; METRICS_LOGGED before its phase OBSERVE, CHECKPOINT_SAVED before its phase PERSIST.
+    A log does not say in which handler an event was fired. Validations, the events of engines that they run, and
+    POLICY_UPDATED are taken to come before the handlers of ITERATION_COMPLETED, EPOCH_COMPLETED or COMPLETED that they
+    were fired in, as a Trainer makes them; METRICS_LOGGED before its phase OBSERVE, CHECKPOINT_SAVED before its phase
+    PERSIST. Rollouts come between two iterations.
 
     Args:
         path: a run folder, its folder `events`, or an open log.

@@ -29,7 +29,7 @@ __all__ = [
 Place = tuple[float, float]  # of a handler in an event: its phase and its position there
 FIRST, LAST = (float(Phase.COMPUTE), float("-inf")), (float(Phase.PERSIST) + 1, 0.0)
 
-# the loop's own and the step's, which are never fired in a handler of the same engine's
+# the loop's own, those of its data and the step's, which are never fired in a handler of the same engine's
 _LOOP = frozenset(
     event.value
     for event in (
@@ -38,12 +38,15 @@ _LOOP = frozenset(
         *(Events.ITERATION_STARTED, Events.ITERATION_COMPLETED, Events.INTERRUPT, Events.TERMINATE),
         *(Events.TERMINATE_SINGLE_EPOCH, Events.EXCEPTION_RAISED, Events.PREEMPTED, Events.CHECKPOINT_LOADED),
         *(Events.GRADIENTS_READY, Events.OPTIMIZER_STEP_COMPLETED),
+        # between two iterations, while the next batch is got: a log need not hold what they come behind
+        *(Events.ROLLOUT_STARTED, Events.REWARDS_COMPUTED, Events.ROLLOUT_COMPLETED),
     )
 )
 _HOSTS = frozenset(
     event.value for event in (Events.ITERATION_COMPLETED, Events.EPOCH_COMPLETED, Events.COMPLETED)
 )  # in whose handlers others are fired
 _VALIDATION = (Events.VALIDATION_STARTED.value, Events.VALIDATION_COMPLETED.value)
+_COMPUTED = (*_VALIDATION, Events.POLICY_UPDATED.value)  # before all else in the event that they are fired in
 _LOGS = (Events.METRICS_LOGGED.value, Events.MEDIA_LOGGED.value, Events.ANOMALY_DETECTED.value)
 _FREQUENT = (
     *(Events.GET_BATCH_STARTED, Events.GET_BATCH_COMPLETED, Events.ITERATION_STARTED, Events.ITERATION_COMPLETED),
@@ -87,7 +90,7 @@ class Open:
 
     def place_of(self, other: LoggedEvent) -> Place:
         """Before which of this event's handlers the other one was fired."""
-        if self.validating or other.event in _VALIDATION:
+        if self.validating or other.event in _COMPUTED:
             return float(Phase.COMPUTE), 0.0
         if other.engine != self.event.engine:
             return float(Phase.ACT), 0.0

@@ -31,7 +31,13 @@ BOUNDS = ("max_epochs", "max_iters", "epoch_length")
 
 _ITERATED = Events.ITERATION_COMPLETED.value
 _OUTPUTS = frozenset({Events.ITERATION_STARTED.value, _ITERATED})
-_METRICS = frozenset({Events.EPOCH_COMPLETED.value, Events.VALIDATION_COMPLETED.value})
+_METRICS = frozenset(
+    event.value
+    for event in (
+        *(Events.EPOCH_COMPLETED, Events.VALIDATION_COMPLETED),
+        *(Events.ROLLOUT_COMPLETED, Events.POLICY_UPDATED),
+    )
+)
 _RATES = frozenset({_ITERATED, Events.OPTIMIZER_STEP_COMPLETED.value})
 _ENDS = frozenset({Events.STARTED.value, Events.TERMINATE.value, Events.EXCEPTION_RAISED.value})
 
@@ -75,7 +81,7 @@ class ReplayedState(State):
         self._metrics: dict[str, Any] = {}
         self._shown: Any = None  # the logged metrics that are among them
         super().__init__(engine)
-        for name in (*BOUNDS, "update", "validation_round", "save", "stop_reason"):
+        for name in (*BOUNDS, "update", "validation_round", "rollout_round", "save", "stop_reason"):
             del self.__dict__[name]  # __getattr__ answers
 
     def _event(self) -> LoggedEvent:

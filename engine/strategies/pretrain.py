@@ -5,24 +5,31 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
-from engine.arrays import Array, require_tensor
+from engine.arrays import Array, on_host
 from engine.errors import ConfigurationError
 from engine.losses import check_first_batch, get_loss
 from engine.metrics import bits_per_byte, perplexity
 from engine.protocols import TrainingBatch
+from engine.sequences import IGNORED, restart_positions
+from engine.strategies.language import LanguageStrategy, logits_of
 
 __all__ = ["PretrainStrategy"]
 
 Number = TypeVar("Number", float, Tensor)
 
 
-class PretrainStrategy:
+class PretrainStrategy(LanguageStrategy):
     """Predict each token from those before it.
 
     A batch is a tensor of token numbers, shape (batch, length + 1), or a mapping with one under "input_ids". The model
     takes (batch, length) tokens and gives logits of shape (batch, length, vocabulary).
+
+    Where rows hold several documents, they are kept apart: by "position_ids" in the mapping, which begin at 0 with each
+    (as `engine.sequences.pack` makes them), or by the token that ends a document. The model gets position_ids, so that
+    no document sees another, and a document's first token is predicted from nothing.
 
     Training and validation report the loss, perplexity, and bits_per_byte where the length of a token is known.
 
@@ -30,9 +37,11 @@ class PretrainStrategy:
         unit: what a token is, "token" or "byte"; the loss is in nats a unit.
         bytes_per_token: mean length of a token in the text, bytes; 1 where the unit is a byte.
         loss_options: keywords of `engine.losses.cross_entropy`, such as z_loss, or chunk_size for a large vocabulary.
+        separator: the token that ends each document; None takes each row for one, unless it comes with position_ids.
 
     Raises:
-        ConfigurationError: another unit, a length that is no positive number, or an unknown option.
+        ConfigurationError: another unit, a length that is no positive number, an unknown option, or a separator that is
+            no token.
     """
 
     def __init__(
@@ -40,45 +49,58 @@ class PretrainStrategy:
         unit: str = "token",
         bytes_per_token: float | None = None,
         loss_options: Mapping[str, Any] | None = None,
+        separator: int | None = None,
     ) -> None:
+        super().__init__()
+        if separator is not None and (not isinstance(separator, int) or isinstance(separator, bool) or separator < 0):
+            raise ConfigurationError(f"PretrainStrategy(separator={separator!r}): needs the number of a token")
         if unit not in ("token", "byte"):
             raise ConfigurationError(f"PretrainStrategy(unit={unit!r}): choose 'token' or 'byte'")
         if bytes_per_token is None and unit == "byte":
             bytes_per_token = 1.0
         if bytes_per_token is not None:
             bits_per_byte(0.0, bytes_per_token)  # refuses a wrong length now, not at the first log point
-        self.unit = unit
+        self.unit, self.separator = unit, separator
         self.bytes_per_token = bytes_per_token
         self.loss_unit = f"nats/{unit}"
         self._loss = get_loss("cross_entropy", **(loss_options or {}))
-        self.check_values = True  # of tokens, which waits for the device: see TrainingStrategy
 
     def prepare_batch(self, batch: Any) -> TrainingBatch:
         """Inputs are all tokens but the last, targets all but the first: torch tensors, whatever computes afterwards.
 
         Raises:
             TypeError: no tensor of such a shape, or an array of another library.
+            ValueError: rows longer than the model's context, fields of other shapes, or nothing to be learnt.
         """
         if isinstance(batch, TrainingBatch):
             return batch
-        tokens = batch
-        if isinstance(batch, Mapping):
-            if "input_ids" not in batch:
-                raise TypeError(
-                    f"PretrainStrategy: a batch with {', '.join(map(str, batch)) or 'no field'} lacks 'input_ids'; let "
-                    "the loader give the tokens under that name, or as a tensor"
-                )
-            tokens = batch["input_ids"]
+        fields = batch if isinstance(batch, Mapping) else {"input_ids": batch}
+        if "input_ids" not in fields:
+            raise TypeError(
+                f"PretrainStrategy: a batch with {', '.join(map(str, batch)) or 'no field'} lacks 'input_ids'; let "
+                "the loader give the tokens under that name, or as a tensor"
+            )
+        tokens = fields["input_ids"]
         if isinstance(tokens, (tuple, list)) and len(tokens) == 1:
             tokens = tokens[0]
-        if not isinstance(tokens, Tensor) or tokens.ndim != 2 or tokens.shape[1] < 2:
-            require_tensor("PretrainStrategy", "tokens", tokens)
-            shape = tuple(tokens.shape) if isinstance(tokens, Tensor) else type(tokens).__name__
-            raise TypeError(
-                f"PretrainStrategy: a batch is a tensor of token numbers, shape (batch, length + 1), not {shape}"
-            )
+        tokens = self._tokens("tokens", tokens)
         rows, length = tokens.shape
-        return TrainingBatch(tokens[:, :-1], tokens[:, 1:], rows, rows * (length - 1))
+        positions = self._positions(fields, tokens)
+        if positions is None and self.separator is not None:
+            positions = restart_positions(tokens, self.separator)
+        if positions is None and "attention_mask" not in fields:
+            return TrainingBatch(self._inputs(tokens[:, :-1]), tokens[:, 1:], rows, rows * (length - 1))
+        targets = self._without_padding(fields, tokens)[:, 1:]
+        seen = None
+        if positions is not None:
+            targets, seen = torch.where(positions[:, 1:] == 0, IGNORED, targets), positions[:, :-1]
+        learnt = targets != IGNORED
+        if (self.check_values or on_host(learnt)) and not learnt.any():
+            raise ValueError(
+                "PretrainStrategy: nothing is to be learnt of this batch: each of its tokens begins a document or is "
+                "padding; look at the separator and at the masks"
+            )
+        return TrainingBatch(self._inputs(tokens[:, :-1], seen), targets, rows, rows * (length - 1), learnt.sum())
 
     def check_batch(self, outputs: Any, batch: TrainingBatch) -> None:
         """Refuse tokens that are not in the vocabulary; it waits for the device.
@@ -90,13 +112,13 @@ class PretrainStrategy:
         Raises:
             ValueError: it names the first such token, where it stands, and how many there are.
         """
-        check_first_batch(self._loss, outputs, batch.targets)
+        check_first_batch(self._loss, logits_of(outputs), batch.targets)
 
     def compute_loss(self, outputs: Any, batch: TrainingBatch) -> Array:
         """Cross entropy, nats a token, shape ()."""
         if self.check_values:
             self.check_batch(outputs, batch)
-        return self._loss(outputs, batch.targets)
+        return self._loss(logits_of(outputs), batch.targets)
 
     def compute_metrics(self, outputs: Any, batch: TrainingBatch) -> Mapping[str, Tensor]:
         """None that need the outputs: see `derive_metrics`."""

@@ -15,7 +15,7 @@ from engine.cadence import Every
 from engine.errors import ConfigurationError, RunFolderError, unknown_name
 from engine.events import Event, Events
 from engine.loop import Engine
-from engine.payloads import MediaLogged, ValidationCompleted
+from engine.payloads import MediaLogged, PolicyUpdated, RolloutCompleted, ValidationCompleted
 from engine.subscription import OnError
 from handlers.attachment import Attachment
 from handlers.monitoring import check_every
@@ -123,6 +123,10 @@ class MetricLogger:
         """VALIDATION_COMPLETED; by default its metrics are logged as any."""
         self.log_metrics(engine, validation.metrics)
 
+    def log_rollout(self, engine: Engine, rollout: RolloutCompleted | PolicyUpdated) -> None:
+        """ROLLOUT_COMPLETED, and POLICY_UPDATED behind it; by default their metrics are logged as any."""
+        self.log_metrics(engine, rollout.metrics)
+
     def log_media(self, engine: Engine, media: MediaLogged) -> None:
         """MEDIA_LOGGED; a logger that does not override this keeps nobody busy drawing pictures."""
 
@@ -162,6 +166,7 @@ class MetricLogger:
         else:
             hear(reading_events(self.every, self._clock), self._on_reading)
         hear(Events.VALIDATION_COMPLETED, self._on_validation)
+        hear(Events.ROLLOUT_COMPLETED | Events.POLICY_UPDATED, self._on_rollout)
 
     def _on_started(self, engine: Engine, event: Event) -> None:
         self._last_read = None
@@ -186,6 +191,10 @@ class MetricLogger:
     def _on_validation(self, engine: Engine, event: Event) -> None:
         self._begin(engine, event)
         self.log_validation(engine, event.payload)
+
+    def _on_rollout(self, engine: Engine, event: Event) -> None:
+        self._begin(engine, event)
+        self.log_rollout(engine, event.payload)
 
     def _on_media(self, engine: Engine, event: Event) -> None:
         self._begin(engine, event)

@@ -15,7 +15,7 @@ from engine.errors import unknown_name
 from engine.events import Event, Events
 from engine.logs import load_structlog
 from engine.loop import Engine
-from engine.payloads import ValidationCompleted
+from engine.payloads import PolicyUpdated, RolloutCompleted, ValidationCompleted
 from engine.subscription import OnError
 from handlers.loggers.base import MetricLogger
 from handlers.loggers.json_lines import finite
@@ -26,7 +26,7 @@ _TOLD_APART = 8  # values of one family in a line for people
 
 
 class ConsoleLogger(MetricLogger):
-    """One line for each METRICS_LOGGED and VALIDATION_COMPLETED, and for the start and the end of a run.
+    """A line for each METRICS_LOGGED, validation, rollout and POLICY_UPDATED, and for the start and the end of a run.
 
     On a bus each line names its engine. Lines go round a tqdm bar on the same stream. structlog renders them; its
     global configuration is neither read nor changed.
@@ -67,6 +67,12 @@ class ConsoleLogger(MetricLogger):
 
     def log_validation(self, engine: Engine, validation: ValidationCompleted) -> None:
         self._write(engine, "validation", {**_place(engine), **validation.metrics, "seconds": validation.seconds})
+
+    def log_rollout(self, engine: Engine, rollout: RolloutCompleted | PolicyUpdated) -> None:
+        if isinstance(rollout, RolloutCompleted):
+            self._write(engine, "rollout", {**_place(engine), **rollout.metrics, "seconds": rollout.seconds})
+        else:
+            self._write(engine, "policy", {**_place(engine), **rollout.metrics})
 
     def _subscribe(self, hear: Callable[..., None]) -> None:
         self._hear_metrics(hear)

@@ -26,7 +26,7 @@ _Cells = dict[str, str]  # of a row, by column
 
 
 class CSVLogger(MetricLogger):
-    """Keeps FOLDER/metrics.csv: a row for each iteration that logs metrics, and one for each validation.
+    """Keeps FOLDER/metrics.csv: a row for each iteration that logs metrics or a rollout, and for each validation.
 
     The columns are iteration, epoch, and one for each metric in the order in which they were first met; floats are
     exact. What an engine logs at one iteration in several events stands in one row, unless a value has changed. Each

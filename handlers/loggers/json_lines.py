@@ -13,7 +13,7 @@ from engine.cadence import Every
 from engine.errors import RunFolderError
 from engine.events import Events
 from engine.loop import Engine
-from engine.payloads import MediaLogged, ValidationCompleted
+from engine.payloads import MediaLogged, PolicyUpdated, RolloutCompleted, ValidationCompleted
 from engine.subscription import OnError
 from handlers.loggers.base import MetricLogger
 from handlers.loggers.text_file import Backlog, drop_unfinished_line, write_end
@@ -23,7 +23,7 @@ __all__ = ["JSONLinesLogger", "finite"]
 
 
 class JSONLinesLogger(MetricLogger):
-    """Appends an object to FOLDER/metrics.jsonl for each event: metrics, validations, and texts among the media.
+    """Appends an object to FOLDER/metrics.jsonl for each event: metrics, validations, rollouts, texts.
 
     Each holds event, engine, epoch, iteration and time (seconds since 1970), then the metrics by their full names, or
     name and text. Floats are exact; NaN and infinities are the strings "NaN", "Infinity", "-Infinity". Each line is on
@@ -83,6 +83,10 @@ class JSONLinesLogger(MetricLogger):
 
     def log_validation(self, engine: Engine, validation: ValidationCompleted) -> None:
         self._append(engine, self.event.type, {**validation.metrics, "seconds": validation.seconds})
+
+    def log_rollout(self, engine: Engine, rollout: RolloutCompleted | PolicyUpdated) -> None:
+        seconds = {"seconds": rollout.seconds} if isinstance(rollout, RolloutCompleted) else {}
+        self._append(engine, self.event.type, {**rollout.metrics, **seconds})
 
     def log_media(self, engine: Engine, media: MediaLogged) -> None:
         if media.kind == "text":

@@ -13,8 +13,10 @@ from typing import Any
 import handlers
 from engine.errors import ConfigurationError, MetricNotFoundError, PulsetrainError
 from engine.events import Events
+from engine.metrics import canonical
 from engine.recording import EventLog
 from engine.recording.replay import Replay, Stop
+from handlers.readings import METRIC_EVENTS
 from pulsetrain.building import build
 from pulsetrain.cli.command import command, no_settings
 from pulsetrain.cli.pipe import until_closed
@@ -163,12 +165,24 @@ def _what_if(folder: Path, log: EventLog, text: str, handler: Any, engine: str |
 
 def _check_metric(log: EventLog, replay: Replay, handler: Any) -> None:
     metric = getattr(handler, "metric", None)
-    validated = next(log.read(engine=replay.name, event=Events.VALIDATION_COMPLETED.value), None)
-    if isinstance(metric, str) and validated is None:
-        raise MetricNotFoundError(
-            f"{type(handler).__name__}(metric={metric!r}): this metric does not exist: no validation of "
-            f"{replay.name!r} is in the log"
-        )
+    if not isinstance(metric, str):
+        return
+    place, known, has_rollouts = type(handler).__name__, dict[str, Any](), False
+    for event in log.read(engine=replay.name, event={event.value for event in METRIC_EVENTS}):
+        metrics = event.payload.get("metrics") if type(event.payload) is dict else None
+        known |= metrics if type(metrics) is dict else {}
+        has_rollouts = has_rollouts or event.event != Events.VALIDATION_COMPLETED.value
+        if not has_rollouts or _flat(metric) in map(_flat, known):
+            return  # of what a validation lacks the handler will tell
+    if known:  # a rollout may lack a metric, but not each of them
+        canonical(metric, known, place=place)
+    raise MetricNotFoundError(
+        f"{place}(metric={metric!r}): this metric does not exist: no validation of {replay.name!r} is in the log"
+    )
+
+
+def _flat(name: str) -> str:
+    return name.replace("/", "_")
 
 
 def _keep_apart(text: str, spec: Mapping[str, Any]) -> None:

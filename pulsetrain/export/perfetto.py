@@ -12,7 +12,7 @@ import msgspec
 
 from engine.events import Events
 from engine.recording import EventLog, LoggedEvent
-from pulsetrain.export.scalars import RETOLD, scalars_of
+from pulsetrain.export.scalars import FirstHand
 
 __all__ = ["trace_events", "write_perfetto"]
 
@@ -23,13 +23,14 @@ _SPANS = (
     (Events.ITERATION_STARTED, Events.ITERATION_COMPLETED, "iteration", 2),
     (Events.VALIDATION_STARTED, Events.VALIDATION_COMPLETED, "validation", 3),
     (Events.GET_BATCH_STARTED, Events.GET_BATCH_COMPLETED, "batch", 3),
+    (Events.ROLLOUT_STARTED, Events.ROLLOUT_COMPLETED, "rollout", 4),
 )
 _BEGINS = {first.value: (name, depth) for first, _, name, depth in _SPANS}
 _ENDS = {last.value: (name, depth) for _, last, name, depth in _SPANS}
 _BROKEN_OFF = frozenset({Events.EXCEPTION_RAISED.value})  # ends whatever lasts
 _SAVED = Events.CHECKPOINT_SAVED.value
 _COUNTED = frozenset({Events.GRADIENTS_READY.value, Events.OPTIMIZER_STEP_COMPLETED.value})  # told by counters alone
-_COUNTERS = ("learning_rate", "grad_norm")
+_COUNTERS = ("learning_rate", "grad_norm", "return", "reward", "kl")
 _PROCESS = 1
 _SAVES = 1000  # thread ids of the tracks of checkpoints, which may overlap with the training
 
@@ -95,7 +96,7 @@ class _Trace:
         self._lasting: dict[str, list[Span]] = {}
         self._saved: dict[str, int] = {}  # when an engine's last checkpoint was there
         self._counted: dict[str, float] = {}  # what each counter shows
-        self._told: set[str] = set()  # scalars that were told first hand
+        self._first_hand = FirstHand()
 
     def of(self, event: LoggedEvent) -> Iterator[dict[str, Any]]:
         if self._start < 0:
@@ -147,13 +148,8 @@ class _Trace:
         yield {**made, "dur": (self._now - start) / 1e3}
 
     def _counters(self, event: LoggedEvent) -> Iterator[dict[str, Any]]:
-        scalars = scalars_of(event, self._main)
-        if event.event not in RETOLD:
-            self._told.update(scalars)
-        for name, value in scalars.items():
+        for name, value in self._first_hand.of(event, self._main).items():
             if not name.endswith("loss") and name.rpartition("/")[2] not in _COUNTERS:
-                continue
-            if event.event in RETOLD and name in self._told:
                 continue
             if value != self._counted.get(name) and math.isfinite(value):  # JSON has no NaN
                 self._counted[name] = value

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import msgspec
+
 from engine.events import Events
 from engine.recording import LoggedEvent
 from engine.recording.replay_payloads import plain
 from handlers.fingerprints import FingerprintEvents
+from handlers.readings import METRIC_EVENTS
 
-__all__ = ["RETOLD", "scalars_of"]
+__all__ = ["RETOLD", "FirstHand", "scalars_of"]
 
 # means over iterations, and metrics that may be of an earlier validation: what others tell first hand is theirs to tell
 RETOLD = frozenset({Events.METRICS_LOGGED.value, Events.EPOCH_COMPLETED.value})
@@ -22,6 +25,7 @@ _NOT_MEASURED = frozenset(
 )
 _FULL = frozenset({Events.GRADIENTS_READY.value})  # whose fields are full names by themselves
 _UPDATED = Events.OPTIMIZER_STEP_COMPLETED.value
+_ROUNDS = frozenset(event.value for event in METRIC_EVENTS)
 _RATE = "learning_rate"
 
 
@@ -57,6 +61,32 @@ def scalars_of(event: LoggedEvent, main: str) -> dict[str, float]:
                     _put(found, f"{prefix}{kind}/{name}", value)
     _add_rates(found, prefix, event.lr)
     return found
+
+
+class FirstHand:
+    """Picks from the events of a log, one by one, the numbers that no event before has told first hand.
+
+    RETOLD events give what nobody else tells. Behind a validation or a rollout `state.metrics` holds what earlier ones
+    have told as well: only what no payload tells is first hand there.
+    """
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+        self._beside: set[str] = set()  # told by `state.metrics` alone
+
+    def of(self, event: LoggedEvent, main: str) -> dict[str, float]:
+        """Those of `scalars_of` that this event is to tell."""
+        scalars, told, beside = scalars_of(event, main), self._told, self._beside
+        if event.event in RETOLD:
+            return {name: value for name, value in scalars.items() if name not in told and name not in beside}
+        if event.event in _ROUNDS and event.metrics is not None:
+            own = scalars_of(msgspec.structs.replace(event, metrics=None), main)
+            scalars = {name: value for name, value in scalars.items() if name in own or name not in told}
+            told.update(own)
+            beside.update(scalars)
+        else:
+            told.update(scalars)
+        return scalars
 
 
 def _add(found: dict[str, float], prefix: str, values: Any) -> None:

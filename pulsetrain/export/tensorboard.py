@@ -8,7 +8,7 @@ from typing import Any
 
 from engine.errors import ConfigurationError
 from engine.recording import EventLog
-from pulsetrain.export.scalars import RETOLD, scalars_of
+from pulsetrain.export.scalars import FirstHand
 
 __all__ = ["write_tensorboard"]
 
@@ -36,19 +36,16 @@ def write_tensorboard(log: EventLog, folder: Path) -> int:
     writer_module, event_pb2, summary_pb2 = _modules()
     main = log.main_engine
     steps: dict[str, int] = {}  # the last of each name
-    told: set[str] = set()  # first hand
+    first_hand = FirstHand()
     count = 0
     writer = writer_module.EventFileWriter(str(folder), max_queue_size=QUEUE)
     try:
         for event in log.read():
-            scalars = scalars_of(event, main)
-            if event.event not in RETOLD:
-                told.update(scalars)
             by_step: dict[int, list[Any]] = {}
-            for name, value in scalars.items():
+            for name, value in first_hand.of(event, main).items():
                 last = steps.get(name, -1)
                 step = event.iteration if event.engine == main else max(event.iteration, last + 1)
-                if step == last or (event.event in RETOLD and name in told):
+                if step == last:
                     continue
                 steps[name] = step
                 by_step.setdefault(step, []).append(summary_pb2.Summary.Value(tag=name, simple_value=value))

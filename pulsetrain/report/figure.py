@@ -22,7 +22,7 @@ PALETTE = ("#2563eb", "#d97706", "#059669", "#9333ea", "#0891b2", "#be185d", "#6
 INK, MUTED, GRID, ALARM = "#1f2937", "#6b7280", "#e5e7eb", "#dc2626"
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 KINDS = {"completed": "circle", "stopped": "square", "failed": "x", "fork": "diamond", "best": "star"}
-SYMBOLS = dict(zip(ROWS, ("triangle-right", "line-ns", "circle", "square", "x"), strict=True))
+SYMBOLS = dict(zip(ROWS, ("triangle-right", "line-ns", "triangle-up", "circle", "square", "x"), strict=True))
 ALL_POINTS = 240_000  # of all curves together: what a browser draws without delay
 HOVER = "%{y:.6g}  <i>at %{x:,d}</i>"
 MARKED = 60  # points of a curve over all iterations that have a marker each; so few are not smoothed

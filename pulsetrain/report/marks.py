@@ -7,7 +7,14 @@ from dataclasses import dataclass
 
 __all__ = ["ROWS", "Mark", "Marks"]
 
-ROWS = ("start and end", "epochs", "validations", "checkpoints", "anomalies")  # of the timeline, from its top
+ROWS = (
+    "start and end",
+    "epochs",
+    "rollouts",
+    "validations",
+    "checkpoints",
+    "anomalies",
+)  # from the top
 LIMIT = 1000  # marks of one row and run
 
 

@@ -17,7 +17,10 @@ __all__ = ["page_of"]
 # Nothing but what stands in the page itself may be loaded, whatever a run's names hold.
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 LOWER = ("loss", "perplexity", "ppl", "error", "mae", "mse", "rmse", "bits_per_byte", "nll", "wer", "cer", "fid")
-HIGHER = ("accuracy", "acc", "f1", "auc", "precision", "recall", "score", "reward", "bleu", "rouge", "iou", "map", "r2")
+HIGHER = (
+    "accuracy", "acc", "f1", "auc", "precision", "recall", "score", "reward", "return", "bleu", "rouge", "iou", "map",
+    "r2",
+)  # fmt: skip
 SHOWN_DAMAGE = 12
 SHORT = 8  # rows of the best values that are shown at once
 STATES = {"completed": "completed", "stopped": "stopped", "failed": "failed", "open": "not ended"}
@@ -99,8 +102,9 @@ def _lineage(parent: Mapping[str, Any], runs: Sequence[ReportedRun]) -> str:
 
 
 def _best(runs: Sequence[ReportedRun]) -> Iterator[str]:
-    """A table of the best value of each metric that was validated, with the best of all runs marked."""
-    names = dict.fromkeys(name for run in runs for name in run.record.validated)
+    """A table of the best value of each metric of validations and rollouts, with the best of all runs marked."""
+    validated = dict.fromkeys(name for run in runs for name in run.record.validated)
+    names = validated | dict.fromkeys(name for run in runs for name in run.record.rolled_out)
     rows = []
     for name in names:
         for which in _directions(name):
@@ -112,7 +116,8 @@ def _best(runs: Sequence[ReportedRun]) -> Iterator[str]:
             cells = "".join(_best_cell(each, top, len(runs)) for each in found)
             rows.append(f'<tr><th scope="row">{escape(name)} <small>{which}</small></th>{cells}</tr>')
     if rows:
-        yield _folded("Best validation values", _grid(_heads(runs), rows, "best"), open=len(rows) <= SHORT)
+        title = "Best validation values" if len(names) == len(validated) else "Best values"
+        yield _folded(title, _grid(_heads(runs), rows, "best"), open=len(rows) <= SHORT)
 
 
 def _best_cell(found: tuple[float, int] | None, top: float, runs: int) -> str:

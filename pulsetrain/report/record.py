@@ -46,6 +46,7 @@ class RunRecord:
         self.engine = log.main_engine
         self.curves: dict[str, Curve] = {}
         self.validated: dict[str, None] = {}  # names of metrics that validations gave, in their order
+        self.rolled_out: dict[str, None] = {}  # those that rollouts gave
         self.marks = {row: Marks() for row in ROWS}
         self.iteration = self.epoch = 0
         self.first_iteration: int | None = None
@@ -77,6 +78,8 @@ class RunRecord:
         of_any: dict[str, Callable[[LoggedEvent], None]] = {
             Events.METRICS_LOGGED.value: self._on_metrics,
             Events.VALIDATION_COMPLETED.value: self._on_validation,
+            Events.ROLLOUT_COMPLETED.value: self._on_rollout,
+            Events.POLICY_UPDATED.value: self._on_metrics,
             Events.EPOCH_COMPLETED.value: self._on_epoch,
             Events.EXCEPTION_RAISED.value: self._on_exception,
             Events.HANDLER_FAILED.value: self._on_handler_failed,
@@ -132,13 +135,19 @@ class RunRecord:
             self._put(name, value)
 
     def _on_validation(self, event: LoggedEvent) -> None:
+        self._mark("validations", f"validated: {self._put_round(event, self.validated)}")
+
+    def _on_rollout(self, event: LoggedEvent) -> None:
+        self._mark("rollouts", f"rollout: {self._put_round(event, self.rolled_out)}")
+
+    def _put_round(self, event: LoggedEvent, names: dict[str, None]) -> str:
+        """Its metrics as curves, and their names among these; gives what a mark tells of them."""
         metrics = _metrics(event.payload)
         for name, value in metrics.items():
             name = name if event.engine == self.engine else f"{event.engine}: {name}"
-            self.validated[name] = None
+            names[name] = None
             self._put(name, value)
-        shown = ", ".join(f"{name} {_number(value)}" for name, value in list(metrics.items())[:6])
-        self._mark("validations", f"validated: {shown or 'no metrics'}")
+        return ", ".join(f"{name} {_number(value)}" for name, value in list(metrics.items())[:6]) or "no metrics"
 
     def _on_epoch(self, event: LoggedEvent) -> None:
         if event.engine == self.engine:

@@ -6,7 +6,13 @@ import torch
 from torch import nn
 
 from engine import Engine, EventBus, Events
-from engine.payloads import MetricsLogged, OptimizerStepCompleted, ValidationCompleted
+from engine.payloads import (
+    MetricsLogged,
+    OptimizerStepCompleted,
+    PolicyUpdated,
+    RolloutCompleted,
+    ValidationCompleted,
+)
 
 
 class ManualClock:
@@ -52,6 +58,21 @@ def validated(engine: Engine, metrics: Mapping[str, float]) -> None:
     engine.fire(Events.VALIDATION_STARTED)
     engine.state.metrics.update(metrics)
     engine.fire(Events.VALIDATION_COMPLETED, ValidationCompleted(metrics=metrics, seconds=0.5))
+
+
+def rolled_out(engine: Engine, metrics: Mapping[str, float]) -> None:
+    engine.fire(Events.ROLLOUT_STARTED)
+    engine.state.metrics.update(metrics)
+    engine.fire(Events.ROLLOUT_COMPLETED, RolloutCompleted(metrics=metrics, seconds=0.5))
+
+
+def policy_updated(engine: Engine, metrics: Mapping[str, float]) -> None:
+    engine.state.metrics.update(metrics)
+    engine.fire(Events.POLICY_UPDATED, PolicyUpdated(metrics=metrics))
+
+
+def roll_out_before_each_batch(engine: Engine, rounds: list[Mapping[str, float]]) -> None:
+    engine.add_event_handler(Events.GET_BATCH_STARTED, lambda: rolled_out(engine, rounds[engine.state.rollout_round]))
 
 
 def log_each_iteration(engine: Engine, make: Callable[[int], Mapping[str, float]]) -> None:

@@ -165,7 +165,7 @@ def test_a_run_that_validated_nothing_says_so():
     with capture_logs() as logs:
         engine.run([0], max_epochs=1)
     assert [line["event"] for line in logs] == [
-        "BestModel has kept nothing: no validation gave a number that could be the best"
+        "BestModel has kept nothing: no validation or rollout gave a number that could be the best"
     ]
     assert engine.weight == 1.0
 

@@ -2,10 +2,11 @@ import inspect
 import math
 
 import pytest
-from driving import make_engine, validate_each_epoch
+from driving import make_engine, rolled_out, validate_each_epoch
+from structlog.testing import capture_logs
 
 import handlers
-from engine import Every
+from engine import Events, Every
 from engine.errors import ConfigurationError, MetricNotFoundError
 from handlers import BestModel, Checkpointer, EarlyStopping, ReduceLROnPlateau
 from handlers.best_value import is_better
@@ -65,6 +66,56 @@ def test_a_metric_that_does_not_come_is_named_with_those_that_exist_at_the_end_o
 def test_a_trainer_that_never_validates_is_refused(name, tmp_path):
     with pytest.raises(ConfigurationError, match=rf"{name}\(metric='val/los'\): waits for a validation"):
         trainer({"max_epochs": 3}, handlers=[JUDGES[name](tmp_path)])
+
+
+class Acting:
+    """Data that a policy makes."""
+
+    fires_rollouts = True
+
+    def attach(self, run):
+        pass
+
+    def __iter__(self):
+        return iter(loader(8))
+
+
+JUDGE = {
+    "EarlyStopping": EarlyStopping,
+    "ReduceLROnPlateau": ReduceLROnPlateau,
+    "BestModel": BestModel,
+    "Checkpointer": lambda metric: Checkpointer("unused", metric=metric),
+}
+
+
+@pytest.mark.parametrize("name", JUDGE)
+@pytest.mark.parametrize("metric", ["val/loss", "val_loss"])
+def test_rollouts_tell_no_metric_of_a_validation(name, metric, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigurationError, match=r"waits for a validation.*'rollout/return'"):
+        trainer({"max_epochs": 3}, train_loader=Acting(), handlers=[JUDGE[name](metric)])
+
+
+@pytest.mark.parametrize("name", JUDGE)
+def test_a_trainer_with_rollouts_may_be_judged_by_them(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = trainer({"max_epochs": 3}, train_loader=Acting(), handlers=[JUDGE[name]("rollout/return")])
+    assert run.hears(Events.ROLLOUT_COMPLETED)
+    assert run.hears(Events.POLICY_UPDATED)
+
+
+@pytest.mark.parametrize("name", JUDGES)
+def test_a_metric_that_no_rollout_has_told_is_said_at_the_end(name, tmp_path):
+    run = trainer({"max_epochs": 1}, train_loader=Acting())
+    handler = JUDGES[name](tmp_path)
+    handler.metric = "rollout/retrun"
+    handler.attach(run)
+    run.on(Events.EPOCH_STARTED)(lambda: rolled_out(run, {"rollout/return": 1.0}))
+    with capture_logs() as logs:
+        run.train()
+    said = [line for line in logs if line["event"].startswith(f"{name} has ")]
+    assert len(said) == 1
+    assert name == "BestModel" or "did you mean 'rollout/return'?" in said[0]["reason"]
 
 
 def test_an_engine_of_ones_own_may_validate_by_itself():

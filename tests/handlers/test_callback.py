@@ -1,6 +1,6 @@
 import pytest
 import torch
-from driving import make_engine, subscriptions, validate_each_epoch
+from driving import make_engine, roll_out_before_each_batch, subscriptions, validate_each_epoch
 
 from handlers import Callback, CallbackList
 
@@ -33,6 +33,12 @@ class Told(Callback):
     def on_validation_end(self, trainer, metrics):
         self.calls.append(f"validation end {metrics}")
 
+    def on_rollout_begin(self, trainer):
+        self.calls.append(f"rollout {trainer.state.rollout_round} begin")
+
+    def on_rollout_end(self, trainer, metrics):
+        self.calls.append(f"rollout end {metrics}")
+
 
 class StepEnd(Callback):
     def __init__(self):
@@ -59,6 +65,19 @@ def test_hooks_are_called_in_the_order_of_a_run():
         "validation end {'val/loss': 1.5}",
         "epoch 1 end",
         "train end",
+    ]
+
+
+def test_hooks_of_rollouts_are_called_before_the_batch_that_follows():
+    engine, told = make_engine(lambda i: {"loss": i}), Told()
+    roll_out_before_each_batch(engine, [{"rollout/return": 1.5}])
+    CallbackList([told]).attach(engine)
+    engine.run(["a"], max_epochs=1)
+    assert told.calls[1:5] == [
+        "epoch 1 begin",
+        "rollout 1 begin",
+        "rollout end {'rollout/return': 1.5}",
+        "step a",
     ]
 
 

@@ -5,7 +5,15 @@ import re
 
 import pytest
 import structlog
-from driving import UpdatingEngine, log, log_each_iteration, make_engine, validate_each_epoch
+from driving import (
+    UpdatingEngine,
+    log,
+    log_each_iteration,
+    make_engine,
+    policy_updated,
+    rolled_out,
+    validate_each_epoch,
+)
 from structlog.testing import capture_logs
 
 from engine import Engine, Events, Every
@@ -22,6 +30,17 @@ def logged(engine, logger_arguments, *, batches=2, epochs=1, target=None):
 def without_time(lines):
     assert all(re.match(r"\d\d:\d\d:\d\d ", line) for line in lines)
     return [re.sub(r"\s+", " ", line[9:]).strip() for line in lines]
+
+
+def test_a_line_for_each_rollout_and_each_update_of_the_policy():
+    engine, stream = make_engine(), io.StringIO()
+    ConsoleLogger(stream=stream).attach(engine)
+    rolled_out(engine, {"rollout/return": 1.23456})
+    policy_updated(engine, {"policy/kl": 0.125})
+    assert without_time(stream.getvalue().splitlines()) == [
+        "rollout epoch=0 iteration=0 rollout/return=1.235 seconds=0.5",
+        "policy epoch=0 iteration=0 policy/kl=0.125",
+    ]
 
 
 def test_one_line_for_each_log_point_and_validation_and_for_start_and_end():

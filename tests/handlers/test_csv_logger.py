@@ -4,7 +4,16 @@ import math
 import os
 
 import pytest
-from driving import UpdatingEngine, log, log_each_iteration, make_engine, validate_each_epoch, validated
+from driving import (
+    UpdatingEngine,
+    log,
+    log_each_iteration,
+    make_engine,
+    policy_updated,
+    rolled_out,
+    validate_each_epoch,
+    validated,
+)
 from structlog.testing import capture_logs
 
 from engine import Engine, Events, Every
@@ -59,6 +68,20 @@ def test_a_new_metric_widens_the_table_and_leaves_no_other_file(tmp_path):
         ["3", "2", "3.0", ""],
     ]
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.csv"]
+
+
+def test_a_rollout_stands_in_the_row_of_its_iteration(tmp_path):
+    engine = make_engine()
+    CSVLogger(tmp_path).attach(engine)
+    at(engine, 1, 1, {"train/loss": 2.0})
+    policy_updated(engine, {"policy/kl": 0.125})
+    rolled_out(engine, {"rollout/return": 4.0})
+    rolled_out(engine, {"rollout/return": 5.0})
+    assert rows(tmp_path) == [
+        ["iteration", "epoch", "train/loss", "policy/kl", "rollout/return"],
+        ["1", "1", "2.0", "0.125", "4.0"],
+        ["1", "1", "", "", "5.0"],
+    ]
 
 
 def test_what_is_no_number_is_written_as_such(tmp_path):

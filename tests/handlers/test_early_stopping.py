@@ -1,8 +1,9 @@
 import math
 
 import pytest
-from driving import make_engine, validate_each_epoch
+from driving import make_engine, policy_updated, roll_out_before_each_batch, rolled_out, validate_each_epoch, validated
 from ignite.handlers import EarlyStopping as IgniteEarlyStopping
+from structlog.testing import capture_logs
 
 from engine.errors import ConfigurationError, MetricNotFoundError
 from handlers import EarlyStopping
@@ -87,6 +88,46 @@ def test_a_metric_that_does_not_come_ends_the_first_validation_with_those_that_e
     ):
         engine.run([0], max_epochs=3)
     assert engine.state.epoch == 1
+
+
+def test_rollouts_are_judged_and_those_without_the_metric_are_passed_over():
+    engine = make_engine()
+    EarlyStopping("rollout/return", patience=2, mode="max").attach(engine)
+    told = [{}, {"rollout/return": 3.0}, {"rollout/length": 9.0}, {"rollout/return": 2.0}, {"rollout/return": 1.0}]
+    roll_out_before_each_batch(engine, [*told, {"rollout/return": 9.0}])
+    engine.run([0], max_epochs=6)
+    assert (engine.state.rollout_round, engine.state.iteration) == (5, 4)
+    assert engine.state.stop_reason == "early stopping: rollout/return has not improved on 3 for 2 rollouts"
+
+
+def test_what_updates_of_the_policy_tell_is_judged():
+    engine, stopping = make_engine(), EarlyStopping("policy_kl", patience=9)
+    stopping.attach(engine)
+    for value in (0.5, 0.25, 0.75):
+        policy_updated(engine, {"policy/kl": value})
+    assert (stopping.best_value, stopping.counter) == (0.25, 1)
+
+
+def test_a_metric_that_no_rollout_has_told_is_said_at_the_end():
+    engine = make_engine()
+    EarlyStopping("rollout/retrun", mode="max").attach(engine)
+    roll_out_before_each_batch(engine, [{"rollout/return": 1.0}] * 2)
+    with capture_logs() as logs:
+        engine.run([0], max_epochs=2)
+    (line,) = logs
+    assert line["event"] == "EarlyStopping has judged nothing"
+    assert "did you mean 'rollout/return'?" in line["reason"]
+
+
+def test_a_validation_lacks_what_a_rollout_tells_and_not_what_is_its_own():
+    engine, stopping = make_engine(), EarlyStopping("rollout/return", mode="max")
+    stopping.attach(engine)
+    rolled_out(engine, {"rollout/return": 1.0})
+    validated(engine, {"val/loss": 2.0})
+    assert (stopping.best_value, stopping.counter) == (1.0, 0)
+    EarlyStopping("val_los").attach(engine)
+    with pytest.raises(MetricNotFoundError, match=r"EarlyStopping\(metric='val_los'\)"):
+        validated(engine, {"val/loss": 2.0})
 
 
 def test_a_loop_of_ones_own_steps_it_by_hand():

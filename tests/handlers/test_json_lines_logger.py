@@ -5,7 +5,15 @@ import os
 
 import numpy as np
 import pytest
-from driving import log, log_each_iteration, make_engine, validate_each_epoch, validated
+from driving import (
+    log,
+    log_each_iteration,
+    make_engine,
+    policy_updated,
+    rolled_out,
+    validate_each_epoch,
+    validated,
+)
 from structlog.testing import capture_logs
 
 from engine import Events, Every
@@ -49,6 +57,18 @@ def test_an_object_for_each_event_that_says_when_and_where_it_was(tmp_path):
         {"event": "metrics_logged", **place, "iteration": 2, "train/loss": 1 / 3 / 2},
         {"event": "validation_completed", **place, "iteration": 2, "val/loss": 0.25, "seconds": 0.5},
     ]
+
+
+def test_an_object_for_each_rollout_and_each_update_of_the_policy(tmp_path):
+    engine = make_engine()
+    JSONLinesLogger(tmp_path, every=Every(iterations=9)).attach(engine)
+    rolled_out(engine, {"rollout/return": 4.0})
+    policy_updated(engine, {"policy/kl": 0.125})
+    found = lines(tmp_path)
+    assert [line["event"] for line in found] == ["rollout_completed", "policy_updated"]
+    assert (found[0]["rollout/return"], found[0]["seconds"]) == (4.0, 0.5)
+    assert found[1]["policy/kl"] == 0.125
+    assert "seconds" not in found[1]
 
 
 def test_numbers_of_any_kind_are_valid_json(tmp_path):

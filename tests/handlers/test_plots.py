@@ -3,7 +3,7 @@ import math
 
 import pytest
 import torch
-from driving import log, log_each_iteration, make_engine, validate_each_epoch, validated
+from driving import log, log_each_iteration, make_engine, policy_updated, rolled_out, validate_each_epoch, validated
 
 from engine import EventBus, Events, Every
 from engine.payloads import MediaLogged
@@ -54,6 +54,17 @@ def everything(engine):
     )
     media(engine, "val/confusion_matrix", torch.tensor([[5, 1], [0, 4]]))
     validated(engine, {"val/loss": 2.0, "val/accuracy": 0.5, "val/perplexity": 4.0, "code/accuracy": 0.25})
+
+
+def test_rollouts_and_updates_of_the_policy_have_panels_and_are_drawn_as_they_come(tmp_path):
+    engine = make_engine()
+    plots = Plots(tmp_path, formats=["svg"]).attach(engine)
+    rolled_out(engine, {"rollout/return": 2.5})
+    assert drawn(tmp_path, "svg") == ["metrics"]
+    policy_updated(engine, {"policy/kl": 0.125, "policy/value_loss": 1.0})
+    plots.draw()
+    assert drawn(tmp_path, "svg") == ["loss", "metrics"]
+    assert titles(plots, "metrics") == ["kl", "return"]
 
 
 def test_each_figure_is_a_png_and_an_svg(tmp_path):

@@ -1,7 +1,14 @@
 import io
 
 import pytest
-from driving import log, log_each_iteration, make_engine, validate_each_epoch, validated
+from driving import (
+    log,
+    log_each_iteration,
+    make_engine,
+    roll_out_before_each_batch,
+    validate_each_epoch,
+    validated,
+)
 
 from engine import Engine, Events, Phase
 from handlers import ProgressBar
@@ -34,6 +41,15 @@ def test_the_bar_is_one_line_with_the_figures_of_the_run():
     assert "loss=2.346, lr=0.0003, tokens/s=12,346, val/loss=1.877" in drawn
     assert "accuracy" not in drawn
     assert stream.getvalue().count("\n") == 1
+
+
+def test_returns_and_rewards_of_rollouts_are_on_the_bar():
+    stream, engine = Terminal(), make_engine()
+    roll_out_before_each_batch(engine, [{"rollout/return": 2.5, "rollout/length": 9.0, "rollout/reward": 0.125}])
+    ProgressBar(stream=stream).attach(engine)
+    engine.run([0], max_epochs=1)
+    assert "rollout/return=2.5, rollout/reward=0.125" in last_drawing(stream)
+    assert "length" not in last_drawing(stream)
 
 
 @pytest.mark.parametrize(

@@ -115,6 +115,37 @@ def test_a_run_that_never_validated_has_no_such_metric(tmp_path: Path, capsys: p
     assert f"{folder}: EarlyStopping(metric='val/loss'): this metric does not exist" in capsys.readouterr().err
 
 
+def record_rollouts(folder: Path, validates: bool = False) -> Path:
+    """The log of a run of rollouts, the first of which tells no return."""
+    writer = LogWriter(folder / "events")
+    told: list[tuple[Events, dict[str, float]]] = [(Events.ROLLOUT_COMPLETED, {"rollout/length": 9.0})]
+    told += [(Events.ROLLOUT_COMPLETED, {"rollout/return": each}) for each in (3.0, 5.0, 4.0, 2.0, 1.0)]
+    if validates:
+        told.insert(1, (Events.VALIDATION_COMPLETED, {"val/loss": 1.0}))
+    for n, (event, metrics) in enumerate(told):
+        fields = {"payload": {"metrics": metrics}, "observed": {"seconds": 0.5}}
+        writer.add(LoggedEvent(n, "trainer", event.value, 1, 10 * n, seq=n, t=10**18 + n, **fields))
+    writer.end()
+    writer.close()
+    return folder
+
+
+@pytest.mark.parametrize("validates", [False, True])
+def test_runs_of_rollouts_are_judged_by_what_these_tell(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], validates: bool
+) -> None:
+    folder = record_rollouts(tmp_path / "a", validates)
+    variants = ["rollout/return,mode=max", "rollout_return,mode=max", "rollout/retrun,mode=max"]
+    words = [word for each in variants for word in ("--handler", f"early_stopping:patience=2,metric={each}")]
+    assert main(["replay", str(folder), *words, "--format", "json"]) == 2
+    said = capsys.readouterr()
+    rows = [json.loads(line) for line in said.out.splitlines()]
+    stops = 40 + 10 * validates
+    assert [(row["iteration"], row["best"]) for row in rows] == [(stops, 5.0), (stops, 5.0), (None, None)]
+    assert "EarlyStopping(metric='rollout/retrun'): this metric does not exist" in said.err
+    assert "did you mean 'rollout/return'?" in said.err
+
+
 def test_a_metric_that_is_not_there_has_a_row_of_its_own(
     recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -19,6 +19,7 @@ from engine.errors import ConfigurationError, RecordingError, RunFolderError
 from engine.recording import EventLog, LoggedEvent, LogWriter
 from pulsetrain.cli import export
 from pulsetrain.export import scalars_of, write_csv, write_perfetto, write_tensorboard
+from pulsetrain.export.scalars import FirstHand
 
 T = 1_763_000_000_000_000_000
 MS = 1_000_000
@@ -243,6 +244,63 @@ class TestCsv:
 )  # fmt: skip
 def test_scalars_by_their_full_names(event, scalars):
     assert scalars_of(event, "trainer") == scalars
+
+
+class TestRollouts:
+    @pytest.fixture
+    def run(self, tmp_path):
+        """Two rollouts, of which one told a return, and a validation; state.metrics holds what was told last."""
+        run = Run(tmp_path / "run").add("started").add("epoch_started", 1)
+        known: dict[str, float] = {}
+
+        def told(event: str, n: int, **metrics: float) -> None:
+            named = {name.replace("__", "/"): value for name, value in metrics.items()}
+            known.update(named)
+            run.add(event, 1, n, payload={"metrics": named}, metrics={**known})
+
+        for n, returns in ((0, {"rollout__return": 7.0}), (1, {})):
+            run.add("rollout_started", 1, n).add("rewards_computed", 1, n, payload={"mean": 0.5, "count": 3})
+            told("rollout_completed", n, rollout__reward=0.5 + n, **returns)
+            run.iterations(1, n + 1, n + 1)
+            told("policy_updated", n + 1, policy__kl=0.25 + n)
+        told("validation_completed", 2, val__loss=3.0)
+        return run.add("epoch_completed", 1, 2, metrics={**known}).add("completed", 1, 2).end()
+
+    def test_each_event_tells_what_it_measured_and_not_what_was_known_before(self, run):
+        first_hand = FirstHand()
+        told = [(event.event, first_hand.of(event, "trainer")) for event in EventLog(run).read()]
+        assert [scalars for event, scalars in told if event == "rollout_completed"] == [
+            {"rollout/reward": 0.5, "rollout/return": 7.0},
+            {"rollout/reward": 1.5},
+        ]
+        assert [scalars for event, scalars in told if event == "policy_updated"] == [
+            {"policy/kl": 0.25},
+            {"policy/kl": 1.25},
+        ]
+        assert [scalars for event, scalars in told if event == "validation_completed"] == [{"val/loss": 3.0}]
+        assert [scalars for event, scalars in told if event == "epoch_completed"] == [{}]
+
+    def test_what_receivers_of_a_validation_computed_is_told_with_each(self):
+        first_hand = FirstHand()
+        for event, accuracy in (
+            ("validation_completed", 0.5),
+            ("epoch_completed", 0.5),
+            ("validation_completed", 0.75),
+        ):
+            payload = {"metrics": {"val/loss": 1.0}} if event == "validation_completed" else None
+            known = {"val/loss": 1.0, "accuracy": accuracy}
+            logged = LoggedEvent(engine="trainer", event=event, payload=payload, metrics=known)
+            assert first_hand.of(logged, "trainer") == (known if payload else {})
+
+    def test_a_rollout_is_a_slice_in_the_run_and_returns_are_counters(self, run, tmp_path):
+        events = trace_of(run, tmp_path / "trace.json")
+        names = [name for name, _, _ in slices_of(events)["trainer"]]
+        assert names == ["rollout", "iteration", "rollout", "iteration", "epoch", "run"]
+        counters = [(each["name"], each["args"]["value"]) for each in events if each["ph"] == "C"]
+        assert [value for name, value in counters if name == "rollout/return"] == [7.0]
+        assert [value for name, value in counters if name == "policy/kl"] == [0.25, 1.25]
+        instants = [each["name"] for each in events if each["ph"] == "i"]
+        assert instants.count("rewards_computed") == instants.count("policy_updated") == 2
 
 
 class TestCommand:

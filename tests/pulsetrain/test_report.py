@@ -124,6 +124,22 @@ class TestRecord:
         assert texts(found, "checkpoints") == [(12, "checkpoint 000012-best saved, 2.0 MB, the best so far")]
         assert texts(found, "anomalies") == []
 
+    def test_rollouts_are_curves_and_marks(self, tmp_path):
+        run = Run(tmp_path)
+        for n, told in enumerate([{}, {"rollout/return": 2.5}]):
+            run.add("rollout_completed", n, payload={"metrics": {"rollout/reward": 0.5, **told}, "seconds": 1.0})
+            run.step(n + 1, 1.0)
+            run.add("policy_updated", n + 1, payload={"metrics": {"policy/kl": 0.25}})
+        found = record(run.end())
+        assert texts(found, "rollouts") == [
+            (0, "rollout: rollout/reward 0.5"),
+            (1, "rollout: rollout/reward 0.5, rollout/return 2.5"),
+        ]
+        assert values(found.curves["rollout/return"]) == [(1, 2.5)]
+        assert values(found.curves["policy/kl"]) == [(1, 0.25), (2, 0.25)]
+        assert list(found.rolled_out) == ["rollout/reward", "rollout/return"]
+        assert (list(found.validated), texts(found, "validations")) == ([], [])
+
     def test_anomalies(self, tmp_path):
         run = Run(tmp_path)
         for iteration, loss in enumerate([1.0, "NaN", "Infinity", "NaN", 1.0, "-Infinity"], 1):

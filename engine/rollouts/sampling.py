@@ -1,0 +1,149 @@
+"""Texts drawn from a language model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.evaluating import call
+from engine.strategies.language import logits_of
+
+__all__ = ["Sampler", "sampler_of"]
+
+Sampler = Callable[..., list[list[int]]]
+"""`sampler(prompts, max_new_tokens, temperature=..., end_token=...)`: what follows each prompt, as token numbers."""
+
+
+def sampler_of(
+    model: Any,
+    inputs_of: Callable[[Tensor], Any],
+    device: Any = "cpu",
+    pad_token: int = 0,
+    pad_to: int | None = None,
+) -> Sampler:
+    """How a model's texts are drawn: by its own `sample`, by Hugging Face's `generate`, or token by token.
+
+    Args:
+        inputs_of: what the model is called with for tokens of shape (batch, length).
+        device: where the model is.
+        pad_token: stands where a row has nothing.
+        pad_to: length that the model is always called with; None takes what is needed.
+    """
+    own = getattr(model, "sample", None)
+    if callable(own):
+        sampler: Sampler = own
+        return sampler
+    if callable(getattr(model, "generate", None)) and hasattr(model, "generation_config"):
+        return _Generated(model, device, pad_token)
+    return _TokenByToken(model, inputs_of, device, pad_token, pad_to)
+
+
+# Some models come with settings of their own, and the defaults leave all but the likeliest 50 tokens out: either would
+# draw from another distribution than the one whose log-probabilities are learnt.
+_PLAIN: dict[str, Any] = {
+    "do_sample": True,
+    "num_beams": 1,
+    "num_return_sequences": 1,
+    "return_dict_in_generate": False,
+    "top_k": 0,
+    "top_p": 1.0,
+    "min_p": None,
+    "top_h": None,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "exponential_decay_length_penalty": None,
+    "guidance_scale": None,
+    "repetition_penalty": 1.0,
+    "encoder_repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0,
+    **dict.fromkeys(("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "sequence_bias"), None),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "watermarking_config", "renormalize_logits"), None),
+    "min_length": 0,
+    "min_new_tokens": None,
+    "max_time": None,
+    "stop_strings": None,
+    "remove_invalid_values": False,
+    "token_healing": False,
+}
+
+
+class _Generated:
+    """Hugging Face's `generate`, told to draw from the model's own distribution."""
+
+    def __init__(self, model: Any, device: Any, pad_token: int) -> None:
+        self._model, self._device, self._pad = model, device, pad_token
+
+    def __call__(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        *,
+        temperature: float = 1.0,
+        end_token: int | None = None,
+    ) -> list[list[int]]:
+        length = max(map(len, prompts))
+        rows = [[self._pad] * (length - len(prompt)) + list(prompt) for prompt in prompts]
+        seen = [[0] * (length - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+        known = vars(self._model.generation_config)
+        found = self._model.generate(
+            input_ids=torch.tensor(rows, device=self._device),
+            attention_mask=torch.tensor(seen, device=self._device),
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            pad_token_id=self._pad,
+            eos_token_id=end_token,
+            **{name: value for name, value in _PLAIN.items() if name in known},
+        )
+        return [_until(row, end_token) for row in found[:, length:].tolist()]
+
+
+class _TokenByToken:
+    """The whole text through the model for each token: for models that keep no cache."""
+
+    def __init__(
+        self, model: Any, inputs_of: Callable[[Tensor], Any], device: Any, pad_token: int, pad_to: int | None
+    ) -> None:
+        self._model, self._inputs_of, self._device = model, inputs_of, device
+        self._pad, self._pad_to = pad_token, pad_to
+
+    def __call__(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        *,
+        temperature: float = 1.0,
+        end_token: int | None = None,
+    ) -> list[list[int]]:
+        longest = max(map(len, prompts)) + max_new_tokens
+        texts = torch.full((len(prompts), max(longest, self._pad_to or 0)), self._pad)
+        lengths = torch.tensor([len(prompt) for prompt in prompts])
+        for row, prompt in zip(texts, prompts, strict=True):
+            row[: len(prompt)] = torch.tensor(prompt)
+        running = torch.ones(len(prompts), dtype=torch.bool)
+        ends = lengths + max_new_tokens
+        everyone = torch.arange(len(prompts))
+        while running.any():
+            # of rows of one length the last is predicted alone, as in learning: one shape less to compile for
+            seen = texts[:, : int(lengths.max()) if self._pad_to is None else -1]
+            logits = logits_of(call(self._model, self._inputs_of(seen.to(self._device))))
+            last = logits[everyone.to(self._device), (lengths - 1).to(self._device)].float() / temperature
+            drawn = torch.multinomial(last.softmax(-1), 1).squeeze(-1).cpu()
+            texts[everyone[running], lengths[running]] = drawn[running]
+            lengths = lengths + running
+            running = running & (lengths < ends)
+            if end_token is not None:
+                running = running & (drawn != end_token)
+        return [
+            text[len(prompt) : length].tolist()
+            for text, prompt, length in zip(texts, prompts, lengths.tolist(), strict=True)
+        ]
+
+
+def _until(tokens: list[int], end_token: int | None) -> list[int]:
+    """Up to the end token, which is a part of it."""
+    return tokens[: tokens.index(end_token) + 1] if end_token in tokens else tokens

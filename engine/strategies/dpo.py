@@ -1,0 +1,209 @@
+"""Direct preference optimisation: to prefer the better of two answers, without a model of rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.arrays import Array, namespace, on_host
+from engine.errors import ConfigurationError
+from engine.losses import dpo_loss, implicit_rewards
+from engine.losses.tokens import masked_sum_log_probs, token_log_probs
+from engine.protocols import TrainingBatch
+from engine.sequences import IGNORED
+from engine.strategies.language import LanguageStrategy, logits_of
+from engine.strategies.reference import Reference, ReferenceModel
+
+__all__ = ["DPOStrategy"]
+
+_REMEDY = (
+    "a batch of pairs has chosen_input_ids, chosen_labels, rejected_input_ids and rejected_labels, each of shape "
+    "(pairs, length), as engine.sequences.pad_examples makes them"
+)
+_STORED = "reference_chosen_log_probs", "reference_rejected_log_probs"
+
+
+class DPOStrategy(LanguageStrategy):
+    """Raise the probability of chosen answers over that of rejected ones, measured against a reference model.
+
+    A batch is a mapping with "chosen_input_ids", "chosen_labels", "rejected_input_ids" and "rejected_labels", each of
+    shape (pairs, length), the labels -100 in prompts and padding. The reference's log-probabilities come from a frozen
+    model, or from the batch: "reference_chosen_log_probs" and "reference_rejected_log_probs", shape (pairs,), as
+    `store_reference` has computed them once.
+
+    Args:
+        beta: how closely the policy is held to the reference; the implicit reward is beta times the log-ratio.
+        loss_type: "sigmoid" (Rafailov 2023), "hinge" (Zhao 2023) or "ipo" (Azar 2023, on means over the answers'
+            tokens).
+        label_smoothing: the share of pairs that are taken to be the wrong way round (Mitchell 2023).
+        reference_free: measure against nothing.
+        reference: "copy" of the model as it is when training is set up (of a model with adapters: itself without
+            them), another model, or None where every batch brings what was stored.
+
+    Raises:
+        ConfigurationError: a value out of range; the message names it.
+    """
+
+    def __init__(
+        self,
+        beta: float = 0.1,
+        loss_type: str = "sigmoid",
+        label_smoothing: float = 0.0,
+        *,
+        reference_free: bool = False,
+        reference: ReferenceModel = "copy",
+    ) -> None:
+        super().__init__()
+        self.beta, self.loss_type, self.label_smoothing = beta, loss_type, label_smoothing
+        self.reference_free = reference_free
+        self._reference = Reference(None if reference_free else reference, "DPOStrategy")
+        zeros = torch.zeros(1)
+        dpo_loss(zeros, zeros, None, None, beta, loss_type, label_smoothing)  # refuses wrong values now
+
+    def bind(self, model: Any, backend: Any = None) -> None:
+        """Learn the model's limits, and take it as the reference where a copy was asked for."""
+        super().bind(model, backend)
+        self._reference.bind(model, backend)
+
+    def prepare_batch(self, batch: Any) -> TrainingBatch:
+        """Chosen rows first, then the rejected ones, in one forward pass; the reference's part with the targets.
+
+        Raises:
+            TypeError: a field is missing, or is no tensor of token numbers.
+            ValueError: shapes that do not fit, an answer of which nothing is to be compared, rows longer than the
+                model's context, a reference of another vocabulary, or stored log-probabilities that are not finite.
+        """
+        if isinstance(batch, TrainingBatch):
+            return batch
+        read = {side: self._read(batch, side) for side in ("chosen", "rejected")}
+        pairs = len(read["chosen"][0])
+        if len(read["rejected"][0]) != pairs:
+            raise ValueError(
+                f"DPOStrategy: {pairs} chosen rows and {len(read['rejected'][0])} rejected ones; {_REMEDY}"
+            )
+        length = max(tokens.shape[1] for tokens, _ in read.values())
+        tokens = torch.cat([_padded(tokens, length, 0) for tokens, _ in read.values()])
+        labels = torch.cat([_padded(labels, length - 1, IGNORED) for _, labels in read.values()])
+        inputs = self._inputs(tokens[:, :-1])
+        targets = {"labels": labels}
+        if not self.reference_free:
+            targets["reference"] = self._reference_log_probs(batch, inputs, labels)
+        return TrainingBatch(inputs, targets, pairs, labels.numel(), pairs)
+
+    def _read(self, batch: Any, side: str) -> tuple[Tensor, Tensor]:
+        name = f"{side}_input_ids"
+        tokens = self._tokens(name, self._field(batch, name, _REMEDY))
+        if batch.get(f"{side}_position_ids") is not None:
+            raise ValueError(
+                f"DPOStrategy: '{side}_position_ids' come with rows of several documents, and a row is one answer; do "
+                "not pack pairs"
+            )
+        labels = self._field(batch, f"{side}_labels", _REMEDY)
+        if labels.shape == tokens.shape:  # else it is refused
+            labels = self._without_padding(batch, labels, f"{side}_attention_mask")
+        remedy = "cut prompts so that some of the answer is left, or leave such pairs out"
+        return tokens, self._labels(f"{side}_labels", labels, tokens, remedy)
+
+    def _reference_log_probs(self, batch: Mapping[str, Any], inputs: Any, labels: Tensor) -> Tensor:
+        """Of each row, shape (2 pairs,)."""
+        if not any(name in batch for name in _STORED):
+            if self._reference.given is None:
+                self._field(batch, _STORED[0], "store_reference computes it; or let the strategy keep a reference")
+            found: Tensor = self._sums(self._reference.log_probs(inputs, _looked_up(labels)), labels)
+            return found
+        stored = torch.cat([self._field(batch, name, "store_reference computes both") for name in _STORED])
+        if stored.shape != labels.shape[:1]:
+            raise ValueError(
+                f"DPOStrategy: the stored log-probabilities have shape {tuple(stored.shape)} together, and there are "
+                f"{labels.shape[0]} rows; one number for each"
+            )
+        if (self.check_values or on_host(stored)) and not stored.isfinite().all():
+            raise ValueError("DPOStrategy: stored log-probabilities of the reference are not finite; store them anew")
+        return stored
+
+    def _sums(self, log_probs: Array, labels: Array) -> Array:
+        return masked_sum_log_probs(log_probs, labels != IGNORED, average=self.loss_type == "ipo")
+
+    def store_reference(self, batches: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+        """The batches with the reference's log-probabilities, computed once and for all epochs.
+
+        Train on them, in a list or in a dataset of one's own, with a strategy of reference=None and the same loss_type.
+
+        Raises:
+            ConfigurationError: there is no reference.
+        """
+        if self.reference_free:
+            raise ConfigurationError(
+                "DPOStrategy(reference_free=True).store_reference: measures against nothing, so there is nothing to "
+                "store; train on the batches as they are"
+            )
+        stored: list[dict[str, Any]] = []
+        for batch in batches:
+            fields = {name: self._reference.placed(value) for name, value in batch.items() if name not in _STORED}
+            found = self.prepare_batch(fields).targets["reference"].cpu()
+            stored.append({**batch, **dict(zip(_STORED, found.chunk(2), strict=True))})
+        return stored
+
+    def check_batch(self, outputs: Any, batch: TrainingBatch) -> None:
+        """Refuse labels that are not in the vocabulary; it waits for the device.
+
+        Raises:
+            ValueError: it names the first such label, where it stands, and how many there are.
+        """
+        self._check_tokens(outputs, batch.targets["labels"])
+
+    def compute_loss(self, outputs: Any, batch: TrainingBatch) -> Array:
+        """The loss of the pairs, a mean of shape ()."""
+        if self.check_values:
+            self.check_batch(outputs, batch)
+        (chosen, rejected), references = self._sides(outputs, batch)
+        return dpo_loss(chosen, rejected, *references, self.beta, self.loss_type, self.label_smoothing)
+
+    def compute_metrics(self, outputs: Any, batch: TrainingBatch) -> Mapping[str, Array]:
+        """Means over the pairs.
+
+        `reward_accuracy`: how often the chosen answer has the larger implicit reward; `reward_margin`: by how much;
+        `chosen_reward` and `rejected_reward`: both, in nats times beta.
+        """
+        policies, references = self._sides(outputs, batch)
+        chosen, rejected = (implicit_rewards(p, r, self.beta) for p, r in zip(policies, references, strict=True))
+        xp = namespace(chosen)
+        return {
+            "reward_accuracy": xp.mean(xp.astype(chosen > rejected, xp.float32)),
+            "reward_margin": xp.mean(chosen - rejected),
+            "chosen_reward": xp.mean(chosen),
+            "rejected_reward": xp.mean(rejected),
+        }
+
+    def _sides(self, outputs: Any, batch: TrainingBatch) -> tuple[tuple[Array, Array], tuple[Any, Any]]:
+        """Log-probabilities of the chosen and of the rejected answers: the policy's, and the reference's."""
+        labels = batch.targets["labels"]
+        found = self._sums(token_log_probs(logits_of(outputs), _looked_up(labels)), labels)
+        pairs = labels.shape[0] // 2
+        reference = batch.targets.get("reference")
+        references = (None, None) if reference is None else (reference[:pairs], reference[pairs:])
+        return (found[:pairs], found[pairs:]), references
+
+    def state_dict(self) -> dict[str, Any]:
+        """A digest of the reference."""
+        return self._reference.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Refuse to go on with another reference.
+
+        Raises:
+            CheckpointError: it is one.
+        """
+        self._reference.check_state_dict(state)
+
+
+def _looked_up(labels: Array) -> Array:
+    """Labels with a token in place of those that are ignored."""
+    return namespace(labels).where(labels == IGNORED, 0, labels)
+
+
+def _padded(rows: Tensor, length: int, value: int) -> Tensor:
+    return torch.nn.functional.pad(rows, (0, length - rows.shape[1]), value=value)

@@ -1,0 +1,224 @@
+"""What strategies share that learn from what the policy itself has done: PPO and GRPO."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from torch import Tensor
+
+from engine.arrays import Array, on_host
+from engine.errors import ConfigurationError
+from engine.losses import clip_fraction, entropy, kl_estimate
+from engine.losses.masks import mean_of
+from engine.losses.tokens import token_log_probs
+from engine.protocols import TrainingBatch, describe
+from engine.strategies.language import LanguageStrategy, logits_of
+from engine.strategies.reference import Reference, ReferenceModel
+
+__all__ = ["PolicyStrategy"]
+
+_REMEDY = "engine.rollouts make such batches: give the Trainer EnvironmentRollouts or TextRollouts as its train_loader"
+
+
+class PolicyStrategy(LanguageStrategy):
+    """Learn from the rows of a rollout, several times over, as long as the policy stays near the one that acted.
+
+    Args:
+        kl_coef: weight of the divergence from the reference.
+        clip_range: how far a probability may move, as a ratio, before it earns nothing more.
+        clip_range_high: the same upwards, where it is another.
+        minibatch_epochs: how often each row of a rollout is learnt from.
+        minibatch_size: rows a batch; None takes a whole rollout.
+        target_kl: a rollout is done with as soon as the policy is further than this from the one that acted, nats an
+            action; looked at behind each of the minibatch epochs. None never does so.
+        temperature: what a language model's logits are divided by, in acting and in learning.
+        reference: "copy" of the model as it is when training is set up (of a model with adapters: itself without
+            them), another model, or None for none. It is asked where tokens are generated and kl_coef is not 0.
+
+    Raises:
+        ConfigurationError: a value out of range; the message names it.
+    """
+
+    needs_values = False  # whether the model gives a value beside the logits of each action
+    group_size = 1  # answers to one prompt
+
+    def __init__(
+        self,
+        kl_coef: float,
+        clip_range: float,
+        *,
+        clip_range_high: float | None,
+        minibatch_epochs: int,
+        minibatch_size: int | None,
+        target_kl: float | None,
+        temperature: float,
+        reference: ReferenceModel,
+    ) -> None:
+        super().__init__()
+        self._require("kl_coef", kl_coef, 0.0)
+        self._require("clip_range", clip_range, 0.0, above=True, below=1.0)
+        self._require("temperature", temperature, 0.0, above=True)
+        for name, value in (("clip_range_high", clip_range_high), ("target_kl", target_kl)):
+            if value is not None:
+                self._require(name, value, 0.0, above=True)
+        self._whole("minibatch_epochs", minibatch_epochs)
+        if minibatch_size is not None:
+            self._whole("minibatch_size", minibatch_size)
+        self.kl_coef, self.clip_range, self.clip_range_high = kl_coef, clip_range, clip_range_high
+        self.minibatch_epochs, self.minibatch_size = minibatch_epochs, minibatch_size
+        self.target_kl, self.temperature = target_kl, temperature
+        self._reference = Reference(reference if kl_coef else None, self._place)
+
+    def _require(self, name: str, value: Any, least: float, *, above: bool = False, below: float = math.inf) -> None:
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not number or not (least < value if above else least <= value) or not value < below:
+            bounds = f"{'above' if above else 'at least'} {least:g}" + (
+                f", below {below:g}" if below < math.inf else ""
+            )
+            raise ConfigurationError(f"{self._place}({name}={value!r}): needs a number, {bounds}")
+
+    def _whole(self, name: str, value: Any, least: int = 1) -> None:
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ConfigurationError(f"{self._place}({name}={value!r}): needs a whole number of at least {least}")
+
+    def bind(self, model: Any, backend: Any = None) -> None:
+        """Learn the model's limits, and take it as the reference where a copy was asked for."""
+        super().bind(model, backend)
+        self._reference.bind(model, backend)
+
+    # ------------------------------------------------------------------------------------------ for who makes rollouts
+
+    def model_inputs(self, tokens: Tensor) -> Any:
+        """What a language model is called with to score what follows each of the tokens, shape (batch, length)."""
+        return self._inputs(tokens)
+
+    def action_log_probs(self, outputs: Any, actions: Array) -> Array:
+        """Of actions or tokens, in nats, in their shape: logits have one dimension more."""
+        return token_log_probs(self.scores(outputs), actions)
+
+    def scores(self, outputs: Any) -> Array:
+        """The logits that actions are drawn by."""
+        logits = logits_of(outputs)
+        return logits if self.temperature == 1.0 else logits / self.temperature
+
+    def reference_log_probs(self, inputs: Any, tokens: Tensor) -> Tensor | None:
+        """The reference's, likewise; None where there is no reference."""
+        if self._reference.given is None:
+            return None
+        return self._reference.log_probs(inputs, tokens, self.temperature)
+
+    def learn_from(self, rollout: Mapping[str, Tensor], kl_coef: float) -> dict[str, Tensor]:
+        """The rows that batches are taken from, each field with one entry a row.
+
+        Args:
+            rollout: see `engine.rollouts`.
+            kl_coef: the coefficient as it is now.
+        """
+        raise NotImplementedError
+
+    def adapted(self, kl_coef: float, kl: float) -> float:
+        """The coefficient for the next rollout, behind one of this divergence."""
+        return kl_coef
+
+    # ------------------------------------------------------------------------------------------------- what is learnt
+
+    def prepare_batch(self, batch: Any) -> TrainingBatch:
+        """Rows of a rollout: what the policy saw as inputs, all else as targets.
+
+        Raises:
+            TypeError: a field is missing, or is no tensor.
+            ValueError: shapes that do not fit, a text of which nothing was generated, numbers that are not finite.
+        """
+        if isinstance(batch, TrainingBatch):
+            return batch
+        text = isinstance(batch, Mapping) and "observations" not in batch
+        targets = {name: self._field(batch, name, _REMEDY) for name in self._row_fields(text)}
+        if "kl_coef" in batch:
+            targets["kl_coef"] = batch["kl_coef"]
+        rows, inputs = self._seen(batch, targets) if text else self._observed(batch, targets)
+        shape = targets["actions"].shape
+        for name, value in targets.items():
+            if name != "kl_coef" and value.shape not in (shape, shape[:1]):
+                raise ValueError(
+                    f"{self._place}: {name!r} has shape {tuple(value.shape)}, the actions {tuple(shape)}; {_REMEDY}"
+                )
+            if value.is_floating_point() and (self.check_values or on_host(value)) and not value.isfinite().all():
+                wrong = int((~value.isfinite()).sum())
+                raise ValueError(
+                    f"{self._place}: {wrong} of {value.numel()} {name!r} are not finite; look at the rewards and at "
+                    "what the model gives"
+                )
+        mask = targets.get("mask")
+        weight = rows if mask is None else self._weight(mask)
+        return TrainingBatch(inputs, targets, rows, 0 if mask is None else mask.numel(), weight)
+
+    def _row_fields(self, text: bool) -> tuple[str, ...]:
+        """What a batch needs beside what the policy saw and did."""
+        return ("log_probs", "advantages")
+
+    def _weight(self, mask: Tensor) -> Any:
+        """What the loss over texts is a mean over."""
+        return mask.sum()
+
+    def _seen(self, batch: Mapping[str, Any], targets: dict[str, Tensor]) -> tuple[int, Any]:
+        tokens = self._tokens("input_ids", self._field(batch, "input_ids", _REMEDY))
+        generated = self._field(batch, "completion_mask", _REMEDY)
+        if generated.shape != tokens.shape:
+            raise ValueError(
+                f"{self._place}: 'completion_mask' has shape {tuple(generated.shape)}, the tokens "
+                f"{tuple(tokens.shape)}; one for each token, true where it was generated"
+            )
+        mask = generated[:, 1:].bool()
+        if (self.check_values or on_host(mask)) and not mask.any(1).all():
+            row = int((~mask.any(1)).nonzero()[0])
+            raise ValueError(
+                f"{self._place}: 'completion_mask' of row {row} masks all of it: nothing was generated there; leave "
+                "such rows out"
+            )
+        targets["actions"], targets["mask"] = tokens[:, 1:], mask
+        return tokens.shape[0], self._inputs(tokens[:, :-1])
+
+    def _observed(self, batch: Any, targets: dict[str, Tensor]) -> tuple[int, Any]:
+        observations = self._field(batch, "observations", _REMEDY)
+        targets["actions"] = actions = self._field(batch, "actions", _REMEDY)
+        if actions.ndim != 1 or actions.is_floating_point():
+            raise TypeError(
+                f"{self._place}: 'actions' is {describe(actions)}; needs the numbers of actions, shape (rows,)"
+            )
+        return observations.shape[0], observations
+
+    def check_batch(self, outputs: Any, batch: TrainingBatch) -> None:
+        """Refuse actions that the model has no logits for; it waits for the device.
+
+        Raises:
+            ValueError: it names the first, where it stands, and how many there are.
+        """
+        self._check_tokens(outputs, batch.targets["actions"])
+
+    def compute_metrics(self, outputs: Any, batch: TrainingBatch) -> Mapping[str, Array]:
+        """Means over actions: `kl` to the policy that acted, nats; `clip_fraction`; `entropy`, nats."""
+        targets = batch.targets
+        log_probs, old, mask = (
+            self.action_log_probs(outputs, targets["actions"]),
+            targets["log_probs"],
+            targets.get("mask"),
+        )
+        return {
+            "kl": mean_of(kl_estimate(old, log_probs, "k3"), mask),
+            "clip_fraction": clip_fraction(log_probs, old, self.clip_range, mask, self.clip_range_high),
+            "entropy": mean_of(entropy(self.scores(outputs)), mask),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        """A digest of the reference."""
+        return self._reference.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Refuse to go on with another reference.
+
+        Raises:
+            CheckpointError: it is one.
+        """
+        self._reference.check_state_dict(state)

@@ -1,0 +1,171 @@
+"""Proximal policy optimisation (Schulman 2017): an actor and its critic, in environments and over texts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from engine.arrays import Array
+from engine.errors import ConfigurationError
+from engine.losses import entropy, gae, kl_estimate, ppo_policy_loss, ppo_value_loss
+from engine.losses.masks import mean_of
+from engine.protocols import TrainingBatch
+from engine.strategies.language import values_of
+from engine.strategies.policy import PolicyStrategy
+from engine.strategies.reference import ReferenceModel
+
+__all__ = ["PPOStrategy"]
+
+
+class PPOStrategy(PolicyStrategy):
+    """Clipped policy and value losses over rollouts, with advantages by GAE.
+
+    The model gives logits and values: of observations, shapes (batch, actions) and (batch,); of tokens, shapes (batch,
+    length, vocabulary) and (batch, length), as `WithValueHead` makes them of a language model. In environments the
+    divergence that `kl_coef` weighs is that from the policy that acted, a part of the loss; over texts it is that from
+    the reference, taken from each token's reward.
+
+    Args:
+        kl_coef: see there.
+        clip_range: how far a probability may move, as a ratio, before it earns nothing more.
+        clip_range_high: the same upwards, where it is another.
+        value_coef: weight of the value loss.
+        value_clip_range: how far a value may move; None lets it.
+        entropy_coef: weight of the entropy, which is rewarded.
+        gamma: discount of later rewards; 1.0 is usual over texts.
+        lam: of GAE: 0 trusts the values, 1 the rewards.
+        minibatch_epochs: how often each row of a rollout is learnt from.
+        minibatch_size: rows a batch; None takes a whole rollout.
+        target_kl: end a rollout's epochs early as soon as the policy is further than this from the one that acted, nats
+            an action.
+        adaptive_kl: nats an action; `kl_coef` is doubled behind a rollout whose divergence is more than 1.5 times this,
+            and halved behind one where it is less than this divided by 1.5 (Schulman 2017, section 4). None lets it be.
+        normalize_advantages: to mean 0 and standard deviation 1 over a rollout.
+        temperature: what a language model's logits are divided by, in acting and in learning.
+        reference: "copy", a model, or None: see `PolicyStrategy`.
+
+    Raises:
+        ConfigurationError: a value out of range; the message names it.
+    """
+
+    needs_values = True
+
+    def __init__(
+        self,
+        kl_coef: float = 0.1,
+        clip_range: float = 0.2,
+        *,
+        clip_range_high: float | None = None,
+        value_coef: float = 0.5,
+        value_clip_range: float | None = None,
+        entropy_coef: float = 0.0,
+        gamma: float = 0.99,
+        lam: float = 0.95,
+        minibatch_epochs: int = 4,
+        minibatch_size: int | None = None,
+        target_kl: float | None = None,
+        adaptive_kl: float | None = None,
+        normalize_advantages: bool = True,
+        temperature: float = 1.0,
+        reference: ReferenceModel = "copy",
+    ) -> None:
+        super().__init__(
+            kl_coef, clip_range, clip_range_high=clip_range_high, minibatch_epochs=minibatch_epochs,
+            minibatch_size=minibatch_size, target_kl=target_kl, temperature=temperature, reference=reference,
+        )  # fmt: skip
+        self._require("value_coef", value_coef, 0.0)
+        self._require("entropy_coef", entropy_coef, 0.0)
+        for name, value in (("value_clip_range", value_clip_range), ("adaptive_kl", adaptive_kl)):
+            if value is not None:
+                self._require(name, value, 0.0, above=True)
+        if adaptive_kl is not None and not kl_coef:
+            raise ConfigurationError(
+                f"PPOStrategy(kl_coef={kl_coef!r}, adaptive_kl={adaptive_kl!r}): 0 stays 0 when it is "
+                "doubled; begin with a kl_coef above 0, or leave adaptive_kl out"
+            )
+        gae(torch.zeros(1), torch.zeros(2), torch.zeros(1, dtype=torch.bool), gamma, lam)  # refuses wrong ones now
+        self.value_coef, self.value_clip_range, self.entropy_coef = value_coef, value_clip_range, entropy_coef
+        self.gamma, self.lam, self.adaptive_kl = gamma, lam, adaptive_kl
+        self.normalize_advantages = normalize_advantages
+
+    def adapted(self, kl_coef: float, kl: float) -> float:
+        """Twice as much, half as much, or the same."""
+        if self.adaptive_kl is None:
+            return kl_coef
+        return kl_coef * 2 if kl > 1.5 * self.adaptive_kl else kl_coef / 2 if kl < self.adaptive_kl / 1.5 else kl_coef
+
+    def learn_from(self, rollout: Mapping[str, Tensor], kl_coef: float) -> dict[str, Tensor]:
+        """Advantages and returns, and what they were computed of, a row for each step or text."""
+        return self._texts(rollout, kl_coef) if "input_ids" in rollout else self._steps(rollout, kl_coef)
+
+    def _steps(self, rollout: Mapping[str, Tensor], kl_coef: float) -> dict[str, Tensor]:
+        """Steps in environments: every field of shape (steps, environments, ...), values with one step more."""
+        # an episode that was cut off would have gone on: what it was worth then is put to its last reward
+        rewards = rollout["rewards"] + self.gamma * rollout["truncation_values"]
+        advantages, returns = gae(rewards, rollout["values"], rollout["dones"], self.gamma, self.lam)
+        rows = {name: rollout[name] for name in ("observations", "actions", "log_probs")}
+        rows |= {"values": rollout["values"][:-1], "advantages": self._normal(advantages), "returns": returns}
+        rows = {name: each.flatten(0, 1) for name, each in rows.items()}
+        if kl_coef:
+            rows["kl_coef"] = advantages.new_tensor(kl_coef)
+        return rows
+
+    def _texts(self, rollout: Mapping[str, Tensor], kl_coef: float) -> dict[str, Tensor]:
+        """Texts: the reward is the last token's, and each token pays for its divergence from the reference."""
+        mask = rollout["completion_mask"][:, 1:]
+        log_probs, values = rollout["log_probs"], torch.where(mask, rollout["values"], 0.0)
+        behind = mask.long().flip(1).cumsum(1).flip(1)  # generated tokens from here on
+        last = mask & (behind == 1)
+        rewards = torch.where(last, rollout["rewards"].to(values.dtype).unsqueeze(1), 0.0)
+        if "reference_log_probs" in rollout:
+            rewards = rewards - torch.where(mask, kl_coef * (log_probs - rollout["reference_log_probs"]), 0.0)
+        end = values.new_zeros(1, len(values))
+        # time comes first there
+        found = gae(rewards.T, torch.cat([values.T, end]), last.T, self.gamma, self.lam)
+        advantages, returns = (torch.where(mask, each.T, 0.0) for each in found)
+        return {
+            "input_ids": rollout["input_ids"],
+            "completion_mask": rollout["completion_mask"],
+            "log_probs": log_probs,
+            "values": values,
+            "advantages": self._normal(advantages, mask),
+            "returns": returns,
+        }
+
+    def _normal(self, advantages: Tensor, mask: Tensor | None = None) -> Tensor:
+        if not self.normalize_advantages:
+            return advantages
+        chosen = advantages if mask is None else advantages[mask]
+        normal = (advantages - chosen.mean()) / (chosen.std(correction=0) + 1e-8)
+        return normal if mask is None else torch.where(mask, normal, 0.0)
+
+    def _row_fields(self, text: bool) -> tuple[str, ...]:
+        return (*super()._row_fields(text), "values", "returns")
+
+    def compute_loss(self, outputs: Any, batch: TrainingBatch) -> Array:
+        """Policy loss, value loss, entropy and, in environments, the divergence, each with its weight; shape ()."""
+        if self.check_values:
+            self.check_batch(outputs, batch)
+        targets = batch.targets
+        old, mask = targets["log_probs"], targets.get("mask")
+        log_probs = self.action_log_probs(outputs, targets["actions"])
+        loss = ppo_policy_loss(log_probs, old, targets["advantages"], self.clip_range, mask, self.clip_range_high)
+        if self.value_coef:
+            loss = loss + self.value_coef * self._value_loss(outputs, targets)
+        if self.entropy_coef:
+            loss = loss - self.entropy_coef * mean_of(entropy(self.scores(outputs)), mask)
+        if "kl_coef" in targets:
+            loss = loss + targets["kl_coef"] * mean_of(kl_estimate(old, log_probs, "k3"), mask)
+        return loss
+
+    def _value_loss(self, outputs: Any, targets: Mapping[str, Array]) -> Array:
+        values = values_of(outputs, targets["actions"].shape)
+        mask = targets.get("mask")
+        return ppo_value_loss(values, targets["values"], targets["returns"], self.value_clip_range, mask)
+
+    def compute_metrics(self, outputs: Any, batch: TrainingBatch) -> Mapping[str, Array]:
+        """Those of every policy, and `value_loss`."""
+        return {**super().compute_metrics(outputs, batch), "value_loss": self._value_loss(outputs, batch.targets)}

@@ -1,0 +1,82 @@
+"""A critic on top of a language model."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from engine.errors import ConfigurationError
+from engine.strategies.language import logits_of
+
+__all__ = ["PolicyOutputs", "WithValueHead"]
+
+
+class PolicyOutputs(NamedTuple):
+    """What an actor with a critic gives."""
+
+    logits: Tensor  # (..., actions)
+    values: Tensor  # (...)
+
+
+class WithValueHead(nn.Module):
+    """A language model that gives a value beside its logits: one linear layer over what goes into its head.
+
+    Values are 0 at first. Whatever else is asked of it (`context`, `config`, `generate`, `sample` ...) is the model's.
+
+    Args:
+        model: a language model; of Hugging Face's the head is known.
+        head: name of the module that makes the logits of the last hidden states, as "head" or "lm_head".
+
+    Raises:
+        ConfigurationError: there is no such module, or it has no `in_features`.
+    """
+
+    def __init__(self, model: nn.Module, head: str | None = None) -> None:
+        super().__init__()
+        self.model = model
+        self.head = head
+        width = getattr(self._head(), "in_features", None)
+        if not isinstance(width, int):
+            raise ConfigurationError(
+                f"WithValueHead(head={head!r}): {type(self._head()).__name__} has no in_features; name the linear "
+                "layer that makes the logits"
+            )
+        parameter = next(model.parameters())
+        self.value = nn.Linear(width, 1, device=parameter.device)
+        nn.init.zeros_(self.value.weight)
+        nn.init.zeros_(self.value.bias)
+
+    def _head(self) -> nn.Module:
+        known = getattr(self.model, "get_output_embeddings", None)
+        if self.head is None and callable(known) and isinstance(found := known(), nn.Module):
+            return found
+        try:
+            return self.model.get_submodule(self.head or "")
+        except AttributeError:
+            names = [name for name, each in self.model.named_children() if hasattr(each, "in_features")]
+            raise ConfigurationError(
+                f"WithValueHead(head={self.head!r}): {type(self.model).__name__} has no such module; it has "
+                f"{', '.join(names) or 'no linear layer of its own'}"
+            ) from None
+
+    def forward(self, *args: Any, **kwargs: Any) -> PolicyOutputs:
+        """Logits (batch, length, vocabulary) and values (batch, length), the latter in float32 at least."""
+        hidden: list[Tensor] = []
+        handle = self._head().register_forward_pre_hook(lambda module, inputs: hidden.append(inputs[0]))
+        try:
+            outputs = self.model(*args, **kwargs)
+        finally:
+            handle.remove()
+        seen = hidden[-1].to(torch.promote_types(hidden[-1].dtype, self.value.weight.dtype))
+        values: Tensor = self.value(seen)
+        return PolicyOutputs(logits_of(outputs), values.squeeze(-1))
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "model" or name.startswith("__"):  # how the model is copied, say, is not how this one is
+                raise
+            return getattr(super().__getattr__("model"), name)
