@@ -1,10 +1,36 @@
 """A small GPT over bytes: decoder-only, pre-norm, rotary positions, no biases in the matrices."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+
+class Cache:
+    """The keys and values of what a model has read, so that it reads each token once; its memory is taken once too."""
+
+    def __init__(self, *, rows: int, columns: int, device: torch.device) -> None:
+        self.columns = columns
+        self.position_ids = torch.empty(rows, 0, dtype=torch.int64, device=device)  # of what was read
+        self._memory: dict[Block, Tensor] = {}  # (2, rows, heads, columns, features)
+
+    def add(self, block: "Block", keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Write those of the newest columns, (rows, heads, new columns, features); returns those of all so far."""
+        if block not in self._memory:
+            self._memory[block] = keys.new_empty(2, *keys.shape[:2], self.columns, keys.shape[3])
+        memory, read = self._memory[block], self.position_ids.shape[1]
+        memory[0, :, :, read - keys.shape[2] : read] = keys
+        memory[1, :, :, read - keys.shape[2] : read] = values
+        return memory[0, :, :, :read], memory[1, :, :, :read]
+
+    def keep(self, rows: list[int]) -> None:
+        """Forget all other rows."""
+        kept = torch.tensor(rows, dtype=torch.int64, device=self.position_ids.device)
+        self.position_ids = self.position_ids[kept]
+        # index_select and not [:, kept]: it copies whole rows, four times as fast
+        self._memory = {block: memory.index_select(1, kept) for block, memory in self._memory.items()}
 
 
 class Block(nn.Module):
@@ -21,12 +47,21 @@ class Block(nn.Module):
         self.contract = nn.Linear(4 * width, width, bias=False)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Map x (batch, length, width) to the same shape; cos and sin are (length, width / heads / 2)."""
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None, cache: Cache | None = None
+    ) -> Tensor:
+        """Map x (batch, length, width) to the same shape; cos and sin are (length, width / heads / 2).
+
+        Of several documents in a row they are (batch, 1, length, ...), and the mask (batch, 1, length, columns) says
+        what each position attends to; None is itself and all before it.
+        """
         projected: Tensor = self.queries_keys_values(self.attention_norm(x))
         qkv = projected.unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # (3, batch, heads, length, features)
         queries, keys = rotate(qkv[:2], cos, sin)  # both in one call: half the small kernels
-        attended = F.scaled_dot_product_attention(queries, keys, qkv[2], is_causal=True)
+        values = qkv[2]
+        if cache is not None:
+            keys, values = cache.add(self, keys, values)
+        attended = F.scaled_dot_product_attention(queries, keys, values, mask, is_causal=mask is None)
         mixed: Tensor = self.dropout(self.mix(attended.transpose(1, 2).flatten(2)))
         x = x + mixed
         fed_forward: Tensor = self.dropout(self.contract(F.relu(self.expand(self.feed_forward_norm(x))).square()))
@@ -78,18 +113,35 @@ class ByteGPT(nn.Module):
                 adds_to_residual = name.endswith(("mix.weight", "contract.weight"))
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if adds_to_residual else 0.02)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None, cache: Cache | None = None) -> Tensor:
         """Score the byte that follows each position: int64 (batch, length) to logits (batch, length, vocabulary).
 
+        Args:
+            position_ids: each token's place in its document, (batch, length), from 0 and below context. A document
+                begins wherever a position is not the one before plus 1, and sees nothing of the others in its row.
+                None is one document a row.
+            cache: what was read before, and where to add input_ids, which come behind it; it needs position_ids.
+
         Raises:
-            ValueError: tokens are not of two dimensions, or longer than context.
+            ValueError: input_ids are not of two dimensions, or longer than context, or position_ids do not fit them.
         """
-        if tokens.dim() != 2 or tokens.shape[1] > self.context:
+        shape = tuple(input_ids.shape)
+        if len(shape) != 2 or shape[1] > self.context:
             rule = f"needs (batch, length), length at most {self.context}; cut the tokens or raise the model's context"
-            raise ValueError(f"ByteGPT.forward(tokens of shape {tuple(tokens.shape)}): {rule}")
-        x: Tensor = self.embedding(tokens)
+            raise ValueError(f"ByteGPT.forward(input_ids of shape {shape}): {rule}")
+        given = None if position_ids is None else tuple(position_ids.shape)
+        if given != shape and (given is not None or cache is not None):
+            rule = f"needs {shape}, as input_ids; give each token its place in its document"
+            raise ValueError(f"ByteGPT.forward(position_ids of shape {given}): {rule}")
+        cos, sin, mask = self.cos[: shape[1]], self.sin[: shape[1]], None
+        if position_ids is not None:
+            cos, sin = self.cos[position_ids][:, None], self.sin[position_ids][:, None]  # the same for each head
+            if cache is not None:
+                position_ids = cache.position_ids = torch.cat((cache.position_ids, position_ids), dim=1)
+            mask = within_documents(position_ids, shape[1])[:, None]
+        x: Tensor = self.embedding(input_ids)
         for block in self.blocks:
-            x = block(x, self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]])
+            x = block(x, cos, sin, mask, cache)
         logits: Tensor = self.head(self.norm(x))
         return logits
 
@@ -121,6 +173,81 @@ class ByteGPT(nn.Module):
         finally:
             self.train(was_training)
         return bytes(text[len(prompt) :])
+
+    @torch.no_grad()
+    def sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        *,
+        temperature: float = 1.0,
+        end_token: int | None = None,
+        generator: torch.Generator | None = None,
+    ) -> list[list[int]]:
+        """Continue all prompts at once; returns what follows each, without the prompt.
+
+        A row ends with its end_token, with max_new_tokens, or when all that was read to draw its last token fills the
+        context. Temperature 0 takes the likeliest token. The generator is a CPU one, as of generate.
+
+        Raises:
+            ValueError: a prompt is empty, longer than context or not of the vocabulary, or another argument is no use.
+        """
+        if max_new_tokens < 0 or not temperature >= 0.0:
+            numbers = f"max_new_tokens={max_new_tokens}, temperature={temperature}"
+            raise ValueError(f"ByteGPT.sample({numbers}): must not be negative")
+        vocabulary, device = self.head.out_features, self.head.weight.device
+        if end_token is not None and not 0 <= end_token < vocabulary:
+            rule = f"needs one of the {vocabulary} tokens, or None to end with max_new_tokens"
+            raise ValueError(f"ByteGPT.sample(end_token={end_token}): {rule}")
+        for row, prompt in enumerate(prompts):
+            unknown = [token for token in prompt if not 0 <= token < vocabulary]
+            if unknown or not 1 <= len(prompt) <= self.context:
+                given = f"{len(prompt)} tokens, unknown among them {unknown[:4]}"
+                rule = f"needs 1 to {self.context}, each at least 0 and below {vocabulary}; cut it or leave it out"
+                raise ValueError(f"ByteGPT.sample(prompts[{row}] of {given}): {rule}")
+        replies: list[list[int]] = [[] for _ in prompts]
+        if not prompts or max_new_tokens == 0:
+            return replies
+        limits = [min(max_new_tokens, self.context + 1 - len(prompt)) for prompt in prompts]
+        rows = list(range(len(prompts)))  # those that have not ended
+        # All prompts end in one column, where the replies begin. The tokens that pad them on the left are at position 0
+        # each: documents of their own, which no prompt sees.
+        longest = max(map(len, prompts))
+        padding = [[0] * (longest - len(prompt)) for prompt in prompts]
+        tokens = torch.tensor([[*pad, *prompt] for pad, prompt in zip(padding, prompts, strict=True)], device=device)
+        position_ids = torch.tensor([[*pad, *range(longest - len(pad))] for pad in padding], device=device)
+        cache = Cache(rows=len(rows), columns=longest + max(limits) - 1, device=device)
+        was_training = self.training
+        self.eval()
+        try:
+            while rows:
+                logits = self(tokens, position_ids, cache)[:, -1].float().cpu()  # one host sync a column
+                if temperature == 0.0:
+                    drawn = logits.argmax(-1)
+                else:
+                    drawn = torch.multinomial((logits / temperature).softmax(-1), 1, generator=generator)[:, 0]
+                for row, token in zip(rows, drawn.tolist(), strict=True):
+                    replies[row].append(token)
+                ended = [len(replies[row]) == limits[row] or replies[row][-1] == end_token for row in rows]
+                if any(ended):
+                    going = [index for index, has_ended in enumerate(ended) if not has_ended]
+                    rows, drawn = [rows[index] for index in going], drawn[going]
+                    cache.keep(going)
+                tokens, position_ids = drawn[:, None].to(device), cache.position_ids[:, -1:] + 1
+        finally:
+            self.train(was_training)
+        return replies
+
+
+def within_documents(position_ids: Tensor, length: int) -> Tensor:
+    """Which columns the last `length` of (batch, columns) attend to: bool (batch, length, columns).
+
+    They are those of the same document, up to itself.
+    """
+    document = F.pad((position_ids.diff(dim=1) != 1).cumsum(1), (1, 0))
+    column = torch.arange(position_ids.shape[1], device=position_ids.device)
+    is_same = document[:, -length:, None] == document[:, None]
+    return is_same & (column[-length:, None] >= column)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

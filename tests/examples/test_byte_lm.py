@@ -27,6 +27,14 @@ def random_bytes(*shape: int) -> Tensor:
     return torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(1))
 
 
+def taken_gradients(model: ByteGPT) -> dict[str, Tensor]:
+    """The gradients, which the model then no longer has."""
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert len(gradients) == len(list(model.parameters()))
+    model.zero_grad()
+    return gradients
+
+
 class TestModel:
     @pytest.mark.parametrize("length", [1, CONTEXT // 2, CONTEXT])
     def test_scores_every_byte_at_every_position(self, model: ByteGPT, length: int) -> None:
@@ -82,8 +90,65 @@ class TestModel:
 
     @pytest.mark.parametrize("shape", [(CONTEXT,), (1, CONTEXT + 1), (1, 1, 1)])
     def test_refuses_tokens_of_another_shape(self, model: ByteGPT, shape: tuple[int, ...]) -> None:
-        with pytest.raises(ValueError, match=rf"tokens of shape .*needs \(batch, length\), length at most {CONTEXT}"):
-            model(random_bytes(*shape))
+        rule = rf"input_ids of shape .*needs \(batch, length\), length at most {CONTEXT}"
+        with pytest.raises(ValueError, match=rule):
+            model(input_ids=random_bytes(*shape))
+
+
+def positions(*rows: list[int]) -> Tensor:
+    """Each row as the lengths of its documents."""
+    return torch.tensor([[place for length in row for place in range(length)] for row in rows])
+
+
+class TestDocuments:
+    @pytest.mark.parametrize(
+        "rows",
+        [
+            [[CONTEXT]],
+            [[5, 11]],
+            [[1, 14, 1]],
+            [[1] * CONTEXT],
+            [[2, 2, 12], [7, 9], [16], [3, 1, 3, 1, 3, 1, 4]],
+            [[3, 4], [1, 6]],
+        ],
+    )
+    def test_each_is_read_as_on_its_own(self, model: ByteGPT, rows: list[list[int]]) -> None:
+        position_ids = positions(*rows)
+        tokens, weights = random_bytes(*position_ids.shape), torch.randn(*position_ids.shape, 256)
+        logits = model(input_ids=tokens, position_ids=position_ids)
+        (logits * weights).mean().backward()
+        gradients = taken_gradients(model)
+
+        lengths = [length for row in rows for length in row]
+        alone = [model(document[None])[0] for document in tokens.flatten().split(lengths)]
+        torch.testing.assert_close(logits.flatten(0, 1), torch.cat(alone), rtol=0, atol=1e-6)
+        (torch.cat(alone) * weights.flatten(0, 1)).mean().backward()
+        for name, gradient in taken_gradients(model).items():
+            torch.testing.assert_close(gradients[name], gradient, rtol=0, atol=1e-6, msg=name)
+
+    def test_a_row_may_begin_inside_a_document(self, model: ByteGPT) -> None:
+        tokens, places = random_bytes(1, 9), torch.tensor([[4, 5, 6, 0, 1, 2, 3, 9, 10]])
+        logits = model(tokens, places)
+        apart = [model(tokens[:, part], places[:, part]) for part in (slice(0, 3), slice(3, 7), slice(7, 9))]
+        torch.testing.assert_close(logits, torch.cat(apart, dim=1), rtol=0, atol=1e-6)
+
+    def test_no_document_sees_another(self, model: ByteGPT) -> None:
+        tokens, position_ids = random_bytes(1, CONTEXT), positions([4, 7, 5])
+        before, changed = model(tokens, position_ids), tokens.clone()
+        changed[0, 4] = (changed[0, 4] + 1) % 256  # where the second begins
+        is_other = (model(changed, position_ids) - before).abs().amax(-1)[0] > 1e-7
+        assert is_other.tolist() == [4 <= place < 11 for place in range(CONTEXT)]
+
+    def test_one_document_a_row_is_what_no_positions_mean(self, model: ByteGPT) -> None:
+        tokens = random_bytes(3, CONTEXT)
+        given = model(tokens, torch.arange(CONTEXT).expand(3, -1))
+        torch.testing.assert_close(given, model(tokens), rtol=0, atol=1e-6)
+
+    @pytest.mark.parametrize("shape", [(CONTEXT,), (1, CONTEXT), (2, CONTEXT - 1)])
+    def test_refuses_positions_that_do_not_fit_the_tokens(self, model: ByteGPT, shape: tuple[int, ...]) -> None:
+        rule = rf"position_ids of shape \({shape[0]},.*needs \(2, {CONTEXT}\), as input_ids"
+        with pytest.raises(ValueError, match=rule):
+            model(random_bytes(2, CONTEXT), torch.zeros(shape, dtype=torch.int64))
 
 
 class TestRotaryPositions:
