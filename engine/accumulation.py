@@ -170,6 +170,8 @@ class Accumulation:
             not isinstance(expected, Tensor) and not isinstance(total, Tensor) and expected == total
         ):
             return 1.0
+        if isinstance(total, Tensor):  # nothing counted in any of the batches: their gradients are 0, and stay so
+            total = total.clamp_min(1)
         return expected / total
 
     def state_dict(self) -> dict[str, Any]:

@@ -76,7 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> float:
 
     begun = time.process_time()
     trainer.train(resume="latest" if options.resume else None)
-    print(f"stopped: {trainer.state.stop_reason or 'all rollouts made'}; {time.process_time() - begun:.0f} s of CPU time")
+    seconds = time.process_time() - begun
+    print(f"stopped: {trainer.state.stop_reason or 'all rollouts made'}; {seconds:.0f} s of CPU time")
     returns = rollouts.evaluate(episodes=20, seed=options.seed + 1)
     average = sum(returns) / len(returns)
     print(f"average return over 20 episodes: {average:.1f}")

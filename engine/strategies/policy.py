@@ -11,7 +11,7 @@ from torch import Tensor
 from engine.arrays import Array, on_host
 from engine.errors import ConfigurationError
 from engine.losses import clip_fraction, entropy, kl_estimate
-from engine.losses.masks import mean_of
+from engine.losses.masks import kept, mean_of
 from engine.losses.tokens import token_log_probs
 from engine.protocols import TrainingBatch, describe
 from engine.strategies.language import LanguageStrategy, logits_of
@@ -206,7 +206,7 @@ class PolicyStrategy(LanguageStrategy):
             targets.get("mask"),
         )
         return {
-            "kl": mean_of(kl_estimate(old, log_probs, "k3"), mask),
+            "kl": divergence(old, log_probs, mask),
             "clip_fraction": clip_fraction(log_probs, old, self.clip_range, mask, self.clip_range_high),
             "entropy": mean_of(entropy(self.scores(outputs)), mask),
         }
@@ -222,3 +222,8 @@ class PolicyStrategy(LanguageStrategy):
             CheckpointError: it is one.
         """
         self._reference.check_state_dict(state)
+
+
+def divergence(old: Array, log_probs: Array, mask: Array | None) -> Array:
+    """KL from the policy that acted to the one as it is, nats an action, shape ()."""
+    return mean_of(kl_estimate(kept(old, mask), kept(log_probs, mask), "k3"), mask)

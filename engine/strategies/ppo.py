@@ -10,11 +10,11 @@ from torch import Tensor
 
 from engine.arrays import Array
 from engine.errors import ConfigurationError
-from engine.losses import entropy, gae, kl_estimate, ppo_policy_loss, ppo_value_loss
+from engine.losses import entropy, gae, ppo_policy_loss, ppo_value_loss
 from engine.losses.masks import mean_of
 from engine.protocols import TrainingBatch
 from engine.strategies.language import values_of
-from engine.strategies.policy import PolicyStrategy
+from engine.strategies.policy import PolicyStrategy, divergence
 from engine.strategies.reference import ReferenceModel
 
 __all__ = ["PPOStrategy"]
@@ -158,7 +158,7 @@ class PPOStrategy(PolicyStrategy):
         if self.entropy_coef:
             loss = loss - self.entropy_coef * mean_of(entropy(self.scores(outputs)), mask)
         if "kl_coef" in targets:
-            loss = loss + targets["kl_coef"] * mean_of(kl_estimate(old, log_probs, "k3"), mask)
+            loss = loss + targets["kl_coef"] * divergence(old, log_probs, mask)
         return loss
 
     def _value_loss(self, outputs: Any, targets: Mapping[str, Array]) -> Array:

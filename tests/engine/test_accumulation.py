@@ -187,3 +187,14 @@ class CountReads(TorchDispatchMode):
 def test_a_bad_rule_is_refused_by_argument_and_value(arguments, message):
     with pytest.raises(ConfigurationError, match=message):
         Accumulate(**arguments)
+
+
+def test_batches_in_which_nothing_counts_leave_gradients_of_0_as_they_are():
+    waiting = Accumulation(Accumulate(batches=2))
+    nothing = torch.tensor(0)
+    weights = []
+    for _ in range(2):
+        weights.append(waiting.weigh(nothing, 4, 0))
+        waiting.add(nothing, 4, 0)
+    assert [weight.item() for weight in weights] == [0.0, 0.0]
+    assert torch.tensor(0.0) * waiting.close() == 0.0
