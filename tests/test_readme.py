@@ -79,3 +79,20 @@ def test_the_table_of_handlers_names_what_there_is(name: str):
 def test_the_table_of_handlers_leaves_none_out():
     told = set(re.findall(r"`([A-Z]\w+)\(", HANDLERS))
     assert set(handlers.__all__) - told == {"Callback", "CallbackList", "MetricLogger"}
+
+
+STRATEGIES = (Path(__file__).parent.parent / "docs" / "strategies.md").read_text()
+
+
+def test_the_python_about_strategies_runs_as_one_program_and_its_assertions_hold(tmp_path: Path):
+    for package in ("transformers", "gymnasium"):
+        pytest.importorskip(package, reason=f"{package} is not installed")
+    lines = run("\n".join(re.findall(r"```python\n(.*?)```", STRATEGIES, flags=re.DOTALL)), tmp_path)
+    assert [line.split()[0] for line in lines] == ["2", "4"]  # what it prints of every second rollout
+
+
+@pytest.mark.parametrize(
+    "path", sorted(set(re.findall(r"`((?:tests|benchmarks)/[\w/]+\.py)`", STRATEGIES[STRATEGIES.index("| | torch") :])))
+)
+def test_what_the_table_of_strategies_names_is_there(path: str):
+    assert (Path(__file__).parent.parent / path).exists()
