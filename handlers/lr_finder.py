@@ -250,6 +250,11 @@ def _check(trainer: Any) -> None:
         raise ConfigurationError(
             "LRFinder: the trainer has several optimizers, and no one loss says which rate is good"
         )
+    if getattr(trainer.train_loader, "fires_rollouts", False):
+        raise ConfigurationError(
+            "LRFinder: the policy makes the batches itself, and no loss over its own rollouts says which rate is good; "
+            "compare the returns of short runs"
+        )
     if getattr(trainer, "_hands_over", False):
         raise ConfigurationError(
             f"LRFinder: the step of {type(trainer).__name__} is the loop's body, which cannot be called; use a Trainer"

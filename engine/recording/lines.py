@@ -87,7 +87,8 @@ def take_measured(payload: Any) -> dict[str, Any] | None:
     """Take what is measured out of a plain payload; gives it in the same mappings, None for nothing."""
     if type(payload) is not dict:
         return None
-    observed = {} if MEASURED.isdisjoint(payload) else {name: payload.pop(name) for name in MEASURED & payload.keys()}
+    measured = () if MEASURED.isdisjoint(payload) else [name for name in payload if name in MEASURED]  # in its order
+    observed = {name: payload.pop(name) for name in measured}
     for name, value in payload.items():
         if type(value) is dict and (inner := take_measured(value)):
             observed[name] = inner
