@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from engine import Events, SupervisedStrategy
+from engine.errors import ConfigurationError
 from engine.recording import diff
 from handlers import EMA, Checkpointer, CSVLogger, EarlyStopping, EventRecorder, LRFinder
 from pulsetrain import Trainer
@@ -243,3 +244,10 @@ def test_tensors_stay_the_same_objects(tmp_path: Path):
     LRFinder(**SWEEP).run(run)
     now = [*run.model.parameters(), *run.model.buffers(), *(s["exp_avg"] for s in run.optimizer.state.values())]
     assert all(one is other for one, other in zip(held, now, strict=True))
+
+
+def test_rollouts_are_not_swept():
+    run = trainer({"seed": 1})
+    run.train_loader.fires_rollouts = True  # as a loader says whose batches the policy makes
+    with pytest.raises(ConfigurationError, match=r"LRFinder: the policy makes the batches itself.*compare the returns"):
+        LRFinder().run(run)

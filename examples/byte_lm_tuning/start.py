@@ -1,0 +1,58 @@
+"""The model that tuning begins with: a ByteGPT with the weights that an earlier run has saved."""
+
+import re
+from argparse import ArgumentParser
+from pathlib import Path
+
+from engine import CheckpointError
+from engine.checkpoint import CheckpointManager, find_checkpoints, load_weights
+from examples.byte_lm.model import ByteGPT
+
+CONTEXT = 128  # the demo's
+REMEDY = "`pulsetrain train examples/byte_lm/config.yaml` makes a run to start from"
+
+
+def load_model(start: str | Path | None = None, context: int = CONTEXT) -> tuple[ByteGPT, Path]:
+    """Make a model of the demo's sizes, with the weights of a run's best checkpoint, or of its last where none is best.
+
+    Args:
+        start: the run's folder; None is the demo's newest run in runs/ that has a checkpoint.
+        context: any will do, as positions are no weights.
+
+    Returns:
+        The model, and the checkpoint that its weights are from.
+
+    Raises:
+        FileNotFoundError: there is no such run, or it has no checkpoint.
+        CheckpointError: it is damaged, or of a model of other sizes.
+    """
+    run = newest_demo_run() if start is None else Path(start)
+    if not find_checkpoints(run / "checkpoints"):
+        raise FileNotFoundError(f"load_model(start={str(start)!r}): {run / 'checkpoints'} has no checkpoint; {REMEDY}")
+    manager = CheckpointManager(run / "checkpoints")
+    checkpoint = manager.get_best() or manager.get_latest()
+    assert isinstance(checkpoint, Path)  # it is no URL, and there is one
+    model = ByteGPT(context=context)
+    load_weights(model, checkpoint)
+    return model, checkpoint
+
+
+def model_to_start_from(parser: ArgumentParser, start: str | None) -> tuple[ByteGPT, Path]:
+    """`load_model` for a script: where there is no such run, it ends with what to do."""
+    try:
+        return load_model(start)
+    except (FileNotFoundError, CheckpointError) as error:
+        parser.error(str(error))
+
+
+def newest_demo_run(runs: Path = Path("runs")) -> Path:
+    """Find the run folder of the highest number that has a checkpoint.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    numbered = {int(match[1]): path for path in runs.glob("*") if (match := re.fullmatch(r"byte_lm-(\d+)", path.name))}
+    found = [number for number, path in numbered.items() if find_checkpoints(path / "checkpoints")]
+    if not found:
+        raise FileNotFoundError(f"{runs / 'byte_lm-*'}: no run with a checkpoint; {REMEDY}, and --start names another")
+    return numbered[max(found)]

@@ -1,0 +1,222 @@
+"""examples/byte_lm_tuning/grpo.py: what it takes for good Python, and that what is rewarded becomes likelier."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from engine.checkpoint import CheckpointManager
+from engine.recording import EventLog
+from engine.strategies import GRPOStrategy
+from examples.byte_lm.model import ByteGPT
+from examples.byte_lm_tuning import dpo, grpo, sft
+from examples.byte_lm_tuning.functions import END, Function
+from examples.byte_lm_tuning.rewards import parse, reachable, reward_of, sensible_statements, succeeds
+from examples.byte_lm_tuning.start import CONTEXT, load_model
+from tests.examples.running import EXAMPLES, run
+
+DEF = "def f(self, a):\n"
+
+
+class TestTexts:
+    def test_one_that_ended_is_whole(self) -> None:
+        assert grpo.text_of(list(b"def f():\n"), [*b"  x\n  y", END]) == "def f():\n  x\n  y"
+
+    def test_one_that_was_cut_off_ends_with_its_last_whole_line(self) -> None:
+        assert grpo.text_of(list(b"def f():\n"), list(b"  x\n  y")) == "def f():\n  x\n"
+        assert grpo.text_of(list(b"def f():\n"), list(b"  x")) == "def f():\n"
+        assert grpo.text_of(list(b"def "), list(b"f(): ")) == ""
+
+    def test_bytes_that_are_no_text_do_not_parse(self) -> None:
+        text = grpo.text_of(list(b"def f():\n"), [*b" return \xff\xc3", END])
+        assert parse(text) is None
+        assert parse(text.replace("\ufffd", "")) is not None
+
+
+class TestSuccess:
+    @pytest.mark.parametrize(
+        "text",
+        [
+            DEF + "  x\n  return a\n",
+            DEF + "  pass\n  pass\n",  # silly, and yet it parses
+            DEF + "  if a:\n    return\n",
+            DEF + "  '\\d'\n  return\n",  # a warning at most
+            "a\nb\nc\n",
+        ],
+    )
+    def test_three_statements_that_parse(self, text: str, recwarn: pytest.WarningsRecorder) -> None:
+        assert succeeds(text)
+        assert not recwarn.list
+
+    @pytest.mark.parametrize(
+        "text",
+        [
+            "",
+            DEF,
+            DEF + "  return a\n",
+            DEF + "  # x\n  return a\n",
+            DEF + "  x\n  return (a\n",
+            DEF + "  x\n    y\n  return a\n",
+            DEF + "  x\n  y\n  \0\n",
+            "(" * 5000 + ")" * 5000 + "\nx\ny\n",
+        ],
+    )
+    def test_less_is_none(self, text: str) -> None:
+        assert not succeeds(text)
+
+
+class TestRewards:
+    @pytest.mark.parametrize(
+        ("body", "count"),
+        [
+            ("  self.a = a\n", 1),
+            ("  return a\n", 0),  # nor does any statement that leaves its block
+            ("  pass\n  pass\n  pass\n", 1),
+            ("  x = a\n  x = a\n  print(x)\n", 2),
+            ("  a = 1\n  return a\n  x = 1\n", 1),  # the rest is never reached
+            ("  if a:\n    return 1\n  a()\n", 2),
+            ("  while a:\n    break\n    a = 1\n  a = 2\n", 2),
+            ("  try:\n    self.x()\n  except OSError:\n    raise\n    self.y()\n  finally:\n    self.z()\n", 3),
+            ("  self.x(selv)\n", 0),
+            ("  self.anything.at_all()\n  print(len(a))\n", 2),
+            ("  for x in a:\n    print(x, y)\n", 0),  # the loop holds the unknown name, too
+            ("  [b for b in a]\n  lambda c: c\n", 2),
+        ],
+    )
+    def test_sensible_statements(self, body: str, count: int) -> None:
+        tree = parse(DEF + body)
+        assert tree is not None
+        assert sensible_statements(tree) == count
+
+    def test_what_is_reachable_comes_in_order(self) -> None:
+        tree = parse(
+            DEF + "  if a:\n    return\n    b\n  else:\n    c\n  match a:\n    case 1:\n      d\n  return\n  e\nf\n"
+        )
+        assert tree is not None
+        found = [statement.lineno for statement in reachable(tree)]
+        assert found == [1, 2, 3, 6, 7, 9, 10, 12]
+
+    @pytest.mark.parametrize(
+        ("body", "reward"),
+        [
+            ("", 0.0),
+            ("  x = (\n", 0.0),
+            ("  return a\n", 1 / 2),
+            ("  x = a\n", (1 + 1 / 3) / 2),
+            ("  x = a\n  y = (\n", (2 / 3 + 1 / 3) / 2),
+            ("  x = a\n  y = x\n  print(y)\n", 1.0),
+            ("  x = a\n  y = x\n  z = y\n  w = x\n", 1.0),
+            ("  x = a\n  y = x\n  z = y\n   w = x\n", (4 / 5 + 1) / 2),
+            ("  pass\n  pass\n  pass\n", (1 + 1 / 3) / 2),
+            ("  q = r\n  s = t\n  u = v\n", 1 / 2),
+        ],
+    )
+    def test_are_shares_of_lines_and_of_statements(self, body: str, reward: float) -> None:
+        assert reward_of(DEF + body) == pytest.approx(reward)
+
+    def test_of_nothing_there_is_none(self) -> None:
+        assert reward_of("") == 0.0
+
+    def test_each_text_has_one(self) -> None:
+        prompt = list(DEF.encode())
+        found = grpo.rewards([prompt] * 2, [list(b"  x = a\n  x"), [*b"  x = a\n x", END]])
+        assert found == pytest.approx([(1 + 1 / 3) / 2, (2 / 3 + 1 / 3) / 2])
+
+
+def test_held_out_prompts_are_short_signatures_that_none_is_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    longest = "def " + "f" * 32 + "():\n"
+    assert len(longest) == CONTEXT - grpo.WRITTEN
+    a, b, c = (f"def {name}():\n" for name in "abc")
+    training = [Function("a.py", signature, "  x\n") for signature in (a, b, a, longest)]
+    held_out = [Function("b.py", signature, "  y\n") for signature in (c, b, longest.replace("f", "g"), "f" + longest)]
+    monkeypatch.setattr(grpo, "functions_of_library", lambda context: (training, held_out))
+    prompts = tuple([bytes(prompt).decode() for prompt in side] for side in grpo.prompts_of_library())
+    assert prompts == ([a, b, longest], [c, longest.replace("f", "g")])
+
+
+@pytest.fixture(scope="module")
+def demo_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of a model that knows nothing yet."""
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("runs") / "byte_lm-1"
+    CheckpointManager(folder / "checkpoints").save({"model": ByteGPT().state_dict()}, step=0)
+    return folder
+
+
+def test_the_divergence_from_the_start_is_over_what_was_written(demo_run: Path) -> None:
+    model, _ = load_model(demo_run)
+    strategy = GRPOStrategy(kl_coef=0.1)
+    strategy.bind(model)
+    prompts, replies = [[1, 2, 3], [4]], [[5], [6, 7, 8]]
+    assert grpo.divergence(strategy, model, prompts, replies) == 0.0
+    start, _ = load_model(demo_run)
+    with torch.no_grad():
+        model.head.weight.mul_(3.0)
+        apart = []
+        for prompt, reply in zip(prompts, replies, strict=True):
+            text = torch.tensor([prompt + reply])
+            mine, its = (each(text)[0].log_softmax(-1) for each in (model, start))
+            places = range(len(prompt) - 1, len(prompt) + len(reply) - 1)
+            apart += [float(mine[place, token] - its[place, token]) for place, token in zip(places, reply, strict=True)]
+    assert grpo.divergence(strategy, model, prompts, replies) == pytest.approx(sum(apart) / 4, abs=1e-5)
+
+
+@pytest.mark.parametrize("main", [sft.main, dpo.main, grpo.main])
+def test_without_a_run_it_says_what_makes_one(
+    main: Callable[[list[str]], object],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        main([])
+    assert ended.value.code == 2
+    assert "`pulsetrain train examples/byte_lm/config.yaml` makes a run" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [], "it should leave nothing behind"
+
+
+@pytest.mark.slow
+class TestScript:
+    def test_what_is_rewarded_becomes_likelier(
+        self, demo_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        def is_ascii(prompts: list[list[int]], completions: list[list[int]]) -> list[float]:
+            return [sum(token < 128 for token in each) / len(each) for each in completions]
+
+        prompts: Any = [list(DEF.encode())], [list(b"def g():\n")]
+        monkeypatch.setattr(grpo, "WRITTEN", 8)
+        monkeypatch.setattr(grpo, "rewards", is_ascii)
+        monkeypatch.setattr(grpo, "prompts_of_library", lambda: prompts)
+        history = grpo.main(
+            ["--start", str(demo_run), "--run", str(tmp_path / "run"), "--rollouts", "5", "--samples", "8"]
+        )
+        rewards, divergences = history["rollout/reward"], history["rollout/reference_kl"]
+        assert len(rewards) == len(divergences) == 5
+        assert rewards[0] == pytest.approx(0.5, abs=0.1)  # of random bytes
+        assert rewards[-1] > rewards[0] + 0.1
+        assert divergences[0] == 0.0 < 0.01 < divergences[-1]
+        output = capsys.readouterr().out
+        assert re.findall(r"^rollout (\d+): reward 0\.\d{3}, KL ", output, re.MULTILINE) == ["5"]
+        saved = CheckpointManager(tmp_path / "run" / "checkpoints").valid()
+        assert [path.name for path in saved] == ["000000010-checkpoint"]
+
+    def test_it_runs_as_the_page_says(self, demo_run: Path, tmp_path: Path) -> None:
+        script = ("-m", "examples.byte_lm_tuning.grpo", "--start", demo_run, "--rollouts", 1, "--samples", 5)
+        output = run(EXAMPLES.parent, *script, "--run", tmp_path / "run").output
+        start = (
+            rf"from {demo_run}/checkpoints/000000000-checkpoint: \d+ prompts to learn from, \d+ held out; to \S+/run"
+        )
+        assert re.fullmatch(start, output[0])
+        *_, before, after, divergence = output
+        assert before == "before: 0.0% +- 0.0% of 5 texts to held-out prompts succeed"
+        assert after == "after: 0.0% +- 0.0% of 5 texts to held-out prompts succeed"
+        assert divergence == "KL to the start: 0.000 nats a byte"
+        events = EventLog(tmp_path / "run").read(event="rollout_completed")
+        (length,) = [event.payload["metrics"]["rollout/length"] for event in events]
+        assert 60 < length < grpo.WRITTEN  # one byte in 256 ends a text
