@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal
 
@@ -12,7 +12,7 @@ import torch
 
 from engine.errors import CheckpointError, ConfigurationError, unknown_name
 
-__all__ = ["Precision"]
+__all__ = ["Precision", "autocast_of"]
 
 _DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -173,3 +173,10 @@ def _fill_momentum(optimizer: torch.optim.Optimizer) -> None:
                     "it is skipped; pass fused=False"
                 )
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+
+def autocast_of(backend: Any) -> Callable[[], AbstractContextManager[Any]]:
+    """The precision that a backend computes in, as a context; of one without torch's, none."""
+    found: Callable[[], AbstractContextManager[Any]]
+    found = getattr(getattr(backend, "precision", None), "autocast", nullcontext)
+    return found

@@ -133,8 +133,10 @@ class TrainingStrategy(Protocol):
 
     A strategy may have more: `derive_metrics(loss)`, what follows from a mean loss (a float, or a tensor that stays on
     its device); a flag `check_values`, which a trainer sets until its first update has been made, so that batches may
-    be looked at closely without waiting for the device ever after; and `check_batch(outputs, batch)`, which does so
-    where the loss is compiled: the batch is still of torch tensors then, and the outputs have shape and dtype alone.
+    be looked at closely without waiting for the device ever after; `check_batch(outputs, batch)`, which does so where
+    the loss is compiled: the batch is still of torch tensors then, and the outputs have shape and dtype alone;
+    `bind(model, backend)`, which is called once before training with the model as a torch module, so that the strategy
+    may learn its limits, or keep a copy; and `state_dict()` with `load_state_dict(state)`, which checkpoints keep.
     """
 
     def prepare_batch(self, batch: Any) -> TrainingBatch:

@@ -145,6 +145,11 @@ def named_loaders(val_loader: Any) -> dict[str, Iterable[Any]]:
             raise ConfigurationError(
                 f"Trainer(val_loader={{{name!r}: ...}}): needs a name for the set, other than 'train'"
             )
+        if getattr(loader, "fires_rollouts", False):
+            raise ConfigurationError(
+                f"Trainer(val_loader): {name!r} is {type(loader).__name__}, whose batches the policy makes for "
+                "learning; judge it by 'rollout/return' or 'rollout/reward', or by evaluate() of EnvironmentRollouts"
+            )
         if not isinstance(loader, Iterable):
             raise TypeError(f"Trainer(val_loader): {name!r} is {type(loader).__name__}; needs an iterable of batches")
         if can_be_read_once(loader):

@@ -116,13 +116,13 @@ class Trainer(Engine):
         self.held: Any = hold(self.backend, model, optimizer, self.strategy, config, self.seed)
         self.model, self.optimizer = self.held.module, self.held.optimizer
         self.optimizers = self.optimizer if isinstance(self.optimizer, NamedOptimizers) else None
+        self.val_loaders = named_loaders(val_loader)
+        check_sets(self.val_loaders)
         bind_strategy(self.strategy, self.model, self.backend)
         self.train_loader = train_loader
         source: Any = train_loader
         if getattr(source, "fires_rollouts", False):  # the policy that it lets act is this trainer's
             source.attach(self)
-        self.val_loaders = named_loaders(val_loader)
-        check_sets(self.val_loaders)
         self.bound = Bound(config, train_loader, optimizers=len(parts_of(self.optimizer)))
         self.evaluation = Evaluation(
             self.held, self.strategy, self.backend, metrics or {}, self.bus, trainer_name=self.name

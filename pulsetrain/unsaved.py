@@ -97,7 +97,7 @@ def _numbers(trainer: Trainer) -> dict[str, float]:
     holders = {
         f"model.{name}".rstrip("."): module
         for name, module in trainer.model.named_modules()
-        if _package(module) not in (*_LIBRARIES, *_PACKAGES) and type(module).get_extra_state is nn.Module.get_extra_state
+        if _package(module) not in _LIBRARIES | _PACKAGES and type(module).get_extra_state is nn.Module.get_extra_state
     }
     if _package(trainer.strategy) not in _PACKAGES and not keeps_state(trainer.strategy):
         holders["strategy"] = trainer.strategy

@@ -14,9 +14,9 @@ from engine.errors import CheckpointError, ConfigurationError
 from engine.evaluating import call, eval_mode
 from engine.events import Events
 from engine.payloads import PolicyUpdated, RewardsComputed, RolloutCompleted
+from engine.precision import autocast_of
 from engine.protocols import describe
 from engine.strategies.policy import PolicyStrategy
-from engine.strategies.reference import autocast_of
 from engine.subscription import Phase
 
 __all__ = ["Rollouts"]
@@ -173,7 +173,8 @@ class Rollouts:
 
     def _batch_of(self, indices: Tensor) -> dict[str, Tensor]:
         assert self._rows is not None
-        return {name: each[indices.to(each.device)] if each.ndim else each for name, each in self._rows.items()}
+        indices = indices.to(self.trainer.backend.device)  # where the rows are; once, as it may wait
+        return {name: each[indices] if each.ndim else each for name, each in self._rows.items()}
 
     # ------------------------------------------------------------------------------------------------------- a rollout
 
@@ -185,9 +186,13 @@ class Rollouts:
         trainer.fire(Events.ROLLOUT_STARTED)
         self.rollouts += 1
         start = time.perf_counter()
-        with torch.no_grad(), eval_mode(trainer.model):
-            rollout, metrics = self.collect()
-        self._announce_rewards(rollout["rewards"])
+        try:
+            with torch.no_grad(), eval_mode(trainer.model):
+                rollout, metrics = self.collect()
+            self._announce_rewards(rollout["rewards"])
+        except BaseException:
+            self.rollouts -= 1  # nothing was learnt from it: whoever trains on begins it again
+            raise
         self._rows = self.strategy.learn_from(rollout, self.kl_coef)
         self._tell(Events.ROLLOUT_COMPLETED, metrics, seconds=time.perf_counter() - start)
 
@@ -200,7 +205,7 @@ class Rollouts:
                 f"{type(self).__name__}: rewards{place}={rewards[tuple(place)].item()}: needs finite numbers, and "
                 f"{len(wrong)} of {rewards.numel()} are not; mend the reward, or let it give 0.0 there"
             )
-        wide = rewards.double()
+        wide = rewards.cpu().double()  # there: not every accelerator has float64
         computed = RewardsComputed(
             mean=wide.mean().item(), std=wide.std(correction=0).item(), minimum=wide.min().item(),
             maximum=wide.max().item(), count=wide.numel(),
@@ -250,25 +255,26 @@ class Rollouts:
 
     def _end(self, metrics: dict[str, float] | None = None) -> None:
         """The rollout is done with."""
-        metrics = self._measure() if metrics is None else metrics
+        metrics, epochs = self._measure() if metrics is None else metrics, self._given // self._batches
+        self._forget_rows()  # a checkpoint from here on need not hold them
         self._done = True
         assert self.kl_coef is not None
         divergence = self.trainer.state.metrics.get("rollout/reference_kl", metrics["policy/kl"])
         self.kl_coef = self.strategy.adapted(self.kl_coef, divergence)
-        epochs = self._given // self._batches
         self._tell(Events.POLICY_UPDATED, {**metrics, "policy/kl_coef": self.kl_coef, "policy/epochs": float(epochs)})
 
     def _measure(self) -> dict[str, float]:
-        """The strategy's metrics over all rows, means weighted as the loss is."""
+        """The strategy's metrics over all rows, means over actions: of texts, over what was generated."""
         assert self._order is not None
         totals: dict[str, Any] = {}
         weight: Any = 0
         with torch.no_grad(), eval_mode(self.trainer.model):
             for indices in self._order.chunk(self._batches):
                 batch = self.strategy.prepare_batch(self._batch_of(indices))
+                size = batch.targets["mask"].sum() if "mask" in batch.targets else batch.samples
                 for name, value in self.strategy.compute_metrics(self.act(batch.inputs), batch).items():
-                    totals[name] = totals.get(name, 0) + value * batch.size
-                weight = weight + batch.size
+                    totals[name] = totals.get(name, 0) + value * size
+                weight = weight + size
         return {f"policy/{name}": float(total / weight) for name, total in totals.items()}
 
     # ----------------------------------------------------------------------------------------------------- its position

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -57,8 +58,15 @@ class EnvironmentRollouts(Rollouts):
         self._make = _maker(environment, dict(options or {}))
         self.environments, self.steps = environments, steps
         self._lanes: list[_Lane] = []
-        self._lanes = [_Lane(self._make(), index) for index in range(environments)]
-        _check_spaces(self._lanes[0].environment)
+        made = [self._make() for _ in range(environments)]
+        for each in made:
+            _check_spaces(each)
+        if len({id(each) for each in made}) < environments:
+            raise ConfigurationError(
+                "EnvironmentRollouts(environment=...): the function gives the same environment again; let it make a "
+                "new one each time"
+            )
+        self._lanes = [_Lane(each, index) for index, each in enumerate(made)]
         self._actions = int(self._lanes[0].environment.action_space.n)
         super().__init__()
 
@@ -89,7 +97,14 @@ class EnvironmentRollouts(Rollouts):
             for name in ("observations", "actions", "log_probs", "values", "rewards", "dones", "truncation_values")
         }
         for _ in range(self.steps):
-            observations = torch.stack([lane.observation for lane in lanes]).to(device)
+            seen = torch.stack([lane.observation for lane in lanes])
+            if not seen.isfinite().all():
+                index = int((~seen.flatten(1).isfinite()).any(1).nonzero()[0])
+                raise ValueError(
+                    f"EnvironmentRollouts: environment {index} gave an observation that is not finite: "
+                    f"{reprlib.repr(seen[index].tolist())}; mend the environment"
+                )
+            observations = seen.to(device)
             outputs = self.act(observations)
             actions, log_probs = self._choose(outputs)
             rewards, dones = torch.zeros(len(lanes)), torch.zeros(len(lanes), dtype=torch.bool)
@@ -153,22 +168,28 @@ class EnvironmentRollouts(Rollouts):
             greedy: take the likeliest action, else draw.
             seed: of the environment; None is another than any rollout's, made of the run's.
         """
+        if not isinstance(episodes, int) or isinstance(episodes, bool) or episodes < 1:
+            raise ValueError(f"EnvironmentRollouts.evaluate(episodes={episodes!r}): needs a whole number of at least 1")
         lane = _Lane(self._make(), _EVALUATION)
         lane.seed = self.seed if seed is None else seed
         returns: list[float] = []
-        with rng.kept(), eval_mode(self.trainer.model):
-            rng.seed_everything(rng.derive(lane.seed, _EVALUATION))
-            for _ in range(episodes):
-                lane.next_episode()
-                lane.begin()
-                over = False
-                while not over:
-                    outputs = self.act(lane.observation.unsqueeze(0).to(self.trainer.backend.device))
-                    action = logits_of(outputs).argmax(-1) if greedy else self._choose(outputs)[0]
-                    _, terminated, truncated = lane.step(int(action))
-                    over = terminated or truncated
-                returns.append(lane.gained)
-        lane.environment.close()
+        try:
+            with rng.kept(), eval_mode(self.trainer.model):
+                rng.seed_everything(rng.derive(lane.seed, _EVALUATION))
+                for _ in range(episodes):
+                    lane.next_episode()
+                    lane.begin()
+                    over = False
+                    while not over:
+                        outputs = self.act(lane.observation.unsqueeze(0).to(self.trainer.backend.device))
+                        action = logits_of(outputs).argmax(-1) if greedy else self._choose(outputs)[0]
+                        _, terminated, truncated = lane.step(int(action))
+                        over = terminated or truncated
+                    returns.append(lane.gained)
+        finally:
+            close = getattr(lane.environment, "close", None)
+            if callable(close):
+                close()
         return returns
 
     def progress(self) -> dict[str, Any]:
@@ -224,7 +245,13 @@ class _Lane:
 
     def step(self, action: int) -> tuple[float, bool, bool]:
         """Reward, whether the episode has ended, and whether it was cut off."""
-        self._observation, reward, terminated, truncated, _ = self.environment.step(action)
+        found = self.environment.step(action)
+        if len(found) != 5:
+            raise TypeError(
+                f"EnvironmentRollouts: the environment's step() gave {len(found)} things; needs (observation, reward, "
+                "terminated, truncated, info), as gymnasium's environments give"
+            )
+        self._observation, reward, terminated, truncated, _ = found
         self.actions.append(action)
         self.gained += float(reward)
         return float(reward), bool(terminated), bool(truncated)
@@ -265,6 +292,11 @@ def _maker(environment: Any, options: dict[str, Any]) -> Callable[[], Any]:
                 f"EnvironmentRollouts(environment={type(environment).__name__}): needs a name, or a function that "
                 "makes an environment, as each of them is one of its own"
             )
+        if options:
+            raise ConfigurationError(
+                f"EnvironmentRollouts(options={options!r}): are for gymnasium.make; give them to the function that "
+                "makes the environment"
+            )
         return environment  # type: ignore[no-any-return]
     try:
         import gymnasium
@@ -281,6 +313,14 @@ def _maker(environment: Any, options: dict[str, Any]) -> Callable[[], Any]:
 
 
 def _check_spaces(environment: Any) -> None:
+    lacking = [
+        name for name in ("action_space", "observation_space", "reset", "step") if not hasattr(environment, name)
+    ]
+    if lacking:
+        raise TypeError(
+            f"EnvironmentRollouts: {type(environment).__name__} has no {', '.join(lacking)}; needs an environment of "
+            "gymnasium's kind"
+        )
     actions, observations = environment.action_space, environment.observation_space
     # a space of several actions at a time may have an `n`, too
     if not hasattr(actions, "n") or getattr(actions, "shape", None) or int(getattr(actions, "start", 0)) != 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import reprlib
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -61,7 +62,7 @@ class TextRollouts(Rollouts):
         pad_to: int | None = None,
         sampler: Sampler | None = None,
     ) -> None:
-        self.prompts = [[int(token) for token in prompt] for prompt in prompts]
+        self.prompts = _token_numbers(prompts)
         for name, value in (("max_new_tokens", max_new_tokens), ("prompts_per_rollout", prompts_per_rollout)):
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigurationError(f"TextRollouts({name}={value!r}): needs a whole number of at least 1")
@@ -70,6 +71,13 @@ class TextRollouts(Rollouts):
             what = f"prompts[{empty[0]}]=[]" if empty else "prompts=[]"
             raise ConfigurationError(f"TextRollouts({what}): needs token numbers; a text begins with at least one")
         longest = max(map(len, self.prompts)) + max_new_tokens
+        numbers: dict[str, Any] = {"end_token": end_token, "pad_token": pad_token, "pad_to": pad_to}
+        for name, number in numbers.items():
+            optional = number is None and name != "pad_token"
+            if not optional and (not isinstance(number, int) or isinstance(number, bool) or number < 0):
+                raise ConfigurationError(f"TextRollouts({name}={number!r}): needs a whole number of at least 0")
+        if sampler is not None and not callable(sampler):
+            raise TypeError(f"TextRollouts(sampler={sampler!r}): needs a function of prompts and a number of tokens")
         if pad_to is not None and pad_to < longest:
             raise ConfigurationError(
                 f"TextRollouts(pad_to={pad_to}): the longest prompt and max_new_tokens={max_new_tokens} make {longest} "
@@ -98,6 +106,18 @@ class TextRollouts(Rollouts):
                 f"TextRollouts(max_new_tokens={self.max_new_tokens}): with the longest prompt a text has "
                 f"{self._longest} tokens, more than the model's context of {context} and the one that follows; cut the "
                 "prompts, or ask for fewer tokens"
+            )
+        strategy = trainer.strategy
+        most = getattr(strategy, "max_length", None)
+        if most is not None and most < self.max_new_tokens:
+            raise ConfigurationError(
+                f"{type(strategy).__name__}(max_length={most}): a text may have max_new_tokens={self.max_new_tokens}; "
+                "give as many at least"
+            )
+        if strategy.kl_coef and not strategy.has_reference:
+            raise ConfigurationError(
+                f"{type(strategy).__name__}(kl_coef={strategy.kl_coef!r}, reference=None): over texts it weighs the "
+                "divergence from the reference; leave reference='copy', or set kl_coef=0.0"
             )
         if self._sampler is None:
             self._sampler = sampler_of(
@@ -147,7 +167,10 @@ class TextRollouts(Rollouts):
         try:
             with self.autocast():
                 found = self._sampler(
-                    prompts, self.max_new_tokens, temperature=self.strategy.temperature, end_token=self.end_token
+                    [list(each) for each in prompts],
+                    self.max_new_tokens,
+                    temperature=self.strategy.temperature,
+                    end_token=self.end_token,
                 )
         except Exception as error:
             low, high = min(map(min, prompts)), max(map(max, prompts))
@@ -156,7 +179,7 @@ class TextRollouts(Rollouts):
             )
             raise
         try:
-            found = [[int(token) for token in each] for each in found]
+            found = [[operator.index(token) for token in each] for each in found]
         except (TypeError, ValueError):
             raise TypeError(
                 f"TextRollouts: the sampler gave {reprlib.repr(found)}; needs a list of token numbers for each of the "
@@ -171,7 +194,8 @@ class TextRollouts(Rollouts):
         return found
 
     def _rewards(self, prompts: list[list[int]], completions: list[list[int]]) -> Tensor:
-        given = self.reward(prompts, completions)
+        # copies: what the reward does with them must not change what is learnt, nor the prompts
+        given = self.reward([list(each) for each in prompts], [list(each) for each in completions])
         try:
             rewards = torch.as_tensor(given, dtype=torch.float32, device="cpu").detach()
         except (TypeError, ValueError, RuntimeError):
@@ -200,3 +224,13 @@ class TextRollouts(Rollouts):
             if strategy.needs_values:
                 found.setdefault("values", []).append(values_of(outputs, follow.shape).float())
         return {name: torch.cat(parts) for name, parts in found.items()}
+
+
+def _token_numbers(prompts: Any) -> list[list[int]]:
+    try:
+        return [[operator.index(token) for token in prompt] for prompt in prompts]
+    except TypeError:
+        raise TypeError(
+            f"TextRollouts(prompts={reprlib.repr(prompts)}): needs a list of token numbers for each prompt; encode "
+            "texts with the model's tokenizer"
+        ) from None

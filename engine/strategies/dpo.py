@@ -14,8 +14,8 @@ from engine.losses import dpo_loss, implicit_rewards
 from engine.losses.tokens import masked_sum_log_probs, token_log_probs
 from engine.protocols import TrainingBatch
 from engine.sequences import IGNORED
-from engine.strategies.language import LanguageStrategy, logits_of
-from engine.strategies.reference import Reference, ReferenceModel
+from engine.strategies.language import logits_of
+from engine.strategies.reference import Reference, ReferenceModel, WithReference
 
 __all__ = ["DPOStrategy"]
 
@@ -24,9 +24,10 @@ _REMEDY = (
     "(pairs, length), as engine.sequences.pad_examples makes them"
 )
 _STORED = "reference_chosen_log_probs", "reference_rejected_log_probs"
+_STORED_MEANS = "reference_chosen_mean_log_probs", "reference_rejected_mean_log_probs"  # another number: another name
 
 
-class DPOStrategy(LanguageStrategy):
+class DPOStrategy(WithReference):
     """Raise the probability of chosen answers over that of rejected ones, measured against a reference model.
 
     A batch is a mapping with "chosen_input_ids", "chosen_labels", "rejected_input_ids" and "rejected_labels", each of
@@ -59,14 +60,14 @@ class DPOStrategy(LanguageStrategy):
         super().__init__()
         self.beta, self.loss_type, self.label_smoothing = beta, loss_type, label_smoothing
         self.reference_free = reference_free
+        self._stored = _STORED_MEANS if loss_type == "ipo" else _STORED
+        if reference_free and reference not in ("copy", None):
+            raise ConfigurationError(
+                "DPOStrategy(reference_free=True, reference=...): measures against nothing; leave one of them out"
+            )
         self._reference = Reference(None if reference_free else reference, "DPOStrategy")
         zeros = torch.zeros(1)
         dpo_loss(zeros, zeros, None, None, beta, loss_type, label_smoothing)  # refuses wrong values now
-
-    def bind(self, model: Any, backend: Any = None) -> None:
-        """Learn the model's limits, and take it as the reference where a copy was asked for."""
-        super().bind(model, backend)
-        self._reference.bind(model, backend)
 
     def prepare_batch(self, batch: Any) -> TrainingBatch:
         """Chosen rows first, then the rejected ones, in one forward pass; the reference's part with the targets.
@@ -109,17 +110,19 @@ class DPOStrategy(LanguageStrategy):
 
     def _reference_log_probs(self, batch: Mapping[str, Any], inputs: Any, labels: Tensor) -> Tensor:
         """Of each row, shape (2 pairs,)."""
-        if not any(name in batch for name in _STORED):
+        if not any(name in batch for name in self._stored):
             if self._reference.given is None:
-                self._field(batch, _STORED[0], "store_reference computes it; or let the strategy keep a reference")
+                self._field(batch, self._stored[0], "store_reference computes it; or let the strategy keep a reference")
             found: Tensor = self._sums(self._reference.log_probs(inputs, _looked_up(labels)), labels)
             return found
-        stored = torch.cat([self._field(batch, name, "store_reference computes both") for name in _STORED])
-        if stored.shape != labels.shape[:1]:
-            raise ValueError(
-                f"DPOStrategy: the stored log-probabilities have shape {tuple(stored.shape)} together, and there are "
-                f"{labels.shape[0]} rows; one number for each"
-            )
+        parts = [self._field(batch, name, "store_reference computes both") for name in self._stored]
+        for name, part in zip(self._stored, parts, strict=True):
+            if part.shape != (len(labels) // 2,):
+                raise ValueError(
+                    f"DPOStrategy: {name!r} has shape {tuple(part.shape)}, and there are {len(labels) // 2} pairs; one "
+                    "number for each"
+                )
+        stored = torch.cat(parts)
         if (self.check_values or on_host(stored)) and not stored.isfinite().all():
             raise ValueError("DPOStrategy: stored log-probabilities of the reference are not finite; store them anew")
         return stored
@@ -144,7 +147,7 @@ class DPOStrategy(LanguageStrategy):
         for batch in batches:
             fields = {name: self._reference.placed(value) for name, value in batch.items() if name not in _STORED}
             found = self.prepare_batch(fields).targets["reference"].cpu()
-            stored.append({**batch, **dict(zip(_STORED, found.chunk(2), strict=True))})
+            stored.append({**batch, **dict(zip(self._stored, found.chunk(2), strict=True))})
         return stored
 
     def check_batch(self, outputs: Any, batch: TrainingBatch) -> None:
@@ -153,6 +156,7 @@ class DPOStrategy(LanguageStrategy):
         Raises:
             ValueError: it names the first such label, where it stands, and how many there are.
         """
+        self._check_inputs(outputs, batch.inputs)
         self._check_tokens(outputs, batch.targets["labels"])
 
     def compute_loss(self, outputs: Any, batch: TrainingBatch) -> Array:
@@ -181,23 +185,15 @@ class DPOStrategy(LanguageStrategy):
     def _sides(self, outputs: Any, batch: TrainingBatch) -> tuple[tuple[Array, Array], tuple[Any, Any]]:
         """Log-probabilities of the chosen and of the rejected answers: the policy's, and the reference's."""
         labels = batch.targets["labels"]
+        xp = namespace(labels)
         found = self._sums(token_log_probs(logits_of(outputs), _looked_up(labels)), labels)
         pairs = labels.shape[0] // 2
+        counts = xp.any(labels != IGNORED, axis=-1)
+        both = counts[:pairs] & counts[pairs:]  # else one answer alone would be learnt from: see prepare_batch
+        found = xp.where(xp.concat([both, both]), found, 0.0)
         reference = batch.targets.get("reference")
         references = (None, None) if reference is None else (reference[:pairs], reference[pairs:])
         return (found[:pairs], found[pairs:]), references
-
-    def state_dict(self) -> dict[str, Any]:
-        """A digest of the reference."""
-        return self._reference.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Refuse to go on with another reference.
-
-        Raises:
-            CheckpointError: it is one.
-        """
-        self._reference.check_state_dict(state)
 
 
 def _looked_up(labels: Array) -> Array:

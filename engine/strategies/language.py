@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from engine.arrays import Array, has_values, on_host, require_tensor
 from engine.errors import ConfigurationError
+from engine.evaluating import call, eval_mode
 from engine.losses.checks import check_labels
 from engine.protocols import describe
 from engine.sequences import IGNORED
@@ -31,6 +32,8 @@ class LanguageStrategy:
         self._context: int | None = None  # positions that the model has; None where it does not say
         self._options: dict[str, Any] = {}  # what the model's forward is to be told in any case
         self._places_documents = True  # whether its forward takes position_ids
+        self._apart_in: Any = None  # the model, until it has shown that it keeps documents apart
+        self._vocabulary: int | None = None  # tokens that it knows; None where it does not say
 
     def bind(self, model: nn.Module, backend: Any = None) -> None:
         """Learn what the model can take: `context` or Hugging Face's `config` say so, else it is not known.
@@ -42,6 +45,9 @@ class LanguageStrategy:
         self._context = context if isinstance(context, int) and context > 0 else None
         self._options = {"use_cache": False} if hasattr(config, "use_cache") else {}
         self._places_documents = _takes(model, "input_ids") and _takes(model, "position_ids")
+        self._apart_in = model
+        vocabulary = getattr(config, "vocab_size", None)
+        self._vocabulary = vocabulary if isinstance(vocabulary, int) and vocabulary > 0 else None
 
     @property
     def context(self) -> int | None:
@@ -58,7 +64,31 @@ class LanguageStrategy:
                 "input_ids and position_ids, which would keep them apart; give each document a row of its own, or let "
                 "forward(input_ids, position_ids) attend inside documents alone"
             )
+        if self._apart_in is not None:
+            self._check_apart(tokens.device)
         return {"input_ids": tokens, "position_ids": positions, **self._options}
+
+    @torch.no_grad()
+    def _check_apart(self, device: torch.device) -> None:
+        """Once, before documents share a row: whether what one says changes what the model makes of the next.
+
+        Raises:
+            ConfigurationError: it does: many a model takes position_ids and attends to the whole row nevertheless.
+        """
+        model, self._apart_in = self._apart_in, None
+        rows = torch.tensor([[0, 1, 0, 0, 1], [1, 0, 1, 0, 1]], device=device)
+        positions = torch.tensor([[0, 1, 2, 0, 1]], device=device).expand(2, -1)
+        with eval_mode(model):
+            named = {"input_ids": rows, "position_ids": positions, **self._options}
+            one, other = logits_of(call(model, named))
+        moved = (one - other).abs()
+        if moved[3:].max() > 1e-3 * moved[:3].max():
+            self._apart_in = model
+            raise ConfigurationError(
+                f"{self._place}: several documents share a row, and {type(model).__name__} lets each see the one "
+                "before it, whatever its position_ids say; give each document a row of its own: pad_examples in place "
+                "of pack, and no separator"
+            )
 
     @property
     def _place(self) -> str:
@@ -105,7 +135,19 @@ class LanguageStrategy:
                 f"context of {self._context}; cut the sequences, as pad_examples(..., truncation='left') does, or give "
                 "the model a longer context"
             )
+        if self.check_values and self._vocabulary is not None:
+            self._check_known(name, tokens, self._vocabulary)
         return tokens
+
+    def _check_known(self, name: str, tokens: Tensor, vocabulary: int) -> None:
+        wrong = (tokens < 0) | (tokens >= vocabulary)
+        if wrong.any():
+            place = wrong.nonzero()[0].tolist()
+            raise ValueError(
+                f"{self._place}: {name}{place}={tokens[tuple(place)].item()}: the model's vocabulary has {vocabulary} "
+                f"tokens, numbered from 0, and {int(wrong.sum())} of {tokens.numel()} tokens are outside; use the "
+                "model's own tokenizer, and pad with a token that it knows"
+            )
 
     def _positions(self, batch: Mapping[str, Any], tokens: Tensor) -> Tensor | None:
         """The batch's position_ids, where it has some.
@@ -168,10 +210,21 @@ class LanguageStrategy:
                 )
         return predicted
 
+    def _check_inputs(self, outputs: Any, inputs: Any) -> None:
+        """Refuse tokens that the model has no logits for: where a loss is compiled, they would be taken for others."""
+        tokens = inputs.get("input_ids") if isinstance(inputs, Mapping) else inputs
+        if isinstance(tokens, Tensor) and not _is_real(tokens) and tokens.ndim == 2:
+            self._check_known("input_ids", tokens, logits_of(outputs).shape[-1])
+
     def _check_tokens(self, outputs: Any, labels: Tensor) -> None:
         """Refuse labels outside the vocabulary of the model's logits, where they can be looked at."""
         if has_values(labels):
             check_labels(self._place, logits_of(outputs), labels, IGNORED)
+
+
+def is_plain(loss_options: Mapping[str, Any] | None) -> bool:
+    """Whether a cross entropy with these options is that alone, so that perplexity and bits follow from it."""
+    return not any((loss_options or {}).get(name) for name in ("label_smoothing", "z_loss"))
 
 
 def logits_of(outputs: Any) -> Array:

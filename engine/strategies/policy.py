@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from numbers import Integral, Real
 from typing import Any
 
 from torch import Tensor
@@ -14,15 +15,15 @@ from engine.losses import clip_fraction, entropy, kl_estimate
 from engine.losses.masks import kept, mean_of
 from engine.losses.tokens import token_log_probs
 from engine.protocols import TrainingBatch, describe
-from engine.strategies.language import LanguageStrategy, logits_of
-from engine.strategies.reference import Reference, ReferenceModel
+from engine.strategies.language import logits_of
+from engine.strategies.reference import Reference, ReferenceModel, WithReference
 
 __all__ = ["PolicyStrategy"]
 
 _REMEDY = "engine.rollouts make such batches: give the Trainer EnvironmentRollouts or TextRollouts as its train_loader"
 
 
-class PolicyStrategy(LanguageStrategy):
+class PolicyStrategy(WithReference):
     """Learn from the rows of a rollout, several times over, as long as the policy stays near the one that acted.
 
     Args:
@@ -33,7 +34,7 @@ class PolicyStrategy(LanguageStrategy):
         minibatch_size: rows a batch; None takes a whole rollout.
         target_kl: a rollout is done with as soon as the policy is further than this from the one that acted, nats an
             action; looked at behind each of the minibatch epochs. None never does so.
-        temperature: what a language model's logits are divided by, in acting and in learning.
+        temperature: what the logits are divided by, in acting and in learning.
         reference: "copy" of the model as it is when training is set up (of a model with adapters: itself without
             them), another model, or None for none. It is asked where tokens are generated and kl_coef is not 0.
 
@@ -72,7 +73,7 @@ class PolicyStrategy(LanguageStrategy):
         self._reference = Reference(reference if kl_coef else None, self._place)
 
     def _require(self, name: str, value: Any, least: float, *, above: bool = False, below: float = math.inf) -> None:
-        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        number = isinstance(value, Real) and not isinstance(value, bool)
         if not number or not (least < value if above else least <= value) or not value < below:
             bounds = f"{'above' if above else 'at least'} {least:g}" + (
                 f", below {below:g}" if below < math.inf else ""
@@ -80,13 +81,8 @@ class PolicyStrategy(LanguageStrategy):
             raise ConfigurationError(f"{self._place}({name}={value!r}): needs a number, {bounds}")
 
     def _whole(self, name: str, value: Any, least: int = 1) -> None:
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
             raise ConfigurationError(f"{self._place}({name}={value!r}): needs a whole number of at least {least}")
-
-    def bind(self, model: Any, backend: Any = None) -> None:
-        """Learn the model's limits, and take it as the reference where a copy was asked for."""
-        super().bind(model, backend)
-        self._reference.bind(model, backend)
 
     # ------------------------------------------------------------------------------------------ for who makes rollouts
 
@@ -103,9 +99,14 @@ class PolicyStrategy(LanguageStrategy):
         logits = logits_of(outputs)
         return logits if self.temperature == 1.0 else logits / self.temperature
 
+    @property
+    def has_reference(self) -> bool:
+        """Whether there is a model that the policy is held to."""
+        return self._reference.given is not None
+
     def reference_log_probs(self, inputs: Any, tokens: Tensor) -> Tensor | None:
         """The reference's, likewise; None where there is no reference."""
-        if self._reference.given is None:
+        if not self.has_reference:
             return None
         return self._reference.log_probs(inputs, tokens, self.temperature)
 
@@ -195,6 +196,8 @@ class PolicyStrategy(LanguageStrategy):
         Raises:
             ValueError: it names the first, where it stands, and how many there are.
         """
+        if "mask" in batch.targets:  # texts
+            self._check_inputs(outputs, batch.inputs)
         self._check_tokens(outputs, batch.targets["actions"])
 
     def compute_metrics(self, outputs: Any, batch: TrainingBatch) -> Mapping[str, Array]:
@@ -210,18 +213,6 @@ class PolicyStrategy(LanguageStrategy):
             "clip_fraction": clip_fraction(log_probs, old, self.clip_range, mask, self.clip_range_high),
             "entropy": mean_of(entropy(self.scores(outputs)), mask),
         }
-
-    def state_dict(self) -> dict[str, Any]:
-        """A digest of the reference."""
-        return self._reference.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Refuse to go on with another reference.
-
-        Raises:
-            CheckpointError: it is one.
-        """
-        self._reference.check_state_dict(state)
 
 
 def divergence(old: Array, log_probs: Array, mask: Array | None) -> Array:

@@ -44,7 +44,7 @@ class PPOStrategy(PolicyStrategy):
         adaptive_kl: nats an action; `kl_coef` is doubled behind a rollout whose divergence is more than 1.5 times this,
             and halved behind one where it is less than this divided by 1.5 (Schulman 2017, section 4). None lets it be.
         normalize_advantages: to mean 0 and standard deviation 1 over a rollout.
-        temperature: what a language model's logits are divided by, in acting and in learning.
+        temperature: what the logits are divided by, in acting and in learning.
         reference: "copy", a model, or None: see `PolicyStrategy`.
 
     Raises:

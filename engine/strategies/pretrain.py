@@ -10,11 +10,11 @@ from torch import Tensor
 
 from engine.arrays import Array, on_host
 from engine.errors import ConfigurationError
-from engine.losses import check_first_batch, get_loss
+from engine.losses import check_first_batch, cross_entropy, get_loss
 from engine.metrics import bits_per_byte, perplexity
 from engine.protocols import TrainingBatch
 from engine.sequences import IGNORED, restart_positions
-from engine.strategies.language import LanguageStrategy, logits_of
+from engine.strategies.language import LanguageStrategy, is_plain, logits_of
 
 __all__ = ["PretrainStrategy"]
 
@@ -64,6 +64,7 @@ class PretrainStrategy(LanguageStrategy):
         self.bytes_per_token = bytes_per_token
         self.loss_unit = f"nats/{unit}"
         self._loss = get_loss("cross_entropy", **(loss_options or {}))
+        self._plain = is_plain(loss_options)
 
     def prepare_batch(self, batch: Any) -> TrainingBatch:
         """Inputs are all tokens but the last, targets all but the first: torch tensors, whatever computes afterwards.
@@ -112,6 +113,7 @@ class PretrainStrategy(LanguageStrategy):
         Raises:
             ValueError: it names the first such token, where it stands, and how many there are.
         """
+        self._check_inputs(outputs, batch.inputs)
         check_first_batch(self._loss, logits_of(outputs), batch.targets)
 
     def compute_loss(self, outputs: Any, batch: TrainingBatch) -> Array:
@@ -121,14 +123,22 @@ class PretrainStrategy(LanguageStrategy):
         return self._loss(logits_of(outputs), batch.targets)
 
     def compute_metrics(self, outputs: Any, batch: TrainingBatch) -> Mapping[str, Tensor]:
-        """None that need the outputs: see `derive_metrics`."""
-        return {}
+        """What `derive_metrics` cannot tell, where the loss is more than the cross entropy: that, and bits per byte."""
+        if self._plain:
+            return {}
+        nats = cross_entropy(logits_of(outputs), batch.targets)
+        length = {} if self.bytes_per_token is None else {"bits_per_byte": bits_per_byte(nats, self.bytes_per_token)}
+        return {"cross_entropy": nats, **length}
 
     def derive_metrics(self, loss: Number) -> dict[str, Number]:
         """What follows from the mean loss alone: perplexity a token, and bits per byte where a token's length is known.
 
+        Nothing does where label smoothing or a z-loss is a part of it.
+
         A loss that is still on the device stays there.
         """
+        if not self._plain:
+            return {}
         derived = {"perplexity": perplexity(loss)}
         if self.bytes_per_token is not None:
             derived["bits_per_byte"] = bits_per_byte(loss, self.bytes_per_token)

@@ -15,7 +15,8 @@ from engine.arrays import Array
 from engine.errors import CheckpointError, ConfigurationError
 from engine.evaluating import call, eval_mode
 from engine.losses.tokens import token_log_probs
-from engine.strategies.language import logits_of
+from engine.precision import autocast_of
+from engine.strategies.language import LanguageStrategy, logits_of
 
 __all__ = ["Reference", "ReferenceModel"]
 
@@ -27,8 +28,8 @@ class Reference:
     """Holds the reference of a strategy.
 
     A copy of a policy with adapters (of the peft package) is the policy itself with its adapters switched off, which
-    takes no memory. Of any other the weights are copied, and each checkpoint keeps a digest of them: a run goes on with
-    the reference that it began with, or not at all.
+    takes no memory. Of any other the weights are copied. Each checkpoint keeps a digest of a reference's weights: a run
+    goes on with the reference that it began with, or not at all.
 
     Args:
         given: see `ReferenceModel`.
@@ -54,7 +55,16 @@ class Reference:
         self._digest: str | None = None
 
     def bind(self, policy: nn.Module, backend: Any = None) -> None:
-        """Take the policy as it is now as the reference, where a copy was asked for."""
+        """Take the policy as it is now as the reference, where a copy was asked for.
+
+        Raises:
+            ConfigurationError: it belongs to another policy already, or would learn with this one.
+        """
+        if self.given == "copy" and self._policy is not None and self._policy is not policy:
+            raise ConfigurationError(
+                f"{self._place}: holds the reference of another model already; give each Trainer a strategy of its own"
+            )
+        self._refuse_what_learns(policy)
         self._policy, self._compared = policy, False
         self._autocast = autocast_of(backend)
         if self.given == "copy":
@@ -63,12 +73,22 @@ class Reference:
             if callable(switched_off):
                 self._model, self._switched_off = policy, switched_off
             else:
-                self._model = copy.deepcopy(policy)
+                self._model = copy.deepcopy(policy).requires_grad_(False)
         self._device = backend.device if getattr(backend, "in_place", False) else None
-        if isinstance(self._model, nn.Module) and self._model is not policy:
-            self._model.requires_grad_(False)
-            if self._device is not None:
-                self._model.to(self._device)
+        if isinstance(self._model, nn.Module) and self._model is not policy and self._device is not None:
+            self._model.to(self._device)
+
+    def _refuse_what_learns(self, policy: nn.Module) -> None:
+        if not isinstance(self.given, nn.Module):
+            return
+        learning = {id(each) for each in policy.parameters() if each.requires_grad}
+        shared = [name for name, each in self.given.named_parameters() if id(each) in learning]
+        if self.given is policy or shared:
+            what = "is the model that learns itself" if self.given is policy else f"shares {shared[0]!r} with the model"
+            raise ConfigurationError(
+                f"{self._place}(reference={type(self.given).__name__}): {what}, so that it would move along; pass "
+                "reference='copy', or copy.deepcopy(model)"
+            )
 
     def placed(self, value: Any) -> Any:
         """A tensor where the reference computes; anything else as it is."""
@@ -118,8 +138,8 @@ class Reference:
         self._compared = True
 
     def state_dict(self) -> dict[str, Any]:
-        """A digest of the copied weights; of a model that was given, or a policy with adapters, none."""
-        if self.given == "copy" and isinstance(self._model, nn.Module) and self._model is not self._policy:
+        """A digest of the reference's weights; of a function, or a policy with adapters, none."""
+        if isinstance(self._model, nn.Module) and self._model is not self._policy:
             if self._digest is None:
                 self._digest = _digest(self._model)
             return {"reference": self._digest}
@@ -139,11 +159,31 @@ class Reference:
             )
 
 
-def autocast_of(backend: Any) -> Callable[[], AbstractContextManager[Any]]:
-    """The precision that a backend computes in, as a context; of one without torch's, none."""
-    found: Callable[[], AbstractContextManager[Any]]
-    found = getattr(getattr(backend, "precision", None), "autocast", nullcontext)
-    return found
+class WithReference(LanguageStrategy):
+    """Base of the strategies that hold a policy to a reference."""
+
+    _reference: Reference
+
+    def bind(self, model: nn.Module, backend: Any = None) -> None:
+        """Learn the model's limits, and take it as the reference where a copy was asked for.
+
+        Raises:
+            ConfigurationError: the reference belongs to another policy already, or would learn with this one.
+        """
+        super().bind(model, backend)
+        self._reference.bind(model, backend)
+
+    def state_dict(self) -> dict[str, Any]:
+        """A digest of the reference."""
+        return self._reference.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Refuse to go on with another reference.
+
+        Raises:
+            CheckpointError: it is one.
+        """
+        self._reference.check_state_dict(state)
 
 
 def _torch(array: Array) -> Tensor:

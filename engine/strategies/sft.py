@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from engine.arrays import Array, masked_mean, namespace
-from engine.losses import check_first_batch, get_loss
+from engine.losses import check_first_batch, cross_entropy, get_loss
 from engine.metrics import perplexity
 from engine.protocols import TrainingBatch
 from engine.sequences import IGNORED
-from engine.strategies.language import LanguageStrategy, logits_of
+from engine.strategies.language import LanguageStrategy, is_plain, logits_of
 
 __all__ = ["SFTStrategy"]
 
@@ -43,6 +43,7 @@ class SFTStrategy(LanguageStrategy):
         super().__init__()
         self.loss_unit = "nats/token"
         self._loss = get_loss("cross_entropy", **(loss_options or {}))
+        self._plain = is_plain(loss_options)
 
     def prepare_batch(self, batch: Any) -> TrainingBatch:
         """Inputs are all tokens but the last, targets the labels of all but the first.
@@ -76,6 +77,7 @@ class SFTStrategy(LanguageStrategy):
         Raises:
             ValueError: it names the first such label, where it stands, and how many there are.
         """
+        self._check_inputs(outputs, batch.inputs)
         check_first_batch(self._loss, logits_of(outputs), batch.targets)
 
     def compute_loss(self, outputs: Any, batch: TrainingBatch) -> Array:
@@ -85,12 +87,16 @@ class SFTStrategy(LanguageStrategy):
         return self._loss(logits_of(outputs), batch.targets)
 
     def compute_metrics(self, outputs: Any, batch: TrainingBatch) -> Mapping[str, Array]:
-        """`token_accuracy`: how many of the tokens to be learnt are the likeliest."""
+        """`token_accuracy`: how many of the tokens to be learnt are the likeliest.
+
+        Where label smoothing or a z-loss is a part of the loss, `cross_entropy` as well, nats a token.
+        """
         logits, labels = logits_of(outputs), batch.targets
         xp = namespace(logits, labels)
         right = xp.argmax(logits, axis=-1) == labels
-        return {"token_accuracy": masked_mean(xp.astype(right, xp.float32), labels != IGNORED)}
+        nats = {} if self._plain else {"cross_entropy": cross_entropy(logits, labels)}
+        return {**nats, "token_accuracy": masked_mean(xp.astype(right, xp.float32), labels != IGNORED)}
 
     def derive_metrics(self, loss: Number) -> dict[str, Number]:
-        """Perplexity a token."""
-        return {"perplexity": perplexity(loss)}
+        """Perplexity a token, where the loss is the cross entropy alone."""
+        return {"perplexity": perplexity(loss)} if self._plain else {}

@@ -170,7 +170,7 @@ CASES = [
          "DPOStrategy: stored log-probabilities of the reference are not finite", "store them anew"),
     case("dpo-stored tokens", lambda: DPOStrategy(reference=None), Short, stored(),
          stored(reference_rejected_log_probs=torch.zeros(3)), ValueError,
-         "the stored log-probabilities have shape (5,) together, and there are 4 rows"),
+         "'reference_rejected_log_probs' has shape (3,), and there are 2 pairs; one number for each"),
     # ---------------------------------------------------------------------------------------- PPOStrategy, GRPOStrategy
     case("ppo-plain texts", PPOStrategy, Valued, ROWS, TEXTS, TypeError,
          "PPOStrategy: a batch with input_ids, labels lacks 'log_probs'", "engine.rollouts make such batches"),

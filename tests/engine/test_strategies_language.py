@@ -187,7 +187,7 @@ def test_preferences_are_the_formula_of_log_ratios(library, dtype, loss_type, sm
     if not reference_free:
         references = numpy.random.default_rng(5).normal(-3, 1, (2, ROWS)).astype(dtype)
         for side, values in zip(("chosen", "rejected"), references, strict=True):
-            batch[f"reference_{side}_log_probs"] = torch.from_numpy(values)
+            batch[f"reference_{side}_{'mean_' if average else ''}log_probs"] = torch.from_numpy(values)
 
     def formula(logits):
         policies = of_sides(batch, formulas.log_softmax(logits), average)
@@ -219,7 +219,8 @@ def test_the_reference_is_the_model_as_it_was_however_it_is_kept(loss_type, kind
     held = (policy if kind == "copied" else other).table.weight.detach().numpy().copy()
     if kind == "stored":
         batches = strategy.store_reference([batch])
-        assert set(batches[0]) - set(batch) == {"reference_chosen_log_probs", "reference_rejected_log_probs"}
+        told = "mean_log_probs" if average else "log_probs"
+        assert set(batches[0]) - set(batch) == {f"reference_chosen_{told}", f"reference_rejected_{told}"}
         strategy, batch = DPOStrategy(0.3, loss_type, reference=None), batches[0]
         strategy.bind(policy)
     with torch.no_grad():
