@@ -295,6 +295,7 @@ class Rollouts:
             "seed": self.seed,
             "rollouts": self.rollouts,
             "kl_coef": self.kl_coef,
+            "size": self.rows,
             "rows": self._rows,
             "order": self._order,
             "ordered": self._ordered,
@@ -306,11 +307,10 @@ class Rollouts:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from there: the next pass begins in the midst of its rollout."""
         rows = state["rows"]
-        if rows is not None and any(each.ndim and len(each) != self.rows for each in rows.values()):
-            lengths = {len(each) for each in rows.values() if each.ndim}
+        if state["size"] != self.rows:
             raise CheckpointError(
-                f"{type(self).__name__}: the checkpoint's rollout has {', '.join(map(str, lengths))} rows, and one of "
-                f"these has {self.rows}; go on with the sizes that the run began with"
+                f"{type(self).__name__}: the checkpoint's rollout has {state['size']} rows, and one of these has "
+                f"{self.rows}; go on with the sizes that the run began with"
             )
         self.seed, self.rollouts, self.kl_coef = state["seed"], state["rollouts"], state["kl_coef"]
         device = self.trainer.backend.device

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from engine.checkpoint import CheckpointManager
 from engine.recording import EventLog
 from engine.strategies import GRPOStrategy
 from examples.byte_lm.model import ByteGPT
-from examples.byte_lm_tuning import dpo, grpo, sft
+from examples.byte_lm_tuning import grpo
 from examples.byte_lm_tuning.functions import END, Function
 from examples.byte_lm_tuning.rewards import parse, reachable, reward_of, sensible_statements, succeeds
 from examples.byte_lm_tuning.start import CONTEXT, load_model
@@ -164,21 +163,6 @@ def test_the_divergence_from_the_start_is_over_what_was_written(demo_run: Path) 
             places = range(len(prompt) - 1, len(prompt) + len(reply) - 1)
             apart += [float(mine[place, token] - its[place, token]) for place, token in zip(places, reply, strict=True)]
     assert grpo.divergence(strategy, model, prompts, replies) == pytest.approx(sum(apart) / 4, abs=1e-5)
-
-
-@pytest.mark.parametrize("main", [sft.main, dpo.main, grpo.main])
-def test_without_a_run_it_says_what_makes_one(
-    main: Callable[[list[str]], object],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as ended:
-        main([])
-    assert ended.value.code == 2
-    assert "`pulsetrain train examples/byte_lm/config.yaml` makes a run" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == [], "it should leave nothing behind"
 
 
 @pytest.mark.slow

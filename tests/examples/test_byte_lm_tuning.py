@@ -16,7 +16,7 @@ from engine.checkpoint import CheckpointManager
 from engine.errors import CheckpointError
 from engine.recording import EventLog
 from examples.byte_lm.model import ByteGPT
-from examples.byte_lm_tuning import dpo, sft
+from examples.byte_lm_tuning import dpo, grpo, sft
 from examples.byte_lm_tuning.functions import Function, functions_in, functions_of_library
 from examples.byte_lm_tuning.mutations import KINDS, OPPOSITES, mutate, tokens_of
 from examples.byte_lm_tuning.start import load_model, newest_demo_run
@@ -315,16 +315,24 @@ class TestStart:
         with pytest.raises(CheckpointError, match=r"embedding\.weight"):
             load_model(save(tmp_path, "other", ByteGPT(width=64)))
 
-    @pytest.mark.parametrize("script", [sft, dpo])
+    @pytest.mark.parametrize("script", [sft, dpo, grpo])
     def test_without_a_run_it_says_what_makes_one(
-        self, script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self,
+        script: ModuleType,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
     ) -> None:
         monkeypatch.chdir(tmp_path)
-        command = r"`pulsetrain train examples/byte_lm/config\.yaml` makes a run to start from"
-        with pytest.raises(FileNotFoundError, match=rf"runs/byte_lm-\*: no run with a checkpoint; {command}"):
-            script.main([])
-        with pytest.raises(FileNotFoundError, match=rf"nowhere/checkpoints has no checkpoint; {command}"):
-            script.main(["--start", "nowhere"])
+        command = "`pulsetrain train examples/byte_lm/config.yaml` makes a run to start from"
+        for arguments, what in (
+            ([], "runs/byte_lm-*: no run with a checkpoint"),
+            (["--start", "nowhere"], "nowhere/checkpoints has no checkpoint"),
+        ):
+            with pytest.raises(SystemExit) as ended:
+                script.main(arguments)
+            assert ended.value.code == 2
+            assert f"{what}; {command}" in capsys.readouterr().err
         assert list(tmp_path.iterdir()) == [], "it should leave nothing behind"
 
 
