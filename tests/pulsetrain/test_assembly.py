@@ -159,7 +159,7 @@ class TestBuild:
             ("engine.schedules.Cosin", "unknown name in engine.schedules; choose one of .*did you mean 'Cosine'"),
             (
                 "engine.strategies.SupervisdStrategy",
-                "choose one of PretrainStrategy, SupervisedStrategy; did you mean 'SupervisedStrategy'",
+                "PPOStrategy, PretrainStrategy, SFTStrategy, SupervisedStrategy.*did you mean 'SupervisedStrategy'",
             ),
             ("torch.nn.Linaer", r"unknown name in torch.nn; there are \d+ others; did you mean 'Linear'"),
         ],
