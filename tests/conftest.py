@@ -1,7 +1,21 @@
 """What all tests share: one thread for torch, in this process and in those that tests begin."""
 
+import gc
 import os
+from collections.abc import Generator
+
+import pytest
 
 # before torch is imported. Tests run two at a time, and their products are small: threads would wait for each other.
 # A test that is about threads sets their number itself.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Without the garbage collector: it would look through all that is imported two dozen times, and find nothing."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()

@@ -1,5 +1,7 @@
 """A function of arrays by torch and by jax, with its gradients; and gradients of a formula from differences alone."""
 
+import functools
+
 import numpy
 import pytest
 import torch
@@ -10,9 +12,22 @@ RUNS = [
     pytest.param("torch", "float32", id="torch-float32"),
     pytest.param("torch", "float64", id="torch-float64"),
     pytest.param("jax", "float32", id="jax-float32", marks=needs_jax),
-    pytest.param("jax", "float64", id="jax-float64", marks=needs_jax),
 ]
-"""Libraries and dtypes that both have gradients."""
+"""Libraries that have gradients, and dtypes; of jax's float64 `runs` has a case of each loss."""
+
+
+def runs(cases, by_jax):
+    """Parameters of a test: a library, a dtype, then those of a case.
+
+    Args:
+        cases: by torch, in both dtypes.
+        by_jax: in float32, the first in float64 too. Few: a program is compiled for each, in a quarter of a second.
+    """
+    return [
+        *(pytest.param("torch", dtype, *case) for dtype in ("float32", "float64") for case in cases),
+        *(pytest.param("jax", "float32", *case, marks=needs_jax) for case in by_jax),
+        pytest.param("jax", "float64", *by_jax[0], marks=needs_jax),
+    ]
 
 
 def arrays_of(library, *arrays):
@@ -41,15 +56,22 @@ def value_and_gradients(library, function, *arrays, wrt=(0,)):
         return value.detach().numpy(), [gradient.numpy() for gradient in gradients]
     import jax
 
+    with jax.enable_x64(any(getattr(each, "dtype", None) == "float64" for each in arrays)):
+        given, fixed = arrays_of("jax", *arrays), [index for index, each in enumerate(arrays) if each is None]
+        (_, value), gradients = _jitted(function, tuple(wrt), tuple(fixed))(*given)
+    return numpy.asarray(value), [numpy.asarray(gradient) for gradient in gradients]
+
+
+@functools.lru_cache(maxsize=8)
+def _jitted(function, wrt, fixed):
+    """Kept, so that arrays of the same shapes are given to the program that there is."""
+    import jax
+
     def total(*given):
         value = function(*given)
         return value.sum(), value
 
-    with jax.enable_x64(any(getattr(each, "dtype", None) == "float64" for each in arrays)):
-        given, fixed = arrays_of("jax", *arrays), [index for index, each in enumerate(arrays) if each is None]
-        step = jax.jit(jax.value_and_grad(total, argnums=tuple(wrt), has_aux=True), static_argnums=tuple(fixed))
-        (_, value), gradients = step(*given)
-    return numpy.asarray(value), [numpy.asarray(gradient) for gradient in gradients]
+    return jax.jit(jax.value_and_grad(total, argnums=wrt, has_aux=True), static_argnums=fixed)
 
 
 def differences(formula, *arrays, wrt=0, step=1e-6):

@@ -144,16 +144,23 @@ def deviation(ours, theirs):
 # ------------------------------------------------------------------------------------------------- one and the same
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", CASES, ids=shown)
+def in_both_dtypes(cases):
+    """Each in float64, in which the numbers tell formulas apart best, and one of each kind in float32 too."""
+    return [
+        pytest.param(case, dtype, id=f"{shown(case)}-{dtype}")
+        for dtype, its in ((torch.float64, cases), (torch.float32, ONE_OF_EACH))
+        for case in its
+    ]
+
+
+@pytest.mark.parametrize(("case", "dtype"), in_both_dtypes(CASES))
 def test_functional_optimizers_have_torchs_numbers(case, dtype):
     theirs = by_torch_optim(case, dtype)
     assert deviation(by_path(problem(dtype)[0]), theirs) > 1e-3  # else there is nothing to compare
     assert deviation(by_functional(case, dtype), theirs) < DTYPES[dtype]
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("case", FOR_OPTAX, ids=shown)
+@pytest.mark.parametrize(("case", "dtype"), in_both_dtypes(FOR_OPTAX))
 def test_optax_has_torchs_numbers(case, dtype):
     assert deviation(by_optax(case, dtype), by_torch_optim(case, dtype)) < DTYPES[dtype]
 

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("jax", reason="pip install 'pulsetrain[jax]'")
 pytest.importorskip("flax", reason="pip install 'pulsetrain[jax]'")
 
-from tests.engine.jax_models import KINDS, batches, bits, core_of, function_model, linen_model, nnx_model, torch_model
+from tests.engine.jax_models import batches, bits, core_of, function_model, linen_model, nnx_model, torch_model
 from tests.pulsetrain.on_backends import programs_kept
 
 DECAY = 0.1
@@ -30,16 +30,19 @@ def split_step(core, state, batch):
     return backend.apply_gradients(state, found), found
 
 
+CLIPPED = {"clip_grad_norm": 0.1, "clip_grad_value": 0.02}
+
+
 @pytest.mark.parametrize(
-    "make",
+    ("make", "settings"),
     [
-        function_model,
-        lambda weights: nnx_model(weights, 0.3, norm=True),
-        lambda weights: linen_model(weights, 0.3, norm=True),
+        (function_model, {}),
+        (function_model, CLIPPED),
+        (lambda weights: nnx_model(weights, 0.3, norm=True), {}),
+        (lambda weights: linen_model(weights, 0.3, norm=True), CLIPPED),
     ],
-    ids=KINDS,
+    ids=["function", "function, clipped", "nnx", "linen, clipped"],
 )
-@pytest.mark.parametrize("settings", [{}, {"clip_grad_norm": 0.1, "clip_grad_value": 0.02}], ids=["", "clipped"])
 def test_whoever_listens_in_between_changes_no_bit(make, settings):
     core = core_of(**settings)
     whole = parts = core.init(make(torch_model().state_dict()), "adamw", learning_rate=0.01, weight_decay=DECAY)

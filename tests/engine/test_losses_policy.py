@@ -1,5 +1,6 @@
 """PPO's and GRPO's losses: formulas by loops, gradients by differences, what a mask keeps out, and TRL's own loss."""
 
+import itertools
 import math
 
 import numpy
@@ -8,7 +9,7 @@ import torch
 
 from engine.losses import clip_fraction, grpo_loss, kl_estimate, ppo_policy_loss, ppo_value_loss
 from tests.engine import trl_trainers
-from tests.engine.differentiated import RUNS, arrays_of, assert_near, differences, rounded, value_and_gradients
+from tests.engine.differentiated import RUNS, arrays_of, assert_near, differences, rounded, runs, value_and_gradients
 from tests.engine.libraries import LIBRARIES, needs_jax
 
 EVERY = ["torch", *LIBRARIES]
@@ -94,13 +95,18 @@ def spoilt(mask, seed, *arrays):
 # --------------------------------------------------------------------------------------------------------------- PPO
 
 
-@pytest.mark.parametrize(("library", "dtype"), RUNS)
-@pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
-@pytest.mark.parametrize(("low", "high"), [(0.2, None), (0.1, 0.4), (0, 0.2), (1.5, 0.1)])
-@pytest.mark.parametrize(("shape", "seed"), [((9,), 0), ((2, 3, 4), 1)])
-def test_the_clipped_objective_and_its_gradient_are_those_of_the_formula(
-    library, dtype, masked, low, high, shape, seed
-):
+RANGES = [(0.2, None), (0.1, 0.4), (0, 0.2), (1.5, 0.1)]
+
+
+@pytest.mark.parametrize(
+    ("library", "dtype", "masked", "ranges", "shape", "seed"),
+    runs(
+        [(*case, *shape) for case in itertools.product((False, True), RANGES) for shape in (((9,), 0), ((2, 3, 4), 1))],
+        by_jax=[(False, RANGES[0], (9,), 0), *((True, ranges, (2, 3, 4), 1) for ranges in RANGES)],
+    ),
+)
+def test_the_clipped_objective_and_its_gradient_are_those_of_the_formula(library, dtype, masked, ranges, shape, seed):
+    low, high = ranges
     arrays = actions_of(shape, seed, dtype)
     mask = mask_of(shape, seed) if masked else None
 
@@ -172,10 +178,17 @@ def test_advantages_that_would_broadcast_otherwise_are_refused(library, shape):
         ppo_policy_loss(log_probs, log_probs, advantages)
 
 
-@pytest.mark.parametrize(("library", "dtype"), RUNS)
-@pytest.mark.parametrize("masked", [False, True], ids=["whole", "masked"])
-@pytest.mark.parametrize("clip_range", [None, 0.3, 1.0])
-@pytest.mark.parametrize(("shape", "seed"), [((9,), 0), ((3, 5), 1)])
+@pytest.mark.parametrize(
+    ("library", "dtype", "masked", "clip_range", "shape", "seed"),
+    runs(
+        [
+            (*case, *shape)
+            for case in itertools.product((False, True), (None, 0.3, 1.0))
+            for shape in (((9,), 0), ((3, 5), 1))
+        ],
+        by_jax=[(False, 0.3, (9,), 0), (True, 0.3, (3, 5), 1), (True, None, (3, 5), 1)],
+    ),
+)
 def test_the_value_loss_and_its_gradient_are_those_of_the_formula(library, dtype, masked, clip_range, shape, seed):
     generator = numpy.random.default_rng(seed)
     arrays = rounded(dtype, *generator.standard_normal((3, *shape)))
@@ -221,9 +234,13 @@ def test_the_clipped_part_is_that_of_the_ratios_outside_the_range(library, low, 
 # ---------------------------------------------------------------------------------------------------------------- KL
 
 
-@pytest.mark.parametrize(("library", "dtype"), RUNS)
-@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
-@pytest.mark.parametrize(("shape", "seed"), [((), 0), ((5,), 1), ((3, 4), 2)])
+@pytest.mark.parametrize(
+    ("library", "dtype", "estimator", "shape", "seed"),
+    runs(
+        [(each, *shape) for each in ("k1", "k2", "k3") for shape in (((), 0), ((5,), 1), ((3, 4), 2))],
+        by_jax=[(each, (3, 4), 2) for each in ("k3", "k2", "k1")],
+    ),
+)
 def test_estimates_of_kl_and_their_gradients_are_those_of_the_formula(library, dtype, estimator, shape, seed):
     arrays = actions_of(shape, seed, dtype)[:2]
     value, gradients = value_and_gradients(library, lambda *a: kl_estimate(*a, estimator), *arrays, wrt=(0, 1))
@@ -272,9 +289,13 @@ OPTIONS = [
 ]
 
 
-@pytest.mark.parametrize(("library", "dtype"), RUNS)
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize(("shape", "seed"), [((1, 1), 0), ((4, 7), 1)])
+@pytest.mark.parametrize(
+    ("library", "dtype", "options", "shape", "seed"),
+    runs(
+        [(options, *shape) for options in OPTIONS for shape in (((1, 1), 0), ((4, 7), 1))],
+        by_jax=[(options, (4, 7), 1) for options in OPTIONS[::-1]],
+    ),
+)
 def test_grpo_and_its_gradient_are_those_of_the_formula_whatever_lies_beside_the_mask(
     library, dtype, options, shape, seed
 ):

@@ -1,5 +1,7 @@
 """Log-probabilities of tokens and DPO: formulas by loops, gradients by differences, and TRL's own losses."""
 
+import functools
+import itertools
 import math
 import re
 
@@ -10,11 +12,12 @@ import torch
 from engine.errors import ConfigurationError
 from engine.losses import dpo_loss, entropy, implicit_rewards, masked_sum_log_probs, token_log_probs
 from tests.engine import trl_trainers
-from tests.engine.differentiated import RUNS, arrays_of, assert_near, differences, rounded, value_and_gradients
+from tests.engine.differentiated import RUNS, arrays_of, assert_near, differences, rounded, runs, value_and_gradients
 from tests.engine.libraries import LIBRARIES, needs_jax
 
 EVERY = ["torch", *LIBRARIES]
 SHAPES = [(), (5,), (2, 3)]
+OF_TOKENS = runs([(seed, shape) for seed in (0, 1) for shape in SHAPES], by_jax=[(0, shape) for shape in SHAPES[::-1]])
 
 
 def log_softmax_by_loop(row):
@@ -78,9 +81,7 @@ def pairs_of(size, seed, dtype="float64"):
 # --------------------------------------------------------------------------------------- tokens, their sums, entropy
 
 
-@pytest.mark.parametrize(("library", "dtype"), RUNS)
-@pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("library", "dtype", "seed", "shape"), OF_TOKENS)
 def test_log_probabilities_of_tokens_and_their_gradient_are_those_of_the_formula(library, dtype, seed, shape):
     logits, tokens = logits_and_tokens(shape, seed, dtype)
     value, (gradient,) = value_and_gradients(library, token_log_probs, logits, tokens)
@@ -89,9 +90,7 @@ def test_log_probabilities_of_tokens_and_their_gradient_are_those_of_the_formula
     assert_near(gradient, differences(token_log_probs_by_loop, logits, tokens))
 
 
-@pytest.mark.parametrize(("library", "dtype"), RUNS)
-@pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("library", "dtype", "seed", "shape"), OF_TOKENS)
 def test_entropy_and_its_gradient_are_those_of_the_formula(library, dtype, seed, shape):
     logits, _ = logits_and_tokens(shape, seed, dtype)
     value, (gradient,) = value_and_gradients(library, entropy, logits)
@@ -139,9 +138,10 @@ def test_tokens_may_be_of_any_whole_number_type(library, dtype):
     assert_near(token_log_probs(scores, ids), token_log_probs_by_loop(logits, tokens))
 
 
-@pytest.mark.parametrize(("library", "dtype"), RUNS)
-@pytest.mark.parametrize("average", [False, True])
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("library", "dtype", "average", "seed"),
+    runs([(average, seed) for average in (False, True) for seed in (0, 1, 2)], by_jax=[(True, 0), (False, 1)]),
+)
 def test_sums_over_a_mask_are_those_of_the_formula_whatever_lies_beside_it(library, dtype, average, seed):
     generator = numpy.random.default_rng(seed)
     log_probs = generator.standard_normal((5, 6)).astype(dtype)
@@ -235,13 +235,15 @@ LOSSES = [
 ]
 
 
-@pytest.mark.parametrize(("library", "dtype"), RUNS)
-@pytest.mark.parametrize("with_reference", [True, False], ids=["reference", "reference-free"])
-@pytest.mark.parametrize(("loss_type", "beta", "smoothing"), LOSSES)
-@pytest.mark.parametrize(("size", "seed"), [(1, 0), (7, 1)])
-def test_dpo_and_its_gradients_are_those_of_the_formula(
-    library, dtype, with_reference, loss_type, beta, smoothing, size, seed
-):
+@pytest.mark.parametrize(
+    ("library", "dtype", "with_reference", "loss", "size", "seed"),
+    runs(
+        [(*case, *size) for case in itertools.product((True, False), LOSSES) for size in ((1, 0), (7, 1))],
+        by_jax=[*((True, loss, 7, 1) for loss in LOSSES), (False, LOSSES[1], 7, 1)],
+    ),
+)
+def test_dpo_and_its_gradients_are_those_of_the_formula(library, dtype, with_reference, loss, size, seed):
+    loss_type, beta, smoothing = loss
     chosen, rejected, *references = pairs_of(size, seed, dtype)
     arrays = [chosen, rejected, *(references if with_reference else (None, None))]
 
@@ -300,9 +302,10 @@ def test_pairs_far_apart_have_finite_losses_and_gradients(library, dtype, h):
 @pytest.mark.parametrize(("library", "dtype"), RUNS)
 def test_a_pair_at_or_beyond_the_hinge_has_no_gradient_and_a_nan_is_not_hidden(library, dtype):
     arrays = [numpy.array([2.0, 3.0, 1.0, math.nan], dtype), numpy.zeros(4, dtype)]
+    loss = functools.partial(dpo_loss, beta=0.5, loss_type="hinge")
     for pair, (value, gradient) in enumerate([(0.0, 0.0), (0.0, 0.0), (0.5, -0.5), (math.nan, -0.5)]):
         given = [each[pair : pair + 1] for each in arrays]
-        found, (its,) = value_and_gradients(library, lambda *a: dpo_loss(*a, beta=0.5, loss_type="hinge"), *given)
+        found, (its,) = value_and_gradients(library, loss, *given)
         numpy.testing.assert_array_equal(found, value)
         assert its.tolist() == [gradient]
 

@@ -17,9 +17,16 @@ from engine.protocols import BackendSettings, ModelState, TrainingBatch
 from engine.schedules import Cosine
 from tests.engine.libraries import needs_jax
 from tests.plugins.numpy_backend import Linear, NumpyBackend
+from tests.pulsetrain.on_backends import programs_kept
 
 ALL = ["torch", pytest.param("jax", marks=needs_jax), "numpy"]
 MAKE = {"torch": lambda: TorchBackend(functional=True), "jax": JaxBackend, "numpy": NumpyBackend}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _programs_kept():
+    with programs_kept():
+        yield
 
 
 def jax_model(weights, inputs, train=False, key=None):

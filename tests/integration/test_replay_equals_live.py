@@ -94,7 +94,7 @@ MAKE: dict[str, Callable[[Path, io.StringIO], Any]] = {
     "JSONLinesLogger": lambda folder, stream: JSONLinesLogger(folder),
     "JSONLinesLogger at a cadence": lambda folder, stream: JSONLinesLogger(folder, Every(updates=3)),
     "ProgressBar": lambda folder, stream: ProgressBar(stream, clock=lambda: 0.0),
-    "Plots": lambda folder, stream: Plots(folder),
+    "Plots": lambda folder, stream: Plots(folder, formats=("svg",)),
     "Plots at a cadence": lambda folder, stream: Plots(folder, Every(iterations=15), formats=("png",)),
     "CallbackList": lambda folder, stream: CallbackList([Hooks()]),
     "EventRecorder": lambda folder, stream: EventRecorder(folder),

@@ -44,7 +44,7 @@ def digits() -> tuple[TensorDataset, TensorDataset]:
 
 def classifier() -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(64, 512), nn.LayerNorm(512), nn.ReLU(), nn.Dropout(0.5), nn.Linear(512, 10))
+    return nn.Sequential(nn.Linear(64, 192), nn.LayerNorm(192), nn.ReLU(), nn.Dropout(0.5), nn.Linear(192, 10))
 
 
 def train(

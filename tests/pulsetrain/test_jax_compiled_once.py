@@ -19,9 +19,17 @@ pytest.importorskip("flax", reason="pip install 'pulsetrain[jax]'")
 import jax.monitoring
 
 from tests.engine.jax_models import batches, function_model, linen_model, nnx_model, torch_model
+from tests.pulsetrain.on_backends import programs_kept
 
 ONCE = {"train": 1, "evaluate": 1}
 IN_PARTS = {"gradients": 1, "finish": 1, "apply": 1, "evaluate": 1}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _programs_kept():
+    """JAX reports a program that it finds there as one that it has compiled."""
+    with programs_kept():
+        yield
 
 
 @pytest.fixture
