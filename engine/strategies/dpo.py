@@ -145,7 +145,7 @@ class DPOStrategy(WithReference):
             )
         stored: list[dict[str, Any]] = []
         for batch in batches:
-            fields = {name: self._reference.placed(value) for name, value in batch.items() if name not in _STORED}
+            fields = {name: self._reference.placed(value) for name, value in batch.items() if name not in self._stored}
             found = self.prepare_batch(fields).targets["reference"].cpu()
             stored.append({**batch, **dict(zip(self._stored, found.chunk(2), strict=True))})
         return stored
