@@ -18,17 +18,17 @@ from handlers import Checkpointer, EventRecorder
 from pulsetrain import Trainer, TrainingConfig
 
 
+def net(inputs: int, outputs: int, width: int = 64) -> nn.Module:
+    hidden = [nn.Linear(inputs, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh()]
+    return nn.Sequential(*hidden, nn.Linear(width, outputs))
+
+
 class ActorCritic(nn.Module):
     """Two small networks over one observation: what to do, and what it is worth."""
 
-    def __init__(self, observation: int, actions: int, width: int = 64) -> None:
+    def __init__(self, observation: int, actions: int) -> None:
         super().__init__()
-        self.actor, self.critic = self._net(observation, width, actions), self._net(observation, width, 1)
-
-    @staticmethod
-    def _net(inputs: int, width: int, outputs: int) -> nn.Module:
-        hidden = [nn.Linear(inputs, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh()]
-        return nn.Sequential(*hidden, nn.Linear(width, outputs))
+        self.actor, self.critic = net(observation, actions), net(observation, 1)
 
     def forward(self, observations: Tensor) -> tuple[Tensor, Tensor]:
         """Logits (batch, actions) and values (batch,) of observations (batch, observation)."""
@@ -45,29 +45,16 @@ def main(arguments: Sequence[str] | None = None) -> float:
 
     torch.manual_seed(options.seed)
     rollouts = EnvironmentRollouts("CartPole-v1", environments=8, steps=128)
-    trainer = Trainer(
-        ActorCritic(4, 2),
-        rollouts,
-        strategy=PPOStrategy(minibatch_size=256, minibatch_epochs=4, gamma=0.99, lam=0.95),
-        config=TrainingConfig(
-            max_epochs=options.rollouts,  # an epoch is what one rollout gives
-            optimizer="adam",
-            learning_rate=2.5e-3,
-            schedule="linear",
-            min_lr_ratio=0.05,
-            clip_grad_norm=0.5,
-            seed=options.seed,
-        ),
-        handlers=[EventRecorder(options.run_dir), Checkpointer(options.run_dir, every=Every(epochs=10))],
-    )
+    config = TrainingConfig(max_epochs=options.rollouts, optimizer="adam", learning_rate=2.5e-3, seed=options.seed,
+                            schedule="linear", min_lr_ratio=0.05, clip_grad_norm=0.5)  # fmt: skip
+    strategy = PPOStrategy(minibatch_size=256, minibatch_epochs=4, gamma=0.99, lam=0.95)
+    handlers = [EventRecorder(options.run_dir), Checkpointer(options.run_dir, every=Every(epochs=10))]
+    trainer = Trainer(ActorCritic(4, 2), rollouts, strategy=strategy, config=config, handlers=handlers)
 
     @trainer.on(Events.POLICY_UPDATED(every=5))
     def report(trainer: Trainer) -> None:
-        metrics = trainer.state.metrics
-        print(
-            f"rollout {trainer.state.rollout_round:3}  return {metrics.get('rollout/return', 0.0):5.1f}  "
-            f"kl {metrics['policy/kl']:.4f}  entropy {metrics['policy/entropy']:.3f}"
-        )
+        found, number = trainer.state.metrics, trainer.state.rollout_round
+        print(f"rollout {number:3}  return {found.get('rollout/return', 0.0):5.1f}  kl {found['policy/kl']:.4f}")
 
     @trainer.on(Events.EPOCH_COMPLETED(every=10))
     def judge(trainer: Trainer) -> None:
