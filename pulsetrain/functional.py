@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from engine.backends.held import Held, LiveState, kind_of, shown_rate
 from engine.checkpoint.weights import compare_weights
 from engine.errors import ConfigurationError
-from engine.protocols import AlternatingStrategy, BackendSettings, ModelState, Optimizer
+from engine.protocols import AlternatingStrategy, BackendSettings, ModelState, Optimizer, bind_strategy
 from pulsetrain.arguments import optimizer_options, resolve_model, resolve_optimizers
 from pulsetrain.beginning import begin_anew, go_on
 from pulsetrain.resume import check_optimizer
@@ -43,11 +43,13 @@ def hold(
         )
     )
     try:
-        return _held(backend, model, optimizer, strategy, config)
+        held = _held(backend, model, optimizer, strategy, config)
+        bind_strategy(strategy, held.module, backend)
     except BaseException:
         if hasattr(backend, "release"):
             backend.release()  # whoever mends the argument passes the same one again
         raise
+    return held
 
 
 def _held(backend: Any, model: Any, optimizer: Any, strategy: Any, config: TrainingConfig) -> LiveState | Held:

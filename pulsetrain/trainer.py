@@ -23,15 +23,7 @@ from engine.logs import get_logger
 from engine.metrics import MetricTracker
 from engine.optimizers import NamedOptimizers, averaged_weights, parts_of
 from engine.payloads import CheckpointLoaded, MediaLogged, ValidationCompleted
-from engine.protocols import (
-    AlternatingStrategy,
-    Backend,
-    ModelState,
-    Optimizer,
-    TrainingResult,
-    TrainingStrategy,
-    bind_strategy,
-)
+from engine.protocols import AlternatingStrategy, Backend, ModelState, Optimizer, TrainingResult, TrainingStrategy
 from handlers import Callback, CallbackList
 from handlers.readings import reading_events
 from pulsetrain.arguments import (
@@ -118,7 +110,6 @@ class Trainer(Engine):
         self.optimizers = self.optimizer if isinstance(self.optimizer, NamedOptimizers) else None
         self.val_loaders = named_loaders(val_loader)
         check_sets(self.val_loaders)
-        bind_strategy(self.strategy, self.model, self.backend)
         self.train_loader = train_loader
         source: Any = train_loader
         if getattr(source, "fires_rollouts", False):  # the policy that it lets act is this trainer's

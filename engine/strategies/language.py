@@ -224,11 +224,6 @@ class LanguageStrategy:
             check_labels(self._place, logits_of(outputs), labels, IGNORED)
 
 
-def is_plain(loss_options: Mapping[str, Any] | None) -> bool:
-    """Whether a cross entropy with these options is that alone, so that perplexity and bits follow from it."""
-    return not any((loss_options or {}).get(name) for name in ("label_smoothing", "z_loss"))
-
-
 def logits_of(outputs: Any) -> Array:
     """The scores of the vocabulary, shape (batch, length, vocabulary), in whatever a model gives.
 

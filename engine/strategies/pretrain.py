@@ -8,20 +8,21 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from engine.arrays import Array, on_host
+from engine.arrays import on_host
 from engine.errors import ConfigurationError
-from engine.losses import check_first_batch, cross_entropy, get_loss
+from engine.losses import cross_entropy
 from engine.metrics import bits_per_byte, perplexity
 from engine.protocols import TrainingBatch
 from engine.sequences import IGNORED, restart_positions
-from engine.strategies.language import LanguageStrategy, is_plain, logits_of
+from engine.strategies.language import logits_of
+from engine.strategies.next_token import NextTokenStrategy
 
 __all__ = ["PretrainStrategy"]
 
 Number = TypeVar("Number", float, Tensor)
 
 
-class PretrainStrategy(LanguageStrategy):
+class PretrainStrategy(NextTokenStrategy):
     """Predict each token from those before it.
 
     A batch is a tensor of token numbers, shape (batch, length + 1), or a mapping with one under "input_ids". The model
@@ -51,7 +52,7 @@ class PretrainStrategy(LanguageStrategy):
         loss_options: Mapping[str, Any] | None = None,
         separator: int | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(loss_options)
         if separator is not None and (not isinstance(separator, int) or isinstance(separator, bool) or separator < 0):
             raise ConfigurationError(f"PretrainStrategy(separator={separator!r}): needs the number of a token")
         if unit not in ("token", "byte"):
@@ -63,8 +64,6 @@ class PretrainStrategy(LanguageStrategy):
         self.unit, self.separator = unit, separator
         self.bytes_per_token = bytes_per_token
         self.loss_unit = f"nats/{unit}"
-        self._loss = get_loss("cross_entropy", **(loss_options or {}))
-        self._plain = is_plain(loss_options)
 
     def prepare_batch(self, batch: Any) -> TrainingBatch:
         """Inputs are all tokens but the last, targets all but the first: torch tensors, whatever computes afterwards.
@@ -102,25 +101,6 @@ class PretrainStrategy(LanguageStrategy):
                 "padding; look at the separator and at the masks"
             )
         return TrainingBatch(self._inputs(tokens[:, :-1], seen), targets, rows, rows * (length - 1), learnt.sum())
-
-    def check_batch(self, outputs: Any, batch: TrainingBatch) -> None:
-        """Refuse tokens that are not in the vocabulary; it waits for the device.
-
-        Args:
-            outputs: of the model, or anything else with their `shape`: a backend that compiles `compute_loss`, where no
-                value can be looked at, asks beforehand.
-
-        Raises:
-            ValueError: it names the first such token, where it stands, and how many there are.
-        """
-        self._check_inputs(outputs, batch.inputs)
-        check_first_batch(self._loss, logits_of(outputs), batch.targets)
-
-    def compute_loss(self, outputs: Any, batch: TrainingBatch) -> Array:
-        """Cross entropy, nats a token, shape ()."""
-        if self.check_values:
-            self.check_batch(outputs, batch)
-        return self._loss(logits_of(outputs), batch.targets)
 
     def compute_metrics(self, outputs: Any, batch: TrainingBatch) -> Mapping[str, Tensor]:
         """What `derive_metrics` cannot tell, where the loss is more than the cross entropy: that, and bits per byte."""

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from engine.arrays import Array, masked_mean, namespace
-from engine.losses import check_first_batch, cross_entropy, get_loss
+from engine.losses import cross_entropy
 from engine.metrics import perplexity
 from engine.protocols import TrainingBatch
 from engine.sequences import IGNORED
-from engine.strategies.language import LanguageStrategy, is_plain, logits_of
+from engine.strategies.language import logits_of
+from engine.strategies.next_token import NextTokenStrategy
 
 __all__ = ["SFTStrategy"]
 
@@ -21,7 +22,7 @@ Number = TypeVar("Number", float, Tensor)
 _REMEDY = "engine.chat.tokenize_chat and engine.sequences.pad_examples or pack make such batches"
 
 
-class SFTStrategy(LanguageStrategy):
+class SFTStrategy(NextTokenStrategy):
     """Predict the tokens of answers from all tokens before them.
 
     A batch is a mapping with "input_ids" and "labels", both of shape (batch, length); a label is the token in its own
@@ -40,10 +41,8 @@ class SFTStrategy(LanguageStrategy):
     """
 
     def __init__(self, loss_options: Mapping[str, Any] | None = None) -> None:
-        super().__init__()
+        super().__init__(loss_options)
         self.loss_unit = "nats/token"
-        self._loss = get_loss("cross_entropy", **(loss_options or {}))
-        self._plain = is_plain(loss_options)
 
     def prepare_batch(self, batch: Any) -> TrainingBatch:
         """Inputs are all tokens but the last, targets the labels of all but the first.
@@ -70,21 +69,6 @@ class SFTStrategy(LanguageStrategy):
         seen = tokens[:, :-1]
         inputs = self._inputs(seen, None if positions is None else positions[:, :-1])
         return TrainingBatch(inputs, labels, tokens.shape[0], seen.numel(), (labels != IGNORED).sum())
-
-    def check_batch(self, outputs: Any, batch: TrainingBatch) -> None:
-        """Refuse labels that are not in the vocabulary; it waits for the device.
-
-        Raises:
-            ValueError: it names the first such label, where it stands, and how many there are.
-        """
-        self._check_inputs(outputs, batch.inputs)
-        check_first_batch(self._loss, logits_of(outputs), batch.targets)
-
-    def compute_loss(self, outputs: Any, batch: TrainingBatch) -> Array:
-        """Cross entropy, nats a token that is to be learnt, shape ()."""
-        if self.check_values:
-            self.check_batch(outputs, batch)
-        return self._loss(logits_of(outputs), batch.targets)
 
     def compute_metrics(self, outputs: Any, batch: TrainingBatch) -> Mapping[str, Array]:
         """`token_accuracy`: how many of the tokens to be learnt are the likeliest.
