@@ -332,3 +332,16 @@ def test_what_follows_from_a_cross_entropy_alone_is_left_out_beside_more(options
     if options is not None:
         assert run.history["val/cross_entropy"][-1] == pytest.approx(nats, abs=1e-5)
         assert abs(run.history["val/loss"][-1] - nats) > 1e-3
+
+
+def test_the_cross_entropy_of_answers_is_told_beside_a_z_loss():
+    torch.manual_seed(0)
+    data = [{"input_ids": TOKENS, "labels": LABELS}]
+    run = trainer({"max_epochs": 1, "learning_rate": 0.1}, model=Short(), train_loader=data, val_loader=data,
+                  strategy=SFTStrategy({"z_loss": 0.1}))  # fmt: skip
+    run.train()
+    with torch.no_grad():
+        logits = run.model(TOKENS[:, :-1])
+    nats = nn.functional.cross_entropy(logits.flatten(0, 1), LABELS[:, 1:].flatten(), ignore_index=IGNORED).item()
+    assert run.history["val/cross_entropy"][-1] == pytest.approx(nats, abs=1e-5)
+    assert not {name for name in run.history.get_history() if "perplexity" in name}
