@@ -41,7 +41,7 @@ lint: $(VENV)/installed-dev ## ruff: rules and format
 
 types: $(VENV)/installed-dev ## mypy, strict
 	$(step) 'Types (mypy)'
-	@$(BIN)/python -m mypy engine handlers pulsetrain $(SCRIPTS)
+	@$(BIN)/python -m mypy pulsetrain $(SCRIPTS)
 
 contracts: $(VENV)/installed-dev ## import-linter: the arrows between the packages
 	$(step) 'Import contracts (import-linter)'
@@ -53,7 +53,7 @@ pytest: $(VENV)/installed-dev ## the tests; two at a time; e.g. make pytest ARGS
 
 coverage: $(VENV)/installed-dev ## the tests, and which lines of engine/ and handlers/ they miss; fails under 90%
 	$(step) 'Coverage'
-	@$(BIN)/python -m pytest -n 2 --dist worksteal --cov=engine --cov=handlers --cov-fail-under=90 $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist worksteal --cov --cov-fail-under=90 $(ARGS)
 
 faults: $(VENV)/installed-dev ## the fault tests, and 1,000 kills of a run that is resumed each time; about ten minutes
 	$(step) 'Fault tests'

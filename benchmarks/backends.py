@@ -26,8 +26,8 @@ import torch.nn.functional as F
 from ignite.engine import create_supervised_trainer
 from torch import Tensor, nn
 
-from engine import JaxBackend, PretrainStrategy, TorchBackend, TrainerCore
 from pulsetrain import Trainer, TrainingConfig
+from pulsetrain.engine import JaxBackend, PretrainStrategy, TorchBackend, TrainerCore
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # for whoever runs the file
 from examples.byte_lm.model import ByteGPT

@@ -19,9 +19,9 @@ from pathlib import Path
 
 import torch
 
-from engine import PPOStrategy
-from engine.rollouts import EnvironmentRollouts
 from pulsetrain import Trainer, TrainingConfig
+from pulsetrain.engine import PPOStrategy
+from pulsetrain.engine.rollouts import EnvironmentRollouts
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # for whoever runs the file
 from examples.cartpole import ActorCritic

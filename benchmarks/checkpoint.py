@@ -25,10 +25,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine import Engine, Events
-from engine.checkpoint import CheckpointManager
-from handlers import Checkpointer
-from handlers.background_save import BackgroundSave
+from pulsetrain.engine import Engine, Events
+from pulsetrain.engine.checkpoint import CheckpointManager
+from pulsetrain.handlers import Checkpointer
+from pulsetrain.handlers.checkpointing.background_save import BackgroundSave
 
 MB = 10**6
 TENSOR = 4 * MB  # bytes of each of the state's tensors, as of a matrix of 1000 x 1000

@@ -21,8 +21,8 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from engine.recording import EventLog, LoggedEvent, LogWriter
-from engine.recording.diff import diff
+from pulsetrain.engine.recording import EventLog, LoggedEvent, LogWriter
+from pulsetrain.engine.recording.diff.compare import diff
 
 ROUNDS = 7
 START = 1_763_000_000_000_000_000  # ns

@@ -17,7 +17,7 @@ from typing import Any
 from ignite.engine import Engine as IgniteEngine
 from ignite.engine import Events as IgniteEvents
 
-from engine import Engine, Events
+from pulsetrain.engine import Engine, Events
 
 ROWS = {  # name -> (handlers on ITERATION_COMPLETED, every, at most this share of ignite's cost)
     "no handlers": (0, None, 1 / 16),

@@ -19,10 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from engine import Engine, EventEnum
-from engine.events import Event
-from engine.recording import EventLog, LoggedEvent, LogWriter
-from handlers import EventRecorder
+from pulsetrain.engine import Engine, EventEnum
+from pulsetrain.engine.events.names import Event
+from pulsetrain.engine.recording import EventLog, LoggedEvent, LogWriter
+from pulsetrain.handlers import EventRecorder
 
 BOUNDS = {
     "recording, us an event": 1.2,

@@ -17,10 +17,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from engine import Events
-from engine.recording import EventLog, LoggedEvent, LogWriter
-from engine.recording.replay import Replay
-from handlers import EarlyStopping
+from pulsetrain.engine import Events
+from pulsetrain.engine.recording import EventLog, LoggedEvent, LogWriter
+from pulsetrain.engine.recording.replay.playback import Replay
+from pulsetrain.handlers import EarlyStopping
 
 VALIDATION = 1000  # iterations between two
 START = 1_700_000_000_000_000_000

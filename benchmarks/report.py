@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from engine.recording import LoggedEvent, LogWriter
+from pulsetrain.engine.recording import LoggedEvent, LogWriter
 from pulsetrain.report import write_report
 
 BOUNDS = {

@@ -21,9 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from engine import Events, SupervisedStrategy
-from handlers import Checkpointer
 from pulsetrain import Trainer, TrainingConfig
+from pulsetrain.engine import Events, SupervisedStrategy
+from pulsetrain.handlers import Checkpointer
 
 BATCH_SIZE = 100
 FEATURES = 32

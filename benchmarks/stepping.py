@@ -21,10 +21,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from engine import Events
-from engine.recording import EventLog, LoggedEvent, LogWriter
-from pulsetrain.debug_commands import Commands
-from pulsetrain.debugger import Debugger
+from pulsetrain.debugger.commands import Commands
+from pulsetrain.debugger.recorded import Debugger
+from pulsetrain.engine import Events
+from pulsetrain.engine.recording import EventLog, LoggedEvent, LogWriter
 
 BOUND = 100.0  # ms, the worst answer
 VALIDATION = 1000  # iterations between two

@@ -20,9 +20,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from engine import Every, SupervisedStrategy
-from handlers import Checkpointer, EventRecorder
 from pulsetrain import Trainer, TrainingConfig, verify
+from pulsetrain.engine import Every, SupervisedStrategy
+from pulsetrain.handlers import Checkpointer, EventRecorder
 
 BOUND = {"verify / training, %": 3.0}  # more
 WIDTH = 512

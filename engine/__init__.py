@@ -1,20 +1,22 @@
 """Mechanism: events, the bus, the run loop and the parts of a training step."""
 
-from engine.accumulation import Accumulate
-from engine.backends import FunctionalBackend, JaxBackend, TorchBackend
-from engine.bus import EventBus
-from engine.cadence import Every
-from engine.core import TrainerCore
-from engine.errors import (
+if __name__ != "pulsetrain.engine":  # found in the checkout's root: it would be a second copy of every class
+    raise ImportError(f"{__name__!r} is not a package of its own; import pulsetrain.engine", name=__name__)
+
+from pulsetrain.engine.backends import FunctionalBackend, JaxBackend, TorchBackend
+from pulsetrain.engine.backends.core import TrainerCore
+from pulsetrain.engine.errors import (
     CheckpointError,
     ConfigurationError,
     MetricNotFoundError,
     PulsetrainError,
     RunFolderError,
 )
-from engine.events import Event, EventEnum, Events
-from engine.loop import Engine
-from engine.payloads import (
+from pulsetrain.engine.events.bus import EventBus
+from pulsetrain.engine.events.cadence import Every
+from pulsetrain.engine.events.engine import Engine
+from pulsetrain.engine.events.names import Event, EventEnum, Events
+from pulsetrain.engine.events.payloads import (
     AnomalyDetected,
     CheckpointLoaded,
     CheckpointSaved,
@@ -32,7 +34,10 @@ from engine.payloads import (
     Terminated,
     ValidationCompleted,
 )
-from engine.protocols import (
+from pulsetrain.engine.events.state import State
+from pulsetrain.engine.events.subscription import Phase, Subscription
+from pulsetrain.engine.step.accumulation import Accumulate
+from pulsetrain.engine.step.protocols import (
     AlternatingStrategy,
     Backend,
     BackendSettings,
@@ -43,8 +48,7 @@ from engine.protocols import (
     TrainingResult,
     TrainingStrategy,
 )
-from engine.state import State
-from engine.strategies import (
+from pulsetrain.engine.strategies import (
     DPOStrategy,
     GRPOStrategy,
     PPOStrategy,
@@ -52,7 +56,6 @@ from engine.strategies import (
     SFTStrategy,
     SupervisedStrategy,
 )
-from engine.subscription import Phase, Subscription
 
 __all__ = [
     "AlternatingStrategy",

@@ -9,8 +9,8 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
-from handlers import BestModel, EarlyStopping, ReduceLROnPlateau
 from pulsetrain import Trainer, TrainingConfig
+from pulsetrain.handlers import BestModel, EarlyStopping, ReduceLROnPlateau
 
 
 def main(seed: int = 0) -> dict[str, list[float]]:

@@ -12,10 +12,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from engine import Events, Every, PPOStrategy
-from engine.rollouts import EnvironmentRollouts
-from handlers import Checkpointer, EventRecorder
 from pulsetrain import Trainer, TrainingConfig
+from pulsetrain.engine import Events, Every, PPOStrategy
+from pulsetrain.engine.rollouts import EnvironmentRollouts
+from pulsetrain.handlers import Checkpointer, EventRecorder
 
 
 def net(inputs: int, outputs: int, width: int = 64) -> nn.Module:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from engine import Engine, Event, EventEnum
+from pulsetrain.engine import Engine, Event, EventEnum
 
 CELLS, START, STEPS, WALKERS = 11, 5, 12, 64
 

@@ -5,7 +5,7 @@
 A Trainer is an Engine, so all of this works on both. The engine here trains nothing: 2 epochs of 4 batches.
 """
 
-from engine import Engine, Events, Phase
+from pulsetrain.engine import Engine, Events, Phase
 
 
 def main() -> list[str]:

@@ -12,10 +12,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from engine import EventEnum, Events, SupervisedStrategy
-from engine.recording import EventLog, Replay, diff
-from handlers import EarlyStopping, EventRecorder
 from pulsetrain import Trainer, TrainingConfig
+from pulsetrain.engine import EventEnum, Events, SupervisedStrategy
+from pulsetrain.engine.recording import EventLog, Replay, diff
+from pulsetrain.handlers import EarlyStopping, EventRecorder
 
 BAD_ROW = 77
 

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits as cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
-from engine import Events, Every, TrainingBatch
-from handlers import ConsoleLogger
 from pulsetrain import Trainer, TrainingConfig
+from pulsetrain.engine import Events, Every, TrainingBatch
+from pulsetrain.handlers import ConsoleLogger
 
 NOISE = 16
 SETTINGS: dict[str, Any] = {

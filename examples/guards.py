@@ -14,9 +14,9 @@ from sklearn.datasets import load_diabetes
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from engine import Engine, Event, Events, Every, SupervisedStrategy
-from handlers import Checkpointer, LossSpikeGuard, NaNGuard
 from pulsetrain import Trainer, TrainingConfig
+from pulsetrain.engine import Engine, Event, Events, Every, SupervisedStrategy
+from pulsetrain.handlers import Checkpointer, LossSpikeGuard, NaNGuard
 
 
 def rows() -> TensorDataset:

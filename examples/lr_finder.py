@@ -12,8 +12,8 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
-from handlers import LRFinder
 from pulsetrain import Trainer, TrainingConfig
+from pulsetrain.handlers import LRFinder
 
 
 def make_trainer(learning_rate: float = 1e-3) -> Trainer:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from engine.schedules import (
+from pulsetrain.engine.schedules import (
     WSD,
     Constant,
     Cosine,

@@ -13,8 +13,8 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset, random_split
 
-from handlers import ConsoleLogger, CSVLogger, JSONLinesLogger, MLflowLogger, TensorBoardLogger
 from pulsetrain import Trainer, TrainingConfig
+from pulsetrain.handlers import ConsoleLogger, CSVLogger, JSONLinesLogger, MLflowLogger, TensorBoardLogger
 
 RUN = Path("runs/digits")
 

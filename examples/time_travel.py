@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from engine.recording import EventLog, diff
 from pulsetrain.cli import main as pulsetrain
+from pulsetrain.engine.recording import EventLog, diff
 
 CONFIG = Path(__file__).with_suffix(".yaml")
 BAD_ROW = 300

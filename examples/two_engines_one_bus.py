@@ -8,7 +8,7 @@ Both are plain Engines; pulsetrain.Trainer is put together like this. The model 
 import torch
 from torch import Tensor, nn
 
-from engine import Engine, Event, EventBus, Events
+from pulsetrain.engine import Engine, Event, EventBus, Events
 
 Batch = tuple[Tensor, Tensor]
 

@@ -1,47 +1,24 @@
 """Policies: each handler is one file, subscribes to events and can be taken off again."""
 
-from __future__ import annotations
+if __name__ != "pulsetrain.handlers":  # found in the checkout's root: it would be a second copy of every class
+    raise ImportError(f"{__name__!r} is not a package of its own; import pulsetrain.handlers", name=__name__)
 
-import importlib.util
-import sys
-from importlib.machinery import PathFinder
-
-
-def _refuse_shadowed_engine() -> None:
-    """`engine` is a common name: say so when a file of the user's own has taken it, before anything runs it."""
-    loaded = sys.modules.get("engine")
-    spec = getattr(loaded, "__spec__", None) if loaded is not None else importlib.util.find_spec("engine")
-    folders = getattr(loaded, "__path__", None) if loaded is not None else spec and spec.submodule_search_locations
-    if folders and PathFinder.find_spec("engine.handler_table", list(folders)) is not None:  # no other has this one
-        return
-    found = getattr(loaded, "__file__", None) or (spec.origin if spec is not None else None)
-    if found is None:
-        raise ImportError("handlers: Pulsetrain's package `engine` is not installed; install pulsetrain again")
-    raise ImportError(
-        f"handlers: {found} hides Pulsetrain's package `engine`, because Python finds it first; "
-        "rename that file (or folder), or start Python where it is not on sys.path",
-        name="engine",
-        path=found,
-    )
-
-
-_refuse_shadowed_engine()
-
-# behind the check: each of them imports engine
-from handlers.alert import Alert  # noqa: E402
-from handlers.best_model import BestModel  # noqa: E402
-from handlers.callback import Callback, CallbackList  # noqa: E402
-from handlers.checkpointer import Checkpointer  # noqa: E402
-from handlers.crash_bundle import CrashBundle  # noqa: E402
-from handlers.early_stopping import EarlyStopping  # noqa: E402
-from handlers.ema import EMA  # noqa: E402
-from handlers.event_recorder import EventRecorder  # noqa: E402
-from handlers.fingerprints import Fingerprints  # noqa: E402
-from handlers.garbage import Garbage  # noqa: E402
-from handlers.gradient_monitor import GradientMonitor  # noqa: E402
-from handlers.hang_watchdog import HangWatchdog  # noqa: E402
-from handlers.limits import StepLimit, TimeLimit  # noqa: E402
-from handlers.loggers import (  # noqa: E402
+from pulsetrain.handlers.averaging.ema import EMA
+from pulsetrain.handlers.averaging.swa import SWA
+from pulsetrain.handlers.callback import Callback, CallbackList
+from pulsetrain.handlers.checkpointing.best_model import BestModel
+from pulsetrain.handlers.checkpointing.checkpointer import Checkpointer
+from pulsetrain.handlers.crash.crash_bundle import CrashBundle
+from pulsetrain.handlers.crash.hang_watchdog import HangWatchdog
+from pulsetrain.handlers.guards.early_stopping import EarlyStopping
+from pulsetrain.handlers.guards.limits import StepLimit, TimeLimit
+from pulsetrain.handlers.guards.loss_spike_guard import LossSpikeGuard
+from pulsetrain.handlers.guards.nan_guard import NaNGuard
+from pulsetrain.handlers.learning_rate.lr_finder import LRFinder
+from pulsetrain.handlers.learning_rate.lr_monitor import LRMonitor
+from pulsetrain.handlers.learning_rate.lr_scheduler import LRScheduler
+from pulsetrain.handlers.learning_rate.reduce_lr_on_plateau import ReduceLROnPlateau
+from pulsetrain.handlers.loggers import (
     ConsoleLogger,
     CSVLogger,
     JSONLinesLogger,
@@ -51,19 +28,17 @@ from handlers.loggers import (  # noqa: E402
     TrackioLogger,
     WandbLogger,
 )
-from handlers.loss_spike_guard import LossSpikeGuard  # noqa: E402
-from handlers.lr_finder import LRFinder  # noqa: E402
-from handlers.lr_monitor import LRMonitor  # noqa: E402
-from handlers.lr_scheduler import LRScheduler  # noqa: E402
-from handlers.memory_monitor import MemoryMonitor  # noqa: E402
-from handlers.nan_guard import NaNGuard  # noqa: E402
-from handlers.plots import Plots  # noqa: E402
-from handlers.profiler import Profiler  # noqa: E402
-from handlers.progress_bar import ProgressBar  # noqa: E402
-from handlers.reduce_lr_on_plateau import ReduceLROnPlateau  # noqa: E402
-from handlers.sample_text import SampleText  # noqa: E402
-from handlers.swa import SWA  # noqa: E402
-from handlers.throughput import Throughput  # noqa: E402
+from pulsetrain.handlers.loggers.progress_bar import ProgressBar
+from pulsetrain.handlers.monitors.alert import Alert
+from pulsetrain.handlers.monitors.garbage import Garbage
+from pulsetrain.handlers.monitors.gradient_monitor import GradientMonitor
+from pulsetrain.handlers.monitors.memory_monitor import MemoryMonitor
+from pulsetrain.handlers.monitors.profiler import Profiler
+from pulsetrain.handlers.monitors.sample_text import SampleText
+from pulsetrain.handlers.monitors.throughput import Throughput
+from pulsetrain.handlers.plots.plots import Plots
+from pulsetrain.handlers.recorder.event_recorder import EventRecorder
+from pulsetrain.handlers.recorder.fingerprints import Fingerprints
 
 __all__ = [
     "EMA",

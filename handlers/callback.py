@@ -8,11 +8,11 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from engine.events import Event, Events
-from engine.loop import Engine
-from engine.subscription import Phase
-from handlers.attachment import Attachment
-from handlers.readings import scalars
+from pulsetrain.engine.events.engine import Engine
+from pulsetrain.engine.events.names import Event, Events
+from pulsetrain.engine.events.subscription import Phase
+from pulsetrain.handlers.attachment.attachment import Attachment
+from pulsetrain.handlers.metric_values.step_values import scalars
 
 __all__ = ["Callback", "CallbackList"]
 

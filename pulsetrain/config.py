@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from engine.accumulation import Accumulate
-from engine.cadence import Every
-from engine.errors import ConfigurationError
+from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.events.cadence import Every
+from pulsetrain.engine.step.accumulation import Accumulate
 
 __all__ = ["TrainingConfig"]
 

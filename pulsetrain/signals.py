@@ -11,10 +11,10 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, NoReturn, Self
 
-from engine import Events
-from engine.batches import release_workers
-from engine.errors import ConfigurationError
-from engine.payloads import Preempted
+from pulsetrain.engine import Events
+from pulsetrain.engine.data.keyed_loader import release_workers
+from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.events.payloads import Preempted
 
 __all__ = ["SignalWatch"]
 

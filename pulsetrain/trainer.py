@@ -12,40 +12,48 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine import Engine, Event, EventBus, Events, Phase, rng
-from engine.accumulation import Accumulation
-from engine.backends.torch import TorchBackend
-from engine.batches import workers_begin, workers_outlive_signals
-from engine.checkpoint import Place, load_checkpoint, place_of
-from engine.core import TrainerCore
-from engine.errors import ConfigurationError
-from engine.logs import get_logger
-from engine.metrics import MetricTracker
-from engine.optimizers import NamedOptimizers, averaged_weights, parts_of
-from engine.payloads import CheckpointLoaded, MediaLogged, ValidationCompleted
-from engine.protocols import AlternatingStrategy, Backend, ModelState, Optimizer, TrainingResult, TrainingStrategy
-from handlers import Callback, CallbackList
-from handlers.readings import reading_events
-from pulsetrain.arguments import (
+from pulsetrain.config import TrainingConfig
+from pulsetrain.engine import Engine, Event, EventBus, Events, Phase
+from pulsetrain.engine.backends.core import TrainerCore
+from pulsetrain.engine.backends.torch import TorchBackend
+from pulsetrain.engine.checkpoint import Place, load_checkpoint, place_of
+from pulsetrain.engine.data import rng
+from pulsetrain.engine.data.keyed_loader import workers_begin, workers_outlive_signals
+from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.events.payloads import CheckpointLoaded, MediaLogged, ValidationCompleted
+from pulsetrain.engine.logs import get_logger
+from pulsetrain.engine.metrics import MetricTracker
+from pulsetrain.engine.optimizers import NamedOptimizers, averaged_weights, parts_of
+from pulsetrain.engine.step.accumulation import Accumulation
+from pulsetrain.engine.step.protocols import (
+    AlternatingStrategy,
+    Backend,
+    ModelState,
+    Optimizer,
+    TrainingResult,
+    TrainingStrategy,
+)
+from pulsetrain.handlers import Callback, CallbackList
+from pulsetrain.handlers.metric_values.step_values import reading_events
+from pulsetrain.state.data_cursor import DataPosition
+from pulsetrain.state.handler_registry import handler_settings, handler_states, restore_as_it_starts
+from pulsetrain.state.resume import capture, restore
+from pulsetrain.state.rewind import Rewind, go_back, plan_rewind
+from pulsetrain.state.unsaved import check_unsaved, tell_of_changed_numbers
+from pulsetrain.training.arguments import (
     check_kinds,
     check_metric_names,
     configured_handlers,
     named_loaders,
     resolve_strategy,
 )
-from pulsetrain.beginning import begin_anew, checkpointer_of, go_on, resume_from
-from pulsetrain.bounds import Bound
-from pulsetrain.config import TrainingConfig
-from pulsetrain.evaluation import Evaluation, check_sets
-from pulsetrain.functional import current_state, hold, train_epoch
-from pulsetrain.handler_states import handler_settings, handler_states, restore_as_it_starts
-from pulsetrain.log_point import log_point, mean_losses
-from pulsetrain.measuring import Losses, Rate
-from pulsetrain.position import DataPosition
-from pulsetrain.resume import capture, restore
-from pulsetrain.rewinding import Rewind, go_back, plan_rewind
-from pulsetrain.step import rates_of, step
-from pulsetrain.unsaved import check_unsaved, tell_of_changed_numbers
+from pulsetrain.training.initial_state import current_state, hold, train_epoch
+from pulsetrain.training.reporter import log_point, mean_losses
+from pulsetrain.training.run_length import Bound
+from pulsetrain.training.run_start import begin_anew, checkpointer_of, go_on, resume_from
+from pulsetrain.training.running_stats import Losses, Rate
+from pulsetrain.training.stepper import rates_of, step
+from pulsetrain.training.validation import Evaluation, check_sets
 
 __all__ = ["Trainer"]
 

@@ -9,15 +9,15 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from engine.environment import environment_differences
-from engine.errors import ConfigurationError
-from engine.recording import Divergence, EventLog, LoggedEvent
-from engine.recording.diff_fields import differing_fields
-from engine.recording.diff_result import field_table, place_of
-from engine.recording.replay_source import Source
-from handlers.run_file import describe_run, read_run_file
-from pulsetrain.again import Again, Expected, first_checkpoint, nearest_checkpoint
-from pulsetrain.causes import BATCH, STATE, Cause, Evidence, causes_of
+from pulsetrain.engine.environment import environment_differences
+from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.recording import Divergence, EventLog, LoggedEvent
+from pulsetrain.engine.recording.diff.fields import differing_fields
+from pulsetrain.engine.recording.diff.result import field_table, place_of
+from pulsetrain.engine.recording.replay.source import Source
+from pulsetrain.handlers.run_files.run_file import describe_run, read_run_file
+from pulsetrain.reproduce.diagnosis import BATCH, STATE, Cause, Evidence, causes_of
+from pulsetrain.reproduce.rerun import Again, Expected, first_checkpoint, nearest_checkpoint
 from pulsetrain.trainer import Trainer
 
 __all__ = ["Verification", "verify"]

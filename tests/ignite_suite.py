@@ -53,8 +53,8 @@ def swap(mode: str) -> None:
     import ignite.engine
     import ignite.engine.events
 
-    import engine
-    from engine.events import EventsList
+    from pulsetrain import engine
+    from pulsetrain.engine.events.names import EventsList
 
     if mode in ("engine", "events"):
         ignite.engine.Engine = engine.Engine  # type: ignore[misc]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import warm_python
+from tests.support import warm_python
 
 BENCHMARK = Path(__file__).parent.parent / "benchmarks" / "cartpole.py"
 

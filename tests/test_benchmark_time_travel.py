@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests import warm_python
+from tests.support import warm_python
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 

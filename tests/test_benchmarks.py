@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tests import warm_python
+from tests.support import warm_python
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 

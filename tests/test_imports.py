@@ -47,7 +47,11 @@ print(*sorted({*sys.modules} - loaded))
 
 @pytest.mark.parametrize(
     "package",
-    ["engine, engine.checkpoint, engine.optimizers, engine.schedules", "handlers", "pulsetrain"],
+    [
+        "engine, pulsetrain.engine.checkpoint, pulsetrain.engine.optimizers, pulsetrain.engine.schedules",
+        "handlers",
+        "pulsetrain",
+    ],
     ids=["engine", "handlers", "pulsetrain"],
 )
 def test_importing_has_no_effect_and_pulls_in_nothing_optional(package: str):
@@ -60,16 +64,15 @@ def test_importing_has_no_effect_and_pulls_in_nothing_optional(package: str):
 def test_a_log_line_draws_none_of_the_users_random_numbers():
     code = (
         "import random; random.seed(1); before = random.getstate()\n"
-        "from engine.logs import get_logger; get_logger('x')\n"
+        "from pulsetrain.engine.logs import get_logger; get_logger('x')\n"
         "assert random.getstate() == before"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 def test_every_public_name_is_there():
-    import engine
-    import handlers
     import pulsetrain
+    from pulsetrain import engine, handlers
 
     for package in (engine, handlers, pulsetrain):
         assert all(hasattr(package, name) for name in package.__all__)

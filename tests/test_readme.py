@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-import handlers
-from tests import warm_python
+from pulsetrain import handlers
+from tests.support import warm_python
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)

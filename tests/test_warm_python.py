@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.warm_python import Program, run
+from tests.support.warm_python import Program, run
 
 PROGRAMS = {
     "a status": "import sys; print(__name__, sys.argv); print('wrong', file=sys.stderr); sys.exit(3)",

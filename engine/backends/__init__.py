@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 
-from engine.backends.functional import FunctionalBackend
-from engine.backends.jax import JaxBackend  # imports jax when one is made
-from engine.backends.torch import TorchBackend
-from engine.protocols import Backend
+from pulsetrain.engine.backends.functional import FunctionalBackend
+from pulsetrain.engine.backends.jax import JaxBackend  # imports jax when one is made
+from pulsetrain.engine.backends.torch import TorchBackend
+from pulsetrain.engine.step.protocols import Backend
 
 __all__ = ["BACKENDS", "FunctionalBackend", "JaxBackend", "TorchBackend"]
 

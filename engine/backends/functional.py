@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from engine.arrays import at_least_float32, is_array, namespace
-from engine.backends.mirror import Mirror
-from engine.backends.trees import Trees
-from engine.errors import CheckpointError, ConfigurationError
-from engine.protocols import (
+from pulsetrain.engine.arrays import at_least_float32, is_array, namespace
+from pulsetrain.engine.backends.module_view import Mirror
+from pulsetrain.engine.backends.trees import Trees
+from pulsetrain.engine.errors import CheckpointError, ConfigurationError
+from pulsetrain.engine.step.protocols import (
     BackendSettings,
     GradientInfo,
     ModelState,

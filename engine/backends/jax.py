@@ -11,13 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.backends.functional import FunctionalBackend, next_state, no_rate, rate_of, step_of
-from engine.backends.jax_arrays import JaxArrays, find_jax_device
-from engine.backends.jax_models import JaxModel, read_model
-from engine.backends.optax import create_optax, jax_and_optax, learning_rate_of, with_learning_rate
-from engine.backends.torch import given
-from engine.environment import version_of
-from engine.protocols import (
+from pulsetrain.engine.backends.functional import FunctionalBackend, next_state, no_rate, rate_of, step_of
+from pulsetrain.engine.backends.jax_arrays import JaxArrays, find_jax_device
+from pulsetrain.engine.backends.jax_models import JaxModel, read_model
+from pulsetrain.engine.backends.optax import create_optax, jax_and_optax, learning_rate_of, with_learning_rate
+from pulsetrain.engine.backends.torch import given
+from pulsetrain.engine.environment import version_of
+from pulsetrain.engine.step.protocols import (
     BackendSettings,
     GradientInfo,
     ModelState,

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.backends.trees import Trees
-from engine.errors import ConfigurationError
+from pulsetrain.engine.backends.trees import Trees
+from pulsetrain.engine.errors import ConfigurationError
 
 __all__ = ["JaxArrays", "find_jax_device"]
 

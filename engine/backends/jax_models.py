@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from engine.errors import ConfigurationError
+from pulsetrain.engine.errors import ConfigurationError
 
 __all__ = ["JaxModel", "read_model"]
 

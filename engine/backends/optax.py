@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from engine.errors import ConfigurationError
-from engine.optimizers.functional import SGD, Adam, AdamW, DecayMask, RMSprop, create_functional
+from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.optimizers.functional import SGD, Adam, AdamW, DecayMask, RMSprop, create_functional
 
 __all__ = ["create_optax", "jax_and_optax", "learning_rate_of", "with_learning_rate"]
 

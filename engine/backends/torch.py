@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from engine.arrays import is_array
-from engine.errors import ConfigurationError
-from engine.evaluating import call
-from engine.gradients import clip_grad_norm, clip_grad_value, grad_norm, scale_grads
-from engine.memory import recompute_activations
-from engine.precision import Precision
-from engine.protocols import (
+from pulsetrain.engine.arrays import is_array
+from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.step.activations import recompute_activations
+from pulsetrain.engine.step.gradients import clip_grad_norm, clip_grad_value, grad_norm, scale_grads
+from pulsetrain.engine.step.model_call import call
+from pulsetrain.engine.step.precision import Precision
+from pulsetrain.engine.step.protocols import (
     AlternatingStrategy,
     BackendSettings,
     GradientInfo,
@@ -86,7 +86,7 @@ class TorchBackend:
         functional: bool = False,
     ) -> TorchBackend:
         if functional and cls is TorchBackend:
-            from engine.backends.torch_functional import FunctionalTorchBackend
+            from pulsetrain.engine.backends.torch_functional import FunctionalTorchBackend
 
             cls = FunctionalTorchBackend
         return super().__new__(cls)

@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value
 
-from engine.backends.functional import FunctionalBackend
-from engine.backends.mirror import ModuleMirror
-from engine.backends.torch import TorchBackend, no_gradient
-from engine.errors import ConfigurationError
-from engine.evaluating import eval_mode
-from engine.optimizers.functional import create_functional
-from engine.optimizers.groups import decay_rule, trainable_of
-from engine.protocols import BackendSettings, TrainingBatch, TrainingStrategy
+from pulsetrain.engine.backends.functional import FunctionalBackend
+from pulsetrain.engine.backends.module_view import ModuleMirror
+from pulsetrain.engine.backends.torch import TorchBackend, no_gradient
+from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.optimizers.functional import create_functional
+from pulsetrain.engine.optimizers.groups import decay_rule, trainable_of
+from pulsetrain.engine.step.model_call import eval_mode
+from pulsetrain.engine.step.protocols import BackendSettings, TrainingBatch, TrainingStrategy
 
 __all__ = ["FunctionalTorchBackend"]
 

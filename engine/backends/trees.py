@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from engine.errors import CheckpointError
+from pulsetrain.engine.errors import CheckpointError
 
 __all__ = ["Trees", "check_paths"]
 

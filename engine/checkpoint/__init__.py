@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from engine.checkpoint.forms import Form, check_form
-from engine.checkpoint.manager import CheckpointManager, check_name
-from engine.checkpoint.places import CheckpointUrl, Place, place_of
-from engine.checkpoint.reading import check_checkpoint, find_checkpoints, load_checkpoint
-from engine.checkpoint.weights import Mismatch, load_safetensors, load_weights, save_safetensors
+from pulsetrain.engine.checkpoint.formats import Form, check_form
+from pulsetrain.engine.checkpoint.locations import CheckpointUrl, Place, place_of
+from pulsetrain.engine.checkpoint.manager import CheckpointManager, check_name
+from pulsetrain.engine.checkpoint.reader import check_checkpoint, find_checkpoints, load_checkpoint
+from pulsetrain.engine.checkpoint.weights import Mismatch, load_safetensors, load_weights, save_safetensors
 
 __all__ = [
     "CheckpointManager",

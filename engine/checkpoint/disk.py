@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from engine.checkpoint.digesting import Write, write_digested
-from engine.checkpoint.manifest import MANIFEST
+from pulsetrain.engine.checkpoint.digesting import Write, write_digested
+from pulsetrain.engine.checkpoint.manifest import MANIFEST
 
 __all__ = ["Disk", "sync", "write_file"]
 

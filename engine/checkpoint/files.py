@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import IO, Any, Protocol
 
-from engine.checkpoint.digesting import Write
-from engine.checkpoint.disk import Disk
-from engine.checkpoint.places import CheckpointUrl, Place
-from engine.checkpoint.remote import Remote
+from pulsetrain.engine.checkpoint.digesting import Write
+from pulsetrain.engine.checkpoint.disk import Disk
+from pulsetrain.engine.checkpoint.locations import CheckpointUrl, Place
+from pulsetrain.engine.checkpoint.remote import Remote
 
 __all__ = ["Files", "files_of"]
 

@@ -7,14 +7,21 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from engine.checkpoint.files import files_of
-from engine.checkpoint.forms import FORMS, Form, check_form, state_writer
-from engine.checkpoint.manifest import BEST, STATES, is_checkpoint_name, seal, unseal
-from engine.checkpoint.places import Place, place_of
-from engine.checkpoint.plain import plain
-from engine.checkpoint.reading import damage_of, find_checkpoints, load_checkpoint, ordinal_of, size_of, step_of
-from engine.errors import CheckpointError, ConfigurationError, RunFolderError
-from engine.logs import get_logger
+from pulsetrain.engine.checkpoint.files import files_of
+from pulsetrain.engine.checkpoint.formats import FORMS, Form, check_form, state_writer
+from pulsetrain.engine.checkpoint.locations import Place, place_of
+from pulsetrain.engine.checkpoint.manifest import BEST, STATES, is_checkpoint_name, seal, unseal
+from pulsetrain.engine.checkpoint.plain import plain
+from pulsetrain.engine.checkpoint.reader import (
+    damage_of,
+    find_checkpoints,
+    load_checkpoint,
+    ordinal_of,
+    size_of,
+    step_of,
+)
+from pulsetrain.engine.errors import CheckpointError, ConfigurationError, RunFolderError
+from pulsetrain.engine.logs import get_logger
 
 __all__ = ["CheckpointManager", "check_name"]
 

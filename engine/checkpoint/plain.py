@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from engine.errors import CheckpointError
+from pulsetrain.engine.errors import CheckpointError
 
 __all__ = ["plain", "shown_path"]
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import IO, Any
 
-from engine.checkpoint.digesting import Write, write_digested
-from engine.checkpoint.manifest import MANIFEST, is_checkpoint_name
-from engine.checkpoint.places import CheckpointUrl
+from pulsetrain.engine.checkpoint.digesting import Write, write_digested
+from pulsetrain.engine.checkpoint.locations import CheckpointUrl
+from pulsetrain.engine.checkpoint.manifest import MANIFEST, is_checkpoint_name
 
 __all__ = ["Remote"]
 

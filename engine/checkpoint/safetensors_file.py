@@ -15,8 +15,8 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from engine.checkpoint.digesting import Write
-from engine.errors import CheckpointError
+from pulsetrain.engine.checkpoint.digesting import Write
+from pulsetrain.engine.errors import CheckpointError
 
 __all__ = ["CODES", "file_writer", "read_file"]
 

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from engine.checkpoint.disk import Disk, sync
-from engine.checkpoint.places import CheckpointUrl, place_of
-from engine.checkpoint.reading import load_checkpoint
-from engine.errors import CheckpointError, ConfigurationError
+from pulsetrain.engine.checkpoint.disk import Disk, sync
+from pulsetrain.engine.checkpoint.locations import CheckpointUrl, place_of
+from pulsetrain.engine.checkpoint.reader import load_checkpoint
+from pulsetrain.engine.errors import CheckpointError, ConfigurationError
 
 __all__ = ["Mismatch", "compare_weights", "load_safetensors", "load_weights", "save_safetensors"]
 

@@ -1,12 +1,12 @@
 """Losses over tensors of torch and arrays of jax and numpy: classes come last, nothing waits for an accelerator."""
 
-from engine.losses.advantages import gae, grpo_advantages
-from engine.losses.classification import bce_with_logits, cross_entropy, focal_loss
-from engine.losses.policy import clip_fraction, grpo_loss, kl_estimate, ppo_policy_loss, ppo_value_loss
-from engine.losses.preference import dpo_loss, implicit_rewards
-from engine.losses.registry import Loss, check_first_batch, check_first_loss, get_loss, ignored_label
-from engine.losses.regression import huber, l1, mse
-from engine.losses.tokens import entropy, masked_sum_log_probs, token_log_probs
+from pulsetrain.engine.losses.advantages import gae, grpo_advantages
+from pulsetrain.engine.losses.classification import bce_with_logits, cross_entropy, focal_loss
+from pulsetrain.engine.losses.policy import clip_fraction, grpo_loss, kl_estimate, ppo_policy_loss, ppo_value_loss
+from pulsetrain.engine.losses.preference import dpo_loss, implicit_rewards
+from pulsetrain.engine.losses.registry import Loss, check_first_batch, check_first_loss, get_loss, ignored_label
+from pulsetrain.engine.losses.regression import huber, l1, mse
+from pulsetrain.engine.losses.tokens import entropy, masked_sum_log_probs, token_log_probs
 
 __all__ = [
     "Loss",

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from engine.arrays import Array
+from pulsetrain.engine.arrays import Array
 
 __all__ = ["check_finite", "check_labels", "check_probabilities"]
 

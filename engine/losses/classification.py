@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.arrays import Array, is_array, namespace
-from engine.errors import ConfigurationError
-from engine.losses import on_arrays
-from engine.losses.checks import check_labels
-from engine.losses.chunked import chunked_cross_entropy
-from engine.losses.shapes import check_classes_last, check_same_shape, require
+from pulsetrain.engine.arrays import Array, is_array, namespace
+from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.losses import on_arrays
+from pulsetrain.engine.losses.checks import check_labels
+from pulsetrain.engine.losses.chunked import chunked_cross_entropy
+from pulsetrain.engine.losses.shapes import check_classes_last, check_same_shape, require
 
 __all__ = ["bce_with_logits", "cross_entropy", "focal_loss"]
 

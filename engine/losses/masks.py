@@ -6,8 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
-from engine.arrays import Array, at_least_float32, masked_mean, namespace, stop_gradient
-from engine.errors import unknown_name
+from pulsetrain.engine.arrays import Array, at_least_float32, masked_mean, namespace, stop_gradient
+from pulsetrain.engine.errors import unknown_name
 
 __all__ = ["check_choice", "check_mask", "check_same_shapes", "constant", "kept", "mean_of"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.arrays import (
+from pulsetrain.engine.arrays import (
     Array,
     at_least_float32,
     is_array,
@@ -17,8 +17,8 @@ from engine.arrays import (
     on_host,
     take_last,
 )
-from engine.losses.checks import check_labels
-from engine.losses.shapes import check_classes_last
+from pulsetrain.engine.losses.checks import check_labels
+from pulsetrain.engine.losses.shapes import check_classes_last
 
 __all__ = ["bce_with_logits", "class_indices", "cross_entropy", "focal_loss", "huber", "l1", "mse"]
 
@@ -44,7 +44,7 @@ def class_indices(place: str, logits: Array, targets: Array, ignore_index: int) 
 
 
 def cross_entropy(logits: Array, targets: Array, *, label_smoothing: float, ignore_index: int, z_loss: float) -> Array:
-    """`engine.losses.cross_entropy` of checked arguments; computed in float32 at least."""
+    """`pulsetrain.engine.losses.cross_entropy` of checked arguments; computed in float32 at least."""
     xp = namespace(logits, targets)
     wide = at_least_float32(logits)
     nats, counted = _nats(wide, targets, ignore_index, float(label_smoothing))
@@ -55,7 +55,7 @@ def cross_entropy(logits: Array, targets: Array, *, label_smoothing: float, igno
 
 
 def focal_loss(logits: Array, targets: Array, *, gamma: float, alpha: Array | None, ignore_index: int) -> Array:
-    """`engine.losses.focal_loss` of checked arguments."""
+    """`pulsetrain.engine.losses.focal_loss` of checked arguments."""
     xp = namespace(logits, targets)
     nats, counted = _nats(at_least_float32(logits), targets, ignore_index)
     # 1 - p, at least the smallest normal number: the power's derivative is infinite at 0 where gamma is below 1
@@ -71,24 +71,24 @@ def focal_loss(logits: Array, targets: Array, *, gamma: float, alpha: Array | No
 
 
 def bce_with_logits(logits: Array, targets: Array) -> Array:
-    """`engine.losses.bce_with_logits` of checked arguments."""
+    """`pulsetrain.engine.losses.bce_with_logits` of checked arguments."""
     namespace(logits, targets, place="bce_with_logits")
     x, t = at_least_float32(logits), at_least_float32(targets)
     return _mean((1 - t) * x - log_sigmoid(x), logits, targets)
 
 
 def mse(predictions: Array, targets: Array) -> Array:
-    """`engine.losses.mse` of checked arguments."""
+    """`pulsetrain.engine.losses.mse` of checked arguments."""
     return _mean(_errors("mse", predictions, targets) ** 2, predictions, targets)
 
 
 def l1(predictions: Array, targets: Array) -> Array:
-    """`engine.losses.l1` of checked arguments."""
+    """`pulsetrain.engine.losses.l1` of checked arguments."""
     return _mean(abs(_errors("l1", predictions, targets)), predictions, targets)
 
 
 def huber(predictions: Array, targets: Array, *, delta: float) -> Array:
-    """`engine.losses.huber` of checked arguments."""
+    """`pulsetrain.engine.losses.huber` of checked arguments."""
     errors, delta = abs(_errors("huber", predictions, targets)), float(delta)
     xp = namespace(errors)
     small = xp.where(errors <= delta, errors, 0.0)  # else an infinite error times a gradient of 0 gives nan

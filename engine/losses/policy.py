@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from engine.arrays import Array, at_least_float32, namespace
-from engine.errors import ConfigurationError
-from engine.losses.masks import check_choice, check_mask, check_same_shapes, constant, kept, mean_of
-from engine.losses.shapes import require
+from pulsetrain.engine.arrays import Array, at_least_float32, namespace
+from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.losses.masks import check_choice, check_mask, check_same_shapes, constant, kept, mean_of
+from pulsetrain.engine.losses.shapes import require
 
 __all__ = ["clip_fraction", "grpo_loss", "kl_estimate", "ppo_policy_loss", "ppo_value_loss"]
 

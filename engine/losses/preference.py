@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from engine.arrays import Array, at_least_float32, log_sigmoid, namespace
-from engine.errors import ConfigurationError
-from engine.losses.masks import check_choice, check_same_shapes, constant
-from engine.losses.shapes import require
+from pulsetrain.engine.arrays import Array, at_least_float32, log_sigmoid, namespace
+from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.losses.masks import check_choice, check_same_shapes, constant
+from pulsetrain.engine.losses.shapes import require
 
 __all__ = ["dpo_loss", "implicit_rewards"]
 

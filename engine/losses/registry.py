@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from engine.arrays import Array, has_values, is_array, is_floating, namespace
-from engine.errors import ConfigurationError, unknown_name
-from engine.labels import is_index_dtype
-from engine.losses.checks import check_finite, check_labels, check_probabilities
-from engine.losses.classification import bce_with_logits, cross_entropy, focal_loss
-from engine.losses.regression import huber, l1, mse
+from pulsetrain.engine.arrays import Array, has_values, is_array, is_floating, namespace
+from pulsetrain.engine.class_indices import is_index_dtype
+from pulsetrain.engine.errors import ConfigurationError, unknown_name
+from pulsetrain.engine.losses.checks import check_finite, check_labels, check_probabilities
+from pulsetrain.engine.losses.classification import bce_with_logits, cross_entropy, focal_loss
+from pulsetrain.engine.losses.regression import huber, l1, mse
 
 __all__ = ["Loss", "check_first_batch", "check_first_loss", "get_loss", "ignored_label"]
 

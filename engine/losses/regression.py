@@ -7,9 +7,9 @@ import math
 import torch.nn.functional as F
 from torch import Tensor
 
-from engine.arrays import Array
-from engine.losses import on_arrays
-from engine.losses.shapes import check_same_shape, require
+from pulsetrain.engine.arrays import Array
+from pulsetrain.engine.losses import on_arrays
+from pulsetrain.engine.losses.shapes import check_same_shape, require
 
 __all__ = ["huber", "l1", "mse"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from engine.arrays import Array, is_floating, namespace
-from engine.errors import ConfigurationError
-from engine.labels import check_labels_fit
+from pulsetrain.engine.arrays import Array, is_floating, namespace
+from pulsetrain.engine.class_indices import check_labels_fit
+from pulsetrain.engine.errors import ConfigurationError
 
 __all__ = ["check_classes_last", "check_same_shape", "require"]
 

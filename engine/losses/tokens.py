@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.arrays import (
+from pulsetrain.engine.arrays import (
     Array,
     at_least_float32,
     describe_array,
@@ -16,8 +16,8 @@ from engine.arrays import (
     on_host,
     take_last,
 )
-from engine.labels import is_index_dtype
-from engine.losses.masks import check_mask, kept
+from pulsetrain.engine.class_indices import is_index_dtype
+from pulsetrain.engine.losses.masks import check_mask, kept
 
 __all__ = ["entropy", "masked_sum_log_probs", "token_log_probs"]
 

@@ -1,9 +1,9 @@
 """Metrics that count on the device and wait for it only when they are read; their names, and their histories."""
 
-from engine.metrics.accuracy import Accuracy, TokenAccuracy, TopKAccuracy
-from engine.metrics.means import RunningMean, bits_per_byte, perplexity
-from engine.metrics.reading import canonical, to_host
-from engine.metrics.tracker import MetricTracker
+from pulsetrain.engine.metrics.accuracy import Accuracy, TokenAccuracy, TopKAccuracy
+from pulsetrain.engine.metrics.means import RunningMean, bits_per_byte, perplexity
+from pulsetrain.engine.metrics.reading import canonical, to_host
+from pulsetrain.engine.metrics.tracker import MetricTracker
 
 __all__ = [
     "Accuracy",

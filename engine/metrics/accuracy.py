@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from engine.errors import ConfigurationError
-from engine.labels import check_indices, check_labels_fit
-from engine.metrics.reading import nothing_yet
+from pulsetrain.engine.class_indices import check_indices, check_labels_fit
+from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.metrics.reading import nothing_yet
 
 __all__ = ["Accuracy", "TokenAccuracy", "TopKAccuracy"]
 

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from engine.errors import ConfigurationError
-from engine.metrics.reading import nothing_yet
+from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.metrics.reading import nothing_yet
 
 __all__ = ["RunningMean", "bits_per_byte", "perplexity"]
 

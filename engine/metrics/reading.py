@@ -8,7 +8,7 @@ from difflib import get_close_matches
 import torch
 from torch import Tensor
 
-from engine.errors import MetricNotFoundError
+from pulsetrain.engine.errors import MetricNotFoundError
 
 __all__ = ["canonical", "nothing_yet", "to_host"]
 

@@ -12,8 +12,8 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from engine.errors import MetricNotFoundError, unknown_name
-from engine.metrics.reading import canonical
+from pulsetrain.engine.errors import MetricNotFoundError, unknown_name
+from pulsetrain.engine.metrics.reading import canonical
 
 __all__ = ["MetricTracker"]
 

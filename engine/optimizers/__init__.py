@@ -1,11 +1,11 @@
 """Optimizers by name: validated arguments, decay groups, rates per layer, and fused kernels where they pay."""
 
-from engine.optimizers.create import create_optimizer, resolve_optimizer
-from engine.optimizers.functional import create_functional
-from engine.optimizers.groups import DecayRule, LayerRates
-from engine.optimizers.muon import MuonRule, MuonWithAdamW
-from engine.optimizers.named import NamedOptimizers, parts_of
-from engine.optimizers.schedule_free import averaged_weights, is_schedule_free
+from pulsetrain.engine.optimizers.create import create_optimizer, resolve_optimizer
+from pulsetrain.engine.optimizers.functional import create_functional
+from pulsetrain.engine.optimizers.groups import DecayRule, LayerRates
+from pulsetrain.engine.optimizers.muon import MuonRule, MuonWithAdamW
+from pulsetrain.engine.optimizers.named import NamedOptimizers, parts_of
+from pulsetrain.engine.optimizers.schedule_free import averaged_weights, is_schedule_free
 
 __all__ = [
     "DecayRule",

@@ -10,8 +10,8 @@ from typing import Any, Literal
 from torch import nn
 from torch.optim import Optimizer
 
-from engine.errors import ConfigurationError
-from engine.optimizers.groups import (
+from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.optimizers.groups import (
     DecayRule,
     LayerRates,
     Named,
@@ -21,11 +21,11 @@ from engine.optimizers.groups import (
     rate_rule,
     trainable_of,
 )
-from engine.optimizers.kernels import fused_pays
-from engine.optimizers.muon import MuonWithAdamW, part_for_muon
-from engine.optimizers.options import check_number, checked_options
-from engine.optimizers.registry import NAMES, optimizer_class
-from engine.optimizers.schedule_free import begin_training, is_schedule_free
+from pulsetrain.engine.optimizers.kernels import fused_pays
+from pulsetrain.engine.optimizers.muon import MuonWithAdamW, part_for_muon
+from pulsetrain.engine.optimizers.options import check_number, checked_options
+from pulsetrain.engine.optimizers.registry import NAMES, optimizer_class
+from pulsetrain.engine.optimizers.schedule_free import begin_training, is_schedule_free
 
 __all__ = ["create_optimizer", "resolve_optimizer"]
 

@@ -10,8 +10,8 @@ from typing import Any, Literal
 
 from torch import nn
 
-from engine.errors import ConfigurationError
-from engine.optimizers.options import check_number
+from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.optimizers.options import check_number
 
 __all__ = [
     "DecayRule",

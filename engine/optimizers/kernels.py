@@ -35,6 +35,6 @@ def fused_pays(
     if devices == {"cpu"} and name == "sgd" and not options["momentum"]:
         return False  # a small model would pay 3 us for it, see the figures above
     if name == "sgd" and options.get("dampening"):
-        return False  # its first step is another one, which fp16 may skip: see engine/precision.py
+        return False  # its first step is another one, which fp16 may skip: see engine/step/precision.py
     # nn.Embedding(sparse=True) makes sparse gradients, which no fused kernel takes
     return not any(getattr(module, "sparse", False) is True for module in model.modules())

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from engine.errors import CheckpointError, ConfigurationError
-from engine.optimizers.groups import Named, spared_by_kind
+from pulsetrain.engine.errors import CheckpointError, ConfigurationError
+from pulsetrain.engine.optimizers.groups import Named, spared_by_kind
 
 __all__ = ["MuonRule", "MuonWithAdamW", "hidden_matrices", "part_for_muon"]
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from engine.errors import CheckpointError, ConfigurationError
+from pulsetrain.engine.errors import CheckpointError, ConfigurationError
 
 __all__ = ["NamedOptimizers", "parts_of"]
 

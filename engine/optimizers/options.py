@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from engine.errors import ConfigurationError
-from engine.optimizers.registry import optimizer_class
+from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.optimizers.registry import optimizer_class
 
 __all__ = ["check_number", "checked_options"]
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from engine.errors import ConfigurationError, unknown_name
+from pulsetrain.engine.errors import ConfigurationError, unknown_name
 
 __all__ = ["NAMES", "optimizer_class"]
 
@@ -27,7 +27,7 @@ _TORCH = {
 
 # module, class, and the extra that installs what the module imports
 _OPTIONAL = {
-    "lion": ("engine.optimizers.lion", "Lion", "lion"),
+    "lion": ("pulsetrain.engine.optimizers.lion", "Lion", "lion"),
     "schedule_free_adamw": ("schedulefree", "AdamWScheduleFree", "schedule-free"),
     "schedule_free_sgd": ("schedulefree", "SGDScheduleFree", "schedule-free"),
 }

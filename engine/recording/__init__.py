@@ -1,13 +1,13 @@
 """The flight recorder's log: written through kill -9, read lazily, replayed, compared."""
 
-from engine.recording.check import EventCheck
-from engine.recording.diff import diff
-from engine.recording.diff_result import Divergence, LogDiff
-from engine.recording.lines import LoggedEvent
-from engine.recording.log import EventLog, read_ranks
-from engine.recording.replay import Replay, Stop
-from engine.recording.scan import Damage
-from engine.recording.writer import LogWriter
+from pulsetrain.engine.recording.diff.compare import diff
+from pulsetrain.engine.recording.diff.result import Divergence, LogDiff
+from pulsetrain.engine.recording.log.check import EventCheck
+from pulsetrain.engine.recording.log.reader import EventLog, read_ranks
+from pulsetrain.engine.recording.log.records import LoggedEvent
+from pulsetrain.engine.recording.log.scan import Damage
+from pulsetrain.engine.recording.log.writer import LogWriter
+from pulsetrain.engine.recording.replay.playback import Replay, Stop
 
 __all__ = [
     "Damage", "Divergence", "EventCheck", "EventLog", "LogDiff", "LogWriter", "LoggedEvent", "Replay", "Stop", "diff",

@@ -1,7 +1,7 @@
 """Data that the policy makes itself: rollouts in environments and of texts, as batches for the one run loop."""
 
-from engine.rollouts.base import Rollouts
-from engine.rollouts.environment import EnvironmentRollouts
-from engine.rollouts.text import TextRollouts
+from pulsetrain.engine.rollouts.base import Rollouts
+from pulsetrain.engine.rollouts.environment import EnvironmentRollouts
+from pulsetrain.engine.rollouts.text import TextRollouts
 
 __all__ = ["EnvironmentRollouts", "Rollouts", "TextRollouts"]

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.errors import CheckpointError, ConfigurationError
-from engine.evaluating import call, eval_mode
-from engine.events import Events
-from engine.payloads import PolicyUpdated, RewardsComputed, RolloutCompleted
-from engine.precision import autocast_of
-from engine.protocols import describe
-from engine.strategies.policy import PolicyStrategy
-from engine.subscription import Phase
+from pulsetrain.engine.errors import CheckpointError, ConfigurationError
+from pulsetrain.engine.events.names import Events
+from pulsetrain.engine.events.payloads import PolicyUpdated, RewardsComputed, RolloutCompleted
+from pulsetrain.engine.events.subscription import Phase
+from pulsetrain.engine.step.model_call import call, eval_mode
+from pulsetrain.engine.step.precision import autocast_of
+from pulsetrain.engine.step.protocols import describe
+from pulsetrain.engine.strategies.policy import PolicyStrategy
 
 __all__ = ["Rollouts"]
 

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine import rng
-from engine.errors import CheckpointError, ConfigurationError
-from engine.evaluating import eval_mode
-from engine.rollouts.base import Rollouts
-from engine.strategies.language import logits_of, values_of
-from engine.strategies.ppo import PPOStrategy
+from pulsetrain.engine.data import rng
+from pulsetrain.engine.errors import CheckpointError, ConfigurationError
+from pulsetrain.engine.rollouts.base import Rollouts
+from pulsetrain.engine.step.model_call import eval_mode
+from pulsetrain.engine.strategies.language import logits_of, values_of
+from pulsetrain.engine.strategies.ppo import PPOStrategy
 
 __all__ = ["EnvironmentRollouts"]
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.evaluating import call
-from engine.strategies.language import logits_of
+from pulsetrain.engine.step.model_call import call
+from pulsetrain.engine.strategies.language import logits_of
 
 __all__ = ["Sampler", "sampler_of"]
 

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine import rng
-from engine.errors import ConfigurationError
-from engine.rollouts.base import Rollouts
-from engine.rollouts.sampling import Sampler, sampler_of
-from engine.sequences import IGNORED, pad_examples
-from engine.strategies.language import values_of
+from pulsetrain.engine.data import rng
+from pulsetrain.engine.data.sequences import IGNORED, pad_examples
+from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.rollouts.base import Rollouts
+from pulsetrain.engine.rollouts.sampling import Sampler, sampler_of
+from pulsetrain.engine.strategies.language import values_of
 
 __all__ = ["Reward", "TextRollouts"]
 

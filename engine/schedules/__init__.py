@@ -1,11 +1,6 @@
 """Learning-rate schedules: pure functions of the number of updates already made; and torch schedulers over them."""
 
-from engine.schedules.formula import Scaled, Schedule, Sequential
-from engine.schedules.groups import group_ratios, update_optimizer
-from engine.schedules.named import build_schedule
-from engine.schedules.phases import WSD, OneCycle, Warmup
-from engine.schedules.picture import plot
-from engine.schedules.shapes import (
+from pulsetrain.engine.schedules.decay import (
     Constant,
     Cosine,
     CosineRestarts,
@@ -16,7 +11,12 @@ from engine.schedules.shapes import (
     Polynomial,
     Step,
 )
-from engine.schedules.torch_schedulers import add_warmup, create_scheduler
+from pulsetrain.engine.schedules.formula import Scaled, Schedule, Sequential
+from pulsetrain.engine.schedules.groups import group_ratios, update_optimizer
+from pulsetrain.engine.schedules.named import build_schedule
+from pulsetrain.engine.schedules.picture import plot
+from pulsetrain.engine.schedules.torch_schedulers import add_warmup, create_scheduler
+from pulsetrain.engine.schedules.warmup import WSD, OneCycle, Warmup
 
 __all__ = [
     "Schedule",

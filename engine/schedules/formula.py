@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Protocol, TypeGuard, runtime_checkable
 
-from engine.errors import CheckpointError, ConfigurationError, unknown_name
+from pulsetrain.engine.errors import CheckpointError, ConfigurationError, unknown_name
 
 __all__ = ["Schedule", "Formula", "Sequential", "Scaled", "is_whole", "require_same"]
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from engine.errors import ConfigurationError
+from pulsetrain.engine.errors import ConfigurationError
 
 __all__ = ["GroupRates", "default_rate", "group_ratios", "update_optimizer", "write_rates"]
 

@@ -6,10 +6,8 @@ import math
 from dataclasses import MISSING, fields
 from typing import Any, Literal
 
-from engine.errors import ConfigurationError, unknown_name
-from engine.schedules.formula import Formula, Schedule, is_whole
-from engine.schedules.phases import WSD, OneCycle, Warmup
-from engine.schedules.shapes import (
+from pulsetrain.engine.errors import ConfigurationError, unknown_name
+from pulsetrain.engine.schedules.decay import (
     Constant,
     Cosine,
     CosineRestarts,
@@ -20,6 +18,8 @@ from engine.schedules.shapes import (
     Polynomial,
     Step,
 )
+from pulsetrain.engine.schedules.formula import Formula, Schedule, is_whole
+from pulsetrain.engine.schedules.warmup import WSD, OneCycle, Warmup
 
 __all__ = ["NAMES", "build_schedule", "keywords_of", "named_schedule"]
 

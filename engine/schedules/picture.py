@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from engine.errors import ConfigurationError
-from engine.schedules.formula import Schedule, is_whole
+from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.schedules.formula import Schedule, is_whole
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -9,11 +9,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from engine.errors import ConfigurationError
-from engine.schedules.formula import Schedule, is_whole, require_same
-from engine.schedules.groups import default_rate, write_rates
-from engine.schedules.named import keywords_of, named_schedule
-from engine.schedules.phases import Warmup
+from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.schedules.formula import Schedule, is_whole, require_same
+from pulsetrain.engine.schedules.groups import default_rate, write_rates
+from pulsetrain.engine.schedules.named import keywords_of, named_schedule
+from pulsetrain.engine.schedules.warmup import Warmup
 
 __all__ = ["ScheduleLR", "WarmupLR", "add_warmup", "create_scheduler"]
 

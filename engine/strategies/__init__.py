@@ -2,14 +2,14 @@
 
 from collections.abc import Callable
 
-from engine.protocols import TrainingStrategy
-from engine.strategies.dpo import DPOStrategy
-from engine.strategies.grpo import GRPOStrategy
-from engine.strategies.ppo import PPOStrategy
-from engine.strategies.pretrain import PretrainStrategy
-from engine.strategies.sft import SFTStrategy
-from engine.strategies.supervised import SupervisedStrategy
-from engine.strategies.value_head import WithValueHead
+from pulsetrain.engine.step.protocols import TrainingStrategy
+from pulsetrain.engine.strategies.dpo import DPOStrategy
+from pulsetrain.engine.strategies.grpo import GRPOStrategy
+from pulsetrain.engine.strategies.ppo import PPOStrategy
+from pulsetrain.engine.strategies.pretrain import PretrainStrategy
+from pulsetrain.engine.strategies.sft import SFTStrategy
+from pulsetrain.engine.strategies.supervised import SupervisedStrategy
+from pulsetrain.engine.strategies.value_head import WithValueHead
 
 __all__ = [
     "STRATEGIES",

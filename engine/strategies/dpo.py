@@ -8,20 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.arrays import Array, namespace, on_host
-from engine.errors import ConfigurationError
-from engine.losses import dpo_loss, implicit_rewards
-from engine.losses.tokens import masked_sum_log_probs, token_log_probs
-from engine.protocols import TrainingBatch
-from engine.sequences import IGNORED
-from engine.strategies.language import logits_of
-from engine.strategies.reference import Reference, ReferenceModel, WithReference
+from pulsetrain.engine.arrays import Array, namespace, on_host
+from pulsetrain.engine.data.sequences import IGNORED
+from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.losses import dpo_loss, implicit_rewards
+from pulsetrain.engine.losses.tokens import masked_sum_log_probs, token_log_probs
+from pulsetrain.engine.step.protocols import TrainingBatch
+from pulsetrain.engine.strategies.language import logits_of
+from pulsetrain.engine.strategies.reference import Reference, ReferenceModel, WithReference
 
 __all__ = ["DPOStrategy"]
 
 _REMEDY = (
     "a batch of pairs has chosen_input_ids, chosen_labels, rejected_input_ids and rejected_labels, each of shape "
-    "(pairs, length), as engine.sequences.pad_examples makes them"
+    "(pairs, length), as pulsetrain.engine.data.sequences.pad_examples makes them"
 )
 _STORED = "reference_chosen_log_probs", "reference_rejected_log_probs"
 _STORED_MEANS = "reference_chosen_mean_log_probs", "reference_rejected_mean_log_probs"  # another number: another name

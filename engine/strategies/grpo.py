@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.arrays import Array
-from engine.errors import ConfigurationError
-from engine.losses import grpo_advantages, grpo_loss
-from engine.protocols import TrainingBatch
-from engine.strategies.policy import PolicyStrategy
-from engine.strategies.reference import ReferenceModel
+from pulsetrain.engine.arrays import Array
+from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.losses import grpo_advantages, grpo_loss
+from pulsetrain.engine.step.protocols import TrainingBatch
+from pulsetrain.engine.strategies.policy import PolicyStrategy
+from pulsetrain.engine.strategies.reference import ReferenceModel
 
 __all__ = ["GRPOStrategy"]
 

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.arrays import Array, has_values, on_host, require_tensor
-from engine.errors import ConfigurationError
-from engine.evaluating import call, eval_mode
-from engine.losses.checks import check_labels
-from engine.protocols import describe
-from engine.sequences import IGNORED
+from pulsetrain.engine.arrays import Array, has_values, on_host, require_tensor
+from pulsetrain.engine.data.sequences import IGNORED
+from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.losses.checks import check_labels
+from pulsetrain.engine.step.model_call import call, eval_mode
+from pulsetrain.engine.step.protocols import describe
 
 __all__ = ["LanguageStrategy", "logits_of", "values_of"]
 
@@ -260,7 +260,7 @@ def values_of(outputs: Any, shape: Iterable[int]) -> Array:
     if not hasattr(values, "shape") or tuple(values.shape) != shape:
         raise TypeError(
             f"the model gave {describe(outputs)}; needs a pair (logits, values), values of shape {shape}; "
-            "engine.strategies.WithValueHead gives a language model such"
+            "pulsetrain.engine.strategies.WithValueHead gives a language model such"
         )
     return values
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from engine.arrays import Array
-from engine.losses import check_first_batch, get_loss
-from engine.protocols import TrainingBatch
-from engine.strategies.language import LanguageStrategy, logits_of
+from pulsetrain.engine.arrays import Array
+from pulsetrain.engine.losses import check_first_batch, get_loss
+from pulsetrain.engine.step.protocols import TrainingBatch
+from pulsetrain.engine.strategies.language import LanguageStrategy, logits_of
 
 __all__ = ["NextTokenStrategy"]
 
@@ -17,7 +17,7 @@ class NextTokenStrategy(LanguageStrategy):
     """Base of pretraining and fine-tuning: targets are tokens, or -100 where nothing is to be learnt.
 
     Args:
-        loss_options: keywords of `engine.losses.cross_entropy`.
+        loss_options: keywords of `pulsetrain.engine.losses.cross_entropy`.
 
     Raises:
         ConfigurationError: an unknown option.

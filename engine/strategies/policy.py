@@ -9,18 +9,21 @@ from typing import Any
 
 from torch import Tensor
 
-from engine.arrays import Array, on_host
-from engine.errors import ConfigurationError
-from engine.losses import clip_fraction, entropy, kl_estimate
-from engine.losses.masks import kept, mean_of
-from engine.losses.tokens import token_log_probs
-from engine.protocols import TrainingBatch, describe
-from engine.strategies.language import logits_of
-from engine.strategies.reference import Reference, ReferenceModel, WithReference
+from pulsetrain.engine.arrays import Array, on_host
+from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.losses import clip_fraction, entropy, kl_estimate
+from pulsetrain.engine.losses.masks import kept, mean_of
+from pulsetrain.engine.losses.tokens import token_log_probs
+from pulsetrain.engine.step.protocols import TrainingBatch, describe
+from pulsetrain.engine.strategies.language import logits_of
+from pulsetrain.engine.strategies.reference import Reference, ReferenceModel, WithReference
 
 __all__ = ["PolicyStrategy"]
 
-_REMEDY = "engine.rollouts make such batches: give the Trainer EnvironmentRollouts or TextRollouts as its train_loader"
+_REMEDY = (
+    "pulsetrain.engine.rollouts makes such batches: give the Trainer EnvironmentRollouts or TextRollouts as its "
+    "train_loader"
+)
 
 
 class PolicyStrategy(WithReference):
@@ -114,7 +117,7 @@ class PolicyStrategy(WithReference):
         """The rows that batches are taken from, each field with one entry a row.
 
         Args:
-            rollout: see `engine.rollouts`.
+            rollout: see `pulsetrain.engine.rollouts`.
             kl_coef: the coefficient as it is now.
         """
         raise NotImplementedError

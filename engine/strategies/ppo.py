@@ -8,14 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from engine.arrays import Array
-from engine.errors import ConfigurationError
-from engine.losses import entropy, gae, ppo_policy_loss, ppo_value_loss
-from engine.losses.masks import mean_of
-from engine.protocols import TrainingBatch
-from engine.strategies.language import values_of
-from engine.strategies.policy import PolicyStrategy, divergence
-from engine.strategies.reference import ReferenceModel
+from pulsetrain.engine.arrays import Array
+from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.losses import entropy, gae, ppo_policy_loss, ppo_value_loss
+from pulsetrain.engine.losses.masks import mean_of
+from pulsetrain.engine.step.protocols import TrainingBatch
+from pulsetrain.engine.strategies.language import values_of
+from pulsetrain.engine.strategies.policy import PolicyStrategy, divergence
+from pulsetrain.engine.strategies.reference import ReferenceModel
 
 __all__ = ["PPOStrategy"]
 

@@ -8,14 +8,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from engine.arrays import on_host
-from engine.errors import ConfigurationError
-from engine.losses import cross_entropy
-from engine.metrics import bits_per_byte, perplexity
-from engine.protocols import TrainingBatch
-from engine.sequences import IGNORED, restart_positions
-from engine.strategies.language import logits_of
-from engine.strategies.next_token import NextTokenStrategy
+from pulsetrain.engine.arrays import on_host
+from pulsetrain.engine.data.sequences import IGNORED, restart_positions
+from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.losses import cross_entropy
+from pulsetrain.engine.metrics import bits_per_byte, perplexity
+from pulsetrain.engine.step.protocols import TrainingBatch
+from pulsetrain.engine.strategies.language import logits_of
+from pulsetrain.engine.strategies.next_token import NextTokenStrategy
 
 __all__ = ["PretrainStrategy"]
 
@@ -29,15 +29,16 @@ class PretrainStrategy(NextTokenStrategy):
     takes (batch, length) tokens and gives logits of shape (batch, length, vocabulary).
 
     Where rows hold several documents, they are kept apart: by "position_ids" in the mapping, which begin at 0 with each
-    (as `engine.sequences.pack` makes them), or by the token that ends a document. The model gets position_ids, so that
-    no document sees another, and a document's first token is predicted from nothing.
+    (as `pulsetrain.engine.data.sequences.pack` makes them), or by the token that ends a document. The model gets
+    position_ids, so that no document sees another, and a document's first token is predicted from nothing.
 
     Training and validation report the loss, perplexity, and bits_per_byte where the length of a token is known.
 
     Args:
         unit: what a token is, "token" or "byte"; the loss is in nats a unit.
         bytes_per_token: mean length of a token in the text, bytes; 1 where the unit is a byte.
-        loss_options: keywords of `engine.losses.cross_entropy`, such as z_loss, or chunk_size for a large vocabulary.
+        loss_options: keywords of `pulsetrain.engine.losses.cross_entropy`, such as z_loss, or chunk_size for a large
+            vocabulary.
         separator: the token that ends each document; None takes each row for one, unless it comes with position_ids.
 
     Raises:

@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from engine.arrays import Array
-from engine.errors import CheckpointError, ConfigurationError
-from engine.evaluating import call, eval_mode
-from engine.losses.tokens import token_log_probs
-from engine.precision import autocast_of
-from engine.strategies.language import LanguageStrategy, logits_of
+from pulsetrain.engine.arrays import Array
+from pulsetrain.engine.errors import CheckpointError, ConfigurationError
+from pulsetrain.engine.losses.tokens import token_log_probs
+from pulsetrain.engine.step.model_call import call, eval_mode
+from pulsetrain.engine.step.precision import autocast_of
+from pulsetrain.engine.strategies.language import LanguageStrategy, logits_of
 
 __all__ = ["Reference", "ReferenceModel"]
 

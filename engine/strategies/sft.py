@@ -8,18 +8,21 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from engine.arrays import Array, masked_mean, namespace
-from engine.losses import cross_entropy
-from engine.metrics import perplexity
-from engine.protocols import TrainingBatch
-from engine.sequences import IGNORED
-from engine.strategies.language import logits_of
-from engine.strategies.next_token import NextTokenStrategy
+from pulsetrain.engine.arrays import Array, masked_mean, namespace
+from pulsetrain.engine.data.sequences import IGNORED
+from pulsetrain.engine.losses import cross_entropy
+from pulsetrain.engine.metrics import perplexity
+from pulsetrain.engine.step.protocols import TrainingBatch
+from pulsetrain.engine.strategies.language import logits_of
+from pulsetrain.engine.strategies.next_token import NextTokenStrategy
 
 __all__ = ["SFTStrategy"]
 
 Number = TypeVar("Number", float, Tensor)
-_REMEDY = "engine.chat.tokenize_chat and engine.sequences.pad_examples or pack make such batches"
+_REMEDY = (
+    "pulsetrain.engine.data.chat.tokenize_chat and pulsetrain.engine.data.sequences.pad_examples or pack make such "
+    "batches"
+)
 
 
 class SFTStrategy(NextTokenStrategy):
@@ -33,8 +36,8 @@ class SFTStrategy(NextTokenStrategy):
     over several batches are those of the mean over all their tokens, not of a mean of means.
 
     Args:
-        loss_options: keywords of `engine.losses.cross_entropy`, such as label_smoothing, z_loss, or chunk_size for a
-            large vocabulary.
+        loss_options: keywords of `pulsetrain.engine.losses.cross_entropy`, such as label_smoothing, z_loss, or
+            chunk_size for a large vocabulary.
 
     Raises:
         ConfigurationError: an unknown option.

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from engine.arrays import Array, is_array, require_tensor
-from engine.losses import check_first_batch, check_first_loss, get_loss, ignored_label
-from engine.protocols import TrainingBatch, describe
+from pulsetrain.engine.arrays import Array, is_array, require_tensor
+from pulsetrain.engine.losses import check_first_batch, check_first_loss, get_loss, ignored_label
+from pulsetrain.engine.step.protocols import TrainingBatch, describe
 
 __all__ = ["SupervisedStrategy"]
 

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from engine.errors import ConfigurationError
-from engine.strategies.language import logits_of
+from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.strategies.language import logits_of
 
 __all__ = ["PolicyOutputs", "WithValueHead"]
 

@@ -8,11 +8,11 @@ From the folder that holds examples/; needs jax, optax and flax (pip install 'pu
 import argparse
 from collections.abc import Sequence
 
-from engine import Every, JaxBackend, PretrainStrategy
 from examples.byte_lm.data import loaders
 from examples.byte_lm_jax.model import ByteGPT
-from handlers import Checkpointer, ConsoleLogger, EventRecorder
 from pulsetrain import Trainer, TrainingConfig
+from pulsetrain.engine import Every, JaxBackend, PretrainStrategy
+from pulsetrain.handlers import Checkpointer, ConsoleLogger, EventRecorder
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, list[float]]:

@@ -17,15 +17,15 @@ from typing import Any, NamedTuple
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from engine import DPOStrategy, Every
-from engine.chat import tokenize_prompt
-from engine.sequences import pad_examples
 from examples.byte_lm_tuning.functions import END, Function, functions_of_library
 from examples.byte_lm_tuning.mutations import KINDS, mutate
 from examples.byte_lm_tuning.start import CONTEXT, model_to_start_from
-from handlers import Checkpointer, ConsoleLogger, EventRecorder
 from pulsetrain import Trainer, TrainingConfig
-from pulsetrain.run_folder import resolve_folder
+from pulsetrain.configuration.run_folder import resolve_folder
+from pulsetrain.engine import DPOStrategy, Every
+from pulsetrain.engine.data.chat import tokenize_prompt
+from pulsetrain.engine.data.sequences import pad_examples
+from pulsetrain.handlers import Checkpointer, ConsoleLogger, EventRecorder
 
 
 class Pair(NamedTuple):

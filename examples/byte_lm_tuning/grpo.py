@@ -22,17 +22,17 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from engine import Event, Events, Every, GRPOStrategy
-from engine.loop import Engine
-from engine.rollouts import TextRollouts
-from engine.sequences import IGNORED, pad_examples
 from examples.byte_lm.model import ByteGPT
 from examples.byte_lm_tuning.functions import END, functions_of_library
 from examples.byte_lm_tuning.rewards import reward_of, succeeds
 from examples.byte_lm_tuning.start import CONTEXT, model_to_start_from
-from handlers import Checkpointer, EarlyStopping, EventRecorder
 from pulsetrain import Trainer, TrainingConfig
-from pulsetrain.run_folder import resolve_folder
+from pulsetrain.configuration.run_folder import resolve_folder
+from pulsetrain.engine import Event, Events, Every, GRPOStrategy
+from pulsetrain.engine.data.sequences import IGNORED, pad_examples
+from pulsetrain.engine.events.engine import Engine
+from pulsetrain.engine.rollouts import TextRollouts
+from pulsetrain.handlers import Checkpointer, EarlyStopping, EventRecorder
 
 WRITTEN = 88  # bytes of a text behind its prompt
 TEMPERATURE = 0.7  # of what the logits say: in acting, in learning, and in judging before and after

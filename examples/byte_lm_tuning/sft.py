@@ -14,15 +14,15 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from engine import SFTStrategy
-from engine.chat import tokenize_prompt
-from engine.sequences import Example, pack, pad_examples
 from examples.byte_lm.model import ByteGPT
 from examples.byte_lm_tuning.functions import END, Function, functions_of_library
 from examples.byte_lm_tuning.start import CONTEXT, model_to_start_from
-from handlers import Checkpointer, ConsoleLogger, EventRecorder, SampleText
 from pulsetrain import Trainer, TrainingConfig
-from pulsetrain.run_folder import resolve_folder
+from pulsetrain.configuration.run_folder import resolve_folder
+from pulsetrain.engine import SFTStrategy
+from pulsetrain.engine.data.chat import tokenize_prompt
+from pulsetrain.engine.data.sequences import Example, pack, pad_examples
+from pulsetrain.handlers import Checkpointer, ConsoleLogger, EventRecorder, SampleText
 
 
 def example_of(function: Function, end: int | None = END) -> Example:

@@ -4,9 +4,9 @@ import re
 from argparse import ArgumentParser
 from pathlib import Path
 
-from engine import CheckpointError
-from engine.checkpoint import CheckpointManager, find_checkpoints, load_weights
 from examples.byte_lm.model import ByteGPT
+from pulsetrain.engine import CheckpointError
+from pulsetrain.engine.checkpoint import CheckpointManager, find_checkpoints, load_weights
 
 CONTEXT = 128  # the demo's
 REMEDY = "`pulsetrain train examples/byte_lm/config.yaml` makes a run to start from"

@@ -1,13 +1,13 @@
 """Loggers: each writes what is measured in a run to one kind of place, and any number of them serve one run."""
 
-from handlers.loggers.base import MetricLogger
-from handlers.loggers.console import ConsoleLogger
-from handlers.loggers.csv_table import CSVLogger
-from handlers.loggers.json_lines import JSONLinesLogger
-from handlers.loggers.mlflow import MLflowLogger
-from handlers.loggers.tensorboard import TensorBoardLogger
-from handlers.loggers.trackio import TrackioLogger
-from handlers.loggers.wandb import WandbLogger
+from pulsetrain.handlers.loggers.base import MetricLogger
+from pulsetrain.handlers.loggers.console import ConsoleLogger
+from pulsetrain.handlers.loggers.csv_table import CSVLogger
+from pulsetrain.handlers.loggers.json_lines import JSONLinesLogger
+from pulsetrain.handlers.loggers.mlflow import MLflowLogger
+from pulsetrain.handlers.loggers.tensorboard import TensorBoardLogger
+from pulsetrain.handlers.loggers.trackio import TrackioLogger
+from pulsetrain.handlers.loggers.wandb import WandbLogger
 
 __all__ = [
     "CSVLogger",

@@ -10,17 +10,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, ClassVar, Literal, Self
 
-from engine.bus import EventBus
-from engine.cadence import Every
-from engine.errors import ConfigurationError, RunFolderError, unknown_name
-from engine.events import Event, Events
-from engine.loop import Engine
-from engine.payloads import MediaLogged, PolicyUpdated, RolloutCompleted, ValidationCompleted
-from engine.subscription import OnError
-from handlers.attachment import Attachment
-from handlers.monitoring import check_every
-from handlers.readings import reading_events, step_metrics
-from handlers.run_end import ends_here
+from pulsetrain.engine.errors import ConfigurationError, RunFolderError, unknown_name
+from pulsetrain.engine.events.bus import EventBus
+from pulsetrain.engine.events.cadence import Every
+from pulsetrain.engine.events.engine import Engine
+from pulsetrain.engine.events.names import Event, Events
+from pulsetrain.engine.events.payloads import MediaLogged, PolicyUpdated, RolloutCompleted, ValidationCompleted
+from pulsetrain.engine.events.subscription import OnError
+from pulsetrain.handlers.attachment.attachment import Attachment
+from pulsetrain.handlers.attachment.monitoring import check_every
+from pulsetrain.handlers.attachment.run_end import ends_here
+from pulsetrain.handlers.metric_values.step_values import reading_events, step_metrics
 
 __all__ = ["MetricLogger", "Plain", "Status", "hyperparameters_of"]
 

@@ -10,15 +10,15 @@ from typing import Any, Literal, TextIO
 
 from tqdm import tqdm
 
-from engine.cadence import Every
-from engine.errors import unknown_name
-from engine.events import Event, Events
-from engine.logs import load_structlog
-from engine.loop import Engine
-from engine.payloads import PolicyUpdated, RolloutCompleted, ValidationCompleted
-from engine.subscription import OnError
-from handlers.loggers.base import MetricLogger
-from handlers.loggers.json_lines import finite
+from pulsetrain.engine.errors import unknown_name
+from pulsetrain.engine.events.cadence import Every
+from pulsetrain.engine.events.engine import Engine
+from pulsetrain.engine.events.names import Event, Events
+from pulsetrain.engine.events.payloads import PolicyUpdated, RolloutCompleted, ValidationCompleted
+from pulsetrain.engine.events.subscription import OnError
+from pulsetrain.engine.logs import load_structlog
+from pulsetrain.handlers.loggers.base import MetricLogger
+from pulsetrain.handlers.loggers.json_lines import finite
 
 __all__ = ["ConsoleLogger"]
 

@@ -9,15 +9,15 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from engine.cadence import Every
-from engine.errors import RunFolderError
-from engine.events import Events
-from engine.loop import Engine
-from engine.payloads import MediaLogged, PolicyUpdated, RolloutCompleted, ValidationCompleted
-from engine.subscription import OnError
-from handlers.loggers.base import MetricLogger
-from handlers.loggers.text_file import Backlog, drop_unfinished_line, write_end
-from handlers.run_folder import make_folder, replace_file
+from pulsetrain.engine.errors import RunFolderError
+from pulsetrain.engine.events.cadence import Every
+from pulsetrain.engine.events.engine import Engine
+from pulsetrain.engine.events.names import Events
+from pulsetrain.engine.events.payloads import MediaLogged, PolicyUpdated, RolloutCompleted, ValidationCompleted
+from pulsetrain.engine.events.subscription import OnError
+from pulsetrain.handlers.loggers.base import MetricLogger
+from pulsetrain.handlers.loggers.text_file import Backlog, drop_unfinished_line, write_end
+from pulsetrain.handlers.run_files.run_folder import make_folder, replace_file
 
 __all__ = ["JSONLinesLogger", "finite"]
 

@@ -6,7 +6,7 @@ import importlib
 import random
 from typing import Any
 
-from engine.errors import ConfigurationError
+from pulsetrain.engine.errors import ConfigurationError
 
 __all__ = ["load_optional"]
 

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.errors import ConfigurationError, unknown_name
-from engine.payloads import MediaLogged
-from handlers import figures
+from pulsetrain.engine.errors import ConfigurationError, unknown_name
+from pulsetrain.engine.events.payloads import MediaLogged
+from pulsetrain.handlers.plots import figures
 
 __all__ = ["as_array", "histogram_of", "picture_of"]
 

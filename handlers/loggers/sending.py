@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any, Generic, TypeVar
 
-from engine.logs import get_logger
+from pulsetrain.engine.logs import get_logger
 
 __all__ = ["Sender"]
 

@@ -9,15 +9,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from engine.cadence import Every
-from engine.events import Events
-from engine.loop import Engine
-from engine.payloads import HandlerFailed, MediaLogged
-from engine.subscription import OnError
-from handlers.loggers.base import MetricLogger, Plain, Status
-from handlers.loggers.pictures import histogram_of, picture_of
-from handlers.loggers.sending import Sender
-from handlers.monitoring import check_number, check_whole
+from pulsetrain.engine.events.cadence import Every
+from pulsetrain.engine.events.engine import Engine
+from pulsetrain.engine.events.names import Events
+from pulsetrain.engine.events.payloads import HandlerFailed, MediaLogged
+from pulsetrain.engine.events.subscription import OnError
+from pulsetrain.handlers.attachment.monitoring import check_number, check_whole
+from pulsetrain.handlers.loggers.base import MetricLogger, Plain, Status
+from pulsetrain.handlers.loggers.pictures import histogram_of, picture_of
+from pulsetrain.handlers.loggers.sending import Sender
 
 __all__ = ["Begin", "End", "Media", "Metrics", "ServiceLogger"]
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from engine.cadence import Every
-from engine.loop import Engine
-from engine.payloads import MediaLogged
-from engine.subscription import OnError
-from handlers.loggers.base import MetricLogger, Plain, Status
-from handlers.loggers.optional import load_optional
-from handlers.loggers.pictures import histogram_of, picture_of
-from handlers.run_folder import make_folder
+from pulsetrain.engine.events.cadence import Every
+from pulsetrain.engine.events.engine import Engine
+from pulsetrain.engine.events.payloads import MediaLogged
+from pulsetrain.engine.events.subscription import OnError
+from pulsetrain.handlers.loggers.base import MetricLogger, Plain, Status
+from pulsetrain.handlers.loggers.optional import load_optional
+from pulsetrain.handlers.loggers.pictures import histogram_of, picture_of
+from pulsetrain.handlers.run_files.run_folder import make_folder
 
 __all__ = ["TensorBoardLogger"]
 

@@ -9,8 +9,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from engine.logs import get_logger
-from handlers.run_folder import replace_file
+from pulsetrain.engine.logs import get_logger
+from pulsetrain.handlers.run_files.run_folder import replace_file
 
 __all__ = ["Backlog", "drop_unfinished_line", "write_end"]
 

@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from engine.cadence import Every
-from engine.errors import ConfigurationError
-from engine.subscription import OnError
-from handlers.loggers.base import Plain
-from handlers.loggers.optional import load_optional
-from handlers.loggers.service import End, Media, Metrics, ServiceLogger
+from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.events.cadence import Every
+from pulsetrain.engine.events.subscription import OnError
+from pulsetrain.handlers.loggers.base import Plain
+from pulsetrain.handlers.loggers.optional import load_optional
+from pulsetrain.handlers.loggers.service import End, Media, Metrics, ServiceLogger
 
 __all__ = ["TrackioLogger"]
 

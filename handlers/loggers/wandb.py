@@ -7,14 +7,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from engine.cadence import Every
-from engine.errors import ConfigurationError, unknown_name
-from engine.logs import get_logger
-from engine.subscription import OnError
-from handlers.loggers.base import Plain
-from handlers.loggers.optional import load_optional
-from handlers.loggers.service import End, Media, Metrics, ServiceLogger
-from handlers.run_folder import make_folder
+from pulsetrain.engine.errors import ConfigurationError, unknown_name
+from pulsetrain.engine.events.cadence import Every
+from pulsetrain.engine.events.subscription import OnError
+from pulsetrain.engine.logs import get_logger
+from pulsetrain.handlers.loggers.base import Plain
+from pulsetrain.handlers.loggers.optional import load_optional
+from pulsetrain.handlers.loggers.service import End, Media, Metrics, ServiceLogger
+from pulsetrain.handlers.run_files.run_folder import make_folder
 
 __all__ = ["WandbLogger"]
 

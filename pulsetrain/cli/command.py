@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from engine.errors import ConfigurationError
+from pulsetrain.engine.errors import ConfigurationError
 
 __all__ = ["command", "no_settings"]
 

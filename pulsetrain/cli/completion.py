@@ -8,15 +8,15 @@ from dataclasses import fields
 from importlib import import_module
 from typing import Any
 
-from engine.errors import ConfigurationError
-from engine.optimizers.registry import NAMES as OPTIMIZERS
-from engine.schedules.named import NAMES as SCHEDULES
-from pulsetrain.assembly import STRATEGIES
 from pulsetrain.cli.command import command, no_settings
 from pulsetrain.cli.pipe import until_closed
 from pulsetrain.cli.reports import OK
 from pulsetrain.config import PRECISIONS, TrainingConfig
-from pulsetrain.config_file import NAMED, SECTIONS
+from pulsetrain.configuration.assemble import STRATEGIES
+from pulsetrain.configuration.parse import NAMED, SECTIONS
+from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.optimizers.registry import NAMES as OPTIMIZERS
+from pulsetrain.engine.schedules.named import NAMES as SCHEDULES
 
 __all__ = ["add_parser"]
 

@@ -11,7 +11,7 @@ from typing import Any
 from pulsetrain.cli.command import command
 from pulsetrain.cli.pipe import until_closed
 from pulsetrain.cli.reports import OK, logs_on_stderr
-from pulsetrain.resolved_config import resolve
+from pulsetrain.configuration.resolve import resolve
 
 __all__ = ["add_parser"]
 

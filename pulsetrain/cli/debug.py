@@ -11,14 +11,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from engine.errors import ConfigurationError
-from handlers.crash_files import FACTS
 from pulsetrain.cli.command import command, no_settings
 from pulsetrain.cli.pipe import until_closed
 from pulsetrain.cli.reports import OK, logs_on_stderr, report
-from pulsetrain.debug_bundle import bundle_commands, open_recorded, told
-from pulsetrain.debug_commands import Command, Commands, printable
-from pulsetrain.debugger import Debugger
+from pulsetrain.debugger.bundle import bundle_commands, open_recorded, told
+from pulsetrain.debugger.commands import Command, Commands, printable
+from pulsetrain.debugger.recorded import Debugger
+from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.handlers.crash.crash_files import FACTS
 
 __all__ = ["add_parser", "converse"]
 
@@ -90,9 +90,9 @@ def run(arguments: argparse.Namespace, settings: Mapping[str, str]) -> int:
 
 def _live(arguments: argparse.Namespace, recorded: Debugger, extra: Mapping[str, Command]) -> int:
     """The same over the computation itself, from the checkpoint before the place."""
-    from pulsetrain.again import nearest_checkpoint
-    from pulsetrain.live_debugger import LiveDebugger
-    from pulsetrain.rebuilding import rebuild
+    from pulsetrain.configuration.rebuild import rebuild
+    from pulsetrain.debugger.live import LiveDebugger
+    from pulsetrain.reproduce.rerun import nearest_checkpoint
 
     folder, place = recorded.folder, arguments.at
     if (folder / FACTS).exists():

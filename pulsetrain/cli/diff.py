@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from engine.recording import EventLog
-from engine.recording.diff import diff
 from pulsetrain.cli.command import command, no_settings
 from pulsetrain.cli.pipe import until_closed
 from pulsetrain.cli.reports import FAILED, OK
+from pulsetrain.engine.recording import EventLog
+from pulsetrain.engine.recording.diff.compare import diff
 
 __all__ = ["add_parser"]
 

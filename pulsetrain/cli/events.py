@@ -10,12 +10,12 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from engine.recording import EventLog, LoggedEvent
-from engine.recording.predicate import predicate
 from pulsetrain.cli.command import command, no_settings
-from pulsetrain.cli.event_formats import FORMATS, check_field
 from pulsetrain.cli.pipe import until_closed
 from pulsetrain.cli.reports import OK
+from pulsetrain.engine.recording import EventLog, LoggedEvent
+from pulsetrain.engine.recording.log.predicate import predicate
+from pulsetrain.export.event_formats import FORMATS, check_field
 
 __all__ = ["add_parser", "follow"]
 

@@ -12,10 +12,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from engine.errors import ConfigurationError, RunFolderError
-from engine.recording import EventLog
 from pulsetrain.cli.command import command, no_settings
 from pulsetrain.cli.reports import OK
+from pulsetrain.engine.errors import ConfigurationError, RunFolderError
+from pulsetrain.engine.recording import EventLog
 from pulsetrain.export import write_csv, write_perfetto, write_tensorboard
 
 __all__ = ["add_parser"]

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from engine.errors import ConfigurationError
 from pulsetrain.cli.command import command
 from pulsetrain.cli.reports import OK, logs_on_stderr
-from pulsetrain.forking import fork
+from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.reproduce.fork import fork
 
 __all__ = ["add_parser"]
 

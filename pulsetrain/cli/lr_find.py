@@ -11,16 +11,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from engine.errors import PulsetrainError
-from engine.schedules import group_ratios
-from handlers import LRFinder
-from handlers.lr_finder import LRFinderResult
-from pulsetrain.assembly import assemble, in_settings
 from pulsetrain.cli.command import command
 from pulsetrain.cli.pipe import until_closed
 from pulsetrain.cli.reports import FAILED, OK, logs_on_stderr, program
-from pulsetrain.config_file import read_config
-from pulsetrain.rebuilding import base_of
+from pulsetrain.configuration.assemble import assemble, in_settings
+from pulsetrain.configuration.parse import read_config
+from pulsetrain.configuration.rebuild import base_of
+from pulsetrain.engine.errors import PulsetrainError
+from pulsetrain.engine.schedules import group_ratios
+from pulsetrain.handlers import LRFinder
+from pulsetrain.handlers.learning_rate.lr_finder import LRFinderResult
 from pulsetrain.trainer import Trainer
 
 __all__ = ["add_parser"]

@@ -10,19 +10,19 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import handlers
-from engine.errors import ConfigurationError, MetricNotFoundError, PulsetrainError
-from engine.events import Events
-from engine.metrics import canonical
-from engine.recording import EventLog
-from engine.recording.replay import Replay, Stop
-from handlers.readings import METRIC_EVENTS
-from pulsetrain.building import build
+from pulsetrain import handlers
 from pulsetrain.cli.command import command, no_settings
 from pulsetrain.cli.pipe import until_closed
 from pulsetrain.cli.reports import OK, USAGE
-from pulsetrain.config_file import load_yaml
-from pulsetrain.run_folder import holds_run
+from pulsetrain.configuration.instantiate import build
+from pulsetrain.configuration.parse import load_yaml
+from pulsetrain.configuration.run_folder import holds_run
+from pulsetrain.engine.errors import ConfigurationError, MetricNotFoundError, PulsetrainError
+from pulsetrain.engine.events.names import Events
+from pulsetrain.engine.metrics import canonical
+from pulsetrain.engine.recording import EventLog
+from pulsetrain.engine.recording.replay.playback import Replay, Stop
+from pulsetrain.handlers.metric_values.step_values import METRIC_EVENTS
 
 __all__ = ["add_parser", "parse_handler"]
 

@@ -14,9 +14,9 @@ from pathlib import Path
 import structlog
 from tqdm import tqdm
 
-from engine.errors import PulsetrainError
-from pulsetrain.assembly import Assembly
-from pulsetrain.run_folder import has_checkpoint
+from pulsetrain.configuration.assemble import Assembly
+from pulsetrain.configuration.run_folder import has_checkpoint
+from pulsetrain.engine.errors import PulsetrainError
 
 __all__ = ["logs_on_stderr", "program", "report", "summary", "versions"]
 

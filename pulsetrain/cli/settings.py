@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.errors import ConfigurationError
-from pulsetrain.config_file import SECTIONS
+from pulsetrain.configuration.parse import SECTIONS
+from pulsetrain.engine.errors import ConfigurationError
 
 __all__ = ["split_settings"]
 

@@ -11,15 +11,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from engine import Events
-from engine.errors import ConfigurationError, PulsetrainError
-from handlers.crash_files import bundle_of, forget_bundle
-from pulsetrain.assembly import Assembly, assemble, in_settings
 from pulsetrain.cli.command import command
 from pulsetrain.cli.reports import FAILED, STOPPED, go_on, logs_on_stderr, report, summary
-from pulsetrain.config_file import SECTIONS, read_config
-from pulsetrain.rebuilding import base_of
-from pulsetrain.run_folder import has_checkpoint
+from pulsetrain.configuration.assemble import Assembly, assemble, in_settings
+from pulsetrain.configuration.parse import SECTIONS, read_config
+from pulsetrain.configuration.rebuild import base_of
+from pulsetrain.configuration.run_folder import has_checkpoint
+from pulsetrain.engine import Events
+from pulsetrain.engine.errors import ConfigurationError, PulsetrainError
+from pulsetrain.handlers.crash.crash_files import bundle_of, forget_bundle
 from pulsetrain.signals import SignalWatch
 
 __all__ = ["add_parser"]
@@ -122,7 +122,7 @@ def run(arguments: argparse.Namespace, settings: Mapping[str, str]) -> int:
 
 
 def _dry_run(arguments: argparse.Namespace, config: Mapping[str, Any], watch: SignalWatch) -> int:
-    from pulsetrain.dry_run import dry_run
+    from pulsetrain.configuration.dry_run import dry_run
 
     if arguments.resume is not None:
         raise ConfigurationError("--dry-run: begins anew; leave --resume out")

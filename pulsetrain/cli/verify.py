@@ -10,7 +10,7 @@ from typing import Any
 from pulsetrain.cli.command import command, no_settings
 from pulsetrain.cli.pipe import until_closed
 from pulsetrain.cli.reports import FAILED, OK, logs_on_stderr
-from pulsetrain.rebuilding import rebuild
+from pulsetrain.configuration.rebuild import rebuild
 from pulsetrain.trainer import Trainer
 from pulsetrain.verification import verify
 

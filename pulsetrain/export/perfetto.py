@@ -10,8 +10,8 @@ from typing import IO, Any, cast
 
 import msgspec
 
-from engine.events import Events
-from engine.recording import EventLog, LoggedEvent
+from pulsetrain.engine.events.names import Events
+from pulsetrain.engine.recording import EventLog, LoggedEvent
 from pulsetrain.export.scalars import FirstHand
 
 __all__ = ["trace_events", "write_perfetto"]

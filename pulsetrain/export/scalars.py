@@ -7,11 +7,11 @@ from typing import Any
 
 import msgspec
 
-from engine.events import Events
-from engine.recording import LoggedEvent
-from engine.recording.replay_payloads import plain
-from handlers.fingerprints import FingerprintEvents
-from handlers.readings import METRIC_EVENTS
+from pulsetrain.engine.events.names import Events
+from pulsetrain.engine.recording import LoggedEvent
+from pulsetrain.engine.recording.replay.payloads import plain
+from pulsetrain.handlers.metric_values.step_values import METRIC_EVENTS
+from pulsetrain.handlers.recorder.fingerprints import FingerprintEvents
 
 __all__ = ["RETOLD", "FirstHand", "scalars_of"]
 

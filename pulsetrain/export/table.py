@@ -6,7 +6,7 @@ import csv
 from datetime import UTC, datetime
 from pathlib import Path
 
-from engine.recording import EventLog
+from pulsetrain.engine.recording import EventLog
 from pulsetrain.export.scalars import scalars_of
 
 __all__ = ["PLACE", "write_csv"]

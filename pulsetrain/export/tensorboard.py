@@ -6,8 +6,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from engine.errors import ConfigurationError
-from engine.recording import EventLog
+from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.recording import EventLog
 from pulsetrain.export.scalars import FirstHand
 
 __all__ = ["write_tensorboard"]

@@ -10,8 +10,8 @@ from typing import Any
 
 import yaml
 
-from handlers.run_file import read_run_file
-from pulsetrain.config_file import load_yaml
+from pulsetrain.configuration.parse import load_yaml
+from pulsetrain.handlers.run_files.run_file import read_run_file
 
 __all__ = ["ABSENT", "Facts", "Row", "compared", "read_facts", "settings_of"]
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from engine.errors import RecordingError
-from engine.events import Events
-from engine.recording import EventLog, LoggedEvent
+from pulsetrain.engine.errors import RecordingError
+from pulsetrain.engine.events.names import Events
+from pulsetrain.engine.recording import EventLog, LoggedEvent
 from pulsetrain.report.curve import Curve
 from pulsetrain.report.marks import ROWS, Mark, Marks
 

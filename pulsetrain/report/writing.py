@@ -9,9 +9,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from engine.errors import ConfigurationError, RunFolderError
-from engine.recording import EventLog
-from handlers.run_folder import replace_file
+from pulsetrain.engine.errors import ConfigurationError, RunFolderError
+from pulsetrain.engine.recording import EventLog
+from pulsetrain.handlers.run_files.run_folder import replace_file
 from pulsetrain.report.facts import read_facts
 from pulsetrain.report.figure import PALETTE, ReportedRun, figure_of
 from pulsetrain.report.page import page_of

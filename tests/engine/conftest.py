@@ -8,7 +8,7 @@ import pytest
 from ignite.engine import Engine as IgniteEngine
 from ignite.engine import Events as IgniteEvents
 
-from engine import Engine, Event, EventBus, Events
+from pulsetrain.engine import Engine, Event, EventBus, Events
 
 
 class Recorder:

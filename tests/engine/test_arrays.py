@@ -7,8 +7,8 @@ import numpy
 import pytest
 import torch
 
-from engine import arrays
-from engine.arrays import (
+from pulsetrain.engine import arrays
+from pulsetrain.engine.arrays import (
     at_least_float32,
     describe_array,
     has_values,
@@ -24,7 +24,7 @@ from engine.arrays import (
     stop_gradient,
     take_last,
 )
-from tests.engine.libraries import converted, needs_jax
+from tests.support.libraries import converted, needs_jax
 
 LIBRARIES = ["torch", "numpy", pytest.param("jax", marks=needs_jax)]
 

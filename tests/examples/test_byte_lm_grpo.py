@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from engine.checkpoint import CheckpointManager
-from engine.recording import EventLog
-from engine.strategies import GRPOStrategy
 from examples.byte_lm.model import ByteGPT
 from examples.byte_lm_tuning import grpo
 from examples.byte_lm_tuning.functions import END, Function
 from examples.byte_lm_tuning.rewards import parse, reachable, reward_of, sensible_statements, succeeds
 from examples.byte_lm_tuning.start import CONTEXT, load_model
-from tests.examples.running import EXAMPLES, run
+from pulsetrain.engine.checkpoint import CheckpointManager
+from pulsetrain.engine.recording import EventLog
+from pulsetrain.engine.strategies import GRPOStrategy
+from tests.support.examples import EXAMPLES, run
 
 DEF = "def f(self, a):\n"
 

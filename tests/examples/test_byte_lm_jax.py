@@ -15,13 +15,13 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from engine import Events, JaxBackend, PretrainStrategy
-from engine.backends import TorchBackend
-from engine.recording import EventLog
 from examples.byte_lm.data import ByteWindows, standard_library
 from examples.byte_lm.model import ByteGPT as TorchGPT
 from pulsetrain import Trainer, TrainingConfig
-from tests.examples.running import EXAMPLES, run
+from pulsetrain.engine import Events, JaxBackend, PretrainStrategy
+from pulsetrain.engine.backends import TorchBackend
+from pulsetrain.engine.recording import EventLog
+from tests.support.examples import EXAMPLES, run
 
 jax = pytest.importorskip("jax", reason="jax is not installed")
 optax = pytest.importorskip("optax", reason="optax is not installed")

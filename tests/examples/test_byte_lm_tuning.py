@@ -12,15 +12,15 @@ from types import ModuleType
 import pytest
 import torch
 
-from engine.checkpoint import CheckpointManager
-from engine.errors import CheckpointError
-from engine.recording import EventLog
 from examples.byte_lm.model import ByteGPT
 from examples.byte_lm_tuning import dpo, grpo, sft
 from examples.byte_lm_tuning.functions import Function, functions_in, functions_of_library
 from examples.byte_lm_tuning.mutations import KINDS, OPPOSITES, mutate, tokens_of
 from examples.byte_lm_tuning.start import load_model, newest_demo_run
-from tests.examples.running import EXAMPLES, run
+from pulsetrain.engine.checkpoint import CheckpointManager
+from pulsetrain.engine.errors import CheckpointError
+from pulsetrain.engine.recording import EventLog
+from tests.support.examples import EXAMPLES, run
 
 CONTEXT = 128
 

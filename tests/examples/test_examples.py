@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from engine.checkpoint import CheckpointManager
-from tests.examples.running import EXAMPLES, run
+from pulsetrain.engine.checkpoint import CheckpointManager
+from tests.support.examples import EXAMPLES, run
 
 SCRIPTS = sorted(EXAMPLES.glob("*.py"))
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-import engine.schedules
-from tests.examples.running import EXAMPLES, run
+from pulsetrain.engine import schedules
+from tests.support.examples import EXAMPLES, run
 
 EXAMPLE = EXAMPLES / "schedules.py"
 
@@ -52,6 +52,6 @@ def test_draws_into_the_current_folder_or_the_one_it_is_told(drawn: tuple[Path, 
 
 def test_shows_every_schedule() -> None:
     text = EXAMPLE.read_text()
-    public = [getattr(engine.schedules, name) for name in engine.schedules.__all__]
-    shown = [item.__name__ for item in public if isinstance(item, type) and item is not engine.schedules.Schedule]
+    public = [getattr(schedules, name) for name in schedules.__all__]
+    shown = [item.__name__ for item in public if isinstance(item, type) and item is not schedules.Schedule]
     assert [name for name in shown if f"{name}(" not in text] == ["Sequential"]  # which >> makes

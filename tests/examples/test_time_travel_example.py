@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.recording import EventLog
-from tests.examples.running import EXAMPLES, run
+from pulsetrain.engine.recording import EventLog
+from tests.support.examples import EXAMPLES, run
 
 EXAMPLE = EXAMPLES / "time_travel.py"
 CODE = f"""

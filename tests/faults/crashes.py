@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import pytest
 
-from engine.checkpoint import disk
+from pulsetrain.engine.checkpoint import disk
 
 Content: TypeAlias = "bytes | tuple[tuple[str, Content], ...]"  # of a file, or of a folder by name
 

@@ -15,15 +15,15 @@ from ignite.metrics import Average
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
-from engine import Events, Every, SupervisedStrategy
-from engine.accumulation import Accumulate
-from engine.backends.torch import TorchBackend
-from engine.checkpoint import CheckpointManager, load_checkpoint
-from engine.protocols import TrainingBatch
-from engine.recording import EventLog
-from engine.recording.lines import deterministic, encode
-from handlers import EMA, Checkpointer, CSVLogger, EarlyStopping, EventRecorder
 from pulsetrain import Trainer, TrainingConfig
+from pulsetrain.engine import Events, Every, SupervisedStrategy
+from pulsetrain.engine.backends.torch import TorchBackend
+from pulsetrain.engine.checkpoint import CheckpointManager, load_checkpoint
+from pulsetrain.engine.recording import EventLog
+from pulsetrain.engine.recording.log.records import deterministic, encode
+from pulsetrain.engine.step.accumulation import Accumulate
+from pulsetrain.engine.step.protocols import TrainingBatch
+from pulsetrain.handlers import EMA, Checkpointer, CSVLogger, EarlyStopping, EventRecorder
 
 ROWS, BATCH = 24, 3  # so 8 batches a pass
 EPOCHS = 4

@@ -24,8 +24,8 @@ from typing import Any
 import structlog
 import torch
 
-from engine import Every
-from engine.checkpoint import disk
+from pulsetrain.engine import Every
+from pulsetrain.engine.checkpoint import disk
 from tests.faults.everything import make, outcome
 
 FINISHED, FAILED = 0, 1  # a victim's exit status

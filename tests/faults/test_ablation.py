@@ -22,10 +22,10 @@ import structlog
 import torch
 from torch import Tensor
 
-from engine import Events, Every
-from engine.accumulation import Accumulate
-from engine.checkpoint import CheckpointManager
 from pulsetrain import Trainer
+from pulsetrain.engine import Events, Every
+from pulsetrain.engine.checkpoint import CheckpointManager
+from pulsetrain.engine.step.accumulation import Accumulate
 from tests.faults.everything import bits, leaves, logged, make, outcome
 
 PARTS = (
@@ -177,7 +177,7 @@ def ablate(tmp_path_factory: pytest.TempPathFactory) -> Any:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pulsetrain.measuring._FOLD", 5)  # else no run is as long as to fold its losses
+        patch.setattr("pulsetrain.training.running_stats._FOLD", 5)  # else no run is as long as to fold its losses
         patch.setattr(os, "fsync", lambda descriptor: None)  # thousands of saves, and no machine crashes here
         yield cache(lambda case: Ablation(case, tmp_path_factory.mktemp("ablation")))
     torch.set_num_threads(threads)

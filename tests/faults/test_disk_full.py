@@ -14,13 +14,13 @@ import pytest
 import structlog
 import torch
 
-from engine import Events, Every, Phase
-from engine.checkpoint import CheckpointManager, disk, find_checkpoints, load_checkpoint
-from engine.errors import RunFolderError
-from engine.recording import EventLog
-from handlers import Checkpointer, CSVLogger, EventRecorder, Plots
 from pulsetrain import Trainer
-from tests.pulsetrain.small import loader, regression_model, trainer
+from pulsetrain.engine import Events, Every, Phase
+from pulsetrain.engine.checkpoint import CheckpointManager, disk, find_checkpoints, load_checkpoint
+from pulsetrain.engine.errors import RunFolderError
+from pulsetrain.engine.recording import EventLog
+from pulsetrain.handlers import Checkpointer, CSVLogger, EventRecorder, Plots
+from tests.support.small import loader, regression_model, trainer
 
 CHANGING = ("write", "fsync", "mkdir", "rename", "replace")  # and `open`, where it makes a file
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.checkpoint import CheckpointManager, load_checkpoint
-from engine.checkpoint.forms import FORMS, Form
-from engine.errors import CheckpointError
+from pulsetrain.engine.checkpoint import CheckpointManager, load_checkpoint
+from pulsetrain.engine.checkpoint.formats import FORMS, Form
+from pulsetrain.engine.errors import CheckpointError
 
 FILES = ("state", "manifest.json")
 

@@ -9,10 +9,10 @@ import pytest
 import structlog
 import torch
 
-from engine.checkpoint import CheckpointManager, load_checkpoint
-from engine.checkpoint.manifest import FORMATS
-from engine.errors import CheckpointError
-from pulsetrain.resume import FORMAT
+from pulsetrain.engine.checkpoint import CheckpointManager, load_checkpoint
+from pulsetrain.engine.checkpoint.manifest import FORMATS
+from pulsetrain.engine.errors import CheckpointError
+from pulsetrain.state.resume import FORMAT
 from tests.faults.everything import bits, leaves, make
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "checkpoints"

@@ -1,5 +1,6 @@
 import pytest
-from driving import ManualClock
+
+from tests.support.driving import ManualClock
 
 
 @pytest.fixture

@@ -1,8 +1,8 @@
 import pytest
 import torch
-from driving import make_engine, roll_out_before_each_batch, subscriptions, validate_each_epoch
 
-from handlers import Callback, CallbackList
+from pulsetrain.handlers import Callback, CallbackList
+from tests.support.driving import make_engine, roll_out_before_each_batch, subscriptions, validate_each_epoch
 
 
 class Told(Callback):

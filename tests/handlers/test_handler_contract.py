@@ -7,14 +7,13 @@ from collections.abc import Callable, Iterator
 import pytest
 import structlog
 import torch
-from driving import UpdatingEngine, log_each_iteration, subscriptions, validate_each_epoch
 
-import handlers
-from engine import EventBus, Events, Every, Phase, SupervisedStrategy, TorchBackend
-from engine.backends.held import LiveState
-from engine.payloads import GradientsReady
-from engine.schedules import Cosine
-from handlers import (
+from pulsetrain import TrainingConfig, handlers
+from pulsetrain.engine import EventBus, Events, Every, Phase, SupervisedStrategy, TorchBackend
+from pulsetrain.engine.backends.model_store import LiveState
+from pulsetrain.engine.events.payloads import GradientsReady
+from pulsetrain.engine.schedules import Cosine
+from pulsetrain.handlers import (
     EMA,
     SWA,
     Alert,
@@ -51,7 +50,7 @@ from handlers import (
     TrackioLogger,
     WandbLogger,
 )
-from pulsetrain import TrainingConfig
+from tests.support.driving import UpdatingEngine, log_each_iteration, subscriptions, validate_each_epoch
 
 
 class Saving(UpdatingEngine):

@@ -13,14 +13,14 @@ import pytest
 import torch
 from torch import nn
 
-from engine import Events, Every
-from engine.recording import EventLog
-from engine.recording.replay import Replay
-from handlers import CSVLogger, EarlyStopping, EventRecorder, JSONLinesLogger, LRScheduler
 from pulsetrain import Trainer
+from pulsetrain.engine import Events, Every
+from pulsetrain.engine.recording import EventLog
+from pulsetrain.engine.recording.replay.playback import Replay
+from pulsetrain.handlers import CSVLogger, EarlyStopping, EventRecorder, JSONLinesLogger, LRScheduler
 from tests.faults.everything import logged, table
-from tests.pulsetrain.cutting import cut_after
-from tests.pulsetrain.on_backends import BACKENDS, PATIENCE, TORCH, On, make, programs_kept, saved, whole_state
+from tests.support.cutting import cut_after
+from tests.support.on_backends import BACKENDS, PATIENCE, TORCH, On, make, programs_kept, saved, whole_state
 
 Whole = Callable[[On], tuple[Trainer, Path]]
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from torch import Tensor
 
-from engine import CheckpointError, Events, Every, Phase
-from engine.checkpoint import CheckpointManager, load_checkpoint, load_safetensors, save_safetensors
 from pulsetrain import Trainer
+from pulsetrain.engine import CheckpointError, Events, Every, Phase
+from pulsetrain.engine.checkpoint import CheckpointManager, load_checkpoint, load_safetensors, save_safetensors
 from tests.faults.everything import bits, leaves
-from tests.pulsetrain.on_backends import (
+from tests.support.on_backends import (
     BACKENDS,
     JAX,
     On,
@@ -62,7 +62,7 @@ def test_later_steps_change_nothing_in_a_checkpoint_that_is_still_being_written(
             begun_at.append((kwargs["step"], trainer.state.iteration))
             return super().save(*args, **kwargs)
 
-    monkeypatch.setattr("handlers.checkpointer.CheckpointManager", Late)
+    monkeypatch.setattr("pulsetrain.handlers.checkpointing.checkpointer.CheckpointManager", Late)
     trainer = make(on, tmp_path / "late", background=True)
     trainer.add_event_handler(Events.ITERATION_COMPLETED(every=5), may_write.clear, phase=Phase.COMPUTE)
     three_later = Events.ITERATION_COMPLETED(event_filter=lambda engine, count: count % 5 == 3)

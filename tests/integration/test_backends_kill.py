@@ -7,16 +7,16 @@ import sys
 from pathlib import Path
 from signal import SIGKILL
 
-from handlers import EventRecorder
+from pulsetrain.handlers import EventRecorder
 from tests.faults.everything import logged
-from tests.pulsetrain.on_backends import JAX_FUNCTION, make, needs_jax, programs_kept, saved, whole_state
+from tests.support.on_backends import JAX_FUNCTION, make, needs_jax, programs_kept, saved, whole_state
 
 VICTIM = """
 import os, signal, sys
 from pathlib import Path
 import torch
-from engine import Events
-from tests.pulsetrain.on_backends import JAX_FUNCTION, make
+from pulsetrain.engine import Events
+from tests.support.on_backends import JAX_FUNCTION, make
 
 torch.set_num_threads(1)
 trainer = make(JAX_FUNCTION, Path(sys.argv[1]))

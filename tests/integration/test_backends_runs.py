@@ -12,14 +12,14 @@ import pytest
 import torch
 from torch import nn
 
-from engine import Every
-from engine.recording import EventLog, diff
-from handlers import Fingerprints
 from pulsetrain import Trainer, verify
 from pulsetrain.cli import main
-from pulsetrain.debugger import Debugger
+from pulsetrain.debugger.recorded import Debugger
+from pulsetrain.engine import Every
+from pulsetrain.engine.recording import EventLog, diff
+from pulsetrain.handlers import Fingerprints
 from tests.faults.everything import logged
-from tests.pulsetrain.on_backends import BACKENDS, On, make, programs_kept
+from tests.support.on_backends import BACKENDS, On, make, programs_kept
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -12,14 +12,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine import CheckpointError, Events
-from engine.checkpoint import CheckpointManager, Form, check_checkpoint, load_checkpoint
-from handlers import Checkpointer
-from pulsetrain import Trainer, dry_run
-from pulsetrain.debug_handlers import recorded_handlers
+from pulsetrain import Trainer
+from pulsetrain.configuration import dry_run
+from pulsetrain.debugger.handlers import recorded_handlers
+from pulsetrain.engine import CheckpointError, Events
+from pulsetrain.engine.checkpoint import CheckpointManager, Form, check_checkpoint, load_checkpoint
+from pulsetrain.handlers import Checkpointer
 from tests.faults.everything import leaves
-from tests.pulsetrain.cutting import cut_after
-from tests.pulsetrain.on_backends import (
+from tests.support.cutting import cut_after
+from tests.support.on_backends import (
     BACKENDS,
     FUNCTIONAL,
     JAX,
@@ -91,7 +92,7 @@ def test_what_is_saved_by_hand_and_by_a_dry_run_has_the_same_form(
             asked.append(kwargs["form"])
             return super().save(*args, **kwargs)
 
-    monkeypatch.setattr("pulsetrain.dry_run.CheckpointManager", Told)
+    monkeypatch.setattr("pulsetrain.configuration.dry_run.CheckpointManager", Told)
     trainer = make(on, tmp_path / "run")
     list(dry_run._save(trainer, tmp_path / "dry", lambda: 0.0))
     expected = "torch" if on is TORCH else "safetensors"
@@ -188,6 +189,6 @@ def test_an_older_version_is_told_that_it_is_too_old(tmp_path: Path, monkeypatch
     checkpoint = saved(tmp_path, CUT)
     assert json.loads((checkpoint / "manifest.json").read_text())["format"] == 3
     for module in ("manifest", "reading"):
-        monkeypatch.setattr(f"engine.checkpoint.{module}.FORMATS", (1, 2))
+        monkeypatch.setattr(f"pulsetrain.engine.checkpoint.{module}.FORMATS", (1, 2))
     with pytest.raises(CheckpointError, match="format 3, this version reads up to 2; update pulsetrain"):
         check_checkpoint(checkpoint)

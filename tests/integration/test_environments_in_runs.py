@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from engine import Events
-from engine.errors import CheckpointError
-from engine.rollouts import EnvironmentRollouts
-from tests.pulsetrain.on_backends import saved, whole_state
-from tests.pulsetrain.on_strategies import CARTPOLE, TORCH, differences, make, needs_gymnasium
+from pulsetrain.engine import Events
+from pulsetrain.engine.errors import CheckpointError
+from pulsetrain.engine.rollouts import EnvironmentRollouts
+from tests.support.on_backends import saved, whole_state
+from tests.support.on_strategies import CARTPOLE, TORCH, differences, make, needs_gymnasium
 
 
 @pytest.fixture(scope="module")

@@ -6,13 +6,13 @@ import math
 import pytest
 import torch
 
-from engine import Every
-from engine.rollouts.sampling import sampler_of
-from engine.sequences import pack, pad_examples
-from engine.strategies import DPOStrategy, SFTStrategy, WithValueHead
-from engine.strategies.language import logits_of
-from handlers import Checkpointer
-from tests.integration.hugging_face import (
+from pulsetrain.engine import Every
+from pulsetrain.engine.data.sequences import pack, pad_examples
+from pulsetrain.engine.rollouts.sampling import sampler_of
+from pulsetrain.engine.strategies import DPOStrategy, SFTStrategy, WithValueHead
+from pulsetrain.engine.strategies.language import logits_of
+from pulsetrain.handlers import Checkpointer
+from tests.support.hugging_face import (
     ATTENTION,
     FAMILIES,
     STRATEGIES,

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from engine import SFTStrategy
-from engine.errors import ConfigurationError
-from engine.sequences import pack, pad_examples
-from tests.engine.test_strategies_bad_input import assert_refused
-from tests.integration.hugging_face import VOCABULARY, documents, model_of
-from tests.pulsetrain.small import trainer
+from pulsetrain.engine import SFTStrategy
+from pulsetrain.engine.data.sequences import pack, pad_examples
+from pulsetrain.engine.errors import ConfigurationError
+from tests.engine.strategies.test_strategies_bad_input import assert_refused
+from tests.support.hugging_face import VOCABULARY, documents, model_of
+from tests.support.small import trainer
 
 transformers = pytest.importorskip("transformers", reason="transformers is not there: pip install transformers")
 

@@ -12,9 +12,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from engine.recording import EventLog
-from tests.integration.recorded_programs import Driver, Expected, Plan, check_ords, model, plans, shown
-from tests.integration.recorded_values import SAMPLED
+from pulsetrain.engine.recording import EventLog
+from tests.support.recorded_programs import Driver, Expected, Plan, check_ords, model, plans, shown
+from tests.support.recorded_values import SAMPLED
 
 common = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 
@@ -39,7 +39,10 @@ def test_whatever_is_fired_is_read_back_as_the_rules_say(plan: Plan) -> None:
 @settings(max_examples=25, **common)  # type: ignore[arg-type]
 @given(several=st.lists(plans(max_bytes=st.integers(1, 2000)), min_size=3, max_size=4))
 def test_within_a_budget_only_iterations_own_events_are_missing(several: list[Plan]) -> None:
-    with tempfile.TemporaryDirectory() as name, mock.patch("handlers.event_recorder.LEAST_BYTES", 1):
+    with (
+        tempfile.TemporaryDirectory() as name,
+        mock.patch("pulsetrain.handlers.recorder.event_recorder.LEAST_BYTES", 1),
+    ):
         expected: list[Expected] = []
         for plan in several:
             driver = Driver(plan, Path(name))

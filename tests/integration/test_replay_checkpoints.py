@@ -9,11 +9,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from engine import Engine, Events, Every, SupervisedStrategy
-from engine.errors import RecordingError
-from engine.recording import Replay
-from handlers import EMA, Checkpointer, EventRecorder
 from pulsetrain import Trainer, TrainingConfig
+from pulsetrain.engine import Engine, Events, Every, SupervisedStrategy
+from pulsetrain.engine.errors import RecordingError
+from pulsetrain.engine.recording import Replay
+from pulsetrain.handlers import EMA, Checkpointer, EventRecorder
 
 
 def test_the_weights_of_the_nearest_checkpoint_are_there(tmp_path: Path):

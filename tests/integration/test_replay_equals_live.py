@@ -15,12 +15,13 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from engine import Events, Every, SupervisedStrategy
-from engine.payloads import payload_fields
-from engine.recording import EventLog
-from engine.recording.replay import Replay
-from engine.schedules import Cosine
-from handlers import (
+from pulsetrain import Trainer, TrainingConfig
+from pulsetrain.engine import Events, Every, SupervisedStrategy
+from pulsetrain.engine.events.payloads import payload_fields
+from pulsetrain.engine.recording import EventLog
+from pulsetrain.engine.recording.replay.playback import Replay
+from pulsetrain.engine.schedules import Cosine
+from pulsetrain.handlers import (
     Callback,
     CallbackList,
     Checkpointer,
@@ -38,8 +39,7 @@ from handlers import (
     StepLimit,
     TimeLimit,
 )
-from handlers.readings import scalars
-from pulsetrain import Trainer, TrainingConfig
+from pulsetrain.handlers.metric_values.step_values import scalars
 
 ROWS, BATCH, EPOCHS = 40, 4, 4
 COUNTERS = ("epoch", "iteration", "update", "validation_round", "save")

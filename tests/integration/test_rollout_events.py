@@ -13,13 +13,16 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine import Events, Every, Phase
-from engine.errors import CheckpointError, MetricNotFoundError
-from engine.payloads import PolicyUpdated, RewardsComputed, RolloutCompleted
-from engine.recording import EventLog, diff
-from engine.recording.replay import Replay
-from engine.recording.replay_engine import _METRICS
-from handlers import (
+from pulsetrain import Trainer
+from pulsetrain.debugger.live import LiveDebugger
+from pulsetrain.debugger.recorded import Debugger
+from pulsetrain.engine import Events, Every, Phase
+from pulsetrain.engine.errors import CheckpointError, MetricNotFoundError
+from pulsetrain.engine.events.payloads import PolicyUpdated, RewardsComputed, RolloutCompleted
+from pulsetrain.engine.recording import EventLog, diff
+from pulsetrain.engine.recording.replay.engine import _METRICS
+from pulsetrain.engine.recording.replay.playback import Replay
+from pulsetrain.handlers import (
     EMA,
     BestModel,
     Checkpointer,
@@ -32,13 +35,10 @@ from handlers import (
     ProgressBar,
     ReduceLROnPlateau,
 )
-from handlers.event_recorder import MEASURED
-from handlers.readings import METRIC_EVENTS
-from pulsetrain import Trainer
-from pulsetrain.debugger import Debugger
-from pulsetrain.live_debugger import LiveDebugger
-from pulsetrain.resume import restore
-from tests.pulsetrain.small import loader, trainer
+from pulsetrain.handlers.metric_values.step_values import METRIC_EVENTS
+from pulsetrain.handlers.recorder.event_recorder import MEASURED
+from pulsetrain.state.resume import restore
+from tests.support.small import loader, trainer
 
 BATCHES = 3  # of a rollout; an epoch has those of two
 EACH_ROLLOUT = Every(iterations=BATCHES)

@@ -15,15 +15,15 @@ import pytest
 import torch
 import yaml
 
-from engine import Events, Every
-from engine.errors import CheckpointError
-from engine.recording import EventLog, diff
-from engine.recording.replay import Replay
-from handlers import EarlyStopping, JSONLinesLogger, NaNGuard
 from pulsetrain import Trainer
 from pulsetrain.cli import main
-from tests.pulsetrain.on_backends import programs_kept, saved, whole_state
-from tests.pulsetrain.on_strategies import (
+from pulsetrain.engine import Events, Every
+from pulsetrain.engine.errors import CheckpointError
+from pulsetrain.engine.recording import EventLog, diff
+from pulsetrain.engine.recording.replay.playback import Replay
+from pulsetrain.handlers import EarlyStopping, JSONLinesLogger, NaNGuard
+from tests.support.on_backends import programs_kept, saved, whole_state
+from tests.support.on_strategies import (
     CARTPOLE,
     COPIED,
     GROUPS,
@@ -264,14 +264,14 @@ def test_another_reference_is_refused(task: Task, on: str, tmp_path: Path) -> No
 # ------------------------------------------------------------------------------------------------------ from a config
 
 PARTS = """
-    from engine.rollouts import EnvironmentRollouts
-    from tests.pulsetrain.on_strategies import ActorCritic
+    from pulsetrain.engine.rollouts import EnvironmentRollouts
+    from tests.support.on_strategies import ActorCritic
 
     def cartpole(environments: int = 2) -> EnvironmentRollouts:
         return EnvironmentRollouts("CartPole-v1", environments=environments, steps=16)
 """
 CONFIG = {
-    "model": "tests.pulsetrain.on_strategies.ActorCritic",
+    "model": "tests.support.on_strategies.ActorCritic",
     "data": {"class_path": "parts_of_rollouts.cartpole", "init_args": {"environments": 2}},
     "strategy": {"class_path": "PPOStrategy", "init_args": {"minibatch_size": 16, "minibatch_epochs": 2}},
     "training": {"max_epochs": 3, "learning_rate": 0.02, "seed": 3, "device": "cpu", "log_every_n_steps": 2},

@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 import torch
 
-from engine import Events, Every
-from engine.recording import diff
-from handlers import EventRecorder
 from pulsetrain import SignalWatch, Trainer, verify
-from tests import warm_python
+from pulsetrain.engine import Events, Every
+from pulsetrain.engine.recording import diff
+from pulsetrain.handlers import EventRecorder
 from tests.faults.everything import logged
-from tests.pulsetrain.on_backends import programs_kept, saved, whole_state
-from tests.pulsetrain.on_strategies import (
+from tests.support import warm_python
+from tests.support.on_backends import programs_kept, saved, whole_state
+from tests.support.on_strategies import (
     CARTPOLE,
     COPIED,
     FUNCTIONAL,
@@ -143,8 +143,8 @@ VICTIM = """
 import os, signal, sys
 from pathlib import Path
 import torch
-from engine import Every
-from tests.pulsetrain.on_strategies import GROUPS, TORCH, make, reward, text_rollouts
+from pulsetrain.engine import Every
+from tests.support.on_strategies import GROUPS, TORCH, make, reward, text_rollouts
 
 torch.set_num_threads(1)
 rollouts = 0

@@ -11,11 +11,11 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from engine import AnomalyDetected, Events, SupervisedStrategy
-from engine.losses import cross_entropy
-from engine.metrics import Accuracy
-from handlers import EMA
 from pulsetrain import Trainer, TrainingConfig
+from pulsetrain.engine import AnomalyDetected, Events, SupervisedStrategy
+from pulsetrain.engine.losses import cross_entropy
+from pulsetrain.engine.metrics import Accuracy
+from pulsetrain.handlers import EMA
 
 DEVICES = [
     "cpu",

@@ -6,11 +6,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from engine import DPOStrategy, GRPOStrategy, SFTStrategy
-from engine.evaluating import call
-from engine.sequences import IGNORED
-from tests.engine import trl_trainers
-from tests.integration.hugging_face import VOCABULARY, model_of
+from pulsetrain.engine import DPOStrategy, GRPOStrategy, SFTStrategy
+from pulsetrain.engine.data.sequences import IGNORED
+from pulsetrain.engine.step.model_call import call
+from tests.support import trl_trainers
+from tests.support.hugging_face import VOCABULARY, model_of
 
 pytest.importorskip("transformers", reason="transformers is not there: pip install transformers")
 pytest.importorskip("trl", reason="trl is not there: pip install trl")

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from engine.backends.functional import FunctionalBackend
-from engine.errors import ConfigurationError
-from engine.protocols import TrainingBatch, TrainingStrategy
+from pulsetrain.engine.backends.functional import FunctionalBackend
+from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.step.protocols import TrainingBatch, TrainingStrategy
 
 __all__ = ["Linear", "NumpyBackend", "NumpySGD"]
 

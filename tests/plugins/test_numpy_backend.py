@@ -6,13 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from engine import CheckpointError, ConfigurationError, Events, Every, SupervisedStrategy, TorchBackend
-from engine.protocols import Backend
-from engine.recording import EventLog, Replay
-from handlers import Callback, CallbackList, Checkpointer, EarlyStopping, EventRecorder
 from pulsetrain import Trainer, TrainingConfig
+from pulsetrain.engine import CheckpointError, ConfigurationError, Events, Every, SupervisedStrategy, TorchBackend
+from pulsetrain.engine.recording import EventLog, Replay
+from pulsetrain.engine.step.protocols import Backend
+from pulsetrain.handlers import Callback, CallbackList, Checkpointer, EarlyStopping, EventRecorder
 from tests.plugins.numpy_backend import Linear, NumpyBackend, NumpySGD
-from tests.pulsetrain.cutting import cut_after
+from tests.support.cutting import cut_after
 
 LOSSES = ["mse", "cross_entropy"]
 SETTINGS = {

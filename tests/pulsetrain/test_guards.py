@@ -12,11 +12,11 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
-from engine import AnomalyDetected, Engine, Events, Every, Phase, SupervisedStrategy
-from engine.errors import ConfigurationError, RecordingError
-from engine.recording.replay import Replay
-from handlers import Checkpointer, EventRecorder, LossSpikeGuard, NaNGuard
 from pulsetrain import Trainer, TrainingConfig
+from pulsetrain.engine import AnomalyDetected, Engine, Events, Every, Phase, SupervisedStrategy
+from pulsetrain.engine.errors import ConfigurationError, RecordingError
+from pulsetrain.engine.recording.replay.playback import Replay
+from pulsetrain.handlers import Checkpointer, EventRecorder, LossSpikeGuard, NaNGuard
 
 ROWS, BATCH = 64, 4
 

@@ -6,8 +6,8 @@ import pytest
 import structlog
 import torch
 
-from engine import Event, Events, Every
-from handlers import (
+from pulsetrain.engine import Event, Events, Every
+from pulsetrain.handlers import (
     EMA,
     SWA,
     BestModel,
@@ -21,12 +21,12 @@ from handlers import (
     NaNGuard,
     ReduceLROnPlateau,
 )
-from handlers.crash_bundle import read_bundle
-from handlers.fingerprints import FingerprintEvents
-from tests.engine.jax_models import batches
-from tests.pulsetrain.cutting import cut_after
-from tests.pulsetrain.on_backends import needs_jax, programs_kept
-from tests.pulsetrain.on_values import each_backend, state_of, trainer
+from pulsetrain.handlers.crash.crash_bundle import read_bundle
+from pulsetrain.handlers.recorder.fingerprints import FingerprintEvents
+from tests.support.cutting import cut_after
+from tests.support.jax_models import batches
+from tests.support.on_backends import needs_jax, programs_kept
+from tests.support.on_values import each_backend, state_of, trainer
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 
-from engine import Events
-from engine.batches import workers_outlive_signals
-from engine.checkpoint import CheckpointManager
-from engine.errors import ConfigurationError
-from engine.payloads import Preempted
 from pulsetrain import SignalWatch
-from tests.pulsetrain.small import loader, trainer
-from tests.warm_python import Program
+from pulsetrain.engine import Events
+from pulsetrain.engine.checkpoint import CheckpointManager
+from pulsetrain.engine.data.keyed_loader import workers_outlive_signals
+from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.events.payloads import Preempted
+from tests.support.small import loader, trainer
+from tests.support.warm_python import Program
 
 NAMES = ("SIGINT", "SIGTERM", "SIGUSR1")
 SCRIPT = """
@@ -29,8 +29,8 @@ SCRIPT = """
     import torch
     from torch import nn
     from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
-    from engine import Events, Every, SupervisedStrategy
-    from handlers import Checkpointer
+    from pulsetrain.engine import Events, Every, SupervisedStrategy
+    from pulsetrain.handlers import Checkpointer
     from pulsetrain import SignalWatch, Trainer, TrainingConfig
 
     class Rows(IterableDataset):

@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torchmetrics import MeanAbsoluteError
 
-from engine import (
+from pulsetrain import Trainer, TrainingConfig
+from pulsetrain.engine import (
     EventBus,
     Events,
     Every,
@@ -21,10 +22,9 @@ from engine import (
     TorchBackend,
     TrainingResult,
 )
-from handlers import Callback
-from pulsetrain import Trainer, TrainingConfig
-from pulsetrain.measuring import Losses
-from tests.pulsetrain.small import Tokens, loader, pairs, regression_model, trainer
+from pulsetrain.handlers import Callback
+from pulsetrain.training.running_stats import Losses
+from tests.support.small import Tokens, loader, pairs, regression_model, trainer
 
 
 def test_a_run_lowers_the_loss_and_returns_its_history():

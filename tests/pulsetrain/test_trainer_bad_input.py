@@ -13,13 +13,13 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader
 
-from engine import ConfigurationError, MetricNotFoundError, PretrainStrategy, SupervisedStrategy
-from engine.metrics import Accuracy
-from engine.schedules import Constant
-from handlers import Callback, ConsoleLogger, EarlyStopping, LRScheduler
 from pulsetrain import Trainer, TrainingConfig
-from pulsetrain.arguments import check_metric_names
-from tests.pulsetrain.small import Tokens, loader, regression_model, trainer
+from pulsetrain.engine import ConfigurationError, MetricNotFoundError, PretrainStrategy, SupervisedStrategy
+from pulsetrain.engine.metrics import Accuracy
+from pulsetrain.engine.schedules import Constant
+from pulsetrain.handlers import Callback, ConsoleLogger, EarlyStopping, LRScheduler
+from pulsetrain.training.arguments import check_metric_names
+from tests.support.small import Tokens, loader, regression_model, trainer
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine import (
+from pulsetrain import Trainer, TrainingConfig
+from pulsetrain.engine import (
     CheckpointError,
     ConfigurationError,
     Events,
@@ -14,14 +15,13 @@ from engine import (
     JaxBackend,
     TorchBackend,
 )
-from handlers import (
+from pulsetrain.handlers import (
     Checkpointer,
     ReduceLROnPlateau,
 )
-from pulsetrain import Trainer, TrainingConfig
-from tests.engine.jax_models import batches, bits, function_model, torch_model
-from tests.pulsetrain.on_backends import needs_jax, programs_kept
-from tests.pulsetrain.on_values import MAKE, SETTINGS, each_backend, state_of, torch_norm_model, trainer
+from tests.support.jax_models import batches, bits, function_model, torch_model
+from tests.support.on_backends import needs_jax, programs_kept
+from tests.support.on_values import MAKE, SETTINGS, each_backend, state_of, torch_norm_model, trainer
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -13,11 +13,11 @@ Both raise TypeError for a leaf that is no torch tensor, and ConfigurationError,
 names, structure, shapes or dtypes of the trees differ.
 """
 
-from engine.optimizers.functional.adam import Adam, AdamW
-from engine.optimizers.functional.create import FUNCTIONAL_NAMES, create_functional
-from engine.optimizers.functional.rmsprop import RMSprop
-from engine.optimizers.functional.sgd import SGD
-from engine.optimizers.functional.trees import DecayMask, OptimizerState, apply_updates
+from pulsetrain.engine.optimizers.functional.adam import Adam, AdamW
+from pulsetrain.engine.optimizers.functional.create import FUNCTIONAL_NAMES, create_functional
+from pulsetrain.engine.optimizers.functional.rmsprop import RMSprop
+from pulsetrain.engine.optimizers.functional.sgd import SGD
+from pulsetrain.engine.optimizers.functional.trees import DecayMask, OptimizerState, apply_updates
 
 __all__ = [
     "FUNCTIONAL_NAMES",

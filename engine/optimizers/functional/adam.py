@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from engine.optimizers.functional.rules import check, decayed, scaled
-from engine.optimizers.functional.trees import DecayMask, OptimizerState, Trees, new_state, open_trees
+from pulsetrain.engine.optimizers.functional.rules import check, decayed, scaled
+from pulsetrain.engine.optimizers.functional.trees import DecayMask, OptimizerState, Trees, new_state, open_trees
 
 __all__ = ["Adam", "AdamW"]
 

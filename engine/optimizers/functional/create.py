@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
-from engine.errors import ConfigurationError, unknown_name
-from engine.optimizers.functional.adam import Adam, AdamW
-from engine.optimizers.functional.rmsprop import RMSprop
-from engine.optimizers.functional.rules import check
-from engine.optimizers.functional.sgd import SGD
-from engine.optimizers.functional.trees import DecayMask
-from engine.optimizers.registry import NAMES
+from pulsetrain.engine.errors import ConfigurationError, unknown_name
+from pulsetrain.engine.optimizers.functional.adam import Adam, AdamW
+from pulsetrain.engine.optimizers.functional.rmsprop import RMSprop
+from pulsetrain.engine.optimizers.functional.rules import check
+from pulsetrain.engine.optimizers.functional.sgd import SGD
+from pulsetrain.engine.optimizers.functional.trees import DecayMask
+from pulsetrain.engine.optimizers.registry import NAMES
 
 __all__ = ["FUNCTIONAL_NAMES", "create_functional"]
 
@@ -29,7 +29,9 @@ FUNCTIONAL_NAMES = tuple(_KINDS)
 def create_functional(
     name: str, learning_rate: float, weight_decay: float = 0.0, *, decay_mask: DecayMask = None, **options: Any
 ) -> SGD | Adam | AdamW | RMSprop:
-    """The functional optimizer of that name, with the numbers of torch's own; see `engine.optimizers.functional`.
+    """The functional optimizer of that name, with the numbers of torch's own.
+
+    See `pulsetrain.engine.optimizers.functional`.
 
     Args:
         name: sgd, adam, adamw or rmsprop.

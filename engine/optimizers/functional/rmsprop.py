@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
-from engine.optimizers.functional.rules import check, decayed, scaled
-from engine.optimizers.functional.trees import DecayMask, OptimizerState, new_state, open_trees
+from pulsetrain.engine.optimizers.functional.rules import check, decayed, scaled
+from pulsetrain.engine.optimizers.functional.trees import DecayMask, OptimizerState, new_state, open_trees
 
 __all__ = ["RMSprop"]
 

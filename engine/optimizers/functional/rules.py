@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from engine.errors import ConfigurationError
-from engine.optimizers.functional.trees import DecayMask, Trees
-from engine.optimizers.options import check_number, checked_options
+from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.optimizers.functional.trees import DecayMask, Trees
+from pulsetrain.engine.optimizers.options import check_number, checked_options
 
 __all__ = ["check", "decayed", "scaled"]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
-from engine.errors import ConfigurationError
-from engine.optimizers.functional.rules import check, decayed, scaled
-from engine.optimizers.functional.trees import DecayMask, OptimizerState, new_state, open_trees
+from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.optimizers.functional.rules import check, decayed, scaled
+from pulsetrain.engine.optimizers.functional.trees import DecayMask, OptimizerState, new_state, open_trees
 
 __all__ = ["SGD"]
 

@@ -11,7 +11,7 @@ from torch import Tensor
 # what torch.func and torch.vmap take trees apart with, so that whatever they take is taken here
 from torch.utils import _pytree as pytree
 
-from engine.errors import ConfigurationError
+from pulsetrain.engine.errors import ConfigurationError
 
 __all__ = ["DecayMask", "OptimizerState", "Trees", "apply_updates", "new_state", "open_trees"]
 

@@ -1,7 +1,8 @@
 """What the tests of replays share."""
 
 import pytest
-from replayed import Writing
+
+from tests.support.replays import Writing
 
 
 @pytest.fixture

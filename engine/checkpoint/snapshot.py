@@ -1,0 +1,145 @@
+"""A copy of a checkpoint's state in host memory, so that training goes on while it is written."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pulsetrain.engine.errors import CheckpointError
+
+__all__ = ["Snapshot"]
+
+_Storages = defaultdict[tuple[int, bool], list[torch.UntypedStorage]]  # by size in bytes, and whether pinned
+
+
+class Snapshot:
+    """Copies states, one after the other, into host memory that it keeps: a copy lasts until the next is taken.
+
+    Memory is made anew only for what was not there last time, or was of another size: into memory that has been
+    written before, 100 MB take 5 to 7 ms, into new memory 30 to 160, a page fault for each 4 KB.
+    """
+
+    def __init__(self) -> None:
+        self._kept: _Storages = defaultdict(list)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that it holds."""
+        return sum(size * len(storages) for (size, _), storages in self._kept.items())
+
+    def prepare(self, state: Mapping[str, Any]) -> Callable[[], None]:
+        """What makes the memory for a first copy of such a state; to be called before `take`, in any thread."""
+        measuring = _Measuring(self._kept)
+        for value in state.values():
+            measuring.copied(value)
+
+        def make() -> None:
+            for size, pinned in measuring.sizes.values():
+                room = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+                room.zero_()  # the first write is what takes long
+                self._kept[size, pinned].append(room.untyped_storage())
+
+        return make
+
+    def take(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """The state as it is now: what changes it afterwards, in place too, does not change the copy.
+
+        Tensors come to the CPU with their dtype, strides and attributes; those that share a storage share one again.
+        What is no dict, list, tuple, tensor or array is taken over as it is: what can be saved is then immutable.
+
+        Raises:
+            CheckpointError: the state holds itself.
+        """
+        copying = _Copying(self._kept)
+        try:
+            copy = {key: copying.copied(value) for key, value in state.items()}
+        except RecursionError:
+            raise CheckpointError("checkpoint: holds a container that is too deep, or that holds itself") from None
+        copying.finish()
+        self._kept = copying.used  # what was kept and is not needed any more goes
+        return copy
+
+
+class _Copying:
+    """One copy under way: which storage has been copied where."""
+
+    def __init__(self, spare: _Storages) -> None:
+        self.used: _Storages = defaultdict(list)
+        self._spare = spare
+        self._copies: dict[tuple[torch.device, int, int], torch.UntypedStorage] = {}
+        self._streams: set[torch.cuda.Stream] = set()
+
+    def copied(self, value: Any) -> Any:
+        kind = type(value)
+        if kind is Tensor or kind is torch.nn.Parameter:
+            return self._tensor(value)
+        if kind is dict:
+            return {key: self.copied(item) for key, item in value.items()}
+        if kind is list or kind is tuple:
+            # numbers are passed over without a call: a history has a million of them
+            return kind([item if type(item) is float else self.copied(item) for item in value])
+        if kind is OrderedDict:  # a module's state_dict() keeps its versions in an attribute
+            ordered = OrderedDict((key, self.copied(item)) for key, item in value.items())
+            vars(ordered).update(self.copied(vars(value)))
+            return ordered
+        return np.array(value) if kind in (np.ndarray, np.memmap) else value
+
+    def finish(self) -> None:
+        """Wait for the copies from devices."""
+        for stream in self._streams:
+            stream.synchronize()
+
+    def _tensor(self, tensor: Tensor) -> Tensor:
+        data = tensor.detach()
+        copy: Tensor
+        if data.layout is torch.strided and not (data.is_quantized or data.is_conj() or data.is_neg()):
+            copy = torch.empty(0, dtype=data.dtype)
+            copy.set_(self._storage(data), data.storage_offset(), data.size(), data.stride())
+        else:
+            copy = data.to("cpu", copy=True)
+        if type(tensor) is torch.nn.Parameter:
+            copy = torch.nn.Parameter(copy, tensor.requires_grad)
+        elif tensor.requires_grad:
+            copy.requires_grad_()
+        if attributes := vars(tensor):  # they are saved with it
+            vars(copy).update(self.copied(attributes))
+        return copy
+
+    def _storage(self, tensor: Tensor) -> torch.UntypedStorage:
+        """The copy of the whole storage that the tensor is a view of: torch.save writes it whole as well."""
+        storage = tensor.untyped_storage()
+        source = (tensor.device, storage.data_ptr(), storage.nbytes())
+        copy = self._copies.get(source)
+        if copy is None:
+            on_cuda = tensor.device.type == "cuda"
+            copy = self._copies[source] = self._room(storage.nbytes(), pinned=on_cuda)
+            if on_cuda:  # several copies under way at once, and one wait for all
+                self._streams.add(torch.cuda.current_stream(tensor.device))
+            copy.copy_(storage, non_blocking=on_cuda)
+        return copy
+
+    def _room(self, size: int, *, pinned: bool) -> torch.UntypedStorage:
+        spare = self._spare[size, pinned]
+        room = spare.pop() if spare else torch.empty(size, dtype=torch.uint8, pin_memory=pinned).untyped_storage()
+        self.used[size, pinned].append(room)
+        return room
+
+
+class _Measuring(_Copying):
+    """Copies nothing, and finds out what would be."""
+
+    def __init__(self, spare: _Storages) -> None:
+        super().__init__(spare)
+        self.sizes: dict[tuple[torch.device, int, int], tuple[int, bool]] = {}
+
+    def _tensor(self, tensor: Tensor) -> Tensor:
+        if tensor.layout is torch.strided:
+            storage = tensor.untyped_storage()
+            size, pinned = storage.nbytes(), tensor.device.type == "cuda"
+            self.sizes[tensor.device, storage.data_ptr(), size] = size, pinned
+        return tensor

@@ -1,0 +1,1 @@
+"""The data order, data workers, random numbers, and batches of sequences."""

@@ -1,0 +1,147 @@
+"""Compares two logs: finds the first event that differs, and what only one of them holds."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from pulsetrain.engine.environment import environment_differences
+from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.recording.diff.fields import differing_fields, same
+from pulsetrain.engine.recording.diff.growth import Growth, measure_growth
+from pulsetrain.engine.recording.diff.result import ABSENT, Divergence, LogDiff, Missing
+from pulsetrain.engine.recording.diff.sides import Group, Piece, Side, groups
+from pulsetrain.engine.recording.log.reader import EventLog
+from pulsetrain.engine.recording.log.records import LoggedEvent
+
+__all__ = ["ABSENT", "Divergence", "LogDiff", "Missing", "diff"]
+
+
+def diff(a: str | Path | EventLog, b: str | Path | EventLog, rtol: float = 0.0, atol: float = 0.0) -> LogDiff:
+    """Compare the deterministic events of two logs: floats by their bits, or within a tolerance where one is given.
+
+    Times, throughput and whatever else is observed never count, nor do events that a resumed run has computed again.
+    Blocks whose digests agree are not read. Of an event whose values were lost with a killed process, engine, type,
+    epoch and iteration are compared.
+
+    Args:
+        a: a run folder, its folder `events`, or a log.
+        b: another.
+        rtol: floats agree that differ by at most this part of the larger one,
+        atol: or by at most this much.
+
+    Raises:
+        RecordingError: one of them is no log, or of a newer format.
+        ConfigurationError: a tolerance is negative or no number.
+    """
+    for name, value in (("rtol", rtol), ("atol", atol)):
+        if not (isinstance(value, int | float) and 0 <= value < math.inf):
+            raise ConfigurationError(f"diff({name}={value!r}): needs a number of at least 0")
+    return _Comparison(_side(a), _side(b), rtol, atol).result()
+
+
+def _side(log: str | Path | EventLog) -> Side:
+    return Side(log if isinstance(log, EventLog) else EventLog(log))
+
+
+class _Comparison:
+    def __init__(self, a: Side, b: Side, rtol: float, atol: float) -> None:
+        self.sides = a, b
+        self.rtol, self.atol = rtol, atol
+        self.agreed = self.unread = 0
+        self.divergence: Divergence | None = None
+        self.missing: tuple[list[Missing], list[Missing]] = [], []  # of each side
+        self.forks = a.forked_from(b), b.forked_from(a)  # iterations: a fork's log begins where it left the other
+
+    def result(self) -> LogDiff:
+        a, b = self.sides
+        for group in groups(a.pieces, b.pieces):
+            self._compare(group)
+        missing = sorted([*self.missing[0], *self.missing[1]], key=lambda each: each.first)
+        for first in missing[:1]:
+            holding = b if first.side == "a" else a
+            missing[0] = replace(first, event=next(holding.behind(first.first), None))
+        here, there = a.environment(), b.environment()
+        fork = next(
+            (
+                f"{child.folder} was forked from {parent.folder} behind iteration {iteration}: compared from there on"
+                for child, parent, iteration in ((a, b, self.forks[0]), (b, a, self.forks[1]))
+                if iteration is not None
+            ),
+            None,
+        )
+        damage = [f"{side.folder}: {each}" for side in self.sides for each in side.log.damage]
+        return LogDiff(
+            a.folder,
+            b.folder,
+            self.agreed,
+            self.divergence,
+            tuple(missing),
+            self.unread,
+            () if here is None or there is None else tuple(environment_differences(here, there)),
+            tuple(dict.fromkeys(damage)),
+            self._growth,
+            fork,
+        )
+
+    def _growth(self) -> tuple[Growth, ...]:
+        a, b = self.sides
+        if self.divergence is None:
+            return ()
+        start = self.divergence.ord
+        engines = a.log.engines or [""]
+        return measure_growth(a.behind(start), b.behind(start), engines[0])
+
+    def _compare(self, group: Group) -> None:
+        a, b = group
+        if self.divergence is not None or not a or not b:  # what both hold does not matter any more
+            for side, (ours, theirs) in enumerate(((a, b), (b, a))):
+                for first, last in _uncovered(theirs, ours):
+                    self._lone(side, first, last)
+        elif len(a) == len(b) == 1 and a[0].digest is not None and a[0].digest == b[0].digest:
+            self.agreed += min(a[0].last - a[0].first + 1, a[0].count)  # fewer where it was thinned
+        else:
+            self._compare_events(self.sides[0].read(a), self.sides[1].read(b))
+
+    def _compare_events(self, a: dict[int, LoggedEvent], b: dict[int, LoggedEvent]) -> None:
+        for place in sorted(a.keys() | b.keys()):
+            x, y = a.get(place), b.get(place)
+            if x is None or y is None:
+                self._lone(0 if x is None else 1, place, place)
+            elif self.divergence is None:
+                fields = {} if same(x, y) else differing_fields(x, y, self.rtol, self.atol)
+                if fields:
+                    self.divergence = Divergence(place, x, y, fields)
+                else:
+                    self.agreed += 1
+
+    def _lone(self, side: int, first: int, last: int) -> None:
+        """Events that this side lacks."""
+        lacking, missing = self.sides[side], self.missing[side]
+        if self.forks[side] is not None:
+            first = max(first, lacking.first)
+        if lacking.may_have_lost(first):
+            lost = last if lacking.may_have_lost(last) else lacking.last
+            self.unread += lost - first + 1
+            first = lost + 1
+        if first > last:
+            return
+        if missing and missing[-1].last == first - 1:
+            first = missing.pop().first
+        missing.append(Missing("ab"[side], first, last))
+
+
+def _uncovered(pieces: Sequence[Piece], others: Sequence[Piece]) -> Iterator[tuple[int, int]]:
+    """The stretches of these pieces that the others leave free."""
+    for piece in pieces:
+        first = piece.first
+        for other in sorted(others, key=lambda other: other.first):
+            if other.last < first or other.first > piece.last:
+                continue
+            if other.first > first:
+                yield first, other.first - 1
+            first = other.last + 1
+        if first <= piece.last:
+            yield first, piece.last

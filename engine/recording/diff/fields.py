@@ -1,0 +1,62 @@
+"""Where two events differ, field by field: floats by their bits, or within a tolerance."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from pulsetrain.engine.recording.diff.result import ABSENT
+from pulsetrain.engine.recording.log.records import LoggedEvent, deterministic, encode
+
+__all__ = ["differing_fields", "same"]
+
+_IDENTITY = ("engine", "event", "epoch", "iteration")
+_COMPARED = (*_IDENTITY, "payload", "output", "metrics", "lr", "error")
+
+_Pair = tuple[Any, Any]
+
+
+def same(x: LoggedEvent, y: LoggedEvent) -> bool:
+    """Whether they are the same to the bit; where they are not, the fields say why."""
+    return deterministic(x, encode(x)) == deterministic(y, encode(y))
+
+
+def differing_fields(x: LoggedEvent, y: LoggedEvent, rtol: float = 0.0, atol: float = 0.0) -> dict[str, _Pair]:
+    """The fields that differ, such as "output.loss", with both values; `ABSENT` where one side has no such field.
+
+    Of an event whose values were lost with a killed process, engine, type, epoch and iteration are compared.
+
+    Args:
+        rtol: floats agree that differ by at most this part of the larger one,
+        atol: or by at most this much.
+    """
+    fields: dict[str, _Pair] = {}
+    for name in _IDENTITY if x.open or y.open else _COMPARED:
+        exact = name in _IDENTITY
+        for path, a, b in _leaves(name, getattr(x, name), getattr(y, name)):
+            if not (a == b if exact else _equal(a, b, rtol, atol)):
+                fields[path] = a, b
+    return fields
+
+
+def _leaves(path: str, x: Any, y: Any) -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(x, dict) and isinstance(y, dict):
+        for key in dict.fromkeys([*x, *y]):
+            yield from _leaves(f"{path}.{key}", x.get(key, ABSENT), y.get(key, ABSENT))
+    elif isinstance(x, list) and isinstance(y, list):
+        for index in range(max(len(x), len(y))):
+            a, b = (values[index] if index < len(values) else ABSENT for values in (x, y))
+            yield from _leaves(f"{path}.{index}", a, b)
+    else:
+        yield path, x, y
+
+
+def _equal(x: Any, y: Any, rtol: float, atol: float) -> bool:
+    if type(x) is float and type(y) is float and x == y:
+        return x != 0 or math.copysign(1, x) == math.copysign(1, y) or bool(rtol or atol)
+    if type(x) is type(y) and x == y:
+        return True
+    if not (rtol or atol) or {type(x), type(y)} not in ({float}, {float, int}):
+        return False
+    return math.isclose(x, y, rel_tol=rtol, abs_tol=atol)

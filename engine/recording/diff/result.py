@@ -1,0 +1,191 @@
+"""What a comparison of two logs has found, to read and to print."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pulsetrain.engine.recording.diff.growth import Growth
+from pulsetrain.engine.recording.log.records import LoggedEvent
+
+__all__ = ["ABSENT", "Divergence", "LogDiff", "Missing", "field_table", "place_of", "shown"]
+
+_WIDTH = 40  # characters of a value in the report
+_ROWS = 20  # of each table in it
+
+
+class _Absent:
+    def __repr__(self) -> str:
+        return "absent"
+
+
+ABSENT = _Absent()  # a field's value on the side that has no such field
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The first event that both logs hold and that is not the same."""
+
+    ord: int  # its place among the deterministic events, from 0
+    a: LoggedEvent
+    b: LoggedEvent
+    fields: dict[str, tuple[Any, Any]]  # those that differ, such as "output.loss", and the values of both sides
+
+
+@dataclass(frozen=True)
+class Missing:
+    """Events that one log lacks."""
+
+    side: str  # "a" or "b": the one that lacks them
+    first: int  # ord
+    last: int
+    event: LoggedEvent | None = None  # the first of them; told of the first stretch alone
+
+
+@dataclass(frozen=True)
+class LogDiff:
+    """What a comparison has found; false where the logs agree, printed as a report."""
+
+    a: Path
+    b: Path
+    agreed: int  # events that are the same, before the first that is not
+    divergence: Divergence | None
+    missing: tuple[Missing, ...]
+    unread: int  # events of one log that the other may have lost: it is damaged, or was thinned
+    environment: tuple[str, ...]  # where run.json differs, as "threads: 2 -> 1": a cause, no difference of the logs
+    damage: tuple[str, ...]  # of either log, as far as it was read
+    _measure: Callable[[], tuple[Growth, ...]] = field(repr=False, compare=False)
+    fork: str | None = None  # says so where one of the runs was forked from the other
+
+    def __bool__(self) -> bool:
+        return self.divergence is not None or bool(self.missing)
+
+    def __str__(self) -> str:
+        return self.report()
+
+    @cached_property
+    def growth(self) -> tuple[Growth, ...]:
+        """How the values drift apart from the divergence on; asking first reads all of both logs behind it."""
+        return self._measure()
+
+    def report(self, *, growth: bool = True) -> str:
+        """The comparison as text.
+
+        Args:
+            growth: with how the difference grows, for which all behind the divergence is read.
+        """
+        lines = [*([self.fork] if self.fork is not None else []), self._verdict(), *self._first_difference()]
+        for each in self.missing[:_ROWS]:
+            lines.append(
+                f"missing in {self.a if each.side == 'a' else self.b}: {each.last - each.first + 1:,} events, "
+                f"{each.first:,} to {each.last:,}{f'; the first is {place_of(each.event)}' if each.event else ''}"
+            )
+        if len(self.missing) > _ROWS:
+            lines.append(f"and {len(self.missing) - _ROWS:,} more stretches")
+        if self.unread:
+            lines.append(f"not compared: {self.unread:,} events that one log has lost or thinned out")
+        lines += [f"environment differs: {each}" for each in self.environment]
+        lines += [f"damage: {each}" for each in self.damage]
+        if growth:
+            lines += _growth_table(self.growth)
+        return "\n".join(lines)
+
+    def as_dict(self, *, growth: bool = True) -> dict[str, Any]:
+        """The comparison as plain values for JSON; a field that a side has not is left out there.
+
+        Args:
+            growth: as in `report`.
+        """
+        found: dict[str, Any] = {
+            "equal": not self,
+            "a": str(self.a),
+            "b": str(self.b),
+            "agreed": self.agreed,
+            "divergence": None,
+            "missing": msgspec.to_builtins(self.missing),
+            "unread": self.unread,
+            "environment": list(self.environment),
+            "fork": self.fork,
+            "damage": list(self.damage),
+        }
+        if self.divergence is not None:
+            sides = {
+                name: {side: value for side, value in zip("ab", values, strict=True) if value is not ABSENT}
+                for name, values in self.divergence.fields.items()
+            }
+            events = {"a": msgspec.to_builtins(self.divergence.a), "b": msgspec.to_builtins(self.divergence.b)}
+            found["divergence"] = {"ord": self.divergence.ord, "fields": sides, **events}
+        if growth:
+            found["growth"] = {
+                each.name: [
+                    {"first": first, "last": last, "largest": value if value < float("inf") else "Infinity"}
+                    for (first, last), value in each.largest.items()
+                ]
+                for each in self.growth
+            }
+        return found
+
+    def _verdict(self) -> str:
+        if self.divergence is not None:
+            return f"{self.a} and {self.b} differ after {self.agreed:,} events that agree"
+        if self.missing:
+            return f"{self.a} and {self.b} agree in {self.agreed:,} events, but do not hold the same ones"
+        return f"{self.a} and {self.b} agree: {self.agreed:,} events"
+
+    def _first_difference(self) -> Iterator[str]:
+        if self.divergence is None:
+            return
+        yield f"first difference: event {self.divergence.ord:,}, {place_of(self.divergence.a)}"
+        yield from field_table(self.divergence.fields, str(self.a), str(self.b))
+
+
+def place_of(event: LoggedEvent) -> str:
+    """Which event it is, in words."""
+    return f"{event.engine}'s {event.event} at epoch {event.epoch}, iteration {event.iteration}"
+
+
+def field_table(fields: Mapping[str, tuple[Any, Any]], a: str, b: str) -> Iterator[str]:
+    """The lines of a table of fields with both sides' values."""
+    rows = [("", a, b, "")]
+    for name, (x, y) in fields.items():
+        rows.append((name, shown(x), shown(y), _apart(x, y)))
+    yield from _aligned(rows[: _ROWS + 1])
+    if len(rows) > _ROWS + 1:
+        yield f"  and {len(rows) - _ROWS - 1:,} more fields"
+
+
+def _growth_table(growth: Sequence[Growth]) -> Iterator[str]:
+    if not growth:
+        return
+    bounds = sorted({bounds for each in growth for bounds in each.largest})
+    heads = [f"{first:,}" if first == last else f"{first:,}-{last:,}" for first, last in bounds]
+    rows = [("", *heads)]
+    by_size = sorted(growth, key=lambda each: -max(each.largest.values()))
+    for each in by_size[:_ROWS]:
+        rows.append((each.name, *(f"{each.largest[b]:.3g}" if b in each.largest else "-" for b in bounds)))
+    yield "largest difference, by iterations behind the first one:"
+    yield from _aligned(rows)
+    if len(growth) > _ROWS:
+        yield f"  and {len(growth) - _ROWS:,} more values"
+
+
+def _aligned(rows: Sequence[Iterable[str]]) -> Iterator[str]:
+    rows = [list(row) for row in rows]
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    for row in rows:
+        yield ("  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))).rstrip()
+
+
+def shown(value: Any) -> str:
+    """A field's value as JSON, shortened."""
+    text = str(value) if value is ABSENT else msgspec.json.encode(value).decode()
+    return text if len(text) <= _WIDTH else text[: _WIDTH - 3] + "..."
+
+
+def _apart(x: Any, y: Any) -> str:
+    return f"{abs(x - y):.3g} apart" if type(x) is float and type(y) is float else ""

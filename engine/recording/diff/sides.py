@@ -1,0 +1,133 @@
+"""A log as one side of a comparison: pieces of which it is known, unread, what stretch of the run they hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from pulsetrain.engine.recording.log.reader import EventLog
+from pulsetrain.engine.recording.log.records import LoggedEvent
+
+__all__ = ["Group", "Piece", "Side", "groups"]
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A stretch of deterministic events, read or not."""
+
+    first: int  # ord
+    last: int
+    count: int  # of its events: at most this many, for observed ones may be among them
+    seq: int  # of its first event
+    digest: str | None  # of all its events; None where they have to be looked at one by one
+    block: int | None  # index of the block that holds them; None where they are here
+    events: tuple[LoggedEvent, ...] = ()
+
+
+Group = tuple[list[Piece], list[Piece]]  # of both sides, overlapping each other and no other group
+
+
+class Side:
+    """A log's deterministic events, those left out that a resumed run has computed again."""
+
+    def __init__(self, log: EventLog) -> None:
+        self.log = log
+        self.pieces: list[Piece] = []
+        self._thinned = False
+        self._unreadable: list[Piece] = []
+        for index, header in enumerate(log.headers):
+            self._thinned |= header.thinned > 0
+            if header.ord[1] < 0:
+                continue
+            low, high = header.seq
+            ranges = [(after, seam) for after, seam in log.superseded if after < high and low < seam]
+            if not ranges:
+                self.pieces.append(Piece(*header.ord, header.count, low, header.digest, index))
+            elif not any(after < low and high < seam for after, seam in ranges):
+                self._add(log.block(index))
+        self._add(log.tail)
+        self.first = min((piece.first for piece in self.pieces), default=0)
+        self.last = max((piece.last for piece in self.pieces), default=-1)
+
+    def _add(self, events: Sequence[LoggedEvent]) -> None:
+        live = self._live(events)
+        if live:
+            ords = [event.ord for event in live]
+            self.pieces.append(Piece(min(ords), max(ords), len(live), live[0].seq, None, None, tuple(live)))
+
+    def _live(self, events: Sequence[LoggedEvent]) -> list[LoggedEvent]:
+        return [event for event in events if event.ord >= 0 and not self.log.is_superseded(event.seq)]
+
+    def read(self, pieces: Sequence[Piece]) -> dict[int, LoggedEvent]:
+        """The events of these pieces by ord, in its order; what is damaged is left out, and known from then on."""
+        events: dict[int, LoggedEvent] = {}
+        for piece in sorted(pieces, key=lambda piece: piece.seq):
+            found = piece.events if piece.block is None else self._live(self.log.block(piece.block))
+            if not found:
+                self._unreadable.append(piece)
+            events.update((event.ord, event) for event in found)
+        return dict(sorted(events.items()))
+
+    def behind(self, ord: int) -> Iterator[LoggedEvent]:
+        """The events from this one on, in the order of ord."""
+        for pieces, _ in groups(self.pieces, []):
+            if any(piece.last >= ord for piece in pieces):
+                yield from (event for event in self.read(pieces).values() if event.ord >= ord)
+
+    def may_have_lost(self, ord: int) -> bool:
+        """Whether an event that is not there may have been: the log is damaged, or was thinned."""
+        if any(piece.first <= ord <= piece.last for piece in self._unreadable):
+            return True
+        damaged = bool(self.log.damage)
+        if ord > self.last:
+            return damaged and not self.log.ended
+        return damaged or self._thinned
+
+    @property
+    def folder(self) -> Path:
+        """The run folder, where the log lies in one."""
+        folder: Path = self.log.folder
+        return folder.parent if folder.name == "events" else folder
+
+    @cached_property
+    def facts(self) -> dict[str, Any]:
+        """What run.json says; empty where it says nothing."""
+        try:
+            found = msgspec.json.decode((self.folder / "run.json").read_bytes())
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def environment(self) -> dict[str, Any] | None:
+        """The environment, of run.json."""
+        found = self.facts.get("environment")
+        return found if isinstance(found, dict) else None
+
+    def forked_from(self, other: Side) -> int | None:
+        """The iteration of the other run behind which this one was forked from it; None where it was not."""
+        parent = self.facts.get("parent")
+        if not isinstance(parent, dict) or parent.get("id") is None or parent["id"] != other.facts.get("id"):
+            return None
+        iteration = parent.get("iteration")
+        return iteration if isinstance(iteration, int) else None
+
+
+def groups(a: Sequence[Piece], b: Sequence[Piece]) -> Iterator[Group]:
+    """Pieces of both sides that overlap, in the order of ord."""
+    tagged = [*((piece, 0) for piece in a), *((piece, 1) for piece in b)]
+    tagged.sort(key=lambda each: (each[0].first, each[0].seq))
+    group: Group = [], []
+    end = -1
+    for piece, side in tagged:
+        if piece.first > end and end >= 0:
+            yield group
+            group = [], []
+        group[side].append(piece)
+        end = max(end, piece.last)
+    if end >= 0:
+        yield group

@@ -1,0 +1,1 @@
+"""The event log: its format, its writer and its readers."""

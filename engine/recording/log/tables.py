@@ -1,0 +1,110 @@
+"""Events as a table of pandas or Arrow, for those who have them installed."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator
+from importlib import import_module
+from typing import Any
+
+from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.recording.log.records import LoggedEvent
+
+__all__ = ["columns", "to_arrow", "to_pandas"]
+
+_NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+_PLAIN = ("seq", "t", "ord", "engine", "event", "epoch", "iteration", "error", "open")
+_NESTED = ("payload", "output", "metrics")  # `observed` is within the payload
+
+
+def to_pandas(events: Iterable[LoggedEvent]) -> Any:
+    """A DataFrame with a row for each event and the columns of `columns`; `t` is a time in UTC.
+
+    All of it is in memory: leave out what is not wanted by `EventLog.read(engine=, event=, where=, ...)`.
+
+    Raises:
+        ConfigurationError: pandas is not installed.
+    """
+    pandas = _import("to_pandas", "pandas")
+    frame = pandas.DataFrame(columns(events))
+    frame["t"] = pandas.to_datetime(frame["t"].astype("int64"), unit="ns", utc=True)
+    return frame
+
+
+def to_arrow(events: Iterable[LoggedEvent]) -> Any:
+    """A pyarrow.Table with a row for each event and the columns of `columns`; `t` is a time in UTC.
+
+    Values of several types in one column become their JSON text.
+
+    Raises:
+        ConfigurationError: pyarrow is not installed.
+    """
+    pyarrow = _import("to_arrow", "pyarrow")
+    arrays = {}
+    for name, values in columns(events).items():
+        if name == "t":
+            arrays[name] = pyarrow.array(values, pyarrow.timestamp("ns", tz="UTC"))
+            continue
+        try:
+            arrays[name] = pyarrow.array(values)
+        except (pyarrow.ArrowException, OverflowError):
+            arrays[name] = pyarrow.array([None if value is None else json.dumps(value) for value in values])
+    return pyarrow.table(arrays)
+
+
+def columns(events: Iterable[LoggedEvent]) -> dict[str, list[Any]]:
+    """The events' values by column, None where an event has none.
+
+    Nested values have columns of their own, such as "output.loss", "payload.metrics.val/loss" and "lr.0"; so "NaN"
+    and the infinities are numbers where all else in the column is. Other lists stay lists.
+    """
+    found: dict[str, list[Any]] = {name: [] for name in _PLAIN}
+    count = 0
+    for event in events:
+        for name in _PLAIN:
+            found[name].append(getattr(event, name))
+        for name, value in _values(event):
+            column = found.setdefault(name, [])
+            column += [None] * (count - len(column))
+            column[count:] = [value]
+        count += 1
+    for name, column in found.items():
+        column += [None] * (count - len(column))
+        if name not in _PLAIN:
+            found[name] = _numbers(column)
+    return found
+
+
+def _values(event: LoggedEvent) -> Iterator[tuple[str, Any]]:
+    for name in _NESTED:
+        value = getattr(event, name)
+        if value is not None:
+            yield from _flat(name, value)
+    for index, rate in enumerate(event.lr or ()):
+        yield f"lr.{index}", rate
+
+
+def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _flat(f"{name}.{key}", item)
+    else:
+        yield name, value
+
+
+def _numbers(column: list[Any]) -> list[Any]:
+    """With "NaN" as the number, where there are numbers beside it."""
+    if not any(type(value) is str and value in _NON_FINITE for value in column):
+        return column
+    numbers = [_NON_FINITE.get(value, value) if type(value) is str else value for value in column]
+    return numbers if all(value is None or type(value) in (int, float) for value in numbers) else column
+
+
+def _import(place: str, package: str) -> Any:
+    try:
+        return import_module(package)
+    except ImportError as error:
+        raise ConfigurationError(
+            f"{place}(): needs a package that is not there ({error}); pip install {package}"
+        ) from error

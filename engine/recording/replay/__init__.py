@@ -1,0 +1,1 @@
+"""Replaying an event log through handlers."""

@@ -1,0 +1,92 @@
+"""Activation checkpointing: what a module computes is not kept for the backward pass but computed again there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from pulsetrain.engine.errors import ConfigurationError
+
+__all__ = ["recompute_activations"]
+
+
+class _Recomputed:
+    """A module's forward that keeps only its inputs; costs a second forward pass (Chen et al. 2016)."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.forward = module.forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # what is computed again in a compiled graph has no effects, and no contexts
+            return checkpoint(self.forward, *args, use_reentrant=False, **kwargs)
+        return checkpoint(self.forward, *args, use_reentrant=False, context_fn=self._contexts, **kwargs)
+
+    def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        return nullcontext(), _statistics_kept(self.module)
+
+
+@contextmanager
+def _statistics_kept(module: nn.Module) -> Iterator[None]:
+    """Normalisation does not count a batch into its running statistics a second time: copies take it."""
+    counting = [each for each in module.modules() if getattr(each, "track_running_stats", False) and each.training]
+    kept = [(each, dict(each.named_buffers(recurse=False))) for each in counting]
+    for each, buffers in kept:
+        for name, buffer in buffers.items():
+            setattr(each, name, buffer.clone())
+    try:
+        yield
+    finally:
+        for each, buffers in kept:
+            for name, buffer in buffers.items():
+                setattr(each, name, buffer)
+
+
+def recompute_activations(model: nn.Module, pattern: str | None) -> list[str]:
+    """Let the modules of these names recompute their activations; what an earlier call arranged is undone first.
+
+    Outputs, gradients, random draws (dropout) and running statistics stay the same to the bit.
+
+    Args:
+        pattern: a name, in which `*` stands for anything between two dots: "blocks.*"; None for no module.
+
+    Returns:
+        The names of the modules.
+
+    Raises:
+        ConfigurationError: no module has such a name.
+    """
+    modules = dict(model.named_modules())
+    for module in modules.values():
+        if isinstance(module.__dict__.get("forward"), _Recomputed):
+            earlier = module.__dict__.pop("forward")
+            if getattr(earlier.forward, "__func__", None) is not type(module).forward:
+                module.forward = earlier.forward  # somebody had put their own there
+    if pattern is None:
+        return []
+    found = [name for name in modules if name and _fits(name, pattern)]
+    if not found:
+        raise ConfigurationError(
+            f"activation_checkpointing={pattern!r}: no module of {type(model).__name__} has such a name; "
+            f"there are: {', '.join(list(modules)[1:9]) or 'none at all'}{' ...' if len(modules) > 9 else ''}"
+        )
+    idle = [name for name in found if type(modules[name]).forward is nn.Module.forward]
+    if idle:
+        raise ConfigurationError(
+            f"activation_checkpointing={pattern!r}: {idle[0]!r} is a {type(modules[idle[0]]).__name__}, which computes "
+            f"nothing itself; name what is in it: {idle[0] + '.*'!r}"
+        )
+    for name in found:
+        modules[name].forward = _Recomputed(modules[name])
+    return found
+
+
+def _fits(name: str, pattern: str) -> bool:
+    parts, wanted = name.split("."), pattern.split(".")
+    return len(parts) == len(wanted) and all(map(fnmatchcase, parts, wanted))

@@ -1,0 +1,71 @@
+"""The size of gradients, and bounds on it; everything stays on the device, so nothing here waits for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grad_value_, clip_grads_with_norm_, get_total_norm
+
+from pulsetrain.engine.errors import ConfigurationError
+
+__all__ = ["clip_grad_norm", "clip_grad_value", "grad_norm", "scale_grads"]
+
+
+def grad_norm(parameters: Iterable[Tensor]) -> Tensor:
+    """L2 norm over all gradients as if they were one vector, shape (); 0 where there are none."""
+    parameters = [parameters] if isinstance(parameters, Tensor) else parameters
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    try:
+        norm = get_total_norm(gradients)
+    except NotImplementedError as error:
+        if not any(gradient.is_sparse for gradient in gradients):
+            raise
+        raise ConfigurationError(
+            "grad_norm(): torch has no norm of sparse gradients, which nn.Embedding(sparse=True) makes; make it dense, "
+            "or leave the norm out (no clipping by norm, no receiver of GRADIENTS_READY)"
+        ) from error
+    # sharded gradients: each rank holds a part of the norm, and this collective call adds the parts up
+    return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+
+
+def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float, norm: Tensor | None = None) -> Tensor:
+    """Scales all gradients by `min(1, max_norm / (norm + 1e-6))`, in place, and returns the norm before, shape ().
+
+    A gradient that is not finite makes the norm so, and the scaled gradients too: look at the norm before the update.
+
+    Args:
+        norm: what `grad_norm` has measured already, so that it need not be measured again.
+
+    Raises:
+        ConfigurationError: max_norm is not positive.
+    """
+    if not max_norm > 0:
+        raise ConfigurationError(
+            f"clip_grad_norm(max_norm={max_norm!r}): needs a positive number, or no clipping at all"
+        )
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    norm = grad_norm(parameters) if norm is None else norm
+    clip_grads_with_norm_(parameters, max_norm, norm)
+    return norm
+
+
+def clip_grad_value(parameters: Iterable[Tensor], max_value: float) -> None:
+    """Clamps each element of each gradient to [-max_value, max_value], in place.
+
+    Raises:
+        ConfigurationError: max_value is not positive.
+    """
+    if not max_value > 0:
+        raise ConfigurationError(
+            f"clip_grad_value(max_value={max_value!r}): needs a positive number, or no clipping at all"
+        )
+    clip_grad_value_(parameters, max_value)
+
+
+def scale_grads(parameters: Iterable[Tensor], factor: float | Tensor) -> None:
+    """Multiplies all gradients by the factor, a number or of shape (), in place, in the storage that they have."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if gradients:
+        torch._foreach_mul_(gradients, factor.to(gradients[0].device) if isinstance(factor, Tensor) else factor)

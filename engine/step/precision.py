@@ -1,0 +1,182 @@
+"""Mixed precision as a value: which autocast, and which gradient scaler, if any."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Literal
+
+import torch
+
+from pulsetrain.engine.errors import CheckpointError, ConfigurationError, unknown_name
+
+__all__ = ["Precision", "autocast_of"]
+
+_DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+# One for all: it holds nothing, and entering it costs a tenth of entering an autocast.
+_NOTHING: AbstractContextManager[Any] = nullcontext()
+
+
+class Precision:
+    """Full precision, or autocast to bf16 or fp16 on one kind of device; weights stay float32 in each.
+
+    Args:
+        name: "fp32", "bf16" or "fp16"; fp16 brings a gradient scaler, since its small gradients underflow.
+        device: where the forward pass runs; only its kind matters.
+        gradient_scale: what fp16 multiplies gradients by at first; it is halved where they overflow.
+
+    Raises:
+        ConfigurationError: an unknown name, a scale that is no positive number, or a device that cannot autocast to
+            that type.
+    """
+
+    scaler: torch.amp.GradScaler | None
+    skipped: torch.Tensor | None  # fp16 updates that overflowed and were left out, shape (), on the device
+
+    def __init__(
+        self, name: Literal["fp32", "bf16", "fp16"], device: torch.device | str, gradient_scale: float = 65536.0
+    ) -> None:
+        if name not in _DTYPES:
+            raise unknown_name("Precision", "name", name, _DTYPES)
+        if not isinstance(gradient_scale, (int, float)) or not 0 < gradient_scale < math.inf:
+            raise ConfigurationError(f"Precision(gradient_scale={gradient_scale!r}): needs a positive number")
+        self.name = name
+        self.device = torch.device(device)
+        self.dtype: torch.dtype | None = _DTYPES[name]
+        self.scaler = self.skipped = None
+        self._unscaled = False
+        if self.dtype is None:
+            return
+        try:
+            with warnings.catch_warnings():
+                # torch warns and then computes in float32, which would be another run than the one asked for
+                warnings.simplefilter("error")
+                torch.autocast(self.device.type, dtype=self.dtype)
+                if name == "fp16":
+                    self.scaler = torch.amp.GradScaler(self.device.type, init_scale=float(gradient_scale))
+        except (RuntimeError, ValueError, TypeError, AssertionError, Warning) as error:
+            raise ConfigurationError(
+                f"Precision(name={name!r}, device={str(device)!r}): not available here ({error}); "
+                "choose another, fp32 always works"
+            ) from error
+
+    def __repr__(self) -> str:
+        return f"Precision(name={self.name!r}, device={str(self.device)!r})"
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """The context for the forward pass and the loss; backward runs outside."""
+        if self.dtype is None:
+            return _NOTHING
+        # a new one each time: an autocast entered twice, one inside the other, leaves autocasting on behind it
+        return torch.autocast(self.device.type, dtype=self.dtype)
+
+    def unscale(self, optimizer: torch.optim.Optimizer) -> None:
+        """Bring gradients to their true size before they are measured or clipped; for fp16 alone."""
+        if self.scaler is not None:
+            self.scaler.unscale_(optimizer)
+            self._unscaled = True
+
+    def step(self, optimizer: torch.optim.Optimizer, skip: torch.Tensor | None = None) -> None:
+        """One optimizer step. An fp16 overflow leaves the weights as they are, lowers the scale and is counted.
+
+        An optimizer whose fused kernel cannot leave a step out itself (Adam's, AdamW's and SGD's can) waits for the
+        device where it may have to: with fp16, in torch's own GradScaler, and with `skip`.
+
+        Args:
+            skip: of shape (), on the device: where it is true, weights and optimizer stay as they are. With fp16 it
+                counts as an overflow.
+        """
+        if self.scaler is None:
+            _step_unless(skip, optimizer)
+            return
+        _fill_momentum(optimizer)
+        if skip is not None:
+            if not self._unscaled:
+                self.unscale(optimizer)
+            for found in self.scaler._found_inf_per_device(optimizer).values():
+                torch.maximum(found, skip.to(found), out=found)  # 1 at most: kernels compare with 1
+        self.scaler.step(optimizer)
+        self._unscaled = False
+        found = self.scaler._found_inf_per_device(optimizer).values()  # one tensor a device, 0 where all was finite
+        self.scaler.update()  # forgets them
+        overflowed = sum(each.to(self.device) for each in found) > 0
+        self.skipped = overflowed.long().sum() + (0 if self.skipped is None else self.skipped)
+
+    def discard(self) -> None:
+        """An update was begun and is given up: what `unscale` found is forgotten, as if it had been made."""
+        if self.scaler is not None and self._unscaled:
+            self.scaler.update()
+            self._unscaled = False
+
+    def begin_run(self) -> None:
+        """Count skipped updates from 0 again; the scale stays, as the weights do."""
+        self.skipped = None
+
+    def skipped_updates(self) -> int:
+        """How many updates have been left out so far; for fp16 it waits for the device."""
+        return 0 if self.skipped is None else int(self.skipped.item())
+
+    def state_dict(self) -> dict[str, Any]:
+        """The name, the scaler's scale and growth, the count of skipped updates; for fp16 it waits for the device."""
+        scaler = None if self.scaler is None else self.scaler.state_dict()
+        return {"name": self.name, "scaler": scaler, "skipped": self.skipped_updates()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Takes the scaler up where it was.
+
+        Raises:
+            CheckpointError: the state is that of another precision.
+        """
+        if state["name"] != self.name:
+            raise CheckpointError(
+                f"Precision.load_state_dict(name={state['name']!r}): this run has {self.name!r}; "
+                f"resume with precision={state['name']!r}, or start a new run from the weights"
+            )
+        if self.scaler is not None:
+            self.scaler.load_state_dict(dict(state["scaler"]))
+            self.skipped = torch.tensor(state["skipped"], device=self.device)
+
+
+def _step_unless(skip: torch.Tensor | None, optimizer: Any) -> None:
+    if skip is None:
+        optimizer.step()
+    elif getattr(optimizer, "_step_supports_amp_scaling", False):  # a fused kernel, which reads it on the device
+        _fill_momentum(optimizer)
+        optimizer.grad_scale, optimizer.found_inf = None, skip.float()
+        try:
+            optimizer.step()
+        finally:
+            del optimizer.grad_scale, optimizer.found_inf
+    elif not skip.item():
+        optimizer.step()
+
+
+def _fill_momentum(optimizer: torch.optim.Optimizer) -> None:
+    """Give torch's fused SGD its momentum before the first step.
+
+    It allocates the buffers in that step and leaves them uninitialised if fp16 skips it; zeros give the same step.
+    """
+    if not isinstance(optimizer, torch.optim.SGD):
+        return
+    for group in optimizer.param_groups:
+        if not group["fused"] or not group["momentum"]:
+            continue
+        for parameter in group["params"]:
+            if parameter.grad is None or "momentum_buffer" in optimizer.state[parameter]:
+                continue
+            if group["dampening"]:
+                raise ConfigurationError(
+                    f"SGD(dampening={group['dampening']!r}, fused=True) with fp16: the first step would differ where "
+                    "it is skipped; pass fused=False"
+                )
+            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+
+
+def autocast_of(backend: Any) -> Callable[[], AbstractContextManager[Any]]:
+    """The precision that a backend computes in, as a context; of one without torch's, none."""
+    found: Callable[[], AbstractContextManager[Any]]
+    found = getattr(getattr(backend, "precision", None), "autocast", nullcontext)
+    return found

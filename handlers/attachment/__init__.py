@@ -1,0 +1,1 @@
+"""How handlers subscribe and unsubscribe, and what they may ask an engine."""

@@ -1,0 +1,1 @@
+"""When to save, what to keep, and which checkpoint is the best."""

@@ -1,0 +1,198 @@
+"""Keeps the weights of the best validation or rollout."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from pulsetrain.engine.checkpoint.disk import Disk, sync
+from pulsetrain.engine.checkpoint.snapshot import Snapshot
+from pulsetrain.engine.checkpoint.weights import compare_weights
+from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.events.engine import Engine
+from pulsetrain.engine.events.names import Event, Events
+from pulsetrain.engine.events.subscription import Phase
+from pulsetrain.engine.logs import get_logger
+from pulsetrain.handlers.attachment.attachment import Attachment
+from pulsetrain.handlers.attachment.monitoring import refuse_replay
+from pulsetrain.handlers.attachment.peers import hearing
+from pulsetrain.handlers.metric_values.best_value import Mode, check_judged, is_better, judged_name, require_validation
+from pulsetrain.handlers.metric_values.step_values import METRIC_EVENTS
+from pulsetrain.handlers.run_files.run_folder import make_folder
+
+__all__ = ["BestModel"]
+
+
+class BestModel:
+    """Copies the weights to the host whenever a validation, or a rollout, was better than all before; NaN never is.
+
+    What was validated is what is kept: with an EMA or a SWA the average, with a schedule-free optimizer its average.
+    Of a rollout it is the model's own weights, with which the policy has acted. An improvement costs one wait
+    for the device, and while it is copied two copies are held.
+
+    With `restore` the model holds the best weights when the run has COMPLETED, also when it was ended early, behind the
+    last validation and the last checkpoint: checkpoints hold the weights that the run goes on from. Where it goes on in
+    this process, it takes these up again. A run that fails, or ends without COMPLETED, keeps its last weights. An EMA
+    that is still attached validates its own average afterwards; detach it to validate the best weights.
+
+    A checkpoint holds the kept copy, too, and is as much larger.
+
+    Args:
+        metric: what VALIDATION_COMPLETED calls it, such as "val/loss" (or "val_loss"); or ROLLOUT_COMPLETED or
+            POLICY_UPDATED, such as "rollout/return": those that lack it are passed over.
+        mode: whether smaller ("min") or larger ("max") is better.
+        folder: write FOLDER/best_model.pt at each improvement, for `torch.load(..., weights_only=True)`.
+        restore: leave the best weights in the model at the end.
+
+    Raises:
+        ConfigurationError: no metric's name, or an unknown mode.
+    """
+
+    def __init__(
+        self,
+        metric: str = "val/loss",
+        mode: Mode = "min",
+        folder: str | os.PathLike[str] | None = None,
+        restore: bool = True,
+    ) -> None:
+        check_judged("BestModel", metric, mode)
+        self.metric = metric
+        self.mode: Mode = mode
+        self.folder = None if folder is None else Path(folder)
+        self.restore = restore
+        self.best_value: float | None = None
+        self.best_iteration: int | None = None
+        self._weights: Mapping[str, Any] | None = None  # on the host
+        self._last: Mapping[str, Any] | None = None  # of a run whose model holds the best ones
+        self._attachment = Attachment("BestModel")
+
+    def attach(self, engine: Engine) -> Self:
+        """Judge each validation or rollout of the engine, in phase PERSIST.
+
+        Raises:
+            RecordingError: the engine is a replay.
+            ConfigurationError: it has no torch model; the trainer never validates; or another BestModel restores, too.
+            RunFolderError: the folder cannot be written.
+        """
+        with self._attachment.to(engine, whole_bus=False) as hear:
+            refuse_replay("BestModel", engine, "weights of its validations")
+            if not isinstance(getattr(engine, "model", None), nn.Module):
+                raise ConfigurationError(f"BestModel: {engine.name!r} has no torch model; set engine.model")
+            require_validation("BestModel", self.metric, engine)
+            if self.restore and any(other.restore for other in hearing(engine, Events.COMPLETED, BestModel)):
+                raise ConfigurationError(
+                    f"BestModel(metric={self.metric!r}, restore=True): another BestModel restores its weights at the "
+                    "end; pass restore=False to one of the two"
+                )
+            if self.folder is not None:
+                make_folder("BestModel", self.folder)
+            hear(Events.STARTED, self._take_up, phase=Phase.COMPUTE)
+            hear(Events.CHECKPOINT_LOADED, self._on_loaded, phase=Phase.PERSIST)
+            for event in METRIC_EVENTS:
+                hear(event, self._judge, phase=Phase.PERSIST)
+            # last of all: checkpoints of the end hold the weights that a run goes on from
+            hear(Events.COMPLETED, self._on_completed, phase=Phase.PERSIST, position=math.inf)
+        return self
+
+    def detach(self) -> None:
+        """Judge no more; what was kept stays."""
+        self._attachment.cancel()
+        self._last = None
+
+    def load_into(self, model: nn.Module) -> None:
+        """Put the best weights into a model of the same kind.
+
+        Raises:
+            ConfigurationError: they do not fit it; the message lists what is missing, unexpected or misshapen.
+            RuntimeError: none have been kept yet.
+        """
+        if self._weights is None:
+            raise RuntimeError("BestModel.load_into(): no weights have been kept yet; validate first")
+        problems = compare_weights(model.state_dict(), self._weights)
+        if problems:
+            raise ConfigurationError(
+                f"BestModel.load_into({type(model).__name__}): the kept weights do not fit the model: {problems}; "
+                "use a model of the same kind"
+            )
+        model.load_state_dict(self._weights)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"best_value": self.best_value, "best_iteration": self.best_iteration, "weights": self._weights}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.best_value, self.best_iteration = state["best_value"], state["best_iteration"]
+        self._weights = state["weights"]  # never changed in place: an improvement is a copy of its own
+
+    def _judge(self, engine: Any, event: Event) -> None:
+        name = judged_name("BestModel", self.metric, engine, event)
+        if name is None:
+            return
+        value = float(event.payload.metrics[name])
+        if not is_better(value, self.best_value, self.mode):
+            return
+        validated = event.type == Events.VALIDATION_COMPLETED.value
+        with ExitStack() as stack:
+            for context in getattr(getattr(engine, "evaluator", None), "contexts", ()) if validated else ():
+                stack.enter_context(context())  # what was validated
+            self._weights = _copy_of(engine.model)
+        self.best_value, self.best_iteration = value, engine.state.iteration
+        self._write()
+
+    def _on_completed(self, engine: Any) -> None:
+        if self._weights is None:
+            if engine.state.iteration > 0:
+                get_logger("handlers").warning(
+                    "BestModel has kept nothing: no validation or rollout gave a number that could be the best",
+                    engine=engine.name,
+                    metric=self.metric,
+                )
+        elif self.restore:
+            self._last = _copy_of(engine.model)
+            self.load_into(engine.model)
+
+    def _take_up(self, engine: Any) -> None:
+        """A run goes on in this process: with its last weights, unless somebody has put others there since."""
+        last, self._last = self._last, None
+        if last is not None and engine.state.iteration > 0 and _holds(engine.model, self._weights or {}):
+            engine.model.load_state_dict(last)
+
+    def _on_loaded(self) -> None:
+        self._last = None  # the model holds the checkpoint's
+        self._write()  # the file may be of a validation that comes again
+
+    def _write(self) -> None:
+        if self.folder is None or self._weights is None:
+            return
+        path = self.folder / "best_model.pt"
+
+        def write(partial: Path) -> None:
+            torch.save(self._weights, partial)
+            sync(partial)
+
+        try:
+            Disk().replace_by(path, write)
+        except (OSError, RuntimeError) as error:  # torch's writer raises the second on a full disk
+            # it costs this file, not the run
+            get_logger("handlers").warning(
+                "best weights not written; they are kept in memory", path=str(path), error=str(error)
+            )
+
+
+def _copy_of(model: nn.Module) -> Mapping[str, Any]:
+    """The model's state on the host; copies from a device are under way at once, with one wait for all."""
+    copy: Mapping[str, Any] = Snapshot().take({"model": model.state_dict()})["model"]
+    return copy
+
+
+def _holds(model: nn.Module, weights: Mapping[str, Any]) -> bool:
+    mine = model.state_dict()
+    return mine.keys() == weights.keys() and all(
+        torch.equal(mine[name].to("cpu"), value) for name, value in weights.items() if isinstance(value, Tensor)
+    )

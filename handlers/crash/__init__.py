@@ -1,0 +1,1 @@
+"""What is kept of a run that fails or hangs."""

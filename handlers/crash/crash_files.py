@@ -1,0 +1,95 @@
+"""A crash bundle's files, and what they tell whoever opens it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pulsetrain.engine.errors import RecordingError
+from pulsetrain.handlers.run_files.run_file import read_run_file
+
+__all__ = ["Bundle", "bundle_of", "forget_bundle", "read_bundle"]
+
+CRASHES = "crash"  # the bundles' folder in a run folder
+FACTS, BATCH, TRACEBACK, CONFIG, EVENTS = "bundle.json", "batch.pt", "traceback.txt", "config.yaml", "events"
+NOTE = "crash bundle: "  # how the note begins that an exception gets
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """What a CrashBundle has written; files are read when they are asked for."""
+
+    folder: Path
+    facts: Mapping[str, Any]  # bundle.json
+
+    @property
+    def what(self) -> str:
+        """The exception or the anomaly."""
+        return str(self.facts["what"])
+
+    @property
+    def traceback(self) -> str | None:
+        """As Python prints it; None after an anomaly."""
+        file = self.folder / TRACEBACK
+        return file.read_text(encoding="utf-8") if file.exists() else None
+
+    @property
+    def batch(self) -> Any:
+        """The batch under way, its tensors on the host; None where there was none, or it is missing.
+
+        Of an anomaly that was found out later than at its iteration: its rows, as the dataset gives them again; what a
+        dataset draws, such as crops, is another draw. Then `facts["fetched_again"]` is true.
+        """
+        file = self.folder / BATCH
+        return torch.load(file, weights_only=True, map_location="cpu") if file.exists() else None
+
+    @property
+    def rows(self) -> list[int] | None:
+        """The indices of `batch` into the dataset; None where they are not known."""
+        rows = self.facts.get("rows")
+        return list(rows) if rows else None
+
+    @property
+    def run(self) -> dict[str, Any]:
+        """What the run was made with: versions, command, settings, handlers."""
+        return read_run_file(self.folder)
+
+    def tensors(self, kind: str = "weights") -> list[dict[str, Any]]:
+        """Norm, NaN and infinity counts of each tensor; kind is weights, gradients or optimizer."""
+        return list(self.facts.get(kind) or ())
+
+
+def read_bundle(folder: str | Path) -> Bundle:
+    """Open a crash bundle.
+
+    Raises:
+        RecordingError: there is none in this folder, or its facts are damaged.
+    """
+    try:
+        facts = json.loads((Path(folder) / FACTS).read_bytes())
+    except FileNotFoundError:
+        raise RecordingError(
+            f"{folder}: is no crash bundle, for it has no {FACTS}; a CrashBundle writes them to RUN/{CRASHES}"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise RecordingError(f"{folder}: {FACTS} cannot be read: {error}") from error
+    if not isinstance(facts, dict) or "what" not in facts:
+        raise RecordingError(f"{folder}: {FACTS} is not what a CrashBundle writes")
+    return Bundle(Path(folder), facts)
+
+
+def bundle_of(error: BaseException) -> Path | None:
+    """Where the exception's bundle is; None where none was written."""
+    notes = [note for note in getattr(error, "__notes__", ()) if note.startswith(NOTE)]
+    return Path(notes[-1].removeprefix(NOTE)) if notes else None
+
+
+def forget_bundle(error: BaseException) -> None:
+    """Take the notes off that name bundles: they were deleted."""
+    notes: list[str] = getattr(error, "__notes__", [])
+    notes[:] = [note for note in notes if not note.startswith(NOTE)]

@@ -1,0 +1,1 @@
+"""Handlers that protect or end a run."""

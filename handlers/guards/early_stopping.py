@@ -1,0 +1,131 @@
+"""Ends a run when a metric has stopped improving."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, Self
+
+from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.events.engine import Engine
+from pulsetrain.engine.events.names import Event, Events
+from pulsetrain.engine.events.subscription import Phase
+from pulsetrain.handlers.attachment.attachment import Attachment
+from pulsetrain.handlers.metric_values.best_value import (
+    Mode,
+    check_judged,
+    is_better,
+    judged_name,
+    require_validation,
+    tell_of_silence,
+)
+from pulsetrain.handlers.metric_values.step_values import METRIC_EVENTS
+
+__all__ = ["EarlyStopping"]
+
+_VALIDATION = "validation"
+
+
+class EarlyStopping:
+    """Terminates the engine after `patience` validations, or rollouts, without an improvement; NaN is never one.
+
+    By hand, without an engine: `if stopping.step(loss): break`; `is_best` says whether that loss was the best so far.
+
+    Args:
+        metric: what VALIDATION_COMPLETED calls it, such as "val/loss" (or "val_loss"); or ROLLOUT_COMPLETED or
+            POLICY_UPDATED, such as "rollout/return": those that lack it are passed over.
+        patience: validations in a row; or rollouts.
+        mode: whether smaller ("min") or larger ("max") is better.
+        min_delta: an improvement is larger than this.
+
+    Raises:
+        ConfigurationError: a value out of range.
+    """
+
+    def __init__(
+        self,
+        metric: str = "val/loss",
+        patience: int = 5,
+        mode: Mode = "min",
+        min_delta: float = 0.0,
+    ) -> None:
+        check_judged("EarlyStopping", metric, mode)
+        if not isinstance(patience, int) or isinstance(patience, bool) or patience < 1:
+            raise ConfigurationError(f"EarlyStopping(patience={patience!r}): needs a whole number of at least 1")
+        if not 0.0 <= min_delta < math.inf:
+            raise ConfigurationError(f"EarlyStopping(min_delta={min_delta!r}): needs a finite number of at least 0")
+        self.metric = metric
+        self.patience = patience
+        self.mode: Mode = mode
+        self.min_delta = min_delta
+        self._attachment = Attachment("EarlyStopping")
+        self.reset()
+
+    def attach(self, engine: Engine) -> Self:
+        """Judge each validation or rollout of the engine, in phase ACT.
+
+        Raises:
+            ConfigurationError: the trainer never validates, and has no rollouts that could tell the metric.
+        """
+        with self._attachment.to(engine, whole_bus=False) as hear:
+            require_validation("EarlyStopping", self.metric, engine)
+            for event in METRIC_EVENTS:
+                hear(event, self._judge, phase=Phase.ACT)
+            hear(Events.STARTED, self._on_started, phase=Phase.ACT)
+            hear(Events.COMPLETED, self._on_completed, phase=Phase.ACT)
+        return self
+
+    def detach(self) -> None:
+        self._attachment.cancel()
+
+    def reset(self) -> None:
+        """Forget what was seen."""
+        self.best_value: float | None = None
+        self.counter = 0  # values since the best one
+        self.is_best = False  # whether the last value was an improvement
+        self._round = _VALIDATION  # what brings the values
+
+    def step(self, value: float) -> bool:
+        """Judge one more value; returns whether it is time to stop."""
+        value = float(value)
+        self.is_best = is_better(value, self.best_value, self.mode, self.min_delta)
+        if self.is_best:
+            self.best_value = value
+            self.counter = 0
+        else:
+            self.counter += 1
+        return self.counter >= self.patience
+
+    def state_dict(self) -> dict[str, Any]:
+        state = {"best_value": self.best_value, "counter": self.counter, "is_best": self.is_best}
+        return state if self._round == _VALIDATION else {**state, "round": self._round}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        best = state["best_value"]
+        self.best_value = None if best is None else float(best)
+        self.counter = int(state["counter"])
+        self.is_best = bool(state["is_best"])
+        self._round = str(state.get("round", _VALIDATION))
+
+    def _on_started(self, engine: Engine) -> None:
+        """A run that goes on behind the round which ended it stays ended, whoever cut it off before it could."""
+        if engine.state.iteration > 0 and self.counter >= self.patience:
+            engine.terminate(reason=self._reason(self.metric))
+
+    def _on_completed(self, engine: Engine) -> None:
+        if self.best_value is None and self.counter == 0:
+            tell_of_silence("EarlyStopping", self.metric, engine)
+
+    def _judge(self, engine: Engine, event: Event) -> None:
+        name = judged_name("EarlyStopping", self.metric, engine, event)
+        if name is None:
+            return
+        self._round = _VALIDATION if event.type == Events.VALIDATION_COMPLETED.value else "rollout"
+        if self.step(event.payload.metrics[name]):
+            engine.terminate(reason=self._reason(name))
+
+    def _reason(self, name: str) -> str:
+        rounds = f"{self.counter} {self._round}{'s' if self.counter > 1 else ''}"
+        if self.best_value is None:
+            return f"early stopping: {name} has been NaN for {rounds}"
+        return f"early stopping: {name} has not improved on {self.best_value:.4g} for {rounds}"

@@ -1,0 +1,184 @@
+"""Ends a run when its time is used up, or when it has made so many steps."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, Self
+
+from pulsetrain.engine.errors import ConfigurationError, unknown_name
+from pulsetrain.engine.events.engine import Engine
+from pulsetrain.engine.events.names import Event, Events
+from pulsetrain.engine.events.subscription import Phase
+from pulsetrain.engine.recording.replay.engine import ReplayedEngine
+from pulsetrain.handlers.attachment.attachment import Attachment
+
+__all__ = ["StepLimit", "TimeLimit"]
+
+_UNITS = re.compile(r"(?:(\d+)d)? *(?:(\d+)h)? *(?:(\d+)m)? *(?:(\d+(?:\.\d+)?)s)?")
+_CLOCK = re.compile(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)")  # as SLURM writes it, days first
+
+
+class TimeLimit:
+    """Terminates the engine behind the first iteration at which its time is used up.
+
+    Time counts from STARTED on; what a process does before, such as importing, and behind the last iteration, such as
+    a last checkpoint, is what `margin` is for. `TimeLimit("24h", margin="10m", of="process")` ends each job of a queue
+    in time to be gone on with by the next, which `train(resume="latest")` does. Where a run goes back to a checkpoint,
+    what this process has used up since then stays used.
+
+    Args:
+        seconds: or text, such as "2h30m", "90s", "1d12h", or "HH:MM:SS" and "D-HH:MM:SS" as SLURM writes it.
+        margin: this much earlier; seconds or text.
+        of: whose time. "run" adds that of the processes before, as far as their last checkpoint; "process" does not.
+        clock: seconds, never running backwards; by default the events' own times, the host's wall clock, by which a
+            replay of the run ends where the run did.
+
+    Raises:
+        ConfigurationError: no duration, one that is not positive, or a margin that leaves no time.
+    """
+
+    def __init__(
+        self,
+        seconds: float | str,
+        margin: float | str = 0.0,
+        *,
+        of: Literal["run", "process"] = "run",
+        clock: Callable[[], float] | None = None,
+    ) -> None:
+        self.seconds = _duration("seconds", seconds)
+        self.margin = _duration("margin", margin)
+        if not self.seconds > 0.0:
+            raise ConfigurationError(f"TimeLimit(seconds={seconds!r}): needs a positive time")
+        if self.margin >= self.seconds:
+            raise ConfigurationError(f"TimeLimit(margin={margin!r}): leaves nothing of {seconds!r}; give less")
+        if of not in ("run", "process"):
+            raise unknown_name("TimeLimit", "of", of, ("run", "process"))
+        self.of = of
+        self.clock = clock
+        self._before = 0.0  # used in earlier runs and processes
+        self._began = self._last = 0.0  # when this run started, and when its last iteration was completed
+        self._ended = False
+        self._attachment = Attachment("TimeLimit")
+
+    def attach(self, engine: Engine) -> Self:
+        """Look at the clock after each iteration, in phase ACT."""
+        with self._attachment.to(engine, whole_bus=False) as hear:
+            hear(Events.STARTED, self._on_started, phase=Phase.ACT)
+            hear(Events.ITERATION_COMPLETED, self._on_iteration, phase=Phase.ACT)
+            hear(Events.CHECKPOINT_LOADED, self._on_loaded, phase=Phase.ACT)
+        return self
+
+    def detach(self) -> None:
+        self._attachment.cancel()
+
+    @property
+    def used(self) -> float:
+        """Seconds up to the last iteration."""
+        return self._before + (self._last - self._began)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"used": self.used}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self.of == "run":
+            self._before = max(float(state["used"]), self.used)  # a run that goes back gets no time for it
+            self._began = self._last
+
+    def _on_started(self, engine: Engine, event: Event) -> None:
+        self._before = self.used if engine.state.iteration > 0 or self.of == "process" else 0.0
+        self._began = self._last = self._now(event)
+        self._ended = False
+        self._judge(engine)  # what is used up already leaves no iteration
+
+    def _on_iteration(self, engine: Engine, event: Event) -> None:
+        self._last = self._now(event)
+        self._judge(engine)
+
+    def _on_loaded(self, engine: Engine) -> None:
+        if self.of == "process" and isinstance(engine, ReplayedEngine):  # there, it is how a process begins
+            self._before, self._began = 0.0, self._last
+
+    def _judge(self, engine: Engine) -> None:
+        if not self._ended and self.used >= self.seconds - self.margin:
+            self._ended = True  # in a replay the run may go on
+            left = f", {self.margin:g} s before it" if self.margin else ""
+            engine.terminate(reason=f"time limit of {self.seconds:g} s{left}: {self.used:.1f} s are used")
+
+    def _now(self, event: Event) -> float:
+        return event.time_ns / 1e9 if self.clock is None else self.clock()
+
+
+class StepLimit:
+    """Terminates the engine after so many more iterations or updates, whichever come first, wherever it began.
+
+    Each run counts anew from STARTED on: one that goes on from a checkpoint makes as many again. For one that goes back
+    by `Trainer.rewind` what it has made counts on.
+
+    Args:
+        iterations: batches.
+        updates: optimizer steps; the run ends behind the iteration in which the last was made.
+
+    Raises:
+        ConfigurationError: neither is given, or a number below 1.
+    """
+
+    def __init__(self, iterations: int | None = None, updates: int | None = None) -> None:
+        if iterations is None and updates is None:
+            raise ConfigurationError("StepLimit(): needs iterations or updates, such as StepLimit(iterations=1000)")
+        for argument, number in (("iterations", iterations), ("updates", updates)):
+            if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
+                raise ConfigurationError(f"StepLimit({argument}={number!r}): needs a whole number of at least 1")
+        self.iterations, self.updates = iterations, updates
+        self._at_start: tuple[int, int] | None = None  # iteration and update
+        self._made = (0, 0)  # of each, before the run went back to a checkpoint
+        self._ended = False
+        self._attachment = Attachment("StepLimit")
+
+    def attach(self, engine: Engine) -> Self:
+        """Count after each iteration, in phase ACT; from here on where the run is under way."""
+        with self._attachment.to(engine, whole_bus=False) as hear:
+            hear(Events.STARTED, self._on_started, phase=Phase.ACT)
+            hear(Events.ITERATION_COMPLETED, self._on_iteration, phase=Phase.ACT)
+            hear(Events.TERMINATE, self._on_terminate, phase=Phase.ACT)
+            self._made, self._ended = (0, 0), False
+            self._at_start = (engine.state.iteration, engine.state.update) if engine.is_running else None
+        return self
+
+    def detach(self) -> None:
+        self._attachment.cancel()
+
+    def _on_started(self, engine: Engine) -> None:
+        made, self._made = self._made, (0, 0)
+        self._at_start = engine.state.iteration - made[0], engine.state.update - made[1]
+        self._ended = False
+
+    def _on_terminate(self, engine: Any, event: Event) -> None:
+        if getattr(engine, "rewinding", None) is not None and self._at_start is not None:
+            self._made = engine.state.iteration - self._at_start[0], engine.state.update - self._at_start[1]
+
+    def _on_iteration(self, engine: Engine) -> None:
+        if self._at_start is None or self._ended:
+            return
+        state = engine.state
+        made = state.iteration - self._at_start[0], state.update - self._at_start[1]
+        for name, count, limit in zip(("iterations", "updates"), made, (self.iterations, self.updates), strict=True):
+            if limit is not None and count >= limit:
+                self._ended = True  # in a replay the run may go on
+                engine.terminate(reason=f"step limit: {limit} {name} of this run are made")
+                return
+
+
+def _duration(argument: str, value: object) -> float:
+    """Seconds of a number or of a text."""
+    if isinstance(value, str):
+        found = _UNITS.fullmatch(value.strip()) or _CLOCK.fullmatch(value.strip())
+        if found is not None and any(found.groups()):
+            days, hours, minutes, rest = (float(part or 0) for part in found.groups())
+            return ((days * 24 + hours) * 60 + minutes) * 60 + rest
+    elif isinstance(value, (int, float)) and not isinstance(value, bool) and 0.0 <= value < math.inf:
+        return float(value)
+    raise ConfigurationError(
+        f"TimeLimit({argument}={value!r}): needs seconds, or a time such as '2h30m', '90s' or '1-12:00:00'"
+    )

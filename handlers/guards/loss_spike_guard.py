@@ -1,0 +1,196 @@
+"""Tells of losses that jump, and stops the run or goes back where asked to."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from statistics import median
+from typing import Any, Literal, Self
+
+from torch import Tensor
+
+from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.events.cadence import Every
+from pulsetrain.engine.events.engine import Engine
+from pulsetrain.engine.events.names import Events
+from pulsetrain.engine.events.subscription import Phase
+from pulsetrain.engine.logs import get_logger
+from pulsetrain.handlers.attachment.attachment import Attachment
+from pulsetrain.handlers.attachment.monitoring import check_every, check_whole
+from pulsetrain.handlers.guards.guard_actions import Batch, Policy, announce, batches_between
+from pulsetrain.handlers.metric_values.step_values import reading_events, scalars, to_host
+
+__all__ = ["LossSpikeGuard"]
+
+_MAD = 1.4826  # times the median absolute deviation is the standard deviation of normal numbers
+_LEAST_SPREAD = 1e-3  # of the median: losses that hardly differ do not make the next one a spike
+
+
+class LossSpikeGuard:
+    """Tells of each loss far above those before it: above `median + threshold * spread` of the last `window` of them.
+
+    The spread is 1.4826 times their median absolute deviation, and at least a thousandth of the median: neither a few
+    spikes nor a flat stretch move the bound. A loss that is not finite is a spike. Spikes do not enter the window until
+    `patience` finite ones came in a row: then the loss has another level, and the window begins anew.
+
+    The losses stay on the device until the host looks at the cadence, at the end of each epoch and of the run. The
+    first spike of each row is told by a warning and ANOMALY_DETECTED (kind "loss_spike", value the loss), with its
+    batch's rows; `spikes` counts them all. The median and the spread are renewed with every tenth of the window.
+
+    Args:
+        threshold: how many spreads above the median.
+        window: losses that are looked back on.
+        policy: behind it: "warn" goes on, "stop" ends the run, "rewind" goes back to the newest checkpoint before the
+            first spike and leaves the batches of the spikes out from then on.
+        every: when the host looks.
+        patience: spikes in a row that are a new level.
+        margin: batches before the first spike that "rewind" leaves out as well; what shows in a loss may be the update
+            of the batch before.
+        max_rewinds: of one run; the next one ends it.
+        metric: which of the step's values, "loss" or another of its output.
+        clock: seconds, for `Every(seconds=...)`.
+
+    Raises:
+        ConfigurationError: an unknown policy, or a number out of range.
+    """
+
+    def __init__(
+        self,
+        threshold: float = 10.0,
+        window: int = 100,
+        policy: Literal["warn", "stop", "rewind"] = "warn",
+        every: Every = Every(iterations=50),  # noqa: B008  # frozen
+        *,
+        patience: int = 10,
+        margin: int = 1,
+        max_rewinds: int = 3,
+        metric: str = "loss",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if not isinstance(threshold, (int, float)) or not 0.0 < threshold < math.inf:
+            raise ConfigurationError(f"LossSpikeGuard(threshold={threshold!r}): needs a positive number")
+        check_whole("LossSpikeGuard", "window", window, 8)
+        check_whole("LossSpikeGuard", "patience", patience)
+        check_whole("LossSpikeGuard", "margin", margin, 0)
+        check_every("LossSpikeGuard", every)
+        self._policy = Policy("LossSpikeGuard", policy, "warn", max_rewinds)
+        self.threshold = threshold
+        self.window = window
+        self.policy = policy
+        self.every = every
+        self.patience = patience
+        self.margin = margin
+        self.max_rewinds = max_rewinds
+        self.metric = metric.removeprefix("train/")
+        self.spikes = 0
+        self._clock = clock
+        self._losses: deque[float] = deque(maxlen=window)
+        self._in_a_row: list[float] = []  # the spikes since the last loss that was none, the newest `patience` of them
+        self._spiking = False  # whether the last loss was one
+        self._bound = math.inf  # what a loss may be at most
+        self._since_bound = 0  # losses that have entered the window since it was renewed
+        self._unseen: list[tuple[Batch, Tensor | float]] = []
+        self._attachment = Attachment("LossSpikeGuard")
+
+    def attach(self, engine: Engine) -> Self:
+        """Watch the losses of the engine's steps.
+
+        Raises:
+            ConfigurationError: the policy is "rewind", and the engine cannot go back.
+        """
+        with self._attachment.to(engine, whole_bus=False) as hear:
+            self._policy.check(engine)
+            hear(Events.STARTED, self._on_started, phase=Phase.ACT)
+            hear(Events.ITERATION_COMPLETED, self._on_iteration, phase=Phase.COMPUTE)
+            looks = reading_events(self.every, self._clock) | Events.EPOCH_COMPLETED | Events.COMPLETED
+            hear(looks, self._look, phase=Phase.ACT)
+        return self
+
+    def detach(self) -> None:
+        self._attachment.cancel()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The window and the spikes; what the host has not looked at yet is brought to it."""
+        return {
+            "losses": list(self._losses),
+            "in_a_row": list(self._in_a_row),
+            "spiking": self._spiking,
+            "bound": self._bound,
+            "since_bound": self._since_bound,
+            "spikes": self.spikes,
+            "unseen": [[batch.state(), loss] for (batch, _), loss in zip(self._unseen, self._fetched(), strict=True)],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._losses = deque(state["losses"], maxlen=self.window)
+        self._in_a_row = list(state["in_a_row"])
+        self._spiking, self._bound = state["spiking"], state["bound"]
+        self._since_bound, self.spikes = state["since_bound"], state["spikes"]
+        self._unseen = [(Batch.of_state(batch), loss) for batch, loss in state["unseen"]]
+
+    def _on_started(self, engine: Engine) -> None:
+        if engine.state.iteration == 0:
+            self._unseen.clear()
+
+    def _on_iteration(self, engine: Engine) -> None:
+        loss = scalars(engine.state.output).get(self.metric)
+        if loss is not None:
+            iteration = engine.state.iteration
+            self._unseen += [(batch, loss) for batch in batches_between(engine, iteration, iteration)]
+
+    def _fetched(self) -> list[float]:
+        tensors = [loss for _, loss in self._unseen if isinstance(loss, Tensor)]
+        host = iter(to_host(tensors))
+        return [next(host) if isinstance(loss, Tensor) else loss for _, loss in self._unseen]
+
+    def _look(self, engine: Engine) -> None:
+        """Where the host waits for the device."""
+        losses = self._fetched()
+        unseen, self._unseen = self._unseen, []
+        found: list[int] = []
+        for (batch, _), loss in zip(unseen, losses, strict=True):
+            before, bound = self._spiking, self._bound
+            self._spiking = self._is_spike(loss)
+            if not self._spiking:
+                continue
+            self.spikes += 1
+            found.append(batch.iteration)
+            if not before:
+                message = "the loss has jumped"
+                announce(engine, "loss_spike", loss, [batch], message, bound=bound, metric=f"train/{self.metric}")
+        if found:
+            first, last = found[0] - self.margin, found[-1]
+            self._policy.apply(engine, first, last, f"the loss has jumped at iteration {found[0]}")
+
+    def _is_spike(self, loss: float) -> bool:
+        if math.isfinite(loss) and loss <= self._bound:
+            self._losses.append(loss)
+            self._in_a_row.clear()
+            self._since_bound += 1
+            if self._since_bound * 10 >= self.window or len(self._losses) == self._least:
+                self._renew_bound()
+            return False
+        if math.isfinite(loss):
+            self._in_a_row.append(loss)
+        if len(self._in_a_row) < self.patience:
+            return True
+        get_logger("handlers").warning("the loss stays where it has jumped to", loss=loss, before=median(self._losses))
+        self._losses = deque(self._in_a_row, maxlen=self.window)
+        self._in_a_row.clear()
+        self._renew_bound()
+        return False
+
+    @property
+    def _least(self) -> int:
+        """How many losses it takes to tell a spike."""
+        return min(self.window, 20)
+
+    def _renew_bound(self) -> None:
+        self._since_bound = 0
+        self._bound = math.inf
+        if len(self._losses) >= self._least:
+            middle = median(self._losses)
+            spread = _MAD * median(abs(loss - middle) for loss in self._losses)
+            self._bound = middle + self.threshold * max(spread, _LEAST_SPREAD * abs(middle))

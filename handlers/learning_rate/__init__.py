@@ -1,0 +1,1 @@
+"""Finding, scheduling and reporting learning rates."""

@@ -1,0 +1,227 @@
+"""Sets the optimizer's learning rate as training goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from copy import copy
+from itertools import zip_longest
+from typing import Any, Literal, Self
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler as TorchLRScheduler
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+
+from pulsetrain.engine.errors import CheckpointError, ConfigurationError, unknown_name
+from pulsetrain.engine.events.engine import Engine
+from pulsetrain.engine.events.names import Event, Events
+from pulsetrain.engine.events.subscription import Phase
+from pulsetrain.engine.logs import get_logger
+from pulsetrain.engine.optimizers import NamedOptimizers
+from pulsetrain.engine.schedules import Schedule
+from pulsetrain.engine.schedules.groups import GroupRates
+from pulsetrain.handlers.attachment.attachment import Attachment
+
+__all__ = ["LRScheduler"]
+
+_COUNTED = {
+    "update": Events.OPTIMIZER_STEP_COMPLETED,
+    "epoch": Events.EPOCH_COMPLETED,
+    "iteration": Events.ITERATION_COMPLETED,
+}
+
+
+class LRScheduler:
+    """Follows a schedule: the first update uses `get_lr(0)`, the one behind n others `get_lr(n)`.
+
+    A schedule of ours gives the rate of a group that has the optimizer's default rate; the other groups keep their
+    ratio to it. A torch scheduler is stepped. An fp16 update whose gradients overflowed, and which the device left out,
+    counts as an update like any other.
+
+    Args:
+        schedule: one of `pulsetrain.engine.schedules`, or a torch LRScheduler.
+        optimizer: by default the engine's, or the torch scheduler's; of an engine that has several, the name of one.
+        by: what a step of the schedule is: an update, an epoch or an iteration.
+
+    Raises:
+        TypeError: the schedule is neither; or it is a ReduceLROnPlateau, which follows a metric.
+        ConfigurationError: `by` is unknown, or the optimizer is another than the torch scheduler's.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule | TorchLRScheduler,
+        optimizer: Optimizer | str | None = None,
+        by: Literal["update", "epoch", "iteration"] = "update",
+    ) -> None:
+        if isinstance(getattr(schedule, "scheduler", schedule), ReduceLROnPlateau):  # perhaps behind a warm-up
+            raise TypeError("LRScheduler(schedule=ReduceLROnPlateau): it follows a metric; step it on validation")
+        if not isinstance(schedule, (TorchLRScheduler, Schedule)):
+            raise TypeError(
+                f"LRScheduler(schedule={schedule!r}): needs a schedule of pulsetrain.engine.schedules or a "
+                "torch LRScheduler"
+            )
+        if by not in _COUNTED:
+            raise unknown_name("LRScheduler", "by", by, _COUNTED)
+        self.schedule = schedule
+        self.by = by
+        self.factor = 1.0  # of the schedule's rates, which ReduceLROnPlateau lowers
+        self._count = 0
+        self._rates: GroupRates | None = None  # of a schedule of ours, once there is an optimizer
+        self.optimizer = optimizer if isinstance(optimizer, str) else None  # its name
+        self.given = None if isinstance(optimizer, str) else optimizer
+        if isinstance(schedule, TorchLRScheduler):
+            if self.given is not None:
+                self._require_same(self.given, schedule.optimizer)
+            self.given = schedule.optimizer
+        if self.given is not None:
+            self._take(self.given)
+        self._follows: str | None = None  # of several optimizers, the name of this one
+        self._attachment = Attachment("LRScheduler")
+
+    def attach(self, engine: Engine) -> Self:
+        """Follow the engine's updates (or epochs, or iterations).
+
+        Raises:
+            ConfigurationError: no optimizer was given and the engine has none.
+        """
+        with self._attachment.to(engine, whole_bus=False) as hear:
+            theirs, self._follows = self._part(engine, getattr(engine, "optimizer", None))
+            if self.given is None:
+                if not isinstance(theirs, Optimizer):
+                    raise ConfigurationError(
+                        f"LRScheduler(optimizer=None): {engine.name!r} has no torch optimizer; pass optimizer="
+                    )
+                self._take(theirs)
+            elif isinstance(self.schedule, TorchLRScheduler) and isinstance(theirs, Optimizer):
+                self._require_same(theirs, self.given)
+            hear(Events.STARTED, self._write, phase=Phase.ACT)
+            counted = self._advance if self._follows is None or self.by != "update" else self._advance_mine
+            hear(_COUNTED[self.by], counted, phase=Phase.ACT)
+            hear(Events.COMPLETED, self._check_was_stepped, phase=Phase.ACT)
+        return self
+
+    def detach(self) -> None:
+        self._attachment.cancel()
+
+    def step(self) -> float:
+        """Go on by one step, by hand; returns the new rate, that of a group with the optimizer's default rate."""
+        self._advance()
+        return self.get_last_lr()
+
+    def get_last_lr(self) -> float:
+        """The rate in force (a torch scheduler's: of its first group)."""
+        if isinstance(self.schedule, TorchLRScheduler):
+            return float(self.schedule.get_last_lr()[0])
+        return self.schedule.get_lr(self._count) * self.factor
+
+    def multiply(self, factor: float) -> None:
+        """Set the rates to those of the schedule, one of ours, times this, from now on; no state holds it."""
+        changed, self.factor = factor != self.factor, factor
+        if changed:
+            self._write()
+
+    def scheduled(self) -> Optimizer | None:
+        """The optimizer whose rates it sets; None where there is none yet."""
+        if isinstance(self.schedule, TorchLRScheduler):
+            followed: Optimizer = self.schedule.optimizer
+            return followed
+        return None if self._rates is None else self._rates.optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        """In plain containers, so that a checkpoint takes it: a MultiStepLR keeps its milestones in a Counter."""
+        return {"step": self._count, "schedule": _plain(self.schedule.state_dict())}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on where another left off.
+
+        Raises:
+            CheckpointError: the state is of another schedule.
+        """
+        saved = dict(state["schedule"])
+        if isinstance(self.schedule, TorchLRScheduler):
+            mine = self.schedule.state_dict()
+            if saved.keys() != mine.keys():
+                raise CheckpointError(
+                    f"LRScheduler(schedule={type(self.schedule).__name__}): the saved state is of another scheduler: "
+                    f"it holds {sorted(saved)}, this one {sorted(mine)}; use the schedule that it was saved from"
+                )
+            saved = _like(saved, mine)
+        self.schedule.load_state_dict(saved)
+        self._count = int(state["step"])
+        if self._rates is not None:
+            self._write()
+
+    def _take(self, optimizer: Optimizer) -> None:
+        if not isinstance(self.schedule, TorchLRScheduler):
+            self._rates = GroupRates(optimizer, "LRScheduler")  # notes the first rates before anything changes them
+
+    def _write(self) -> None:
+        if isinstance(self.schedule, TorchLRScheduler):
+            return  # it writes for itself
+        if self._rates is None:
+            raise RuntimeError("LRScheduler.step(): no optimizer yet; pass optimizer= or attach to an engine first")
+        self._rates.write(self.schedule.get_lr(self._count) * self.factor)
+
+    def _advance(self) -> None:
+        if isinstance(self.schedule, TorchLRScheduler):
+            self.schedule.step()
+        self._count += 1
+        self._write()
+
+    def _advance_mine(self, engine: Engine, event: Event) -> None:
+        if event.payload.optimizer == self._follows:
+            self._advance()
+
+    def _part(self, engine: Engine, optimizer: Any) -> tuple[Any, str | None]:
+        """Of an engine with several optimizers, the one that is followed, and its name."""
+        if not isinstance(optimizer, NamedOptimizers):
+            if self.optimizer is not None:
+                raise ConfigurationError(
+                    f"LRScheduler(optimizer={self.optimizer!r}): {engine.name!r} has no optimizers by name"
+                )
+            return optimizer, None
+        name = self.optimizer if self.given is None else optimizer.name_of(self.given)
+        if name is not None and name not in optimizer.parts:
+            raise unknown_name("LRScheduler", "optimizer", name, list(optimizer))
+        if name is None and self.given is None:
+            raise ConfigurationError(
+                f"LRScheduler(optimizer=None): {engine.name!r} has several, {', '.join(optimizer)}; name one"
+            )
+        return (optimizer[name], name) if name is not None else (self.given, None)
+
+    def _check_was_stepped(self, engine: Engine) -> None:
+        if self._count == 0 and self.by == "update" and engine.state.iteration > 0:
+            get_logger("handlers").warning(
+                "LRScheduler(by='update') heard of no update: the learning rate has not changed. A custom step fires "
+                "Events.OPTIMIZER_STEP_COMPLETED itself, or uses by='iteration'",
+                engine=engine.name,
+            )
+
+    @staticmethod
+    def _require_same(optimizer: Optimizer, scheduled: Optimizer) -> None:
+        if optimizer is not scheduled:
+            raise ConfigurationError(
+                f"LRScheduler(optimizer={type(optimizer).__name__}): the torch scheduler was made for another "
+                "optimizer and would move that one's rates; make it for this one"
+            )
+
+
+def _plain(value: Any) -> Any:
+    """A copy whose containers are dicts, lists and tuples themselves and not subclasses."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value] if isinstance(value, list) else tuple(map(_plain, value))
+    return value
+
+
+def _like(saved: Any, own: Any) -> Any:
+    """A copy of plain containers in which a dict is of the same subclass as its counterpart in `own`."""
+    if isinstance(saved, dict) and isinstance(own, dict):
+        made = copy(own)  # not type(own)(): a defaultdict has a factory
+        made.clear()
+        made.update({key: _like(item, own.get(key)) for key, item in saved.items()})
+        return made
+    if isinstance(saved, list) and isinstance(own, list):
+        return [_like(item, mine) for item, mine in zip_longest(saved, own[: len(saved)])]
+    return saved

@@ -1,0 +1,221 @@
+"""Lowers the learning rate when a metric has stopped improving."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, Self
+
+import torch
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler as TorchLRScheduler
+from torch.optim.lr_scheduler import ReduceLROnPlateau as TorchReduceLROnPlateau
+
+from pulsetrain.engine.errors import ConfigurationError, RecordingError, unknown_name
+from pulsetrain.engine.events.engine import Engine
+from pulsetrain.engine.events.names import Event, Events
+from pulsetrain.engine.events.subscription import Phase
+from pulsetrain.engine.recording.replay.engine import ReplayedEngine
+from pulsetrain.handlers.attachment.attachment import Attachment
+from pulsetrain.handlers.attachment.monitoring import check_number, check_whole
+from pulsetrain.handlers.attachment.peers import hearing
+from pulsetrain.handlers.learning_rate.lr_scheduler import LRScheduler
+from pulsetrain.handlers.metric_values.best_value import (
+    Mode,
+    check_judged,
+    judged_name,
+    require_validation,
+    tell_of_silence,
+)
+from pulsetrain.handlers.metric_values.step_values import METRIC_EVENTS
+
+__all__ = ["ReduceLROnPlateau"]
+
+_PROGRESS = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")  # of torch's
+
+
+class ReduceLROnPlateau:
+    """Multiplies the learning rates by a factor after `patience` rounds without an improvement, and again.
+
+    It judges and lowers as torch.optim.lr_scheduler.ReduceLROnPlateau does, to the bit, with rounds for epochs:
+    validations, or rollouts. NaN is never an improvement.
+
+    Beside an LRScheduler over a schedule of ours, each update runs at the schedule's rate times what torch's would have
+    made of 1.0: `Warmup(...)` and this one warm up, and lower by the metric from there. A torch scheduler computes the
+    rates by itself and would undo it, or not, by its kind: that is an error.
+
+    Args:
+        metric: what VALIDATION_COMPLETED calls it, such as "val/loss" (or "val_loss"); or ROLLOUT_COMPLETED or
+            POLICY_UPDATED, such as "rollout/return": those that lack it are passed over.
+        factor: at least 0, below 1.
+        patience: rounds in a row that may pass without an improvement; the one behind them lowers the rates.
+        mode: whether smaller ("min") or larger ("max") is better.
+        threshold: an improvement is larger than this, by `threshold_mode` a share of the best value or absolute.
+        threshold_mode: "rel" or "abs".
+        cooldown: rounds behind a lowering that do not count.
+        min_lr: no rate becomes lower; 0 beside an LRScheduler, whose schedule has a lowest rate itself.
+        optimizer: by default the engine's.
+
+    Raises:
+        ConfigurationError: a value out of range.
+        TypeError: the optimizer is none of torch's.
+    """
+
+    def __init__(
+        self,
+        metric: str = "val/loss",
+        factor: float = 0.1,
+        patience: int = 10,
+        mode: Mode = "min",
+        threshold: float = 1e-4,
+        threshold_mode: Literal["rel", "abs"] = "rel",
+        cooldown: int = 0,
+        min_lr: float = 0.0,
+        *,
+        optimizer: Optimizer | None = None,
+    ) -> None:
+        place = "ReduceLROnPlateau"
+        check_judged(place, metric, mode)
+        check_number(place, "factor", factor, below=1.0)
+        check_whole(place, "patience", patience, least=0)
+        check_whole(place, "cooldown", cooldown, least=0)
+        check_number(place, "threshold", threshold)
+        check_number(place, "min_lr", min_lr)
+        if threshold_mode not in ("rel", "abs"):
+            raise unknown_name(place, "threshold_mode", threshold_mode, ("rel", "abs"))
+        if optimizer is not None and not isinstance(optimizer, Optimizer):
+            raise TypeError(f"{place}(optimizer={optimizer!r}): needs a torch.optim.Optimizer")
+        self.metric, self.factor, self.patience, self.threshold = metric, factor, patience, threshold
+        self.mode: Mode = mode
+        self.threshold_mode, self.cooldown, self.min_lr = threshold_mode, cooldown, min_lr
+        self.optimizer = optimizer
+        # stands in for an optimizer whose rates a schedule sets: its own rate is what these are multiplied by
+        self._scale = torch.optim.SGD([torch.zeros(0)], lr=1.0)
+        self._torch = TorchReduceLROnPlateau(
+            self._scale if optimizer is None else optimizer,
+            mode=mode,
+            factor=factor,
+            patience=patience,
+            threshold=threshold,
+            threshold_mode=threshold_mode,
+            cooldown=cooldown,
+            min_lr=min_lr,
+        )
+        self._schedulers: list[LRScheduler] = []  # that are multiplied
+        self._has_optimizer = optimizer is not None
+        self._attachment = Attachment(place)
+
+    def attach(self, engine: Engine) -> Self:
+        """Judge each validation or rollout of the engine, in phase ACT.
+
+        What does not go with an LRScheduler is refused here, and again when the run starts: one may have come since.
+
+        Raises:
+            ConfigurationError: no optimizer was given and the engine has none; the trainer never validates; or there is
+                an LRScheduler that it does not go with.
+            RecordingError: the engine is a replay, and no optimizer was given.
+        """
+        with self._attachment.to(engine, whole_bus=False) as hear:
+            require_validation("ReduceLROnPlateau", self.metric, engine)
+            hear(Events.STARTED, self._join, phase=Phase.COMPUTE)
+            for event in METRIC_EVENTS:
+                hear(event, self._judge, phase=Phase.ACT)
+            hear(Events.COMPLETED, self._on_completed, phase=Phase.ACT)
+            self._join(engine)
+        return self
+
+    def detach(self) -> None:
+        """Judge no more; the rates stay as low as they are."""
+        self._attachment.cancel()
+
+    def step(self, value: float) -> bool:
+        """Judge one more value; returns whether the rates have become lower.
+
+        Raises:
+            RuntimeError: there is no optimizer yet.
+        """
+        if not self._has_optimizer:
+            raise RuntimeError(
+                "ReduceLROnPlateau.step(): no optimizer yet; pass optimizer= or attach to an engine first"
+            )
+        before = self._rates()
+        self._torch.step(float(value))
+        for scheduler in self._schedulers:
+            scheduler.multiply(self._scale.param_groups[0]["lr"])
+        return self._rates() != before
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was seen; the lowered rates are in the optimizer's own state."""
+        progress = {name: getattr(self._torch, name) for name in _PROGRESS}
+        return {**progress, "scale": self._scale.param_groups[0]["lr"]}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name in _PROGRESS:
+            setattr(self._torch, name, state[name])
+        self._scale.param_groups[0]["lr"] = float(state["scale"])
+        for scheduler in self._schedulers:
+            scheduler.multiply(self._scale.param_groups[0]["lr"])
+
+    def _join(self, engine: Engine) -> None:
+        """Find out whose rates are lowered: the optimizer's, or those of the schedules that set them."""
+        optimizer = self.optimizer if self.optimizer is not None else getattr(engine, "optimizer", None)
+        if not isinstance(optimizer, Optimizer):
+            if isinstance(engine, ReplayedEngine):
+                raise RecordingError(
+                    f"Replay: {engine.name!r} has no optimizer whose rates ReduceLROnPlateau could lower: an event log "
+                    "holds the rates alone; pass optimizer=, or attach it in training"
+                )
+            raise ConfigurationError(
+                f"ReduceLROnPlateau(optimizer=None): {engine.name!r} has no torch optimizer; pass optimizer="
+            )
+        mine = {id(group) for group in optimizer.param_groups}
+        found, scheduled = [], set()
+        for scheduler in hearing(engine, Events.STARTED, LRScheduler):
+            followed = scheduler.scheduled()
+            groups = mine.intersection(map(id, followed.param_groups if followed is not None else ()))
+            if groups:
+                found.append(scheduler)
+                scheduled |= groups
+        if found:
+            self._check_schedulers(engine, found, scheduled == mine)
+        self._schedulers = found
+        self._torch.optimizer = self._scale if found else optimizer
+        self._has_optimizer = True
+        for scheduler in found:
+            scheduler.multiply(self._scale.param_groups[0]["lr"])
+
+    def _check_schedulers(self, engine: Engine, found: list[LRScheduler], all_scheduled: bool) -> None:
+        place = "ReduceLROnPlateau beside"
+        for scheduler in found:
+            if isinstance(scheduler.schedule, TorchLRScheduler):
+                kind = type(scheduler.schedule).__name__
+                raise ConfigurationError(
+                    f"{place} LRScheduler({kind}): a torch scheduler sets the rates by itself; use a schedule of "
+                    "pulsetrain.engine.schedules, or one of the two"
+                )
+        if self.min_lr > 0.0:
+            raise ConfigurationError(
+                f"{place} an LRScheduler (min_lr={self.min_lr!r}): the schedule moves the rate, perhaps below this; "
+                "pass min_lr=0.0, or leave the schedule out"
+            )
+        if not all_scheduled:
+            raise ConfigurationError(
+                f"{place} an LRScheduler of some of its parameter groups: pass optimizer=, with those or the others"
+            )
+        for other in hearing(engine, Events.VALIDATION_COMPLETED, ReduceLROnPlateau):
+            if other is not self and not {*map(id, other._schedulers)}.isdisjoint(map(id, found)):
+                raise ConfigurationError(
+                    f"{place} another one and an LRScheduler (metric={self.metric!r} and {other.metric!r}): both would "
+                    "multiply one schedule; use one of the two"
+                )
+
+    def _rates(self) -> list[float]:
+        return [float(group["lr"]) for group in self._torch.optimizer.param_groups]
+
+    def _on_completed(self, engine: Engine) -> None:
+        if self._torch.last_epoch == 0:  # as many values as it has judged
+            tell_of_silence("ReduceLROnPlateau", self.metric, engine)
+
+    def _judge(self, engine: Engine, event: Event) -> None:
+        name = judged_name("ReduceLROnPlateau", self.metric, engine, event)
+        if name is not None:
+            self.step(event.payload.metrics[name])

@@ -1,0 +1,178 @@
+"""Shows how far a run is, on one line."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, Self, TextIO
+
+from tqdm import tqdm
+
+from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.events.engine import Engine
+from pulsetrain.engine.events.names import Event, Events
+from pulsetrain.engine.events.subscription import OnError
+from pulsetrain.handlers.attachment.attachment import Attachment
+from pulsetrain.handlers.metric_values.step_values import METRIC_EVENTS
+
+__all__ = ["ProgressBar"]
+
+_SHOWN = ("loss", "return", "reward")  # ends of the names of metrics of validations and rollouts
+
+
+class _Bar(tqdm):  # type: ignore[misc]  # tqdm has no types
+    monitor_interval = 0  # no thread that wakes up sleeping bars: this one looks at the time at each update
+
+
+class ProgressBar:
+    """A tqdm bar over the iterations of a run, with loss, learning rate, tokens/s, validation losses and returns.
+
+    The figures come from METRICS_LOGGED, validations and rollouts. Where the stream is no terminal, a plain line is
+    written every `interval` seconds instead, so that log files hold no carriage returns.
+
+    Args:
+        stream: by default stderr, as it is when the run starts.
+        interval: seconds between two plain lines.
+        clock: seconds, for the interval; the bar itself reads the system's.
+        on_error: "raise" ends the run when the stream cannot be written, "warn" goes on.
+
+    Raises:
+        ConfigurationError: the interval is not positive.
+    """
+
+    def __init__(
+        self,
+        stream: TextIO | None = None,
+        interval: float = 10.0,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        on_error: OnError = "raise",
+    ) -> None:
+        if not interval > 0:
+            raise ConfigurationError(f"ProgressBar(interval={interval!r}): needs a positive number of seconds")
+        self.interval = interval
+        self._given_stream = stream
+        self._stream: TextIO = sys.stderr
+        self._clock = clock
+        self._on_error = on_error
+        self._bar: Any = None
+        self._next_line: float | None = None  # None: no plain lines are being written
+        self._figures: dict[str, str] = {}
+        self._attachment = Attachment("ProgressBar")
+
+    def attach(self, engine: Engine) -> Self:
+        """Show the engine's runs."""
+        with self._attachment.to(engine, whole_bus=False) as hear:
+            for event, handler in (
+                (Events.STARTED, self._on_started),
+                (Events.EPOCH_STARTED, self._on_epoch),
+                (Events.ITERATION_COMPLETED, self._on_iteration),
+                (Events.METRICS_LOGGED, self._on_metrics),
+                *((event, self._on_round) for event in METRIC_EVENTS),
+                (Events.TERMINATE, self._on_terminated),
+                (Events.COMPLETED, self._on_end),
+                (Events.EXCEPTION_RAISED, self._on_exception),
+            ):
+                hear(event, handler, on_error=self._on_error)
+        return self
+
+    def detach(self) -> None:
+        self._close()
+        self._attachment.cancel()
+
+    def _on_started(self, engine: Engine) -> None:
+        self._close()
+        self._figures = {}
+        self._stream = self._given_stream if self._given_stream is not None else sys.stderr
+        if self._stream.isatty():
+            self._bar = _Bar(
+                total=_total_iterations(engine),
+                initial=engine.state.iteration,
+                file=self._stream,
+                dynamic_ncols=True,
+                miniters=1,
+                mininterval=0.1,
+                unit="it",
+                smoothing=0.05,
+            )
+        else:
+            self._next_line = self._clock() + self.interval
+
+    def _on_epoch(self, engine: Engine) -> None:
+        if self._bar is not None:
+            self._bar.total = _total_iterations(engine)  # an epoch's length may be known only after the first
+            self._bar.set_description_str(_epoch(engine), refresh=False)
+
+    def _on_iteration(self, engine: Engine) -> None:
+        if self._bar is not None:
+            self._bar.update(engine.state.iteration - self._bar.n)
+        elif self._next_line is not None and self._clock() >= self._next_line:
+            self._next_line = self._clock() + self.interval
+            self._write_line(engine)
+
+    def _on_metrics(self, engine: Engine, event: Event) -> None:
+        metrics: Mapping[str, float] = event.payload.metrics
+        for name, label, form in (
+            ("train/loss", "loss", ".4g"),
+            ("learning_rate", "lr", ".3g"),
+            ("tokens_per_second", "tokens/s", ",.0f"),
+        ):
+            if name in metrics:
+                self._figures[label] = format(metrics[name], form)
+        self._show_figures()
+
+    def _on_round(self, engine: Engine, event: Event) -> None:
+        for name, value in event.payload.metrics.items():
+            if name.endswith(_SHOWN):
+                self._figures[name] = format(value, ".4g")
+        self._show_figures()
+
+    def _on_end(self, engine: Engine) -> None:
+        if self._bar is not None:
+            self._bar.total = self._bar.total or engine.state.iteration
+        if self._next_line is not None:
+            self._write_line(engine)
+        self._close()
+
+    def _on_terminated(self, engine: Engine) -> None:
+        if engine.should_terminate == "skip_completed":  # else COMPLETED comes, perhaps with a last validation
+            self._on_end(engine)
+
+    def _on_exception(self, engine: Engine, event: Event) -> None:
+        self._on_end(engine)
+
+    def _show_figures(self) -> None:
+        if self._bar is not None:
+            self._bar.set_postfix_str(", ".join(f"{k}={v}" for k, v in self._figures.items()), refresh=False)
+
+    def _write_line(self, engine: Engine) -> None:
+        iteration, total = engine.state.iteration, _total_iterations(engine)
+        done = f"{iteration}/{total} ({iteration / total:.0%})" if total else str(iteration)
+        figures = "".join(f", {name} {value}" for name, value in self._figures.items())
+        self._stream.write(f"{_epoch(engine)}, iteration {done}{figures}\n")
+        self._stream.flush()
+
+    def _close(self) -> None:
+        if self._bar is not None:
+            self._bar.refresh()
+            self._bar.close()
+        self._bar = self._next_line = None
+
+
+def _epoch(engine: Engine) -> str:
+    known = engine.state.max_epochs is not None
+    return f"epoch {engine.state.epoch}/{engine.state.max_epochs}" if known else f"epoch {engine.state.epoch}"
+
+
+def _total_iterations(engine: Any) -> int | None:
+    """How many iterations the run will make, where that is known."""
+    bound = getattr(engine, "total_iterations", None)  # the trainer knows bounds by updates and tokens, too
+    if bound is not None:
+        return int(bound)
+    state = engine.state
+    if state.max_iters is not None:
+        return int(state.max_iters)
+    if state.max_epochs is not None and state.epoch_length is not None:
+        return int(state.max_epochs * state.epoch_length)
+    return None

@@ -1,0 +1,1 @@
+"""Reading and judging metric values."""

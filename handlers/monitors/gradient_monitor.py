@@ -1,0 +1,268 @@
+"""Norms and distributions of the gradients, for each parameter or module."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Literal, Self
+
+import torch
+from torch import Tensor, nn
+
+from pulsetrain.engine.errors import ConfigurationError, unknown_name
+from pulsetrain.engine.events.cadence import Every
+from pulsetrain.engine.events.engine import Engine
+from pulsetrain.engine.events.names import Event, Events
+from pulsetrain.engine.events.subscription import Phase
+from pulsetrain.engine.optimizers import parts_of
+from pulsetrain.handlers.attachment.attachment import Attachment
+from pulsetrain.handlers.attachment.monitoring import check_flag, check_whole, publish, publish_media, refuse_replay
+
+__all__ = ["GradientMonitor"]
+
+ROOT = "(root)"  # the module of parameters that lie in the model itself
+
+
+class GradientMonitor:
+    """Publishes the norm of each gradient as it is before clipping, as "grad_norm/layer.weight".
+
+    At the cadence alone something is computed, on the device, and one copy brings all of it to the host; the trainer
+    computes a gradient norm for it at these updates and no others. A histogram takes some 30 bytes for each value of
+    the gradient meanwhile, one gradient after the other.
+
+    Of several optimizers each is looked at by the count of its own updates, from where the run begins or goes on, and
+    its own parameters alone are; there the trainer computes a gradient norm at every update.
+
+    Args:
+        every: a cadence of updates: gradients are whole at an update alone.
+        by: "parameter", or "module" for the norm over all parameters of a module, without those of modules inside it;
+            parameters of the model itself are "(root)".
+        histograms: fire MEDIA_LOGGED with a histogram "grad/layer.weight" each; what is not finite is left out of it.
+        bins: of a histogram, of one width from the least value to the greatest.
+        norm_type: 1, 2 or inf.
+        updates: publish "update_ratio/layer.weight" as well: the norm of what the update has added to the weights over
+            the norm of the weights before it. At the cadence this takes as much memory as the weights do.
+        top: publish those of the largest norms alone, so many.
+        model: by default the engine's.
+
+    Raises:
+        ConfigurationError: a value out of range, or a cadence of anything but updates.
+        TypeError: the model is no nn.Module.
+    """
+
+    def __init__(
+        self,
+        every: Every | None = None,
+        *,
+        by: Literal["parameter", "module"] = "parameter",
+        histograms: bool = False,
+        bins: int = 64,
+        norm_type: float = 2,
+        updates: bool = False,
+        top: int | None = None,
+        model: nn.Module | None = None,
+    ) -> None:
+        every = Every(updates=50) if every is None else every
+        if not isinstance(every, Every) or every != Every(updates=every.updates or 1):
+            raise ConfigurationError(
+                f"GradientMonitor(every={every!r}): gradients are whole at an update alone; use Every(updates=50)"
+            )
+        if by not in ("parameter", "module"):
+            raise unknown_name("GradientMonitor", "by", by, ("parameter", "module"))
+        if isinstance(norm_type, bool) or norm_type not in (1, 2, math.inf):
+            raise ConfigurationError(f"GradientMonitor(norm_type={norm_type!r}): needs 1, 2 or inf")
+        check_flag("GradientMonitor", "histograms", histograms)
+        check_flag("GradientMonitor", "updates", updates)
+        check_whole("GradientMonitor", "bins", bins)
+        if top is not None:
+            check_whole("GradientMonitor", "top", top)
+        if model is not None and not isinstance(model, nn.Module):
+            raise TypeError(f"GradientMonitor(model={type(model).__name__}): needs a torch.nn.Module")
+        self.every, self.by, self.histograms, self.bins = every, by, histograms, bins
+        self.norm_type, self.updates, self.top, self.model = norm_type, updates, top, model
+        self._before: dict[str, list[tuple[Tensor, Tensor]]] | None = None  # parameters, and as they were
+        self._norms: dict[str, float] = {}  # that await what the update makes of the weights
+        self._counts: dict[str, int] = {}  # updates of each of several optimizers
+        self._attachment = Attachment("GradientMonitor")
+
+    def attach(self, engine: Engine) -> Self:
+        """Look at this engine's gradients, in phase OBSERVE of GRADIENTS_READY.
+
+        Raises:
+            ConfigurationError: the engine has no model, and none was given.
+            RecordingError: the engine is a replay.
+        """
+        with self._attachment.to(engine, whole_bus=False) as hear:
+            refuse_replay("GradientMonitor", engine, "gradients")
+            model = self.model if self.model is not None else getattr(engine, "model", None)
+            if not isinstance(model, nn.Module):
+                raise ConfigurationError(
+                    f"GradientMonitor(model=None): {engine.name!r} has no torch model; pass model="
+                )
+            interval = self.every.updates
+            optimizer: Any = getattr(engine, "optimizer", None)
+            if len(parts_of(optimizer)) > 1:  # state.update counts those of all
+                hear(Events.STARTED, self._on_started, phase=Phase.OBSERVE, on_error="warn")
+                hear(Events.GRADIENTS_READY, self._on_gradients_of, phase=Phase.OBSERVE, on_error="warn")
+                interval = 1
+            else:
+                hear(Events.GRADIENTS_READY(every=interval), self._on_gradients, phase=Phase.OBSERVE, on_error="warn")
+            if self.updates:
+                updated = Events.OPTIMIZER_STEP_COMPLETED(every=interval)
+                hear(updated, self._on_update, phase=Phase.OBSERVE, on_error="warn")
+        return self
+
+    def detach(self) -> None:
+        self._attachment.cancel()
+        self._before, self._norms = None, {}
+        self._counts.clear()
+
+    def _on_started(self) -> None:
+        self._counts.clear()
+
+    def _on_gradients_of(self, engine: Any, event: Event) -> None:
+        name = event.payload.optimizer
+        self._counts[name] = count = self._counts.get(name, 0) + 1
+        assert self.every.updates is not None
+        if count % self.every.updates == 0:
+            owned = {id(each) for group in engine.optimizer.parts[name].param_groups for each in group["params"]}
+            self._look(engine, owned)
+
+    def _on_gradients(self, engine: Any) -> None:
+        self._look(engine)
+
+    @torch.no_grad()
+    def _look(self, engine: Any, owned: set[int] | None = None) -> None:
+        self._before, self._norms = None, {}  # of an update that failed
+        groups = self._groups(self.model if self.model is not None else engine.model, owned)
+        if not groups:
+            return
+        gradients = {name: [_values(parameter.grad) for parameter in each] for name, each in groups.items()}
+        found: dict[str, list[Tensor]] = {name: [norm] for name, norm in self._norms_of(gradients).items()}
+        if self.histograms:
+            for name, parts in gradients.items():
+                found[name].append(_histogram(parts, self.bins))
+        host = _to_host(found)
+        norms = {name: values[0] for name, values in host.items()}
+        chosen = _largest(norms, self.top)
+        norms = {name: norms[name] for name in groups if name in chosen}
+        for name in norms if self.histograms else ():
+            least, greatest, *counts = host[name][1:]
+            publish_media(engine, f"grad/{name}", "histogram", _counted(counts, least, greatest))
+        if self.updates:
+            self._norms = norms
+            self._before = {name: [(each, each.detach().clone()) for each in groups[name]] for name in norms}
+        else:
+            publish(engine, {f"grad_norm/{name}": value for name, value in norms.items()})
+
+    @torch.no_grad()
+    def _on_update(self, engine: Any) -> None:
+        before, self._before = self._before, None
+        norms, self._norms = self._norms, {}
+        if before is None:
+            return
+        was = self._norms_of({name: [old for _, old in each] for name, each in before.items()})
+        for each in before.values():
+            for parameter, old in each:
+                torch.sub(parameter.detach(), old, out=old)
+        added = self._norms_of({name: [old for _, old in each] for name, each in before.items()})
+        host = _to_host({name: [added[name], was[name]] for name in before})
+        metrics = {f"grad_norm/{name}": value for name, value in norms.items()}
+        for name, (difference, size) in host.items():
+            if size > 0.0:  # else there is nothing to compare with
+                metrics[f"update_ratio/{name}"] = difference / size
+        publish(engine, metrics)
+
+    def _groups(self, model: nn.Module, owned: set[int] | None) -> dict[str, list[nn.Parameter]]:
+        """The parameters that have a gradient, by the names under which they are published; of those ids, if given."""
+        groups: dict[str, list[nn.Parameter]] = {}
+        for name, parameter in model.named_parameters():
+            if parameter.grad is not None and parameter.numel() and (owned is None or id(parameter) in owned):
+                # a model of values has paths, "block/0/kernel"
+                module = name[: max(name.rfind("."), name.rfind("/"), 0)]
+                key = name if self.by == "parameter" else module or ROOT
+                groups.setdefault(key, []).append(parameter)
+        return groups
+
+    def _norms_of(self, tensors: dict[str, list[Tensor]]) -> dict[str, Tensor]:
+        """The norm over each group's tensors, shape (), on their device; of half precision in float32."""
+        every = [tensor for parts in tensors.values() for tensor in parts]
+        found: list[Tensor | None] = [None] * len(every)
+        kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+        for index, tensor in enumerate(every):
+            kinds.setdefault((tensor.device, tensor.dtype), []).append(index)
+        for (_, kind), indices in kinds.items():
+            dtype = torch.float32 if kind.itemsize < 4 else None
+            norms = torch._foreach_norm([every[index] for index in indices], self.norm_type, dtype=dtype)
+            for index, norm in zip(indices, norms, strict=True):
+                found[index] = norm
+        rest = iter(found)
+        joined: dict[str, Tensor] = {}
+        for name, parts in tensors.items():
+            own = [part for part in (next(rest) for _ in parts) if part is not None]
+            if len(own) > 1:
+                own = [torch.linalg.vector_norm(torch.stack([part.to(own[0]) for part in own]), self.norm_type)]
+            joined[name] = own[0]
+        return joined
+
+
+def _values(gradient: Tensor | None) -> Tensor:
+    assert gradient is not None
+    return gradient.coalesce().values() if gradient.is_sparse else gradient
+
+
+def _histogram(parts: list[Tensor], bins: int) -> Tensor:
+    """The least finite value, the greatest, and how many lie in each bin: shape (2 + bins,)."""
+    device = parts[0].device
+    exact = torch.float32 if device.type == "mps" else torch.float64  # float32 counts up to 2**24
+    flat = [part.reshape(-1).to(device) for part in parts]
+    finite = [part.isfinite() for part in flat]
+    least = torch.stack([part.where(ok, math.inf).min().to(exact) for part, ok in zip(flat, finite, strict=True)]).min()
+    greatest = torch.stack(
+        [part.where(ok, -math.inf).max().to(exact) for part, ok in zip(flat, finite, strict=True)]
+    ).max()
+    width = (greatest - least) / bins
+    counts = torch.zeros(bins, dtype=torch.int64, device=device)
+    for part, ok in zip(flat, finite, strict=True):
+        place = (part.to(exact) - least).div_(width).nan_to_num_(0.0).clamp_(0, bins - 1)
+        counts.scatter_add_(0, place.long(), ok.long())
+    return torch.cat([torch.stack([least, greatest]), counts.to(exact)])
+
+
+def _counted(counts: list[float], least: float, greatest: float) -> tuple[list[int], list[float]]:
+    """Counts, and one edge more than those; where all values are one, its bin is 1 wide, as numpy makes it."""
+    if not least <= greatest:  # nothing was finite
+        least = greatest = 0.0
+    if least == greatest:
+        total = sum(counts)
+        counts = [0.0] * len(counts)
+        counts[len(counts) // 2] = total
+        least, greatest = least - 0.5, greatest + 0.5
+    width = (greatest - least) / len(counts)
+    edges = [least + index * width for index in range(len(counts))]
+    return [int(count) for count in counts], [*edges, greatest]
+
+
+def _to_host(found: dict[str, list[Tensor]]) -> dict[str, list[float]]:
+    """The values of each name's tensors, one behind the other: one copy per device."""
+    rows = {
+        name: torch.cat([part.reshape(-1).to(_widest(part.device)) for part in parts]) for name, parts in found.items()
+    }
+    by_device: dict[torch.device, list[str]] = {}
+    for name, row in rows.items():
+        by_device.setdefault(row.device, []).append(name)
+    host: dict[str, list[float]] = {}
+    for names in by_device.values():
+        values = iter(torch.cat([rows[name] for name in names]).tolist())
+        for name in names:
+            host[name] = [next(values) for _ in range(rows[name].numel())]
+    return host
+
+
+def _widest(device: torch.device) -> torch.dtype:
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def _largest(norms: dict[str, float], top: int | None) -> set[str]:
+    """The names of the largest norms; NaN is larger than any number, for that is what one wants to see."""
+    order = sorted(norms, key=lambda name: math.inf if math.isnan(norms[name]) else norms[name], reverse=True)
+    return set(order[:top])

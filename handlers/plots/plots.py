@@ -1,0 +1,204 @@
+"""Draws a run: losses, metrics, learning rates, gradient norms, throughput and confusion matrices."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from torch import Tensor
+
+from pulsetrain.engine.errors import ConfigurationError, unknown_name
+from pulsetrain.engine.events.bus import EventBus
+from pulsetrain.engine.events.cadence import Every
+from pulsetrain.engine.events.engine import Engine
+from pulsetrain.engine.events.names import Event, Events
+from pulsetrain.engine.events.subscription import OnError
+from pulsetrain.engine.logs import get_logger
+from pulsetrain.handlers.attachment.attachment import Attachment
+from pulsetrain.handlers.attachment.monitoring import check_every
+from pulsetrain.handlers.attachment.run_end import ends_here
+from pulsetrain.handlers.metric_values.step_values import (
+    METRIC_EVENTS,
+    learning_rates,
+    reading_events,
+    step_metrics,
+    to_host,
+)
+from pulsetrain.handlers.plots import figures
+from pulsetrain.handlers.plots.curves import RunCurves
+from pulsetrain.handlers.run_files.run_folder import make_folder, replace_file
+
+__all__ = ["Plots"]
+
+SHARE = 0.05  # of the run's time, for drawing in mid-run
+
+
+class Plots:
+    """Writes figures into FOLDER/plots/ at validations, rollouts and the end of the run, those whose data has changed.
+
+    loss: training and validation. metrics: a panel for each other metric of validations
+    and rollouts. learning_rate: a line for each
+    parameter group. grad_norm: before clipping; of METRICS_LOGGED's "grad_norm/LAYER" the largest as well. throughput:
+    since the process began.
+    SET_confusion_matrix: the last that MEDIA_LOGGED brought. The first round is drawn in any case, later ones as
+    long as drawing takes a twentieth of the time. Of long curves points are left out, none of them a spike.
+
+    On a bus each engine has a folder of its own, FOLDER/plots/ENGINE/.
+
+    Args:
+        folder: the run folder.
+        every: read the training loss and the rates from the engine at this cadence in place of METRICS_LOGGED; each
+            reading waits for the device.
+        formats: "png", "svg" or both.
+        clock: seconds, for `Every(seconds=...)` and the time that drawing takes.
+        on_error: "warn" goes on when a figure cannot be written, "raise" ends the run.
+
+    Raises:
+        ConfigurationError: no format, or an unknown one.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        every: Every | None = None,
+        formats: Sequence[str] = figures.FORMATS,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        on_error: OnError = "warn",
+    ) -> None:
+        if every is not None:
+            check_every("Plots", every)
+        if isinstance(formats, str) or not isinstance(formats, Sequence) or not formats:
+            raise ConfigurationError(f"Plots(formats={formats!r}): needs a list of formats, such as ['png', 'svg']")
+        for each in formats:
+            if each not in figures.FORMATS:
+                raise unknown_name("Plots", "formats", each, figures.FORMATS)
+        self.folder = Path(folder)
+        self.every = every
+        self.formats = tuple(formats)
+        self._clock = clock
+        self._on_error = on_error
+        self._runs: dict[str, RunCurves] = {}  # by engine; "" for the one attached to
+        self._next = -math.inf  # when a figure may be drawn in mid-run again
+        self._told = False  # of a matrix that cannot be drawn
+        self._place = self.folder / "plots"
+        self._attachment = Attachment("Plots")
+
+    def attach(self, engine_or_bus: Engine | EventBus) -> Self:
+        """Follow one engine, or each of a bus.
+
+        Raises:
+            RunFolderError: the folder cannot be written, with on_error="raise"; else that is said, and the run goes on
+                without it.
+        """
+        with self._attachment.to(engine_or_bus, needed=self._on_error == "raise") as hear:
+            make_folder("Plots", self._place)
+            self._next = -math.inf
+            if self.every is not None:
+                hear(reading_events(self.every, self._clock), self._on_reading, on_error=self._on_error)
+            hear(Events.METRICS_LOGGED, self._on_metrics, on_error=self._on_error)
+            hear(Events.MEDIA_LOGGED, self._on_media, on_error=self._on_error)
+            for event in METRIC_EVENTS:
+                hear(event, self._on_round, on_error=self._on_error)
+            hear(Events.COMPLETED, self._on_end, on_error=self._on_error)
+            hear(Events.TERMINATE, self._on_terminated, on_error=self._on_error)
+            hear(Events.EXCEPTION_RAISED, self._on_end, on_error="warn")
+        return self
+
+    def detach(self) -> None:
+        self._attachment.cancel()
+
+    def draw(self) -> list[Path]:
+        """Draw each figure whose data has changed since it was drawn last; returns the files written."""
+        return [path for name in self._runs for path in self._draw(name)]
+
+    def state_dict(self) -> dict[str, Any]:
+        """The curves, but for those of throughput: what a clock has measured, no run that goes on repeats."""
+        return {name: run.state_dict() for name, run in self._runs.items()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        before, self._runs = self._runs, {}
+        for name, saved in state.items():
+            self._runs[name] = before.get(name, RunCurves())
+            self._runs[name].load_state_dict(saved)
+
+    def _draw(self, engine: str) -> list[Path]:
+        run = self._runs.get(engine)
+        if run is None:
+            return []
+        started, written = self._clock(), []
+        folder = self._place / _file_name(engine) if engine else self._place
+        for name in sorted(run.changed):
+            figure = run.figure(name)
+            if figure is not None:
+                folder.mkdir(exist_ok=True)
+                for kind in self.formats:
+                    replace_file(folder / f"{_file_name(name)}.{kind}", figures.render(figure, kind))
+                    written.append(folder / f"{_file_name(name)}.{kind}")
+            run.changed.discard(name)  # one that could not be written stays, for the next time
+        now = self._clock()
+        self._next = now + (now - started) * (1 / SHARE - 1)
+        return written
+
+    def _run_of(self, engine: Engine) -> RunCurves:
+        return self._runs.setdefault(engine.name if self._attachment.hears_whole_bus else "", RunCurves())
+
+    def _on_metrics(self, engine: Engine, event: Event) -> None:
+        metrics = event.payload.metrics
+        if self.every is not None:
+            metrics = {name: value for name, value in metrics.items() if not _is_read(name)}
+        elif "learning_rate" in metrics:
+            metrics = {**metrics, **_group_rates(engine)}
+        self._run_of(engine).add(engine.state.iteration, metrics)
+
+    def _on_reading(self, engine: Engine) -> None:
+        found = {name: value for name, value in step_metrics(engine).items() if _is_read(name)}
+        self._run_of(engine).add(engine.state.iteration, {**found, **_group_rates(engine)})
+
+    def _on_round(self, engine: Engine, event: Event) -> None:
+        run = self._run_of(engine)
+        run.add_round(engine.state.iteration, event.payload.metrics)
+        if self._clock() >= self._next:
+            self._on_end(engine)
+
+    def _on_media(self, engine: Engine, event: Event) -> None:
+        media = event.payload
+        if media.kind != "matrix" or not media.name.endswith("confusion_matrix"):
+            return
+        matrix = figures.counts_of(media.value)
+        if matrix is not None:
+            self._run_of(engine).put(media.name, engine.state.iteration, matrix)
+        elif not self._told:  # such as in a replay: a recording tells of an array's shape alone
+            self._told = True
+            get_logger("handlers").warning(
+                "Plots: a confusion matrix is not drawn, since it is no square matrix of counts",
+                name=media.name,
+                given=type(media.value).__name__,
+            )
+
+    def _on_end(self, engine: Engine) -> None:
+        self._draw(engine.name if self._attachment.hears_whole_bus else "")
+
+    def _on_terminated(self, engine: Engine, event: Event) -> None:
+        if ends_here(engine, event):
+            self._on_end(engine)
+
+
+def _is_read(name: str) -> bool:
+    return name.startswith("train/") or name.partition("/")[0] == "learning_rate"
+
+
+def _group_rates(engine: Engine) -> dict[str, float]:
+    """Each group's rate, where there are several."""
+    rates = learning_rates(engine)
+    tensors = iter(to_host([rate for rate in rates if isinstance(rate, Tensor)]))
+    values = [next(tensors) if isinstance(rate, Tensor) else rate for rate in rates]
+    return {f"learning_rate/{index}": value for index, value in enumerate(values)} if len(values) > 1 else {}
+
+
+def _file_name(name: str) -> str:
+    return re.sub(r"[^\w.-]+", "_", name).strip(".") or "_"

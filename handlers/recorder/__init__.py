@@ -1,0 +1,1 @@
+"""The event recorder and what it writes."""

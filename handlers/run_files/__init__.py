@@ -1,0 +1,1 @@
+"""The files that handlers keep in a run folder."""

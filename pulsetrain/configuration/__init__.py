@@ -1,0 +1,1 @@
+"""From a configuration file to a trainer and its run folder."""

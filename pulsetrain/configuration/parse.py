@@ -1,0 +1,142 @@
+"""The configuration of a run as a file: reading it, settings given beside it, and how two of them differ."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from pulsetrain.configuration.instantiate import unknown
+from pulsetrain.engine.errors import ConfigurationError
+
+__all__ = ["SECTIONS", "differences", "load_yaml", "read_config"]
+
+SECTIONS = ("run", "model", "data", "strategy", "backend", "metrics", "training", "handlers")
+NAMED = ("model", "data", "strategy", "backend")  # sections that may be a class path alone
+STANDARD_HANDLERS = ("Checkpointer", "EventRecorder", "CSVLogger", "Plots", "ProgressBar", "CrashBundle")
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.2's numbers (3e-4 is one), and no key twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        for key in keys:
+            if keys.count(key) > 1 and key != "<<":
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {key!r} stands there twice", node.start_mark
+                )
+        return super().construct_mapping(node, deep)
+
+
+_NUMBER = r"[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)([eE][-+]?\d+)|[-+]?(\d[\d_]*\.[\d_]*|\.\d[\d_]*)"
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(f"^({_NUMBER})$"), list("-+0123456789."))
+
+
+def load_yaml(text: str) -> Any:
+    """What the text says; numbers may be written as 3e-4.
+
+    Raises:
+        yaml.YAMLError: it is no YAML, or has a key twice.
+    """
+    return yaml.load(text, _Loader)
+
+
+def read_config(path: Path, overrides: Mapping[str, str]) -> dict[str, Any]:
+    """The file's settings with the overrides in them.
+
+    Args:
+        path: the file.
+        overrides: values as YAML by their dotted keys: {"training.learning_rate": "3e-4"}.
+
+    Raises:
+        ConfigurationError: no such file, no YAML, an unknown section, or one that is missing.
+    """
+    try:
+        config = load_yaml(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigurationError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{path}: no valid YAML: {_told(error)}") from error
+    if not isinstance(config, dict):
+        raise ConfigurationError(f"{path}: needs the sections {', '.join(SECTIONS)}")
+    for section in config:
+        if section not in SECTIONS:
+            raise unknown(f"{path}: {section}", "section", section, SECTIONS)
+    for key, text in overrides.items():
+        _override(config, key, text)
+    for section in ("model", "data"):
+        if config.get(section) is None:
+            raise ConfigurationError(
+                f"{path}: the section {section!r} is missing; it names a class or function to call"
+            )
+    _check_kinds(path, config)
+    if config.get("run") is None:
+        config["run"] = f"runs/{path.stem}-{{n}}"
+    if config.get("strategy") is None:
+        config["strategy"] = "supervised"
+    if config.get("backend") is None:
+        config["backend"] = "torch"
+    if "handlers" not in config:
+        added = (config.get("training") or {}).get("save_every_n_epochs") is not None  # it brings its own
+        config["handlers"] = [name for name in STANDARD_HANDLERS if name != "Checkpointer" or not added]
+    return config
+
+
+def differences(before: Any, now: Any, key: str = "") -> Iterator[str]:
+    """Where two configurations differ, as "training.seed: 0 -> 1"."""
+    if isinstance(before, dict) and isinstance(now, dict):
+        for name in [*before, *(name for name in now if name not in before)]:
+            yield from differences(before.get(name), now.get(name), f"{key}.{name}" if key else str(name))
+    elif isinstance(before, list) and isinstance(now, list) and len(before) == len(now):
+        for index, (old, new) in enumerate(zip(before, now, strict=True)):
+            yield from differences(old, new, f"{key}[{index}]")
+    elif before != now:
+        yield f"{key}: {before!r} -> {now!r}"
+
+
+def _override(config: dict[str, Any], key: str, text: str) -> None:
+    section, *rest = key.split(".")
+    if section not in SECTIONS:
+        raise unknown(f"--{key}", "section", section, SECTIONS)
+    if not all(rest):
+        raise ConfigurationError(f"--{key}: an empty name between the dots; write it as --training.learning_rate 3e-4")
+    try:
+        value = load_yaml(text)
+    except yaml.YAMLError as error:
+        raise ConfigurationError(f"--{key} {text!r}: no valid YAML: {_told(error)}") from error
+    if section in NAMED and rest and isinstance(config.get(section), str):
+        config[section] = {"class_path": config[section]}
+    place, name = config, section
+    for index, child in enumerate(rest):
+        inner = place.get(name)
+        if inner is None:
+            inner = place[name] = {}
+        if not isinstance(inner, dict):
+            parent = ".".join([section, *rest[:index]])
+            kind = "a list" if isinstance(inner, list) else f"{inner!r}, no mapping"
+            raise ConfigurationError(
+                f"--{key}: {parent} is {kind}; give it whole (--{parent} VALUE, in YAML) or change it in the file"
+            )
+        place, name = inner, child
+    place[name] = value
+
+
+def _told(error: Exception) -> str:
+    return " ".join(str(error).replace('in "<unicode string>"', "at").replace("at, ", "at ").split())
+
+
+def _check_kinds(path: Path, config: Mapping[str, Any]) -> None:
+    wanted: dict[str, tuple[type, str]] = {
+        "run": (str, "a folder"),
+        "training": (dict, "a mapping of settings"),
+        "metrics": (dict, "a mapping of name: class path"),
+        "handlers": (list, "a list"),
+    }
+    for section, (kind, words) in wanted.items():
+        value = config.get(section)
+        if value is not None and not isinstance(value, kind):
+            raise ConfigurationError(f"{path}: {section}={value!r}: needs {words}")

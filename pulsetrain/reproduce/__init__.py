@@ -1,0 +1,1 @@
+"""Running a recorded run again: rerun, diagnosis, fork."""

@@ -1,0 +1,147 @@
+"""Makes a new run that begins where another one stood, with something changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pulsetrain.configuration.parse import differences, load_yaml
+from pulsetrain.configuration.rebuild import rebuild
+from pulsetrain.configuration.run_folder import holds_run
+from pulsetrain.engine import Events
+from pulsetrain.engine.checkpoint import load_checkpoint
+from pulsetrain.engine.errors import ConfigurationError, RunFolderError
+from pulsetrain.engine.events.payloads import CheckpointLoaded
+from pulsetrain.handlers import LRScheduler
+from pulsetrain.handlers.run_files.run_file import read_run_file, write_run_file
+from pulsetrain.reproduce.rerun import nearest_checkpoint
+from pulsetrain.state.handler_registry import stateful
+from pulsetrain.state.resume import restore
+from pulsetrain.trainer import Trainer
+
+__all__ = ["Fork", "fork"]
+
+_OF_THE_OPTIMIZER = ("training.weight_decay", "training.no_decay", "training.optimizer_options")
+_FIXED = {
+    "training.seed": "the random numbers and the order of the data go on as the checkpoint has them",
+    "run": "--into names the folder",
+}
+
+
+@dataclass(frozen=True)
+class Fork:
+    """A run that another one has become."""
+
+    folder: Path
+    parent: dict[str, Any]  # what run.json says of where it comes from
+    changed: tuple[str, ...]  # settings, as "training.learning_rate: 0.001 -> 0.0001"
+
+
+def fork(
+    run: Path,
+    at: int,
+    into: Path,
+    settings: Mapping[str, str] | None = None,
+    skip_batches: Sequence[tuple[int, int]] = (),
+) -> Fork:
+    """A new run from the last checkpoint of another that was made at an iteration or before it.
+
+    Its first checkpoint is the other's, with what was changed in it. Its log goes on with the other's numbers, so that
+    `diff` compares the two from there on. The other's folder is only read.
+
+    Args:
+        run: the folder of the run, which was made from a configuration.
+        at: the iteration.
+        into: the new folder.
+        settings: values as YAML by their dotted keys, such as {"training.learning_rate": "1e-4"}.
+        skip_batches: first and last iteration of batches to leave out, as the other run counts them.
+
+    Raises:
+        RunFolderError: the new folder holds something; or the run was made from no configuration.
+        CheckpointError: there is no checkpoint at or before the iteration, or it does not fit what was changed.
+        ConfigurationError: a setting that a fork cannot change; or there is nothing to save checkpoints.
+    """
+    settings = dict(settings or {})
+    for name, reason in _FIXED.items():
+        if name in settings:
+            raise ConfigurationError(f"--set {name}: cannot be changed in a fork: {reason}")
+    if into.exists() and (not into.is_dir() or any(into.iterdir())):
+        what = "holds a run already" if into.is_dir() and holds_run(into) else "is not empty"
+        raise RunFolderError(f"--into {into}: {what}, and nothing is overwritten; choose another folder")
+    if run.resolve() in into.resolve().parents:
+        raise RunFolderError(f"--into {into}: lies inside of the run {run}, which is only read; choose another folder")
+    if at < 1:
+        raise ConfigurationError(f"--at {at}: needs the number of an iteration, at least 1")
+    checkpoint = nearest_checkpoint(run, at + 1)
+    if skip_batches:
+        settings["training.skip_batches"] = str(_joined(run, skip_batches))
+    assembly = rebuild(run, into, settings)
+    try:
+        trainer = assembly.trainer
+        saved = load_checkpoint(checkpoint)
+        _take_over_schedules(trainer, saved)
+        groups = [dict(group) for group in trainer.optimizer.param_groups]
+        restore(trainer, saved)
+        _check_effect(trainer, skip_batches)
+        _apply(trainer, groups, settings)
+        trainer.fire(Events.CHECKPOINT_LOADED, CheckpointLoaded(path=checkpoint, iteration=trainer.state.iteration))
+        trainer.save_checkpoint("fork")
+        for handler in trainer.handlers:
+            handler.detach()  # whoever trains it makes it anew
+        before, now = (load_yaml((folder / "config.yaml").read_text(encoding="utf-8")) for folder in (run, into))
+        changed = tuple(differences({**before, "run": ""}, {**now, "run": ""}))
+        parent = {
+            "run": str(run.resolve()),
+            "id": read_run_file(run).get("id"),
+            "iteration": trainer.state.iteration,
+            "checkpoint": checkpoint.name,
+            "changed": list(changed),
+        }
+        write_run_file(into, trainer, base=read_run_file(into).get("base"), parent=parent)
+    except BaseException:
+        assembly.claim.give_back()
+        raise
+    return Fork(into, parent, changed)
+
+
+def _joined(run: Path, ranges: Sequence[tuple[int, int]]) -> list[list[int]]:
+    """The ranges with those that the run itself leaves out, numbered as if nothing was left out."""
+    config = load_yaml((run / "config.yaml").read_text(encoding="utf-8"))
+    own = sorted((first, last) for first, last in (config.get("training") or {}).get("skip_batches") or ())
+
+    def counted(iteration: int) -> int:
+        for first, last in own:
+            if iteration >= first:
+                iteration += last - first + 1
+        return iteration
+
+    return [[first, last] for first, last in sorted([*own, *((counted(a), counted(b)) for a, b in ranges)])]
+
+
+def _check_effect(trainer: Trainer, ranges: Sequence[tuple[int, int]]) -> None:
+    begin, end = trainer.state.iteration, trainer.total_iterations
+    for first, last in ranges:
+        if last <= begin or (end is not None and first > end):
+            raise ConfigurationError(
+                f"--skip-batches {first}-{last}: the fork begins behind iteration {begin}"
+                + (f" and trains {end}" if end is not None else "")
+                + ": it has none of these; choose others, or fork earlier"
+            )
+
+
+def _take_over_schedules(trainer: Trainer, saved: dict[str, Any]) -> None:
+    """Schedules go on at their step, with the formula of the new configuration."""
+    for key, handler in stateful(trainer).items():
+        if isinstance(handler, LRScheduler) and key in saved["handlers"]:
+            saved["handlers"][key]["schedule"] = handler.state_dict()["schedule"]
+
+
+def _apply(trainer: Trainer, configured: Sequence[Mapping[str, Any]], settings: Mapping[str, str]) -> None:
+    """What the optimizer's state in the checkpoint has put back, as it is configured now."""
+    rates, others = "training.learning_rate" in settings, any(name.startswith(_OF_THE_OPTIMIZER) for name in settings)
+    for group, wanted in zip(trainer.optimizer.param_groups, configured, strict=True):
+        for name, value in wanted.items():
+            if name != "params" and (rates if name in ("lr", "initial_lr") else others):
+                group[name] = value

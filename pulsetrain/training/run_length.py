@@ -1,0 +1,158 @@
+"""How long a run is: its bound, and what that makes in iterations and updates."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from pulsetrain.engine.data import rng
+from pulsetrain.engine.data.keyed_loader import can_be_read_once, length_of
+from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.logs import get_logger
+
+if TYPE_CHECKING:
+    from pulsetrain.config import TrainingConfig
+    from pulsetrain.engine.step.protocols import Backend, TrainingStrategy
+
+__all__ = ["Bound"]
+
+_LOOKED_AT = 8  # batches, for what a batch holds on average
+
+UNBOUNDED = 1 << 60  # iterations; for runs that something else ends
+
+
+class Bound:
+    """The bound that a configuration sets; `max_epochs=1` where it sets none.
+
+    Args:
+        config: the settings.
+        loader: the training data.
+        optimizers: how many there are; each is taken to make one update of a batch, or of those accumulated.
+    """
+
+    def __init__(self, config: TrainingConfig, loader: Iterable[Any], optimizers: int = 1) -> None:
+        self.config = config
+        self._optimizers = optimizers
+        self.accumulate = rule = config.accumulation
+        self.counts_updates = config.max_updates is not None and (rule.tokens is not None or optimizers > 1)
+        self.counted = config.max_tokens is not None or self.counts_updates  # see reached()
+        self.epoch_length = length_of(loader)
+        self._loader = loader
+        self._tokens_a_batch: float | None = None
+
+    @property
+    def max_epochs(self) -> int | None:
+        """The bound in epochs, or None where another one holds."""
+        config = self.config
+        others = (config.max_iterations, config.max_updates, config.max_tokens)
+        return config.max_epochs or (1 if all(other is None for other in others) else None)
+
+    @property
+    def max_iterations(self) -> int | None:
+        """The bound in batches that the loop can hold itself; None where it counts epochs."""
+        if self.max_epochs is not None:
+            return None
+        if self.config.max_updates is not None and not self.counts_updates:
+            return self.accumulate.batches_in(self.config.max_updates)
+        return self.config.max_iterations or UNBOUNDED
+
+    @property
+    def total_iterations(self) -> int | None:
+        """How many batches the run will take, or None where that is not known."""
+        if self.max_epochs is not None:
+            return None if self.epoch_length is None else self.max_epochs * self.epoch_length
+        if self.counts_updates:
+            assert self.config.max_updates is not None
+            updates = math.ceil(self.config.max_updates / self._optimizers)
+            return self.accumulate.batches_in(updates, self._tokens_a_batch)
+        if self.config.max_tokens is None:
+            return self.max_iterations
+        return math.ceil(self.config.max_tokens / self._tokens_a_batch) if self._tokens_a_batch else None
+
+    @property
+    def total_updates(self) -> int | None:
+        """How many steps each optimizer will take, or None where that is not known."""
+        if self.config.max_updates is not None and self.max_epochs is None:
+            return self.config.max_updates // self._optimizers
+        iterations = self.total_iterations
+        return None if iterations is None else self.accumulate.updates_in(iterations, self._tokens_a_batch)
+
+    def reached(self, state: Any) -> str | None:
+        """Why the run ends here, for the bounds that hang on what the batches hold and the loop cannot count."""
+        config = self.config
+        if config.max_tokens is not None and state.iteration and not state.tokens:
+            raise ConfigurationError(
+                f"TrainingConfig(max_tokens={config.max_tokens}): the strategy counts no tokens, so the run would not "
+                "end; bound it by max_iterations, max_updates or max_epochs"
+            )
+        if config.max_tokens is not None and state.tokens >= config.max_tokens:
+            return f"max_tokens={config.max_tokens} was reached"
+        if self.counts_updates and state.update >= config.max_updates:
+            return f"max_updates={config.max_updates} was reached"
+        return None
+
+    def reached_inside(self, state: Any, epoch_done: bool) -> str | None:
+        """What the loop would have said had it come to the bound itself; at an epoch's end it says nothing."""
+        counted = self.reached(state)
+        if counted is not None:
+            return counted
+        return f"max_iters={state.max_iters} was reached" if state.max_iters is not None and not epoch_done else None
+
+    def check(self) -> None:
+        """Refuse a run that could not learn.
+
+        Raises:
+            ConfigurationError: it would end before its first update, or needs to read an iterator twice.
+        """
+        config, total = self.config, self.total_iterations
+        if self.epoch_length == 0:
+            raise ConfigurationError(
+                "Trainer(train_loader): has no batches; a DataLoader with drop_last drops a short one"
+            )
+        if self.accumulate.tokens is None and self.total_updates == 0:
+            raise ConfigurationError(
+                f"TrainingConfig(accumulate={config.accumulate!r}): the run has {total} batches, which make no update; "
+                "accumulate fewer, or train longer"
+            )
+        if self.max_epochs is not None and self.max_epochs > 1 and can_be_read_once(self._loader):
+            raise ConfigurationError(
+                f"TrainingConfig(max_epochs={self.max_epochs}): the loader is an iterator, which can be read once; "
+                "give a DataLoader or a list, or bound the run by max_iterations"
+            )
+
+    def measure(self, strategy: TrainingStrategy, backend: Backend) -> None:
+        """Count the tokens of the first batches, where something hangs on them; the generators stay as they were.
+
+        Raises:
+            ConfigurationError: the strategy counts no tokens, or there is no batch.
+        """
+        setting, remedy = self._hangs_on_tokens()
+        if setting is None or self._tokens_a_batch is not None:
+            return
+        if can_be_read_once(self._loader) or getattr(self._loader, "fires_rollouts", False):
+            return  # its first batch cannot be looked at beforehand: how long the run will be is not known
+        with rng.kept():
+            batches = [backend.prepare_batch(batch, strategy) for batch in islice(self._loader, _LOOKED_AT)]
+        if not batches:
+            raise ConfigurationError("Trainer(train_loader): gave no batch; it is empty")
+        tokens = [batch.tokens for batch in batches]
+        if not all(tokens):
+            raise ConfigurationError(f"TrainingConfig({setting}): {type(strategy).__name__} counts no tokens; {remedy}")
+        self._tokens_a_batch = sum(tokens) / len(tokens)
+        if max(tokens) > 1.1 * min(tokens) and self.config.max_updates is None:
+            get_logger("pulsetrain").info(
+                "batches differ in tokens: the number of updates, over which a schedule falls, is an estimate; "
+                "max_updates fixes it",
+                updates=self.total_updates,
+                tokens_a_batch=f"{min(tokens)} to {max(tokens)}",
+            )
+
+    def _hangs_on_tokens(self) -> tuple[str | None, str]:
+        """The setting that counts tokens, and what would do without."""
+        if self.config.max_tokens is not None:
+            return f"max_tokens={self.config.max_tokens}", "bound the run by max_iterations, max_updates or max_epochs"
+        if self.accumulate.tokens is not None:
+            return f"accumulate={self.config.accumulate!r}", "accumulate batches"
+        return None, ""

@@ -1,0 +1,129 @@
+"""What a run measures of itself between two readings: mean losses, and how fast it goes."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pulsetrain.engine.metrics import RunningMean
+
+__all__ = ["Losses", "Rate"]
+
+_FOLD = 256  # losses that are kept apart at most; more are folded into one on the device
+
+
+class Losses:
+    """The steps' losses, for two readers: the mean since the last log point, and the mean of the epoch.
+
+    Adding costs two list appends. The order in which losses are added up does not hang on when they are read or saved.
+    """
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(self) -> None:
+        """A fresh start for both."""
+        self._losses: list[Tensor] = []  # since both were folded last
+        self._sizes: list[int | Tensor] = []
+        self._since = {"log": 0, "epoch": 0}  # which of them are the reader's
+        self._means = {"log": RunningMean(), "epoch": RunningMean()}  # of those before
+        self._folded = {"log": 0, "epoch": 0}
+
+    def add(self, loss: Tensor, size: int | Tensor) -> None:
+        """One more loss, shape (), left on its device; a mean over `size`, which may be of shape () there as well."""
+        self._losses.append(loss)
+        self._sizes.append(size)
+        if len(self._losses) == _FOLD:
+            values = torch.stack(self._losses).float()
+            for reader, mean in self._means.items():
+                self._fold(reader, mean, values)
+                self._folded[reader] += _FOLD - self._since[reader]
+                self._since[reader] = 0
+            self._losses.clear()
+            self._sizes.clear()
+
+    def count(self, reader: str) -> int:
+        """How many losses the reader, "log" or "epoch", has not taken."""
+        return self._folded[reader] + len(self._losses) - self._since[reader]
+
+    def peek(self, reader: str) -> Tensor:
+        """The reader's mean, shape (), on the device."""
+        whole = RunningMean()
+        whole.load_state_dict(self._means[reader].state_dict())
+        self._fold(reader, whole)
+        return whole.mean()
+
+    def take(self, reader: str) -> Tensor:
+        """`peek`, and a fresh start for this reader."""
+        mean = self.peek(reader)
+        self.forget(reader)
+        return mean
+
+    def forget(self, reader: str) -> None:
+        """A fresh start for this reader."""
+        self._means[reader].reset()
+        self._folded[reader], self._since[reader] = 0, len(self._losses)
+
+    def _fold(self, reader: str, mean: RunningMean, values: Tensor | None = None) -> None:
+        """Put the losses that are kept apart into the reader's mean; `values` are all of them, if stacked already."""
+        since = self._since[reader]
+        sizes = self._sizes[since:]
+        if not sizes:
+            return
+        values = torch.stack(self._losses[since:]).float() if values is None else values[since:]
+        if any(isinstance(size, Tensor) for size in sizes):
+            weights = torch.stack([torch.as_tensor(size, device=values.device) for size in sizes])
+            counted = torch.where(weights > 0, values * weights, 0.0)  # a batch of ignored targets has no loss: nan
+            mean.update(counted.sum() / weights.sum(), weights.sum())
+        elif sizes.count(sizes[0]) == len(sizes):  # no weights to bring to the device
+            mean.update(values.mean(), sizes[0] * len(sizes))
+        else:
+            mean.update((values * torch.tensor(sizes, device=values.device)).sum() / sum(sizes), sum(sizes))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The means so far, and the losses that are not in them yet."""
+        return {
+            "means": {reader: mean.state_dict() for reader, mean in self._means.items()},
+            "folded": dict(self._folded),
+            "since": dict(self._since),
+            "losses": torch.stack(self._losses) if self._losses else None,
+            "sizes": list(self._sizes),
+        }
+
+    def load_state_dict(self, state: dict[str, Any], device: torch.device | str) -> None:
+        """Go on with saved means, on the device where the next losses will be."""
+        for reader, saved in state["means"].items():
+            self._means[reader].load_state_dict({name: _on(device, value) for name, value in saved.items()})
+        self._folded, self._since = dict(state["folded"]), dict(state["since"])
+        self._losses = [] if state["losses"] is None else list(state["losses"].to(device).unbind())
+        self._sizes = [_on(device, size) for size in state["sizes"]]
+
+
+def _on(device: torch.device | str, value: Any) -> Any:
+    return value.to(device) if isinstance(value, Tensor) else value
+
+
+class Rate:
+    """How many samples and tokens a second, between two readings; time spent validating is left out."""
+
+    def __init__(self) -> None:
+        self.paused = 0.0  # seconds since the last reading that were not training
+        self._since = time.perf_counter()
+        self._samples = self._tokens = 0
+
+    def restart(self, samples: int, tokens: int) -> None:
+        """Count from here."""
+        self._since, self.paused = time.perf_counter(), 0.0
+        self._samples, self._tokens = samples, tokens
+
+    def read(self, samples: int, tokens: int) -> dict[str, float]:
+        """The rates since the last reading, given the run's totals so far."""
+        seconds = max(time.perf_counter() - self._since - self.paused, 1e-9)
+        rates = {"samples_per_second": (samples - self._samples) / seconds}
+        if tokens > self._tokens:
+            rates["tokens_per_second"] = (tokens - self._tokens) / seconds
+        self.restart(samples, tokens)
+        return rates

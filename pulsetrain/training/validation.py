@@ -1,0 +1,292 @@
+"""Validation: an engine without gradients on the trainer's bus, and means kept on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any
+
+import torch
+from ignite.metrics import Metric as IgniteMetric
+from torch import Tensor, nn
+
+from pulsetrain.engine import Engine, EventBus, Events, Phase
+from pulsetrain.engine.backends.model_store import Held, LiveState
+from pulsetrain.engine.data import rng
+from pulsetrain.engine.data.keyed_loader import length_of, workers_begin, workers_outlive_signals
+from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.logs import get_logger
+from pulsetrain.engine.metrics import RunningMean
+from pulsetrain.engine.step.model_call import eval_mode
+from pulsetrain.engine.step.protocols import AlternatingStrategy, TrainingBatch, TrainingStrategy
+
+__all__ = ["Evaluation", "Evaluator", "check_sets", "eval_mode"]
+
+
+class Evaluation:
+    """Runs the model over validation sets and brings the means to the host once a set.
+
+    `engine` may be run directly, too: `engine.run(loader).metrics` holds the loss and the metrics. Its `state.output`
+    is a mapping with "y_pred", "y" and "loss", which pytorch-ignite's metrics read as they are.
+
+    Args:
+        held: whose module is evaluated, in eval mode; each of its modules is left in the mode it was in.
+        strategy: makes batches, losses and metrics.
+        backend: computes them.
+        metrics: name -> an ignite metric, or anything with reset(), update(y_pred, y) and compute().
+        bus: shared with the trainer.
+        trainer_name: the engine is "evaluator" for a trainer named "trainer", else "NAME.evaluator".
+
+    Raises:
+        ConfigurationError: a metric is neither.
+    """
+
+    def __init__(
+        self,
+        held: LiveState | Held,
+        strategy: TrainingStrategy,
+        backend: Any,
+        metrics: Mapping[str, Any],
+        bus: EventBus,
+        trainer_name: str = "trainer",
+    ) -> None:
+        self.held, self.strategy, self.backend = held, strategy, backend
+        name = "evaluator" if trainer_name == "trainer" else f"{trainer_name}.evaluator"
+        self.engine = Evaluator(self._step, held.module, name=name, bus=bus)
+        self._running: dict[str, RunningMean] = {}
+        self._means: dict[str, Any] = {}  # of the last set, by the strategy's names
+        self._names = frozenset(metrics)
+        self._left_out: set[str] = set()  # warned about already
+        self.matrices: dict[str, Tensor] = {}  # of the last set, on the host, by their full names
+        self._checked_before: bool | None = None  # what the strategy's flag was before the set began
+        # before the metrics and every handler of the user, so that they find the means
+        self.engine.add_event_handler(Events.STARTED, self._clear, phase=Phase.COMPUTE)
+        self.engine.add_event_handler(Events.EPOCH_STARTED, self._reset, phase=Phase.COMPUTE)
+        for event in (Events.EPOCH_COMPLETED, Events.COMPLETED):  # a terminated run has the second alone
+            self.engine.add_event_handler(event, self._average, phase=Phase.COMPUTE)
+        for metric_name, metric in metrics.items():
+            self._attach(metric_name, metric)
+
+    def run(self, name: str, loader: Iterable[Any]) -> dict[str, float]:
+        """The set's scalars as "name/metric"; those of a metric that gives a mapping as "name/metric/key".
+
+        What is no scalar stays in `engine.state.metrics`; a matrix, such as a confusion matrix, is put into `matrices`
+        as well, and anything else is warned about once.
+
+        Raises:
+            ConfigurationError: the set gave no batch.
+        """
+        check_sets({name: loader})
+        engine, state = self.engine, self.engine.state
+        state.max_epochs = state.max_iters = state.epoch_length = None  # from the start, of another length
+        engine.set_name = name
+        self.matrices = {}
+        self._means = {}  # a run that ends before it has begun must not leave the last set's
+        try:
+            engine.run(loader)
+        finally:
+            engine.set_name = None
+            self._check_values(None)
+        self._average()  # a run that was paused, or ended without COMPLETED, has come to neither of its handlers
+        if "loss" not in self._means:
+            raise _no_batch(name, state.stop_reason)
+        if state.stop_reason is not None or engine._internal_run_generator is not None:
+            get_logger("pulsetrain").warning(
+                "validation ended early: its means are over a part of the set",
+                set=name,
+                batches=state.iteration,
+                reason=state.stop_reason or "interrupted",
+            )
+        return {f"{name}/{metric}": value for metric, value in self._scalars(name).items()}
+
+    def _step(self, engine: Engine, batch: Any) -> dict[str, Any]:
+        backend = self.backend
+        prepared = backend.prepare_batch(batch, self.strategy)
+        try:
+            if isinstance(self.strategy, AlternatingStrategy):
+                outputs, means = None, self._alternate(self.strategy, prepared)
+            else:
+                outputs, means = backend.eval_step(self.held.state, prepared, self.strategy)
+        finally:
+            self._check_values(None)
+        means = backend.to_torch(means)
+        for name, value in means.items():
+            self._add(name, value, prepared.size)
+        return {
+            "y_pred": backend.to_torch(outputs), "y": backend.to_torch(prepared.targets), "loss": means["loss"]
+        }  # fmt: skip
+
+    def _alternate(self, strategy: AlternatingStrategy, batch: TrainingBatch) -> dict[str, Tensor]:
+        """The sum of its losses, and each, with whatever more it has to say."""
+        losses: dict[str, Tensor] = {}
+        for name, loss in self.backend.losses(
+            self.held.state, batch, strategy
+        ):  # with gradients: a penalty may need some
+            losses[name] = loss.detach()
+        means = {"loss": torch.stack(list(losses.values())).sum()}
+        means.update({f"{name}_loss": loss for name, loss in losses.items()})
+        compute_metrics = getattr(strategy, "compute_metrics", None)
+        if compute_metrics is not None:
+            with torch.no_grad():
+                means.update(compute_metrics(None, batch))
+        return means
+
+    def _add(self, name: str, value: Tensor, size: int | Tensor) -> None:
+        if name not in self._running:
+            self._running[name] = RunningMean()
+        self._running[name].update(value, size)
+
+    def _clear(self) -> None:
+        self._means, self.engine.state.metrics = {}, {}
+
+    def _reset(self) -> None:
+        self._running = {}
+        self._check_values(True)
+
+    def _check_values(self, wanted: bool | None) -> None:
+        """Let the strategy look at the set's first batch closely; None takes it back."""
+        strategy: Any = self.strategy
+        if wanted is not None and hasattr(strategy, "check_values") and self._checked_before is None:
+            self._checked_before, strategy.check_values = strategy.check_values, wanted
+        elif wanted is None and self._checked_before is not None:
+            strategy.check_values, self._checked_before = self._checked_before, None
+
+    def _average(self) -> None:
+        """Put the means since `_reset` where the metrics are; a second call finds nothing more to do."""
+        if not self._running:
+            return
+        self._means = {name: running.compute() for name, running in self._running.items()}
+        derive = getattr(self.strategy, "derive_metrics", None)
+        if derive is not None:
+            self._means.update(derive(self._means["loss"]))
+        self.engine.state.metrics.update(self._means)
+        self._reset()
+
+    def _scalars(self, set_name: str) -> dict[str, float]:
+        """What the trainer is told: the metrics in numbers, mappings flattened; matrices go to `matrices`."""
+        metrics = dict(self.engine.state.metrics)
+        for value in list(metrics.values()):
+            if isinstance(value, Mapping):
+                for key, item in value.items():  # ignite puts a mapping's items beside it, without its name
+                    if key not in self._names and metrics.get(key) is item:
+                        del metrics[key]
+        # such an item, or one of a metric attached by hand, does not stand in for the loss
+        metrics = {**self._means, **metrics, **{k: v for k, v in self._means.items() if k not in self._names}}
+        found: dict[str, float] = {}
+        for name, value in metrics.items():
+            for full_name, item in _flat(name, value):
+                number = _number(item)
+                if number is not None:
+                    found[full_name] = number
+                elif name in self._names or name in self._means:  # else attached to the evaluator, by who knows
+                    if _is_matrix(item):
+                        self.matrices[f"{set_name}/{full_name}"] = item.cpu()
+                    else:
+                        self._warn(full_name, item)
+        return found
+
+    def _warn(self, name: str, value: Any) -> None:
+        if name not in self._left_out:
+            self._left_out.add(name)
+            get_logger("pulsetrain").warning(
+                "a metric is no scalar and is left out of the trainer's metrics; "
+                f"read it at the end of the set from trainer.evaluator.state.metrics[{name.split('/')[0]!r}]",
+                metric=name,
+                type=type(value).__name__,
+                shape=tuple(value.shape) if hasattr(value, "shape") else None,
+            )
+
+    def _attach(self, name: str, metric: Any) -> None:
+        if isinstance(metric, IgniteMetric):
+            metric.attach(self.engine, name)
+            return
+        if not all(callable(getattr(metric, method, None)) for method in ("reset", "update", "compute")):
+            raise ConfigurationError(
+                f"Trainer(metrics={{{name!r}: {type(metric).__name__}}}): needs an ignite or torchmetrics metric, "
+                "or an object with reset(), update(y_pred, y) and compute()"
+            )
+        if isinstance(metric, nn.Module):
+            metric.to(getattr(self.backend, "device", "cpu"))
+
+        def update(engine: Engine) -> None:
+            metric.update(engine.state.output["y_pred"], engine.state.output["y"])
+
+        def compute(engine: Engine) -> None:
+            engine.state.metrics[name] = metric.compute()
+
+        self.engine.add_event_handler(Events.EPOCH_STARTED, metric.reset, phase=Phase.COMPUTE)
+        self.engine.add_event_handler(Events.ITERATION_COMPLETED, update, phase=Phase.COMPUTE)
+        self.engine.add_event_handler(Events.EPOCH_COMPLETED, compute, phase=Phase.COMPUTE)
+
+
+class Evaluator(Engine):
+    """An Engine whose runs hold a model in eval mode, and leave the generators as they were, however they end.
+
+    What `contexts` make is entered round every run, in their order, such as `EMA(...).applied`.
+    """
+
+    def __init__(self, process_function: Any, model: nn.Module, *, name: str, bus: EventBus) -> None:
+        super().__init__(process_function, name=name, bus=bus)
+        self._model = model
+        self.contexts: list[Callable[[], AbstractContextManager[Any]]] = []
+        self.set_name: str | None = None  # the validation set under way, where there is one
+
+    # Round the run, not in handlers of it: a pause, terminate(skip_completed=True), a muted event and a run that fails
+    # before STARTED reach no handler.
+    def run(self, *args: Any, **kwargs: Any) -> Any:
+        with eval_mode(self._model), rng.kept(), ExitStack() as stack:
+            for context in self.contexts:
+                stack.enter_context(context())
+            return super().run(*args, **kwargs)
+
+    def _setup_dataloader_iter(self) -> None:
+        with workers_begin(self.state.dataloader):
+            super()._setup_dataloader_iter()
+
+    def _epoch(self) -> Generator[Any, None, float]:
+        with workers_outlive_signals(self.state.dataloader):  # some loaders begin theirs at the first batch
+            return (yield from super()._epoch())
+
+    def _no_batch(self) -> ValueError:
+        return super()._no_batch() if self.set_name is None else _no_batch(self.set_name)
+
+
+def check_sets(loaders: Mapping[str, Iterable[Any]]) -> None:
+    """Refuse a validation set that is known to be empty; one without a length is looked at when it is run.
+
+    Raises:
+        ConfigurationError: a set's length is 0.
+    """
+    for name, loader in loaders.items():
+        if length_of(loader) == 0:
+            raise _no_batch(name, "its length is 0")
+
+
+def _no_batch(name: str, why: str | None = None) -> ConfigurationError:
+    return ConfigurationError(
+        f"validation set {name!r}: gave no batch{f' ({why})' if why else ''}; "
+        "give it data (drop_last=True drops the only batch of a small set), or leave the set out"
+    )
+
+
+def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The value under its name; a mapping's under name/key, however deep."""
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _flat(f"{name}/{key}", item)
+    else:
+        yield name, value
+
+
+def _number(value: Any) -> float | None:
+    """The value of a number or of an array of one element, else None."""
+    try:
+        if callable(getattr(value, "item", None)):
+            value = value.item()
+        return float(value) if hasattr(type(value), "__float__") else None  # text has none
+    except (RuntimeError, TypeError, ValueError):
+        return None
+
+
+def _is_matrix(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.ndim == 2 and min(value.shape) > 1

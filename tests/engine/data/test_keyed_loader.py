@@ -1,0 +1,374 @@
+"""The data as a function of (seed, pass, position): order, skipping, draws, workers, ranks."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    Subset,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+from pulsetrain.engine.data import rng
+from pulsetrain.engine.data.keyed_loader import KeyedLoader, KeyedOrder, can_take_over, draws_nothing
+
+
+class Reading(Dataset[torch.Tensor]):
+    """Knows which samples were read; the value is the index."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.read: list[int] = []
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        self.read.append(index)
+        return torch.tensor(index)
+
+
+class Augmenting(Dataset[torch.Tensor]):
+    """Each sample with what python, numpy and torch draw for it."""
+
+    def __init__(self, size: int = 24) -> None:
+        self.size = size
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([index, random.random(), np.random.rand(), torch.rand(()).item()], dtype=torch.float64)
+
+
+def flat(lists: Any) -> list[Any]:
+    return list(itertools.chain.from_iterable(lists))
+
+
+def values(batches: Any) -> list[Any]:
+    return [batch.tolist() for batch in batches]
+
+
+def test_the_order_is_that_of_the_seed_and_the_pass_alone():
+    def order(seed: int, number: int, workers: int = 0) -> list[Any]:
+        torch.manual_seed(random.randrange(1 << 30))
+        loader = DataLoader(TensorDataset(torch.arange(20)), batch_size=3, shuffle=True, num_workers=workers)
+        return [batch[0].tolist() for batch in KeyedLoader(loader, seed).begin(number)]
+
+    first = order(7, 1)
+    assert sorted(flat(first)) == list(range(20))
+    assert [len(batch) for batch in first] == [3] * 6 + [2]
+    assert order(7, 1) == order(7, 1, workers=2) == first
+    assert order(7, 2) != first
+    assert order(8, 1) != first
+
+
+def test_a_position_is_reached_without_reading_what_lies_before_it():
+    dataset = Reading(1000)
+    keyed = KeyedLoader(DataLoader(dataset, batch_size=10, shuffle=True), 0)
+    whole = values(keyed.begin(1))
+    dataset.read.clear()
+    rest = keyed.begin(1, 900)
+    assert next(rest).tolist() == whole[90]
+    assert dataset.read == whole[90]
+    assert values(rest) == whole[91:]
+    assert values(keyed.begin(1, 1000)) == []
+
+
+def test_a_million_samples_are_skipped_at_once():
+    order = KeyedOrder(DataLoader(range(1_000_000), batch_size=32, shuffle=True), 0)  # type: ignore[arg-type]
+    order.begin(1, 32 * 31_249)
+    assert len(next(iter(order))) == 32
+
+
+def test_a_sequential_loader_keeps_its_order():
+    keyed = KeyedLoader(DataLoader(Reading(7), batch_size=2), 0)
+    assert values(keyed.begin(3)) == [[0, 1], [2, 3], [4, 5], [6]]
+    assert values(keyed.begin(3, 4)) == [[4, 5], [6]]
+    assert values(KeyedLoader(DataLoader(Reading(7), batch_size=2, drop_last=True), 0).begin(1)) == [
+        [0, 1],
+        [2, 3],
+        [4, 5],
+    ]
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_what_is_drawn_while_reading_does_not_depend_on_the_workers(persistent: bool):
+    def drawn(workers: int) -> list[Any]:
+        options = {"persistent_workers": persistent} if workers else {}
+        loader = DataLoader(Augmenting(), batch_size=4, shuffle=True, num_workers=workers, **options)
+        keyed = KeyedLoader(loader, 5)
+        return [values(keyed.begin(1)), values(keyed.begin(2)), values(keyed.begin(2, 12))]
+
+    first, second, rest = drawn(0)
+    assert drawn(1) == drawn(2) == [first, second, rest]
+    assert second[3:] == rest
+    numbers = [number for batch in first + second for sample in batch for number in sample[1:]]
+    assert len(set(numbers)) == len(numbers)  # each batch draws numbers of its own
+
+
+def test_the_models_draws_and_the_datas_do_not_meet():
+    loader = DataLoader(Augmenting(), batch_size=4, shuffle=True)
+
+    def run(draw: bool) -> tuple[list[Any], list[float]]:
+        rng.seed_everything(1)
+        batches, mine = [], []
+        for batch in KeyedLoader(loader, 5).begin(1):
+            batches.append(batch.tolist())
+            if draw:
+                mine += [random.random(), np.random.rand(), np.random.randn(), torch.rand(()).item()]
+        return batches, mine
+
+    rng.seed_everything(1)
+    undisturbed: list[float] = []
+    for _ in range(6):
+        undisturbed += [random.random(), np.random.rand(), np.random.randn(), torch.rand(()).item()]
+    with_draws, mine = run(draw=True)
+    without, _ = run(draw=False)
+    assert with_draws == without
+    assert mine == undisturbed
+
+
+def test_a_failing_dataset_leaves_the_generators_as_they_were():
+    class Broken(Augmenting):
+        def __getitem__(self, index: int) -> torch.Tensor:
+            random.random()
+            raise ZeroDivisionError
+
+    before = random.getstate()
+    with pytest.raises(ZeroDivisionError):
+        next(KeyedLoader(DataLoader(Broken(), batch_size=4), 5).begin(1))
+    assert random.getstate() == before
+
+
+def noisy(items: list[torch.Tensor]) -> torch.Tensor:
+    return torch.stack(items) + torch.rand(1)
+
+
+def test_what_collating_draws_is_keyed_too():
+    def drawn(workers: int) -> list[Any]:
+        loader = DataLoader(Reading(12), batch_size=4, collate_fn=noisy, num_workers=workers)
+        return values(KeyedLoader(loader, 5).begin(1))
+
+    assert drawn(0) == drawn(2)
+    assert drawn(0)[0] != [0, 1, 2, 3]
+
+
+def test_a_dataset_that_reads_several_at_once_is_asked_to():
+    class Several(Reading):
+        def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
+            return [torch.tensor(index * 10) for index in indices]
+
+    assert values(KeyedLoader(DataLoader(Several(4), batch_size=2), 0).begin(1)) == [[0, 10], [20, 30]]
+
+
+def test_samples_without_batches_are_keyed_one_by_one():
+    keyed = KeyedLoader(DataLoader(Augmenting(6), batch_size=None, shuffle=True), 3)
+    whole = values(keyed.begin(1))
+    assert sorted(sample[0] for sample in whole) == list(range(6))
+    assert values(keyed.begin(1, 4)) == whole[4:]
+
+
+# ---------------------------------------------------------------------------------- samplers of other kinds
+
+
+def test_sampling_with_weights_and_with_replacement_is_keyed():
+    for sampler in (
+        WeightedRandomSampler([0.1, 0.2, 0.7], 40),
+        RandomSampler(range(3), replacement=True, num_samples=40),
+        torch.utils.data.SubsetRandomSampler(list(range(3)) * 13 + [0]),
+        RandomSampler(range(3), generator=torch.Generator()),
+    ):
+
+        def order(number: int, position: int = 0, sampler: Any = sampler) -> list[Any]:
+            torch.rand(random.randrange(1, 9))
+            return values(KeyedLoader(DataLoader(Reading(3), batch_size=4, sampler=sampler), 2).begin(number, position))
+
+        before = torch.get_rng_state()
+        whole = order(1)
+        assert order(1) == whole
+        assert order(1, 8) == whole[2:]
+        if len(whole) > 1:
+            assert order(2) != whole
+        assert not torch.equal(torch.get_rng_state(), before)  # by the line above that draws
+
+
+class Shouting(Sampler[int]):
+    """Draws from the process's generators while it is iterated, as samplers of users do."""
+
+    def __iter__(self) -> Any:
+        for _ in range(12):
+            yield random.randrange(100) + int(torch.randint(100, ()))
+
+    def __len__(self) -> int:
+        return 12
+
+
+def test_a_sampler_of_ones_own_is_keyed_whatever_is_drawn_meanwhile():
+    def order(draw: bool, position: int = 0) -> list[Any]:
+        loader = DataLoader(Reading(200), batch_size=3, sampler=Shouting())
+        found = []
+        for batch in KeyedLoader(loader, 2).begin(1, position):
+            found.append(batch.tolist())
+            if draw:
+                random.random(), torch.rand(3)
+        return found
+
+    whole = order(draw=False)
+    assert order(draw=True) == whole
+    assert order(draw=True, position=6) == whole[2:]
+
+
+class Buckets(Sampler[list[int]]):
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Any:
+        for length in (1, 3, 2):
+            yield [self.epoch * 10 + random.randrange(5) for _ in range(length)]
+
+    def __len__(self) -> int:
+        return 3
+
+
+def test_batches_of_a_batch_sampler_of_ones_own_are_kept_and_counted_by_batches():
+    keyed = KeyedLoader(DataLoader(Reading(50), batch_sampler=Buckets()), 2)
+    whole = values(keyed.begin(3))
+    assert [len(batch) for batch in whole] == [1, 3, 2]
+    assert min(flat(whole)) >= 20
+    assert values(keyed.begin(3, 1)) == whole[1:]
+    assert keyed.order.step == 1
+
+
+def test_a_plain_batch_sampler_made_by_hand_is_one_of_ours():
+    loader = DataLoader(Reading(9), batch_sampler=BatchSampler(RandomSampler(range(9)), 4, drop_last=True))
+    whole = values(KeyedLoader(loader, 1).begin(1))
+    assert [len(batch) for batch in whole] == [4, 4]
+    assert values(KeyedLoader(loader, 1).begin(1, 4)) == whole[1:]
+
+
+# -------------------------------------------------------------------------------------------------- ranks
+
+
+def rank_order(size: int, ranks: int, rank: int, batch_size: int, position: int = 0, **options: Any) -> list[list[int]]:
+    dataset = range(size)
+    sampler: Any = DistributedSampler(dataset, num_replicas=ranks, rank=rank, **options)  # type: ignore[arg-type]
+    order = KeyedOrder(DataLoader(dataset, batch_size=batch_size, sampler=sampler), 4)  # type: ignore[arg-type]
+    order.begin(2, position)
+    return list(order)
+
+
+def test_the_samples_of_all_ranks_are_the_data_once():
+    for size, ranks in ((24, 2), (25, 3), (31, 4), (5, 4)):
+        seen = Counter(i for rank in range(ranks) for batch in rank_order(size, ranks, rank, 2) for i in batch)
+        assert seen == Counter(range(size))
+
+
+def test_global_batches_do_not_depend_on_the_number_of_ranks():
+    def global_batches(ranks: int, batch_size: int) -> list[set[int]]:
+        shares = [rank_order(24, ranks, rank, batch_size) for rank in range(ranks)]
+        return [set(flat(parts)) for parts in zip(*shares, strict=True)]
+
+    assert global_batches(1, 8) == global_batches(2, 4) == global_batches(4, 2)
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 2), (2, 1), (2, 3), (4, 2), (3, 4)])
+def test_another_number_of_ranks_in_mid_pass_neither_repeats_nor_loses_a_sample(before: int, after: int):
+    size, batch_size, taken = 97, 2, 5
+    seen = Counter(
+        i for rank in range(before) for batch in rank_order(size, before, rank, batch_size)[:taken] for i in batch
+    )
+    position = taken * batch_size * before
+    seen += Counter(
+        i for rank in range(after) for batch in rank_order(size, after, rank, batch_size, position) for i in batch
+    )
+    assert seen == Counter(range(size))
+
+
+def test_ranks_draw_different_numbers():
+    def drawn(rank: int) -> list[float]:
+        sampler = DistributedSampler(Augmenting(), num_replicas=2, rank=rank)  # type: ignore[arg-type]
+        return [s[1] for b in values(KeyedLoader(DataLoader(Augmenting(), 4, sampler=sampler), 4).begin(1)) for s in b]
+
+    assert not set(drawn(0)) & set(drawn(1))
+
+
+def test_a_distributed_sampler_may_drop_the_rest_and_leave_the_order():
+    assert [rank_order(7, 2, rank, 2, shuffle=False, drop_last=True) for rank in (0, 1)] == [[[0, 2]], [[1, 3]]]
+
+
+# ------------------------------------------------------------------------------------- what is taken over
+
+
+def test_which_loaders_are_taken_over():
+    class Mine(DataLoader[Any]): ...
+
+    class Stream(IterableDataset[int]):
+        def __iter__(self) -> Any:
+            return iter(range(3))
+
+    assert can_take_over(DataLoader(Reading(3)))
+    assert not can_take_over(Mine(Reading(3)))
+    assert not can_take_over(DataLoader(Stream()))
+    assert not can_take_over([1, 2])
+
+
+def test_which_datasets_are_known_to_draw_nothing():
+    tensors = TensorDataset(torch.arange(4))
+
+    class Declared(Reading):
+        draws_nothing = True
+
+    plain = (tensors, Subset(tensors, [1]), ConcatDataset([tensors, Subset(tensors, [0])]), [1, 2], Declared(3))
+    assert all(draws_nothing(DataLoader(dataset)) for dataset in plain)  # type: ignore[arg-type]
+    assert not draws_nothing(DataLoader(Reading(3)))
+    assert not draws_nothing(DataLoader(Subset(Reading(3), [0])))
+    assert not draws_nothing(DataLoader(tensors, collate_fn=noisy))
+
+
+def set_mark(worker: int) -> None:
+    info = torch.utils.data.get_worker_info()
+    info.dataset.mark = info.dataset.size * 100  # type: ignore[union-attr]
+
+
+class Marked(Augmenting):
+    mark = 0
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(self.mark)
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_a_worker_init_fn_sees_and_sets_the_datasets_attributes(context: str):
+    loader = DataLoader(
+        Marked(3), num_workers=1, worker_init_fn=set_mark, multiprocessing_context=context, collate_fn=torch.stack
+    )
+    assert values(KeyedLoader(loader, 0).begin(1)) == [[300], [300], [300]]
+
+
+def test_taking_over_leaves_the_users_loader_and_the_global_generator_alone():
+    loader = DataLoader(Reading(8), batch_size=2, shuffle=True, num_workers=2)
+    before = torch.get_rng_state()
+    keyed = KeyedLoader(loader, 0)
+    list(keyed.begin(1))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert loader.generator is None
+    assert loader.sampler.generator is None  # type: ignore[attr-defined]

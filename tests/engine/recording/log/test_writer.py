@@ -1,0 +1,190 @@
+"""What the writer of a log holds to when the disk is full, its budget is small, or it is inherited by a fork."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pulsetrain.engine import Engine, Events
+from pulsetrain.engine.errors import RunFolderError
+from pulsetrain.engine.recording import EventLog, LoggedEvent, LogWriter, Replay, read_ranks
+from pulsetrain.engine.recording.log.blocks import parse
+from pulsetrain.engine.recording.log.writer import log_files
+from pulsetrain.handlers import EventRecorder
+
+T = 1_790_000_000_000_000_000
+
+
+def event(n: int, kind: str = "iteration_completed", **fields: Any) -> LoggedEvent:
+    return LoggedEvent(n, "trainer", kind, 1, n, output={"loss": n * 0.37 % 7}, seq=n, t=T + n, **fields)
+
+
+def written(folder: Path, events: int, **options: Any) -> LogWriter:
+    writer = LogWriter(folder, **options)
+    for n in range(events):
+        writer.add(event(n))
+    return writer
+
+
+def end(writer: LogWriter) -> None:
+    writer.end()
+    writer.close()
+
+
+def test_a_forked_process_does_not_hold_the_log(tmp_path: Path):
+    writer = written(tmp_path, 3)
+    ready, go = os.pipe()
+    child = os.fork()
+    if not child:
+        os.read(ready, 1)  # as a loader's worker, which outlives the run
+        os._exit(0)
+    try:
+        end(writer)
+        end(LogWriter(tmp_path))  # the same process again
+    finally:
+        os.write(go, b"x")
+        os.waitpid(child, 0)
+
+
+def test_another_writer_is_still_refused_after_a_fork(tmp_path: Path):
+    writer = written(tmp_path, 3)
+    child = os.fork()
+    if not child:
+        os._exit(0)
+    os.waitpid(child, 0)
+    with pytest.raises(RunFolderError, match="another recorder writes it"):
+        LogWriter(tmp_path)
+    end(writer)
+
+
+def test_no_event_is_lost_where_a_block_cannot_be_sealed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    writer, write = written(tmp_path, 1000), os.pwrite
+
+    def full(descriptor: int, data: Any, offset: int) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for n in range(1000, 1100):
+        monkeypatch.setattr(os, "pwrite", full if n == 1024 else write)
+        if n == 1024:
+            with pytest.raises(OSError, match="No space"):
+                writer.add(event(n))
+        else:
+            writer.add(event(n))
+    monkeypatch.setattr(os, "pwrite", write)
+    assert [each.ord for each in EventLog(tmp_path).read()] == list(range(1100))
+    end(writer)
+    log = EventLog(tmp_path)
+    assert [each.ord for each in log.read()] == list(range(1100))
+    assert (log.damage, log.ended) == ([], True)
+
+
+@pytest.mark.parametrize("budget", [100_000, 300_000])
+def test_a_budget_holds_however_long_the_run_is(budget: int, tmp_path: Path):
+    writer = written(tmp_path, 150_000, max_bytes=budget)
+    assert writer.nbytes < 1.2 * budget
+    end(writer)
+    log = EventLog(tmp_path)
+    assert (log.verify(), log.ended) == ([], True)
+    found = list(log.read())
+    assert len({each.seq for each in found}) == len(found)
+    said = [each for each in found if each.event == "log_thinned"]
+    assert sum(each.payload["events"] for each in said) == 150_000 - (len(found) - len(said))
+    iterations = [each.iteration for each in found if each.event == "iteration_completed"]
+    assert set(range(0, 150_000, 100)) <= set(iterations)  # each hundredth stays
+    assert set(range(149_000, 150_000)) <= set(iterations)  # and the newest
+
+
+def test_what_is_damaged_stays_as_it_is_when_the_log_is_thinned(tmp_path: Path):
+    end(written(tmp_path, 6 * 1024))
+    sealed, _ = log_files(tmp_path)
+    content = bytearray(sealed.read_bytes())
+    block = parse(content, 0)
+    assert block is not None
+    content[block.frame + 100] ^= 1
+    sealed.write_bytes(content)
+    writer = LogWriter(tmp_path, max_bytes=len(content) // 2)
+    for n in range(6 * 1024, 9 * 1024):
+        writer.add(event(n))
+    end(writer)
+    log = EventLog(tmp_path)
+    (damage,) = log.verify()
+    assert "1024 events, seq 0 to 1023" in damage.reason
+    assert {each.iteration for each in log.read()} > {1100, 1200, 9 * 1024 - 1}
+
+
+def test_a_table_whose_blocks_lie_elsewhere_is_not_believed(tmp_path: Path):
+    end(written(tmp_path, 20 * 1024))
+    sealed, _ = log_files(tmp_path)
+    content = sealed.read_bytes()
+    first = parse(content, 0)
+    assert first is not None
+    second = parse(content, first.end)
+    assert second is not None
+    sealed.write_bytes(content[: second.start] + content[second.end :])
+    log = EventLog(tmp_path)
+    assert [each.ord for each in log.read()] == [*range(1024), *range(2048, 20 * 1024)]
+    assert any("missing" in damage.reason for damage in log.damage)
+
+
+def test_events_that_are_missing_before_the_tail_are_told(tmp_path: Path):
+    writer = written(tmp_path, 2100)
+    sealed, _ = log_files(tmp_path)
+    content = sealed.read_bytes()
+    block = parse(content, 0)
+    assert block is not None
+    sealed.write_bytes(content[: block.end])  # the second block is gone, the tail is whole
+    (damage,) = EventLog(tmp_path).damage
+    assert "ord 1024 to 2047" in damage.reason
+    writer.close()
+
+
+def test_reading_twice_gives_the_same(tmp_path: Path):
+    writer = LogWriter(tmp_path)
+    writer.add(event(0, payload={"metrics": {}}, observed={"seconds": 2.0}))
+    log = EventLog(tmp_path)
+    first = list(log.read())
+    assert first == list(log.read())
+    assert first[0].payload == {"metrics": {}, "seconds": 2.0}
+    assert log.tail[0].payload == {"metrics": {}}
+    end(writer)
+
+
+@pytest.mark.parametrize("name", ['a"b', "a\\b", "a\nb", "ä", ""])
+def test_events_of_any_name_are_replayed(name: str, tmp_path: Path):
+    writer = LogWriter(tmp_path)
+    for n in range(2000):
+        writer.add(event(n, name if n % 10 == 0 else "iteration_completed"))
+    end(writer)
+    replay, heard = Replay(tmp_path), []
+    replay.add_event_handler(name, lambda: heard.append(1))
+    replay.run()
+    assert len(heard) == 200
+
+
+def test_going_back_takes_the_metrics_back(tmp_path: Path):
+    trainer = Engine(lambda engine, batch: 0.5, name="trainer")
+    EventRecorder(tmp_path).attach(trainer)
+    trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda engine: engine.state.metrics.update(accuracy=0.5))
+    trainer.run([1, 2], max_epochs=1)
+    replay = Replay(tmp_path)
+    replay.run()
+    assert replay.state.metrics == {"accuracy": 0.5}
+    replay.seek(0)
+    assert replay.state.metrics == {}
+    replay.add_event_handler(Events.STARTED, lambda: replay.seek(0))
+    with pytest.raises(RuntimeError, match=r"seek\(\) was called from inside"):
+        replay.run()
+
+
+def test_ranks_are_read_without_the_first_one_and_over_two_runs(tmp_path: Path):
+    for rank in (1, 2):
+        writer = LogWriter(tmp_path, rank)
+        for n, iteration in enumerate((1, 2, 3, 1, 2)):  # a second run in the folder
+            writer.add(LoggedEvent(n, "trainer", "iteration_completed", 1, iteration, seq=n, t=T + n))
+        end(writer)
+    found = [(rank, each.ord) for rank, each in read_ranks(tmp_path)]
+    assert found == [(rank, n) for n in range(5) for rank in (1, 2)]

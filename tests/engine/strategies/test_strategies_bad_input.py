@@ -1,0 +1,285 @@
+"""Batches that a strategy cannot learn from: the error says what and where and what to do, and no weight has moved."""
+
+import re
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+from pulsetrain.engine import DPOStrategy, Events, GRPOStrategy, PPOStrategy, PretrainStrategy, SFTStrategy
+from pulsetrain.engine.errors import ConfigurationError
+from tests.support.small import Tokens, trainer
+from tests.support.strategy_formulas import IGNORED, VOCABULARY
+
+CONTEXT = 6
+TOKENS = torch.tensor([[1, 2, 3, 4, 0, 1], [2, 2, 1, 0, 3, 4]])
+LABELS = torch.where(torch.arange(6) < 2, IGNORED, TOKENS)
+TEXTS = {"input_ids": TOKENS, "labels": LABELS}
+PAIRS = {f"{side}_{name}": value for side in ("chosen", "rejected") for name, value in TEXTS.items()}
+ROWS = {
+    "input_ids": TOKENS,
+    "completion_mask": LABELS != IGNORED,
+    **{name: torch.full((2, 5), -0.5) for name in ("log_probs", "advantages", "values", "returns")},
+}
+GROUP = {**ROWS, "advantages": torch.tensor([1.0, -1.0])}
+STEPS = {"observations": torch.ones(2, 3), "actions": torch.tensor([1, 0])} | {
+    name: torch.full((2,), -0.5) for name in ("log_probs", "advantages", "values", "returns")
+}
+ONE_LABEL_OUT = LABELS.clone()
+ONE_LABEL_OUT[1, 3] = 99
+ONE_MASKED = LABELS.clone()
+ONE_MASKED[1, 1:] = IGNORED
+NOT_A_NUMBER = torch.tensor([[0.0] * 5, [0.0, float("nan"), 0.0, float("inf"), 0.0]])
+
+
+class Short(Tokens):
+    """A language model of one table with a context."""
+
+    context = CONTEXT
+
+    def __init__(self):
+        super().__init__(VOCABULARY)
+
+
+class Placed(Short):
+    """That takes positions, too."""
+
+    def forward(self, input_ids, position_ids=None):
+        return self.table(input_ids)
+
+
+class Valued(Short):
+    """That gives values, too."""
+
+    def forward(self, tokens):
+        return self.table(tokens), self.table(tokens)[..., 0]
+
+
+class Acting(nn.Module):
+    """An actor and a critic."""
+
+    def __init__(self):
+        super().__init__()
+        self.actor, self.critic = nn.Linear(3, 2), nn.Linear(3, 1)
+
+    def forward(self, observations):
+        return self.actor(observations), self.critic(observations).squeeze(-1)
+
+
+def without(batch, *names):
+    return {name: value for name, value in batch.items() if name not in names}
+
+
+def case(name, strategy, model, good, bad, error, *parts):
+    return pytest.param(strategy, model, good, bad, error, parts, id=name)
+
+
+def stored(**changed):
+    given = {f"reference_{side}_log_probs": torch.tensor([-1.0, -2.0]) for side in ("chosen", "rejected")}
+    return {**PAIRS, **given, **changed}
+
+
+LONG = torch.zeros(2, CONTEXT + 2, dtype=torch.int64)
+LEFT = torch.tensor([[1] * 6, [0, 0, 1, 1, 1, 1]])
+CASES = [
+    # ---------------------------------------------------------------------------------------------------- SFTStrategy
+    case("sft-nothing", SFTStrategy, Short, TEXTS, {}, TypeError,
+         "SFTStrategy: a batch with no field lacks 'input_ids'", "pad_examples"),
+    case("sft-no labels", SFTStrategy, Short, TEXTS, without(TEXTS, "labels"), TypeError,
+         "SFTStrategy: a batch with input_ids lacks 'labels'", "to learn every token is PretrainStrategy's"),
+    case("sft-a tensor", SFTStrategy, Short, TEXTS, TOKENS, TypeError,
+         "SFTStrategy: a batch of int64 (2, 6) is no mapping with 'input_ids'"),
+    case("sft-a pair", SFTStrategy, Short, TEXTS, (TOKENS, LABELS), TypeError,
+         "SFTStrategy: a batch of (int64 (2, 6), int64 (2, 6)) is no mapping"),
+    case("sft-lists", SFTStrategy, Short, TEXTS, {**TEXTS, "input_ids": TOKENS.tolist()}, TypeError,
+         "the batch's 'input_ids' is list, no tensor", "pad_examples"),
+    case("sft-arrays", SFTStrategy, Short, TEXTS, {**TEXTS, "labels": LABELS.numpy()}, TypeError,
+         "SFTStrategy(labels=numpy.ndarray int64 (2, 6)): needs torch tensors", "torch.from_numpy"),
+    case("sft-fractions", SFTStrategy, Short, TEXTS, {**TEXTS, "input_ids": TOKENS.float()}, TypeError,
+         "SFTStrategy: 'input_ids' is float32 (2, 6); needs a tensor of token numbers, shape (batch, length + 1)"),
+    case("sft-one row", SFTStrategy, Short, TEXTS, {"input_ids": TOKENS[0], "labels": LABELS[0]}, TypeError,
+         "SFTStrategy: 'input_ids' is int64 (6,); needs a tensor of token numbers, shape (batch, length + 1)"),
+    case("sft-shapes", SFTStrategy, Short, TEXTS, {**TEXTS, "labels": LABELS[:, :-1]}, ValueError,
+         "'labels' has shape (2, 5), the tokens (2, 6)", "one label for each token"),
+    case("sft-all masked", SFTStrategy, Short, TEXTS, {**TEXTS, "labels": torch.full_like(LABELS, IGNORED)}, ValueError,
+         "'labels' of row 0 mask all of it (2 of 2 rows are so)", "cut prompts"),
+    case("sft-a row masked", SFTStrategy, Short, TEXTS, {**TEXTS, "labels": ONE_MASKED}, ValueError,
+         "'labels' of row 1 mask all of it (1 of 2 rows are so)", "leave such rows out"),
+    case("sft-documents of a token", SFTStrategy, Placed, TEXTS, {**TEXTS, "position_ids": torch.zeros_like(TOKENS)},
+         ValueError, "'labels' of row 0 mask all of it (2 of 2 rows are so)"),
+    case("sft-all padding", SFTStrategy, Short, TEXTS, {**TEXTS, "attention_mask": torch.zeros_like(TOKENS)},
+         ValueError, "'labels' of row 0 mask all of it (2 of 2 rows are so)"),
+    case("sft-padded left", SFTStrategy, Short, TEXTS, {**TEXTS, "attention_mask": LEFT}, ValueError,
+         "SFTStrategy: 'attention_mask' has padding before tokens", "pad on the right", "padding_side='right'"),
+    case("sft-too long", SFTStrategy, Short, TEXTS, {"input_ids": LONG, "labels": LONG}, ValueError,
+         "'input_ids' of shape (2, 8): 7 positions are more than the model's context of 6", "truncation='left'"),
+    case("sft-positions' shape", SFTStrategy, Placed, TEXTS, {**TEXTS, "position_ids": torch.arange(6)}, ValueError,
+         "'position_ids' is int64 (6,), the tokens have shape (2, 6)", "begins at 0 with each document"),
+    case("sft-documents beside a model that mixes them", SFTStrategy, Short, TEXTS,
+         {**TEXTS, "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]] * 2)}, ConfigurationError,
+         "SFTStrategy: several documents share a row", "give each document a row of its own",
+         "forward(input_ids, position_ids)"),
+    case("sft-no such label", SFTStrategy, Short, TEXTS, {**TEXTS, "labels": ONE_LABEL_OUT}, ValueError,
+         "cross_entropy(targets[1, 2]=99): needs class indices from 0 to 4", "1 of 10 targets are outside",
+         "give the model 100 outputs"),
+    case("sft-no such token", SFTStrategy, Short, TEXTS, {**TEXTS, "input_ids": TOKENS + 50}, IndexError,
+         "index out of range", "from 50 to 54"),
+    # ----------------------------------------------------------------------------------------------- PretrainStrategy
+    case("pretrain-text", PretrainStrategy, Short, TOKENS, "a text", TypeError,
+         "PretrainStrategy: 'tokens' is str; needs a tensor of token numbers, shape (batch, length + 1)"),
+    case("pretrain-no tokens", PretrainStrategy, Short, TOKENS, {"text": TOKENS}, TypeError,
+         "PretrainStrategy: a batch with text lacks 'input_ids'"),
+    case("pretrain-arrays", PretrainStrategy, Short, TOKENS, TOKENS.numpy(), TypeError,
+         "PretrainStrategy(tokens=numpy.ndarray int64 (2, 6)): needs torch tensors"),
+    case("pretrain-too long", PretrainStrategy, Short, TOKENS, LONG, ValueError,
+         "7 positions are more than the model's context of 6"),
+    case("pretrain-separators alone", lambda: PretrainStrategy(separator=2), Placed, TOKENS,
+         torch.full_like(TOKENS, 2), ValueError, "PretrainStrategy: nothing is to be learnt of this batch",
+         "look at the separator"),
+    case("pretrain-documents beside a model that mixes them", PretrainStrategy, Short, TOKENS,
+         {"input_ids": TOKENS, "position_ids": torch.zeros_like(TOKENS) + torch.arange(6) % 3}, ConfigurationError,
+         "PretrainStrategy: several documents share a row"),
+    case("pretrain-no such token", PretrainStrategy, Short, TOKENS, TOKENS + 50, IndexError, "from 50 to 54"),
+    # ---------------------------------------------------------------------------------------------------- DPOStrategy
+    case("dpo-texts", DPOStrategy, Short, PAIRS, TEXTS, TypeError,
+         "DPOStrategy: a batch with input_ids, labels lacks 'chosen_input_ids'", "(pairs, length)"),
+    case("dpo-one side", DPOStrategy, Short, PAIRS, without(PAIRS, "rejected_labels"), TypeError,
+         "lacks 'rejected_labels'"),
+    case("dpo-another number", DPOStrategy, Short, PAIRS,
+         {**PAIRS, "rejected_input_ids": TOKENS[:1], "rejected_labels": LABELS[:1]}, ValueError,
+         "DPOStrategy: 2 chosen rows and 1 rejected ones"),
+    case("dpo-masked", DPOStrategy, Short, PAIRS, {**PAIRS, "rejected_labels": ONE_MASKED}, ValueError,
+         "'rejected_labels' of row 1 mask all of it", "leave such pairs out"),
+    case("dpo-padded left", DPOStrategy, Short, PAIRS, {**PAIRS, "chosen_attention_mask": LEFT}, ValueError,
+         "DPOStrategy: 'chosen_attention_mask' has padding before tokens"),
+    case("dpo-packed", DPOStrategy, Placed, PAIRS, {**PAIRS, "chosen_position_ids": TOKENS}, ValueError,
+         "DPOStrategy: 'chosen_position_ids' come with rows of several documents", "do not pack pairs"),
+    case("dpo-too long", DPOStrategy, Short, PAIRS, {**PAIRS, "chosen_input_ids": LONG, "chosen_labels": LONG},
+         ValueError, "'chosen_input_ids' of shape (2, 8): 7 positions are more than"),
+    case("dpo-no such label", DPOStrategy, Short, PAIRS, {**PAIRS, "rejected_labels": ONE_LABEL_OUT}, ValueError,
+         "=99): needs ids from 0 to 4", "1 of 20 tokens are outside"),
+    case("dpo-no such label, free", lambda: DPOStrategy(reference_free=True), Short, PAIRS,
+         {**PAIRS, "rejected_labels": ONE_LABEL_OUT}, ValueError, "=99): needs", "from 0 to 4", "1 of 20 t"),
+    case("dpo-nothing stored", lambda: DPOStrategy(reference=None), Short, stored(), PAIRS, TypeError,
+         "lacks 'reference_chosen_log_probs'; store_reference computes it; or let the strategy keep a reference"),
+    case("dpo-half stored", DPOStrategy, Short, PAIRS, without(stored(), "reference_chosen_log_probs"), TypeError,
+         "lacks 'reference_chosen_log_probs'; store_reference computes both"),
+    case("dpo-stored nan", lambda: DPOStrategy(reference=None), Short, stored(),
+         stored(reference_rejected_log_probs=torch.tensor([-1.0, float("nan")])), ValueError,
+         "DPOStrategy: stored log-probabilities of the reference are not finite", "store them anew"),
+    case("dpo-stored tokens", lambda: DPOStrategy(reference=None), Short, stored(),
+         stored(reference_rejected_log_probs=torch.zeros(3)), ValueError,
+         "'reference_rejected_log_probs' has shape (3,), and there are 2 pairs; one number for each"),
+    # ---------------------------------------------------------------------------------------- PPOStrategy, GRPOStrategy
+    case("ppo-plain texts", PPOStrategy, Valued, ROWS, TEXTS, TypeError,
+         "PPOStrategy: a batch with input_ids, labels lacks 'log_probs'",
+         "pulsetrain.engine.rollouts makes such batches"),
+    case("ppo-no returns", PPOStrategy, Valued, ROWS, without(ROWS, "returns"), TypeError, "lacks 'returns'"),
+    case("ppo-nothing generated", PPOStrategy, Valued, ROWS, {**ROWS, "completion_mask": ONE_MASKED != IGNORED},
+         ValueError, "'completion_mask' of row 1 masks all of it", "leave such rows out"),
+    case("ppo-mask's shape", PPOStrategy, Valued, ROWS, {**ROWS, "completion_mask": LABELS[:, 1:] > 0}, ValueError,
+         "'completion_mask' has shape (2, 5), the tokens (2, 6)"),
+    case("ppo-shapes", PPOStrategy, Valued, ROWS, {**ROWS, "returns": torch.zeros(2, 6)}, ValueError,
+         "PPOStrategy: 'returns' has shape (2, 6), the actions (2, 5)"),
+    case("ppo-not finite", PPOStrategy, Valued, ROWS, {**ROWS, "advantages": NOT_A_NUMBER}, ValueError,
+         "PPOStrategy: 2 of 10 'advantages' are not finite", "look at the rewards"),
+    case("ppo-log-probs not finite", PPOStrategy, Valued, ROWS, {**ROWS, "log_probs": NOT_A_NUMBER}, ValueError,
+         "PPOStrategy: 2 of 10 'log_probs' are not finite"),
+    case("ppo-too long", PPOStrategy, Valued, ROWS,
+         {**{name: torch.zeros(2, 7) for name in ROWS}, "input_ids": LONG, "completion_mask": LONG == 0}, ValueError,
+         "7 positions are more than the model's context of 6"),
+    case("ppo-steps of fractions", PPOStrategy, Acting, STEPS, {**STEPS, "actions": torch.ones(2)}, TypeError,
+         "PPOStrategy: 'actions' is float32 (2,); needs the numbers of actions, shape (rows,)"),
+    case("ppo-no such action", PPOStrategy, Acting, STEPS, {**STEPS, "actions": torch.tensor([0, 2])}, ValueError,
+         "[1]=2): needs", "from 0 to 1", "1 of 2 t"),
+    case("grpo-steps", lambda: GRPOStrategy(2), Valued, GROUP, STEPS, TypeError,
+         "GRPOStrategy: compares texts, and the batch has 'observations'", "in environments use PPOStrategy"),
+    case("grpo-no reference", lambda: GRPOStrategy(2, kl_coef=0.1), Short,
+         {**GROUP, "reference_log_probs": GROUP["log_probs"]}, GROUP, TypeError, "lacks 'reference_log_probs'"),
+    case("grpo-an advantage a token", lambda: GRPOStrategy(2), Short, GROUP, ROWS, ValueError,
+         "advantages of shape (2, 5)", "needs log_probs (batch, length) and advantages (batch,)"),
+]  # fmt: skip
+
+
+def assert_refused(run, error, parts):
+    """With these words, in the message or in a note of it; and all weights stay as they were."""
+    weights = {}
+
+    def keep():
+        weights.update({name: value.clone() for name, value in run.model.state_dict().items()})
+
+    keep()
+    run.add_event_handler(Events.ITERATION_COMPLETED, keep)
+    with pytest.raises(error) as caught:
+        run.train()
+    told = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
+    for part in parts:
+        assert part in told
+    for name, value in run.model.state_dict().items():
+        assert torch.equal(value, weights[name]), f"{name} has moved"
+    return told
+
+
+@pytest.mark.parametrize("at", [0, 4], ids=["first", "fifth"])
+@pytest.mark.parametrize(("strategy", "model", "good", "bad", "error", "parts"), CASES)
+def test_a_bad_batch_is_refused_before_it_moves_a_weight(strategy, model, good, bad, error, parts, at):
+    torch.manual_seed(0)
+    data = [good] * at + [bad]
+    run = trainer({"max_epochs": 1, "learning_rate": 0.1}, model=model(), train_loader=data, strategy=strategy())
+    assert_refused(run, error, parts)
+    assert run.state.update == at
+
+
+@pytest.mark.parametrize("accumulate", [2, 3])
+def test_what_waited_for_a_bad_batch_moves_no_weight_either(accumulate):
+    masked = {**TEXTS, "labels": ONE_MASKED}
+    data = [TEXTS] * (2 * accumulate - 1) + [masked]
+    run = trainer({"max_epochs": 1, "accumulate": accumulate}, model=Short(), train_loader=data, strategy=SFTStrategy())
+    assert_refused(run, ValueError, ["'labels' of row 1 mask all of it"])
+    assert run.state.update == 1
+
+
+def test_a_model_without_values_is_no_critic():
+    run = trainer({"max_epochs": 1}, model=Short(), train_loader=[ROWS], strategy=PPOStrategy())
+    told = ["the model gave float32 (2, 5, 5); needs a pair (logits, values), values of shape (2, 5)", "WithValueHead"]
+    assert_refused(run, TypeError, told)
+
+
+def test_a_model_that_gives_no_logits_is_named():
+    class Silent(Short):
+        def forward(self, tokens):
+            return {"scores": self.table(tokens)}
+
+    run = trainer({"max_epochs": 1}, model=Silent(), train_loader=[TEXTS], strategy=SFTStrategy())
+    assert_refused(run, TypeError, ["the model gave {scores: float32 (2, 5, 5)}; needs logits of shape", "`.logits`"])
+
+
+@pytest.mark.parametrize("kind", ["given", "function"])
+def test_a_reference_of_another_vocabulary_is_refused(kind):
+    other = Tokens(VOCABULARY + 2)
+    reference = other if kind == "given" else lambda tokens: other(tokens)
+    run = trainer({"max_epochs": 1}, model=Short(), train_loader=[PAIRS], strategy=DPOStrategy(reference=reference))
+    told = ["DPOStrategy: the reference model has a vocabulary of 7 tokens, the policy one of 5", "reference='copy'"]
+    assert_refused(run, ValueError, told)
+
+
+def test_a_reference_that_nobody_has_made_is_told_of():
+    with pytest.raises(ConfigurationError, match=r"DPOStrategy\(reference='copy'\): has no reference model yet.*bind"):
+        DPOStrategy().prepare_batch(PAIRS)
+    with pytest.raises(ConfigurationError, match=r"reference_free=True\)\.store_reference: .*nothing to store"):
+        DPOStrategy(reference_free=True).store_reference([PAIRS])
+    with pytest.raises(TypeError, match="lacks 'reference_chosen_log_probs'"):
+        DPOStrategy(reference=None).store_reference([PAIRS])
+
+
+def test_what_is_stored_already_is_computed_anew():
+    strategy = DPOStrategy(reference=Short())
+    strategy.bind(Short())
+    (found,), (again,) = strategy.store_reference([PAIRS]), strategy.store_reference([stored()])
+    assert torch.equal(found["reference_chosen_log_probs"], again["reference_chosen_log_probs"])
+
+
+def test_the_numbers_of_numpy_are_no_batch_of_tokens_either():
+    with pytest.raises(TypeError, match=re.escape("DPOStrategy(chosen_input_ids=numpy.ndarray int64 (2, 3))")):
+        DPOStrategy().prepare_batch({**PAIRS, "chosen_input_ids": numpy.ones((2, 3), int)})

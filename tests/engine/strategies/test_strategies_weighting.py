@@ -1,0 +1,104 @@
+"""What a batch weighs: the gradient of batches that share an update is that of all their rows at once."""
+
+import pytest
+import torch
+
+from pulsetrain.engine import DPOStrategy, GRPOStrategy, PPOStrategy, PretrainStrategy, SFTStrategy
+from pulsetrain.engine.data.sequences import pack, pad_examples
+from tests.support import strategy_formulas as formulas
+from tests.engine.strategies.test_strategies_language import Attending, documents
+from tests.support.small import trainer
+from tests.support.strategy_formulas import IGNORED, VOCABULARY
+
+
+class Acting(torch.nn.Module):
+    """Logits and values of each token from itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.worth = torch.nn.Embedding(VOCABULARY, VOCABULARY), torch.nn.Embedding(VOCABULARY, 1)
+
+    def forward(self, tokens):
+        return self.table(tokens), self.worth(tokens).squeeze(-1)
+
+
+def update_by(make_model, strategy, batches):
+    """The parameters' change in one update over these batches by plain gradient descent."""
+    torch.manual_seed(0)
+    model = make_model().double()
+    before = [each.detach().clone() for each in model.parameters()]
+    config = {"learning_rate": 1.0, "max_updates": 1, "accumulate": len(batches)}
+    run = trainer(config, model=model, train_loader=batches, strategy=strategy)
+    run.train()
+    assert run.state.update == 1
+    return torch.cat([(new - old).flatten() for new, old in zip(model.parameters(), before, strict=True)])
+
+
+def assert_weighs(make_model, make_strategy, batches, whole):
+    """Each of the batches by what it holds, and not as much as any other."""
+    apart, together = (update_by(make_model, make_strategy(), each) for each in (batches, [whole]))
+    one_by_one = torch.stack([update_by(make_model, make_strategy(), [each]) for each in batches])
+    assert together.abs().max() > 1e-3
+    torch.testing.assert_close(apart, together, rtol=0, atol=1e-6)
+    assert (one_by_one.mean(0) - together).abs().max() > 1e-3
+
+
+def test_answers_of_different_lengths_weigh_by_their_tokens():
+    examples = documents()
+    batches = [pad_examples(examples[:1]), pad_examples(examples[1:])]
+    assert_weighs(Attending, SFTStrategy, batches, pad_examples(examples))
+
+
+def test_packed_rows_weigh_as_padded_ones():
+    examples = documents()
+    batches = [pad_examples(pack(examples[2:4], 12)), pad_examples(pack([*examples[:2], examples[4]], 14))]
+    assert len(batches[1]["input_ids"]) == 1
+    assert_weighs(Attending, SFTStrategy, batches, pad_examples(examples))
+
+
+def test_rows_weigh_by_the_tokens_that_do_not_begin_a_document():
+    tokens = formulas.tokens_of(1, rows=4)
+    strategy = lambda: PretrainStrategy(separator=2)  # noqa: E731
+    assert_weighs(Attending, strategy, [tokens[:1], tokens[1:]], tokens)
+
+
+def test_preferences_weigh_by_their_pairs():
+    examples = documents()[:4]
+    worse = [{**each, "input_ids": (each["input_ids"] + 1) % VOCABULARY} for each in examples]
+    for each in worse:
+        each["labels"] = torch.where(each["labels"] == IGNORED, IGNORED, each["input_ids"])
+
+    def pairs(first, last):
+        sides = {"chosen": pad_examples(examples[first:last]), "rejected": pad_examples(worse[first:last])}
+        return {f"{side}_{name}": value for side, fields in sides.items() for name, value in fields.items()}
+
+    assert_weighs(Attending, DPOStrategy, [pairs(0, 1), pairs(1, 4)], pairs(0, 4))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: GRPOStrategy(2, normalization="token_mean"),
+        lambda: GRPOStrategy(2, normalization="sequence_mean"),
+        lambda: GRPOStrategy(2, normalization="dr_grpo", max_length=9),
+        lambda: PPOStrategy(kl_coef=0.0, entropy_coef=0.1),
+    ],
+    ids=["token_mean", "sequence_mean", "dr_grpo", "ppo"],
+)
+def test_texts_weigh_by_what_their_loss_is_a_mean_over(make):
+    generator = torch.Generator().manual_seed(0)
+    tokens, mask = formulas.tokens_of(3, rows=4), formulas.answers_of(0, rows=4)
+    shape = tokens[:, 1:].shape
+    numbers = {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64)
+        for name in ("log_probs", "values", "returns")
+    }
+    numbers["log_probs"] = numbers["log_probs"] / 10 - 1.6
+    per_row = isinstance(make(), GRPOStrategy)
+    advantages = torch.randn(shape[:1] if per_row else shape, generator=generator, dtype=torch.float64)
+    rows = {"input_ids": tokens, "completion_mask": mask, **numbers, "advantages": advantages}
+
+    def part(first, last):
+        return {name: value[first:last] for name, value in rows.items()}
+
+    assert_weighs(Acting, make, [part(0, 1), part(1, 4)], part(0, 4))

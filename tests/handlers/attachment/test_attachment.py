@@ -1,0 +1,83 @@
+import gc
+import inspect
+import weakref
+
+import pytest
+import structlog
+
+from pulsetrain.engine import Engine, EventBus, Events
+from pulsetrain.engine.errors import RunFolderError
+from pulsetrain.handlers import CrashBundle, CSVLogger, HangWatchdog, JSONLinesLogger, Plots, TensorBoardLogger
+from pulsetrain.handlers.attachment.attachment import Attachment
+from tests.support.driving import make_engine, subscriptions
+
+
+def nothing(engine):
+    pass
+
+
+def test_an_attach_that_fails_half_way_leaves_nothing_and_can_be_tried_again():
+    engine, attachment = make_engine(), Attachment("Place")
+    before = subscriptions(engine.bus)
+
+    def attach(event):
+        with attachment.to(engine) as hear:
+            hear(Events.STARTED, nothing)
+            hear(event, nothing)
+
+    with pytest.raises(ValueError, match="counter"):
+        attach(Events.TERMINATE(every=2))
+    assert subscriptions(engine.bus) == before
+    attach(Events.COMPLETED)
+    assert subscriptions(engine.bus) != before
+
+
+def test_one_engine_is_heard_and_not_its_neighbours_on_the_bus():
+    bus, seen = EventBus(), []
+    mine, other = make_engine(bus=bus), Engine(lambda engine, batch: None, bus=bus)
+    with Attachment("Place").to(mine) as hear:
+        hear(Events.EPOCH_COMPLETED | Events.STARTED, lambda engine: seen.append(engine.name))
+    other.run([0], max_epochs=1)
+    mine.run([0], max_epochs=1)
+    assert seen == ["trainer", "trainer"]
+
+
+def test_what_hears_an_exception_through_it_does_not_take_it():
+    engine = make_engine(lambda i: 1 / 0)
+    with Attachment("Place").to(engine) as hear:
+        hear(Events.EXCEPTION_RAISED, lambda engine, event: None)
+    with pytest.raises(ZeroDivisionError):
+        engine.run([0], max_epochs=1)
+
+
+def test_it_keeps_no_engine_alive():
+    bus, attachment = EventBus(), Attachment("Place")
+    engine = make_engine(bus=bus)
+    with attachment.to(engine) as hear:
+        hear(Events.STARTED, nothing)
+    reference = weakref.ref(engine)
+    del engine
+    gc.collect()
+    assert reference() is None
+    attachment.cancel()
+
+
+@pytest.mark.parametrize(
+    "make",
+    [CSVLogger, JSONLinesLogger, TensorBoardLogger, Plots, HangWatchdog, CrashBundle],
+    ids=lambda make: make.__name__,
+)
+def test_an_observer_without_its_folder_is_left_out_and_the_run_goes_on(make, tmp_path):
+    (tmp_path / "file").touch()
+    engine = Engine(lambda engine, batch: 1.0, name="trainer")
+    before = subscriptions(engine.bus)
+    with structlog.testing.capture_logs() as logs:
+        handler = make(tmp_path / "file" / "run").attach(engine)
+    assert [line["event"] for line in logs] == [f"the run goes on without {make.__name__}"]
+    assert "cannot be written" in logs[0]["reason"]
+    assert subscriptions(engine.bus) == before
+    engine.run([1, 2], max_epochs=1)
+    handler.detach()
+    if "on_error" in inspect.signature(make.__init__).parameters:
+        with pytest.raises(RunFolderError, match="cannot be written"):
+            make(tmp_path / "file" / "run", on_error="raise").attach(engine)

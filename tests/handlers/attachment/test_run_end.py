@@ -1,0 +1,78 @@
+"""A run that goes back to a checkpoint has not ended: nobody who observes it says so."""
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from pulsetrain import Trainer, TrainingConfig
+from pulsetrain.engine import Event, Events, Every, SupervisedStrategy
+from pulsetrain.handlers import Alert, Checkpointer, MetricLogger, NaNGuard, Plots
+from pulsetrain.handlers.attachment.run_end import ends_here
+from tests.support.driving import make_engine
+from tests.support.small import regression_model
+
+
+class Noting(MetricLogger):
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def open(self, engine):
+        self.calls.append("open")
+
+    def log_metrics(self, engine, metrics):
+        pass
+
+    def close(self, status):
+        self.calls.append(status)
+
+
+@pytest.fixture
+def rewound(tmp_path, monkeypatch):
+    """A trainer whose run has gone back once; its logger, what was alerted, and the iterations of its drawings."""
+    alerted, drawn = [], []
+    monkeypatch.setattr(Alert, "_run", lambda self, message: alerted.append(message["event"]))
+    monkeypatch.setattr(Plots, "_draw", lambda self, engine: drawn.append(trainer.state.iteration) or [])
+    torch.manual_seed(0)
+    inputs = torch.randn(64, 4)
+    inputs[13] = float("nan")
+    logger = Noting()
+    trainer = Trainer(
+        regression_model(),
+        DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=4),
+        strategy=SupervisedStrategy("mse"),
+        config=TrainingConfig(max_epochs=1, schedule=None, log_every_n_steps=2),
+        handlers=[
+            NaNGuard("rewind", Every(iterations=3)),
+            Checkpointer(tmp_path, every=Every(iterations=2), keep_last=9),
+            logger,
+            Alert(["true"]),
+            Plots(tmp_path),
+        ],
+    )
+    trainer.train()
+    assert trainer.rewinds == 1
+    return trainer, logger, alerted, drawn
+
+
+def test_a_logger_is_opened_and_closed_once(rewound):
+    _, logger, *_ = rewound
+    assert logger.calls == ["open", "finished"]
+
+
+def test_the_end_alone_is_alerted(rewound):
+    _, _, alerted, _ = rewound
+    assert [each for each in alerted if each != "anomaly_detected"] == ["completed"]
+
+
+def test_pictures_are_drawn_at_the_end_alone(rewound):
+    trainer, *_, drawn = rewound
+    assert drawn == [trainer.state.iteration]
+
+
+@pytest.mark.parametrize(("should_terminate", "ends"), [(True, False), ("skip_completed", True)])
+def test_a_run_ends_at_terminate_where_nothing_comes_behind_it(should_terminate, ends):
+    engine = make_engine()
+    engine.should_terminate = should_terminate
+    event = Event(0, "trainer", Events.TERMINATE.value, 1, 1, None, 0)
+    assert ends_here(engine, event) is ends

@@ -1,0 +1,189 @@
+"""With every="auto" a save comes when its cost is no more than a share of the time that training takes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pulsetrain.engine import ConfigurationError, Events, Every
+from pulsetrain.handlers import Checkpointer
+from pulsetrain.handlers.checkpointing.save_interval import SaveInterval
+from tests.support.driving import ManualClock
+from tests.support.saving import Gate, Trainer, heard, join_writers, saved
+
+
+def iterate(interval: SaveInterval, clock: ManualClock, seconds: float, at_most: int = 100_000) -> int | None:
+    """Iterations of so many seconds until a save is due."""
+    for number in range(1, at_most + 1):
+        clock.now += seconds
+        if interval.is_due(None, number):
+            return number
+    return None
+
+
+def save(interval: SaveInterval, clock: ManualClock, seconds: float) -> None:
+    clock.now += seconds
+    interval.saved(seconds)
+
+
+@pytest.mark.parametrize("begun_at", [0, 500])
+def test_memory_for_the_first_save_is_made_behind_the_tenth_iteration_of_a_run(begun_at: int, tmp_path: Path):
+    engine = Trainer()
+    handler = Checkpointer(tmp_path, Every(iterations=1000), at_end=False, background=True).attach(engine)
+    background = handler._background
+    held = []
+
+    @engine.on(Events.STARTED)
+    def go_on(engine):
+        held.clear()
+
+    @engine.on(Events.ITERATION_COMPLETED, phase=3)
+    def look():
+        if background._preparing is not None:
+            background._preparing.join()
+        held.append(background._snapshot.nbytes)
+
+    handler._goes_on()
+    engine.state.iteration = begun_at
+    engine.run(range(begun_at + 20), max_epochs=1)
+    assert [bytes > 0 for bytes in held[:20]] == [False] * 9 + [True] * 11
+
+
+def test_the_first_save_comes_when_fifty_iterations_have_been_measured(clock: ManualClock):
+    # the first look has nothing to measure from
+    assert iterate(SaveInterval(clock=clock), clock, 0.25) == 51
+
+
+def test_the_interval_is_the_cost_shared_out_over_iterations_of_which_it_takes_the_share(clock: ManualClock):
+    interval = SaveInterval(clock=clock)
+    iterate(interval, clock, 0.25)
+    save(interval, clock, 2.0)
+    assert iterate(interval, clock, 0.25) == 229  # 2 s / (3.5% of 0.25 s) = 228.6
+
+
+def test_each_save_is_paid_for_anew(clock: ManualClock):
+    interval = SaveInterval(clock=clock, share=0.125, window=4)
+    iterate(interval, clock, 0.5)
+    save(interval, clock, 16.0)
+    assert iterate(interval, clock, 0.5) == 256
+    save(interval, clock, 1.0)
+    assert iterate(interval, clock, 0.5) == 16
+    save(interval, clock, 1.0)
+    assert iterate(interval, clock, 0.25) == 16  # the slower ones before the save were measured ...
+    save(interval, clock, 1.0)
+    assert iterate(interval, clock, 0.25) == 32  # ... and now the faster ones
+
+
+@pytest.mark.parametrize("costs", [[0.5], [0.5, 5.0, 0.1], [3.0, 0.01, 0.02]], ids=str)
+def test_saving_takes_at_most_the_share_of_the_iterations_time_whatever_it_costs(
+    costs: list[float], clock: ManualClock
+):
+    interval = SaveInterval(clock=clock)
+    training = saving = 0.0
+    iterate(interval, clock, 0.01)
+    for number in range(30):
+        cost = costs[number % len(costs)]
+        save(interval, clock, cost)
+        iterations = iterate(interval, clock, 0.01)
+        assert iterations is not None
+        saving, training = saving + cost, training + 0.01 * iterations
+        assert saving <= 0.035 * training
+        if len(costs) == 1:
+            assert iterations - 1 < cost / (0.035 * 0.01)  # and no iteration more than that takes
+
+
+def test_a_validation_among_the_iterations_moves_nothing(clock: ManualClock):
+    interval = SaveInterval(clock=clock, share=0.125, window=5)
+    for number, seconds in enumerate([0.5, 0.5, 100.0, 0.5, 0.5]):
+        clock.now += seconds
+        assert not interval.is_due(None, number)
+    assert iterate(interval, clock, 0.5) == 1
+    save(interval, clock, 1.0)
+    assert iterate(interval, clock, 0.5) == 16
+
+
+def test_iterations_that_a_writing_thread_slows_down_are_part_of_the_cost(clock: ManualClock):
+    writing = False
+    interval = SaveInterval(lambda: writing, clock=clock, share=0.125, window=4)
+    iterate(interval, clock, 0.5)
+    save(interval, clock, 1.0)
+    writing = True
+    assert iterate(interval, clock, 0.75, at_most=100) is None  # however long it takes, the next does not begin
+    writing = False
+    # 1 s and 100 x 0.25 s; the 100 have been made already
+    assert iterate(interval, clock, 0.5) == 26 * 16 - 100
+
+
+def test_the_iteration_in_which_the_writing_ended_is_part_of_the_cost_and_a_validation_beside_it_is_not(
+    clock: ManualClock,
+):
+    for seconds, cost in ((1.0, 1.5), (100.0, 1.0 + 4 * 0.5)):
+        interval = SaveInterval(clock=clock, share=0.125, window=4)
+        iterate(interval, clock, 0.5)
+        save(interval, clock, 1.0)
+        clock.now += seconds
+        interval.is_due(None, 0)
+        assert interval.interval == cost / (0.125 * 0.5)
+
+
+def test_behind_a_save_that_failed_it_does_not_try_again_at_each_iteration(clock: ManualClock):
+    interval = SaveInterval(clock=clock, window=20)
+    iterate(interval, clock, 0.5)
+    clock.now += 0.001
+    interval.failed()
+    interval.saved(0.001)
+    assert iterate(interval, clock, 0.5) == 20
+    save(interval, clock, 0.001)
+    assert iterate(interval, clock, 0.5) == 1
+
+
+def test_a_clock_that_stands_still_is_no_reason_to_fail(clock: ManualClock):
+    interval = SaveInterval(clock=clock, window=8)
+    assert iterate(interval, clock, 0.0) == 9
+    save(interval, clock, 0.0)
+    assert iterate(interval, clock, 0.0) == 8
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_the_checkpointer_saves_where_its_interval_says(background: bool, tmp_path: Path, clock: ManualClock):
+    engine = Trainer()
+    handler = Checkpointer(tmp_path, "auto", keep_last=99, at_end=False, background=background, clock=clock)
+    handler.attach(engine)
+    checkpoint_state = engine.checkpoint_state
+
+    def slow() -> dict[str, Any]:
+        clock.now += 0.5
+        return checkpoint_state()
+
+    engine.checkpoint_state = slow
+    engine.add_event_handler(Events.ITERATION_COMPLETED, join_writers)  # the writing itself slows nothing here
+
+    @engine.on(Events.ITERATION_STARTED)
+    def tick() -> None:
+        clock.now += 0.25
+
+    engine.run(range(220))
+    assert saved(handler) == [51, 51 + 67, 51 + 134]  # 0.5 s / (3% of 0.25 s) = 66.7
+
+
+def test_where_auto_fails_it_waits_and_goes_on(tmp_path: Path, clock: ManualClock):
+    engine = Trainer()
+    handler = Checkpointer(tmp_path, "auto", background=True, at_end=False, clock=clock).attach(engine)
+    gate = Gate(handler.manager, opened=True)
+    gate.error = OSError(13, "Permission denied")
+    engine.add_event_handler(Events.ITERATION_COMPLETED, join_writers)
+    failures = heard(engine, Events.HANDLER_FAILED)
+
+    @engine.on(Events.ITERATION_STARTED)
+    def tick() -> None:
+        clock.now += 0.25
+
+    engine.run(range(160))
+    assert len(gate.threads) == len(failures) == 3  # at 51, 101, 151: not at each iteration
+
+
+def test_another_word_than_auto_is_refused(tmp_path: Path):
+    with pytest.raises(ConfigurationError, match=r"Checkpointer\(every='often'\).*auto"):
+        Checkpointer(tmp_path, every="often")

@@ -1,0 +1,251 @@
+"""What the range test finds: against what can be computed by hand, and what it refuses."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import structlog
+import torch
+from torch import Tensor, nn
+
+from pulsetrain import Loop, Trainer, TrainingConfig
+from pulsetrain.engine import Accumulate, Engine, EventBus, Events, SupervisedStrategy
+from pulsetrain.engine.errors import RecordingError
+from pulsetrain.engine.recording.replay.playback import Replay
+from pulsetrain.engine.schedules import Exponential
+from pulsetrain.handlers import EventRecorder, LRFinder, LRScheduler
+from tests.support.small import loader, regression_model, trainer
+
+SWEEP = {"start_lr": 1e-5, "end_lr": 1.0, "iterations": 20}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"accumulate": 2, "clip_grad_norm": 0.3, "optimizer": "adamw"},
+        {"clip_grad_value": 0.01},
+        {"accumulate": Accumulate(schedule={0: 1, 5: 3})},
+    ],
+    ids=str,
+)
+def test_its_updates_are_the_trainers(settings: dict[str, Any]):
+    finder = LRFinder(start_lr=1e-4, end_lr=1e-2, iterations=20, smoothing=0.0, diverge=math.inf)
+    gamma = (1e-2 / 1e-4) ** (1 / 19)
+
+    def run_with(*handlers: Any) -> Trainer:
+        config = {"max_updates": 20, "schedule": None, "learning_rate": 1e-4, "seed": 4, "device": "cpu", **settings}
+        return trainer(config, model=regression_model(0.2), handlers=list(handlers))
+
+    found = finder.run(run_with())
+    run = run_with(LRScheduler(Exponential(1e-4, gamma)))
+    losses: list[list[float]] = [[]]
+    run.add_event_handler(Events.ITERATION_COMPLETED, lambda: losses[-1].append(run.state.output["loss"].item()))
+    run.add_event_handler(Events.ITERATION_STARTED, lambda: run.accumulated or losses.append([]))
+    run.train()
+    means = [sum(batches) / len(batches) for batches in losses if batches]
+    assert list(found.losses) == pytest.approx(means, rel=1e-5)
+    assert list(found.rates) == pytest.approx([1e-4 * gamma**update for update in range(20)])
+
+
+class Parabola(nn.Module):
+    """Its loss is curvature / 2 * weight ** 2, and a step of rate r multiplies the weight by (1 - r * curvature)."""
+
+    def __init__(self, curvature: float) -> None:
+        super().__init__()
+        self.weight, self.curvature = nn.Parameter(torch.ones(1, dtype=torch.float64)), curvature
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return (self.curvature**0.5) * self.weight * inputs
+
+
+def parabola(curvature: float = 1.0) -> Trainer:
+    data = [(torch.ones(1, 1, dtype=torch.float64), torch.zeros(1, 1, dtype=torch.float64))]
+    config = TrainingConfig(optimizer="sgd", optimizer_options={"momentum": 0.0}, schedule=None, device="cpu")
+    return Trainer(Parabola(curvature), data, strategy=SupervisedStrategy("mse"), config=config)
+
+
+def test_the_losses_are_those_of_the_recurrence():
+    found = LRFinder(start_lr=1e-4, end_lr=0.4, iterations=50, smoothing=0.9, diverge=1e9).run(parabola())
+    weight, losses, mean = 1.0, [], 0.0
+    for number, rate in enumerate(found.rates, start=1):
+        losses.append(weight**2)
+        weight *= 1 - 2 * rate
+        mean = sum(losses) / number if number <= 10 else 0.9 * mean + 0.1 * losses[-1]
+        assert found.smoothed[number - 1] == pytest.approx(mean)
+    assert list(found.losses) == pytest.approx(losses)
+    falls = {found.rates[n]: sum(losses[n : n + 5]) - sum(losses[n - 5 : n]) for n in range(5, 46)}
+    assert found.suggestion == min(falls, key=falls.__getitem__)
+    assert (found.reason, found.diverged) == ("", False)
+
+
+@pytest.mark.parametrize("curvature", [0.01, 1.0, 100.0])
+def test_the_suggestion_scales_with_the_problem_and_lies_where_steps_converge(curvature: float):
+    found = LRFinder(start_lr=1e-8, end_lr=1e4, iterations=300, smoothing=0.9).run(parabola(curvature))
+    unit = found.suggestion * curvature  # steps of this times the gradient converge up to 1
+    assert 0.005 < unit < 1.0
+    assert found.diverged
+
+
+def test_a_sweep_ends_where_the_smoothed_loss_runs_away():
+    found = LRFinder(start_lr=1e-3, end_lr=1e6, iterations=200, smoothing=0.5, diverge=4.0).run(parabola())
+    assert found.diverged
+    assert len(found.rates) < 200
+    least = [min(found.smoothed[: n + 1]) for n in range(len(found.smoothed))]
+    ratios = [value / low for value, low in zip(found.smoothed[1:], least, strict=False)]
+    assert all(ratio <= 4.0 for ratio in ratios[:-1])
+    assert ratios[-1] > 4.0
+
+
+def test_the_host_looks_at_the_losses_every_few_updates(monkeypatch: pytest.MonkeyPatch):
+    looks: list[int] = []
+
+    def counting(tensors: Any) -> list[float]:
+        looks.append(len(tensors))
+        return [tensor.item() for tensor in tensors]
+
+    monkeypatch.setattr("pulsetrain.handlers.learning_rate.lr_finder.to_host", counting)
+    LRFinder(start_lr=1e-4, end_lr=1e-2, iterations=25).run(parabola())
+    assert looks == [10, 10, 5]
+
+
+class Broken(SupervisedStrategy):
+    def __init__(self, losses: Callable[[int], float]) -> None:
+        super().__init__("mse")
+        self.losses, self.number = losses, 0
+
+    def compute_loss(self, outputs: Tensor, batch: Any) -> Tensor:
+        self.number += 1
+        return outputs.sum() * 0 + self.losses(self.number)
+
+
+@pytest.mark.parametrize(
+    ("losses", "reason", "entries"),
+    [
+        (lambda n: math.nan, "the loss ran away after 0 updates; begin with a smaller start_lr", 1),
+        (lambda n: math.inf if n > 3 else 1.0, "the loss ran away after 3 updates", 3),
+        (lambda n: 1.0, "the loss falls no further than by chance; look at data and loss", 30),
+        (lambda n: float(n), "the loss falls no further than by chance", 30),
+        (lambda n: 1000.0 - n**3 / 100, "falls fastest at the very last rates; go on to a larger end_lr", 30),
+    ],
+)
+def test_where_there_is_no_suggestion_it_says_why(losses: Callable[[int], float], reason: str, entries: int):
+    found = LRFinder(iterations=30, smoothing=0.5, diverge=1e9).run(trainer({"device": "cpu"}, strategy=Broken(losses)))
+    assert found.suggestion is None
+    assert reason in found.reason
+    assert len(found.rates) == len(found.losses) == len(found.smoothed) == entries
+
+
+def test_groups_keep_their_ratios_and_rates_that_are_tensors_their_place():
+    seen: list[list[float]] = []
+
+    class Watched(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:
+            seen.append([float(group["lr"]) for group in self.param_groups])
+            super().step()
+
+    model = regression_model()
+    first = [*model[0].parameters(), *model[1].parameters()]
+    groups = [{"params": first}, {"params": model[4].parameters(), "lr": torch.tensor(0.1)}]
+    run = trainer({"device": "cpu"}, model=model, optimizer=Watched(groups, lr=0.2))
+    held = run.optimizer.param_groups[1]["lr"]
+    found = LRFinder(**SWEEP).run(run)
+    assert [rates[0] for rates in seen[: len(found.rates)]] == pytest.approx(list(found.rates))
+    assert [rates[1] / rates[0] for rates in seen] == pytest.approx([0.5] * len(seen))
+    assert run.optimizer.param_groups[1]["lr"] is held
+    assert [float(group["lr"]) for group in run.optimizer.param_groups] == pytest.approx([0.2, 0.1])
+
+
+def test_another_loader_may_be_given():
+    run = trainer({"device": "cpu"}, train_loader=iter(loader()))
+    with pytest.raises(ValueError, match=r"train_loader=\w+: it can be read once, .*; pass loader="):
+        LRFinder(**SWEEP).run(run)
+    assert len(LRFinder(**SWEEP).run(run, loader=loader()).rates) > 10
+    assert len(list(run.train_loader)) == 10
+
+
+def test_a_loader_that_cannot_be_copied_is_refused(tmp_path: Path):
+    class Reading:
+        def __init__(self) -> None:
+            self.file = (tmp_path / "data").open("w")
+
+        def __iter__(self) -> Iterator[Any]:
+            return iter(loader())
+
+    data = Reading()
+    with pytest.raises(ValueError, match=r"train_loader=Reading: it cannot be copied .*; pass loader="):
+        LRFinder(**SWEEP).run(trainer({"device": "cpu"}, train_loader=data))
+    data.file.close()
+
+
+def test_data_without_a_batch_is_refused():
+    with pytest.raises(ValueError, match="train_loader=list: gives no batch"):
+        LRFinder(**SWEEP).run(trainer({"device": "cpu"}), loader=[])
+
+
+def test_what_is_no_trainer_is_refused(tmp_path: Path):
+    with pytest.raises(TypeError, match=r"LRFinder\(Engine\): needs a pulsetrain.Trainer; .* no model, held, strategy"):
+        LRFinder().run(Engine(lambda engine, batch: None))
+    with pytest.raises(TypeError, match="LRFinder"):
+        LRFinder().attach(EventBus())
+    loop = Loop(regression_model(), loader())
+    with pytest.raises(ValueError, match="the step of Loop is the loop's body"):
+        LRFinder().run(loop)
+    trainer({"max_epochs": 1}, handlers=[EventRecorder(tmp_path)]).train()
+    replay = Replay(tmp_path)
+    with pytest.raises(RecordingError):
+        LRFinder().attach(replay)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"start_lr": 0.0}, r"LRFinder\(start_lr=0.0\): needs a positive number"),
+        ({"start_lr": "1e-3"}, r"LRFinder\(start_lr='1e-3'\): needs"),
+        ({"end_lr": math.inf}, r"LRFinder\(end_lr=inf\): needs"),
+        ({"start_lr": 1.0, "end_lr": 1.0}, r"LRFinder\(start_lr=1.0, end_lr=1.0\): has to begin below its end"),
+        ({"iterations": 19}, r"LRFinder\(iterations=19\): needs a whole number of at least 20"),
+        ({"iterations": 50.0}, r"LRFinder\(iterations=50.0\): needs"),
+        ({"smoothing": 1.0}, r"LRFinder\(smoothing=1.0\): needs a number from 0 to below 1"),
+        ({"diverge": 1.0}, r"LRFinder\(diverge=1.0\): needs a number above 1"),
+    ],
+)
+def test_wrong_arguments_are_refused_when_constructing(arguments: dict[str, Any], message: str):
+    with pytest.raises(ValueError, match=message):
+        LRFinder(**arguments)
+
+
+@pytest.mark.parametrize("smoothing", [0.98, 0.5])
+def test_the_suggestion_lies_in_the_fall_whatever_the_batches_draw(smoothing: float):
+    finder, generator = LRFinder(smoothing=smoothing), np.random.default_rng(0)
+    updates = np.arange(100)
+    curve = 2.0 - 0.6 / (1 + np.exp((60 - updates) / 5)) + np.where(updates > 85, (updates - 85.0) ** 2 * 0.05, 0.0)
+    noise = generator.standard_normal((200, 100))
+    quiet = [finder._judge(list(curve + 0.03 * each)).suggestion for each in noise]
+    noisy = [finder._judge(list(curve + 0.3 * each)).suggestion for each in noise]  # half of what there is to find
+    nothing = [finder._judge(list(2.0 + 0.3 * each)).suggestion for each in noise]
+    assert finder.rate(55) < min(quiet) <= max(quiet) < finder.rate(65)
+    found = sorted(rate for rate in noisy if rate is not None)
+    assert len(found) > 180
+    assert finder.rate(50) < found[len(found) // 4] < found[3 * len(found) // 4] < finder.rate(70)
+    assert sum(rate is not None for rate in nothing) < 20
+
+
+def test_an_attached_finder_logs_what_it_has_found():
+    told = []
+    for start in (1e-4, 1e5):
+        run = parabola()
+        finder = LRFinder(start_lr=start, end_lr=1e6).attach(run)
+        with structlog.testing.capture_logs() as logs:
+            run.train()
+        told += logs
+    first, second = told
+    assert first["event"] == "LRFinder suggests a learning rate"
+    assert first["configured"] == 0.001
+    assert 0.01 < first["suggestion"] < 1
+    assert (second["event"], second["reason"]) == ("LRFinder suggests no learning rate", finder.result.reason)

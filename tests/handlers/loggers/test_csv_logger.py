@@ -1,0 +1,422 @@
+import csv
+import errno
+import math
+import os
+
+import pytest
+from structlog.testing import capture_logs
+
+from pulsetrain.engine import Engine, Events, Every
+from pulsetrain.engine.errors import RunFolderError
+from pulsetrain.engine.events.payloads import CheckpointLoaded
+from pulsetrain.handlers import CSVLogger
+from tests.support.driving import (
+    UpdatingEngine,
+    log,
+    log_each_iteration,
+    make_engine,
+    policy_updated,
+    rolled_out,
+    validate_each_epoch,
+    validated,
+)
+
+
+def rows(folder):
+    with (folder / "metrics.csv").open(newline="") as file:
+        return list(csv.reader(file))
+
+
+def at(engine, epoch, iteration, metrics):
+    engine.state.epoch, engine.state.iteration = epoch, iteration
+    log(engine, metrics)
+
+
+def test_a_row_for_each_log_point_and_validation_and_a_column_for_each_metric(tmp_path):
+    engine = make_engine()
+    log_each_iteration(engine, lambda i: {"train/loss": 1 / 3 / i, "learning_rate": 0.5})
+    validate_each_epoch(engine, [{"val/loss": 0.25}])
+    CSVLogger(tmp_path).attach(engine)
+    engine.run([0, 1], max_epochs=1)
+    assert rows(tmp_path) == [
+        ["iteration", "epoch", "train/loss", "learning_rate", "val/loss"],
+        ["1", "1", repr(1 / 3), "0.5", ""],
+        ["2", "1", repr(1 / 3 / 2), "0.5", ""],
+        ["2", "1", "", "", "0.25"],
+    ]
+
+
+def test_each_row_is_there_before_the_run_goes_on(tmp_path):
+    engine, seen = make_engine(), []
+    log_each_iteration(engine, lambda i: {"train/loss": float(i)})
+    CSVLogger(tmp_path).attach(engine)
+    log_each_iteration(engine, lambda i: seen.append(len(rows(tmp_path))) or {})
+    engine.run([0, 1, 2], max_epochs=1)
+    assert seen == [2, 3, 4]  # what an iteration logs later stands in the row that it has
+
+
+def test_a_new_metric_widens_the_table_and_leaves_no_other_file(tmp_path):
+    engine = make_engine()
+    CSVLogger(tmp_path).attach(engine)
+    at(engine, 1, 1, {"a": 1.0})
+    at(engine, 1, 2, {"b, with comma": 2.0})
+    at(engine, 2, 3, {"a": 3.0})
+    assert rows(tmp_path) == [
+        ["iteration", "epoch", "a", "b, with comma"],
+        ["1", "1", "1.0", ""],
+        ["2", "1", "", "2.0"],
+        ["3", "2", "3.0", ""],
+    ]
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.csv"]
+
+
+def test_a_rollout_stands_in_the_row_of_its_iteration(tmp_path):
+    engine = make_engine()
+    CSVLogger(tmp_path).attach(engine)
+    at(engine, 1, 1, {"train/loss": 2.0})
+    policy_updated(engine, {"policy/kl": 0.125})
+    rolled_out(engine, {"rollout/return": 4.0})
+    rolled_out(engine, {"rollout/return": 5.0})
+    assert rows(tmp_path) == [
+        ["iteration", "epoch", "train/loss", "policy/kl", "rollout/return"],
+        ["1", "1", "2.0", "0.125", "4.0"],
+        ["1", "1", "", "", "5.0"],
+    ]
+
+
+def test_what_is_no_number_is_written_as_such(tmp_path):
+    engine = make_engine()
+    CSVLogger(tmp_path).attach(engine)
+    at(engine, 1, 1, {"a": math.nan, "b": math.inf})
+    assert rows(tmp_path)[1] == ["1", "1", "nan", "inf"]
+
+
+def test_a_table_that_is_there_is_continued_with_its_own_columns(tmp_path):
+    for iteration, metrics in ((1, {"a": 1.0, "b": 2.0}), (2, {"b": 4.0, "c": 5.0})):
+        engine = make_engine()
+        CSVLogger(tmp_path).attach(engine)
+        at(engine, 1, iteration, metrics)
+    assert rows(tmp_path) == [
+        ["iteration", "epoch", "a", "b", "c"],
+        ["1", "1", "1.0", "2.0", ""],
+        ["2", "1", "", "4.0", "5.0"],
+    ]
+
+
+def test_another_table_is_refused_and_left_as_it_is(tmp_path):
+    (tmp_path / "metrics.csv").write_text("step,loss\n1,2\n")
+    with pytest.raises(RunFolderError, match=r"CSVLogger\(folder=.*does not begin with the columns iteration, epoch"):
+        CSVLogger(tmp_path).attach(make_engine())
+    assert (tmp_path / "metrics.csv").read_text() == "step,loss\n1,2\n"
+
+
+def test_a_file_that_is_no_table_at_all_is_refused(tmp_path):
+    (tmp_path / "metrics.csv").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(RunFolderError, match="no table of this logger"):
+        CSVLogger(tmp_path).attach(make_engine())
+
+
+def test_a_row_that_a_killed_run_left_unfinished_is_dropped_and_told(tmp_path):
+    (tmp_path / "metrics.csv").write_text("iteration,epoch,a\r\n1,1,1.0\r\n2,1,1.2")
+    engine = make_engine()
+    with capture_logs() as logs:
+        CSVLogger(tmp_path).attach(engine)
+    at(engine, 1, 2, {"a": 1.25})
+    assert rows(tmp_path)[1:] == [["1", "1", "1.0"], ["2", "1", "1.25"]]
+    assert logs[0]["dropped"] == "2,1,1.2"
+
+
+def test_constructing_and_attaching_write_no_table(tmp_path):
+    CSVLogger(tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    CSVLogger(tmp_path / "run").attach(make_engine())
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_its_own_cadence_reads_the_output_once_an_iteration(tmp_path):
+    engine = UpdatingEngine()
+    CSVLogger(tmp_path, every=Every(iterations=2, epochs=1)).attach(engine)
+    engine.run([0] * 4, max_epochs=1)
+    assert rows(tmp_path) == [
+        ["iteration", "epoch", "train/loss", "learning_rate"],
+        ["2", "1", "0.0", "1.0"],
+        ["4", "1", "0.0", "1.0"],
+    ]
+
+
+def test_a_table_that_cannot_be_written_ends_the_run_unless_told_otherwise(tmp_path):
+    for on_error in ("raise", "warn"):
+        engine = make_engine()
+        log_each_iteration(engine, lambda i: {"a": 1.0})
+        CSVLogger(tmp_path / on_error, on_error=on_error).attach(engine)
+        (tmp_path / on_error / "metrics.csv").mkdir()
+        if on_error == "raise":
+            with pytest.raises(OSError, match=r"metrics\.csv"):
+                engine.run([0, 1], max_epochs=1)
+        else:
+            with capture_logs() as logs:
+                engine.run([0, 1], max_epochs=1)
+            assert engine.state.iteration == 2
+            assert len(logs) == 1
+
+
+def test_a_cadence_that_is_no_cadence_is_refused(tmp_path):
+    with pytest.raises(TypeError, match=r"CSVLogger\(every=10\): needs an Every"):
+        CSVLogger(tmp_path, every=10)
+
+
+def test_a_run_that_goes_on_takes_out_the_rows_behind_its_checkpoint(tmp_path):
+    engine = make_engine()
+    logger = CSVLogger(tmp_path).attach(engine)
+    at(engine, 1, 1, {"train/loss": 1.0})
+    at(engine, 1, 2, {"train/loss": 2.0})
+    checkpoint = logger.state_dict()
+    at(engine, 1, 2, {"val/loss": 9.0})  # behind the checkpoint, and of its very iteration: the row grows
+    at(engine, 1, 3, {"train/loss": 3.0})
+    again = CSVLogger(tmp_path)
+    engine = make_engine()
+    again.attach(engine)
+    again.load_state_dict(checkpoint)
+    assert len(rows(tmp_path)) == 4  # a checkpoint that is refused costs nothing
+    engine.state.iteration = 2
+    engine.fire(Events.CHECKPOINT_LOADED, CheckpointLoaded(path="000000002-checkpoint", iteration=2))
+    assert rows(tmp_path) == [
+        ["iteration", "epoch", "train/loss", "val/loss"],
+        ["1", "1", "1.0", ""],
+        ["2", "1", "2.0", ""],
+    ]
+    assert again.state_dict() == checkpoint
+    at(engine, 1, 2, {"val/loss": 8.0})  # it comes again, and the row grows again
+    assert rows(tmp_path)[2:] == [["2", "1", "2.0", "8.0"]]
+
+
+def test_what_a_clock_has_measured_is_in_no_checkpoint(tmp_path):
+    states = []
+    for rate in (10.0, 11.0):
+        engine = make_engine()
+        logger = CSVLogger(tmp_path / str(rate)).attach(engine)
+        at(engine, 1, 1, {"train/loss": 1.0, "samples_per_second": rate})
+        states.append(logger.state_dict())
+    assert states[0] == states[1]
+
+
+def test_the_checkpoint_of_an_older_version_counts_rows_alone(tmp_path):
+    engine = make_engine()
+    logger = CSVLogger(tmp_path).attach(engine)
+    for iteration in (1, 2, 3):
+        at(engine, 1, iteration, {"train/loss": 1.0})
+    logger.load_state_dict({"rows": 2})
+    engine.state.iteration = 2
+    engine.fire(Events.CHECKPOINT_LOADED, CheckpointLoaded(path="000000002-checkpoint", iteration=2))
+    assert [row[0] for row in rows(tmp_path)] == ["iteration", "1", "2"]
+
+
+def test_what_an_iteration_logs_in_several_events_stands_in_one_row(tmp_path):
+    engine = make_engine()
+    CSVLogger(tmp_path).attach(engine)
+    at(engine, 1, 1, {"train/loss": 1.0, "learning_rate": 0.5})
+    at(engine, 1, 1, {"throughput": 10.0})
+    at(engine, 1, 2, {"train/loss": 2.0})
+    at(engine, 1, 2, {"throughput": 20.0, "train/loss": 2.0})
+    validated(engine, {"val/loss": 3.0})
+    at(engine, 1, 2, {"memory": 7.0})  # behind a validation, which has a row of its own
+    assert rows(tmp_path) == [
+        ["iteration", "epoch", "train/loss", "learning_rate", "throughput", "val/loss", "memory"],
+        ["1", "1", "1.0", "0.5", "10.0", "", ""],
+        ["2", "1", "2.0", "", "20.0", "", ""],
+        ["2", "1", "", "", "", "3.0", ""],
+        ["2", "1", "", "", "", "", "7.0"],
+    ]
+
+
+def test_a_value_that_has_changed_within_an_iteration_loses_neither(tmp_path):
+    engine = make_engine()
+    CSVLogger(tmp_path).attach(engine)
+    at(engine, 1, 1, {"a": 1.0})
+    at(engine, 1, 1, {"a": 2.0})
+    assert rows(tmp_path)[1:] == [["1", "1", "1.0"], ["1", "1", "2.0"]]
+
+
+def test_engines_of_one_bus_share_no_row(tmp_path):
+    one = make_engine()
+    other = Engine(lambda engine, batch: 0.0, name="other", bus=one.bus)
+    CSVLogger(tmp_path).attach(one.bus)
+    at(one, 1, 1, {"a": 1.0})
+    at(other, 1, 1, {"b": 2.0})
+    assert rows(tmp_path)[1:] == [["1", "1", "1.0", ""], ["1", "1", "", "2.0"]]
+
+
+def test_a_row_that_has_been_changed_by_another_hand_is_not_overwritten(tmp_path):
+    engine = make_engine()
+    CSVLogger(tmp_path).attach(engine)
+    at(engine, 1, 1, {"a": 1.0, "b": 1.0})
+    path = tmp_path / "metrics.csv"
+    path.write_text(path.read_text().replace("1.0,1.0", "1.5,1.5"), newline="")
+    at(engine, 1, 1, {"a": 1.0})
+    assert rows(tmp_path)[1:] == [["1", "1", "1.5", "1.5"], ["1", "1", "1.0", "1.0"]]
+
+
+def test_a_full_disk_leaves_the_row_as_it_was_and_the_next_writing_makes_it_whole(tmp_path, monkeypatch):
+    engine = make_engine()
+    CSVLogger(tmp_path).attach(engine)
+    at(engine, 1, 1, {"a": 1.0, "b": 1.0})
+    at(engine, 1, 2, {"a": 2.0})
+    before, write = (tmp_path / "metrics.csv").read_bytes(), os.write
+
+    def write_a_part(descriptor, content):
+        if len(content) > 9:
+            write(descriptor, content[:3])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(descriptor, content)
+
+    monkeypatch.setattr(os, "write", write_a_part)
+    with capture_logs() as logs:
+        at(engine, 1, 2, {"b": 0.123456789})
+    assert (tmp_path / "metrics.csv").read_bytes() == before
+    assert len(logs) == 1
+    monkeypatch.undo()
+    validated(engine, {"a": 3.0})
+    assert [row[2:] for row in rows(tmp_path)[1:]] == [["1.0", "1.0"], ["2.0", "0.123456789"], ["3.0", ""]]
+
+
+def test_two_of_them_on_one_table_are_refused_on_one_bus_alone(tmp_path):
+    engine = make_engine()
+    first = CSVLogger(tmp_path).attach(engine)
+    with pytest.raises(
+        RunFolderError, match=r"CSVLogger.attach\(\): another CSVLogger of this bus writes .*metrics\.csv"
+    ):
+        CSVLogger(tmp_path).attach(engine.bus)
+    CSVLogger(tmp_path).attach(make_engine())  # a trainer built anew, where the old one still stands in a notebook
+    first.detach()
+    CSVLogger(tmp_path).attach(engine)
+
+
+def test_a_checkpoint_of_another_run_takes_no_rows_out(tmp_path):
+    engine = make_engine()
+    logger = CSVLogger(tmp_path).attach(engine)
+    for iteration in (1, 2, 3):
+        at(engine, 1, iteration, {"train/loss": 1.0})
+    logger.load_state_dict({"rows": 1})
+    engine.state.iteration = 1000
+    engine.fire(Events.CHECKPOINT_LOADED, CheckpointLoaded(path="000001000-checkpoint", iteration=1000))
+    assert len(rows(tmp_path)) == 4
+
+
+def test_a_checkpoint_whose_last_row_is_of_another_iteration_changes_nothing(tmp_path):
+    engine = make_engine()
+    logger = CSVLogger(tmp_path).attach(engine)
+    for iteration in (1, 2, 3):
+        at(engine, 1, iteration, {"a": 1.0, "b": 2.0})
+    before = rows(tmp_path)
+    loaded(logger, engine, 2, {"rows": 2, "growing": ["trainer", 1, ["a", "iteration", "epoch"]]})
+    assert rows(tmp_path) == before
+    loaded(logger, engine, 2, {"rows": 2, "growing": ["trainer", 2, ["a", "iteration", "epoch"]]})
+    assert rows(tmp_path)[1:] == [["1", "1", "1.0", "2.0"], ["2", "1", "1.0", ""]]
+
+
+# ------------------------------------------------------------------------------------------------------- rows that wait
+
+
+def loaded(logger, engine, iteration, state):
+    logger.load_state_dict(state)
+    engine.state.iteration = iteration
+    engine.fire(Events.CHECKPOINT_LOADED, CheckpointLoaded(path=f"{iteration:09d}-checkpoint", iteration=iteration))
+
+
+@pytest.fixture
+def full(monkeypatch):
+    """Whether the disk is full; call it to say so."""
+    write, state = os.write, {"full": False}
+
+    def refuse(descriptor, content):
+        if state["full"]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(descriptor, content)
+
+    monkeypatch.setattr(os, "write", refuse)
+    return lambda whether: state.update(full=whether)
+
+
+def test_a_row_grows_while_it_waits(tmp_path, full):
+    engine = make_engine()
+    CSVLogger(tmp_path).attach(engine)
+    at(engine, 1, 1, {"a": 1.0, "b": 1.0})
+    full(True)
+    with capture_logs():
+        at(engine, 1, 2, {"a": 2.0})
+        at(engine, 1, 2, {"b": 2.5})
+    full(False)
+    at(engine, 1, 3, {"a": 3.0})
+    assert rows(tmp_path)[1:] == [["1", "1", "1.0", "1.0"], ["2", "1", "2.0", "2.5"], ["3", "1", "3.0", ""]]
+
+
+def test_a_checkpoint_counts_the_rows_that_wait(tmp_path, full):
+    engine = make_engine()
+    logger = CSVLogger(tmp_path).attach(engine)
+    at(engine, 1, 1, {"a": 1.0, "b": 1.0})
+    at(engine, 1, 2, {"a": 2.0})
+    full(True)
+    with capture_logs():
+        at(engine, 1, 2, {"b": 2.5})  # takes the place of the one that is there
+        at(engine, 1, 3, {"a": 3.0})
+        checkpoint = logger.state_dict()
+        at(engine, 1, 4, {"a": 4.0})
+    assert checkpoint == {"rows": 3, "growing": ["trainer", 3, ["a", "iteration", "epoch"]]}
+    full(False)
+    at(engine, 1, 5, {"a": 5.0})
+    assert len(rows(tmp_path)) == 6
+    loaded(logger, engine, 3, checkpoint)
+    assert rows(tmp_path)[1:] == [["1", "1", "1.0", "1.0"], ["2", "1", "2.0", "2.5"], ["3", "1", "3.0", ""]]
+
+
+@pytest.mark.parametrize("kept", [1, 2, 3])
+def test_rows_that_wait_behind_a_checkpoint_are_not_written(tmp_path, full, kept):
+    engine, states = make_engine(), {}
+    logger = CSVLogger(tmp_path).attach(engine)
+    at(engine, 1, 1, {"a": 1.0, "b": 1.0})
+    states[1] = logger.state_dict()
+    at(engine, 1, 2, {"a": 2.0})
+    full(True)
+    with capture_logs():
+        at(engine, 1, 2, {"b": 2.5})
+        states[2] = logger.state_dict()
+        at(engine, 1, 3, {"a": 3.0})
+        states[3] = logger.state_dict()
+        at(engine, 1, 3, {"b": 3.5})
+        at(engine, 1, 4, {"a": 4.0})
+        loaded(logger, engine, kept, states[kept])
+        assert logger.state_dict() == states[kept]
+    full(False)
+    at(engine, 1, kept + 1, {"a": 9.0})
+    expected = [["1", "1", "1.0", "1.0"], ["2", "1", "2.0", "2.5"], ["3", "1", "3.0", ""]][:kept]
+    assert rows(tmp_path)[1:] == [*expected, [str(kept + 1), "1", "9.0", ""]]
+
+
+def test_a_disk_that_stays_full_costs_the_oldest_rows_and_not_the_memory(tmp_path, full, monkeypatch):
+    monkeypatch.setattr("pulsetrain.handlers.loggers.text_file._AT_MOST", 250)
+    engine = make_engine()
+    logger = CSVLogger(tmp_path).attach(engine)
+    at(engine, 1, 1, {"a": 1.0, "b": 1.0})
+    full(True)
+    with capture_logs() as logs:
+        at(engine, 1, 1, {"b": 1.0})  # nothing new, and the first that waits: it would take the row's place
+        for iteration in range(2, 302):
+            at(engine, 1, iteration, {"a": float(iteration)})
+    assert sum("the oldest are lost" in line["event"] for line in logs) == 1
+    full(False)
+    at(engine, 1, 302, {"a": 302.0})
+    assert [int(row[0]) for row in rows(tmp_path)[1:]] == [1, *range(53, 303)]
+    assert logger.state_dict()["rows"] == 251
+
+
+def test_the_rows_of_a_run_that_begins_again_wait_no_longer(tmp_path, full):
+    engine = make_engine()
+    logger = CSVLogger(tmp_path).attach(engine)
+    at(engine, 1, 1, {"a": 1.0})
+    full(True)
+    with capture_logs():
+        at(engine, 1, 2, {"a": 2.0})
+    full(False)
+    logger.begin_again()
+    at(engine, 1, 1, {"a": 3.0})
+    assert rows(tmp_path)[1:] == [["1", "1", "3.0"]]

@@ -1,0 +1,126 @@
+import inspect
+import math
+
+import pytest
+from structlog.testing import capture_logs
+
+from pulsetrain import handlers
+from pulsetrain.engine import Events, Every
+from pulsetrain.engine.errors import ConfigurationError, MetricNotFoundError
+from pulsetrain.handlers import BestModel, Checkpointer, EarlyStopping, ReduceLROnPlateau
+from pulsetrain.handlers.metric_values.best_value import is_better
+from tests.support.driving import make_engine, rolled_out, validate_each_epoch
+from tests.support.small import loader, trainer
+
+JUDGES = {
+    "EarlyStopping": lambda folder: EarlyStopping("val/los", patience=50),
+    "ReduceLROnPlateau": lambda folder: ReduceLROnPlateau("val/los", patience=50),
+    "BestModel": lambda folder: BestModel("val/los"),
+    "Checkpointer": lambda folder: Checkpointer(folder, metric="val/los", every=Every(epochs=50)),
+}
+
+
+@pytest.mark.parametrize(
+    ("value", "best", "mode", "better"),
+    [
+        (1.0, None, "min", True),
+        (math.inf, None, "min", True),
+        (math.nan, None, "min", False),
+        (math.nan, 1.0, "min", False),
+        (math.nan, 1.0, "max", False),
+        (1.0, 2.0, "min", True),
+        (1.0, 1.0, "min", False),
+        (1.0, 1.0, "max", False),
+        (1.0, 2.0, "max", False),
+        (3.0, 2.0, "max", True),
+        (1.0, math.inf, "min", True),
+        (math.inf, math.inf, "min", False),
+        (-math.inf, -math.inf, "min", False),
+    ],
+)
+def test_a_value_is_better_when_it_is_past_the_best_and_nan_never_is(value, best, mode, better):
+    assert is_better(value, best, mode) is better
+
+
+def test_an_improvement_is_larger_than_min_delta():
+    assert not is_better(1.5, 2.0, "min", min_delta=0.5)
+    assert is_better(1.25, 2.0, "min", min_delta=0.5)
+
+
+@pytest.mark.parametrize("module", ["early_stopping", "best_model", "checkpointer"])
+def test_whoever_judges_asks_the_one_judge(module):
+    source = inspect.getsource(getattr(handlers, module))
+    assert "is_better(" in source
+    assert 'mode == "min"' not in source
+
+
+@pytest.mark.parametrize("name", JUDGES)
+def test_a_metric_that_does_not_come_is_named_with_those_that_exist_at_the_end_of_the_first_validation(name, tmp_path):
+    run = trainer({"max_epochs": 3}, val_loader=loader(8), handlers=[JUDGES[name](tmp_path)])
+    with pytest.raises(MetricNotFoundError, match=rf"{name}\(metric='val/los'\).*there are: .*val/loss; did you mean"):
+        run.train()
+    assert (run.state.epoch, run.state.validation_round) == (1, 1)
+
+
+@pytest.mark.parametrize("name", JUDGES)
+def test_a_trainer_that_never_validates_is_refused(name, tmp_path):
+    with pytest.raises(ConfigurationError, match=rf"{name}\(metric='val/los'\): waits for a validation"):
+        trainer({"max_epochs": 3}, handlers=[JUDGES[name](tmp_path)])
+
+
+class Acting:
+    """Data that a policy makes."""
+
+    fires_rollouts = True
+
+    def attach(self, run):
+        pass
+
+    def __iter__(self):
+        return iter(loader(8))
+
+
+JUDGE = {
+    "EarlyStopping": EarlyStopping,
+    "ReduceLROnPlateau": ReduceLROnPlateau,
+    "BestModel": BestModel,
+    "Checkpointer": lambda metric: Checkpointer("unused", metric=metric),
+}
+
+
+@pytest.mark.parametrize("name", JUDGE)
+@pytest.mark.parametrize("metric", ["val/loss", "val_loss"])
+def test_rollouts_tell_no_metric_of_a_validation(name, metric, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigurationError, match=r"waits for a validation.*'rollout/return'"):
+        trainer({"max_epochs": 3}, train_loader=Acting(), handlers=[JUDGE[name](metric)])
+
+
+@pytest.mark.parametrize("name", JUDGE)
+def test_a_trainer_with_rollouts_may_be_judged_by_them(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = trainer({"max_epochs": 3}, train_loader=Acting(), handlers=[JUDGE[name]("rollout/return")])
+    assert run.hears(Events.ROLLOUT_COMPLETED)
+    assert run.hears(Events.POLICY_UPDATED)
+
+
+@pytest.mark.parametrize("name", JUDGES)
+def test_a_metric_that_no_rollout_has_told_is_said_at_the_end(name, tmp_path):
+    run = trainer({"max_epochs": 1}, train_loader=Acting())
+    handler = JUDGES[name](tmp_path)
+    handler.metric = "rollout/retrun"
+    handler.attach(run)
+    run.on(Events.EPOCH_STARTED)(lambda: rolled_out(run, {"rollout/return": 1.0}))
+    with capture_logs() as logs:
+        run.train()
+    said = [line for line in logs if line["event"].startswith(f"{name} has ")]
+    assert len(said) == 1
+    assert name == "BestModel" or "did you mean 'rollout/return'?" in said[0]["reason"]
+
+
+def test_an_engine_of_ones_own_may_validate_by_itself():
+    engine = make_engine()
+    stopping = EarlyStopping(patience=1).attach(engine)
+    validate_each_epoch(engine, [{"val/loss": 1.0}])
+    engine.run([0], max_epochs=1)
+    assert stopping.best_value == 1.0

@@ -1,0 +1,111 @@
+"""The recorder goes on, and loses nothing, whatever it is given and wherever it is attached."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pulsetrain.engine import ConfigurationError, Engine, Events
+from pulsetrain.engine.recording import EventLog
+from pulsetrain.handlers import EventRecorder
+
+
+class Raising:
+    @property
+    def metrics(self) -> dict[str, float]:
+        raise RuntimeError("no")
+
+
+class Items(dict[str, float]):
+    def items(self) -> Any:
+        raise RuntimeError("no")
+
+
+@pytest.mark.parametrize("output", [Raising(), Items(a=1.0), {"loss": Fraction(10**400)}])
+def test_an_output_that_cannot_be_looked_at_is_summarised(output: Any, tmp_path: Path):
+    trainer = Engine(lambda engine, batch: output, name="trainer")
+    EventRecorder(tmp_path).attach(trainer)
+    trainer.run([1, 2])
+    found = [event.output for event in EventLog(tmp_path).read(event="iteration_completed")]
+    assert len(found) == 2
+    assert "__type__" in str(found[0])
+
+
+def test_an_event_whose_name_is_no_text_is_recorded_under_another(tmp_path: Path):
+    trainer = Engine(lambda engine, batch: engine.fire("odd\udc80"), name="trainer")
+    trainer.register_events("odd\udc80")
+    EventRecorder(tmp_path).attach(trainer)
+    trainer.run([1, 2])
+    assert len(list(EventLog(tmp_path).read(event="odd\\udc80"))) == 2
+
+
+def test_attached_in_mid_run_the_log_goes_on_to_the_outer_runs_end(tmp_path: Path):
+    trainer = Engine(lambda engine, batch: 0.5, name="trainer")
+    evaluator = Engine(lambda engine, batch: 1.0, name="evaluator", bus=trainer.bus)
+    recorder = EventRecorder(tmp_path)
+    trainer.add_event_handler(Events.ITERATION_COMPLETED(once=2), lambda: recorder.attach(trainer))
+
+    @trainer.on(Events.EPOCH_COMPLETED)
+    def validate(engine: Engine) -> None:
+        evaluator.run([0], max_epochs=1)
+        engine.state.metrics["val/loss"] = 1.0
+
+    trainer.run([1, 2, 3], max_epochs=1)
+    log = EventLog(tmp_path)
+    (found,) = log.read(engine="trainer", event="epoch_completed")
+    assert (found.open, found.metrics) == (False, {"val/loss": 1.0})
+    assert log.ended
+    assert next(log.read(engine="trainer", event="completed"), None) is not None
+
+
+def test_a_run_that_begins_anew_where_one_was_killed_supersedes_it(tmp_path: Path):
+    def run(batches: Any) -> None:
+        trainer = Engine(lambda engine, batch: float(batch), name="trainer")
+        EventRecorder(tmp_path / "run").attach(trainer)
+        trainer.run(batches, max_epochs=1, epoch_length=4)
+
+    def killed() -> Iterator[int]:
+        yield from (1, 2, 3)
+        shutil.copytree(tmp_path / "run", tmp_path / "killed")
+        yield 4
+
+    run(killed())
+    shutil.rmtree(tmp_path / "run")
+    shutil.move(tmp_path / "killed", tmp_path / "run")
+    assert not EventLog(tmp_path / "run").ended
+    run([1, 2, 3, 4])
+    log = EventLog(tmp_path / "run")
+    kept = [event.iteration for event in log.read(event="iteration_completed")]
+    everything = [event.iteration for event in log.read(event="iteration_completed", superseded=True)]
+    assert (kept, everything) == ([1, 2, 3, 4], [1, 2, 3, 1, 2, 3, 4])
+    ords = [event.ord for event in log.read() if event.ord >= 0]
+    assert ords == list(range(len(ords)))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"rank": -1}, "rank=-1"),
+        ({"rank": "a"}, "rank='a'"),
+        ({"max_bytes": 5}, "at least 100,000 bytes"),
+        ({"max_bytes": "x"}, "max_bytes='x'"),
+        ({"on_error": "bla"}, "choose 'warn' or 'raise'"),
+    ],
+)
+def test_wrong_arguments_are_refused_at_once(arguments: dict[str, Any], said: str, tmp_path: Path):
+    with pytest.raises(ConfigurationError, match=said):
+        EventRecorder(tmp_path, **arguments)
+
+
+def test_each_rank_writes_a_log_of_its_own(tmp_path: Path):
+    for rank in (0, 1):
+        trainer = Engine(lambda engine, batch: 0.5, name="trainer")
+        EventRecorder(tmp_path, rank=rank, max_bytes=100_000).attach(trainer)
+        trainer.run(range(3 + rank), max_epochs=1)
+    lengths = [len(list(EventLog(tmp_path, rank).read(event="iteration_completed"))) for rank in (0, 1)]
+    assert lengths == [3, 4]

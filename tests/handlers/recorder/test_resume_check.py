@@ -1,0 +1,148 @@
+"""A resumed run is compared with what its log holds past the checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from pulsetrain import Trainer, TrainingConfig
+from pulsetrain.engine import Engine, Events, Every, SupervisedStrategy
+from pulsetrain.engine.events.payloads import MetricsLogged
+from pulsetrain.engine.recording import EventLog, LoggedEvent, LogWriter
+from pulsetrain.handlers import Checkpointer, EventRecorder
+from pulsetrain.handlers.recorder.resume_check import ResumeCheck
+
+
+def make(folder: Path, seed: int = 0, dropout: float = 0.2) -> Trainer:
+    torch.manual_seed(0)
+    inputs = torch.randn(40, 4)
+    data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
+    return Trainer(
+        nn.Sequential(nn.Linear(4, 8), nn.Dropout(dropout), nn.Linear(8, 1)),
+        DataLoader(data, batch_size=4, shuffle=True),
+        DataLoader(data, batch_size=20),
+        strategy=SupervisedStrategy("mse"),
+        config=TrainingConfig(max_epochs=3, log_every_n_steps=5, accumulate=2, seed=seed),
+        handlers=[Checkpointer(folder, every=Every(iterations=6), keep_last=20), EventRecorder(folder)],
+    )
+
+
+def killed_at(run: Trainer, iteration: int) -> None:
+    def pull(engine: Trainer) -> None:
+        if engine.state.iteration == iteration:
+            engine.handlers[1].flush()  # as far as the log had come
+            raise ZeroDivisionError
+
+    run.add_event_handler(Events.ITERATION_COMPLETED, pull, phase=3)
+    with pytest.raises(ZeroDivisionError):
+        run.train()
+
+
+def said(logs: list[Any]) -> list[Any]:
+    return [entry for entry in logs if entry["event"].startswith("resumed")]
+
+
+def test_a_resume_that_is_exact_says_so_once_with_the_number_of_events(tmp_path: Path):
+    killed_at(make(tmp_path), 17)  # the last checkpoint is at 12
+    run = make(tmp_path)
+    with structlog.testing.capture_logs() as logs:
+        run.train(resume="latest")
+    (entry,) = said(logs)
+    assert entry["log_level"] == "info"
+    assert "exactly" in entry["event"]
+    check = run.handlers[1].resume_check
+    # 5 iterations: started and completed, two updates' events and one log point
+    assert entry["events"] == check.agreed == 5 * 2 + 2 * 2 + 1
+    assert (check.waiting, check.difference) == (False, None)
+
+
+def test_a_difference_names_the_first_event_with_both_sides(tmp_path: Path):
+    killed_at(make(tmp_path), 17)
+    run = make(tmp_path, dropout=0.2)
+
+    @run.on(Events.ITERATION_STARTED(once=15))
+    def disturb() -> None:
+        torch.rand(1)  # a draw that was not there before
+
+    with structlog.testing.capture_logs() as logs:
+        run.train(resume="latest")
+    (entry,) = said(logs)
+    assert entry["log_level"] == "warning"
+    assert entry["first"].startswith("trainer's iteration_completed at epoch 2, iteration 15: output.loss: ")
+    assert " in the log, " in entry["first"]
+    assert entry["agreed_before"] > 0
+
+
+def test_the_end_of_a_finished_run_is_compared_too(tmp_path: Path):
+    make(tmp_path).train()  # the last checkpoint is at 30, before the last epoch's end and its validation
+    run = make(tmp_path)
+    with structlog.testing.capture_logs() as logs:
+        run.train(resume="latest")
+    (entry,) = said(logs)
+    assert entry["log_level"] == "info"
+    assert run.handlers[1].resume_check.waiting is False
+
+
+def test_an_event_that_does_not_come_again_is_a_difference(tmp_path: Path):
+    first = make(tmp_path)
+    first.register_events("spike_seen")
+    first.add_event_handler(Events.ITERATION_COMPLETED(once=16), lambda engine: engine.fire("spike_seen"))
+    killed_at(first, 17)
+    run = make(tmp_path)
+    with structlog.testing.capture_logs() as logs:
+        run.train(resume="latest")
+    (entry,) = said(logs)
+    assert entry["first"] == (
+        "trainer's spike_seen at epoch 2, iteration 16 is in the log; "
+        "trainer's iteration_started at iteration 17 came in its place"
+    )
+
+
+def logged(events: list[tuple[str, int, float]], *, seq: int = 0, ord: int = 0) -> list[LoggedEvent]:
+    return [
+        LoggedEvent(ord + n, "trainer", event, epoch=1, iteration=i, output={"loss": loss}, seq=seq + n)
+        for n, (event, i, loss) in enumerate(events)
+    ]
+
+
+def test_of_several_attempts_the_longest_counts(tmp_path: Path):
+    writer = LogWriter(tmp_path)
+    done = "iteration_completed"
+    for event in logged([(done, 4, 9.0), (done, 5, 1.0), (done, 6, 2.0)]):
+        writer.add(event)
+    writer.rewind(after=0, ord=1, seq=3, t=0)  # from the checkpoint behind the first
+    for event in logged([(done, 5, 1.0)], seq=4, ord=1):
+        writer.add(event)
+    writer.rewind(after=-1, ord=0, seq=5, t=0)  # from one before
+    for event in logged([(done, 4, 7.0)], seq=6, ord=0):
+        writer.add(event)
+    check = ResumeCheck.of_log(EventLog(tmp_path), after=0, engine="trainer")
+    writer.close()
+    assert check is not None
+    again = logged([(done, 5, 1.0), (done, 6, 2.0000000000000004)], seq=9, ord=1)
+    check.see(again[0])
+    assert (check.agreed, check.difference, check.waiting) == (1, None, True)
+    check.see(again[1])
+    assert check.difference is not None
+    assert "output.loss: 2.0 in the log" in check.difference
+    assert ResumeCheck.of_log(EventLog(tmp_path), after=99, engine="trainer") is None
+
+
+def test_times_and_rates_are_not_compared(tmp_path: Path):
+    for folder, rate in ((tmp_path / "a", 10.0), (tmp_path / "b", 99.0)):
+        engine = Engine(lambda engine, batch: None, name="trainer")
+        recorder = EventRecorder(folder).attach(engine)
+        metrics = {"train/loss": 1.0, "samples_per_second": rate}
+        engine.fire(Events.METRICS_LOGGED, MetricsLogged(metrics=metrics))
+        recorder.detach()
+    before, now = (list(EventLog(tmp_path / name).read()) for name in "ab")
+    assert before[0].payload == {"metrics": {"train/loss": 1.0, "samples_per_second": 10.0}}
+    check = ResumeCheck(iter(EventLog(tmp_path / "a").read()))
+    check.see(now[0])
+    assert (check.agreed, check.difference) == (1, None)

@@ -1,0 +1,196 @@
+"""`pulsetrain debug` on a crash bundle: of a real run that failed in another process."""
+
+from __future__ import annotations
+
+import io
+import shutil
+import sys
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+
+import pytest
+import torch
+
+from pulsetrain.cli import main
+from pulsetrain.handlers.crash.crash_bundle import read_bundle
+from tests.support import warm_python
+from tests.support.command_line import train
+
+HANDLERS = "[EventRecorder, CrashBundle, {class_path: Checkpointer, init_args: {every: {iterations: 1}}}]"
+STRATEGY = """
+from pulsetrain.engine.strategies import SupervisedStrategy
+
+class Strict(SupervisedStrategy):
+    def compute_loss(self, outputs, batch):
+        loss = super().compute_loss(outputs, batch)
+        if not loss.isfinite():
+            raise IndexError("the loss is no number")
+        return loss
+"""
+DATA = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+def planted(row: int):
+    inputs = torch.randn(40, 4)
+    inputs[row, 2] = float("nan")
+    return DataLoader(TensorDataset(inputs, torch.ones(40, 1)), batch_size=4)
+"""
+
+
+class Pipe(io.StringIO):
+    """Standard input with this text in it."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.buffer = io.BytesIO(text.encode())  # type: ignore[misc]
+
+
+def words(row: int, handlers: str) -> list[str]:
+    Path("strict.py").write_text(STRATEGY)
+    Path("dirty.py").write_text(DATA)
+    settings = ["--data", "dirty.planted", f"--data.init_args.row={row}", "--strategy", "strict.Strict"]
+    return ["--run", "failed", *settings, "--strategy.init_args.loss=mse", "--handlers", handlers]
+
+
+def crash(row: int = 21, *more: str, handlers: str = HANDLERS) -> str:
+    """What the failing command says."""
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()) as told:
+        assert train(*words(row, handlers), *more) == 1
+    return told.getvalue()
+
+
+def debug(path: str | Path, lines: str, *more: str) -> tuple[int, str]:
+    with redirect_stdout(io.StringIO()) as told, redirect_stderr(told), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "stdin", Pipe(lines))
+        status = main(["debug", str(path), *more])
+    return status, told.getvalue()
+
+
+@pytest.fixture
+def failed(folder: Path) -> Path:
+    """A run whose row 21 is no number; it is in none of the first batches."""
+    crash()
+    return folder / "failed"
+
+
+def bundle_in(run: Path) -> Path:
+    (found,) = (run / "crash").iterdir()
+    return found
+
+
+def test_a_command_that_failed_names_the_bundle_and_another_opens_it(folder: Path) -> None:
+    done = warm_python.run("-m", "pulsetrain", "train", "config.yaml", *words(21, HANDLERS))
+    assert done.returncode == 1
+    told, path = done.stderr, bundle_in(Path("failed"))
+    assert "pulsetrain: error: IndexError: the loss is no number" in told
+    assert f"crash bundle: {path}" in told
+    assert f"pulsetrain debug {path} opens it" in told
+    assert not Path("failed/crash.txt").exists()
+    opened = warm_python.run("-m", "pulsetrain", "debug", path, text="batch\ntraceback\n")
+    assert opened.returncode == 0
+    assert "1 NaN, in rows" in opened.stdout
+    assert opened.stdout.splitlines()[-1] == "given inputs float32 (4, 4), targets float32 (4, 1)"
+
+
+def test_it_opens_right_before_the_fault_with_everything_at_hand(failed: Path) -> None:
+    bundle = read_bundle(bundle_in(failed))
+    row = bundle.rows.index(21) if bundle.rows else -1
+    lines = f"traceback\nlocals 1\nbatch\nbatch {row}\nnorms\nevents 1\n"
+    status, told = debug(bundle.folder, lines)
+    assert status == 0
+    assert f"crash bundle {bundle.folder}: IndexError: the loss is no number" in told
+    assert "the run ended in: IndexError: the loss is no number" in told
+    assert 'raise IndexError("the loss is no number")' in told
+    assert "    loss = float32 () on cpu" in told
+    assert f"rows of the dataset: {', '.join(map(str, bundle.rows or ()))}" in told
+    assert f"1 NaN, in rows {row}" in told
+    assert f"row {row} is the dataset's 21" in told
+    assert ", nan, " in told
+    assert "weights: 4 tensors, 0 of them" in told
+    assert f"checkpoint {bundle.facts['iteration'] - 1:09d}-checkpoint" in told  # its run's, not the bundle's
+
+
+def test_the_batch_is_the_one_that_the_run_would_train_on(failed: Path) -> None:
+    bundle = read_bundle(bundle_in(failed))
+    inputs, _ = bundle.batch
+    assert inputs.isnan().any(1).nonzero().flatten().tolist() == [(bundle.rows or []).index(21)]
+    state = torch.load(bundle.folder / "batch.pt", weights_only=True)
+    assert torch.equal(state[1], torch.ones(4, 1))
+
+
+def test_the_run_itself_has_its_bundle_at_hand(failed: Path) -> None:
+    status, told = debug(failed, "batch\n")
+    assert status == 0
+    assert "rows of the dataset: " in told
+
+
+def test_a_bundle_that_was_taken_elsewhere_opens_with_its_own_events(failed: Path, tmp_path: Path) -> None:
+    moved = Path(shutil.move(bundle_in(failed), tmp_path / "sent"))
+    status, told = debug(moved, "batch\nback to iteration_completed\n")
+    assert status == 0
+    assert "the run ended in: IndexError: the loss is no number" in told
+    assert "trainer's iteration_completed" in told
+    assert debug(moved, "", "--live") == (
+        2,
+        f"crash bundle {moved}: IndexError: the loss is no number\n  traceback, locals, batch, norms show what it "
+        f"holds\npulsetrain: error: --live: {moved} is a crash bundle, which has no checkpoints; name its run folder\n",
+    )
+
+
+def test_a_crash_that_the_run_got_over_opens_too(failed: Path, folder: Path) -> None:
+    path = bundle_in(failed)
+    assert "IndexError" in crash(21, "--resume=latest", "--data.init_args.row=0")
+    folders = sorted((failed / "crash").iterdir())
+    assert len(folders) == 2
+    for each in folders:
+        status, told = debug(each, "state\n")
+        assert status == 0
+        assert f"crash bundle {each}" in told
+    assert f"crash bundle {next(each for each in folders if each != path)}" in debug(failed, "")[1]
+
+
+def test_without_a_recorder_the_bundle_tells_the_events(folder: Path) -> None:
+    crash(handlers="[CrashBundle]")
+    status, told = debug(bundle_in(Path("failed")), "goto start\nnext to iteration_completed\nstate\n")
+    assert status == 0
+    assert "output: loss" in told
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("batch 99", "batch 99: batch[0] has no such row; its shape is (4, 4)"),
+        ("batch x", "batch x: needs a whole number"),
+        ("norms weight", "norms weight: choose weights, gradients, optimizer"),
+    ],
+)
+def test_wrong_words_are_said(line: str, message: str, failed: Path) -> None:
+    status, told = debug(bundle_in(failed), line + "\n")
+    assert status == 2
+    assert message in told
+
+
+def test_a_run_that_has_learned_nothing_leaves_no_bundle_and_no_word_of_one(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "early.py").write_text(
+        "from model import Net\n\nclass Early(Net):\n    def forward(self, x):\n        1/0\n"
+    )
+    assert train("--model", "early.Early", "--handlers", "[CrashBundle]") == 2
+    told = capsys.readouterr().err
+    assert "ZeroDivisionError" in told
+    assert "bundle" not in told
+    assert not Path("runs").exists()
+
+
+def test_anomalies_are_asked_for_in_the_configuration(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    both = "[{class_path: CrashBundle, init_args: {faults: [exception_raised, anomaly_detected], events: 5}}]"
+    assert train("--handlers", both) == 0
+    assert train("--handlers", "[{class_path: CrashBundle, init_args: {faults: [exception_raise]}}]") == 2
+    assert "did you mean 'exception_raised'?" in capsys.readouterr().err
+
+
+def test_help_says_that_a_bundle_can_be_opened(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["debug", "--help"]) == 0
+    assert "RUN/crash/NAME" in capsys.readouterr().out

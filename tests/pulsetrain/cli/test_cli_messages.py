@@ -1,0 +1,138 @@
+"""What the command line says of settings that the parts of a trainer refuse: it names the setting, not the part."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pulsetrain.cli import main
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return self.layers(inputs)  # type: ignore[no-any-return]
+
+
+def batches() -> list[tuple[Tensor, Tensor]]:
+    return [(torch.ones(4, 4), torch.ones(4, 1))] * 5
+
+
+CONFIG = f"""
+model: {__name__}.Net
+data: {__name__}.batches
+strategy: {{class_path: SupervisedStrategy, init_args: {{loss: mse}}}}
+training: {{max_epochs: 2, learning_rate: 1e-2, optimizer: sgd}}
+handlers: []
+"""
+
+# what is added to the command -> how the message begins
+CASES = {
+    "schedule without its parameter": (
+        "--training.schedule exponential",
+        "training.schedule='exponential': needs schedule_options.gamma, the factor",
+    ),
+    "schedule without its milestones": (
+        "--training.schedule multi_step",
+        "training.schedule='multi_step': needs schedule_options.milestones, the numbers of updates",
+    ),
+    "step_size": (
+        "--training.schedule step --training.schedule_options.step_size 0",
+        "training.schedule_options.step_size=0: needs at least 1 optimizer update between two drops",
+    ),
+    "milestones": (
+        "--training.schedule multi_step --training.schedule_options.milestones [4,2]",
+        "training.schedule_options.milestones=[4, 2]: needs each milestone above",
+    ),
+    "min_lr": (
+        "--training.schedule cosine --training.schedule_options.min_lr 0.5",
+        "training.schedule_options.min_lr=0.5: is above training.learning_rate=0.01",
+    ),
+    "first_cycle": (
+        "--training.schedule cosine_with_restarts --training.schedule_options.first_cycle 10.0",
+        "training.schedule_options.first_cycle=10.0: needs a whole number",
+    ),
+    "decay_steps": (
+        "--training.schedule wsd --training.schedule_options.decay_steps 9 --training.warmup_steps 2",
+        "training.schedule_options.decay_steps=9: is more than the 8 updates that training.warmup_steps leaves",
+    ),
+    "decay": (
+        "--training.schedule wsd --training.schedule_options.decay cubic",
+        "training.schedule_options.decay='cubic': unknown; choose one of cosine, linear, sqrt",
+    ),
+    "no schedule": ("--training.schedule null --training.warmup_steps 3", "training.warmup_steps=3: has no effect"),
+    "options of constant": (
+        "--training.schedule_options.gamma 0.5",
+        "training.schedule_options.gamma=0.5: unknown to the schedule 'constant'",
+    ),
+    "floor of constant": ("--training.min_lr_ratio 0.5", "training.min_lr_ratio=0.5: the schedule 'constant' has no"),
+    "setting as an option": (
+        "--training.schedule_options.min_lr_ratio 0.1",
+        "training.schedule_options.min_lr_ratio=0.1: is a setting of its own; set training.min_lr_ratio",
+    ),
+    "torch's name": (
+        "--training.schedule_options.eta_min 0.1",
+        "training.schedule_options.eta_min=0.1: is torch's name",
+    ),
+    "betas": (
+        "--training.optimizer adamw --training.optimizer_options.betas [0.9,1.0]",
+        "training.optimizer_options.betas[1]=1.0: needs a number from 0",
+    ),
+    "both spellings": (
+        "--training.optimizer adamw --training.optimizer_options '{adam_beta1: 0.9,betas: [0.9,0.99]}'",
+        "training.optimizer_options (adam_beta1=0.9, betas=[0.9, 0.99]): pass one of both",
+    ),
+    "layer rates": (
+        "--training.optimizer_options.layer_rates '{\"7\": 0.1}'",
+        "training.optimizer_options.layer_rates['7']=0.1: ",
+    ),
+    "optimizer's own error": (
+        "--training.optimizer_options '{nesterov: true,momentum: 0}'",
+        "training.optimizer='sgd' with optimizer_options (nesterov=True, momentum=0",
+    ),
+    "nothing to train": ("--model torch.nn.Flatten", "model (Flatten): no trainable parameter"),
+    "accumulated tokens": (
+        "--training.accumulate '{tokens: 64}'",
+        "training.accumulate.tokens=64: SupervisedStrategy counts no tokens",
+    ),
+    "accumulated batches": ("--training.accumulate '{batches: 0}'", "training.accumulate.batches=0: needs a whole"),
+    "two accumulations": (
+        "--training.accumulate '{batches: 1,tokens: 1}'",
+        "training.accumulate (batches, tokens): needs",
+    ),
+    "too much accumulated": ("--training.accumulate 99", "training.accumulate=99: the run has 10 batches"),
+    "cadence": ("--training.validate_every '{epochs: 0}'", "training.validate_every.epochs=0: needs a positive"),
+    "empty cadence": ("--training.validate_every {}", "training.validate_every={}: needs at least one of"),
+    "tokens as bound": (
+        "--training.max_epochs null --training.max_tokens 9",
+        "training.max_tokens=9: SupervisedStrategy counts no tokens",
+    ),
+    "activation checkpointing": (
+        "--training.activation_checkpointing blocks",
+        "training.activation_checkpointing='blocks': no module of Net has such a name",
+    ),
+    "metric's name": (
+        "--metrics.loss.class_path pulsetrain.engine.metrics.Accuracy",
+        "metrics.loss: the name of the strategy's",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_message_begins_with_the_setting(
+    case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    words, message = CASES[case]
+    (tmp_path / "config.yaml").write_text(CONFIG)
+    assert main(["train", str(tmp_path / "config.yaml"), "--run", str(tmp_path / "run"), *shlex.split(words)]) == 2
+    assert capsys.readouterr().err.startswith(f"pulsetrain: error: {message}")
+    assert not (tmp_path / "run").exists()

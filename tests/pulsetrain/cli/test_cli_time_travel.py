@@ -1,0 +1,208 @@
+"""`pulsetrain verify` and `pulsetrain fork` on runs that were made from a configuration."""
+
+from __future__ import annotations
+
+import io
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+
+from pulsetrain.cli import main
+from pulsetrain.engine.recording import EventLog, diff
+
+MODULE = """
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+def data(batch_size: int = 4):
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(40, 4, generator=generator)
+    rows = TensorDataset(inputs, inputs.sum(1, keepdim=True))
+    return DataLoader(rows, batch_size=batch_size, shuffle=True), DataLoader(rows, batch_size=20)
+
+def model(dropout: float = 0.1):
+    return torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Dropout(dropout), torch.nn.Linear(8, 1))
+"""
+CONFIG = {
+    "model": "small_parts.model",
+    "data": "small_parts.data",
+    "strategy": {"class_path": "supervised", "init_args": {"loss": "mse"}},
+    "training": {"max_epochs": 3, "seed": 3, "learning_rate": 0.01, "log_every_n_steps": 5, "device": "cpu"},
+    "handlers": [
+        "EventRecorder",
+        {"class_path": "Checkpointer", "init_args": {"every": {"iterations": 8}, "keep_last": 20}},
+        "CSVLogger",
+        {"class_path": "Fingerprints", "init_args": {"every": {"updates": 1}, "batches": True}},
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("recorded")
+    (folder / "small_parts.py").write_text(MODULE)
+    (folder / "config.yaml").write_text(yaml.safe_dump(CONFIG))
+    assert main(["train", str(folder / "config.yaml"), "--run", str(folder / "a")]) == 0
+    return folder
+
+
+@pytest.fixture
+def place(recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the run "a" in it, where the process stands."""
+    shutil.copytree(recorded / "a", tmp_path / "a")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_run_is_verified_from_its_own_configuration(place: Path, capsys: pytest.CaptureFixture[str]):
+    before = {path: path.read_bytes() for path in (place / "a").rglob("*") if path.is_file()}
+    assert main(["verify", "a"]) == 0
+    assert "a, iterations 1 to 30: reproduced" in capsys.readouterr().out
+    assert main(["verify", "a", "--from", "12", "--to", "20"]) == 0
+    assert "a, iterations 9 to 20: reproduced" in capsys.readouterr().out
+    assert {path: path.read_bytes() for path in (place / "a").rglob("*") if path.is_file()} == before
+    assert [path.name for path in place.iterdir()] == ["a"]
+
+
+def test_a_configuration_that_was_changed_is_told(place: Path, capsys: pytest.CaptureFixture[str]):
+    config = yaml.safe_load((place / "a" / "config.yaml").read_text())
+    config["training"]["learning_rate"] = 0.02
+    (place / "a" / "config.yaml").write_text(yaml.safe_dump(config))
+    assert main(["verify", "a"]) == 1
+    told = capsys.readouterr().out
+    assert "not reproduced" in told
+    assert "likely cause: settings: learning_rate: 0.01 -> 0.02" in told
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["verify", "b"], "holds no event log"),
+        (["verify", "a", "--from", "3"], "has no checkpoint before iteration 3"),
+        (["verify", "a", "--from", "0"], "at least 1"),
+        (["verify", "a", "--training.seed", "4"], "--training.seed: verify has no such option"),
+        (["fork", "a", "--at", "3", "--into", "b"], "has no checkpoint before iteration 4"),
+        (["fork", "a", "--at", "9", "--into", "a/b"], "lies inside of the run"),
+        (["fork", "a", "--at", "20", "--into", "b", "--skip-batches", "3-12"], "it has none of these"),
+        (["fork", "a", "--at", "20", "--into", "b", "--skip-batches", "300"], "it has none of these"),
+        (["fork", "a", "--at", "9", "--into", "a"], "holds a run already"),
+        (["fork", "a", "--at", "0", "--into", "b"], "--at 0"),
+        (["fork", "a", "--at", "9", "--into", "b", "--set", "training.learning_rate"], "is no KEY=VALUE"),
+        (["fork", "a", "--at", "9", "--into", "b", "--set", "training.speed=3"], "training.speed"),
+        (["fork", "a", "--at", "9", "--into", "b", "--set", "training.seed=3"], "cannot be changed in a fork"),
+        (["fork", "a", "--at", "9", "--into", "b", "--skip-batches", "12-9"], "--skip-batches 12-9"),
+        (["fork", "a", "--at", "9", "--into", "b", "--set", "model.class_path=small_parts.gone"], "small_parts"),
+        (["fork", "a", "--at", "9", "--into", "b", "--set", "handlers=[EventRecorder]"], "Checkpointer"),
+    ],
+)
+def test_wrong_input_is_told_without_a_traceback_and_leaves_nothing(
+    place: Path, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+):
+    assert main(words) == 2
+    told = capsys.readouterr().err
+    assert said in told, told
+    assert "Traceback" not in told
+    assert [path.name for path in place.iterdir()] == ["a"]
+
+
+def test_a_run_that_was_made_in_python_is_refused_with_the_other_way(place: Path, capsys: pytest.CaptureFixture[str]):
+    (place / "a" / "config.yaml").unlink()
+    assert main(["verify", "a"]) == 2
+    assert "pulsetrain.verify(run, build_trainer)" in capsys.readouterr().err
+
+
+def test_a_fork_without_a_change_is_the_same_run(place: Path, capsys: pytest.CaptureFixture[str]):
+    assert main(["fork", "a", "--at", "20", "--into", "b", "--train"]) == 0
+    found = diff("a", "b")
+    assert not found, str(found)
+    assert "b was forked from a behind iteration 16: compared from there on" in str(found)
+    assert found.agreed > 14 * 5
+    parent = json.loads((place / "b" / "run.json").read_text())["parent"]
+    assert (parent["iteration"], parent["changed"]) == (16, [])
+
+
+def test_a_fork_leaves_batches_out_and_changes_the_rate(place: Path, capsys: pytest.CaptureFixture[str]):
+    words = ["fork", "a", "--at", "16", "--into", "b", "--skip-batches", "18-19"]
+    assert main([*words, "--set", "training.learning_rate=0.02"]) == 0
+    told = capsys.readouterr().out
+    assert "begins      behind iteration 16 of a" in told
+    assert "training.learning_rate: 0.01 -> 0.02" in told
+    assert "training.skip_batches: None -> [[18, 19]]" in told
+    go_on = next(line for line in told.splitlines() if line.startswith("go on: pulsetrain "))
+    assert main(go_on.removeprefix("go on: pulsetrain ").split()) == 0
+
+    def batches(run: str) -> list[int]:
+        return [event.payload["batch"] for event in EventLog(run).read(event="batch_fingerprinted")]
+
+    parents, childs = batches("a")[16:], batches("b")
+    assert childs[:8] == [parents[0], *parents[3:10]]  # to the end of the epoch and into the next pass
+    rates = {rate for event in EventLog("b").read(engine="trainer", event="iteration_completed") for rate in event.lr}
+    assert rates == {0.02}
+    assert "learning_rates" in str(diff("a", "b"))
+
+
+def test_a_fork_that_leaves_batches_out_resumes_to_the_bit(place: Path):
+    assert main(["fork", "a", "--at", "8", "--into", "b", "--skip-batches", "12-13", "--train"]) == 0
+    shutil.copytree("b", "c")
+    for checkpoint in Path("c/checkpoints").iterdir():
+        if checkpoint.is_dir() and checkpoint.name[:9] > "000000016":
+            shutil.rmtree(checkpoint)
+    assert main(["train", "c/config.yaml", "--run", "c", "--resume", "latest"]) == 0
+    assert not diff("b", "c")
+
+
+def test_a_schedule_goes_on_at_its_step_with_the_new_rate(
+    recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(recorded / "small_parts.py", tmp_path)
+    training = {**CONFIG["training"], "schedule": "cosine", "optimizer": "sgd"}  # type: ignore[dict-item]
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump({**CONFIG, "training": training}))
+    assert main(["train", "config.yaml", "--run", "a"]) == 0
+    assert main(["fork", "a", "--at", "16", "--into", "b", "--training.learning_rate", "0.02", "--train"]) == 0
+
+    def rates(run: str) -> dict[int, float]:
+        events = EventLog(run).read(engine="trainer", event="iteration_completed")
+        return {event.iteration: event.lr[0] for event in events}
+
+    before, after = rates("a"), rates("b")
+    assert sorted(after) == list(range(17, 31))
+    assert after == {iteration: pytest.approx(2 * before[iteration]) for iteration in after}
+
+
+def test_the_computation_is_stepped_through_from_the_command_line(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    lines = b"where\nbackward\nprint model[0].weight.grad.shape\nback to iteration_started\nstate\nquit\n"
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(lines)))
+    assert main(["debug", "a", "--live", "--at", "12"]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith("live: trainer's ")
+    assert "iteration 12" in told
+    assert "torch.Size([8, 4])" in told
+    assert main(["debug", "a", "--at", "12"]) == 2
+    assert "needs --live" in capsys.readouterr().err
+
+
+def fingerprints(run: str) -> list[int]:
+    return [event.payload["batch"] for event in EventLog(run).read(event="batch_fingerprinted")]
+
+
+def test_a_whole_pass_can_be_left_out(place: Path):
+    assert main(["fork", "a", "--at", "8", "--into", "b", "--skip-batches", "10-22", "--train"]) == 0
+    found = fingerprints("b")
+    assert len(found) == 22
+    assert found[:9] == [fingerprints("a")[8], *fingerprints("a")[22:30]]
+
+
+def test_a_fork_of_a_fork_counts_as_the_fork_does(place: Path):
+    assert main(["fork", "a", "--at", "8", "--into", "b", "--skip-batches", "12-13", "--train"]) == 0
+    assert main(["fork", "b", "--at", "16", "--into", "c", "--skip-batches", "18", "--train"]) == 0
+    older, newer = fingerprints("b")[8:], fingerprints("c")  # both behind iteration 16
+    assert newer[0] == older[0]
+    assert newer[1] == older[2]  # the fork's 18th is gone
+    config = yaml.safe_load((place / "c" / "config.yaml").read_text())
+    assert config["training"]["skip_batches"] == [[12, 13], [20, 20]]

@@ -1,0 +1,376 @@
+"""From a configuration to a trainer: class paths, checked arguments, and run folders."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import torch
+
+from pulsetrain.config import TrainingConfig
+from pulsetrain.configuration.assemble import assemble, in_settings
+from pulsetrain.configuration.instantiate import build, look_in
+from pulsetrain.configuration.parse import read_config
+from pulsetrain.configuration.run_folder import Claim, resolve_folder
+from pulsetrain.engine import Every, PretrainStrategy, SupervisedStrategy
+from pulsetrain.engine.errors import ConfigurationError, MetricNotFoundError, RunFolderError
+from pulsetrain.engine.step.accumulation import Accumulate
+from pulsetrain.handlers import Checkpointer, CSVLogger
+
+MODEL = """
+    from torch import nn
+
+    class Net(nn.Linear):
+        width = {width}
+
+        def __init__(self, bias: bool = True):
+            super().__init__({width}, 1, bias)
+"""
+DATA = """
+    import torch
+
+    def batches(rows: int = 8):
+        inputs = torch.randn(rows, {width})
+        return [(inputs, inputs.sum(1, keepdim=True))]
+"""
+CONFIG = """
+    run: runs/a-{n}
+    model: model.Net
+    data: data.batches
+    strategy: {class_path: supervised, init_args: {loss: mse}}
+    handlers: [CSVLogger]
+"""
+
+
+@pytest.fixture(autouse=True)
+def imports_of_this_test_alone() -> Iterator[None]:
+    path, modules = list(sys.path), set(sys.modules)
+    yield
+    sys.path[:] = path
+    for name in {"model", "data", "parts", "parts.model"} & (set(sys.modules) - modules):
+        del sys.modules[name]
+
+
+def write(folder: Path, width: int = 4) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "model.py").write_text(textwrap.dedent(MODEL.format(width=width)))
+    (folder / "data.py").write_text(textwrap.dedent(DATA.format(width=width)))
+    (folder / "config.yaml").write_text(textwrap.dedent(CONFIG))
+    return folder / "config.yaml"
+
+
+def assembled(path: Path, folder: str | Path, resume: str | None = None, **overrides: str) -> Any:
+    config = read_config(path, {key.replace("__", "."): value for key, value in overrides.items()})
+    return assemble(config, path.parent, folder, resume=resume)
+
+
+@dataclass(frozen=True)
+class Size:
+    width: int
+    depth: int = 1
+
+    def __post_init__(self) -> None:
+        if self.width < 1:
+            raise ValueError(f"Size(width={self.width}): needs at least 1")
+
+
+class Part:
+    def __init__(
+        self,
+        number: int,
+        ratio: float | None = None,
+        mode: Literal["min", "max"] = "min",
+        options: Mapping[str, Any] | None = None,
+        names: list[str] | None = None,
+        size: Size | None = None,
+        other: Part | None = None,
+        flag: bool = False,
+        folder: str = "none",
+    ) -> None:
+        self.__dict__.update(number=number, ratio=ratio, size=size, other=other, folder=folder, options=options)
+
+
+def made(**arguments: Any) -> Any:
+    return build({"class_path": Part, "init_args": {"number": 1, **arguments}}, "part")
+
+
+class TestBuild:
+    def test_arguments_take_their_annotated_types(self) -> None:
+        part = made(number=1e3, ratio="3e-4", size={"width": 2}, options={"class_path": "kept"})
+        assert (part.number, part.ratio, part.size, part.options) == (1000, 3e-4, Size(2), {"class_path": "kept"})
+        assert type(part.number) is int
+
+    def test_objects_inside_objects_are_made_too(self) -> None:
+        inner = {"class_path": f"{__name__}.Part", "init_args": {"number": 2}}
+        assert made(other=inner).other.number == 2
+
+    def test_what_is_given_fills_in_where_it_is_taken_and_missing(self) -> None:
+        spec = {"class_path": Part, "init_args": {"number": 1}}
+        assert build(spec, "part", folder="runs/a", unasked=1).folder == "runs/a"
+        assert build({**spec, "init_args": {"number": 1, "folder": "b"}}, "part", folder="runs/a").folder == "b"
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            ({"number": "two"}, "part.init_args.number='two': needs a whole number"),
+            ({"number": 1.5}, "part.init_args.number=1.5: needs a whole number"),
+            ({"ratio": "much"}, "part.init_args.ratio='much': needs a number or null"),
+            ({"mode": "mni"}, "part.init_args.mode='mni': needs min or max"),
+            ({"options": [1]}, "part.init_args.options=[1]: needs a mapping or null"),
+            ({"names": 3}, "part.init_args.names=3: needs a list or null"),
+            ({"flag": "perhaps"}, "part.init_args.flag='perhaps': needs true or false"),
+            ({"size": 3}, "part.init_args.size=3: needs a mapping with width, depth or null"),
+            ({"size": {"width": "x"}}, "part.init_args.size.width='x': needs a whole number"),
+            (
+                {"size": {"height": 1}},
+                "part.init_args.size.height: unknown argument of Size; choose one of depth, width",
+            ),
+            ({"size": {"depth": 1}}, "part.init_args.size: Size needs width as well"),
+            ({"size": {"width": 0}}, "in part.init_args.size: Size(width=0): needs at least 1"),
+            ({"other": 3}, "part.init_args.other=3: needs a mapping with the class_path of a Part or null"),
+            ({"nmber": 3}, "unknown argument of Part; choose one of flag, folder, mode, names, number"),
+        ],
+    )
+    def test_what_does_not_fit_is_said_in_the_words_of_the_file(self, arguments: dict[str, Any], message: str) -> None:
+        with pytest.raises(ConfigurationError) as caught:
+            made(**arguments)
+        assert message in str(caught.value)
+        assert "\n" not in str(caught.value)
+        assert "<class" not in str(caught.value)
+
+    @pytest.mark.parametrize(
+        ("spec", "message"),
+        [
+            (3, "part=3: needs a class path"),
+            ({"init_args": {}}, "needs a class path"),
+            ({"class_path": Part, "init_arg": {}}, "part.init_arg: unknown key.*did you mean 'init_args'"),
+            ({"class_path": Part, "init_args": 3}, "part.init_args=3: needs a mapping"),
+            ({"class_path": Part}, "part.init_args: Part needs number as well"),
+            ("Part", r"class_path='Part': needs a path with a module"),
+            ("nowhere.Part", "there is no module 'nowhere'"),
+            ("engine.nowhere.Part", "there is no module 'engine.nowhere'"),
+            (f"{__name__}.Prat", r"unknown name in .*did you mean 'Part'"),
+            (
+                "pulsetrain.engine.metrics.Acuracy",
+                "unknown name in pulsetrain.engine.metrics; choose one of Accuracy, .*mean 'Accuracy'",
+            ),
+            (
+                "pulsetrain.engine.schedules.Cosin",
+                "unknown name in pulsetrain.engine.schedules; choose one of .*did you mean 'Cosine'",
+            ),
+            (
+                "pulsetrain.engine.strategies.SupervisdStrategy",
+                "PPOStrategy, PretrainStrategy, SFTStrategy, SupervisedStrategy.*did you mean 'SupervisedStrategy'",
+            ),
+            ("torch.nn.Linaer", r"unknown name in torch.nn; there are \d+ others; did you mean 'Linear'"),
+        ],
+    )
+    def test_what_names_nothing_is_refused(self, spec: Any, message: str) -> None:
+        with pytest.raises(ConfigurationError, match=message):
+            build(spec, "part")
+
+    def test_an_error_of_the_callable_keeps_its_text_and_gains_its_place(self) -> None:
+        with pytest.raises(ConfigurationError, match=r"^in data: ZeroDivisionError: ") as caught:
+            build({"class_path": lambda: 1 // 0}, "data")
+        assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+    def test_names_that_need_no_path_are_listed(self) -> None:
+        assert build("Part", "part", {"Part": lambda: 7}) == 7
+        with pytest.raises(ConfigurationError, match=r"class_path='Prat'.*choose one of Part; did you mean 'Part'"):
+            build("Prat", "part", {"Part": Part})
+
+
+class TestClassPaths:
+    def test_are_looked_up_beside_the_configuration(self, tmp_path: Path) -> None:
+        trainer = assembled(write(tmp_path / "one"), tmp_path / "run").trainer
+        assert trainer.model.width == 4
+        assert sys.modules["model"].__file__ == str(tmp_path / "one" / "model.py")
+
+    def test_two_configurations_may_call_their_modules_the_same(self, tmp_path: Path) -> None:
+        one, two = write(tmp_path / "one", width=4), write(tmp_path / "two", width=5)
+        widths = [assembled(path, tmp_path / f"run{i}").trainer.model.width for i, path in enumerate((one, two, one))]
+        assert widths == [4, 5, 4]
+
+    def test_packages_count_as_well(self, tmp_path: Path) -> None:
+        for width in (4, 5):
+            path = write(tmp_path / str(width), width)
+            package = path.parent / "parts"
+            package.mkdir()
+            (path.parent / "model.py").rename(package / "model.py")
+            trainer = assembled(path, tmp_path / f"run{width}", model="parts.model.Net").trainer
+            assert trainer.model.width == width
+
+    def test_modules_that_were_there_before_are_left_alone(self, tmp_path: Path) -> None:
+        here = sys.modules[__name__]
+        look_in(Path(__file__).parent)
+        look_in(tmp_path)
+        assert sys.modules[__name__] is here
+        assert str(Path(__file__).parent) not in sys.path[:1]
+
+    def test_a_module_that_fails_says_so(self, tmp_path: Path) -> None:
+        path = write(tmp_path / "one")
+        (path.parent / "model.py").write_text("def broken(:")
+        with pytest.raises(
+            ConfigurationError, match=r"model: class_path='model.Net': importing model failed: SyntaxErr"
+        ):
+            assembled(path, tmp_path / "run")
+        (path.parent / "model.py").write_text("import mod")
+        with pytest.raises(ConfigurationError, match=r"importing model failed: No module named 'mod'"):
+            assembled(path, tmp_path / "run")
+
+    @pytest.mark.parametrize(
+        ("name", "kind"), [("pretrain", PretrainStrategy), ("SupervisedStrategy", SupervisedStrategy)]
+    )
+    def test_the_house_s_own_parts_need_none(self, tmp_path: Path, name: str, kind: type) -> None:
+        handlers = "[CSVLogger, {class_path: Checkpointer, init_args: {every: {epochs: 2}}}]"
+        trainer = assembled(write(tmp_path), tmp_path / "run", strategy=name, handlers=handlers).trainer
+        assert type(trainer.strategy) is kind
+        assert [type(handler) for handler in trainer.handlers] == [CSVLogger, Checkpointer]
+        assert trainer.handlers[1].every == Every(epochs=2)
+        assert trainer.handlers[0].path.parent == trainer.handlers[1].folder == tmp_path / "run"
+
+    def test_values_with_fields_are_written_as_mappings(self, tmp_path: Path) -> None:
+        path = write(tmp_path)
+        for text, rule in (
+            ("4", Accumulate(batches=4)),
+            ("{tokens: 4096}", Accumulate(tokens=4096)),
+            ("{schedule: {0: 1, 5: 2}}", Accumulate(schedule={0: 1, 5: 2})),
+        ):
+            section = read_config(path, {"training.accumulate": text})["training"]
+            config = build({"class_path": TrainingConfig, "init_args": section}, "training", settings="training")
+            assert config.accumulation == rule
+
+
+class TestMessages:
+    def test_a_schedule_among_the_handlers_keeps_its_own_names(self, tmp_path: Path) -> None:
+        step = "{class_path: pulsetrain.engine.schedules.Step, init_args: {initial_lr: 0.1, step_size: 0}}"
+        handlers = f"[{{class_path: LRScheduler, init_args: {{schedule: {step}}}}}]"
+        with pytest.raises(ConfigurationError, match=r"^in handlers\[0\]\.init_args\.schedule: Step\(step_size=0\): "):
+            assembled(write(tmp_path), tmp_path / "run", handlers=handlers, training__schedule="null")
+
+    def test_two_schedulers_are_refused_under_the_section_they_stand_in(self, tmp_path: Path) -> None:
+        constant = "{class_path: pulsetrain.engine.schedules.Constant, init_args: {initial_lr: 0.1}}"
+        one = f"{{class_path: LRScheduler, init_args: {{schedule: {constant}}}}}"
+        with pytest.raises(ConfigurationError, match=r"^handlers \(LRScheduler, LRScheduler\): .*composed by >>"):
+            assembled(write(tmp_path), tmp_path / "run", handlers=f"[{one}, {one}]")
+        with pytest.raises(ConfigurationError, match=r"^training.schedule and a .* training.schedule=null leaves it"):
+            assembled(write(tmp_path), tmp_path / "run", handlers=f"[{one}]", training__schedule="linear")
+
+    @pytest.mark.parametrize(
+        ("text", "said"),
+        [
+            ("Accumulate(tokens=64): the strategy", "training.accumulate.tokens=64: the strategy"),
+            ("Precision(name='fp16', device='cpu'): not available", "training.precision='fp16': not available"),
+            ("TorchBackend(precision='fp16'): Net has", "training.precision='fp16': Net has"),
+            ("create_optimizer(name='lion'): needs a package", "training.optimizer='lion': needs a package"),
+            ("create_optimizer(learning_rate=0): needs", "training.learning_rate=0: needs"),
+            ("Trainer(metrics={'perplexity': ...}): PretrainStrategy", "metrics.perplexity: PretrainStrategy"),
+            ("Trainer.train(resume='latest'): needs", "--resume latest: needs"),
+            ("EarlyStopping(metric='val/loss'): waits", "EarlyStopping(metric='val/loss'): waits"),
+        ],
+    )
+    def test_errors_that_depend_on_the_machine_or_the_run_are_put_in_settings_too(self, text: str, said: str) -> None:
+        error = in_settings(MetricNotFoundError(text))
+        assert (type(error), str(error)) == (MetricNotFoundError, said)
+
+
+class TestReproducibility:
+    def test_the_seed_decides_the_first_weights(self, tmp_path: Path) -> None:
+        path = write(tmp_path)
+        first, again, other = (
+            assembled(path, tmp_path / f"run{index}", training__seed=str(seed)).trainer.model.weight
+            for index, seed in enumerate((1, 1, 2))
+        )
+        assert torch.equal(first, again)
+        assert not torch.equal(first, other)
+
+    def test_what_the_data_draws_does_not_depend_on_the_model(self, tmp_path: Path) -> None:
+        path = write(tmp_path)
+        one = assembled(path, tmp_path / "one", model__init_args__bias="true").trainer
+        two = assembled(path, tmp_path / "two", model__init_args__bias="false").trainer
+        assert torch.equal(one.train_loader[0][0], two.train_loader[0][0])
+
+    def test_a_drawn_seed_is_written_down_and_holds_when_resuming(self, tmp_path: Path) -> None:
+        path = write(tmp_path)
+        seeds = {assembled(path, tmp_path / f"run{i}", training__seed="null").trainer.seed for i in range(2)}
+        assert len(seeds) == 2
+        resumed = assembled(path, tmp_path / "run0", resume="latest", training__seed="null").trainer
+        assert resumed.seed in seeds
+        assert read_config(tmp_path / "run0" / "config.yaml", {})["training"] == {"seed": resumed.seed}
+
+
+class TestFolders:
+    def test_the_next_free_number_is_taken(self, tmp_path: Path) -> None:
+        path = write(tmp_path)
+        for taken in ("a-1", "a-7", "a-x", "b-9"):
+            (tmp_path / "runs" / taken).mkdir(parents=True)
+        assert assembled(path, f"{tmp_path}/runs/a-{{n}}").folder == tmp_path / "runs" / "a-8"
+        assert assembled(path, f"{tmp_path}/new/a-{{n}}").folder == tmp_path / "new" / "a-1"
+
+    def test_latest_is_the_last_number_that_holds_a_run_or_the_first_one(self, tmp_path: Path) -> None:
+        pattern = f"{tmp_path}/runs/a-{{n}}"
+        assert resolve_folder(pattern, resume="latest") == tmp_path / "runs" / "a-1"
+        for number in (2, 10):
+            (tmp_path / "runs" / f"a-{number}" / "checkpoints").mkdir(parents=True)
+        (tmp_path / "runs" / "a-11").mkdir()
+        assert resolve_folder(pattern, resume="latest") == tmp_path / "runs" / "a-10"
+
+    def test_a_checkpoint_by_its_path_stays_in_its_run_unless_told_otherwise(self, tmp_path: Path) -> None:
+        checkpoint = tmp_path / "a-1" / "checkpoints" / "000000004-checkpoint"
+        checkpoint.mkdir(parents=True)
+        (checkpoint / "manifest.json").write_text("{}")
+        (tmp_path / "a-2" / "events").mkdir(parents=True)
+        pattern = f"{tmp_path}/a-{{n}}"
+        assert resolve_folder(pattern, resume=str(checkpoint), chosen=False) == tmp_path / "a-1"
+        assert resolve_folder(pattern, resume=str(checkpoint)) == tmp_path / "a-3"
+        assert resolve_folder(str(tmp_path / "a-1"), resume=str(checkpoint)) == tmp_path / "a-1"
+        with pytest.raises(RunFolderError, match="a-2: holds a run already"):
+            resolve_folder(str(tmp_path / "a-2"), resume=str(checkpoint))
+        with pytest.raises(RunFolderError, match=r"is a run folder; go on with it by --run .*a-1 --resume latest"):
+            resolve_folder(pattern, resume=str(tmp_path / "a-1"))
+        with pytest.raises(RunFolderError, match=r"no checkpoint there; .*checkpoints has 000000004-checkpoint"):
+            resolve_folder(pattern, resume=str(checkpoint.with_name("000000005-checkpoint")))
+
+    def test_a_number_that_another_process_takes_meanwhile_is_passed_over(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def claim(folder: Path, *, new: bool = False) -> Claim:
+            if folder.name == "a-1":
+                folder.mkdir(parents=True, exist_ok=True)
+            return Claim(folder, new=new)
+
+        monkeypatch.setattr("pulsetrain.configuration.assemble.Claim", claim)
+        assert assembled(write(tmp_path), f"{tmp_path}/runs/a-{{n}}").folder == tmp_path / "runs" / "a-2"
+
+    @pytest.mark.parametrize(
+        ("pattern", "message"),
+        [("file", "is a file"), ("file/x", "cannot be made: Not a directory"), ("a-{n}/b", "last part alone")],
+    )
+    def test_refuses(self, tmp_path: Path, pattern: str, message: str) -> None:
+        path = write(tmp_path)
+        (tmp_path / "file").touch()
+        with pytest.raises(RunFolderError, match=message):
+            assembled(path, tmp_path / pattern)
+
+    def test_giving_back_removes_what_was_made_and_nothing_else(self, tmp_path: Path) -> None:
+        (tmp_path / "mine").mkdir()
+        (tmp_path / "mine" / "plots").mkdir()
+        (tmp_path / "mine" / "notes.txt").touch()
+        before = sorted(tmp_path.rglob("*"))
+        for folder in (tmp_path / "mine", tmp_path / "a" / "b" / "c"):
+            claim = Claim(folder)
+            (folder / "config.yaml").touch()
+            (folder / "checkpoints" / "x").mkdir(parents=True)
+            claim.give_back()
+            assert sorted(tmp_path.rglob("*")) == before
+
+    def test_a_parent_that_somebody_else_uses_by_now_stays(self, tmp_path: Path) -> None:
+        claim = Claim(tmp_path / "a" / "b")
+        (tmp_path / "a" / "other").touch()
+        claim.give_back()
+        assert [path.name for path in tmp_path.rglob("*")] == ["a", "other"]

@@ -1,0 +1,277 @@
+"""`pulsetrain report`: what stands on the page, what is never lost from a curve, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+
+import pytest
+
+pytest.importorskip("plotly")
+
+from pulsetrain.report.curve import POINTS, Curve
+from pulsetrain.report.facts import compared, read_facts, settings_of
+from pulsetrain.report.figure import figure_of
+from pulsetrain.report.marks import LIMIT, Marks
+from tests.support.reported_runs import ERROR, Run, T, record, reported, small_run, texts, values
+
+
+class TestCurve:
+    def test_up_to_2000_points_are_drawn_as_they_are(self):
+        curve = Curve()
+        points = [(3 * n, math.sin(n)) for n in range(POINTS)]
+        for at, value in points:
+            curve.add(at, value)
+        assert values(curve) == points
+
+    @pytest.mark.parametrize("place", [0, 1, 4095, 77_777, 123_456, 199_999])
+    def test_a_single_spike_is_never_lost(self, place):
+        curve = Curve()
+        for n in range(200_000):
+            curve.add(n, {place: 50.0, 199_999 - place: -50.0}.get(n, math.sin(n)))
+        drawn = values(curve)
+        assert (place, 50.0) in drawn
+        assert (199_999 - place, -50.0) in drawn
+        assert POINTS / 2 < len(drawn) <= POINTS + 2
+
+    @pytest.mark.parametrize("count", [1, 2001, 4096, 4097, 9001, 50_003])
+    @pytest.mark.parametrize("limit", [100, POINTS])
+    def test_what_is_drawn_is_of_the_curve_in_its_order_with_every_stretch_s_extremes(self, count, limit):
+        draw = random.Random(count)
+        points = [(2 * n, draw.gauss(0, 1)) for n in range(count)]
+        curve = Curve()
+        for point in points:
+            curve.add(*point)
+        at, drawn = curve.points(limit)
+        found = list(zip(at.tolist(), drawn.tolist(), strict=True))
+        assert found == sorted(set(found) & set(points))
+        assert len(found) <= limit + 2
+        assert [found[0], found[-1]] == [points[0], points[-1]]
+        extremes = [min(points, key=lambda p: p[1]), max(points, key=lambda p: p[1])]
+        assert [curve.least, curve.greatest] == [(value, at) for at, value in extremes]
+        assert set(extremes) <= set(found)
+
+    def test_memory_does_not_grow(self):
+        curve = Curve()
+        for n in range(300_000):
+            curve.add(n, float(n % 7))
+        assert curve._buckets.shape[1] <= POINTS
+        assert len(curve._values) <= 2 * 4096
+
+    def test_what_is_not_finite_is_a_gap(self):
+        curve = Curve()
+        for n in range(10_000):
+            curve.add(n, math.nan if 3000 <= n < 6000 or n == 8888 else 1.0)
+        at, drawn = curve.points()
+        assert all(math.isnan(value) == (3000 <= x < 6000) for x, value in zip(at[1:-1], drawn[1:-1], strict=True))
+        smooth_at, smooth = curve.smoothed(100.0, 1.0)
+        assert {value for value in smooth if not math.isnan(value)} == {1.0}
+        assert any(math.isnan(value) for value in smooth)
+        assert smooth_at[-1] == 9999
+
+    def test_smoothing_is_an_exponential_average_over_iterations(self):
+        curve = Curve()
+        series = [(10 * n, float(n % 3)) for n in range(40)]
+        for point in series:
+            curve.add(*point)
+        _, found = curve.smoothed(length=25.0, most=1.0)
+        share = 1 - math.exp(-10 / 25)
+        numbers = [value for _, value in series]
+        # the first has its whole weight, all later ones `share` of what is left
+        expected = numbers[0]
+        for place, value in enumerate(numbers):
+            expected = value if place == 0 else expected + share * (value - expected)
+            assert found[place] == pytest.approx(expected)
+
+    def test_no_point_weighs_more_than_it_may(self):
+        curve = Curve()
+        for at, value in [(0, 0.0), (10**6, 1.0)]:
+            curve.add(at, value)
+        _, found = curve.smoothed(length=1.0, most=0.5)
+        assert found.tolist() == pytest.approx([0.0, 0.5 / 0.75])
+
+
+class TestMarks:
+    def test_they_are_counted_however_many_there_are(self):
+        marks = Marks()
+        for n in range(50_000):
+            marks.add(n, f"checkpoint {n}")
+        assert len(marks) <= LIMIT
+        assert sum(mark.count for mark in marks) == 50_000
+        first, *_, last = marks
+        assert str(first) == "checkpoint 0, and 63 more up to iteration 63"
+        assert last.last == 49_999
+
+
+class TestRecord:
+    def test_the_curves_of_a_run(self, tmp_path):
+        found = record(small_run(tmp_path))
+        assert list(found.curves) == [
+            "grad_norm", "loss, each iteration", "train/loss", "samples_per_second", "val/loss", "val/accuracy",
+            "learning_rate", "train/perplexity",
+        ]  # fmt: skip
+        assert values(found.curves["loss, each iteration"]) == [(n, 3.0 / n) for n in range(1, 13)]
+        assert values(found.curves["val/accuracy"]) == [(12, 0.8)]
+        assert list(found.validated) == ["val/loss", "val/accuracy"]
+        assert len(found.curves["grad_norm"].points()[0]) == 12, "of every update, and not the logged ones"
+
+    def test_the_timeline(self, tmp_path):
+        found = record(small_run(tmp_path))
+        assert texts(found, "start and end") == [(0, "started"), (12, "completed after 1 epoch")]
+        assert texts(found, "epochs") == [(12, "epoch 1 completed")]
+        assert texts(found, "validations") == [(12, "validated: val/loss 0.7, val/accuracy 0.8")]
+        assert texts(found, "checkpoints") == [(12, "checkpoint 000012-best saved, 2.0 MB, the best so far")]
+        assert texts(found, "anomalies") == []
+
+    def test_rollouts_are_curves_and_marks(self, tmp_path):
+        run = Run(tmp_path)
+        for n, told in enumerate([{}, {"rollout/return": 2.5}]):
+            run.add("rollout_completed", n, payload={"metrics": {"rollout/reward": 0.5, **told}, "seconds": 1.0})
+            run.step(n + 1, 1.0)
+            run.add("policy_updated", n + 1, payload={"metrics": {"policy/kl": 0.25}})
+        found = record(run.end())
+        assert texts(found, "rollouts") == [
+            (0, "rollout: rollout/reward 0.5"),
+            (1, "rollout: rollout/reward 0.5, rollout/return 2.5"),
+        ]
+        assert values(found.curves["rollout/return"]) == [(1, 2.5)]
+        assert values(found.curves["policy/kl"]) == [(1, 0.25), (2, 0.25)]
+        assert list(found.rolled_out) == ["rollout/reward", "rollout/return"]
+        assert (list(found.validated), texts(found, "validations")) == ([], [])
+
+    def test_anomalies(self, tmp_path):
+        run = Run(tmp_path)
+        for iteration, loss in enumerate([1.0, "NaN", "Infinity", "NaN", 1.0, "-Infinity"], 1):
+            run.step(iteration, loss)
+        run.add("anomaly_detected", 6, payload={"kind": "loss_spike", "value": 9.0, "batch_indices": [4, 2]})
+        failed = {"handler": "WandbLogger", "event": "metrics_logged", "error": ERROR}
+        run.add("handler_failed", 6, payload=failed)
+        run.add("exception_raised", 2, engine="evaluator", payload={"error": ERROR})
+        run.add("exception_raised", 6, payload={"error": ERROR})
+        found = record(run.end())
+        assert texts(found, "anomalies") == [
+            (2, "loss, each iteration: NaN, and 2 more up to iteration 4"),
+            (6, "loss, each iteration: minus infinite"),
+            (6, "loss_spike: 9, batch rows 4, 2"),
+            (6, "handler WandbLogger failed at metrics_logged: ValueError: no such row"),
+            (6, "exception in evaluator: ValueError: no such row"),
+            (6, "exception: ValueError: no such row"),
+        ]
+        assert found.ending == ("failed", "ValueError: no such row")
+
+    @pytest.mark.parametrize(
+        ("events", "ending"),
+        [
+            ([("completed", None)], ("completed", "completed after 1 epoch")),
+            ([("terminate", {"reason": "EarlyStopping: val/loss"}), ("completed", None)],
+             ("stopped", "EarlyStopping: val/loss")),
+            ([("terminate", {"reason": "max_tokens=9 was reached"}), ("completed", None)],
+             ("completed", "max_tokens=9 was reached")),
+            ([("terminate", None)], ("stopped", "no reason was given")),
+            ([("interrupt", None)], ("stopped", "interrupted")),
+            ([("preempted", {"signal": "SIGTERM"})], None),
+            ([("completed", None), ("started", None)], None),
+        ],
+    )  # fmt: skip
+    def test_where_it_ended(self, tmp_path, events, ending):
+        run = Run(tmp_path)
+        run.step(1, 1.0)
+        for event, payload in events:
+            run.add(event, 1, payload=payload)
+        assert record(run.end()).ending == ending
+
+    def test_what_was_computed_again_counts_once(self, tmp_path):
+        run = Run(tmp_path)
+        for loss in (1.0, 2.0, 3.0):
+            run.step(int(loss), loss)
+        run.log.rewind(after=1, ord=2, seq=run.log.last_seq + 1, t=T)
+        run.step(2, 20.0)
+        found = record(run.end())
+        assert values(found.curves["loss, each iteration"]) == [(1, 1.0), (2, 20.0)]
+
+    def test_groups_of_parameters_with_rates_of_their_own(self, tmp_path):
+        run = Run(tmp_path)
+        for n in range(1, 4):
+            run.step(n, 1.0, rates=(0.1 * n, 0.1 * n, 0.01 * n))
+        found = record(run.end())
+        assert [name for name in found.curves if "rate" in name] == ["learning_rate", "learning_rate, group 1"]
+
+    def test_engines_of_other_names_and_outputs_of_other_forms(self, tmp_path):
+        run = Run(tmp_path)
+        run.add("iteration_completed", 1, engine="gan", output=0.5)
+        run.add("iteration_completed", 2, engine="gan", output={"g": 1, "d": "text", "on": True})
+        run.add("metrics_logged", 7, engine="other", payload={"metrics": {"fid": 3.0}})
+        run.add("metrics_logged", 7, engine="other", payload={"metrics": None})
+        found = record(run.end())
+        assert list(found.curves) == ["output, each iteration", "g, each iteration", "other: fid"]
+        assert values(found.curves["other: fid"]) == [(2, 3.0)]
+
+
+class TestFacts:
+    def test_rows_that_differ_come_first(self):
+        rows = compared([{"a": "1", "b": "2", "c": "3"}, {"a": "1", "b": "9", "d": "4"}])
+        assert [(row.key, row.values, row.differs) for row in rows] == [
+            ("b", ("2", "9"), True), ("c", ("3", "-"), True), ("d", ("-", "4"), True), ("a", ("1", "1"), False),
+        ]  # fmt: skip
+
+    def test_settings_are_compared_from_files_of_one_kind(self, tmp_path):
+        folders = [tmp_path / name for name in ("both", "plain", "none")]
+        for folder in folders:
+            folder.mkdir()
+        for folder in folders[:2]:
+            (folder / "run.json").write_text(json.dumps({"settings": {"seed": 1}, "environment": {"threads": 2}}))
+        config = "run: x\ntraining: {learning_rate: 3e-4}\nhandlers: [A, {b: [1, 2]}]\n"
+        (folders[0] / "config.yaml").write_text(config)
+        both, plain, none = (read_facts(folder) for folder in folders)
+        written = {"training.learning_rate": "0.0003", "handlers.0": "A", "handlers.1.b": "[1, 2]"}
+        assert settings_of([both]) == [written]
+        assert settings_of([both, plain]) == [{"training.seed": "1"}] * 2
+        assert settings_of([both, none]) == [written, {}]
+        assert plain.environment == {"threads": "2"}
+
+    @pytest.mark.parametrize("text", ["{", "a: 1\na: 2", "just text", "\x00"])
+    def test_a_broken_configuration_is_said_on_the_page(self, tmp_path, text):
+        (tmp_path / "config.yaml").write_text(text)
+        (tmp_path / "run.json").write_text('"text"')
+        facts = read_facts(tmp_path)
+        assert list(facts.config) == ["config.yaml"]
+        assert facts.environment == {}
+
+
+class TestFigure:
+    @pytest.mark.parametrize("metrics", [0, 1, 2, 3, 30])
+    @pytest.mark.parametrize("runs", [1, 5])
+    def test_panels_stand_apart_and_zoom_together(self, tmp_path, metrics, runs):
+        found = []
+        for number in range(runs):
+            run = Run(tmp_path / str(number))
+            for n in range(1, 100):
+                run.add("metrics_logged", n, payload={"metrics": {f"train/m{k}": n * 1.0 for k in range(metrics)}})
+            found.append(reported(run.end(), str(number)))
+        layout = figure_of(found)["layout"]
+        panels = [axis for axis in layout if axis.startswith("yaxis")]
+        assert len(panels) == metrics + 1
+        assert all(layout[f"xaxis{n + 2}"]["matches"] == "x" for n in range(metrics))
+        places = sorted(
+            (*layout[panel]["domain"], *layout[panel.replace("y", "x")].get("domain", (0, 1))) for panel in panels
+        )
+        for place, (low, high, left, right) in enumerate(places):
+            assert 0 <= low < high <= 1
+            assert 0 <= left < right <= 1
+            for other in places[place + 1 :]:
+                assert other[0] > high or other[2] > right or other[3] < left
+
+    def test_a_button_leaves_one_smoothing_to_be_seen(self, tmp_path):
+        run = Run(tmp_path)
+        for n in range(1, 3000):
+            run.step(n, math.sin(n))
+        figure = figure_of([reported(run.end())])
+        smoothing = figure["layout"]["updatemenus"][0]
+        assert [button["label"] for button in smoothing["buttons"]] == ["no smoothing", "light", "strong"]
+        seen = []
+        for button in smoothing["buttons"]:
+            change, traces = button["args"]
+            names = [figure["data"][index]["name"] for index in traces]
+            seen.append([name for name, opacity in zip(names, change["opacity"], strict=True) if opacity == 1.0][:1])
+        assert seen == [["run"], ["run, lightly smoothed"], ["run, strongly smoothed"]]

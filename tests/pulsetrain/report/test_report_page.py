@@ -1,0 +1,166 @@
+"""What stands on the report's page, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from typing import Any
+
+import pytest
+
+pytest.importorskip("plotly")
+
+from pulsetrain.cli import main
+from pulsetrain.engine.errors import ConfigurationError, RecordingError, RunFolderError
+from pulsetrain.report import write_report
+from pulsetrain.report.figure import figure_of
+from tests.support.reported_runs import Run, reported, small_run
+
+
+class TestPage:
+    def test_a_page_of_one_run(self, tmp_path, capsys):
+        folder = small_run(tmp_path / "one")
+        assert main(["report", str(folder), "--into", str(tmp_path / "page.html")]) == 0
+        said = capsys.readouterr()
+        assert said.out.startswith(f"{tmp_path / 'page.html'}: 1 run, 8 curves, ")
+        assert said.err == ""
+        page = (tmp_path / "page.html").read_text()
+        assert "epoch 1, iteration 12: completed after 1 epoch" in page
+        assert '<th scope="row">val/loss <small>lowest</small></th><td>0.7 <small>at 12</small></td>' in page
+        assert '<th scope="row">val/accuracy <small>highest</small></th><td>0.8 <small>at 12</small></td>' in page
+
+    def test_nothing_is_loaded_from_anywhere(self, tmp_path):
+        page = write_report(small_run(tmp_path / "one"), tmp_path / "page.html").path.read_text()
+        assert "default-src 'none'" in page
+        assert not re.search(r"<(script|img|iframe)[^>]*\ssrc\s*=|<link\b|@import|url\(http", page)
+
+    def test_the_best_run_and_the_settings_that_differ_are_marked(self, tmp_path):
+        folders = [small_run(tmp_path / name) for name in ("a", "b")]
+        for rate, folder in enumerate(folders):
+            (folder / "config.yaml").write_text(f"run: {folder}\ntraining: {{seed: 0, learning_rate: {rate}}}\n")
+        page = write_report(folders, tmp_path / "page.html").path.read_text()
+        differing = re.findall(r"<tr class=differs>(.*?)</tr>", page)
+        assert differing == ['<th scope="row">training.learning_rate</th><td>0</td><td>1</td>']
+        assert page.index("training.learning_rate") < page.index("training.seed")
+        assert page.count('<td class="top">') == 4
+
+    def test_names_are_text(self, tmp_path):
+        name = "<script>alert(1)<"
+        run = Run(tmp_path / name)
+        run.add("iteration_completed", 1, output={"</script><b>": 1.0})
+        run.add("terminate", 1, payload={"reason": "</script><script>alert(2)"})
+        page = write_report(run.end(), tmp_path / "page.html").path.read_text()
+        assert not re.search(r"<script>alert|</script><b>", page)
+        assert "&lt;script&gt;alert(1)&lt;" in page
+
+    def test_two_runs_of_one_name(self, tmp_path):
+        folders = [small_run(tmp_path / name / "run") for name in ("a", "b")]
+        page = write_report(folders, tmp_path / "page.html").path.read_text()
+        assert f"<title>Report: {folders[0]}, {folders[1]}</title>" in page
+
+    def test_lineage(self, tmp_path):
+        parent = small_run(tmp_path / "parent")
+        child = Run(tmp_path / "child")
+        for n in range(9, 13):
+            child.step(n, 1.0)
+        child.end()
+        facts = {"parent": {"run": str(parent), "iteration": 8, "changed": ["training.learning_rate: 1 -> 2"]}}
+        (child.folder / "run.json").write_text(json.dumps(facts))
+        page = write_report([parent, child.folder], tmp_path / "page.html").path.read_text()
+        assert "forked from parent at iteration 8; changed: training.learning_rate: 1 -&gt; 2" in page
+        figure = figure_of([reported(parent), reported(child.folder, "child")])
+        marks = [trace for trace in figure["data"] if "hovertext" in trace]
+        fork = next(trace for trace in marks if trace["name"] == "child")
+        assert fork["x"][0] == 8
+        assert fork["hovertext"][0].startswith("forked from")
+        lines = [shape for shape in figure["layout"]["shapes"] if shape["type"] == "line"]
+        assert {line["x0"] for line in lines} == {8}
+
+    def test_the_run_is_not_changed(self, tmp_path):
+        folder = small_run(tmp_path / "run")
+
+        def state() -> dict[str, Any]:
+            return {
+                str(path): (path.stat().st_mtime_ns, path.is_file() and path.read_bytes()) for path in folder.rglob("*")
+            }
+
+        before = state()
+        write_report(folder, tmp_path / "page.html")
+        assert state() == before
+        assert write_report(folder, folder / "report.html").path.is_file()
+
+    def test_a_damaged_log(self, tmp_path, capsys):
+        run = Run(tmp_path / "run")
+        for n in range(1, 4000):
+            run.step(n, 1.0)
+        sealed = run.end() / "events" / "events.jsonl.zst"
+        content = bytearray(sealed.read_bytes())
+        content[len(content) // 2] ^= 1
+        sealed.write_bytes(content)
+        assert main(["report", str(run.folder), "--into", str(tmp_path / "page.html")]) == 3
+        said = capsys.readouterr().err
+        assert said.startswith("pulsetrain: damaged: run: events.jsonl.zst, bytes ")
+        page = (tmp_path / "page.html").read_text()
+        assert '<div class="damage">' in page
+        assert "iteration 3,999" in page
+
+    def test_a_log_of_which_nothing_can_be_read(self, tmp_path):
+        sealed = small_run(tmp_path / "run") / "events" / "events.jsonl.zst"
+        content = bytearray(sealed.read_bytes())
+        magic = content.rindex(b"\x28\xb5\x2f\xfd")
+        content[magic + 20] ^= 1
+        sealed.write_bytes(content)
+        assert write_report(tmp_path / "run", tmp_path / "page.html").damage
+
+
+class TestBadInput:
+    def test_a_folder_without_a_log(self, tmp_path, capsys):
+        assert main(["report", str(tmp_path), "--into", str(tmp_path / "page.html")]) == 2
+        assert "holds no event log" in capsys.readouterr().err
+        assert not (tmp_path / "page.html").exists()
+
+    def test_an_empty_log(self, tmp_path):
+        Run(tmp_path / "run").end()
+        with pytest.raises(RecordingError, match="run/events: the log holds no event"):
+            write_report(tmp_path / "run", tmp_path / "page.html")
+
+    def test_a_file_that_is_there(self, tmp_path, capsys):
+        folder, page = small_run(tmp_path / "run"), tmp_path / "page.html"
+        page.write_text("mine")
+        assert main(["report", str(folder), "--into", str(page)]) == 2
+        assert "is there already; choose another file, or write over it with --force" in capsys.readouterr().err
+        assert page.read_text() == "mine"
+        assert main(["report", str(folder), "--into", str(page), "--force"]) == 0
+        assert page.stat().st_size > 10**6
+
+    @pytest.mark.parametrize(
+        ("into", "said"),
+        [
+            ("", "is a folder"),
+            ("missing/page.html", "is no folder; make it first"),
+            ("/proc/page.html", "cannot be written"),
+            ("run/run.json", "whose files stay as they are"),
+            ("run/events/page.html", "whose files stay as they are"),
+        ],
+    )
+    def test_places_that_cannot_be_written(self, tmp_path, into, said):
+        folder = small_run(tmp_path / "run")
+        with pytest.raises(RunFolderError, match=said):
+            write_report(folder, tmp_path / into, force=True)
+
+    def test_a_run_that_is_named_twice(self, tmp_path):
+        folder = small_run(tmp_path / "run")
+        with pytest.raises(ConfigurationError, match="is named twice"):
+            write_report([folder, tmp_path / "." / "run"], tmp_path / "page.html")
+        with pytest.raises(ConfigurationError, match="names no run"):
+            write_report([], tmp_path / "page.html")
+
+    def test_without_plotly(self, tmp_path, monkeypatch):
+        monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
+        with pytest.raises(ConfigurationError, match=r"pip install 'pulsetrain\[report\]'"):
+            write_report(small_run(tmp_path / "run"), tmp_path / "page.html")
+
+    def test_an_option_of_train(self, tmp_path, capsys):
+        assert main(["report", str(tmp_path), "--training.seed", "1"]) == 2
+        assert "report has no such option" in capsys.readouterr().err

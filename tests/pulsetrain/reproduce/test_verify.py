@@ -1,0 +1,369 @@
+"""A recorded run is run again: what is the same is proven, what is another is found, with its cause."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from pulsetrain import Trainer, verify
+from pulsetrain.engine import Events, Every
+from pulsetrain.engine.checkpoint import CheckpointManager, find_checkpoints, load_checkpoint
+from pulsetrain.engine.errors import CheckpointError, ConfigurationError, RecordingError
+from pulsetrain.handlers import Checkpointer, ConsoleLogger, CSVLogger, EventRecorder, Fingerprints
+from tests.support.small import loader, pairs, regression_model, trainer
+
+SETTINGS = {"max_epochs": 3, "optimizer": "adamw", "seed": 3, "log_every_n_steps": 5}
+
+
+def build(
+    folder: Path,
+    settings: dict[str, Any] | None = None,
+    fingerprints: bool = True,
+    data: Any = None,
+    dropout: float = 0.2,
+) -> Trainer:
+    marks = [Fingerprints(Every(updates=1), batches=True)] if fingerprints else []
+    return trainer(
+        {**SETTINGS, **(settings or {})},
+        model=regression_model(dropout),
+        train_loader=loader() if data is None else data,
+        val_loader=loader(shuffle=False),
+        handlers=[
+            *marks,
+            EventRecorder(folder),
+            Checkpointer(folder, every=Every(iterations=8), keep_last=20),
+            CSVLogger(folder),
+            ConsoleLogger(),
+        ],
+    )
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("recorded") / "run"
+    build(folder).train()
+    return folder
+
+
+@pytest.fixture
+def run(recorded: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(recorded, tmp_path / "run")
+
+
+def contents(folder: Path) -> dict[str, tuple[bytes, int]]:
+    return {
+        str(path): (path.read_bytes(), path.stat().st_mtime_ns) for path in sorted(folder.rglob("*")) if path.is_file()
+    }
+
+
+@pytest.mark.parametrize("stretch", [{}, {"from_iteration": 12}, {"from_iteration": 12, "to_iteration": 20}])
+def test_the_same_run_is_reproduced_and_its_folder_stays_as_it_was(run: Path, stretch: dict[str, int]):
+    before = contents(run)
+    found = verify(run, lambda: build(run), **stretch)
+    assert found, str(found)
+    assert (found.start, found.end) == (8 if stretch else 0, stretch.get("to_iteration", 30))
+    assert found.agreed > 5 * (found.end - found.start)  # two of the iteration, two of the update, two fingerprints
+    assert "reproduced" in str(found)
+    assert contents(run) == before
+
+
+def test_a_function_that_takes_a_folder_is_given_one_that_is_gone_afterwards(run: Path):
+    given: list[Path] = []
+
+    def make(folder: Path) -> Trainer:
+        given.append(folder)
+        return build(folder)
+
+    assert verify(run, make, from_iteration=20)
+    assert len(given) == 1
+    assert run not in given[0].parents
+    assert not given[0].exists()
+
+
+class Swapped(torch.utils.data.Dataset):
+    """Two rows have changed places."""
+
+    def __init__(self) -> None:
+        self.rows = pairs()
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.rows[{7: 8, 8: 7}.get(index, index)]
+
+
+def swap_rows(folder: Path) -> Trainer:
+    return build(folder, data=DataLoader(Swapped(), batch_size=4, shuffle=True))
+
+
+def change_the_seed(folder: Path) -> Trainer:
+    return build(folder, {"seed": 4})
+
+
+def change_a_bit_of_the_rate(folder: Path) -> Trainer:
+    return build(folder, {"learning_rate": math.nextafter(0.01, 1)})
+
+
+def draw(folder: Path) -> Trainer:
+    made = build(folder)
+    made.add_event_handler(Events.ITERATION_STARTED(once=14), lambda: torch.rand(1))
+    return made
+
+
+def draw_from_python(folder: Path) -> Trainer:
+    made = build(folder)
+    made.add_event_handler(Events.ITERATION_COMPLETED(once=14), lambda: random.random())
+    return made
+
+
+def draw_lots(folder: Path) -> Trainer:
+    made = build(folder)
+    source = random.SystemRandom()
+
+    @made.on(Events.GRADIENTS_READY(once=14))
+    def disturb() -> None:
+        next(made.model.parameters()).grad[0] += source.random()
+
+    return made
+
+
+def fire_more(folder: Path) -> Trainer:
+    made = build(folder)
+    made.register_events("seen")
+    made.add_event_handler(Events.ITERATION_COMPLETED(once=14), lambda engine: engine.fire("seen"))
+    return made
+
+
+def another_model(folder: Path) -> Trainer:
+    return build(folder, dropout=0.3)
+
+
+@pytest.mark.parametrize(
+    ("change", "kind", "where"),
+    [
+        (swap_rows, "data", ("batch_fingerprinted", None)),
+        (change_the_seed, "settings", ("batch_fingerprinted", 0)),
+        (change_a_bit_of_the_rate, "settings", ("optimizer_step_completed", 1)),
+        (draw, "random numbers", ("gradients_ready", 14)),
+        (draw_from_python, "random numbers", ("state_fingerprinted", 15)),
+        (draw_lots, "non-deterministic", ("state_fingerprinted", 14)),
+        (fire_more, "handlers", (None, None)),
+        (another_model, "code", ("gradients_ready", 1)),
+    ],
+)
+def test_each_cause_is_found_at_its_event(
+    run: Path, tmp_path: Path, change: Callable[[Path], Trainer], kind: str, where: tuple[str | None, int | None]
+):
+    found = verify(run, lambda: change(tmp_path / "again"))
+    assert not found
+    assert found.divergence is not None
+    event, iteration = where
+    assert event in (None, found.divergence.a.event)
+    assert iteration in (None, found.divergence.a.iteration)
+    assert found.causes[0].kind == kind, str(found)
+    assert str(found.causes[0]) in str(found)
+    if change is draw_from_python:
+        assert found.fingerprints == {"weights": True, "buffers": True, "optimizer": True, "rng": False}
+        assert "fingerprints behind it: weights same, buffers same, optimizer same, rng differs" in str(found)
+
+
+def test_the_batch_is_named_by_its_rows(run: Path, tmp_path: Path):
+    found = verify(run, lambda: swap_rows(tmp_path / "again"), from_iteration=12)
+    assert found.rows is not None
+    assert len(found.rows) == 4
+    assert {7, 8} & set(found.rows)
+    assert f"batch: rows {', '.join(map(str, found.rows))}" in str(found)
+
+
+def test_a_rate_that_is_one_bit_off_shows_in_both_causes(run: Path, tmp_path: Path):
+    found = verify(run, lambda: change_a_bit_of_the_rate(tmp_path / "again"))
+    assert [cause.kind for cause in found.causes[:2]] == ["settings", "learning rate"]
+    assert "learning_rate" in found.causes[0].text
+
+
+def test_a_bit_of_a_checkpoints_weights_is_found_whose_digests_were_made_anew(run: Path):
+    (place,) = [each for each in find_checkpoints(run / "checkpoints") if each.name.startswith("000000016")]
+    state = load_checkpoint(place)
+    weight = state["model"]["0.weight"].view(torch.int32)
+    weight[0, 0] ^= 1
+    forged = CheckpointManager(run / "forged")
+    made = forged.save(state, step=16)
+    for file in place.iterdir():
+        file.unlink()
+    for file in made.iterdir():
+        file.rename(place / file.name)
+    found = verify(run, lambda: build(run), from_iteration=20)
+    assert not found
+    assert found.causes[0].kind == "weights", str(found)
+    assert "the checkpoint's weights are not what the run had there" in str(found)
+    assert verify(run, lambda: build(run), from_iteration=10)  # the one before it is as it was
+
+
+class Dot(torch.nn.Module):
+    """A long sum, which threads share."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.linspace(0, 1, LONG))
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return torch.stack([row @ self.weight for row in rows]).unsqueeze(1)
+
+
+LONG = 300_000
+
+
+def test_another_thread_count_is_named_as_the_cause(tmp_path: Path):
+    def make() -> Trainer:
+        rows = [(torch.linspace(0, 1, LONG), torch.zeros(1)) for _ in range(4)]
+        return trainer(
+            {"max_epochs": 1, "seed": 3, "learning_rate": 1e-6},
+            model=Dot(),
+            train_loader=DataLoader(rows, batch_size=2),
+            handlers=[EventRecorder(tmp_path / "run"), Fingerprints(Every(updates=1))],
+        )
+
+    before, row = torch.get_num_threads(), torch.linspace(0, 1, LONG)
+    try:
+        torch.set_num_threads(1)
+        alone = (row @ row).item()
+        torch.set_num_threads(2)
+        if alone == (row @ row).item():
+            pytest.skip("a sum is the same for any number of threads here")
+        make().train()
+        torch.set_num_threads(1)
+        found = verify(tmp_path / "run", make)
+    finally:
+        torch.set_num_threads(before)
+    assert not found
+    assert found.divergence.a.iteration == 1
+    assert found.causes[0].kind == "environment", str(found)
+    assert "threads: 2 -> 1" in found.causes[0].text
+
+
+def test_without_fingerprints_the_report_says_what_would_tell_more(tmp_path: Path):
+    build(tmp_path / "run", fingerprints=False).train()
+    found = verify(tmp_path / "run", lambda: build(tmp_path / "again", fingerprints=False, dropout=0.3))
+    assert "Fingerprints(Every(updates=1), batches=True)" in str(found)
+
+
+def test_a_run_that_was_resumed_is_verified_across_the_seam(tmp_path: Path):
+    folder = tmp_path / "run"
+    first = build(folder)
+
+    @first.on(Events.ITERATION_COMPLETED(once=19))
+    def crash() -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        first.train()
+    build(folder).train(resume="latest")
+    found = verify(folder, lambda: build(folder))
+    assert found, str(found)
+    assert found.end == 30
+
+
+def test_a_run_that_ends_too_early_has_an_event_missing(run: Path, tmp_path: Path):
+    found = verify(run, lambda: build(tmp_path / "again", {"max_epochs": 2}))
+    assert not found
+    assert (found.missing.event, found.missing.epoch) == ("epoch_started", 3)
+    assert "the run ended before trainer's epoch_started at epoch 3" in str(found)
+    assert "max_epochs: 3 -> 2" in str(found)
+
+
+def planted(folder: Path, at: int | None, error: str = "planted", patience: int | None = None) -> Trainer:
+    made = build(folder, {"early_stopping_patience": patience} if patience else None)
+    if at is not None:
+
+        @made.on(Events.ITERATION_COMPLETED(once=at))
+        def fail() -> None:
+            raise ValueError(error)
+
+    return made
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "proven"),
+    [((14, "a"), (14, "a"), True), ((14, "a"), (14, "b"), False), ((14, "a"), (None, ""), False),
+     ((14, "a"), (12, "a"), False), ((None, ""), (14, "a"), False)],
+)  # fmt: skip
+def test_an_exception_has_to_come_again_and_no_other(
+    tmp_path: Path, before: tuple[int | None, str], now: tuple[int | None, str], proven: bool
+):
+    first = planted(tmp_path / "run", *before)
+    with pytest.raises(ValueError, match="a") if before[0] else contextlib.nullcontext():
+        first.train()
+    found = verify(tmp_path / "run", lambda: planted(tmp_path / "again", *now), from_iteration=10)
+    assert bool(found) is proven, str(found)
+    if not proven:
+        assert found.divergence is not None
+        assert "exception_raised" in str(found)
+
+
+def test_a_handlers_end_has_to_come_again(tmp_path: Path):
+    def make(patience: int) -> Trainer:
+        made = planted(tmp_path / "run", None, patience=patience)
+        made.add_event_handler(Events.EPOCH_COMPLETED, lambda engine: engine.state.metrics.update({"val/loss": 1.0}))
+        return made
+
+    run = make(1)
+    run.add_event_handler(Events.ITERATION_COMPLETED(once=14), lambda engine: engine.terminate(reason="enough"))
+    run.train()
+
+    def again(stops: bool) -> Trainer:
+        made = make(1)
+        if stops:
+            made.add_event_handler(
+                Events.ITERATION_COMPLETED(once=14), lambda engine: engine.terminate(reason="enough")
+            )
+        return made
+
+    assert verify(tmp_path / "run", lambda: again(True))
+    found = verify(tmp_path / "run", lambda: again(False))
+    assert not found
+    assert "the run went on" in str(found)
+
+
+def test_a_damaged_log_proves_nothing(run: Path):
+    sealed = run / "events" / "events.jsonl.zst"
+    content = bytearray(sealed.read_bytes())
+    content[len(content) // 3] ^= 1
+    sealed.write_bytes(content)
+    found = verify(run, lambda: build(run), from_iteration=20)
+    assert not found
+    assert "damaged: events.jsonl.zst" in str(found)
+
+
+def test_wrong_input_is_refused_with_the_remedy(run: Path, tmp_path: Path):
+    with pytest.raises(RecordingError, match="no event log"):
+        verify(tmp_path, lambda: build(tmp_path))
+    with pytest.raises(CheckpointError, match="no checkpoint before iteration 8; the first was made behind"):
+        verify(run, lambda: build(run), from_iteration=8)
+    with pytest.raises(ConfigurationError, match="at least 1"):
+        verify(run, lambda: build(run), from_iteration=0)
+    with pytest.raises(ConfigurationError, match="lies before from_iteration=30"):
+        verify(run, lambda: build(run), from_iteration=30, to_iteration=3)
+    with pytest.raises(ConfigurationError, match="the log ends at iteration 30"):
+        verify(run, lambda: build(run), from_iteration=20, to_iteration=300)
+    with pytest.raises(ConfigurationError, match="made a int; it has to return a Trainer"):
+        verify(run, lambda: 3)
+    with pytest.raises(ConfigurationError, match="with no EventRecorder"):
+        verify(run, lambda: trainer({"max_epochs": 1}))
+
+
+def test_run_json_may_be_gone(run: Path):
+    (run / "run.json").unlink()
+    assert verify(run, lambda: build(run), from_iteration=20)
+    (run / "run.json").write_text(json.dumps([]))
+    assert verify(run, lambda: build(run), from_iteration=20)

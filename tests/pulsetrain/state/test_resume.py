@@ -1,0 +1,240 @@
+"""A run cut off anywhere and gone on with ends with the weights of the run that was never cut, to the bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+import torch
+from ignite.metrics import Average
+from torch import nn
+
+from pulsetrain import Trainer
+from pulsetrain.engine import CheckpointError, ConfigurationError, Events, Every, Preempted
+from pulsetrain.engine.checkpoint import CheckpointManager
+from pulsetrain.handlers import Checkpointer, EarlyStopping
+from tests.support.cutting import CONFIG, cut_after, make, weights
+from tests.support.small import loader, regression_model, trainer
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
+    run = make(tmp_path_factory.mktemp("whole"))
+    run.train()
+    return run
+
+
+# an epoch has 10 batches, an update 3: first, inside an update, at an update, at an epoch's last batch, in later epochs
+@pytest.mark.parametrize("iteration", [1, 5, 6, 10, 11, 20, 25, 39])
+def test_a_resumed_run_equals_the_uninterrupted_one(iteration: int, uninterrupted: Trainer, tmp_path: Path):
+    cut_after(make(tmp_path), iteration)
+    torch.manual_seed(999)  # another process
+    again = make(tmp_path)
+    history = again.train(resume="latest")
+    expected = weights(uninterrupted)
+    assert all(torch.equal(expected[name], value) for name, value in weights(again).items())
+    assert history == uninterrupted.history
+    assert again.state.update == uninterrupted.state.update
+    assert again.handlers[1].state_dict() == uninterrupted.handlers[1].state_dict()
+
+
+def test_a_checkpoint_of_an_epochs_end_goes_on_with_the_next_epoch(uninterrupted: Trainer, tmp_path: Path):
+    run = make(tmp_path, every=Every(epochs=1))
+    run.add_event_handler(Events.EPOCH_STARTED(once=3), lambda engine: engine.terminate())
+    run.train()
+    again = make(tmp_path, every=Every(epochs=1))
+    epochs: list[int] = []
+    again.add_event_handler(Events.EPOCH_COMPLETED, lambda engine: epochs.append(engine.state.epoch))
+    again.train(resume="latest")
+    assert epochs == [3, 4]
+    assert all(torch.equal(weights(uninterrupted)[name], value) for name, value in weights(again).items())
+
+
+def test_a_preempted_run_saves_and_goes_on(uninterrupted: Trainer, tmp_path: Path):
+    run = trainer(
+        CONFIG,
+        model=regression_model(dropout=0.3),
+        val_loader=loader(12, shuffle=False),
+        handlers=[Checkpointer(tmp_path, every=Every(epochs=9)), EarlyStopping(patience=50)],
+    )
+    run.add_event_handler(
+        Events.ITERATION_COMPLETED(once=17), lambda engine: engine.post(Events.PREEMPTED, Preempted(signal="SIGTERM"))
+    )
+    run.train()
+    assert run.state.stop_reason == "SIGTERM was received"
+    assert run.state.iteration == 17
+    again = make(tmp_path)
+    again.train(resume="latest")
+    assert all(torch.equal(weights(uninterrupted)[name], value) for name, value in weights(again).items())
+
+
+def test_a_termination_between_a_batch_and_its_step_does_not_count_the_batch(uninterrupted: Trainer, tmp_path: Path):
+    run = make(tmp_path, every=Every(epochs=9))
+    run.handlers[0].detach()
+    run.handlers[0].at_end = True
+    run.handlers[0].attach(run)
+    run.add_event_handler(Events.ITERATION_STARTED(once=17), lambda engine: engine.terminate())
+    run.train()
+    again = make(tmp_path)
+    again.train(resume="latest")
+    assert all(torch.equal(weights(uninterrupted)[name], value) for name, value in weights(again).items())
+
+
+def test_resuming_a_finished_run_trains_nothing_more(tmp_path: Path):
+    run = make(tmp_path)
+    history = run.train()
+    again = make(tmp_path)
+    steps: list[int] = []
+    again.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: steps.append(1))
+    assert again.train(resume="latest") == history
+    assert steps == []
+
+
+def test_a_finished_run_goes_on_to_a_larger_bound(tmp_path: Path):
+    make(tmp_path, config={"schedule": None, "warmup_steps": 0}).train()
+    again = make(tmp_path, config={"schedule": None, "warmup_steps": 0, "max_epochs": 6})
+    again.train(resume="latest")
+    assert (again.state.epoch, again.state.iteration) == (6, 60)
+
+
+def test_resume_latest_starts_where_there_is_no_checkpoint_yet(tmp_path: Path):
+    run = make(tmp_path, config={"max_epochs": 2})
+    run.train(resume="latest")
+    assert run.state.iteration == 20
+
+
+def test_resume_takes_a_path(uninterrupted: Trainer, tmp_path: Path):
+    cut_after(make(tmp_path), 12)
+    path = sorted((tmp_path / "checkpoints").glob("000000004-*"))[0]
+    again = make(tmp_path / "elsewhere")
+    loaded: list[Any] = []
+
+    @again.on(Events.CHECKPOINT_LOADED)
+    def keep(engine: Trainer, event: Any) -> None:
+        loaded.append(event.payload)
+
+    again.train(resume=path)
+    assert [(entry.path, entry.iteration) for entry in loaded] == [(path, 4)]
+    assert all(torch.equal(weights(uninterrupted)[name], value) for name, value in weights(again).items())
+
+
+def test_the_newest_damaged_checkpoint_is_passed_over(uninterrupted: Trainer, tmp_path: Path):
+    cut_after(make(tmp_path), 12)
+    newest = sorted((tmp_path / "checkpoints").glob("0*"))[-1] / "state.pt"
+    newest.write_bytes(newest.read_bytes()[:-100])
+    again = make(tmp_path)
+    again.train(resume="latest")
+    assert all(torch.equal(weights(uninterrupted)[name], value) for name, value in weights(again).items())
+
+
+def test_weights_that_do_not_fit_are_listed_by_name(tmp_path: Path):
+    run = trainer({}, handlers=[Checkpointer(tmp_path)])
+    run.train()
+    path = CheckpointManager(tmp_path / "checkpoints").get_latest()
+    other = trainer({}, model=nn.Sequential(nn.Linear(4, 9), nn.BatchNorm1d(9)))
+    with pytest.raises(CheckpointError) as caught:
+        other.load_checkpoint(path)
+    assert "shape: 0.weight is (8, 4) in the checkpoint, (9, 4) in the model" in str(caught.value)
+    assert "unexpected: 4.weight (1, 8)" in str(caught.value)
+
+
+def test_a_changed_schedule_is_refused(tmp_path: Path):
+    make(tmp_path).train()
+    with pytest.raises(CheckpointError, match="total_steps"):
+        make(tmp_path, config={"max_epochs": 9}).train(resume="latest")
+
+
+def test_saving_by_hand_needs_one_checkpointer(tmp_path: Path):
+    with pytest.raises(ConfigurationError, match="exactly one Checkpointer"):
+        trainer().save_checkpoint("mine")
+    run = trainer(handlers=[Checkpointer(tmp_path)])
+    run.train()
+    path = run.save_checkpoint("mine", is_best=True)
+    assert path.name == "000000010-mine"
+    assert CheckpointManager(tmp_path / "checkpoints").get_best() == path
+
+
+def test_a_missing_checkpoint_says_what_is_there(tmp_path: Path):
+    run = trainer(handlers=[Checkpointer(tmp_path)])
+    with pytest.raises(CheckpointError, match="no checkpoint there"):
+        run.train(resume=tmp_path / "checkpoints" / "000000123-x")
+    with pytest.raises(CheckpointError, match="no checkpoint there"):
+        run.load_checkpoint(tmp_path / "nowhere" / "000000123-x")
+
+
+def test_ignites_state_dict_stays_three_keys():
+    assert set(trainer().state_dict()) == {"epoch_length", "iteration", "max_epochs"}
+
+
+def told(logs: list[Any], start: str) -> list[Any]:
+    return [entry["differences"] for entry in logs if entry["event"].startswith(start)]
+
+
+STEADY = {"schedule": "constant", "warmup_steps": 0}  # fits a run of any length
+
+
+def test_another_environment_than_the_checkpoints_is_told_of(tmp_path: Path):
+    make(tmp_path, config={**STEADY, "max_epochs": 1}).train()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    try:
+        run = make(tmp_path, config={**STEADY, "max_epochs": 2})
+        with structlog.testing.capture_logs() as logs:
+            run.train(resume="latest")
+    finally:
+        torch.set_num_threads(threads)
+    assert told(logs, "the environment differs") == [[f"threads: {threads} -> {threads + 1}"]]
+    assert run.environment_changes == [f"threads: {threads} -> {threads + 1}"]
+
+
+def test_other_settings_than_the_checkpoints_are_told_of_but_for_a_longer_run(tmp_path: Path):
+    make(tmp_path, config={**STEADY, "max_epochs": 1}).train()
+    with structlog.testing.capture_logs() as logs:
+        make(tmp_path, config={**STEADY, "max_epochs": 2}).train(resume="latest")
+    assert not told(logs, "the run goes on under other settings")
+    assert not told(logs, "the environment differs")
+    with structlog.testing.capture_logs() as logs:
+        make(tmp_path, config={**STEADY, "max_epochs": 3, "clip_grad_norm": 2.0}).train(resume="latest")
+    assert told(logs, "the run goes on under other settings") == [["clip_grad_norm: 1.0 -> 2.0"]]
+
+
+class Counting:
+    """Listens by its own methods and holds progress, in nobody's list of handlers."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def note(self, engine: Trainer) -> None:
+        self.losses.append(engine.state.output.loss.item())
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"losses": list(self.losses)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.losses = list(state["losses"])
+
+
+@pytest.mark.parametrize("iteration", [3, 10, 14])
+def test_what_listens_to_the_trainer_by_its_own_methods_goes_on_too(iteration: int, tmp_path: Path):
+    def listening(folder: str) -> tuple[Trainer, Counting, list[float]]:
+        run = make(tmp_path / folder, config={"schedule": None, "warmup_steps": 0, "max_epochs": 2})
+        counting, averages = Counting(), []
+        run.add_event_handler(Events.ITERATION_COMPLETED, counting.note)
+        Average(output_transform=lambda output: output["loss"].item()).attach(run, "average")
+        run.add_event_handler(Events.EPOCH_COMPLETED, lambda e: averages.append(e.state.metrics["average"]), phase=2)
+        scheduler = torch.optim.lr_scheduler.StepLR(run.optimizer, step_size=2, gamma=0.5)
+        run.add_event_handler(Events.OPTIMIZER_STEP_COMPLETED, scheduler.step)
+        return run, counting, averages
+
+    whole, everything, expected = listening("whole")
+    whole.train()
+    cut, _, before = listening("cut")
+    cut_after(cut, iteration)
+    again, counting, after = listening("cut")
+    again.train(resume="latest")
+    assert counting.losses == everything.losses
+    assert before + after == expected
+    assert again.optimizer.param_groups[0]["lr"] == whole.optimizer.param_groups[0]["lr"]
+    assert all(torch.equal(weights(whole)[name], value) for name, value in weights(again).items())

@@ -1,0 +1,152 @@
+"""A run cut in the middle of an epoch and gone on with ends as the uncut one, whatever gives it its batches."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+
+from pulsetrain import Trainer
+from pulsetrain.engine import Events, Every
+from pulsetrain.engine.data.keyed_loader import KeyedLoader
+from tests.support.loaders import (
+    BATCH_SIZE,
+    LOADERS,
+    ROWS,
+    Stateful,
+    augmented,
+    cut,
+    end_workers,
+    flat,
+    make,
+    outcome,
+    resumed,
+)
+
+
+@functools.cache
+def uncut(name: str, folder: Path) -> dict[str, Any]:
+    run = make(LOADERS[name](), folder)
+    run.train()
+    end_workers(run)
+    assert run.state.epoch == 3
+    return flat(outcome(run))
+
+
+@pytest.fixture
+def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[str, Any]]:
+    base = tmp_path_factory.getbasetemp()
+    return lambda name: uncut(name, base / f"whole_{list(LOADERS).index(name)}")
+
+
+# a pass has 10 batches (13 of 3, 7 of 6): in the first pass, at its end, and in a later one; the first without workers
+# alone, which are begun anew in any pass that is gone on with
+@pytest.mark.parametrize(
+    ("name", "iteration"),
+    [(name, iteration) for name in LOADERS for iteration in (4, 10, 17) if iteration != 4 or "worker" not in name],
+)
+def test_a_run_cut_in_the_middle_of_an_epoch_ends_as_the_uncut_one(
+    name: str, iteration: int, tmp_path: Path, whole_run: Callable[[str], dict[str, Any]]
+):
+    expected = whole_run(name)
+    cut(LOADERS[name](), tmp_path, iteration)
+    assert resumed(LOADERS[name](), tmp_path) == expected
+
+
+@pytest.mark.parametrize(("before", "after"), [(0, 2), (2, 0), (2, 1)])
+def test_another_number_of_workers_from_the_cut_on_changes_nothing(
+    before: int, after: int, tmp_path: Path, whole_run: Callable[[str], dict[str, Any]]
+):
+    expected = whole_run("draws")
+    cut(augmented(before), tmp_path, 17)
+    assert resumed(augmented(after), tmp_path) == expected
+
+
+def test_samples_that_were_trained_on_are_not_read_again(tmp_path: Path):
+    data = augmented()
+    cut(data, tmp_path, 17)
+    trained_on = data.dataset.read[-7 * BATCH_SIZE :]
+    again = augmented()
+    resumed(again, tmp_path)
+    read = again.dataset.read
+    assert len(read) == 3 * ROWS - 17 * BATCH_SIZE
+    assert sorted(trained_on + read[: 3 * BATCH_SIZE]) == list(range(ROWS))  # the rest of the pass
+
+
+def test_a_loader_with_a_state_is_not_read_again(tmp_path: Path):
+    cut(Stateful(), tmp_path, 17)
+    again = Stateful()
+    with structlog.testing.capture_logs() as logs:
+        resumed(again, tmp_path)
+    assert again.read == 30 - 17
+    assert not reread(logs)
+
+
+def reread(logs: list[Any]) -> list[tuple[str, int]]:
+    return [(entry["loader"], entry["batches"]) for entry in logs if "read again" in entry["event"]]
+
+
+@pytest.mark.parametrize(("name", "told"), [("subclass", [("Subclass", 7)]), ("list", []), ("draws", [])])
+def test_reading_a_pass_again_is_told_of(name: str, told: list[tuple[str, int]], tmp_path: Path):
+    cut(LOADERS[name](), tmp_path, 17)
+    with structlog.testing.capture_logs() as logs:
+        resumed(LOADERS[name](), tmp_path)
+    assert reread(logs) == told
+
+
+@pytest.mark.parametrize("event", [Events.GET_BATCH_COMPLETED, Events.ITERATION_STARTED])
+@pytest.mark.parametrize("name", ["draws", "generating", "state of its own", "torchdata's"])
+def test_a_batch_that_was_given_and_not_trained_on_comes_again(
+    name: str, event: Events, tmp_path: Path, whole_run: Callable[[str], dict[str, Any]]
+):
+    expected = whole_run(name)
+    for stop in (17, 25):  # the second time behind a resume
+        run = make(LOADERS[name](), tmp_path, Every(epochs=100))
+        run.handlers[0].detach()
+        run.handlers[0].at_end = True
+        run.handlers[0].attach(run)
+        counter = stop if event == Events.ITERATION_STARTED else stop - 1
+
+        @run.on(event)
+        def end(engine: Trainer, counter: int = counter) -> None:
+            if engine.state.iteration == counter:
+                engine.terminate()
+
+        run.train(resume="latest")
+        assert run.position.trained == stop - 1
+        end_workers(run)
+    assert resumed(LOADERS[name](), tmp_path) == expected
+
+
+@pytest.mark.parametrize("name", ["draws", "state of its own"])
+def test_a_checkpoint_that_was_loaded_and_saved_at_once_is_the_same_position(
+    name: str, tmp_path: Path, whole_run: Callable[[str], dict[str, Any]]
+):
+    expected = whole_run(name)
+    cut(LOADERS[name](), tmp_path, 17)
+    between = make(LOADERS[name](), tmp_path / "between")
+    between.load_checkpoint(next((tmp_path / "checkpoints").glob("000000017-*")))
+    between.save_checkpoint()
+    assert resumed(LOADERS[name](), tmp_path / "between") == expected
+
+
+def test_kept_workers_end_before_a_garbage_collection_takes_their_loader():
+    keyed = KeyedLoader(augmented(1, persistent_workers=True), 0)
+    list(keyed.begin(1))
+    keyed.itself = keyed  # type: ignore[attr-defined]  # as a trainer is part of a cycle
+    gc.collect()
+    gc.set_debug(gc.DEBUG_SAVEALL)
+    try:
+        del keyed
+        gc.collect()
+        kinds = {type(each).__name__ for each in gc.garbage}
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+    assert "KeyedLoader" in kinds
+    assert "_MultiProcessingDataLoaderIter" not in kinds

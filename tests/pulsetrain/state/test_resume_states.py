@@ -1,0 +1,180 @@
+"""The states of strategies, handlers and generators go on with a run, or are refused before anything is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+import torch
+from torch import nn
+
+from pulsetrain import Trainer
+from pulsetrain.engine import CheckpointError, Events, Every, SupervisedStrategy
+from pulsetrain.engine.checkpoint import CheckpointManager, load_checkpoint
+from pulsetrain.handlers import EMA, Checkpointer
+from tests.support.cutting import cut_after, make, weights
+from tests.support.small import trainer
+
+
+class Warming(SupervisedStrategy):
+    """Its loss depends on how many batches it has seen."""
+
+    def __init__(self) -> None:
+        super().__init__("mse")
+        self.seen = 0
+
+    def compute_loss(self, outputs: Any, batch: Any) -> torch.Tensor:
+        self.seen += 1
+        return super().compute_loss(outputs, batch) * (1 + 0.1 * self.seen)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        if state["seen"] < 0:
+            raise ValueError(f"Warming: seen={state['seen']}")
+        self.seen = state["seen"]
+
+
+class WarmingModule(nn.Module):
+    """The same, in a buffer that is loaded in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = SupervisedStrategy("mse")
+        self.register_buffer("seen", torch.zeros(()))
+        self.prepare_batch, self.compute_metrics = self.inner.prepare_batch, self.inner.compute_metrics
+
+    def compute_loss(self, outputs: Any, batch: Any) -> torch.Tensor:
+        self.seen += 1
+        return self.inner.compute_loss(outputs, batch) * (1 + 0.1 * self.seen)
+
+
+def with_strategy(folder: Path, strategy: Any, *handlers: Any) -> Trainer:
+    checkpointer = Checkpointer(folder, every=Every(iterations=1), keep_last=100, at_end=False)
+    return trainer({"max_epochs": 2, "seed": 7}, strategy=strategy, handlers=[checkpointer, *handlers])
+
+
+@pytest.mark.parametrize("kind", [Warming, WarmingModule])
+def test_a_strategys_state_goes_on(kind: Any, tmp_path: Path):
+    whole = with_strategy(tmp_path / "whole", kind())
+    whole.train()
+    cut_after(with_strategy(tmp_path / "cut", kind()), 13)
+    again = with_strategy(tmp_path / "cut", kind())
+    again.train(resume="latest")
+    assert again.strategy.seen == whole.strategy.seen == 20
+    assert all(torch.equal(weights(whole)[name], value) for name, value in weights(again).items())
+
+
+def test_a_strategy_that_cannot_take_the_saved_state_is_refused_before_anything_is_loaded(tmp_path: Path):
+    with_strategy(tmp_path, Warming()).train()
+    other = with_strategy(tmp_path, SupervisedStrategy("mse"))
+    before = weights(other)
+    with pytest.raises(
+        CheckpointError, match=r"SupervisedStrategy has no state_dict\(\) and load_state_dict\(\); resume"
+    ):
+        other.train(resume="latest")
+    assert all(torch.equal(before[name], value) for name, value in weights(other).items())
+    assert other.state.iteration == 0
+
+
+def test_a_strategy_without_a_saved_state_begins_anew_and_says_so(tmp_path: Path):
+    with_strategy(tmp_path, SupervisedStrategy("mse")).train()
+    with structlog.testing.capture_logs() as logs:
+        with_strategy(tmp_path, Warming()).train(resume="latest")
+    assert [line["strategy"] for line in logs if line["event"] == "the strategy begins anew"] == ["Warming"]
+
+
+def altered(folder: Path, **parts: Any) -> Path:
+    """A checkpoint in which parts are others."""
+    manager = CheckpointManager(folder / "checkpoints")
+    state = load_checkpoint(manager.get_latest())
+    return manager.save({**state, **parts}, "altered", step=99)
+
+
+class Averaging:
+    """Loads its state in place."""
+
+    def __init__(self) -> None:
+        self.values = torch.zeros(2)
+
+    def attach(self, engine: Any) -> None:
+        engine.add_event_handler(Events.ITERATION_COMPLETED, self.add)
+
+    def add(self, engine: Any) -> None:
+        self.values += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"values": self.values}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.values.copy_(state["values"])
+
+
+class Refusing(Averaging):
+    """Takes no negative sum."""
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        if state["values"][0] < 0:
+            raise CheckpointError("does not fit")
+
+
+@pytest.mark.parametrize("strategy", [Warming, WarmingModule])
+def test_where_a_handler_refuses_its_state_all_others_are_as_they_were(strategy: Any, tmp_path: Path):
+    run = with_strategy(tmp_path, strategy(), Averaging(), EMA(decay=0.9), Refusing())
+    run.train()
+    saved = load_checkpoint(CheckpointManager(tmp_path / "checkpoints").get_latest())
+    path = altered(tmp_path, handlers={**saved["handlers"], "Refusing": {"values": torch.full((2,), -1.0)}})
+    other = with_strategy(tmp_path / "other", strategy(), Averaging(), EMA(decay=0.9), Refusing())
+    before = weights(other)
+    ema = {name: value.clone() for name, value in other.handlers[2].state_dict()["average"]["weights"].items()}
+    with pytest.raises(CheckpointError, match="does not fit"):
+        other.load_checkpoint(path)
+    assert other.strategy.seen == 0
+    assert [handler.values.tolist() for handler in other.handlers[1::2]] == [[0, 0], [0, 0]]
+    assert other.handlers[2].number_averaged == 0
+    after = other.handlers[2].state_dict()["average"]["weights"]
+    assert all(torch.equal(ema[name], value) for name, value in after.items())
+    assert all(torch.equal(before[name], value) for name, value in weights(other).items())
+    other.load_checkpoint(altered(tmp_path, handlers=saved["handlers"]))
+    assert (other.strategy.seen, other.handlers[1].values.tolist()) == (20, [20, 20])
+    assert other.handlers[2].number_averaged == 20
+
+
+@pytest.mark.parametrize("part", ["counters", "position"])
+def test_a_state_with_a_piece_missing_inside_is_refused_before_anything_is_loaded(part: str, tmp_path: Path):
+    make(tmp_path).train()
+    run = make(tmp_path)
+    before = weights(run)
+    with pytest.raises(CheckpointError, match=f"the checkpoint's state lacks .*{part}.epoch"):
+        run.load_checkpoint(altered(tmp_path, **{part: {}}))
+    assert all(torch.equal(before[name], value) for name, value in weights(run).items())
+
+
+# ------------------------------------------------------------------------------------ generators of devices
+
+
+def test_generators_of_devices_that_are_not_seen_are_told_of_and_the_run_goes_on(tmp_path: Path):
+    cut_after(make(tmp_path), 12)
+    state = load_checkpoint(CheckpointManager(tmp_path / "checkpoints").get_latest())
+    count = torch.cuda.device_count() + 2
+    states = [torch.get_rng_state() if count == 2 else torch.cuda.get_rng_state()] * count
+    run = make(tmp_path)
+    with structlog.testing.capture_logs() as logs:
+        run.train(resume=altered(tmp_path, rng={**state["rng"], "cuda": states}))
+    assert [line["devices"] for line in logs if "sees fewer devices" in line["event"]] == [
+        [f"cuda: {count} -> {count - 2}"]
+    ]
+    assert run.state.epoch == 4
+
+
+def test_a_state_without_a_generator_is_refused_before_anything_is_loaded(tmp_path: Path):
+    make(tmp_path).train()
+    run = make(tmp_path)
+    before = weights(run)
+    with pytest.raises(CheckpointError, match="lacks python, numpy, torch, cuda"):
+        run.load_checkpoint(altered(tmp_path, rng={}))
+    assert all(torch.equal(before[name], value) for name, value in weights(run).items())

@@ -1,0 +1,206 @@
+"""Runs that go back to a checkpoint: which one, what they leave out, and what a resume and a proof make of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+import torch
+
+from pulsetrain import Trainer, verify
+from pulsetrain.engine import Events, Every
+from pulsetrain.engine.errors import CheckpointError, ConfigurationError
+from pulsetrain.handlers import Checkpointer, CSVLogger, EventRecorder, NaNGuard
+from tests.pulsetrain.test_guards import data, make
+
+
+def weights(trainer: Trainer) -> list[torch.Tensor]:
+    return [value.clone() for value in trainer.model.parameters()]
+
+
+def same(one: Trainer, other: Trainer) -> bool:
+    return all(map(torch.equal, weights(one), weights(other)))
+
+
+def saver(folder: Path, every: int = 3, keep_last: int = 20, **options: Any) -> Checkpointer:
+    return Checkpointer(folder, every=Every(iterations=every), keep_last=keep_last, **options)
+
+
+def going_back(trainer: Trainer, *when: tuple[int, int, int]) -> Trainer:
+    """Each once: at an iteration, the first and the last one that is left out."""
+    left = list(when)
+
+    def act(engine: Any) -> None:
+        if left and engine.state.iteration == left[0][0]:
+            engine.rewind(*left.pop(0)[1:], "told to")
+
+    trainer.add_event_handler(Events.ITERATION_COMPLETED, act)
+    return trainer
+
+
+def plain(**settings: Any) -> Trainer:
+    trainer = make(**settings)
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_it_goes_back_twice_past_what_it_left_out_before(tmp_path: Path, background: bool) -> None:
+    trainer = going_back(make(saver(tmp_path, background=background), max_epochs=2), (16, 14, 15), (18, 17, 17))
+    trainer.train()
+    assert trainer.position.left_out_since == [(14, 15), (19, 19)]
+    assert trainer.rewinds == 2
+    assert same(trainer, plain(max_epochs=2, skip_batches=[(14, 15), (19, 19)]))
+
+
+def test_what_lies_behind_the_checkpoint_is_its_past_no_more(tmp_path: Path) -> None:
+    checkpoints = saver(tmp_path)
+    trainer = going_back(make(checkpoints), (11, 8, 8))
+    kept: list[list[str]] = []
+    trainer.add_event_handler(
+        Events.STARTED, lambda: kept.append([place.name for place in checkpoints.manager.valid()])
+    )
+    trainer.train()
+    assert kept[1] == ["000000003-checkpoint", "000000006-checkpoint", "000000006-checkpoint~2"]
+
+
+def test_a_run_killed_right_behind_it_knows_of_it(tmp_path: Path) -> None:
+    trainer = going_back(make(saver(tmp_path)), (11, 8, 8))
+
+    @trainer.on(Events.ITERATION_COMPLETED)
+    def fail(engine: Any) -> None:
+        if engine.rewinds and engine.state.iteration == 8:
+            raise RuntimeError("the power went")
+
+    with pytest.raises(RuntimeError, match="the power went"):
+        trainer.train()
+    again = make(saver(tmp_path))
+    again.train(resume="latest")
+    assert (again.rewinds, again.position.left_out_since) == (1, [(8, 8)])
+    assert same(again, plain(skip_batches=[(8, 8)]))
+
+
+def test_batches_are_numbered_as_they_are_where_others_are_left_out_behind_them(tmp_path: Path) -> None:
+    trainer = going_back(make(saver(tmp_path), skip_batches=[(6, 7)]), (9, 4, 4))
+    trainer.train()
+    assert trainer.position.left_out_since == [(4, 4)]
+    assert same(trainer, plain(skip_batches=[(4, 4), (6, 7)]))
+
+
+def test_numbers_survive_a_resume(tmp_path: Path) -> None:
+    whole = going_back(make(saver(tmp_path / "a"), skip_batches=[(2, 3)]), (12, 10, 10))
+    whole.train()
+    parts = make(saver(tmp_path / "b"), skip_batches=[(2, 3)], max_iterations=6, max_epochs=None)
+    parts.train()
+    again = going_back(make(saver(tmp_path / "b"), skip_batches=[(2, 3)]), (12, 10, 10))
+    again.train(resume="latest")
+    assert again.position.left_out_since == whole.position.left_out_since == [(12, 12)]
+    assert same(again, whole)
+
+
+def test_a_save_at_the_same_point_does_not_delete_where_it_goes_back_to(tmp_path: Path) -> None:
+    trainer = going_back(make(saver(tmp_path, every=4, keep_last=1)), (8, 7, 7))
+    trainer.train()
+    assert trainer.rewinds == 1
+    assert same(trainer, plain(skip_batches=[(7, 7)]))
+
+
+def test_one_that_keeps_too_few_is_told_so(tmp_path: Path) -> None:
+    trainer = make(saver(tmp_path, every=2, keep_last=1))
+
+    @trainer.on(Events.ITERATION_COMPLETED(once=9))
+    def back(engine: Any) -> None:
+        engine.rewind(5, 5, "told to")
+
+    with pytest.raises(CheckpointError, match=r"kept was made behind iteration 8; look more often, or raise keep_last"):
+        trainer.train()
+
+
+class TestARunThatEnds:
+    def test_does_not_go_back(self, tmp_path: Path) -> None:
+        trainer = make(saver(tmp_path), NaNGuard("rewind", Every(iterations=100)), dataset=data((29,)))
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(once=10), lambda engine: engine.terminate(reason="enough"))
+        with structlog.testing.capture_logs() as logs:
+            trainer.train()
+        assert (trainer.state.iteration, trainer.state.stop_reason, trainer.rewinds) == (10, "enough", 0)
+        assert any("does not go back" in line["event"] for line in logs)
+
+    def test_for_another_reason_behind_it_ends(self, tmp_path: Path) -> None:
+        trainer = going_back(make(saver(tmp_path)), (8, 7, 7))
+        trainer.add_event_handler(Events.ITERATION_COMPLETED(once=8), lambda e: e.terminate(reason="enough"))
+        trainer.train()
+        assert (trainer.state.iteration, trainer.state.stop_reason, trainer.rewinds) == (8, "enough", 0)
+
+    def test_at_its_bound_goes_back_all_the_same(self, tmp_path: Path) -> None:
+        trainer = make(saver(tmp_path), NaNGuard("rewind", Every(iterations=100)), dataset=data((29,)))
+        trainer.train()
+        assert (trainer.rewinds, trainer.state.iteration) == (1, 16)
+
+
+def test_run_by_itself_just_ends_and_a_later_train_does_not_go_back(tmp_path: Path) -> None:
+    trainer = going_back(make(saver(tmp_path)), (8, 7, 7))
+    trainer.run(trainer.train_loader, max_epochs=1)
+    assert trainer.state.iteration == 8
+    trainer.train(resume="latest")
+    assert (trainer.state.iteration, trainer.rewinds) == (16, 0)
+
+
+def test_an_update_that_was_to_be_skipped_when_a_handler_failed_is_forgotten() -> None:
+    trainer = make()
+
+    @trainer.on(Events.GRADIENTS_READY(once=3))
+    def fail(engine: Any) -> None:
+        engine.skip_update(torch.tensor(True))
+        raise RuntimeError("no")
+
+    with pytest.raises(RuntimeError, match="no"):
+        trainer.train()
+    assert trainer.skip is not None
+    before = weights(trainer)
+    trainer.add_event_handler(
+        Events.OPTIMIZER_STEP_COMPLETED, lambda engine: engine.terminate(reason="one update is enough")
+    )
+    trainer.train()
+    assert not all(map(torch.equal, before, weights(trainer)))
+
+
+def test_without_a_checkpointer_it_says_so() -> None:
+    with pytest.raises(ConfigurationError, match="needs exactly one Checkpointer"):
+        going_back(make(), (8, 7, 7)).train()
+
+
+def test_the_table_and_the_log_hold_one_run_and_the_proof_holds(tmp_path: Path) -> None:
+    def build(folder: Path = tmp_path) -> Trainer:
+        guard = NaNGuard("rewind", Every(iterations=3))
+        handlers = [EventRecorder(folder), guard, CSVLogger(folder), saver(folder, every=2)]
+        return make(*handlers, dataset=data((13,)), log_every_n_steps=2)
+
+    trainer = build()
+    with structlog.testing.capture_logs() as logs:
+        trainer.train()
+    assert trainer.rewinds == 1
+    assert not [line for line in logs if "resumed" in line["event"]]
+    table = [line.split(",") for line in (tmp_path / "metrics.csv").read_text().splitlines()[1:]]
+    assert [int(row[0]) for row in table] == [2, 4, 6, 8, 10, 12, 14, 16]
+    found = verify(tmp_path, build)
+    assert found, str(found)
+    assert found.end == 16
+    assert verify(tmp_path, build, from_iteration=9)
+
+
+def test_a_list_of_batches_goes_back_too(tmp_path: Path) -> None:
+    inputs, targets = data().tensors
+    batches = list(zip(inputs.split(4), targets.split(4), strict=True))
+
+    def begin(*handlers: Any, **settings: Any) -> Trainer:
+        trainer = make(*handlers, **settings)
+        trainer.train_loader = list(batches)
+        return trainer
+
+    trainer = going_back(begin(saver(tmp_path)), (8, 7, 7))
+    trainer.train()
+    other = begin(skip_batches=[(7, 7)])
+    other.train()
+    assert same(trainer, other)
