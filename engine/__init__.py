@@ -35,7 +35,7 @@ from pulsetrain.engine.events.payloads import (
     ValidationCompleted,
 )
 from pulsetrain.engine.events.state import State
-from pulsetrain.engine.events.subscription import Phase, Subscription
+from pulsetrain.engine.events.subscription import FIRST, LAST, Order, Phase, Subscription
 from pulsetrain.engine.step.accumulation import Accumulate
 from pulsetrain.engine.step.protocols import (
     AlternatingStrategy,
@@ -66,6 +66,9 @@ __all__ = [
     "EventEnum",
     "Events",
     "Every",
+    "FIRST",
+    "LAST",
+    "Order",
     "Phase",
     "State",
     "Subscription",

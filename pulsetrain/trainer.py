@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
@@ -21,6 +20,7 @@ from pulsetrain.engine.data import rng
 from pulsetrain.engine.data.keyed_loader import workers_begin, workers_outlive_signals
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.events.payloads import CheckpointLoaded, MediaLogged, ValidationCompleted
+from pulsetrain.engine.events.subscription import LAST
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.metrics import MetricTracker
 from pulsetrain.engine.optimizers import NamedOptimizers, averaged_weights, parts_of
@@ -330,9 +330,7 @@ class Trainer(Engine):
         self.add_event_handler(Events.CHECKPOINT_SAVED, tell_of_changed_numbers, phase=Phase.OBSERVE)
         self.add_event_handler(Events.PREEMPTED, self._stop_when_preempted)
         for event in (Events.STARTED, Events.EPOCH_STARTED):
-            last = self.bus.subscribe(event, restore_as_it_starts, sender=self, phase=Phase.PERSIST)
-            last.position = math.inf
-            last.signal.reorder()
+            self.bus.subscribe(event, restore_as_it_starts, sender=self, phase=Phase.PERSIST, order=LAST)
         if self.val_loaders and config.validate_every is not None:
             self.add_event_handler(reading_events(config.validate_every), self._validate_once, phase=Phase.COMPUTE)
         logged_at = Events.ITERATION_COMPLETED(every=config.log_every_n_steps)

@@ -16,7 +16,7 @@ from ignite.engine.events import EventsList
 from pulsetrain.engine.events.dispatch import Plan, Sequence
 from pulsetrain.engine.events.handler_signature import Shape, bind
 from pulsetrain.engine.events.names import COUNTERS, EventFilter, Events, canonical, event_key
-from pulsetrain.engine.events.subscription import OnError, Phase, Subscription
+from pulsetrain.engine.events.subscription import OnError, Order, Phase, Subscription
 
 __all__ = ["EventBus", "EventSignal"]
 
@@ -96,7 +96,7 @@ class EventSignal(blinker.NamedSignal):
                     found.append(receiver)
                 elif not exclusive:
                     found.append(self._plain_subscription(receiver_id, receiver))
-        found.sort(key=lambda subscription: (subscription.phase, subscription.position))
+        found.sort(key=lambda subscription: (subscription.phase, subscription.order, subscription.position))
         return found
 
     def receivers_for(self, sender: Any) -> Generator[Callable[..., Any], None, None]:
@@ -206,12 +206,14 @@ class EventBus(blinker.Namespace):
         *args: Any,
         sender: Any = None,
         phase: Phase = Phase.ACT,
+        order: Order | None = None,
         on_error: OnError = "raise",
         **kwargs: Any,
     ) -> Subscription:
         """Call the handler when the event fires on `sender`, or on any engine of the bus when that is None.
 
-        It holds the handler until `cancel()`, and only observes exceptions: `engine.on` may take one.
+        It holds the handler until `cancel()`, and only observes exceptions: `engine.on` may take one. `order` is FIRST
+        or LAST to run before or after the other handlers of the phase; else they run as they were registered.
 
         Raises:
             ValueError: the handler's signature fits nothing, or a filter is on an event without a counter.
@@ -240,6 +242,7 @@ class EventBus(blinker.Namespace):
             event_filter=event_filter,
             sender=sender,
             phase=phase,
+            order=order,
             on_error=on_error,
         )
 
@@ -253,6 +256,7 @@ class EventBus(blinker.Namespace):
         event_filter: EventFilter | Callable[..., bool] | None,
         sender: Any,
         phase: Phase,
+        order: Order | None = None,
         on_error: OnError,
         by_engine: bool = False,
     ) -> Subscription:
@@ -270,6 +274,7 @@ class EventBus(blinker.Namespace):
             shape=bind(handler, signal.event, args, kwargs),
             event_filter=event_filter,
             phase=phase,
+            order=order,
             on_error=on_error,
             by_engine=by_engine,
         )

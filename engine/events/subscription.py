@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from pulsetrain.engine.events.engine_events import Emitter
     from pulsetrain.engine.events.names import Event
 
-__all__ = ["Handle", "OnError", "Phase", "Subscription"]
+__all__ = ["FIRST", "LAST", "Handle", "OnError", "Order", "Phase", "Subscription"]
 
 OnError = Literal["raise", "warn"]
 _serial = itertools.count(1)
@@ -35,6 +35,17 @@ class Phase(IntEnum):
     ACT = 1
     OBSERVE = 2
     PERSIST = 3
+
+
+class Order(IntEnum):
+    """Where a handler runs within its phase. Handlers of one order run in the order of their registration."""
+
+    FIRST = -1
+    REGISTERED = 0
+    LAST = 1
+
+
+FIRST, LAST = Order.FIRST, Order.LAST
 
 
 class Subscription:
@@ -54,6 +65,7 @@ class Subscription:
         "handler",
         "kwargs",
         "on_error",
+        "order",
         "phase",
         "position",
         "serial",
@@ -74,6 +86,7 @@ class Subscription:
         shape: Shape,
         event_filter: EventFilter | Callable[..., bool] | None = None,
         phase: Phase = Phase.ACT,
+        order: Order | None = None,
         on_error: OnError = "raise",
         by_engine: bool = False,
     ) -> None:
@@ -89,7 +102,8 @@ class Subscription:
         self.by_engine = by_engine  # registered with engine.on: may take an exception of the run
         self.failures = 0
         self.serial = next(_serial)
-        self.position: float = self.serial  # order inside a phase
+        self.order = Order.REGISTERED if order is None else order
+        self.position: float = self.serial  # among those of its phase and order
         self.filter = event_filter
         self.suspended: tuple[Any, Callable[..., Any]] | None = None
         # by engine, since a bus's subscription may hear several: its run and the value

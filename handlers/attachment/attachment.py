@@ -11,7 +11,7 @@ from pulsetrain.engine.errors import RunFolderError
 from pulsetrain.engine.events.bus import EventBus
 from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import EventsList
-from pulsetrain.engine.events.subscription import OnError, Phase, Subscription
+from pulsetrain.engine.events.subscription import OnError, Order, Phase, Subscription
 from pulsetrain.engine.logs import get_logger
 
 __all__ = ["Attachment"]
@@ -85,7 +85,7 @@ class Attachment:
         *,
         phase: Phase = Phase.OBSERVE,
         on_error: OnError = "raise",
-        position: float | None = None,
+        order: Order | None = None,
     ) -> None:
         """Subscribe the handler to an event, filtered or not, or to each of several joined by `|`.
 
@@ -94,16 +94,14 @@ class Attachment:
             handler: called as the bus calls any.
             phase: when, within the event.
             on_error: "raise" or "warn".
-            position: where in the phase; by default behind those that are registered already.
+            order: FIRST or LAST in the phase; by default after the handlers that are registered already.
         """
         assert self._bus is not None, "hear() outside attach()"
         sender = self._sender() if self._sender is not None else None
         for one in event if isinstance(event, EventsList) else (event,):
-            subscription = self._bus.subscribe(one, handler, sender=sender, phase=phase, on_error=on_error)
-            self._subscriptions.append(subscription)
-            if position is not None:
-                subscription.position = position
-                subscription.signal.reorder()
+            self._subscriptions.append(
+                self._bus.subscribe(one, handler, sender=sender, phase=phase, order=order, on_error=on_error)
+            )
 
     def cancel(self) -> None:
         """Undo every subscription; cancelling twice is once."""

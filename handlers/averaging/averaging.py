@@ -12,15 +12,13 @@ from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.events.cadence import Every
 from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import Events
-from pulsetrain.engine.events.subscription import Phase
+from pulsetrain.engine.events.subscription import FIRST, Phase
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.optimizers import is_schedule_free
 from pulsetrain.engine.step.averaging import MultiAverage, WeightAverage
 from pulsetrain.handlers.attachment.attachment import Attachment
 
 __all__ = ["Averaging"]
-
-_BEFORE_VALIDATION = -1.0  # in the phase that validates; behind a recorder's -inf, which is to see everything
 
 
 class Averaging:
@@ -84,7 +82,13 @@ class Averaging:
                     self.weights("update").update()
 
             hear(Events.STARTED, self._on_started, phase=Phase.COMPUTE)
-            hear(self._every.events(), average, phase=Phase.COMPUTE, position=_BEFORE_VALIDATION)
+            hear(
+                # FIRST: before the validation of the same phase
+                self._every.events(),
+                average,
+                phase=Phase.COMPUTE,
+                order=FIRST,
+            )  # before the validation of the same phase
             hear(Events.COMPLETED, self._check_was_averaged, phase=Phase.ACT)
             self._take(model)
             if applied is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -18,7 +17,7 @@ from pulsetrain.engine.checkpoint.weights import compare_weights
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import Event, Events
-from pulsetrain.engine.events.subscription import Phase
+from pulsetrain.engine.events.subscription import LAST, Phase
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.handlers.attachment.attachment import Attachment
 from pulsetrain.handlers.attachment.monitoring import refuse_replay
@@ -98,7 +97,7 @@ class BestModel:
             for event in METRIC_EVENTS:
                 hear(event, self._judge, phase=Phase.PERSIST)
             # last of all: checkpoints of the end hold the weights that a run goes on from
-            hear(Events.COMPLETED, self._on_completed, phase=Phase.PERSIST, position=math.inf)
+            hear(Events.COMPLETED, self._on_completed, phase=Phase.PERSIST, order=LAST)
         return self
 
     def detach(self) -> None:

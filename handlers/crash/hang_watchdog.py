@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import math
 import os
 import sys
 import threading
@@ -17,7 +16,7 @@ from pulsetrain.engine.errors import ConfigurationError, unknown_name
 from pulsetrain.engine.events.bus import EventBus
 from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import Event, Events
-from pulsetrain.engine.events.subscription import Phase
+from pulsetrain.engine.events.subscription import FIRST, LAST, Phase
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.handlers.attachment.attachment import Attachment
 from pulsetrain.handlers.attachment.monitoring import refuse_replay
@@ -88,10 +87,10 @@ class HangWatchdog:
             make_folder("HangWatchdog", self.folder)
             self._engine = None if isinstance(engine_or_bus, EventBus) else weakref.ref(engine_or_bus)
             self._log = get_logger("handlers")  # now: getting one looks at Python's random generator
-            hear(Events.STARTED, self._on_started, phase=Phase.COMPUTE, on_error="warn", position=-math.inf)
+            hear(Events.STARTED, self._on_started, phase=Phase.COMPUTE, on_error="warn", order=FIRST)
             ends = Events.TERMINATE | Events.COMPLETED | Events.INTERRUPT
-            hear(ends, self._on_end, phase=Phase.PERSIST, on_error="warn", position=math.inf)
-            hear(Events.EXCEPTION_RAISED, self._on_failure, phase=Phase.PERSIST, on_error="warn", position=math.inf)
+            hear(ends, self._on_end, phase=Phase.PERSIST, on_error="warn", order=LAST)
+            hear(Events.EXCEPTION_RAISED, self._on_failure, phase=Phase.PERSIST, on_error="warn", order=LAST)
         return self
 
     def detach(self) -> None:

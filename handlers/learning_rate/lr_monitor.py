@@ -10,7 +10,7 @@ from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.events.cadence import Every
 from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import Events
-from pulsetrain.engine.events.subscription import Phase
+from pulsetrain.engine.events.subscription import FIRST, Phase
 from pulsetrain.handlers.attachment.attachment import Attachment
 from pulsetrain.handlers.attachment.monitoring import check_every, publish, refuse_replay
 from pulsetrain.handlers.metric_values.step_values import learning_rates, reading_events, to_host
@@ -55,7 +55,7 @@ class LRMonitor:
             self._last_read = -1
             hear(Events.STARTED, self._on_started, on_error="warn")
             # before loggers look at the same event, as a replay has it
-            hear(reading_events(self.every), self._publish, phase=Phase.OBSERVE, position=-1.0, on_error="warn")
+            hear(reading_events(self.every), self._publish, phase=Phase.OBSERVE, order=FIRST, on_error="warn")
         return self
 
     def detach(self) -> None:

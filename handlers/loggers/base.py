@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import time
 import weakref
 from collections.abc import Callable, Mapping
@@ -16,7 +15,7 @@ from pulsetrain.engine.events.cadence import Every
 from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import Event, Events
 from pulsetrain.engine.events.payloads import MediaLogged, PolicyUpdated, RolloutCompleted, ValidationCompleted
-from pulsetrain.engine.events.subscription import OnError
+from pulsetrain.engine.events.subscription import LAST, OnError
 from pulsetrain.handlers.attachment.attachment import Attachment
 from pulsetrain.handlers.attachment.monitoring import check_every
 from pulsetrain.handlers.attachment.run_end import ends_here
@@ -158,7 +157,7 @@ class MetricLogger:
             hear(Events.MEDIA_LOGGED, self._on_media)
         # behind those that measure once more when the run ends
         for event in (Events.COMPLETED, Events.TERMINATE, Events.INTERRUPT, Events.EXCEPTION_RAISED):
-            hear(event, self._on_end, position=math.inf)
+            hear(event, self._on_end, order=LAST)
 
     def _hear_metrics(self, hear: Callable[..., None]) -> None:
         if self.every is None:

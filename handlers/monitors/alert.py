@@ -20,7 +20,7 @@ from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import Event, EventEnum, Events
 from pulsetrain.engine.events.payloads import payload_fields
-from pulsetrain.engine.events.subscription import Phase
+from pulsetrain.engine.events.subscription import LAST, Phase
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.recording.replay.engine import ReplayedEngine
 from pulsetrain.handlers.attachment.attachment import Attachment
@@ -99,7 +99,7 @@ class Alert:
             for event in self.events:
                 hear(event, self._on_event, on_error="warn")
             for event in (Events.COMPLETED, Events.TERMINATE, Events.EXCEPTION_RAISED):
-                hear(event, self._on_end, phase=Phase.PERSIST, on_error="warn", position=math.inf)
+                hear(event, self._on_end, phase=Phase.PERSIST, on_error="warn", order=LAST)
         return self
 
     def detach(self) -> None:

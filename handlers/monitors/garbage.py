@@ -9,7 +9,7 @@ from pulsetrain.engine.errors import ConfigurationError, RecordingError
 from pulsetrain.engine.events.cadence import Every
 from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import Events
-from pulsetrain.engine.events.subscription import Phase
+from pulsetrain.engine.events.subscription import FIRST, Phase
 from pulsetrain.engine.recording.replay.engine import ReplayedEngine
 from pulsetrain.handlers.attachment.attachment import Attachment
 
@@ -63,7 +63,7 @@ class Garbage:
             hear(Events.COMPLETED, self._end, phase=Phase.PERSIST)
             hear(Events.TERMINATE, self._end_without_completed, phase=Phase.PERSIST)
             # first of all: another handler may raise in turn
-            hear(Events.EXCEPTION_RAISED, self._end_failing, phase=Phase.COMPUTE, position=-1.0)
+            hear(Events.EXCEPTION_RAISED, self._end_failing, phase=Phase.COMPUTE, order=FIRST)
         return self
 
     def detach(self) -> None:

@@ -15,6 +15,7 @@ from pulsetrain.engine.events.cadence import Every
 from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import Events
 from pulsetrain.engine.events.payloads import AnomalyDetected
+from pulsetrain.engine.events.subscription import FIRST
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.handlers.attachment.attachment import Attachment
 from pulsetrain.handlers.attachment.monitoring import (
@@ -85,7 +86,7 @@ class MemoryMonitor:
         with self._attachment.to(engine, whole_bus=False) as hear:
             refuse_replay("MemoryMonitor", engine, "process that trains")
             hear(Events.STARTED, self._on_started, on_error="warn")
-            hear(reading_events(self.every), self._read, position=-1.0, on_error="warn")
+            hear(reading_events(self.every), self._read, order=FIRST, on_error="warn")
         return self
 
     def detach(self) -> None:

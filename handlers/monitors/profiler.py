@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import uuid
 from collections.abc import Callable
@@ -16,7 +15,7 @@ from torch.profiler import ProfilerActivity, profile
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import Event, Events
-from pulsetrain.engine.events.subscription import Phase
+from pulsetrain.engine.events.subscription import FIRST, LAST, Phase
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.handlers.attachment.attachment import Attachment
 from pulsetrain.handlers.attachment.monitoring import check_flag, check_whole, refuse_replay
@@ -194,8 +193,8 @@ class Profiler:
 
 
 def _first(hear: Callable[..., None], event: Any, handler: Any) -> None:
-    hear(event, handler, phase=Phase.COMPUTE, on_error="warn", position=-math.inf)
+    hear(event, handler, phase=Phase.COMPUTE, on_error="warn", order=FIRST)
 
 
 def _last(hear: Callable[..., None], event: Any, handler: Any) -> None:
-    hear(event, handler, phase=Phase.PERSIST, on_error="warn", position=math.inf)
+    hear(event, handler, phase=Phase.PERSIST, on_error="warn", order=LAST)

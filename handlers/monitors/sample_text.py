@@ -15,6 +15,7 @@ from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.events.cadence import Every
 from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import Events
+from pulsetrain.engine.events.subscription import FIRST
 from pulsetrain.engine.step.model_call import eval_mode
 from pulsetrain.handlers.attachment.attachment import Attachment
 from pulsetrain.handlers.attachment.monitoring import check_every, check_whole, publish_media
@@ -101,8 +102,8 @@ class SampleText:
                 make_folder("SampleText", self.folder / "samples")
             hear(Events.STARTED, self._on_started, on_error="warn")
             if self.every is not None:
-                hear(reading_events(self.every), self._write, position=-1.0, on_error="warn")
-            hear(Events.COMPLETED, self._write, position=-1.0, on_error="warn")
+                hear(reading_events(self.every), self._write, order=FIRST, on_error="warn")
+            hear(Events.COMPLETED, self._write, order=FIRST, on_error="warn")
         return self
 
     def detach(self) -> None:

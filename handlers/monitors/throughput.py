@@ -13,7 +13,7 @@ from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.events.cadence import Every
 from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import Event, Events
-from pulsetrain.engine.events.subscription import Phase
+from pulsetrain.engine.events.subscription import FIRST, LAST, Phase
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.handlers.attachment.attachment import Attachment
 from pulsetrain.handlers.attachment.monitoring import check_every, publish, refuse_replay
@@ -23,8 +23,6 @@ from pulsetrain.handlers.monitors.flop_count import FlopCount, is_compiled, peak
 __all__ = ["Throughput"]
 
 MAX_SHAPES = 16  # of batches that are counted; where there are more the operations are left out
-
-_FIRST, _LAST = -math.inf, math.inf
 
 
 class Throughput:
@@ -96,10 +94,10 @@ class Throughput:
             self._counts, self._peak_missed = True, False
 
             def first(event: Any, handler: Callable[..., None]) -> None:
-                hear(event, handler, phase=Phase.COMPUTE, on_error="warn", position=_FIRST)
+                hear(event, handler, phase=Phase.COMPUTE, on_error="warn", order=FIRST)
 
             def last(event: Any, handler: Callable[..., None]) -> None:
-                hear(event, handler, phase=Phase.PERSIST, on_error="warn", position=_LAST)
+                hear(event, handler, phase=Phase.PERSIST, on_error="warn", order=LAST)
 
             last(Events.STARTED, self._on_started)
             last(Events.GET_BATCH_STARTED, self._on_asking)
@@ -111,7 +109,7 @@ class Throughput:
             last(Events.VALIDATION_COMPLETED, self._go_on)
             last(Events.CHECKPOINT_SAVED, self._on_saved)
             hear(reading_events(self.every, self.clock), self._read, on_error="warn")
-            hear(Events.COMPLETED, self._read, phase=Phase.COMPUTE, on_error="warn", position=_FIRST)
+            hear(Events.COMPLETED, self._read, phase=Phase.COMPUTE, on_error="warn", order=FIRST)
             first(Events.INTERRUPT | Events.TERMINATE, self._stop_counting)
             first(Events.EXCEPTION_RAISED, self._on_failure)
         return self

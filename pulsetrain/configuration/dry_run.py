@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import resource
 import sys
@@ -25,6 +24,7 @@ from pulsetrain.engine import Events, Every, Phase
 from pulsetrain.engine.checkpoint import CheckpointManager
 from pulsetrain.engine.data.keyed_loader import length_of
 from pulsetrain.engine.errors import RunFolderError
+from pulsetrain.engine.events.subscription import FIRST, LAST
 from pulsetrain.engine.step.protocols import describe
 from pulsetrain.handlers import Alert, Checkpointer, LRFinder
 from pulsetrain.handlers.crash.crash_files import forget_bundle
@@ -36,7 +36,6 @@ __all__ = ["Unattached", "dry_run"]
 
 BATCHES = 2  # of training, more where an update takes more; and of each validation set
 OUTWARD = (ServiceLogger, Alert)  # beside classes that say `reaches_out = True`
-_LAST = math.inf
 
 
 class Unattached:
@@ -171,15 +170,13 @@ class _Timing:
         self.waits: list[float] = []
         self.steps: list[float] = []
         self.batch = ""  # shapes
-        for event, hear, phase, position in (
-            (Events.GET_BATCH_STARTED, self._begin, Phase.PERSIST, _LAST),
-            (Events.GET_BATCH_COMPLETED, self._waited, Phase.COMPUTE, -_LAST),
-            (Events.ITERATION_STARTED, self._begin, Phase.PERSIST, _LAST),
-            (Events.ITERATION_COMPLETED, self._stepped, Phase.COMPUTE, -_LAST),
+        for event, hear, phase, order in (
+            (Events.GET_BATCH_STARTED, self._begin, Phase.PERSIST, LAST),
+            (Events.GET_BATCH_COMPLETED, self._waited, Phase.COMPUTE, FIRST),
+            (Events.ITERATION_STARTED, self._begin, Phase.PERSIST, LAST),
+            (Events.ITERATION_COMPLETED, self._stepped, Phase.COMPUTE, FIRST),
         ):
-            subscription = trainer.bus.subscribe(event, hear, sender=trainer, phase=phase)
-            subscription.position = position
-            subscription.signal.reorder()
+            trainer.bus.subscribe(event, hear, sender=trainer, phase=phase, order=order)
 
     def _now(self) -> float:
         device = self._trainer.backend.device

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ from pulsetrain.engine import Events, Phase
 from pulsetrain.engine.checkpoint import Place
 from pulsetrain.engine.errors import ConfigurationError, unknown_name
 from pulsetrain.engine.events.names import Event, event_key
+from pulsetrain.engine.events.subscription import LAST
 from pulsetrain.engine.recording import LoggedEvent
 from pulsetrain.handlers.metric_values.event_values import EventValues
 from pulsetrain.handlers.metric_values.step_values import learning_rates, scalars
@@ -71,9 +71,7 @@ class LiveDebugger:
         known = {event_key(event): event for event in (*Events, *self.trainer.registered_events)}
         for event in known.values():
             if event not in (Events.GET_BATCH_STARTED, Events.GET_BATCH_COMPLETED):
-                subscription = bus.subscribe(event, self._hear, phase=Phase.PERSIST)
-                subscription.position = math.inf
-                subscription.signal.reorder()
+                bus.subscribe(event, self._hear, phase=Phase.PERSIST, order=LAST)
         self._thread = threading.Thread(target=self._train, name="live", daemon=True)
         self._thread.start()
 

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import structlog
-from tests.faults.crashes import Call, Content, content_of, crashes, put, record
 
 from pulsetrain.engine.checkpoint import CheckpointManager, Form, find_checkpoints, load_checkpoint
 from pulsetrain.engine.errors import CheckpointError
+from tests.faults.crashes import Call, Content, content_of, crashes, put, record
 
 FOLDER = Path("run", "checkpoints")
 NEW = 9  # `n` of the checkpoint that is saved while the machine may crash

@@ -8,7 +8,7 @@ import weakref
 import pytest
 from ignite.engine import Events as IgniteEvents
 
-from pulsetrain.engine import EventBus, EventEnum, Events, Phase, Subscription
+from pulsetrain.engine import FIRST, LAST, EventBus, EventEnum, Events, Phase, Subscription
 
 
 class Custom(EventEnum):
@@ -346,3 +346,23 @@ def test_a_bus_shows_its_engines(make_engine):
     kept = [make_engine(bus=bus, name=name) for name in ("trainer", "evaluator")]
     assert bus.engines == kept
     assert repr(bus) == "<EventBus of trainer, evaluator>"
+
+
+def test_first_and_last_run_before_and_after_the_rest_of_their_phase_in_order_of_registration(engine):
+    ran: list[str] = []
+
+    def note(name: str) -> None:
+        ran.append(name)
+
+    for name, phase, order in (
+        ("rest", Phase.ACT, None),
+        ("last 1", Phase.ACT, LAST),
+        ("first 1", Phase.ACT, FIRST),
+        ("next phase, first", Phase.OBSERVE, FIRST),
+        ("last 2", Phase.ACT, LAST),
+        ("first 2", Phase.ACT, FIRST),
+        ("rest 2", Phase.ACT, None),
+    ):
+        engine.bus.subscribe(Events.STARTED, note, name, phase=phase, order=order)
+    engine.fire(Events.STARTED)
+    assert ran == ["first 1", "first 2", "rest", "rest 2", "last 1", "last 2", "next phase, first"]

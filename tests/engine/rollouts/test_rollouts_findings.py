@@ -14,10 +14,10 @@ from pulsetrain.engine.errors import ConfigurationError, MetricNotFoundError
 from pulsetrain.engine.rollouts import EnvironmentRollouts, TextRollouts
 from pulsetrain.handlers import Checkpointer
 from pulsetrain.handlers.metric_values.best_value import judged_name, tell_of_silence
-from tests.support import strategy_formulas as formulas
 from tests.engine.rollouts.test_rollouts import PROMPTS, VOCABULARY, Reward, Valued, texts
 from tests.engine.rollouts.test_rollouts_environment import Counting, Policy
 from tests.engine.strategies.test_strategies_bad_input import assert_refused
+from tests.support import strategy_formulas as formulas
 from tests.support.on_backends import saved
 from tests.support.on_strategies import differences
 from tests.support.small import Tokens, trainer
