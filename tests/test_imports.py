@@ -48,9 +48,9 @@ print(*sorted({*sys.modules} - loaded))
 @pytest.mark.parametrize(
     "package",
     [
-        "engine, pulsetrain.engine.checkpoint, pulsetrain.engine.optimizers, pulsetrain.engine.schedules",
-        "handlers",
-        "pulsetrain",
+        "pulsetrain.engine, pulsetrain.engine.checkpoint, pulsetrain.engine.optimizers, pulsetrain.engine.schedules",
+        "pulsetrain.handlers",
+        "pulsetrain, pulsetrain.trainer",
     ],
     ids=["engine", "handlers", "pulsetrain"],
 )

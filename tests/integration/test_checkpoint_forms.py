@@ -188,7 +188,7 @@ def test_an_older_version_is_told_that_it_is_too_old(tmp_path: Path, monkeypatch
     begun(FUNCTIONAL, tmp_path)
     checkpoint = saved(tmp_path, CUT)
     assert json.loads((checkpoint / "manifest.json").read_text())["format"] == 3
-    for module in ("manifest", "reading"):
+    for module in ("manifest", "reader"):
         monkeypatch.setattr(f"pulsetrain.engine.checkpoint.{module}.FORMATS", (1, 2))
     with pytest.raises(CheckpointError, match="format 3, this version reads up to 2; update pulsetrain"):
         check_checkpoint(checkpoint)

@@ -269,7 +269,7 @@ def test_a_template_that_changes_an_earlier_turn_is_refused_and_the_turn_named(b
     tokenizer = make_fast(FORGETFUL)
     message = (
         r"tokenize_chat\(messages\[2\]\): this turn changes what the tokenizer's chat template wrote before it, from "
-        r"token (\d+) on .*; pass template=, such as engine\.chat\.chatml, or train_on='last'$"
+        r"token (\d+) on .*; pass template=, such as pulsetrain\.engine\.data\.chat\.chatml, or train_on='last'$"
     )
     with pytest.raises(ConfigurationError, match=message) as caught:
         tokenize_chat(THOUGHTS, tokenizer)
@@ -284,7 +284,7 @@ def test_a_template_that_changes_an_earlier_turn_is_refused_and_the_turn_named(b
 
 
 def test_a_last_turn_that_changes_the_reply_before_it_is_named(make_fast):
-    with pytest.raises(ConfigurationError, match=r"messages\[2\]\): this turn changes.*engine\.chat\.chatml$"):
+    with pytest.raises(ConfigurationError, match=r"messages\[2\]\): this turn changes.*engine\.data\.chat\.chatml$"):
         tokenize_chat(THOUGHTS[:3], make_fast(FORGETFUL))
 
 

@@ -267,7 +267,7 @@ def test_without_the_packages_the_extra_is_named(monkeypatch, package):
 
 def test_importing_them_imports_neither_jax_nor_optax():
     code = (
-        "import sys, engine, pulsetrain.engine.backends.optax, pulsetrain.engine.optimizers.functional;"
+        "import sys, pulsetrain.engine.backends.optax, pulsetrain.engine.optimizers.functional;"
         "print([name for name in ('jax', 'optax', 'flax') if name in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.strip() == "[]"

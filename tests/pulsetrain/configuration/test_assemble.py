@@ -153,7 +153,7 @@ class TestBuild:
             ({"class_path": Part}, "part.init_args: Part needs number as well"),
             ("Part", r"class_path='Part': needs a path with a module"),
             ("nowhere.Part", "there is no module 'nowhere'"),
-            ("engine.nowhere.Part", "there is no module 'engine.nowhere'"),
+            ("pulsetrain.engine.nowhere.Part", "there is no module 'pulsetrain.engine.nowhere'"),
             (f"{__name__}.Prat", r"unknown name in .*did you mean 'Part'"),
             (
                 "pulsetrain.engine.metrics.Acuracy",
