@@ -22,7 +22,7 @@ step = @printf '\n== %s\n'
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test install install-dev lint types contracts pytest coverage faults ignite-suite format bench clean FORCE
+.PHONY: help demo test test-slow install install-dev lint types contracts pytest architecture coverage faults ignite-suite format bench clean FORCE
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -31,7 +31,7 @@ demo: $(VENV)/installed ## train a small byte-level language model; prints where
 	$(step) 'Training the example: examples/byte_lm/config.yaml'
 	@$(BIN)/pulsetrain train examples/byte_lm/config.yaml
 
-test: lint types contracts pytest ## lint, types, import contracts, tests
+test: lint types contracts pytest ## lint, types, import contracts, and the tests that are not slow
 	$(step) 'All checks passed'
 
 lint: $(VENV)/installed-dev ## ruff: rules and format
@@ -47,11 +47,18 @@ contracts: $(VENV)/installed-dev ## import-linter: the arrows between the packag
 	$(step) 'Import contracts (import-linter)'
 	@$(BIN)/lint-imports --no-logo
 
-pytest: $(VENV)/installed-dev ## the tests; two at a time; e.g. make pytest ARGS="-n auto tests/engine"
+pytest: $(VENV)/installed-dev ## the tests that are not slow, two at a time; e.g. make pytest ARGS="-n auto tests/engine"
 	$(step) 'Tests (pytest)'
-	@$(BIN)/python -m pytest -n 2 --dist worksteal $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slow' $(ARGS)
 
-coverage: $(VENV)/installed-dev ## the tests, and which lines of engine/ and handlers/ they miss; fails under 90%
+test-slow: $(VENV)/installed-dev ## the slow tests: installs, services, benchmarks, compilations, kills
+	$(step) 'Slow tests (pytest)'
+	@$(BIN)/python -m pytest -n 2 --dist worksteal -m slow $(ARGS)
+
+architecture: $(VENV)/installed-dev ## draw docs/architecture.svg from the imports
+	@$(BIN)/python docs/draw_architecture.py
+
+coverage: $(VENV)/installed-dev ## all tests, and which lines they miss; fails under 90%
 	$(step) 'Coverage'
 	@$(BIN)/python -m pytest -n 2 --dist worksteal --cov --cov-fail-under=90 $(ARGS)
 

@@ -71,7 +71,8 @@ def draw() -> str:
             f'<text x="{MARGIN + 14}" y="{top + 22}" class="title">{TITLES[package]}</text>'
         )
         places = _places(rows, top + 34)
-        for source, target in sorted(edges_of(graph, package, set(places))):
+        ground = set(rows[-1]) if package == "pulsetrain.engine" else set()  # which everything imports
+        for source, target in sorted(edges_of(graph, package, set(places) - ground)):
             parts.append(_arrow(places[source], places[target]))
         for name, (x, y, width) in places.items():
             count = sum(each == f"{package}.{name}" or each.startswith(f"{package}.{name}.") for each in graph.modules)
