@@ -209,6 +209,26 @@ class Trainer(Engine):
         super().terminate(skip_completed, reason=reason)
 
     @property
+    def data(self) -> DataPosition:
+        """Where the run is in its data."""
+        return self.position
+
+    @property
+    def is_resuming(self) -> bool:
+        """Whether a checkpoint was loaded from which the run has not continued yet."""
+        return self.position.resuming
+
+    @property
+    def is_stepping(self) -> bool:
+        """Whether a training step is in progress, so that the state is between two updates."""
+        return self.in_step
+
+    @property
+    def is_rewinding(self) -> bool:
+        """Whether this run ends only to continue from an earlier checkpoint."""
+        return self.rewinding is not None
+
+    @property
     def rewinds(self) -> int:
         """How often the run has gone back."""
         return self.position.rewinds
