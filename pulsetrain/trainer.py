@@ -34,7 +34,7 @@ from pulsetrain.engine.step.protocols import (
     TrainingStrategy,
 )
 from pulsetrain.handlers import Callback, CallbackList
-from pulsetrain.handlers.metric_values.step_values import reading_events
+from pulsetrain.handlers.attachment.cadence import reading_events
 from pulsetrain.state.data_cursor import DataPosition
 from pulsetrain.state.handler_registry import handler_settings, handler_states, restore_as_it_starts
 from pulsetrain.state.resume import capture, restore

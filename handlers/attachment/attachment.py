@@ -38,7 +38,7 @@ class Attachment:
     def to(
         self, target: Engine | EventBus, *, whole_bus: bool = True, needed: bool = True
     ) -> Iterator[Callable[..., None]]:
-        """Attach in a `with` block; gives `hear`. Where the block fails, nothing stays subscribed.
+        """Attach in a `with` block; yields `subscribe`. Where the block fails, nothing stays subscribed.
 
         Args:
             target: an engine, or a bus for all its engines.
@@ -61,7 +61,7 @@ class Attachment:
             wanted = "an Engine or an EventBus" if whole_bus else "an Engine"
             raise TypeError(f"{self._place}.attach({target!r}): needs {wanted} of this package")
         try:
-            yield self.hear
+            yield self.subscribe
         except BaseException as error:
             self.cancel()
             if needed or not (isinstance(error, RunFolderError) and isinstance(error.__cause__, OSError)):
@@ -74,11 +74,11 @@ class Attachment:
         return self._bus
 
     @property
-    def hears_whole_bus(self) -> bool:
+    def follows_whole_bus(self) -> bool:
         """Whether it was a bus that was attached to."""
         return self._bus is not None and self._sender is None
 
-    def hear(
+    def subscribe(
         self,
         event: Any,
         handler: Callable[..., Any],
@@ -90,13 +90,13 @@ class Attachment:
         """Subscribe the handler to an event, filtered or not, or to each of several joined by `|`.
 
         Args:
-            event: what to hear.
+            event: what to subscribe to.
             handler: called as the bus calls any.
             phase: when, within the event.
             on_error: "raise" or "warn".
             order: FIRST or LAST in the phase; by default after the handlers that are registered already.
         """
-        assert self._bus is not None, "hear() outside attach()"
+        assert self._bus is not None, "subscribe() outside attach()"
         sender = self._sender() if self._sender is not None else None
         for one in event if isinstance(event, EventsList) else (event,):
             self._subscriptions.append(

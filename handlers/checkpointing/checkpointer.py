@@ -24,6 +24,7 @@ from pulsetrain.engine.events.payloads import CheckpointSaved
 from pulsetrain.engine.events.subscription import Handle, Subscription
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.metrics import canonical
+from pulsetrain.handlers.attachment.cadence import reading_events
 from pulsetrain.handlers.checkpointing.background_save import BackgroundSave
 from pulsetrain.handlers.checkpointing.save_interval import SaveInterval
 from pulsetrain.handlers.metric_values.best_value import (
@@ -33,7 +34,7 @@ from pulsetrain.handlers.metric_values.best_value import (
     require_validation,
     tell_of_silence,
 )
-from pulsetrain.handlers.metric_values.step_values import METRIC_EVENTS, reading_events
+from pulsetrain.handlers.metric_values.step_values import METRIC_EVENTS
 
 __all__ = ["Checkpointer"]
 

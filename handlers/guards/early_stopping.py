@@ -67,12 +67,12 @@ class EarlyStopping:
         Raises:
             ConfigurationError: the trainer never validates, and has no rollouts that could tell the metric.
         """
-        with self._attachment.to(engine, whole_bus=False) as hear:
+        with self._attachment.to(engine, whole_bus=False) as subscribe:
             require_validation("EarlyStopping", self.metric, engine)
             for event in METRIC_EVENTS:
-                hear(event, self._judge, phase=Phase.ACT)
-            hear(Events.STARTED, self._on_started, phase=Phase.ACT)
-            hear(Events.COMPLETED, self._on_completed, phase=Phase.ACT)
+                subscribe(event, self._judge, phase=Phase.ACT)
+            subscribe(Events.STARTED, self._on_started, phase=Phase.ACT)
+            subscribe(Events.COMPLETED, self._on_completed, phase=Phase.ACT)
         return self
 
     def detach(self) -> None:

@@ -17,9 +17,9 @@ from pulsetrain.engine.events.names import Event, Events
 from pulsetrain.engine.events.payloads import MediaLogged, PolicyUpdated, RolloutCompleted, ValidationCompleted
 from pulsetrain.engine.events.subscription import LAST, OnError
 from pulsetrain.handlers.attachment.attachment import Attachment
-from pulsetrain.handlers.attachment.monitoring import check_every
-from pulsetrain.handlers.attachment.run_end import ends_here
-from pulsetrain.handlers.metric_values.step_values import reading_events, step_metrics
+from pulsetrain.handlers.attachment.cadence import check_every, reading_events
+from pulsetrain.handlers.attachment.engine_queries import is_run_end
+from pulsetrain.handlers.metric_values.step_values import step_metrics
 
 __all__ = ["MetricLogger", "Plain", "Status", "hyperparameters_of"]
 
@@ -83,11 +83,11 @@ class MetricLogger:
             RunFolderError: another logger of this bus writes there, or, with on_error="raise", its place cannot be
                 written: else that is said, and the run goes on without it.
         """
-        with self._attachment.to(engine_or_bus, needed=self.on_error == "raise") as hear:
+        with self._attachment.to(engine_or_bus, needed=self.on_error == "raise") as subscribe:
             self._refuse_company()
             self.prepare()
             self._last_read = self._running = None
-            self._subscribe(functools.partial(hear, on_error=self.on_error))
+            self._subscribe(functools.partial(subscribe, on_error=self.on_error))
             MetricLogger._attached.add(self)
         return self
 
@@ -139,7 +139,7 @@ class MetricLogger:
 
     def full_name(self, engine: Engine, name: str) -> str:
         """The metric's name; on a bus, where several engines may use it, behind the engine's."""
-        return f"{engine.name}/{name}" if self._attachment.hears_whole_bus else name
+        return f"{engine.name}/{name}" if self._attachment.follows_whole_bus else name
 
     def _refuse_company(self) -> None:
         destination, bus = self.destination, self._attachment.bus
@@ -150,22 +150,22 @@ class MetricLogger:
                     "each a folder of its own, or detach() the other one"
                 )
 
-    def _subscribe(self, hear: Callable[..., None]) -> None:
-        self._hear_metrics(hear)
-        hear(Events.STARTED, self._on_started)
+    def _subscribe(self, subscribe: Callable[..., None]) -> None:
+        self._subscribe_to_metrics(subscribe)
+        subscribe(Events.STARTED, self._on_started)
         if type(self).log_media is not MetricLogger.log_media:
-            hear(Events.MEDIA_LOGGED, self._on_media)
+            subscribe(Events.MEDIA_LOGGED, self._on_media)
         # behind those that measure once more when the run ends
         for event in (Events.COMPLETED, Events.TERMINATE, Events.INTERRUPT, Events.EXCEPTION_RAISED):
-            hear(event, self._on_end, order=LAST)
+            subscribe(event, self._on_end, order=LAST)
 
-    def _hear_metrics(self, hear: Callable[..., None]) -> None:
+    def _subscribe_to_metrics(self, subscribe: Callable[..., None]) -> None:
         if self.every is None:
-            hear(Events.METRICS_LOGGED, self._on_metrics)
+            subscribe(Events.METRICS_LOGGED, self._on_metrics)
         else:
-            hear(reading_events(self.every, self._clock), self._on_reading)
-        hear(Events.VALIDATION_COMPLETED, self._on_validation)
-        hear(Events.ROLLOUT_COMPLETED | Events.POLICY_UPDATED, self._on_rollout)
+            subscribe(reading_events(self.every, self._clock), self._on_reading)
+        subscribe(Events.VALIDATION_COMPLETED, self._on_validation)
+        subscribe(Events.ROLLOUT_COMPLETED | Events.POLICY_UPDATED, self._on_rollout)
 
     def _on_started(self, engine: Engine, event: Event) -> None:
         self._last_read = None
@@ -202,7 +202,7 @@ class MetricLogger:
     def _on_end(self, engine: Engine, event: Event) -> None:
         if engine.name != self._running:
             return
-        if not ends_here(engine, event):
+        if not is_run_end(engine, event):
             return
         self.event = event
         ends: dict[str, Status] = {

@@ -74,16 +74,16 @@ class ConsoleLogger(MetricLogger):
         else:
             self._write(engine, "policy", {**_place(engine), **rollout.metrics})
 
-    def _subscribe(self, hear: Callable[..., None]) -> None:
-        self._hear_metrics(hear)
+    def _subscribe(self, subscribe: Callable[..., None]) -> None:
+        self._subscribe_to_metrics(subscribe)
         # of each engine of a bus, where other loggers know one run
-        hear(Events.STARTED, self._on_started)
-        hear(Events.COMPLETED, self._on_completed)
-        hear(Events.TERMINATE, self._on_terminated)
-        hear(Events.EXCEPTION_RAISED, self._on_exception)
+        subscribe(Events.STARTED, self._on_started)
+        subscribe(Events.COMPLETED, self._on_completed)
+        subscribe(Events.TERMINATE, self._on_terminated)
+        subscribe(Events.EXCEPTION_RAISED, self._on_exception)
 
     def _write(self, engine: Engine, message: str, values: Mapping[str, Any]) -> None:
-        where = {"engine": engine.name} if self._attachment.hears_whole_bus else {}
+        where = {"engine": engine.name} if self._attachment.follows_whole_bus else {}
         with tqdm.external_write_mode(file=self._stream):
             self._logger.info(message, values={**where, **values})
 

@@ -110,9 +110,9 @@ class CSVLogger(MetricLogger):
         self._last = None
         self._write()
 
-    def _subscribe(self, hear: Callable[..., None]) -> None:
-        super()._subscribe(hear)
-        hear(Events.CHECKPOINT_LOADED, self._drop_rows_to_come_again)
+    def _subscribe(self, subscribe: Callable[..., None]) -> None:
+        super()._subscribe(subscribe)
+        subscribe(Events.CHECKPOINT_LOADED, self._drop_rows_to_come_again)
 
     def _cells(self, engine: Engine, metrics: Mapping[str, float]) -> _Cells:
         place = {"iteration": str(engine.state.iteration), "epoch": str(engine.state.epoch)}

@@ -92,9 +92,9 @@ class JSONLinesLogger(MetricLogger):
         if media.kind == "text":
             self._append(engine, self.event.type, {"name": media.name, "text": media.value})
 
-    def _subscribe(self, hear: Callable[..., None]) -> None:
-        super()._subscribe(hear)
-        hear(Events.CHECKPOINT_LOADED, self._drop_lines_to_come_again)
+    def _subscribe(self, subscribe: Callable[..., None]) -> None:
+        super()._subscribe(subscribe)
+        subscribe(Events.CHECKPOINT_LOADED, self._drop_lines_to_come_again)
 
     def _append(self, engine: Engine, event: str, values: Mapping[str, Any]) -> None:
         state = engine.state

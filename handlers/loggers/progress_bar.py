@@ -63,7 +63,7 @@ class ProgressBar:
 
     def attach(self, engine: Engine) -> Self:
         """Show the engine's runs."""
-        with self._attachment.to(engine, whole_bus=False) as hear:
+        with self._attachment.to(engine, whole_bus=False) as subscribe:
             for event, handler in (
                 (Events.STARTED, self._on_started),
                 (Events.EPOCH_STARTED, self._on_epoch),
@@ -74,7 +74,7 @@ class ProgressBar:
                 (Events.COMPLETED, self._on_end),
                 (Events.EXCEPTION_RAISED, self._on_exception),
             ):
-                hear(event, handler, on_error=self._on_error)
+                subscribe(event, handler, on_error=self._on_error)
         return self
 
     def detach(self) -> None:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import numbers
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pulsetrain.engine.events.cadence import Every
-from pulsetrain.engine.events.names import Events, EventsList
+from pulsetrain.engine.events.names import Events
 from pulsetrain.engine.metrics import to_host
 
-__all__ = ["METRIC_EVENTS", "learning_rates", "reading_events", "scalar", "scalars", "step_metrics", "to_host"]
+__all__ = ["METRIC_EVENTS", "learning_rates", "scalar", "scalars", "step_metrics", "to_host"]
 
 # the payloads of these have `metrics` by which a run may be judged, and state.metrics holds them, too
 METRIC_EVENTS = (Events.VALIDATION_COMPLETED, Events.ROLLOUT_COMPLETED, Events.POLICY_UPDATED)
@@ -83,26 +81,3 @@ def step_metrics(engine: Any) -> dict[str, float]:
     tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
     host = dict(zip(tensors, to_host(list(tensors.values())), strict=True))
     return {name: host[name] if isinstance(value, Tensor) else value for name, value in found.items()}
-
-
-def reading_events(every: Every, clock: Callable[[], float] = time.monotonic) -> EventsList:
-    """The events at which a reader of `state.output` looks: those of the cadence, updates behind their iteration.
-
-    An update happens inside the step, before there is an output.
-    """
-    if every.updates is None:
-        return every.events(clock)
-    rest = {name: getattr(every, name) for name in ("iterations", "epochs", "seconds")}
-    joined = Every(**rest).events(clock) if any(rest.values()) else EventsList()
-    interval = every.updates
-    seen: int | None = None
-
-    def has_updated(engine: Any, value: int) -> bool:
-        nonlocal seen
-        update = engine.state.update
-        if seen is None:  # the first look of a run, perhaps of one that goes on behind update 1,000
-            seen = max(update - (getattr(engine, "accumulated", 0) == 0), 0)
-        before, seen = seen, update
-        return bool(update // interval > before // interval)
-
-    return joined | Events.ITERATION_COMPLETED(event_filter=has_updated)
