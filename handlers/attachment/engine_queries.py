@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, is_dataclass
 from typing import TypeVar
+
+import torch
 
 from pulsetrain.engine.errors import RecordingError
 from pulsetrain.engine.events.bus import EventBus
@@ -11,9 +14,35 @@ from pulsetrain.engine.events.names import Event, Events
 from pulsetrain.engine.recording.replay.engine import ReplayBus
 from pulsetrain.engine.training_run import is_training_run
 
-__all__ = ["handlers_of", "is_run_end", "reject_replay"]
+__all__ = ["attribute", "device_of", "handlers_of", "is_run_end", "reject_replay", "settings_of"]
 
 Kind = TypeVar("Kind")
+
+
+def attribute(engine: object, name: str, kind: type[Kind]) -> Kind | None:
+    """An attribute that a Trainer has, and that users may set on an engine of their own, such as `optimizer`.
+
+    Returns:
+        None if the engine has no such attribute, or one of another type.
+
+    Raises:
+        RecordingError: the engine is a replay and its log lacks the attribute.
+    """
+    value = getattr(engine, name, None)
+    return value if isinstance(value, kind) else None
+
+
+def device_of(engine: object) -> torch.device | None:
+    """The device of the engine's backend, None if it has none."""
+    return attribute(attribute(engine, "backend", object), "device", torch.device)
+
+
+def settings_of(engine: object) -> dict[str, object] | None:
+    """The fields of `engine.config` by name, None unless that is a dataclass."""
+    config = attribute(engine, "config", object)
+    if not is_dataclass(config) or isinstance(config, type):
+        return None
+    return {field.name: getattr(config, field.name) for field in fields(config)}
 
 
 def handlers_of(engine: Engine, event: Events, kind: type[Kind]) -> list[Kind]:

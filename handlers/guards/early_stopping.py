@@ -17,7 +17,7 @@ from pulsetrain.handlers.metric_values.best_value import (
     is_better,
     judged_name,
     require_validation,
-    tell_of_silence,
+    warn_if_never_reported,
 )
 from pulsetrain.handlers.metric_values.step_values import METRIC_EVENTS
 
@@ -114,7 +114,7 @@ class EarlyStopping:
 
     def _on_completed(self, engine: Engine) -> None:
         if self.best_value is None and self.counter == 0:
-            tell_of_silence("EarlyStopping", self.metric, engine)
+            warn_if_never_reported("EarlyStopping", self.metric, engine)
 
     def _judge(self, engine: Engine, event: Event) -> None:
         name = judged_name("EarlyStopping", self.metric, engine, event)

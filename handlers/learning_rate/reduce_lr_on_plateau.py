@@ -24,7 +24,7 @@ from pulsetrain.handlers.metric_values.best_value import (
     check_judged,
     judged_name,
     require_validation,
-    tell_of_silence,
+    warn_if_never_reported,
 )
 from pulsetrain.handlers.metric_values.step_values import METRIC_EVENTS
 
@@ -213,7 +213,7 @@ class ReduceLROnPlateau:
 
     def _on_completed(self, engine: Engine) -> None:
         if self._torch.last_epoch == 0:  # as many values as it has judged
-            tell_of_silence("ReduceLROnPlateau", self.metric, engine)
+            warn_if_never_reported("ReduceLROnPlateau", self.metric, engine)
 
     def _judge(self, engine: Engine, event: Event) -> None:
         name = judged_name("ReduceLROnPlateau", self.metric, engine, event)

@@ -73,7 +73,7 @@ def test_an_observer_without_its_folder_is_left_out_and_the_run_goes_on(make, tm
     before = subscriptions(engine.bus)
     with structlog.testing.capture_logs() as logs:
         handler = make(tmp_path / "file" / "run").attach(engine)
-    assert [line["event"] for line in logs] == [f"the run goes on without {make.__name__}"]
+    assert [line["event"] for line in logs] == [f"the run continues without {make.__name__}"]
     assert "cannot be written" in logs[0]["reason"]
     assert subscriptions(engine.bus) == before
     engine.run([1, 2], max_epochs=1)
