@@ -22,6 +22,9 @@ class BatchOrder(Protocol):
     pass_start: int
     """The iteration before the first batch of the current pass over the data."""
 
+    left_out_since: Sequence[tuple[int, int]]
+    """The iterations (first, last) whose batches have been left out since the run returned to a checkpoint."""
+
     def locate(self, iteration: int) -> tuple[int, int] | None:
         """Where in the data order a batch of the current pass is, for `rows_at`; None if the loader decides itself."""
         ...
