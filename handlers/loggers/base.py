@@ -135,7 +135,7 @@ class MetricLogger:
         self.log_metrics(engine, rollout.metrics)
 
     def log_media(self, engine: Engine, media: MediaLogged) -> None:
-        """MEDIA_LOGGED; a logger that does not override this method does not subscribe, so that no pictures are drawn."""
+        """MEDIA_LOGGED; a logger that does not override this does not subscribe, so that no pictures are drawn."""
 
     def close(self, status: Status) -> None:
         """The run has ended; `open` may follow for another one."""
@@ -159,7 +159,7 @@ class MetricLogger:
         for other in MetricLogger._attached if destination is not None else ():
             if other.destination == destination and other.bus is self.bus:
                 raise RunFolderError(
-                    f"{self._place}.attach(): another {type(other).__name__} of this bus already writes {destination}; "
+                    f"{self._place}.attach(): another {type(other).__name__} of this bus writes {destination} already; "
                     "give each its own folder, or detach() the other one"
                 )
 
