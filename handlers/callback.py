@@ -153,8 +153,8 @@ class CallbackList:
         self._attachments.pop(callback).cancel()
 
     def _subscribe(self, callback: Callback, trainer: Engine) -> None:
-        with self._attachments[callback].to(trainer, whole_bus=False) as hear:
+        with self._attachments[callback].to(trainer, whole_bus=False) as subscribe:
             for name, (event, shape) in _HOOKS.items():
                 hook = getattr(callback, name)
                 if getattr(hook, "__func__", hook) is not getattr(Callback, name):
-                    hear(event, shape(hook), phase=Phase.ACT)
+                    subscribe(event, shape(hook), phase=Phase.ACT)

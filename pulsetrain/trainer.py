@@ -34,7 +34,7 @@ from pulsetrain.engine.step.protocols import (
     TrainingStrategy,
 )
 from pulsetrain.handlers import Callback, CallbackList
-from pulsetrain.handlers.metric_values.step_values import reading_events
+from pulsetrain.handlers.attachment.cadence import reading_events
 from pulsetrain.state.data_cursor import DataPosition
 from pulsetrain.state.handler_registry import handler_settings, handler_states, restore_as_it_starts
 from pulsetrain.state.resume import capture, restore
@@ -207,6 +207,26 @@ class Trainer(Engine):
     def terminate(self, skip_completed: bool = False, *, reason: str = "terminate() was called") -> None:
         self.rewinding = None  # whoever ends the run ends it for good
         super().terminate(skip_completed, reason=reason)
+
+    @property
+    def data(self) -> DataPosition:
+        """Where the run is in its data."""
+        return self.position
+
+    @property
+    def is_resuming(self) -> bool:
+        """Whether a checkpoint was loaded from which the run has not continued yet."""
+        return self.position.resuming
+
+    @property
+    def is_stepping(self) -> bool:
+        """Whether a training step is in progress, so that the state is between two updates."""
+        return self.in_step
+
+    @property
+    def is_rewinding(self) -> bool:
+        """Whether this run ends only to continue from an earlier checkpoint."""
+        return self.rewinding is not None
 
     @property
     def rewinds(self) -> int:

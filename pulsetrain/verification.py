@@ -15,7 +15,7 @@ from pulsetrain.engine.recording import Divergence, EventLog, LoggedEvent
 from pulsetrain.engine.recording.diff.fields import differing_fields
 from pulsetrain.engine.recording.diff.result import field_table, place_of
 from pulsetrain.engine.recording.replay.source import Source
-from pulsetrain.handlers.run_files.run_file import describe_run, read_run_file
+from pulsetrain.handlers.run_files.run_file import read_run_file, run_facts
 from pulsetrain.reproduce.diagnosis import BATCH, STATE, Cause, Evidence, causes_of
 from pulsetrain.reproduce.rerun import Again, Expected, first_checkpoint, nearest_checkpoint
 from pulsetrain.trainer import Trainer
@@ -126,7 +126,7 @@ def verify(
         expected = Expected(log.read(seq=(again.after + 1, None)), engine, to_iteration, log.is_superseded)
         again.compare(expected, to_iteration)
         check = again.check
-        recorded, now = read_run_file(folder), describe_run(again.trainer)
+        recorded, now = read_run_file(folder), run_facts(again.trainer)
         others = [
             each
             for part in ("environment", "settings")

@@ -1,30 +1,55 @@
-"""What a handler has subscribed to: made together, undone together."""
+"""The subscriptions of one handler: made together, cancelled together."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Protocol
 
 from pulsetrain.engine.errors import RunFolderError
 from pulsetrain.engine.events.bus import EventBus
 from pulsetrain.engine.events.engine import Engine
-from pulsetrain.engine.events.names import EventsList
+from pulsetrain.engine.events.names import EventEnum, EventsList, FilteredEvent
 from pulsetrain.engine.events.subscription import OnError, Order, Phase, Subscription
 from pulsetrain.engine.logs import get_logger
 
-__all__ = ["Attachment"]
+__all__ = ["AnyEvent", "Attachment", "Subscribe"]
+
+AnyEvent = str | EventEnum | FilteredEvent | EventsList
+
+
+class Subscribe(Protocol):
+    """What `Attachment.to` yields."""
+
+    def __call__(
+        self,
+        event: AnyEvent,
+        handler: Callable[..., object],
+        *,
+        phase: Phase = ...,
+        on_error: OnError = ...,
+        order: Order | None = ...,
+    ) -> None: ...
 
 
 class Attachment:
     """Holds the subscriptions of one handler to one engine or bus.
 
-    It subscribes at the bus, so that a handler which hears EXCEPTION_RAISED observes the exception and does not take
-    it, and it keeps no engine alive.
+    It subscribes to the bus, so that a handler of EXCEPTION_RAISED observes the exception and does not swallow it. It
+    does not keep the engine alive.
 
     Args:
         place: the handler's class name, for messages.
+
+    >>> from pulsetrain.engine import Engine, Events
+    >>> engine, attachment = Engine(lambda engine, batch: batch), Attachment("Greeter")
+    >>> with attachment.to(engine) as subscribe:
+    ...     subscribe(Events.STARTED | Events.COMPLETED, lambda engine, event: print(event.type))
+    >>> state = engine.run([1, 2])
+    started
+    completed
+    >>> attachment.cancel()
     """
 
     def __init__(self, place: str) -> None:
@@ -35,38 +60,37 @@ class Attachment:
         self._name = ""
 
     @contextmanager
-    def to(
-        self, target: Engine | EventBus, *, whole_bus: bool = True, needed: bool = True
-    ) -> Iterator[Callable[..., None]]:
-        """Attach in a `with` block; gives `hear`. Where the block fails, nothing stays subscribed.
+    def to(self, target: Engine | EventBus, *, whole_bus: bool = True, needed: bool = True) -> Iterator[Subscribe]:
+        """Attach in a `with` block, which yields `subscribe`. If the block fails, nothing stays subscribed.
 
         Args:
             target: an engine, or a bus for all its engines.
-            whole_bus: whether a bus will do.
-            needed: whether a folder that cannot be written is an error; else that is said, and the run goes on without
-                the handler, which is not attached.
+            whole_bus: whether the handler accepts a bus.
+            needed: whether a folder that cannot be written is an error. If not, a warning is logged and the run
+                continues without the handler, which is not attached.
 
         Raises:
-            RuntimeError: attached already.
-            TypeError: the target is no engine (or bus).
+            RuntimeError: already attached.
+            TypeError: the target is not an engine (or bus).
         """
         if self._bus is not None:
             raise RuntimeError(f"{self._place}.attach(): already attached to {self._name}; detach() first")
-        if isinstance(target, EventBus) and whole_bus:
+        if isinstance(target, EventBus):
+            if not whole_bus:
+                raise TypeError(f"{self._place}.attach({target!r}): needs an Engine of this package")
             self._bus, self._sender, self._name = target, None, repr(target)
-        elif isinstance(getattr(target, "bus", None), EventBus):
-            engine: Any = target  # or what stands for one: it has a bus
-            self._bus, self._sender, self._name = engine.bus, weakref.ref(engine), repr(engine.name)
+        elif isinstance(getattr(target, "bus", None), EventBus):  # an engine, or an object that acts as one
+            self._bus, self._sender, self._name = target.bus, weakref.ref(target), repr(target.name)
         else:
             wanted = "an Engine or an EventBus" if whole_bus else "an Engine"
             raise TypeError(f"{self._place}.attach({target!r}): needs {wanted} of this package")
         try:
-            yield self.hear
+            yield self.subscribe
         except BaseException as error:
             self.cancel()
             if needed or not (isinstance(error, RunFolderError) and isinstance(error.__cause__, OSError)):
                 raise
-            get_logger("handlers").warning(f"the run goes on without {self._place}", reason=str(error))
+            get_logger("handlers").warning(f"the run continues without {self._place}", reason=str(error))
 
     @property
     def bus(self) -> EventBus | None:
@@ -74,29 +98,29 @@ class Attachment:
         return self._bus
 
     @property
-    def hears_whole_bus(self) -> bool:
-        """Whether it was a bus that was attached to."""
+    def follows_whole_bus(self) -> bool:
+        """Whether the handler was attached to a bus, not to one engine."""
         return self._bus is not None and self._sender is None
 
-    def hear(
+    def subscribe(
         self,
-        event: Any,
-        handler: Callable[..., Any],
+        event: AnyEvent,
+        handler: Callable[..., object],
         *,
         phase: Phase = Phase.OBSERVE,
         on_error: OnError = "raise",
         order: Order | None = None,
     ) -> None:
-        """Subscribe the handler to an event, filtered or not, or to each of several joined by `|`.
+        """Subscribe the handler to an event, with or without a filter, or to each of several joined by `|`.
 
         Args:
-            event: what to hear.
-            handler: called as the bus calls any.
+            event: the event or events.
+            handler: called with as much of (engine, event) as its signature takes.
             phase: when, within the event.
             on_error: "raise" or "warn".
             order: FIRST or LAST in the phase; by default after the handlers that are registered already.
         """
-        assert self._bus is not None, "hear() outside attach()"
+        assert self._bus is not None, "subscribe() outside attach()"
         sender = self._sender() if self._sender is not None else None
         for one in event if isinstance(event, EventsList) else (event,):
             self._subscriptions.append(
@@ -104,7 +128,7 @@ class Attachment:
             )
 
     def cancel(self) -> None:
-        """Undo every subscription; cancelling twice is once."""
+        """Cancel every subscription; may be called twice."""
         for subscription in self._subscriptions:
             subscription.cancel()
         self._subscriptions.clear()

@@ -68,7 +68,7 @@ class Averaging:
             ConfigurationError: the engine has no model; another average is validated already; or validation runs on
                 that of a schedule-free optimizer.
         """
-        with self._attachment.to(engine, whole_bus=False) as hear:
+        with self._attachment.to(engine, whole_bus=False) as subscribe:
             held = getattr(engine, "model", None)  # a replay without weights raises, though a model was given here
             model = self._given if self._given is not None else held
             if not isinstance(model, nn.Module):
@@ -81,15 +81,15 @@ class Averaging:
                     self._averaged_at = now
                     self.weights("update").update()
 
-            hear(Events.STARTED, self._on_started, phase=Phase.COMPUTE)
-            hear(
+            subscribe(Events.STARTED, self._on_started, phase=Phase.COMPUTE)
+            subscribe(
                 # FIRST: before the validation of the same phase
                 self._every.events(),
                 average,
                 phase=Phase.COMPUTE,
                 order=FIRST,
             )  # before the validation of the same phase
-            hear(Events.COMPLETED, self._check_was_averaged, phase=Phase.ACT)
+            subscribe(Events.COMPLETED, self._check_was_averaged, phase=Phase.ACT)
             self._take(model)
             if applied is not None:
                 self._join_validation(engine, applied)

@@ -20,8 +20,7 @@ from pulsetrain.engine.events.names import Event, Events
 from pulsetrain.engine.events.subscription import LAST, Phase
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.handlers.attachment.attachment import Attachment
-from pulsetrain.handlers.attachment.monitoring import refuse_replay
-from pulsetrain.handlers.attachment.peers import hearing
+from pulsetrain.handlers.attachment.engine_queries import handlers_of, reject_replay
 from pulsetrain.handlers.metric_values.best_value import Mode, check_judged, is_better, judged_name, require_validation
 from pulsetrain.handlers.metric_values.step_values import METRIC_EVENTS
 from pulsetrain.handlers.run_files.run_folder import make_folder
@@ -80,24 +79,24 @@ class BestModel:
             ConfigurationError: it has no torch model; the trainer never validates; or another BestModel restores, too.
             RunFolderError: the folder cannot be written.
         """
-        with self._attachment.to(engine, whole_bus=False) as hear:
-            refuse_replay("BestModel", engine, "weights of its validations")
+        with self._attachment.to(engine, whole_bus=False) as subscribe:
+            reject_replay("BestModel", engine, "weights of its validations")
             if not isinstance(getattr(engine, "model", None), nn.Module):
                 raise ConfigurationError(f"BestModel: {engine.name!r} has no torch model; set engine.model")
             require_validation("BestModel", self.metric, engine)
-            if self.restore and any(other.restore for other in hearing(engine, Events.COMPLETED, BestModel)):
+            if self.restore and any(other.restore for other in handlers_of(engine, Events.COMPLETED, BestModel)):
                 raise ConfigurationError(
                     f"BestModel(metric={self.metric!r}, restore=True): another BestModel restores its weights at the "
                     "end; pass restore=False to one of the two"
                 )
             if self.folder is not None:
                 make_folder("BestModel", self.folder)
-            hear(Events.STARTED, self._take_up, phase=Phase.COMPUTE)
-            hear(Events.CHECKPOINT_LOADED, self._on_loaded, phase=Phase.PERSIST)
+            subscribe(Events.STARTED, self._take_up, phase=Phase.COMPUTE)
+            subscribe(Events.CHECKPOINT_LOADED, self._on_loaded, phase=Phase.PERSIST)
             for event in METRIC_EVENTS:
-                hear(event, self._judge, phase=Phase.PERSIST)
+                subscribe(event, self._judge, phase=Phase.PERSIST)
             # last of all: checkpoints of the end hold the weights that a run goes on from
-            hear(Events.COMPLETED, self._on_completed, phase=Phase.PERSIST, order=LAST)
+            subscribe(Events.COMPLETED, self._on_completed, phase=Phase.PERSIST, order=LAST)
         return self
 
     def detach(self) -> None:

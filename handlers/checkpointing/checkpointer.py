@@ -24,6 +24,7 @@ from pulsetrain.engine.events.payloads import CheckpointSaved
 from pulsetrain.engine.events.subscription import Handle, Subscription
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.metrics import canonical
+from pulsetrain.handlers.attachment.cadence import reading_events
 from pulsetrain.handlers.checkpointing.background_save import BackgroundSave
 from pulsetrain.handlers.checkpointing.save_interval import SaveInterval
 from pulsetrain.handlers.metric_values.best_value import (
@@ -31,9 +32,9 @@ from pulsetrain.handlers.metric_values.best_value import (
     is_better,
     judged_name,
     require_validation,
-    tell_of_silence,
+    warn_if_never_reported,
 )
-from pulsetrain.handlers.metric_values.step_values import METRIC_EVENTS, reading_events
+from pulsetrain.handlers.metric_values.step_values import METRIC_EVENTS
 
 __all__ = ["Checkpointer"]
 
@@ -371,7 +372,7 @@ class Checkpointer:
     def _on_completed(self, engine: Any) -> None:
         assert self.metric is not None
         if not self.told_rollout:
-            tell_of_silence("Checkpointer", self.metric, engine)
+            warn_if_never_reported("Checkpointer", self.metric, engine)
 
     def _has_news(self, engine: Any) -> bool:
         """Whether a validation or a rollout has told a metric that has not been ranked yet."""

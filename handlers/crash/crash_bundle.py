@@ -112,7 +112,7 @@ class CrashBundle:
             RecordingError: it is a replay, where there is no process to look into.
         """
         bus: Any = engine if isinstance(engine, EventBus) else getattr(engine, "bus", engine)
-        with self._attachment.to(bus, whole_bus=bus is not engine, needed=False) as hear:
+        with self._attachment.to(bus, whole_bus=bus is not engine, needed=False) as subscribe:
             if isinstance(engine, ReplayedEngine):
                 raise RecordingError(
                     f"CrashBundle.attach({engine.name!r}): an event log does not hold the batch and the weights of the "
@@ -125,10 +125,10 @@ class CrashBundle:
             if self._recorder is None:
                 for event in Events:
                     if event not in _NOT_KEPT:
-                        hear(event, self._keep, on_error="warn")
+                        subscribe(event, self._keep, on_error="warn")
             wanted = [event for event in HEARD if event in self.faults or event.value in self.faults]
             for event in wanted:
-                hear(event, self._on_fault, phase=Phase.PERSIST, on_error="warn")
+                subscribe(event, self._on_fault, phase=Phase.PERSIST, on_error="warn")
         return self
 
     def detach(self) -> None:

@@ -19,7 +19,7 @@ from pulsetrain.engine.events.names import Event, Events
 from pulsetrain.engine.events.subscription import FIRST, LAST, Phase
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.handlers.attachment.attachment import Attachment
-from pulsetrain.handlers.attachment.monitoring import refuse_replay
+from pulsetrain.handlers.attachment.engine_queries import reject_replay
 from pulsetrain.handlers.run_files.run_folder import make_folder
 
 __all__ = ["EXIT_STATUS", "HangWatchdog", "Silence"]
@@ -82,15 +82,15 @@ class HangWatchdog:
         Raises:
             RecordingError: it is a replay's.
         """
-        with self._attachment.to(engine_or_bus, needed=False) as hear:
-            refuse_replay("HangWatchdog", engine_or_bus, "process that trains")
+        with self._attachment.to(engine_or_bus, needed=False) as subscribe:
+            reject_replay("HangWatchdog", engine_or_bus, "process that trains")
             make_folder("HangWatchdog", self.folder)
             self._engine = None if isinstance(engine_or_bus, EventBus) else weakref.ref(engine_or_bus)
             self._log = get_logger("handlers")  # now: getting one looks at Python's random generator
-            hear(Events.STARTED, self._on_started, phase=Phase.COMPUTE, on_error="warn", order=FIRST)
+            subscribe(Events.STARTED, self._on_started, phase=Phase.COMPUTE, on_error="warn", order=FIRST)
             ends = Events.TERMINATE | Events.COMPLETED | Events.INTERRUPT
-            hear(ends, self._on_end, phase=Phase.PERSIST, on_error="warn", order=LAST)
-            hear(Events.EXCEPTION_RAISED, self._on_failure, phase=Phase.PERSIST, on_error="warn", order=LAST)
+            subscribe(ends, self._on_end, phase=Phase.PERSIST, on_error="warn", order=LAST)
+            subscribe(Events.EXCEPTION_RAISED, self._on_failure, phase=Phase.PERSIST, on_error="warn", order=LAST)
         return self
 
     def detach(self) -> None:

@@ -17,7 +17,7 @@ from pulsetrain.handlers.metric_values.best_value import (
     is_better,
     judged_name,
     require_validation,
-    tell_of_silence,
+    warn_if_never_reported,
 )
 from pulsetrain.handlers.metric_values.step_values import METRIC_EVENTS
 
@@ -67,12 +67,12 @@ class EarlyStopping:
         Raises:
             ConfigurationError: the trainer never validates, and has no rollouts that could tell the metric.
         """
-        with self._attachment.to(engine, whole_bus=False) as hear:
+        with self._attachment.to(engine, whole_bus=False) as subscribe:
             require_validation("EarlyStopping", self.metric, engine)
             for event in METRIC_EVENTS:
-                hear(event, self._judge, phase=Phase.ACT)
-            hear(Events.STARTED, self._on_started, phase=Phase.ACT)
-            hear(Events.COMPLETED, self._on_completed, phase=Phase.ACT)
+                subscribe(event, self._judge, phase=Phase.ACT)
+            subscribe(Events.STARTED, self._on_started, phase=Phase.ACT)
+            subscribe(Events.COMPLETED, self._on_completed, phase=Phase.ACT)
         return self
 
     def detach(self) -> None:
@@ -114,7 +114,7 @@ class EarlyStopping:
 
     def _on_completed(self, engine: Engine) -> None:
         if self.best_value is None and self.counter == 0:
-            tell_of_silence("EarlyStopping", self.metric, engine)
+            warn_if_never_reported("EarlyStopping", self.metric, engine)
 
     def _judge(self, engine: Engine, event: Event) -> None:
         name = judged_name("EarlyStopping", self.metric, engine, event)

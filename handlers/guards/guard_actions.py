@@ -9,13 +9,13 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from torch import Tensor
 
+from pulsetrain.engine.argument_checks import check_whole_number
 from pulsetrain.engine.data import rng
 from pulsetrain.engine.errors import ConfigurationError, PulsetrainError, unknown_name
 from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import Events
 from pulsetrain.engine.events.payloads import AnomalyDetected
 from pulsetrain.engine.logs import get_logger
-from pulsetrain.handlers.attachment.monitoring import check_whole
 
 __all__ = ["Batch", "Policy", "announce", "batches_between", "odd_rows"]
 
@@ -51,7 +51,7 @@ def batches_between(engine: Any, first: int, last: int) -> list[Batch]:
     position = getattr(engine, "position", None)
     begun = getattr(position, "pass_start", 0)
     return [
-        Batch(each, position.place(each) if position is not None and each > begun else None)
+        Batch(each, position.locate(each) if position is not None and each > begun else None)
         for each in range(first, last + 1)
     ]
 
@@ -115,7 +115,7 @@ class Policy:
     def __init__(self, place: str, name: str, goes_on: str, max_rewinds: int) -> None:
         if name not in (goes_on, "stop", "rewind"):
             raise unknown_name(place, "policy", name, (goes_on, "stop", "rewind"))
-        check_whole(place, "max_rewinds", max_rewinds)
+        check_whole_number(place, "max_rewinds", max_rewinds)
         self.name = name
         self.max_rewinds = max_rewinds
         self._place = place

@@ -64,10 +64,10 @@ class TimeLimit:
 
     def attach(self, engine: Engine) -> Self:
         """Look at the clock after each iteration, in phase ACT."""
-        with self._attachment.to(engine, whole_bus=False) as hear:
-            hear(Events.STARTED, self._on_started, phase=Phase.ACT)
-            hear(Events.ITERATION_COMPLETED, self._on_iteration, phase=Phase.ACT)
-            hear(Events.CHECKPOINT_LOADED, self._on_loaded, phase=Phase.ACT)
+        with self._attachment.to(engine, whole_bus=False) as subscribe:
+            subscribe(Events.STARTED, self._on_started, phase=Phase.ACT)
+            subscribe(Events.ITERATION_COMPLETED, self._on_iteration, phase=Phase.ACT)
+            subscribe(Events.CHECKPOINT_LOADED, self._on_loaded, phase=Phase.ACT)
         return self
 
     def detach(self) -> None:
@@ -138,10 +138,10 @@ class StepLimit:
 
     def attach(self, engine: Engine) -> Self:
         """Count after each iteration, in phase ACT; from here on where the run is under way."""
-        with self._attachment.to(engine, whole_bus=False) as hear:
-            hear(Events.STARTED, self._on_started, phase=Phase.ACT)
-            hear(Events.ITERATION_COMPLETED, self._on_iteration, phase=Phase.ACT)
-            hear(Events.TERMINATE, self._on_terminate, phase=Phase.ACT)
+        with self._attachment.to(engine, whole_bus=False) as subscribe:
+            subscribe(Events.STARTED, self._on_started, phase=Phase.ACT)
+            subscribe(Events.ITERATION_COMPLETED, self._on_iteration, phase=Phase.ACT)
+            subscribe(Events.TERMINATE, self._on_terminate, phase=Phase.ACT)
             self._made, self._ended = (0, 0), False
             self._at_start = (engine.state.iteration, engine.state.update) if engine.is_running else None
         return self

@@ -11,6 +11,7 @@ from typing import Any, Literal, Self
 
 from torch import Tensor
 
+from pulsetrain.engine.argument_checks import check_whole_number
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.events.cadence import Every
 from pulsetrain.engine.events.engine import Engine
@@ -18,9 +19,9 @@ from pulsetrain.engine.events.names import Events
 from pulsetrain.engine.events.subscription import Phase
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.handlers.attachment.attachment import Attachment
-from pulsetrain.handlers.attachment.monitoring import check_every, check_whole
+from pulsetrain.handlers.attachment.cadence import check_every, reading_events
 from pulsetrain.handlers.guards.guard_actions import Batch, Policy, announce, batches_between
-from pulsetrain.handlers.metric_values.step_values import reading_events, scalars, to_host
+from pulsetrain.handlers.metric_values.step_values import scalars, to_host
 
 __all__ = ["LossSpikeGuard"]
 
@@ -71,9 +72,9 @@ class LossSpikeGuard:
     ) -> None:
         if not isinstance(threshold, (int, float)) or not 0.0 < threshold < math.inf:
             raise ConfigurationError(f"LossSpikeGuard(threshold={threshold!r}): needs a positive number")
-        check_whole("LossSpikeGuard", "window", window, 8)
-        check_whole("LossSpikeGuard", "patience", patience)
-        check_whole("LossSpikeGuard", "margin", margin, 0)
+        check_whole_number("LossSpikeGuard", "window", window, 8)
+        check_whole_number("LossSpikeGuard", "patience", patience)
+        check_whole_number("LossSpikeGuard", "margin", margin, 0)
         check_every("LossSpikeGuard", every)
         self._policy = Policy("LossSpikeGuard", policy, "warn", max_rewinds)
         self.threshold = threshold
@@ -100,12 +101,12 @@ class LossSpikeGuard:
         Raises:
             ConfigurationError: the policy is "rewind", and the engine cannot go back.
         """
-        with self._attachment.to(engine, whole_bus=False) as hear:
+        with self._attachment.to(engine, whole_bus=False) as subscribe:
             self._policy.check(engine)
-            hear(Events.STARTED, self._on_started, phase=Phase.ACT)
-            hear(Events.ITERATION_COMPLETED, self._on_iteration, phase=Phase.COMPUTE)
+            subscribe(Events.STARTED, self._on_started, phase=Phase.ACT)
+            subscribe(Events.ITERATION_COMPLETED, self._on_iteration, phase=Phase.COMPUTE)
             looks = reading_events(self.every, self._clock) | Events.EPOCH_COMPLETED | Events.COMPLETED
-            hear(looks, self._look, phase=Phase.ACT)
+            subscribe(looks, self._look, phase=Phase.ACT)
         return self
 
     def detach(self) -> None:

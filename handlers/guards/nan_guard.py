@@ -10,15 +10,16 @@ from typing import Any, Literal, NamedTuple, Self
 import torch
 from torch import Tensor, nn
 
+from pulsetrain.engine.argument_checks import check_whole_number
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.events.cadence import Every
 from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import Event, Events
 from pulsetrain.engine.events.subscription import Phase
 from pulsetrain.handlers.attachment.attachment import Attachment
-from pulsetrain.handlers.attachment.monitoring import check_every, check_whole
+from pulsetrain.handlers.attachment.cadence import check_every, reading_events
 from pulsetrain.handlers.guards.guard_actions import Batch, Policy, announce, batches_between
-from pulsetrain.handlers.metric_values.step_values import reading_events, to_host
+from pulsetrain.handlers.metric_values.step_values import to_host
 
 __all__ = ["NaNGuard"]
 
@@ -69,7 +70,7 @@ class NaNGuard:
     ) -> None:
         self._policy = Policy("NaNGuard", policy, "skip", max_rewinds)
         check_every("NaNGuard", every)
-        check_whole("NaNGuard", "max_in_a_row", max_in_a_row)
+        check_whole_number("NaNGuard", "max_in_a_row", max_in_a_row)
         self.policy = policy
         self.every = every
         self.max_in_a_row = max_in_a_row
@@ -90,7 +91,7 @@ class NaNGuard:
             RecordingError: the engine is a replay.
             ConfigurationError: the engine cannot leave an update out, as a Trainer can.
         """
-        with self._attachment.to(engine, whole_bus=False) as hear:
+        with self._attachment.to(engine, whole_bus=False) as subscribe:
             model = getattr(engine, "model", None)  # a replay without weights raises
             if not callable(getattr(engine, "skip_update", None)):
                 raise ConfigurationError(f"NaNGuard: {engine.name!r} cannot leave an update out, which a Trainer can")
@@ -98,12 +99,12 @@ class NaNGuard:
             self._buffers = _keep_buffers(model)
             self._updated_at.clear()  # of where it was attached before
             self._begun = engine.state.iteration - getattr(engine, "accumulated", 0)
-            hear(Events.STARTED, self._on_started, phase=Phase.COMPUTE)
-            hear(Events.GRADIENTS_READY, self._on_gradients, phase=Phase.COMPUTE)
+            subscribe(Events.STARTED, self._on_started, phase=Phase.COMPUTE)
+            subscribe(Events.GRADIENTS_READY, self._on_gradients, phase=Phase.COMPUTE)
             looks = reading_events(self.every, self._clock) | Events.EPOCH_COMPLETED | Events.COMPLETED
-            hear(looks, self._look, phase=Phase.ACT)
-            hear(Events.TERMINATE, self._on_terminate, phase=Phase.ACT)
-            hear(Events.EXCEPTION_RAISED, self._on_exception, phase=Phase.OBSERVE, on_error="warn")
+            subscribe(looks, self._look, phase=Phase.ACT)
+            subscribe(Events.TERMINATE, self._on_terminate, phase=Phase.ACT)
+            subscribe(Events.EXCEPTION_RAISED, self._on_exception, phase=Phase.OBSERVE, on_error="warn")
         return self
 
     def detach(self) -> None:

@@ -115,9 +115,9 @@ class LRFinder:
             TypeError: it is no trainer.
             RecordingError: it is a replay.
         """
-        with self._attachment.to(engine, whole_bus=False) as hear:
+        with self._attachment.to(engine, whole_bus=False) as subscribe:
             _check(engine)
-            hear(Events.STARTED, self._on_started, phase=Phase.COMPUTE, on_error="warn")
+            subscribe(Events.STARTED, self._on_started, phase=Phase.COMPUTE, on_error="warn")
         return self
 
     def detach(self) -> None:

@@ -12,8 +12,10 @@ from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import Events
 from pulsetrain.engine.events.subscription import FIRST, Phase
 from pulsetrain.handlers.attachment.attachment import Attachment
-from pulsetrain.handlers.attachment.monitoring import check_every, publish, refuse_replay
-from pulsetrain.handlers.metric_values.step_values import learning_rates, reading_events, to_host
+from pulsetrain.handlers.attachment.cadence import check_every, reading_events
+from pulsetrain.handlers.attachment.engine_queries import reject_replay
+from pulsetrain.handlers.attachment.publishing import publish
+from pulsetrain.handlers.metric_values.step_values import learning_rates, to_host
 
 __all__ = ["LRMonitor"]
 
@@ -47,15 +49,15 @@ class LRMonitor:
             ConfigurationError: the engine has no optimizer.
             RecordingError: the engine is a replay, and momentum or weight decay are asked for.
         """
-        with self._attachment.to(engine, whole_bus=False) as hear:
+        with self._attachment.to(engine, whole_bus=False) as subscribe:
             if not hasattr(getattr(engine, "optimizer", None), "param_groups"):
                 raise ConfigurationError(f"LRMonitor: {engine.name!r} has no optimizer; set engine.optimizer")
             if self.momentum or self.weight_decay:
-                refuse_replay("LRMonitor", engine, "momentum and weight decay")
+                reject_replay("LRMonitor", engine, "momentum and weight decay")
             self._last_read = -1
-            hear(Events.STARTED, self._on_started, on_error="warn")
+            subscribe(Events.STARTED, self._on_started, on_error="warn")
             # before loggers look at the same event, as a replay has it
-            hear(reading_events(self.every), self._publish, phase=Phase.OBSERVE, order=FIRST, on_error="warn")
+            subscribe(reading_events(self.every), self._publish, phase=Phase.OBSERVE, order=FIRST, on_error="warn")
         return self
 
     def detach(self) -> None:

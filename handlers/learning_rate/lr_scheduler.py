@@ -84,7 +84,7 @@ class LRScheduler:
         Raises:
             ConfigurationError: no optimizer was given and the engine has none.
         """
-        with self._attachment.to(engine, whole_bus=False) as hear:
+        with self._attachment.to(engine, whole_bus=False) as subscribe:
             theirs, self._follows = self._part(engine, getattr(engine, "optimizer", None))
             if self.given is None:
                 if not isinstance(theirs, Optimizer):
@@ -94,10 +94,10 @@ class LRScheduler:
                 self._take(theirs)
             elif isinstance(self.schedule, TorchLRScheduler) and isinstance(theirs, Optimizer):
                 self._require_same(theirs, self.given)
-            hear(Events.STARTED, self._write, phase=Phase.ACT)
+            subscribe(Events.STARTED, self._write, phase=Phase.ACT)
             counted = self._advance if self._follows is None or self.by != "update" else self._advance_mine
-            hear(_COUNTED[self.by], counted, phase=Phase.ACT)
-            hear(Events.COMPLETED, self._check_was_stepped, phase=Phase.ACT)
+            subscribe(_COUNTED[self.by], counted, phase=Phase.ACT)
+            subscribe(Events.COMPLETED, self._check_was_stepped, phase=Phase.ACT)
         return self
 
     def detach(self) -> None:

@@ -10,21 +10,21 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler as TorchLRScheduler
 from torch.optim.lr_scheduler import ReduceLROnPlateau as TorchReduceLROnPlateau
 
+from pulsetrain.engine.argument_checks import check_number, check_whole_number
 from pulsetrain.engine.errors import ConfigurationError, RecordingError, unknown_name
 from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import Event, Events
 from pulsetrain.engine.events.subscription import Phase
 from pulsetrain.engine.recording.replay.engine import ReplayedEngine
 from pulsetrain.handlers.attachment.attachment import Attachment
-from pulsetrain.handlers.attachment.monitoring import check_number, check_whole
-from pulsetrain.handlers.attachment.peers import hearing
+from pulsetrain.handlers.attachment.engine_queries import handlers_of
 from pulsetrain.handlers.learning_rate.lr_scheduler import LRScheduler
 from pulsetrain.handlers.metric_values.best_value import (
     Mode,
     check_judged,
     judged_name,
     require_validation,
-    tell_of_silence,
+    warn_if_never_reported,
 )
 from pulsetrain.handlers.metric_values.step_values import METRIC_EVENTS
 
@@ -76,8 +76,8 @@ class ReduceLROnPlateau:
         place = "ReduceLROnPlateau"
         check_judged(place, metric, mode)
         check_number(place, "factor", factor, below=1.0)
-        check_whole(place, "patience", patience, least=0)
-        check_whole(place, "cooldown", cooldown, least=0)
+        check_whole_number(place, "patience", patience, at_least=0)
+        check_whole_number(place, "cooldown", cooldown, at_least=0)
         check_number(place, "threshold", threshold)
         check_number(place, "min_lr", min_lr)
         if threshold_mode not in ("rel", "abs"):
@@ -114,12 +114,12 @@ class ReduceLROnPlateau:
                 an LRScheduler that it does not go with.
             RecordingError: the engine is a replay, and no optimizer was given.
         """
-        with self._attachment.to(engine, whole_bus=False) as hear:
+        with self._attachment.to(engine, whole_bus=False) as subscribe:
             require_validation("ReduceLROnPlateau", self.metric, engine)
-            hear(Events.STARTED, self._join, phase=Phase.COMPUTE)
+            subscribe(Events.STARTED, self._join, phase=Phase.COMPUTE)
             for event in METRIC_EVENTS:
-                hear(event, self._judge, phase=Phase.ACT)
-            hear(Events.COMPLETED, self._on_completed, phase=Phase.ACT)
+                subscribe(event, self._judge, phase=Phase.ACT)
+            subscribe(Events.COMPLETED, self._on_completed, phase=Phase.ACT)
             self._join(engine)
         return self
 
@@ -169,7 +169,7 @@ class ReduceLROnPlateau:
             )
         mine = {id(group) for group in optimizer.param_groups}
         found, scheduled = [], set()
-        for scheduler in hearing(engine, Events.STARTED, LRScheduler):
+        for scheduler in handlers_of(engine, Events.STARTED, LRScheduler):
             followed = scheduler.scheduled()
             groups = mine.intersection(map(id, followed.param_groups if followed is not None else ()))
             if groups:
@@ -201,7 +201,7 @@ class ReduceLROnPlateau:
             raise ConfigurationError(
                 f"{place} an LRScheduler of some of its parameter groups: pass optimizer=, with those or the others"
             )
-        for other in hearing(engine, Events.VALIDATION_COMPLETED, ReduceLROnPlateau):
+        for other in handlers_of(engine, Events.VALIDATION_COMPLETED, ReduceLROnPlateau):
             if other is not self and not {*map(id, other._schedulers)}.isdisjoint(map(id, found)):
                 raise ConfigurationError(
                     f"{place} another one and an LRScheduler (metric={self.metric!r} and {other.metric!r}): both would "
@@ -213,7 +213,7 @@ class ReduceLROnPlateau:
 
     def _on_completed(self, engine: Engine) -> None:
         if self._torch.last_epoch == 0:  # as many values as it has judged
-            tell_of_silence("ReduceLROnPlateau", self.metric, engine)
+            warn_if_never_reported("ReduceLROnPlateau", self.metric, engine)
 
     def _judge(self, engine: Engine, event: Event) -> None:
         name = judged_name("ReduceLROnPlateau", self.metric, engine, event)

@@ -1,4 +1,4 @@
-"""What every logger of metrics has in common: what it hears, when a run begins and ends, and what it was set to."""
+"""The base of loggers of metrics: what they subscribe to, when a run starts and ends, its hyperparameters."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import functools
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import fields, is_dataclass
-from typing import Any, ClassVar, Literal, Self
+from typing import ClassVar, Literal, Protocol, Self
 
 from pulsetrain.engine.errors import ConfigurationError, RunFolderError, unknown_name
 from pulsetrain.engine.events.bus import EventBus
@@ -15,46 +14,54 @@ from pulsetrain.engine.events.cadence import Every
 from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import Event, Events
 from pulsetrain.engine.events.payloads import MediaLogged, PolicyUpdated, RolloutCompleted, ValidationCompleted
-from pulsetrain.engine.events.subscription import LAST, OnError
-from pulsetrain.handlers.attachment.attachment import Attachment
-from pulsetrain.handlers.attachment.monitoring import check_every
-from pulsetrain.handlers.attachment.run_end import ends_here
-from pulsetrain.handlers.metric_values.step_values import reading_events, step_metrics
+from pulsetrain.engine.events.subscription import LAST, OnError, Order
+from pulsetrain.handlers.attachment.attachment import AnyEvent, Attachment
+from pulsetrain.handlers.attachment.cadence import check_every, reading_events
+from pulsetrain.handlers.attachment.engine_queries import is_run_end, settings_of
+from pulsetrain.handlers.metric_values.step_values import step_metrics
 
-__all__ = ["MetricLogger", "Plain", "Status", "hyperparameters_of"]
+__all__ = ["MetricLogger", "Observe", "Plain", "Status", "hyperparameters_of"]
 
 Plain = str | int | float | bool | None
 Status = Literal["finished", "interrupted", "failed"]
 
 
+class Observe(Protocol):
+    """`Attachment.subscribe` in phase OBSERVE, with the logger's `on_error`."""
+
+    def __call__(self, event: AnyEvent, handler: Callable[..., object], *, order: Order | None = ...) -> None: ...
+
+
 class MetricLogger:
-    """Hears what is measured in a run, and hands it to whatever a subclass writes it to.
+    """Receives what is measured in a run. A subclass writes it somewhere.
 
-        class Spoken(MetricLogger):
-            def log_metrics(self, engine, metrics):
-                for name, value in metrics.items():
-                    say(f"{name} is {value:.2f}")
-
-        Trainer(..., handlers=[Spoken()])
-
-    A subclass overrides `log_metrics`, and of the other methods without an underscore those that it has a use for.
-    They are called on the training thread. Several loggers of one engine do not know of each other.
+    A subclass overrides `log_metrics`, and any of the other methods without an underscore. They are called on the
+    training thread. Several loggers of one engine are independent of each other.
 
     Args:
-        every: read `state.output` at this cadence in place of METRICS_LOGGED; each reading waits for the device.
+        every: read `state.output` at this cadence instead of METRICS_LOGGED; each reading waits for the device.
         hyperparameters: further ones beside the fields of `engine.config`, by name.
         clock: seconds, for `Every(seconds=...)`.
-        on_error: "warn" says once that it fails, and goes on; "raise" ends the run.
+        on_error: "warn" logs one warning when writing fails, and the run continues; "raise" ends the run.
+
+    >>> class Printer(MetricLogger):
+    ...     def log_metrics(self, engine, metrics):
+    ...         print(engine.state.iteration, metrics)
+    >>> engine = Engine(lambda engine, batch: 1 / batch)
+    >>> logger = Printer(Every(iterations=2)).attach(engine)
+    >>> state = engine.run([1, 2, 3, 4])
+    2 {'train/loss': 0.5}
+    4 {'train/loss': 0.25}
     """
 
-    event: Event  # the one being handled; its `time_ns` is when that was measured
+    event: Event  # being handled; its `time_ns` is the time of the measurement
     _attached: ClassVar[weakref.WeakSet[MetricLogger]] = weakref.WeakSet()
 
     def __init__(
         self,
         every: Every | None = None,
         *,
-        hyperparameters: Mapping[str, Any] | None = None,
+        hyperparameters: Mapping[str, object] | None = None,
         clock: Callable[[], float] = time.monotonic,
         on_error: OnError = "warn",
     ) -> None:
@@ -72,7 +79,7 @@ class MetricLogger:
         self.on_error: OnError = on_error
         self._clock = clock
         self._last_read: tuple[str, int] | None = None
-        self._running: str | None = None  # the engine whose run this is; on a bus, others run within it
+        self._running: str | None = None  # the engine whose run is logged; on a bus, other engines run within it
         self._open = False
         self._attachment = Attachment(self._place)
 
@@ -80,14 +87,15 @@ class MetricLogger:
         """Follow one engine, or all of a bus.
 
         Raises:
-            RunFolderError: another logger of this bus writes there, or, with on_error="raise", its place cannot be
-                written: else that is said, and the run goes on without it.
+            RunFolderError: another logger of this bus writes to the same destination; or the destination cannot be
+                written and on_error="raise". With on_error="warn" a warning is logged, and the run continues without
+                this logger.
         """
-        with self._attachment.to(engine_or_bus, needed=self.on_error == "raise") as hear:
-            self._refuse_company()
+        with self._attachment.to(engine_or_bus, needed=self.on_error == "raise") as subscribe:
+            self._reject_shared_destination()
             self.prepare()
             self._last_read = self._running = None
-            self._subscribe(functools.partial(hear, on_error=self.on_error))
+            self._subscribe(functools.partial(subscribe, on_error=self.on_error))
             MetricLogger._attached.add(self)
         return self
 
@@ -96,76 +104,81 @@ class MetricLogger:
         MetricLogger._attached.discard(self)
         self._end("finished")
 
-    # What a sink overrides.
+    # For subclasses to override.
 
     @property
-    def destination(self) -> Any:
-        """What it alone may write to, such as a file's path; None where any number may write."""
+    def destination(self) -> object:
+        """What only one logger may write to, such as a file's path; None if several may write."""
         return None
 
     def prepare(self) -> None:
-        """It is being attached: raise here what is wrong with the place that it writes to."""
+        """Called by `attach`; raises if the destination cannot be used."""
 
     def open(self, engine: Engine) -> None:
-        """A run begins or goes on, or something was measured outside of one."""
+        """A run starts or resumes, or a value was measured outside of a run."""
 
     def log_hyperparameters(self, values: Mapping[str, Plain]) -> None:
-        """Behind `open`: the run's settings by their full names, such as "optimizer_options.momentum"; perhaps none."""
+        """Called after `open`: the settings by full name, such as "optimizer_options.momentum"; may be empty."""
 
     def log_metrics(self, engine: Engine, metrics: Mapping[str, float]) -> None:
-        """METRICS_LOGGED, or a reading by `every`; numbers on the host."""
+        """METRICS_LOGGED, or a reading at the cadence `every`; numbers on the host."""
         raise NotImplementedError(
-            f"{self._place}.log_metrics(engine, metrics): a logger has to say what becomes of them"
+            f"{self._place}.log_metrics(engine, metrics): a subclass of MetricLogger must define this method"
         )
 
     def log_validation(self, engine: Engine, validation: ValidationCompleted) -> None:
-        """VALIDATION_COMPLETED; by default its metrics are logged as any."""
+        """VALIDATION_COMPLETED; by default its metrics go to `log_metrics`."""
         self.log_metrics(engine, validation.metrics)
 
     def log_rollout(self, engine: Engine, rollout: RolloutCompleted | PolicyUpdated) -> None:
-        """ROLLOUT_COMPLETED, and POLICY_UPDATED behind it; by default their metrics are logged as any."""
+        """ROLLOUT_COMPLETED, and POLICY_UPDATED after it; by default their metrics go to `log_metrics`."""
         self.log_metrics(engine, rollout.metrics)
 
     def log_media(self, engine: Engine, media: MediaLogged) -> None:
-        """MEDIA_LOGGED; a logger that does not override this keeps nobody busy drawing pictures."""
+        """MEDIA_LOGGED; a logger that does not override this does not subscribe, so that no pictures are drawn."""
 
     def close(self, status: Status) -> None:
-        """The run has ended, and nothing of it comes any more; `open` may follow."""
+        """The run has ended; `open` may follow for another one."""
 
     def begin_again(self) -> None:
-        """A run begins anew that was killed before its first checkpoint: what it has logged comes again."""
+        """A run that was killed before its first checkpoint starts again: discard what it has logged."""
 
-    # What they share.
+    # For subclasses to use.
 
     def full_name(self, engine: Engine, name: str) -> str:
-        """The metric's name; on a bus, where several engines may use it, behind the engine's."""
-        return f"{engine.name}/{name}" if self._attachment.hears_whole_bus else name
+        """The metric's name; on a bus, where several engines may report it, "ENGINE/NAME"."""
+        return f"{engine.name}/{name}" if self._attachment.follows_whole_bus else name
 
-    def _refuse_company(self) -> None:
-        destination, bus = self.destination, self._attachment.bus
+    @property
+    def bus(self) -> EventBus | None:
+        """The bus attached to, or None."""
+        return self._attachment.bus
+
+    def _reject_shared_destination(self) -> None:
+        destination = self.destination
         for other in MetricLogger._attached if destination is not None else ():
-            if other.destination == destination and other._attachment.bus is bus:
+            if other.destination == destination and other.bus is self.bus:
                 raise RunFolderError(
-                    f"{self._place}.attach(): another {other._place} of this bus writes {destination} already; give "
-                    "each a folder of its own, or detach() the other one"
+                    f"{self._place}.attach(): another {type(other).__name__} of this bus writes {destination} already; "
+                    "give each its own folder, or detach() the other one"
                 )
 
-    def _subscribe(self, hear: Callable[..., None]) -> None:
-        self._hear_metrics(hear)
-        hear(Events.STARTED, self._on_started)
+    def _subscribe(self, subscribe: Observe) -> None:
+        self._subscribe_to_metrics(subscribe)
+        subscribe(Events.STARTED, self._on_started)
         if type(self).log_media is not MetricLogger.log_media:
-            hear(Events.MEDIA_LOGGED, self._on_media)
-        # behind those that measure once more when the run ends
+            subscribe(Events.MEDIA_LOGGED, self._on_media)
+        # after the handlers that measure once more when the run ends
         for event in (Events.COMPLETED, Events.TERMINATE, Events.INTERRUPT, Events.EXCEPTION_RAISED):
-            hear(event, self._on_end, order=LAST)
+            subscribe(event, self._on_end, order=LAST)
 
-    def _hear_metrics(self, hear: Callable[..., None]) -> None:
+    def _subscribe_to_metrics(self, subscribe: Observe) -> None:
         if self.every is None:
-            hear(Events.METRICS_LOGGED, self._on_metrics)
+            subscribe(Events.METRICS_LOGGED, self._on_metrics)
         else:
-            hear(reading_events(self.every, self._clock), self._on_reading)
-        hear(Events.VALIDATION_COMPLETED, self._on_validation)
-        hear(Events.ROLLOUT_COMPLETED | Events.POLICY_UPDATED, self._on_rollout)
+            subscribe(reading_events(self.every, self._clock), self._on_reading)
+        subscribe(Events.VALIDATION_COMPLETED, self._on_validation)
+        subscribe(Events.ROLLOUT_COMPLETED | Events.POLICY_UPDATED, self._on_rollout)
 
     def _on_started(self, engine: Engine, event: Event) -> None:
         self._last_read = None
@@ -200,9 +213,7 @@ class MetricLogger:
         self.log_media(engine, event.payload)
 
     def _on_end(self, engine: Engine, event: Event) -> None:
-        if engine.name != self._running:
-            return
-        if not ends_here(engine, event):
+        if engine.name != self._running or not is_run_end(engine, event):
             return
         self.event = event
         ends: dict[str, Status] = {
@@ -225,16 +236,16 @@ class MetricLogger:
             self.close(status)
 
 
-def hyperparameters_of(engine: Any, given: Mapping[str, Any] | None = None) -> dict[str, Plain]:
-    """The fields of `engine.config`, where that is a dataclass, and those given: plain, mappings taken apart."""
-    config = getattr(engine, "config", None)
-    values: dict[str, Any] = {}
-    if is_dataclass(config) and not isinstance(config, type):
-        values = {field.name: getattr(config, field.name) for field in fields(config)}
-    return dict(_flat({**values, **(given or {})}, ""))
+def hyperparameters_of(engine: Engine, given: Mapping[str, object] | None = None) -> dict[str, Plain]:
+    """The fields of `engine.config`, if that is a dataclass, and those given: plain values, nested mappings flattened.
+
+    >>> hyperparameters_of(Engine(lambda engine, batch: None), {"width": 64, "options": {"momentum": 0.9}})
+    {'width': 64, 'options.momentum': 0.9}
+    """
+    return dict(_flat({**(settings_of(engine) or {}), **(given or {})}, ""))
 
 
-def _flat(values: Mapping[str, Any], prefix: str) -> list[tuple[str, Plain]]:
+def _flat(values: Mapping[str, object], prefix: str) -> list[tuple[str, Plain]]:
     found: list[tuple[str, Plain]] = []
     for name, value in values.items():
         if isinstance(value, Mapping):

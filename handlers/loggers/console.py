@@ -1,12 +1,12 @@
-"""Writes metrics to the terminal, a line at a time."""
+"""Writes metrics to the terminal, one line each."""
 
 from __future__ import annotations
 
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, MutableMapping
-from typing import Any, Literal, TextIO
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from tqdm import tqdm
 
@@ -17,27 +17,37 @@ from pulsetrain.engine.events.names import Event, Events
 from pulsetrain.engine.events.payloads import PolicyUpdated, RolloutCompleted, ValidationCompleted
 from pulsetrain.engine.events.subscription import OnError
 from pulsetrain.engine.logs import load_structlog
-from pulsetrain.handlers.loggers.base import MetricLogger
-from pulsetrain.handlers.loggers.json_lines import finite
+from pulsetrain.engine.recording.log.non_finite import finite_or_text
+from pulsetrain.handlers.loggers.base import MetricLogger, Observe
+
+if TYPE_CHECKING:
+    from structlog.typing import EventDict, WrappedLogger
 
 __all__ = ["ConsoleLogger"]
 
-_TOLD_APART = 8  # values of one family in a line for people
+_SHOWN_ONE_BY_ONE = 8  # values of one family; of more, a "key_value" line shows the number and the range
 
 
 class ConsoleLogger(MetricLogger):
-    """A line for each METRICS_LOGGED, validation, rollout and POLICY_UPDATED, and for the start and the end of a run.
+    """Writes a line for each METRICS_LOGGED, validation, rollout and POLICY_UPDATED, and for a run's start and end.
 
-    On a bus each line names its engine. Lines go round a tqdm bar on the same stream. structlog renders them; its
+    On a bus each line names its engine. Lines do not break a tqdm bar on the same stream. structlog renders them; its
     global configuration is neither read nor changed.
 
     Args:
-        every: read `state.output` at this cadence in place of METRICS_LOGGED; each reading waits for the device.
+        every: read `state.output` at this cadence instead of METRICS_LOGGED; each reading waits for the device.
         format: "key_value" with floats to 4 significant digits, or "json" with exact ones (NaN and infinities as the
             strings "NaN", "Infinity", "-Infinity").
         stream: by default stderr, as it is when attaching.
         clock: seconds, for `Every(seconds=...)`.
-        on_error: "raise" ends the run when a line cannot be written, "warn" goes on.
+        on_error: "raise" ends the run when a line cannot be written, "warn" continues.
+
+    >>> import io, json
+    >>> engine, stream = Engine(lambda engine, batch: 1 / batch), io.StringIO()
+    >>> logger = ConsoleLogger(Every(iterations=2), format="json", stream=stream).attach(engine)
+    >>> state = engine.run([1, 2])
+    >>> [json.loads(line)["event"] for line in stream.getvalue().splitlines()]
+    ['run started', 'metrics', 'run completed']
     """
 
     def __init__(
@@ -74,25 +84,25 @@ class ConsoleLogger(MetricLogger):
         else:
             self._write(engine, "policy", {**_place(engine), **rollout.metrics})
 
-    def _subscribe(self, hear: Callable[..., None]) -> None:
-        self._hear_metrics(hear)
-        # of each engine of a bus, where other loggers know one run
-        hear(Events.STARTED, self._on_started)
-        hear(Events.COMPLETED, self._on_completed)
-        hear(Events.TERMINATE, self._on_terminated)
-        hear(Events.EXCEPTION_RAISED, self._on_exception)
+    def _subscribe(self, subscribe: Observe) -> None:
+        self._subscribe_to_metrics(subscribe)
+        # of each engine of a bus, while other loggers follow one run
+        subscribe(Events.STARTED, self._on_started)
+        subscribe(Events.COMPLETED, self._on_completed)
+        subscribe(Events.TERMINATE, self._on_terminated)
+        subscribe(Events.EXCEPTION_RAISED, self._on_exception)
 
-    def _write(self, engine: Engine, message: str, values: Mapping[str, Any]) -> None:
-        where = {"engine": engine.name} if self._attachment.hears_whole_bus else {}
+    def _write(self, engine: Engine, message: str, values: Mapping[str, object]) -> None:
+        where = {"engine": engine.name} if self._attachment.follows_whole_bus else {}
         with tqdm.external_write_mode(file=self._stream):
             self._logger.info(message, values={**where, **values})
 
     def _on_started(self, engine: Engine, event: Event) -> None:
         state = engine.state
-        bounds = {name: getattr(state, name, None) for name in ("max_epochs", "max_iters", "epoch_length")}
-        begun = {"iteration": state.iteration} if state.iteration else {}
+        bounds = {"max_epochs": state.max_epochs, "max_iters": state.max_iters, "epoch_length": state.epoch_length}
+        resumed = {"iteration": state.iteration} if state.iteration else {}
         self._last_read = None
-        self._write(engine, "run started", {**begun, **{k: v for k, v in bounds.items() if v is not None}})
+        self._write(engine, "run started", {**resumed, **{k: v for k, v in bounds.items() if v is not None}})
 
     def _on_completed(self, engine: Engine) -> None:
         reason = engine.state.stop_reason
@@ -102,7 +112,7 @@ class ConsoleLogger(MetricLogger):
             self._write(engine, "run stopped", {**_place(engine), "reason": reason})
 
     def _on_terminated(self, engine: Engine) -> None:
-        if engine.should_terminate == "skip_completed":  # else COMPLETED comes, perhaps with a last validation
+        if engine.should_terminate == "skip_completed":  # otherwise COMPLETED follows, perhaps after a last validation
             self._on_completed(engine)
 
     def _on_exception(self, engine: Engine, event: Event) -> None:
@@ -110,13 +120,13 @@ class ConsoleLogger(MetricLogger):
         self._write(engine, "run failed", {**_place(engine), "error": f"{type(error).__name__}: {error}"})
 
 
-def _folded(metrics: Mapping[str, float]) -> dict[str, Any]:
-    """Families of many, such as the norms of all layers, as how many there are, the least and the largest."""
+def _folded(metrics: Mapping[str, float]) -> dict[str, float | str]:
+    """Shows a large family of metrics, such as the norms of all layers, as its size, smallest and largest value."""
     family = {name: name.partition("/")[0] for name in metrics if "/" in name}
     sizes = Counter(family.values())
-    folded: dict[str, Any] = {}
+    folded: dict[str, float | str] = {}
     for name, value in metrics.items():
-        if name not in family or sizes[family[name]] <= _TOLD_APART:
+        if name not in family or sizes[family[name]] <= _SHOWN_ONE_BY_ONE:
             folded[name] = value
         elif f"{family[name]}/*" not in folded:
             values = [metrics[each] for each, of in family.items() if of == family[name]]
@@ -135,7 +145,7 @@ def _make_logger(stream: TextIO, format: str) -> Any:
         processors = [
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             _spread,
-            _finite,
+            _without_nan,
             structlog.processors.JSONRenderer(default=str),
         ]
     else:
@@ -149,24 +159,24 @@ def _make_logger(stream: TextIO, format: str) -> Any:
     )
 
 
-def _spread(_: Any, __: str, entry: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    """The values as entries of their own; passed as one, a metric may bear the name of a parameter of structlog's."""
+def _spread(_: WrappedLogger, __: str, entry: EventDict) -> EventDict:
+    """Make each value an entry. They are passed as one, since a metric may be named as a parameter of structlog."""
     for name, value in entry.pop("values").items():
         entry[f"{name}_" if name in entry else name] = value
     return entry
 
 
-def _finite(_: Any, __: str, entry: MutableMapping[str, Any]) -> MutableMapping[str, Any]:
-    entry.update({name: finite(value) for name, value in entry.items()})
+def _without_nan(_: WrappedLogger, __: str, entry: EventDict) -> EventDict:
+    entry.update({name: finite_or_text(value) for name, value in entry.items() if isinstance(value, float)})
     return entry
 
 
-def _render_line(_: Any, __: str, entry: MutableMapping[str, Any]) -> str:
+def _render_line(_: WrappedLogger, __: str, entry: EventDict) -> str:
     message, timestamp = entry.pop("event"), entry.pop("timestamp")
     return f"{timestamp} {message:<13} " + " ".join(f"{name}={_short(value)}" for name, value in entry.items())
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
     text = str(value)

@@ -12,11 +12,9 @@ from typing import Any
 from pulsetrain.engine.errors import RunFolderError
 from pulsetrain.engine.events.cadence import Every
 from pulsetrain.engine.events.engine import Engine
-from pulsetrain.engine.events.names import Events
 from pulsetrain.engine.events.payloads import ValidationCompleted
 from pulsetrain.engine.events.subscription import OnError
-from pulsetrain.handlers.loggers.base import MetricLogger
-from pulsetrain.handlers.loggers.text_file import Backlog, drop_unfinished_line, write_end
+from pulsetrain.handlers.loggers.text_file import TextFileLogger, drop_unfinished_line, write_end
 from pulsetrain.handlers.run_files.run_folder import make_folder, replace_file
 
 __all__ = ["CSVLogger"]
@@ -25,21 +23,31 @@ _LEADING = ["iteration", "epoch"]
 _Cells = dict[str, str]  # of a row, by column
 
 
-class CSVLogger(MetricLogger):
+class CSVLogger(TextFileLogger[_Cells]):
     """Keeps FOLDER/metrics.csv: a row for each iteration that logs metrics or a rollout, and for each validation.
 
-    The columns are iteration, epoch, and one for each metric in the order in which they were first met; floats are
-    exact. What an engine logs at one iteration in several events stands in one row, unless a value has changed. Each
-    row is on its way to the disk before the run goes on. A table that is there already is continued; a run that goes
-    on from a checkpoint first takes out what was written behind it: it comes again.
+    The columns are iteration, epoch, and one for each metric in the order in which they first appeared; floats are
+    exact. What an engine logs at one iteration in several events is in one row, unless a value has changed. Each row is
+    handed to the operating system before the run continues. An existing table is continued; a run that resumes from a
+    checkpoint first removes what was written after it, and writes it again.
 
     Args:
         folder: the run folder.
-        every: read `state.output` at this cadence in place of METRICS_LOGGED; each reading waits for the device.
+        every: read `state.output` at this cadence instead of METRICS_LOGGED; each reading waits for the device.
         clock: seconds, for `Every(seconds=...)`.
-        on_error: "warn" goes on when a row cannot be written, and writes it with the next, of which up to 10,000 wait;
+        on_error: "warn" continues when a row cannot be written, and writes it with the next one; up to 10,000 wait.
             "raise" ends the run.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     engine = Engine(lambda engine, batch: 1 / batch)
+    ...     logger = CSVLogger(folder, Every(iterations=2)).attach(engine)
+    ...     state = engine.run([1, 2, 3, 4])
+    ...     logger.path.read_text().split()
+    ['iteration,epoch,train/loss', '2,1,0.5', '4,1,0.25']
     """
+
+    file_name = "metrics.csv"
 
     def __init__(
         self,
@@ -49,40 +57,27 @@ class CSVLogger(MetricLogger):
         clock: Callable[[], float] = time.monotonic,
         on_error: OnError = "warn",
     ) -> None:
-        super().__init__(every, clock=clock, on_error=on_error)
-        self.folder = Path(folder)
-        self.path = self.folder / "metrics.csv"
+        super().__init__(folder, every, clock=clock, on_error=on_error)
         self._columns: list[str] = []
-        self._rows = 0  # in the table
-        self._last: tuple[str, _Cells] | None = None  # the last row, and its engine; None where it may not grow
-        self._waiting: Backlog[_Cells] = Backlog("CSVLogger")
-        self._replaced: _Cells | None = None  # the table's last row as it is; the first that waits takes its place
-        self._at_checkpoint: Mapping[str, Any] | None = None
-
-    @property
-    def destination(self) -> Path:
-        return self.path.resolve()
+        self._last: tuple[str, _Cells] | None = None  # the last row and its engine; None if the row may not grow
+        self._replaced: _Cells | None = None  # the table's last row, which the first waiting one will replace
 
     def prepare(self) -> None:
         make_folder("CSVLogger", self.folder)
-        self._columns, self._rows = self._open_table()
+        self._columns, self._written = self._open_table()
         self._last = None
 
     def state_dict(self) -> dict[str, Any]:
-        """How many rows the table has, or will have once those that wait are written.
+        """How many rows the table has, including those that wait to be written.
 
-        And of the last one, where it may grow behind the checkpoint: engine, iteration, and the columns that it fills.
-        No values: what a clock has measured would make each checkpoint of equal runs another one.
+        Also, if the last row may still grow after the checkpoint, its engine, iteration and the columns that it fills.
+        It has no values: measured times would make the checkpoints of equal runs differ.
         """
-        rows = self._rows_written_for_good + len(self._waiting.lines)
+        rows = self._rows_final + len(self._waiting.lines)
         if self._last is None:
             return {"rows": rows, "growing": None}
         engine, cells = self._last
         return {"rows": rows, "growing": [engine, int(cells["iteration"]), list(cells)]}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The table stays as it is until CHECKPOINT_LOADED says that the run goes on from there."""
-        self._at_checkpoint = state
 
     def begin_again(self) -> None:
         self._waiting.cut(0)
@@ -110,22 +105,18 @@ class CSVLogger(MetricLogger):
         self._last = None
         self._write()
 
-    def _subscribe(self, hear: Callable[..., None]) -> None:
-        super()._subscribe(hear)
-        hear(Events.CHECKPOINT_LOADED, self._drop_rows_to_come_again)
-
     def _cells(self, engine: Engine, metrics: Mapping[str, float]) -> _Cells:
         place = {"iteration": str(engine.state.iteration), "epoch": str(engine.state.epoch)}
         return {**{name: str(value) for name, value in metrics.items()}, **place}
 
     def _put(self, row: _Cells) -> None:
         if self._waiting.put(row):
-            self._replaced = None  # what was to take its place is lost
+            self._replaced = None  # the row that would have replaced it is lost
 
     @property
-    def _rows_written_for_good(self) -> int:
-        """Without one that the first of those that wait takes the place of."""
-        return self._rows - (self._replaced is not None)
+    def _rows_final(self) -> int:
+        """The table's rows, without a last one that the first waiting row will replace."""
+        return self._written - (self._replaced is not None)
 
     def _write(self) -> None:
         while rows := self._waiting.first():
@@ -134,7 +125,7 @@ class CSVLogger(MetricLogger):
                 self._widen([*(self._columns or _LEADING), *new])
             replaced = b"" if self._replaced is None else self._lines([self._replaced])
             was_replaced = write_end(self.path, self._lines(rows), replaced)
-            self._rows += len(rows) - was_replaced
+            self._written += len(rows) - was_replaced
             self._replaced = None
             self._waiting.drop_first(len(rows))
 
@@ -142,7 +133,7 @@ class CSVLogger(MetricLogger):
         return _table([row.get(name, "") for name in self._columns] for row in rows)
 
     def _open_table(self) -> tuple[list[str], int]:
-        """The columns of the table that is there, and how many rows it has; nothing where there is none yet."""
+        """The columns and the number of rows of an existing table; empty and 0 without one."""
         if not self.path.exists() or self.path.stat().st_size == 0:
             return [], 0
         with self.path.open(newline="", encoding="utf-8") as file:
@@ -152,8 +143,8 @@ class CSVLogger(MetricLogger):
                 columns = []
         if columns[: len(_LEADING)] != _LEADING or len(set(columns)) != len(columns):
             raise RunFolderError(
-                f"CSVLogger(folder={str(self.path.parent)!r}): {self.path.name} there is no table of this logger: it "
-                f"does not begin with the columns {', '.join(_LEADING)}; move it away or choose another folder"
+                f"CSVLogger(folder={str(self.path.parent)!r}): {self.path.name} there was not written by this "
+                f"logger: its first columns are not {', '.join(_LEADING)}; move it or choose another folder"
             )
         drop_unfinished_line(self.path)
         return columns, len(self._read_rows())
@@ -162,22 +153,20 @@ class CSVLogger(MetricLogger):
         with self.path.open(newline="", encoding="utf-8") as file:
             return list(csv.reader(file))[1:]
 
-    def _drop_rows_to_come_again(self, engine: Engine) -> None:
-        saved, self._at_checkpoint = self._at_checkpoint, None
-        written = self._rows_written_for_good
-        if saved is None or saved["rows"] > written + len(self._waiting.lines):
+    def cut(self, saved: Mapping[str, Any], iteration: int) -> None:
+        written, kept = self._rows_final, int(saved["rows"])
+        if kept > written + len(self._waiting.lines):
             return
-        kept: int = saved["rows"]
         table = self._read_rows() if self._columns else []
         rows = [dict(zip(self._columns, row, strict=False)) for row in table[:written]] + list(self._waiting.lines)
-        if not all(int(row["iteration"]) >= engine.state.iteration for row in rows[kept:]):
-            return  # it is another run's table
+        if not all(int(row["iteration"]) >= iteration for row in rows[kept:]):
+            return  # another run's table
         last, shrunk = None, False
         if saved.get("growing") is not None and kept:
-            name, iteration, columns = saved["growing"]
-            if int(rows[kept - 1]["iteration"]) != iteration:
+            name, last_iteration, columns = saved["growing"]
+            if int(rows[kept - 1]["iteration"]) != last_iteration:
                 return
-            # without what it has grown by since
+            # without the cells that were added since
             cells = {column: rows[kept - 1][column] for column in columns if rows[kept - 1].get(column)}
             shrunk = any(value for column, value in rows[kept - 1].items() if column not in cells)
             rows[kept - 1], last = cells, (name, cells)
@@ -190,13 +179,13 @@ class CSVLogger(MetricLogger):
             self._write_table(self._columns, [[row.get(name, "") for name in self._columns] for row in of_table])
 
     def _widen(self, columns: list[str]) -> None:
-        """Write the table anew with more columns; the rows that are there have nothing in them."""
+        """Rewrite the table with more columns, which are empty in the existing rows."""
         rows = self._read_rows() if self._columns else []
         self._write_table(columns, [[*row, *[""] * (len(columns) - len(row))] for row in rows])
 
     def _write_table(self, columns: list[str], rows: list[list[str]]) -> None:
         replace_file(self.path, _table([columns, *rows]))
-        self._columns, self._rows = columns, len(rows)
+        self._columns, self._written = columns, len(rows)
 
 
 def _table(rows: Iterable[Iterable[str]]) -> bytes:

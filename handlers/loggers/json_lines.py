@@ -1,82 +1,65 @@
-"""Writes metrics and texts as JSON, an object a line."""
+"""Writes metrics and texts as JSON, one object per line."""
 
 from __future__ import annotations
 
 import json
-import math
-import time
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 from pulsetrain.engine.errors import RunFolderError
-from pulsetrain.engine.events.cadence import Every
 from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import Events
 from pulsetrain.engine.events.payloads import MediaLogged, PolicyUpdated, RolloutCompleted, ValidationCompleted
-from pulsetrain.engine.events.subscription import OnError
-from pulsetrain.handlers.loggers.base import MetricLogger
-from pulsetrain.handlers.loggers.text_file import Backlog, drop_unfinished_line, write_end
+from pulsetrain.engine.recording.log.non_finite import finite_or_text
+from pulsetrain.handlers.loggers.text_file import TextFileLogger, drop_unfinished_line, write_end
 from pulsetrain.handlers.run_files.run_folder import make_folder, replace_file
 
-__all__ = ["JSONLinesLogger", "finite"]
+__all__ = ["JSONLinesLogger"]
 
 
-class JSONLinesLogger(MetricLogger):
+class JSONLinesLogger(TextFileLogger[bytes]):
     """Appends an object to FOLDER/metrics.jsonl for each event: metrics, validations, rollouts, texts.
 
-    Each holds event, engine, epoch, iteration and time (seconds since 1970), then the metrics by their full names, or
-    name and text. Floats are exact; NaN and infinities are the strings "NaN", "Infinity", "-Infinity". Each line is on
-    its way to the disk before the run goes on. A file that is there already is continued; a run that goes on from a
-    checkpoint first takes out the lines that were written behind it: they come again.
+    Each object has event, engine, epoch, iteration and time (seconds since 1970), then the metrics by their full names,
+    or name and text. Floats are exact; NaN and infinities are the strings "NaN", "Infinity", "-Infinity". Each line is
+    handed to the operating system before the run continues. An existing file is continued; a run that resumes from a
+    checkpoint first removes the lines that were written after it, and writes them again.
 
     Args:
         folder: the run folder.
-        every: read `state.output` at this cadence in place of METRICS_LOGGED; each reading waits for the device.
+        every: read `state.output` at this cadence instead of METRICS_LOGGED; each reading waits for the device.
         clock: seconds, for `Every(seconds=...)`.
-        on_error: "warn" goes on when a line cannot be written, and writes it with the next, of which up to 10,000 wait;
+        on_error: "warn" continues when a line cannot be written, and writes it with the next one; up to 10,000 wait.
             "raise" ends the run.
+
+    >>> import tempfile
+    >>> from pulsetrain.engine import Every
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     engine = Engine(lambda engine, batch: 1 / batch)
+    ...     logger = JSONLinesLogger(folder, Every(iterations=2)).attach(engine)
+    ...     state = engine.run([1, 2, 3, 4])
+    ...     [json.loads(line)["train/loss"] for line in logger.path.read_text().splitlines()]
+    [0.5, 0.25]
     """
 
-    def __init__(
-        self,
-        folder: str | Path,
-        every: Every | None = None,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        on_error: OnError = "warn",
-    ) -> None:
-        super().__init__(every, clock=clock, on_error=on_error)
-        self.folder = Path(folder)
-        self.path = self.folder / "metrics.jsonl"
-        self._lines = 0  # in the file
-        self._waiting: Backlog[bytes] = Backlog("JSONLinesLogger")
-        self._lines_at_checkpoint: int | None = None
-
-    @property
-    def destination(self) -> Path:
-        return self.path.resolve()
+    file_name = "metrics.jsonl"
 
     def prepare(self) -> None:
         make_folder("JSONLinesLogger", self.folder)
-        self._lines = 0
+        self._written = 0
         if self.path.exists():
             drop_unfinished_line(self.path)
-            self._lines = len(self._read())
+            self._written = len(self._read())
 
-    def state_dict(self) -> dict[str, Any]:
-        """How many lines the file has, or will have once those that wait are written."""
-        return {"lines": self._lines + len(self._waiting.lines)}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The file stays as it is until CHECKPOINT_LOADED says that the run goes on from there."""
-        self._lines_at_checkpoint = state["lines"]
+    def state_dict(self) -> dict[str, int]:
+        """How many lines the file has, including those that wait to be written."""
+        return {"lines": self._written + len(self._waiting.lines)}
 
     def begin_again(self) -> None:
         self._waiting.cut(0)
-        if self._lines:
+        if self._written:
             replace_file(self.path, b"")
-            self._lines = 0
+            self._written = 0
 
     def log_metrics(self, engine: Engine, metrics: Mapping[str, float]) -> None:
         self._append(engine, Events.METRICS_LOGGED.value, metrics)
@@ -92,21 +75,17 @@ class JSONLinesLogger(MetricLogger):
         if media.kind == "text":
             self._append(engine, self.event.type, {"name": media.name, "text": media.value})
 
-    def _subscribe(self, hear: Callable[..., None]) -> None:
-        super()._subscribe(hear)
-        hear(Events.CHECKPOINT_LOADED, self._drop_lines_to_come_again)
-
-    def _append(self, engine: Engine, event: str, values: Mapping[str, Any]) -> None:
+    def _append(self, engine: Engine, event: str, values: Mapping[str, object]) -> None:
         state = engine.state
-        entry: dict[str, Any] = {"event": event, "engine": engine.name, "epoch": state.epoch}
+        entry: dict[str, object] = {"event": event, "engine": engine.name, "epoch": state.epoch}
         entry |= {"iteration": state.iteration, "time": self.event.time_ns / 1e9}
         for name, value in values.items():
-            entry[f"{name}_" if name in entry else name] = finite(value)
-        # numbers of numpy are no numbers to json, unless they are float's own
+            entry[f"{name}_" if name in entry else name] = finite_or_text(value) if isinstance(value, float) else value
+        # json does not know numpy's numbers, except those that are floats
         self._waiting.put(json.dumps(entry, ensure_ascii=False, allow_nan=False, default=float).encode() + b"\n")
         while lines := self._waiting.first():
             write_end(self.path, b"".join(lines))
-            self._lines += len(lines)
+            self._written += len(lines)
             self._waiting.drop_first(len(lines))
 
     def _read(self) -> list[bytes]:
@@ -117,27 +96,21 @@ class JSONLinesLogger(MetricLogger):
             known = False
         if not known:
             raise RunFolderError(
-                f"JSONLinesLogger(folder={str(self.folder)!r}): {self.path.name} there holds no lines of this logger: "
-                "the first is no object with event, engine and iteration; move it away or choose another folder"
+                f"JSONLinesLogger(folder={str(self.folder)!r}): {self.path.name} there was not written by this "
+                "logger: its first line is not an object with event, engine and iteration; move it or "
+                "choose another folder"
             )
         return lines
 
-    def _drop_lines_to_come_again(self, engine: Engine) -> None:
-        kept, self._lines_at_checkpoint = self._lines_at_checkpoint, None
-        if kept is None or kept >= self._lines + len(self._waiting.lines):
+    def cut(self, saved: Mapping[str, Any], iteration: int) -> None:
+        kept: int = saved["lines"]
+        if kept >= self._written + len(self._waiting.lines):
             return
-        lines = self._read() if self._lines else []
-        behind = [*lines, *self._waiting.lines][kept:]
-        if not all(json.loads(line)["iteration"] >= engine.state.iteration for line in behind):
-            return  # it is another run's file
-        self._waiting.cut(max(kept - self._lines, 0))
-        if kept < self._lines:
+        lines = self._read() if self._written else []
+        later = [*lines, *self._waiting.lines][kept:]
+        if not all(json.loads(line)["iteration"] >= iteration for line in later):
+            return  # another run's file
+        self._waiting.cut(max(kept - self._written, 0))
+        if kept < self._written:
             replace_file(self.path, b"".join(lines[:kept]))
-            self._lines = kept
-
-
-def finite(value: Any) -> Any:
-    """JSON has no NaN: the strings that the event log uses, too."""
-    if not isinstance(value, float) or math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+            self._written = kept

@@ -63,8 +63,8 @@ class ProgressBar:
 
     def attach(self, engine: Engine) -> Self:
         """Show the engine's runs."""
-        with self._attachment.to(engine, whole_bus=False) as hear:
-            for event, handler in (
+        with self._attachment.to(engine, whole_bus=False) as subscribe:
+            handlers: tuple[tuple[Events, Callable[..., None]], ...] = (
                 (Events.STARTED, self._on_started),
                 (Events.EPOCH_STARTED, self._on_epoch),
                 (Events.ITERATION_COMPLETED, self._on_iteration),
@@ -73,8 +73,9 @@ class ProgressBar:
                 (Events.TERMINATE, self._on_terminated),
                 (Events.COMPLETED, self._on_end),
                 (Events.EXCEPTION_RAISED, self._on_exception),
-            ):
-                hear(event, handler, on_error=self._on_error)
+            )
+            for event, handler in handlers:
+                subscribe(event, handler, on_error=self._on_error)
         return self
 
     def detach(self) -> None:

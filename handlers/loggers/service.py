@@ -9,12 +9,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from pulsetrain.engine.argument_checks import check_number, check_whole_number
 from pulsetrain.engine.events.cadence import Every
 from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import Events
 from pulsetrain.engine.events.payloads import HandlerFailed, MediaLogged
 from pulsetrain.engine.events.subscription import OnError
-from pulsetrain.handlers.attachment.monitoring import check_number, check_whole
 from pulsetrain.handlers.loggers.base import MetricLogger, Plain, Status
 from pulsetrain.handlers.loggers.pictures import histogram_of, picture_of
 from pulsetrain.handlers.loggers.sending import Sender
@@ -88,7 +88,7 @@ class ServiceLogger(MetricLogger):
         on_error: OnError = "warn",
     ) -> None:
         super().__init__(every, hyperparameters=hyperparameters, clock=clock, on_error=on_error)
-        check_whole(self._place, "room", room)
+        check_whole_number(self._place, "room", room)
         check_number(self._place, "flush_seconds", flush_seconds)
         self.room = room
         self.flush_seconds = flush_seconds

@@ -1,17 +1,19 @@
-"""Whether a value of a metric is the best so far: one judge for all that stop, keep or save by it."""
+"""Whether a metric's value is the best so far, for every handler that stops, keeps or saves by it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping
+from typing import Literal
 
 from pulsetrain.engine.errors import ConfigurationError, MetricNotFoundError, unknown_name
+from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import Event, Events
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.metrics import canonical
+from pulsetrain.handlers.attachment.engine_queries import attribute
 
-__all__ = ["Mode", "check_judged", "is_better", "judged_name", "require_validation", "tell_of_silence"]
+__all__ = ["Mode", "check_judged", "is_better", "judged_name", "require_validation", "warn_if_never_reported"]
 
 Mode = Literal["min", "max"]
 
@@ -20,9 +22,13 @@ def is_better(value: float, best: float | None, mode: Mode, min_delta: float = 0
     """Whether the value is an improvement; NaN never is.
 
     Args:
-        best: the best so far, None where there is none yet: then any number is.
+        value: the metric's new value.
+        best: the best so far; None if there is none, so that any number is an improvement.
         mode: whether smaller ("min") or larger ("max") is better.
-        min_delta: an improvement is larger than this.
+        min_delta: an improvement must be larger than this.
+
+    >>> is_better(0.5, 0.7, "min"), is_better(0.5, 0.7, "min", min_delta=0.5), is_better(math.nan, None, "max")
+    (True, False, False)
     """
     if math.isnan(value):
         return False
@@ -33,13 +39,15 @@ def is_better(value: float, best: float | None, mode: Mode, min_delta: float = 0
 
 
 def check_judged(place: str, metric: object, mode: object) -> None:
-    """Refuse what names no metric, and what is no mode.
+    """Check the arguments `metric` and `mode` of a handler.
 
     Args:
         place: the handler's class name, for messages.
+        metric: must be a name.
+        mode: must be "min" or "max".
 
     Raises:
-        ConfigurationError: one of the two cannot be.
+        ConfigurationError: one of them cannot be used.
     """
     if not isinstance(metric, str) or not metric:
         raise ConfigurationError(f"{place}(metric={metric!r}): needs a metric's name, such as 'val/loss'")
@@ -47,39 +55,41 @@ def check_judged(place: str, metric: object, mode: object) -> None:
         raise unknown_name(place, "mode", mode, ("min", "max"))
 
 
-def judged_name(place: str, metric: str, engine: Any, event: Event) -> str | None:
+def judged_name(place: str, metric: str, engine: Engine, event: Event) -> str | None:
     """The metric's full name in the payload of one of METRIC_EVENTS.
 
     Args:
         place: the handler's class name, for messages.
-        metric: the name that was asked for.
-        engine: which has fired the event.
-        event: the event.
+        metric: the name that the user gave.
+        engine: fired the event.
+        event: one of METRIC_EVENTS.
 
     Returns:
-        None where there is nothing to judge: in what a rollout tells, such as returns before an episode has ended, and
-        in a validation of a run with rollouts, where the metric is none of its sets'.
+        None if this event does not report the metric and need not: a rollout may lack returns until an episode has
+        ended, and in a run with rollouts a validation may lack a metric that does not belong to its sets.
 
     Raises:
-        MetricNotFoundError: a validation lacks the metric; it names those that exist.
+        MetricNotFoundError: a validation lacks the metric; the message lists those that exist.
     """
-    metrics = event.payload.metrics
+    metrics: Mapping[str, float] = event.payload.metrics
     try:
         return canonical(metric, metrics, place=place)
     except MetricNotFoundError:
-        validated = event.type == Events.VALIDATION_COMPLETED.value
-        if validated and (_is_of(metric, metrics) or not (engine.state.rollout_round or _fires_rollouts(engine))):
+        is_validation = event.type == Events.VALIDATION_COMPLETED.value
+        has_rollouts = engine.state.rollout_round or _fires_rollouts(engine)
+        if is_validation and (_is_of(metric, metrics) or not has_rollouts):
             raise
         return None
 
 
-def require_validation(place: str, metric: str, engine: Any) -> None:
-    """Refuse a trainer that never measures such a metric: one that never validates, unless its rollouts may tell it.
+def require_validation(place: str, metric: str, engine: Engine) -> None:
+    """Reject a trainer that never measures such a metric: it has no validation set, and no rollouts that report it.
 
     Raises:
-        ConfigurationError: it has no validation set.
+        ConfigurationError: the trainer has no validation set.
     """
-    if getattr(engine, "val_loaders", True):  # what is no trainer may validate by itself
+    val_loaders = attribute(engine, "val_loaders", object)
+    if val_loaders or val_loaders is None:  # an engine without such an attribute may validate in its own way
         return
     has_rollouts = _fires_rollouts(engine)
     if has_rollouts and not _is_of(metric, ("val/",)):
@@ -90,8 +100,8 @@ def require_validation(place: str, metric: str, engine: Any) -> None:
     )
 
 
-def tell_of_silence(place: str, metric: str, engine: Any) -> None:
-    """At the end of a run with rollouts, which may lack a metric now and then, say that all of them have."""
+def warn_if_never_reported(place: str, metric: str, engine: Engine) -> None:
+    """At the end of a run with rollouts, which need not all report the metric, warn if none of them did."""
     if not engine.state.rollout_round:
         return
     try:
@@ -100,8 +110,8 @@ def tell_of_silence(place: str, metric: str, engine: Any) -> None:
         get_logger("handlers").warning(f"{place} has judged nothing", engine=engine.name, reason=str(error))
 
 
-def _fires_rollouts(engine: Any) -> bool:
-    return bool(getattr(getattr(engine, "train_loader", None), "fires_rollouts", False))
+def _fires_rollouts(engine: Engine) -> bool:
+    return bool(getattr(attribute(engine, "train_loader", object), "fires_rollouts", False))
 
 
 def _is_of(metric: str, names: Iterable[str]) -> bool:

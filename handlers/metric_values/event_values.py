@@ -1,43 +1,64 @@
-"""Payloads and outputs as plain values of JSON, whatever they hold."""
+"""Payloads and outputs as plain JSON values."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from enum import Enum
-from math import isfinite, isnan
+from math import isfinite
 from numbers import Integral, Real
 from pathlib import PurePath
-from typing import Any
+from typing import Any, TypeAlias, cast
 
 import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
+from pulsetrain.engine.recording.log.non_finite import finite_or_text
 from pulsetrain.engine.recording.log.records import MEASURED, LoggedEvent, take_measured
 from pulsetrain.handlers.metric_values.step_values import scalar, to_host
 
 __all__ = ["EventValues", "PlainTypes", "summary"]
 
 _PLAIN_NAMES = {name for kind in (float, int, bool, str) for name in (kind.__name__, str(kind))}  # of annotations
-_CONTAINERS = (list, dict, tuple, set, frozenset, Mapping)
-_NO_MAPPINGS = (*_CONTAINERS, Enum, str, PurePath, Real)  # whatever fields they have besides
-MAX_DEPTH = 8  # of nesting; below it, and round a cycle, values are summarised
-MAX_VALUES = 10_000  # in one payload; a container that would bring more is summarised
+_NO_MAPPINGS = (
+    list,
+    dict,
+    tuple,
+    set,
+    frozenset,
+    Mapping,
+    Enum,
+    str,
+    PurePath,
+    Real,
+)  # whatever fields they have
+MAX_DEPTH = 8  # of nesting; deeper values, cycles among them, are summarised
+MAX_VALUES = 10_000  # in one payload; a container that would exceed this is summarised
+
+Target: TypeAlias = msgspec.Struct | dict[str, object] | list[object]  # a value is set in it, under a key
 
 
 class EventValues:
-    """Puts values in their places; those of scalars on a device follow later, many at once.
+    """Sets values in their targets. Scalars on a device follow later in `settle`, with one copy for all of them.
 
-    Non-finite floats become the strings "NaN", "Infinity", "-Infinity"; what has no plain form {"__type__": ...}.
+    Non-finite floats become the strings "NaN", "Infinity", "-Infinity"; a value without a plain form becomes
+    {"__type__": ...}.
+
+    >>> values, target = EventValues(), {}
+    >>> values.put(target, "loss", torch.tensor(0.5))
+    >>> values.put(target, "ratio", float("nan"))
+    >>> values.settle()
+    >>> target
+    {'loss': 0.5, 'ratio': 'NaN'}
     """
 
     def __init__(self) -> None:
-        self.pending: list[tuple[Any, Any, Tensor]] = []  # where to put them: values that are on a device
-        self._room = MAX_VALUES  # for what the payload under way still brings
+        self.pending: list[tuple[Target, str | int, Tensor]] = []  # target, key and value that is on a device
+        self._room = MAX_VALUES  # values that the current payload may still add
 
-    def put_payload(self, logged: LoggedEvent, payload: Any) -> None:
-        """Put the payload's plain form in the event; what is measured in `observed`, at once or in `settle` as well."""
+    def put_payload(self, logged: LoggedEvent, payload: object) -> None:
+        """Set the payload's plain form in the event, and its measured values in the event's `observed`."""
         before = len(self.pending)
         self.put(logged, "payload", payload)
         plain = logged.payload
@@ -46,14 +67,14 @@ class EventValues:
             return
         moved = dict(_pairs(plain, observed))
         for index, (place, key, tensor) in enumerate(self.pending[before:], before):
-            if id(place) in moved and key not in place:
+            if id(place) in moved and isinstance(place, dict) and key not in place:
                 self.pending[index] = moved[id(place)], key, tensor
         if not plain:  # all of it was measured
             logged.payload = None
 
-    def put(self, place: Any, key: Any, value: Any, depth: int = 0) -> None:
-        """Set `place[key]` (of a Struct, its attribute) to the value's plain form, at once or in `settle`."""
-        if type(value) is float and isfinite(value):  # by far the commonest
+    def put(self, place: Target, key: str | int, value: object, depth: int = 0) -> None:
+        """Set `place[key]` (of a Struct, its attribute) to the value's plain form, now or in `settle`."""
+        if type(value) is float and isfinite(value):  # by far the most common
             _set(place, key, value)
             return
         if depth == 0:
@@ -62,20 +83,20 @@ class EventValues:
             one = _one(value) if isinstance(value, Tensor) else None
             if one is not None:
                 _set(place, key, None)
-                self.pending.append((place, key, one.clone()))  # a step may change its own tensor in place
+                self.pending.append((place, key, one.clone()))  # a step may change its tensor in place
             else:
                 _set(place, key, self._plain(value, depth))
-        except Exception:  # a recorder never stops a run for what it was given
+        except Exception:  # no value that a recorder is given may stop the run
             _set(place, key, summary(value))
 
-    def of_scalars(self, named: Mapping[str, Tensor | float]) -> dict[str, Any]:
-        """The plain form of what `readings.scalars` gives, without looking at each value anew."""
-        values: dict[str, Any] = {}
+    def of_scalars(self, named: Mapping[str, Tensor | float]) -> dict[str, object]:
+        """The plain form of a result of `step_values.scalars`, whose values need no further check."""
+        values: dict[str, object] = {}
         for name, value in named.items():
             if type(name) is not str or not name.isascii():
                 name = _text(name)
             if type(value) is float:
-                values[name] = value if isfinite(value) else _finite(value)
+                values[name] = value if isfinite(value) else finite_or_text(value)
             elif isinstance(value, Tensor):
                 values[name] = None
                 self.pending.append((values, name, value.clone()))
@@ -88,13 +109,13 @@ class EventValues:
         pending, self.pending = self.pending, []
         tensors = [tensor for *_, tensor in pending]
         try:
-            values: list[Any] = to_host(tensors)
+            values: list[object] = list(to_host(tensors))
         except Exception:  # one that cannot be stacked must not cost the others their values
             values = [_copied(tensor) for tensor in tensors]
         for (place, key, _), value in zip(pending, values, strict=True):
             _set(place, key, _number(value))
 
-    def _plain(self, value: Any, depth: int) -> Any:
+    def _plain(self, value: object, depth: int) -> object:
         if value is None or isinstance(value, bool):
             return value
         if depth < MAX_DEPTH and type(value) in (list, dict):
@@ -113,26 +134,39 @@ class EventValues:
             return _number(float(value))
         return self._nested(value, depth) if depth < MAX_DEPTH else summary(value)
 
-    def _nested(self, value: Any, depth: int) -> Any:
-        contains = isinstance(value, _CONTAINERS)
-        parts = value if contains else _field_names(value)
-        if parts is None or len(parts) > self._room:
-            return summary(value)
-        self._room -= len(parts)
-        if contains and not isinstance(value, Mapping):
-            items = _sorted(value) if isinstance(value, (set, frozenset)) else value
-            plain: list[Any] = [None] * len(items)
-            for index, item in enumerate(items):
+    def _nested(self, value: object, depth: int) -> object:
+        items: Iterable[tuple[object, object]]
+        if isinstance(value, (list, tuple, set, frozenset)):
+            if not self._takes(len(value)):
+                return summary(value)
+            plain: list[object] = [None] * len(value)
+            for index, item in enumerate(_sorted(value) if isinstance(value, (set, frozenset)) else value):
                 self.put(plain, index, item, depth + 1)
             return plain
-        fields: dict[str, Any] = {}
-        for name, item in value.items() if contains else [(name, getattr(value, name)) for name in parts]:
+        if isinstance(value, (dict, Mapping)):  # a dict is not asked whether it is a Mapping, which is slow
+            if not self._takes(len(value)):
+                return summary(value)
+            items = value.items()
+        else:
+            names = _field_names(value)
+            if names is None or not self._takes(len(names)):
+                return summary(value)
+            items = [(name, getattr(value, name)) for name in names]
+        fields: dict[str, object] = {}
+        for name, item in items:
             self.put(fields, _text(str(name)), item, depth + 1)
         return fields
 
+    def _takes(self, values: int) -> bool:
+        """Whether the payload may add so many values."""
+        if values > self._room:
+            return False
+        self._room -= values
+        return True
+
 
 class PlainTypes(dict[type, tuple[str, ...] | None]):
-    """The fields of a payload's type, where it says that it holds numbers and text alone; else None."""
+    """The fields of each payload type whose annotations are only numbers and text; None for other types."""
 
     def __missing__(self, kind: type) -> tuple[str, ...] | None:
         fields = getattr(kind, "__dataclass_fields__", {"": None})
@@ -141,8 +175,8 @@ class PlainTypes(dict[type, tuple[str, ...] | None]):
         self[kind] = names = tuple(fields) if plain else None
         return names
 
-    def holds(self, payload: Any) -> bool:
-        """Whether the encoder takes this payload as it is: all its fields are finite numbers, booleans and text."""
+    def holds(self, payload: object) -> bool:
+        """Whether the encoder accepts this payload as it is: all its fields are finite numbers, booleans and text."""
         try:
             names = self[type(payload)]
             if names is None:
@@ -151,7 +185,7 @@ class PlainTypes(dict[type, tuple[str, ...] | None]):
                 value = getattr(payload, name)
                 kind = type(value)
                 if kind is float:
-                    if value - value:  # NaN, for what is not finite
+                    if value - value:  # NaN unless the value is finite
                         return False
                 elif kind is int:
                     if not -(2**63) <= value < 2**63:  # the compiler computes these
@@ -163,11 +197,15 @@ class PlainTypes(dict[type, tuple[str, ...] | None]):
         return True
 
 
-def summary(value: Any) -> dict[str, Any]:
-    """What is told of a value that has no plain form: its type, an exception's message, a tensor's shape and dtype."""
-    found: dict[str, Any] = {"__type__": "object"}
-    try:  # an object may fail in any way when it is looked at, its class among them
-        kind = value if issubclass(type(value), type) else type(value)
+def summary(value: object) -> dict[str, object]:
+    """Describes a value without a plain form: its type, an exception's message, a tensor's shape and dtype.
+
+    >>> summary(torch.zeros(2, 3))
+    {'__type__': 'torch.Tensor', 'shape': [2, 3], 'dtype': 'torch.float32'}
+    """
+    found: dict[str, object] = {"__type__": "object"}
+    try:  # any access to an object may fail, even to its class
+        kind = cast(type, value) if issubclass(type(value), type) else type(value)
         found["__type__"] = _text(f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins."))
         if issubclass(type(value), BaseException):
             found["message"] = _text(str(value))
@@ -178,8 +216,8 @@ def summary(value: Any) -> dict[str, Any]:
     return found
 
 
-def _field_names(value: Any) -> Collection[str] | None:
-    """Of a dataclass's or a struct's instance."""
+def _field_names(value: object) -> Collection[str] | None:
+    """The fields of an instance of a dataclass or a struct."""
     if isinstance(value, type):
         return None
     return (
@@ -188,54 +226,48 @@ def _field_names(value: Any) -> Collection[str] | None:
 
 
 def _one(tensor: Tensor) -> Tensor | None:
-    """The tensor's only value in shape (), where it has one that is a real number or a truth."""
+    """The tensor's only value in shape (), if it is one real number or boolean."""
     if tensor.dtype is torch.bool:
         return tensor.detach().reshape(()) if tensor.numel() == 1 and not tensor.is_meta else None
     one = scalar(tensor)
     return one if isinstance(one, Tensor) else None
 
 
-def _sorted(values: Collection[Any]) -> list[Any]:
-    by_text = sorted(values, key=repr)  # else the order of what is neither less nor greater is the set's own
+def _sorted(values: Collection[object]) -> list[object]:
+    by_text = sorted(values, key=repr)  # so that values that compare as neither less nor greater have an order
     try:
-        return sorted(by_text)
+        return sorted(by_text)  # type: ignore[type-var]
     except Exception:  # of different kinds
         return by_text
 
 
-def _pairs(plain: dict[str, Any], observed: dict[str, Any]) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Each mapping's id and the one that holds what was taken out of it."""
+def _pairs(plain: dict[str, Any], observed: dict[str, Any]) -> Iterator[tuple[int, dict[str, object]]]:
+    """The id of each mapping, and the mapping that holds the values moved out of it."""
     yield id(plain), observed
     for name, inner in observed.items():
         if name in plain:
             yield from _pairs(plain[name], inner)
 
 
-def _set(place: Any, key: Any, value: Any) -> None:
+def _set(place: Target, key: Any, value: object) -> None:  # a dict's key is text, a list's a number
     if isinstance(place, msgspec.Struct):
         setattr(place, key, value)
     else:
         place[key] = value
 
 
-def _finite(value: float) -> float | str:
-    if isfinite(value):
-        return value
-    return "NaN" if isnan(value) else "Infinity" if value > 0 else "-Infinity"
-
-
-def _number(value: Any) -> Any:
+def _number(value: object) -> object:
     if type(value) is float:
-        return _finite(value)
+        return finite_or_text(value)
     return value if type(value) is not int or -(2**63) <= value < 2**63 else str(value)
 
 
 def _text(value: str) -> str:
-    text = str.__str__(value)  # a subclass may make anything of itself, and no encoder takes it
+    text = str.__str__(value)  # of a subclass too, which may override it and which no encoder accepts
     return text if text.isascii() else text.encode(errors="backslashreplace").decode()  # lone surrogates
 
 
-def _copied(tensor: Tensor) -> Any:
+def _copied(tensor: Tensor) -> object:
     try:
         return to_host([tensor])[0]
     except Exception:

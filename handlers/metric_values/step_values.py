@@ -1,36 +1,41 @@
-"""What loggers read of an engine: the scalars of a step's output, and metrics by their full names."""
+"""The scalars of a step's output, metrics by their full names, and learning rates."""
 
 from __future__ import annotations
 
 import numbers
-import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from pulsetrain.engine.events.cadence import Every
-from pulsetrain.engine.events.names import Events, EventsList
+from pulsetrain.engine.events.engine import Engine
+from pulsetrain.engine.events.names import Events
 from pulsetrain.engine.metrics import to_host
+from pulsetrain.engine.training_run import is_training_run
+from pulsetrain.handlers.attachment.engine_queries import attribute
 
-__all__ = ["METRIC_EVENTS", "learning_rates", "reading_events", "scalar", "scalars", "step_metrics", "to_host"]
+__all__ = ["METRIC_EVENTS", "learning_rates", "scalar", "scalars", "step_metrics", "to_host"]
 
-# the payloads of these have `metrics` by which a run may be judged, and state.metrics holds them, too
+# their payloads have `metrics`, by which a run may be judged; state.metrics holds these too
 METRIC_EVENTS = (Events.VALIDATION_COMPLETED, Events.ROLLOUT_COMPLETED, Events.POLICY_UPDATED)
 
 
-def scalars(output: Any) -> dict[str, Tensor | float]:
-    """The named scalars in what a step returned; what is no scalar is left out.
+def scalars(output: object) -> dict[str, Tensor | float]:
+    """The named scalars in what a step returned; other values are left out.
 
     Args:
         output: a number or a one-element tensor (then named "loss"), a mapping of those, or an object with `metrics`
             (such a mapping) and perhaps `loss`.
 
     Returns:
-        Numbers as they are, tensors detached on their device: nothing is brought to the host.
+        Numbers as they are, tensors detached on their device: nothing is copied to the host.
+
+    >>> scalars(0.5)
+    {'loss': 0.5}
+    >>> scalars({"loss": 0.5, "logits": [0.1, 0.2]})
+    {'loss': 0.5}
     """
-    if type(output) is dict or isinstance(output, Mapping):  # an ABC takes ten times as long to ask
+    if type(output) is dict or isinstance(output, Mapping):  # isinstance() of an ABC takes ten times as long
         found = {name: scalar(value) for name, value in output.items() if isinstance(name, str)}
         return {name: value for name, value in found.items() if value is not None}
     single = scalar(output)
@@ -42,8 +47,8 @@ def scalars(output: Any) -> dict[str, Tensor | float]:
     return {"loss": loss, **named} if loss is not None else named
 
 
-def scalar(value: Any) -> Tensor | float | None:
-    """The value as a number, or as a detached tensor of shape (); None where it is no real scalar."""
+def scalar(value: object) -> Tensor | float | None:
+    """The value as a number, or as a detached tensor of shape (); None if it is not a real scalar."""
     if type(value) is float:
         return value
     if isinstance(value, Tensor):
@@ -53,22 +58,21 @@ def scalar(value: Any) -> Tensor | float | None:
         one: Tensor = value if value.dim() == 0 else value.reshape(())
         return one
     if isinstance(value, numbers.Real) and not isinstance(value, bool):
-        # numpy's scalars are Real, too
+        # numpy's scalars are Real too
         return int(value) if isinstance(value, numbers.Integral) else float(value)
     return None
 
 
-def learning_rates(engine: Any) -> list[Tensor | float]:
-    """The rate of each parameter group in the last update made, else now; none where there is no optimizer."""
-    used = getattr(engine, "learning_rates", None)  # a trainer's: the optimizer holds the next update's already
-    if used is not None:
-        return list(used)
-    groups = getattr(getattr(engine, "optimizer", None), "param_groups", None)
-    return [group["lr"] for group in groups if "lr" in group] if isinstance(groups, list) else []
+def learning_rates(engine: Engine) -> list[Tensor | float]:
+    """The rate of each parameter group: of the last update on a trainer, else the optimizer's; empty without one."""
+    if is_training_run(engine):
+        return list(engine.learning_rates)  # its optimizer already holds those of the next update
+    groups = attribute(attribute(engine, "optimizer", object), "param_groups", list)
+    return [group["lr"] for group in groups or () if "lr" in group]
 
 
-def step_metrics(engine: Any) -> dict[str, float]:
-    """The scalars of the engine's last step by their full names, and the learning rate, brought to the host.
+def step_metrics(engine: Engine) -> dict[str, float]:
+    """The scalars of the engine's last step by their full names, and the learning rate, copied to the host.
 
     The names begin with "val/" on an engine named "evaluator" or "NAME.evaluator", else with "train/".
     """
@@ -83,26 +87,3 @@ def step_metrics(engine: Any) -> dict[str, float]:
     tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
     host = dict(zip(tensors, to_host(list(tensors.values())), strict=True))
     return {name: host[name] if isinstance(value, Tensor) else value for name, value in found.items()}
-
-
-def reading_events(every: Every, clock: Callable[[], float] = time.monotonic) -> EventsList:
-    """The events at which a reader of `state.output` looks: those of the cadence, updates behind their iteration.
-
-    An update happens inside the step, before there is an output.
-    """
-    if every.updates is None:
-        return every.events(clock)
-    rest = {name: getattr(every, name) for name in ("iterations", "epochs", "seconds")}
-    joined = Every(**rest).events(clock) if any(rest.values()) else EventsList()
-    interval = every.updates
-    seen: int | None = None
-
-    def has_updated(engine: Any, value: int) -> bool:
-        nonlocal seen
-        update = engine.state.update
-        if seen is None:  # the first look of a run, perhaps of one that goes on behind update 1,000
-            seen = max(update - (getattr(engine, "accumulated", 0) == 0), 0)
-        before, seen = seen, update
-        return bool(update // interval > before // interval)
-
-    return joined | Events.ITERATION_COMPLETED(event_filter=has_updated)

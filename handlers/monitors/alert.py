@@ -24,7 +24,7 @@ from pulsetrain.engine.events.subscription import LAST, Phase
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.recording.replay.engine import ReplayedEngine
 from pulsetrain.handlers.attachment.attachment import Attachment
-from pulsetrain.handlers.attachment.run_end import ends_here
+from pulsetrain.handlers.attachment.engine_queries import is_run_end
 
 __all__ = ["Alert"]
 
@@ -95,11 +95,11 @@ class Alert:
 
     def attach(self, engine: Engine) -> Self:
         """Hear the events in phase OBSERVE; at the run's end, wait last of all."""
-        with self._attachment.to(engine, whole_bus=False) as hear:
+        with self._attachment.to(engine, whole_bus=False) as subscribe:
             for event in self.events:
-                hear(event, self._on_event, on_error="warn")
+                subscribe(event, self._on_event, on_error="warn")
             for event in (Events.COMPLETED, Events.TERMINATE, Events.EXCEPTION_RAISED):
-                hear(event, self._on_end, phase=Phase.PERSIST, on_error="warn", order=LAST)
+                subscribe(event, self._on_end, phase=Phase.PERSIST, on_error="warn", order=LAST)
         return self
 
     def detach(self) -> None:
@@ -124,7 +124,7 @@ class Alert:
             self._tell("dropped", f"{_AT_MOST} alerts are waiting already")
 
     def _on_end(self, engine: Any, event: Event) -> None:
-        if ends_here(engine, event):
+        if is_run_end(engine, event):
             self._wait()
 
     def _wait(self) -> None:

@@ -52,18 +52,18 @@ class Garbage:
         Raises:
             RecordingError: the engine is a replay.
         """
-        with self._attachment.to(engine, whole_bus=False) as hear:
+        with self._attachment.to(engine, whole_bus=False) as subscribe:
             if isinstance(engine, ReplayedEngine):
                 raise RecordingError(
                     f"Replay: {engine.name!r} makes no steps whose garbage Garbage could collect: an event log is no "
                     "process; attach it in training"
                 )
-            hear(Events.STARTED, self._begin, phase=Phase.PERSIST)
-            hear(self.every.events(), self._collect, phase=Phase.PERSIST)
-            hear(Events.COMPLETED, self._end, phase=Phase.PERSIST)
-            hear(Events.TERMINATE, self._end_without_completed, phase=Phase.PERSIST)
+            subscribe(Events.STARTED, self._begin, phase=Phase.PERSIST)
+            subscribe(self.every.events(), self._collect, phase=Phase.PERSIST)
+            subscribe(Events.COMPLETED, self._end, phase=Phase.PERSIST)
+            subscribe(Events.TERMINATE, self._end_without_completed, phase=Phase.PERSIST)
             # first of all: another handler may raise in turn
-            hear(Events.EXCEPTION_RAISED, self._end_failing, phase=Phase.COMPUTE, order=FIRST)
+            subscribe(Events.EXCEPTION_RAISED, self._end_failing, phase=Phase.COMPUTE, order=FIRST)
         return self
 
     def detach(self) -> None:

@@ -8,6 +8,7 @@ from typing import Any, Literal, Self
 import torch
 from torch import Tensor, nn
 
+from pulsetrain.engine.argument_checks import check_bool, check_whole_number
 from pulsetrain.engine.errors import ConfigurationError, unknown_name
 from pulsetrain.engine.events.cadence import Every
 from pulsetrain.engine.events.engine import Engine
@@ -15,7 +16,8 @@ from pulsetrain.engine.events.names import Event, Events
 from pulsetrain.engine.events.subscription import Phase
 from pulsetrain.engine.optimizers import parts_of
 from pulsetrain.handlers.attachment.attachment import Attachment
-from pulsetrain.handlers.attachment.monitoring import check_flag, check_whole, publish, publish_media, refuse_replay
+from pulsetrain.handlers.attachment.engine_queries import reject_replay
+from pulsetrain.handlers.attachment.publishing import publish, publish_media
 
 __all__ = ["GradientMonitor"]
 
@@ -70,11 +72,11 @@ class GradientMonitor:
             raise unknown_name("GradientMonitor", "by", by, ("parameter", "module"))
         if isinstance(norm_type, bool) or norm_type not in (1, 2, math.inf):
             raise ConfigurationError(f"GradientMonitor(norm_type={norm_type!r}): needs 1, 2 or inf")
-        check_flag("GradientMonitor", "histograms", histograms)
-        check_flag("GradientMonitor", "updates", updates)
-        check_whole("GradientMonitor", "bins", bins)
+        check_bool("GradientMonitor", "histograms", histograms)
+        check_bool("GradientMonitor", "updates", updates)
+        check_whole_number("GradientMonitor", "bins", bins)
         if top is not None:
-            check_whole("GradientMonitor", "top", top)
+            check_whole_number("GradientMonitor", "top", top)
         if model is not None and not isinstance(model, nn.Module):
             raise TypeError(f"GradientMonitor(model={type(model).__name__}): needs a torch.nn.Module")
         self.every, self.by, self.histograms, self.bins = every, by, histograms, bins
@@ -91,8 +93,8 @@ class GradientMonitor:
             ConfigurationError: the engine has no model, and none was given.
             RecordingError: the engine is a replay.
         """
-        with self._attachment.to(engine, whole_bus=False) as hear:
-            refuse_replay("GradientMonitor", engine, "gradients")
+        with self._attachment.to(engine, whole_bus=False) as subscribe:
+            reject_replay("GradientMonitor", engine, "gradients")
             model = self.model if self.model is not None else getattr(engine, "model", None)
             if not isinstance(model, nn.Module):
                 raise ConfigurationError(
@@ -101,14 +103,16 @@ class GradientMonitor:
             interval = self.every.updates
             optimizer: Any = getattr(engine, "optimizer", None)
             if len(parts_of(optimizer)) > 1:  # state.update counts those of all
-                hear(Events.STARTED, self._on_started, phase=Phase.OBSERVE, on_error="warn")
-                hear(Events.GRADIENTS_READY, self._on_gradients_of, phase=Phase.OBSERVE, on_error="warn")
+                subscribe(Events.STARTED, self._on_started, phase=Phase.OBSERVE, on_error="warn")
+                subscribe(Events.GRADIENTS_READY, self._on_gradients_of, phase=Phase.OBSERVE, on_error="warn")
                 interval = 1
             else:
-                hear(Events.GRADIENTS_READY(every=interval), self._on_gradients, phase=Phase.OBSERVE, on_error="warn")
+                subscribe(
+                    Events.GRADIENTS_READY(every=interval), self._on_gradients, phase=Phase.OBSERVE, on_error="warn"
+                )
             if self.updates:
                 updated = Events.OPTIMIZER_STEP_COMPLETED(every=interval)
-                hear(updated, self._on_update, phase=Phase.OBSERVE, on_error="warn")
+                subscribe(updated, self._on_update, phase=Phase.OBSERVE, on_error="warn")
         return self
 
     def detach(self) -> None:

@@ -11,6 +11,7 @@ from typing import Any, Self
 
 import torch
 
+from pulsetrain.engine.argument_checks import check_number, check_whole_number
 from pulsetrain.engine.events.cadence import Every
 from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import Events
@@ -18,15 +19,9 @@ from pulsetrain.engine.events.payloads import AnomalyDetected
 from pulsetrain.engine.events.subscription import FIRST
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.handlers.attachment.attachment import Attachment
-from pulsetrain.handlers.attachment.monitoring import (
-    by_clock,
-    check_every,
-    check_number,
-    check_whole,
-    publish,
-    refuse_replay,
-)
-from pulsetrain.handlers.metric_values.step_values import reading_events
+from pulsetrain.handlers.attachment.cadence import check_every, reading_events
+from pulsetrain.handlers.attachment.engine_queries import reject_replay
+from pulsetrain.handlers.attachment.publishing import by_clock, publish
 
 __all__ = ["MemoryMonitor"]
 
@@ -69,7 +64,7 @@ class MemoryMonitor:
     ) -> None:
         every = Every(iterations=50) if every is None else every
         check_every("MemoryMonitor", every)
-        check_whole("MemoryMonitor", "leak_after", leak_after, least=2)
+        check_whole_number("MemoryMonitor", "leak_after", leak_after, at_least=2)
         check_number("MemoryMonitor", "growth", growth)
         self.every, self.leak_after, self.growth, self.read = every, leak_after, growth, read
         self._recent: dict[str, deque[float]] = {}
@@ -83,10 +78,10 @@ class MemoryMonitor:
         Raises:
             RecordingError: the engine is a replay.
         """
-        with self._attachment.to(engine, whole_bus=False) as hear:
-            refuse_replay("MemoryMonitor", engine, "process that trains")
-            hear(Events.STARTED, self._on_started, on_error="warn")
-            hear(reading_events(self.every), self._read, order=FIRST, on_error="warn")
+        with self._attachment.to(engine, whole_bus=False) as subscribe:
+            reject_replay("MemoryMonitor", engine, "process that trains")
+            subscribe(Events.STARTED, self._on_started, on_error="warn")
+            subscribe(reading_events(self.every), self._read, order=FIRST, on_error="warn")
         return self
 
     def detach(self) -> None:

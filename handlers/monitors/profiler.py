@@ -12,13 +12,14 @@ import torch
 from torch.autograd.profiler import record_function
 from torch.profiler import ProfilerActivity, profile
 
+from pulsetrain.engine.argument_checks import check_bool, check_whole_number
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import Event, Events
 from pulsetrain.engine.events.subscription import FIRST, LAST, Phase
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.handlers.attachment.attachment import Attachment
-from pulsetrain.handlers.attachment.monitoring import check_flag, check_whole, refuse_replay
+from pulsetrain.handlers.attachment.engine_queries import reject_replay
 from pulsetrain.handlers.run_files.run_folder import make_folder
 
 __all__ = ["Profiler"]
@@ -52,11 +53,11 @@ class Profiler:
         memory: bool = False,
         stacks: bool = False,
     ) -> None:
-        check_whole("Profiler", "start", start)
-        check_whole("Profiler", "iterations", iterations)
-        check_whole("Profiler", "warmup", warmup, least=0)
-        check_flag("Profiler", "memory", memory)
-        check_flag("Profiler", "stacks", stacks)
+        check_whole_number("Profiler", "start", start)
+        check_whole_number("Profiler", "iterations", iterations)
+        check_whole_number("Profiler", "warmup", warmup, at_least=0)
+        check_bool("Profiler", "memory", memory)
+        check_bool("Profiler", "stacks", stacks)
         if warmup >= start:
             raise ConfigurationError(
                 f"Profiler(start={start}, warmup={warmup}): the warm-up would begin before the run does; "
@@ -78,12 +79,12 @@ class Profiler:
             RunFolderError: the folder cannot be written.
             RecordingError: the engine is a replay.
         """
-        with self._attachment.to(engine, whole_bus=False) as hear:
-            refuse_replay("Profiler", engine, "process that trains")
+        with self._attachment.to(engine, whole_bus=False) as subscribe:
+            reject_replay("Profiler", engine, "process that trains")
             make_folder("Profiler", self.folder / "profile")
-            _last(hear, Events.STARTED, self._on_started)
-            _first(hear, Events.TERMINATE | Events.COMPLETED, self._on_end)
-            _first(hear, Events.EXCEPTION_RAISED, self._on_failure)
+            _last(subscribe, Events.STARTED, self._on_started)
+            _first(subscribe, Events.TERMINATE | Events.COMPLETED, self._on_end)
+            _first(subscribe, Events.EXCEPTION_RAISED, self._on_failure)
         return self
 
     def detach(self) -> None:
@@ -99,12 +100,12 @@ class Profiler:
     def _on_started(self, engine: Engine) -> None:
         self._on_end(engine)  # of a run that was given up
         self._begun_at = engine.state.iteration
-        with self._window.to(engine, whole_bus=False) as hear:
-            _last(hear, Events.GET_BATCH_STARTED, self._on_asking)
-            _first(hear, Events.GET_BATCH_COMPLETED, self._unmark)
-            _last(hear, Events.ITERATION_STARTED, self._on_step_begins)
-            _first(hear, Events.ITERATION_COMPLETED, self._unmark)
-            _last(hear, Events.ITERATION_COMPLETED, self._on_iteration)
+        with self._window.to(engine, whole_bus=False) as subscribe:
+            _last(subscribe, Events.GET_BATCH_STARTED, self._on_asking)
+            _first(subscribe, Events.GET_BATCH_COMPLETED, self._unmark)
+            _last(subscribe, Events.ITERATION_STARTED, self._on_step_begins)
+            _first(subscribe, Events.ITERATION_COMPLETED, self._unmark)
+            _last(subscribe, Events.ITERATION_COMPLETED, self._on_iteration)
         self._move(engine)
 
     def _on_asking(self, engine: Engine) -> None:
@@ -192,9 +193,9 @@ class Profiler:
             self._marks.pop().__exit__(None, None, None)
 
 
-def _first(hear: Callable[..., None], event: Any, handler: Any) -> None:
-    hear(event, handler, phase=Phase.COMPUTE, on_error="warn", order=FIRST)
+def _first(subscribe: Callable[..., None], event: Any, handler: Any) -> None:
+    subscribe(event, handler, phase=Phase.COMPUTE, on_error="warn", order=FIRST)
 
 
-def _last(hear: Callable[..., None], event: Any, handler: Any) -> None:
-    hear(event, handler, phase=Phase.PERSIST, on_error="warn", order=LAST)
+def _last(subscribe: Callable[..., None], event: Any, handler: Any) -> None:
+    subscribe(event, handler, phase=Phase.PERSIST, on_error="warn", order=LAST)

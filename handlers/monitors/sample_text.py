@@ -10,6 +10,7 @@ from typing import Any, Self
 import torch
 from torch import nn
 
+from pulsetrain.engine.argument_checks import check_whole_number
 from pulsetrain.engine.data import rng
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.events.cadence import Every
@@ -18,8 +19,8 @@ from pulsetrain.engine.events.names import Events
 from pulsetrain.engine.events.subscription import FIRST
 from pulsetrain.engine.step.model_call import eval_mode
 from pulsetrain.handlers.attachment.attachment import Attachment
-from pulsetrain.handlers.attachment.monitoring import check_every, check_whole, publish_media
-from pulsetrain.handlers.metric_values.step_values import reading_events
+from pulsetrain.handlers.attachment.cadence import check_every, reading_events
+from pulsetrain.handlers.attachment.publishing import publish_media
 from pulsetrain.handlers.run_files.run_folder import make_folder, replace_file
 
 __all__ = ["SampleText"]
@@ -67,7 +68,7 @@ class SampleText:
             raise ConfigurationError(f"SampleText(prompts={prompts!r}): needs a text, or several, none of them empty")
         if every is not None:
             check_every("SampleText", every, "Every(epochs=1)")
-        check_whole("SampleText", "length", length)
+        check_whole_number("SampleText", "length", length)
         number = isinstance(temperature, (int, float)) and not isinstance(temperature, bool)
         if not number or not 0.0 <= temperature < float("inf"):
             raise ConfigurationError(f"SampleText(temperature={temperature!r}): needs a finite number of at least 0")
@@ -91,7 +92,7 @@ class SampleText:
             RecordingError: the engine is a replay without weights.
             RunFolderError: the folder cannot be written.
         """
-        with self._attachment.to(engine, whole_bus=False) as hear:
+        with self._attachment.to(engine, whole_bus=False) as subscribe:
             model: Any = getattr(engine, "model", None)
             if self.generate is None and not callable(getattr(model, "generate", None)):
                 raise ConfigurationError(
@@ -100,10 +101,10 @@ class SampleText:
                 )
             if self.folder is not None:
                 make_folder("SampleText", self.folder / "samples")
-            hear(Events.STARTED, self._on_started, on_error="warn")
+            subscribe(Events.STARTED, self._on_started, on_error="warn")
             if self.every is not None:
-                hear(reading_events(self.every), self._write, order=FIRST, on_error="warn")
-            hear(Events.COMPLETED, self._write, order=FIRST, on_error="warn")
+                subscribe(reading_events(self.every), self._write, order=FIRST, on_error="warn")
+            subscribe(Events.COMPLETED, self._write, order=FIRST, on_error="warn")
         return self
 
     def detach(self) -> None:

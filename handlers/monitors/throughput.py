@@ -16,8 +16,9 @@ from pulsetrain.engine.events.names import Event, Events
 from pulsetrain.engine.events.subscription import FIRST, LAST, Phase
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.handlers.attachment.attachment import Attachment
-from pulsetrain.handlers.attachment.monitoring import check_every, publish, refuse_replay
-from pulsetrain.handlers.metric_values.step_values import reading_events
+from pulsetrain.handlers.attachment.cadence import check_every, reading_events
+from pulsetrain.handlers.attachment.engine_queries import reject_replay
+from pulsetrain.handlers.attachment.publishing import publish
 from pulsetrain.handlers.monitors.flop_count import FlopCount, is_compiled, peak_flops_of, shapes_of
 
 __all__ = ["Throughput"]
@@ -83,8 +84,8 @@ class Throughput:
             ConfigurationError: flops_per_sample is given, and the engine counts no samples.
             RecordingError: the engine is a replay.
         """
-        with self._attachment.to(engine, whole_bus=False) as hear:
-            refuse_replay("Throughput", engine, "process that trains")
+        with self._attachment.to(engine, whole_bus=False) as subscribe:
+            reject_replay("Throughput", engine, "process that trains")
             if self.flops_per_sample is not None and not hasattr(engine.state, "samples"):
                 raise ConfigurationError(
                     f"Throughput(flops_per_sample={self.flops_per_sample!r}): {engine.name!r} counts no state.samples, "
@@ -94,10 +95,10 @@ class Throughput:
             self._counts, self._peak_missed = True, False
 
             def first(event: Any, handler: Callable[..., None]) -> None:
-                hear(event, handler, phase=Phase.COMPUTE, on_error="warn", order=FIRST)
+                subscribe(event, handler, phase=Phase.COMPUTE, on_error="warn", order=FIRST)
 
             def last(event: Any, handler: Callable[..., None]) -> None:
-                hear(event, handler, phase=Phase.PERSIST, on_error="warn", order=LAST)
+                subscribe(event, handler, phase=Phase.PERSIST, on_error="warn", order=LAST)
 
             last(Events.STARTED, self._on_started)
             last(Events.GET_BATCH_STARTED, self._on_asking)
@@ -108,8 +109,8 @@ class Throughput:
             first(Events.VALIDATION_STARTED | Events.INTERRUPT, self._pause)
             last(Events.VALIDATION_COMPLETED, self._go_on)
             last(Events.CHECKPOINT_SAVED, self._on_saved)
-            hear(reading_events(self.every, self.clock), self._read, on_error="warn")
-            hear(Events.COMPLETED, self._read, phase=Phase.COMPUTE, on_error="warn", order=FIRST)
+            subscribe(reading_events(self.every, self.clock), self._read, on_error="warn")
+            subscribe(Events.COMPLETED, self._read, phase=Phase.COMPUTE, on_error="warn", order=FIRST)
             first(Events.INTERRUPT | Events.TERMINATE, self._stop_counting)
             first(Events.EXCEPTION_RAISED, self._on_failure)
         return self

@@ -19,15 +19,9 @@ from pulsetrain.engine.events.names import Event, Events
 from pulsetrain.engine.events.subscription import OnError
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.handlers.attachment.attachment import Attachment
-from pulsetrain.handlers.attachment.monitoring import check_every
-from pulsetrain.handlers.attachment.run_end import ends_here
-from pulsetrain.handlers.metric_values.step_values import (
-    METRIC_EVENTS,
-    learning_rates,
-    reading_events,
-    step_metrics,
-    to_host,
-)
+from pulsetrain.handlers.attachment.cadence import check_every, reading_events
+from pulsetrain.handlers.attachment.engine_queries import is_run_end
+from pulsetrain.handlers.metric_values.step_values import METRIC_EVENTS, learning_rates, step_metrics, to_host
 from pulsetrain.handlers.plots import figures
 from pulsetrain.handlers.plots.curves import RunCurves
 from pulsetrain.handlers.run_files.run_folder import make_folder, replace_file
@@ -95,18 +89,18 @@ class Plots:
             RunFolderError: the folder cannot be written, with on_error="raise"; else that is said, and the run goes on
                 without it.
         """
-        with self._attachment.to(engine_or_bus, needed=self._on_error == "raise") as hear:
+        with self._attachment.to(engine_or_bus, needed=self._on_error == "raise") as subscribe:
             make_folder("Plots", self._place)
             self._next = -math.inf
             if self.every is not None:
-                hear(reading_events(self.every, self._clock), self._on_reading, on_error=self._on_error)
-            hear(Events.METRICS_LOGGED, self._on_metrics, on_error=self._on_error)
-            hear(Events.MEDIA_LOGGED, self._on_media, on_error=self._on_error)
+                subscribe(reading_events(self.every, self._clock), self._on_reading, on_error=self._on_error)
+            subscribe(Events.METRICS_LOGGED, self._on_metrics, on_error=self._on_error)
+            subscribe(Events.MEDIA_LOGGED, self._on_media, on_error=self._on_error)
             for event in METRIC_EVENTS:
-                hear(event, self._on_round, on_error=self._on_error)
-            hear(Events.COMPLETED, self._on_end, on_error=self._on_error)
-            hear(Events.TERMINATE, self._on_terminated, on_error=self._on_error)
-            hear(Events.EXCEPTION_RAISED, self._on_end, on_error="warn")
+                subscribe(event, self._on_round, on_error=self._on_error)
+            subscribe(Events.COMPLETED, self._on_end, on_error=self._on_error)
+            subscribe(Events.TERMINATE, self._on_terminated, on_error=self._on_error)
+            subscribe(Events.EXCEPTION_RAISED, self._on_end, on_error="warn")
         return self
 
     def detach(self) -> None:
@@ -145,7 +139,7 @@ class Plots:
         return written
 
     def _run_of(self, engine: Engine) -> RunCurves:
-        return self._runs.setdefault(engine.name if self._attachment.hears_whole_bus else "", RunCurves())
+        return self._runs.setdefault(engine.name if self._attachment.follows_whole_bus else "", RunCurves())
 
     def _on_metrics(self, engine: Engine, event: Event) -> None:
         metrics = event.payload.metrics
@@ -181,10 +175,10 @@ class Plots:
             )
 
     def _on_end(self, engine: Engine) -> None:
-        self._draw(engine.name if self._attachment.hears_whole_bus else "")
+        self._draw(engine.name if self._attachment.follows_whole_bus else "")
 
     def _on_terminated(self, engine: Engine, event: Event) -> None:
-        if ends_here(engine, event):
+        if is_run_end(engine, event):
             self._on_end(engine)
 
 

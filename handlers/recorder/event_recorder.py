@@ -150,13 +150,13 @@ class EventRecorder:
         self._saved = dict(state) or None
 
     def _subscribe(self, event: Any) -> None:
-        def hear(event: Any, handler: Any, phase: Phase, order: Order) -> None:
-            self._attachment.hear(event, handler, phase=phase, order=order)
+        def subscribe(event: Any, handler: Any, phase: Phase, order: Order) -> None:
+            self._attachment.subscribe(event, handler, phase=phase, order=order)
 
         first = self._on_event
         if event in MEASURED or event in FINAL:
             first = self._on_exception if event is Events.EXCEPTION_RAISED else self._on_opened
-            hear(event, self._on_closed, Phase.PERSIST, LAST)
+            subscribe(event, self._on_closed, Phase.PERSIST, LAST)
         elif event is Events.ITERATION_COMPLETED:
             first = self._on_iteration
         elif event is Events.CHECKPOINT_LOADED:
@@ -167,9 +167,9 @@ class EventRecorder:
             first = self._on_epoch_started
         sampled = self.every is not None and (event in FREQUENT or event is Events.ITERATION_COMPLETED)
         # before every other receiver: the events that those fire come behind this one
-        hear(event(every=self.every) if sampled else event, first, Phase.COMPUTE, FIRST)
+        subscribe(event(every=self.every) if sampled else event, first, Phase.COMPUTE, FIRST)
         if event is Events.STARTED or event is Events.EPOCH_STARTED:
-            hear(event, self._adopt_custom_events, Phase.COMPUTE, FIRST)
+            subscribe(event, self._adopt_custom_events, Phase.COMPUTE, FIRST)
 
     def _adopt_custom_events(self) -> None:
         bus = self._attachment.bus

@@ -21,7 +21,7 @@ from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import EventEnum, Events
 from pulsetrain.engine.events.subscription import Phase
 from pulsetrain.handlers.attachment.attachment import Attachment
-from pulsetrain.handlers.attachment.monitoring import check_every
+from pulsetrain.handlers.attachment.cadence import check_every
 
 __all__ = ["BatchFingerprint", "FingerprintEvents", "Fingerprints", "StateFingerprint", "fingerprint_of"]
 
@@ -96,11 +96,11 @@ class Fingerprints:
         """
         if self.model is None and not isinstance(getattr(engine, "model", None), torch.nn.Module):
             raise ConfigurationError(f"Fingerprints(model=None): {engine.name!r} has no torch model; pass model=")
-        with self._attachment.to(engine, whole_bus=False) as hear:
+        with self._attachment.to(engine, whole_bus=False) as subscribe:
             engine.register_events(*FingerprintEvents)
-            hear(self.every.events(), self._digest_state, phase=Phase.OBSERVE)
+            subscribe(self.every.events(), self._digest_state, phase=Phase.OBSERVE)
             if self.batches:
-                hear(Events.GET_BATCH_COMPLETED, self._digest_batch, phase=Phase.OBSERVE)
+                subscribe(Events.GET_BATCH_COMPLETED, self._digest_batch, phase=Phase.OBSERVE)
         return self
 
     def detach(self) -> None:

@@ -1,4 +1,4 @@
-"""run.json: what a run is, for whoever reads its folder later."""
+"""run.json: what a run was made with, and each of its starts."""
 
 from __future__ import annotations
 
@@ -10,80 +10,90 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
 from pulsetrain.engine.environment import describe_environment
+from pulsetrain.engine.events.engine import Engine
+from pulsetrain.engine.training_run import is_training_run
+from pulsetrain.handlers.attachment.engine_queries import attribute, device_of, settings_of
 from pulsetrain.handlers.metric_values.event_values import EventValues
 from pulsetrain.handlers.run_files.run_folder import replace_file
 
-__all__ = ["RUN_FILE", "describe_run", "note_start", "read_run_file", "write_run_file"]
+__all__ = ["RUN_FILE", "RunFacts", "note_start", "read_run_file", "run_facts", "write_run_file"]
 
 RUN_FILE = "run.json"
 FORMAT = 1
 
+RunFacts: TypeAlias = dict[str, Any]  # plain JSON
 
-def describe_run(engine: Any) -> dict[str, Any]:
-    """Plain values: what the run was made with, as far as the engine knows it."""
-    config, backend = getattr(engine, "config", None), getattr(engine, "backend", None)
-    device, environment = getattr(backend, "device", "cpu"), getattr(backend, "environment", dict)
-    settings = {each.name: getattr(config, each.name) for each in fields(config)} if is_dataclass(config) else None
-    values, facts = EventValues(), dict[str, Any]()
-    values.put(facts, "seed", getattr(engine, "seed", None))
+
+def run_facts(engine: Engine) -> RunFacts:
+    """What the run was made with, as far as the engine knows.
+
+    >>> facts = run_facts(Engine(lambda engine, batch: None))
+    >>> facts["seed"], facts["handlers"], facts["starts"]
+    (None, [], [])
+    """
+    environment = engine.backend.environment() if is_training_run(engine) else {}
+    handlers = engine.handlers if is_training_run(engine) else ()
+    values, facts = EventValues(), RunFacts()
+    values.put(facts, "seed", attribute(engine, "seed", object))
     values.put(facts, "command", sys.argv)
-    values.put(facts, "settings", settings)
+    values.put(facts, "settings", settings_of(engine))
     values.settle()
     return {
         "format": FORMAT,
         "id": uuid.uuid4().hex,
         "created": _now(),
         "seed": facts["seed"],
-        "environment": describe_environment(device, environment()),
+        "environment": describe_environment(device_of(engine) or "cpu", environment),
         "git": _git_state(),
         "command": facts["command"],
         "settings": facts["settings"],
-        "handlers": [type(handler).__name__ for handler in getattr(engine, "handlers", ())],
+        "handlers": [type(handler).__name__ for handler in handlers],
         "starts": [],
     }
 
 
-def write_run_file(folder: Path, engine: Any, **more: Any) -> None:
-    """Write run.json, over one that is there.
+def write_run_file(folder: Path, engine: Engine, **more: object) -> None:
+    """Write run.json, replacing an existing one.
 
     Args:
-        more: facts beside those that the engine knows, plain values.
+        folder: the run folder, which exists.
+        engine: the run's engine.
+        more: further facts, plain values.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
-    facts = {**describe_run(engine), **more}
-    with _alone(folder):
+    facts = {**run_facts(engine), **more}
+    with _locked(folder):
         _write(folder, facts)
 
 
-def note_start(folder: Path, engine: Any, iteration: int, rank: int = 0) -> None:
-    """A run begins or goes on: say so in run.json, which is made where it is missing.
+def note_start(folder: Path, engine: Engine, iteration: int, rank: int = 0) -> None:
+    """Add the start of a run, or its resumption, to run.json, which is created if missing.
 
     Args:
-        folder: the run folder, which is there.
-        engine: what runs.
-        iteration: behind which it goes on; 0 for its beginning.
+        folder: the run folder, which exists.
+        engine: the run's engine.
+        iteration: the last one before the run resumes; 0 if the run starts.
         rank: of this process; rank 0 writes for all.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     if rank:
         return
-    facts = describe_run(engine)
+    facts = run_facts(engine)
     start = {"at": _now(), "iteration": iteration, "pid": os.getpid(), "command": facts["command"], "git": facts["git"]}
-    left_out = getattr(getattr(engine, "position", None), "left_out_since", None)
-    if left_out:  # batches, by a run that has gone back
+    left_out = engine.data.left_out_since if is_training_run(engine) else ()
+    if left_out:
         start["left_out"] = [list(each) for each in left_out]
-    with _alone(folder):
+    with _locked(folder):
         there = read_run_file(folder)
         if there and there.get("environment") != facts["environment"]:
             start["environment"] = facts["environment"]
@@ -93,8 +103,8 @@ def note_start(folder: Path, engine: Any, iteration: int, rank: int = 0) -> None
 
 
 @contextmanager
-def _alone(folder: Path) -> Iterator[None]:
-    """No other process changes the file meanwhile, where the folder's file system has locks."""
+def _locked(folder: Path) -> Iterator[None]:
+    """Keep other processes from changing the file, if the folder's file system has locks."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):
@@ -102,20 +112,20 @@ def _alone(folder: Path) -> Iterator[None]:
         yield
     finally:
         with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a process forked meanwhile would go on holding it
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a process forked in between would still hold it
         os.close(descriptor)
 
 
-def read_run_file(folder: Path) -> dict[str, Any]:
-    """What run.json says; empty where it is missing, or is none."""
+def read_run_file(folder: Path) -> RunFacts:
+    """The content of run.json; empty if the file is missing or is not a JSON object."""
     try:
         found = msgspec.json.decode((folder / RUN_FILE).read_bytes())
-    except (OSError, ValueError):  # no JSON, or no UTF-8
+    except (OSError, ValueError):  # not JSON, or not UTF-8
         return {}
     return found if isinstance(found, dict) else {}
 
 
-def _write(folder: Path, facts: dict[str, Any]) -> None:
+def _write(folder: Path, facts: RunFacts) -> None:
     replace_file(folder / RUN_FILE, msgspec.json.format(msgspec.json.encode(facts), indent=2) + b"\n")
 
 
@@ -123,8 +133,8 @@ def _now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")
 
 
-def _git_state() -> dict[str, Any] | None:
-    """The commit of the folder that the process runs in, and whether files differ from it; None where there is none."""
+def _git_state() -> dict[str, str | bool] | None:
+    """The commit of the working directory, and whether tracked files differ from it; None without a commit."""
     try:
         commit = _git("rev-parse", "HEAD")
         return {"commit": commit.strip(), "changed": bool(_git("status", "--porcelain", "--untracked-files=no"))}

@@ -1,4 +1,4 @@
-"""The place of a handler's files in a run folder."""
+"""Folders and files that handlers write in a run folder."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ __all__ = ["make_folder", "replace_file"]
 
 
 def make_folder(place: str, folder: Path) -> Path:
-    """Make the folder where it is missing, and try whether it can be written.
+    """Create the folder if it is missing, and check that files can be written in it.
 
     Args:
         place: the handler's class name, for the message.
-        folder: the folder that the handler writes its files in.
+        folder: where the handler writes its files.
 
     Raises:
-        RunFolderError: it cannot be made or written.
+        RunFolderError: the folder cannot be created or written.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -29,14 +29,20 @@ def make_folder(place: str, folder: Path) -> Path:
     except OSError as error:
         raise RunFolderError(
             f"{place}(folder={str(folder)!r}): cannot be written ({error.strerror or error}); "
-            "choose another folder or mend its permissions"
+            "choose another folder or change its permissions"
         ) from error
     return folder
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write the file so that readers see the old content or the new, never a part."""
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")  # several processes may write it
+    """Write the file so that readers see the old content or the new, never a part.
+
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     replace_file(Path(folder) / "a", b"content")
+    ...     (Path(folder) / "a").read_bytes()
+    b'content'
+    """
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}.tmp")  # several processes may write the file
     try:
         temporary.write_bytes(content)
         os.replace(temporary, path)

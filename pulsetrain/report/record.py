@@ -11,6 +11,7 @@ from typing import Any
 from pulsetrain.engine.errors import RecordingError
 from pulsetrain.engine.events.names import Events
 from pulsetrain.engine.recording import EventLog, LoggedEvent
+from pulsetrain.engine.recording.log.non_finite import NON_FINITE
 from pulsetrain.report.curve import Curve
 from pulsetrain.report.marks import ROWS, Mark, Marks
 
@@ -18,7 +19,6 @@ __all__ = ["EACH_ITERATION", "RATES", "RunRecord"]
 
 EACH_ITERATION = "each iteration"  # end of the names of what every iteration's output holds
 RATES = ("samples_per_second", "tokens_per_second")
-_NON_FINITE = frozenset({"NaN", "Infinity", "-Infinity"})
 _AT_A_BOUND = re.compile(r"max_\w+=.* was reached")  # a reason to end that was planned
 _OF_THE_OPTIMIZER = ("learning_rate", "grad_norm")  # every update's own, where it is known, and not the logged ones
 
@@ -230,7 +230,7 @@ class RunRecord:
         if kind is float or kind is int:
             if self._streaks and curves is self.curves:
                 self._streaks.pop(name, None)
-        elif kind is str and value in _NON_FINITE:
+        elif kind is str and value in NON_FINITE:
             if curves is self.curves:
                 self._note_non_finite(name, value)
             value = math.nan
@@ -277,7 +277,7 @@ def _error(payload: Any) -> str:
 
 
 def _number(value: Any) -> str:
-    if type(value) is str and value in _NON_FINITE:
+    if type(value) is str and value in NON_FINITE:
         return "NaN" if value == "NaN" else f"{'minus ' if value[0] == '-' else ''}infinite"
     return f"{value:.6g}" if isinstance(value, int | float) else str(value)
 

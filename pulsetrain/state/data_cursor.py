@@ -208,7 +208,7 @@ class DataPosition:
             self._keyed = loader, KeyedLoader(loader, self.seed)
         return self._keyed[1]
 
-    def place(self, iteration: int) -> tuple[int, int] | None:
+    def locate(self, iteration: int) -> tuple[int, int] | None:
         """Where a batch of the pass under way lies, for `rows_at`; None where the loader's order is its own."""
         if self._keyed is None or self._keyed[0] is not self._loader:
             return None
@@ -221,7 +221,7 @@ class DataPosition:
 
     def rows(self, iteration: int) -> list[Any] | None:
         """The indices of a batch of the pass under way, of this rank; None where the loader's order is its own."""
-        place = self.place(iteration)
+        place = self.locate(iteration)
         return None if place is None else self.rows_at(place)
 
     def state_dict(self) -> dict[str, Any]:

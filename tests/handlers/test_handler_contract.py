@@ -325,5 +325,5 @@ def test_an_observer_whose_folder_cannot_be_written_is_left_out_and_says_so(name
     before = subscriptions(engine.bus)
     with structlog.testing.capture_logs() as logs:
         MAKE[name](tmp_path / "file").attach(engine)
-    assert [line["event"] for line in logs] == [f"the run goes on without {name}"]
+    assert [line["event"] for line in logs] == [f"the run continues without {name}"]
     assert subscriptions(engine.bus) == before

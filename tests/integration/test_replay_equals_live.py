@@ -160,16 +160,18 @@ def spy_on(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
     """Note every call that the handler's subscriptions make."""
     of_list: dict[Any, Any] = getattr(played.handler, "_attachments", {})
     for attachment in of_list.values() or [played.handler._attachment]:
-        monkeypatch.setattr(attachment, "hear", functools.partial(hear_noting, attachment.hear, played.calls))
+        monkeypatch.setattr(
+            attachment, "subscribe", functools.partial(subscribe_noting, attachment.subscribe, played.calls)
+        )
 
 
-def hear_noting(hear: Any, calls: list[Any], event: Any, handler: Any, **options: Any) -> None:
+def subscribe_noting(subscribe: Any, calls: list[Any], event: Any, handler: Any, **options: Any) -> None:
     @functools.wraps(handler)
     def noted(*given: Any, **named: Any) -> Any:
         calls.append(seen(handler, given))
         return handler(*given, **named)
 
-    hear(event, noted, **options)
+    subscribe(event, noted, **options)
 
 
 def seen(handler: Any, given: tuple[Any, ...]) -> Any:

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
+from pulsetrain.engine.recording.log.non_finite import NON_FINITE
 from pulsetrain.engine.recording.log.records import LoggedEvent
 
 __all__ = ["Growth", "measure_growth"]
 
 _SERIES = 256  # how many are followed; of a run that invents names, the first
 _WAITING = 4096  # events of one side whose counterpart is still sought on the other
-_NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ def _differences(name: str, x: Any, y: Any) -> Iterator[tuple[str, float]]:
 
 
 def _distance(x: Any, y: Any) -> float | None:
-    numbers = [_NON_FINITE.get(value, value) if isinstance(value, str) else value for value in (x, y)]
+    numbers = [NON_FINITE.get(value, value) if isinstance(value, str) else value for value in (x, y)]
     if x == y or any(isinstance(number, bool) or not isinstance(number, int | float) for number in numbers):
         return None
     if all(isinstance(number, int) for number in numbers):  # a row's number or a fingerprint: how far says nothing

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import math
 import operator
 import warnings
 from collections.abc import Callable
@@ -11,6 +10,7 @@ from difflib import get_close_matches
 from typing import Any
 
 from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.recording.log.non_finite import NON_FINITE
 from pulsetrain.engine.recording.log.records import LoggedEvent
 
 __all__ = ["predicate"]
@@ -19,7 +19,6 @@ Value = Callable[[LoggedEvent], Any]
 
 FIELDS = LoggedEvent.__struct_fields__
 _SHOWN = 60  # characters before and behind a fault
-_NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _ARITHMETIC: dict[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -124,7 +123,7 @@ def _compile(node: ast.expr) -> Value:
 
 
 def _number(value: Any) -> Any:
-    return _NON_FINITE.get(value, value) if type(value) is str else value
+    return NON_FINITE.get(value, value) if type(value) is str else value
 
 
 def _is_number(value: Any) -> bool:

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Iterator
 from importlib import import_module
 from typing import Any
 
 from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.recording.log.non_finite import NON_FINITE
 from pulsetrain.engine.recording.log.records import LoggedEvent
 
 __all__ = ["columns", "to_arrow", "to_pandas"]
 
-_NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _PLAIN = ("seq", "t", "ord", "engine", "event", "epoch", "iteration", "error", "open")
 _NESTED = ("payload", "output", "metrics")  # `observed` is within the payload
 
@@ -95,9 +94,9 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 def _numbers(column: list[Any]) -> list[Any]:
     """With "NaN" as the number, where there are numbers beside it."""
-    if not any(type(value) is str and value in _NON_FINITE for value in column):
+    if not any(type(value) is str and value in NON_FINITE for value in column):
         return column
-    numbers = [_NON_FINITE.get(value, value) if type(value) is str else value for value in column]
+    numbers = [NON_FINITE.get(value, value) if type(value) is str else value for value in column]
     return numbers if all(value is None or type(value) in (int, float) for value in numbers) else column
 
 

@@ -13,7 +13,7 @@ from pulsetrain.engine import Events, Every, GRPOStrategy, PPOStrategy
 from pulsetrain.engine.errors import ConfigurationError, MetricNotFoundError
 from pulsetrain.engine.rollouts import EnvironmentRollouts, TextRollouts
 from pulsetrain.handlers import Checkpointer
-from pulsetrain.handlers.metric_values.best_value import judged_name, tell_of_silence
+from pulsetrain.handlers.metric_values.best_value import judged_name, warn_if_never_reported
 from tests.engine.rollouts.test_rollouts import PROMPTS, VOCABULARY, Reward, Valued, texts
 from tests.engine.rollouts.test_rollouts_environment import Counting, Policy
 from tests.engine.strategies.test_strategies_bad_input import assert_refused
@@ -395,8 +395,8 @@ def test_a_validation_before_the_first_rollout_need_not_tell_of_one():
 def test_a_run_without_rollouts_that_judged_nothing_ends_without_a_word():
     engine, _ = validated(False, {})
     with capture_logs() as logs:
-        tell_of_silence("EarlyStopping", "val/loss", engine)
+        warn_if_never_reported("EarlyStopping", "val/loss", engine)
         engine.state.rollout_round = 1
         assert logs == []
-        tell_of_silence("EarlyStopping", "val/loss", engine)
+        warn_if_never_reported("EarlyStopping", "val/loss", engine)
     assert [line["event"] for line in logs] == ["EarlyStopping has judged nothing"]

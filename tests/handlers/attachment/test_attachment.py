@@ -21,9 +21,9 @@ def test_an_attach_that_fails_half_way_leaves_nothing_and_can_be_tried_again():
     before = subscriptions(engine.bus)
 
     def attach(event):
-        with attachment.to(engine) as hear:
-            hear(Events.STARTED, nothing)
-            hear(event, nothing)
+        with attachment.to(engine) as subscribe:
+            subscribe(Events.STARTED, nothing)
+            subscribe(event, nothing)
 
     with pytest.raises(ValueError, match="counter"):
         attach(Events.TERMINATE(every=2))
@@ -35,8 +35,8 @@ def test_an_attach_that_fails_half_way_leaves_nothing_and_can_be_tried_again():
 def test_one_engine_is_heard_and_not_its_neighbours_on_the_bus():
     bus, seen = EventBus(), []
     mine, other = make_engine(bus=bus), Engine(lambda engine, batch: None, bus=bus)
-    with Attachment("Place").to(mine) as hear:
-        hear(Events.EPOCH_COMPLETED | Events.STARTED, lambda engine: seen.append(engine.name))
+    with Attachment("Place").to(mine) as subscribe:
+        subscribe(Events.EPOCH_COMPLETED | Events.STARTED, lambda engine: seen.append(engine.name))
     other.run([0], max_epochs=1)
     mine.run([0], max_epochs=1)
     assert seen == ["trainer", "trainer"]
@@ -44,8 +44,8 @@ def test_one_engine_is_heard_and_not_its_neighbours_on_the_bus():
 
 def test_what_hears_an_exception_through_it_does_not_take_it():
     engine = make_engine(lambda i: 1 / 0)
-    with Attachment("Place").to(engine) as hear:
-        hear(Events.EXCEPTION_RAISED, lambda engine, event: None)
+    with Attachment("Place").to(engine) as subscribe:
+        subscribe(Events.EXCEPTION_RAISED, lambda engine, event: None)
     with pytest.raises(ZeroDivisionError):
         engine.run([0], max_epochs=1)
 
@@ -53,8 +53,8 @@ def test_what_hears_an_exception_through_it_does_not_take_it():
 def test_it_keeps_no_engine_alive():
     bus, attachment = EventBus(), Attachment("Place")
     engine = make_engine(bus=bus)
-    with attachment.to(engine) as hear:
-        hear(Events.STARTED, nothing)
+    with attachment.to(engine) as subscribe:
+        subscribe(Events.STARTED, nothing)
     reference = weakref.ref(engine)
     del engine
     gc.collect()
@@ -73,7 +73,7 @@ def test_an_observer_without_its_folder_is_left_out_and_the_run_goes_on(make, tm
     before = subscriptions(engine.bus)
     with structlog.testing.capture_logs() as logs:
         handler = make(tmp_path / "file" / "run").attach(engine)
-    assert [line["event"] for line in logs] == [f"the run goes on without {make.__name__}"]
+    assert [line["event"] for line in logs] == [f"the run continues without {make.__name__}"]
     assert "cannot be written" in logs[0]["reason"]
     assert subscriptions(engine.bus) == before
     engine.run([1, 2], max_epochs=1)

@@ -145,7 +145,9 @@ def test_a_line_that_a_killed_run_left_unfinished_is_dropped_and_told(tmp_path):
 @pytest.mark.parametrize("content", [b'{"step": 1}\n', b"[1]\n", b"\xff\xfe\n", b"iteration,epoch\n"])
 def test_another_file_is_refused_and_left_as_it_is(tmp_path, content):
     (tmp_path / "metrics.jsonl").write_bytes(content)
-    with pytest.raises(RunFolderError, match=r"JSONLinesLogger\(folder=.*holds no lines of this logger"):
+    with pytest.raises(
+        RunFolderError, match=r"JSONLinesLogger\(folder=.*not written by this logger.*move it or choose"
+    ):
         JSONLinesLogger(tmp_path).attach(make_engine())
     assert (tmp_path / "metrics.jsonl").read_bytes() == content
 

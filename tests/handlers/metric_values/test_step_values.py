@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from pulsetrain.engine import Engine, Events, Every
-from pulsetrain.handlers.metric_values.step_values import reading_events, scalars, step_metrics
+from pulsetrain.handlers.attachment.cadence import reading_events
+from pulsetrain.handlers.metric_values.step_values import scalars, step_metrics
 from tests.support.driving import ManualClock, UpdatingEngine, make_engine
 
 

@@ -209,7 +209,7 @@ def test_an_engine_without_a_model_is_refused_and_so_is_a_replay(tmp_path):
     recorder = EventRecorder(tmp_path)
     make_trainer(recorder).train()
     recorder.detach()
-    with pytest.raises(RecordingError, match=r"GradientMonitor.*no gradients.*in training alone"):
+    with pytest.raises(RecordingError, match=r"GradientMonitor.*no gradients.*attach this handler to a run"):
         GradientMonitor().attach(Replay(tmp_path))
 
 

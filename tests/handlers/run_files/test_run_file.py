@@ -12,7 +12,7 @@ import torch
 from pulsetrain.engine import Engine, Events
 from pulsetrain.handlers import EventRecorder
 from pulsetrain.handlers.run_files import run_file as module
-from pulsetrain.handlers.run_files.run_file import describe_run, note_start, write_run_file
+from pulsetrain.handlers.run_files.run_file import note_start, run_facts, write_run_file
 from pulsetrain.handlers.run_files.run_folder import replace_file
 from tests.support.driving import make_engine
 from tests.support.small import trainer
@@ -58,25 +58,25 @@ def test_a_validation_is_no_start(tmp_path):
 
 
 def test_settings_and_seed_of_a_trainer_are_there():
-    facts = describe_run(trainer({"seed": 5}))
+    facts = run_facts(trainer({"seed": 5}))
     assert facts["seed"] == facts["settings"]["seed"] == 5
     assert json.loads(json.dumps(facts)) == facts
 
 
 def test_the_commit_is_that_of_the_working_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert describe_run(make_engine())["git"] is None
+    assert run_facts(make_engine())["git"] is None
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@b.c"]
     if subprocess.run([*git, "init", "-q"], check=False).returncode:
         pytest.skip("no git here")
     (tmp_path / "a").write_text("1")
     subprocess.run([*git, "add", "a"], check=True)
     subprocess.run([*git, "commit", "-qm", "a"], check=True)
-    state = describe_run(make_engine())["git"]
+    state = run_facts(make_engine())["git"]
     assert len(state["commit"]) == 40
     assert state["changed"] is False
     (tmp_path / "a").write_text("2")
-    assert describe_run(make_engine())["git"]["changed"] is True
+    assert run_facts(make_engine())["git"]["changed"] is True
 
 
 def test_several_processes_lose_no_start_of_each_other(tmp_path, monkeypatch):

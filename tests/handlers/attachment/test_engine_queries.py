@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from pulsetrain import Trainer, TrainingConfig
 from pulsetrain.engine import Event, Events, Every, SupervisedStrategy
 from pulsetrain.handlers import Alert, Checkpointer, MetricLogger, NaNGuard, Plots
-from pulsetrain.handlers.attachment.run_end import ends_here
+from pulsetrain.handlers.attachment.engine_queries import is_run_end
 from tests.support.driving import make_engine
 from tests.support.small import regression_model
 
@@ -75,4 +75,4 @@ def test_a_run_ends_at_terminate_where_nothing_comes_behind_it(should_terminate,
     engine = make_engine()
     engine.should_terminate = should_terminate
     event = Event(0, "trainer", Events.TERMINATE.value, 1, 1, None, 0)
-    assert ends_here(engine, event) is ends
+    assert is_run_end(engine, event) is ends

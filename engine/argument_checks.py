@@ -1,0 +1,62 @@
+"""Checks of arguments; each error names the place, the argument, the value and the rule."""
+
+from __future__ import annotations
+
+import math
+
+from pulsetrain.engine.errors import ConfigurationError
+
+__all__ = ["check_bool", "check_number", "check_whole_number"]
+
+
+def check_whole_number(place: str, argument: str, value: object, at_least: int = 1, below: int | None = None) -> None:
+    """Reject anything but an integer in the range; booleans are not integers here.
+
+    Args:
+        place: the class or function that has the argument, for the message.
+        argument: its name.
+        value: what was passed.
+        at_least: the smallest integer allowed.
+        below: the smallest integer that is too large.
+
+    Raises:
+        ConfigurationError: not such an integer.
+
+    >>> check_whole_number("Checkpointer", "keep_last", 0)
+    Traceback (most recent call last):
+    ...
+    pulsetrain.engine.errors.ConfigurationError: Checkpointer(keep_last=0): needs a whole number of at least 1
+    """
+    if (
+        isinstance(value, int)
+        and not isinstance(value, bool)
+        and value >= at_least
+        and (below is None or value < below)
+    ):
+        return
+    bound = "" if below is None else f" and below {below}"
+    raise ConfigurationError(f"{place}({argument}={value!r}): needs a whole number of at least {at_least}{bound}")
+
+
+def check_number(place: str, argument: str, value: object, at_least: float = 0.0, below: float = math.inf) -> None:
+    """Reject anything but a finite number in the range.
+
+    Raises:
+        ConfigurationError: not such a number.
+    """
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and at_least <= value < below:
+        return
+    wanted = f"finite number of at least {at_least:g}"
+    if below < math.inf:
+        wanted = f"number of at least {at_least:g} and below {below:g}"
+    raise ConfigurationError(f"{place}({argument}={value!r}): needs a {wanted}")
+
+
+def check_bool(place: str, argument: str, value: object) -> None:
+    """Reject anything but True and False.
+
+    Raises:
+        ConfigurationError: neither.
+    """
+    if not isinstance(value, bool):
+        raise ConfigurationError(f"{place}({argument}={value!r}): needs True or False")

@@ -1,0 +1,47 @@
+"""Cadences of handlers: the check of an `every` argument, and the events at which a step's output is read."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from pulsetrain.engine.events.cadence import Every
+from pulsetrain.engine.events.engine import Engine
+from pulsetrain.engine.events.names import Events, EventsList
+from pulsetrain.engine.training_run import is_training_run
+
+__all__ = ["check_every", "reading_events"]
+
+
+def check_every(place: str, every: object, example: str = "Every(iterations=50)") -> None:
+    """Reject anything but an `Every`.
+
+    Raises:
+        TypeError: not an Every.
+    """
+    if not isinstance(every, Every):
+        raise TypeError(f"{place}(every={every!r}): needs an Every, such as {example}")
+
+
+def reading_events(every: Every, clock: Callable[[], float] = time.monotonic) -> EventsList:
+    """The events at which `state.output` is read. A cadence of updates is moved to the end of the iteration.
+
+    An update happens inside the step, before the step has an output.
+    """
+    if every.updates is None:
+        return every.events(clock)
+    joined = EventsList()
+    if every != Every(updates=every.updates):
+        joined = Every(iterations=every.iterations, epochs=every.epochs, seconds=every.seconds).events(clock)
+    interval = every.updates
+    seen: int | None = None
+
+    def has_updated(engine: Engine, value: int) -> bool:
+        nonlocal seen
+        update = engine.state.update
+        if seen is None:  # the first call of a run, which may have resumed at update 1,000
+            seen = max(update - (not is_training_run(engine) or engine.accumulated == 0), 0)
+        before, seen = seen, update
+        return bool(update // interval > before // interval)
+
+    return joined | Events.ITERATION_COMPLETED(event_filter=has_updated)

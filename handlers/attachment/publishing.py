@@ -1,0 +1,46 @@
+"""How handlers publish what they measure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Literal
+
+from pulsetrain.engine.events.engine import Engine
+from pulsetrain.engine.events.names import Events
+from pulsetrain.engine.events.payloads import MediaLogged, MetricsLogged
+
+__all__ = ["by_clock", "publish", "publish_media"]
+
+
+@contextmanager
+def by_clock(engine: Engine, measured: bool = True) -> Iterator[None]:
+    """Events fired inside depend on the clock or the machine, so that a recorded run does not expect them again."""
+    bus, before = engine.bus, engine.bus.by_clock
+    bus.by_clock = before or measured
+    try:
+        yield
+    finally:
+        bus.by_clock = before
+
+
+def publish(engine: Engine, metrics: Mapping[str, float], *, measured: bool = False) -> None:
+    """Fire METRICS_LOGGED if anything subscribes to it.
+
+    Args:
+        engine: fires the event.
+        metrics: values by full name; nothing is fired if there are none.
+        measured: they depend on the clock or the machine, so that a recorded run does not expect them again.
+    """
+    if not metrics or not engine.hears(Events.METRICS_LOGGED):
+        return
+    with by_clock(engine, measured):
+        engine.fire(Events.METRICS_LOGGED, MetricsLogged(metrics=metrics))
+
+
+def publish_media(
+    engine: Engine, name: str, kind: Literal["text", "image", "figure", "histogram", "matrix"], value: object
+) -> None:
+    """Fire MEDIA_LOGGED if anything subscribes to it."""
+    if engine.hears(Events.MEDIA_LOGGED):
+        engine.fire(Events.MEDIA_LOGGED, MediaLogged(name=name, kind=kind, value=value))
