@@ -340,6 +340,26 @@ class Trainer(Engine):
         self.stepped_plan = self._plan(Events.OPTIMIZER_STEP_COMPLETED)
 
     @property
+    def data(self) -> DataPosition:
+        """Where the run is in its data."""
+        return self.position
+
+    @property
+    def is_resuming(self) -> bool:
+        """Whether a checkpoint was loaded from which the run has not continued yet."""
+        return self.position.resuming
+
+    @property
+    def is_stepping(self) -> bool:
+        """Whether a training step is in progress, so that the state is between two updates."""
+        return self.in_step
+
+    @property
+    def is_rewinding(self) -> bool:
+        """Whether this run ends only to continue from an earlier checkpoint."""
+        return self.rewinding is not None
+
+    @property
     def accumulated(self) -> int:
         """Batches whose gradients await the next update."""
         return self.accumulation.batches
