@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from torch import nn
+from torch.optim import Optimizer
 
 if TYPE_CHECKING:
-    import torch
-    from torch import Tensor, nn
+    from torch import Tensor
+    from typing_extensions import TypeIs
 
     from pulsetrain.engine.events.engine import Engine
     from pulsetrain.engine.optimizers import NamedOptimizers
     from pulsetrain.engine.step.protocols import AlternatingStrategy, Backend, TrainingStrategy
 
-__all__ = ["BatchOrder", "TrainingRun", "is_training_run"]
+__all__ = ["BatchOrder", "TrainingRun", "is_training_run", "model_of", "optimizer_of"]
 
 
 class BatchOrder(Protocol):
@@ -40,7 +43,7 @@ class TrainingRun(Protocol):
     """A run that trains a model. `pulsetrain.Trainer` implements it; a plain Engine does not."""
 
     model: nn.Module
-    optimizer: torch.optim.Optimizer
+    optimizer: Optimizer
     optimizers: NamedOptimizers | None
     strategy: TrainingStrategy | AlternatingStrategy
     backend: Backend
@@ -100,6 +103,22 @@ class TrainingRun(Protocol):
         ...
 
 
-def is_training_run(engine: object) -> TypeGuard[TrainingRun]:
+def is_training_run(engine: object) -> TypeIs[TrainingRun]:
     """Whether the engine trains a model, so that a handler may ask it what `TrainingRun` lists."""
     return isinstance(engine, TrainingRun)
+
+
+def model_of(engine: object) -> nn.Module | None:
+    """The torch model of a training run, or the one that was set as `engine.model`; None without one.
+
+    Raises:
+        RecordingError: the engine is replayed from a log, which holds no weights.
+    """
+    model = getattr(engine, "model", None)
+    return model if isinstance(model, nn.Module) else None
+
+
+def optimizer_of(engine: object) -> Optimizer | None:
+    """The torch optimizer of a training run, or the one that was set as `engine.optimizer`; None without one."""
+    optimizer = getattr(engine, "optimizer", None)
+    return optimizer if isinstance(optimizer, Optimizer) else None
