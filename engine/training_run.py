@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from torch import nn
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from pulsetrain.engine.optimizers import NamedOptimizers
     from pulsetrain.engine.step.protocols import AlternatingStrategy, Backend, TrainingStrategy
 
-__all__ = ["BatchOrder", "TrainingRun", "is_training_run", "model_of", "optimizer_of"]
+__all__ = ["BatchOrder", "TrainingRun", "is_training_run", "model_of", "optimizer_of", "validation_contexts"]
 
 
 class BatchOrder(Protocol):
@@ -122,3 +123,10 @@ def optimizer_of(engine: object) -> Optimizer | None:
     """The torch optimizer of a training run, or the one that was set as `engine.optimizer`; None without one."""
     optimizer = getattr(engine, "optimizer", None)
     return optimizer if isinstance(optimizer, Optimizer) else None
+
+
+def validation_contexts(engine: object) -> list[Callable[[], AbstractContextManager[object]]] | None:
+    """What the engine's evaluator enters for each validation, such as `EMA.applied`; None without an evaluator."""
+    found: list[Callable[[], AbstractContextManager[object]]] | None
+    found = getattr(getattr(engine, "evaluator", None), "contexts", None)
+    return found
