@@ -17,7 +17,6 @@ from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import Events
 from pulsetrain.engine.events.subscription import Phase
 from pulsetrain.engine.logs import get_logger
-from pulsetrain.engine.training_run import BatchOrder
 from pulsetrain.handlers.attachment.attachment import Attachment
 from pulsetrain.handlers.attachment.monitoring import check_every, check_whole
 from pulsetrain.handlers.guards.guard_actions import (
@@ -108,7 +107,6 @@ class LossSpikeGuard:
         self._bound = math.inf  # above it a loss is a spike
         self._since_bound = 0  # losses that entered the window since the bound was computed
         self._unseen: list[tuple[TrainedBatch, Tensor | float]] = []
-        self._data: BatchOrder | None = None
         self._attachment = Attachment("LossSpikeGuard")
 
     def attach(self, engine: Engine) -> Self:
@@ -119,7 +117,6 @@ class LossSpikeGuard:
         """
         with self._attachment.to(engine, whole_bus=False) as hear:
             self._action.check(engine)
-            self._data = batch_order(engine)  # once: finding out costs more than an iteration's other work here
             hear(Events.STARTED, self._on_started, phase=Phase.ACT)
             hear(Events.ITERATION_COMPLETED, self._on_iteration, phase=Phase.COMPUTE)
             hear(check_events(self.every, self._clock), self._check, phase=Phase.ACT)
@@ -154,7 +151,7 @@ class LossSpikeGuard:
     def _on_iteration(self, engine: Engine) -> None:
         loss = scalars(engine.state.output).get(self.metric)
         if loss is not None:
-            self._unseen.append((TrainedBatch.of_iteration(engine.state.iteration, self._data), loss))
+            self._unseen.append((TrainedBatch.of_iteration(engine.state.iteration, batch_order(engine)), loss))
 
     def _fetched(self) -> list[float]:
         tensors = [loss for _, loss in self._unseen if isinstance(loss, Tensor)]

@@ -16,7 +16,7 @@ from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import Event, Events
 from pulsetrain.engine.events.state import State
 from pulsetrain.engine.events.subscription import Phase
-from pulsetrain.engine.training_run import BatchOrder, is_training_run, model_of
+from pulsetrain.engine.training_run import is_training_run, model_of
 from pulsetrain.handlers.attachment.attachment import Attachment
 from pulsetrain.handlers.attachment.monitoring import check_every, check_whole
 from pulsetrain.handlers.guards.guard_actions import (
@@ -105,7 +105,6 @@ class NaNGuard:
         self._updated_at: dict[str, int] = {}  # iteration of the last update, by optimizer
         self._begun = 0  # iteration of the last update before this handler was attached
         self._buffers: list[_KeptBuffers] = []
-        self._data: BatchOrder | None = None
         self._attachment = Attachment("NaNGuard")
 
     def attach(self, engine: Engine) -> Self:
@@ -123,7 +122,6 @@ class NaNGuard:
                 )
             self._action.check(engine)
             self._buffers = _keep_buffers(model)
-            self._data = batch_order(engine)  # once: finding out costs more than an update's other work here
             self._updated_at.clear()  # of an earlier engine
             self._begun = _last_update(engine)
             hear(Events.STARTED, self._on_started, phase=Phase.COMPUTE)
@@ -173,7 +171,8 @@ class NaNGuard:
             kept.restore_where(bad)
         first = min(self._updated_at.get(optimizer, self._begun) + 1, last)
         self._updated_at[optimizer] = last
-        batches = [TrainedBatch.of_iteration(each, self._data) for each in range(first, last + 1)]
+        data = batch_order(engine)
+        batches = [TrainedBatch.of_iteration(each, data) for each in range(first, last + 1)]
         self._unseen.append(Update(norm, batches, optimizer))
 
     def _on_terminate(self, engine: Engine) -> None:
