@@ -187,6 +187,10 @@ class EventBus(blinker.Namespace):
         """The living engines of this bus, in the order in which they joined."""
         return [engine for reference in self._engines.values() if (engine := reference()) is not None]
 
+    def continue_after(self, seq: int) -> None:
+        """Number the next event seq + 1, to continue a recorded order."""
+        self.sequence.last = seq
+
     def signal(self, event: Any, doc: str | None = None) -> EventSignal:
         """The blinker signal of the event; the same one at each call."""
         event = canonical(event)

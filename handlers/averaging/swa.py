@@ -1,10 +1,9 @@
-"""Averages the weights that late training passes through (stochastic weight averaging)."""
+"""Averages the weights of late training (stochastic weight averaging)."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -20,32 +19,43 @@ from pulsetrain.engine.events.cadence import Every
 from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.step.averaging import WeightAverage
+from pulsetrain.engine.training_run import is_training_run
 from pulsetrain.handlers.averaging.averaging import Averaging
 
 __all__ = ["SWA"]
 
 
-class SWA:
-    """Stochastic weight averaging (Izmailov et al. 2018): the mean of the weights at each occasion from a start on.
+class SWA(Averaging):
+    """Stochastic weight averaging (Izmailov et al. 2018): the mean of the weights at a cadence, after a given start.
 
-    The numbers are those of torch.optim.swa_utils.AveragedModel with get_swa_multi_avg_fn(). No running statistics of
-    batch normalisation were ever measured under the averaged weights: `bn_loader` gives the batches to measure them,
-    a whole pass by torch.optim.swa_utils.update_bn, as soon as they are needed and once for each average.
+    The numbers are those of torch.optim.swa_utils.AveragedModel with get_swa_multi_avg_fn(). Training never measures
+    the running statistics of batch normalisation with the averaged weights. torch.optim.swa_utils.update_bn measures
+    them in a whole pass over `bn_loader`, when they are first needed and once for each average.
 
     A checkpoint holds the raw weights as the model's, and the average in this handler's state.
 
     Args:
         after_epoch: average from the next epoch on; 0 is from the first. Either this or after_update.
         after_update: average from the next update on.
-        every: when to average; by default at each epoch's end.
-        bn_loader: gives tensors, or tuples that begin with one, as often as asked; usually the training set.
+        every: when to average; by default at the end of each epoch.
+        bn_loader: gives tensors, or tuples that begin with one, in any number of passes; usually the training set.
         model: by default the engine's.
-        validate: let the engine's evaluator, where it has one, run the model with the averaged weights.
+        validate: let the engine's evaluator, if it has one, run the model with the averaged weights.
 
     Raises:
-        ConfigurationError: not exactly one start, one that is no whole number of at least 0, or a bn_loader that is
+        ConfigurationError: not exactly one start, one that is not a whole number of at least 0, or a bn_loader that is
             empty, an iterator, or a collection of loaders.
-        TypeError: the model is no nn.Module, the cadence no Every, or bn_loader no iterable.
+        TypeError: the model is not an nn.Module, the cadence not an Every, or bn_loader not an iterable.
+
+    >>> from pulsetrain.engine import Engine
+    >>> model = nn.Linear(1, 1, bias=False)
+    >>> swa = SWA(after_epoch=1, model=model)
+    >>> engine = Engine(lambda engine, batch: nn.init.constant_(model.weight, engine.state.epoch))
+    >>> _ = swa.attach(engine)
+    >>> _ = engine.run([0], max_epochs=3)
+    >>> with swa.applied():
+    ...     print(model.weight.item())  # of epochs 2 and 3
+    2.5
     """
 
     def __init__(
@@ -54,7 +64,7 @@ class SWA:
         after_epoch: int | None = None,
         after_update: int | None = None,
         every: Every | None = None,
-        bn_loader: Iterable[Any] | None = None,
+        bn_loader: Iterable[object] | None = None,
         model: nn.Module | None = None,
         validate: bool = True,
     ) -> None:
@@ -69,8 +79,8 @@ class SWA:
             raise TypeError(f"SWA(bn_loader={bn_loader!r}): needs an iterable of batches, such as a DataLoader")
         if isinstance(bn_loader, Iterator):
             raise ConfigurationError(
-                f"SWA(bn_loader={type(bn_loader).__name__}): is an iterator, which can be run over once; "
-                "pass what gives its batches again, such as a DataLoader or a list"
+                f"SWA(bn_loader={type(bn_loader).__name__}): is an iterator, which gives its batches once; "
+                "pass a DataLoader, a list or another iterable that gives them again"
             )
         if isinstance(bn_loader, (tuple, list)) and any(isinstance(each, DataLoader) for each in bn_loader):
             raise ConfigurationError(
@@ -81,50 +91,27 @@ class SWA:
             raise _no_batch()
         self.after_epoch, self.after_update = after_epoch, after_update
         self.bn_loader = bn_loader
-        self.validate = validate
-        every = Every(epochs=1) if every is None else every
-        self._averaging = Averaging("SWA", get_swa_multi_avg_fn(), model, every)
-
-    def attach(self, engine: Engine) -> Self:
-        """Average at the cadence, in phase COMPUTE, before a validation that is due at the same point.
-
-        Raises:
-            ConfigurationError: no model was given and the engine has none; it needs a bn_loader, or one of its own;
-                or validation runs on another average of these weights already, that of a schedule-free optimizer, say.
-        """
-        self._averaging.attach(
-            engine, applied=self.applied if self.validate else None, check=self._check, begun=self._has_begun
-        )
-        return self
-
-    def detach(self) -> None:
-        """Average no more; the average stays."""
-        self._averaging.detach()
-
-    @property
-    def number_averaged(self) -> int:
-        """How many weights the mean is over."""
-        return self._averaging.weights("number_averaged").number_averaged
+        super().__init__(get_swa_multi_avg_fn(), model, Every(epochs=1) if every is None else every, validate)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """The model with the averaged weights, for a `with` block; before the first occasion with its own.
+        """In a `with` block, the model has the averaged weights; before the first average it keeps its own.
 
-        Where its batch normalisation has not been measured under this average yet, it is now; random numbers that
-        the pass draws leave no trace.
+        Where batch normalisation has not been measured with this average yet, it is now; the pass over bn_loader leaves
+        the random number generators as they were.
 
         Raises:
             ConfigurationError: bn_loader is needed and missing, or gave no batch.
-            TypeError: bn_loader gave what is no tensor.
+            TypeError: bn_loader gave something that is not a tensor.
         """
-        average = self._averaging.weights("applied")
+        average = self._average_for("applied")
         with average.applied():
             if average.number_averaged and not average.buffers_kept and (norms := _batch_norms(average.model)):
                 self._measure(average, norms)
             yield
 
     def copy_to(self, model: nn.Module) -> None:
-        """Put the averaged weights and the statistics measured under them into a model of the same kind, for good.
+        """Copy the averaged weights, and the statistics measured with them, into a model of the same kind.
 
         Raises:
             ConfigurationError: they do not fit it; or as `applied`.
@@ -133,46 +120,35 @@ class SWA:
         """
         with self.applied():
             pass  # measures
-        self._averaging.weights("copy_to").copy_to(model)
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._averaging.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved average.
-
-        Raises:
-            CheckpointError: it does not fit the model.
-        """
-        self._averaging.load_state_dict(state)
+        super().copy_to(model)
 
     def _has_begun(self, engine: Engine) -> bool:
         if self.after_epoch is not None:
             return bool(engine.state.epoch > self.after_epoch)
         return bool(engine.state.update > self.after_update)
 
-    def _check(self, engine: Any, model: nn.Module) -> None:
+    def _check_model(self, engine: Engine, model: nn.Module) -> None:
         if _batch_norms(model) and self.bn_loader is None:
             raise _loader_missing()
         if isinstance(model, Mirror) and any(each.is_floating_point() for each in model.buffers()):
             get_logger("handlers").warning(
                 "SWA: the averaged weights are evaluated with the running statistics of the last update; they are not "
-                "measured anew on a backend whose model is no torch module",
-                backend=type(engine.backend).__name__,
+                "measured again on a backend whose model is not a torch module",
+                backend=type(engine.backend).__name__ if is_training_run(engine) else None,
             )
-        shared = self.bn_loader is not None and getattr(engine, "train_loader", None) is self.bn_loader
-        if shared and getattr(self.bn_loader, "persistent_workers", False):
-            # it has one iterator: a second pass would put an end to the one that trains
+        shared = self.bn_loader is not None and is_training_run(engine) and engine.train_loader is self.bn_loader
+        if shared and isinstance(self.bn_loader, DataLoader) and self.bn_loader.persistent_workers:
+            # it has one iterator: a second pass would end the one that trains
             raise ConfigurationError(
                 "SWA(bn_loader=...): with persistent_workers=True the training loader cannot give two passes at once; "
                 "pass another DataLoader over the same set"
             )
 
     def _measure(self, average: WeightAverage, norms: list[_BatchNorm]) -> None:
-        """Estimate the statistics anew, by the mean over the batches of the loader, and keep them."""
+        """Measure the statistics, as the mean over the batches of the loader, and keep them."""
         if self.bn_loader is None:
             raise _loader_missing()
-        with rng.kept(), _left_as_it_was(average.model, norms), _order_kept(self.bn_loader):
+        with rng.kept(), _modes_restored(average.model, norms), _order_restored(self.bn_loader):
             device = norms[0].running_mean.device  # type: ignore[union-attr]  # it has one, or would not be here
             update_bn(_inputs(self.bn_loader), average.model, device=device)
         average.keep_buffers()
@@ -183,7 +159,7 @@ def _batch_norms(model: nn.Module) -> list[_BatchNorm]:
     return [m for m in model.modules() if isinstance(m, _BatchNorm) and isinstance(m.running_mean, Tensor)]
 
 
-def _inputs(loader: Iterable[Any]) -> Iterator[Tensor]:
+def _inputs(loader: Iterable[object]) -> Iterator[Tensor]:
     empty = True
     for batch in loader:
         inputs = batch[0] if isinstance(batch, (list, tuple)) and batch else batch
@@ -199,8 +175,8 @@ def _inputs(loader: Iterable[Any]) -> Iterator[Tensor]:
 
 
 @contextmanager
-def _left_as_it_was(model: nn.Module, norms: list[_BatchNorm]) -> Iterator[None]:
-    """Each module in the mode, and with the momentum, that it had: update_bn knows one mode, and no failure."""
+def _modes_restored(model: nn.Module, norms: list[_BatchNorm]) -> Iterator[None]:
+    """Restore each module's mode and momentum: update_bn restores one mode for all, and nothing after an error."""
     modes = [(module, module.training) for module in model.modules()]
     momenta = [(norm, norm.momentum) for norm in norms]
     try:
@@ -208,7 +184,7 @@ def _left_as_it_was(model: nn.Module, norms: list[_BatchNorm]) -> Iterator[None]
     finally:
         for norm, momentum in momenta:
             norm.momentum = momentum
-        for module, training in modes:  # by train(), which a module may override to do more, from the outside in
+        for module, training in modes:  # train() first, from the outside in: a module may override it to do more
             if module.training != training:
                 module.train(training)
         for module, training in modes:
@@ -216,8 +192,8 @@ def _left_as_it_was(model: nn.Module, norms: list[_BatchNorm]) -> Iterator[None]
 
 
 @contextmanager
-def _order_kept(loader: Any) -> Iterator[None]:
-    """The generators of the loader's own as they were: it may be the one that trains, in the middle of a pass."""
+def _order_restored(loader: Iterable[object]) -> Iterator[None]:
+    """Restore the loader's own generators: it may be the training loader, in the middle of a pass."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     holders = [loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
     generators = [getattr(holder, "generator", None) for holder in holders]
@@ -231,12 +207,12 @@ def _order_kept(loader: Any) -> Iterator[None]:
 
 def _loader_missing() -> ConfigurationError:
     return ConfigurationError(
-        "SWA(bn_loader=None): the model's batch normalisation has running statistics, which were not measured under "
-        "averaged weights; pass bn_loader=, such as a DataLoader over the training set"
+        "SWA(bn_loader=None): the model's batch normalisation has running statistics, which were not measured with "
+        "the averaged weights; pass bn_loader=, such as a DataLoader over the training set"
     )
 
 
 def _no_batch() -> ConfigurationError:
     return ConfigurationError(
-        "SWA(bn_loader=...): gave no batch; pass what gives some each time it is run over, such as a DataLoader"
+        "SWA(bn_loader=...): gave no batch; pass an iterable that gives batches in each pass, such as a DataLoader"
     )

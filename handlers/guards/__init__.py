@@ -1,1 +1,1 @@
-"""Handlers that protect or end a run."""
+"""Handlers that protect a run or end it."""

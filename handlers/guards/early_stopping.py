@@ -1,4 +1,4 @@
-"""Ends a run when a metric has stopped improving."""
+"""Ends a run whose metric has stopped improving."""
 
 from __future__ import annotations
 
@@ -27,19 +27,25 @@ _VALIDATION = "validation"
 
 
 class EarlyStopping:
-    """Terminates the engine after `patience` validations, or rollouts, without an improvement; NaN is never one.
+    """Terminates the engine after `patience` validations or rollouts without an improvement; NaN never is one.
 
-    By hand, without an engine: `if stopping.step(loss): break`; `is_best` says whether that loss was the best so far.
+    It also works without an engine: `if stopping.step(loss): break`. `is_best` is whether that loss was the best yet.
 
     Args:
-        metric: what VALIDATION_COMPLETED calls it, such as "val/loss" (or "val_loss"); or ROLLOUT_COMPLETED or
-            POLICY_UPDATED, such as "rollout/return": those that lack it are passed over.
-        patience: validations in a row; or rollouts.
+        metric: its name in VALIDATION_COMPLETED, such as "val/loss" (or "val_loss"), or in ROLLOUT_COMPLETED or
+            POLICY_UPDATED, such as "rollout/return": rollouts without it are passed over.
+        patience: validations or rollouts in a row.
         mode: whether smaller ("min") or larger ("max") is better.
         min_delta: an improvement is larger than this.
 
     Raises:
         ConfigurationError: a value out of range.
+
+    >>> stopping = EarlyStopping(patience=2)
+    >>> [stopping.step(loss) for loss in (1.0, 0.8, 0.9, 0.85)]
+    [False, False, False, True]
+    >>> stopping.best_value
+    0.8
     """
 
     def __init__(
@@ -65,7 +71,7 @@ class EarlyStopping:
         """Judge each validation or rollout of the engine, in phase ACT.
 
         Raises:
-            ConfigurationError: the trainer never validates, and has no rollouts that could tell the metric.
+            ConfigurationError: the trainer never validates, and has no rollouts that could report the metric.
         """
         with self._attachment.to(engine, whole_bus=False) as subscribe:
             require_validation("EarlyStopping", self.metric, engine)
@@ -83,7 +89,7 @@ class EarlyStopping:
         self.best_value: float | None = None
         self.counter = 0  # values since the best one
         self.is_best = False  # whether the last value was an improvement
-        self._round = _VALIDATION  # what brings the values
+        self._round = _VALIDATION  # "validation" or "rollout": where the values come from
 
     def step(self, value: float) -> bool:
         """Judge one more value; returns whether it is time to stop."""
@@ -96,8 +102,8 @@ class EarlyStopping:
             self.counter += 1
         return self.counter >= self.patience
 
-    def state_dict(self) -> dict[str, Any]:
-        state = {"best_value": self.best_value, "counter": self.counter, "is_best": self.is_best}
+    def state_dict(self) -> dict[str, object]:
+        state: dict[str, object] = {"best_value": self.best_value, "counter": self.counter, "is_best": self.is_best}
         return state if self._round == _VALIDATION else {**state, "round": self._round}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -108,7 +114,7 @@ class EarlyStopping:
         self._round = str(state.get("round", _VALIDATION))
 
     def _on_started(self, engine: Engine) -> None:
-        """A run that goes on behind the round which ended it stays ended, whoever cut it off before it could."""
+        # resumed after the round that ended the run, and killed before the run could end: it ends now
         if engine.state.iteration > 0 and self.counter >= self.patience:
             engine.terminate(reason=self._reason(self.metric))
 

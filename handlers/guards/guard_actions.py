@@ -1,10 +1,10 @@
-"""What guards share: which batches an anomaly came from, how it is told, and what is done about it."""
+"""What the guards share: the batches of an anomaly, its report, and what follows it."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from torch import Tensor
@@ -12,134 +12,159 @@ from torch import Tensor
 from pulsetrain.engine.argument_checks import check_whole_number
 from pulsetrain.engine.data import rng
 from pulsetrain.engine.errors import ConfigurationError, PulsetrainError, unknown_name
+from pulsetrain.engine.events.cadence import Every
 from pulsetrain.engine.events.engine import Engine
-from pulsetrain.engine.events.names import Events
+from pulsetrain.engine.events.names import Events, EventsList
 from pulsetrain.engine.events.payloads import AnomalyDetected
 from pulsetrain.engine.logs import get_logger
+from pulsetrain.engine.training_run import BatchOrder, is_training_run
+from pulsetrain.handlers.attachment.cadence import reading_events
 
-__all__ = ["Batch", "Policy", "announce", "batches_between", "odd_rows"]
+__all__ = ["GuardAction", "TrainedBatch", "batch_order", "check_events", "nonfinite_rows", "report_anomaly"]
 
-PolicyName = Literal["warn", "skip", "stop", "rewind"]
+BatchState = tuple[int, Sequence[int] | None]
 
 
-class Batch(NamedTuple):
-    """A batch that was trained: its iteration, and its place in the data where the engine knows it."""
+class TrainedBatch(NamedTuple):
+    """A batch that was trained on: its iteration, and its location in the data where the run knows it."""
 
     iteration: int
-    place: tuple[int, int] | None
+    location: tuple[int, int] | None
 
-    def state(self) -> list[Any]:
-        """In plain containers, for `of_state`."""
-        return [self.iteration, None if self.place is None else list(self.place)]
+    def state(self) -> list[object]:
+        """In plain containers, for `from_state`."""
+        return [self.iteration, None if self.location is None else list(self.location)]
 
     @classmethod
-    def of_state(cls, state: Sequence[Any]) -> Batch:
-        """What `state` gave."""
-        iteration, place = state
-        return cls(iteration, None if place is None else (place[0], place[1]))
+    def from_state(cls, state: BatchState) -> TrainedBatch:
+        """The batch that `state()` was called on."""
+        iteration, location = state
+        return cls(iteration, None if location is None else (location[0], location[1]))
 
-    def rows(self, engine: Any) -> tuple[int, ...]:
-        """The indices of its samples in the dataset; none where they are not known."""
-        if self.place is None:
+    @classmethod
+    def of_iteration(cls, iteration: int, data: BatchOrder | None) -> TrainedBatch:
+        """The batch of an iteration; ask before the next pass over the data begins.
+
+        Args:
+            data: the order of the run's batches; without it the location is not known.
+        """
+        known = data is not None and iteration > data.pass_start
+        return cls(iteration, data.locate(iteration) if data is not None and known else None)
+
+    def rows(self, data: BatchOrder | None) -> tuple[int, ...]:
+        """The indices of its samples in the dataset; empty where they are not known."""
+        if self.location is None or data is None:
             return ()
-        rows = engine.position.rows_at(self.place)
+        rows = data.rows_at(self.location)
         return tuple(rows) if all(isinstance(row, int) for row in rows) else ()
 
 
-def batches_between(engine: Any, first: int, last: int) -> list[Batch]:
-    """The batches of those iterations, both ends included; to be asked before another pass over the data begins."""
-    position = getattr(engine, "position", None)
-    begun = getattr(position, "pass_start", 0)
-    return [
-        Batch(each, position.locate(each) if position is not None and each > begun else None)
-        for each in range(first, last + 1)
-    ]
+def batch_order(engine: object) -> BatchOrder | None:
+    """The order of the run's batches; None on an engine that is not a training run."""
+    return engine.data if is_training_run(engine) else None
 
 
-def odd_rows(engine: Any, rows: Sequence[int]) -> list[int]:
-    """Those of the rows that hold a number that is not finite, as the dataset gives them now."""
-    dataset = getattr(getattr(engine, "train_loader", None), "dataset", None)
+def check_events(every: Every, clock: Callable[[], float]) -> EventsList:
+    """When a guard reads the device: at the cadence, and at the end of each epoch and of the run."""
+    return reading_events(every, clock) | Events.EPOCH_COMPLETED | Events.COMPLETED
+
+
+def nonfinite_rows(engine: object, rows: Sequence[int]) -> list[int]:
+    """Those of the rows whose sample, read from the dataset again, holds a number that is not finite."""
+    dataset = getattr(engine.train_loader, "dataset", None) if is_training_run(engine) else None
     if dataset is None:
         return []
     found = []
-    with rng.kept():  # a dataset may draw
+    with rng.kept():  # a dataset may draw random numbers
         for row in rows:
             try:
                 sample = dataset[row]
-            except Exception:  # whatever the dataset raises, the anomaly is told
+            except Exception:  # the dataset's own code: the anomaly is reported whatever it raises
                 continue
-            if _is_odd(sample):
+            if _has_nonfinite(sample):
                 found.append(row)
     return found
 
 
-def _is_odd(value: Any) -> bool:
+def _has_nonfinite(value: object) -> bool:
     if isinstance(value, Tensor):
         return bool(value.is_floating_point() and not value.isfinite().all())
     if isinstance(value, np.ndarray):
         return bool(np.issubdtype(value.dtype, np.floating) and not np.isfinite(value).all())
     if isinstance(value, Mapping):
-        return any(map(_is_odd, value.values()))
+        return any(map(_has_nonfinite, value.values()))
     if isinstance(value, (tuple, list)):
-        return any(map(_is_odd, value))
+        return any(map(_has_nonfinite, value))
     return isinstance(value, (float, np.floating)) and not math.isfinite(value)
 
 
-def announce(engine: Engine, kind: str, value: float, batches: Sequence[Batch], message: str, **facts: Any) -> None:
-    """Say it once by the log and once by ANOMALY_DETECTED, with the rows of its batches."""
-    rows = tuple(row for batch in batches for row in batch.rows(engine))
-    odd = odd_rows(engine, rows)
-    where = {"iteration": batches[-1].iteration, "epoch": engine.state.epoch, "value": value, **facts}
+def report_anomaly(
+    engine: Engine, kind: str, value: float, batches: Sequence[TrainedBatch], message: str, **facts: object
+) -> None:
+    """Log a warning and fire ANOMALY_DETECTED, both with the dataset rows of the batches."""
+    data = batch_order(engine)
+    rows = tuple(row for batch in batches for row in batch.rows(data))
+    nonfinite = nonfinite_rows(engine, rows)
+    iteration = batches[-1].iteration
+    where: dict[str, object] = {"iteration": iteration, "epoch": engine.state.epoch, "value": value, **facts}
     if rows:
         where["rows"] = list(rows)
-    if odd:
-        where["rows_not_finite"] = odd
+    if nonfinite:
+        where["rows_not_finite"] = nonfinite
     get_logger("handlers").warning(message, engine=engine.name, **where)
-    anomaly = AnomalyDetected(kind=kind, value=value, batch_indices=rows, at_iteration=batches[-1].iteration)
+    anomaly = AnomalyDetected(kind=kind, value=value, batch_indices=rows, at_iteration=iteration)
     engine.fire(Events.ANOMALY_DETECTED, anomaly)
 
 
-class Policy:
-    """What a guard does once it has told: go on, stop the run, or go back to a checkpoint.
+@runtime_checkable
+class _Rewindable(Protocol):
+    @property
+    def rewinds(self) -> int: ...
+    def rewind(self, first: int, last: int, reason: str) -> None: ...
+
+
+class GuardAction:
+    """What a guard does after its report: continue, stop the run, or rewind it to a checkpoint.
 
     Args:
         place: the guard's class name, for messages.
-        name: "stop", "rewind", or what its guard calls going on.
-        goes_on: that name.
-        max_rewinds: of one run; the next one stops it.
+        name: "stop", "rewind", or the guard's name for continuing.
+        continues: that name.
+        max_rewinds: per run; the next one stops it.
 
     Raises:
         ConfigurationError: another name, or a number below 1.
     """
 
-    def __init__(self, place: str, name: str, goes_on: str, max_rewinds: int) -> None:
-        if name not in (goes_on, "stop", "rewind"):
-            raise unknown_name(place, "policy", name, (goes_on, "stop", "rewind"))
+    def __init__(self, place: str, name: str, continues: str, max_rewinds: int) -> None:
+        if name not in (continues, "stop", "rewind"):
+            raise unknown_name(place, "policy", name, (continues, "stop", "rewind"))
         check_whole_number(place, "max_rewinds", max_rewinds)
         self.name = name
         self.max_rewinds = max_rewinds
         self._place = place
 
-    def check(self, engine: Any) -> None:
-        """Refuse an engine that cannot go back.
+    def check(self, engine: Engine) -> None:
+        """Reject an engine that cannot rewind, where the action is to rewind.
 
         Raises:
-            ConfigurationError: the policy is to go back, and it cannot.
+            ConfigurationError: it cannot.
         """
-        if self.name == "rewind" and not callable(getattr(engine, "rewind", None)):
+        if self.name == "rewind" and not isinstance(engine, _Rewindable):
             raise ConfigurationError(
-                f"{self._place}(policy='rewind'): {engine.name!r} cannot go back to a checkpoint, which a Trainer can; "
+                f"{self._place}(policy='rewind'): {engine.name!r} cannot return to a checkpoint, which a Trainer can; "
                 "choose 'stop'"
             )
 
-    def apply(self, engine: Any, first: int, last: int, reason: str) -> None:
-        """Do it, for what went wrong between these iterations."""
+    def apply(self, engine: Engine, first: int, last: int, reason: str) -> None:
+        """Act on an anomaly of the iterations `first` to `last`."""
         reason = f"{self._place}: {reason}"
         if self.name == "stop":
             engine.terminate(reason=reason)
-        elif self.name == "rewind" and engine.rewinds >= self.max_rewinds:
-            engine.terminate(reason=f"{reason}; it has gone back {engine.rewinds} times already")
-        elif self.name == "rewind":
+        elif self.name == "rewind" and isinstance(engine, _Rewindable):
+            if engine.rewinds >= self.max_rewinds:
+                engine.terminate(reason=f"{reason}; it has been rewound {engine.rewinds} times already")
+                return
             try:
                 engine.rewind(first, last, reason)
             except PulsetrainError as error:

@@ -1,4 +1,4 @@
-"""Ends a run when its time is used up, or when it has made so many steps."""
+"""End a run after a time or after a number of steps."""
 
 from __future__ import annotations
 
@@ -12,31 +12,39 @@ from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import Event, Events
 from pulsetrain.engine.events.subscription import Phase
 from pulsetrain.engine.recording.replay.engine import ReplayedEngine
+from pulsetrain.engine.training_run import is_training_run
 from pulsetrain.handlers.attachment.attachment import Attachment
 
 __all__ = ["StepLimit", "TimeLimit"]
 
 _UNITS = re.compile(r"(?:(\d+)d)? *(?:(\d+)h)? *(?:(\d+)m)? *(?:(\d+(?:\.\d+)?)s)?")
-_CLOCK = re.compile(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)")  # as SLURM writes it, days first
+_CLOCK = re.compile(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)")  # SLURM's notation, days first
 
 
 class TimeLimit:
-    """Terminates the engine behind the first iteration at which its time is used up.
+    """Terminates the engine after the first iteration at which its time is used up.
 
-    Time counts from STARTED on; what a process does before, such as importing, and behind the last iteration, such as
-    a last checkpoint, is what `margin` is for. `TimeLimit("24h", margin="10m", of="process")` ends each job of a queue
-    in time to be gone on with by the next, which `train(resume="latest")` does. Where a run goes back to a checkpoint,
-    what this process has used up since then stays used.
+    Time counts from STARTED. Use `margin` for what a process does before that, such as importing, and after the last
+    iteration, such as a last checkpoint. `TimeLimit("24h", margin="10m", of="process")` ends each job of a queue in
+    time; the next job continues with `train(resume="latest")`. A run that is rewound to a checkpoint does not get back
+    the time that it used after it.
 
     Args:
-        seconds: or text, such as "2h30m", "90s", "1d12h", or "HH:MM:SS" and "D-HH:MM:SS" as SLURM writes it.
-        margin: this much earlier; seconds or text.
-        of: whose time. "run" adds that of the processes before, as far as their last checkpoint; "process" does not.
-        clock: seconds, never running backwards; by default the events' own times, the host's wall clock, by which a
-            replay of the run ends where the run did.
+        seconds: or text, such as "2h30m", "90s", "1d12h", or SLURM's "HH:MM:SS" and "D-HH:MM:SS".
+        margin: end this much earlier; seconds or text.
+        of: whose time. "run" adds that of earlier processes, up to their last checkpoint; "process" does not.
+        clock: seconds, never running backwards; by default the times of the events, from the host's wall clock, so
+            that a replay of the run ends where the run did.
 
     Raises:
-        ConfigurationError: no duration, one that is not positive, or a margin that leaves no time.
+        ConfigurationError: not a duration, one that is not positive, or a margin that leaves no time.
+
+    >>> ticks = iter(range(100))
+    >>> limit = TimeLimit("5s", margin=1, clock=lambda: next(ticks))
+    >>> engine = Engine(lambda engine, batch: None)
+    >>> _ = limit.attach(engine)
+    >>> engine.run([0] * 100).iteration
+    4
     """
 
     def __init__(
@@ -63,7 +71,7 @@ class TimeLimit:
         self._attachment = Attachment("TimeLimit")
 
     def attach(self, engine: Engine) -> Self:
-        """Look at the clock after each iteration, in phase ACT."""
+        """Read the clock after each iteration, in phase ACT."""
         with self._attachment.to(engine, whole_bus=False) as subscribe:
             subscribe(Events.STARTED, self._on_started, phase=Phase.ACT)
             subscribe(Events.ITERATION_COMPLETED, self._on_iteration, phase=Phase.ACT)
@@ -78,26 +86,26 @@ class TimeLimit:
         """Seconds up to the last iteration."""
         return self._before + (self._last - self._began)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, float]:
         return {"used": self.used}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if self.of == "run":
-            self._before = max(float(state["used"]), self.used)  # a run that goes back gets no time for it
+            self._before = max(float(state["used"]), self.used)  # a rewound run does not get its time back
             self._began = self._last
 
     def _on_started(self, engine: Engine, event: Event) -> None:
         self._before = self.used if engine.state.iteration > 0 or self.of == "process" else 0.0
         self._began = self._last = self._now(event)
         self._ended = False
-        self._judge(engine)  # what is used up already leaves no iteration
+        self._judge(engine)  # the time may be used up before the first iteration
 
     def _on_iteration(self, engine: Engine, event: Event) -> None:
         self._last = self._now(event)
         self._judge(engine)
 
     def _on_loaded(self, engine: Engine) -> None:
-        if self.of == "process" and isinstance(engine, ReplayedEngine):  # there, it is how a process begins
+        if self.of == "process" and isinstance(engine, ReplayedEngine):  # in a log this event starts a process
             self._before, self._began = 0.0, self._last
 
     def _judge(self, engine: Engine) -> None:
@@ -111,17 +119,22 @@ class TimeLimit:
 
 
 class StepLimit:
-    """Terminates the engine after so many more iterations or updates, whichever come first, wherever it began.
+    """Terminates the engine after this many more iterations or updates, whichever come first.
 
-    Each run counts anew from STARTED on: one that goes on from a checkpoint makes as many again. For one that goes back
-    by `Trainer.rewind` what it has made counts on.
+    The count starts at STARTED: a run that continues from a checkpoint makes as many again. A run that
+    `Trainer.rewind` returns to a checkpoint keeps its count.
 
     Args:
         iterations: batches.
-        updates: optimizer steps; the run ends behind the iteration in which the last was made.
+        updates: optimizer steps; the run ends after the iteration of the last one.
 
     Raises:
         ConfigurationError: neither is given, or a number below 1.
+
+    >>> engine = Engine(lambda engine, batch: None)
+    >>> _ = StepLimit(iterations=3).attach(engine)
+    >>> engine.run([0] * 100).iteration
+    3
     """
 
     def __init__(self, iterations: int | None = None, updates: int | None = None) -> None:
@@ -132,12 +145,12 @@ class StepLimit:
                 raise ConfigurationError(f"StepLimit({argument}={number!r}): needs a whole number of at least 1")
         self.iterations, self.updates = iterations, updates
         self._at_start: tuple[int, int] | None = None  # iteration and update
-        self._made = (0, 0)  # of each, before the run went back to a checkpoint
+        self._made = (0, 0)  # of each, before a rewind
         self._ended = False
         self._attachment = Attachment("StepLimit")
 
     def attach(self, engine: Engine) -> Self:
-        """Count after each iteration, in phase ACT; from here on where the run is under way."""
+        """Count after each iteration, in phase ACT; from now on if the engine is running."""
         with self._attachment.to(engine, whole_bus=False) as subscribe:
             subscribe(Events.STARTED, self._on_started, phase=Phase.ACT)
             subscribe(Events.ITERATION_COMPLETED, self._on_iteration, phase=Phase.ACT)
@@ -154,8 +167,8 @@ class StepLimit:
         self._at_start = engine.state.iteration - made[0], engine.state.update - made[1]
         self._ended = False
 
-    def _on_terminate(self, engine: Any, event: Event) -> None:
-        if getattr(engine, "rewinding", None) is not None and self._at_start is not None:
+    def _on_terminate(self, engine: Engine) -> None:
+        if is_training_run(engine) and engine.is_rewinding and self._at_start is not None:
             self._made = engine.state.iteration - self._at_start[0], engine.state.update - self._at_start[1]
 
     def _on_iteration(self, engine: Engine) -> None:
@@ -171,7 +184,7 @@ class StepLimit:
 
 
 def _duration(argument: str, value: object) -> float:
-    """Seconds of a number or of a text."""
+    """The seconds that a number or a text names."""
     if isinstance(value, str):
         found = _UNITS.fullmatch(value.strip()) or _CLOCK.fullmatch(value.strip())
         if found is not None and any(found.groups()):

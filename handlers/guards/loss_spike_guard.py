@@ -1,4 +1,4 @@
-"""Tells of losses that jump, and stops the run or goes back where asked to."""
+"""Reports losses that jump, and stops or rewinds the run if asked to."""
 
 from __future__ import annotations
 
@@ -19,42 +19,57 @@ from pulsetrain.engine.events.names import Events
 from pulsetrain.engine.events.subscription import Phase
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.handlers.attachment.attachment import Attachment
-from pulsetrain.handlers.attachment.cadence import check_every, reading_events
-from pulsetrain.handlers.guards.guard_actions import Batch, Policy, announce, batches_between
+from pulsetrain.handlers.attachment.cadence import check_every
+from pulsetrain.handlers.guards.guard_actions import (
+    GuardAction,
+    TrainedBatch,
+    batch_order,
+    check_events,
+    report_anomaly,
+)
 from pulsetrain.handlers.metric_values.step_values import scalars, to_host
 
 __all__ = ["LossSpikeGuard"]
 
-_MAD = 1.4826  # times the median absolute deviation is the standard deviation of normal numbers
-_LEAST_SPREAD = 1e-3  # of the median: losses that hardly differ do not make the next one a spike
+_MAD = 1.4826  # times the median absolute deviation is the standard deviation of normally distributed numbers
+_LEAST_SPREAD = 1e-3  # of the median: if losses hardly differ, the next one is not a spike for that
 
 
 class LossSpikeGuard:
-    """Tells of each loss far above those before it: above `median + threshold * spread` of the last `window` of them.
+    """Reports each loss above `median + threshold * spread` of the last `window` losses.
 
     The spread is 1.4826 times their median absolute deviation, and at least a thousandth of the median: neither a few
     spikes nor a flat stretch move the bound. A loss that is not finite is a spike. Spikes do not enter the window until
-    `patience` finite ones came in a row: then the loss has another level, and the window begins anew.
+    `patience` finite ones came in a row: then the loss has another level, and the window starts from there.
 
-    The losses stay on the device until the host looks at the cadence, at the end of each epoch and of the run. The
-    first spike of each row is told by a warning and ANOMALY_DETECTED (kind "loss_spike", value the loss), with its
-    batch's rows; `spikes` counts them all. The median and the spread are renewed with every tenth of the window.
+    The losses stay on the device until the host checks them: at the cadence, at the end of each epoch and of the run.
+    The first spike of each row is reported by a warning and ANOMALY_DETECTED (kind "loss_spike", value the loss), with
+    the dataset rows of its batch; `spikes` counts them all. Median and spread are computed again with every tenth of
+    the window.
 
     Args:
         threshold: how many spreads above the median.
-        window: losses that are looked back on.
-        policy: behind it: "warn" goes on, "stop" ends the run, "rewind" goes back to the newest checkpoint before the
-            first spike and leaves the batches of the spikes out from then on.
-        every: when the host looks.
-        patience: spikes in a row that are a new level.
-        margin: batches before the first spike that "rewind" leaves out as well; what shows in a loss may be the update
-            of the batch before.
-        max_rewinds: of one run; the next one ends it.
+        window: number of losses.
+        policy: what follows: "warn" continues, "stop" ends the run, "rewind" returns to the newest checkpoint before
+            the first spike and leaves the batches of the spikes out from then on.
+        every: when the host checks.
+        patience: this many spikes in a row are a new level.
+        margin: batches before the first spike that "rewind" leaves out as well; the cause may be the update of the
+            batch before.
+        max_rewinds: per run; the next one ends it.
         metric: which of the step's values, "loss" or another of its output.
         clock: seconds, for `Every(seconds=...)`.
 
     Raises:
         ConfigurationError: an unknown policy, or a number out of range.
+
+    >>> from structlog.testing import capture_logs
+    >>> engine = Engine(lambda engine, batch: {"loss": batch})
+    >>> guard = LossSpikeGuard(window=8).attach(engine)
+    >>> with capture_logs() as logs:
+    ...     _ = engine.run([1.0, 1.1, 0.9, 1.0, 1.1, 0.9, 1.0, 1.1, 50.0, 1.0])
+    >>> logs[0]["event"], logs[0]["iteration"], guard.spikes
+    ('the loss has jumped', 9, 1)
     """
 
     def __init__(
@@ -76,7 +91,7 @@ class LossSpikeGuard:
         check_whole_number("LossSpikeGuard", "patience", patience)
         check_whole_number("LossSpikeGuard", "margin", margin, 0)
         check_every("LossSpikeGuard", every)
-        self._policy = Policy("LossSpikeGuard", policy, "warn", max_rewinds)
+        self._action = GuardAction("LossSpikeGuard", policy, "warn", max_rewinds)
         self.threshold = threshold
         self.window = window
         self.policy = policy
@@ -88,32 +103,31 @@ class LossSpikeGuard:
         self.spikes = 0
         self._clock = clock
         self._losses: deque[float] = deque(maxlen=window)
-        self._in_a_row: list[float] = []  # the spikes since the last loss that was none, the newest `patience` of them
+        self._in_a_row: list[float] = []  # the newest `patience` spikes since the last ordinary loss
         self._spiking = False  # whether the last loss was one
-        self._bound = math.inf  # what a loss may be at most
-        self._since_bound = 0  # losses that have entered the window since it was renewed
-        self._unseen: list[tuple[Batch, Tensor | float]] = []
+        self._bound = math.inf  # above it a loss is a spike
+        self._since_bound = 0  # losses that entered the window since the bound was computed
+        self._unseen: list[tuple[TrainedBatch, Tensor | float]] = []
         self._attachment = Attachment("LossSpikeGuard")
 
     def attach(self, engine: Engine) -> Self:
         """Watch the losses of the engine's steps.
 
         Raises:
-            ConfigurationError: the policy is "rewind", and the engine cannot go back.
+            ConfigurationError: the policy is "rewind", and the engine cannot return to a checkpoint.
         """
         with self._attachment.to(engine, whole_bus=False) as subscribe:
-            self._policy.check(engine)
+            self._action.check(engine)
             subscribe(Events.STARTED, self._on_started, phase=Phase.ACT)
             subscribe(Events.ITERATION_COMPLETED, self._on_iteration, phase=Phase.COMPUTE)
-            looks = reading_events(self.every, self._clock) | Events.EPOCH_COMPLETED | Events.COMPLETED
-            subscribe(looks, self._look, phase=Phase.ACT)
+            subscribe(check_events(self.every, self._clock), self._check, phase=Phase.ACT)
         return self
 
     def detach(self) -> None:
         self._attachment.cancel()
 
-    def state_dict(self) -> dict[str, Any]:
-        """The window and the spikes; what the host has not looked at yet is brought to it."""
+    def state_dict(self) -> dict[str, object]:
+        """The window and the spikes; losses that are not checked yet are copied to the host."""
         return {
             "losses": list(self._losses),
             "in_a_row": list(self._in_a_row),
@@ -129,7 +143,7 @@ class LossSpikeGuard:
         self._in_a_row = list(state["in_a_row"])
         self._spiking, self._bound = state["spiking"], state["bound"]
         self._since_bound, self.spikes = state["since_bound"], state["spikes"]
-        self._unseen = [(Batch.of_state(batch), loss) for batch, loss in state["unseen"]]
+        self._unseen = [(TrainedBatch.from_state(batch), loss) for batch, loss in state["unseen"]]
 
     def _on_started(self, engine: Engine) -> None:
         if engine.state.iteration == 0:
@@ -138,17 +152,15 @@ class LossSpikeGuard:
     def _on_iteration(self, engine: Engine) -> None:
         loss = scalars(engine.state.output).get(self.metric)
         if loss is not None:
-            iteration = engine.state.iteration
-            self._unseen += [(batch, loss) for batch in batches_between(engine, iteration, iteration)]
+            self._unseen.append((TrainedBatch.of_iteration(engine.state.iteration, batch_order(engine)), loss))
 
     def _fetched(self) -> list[float]:
         tensors = [loss for _, loss in self._unseen if isinstance(loss, Tensor)]
         host = iter(to_host(tensors))
         return [next(host) if isinstance(loss, Tensor) else loss for _, loss in self._unseen]
 
-    def _look(self, engine: Engine) -> None:
-        """Where the host waits for the device."""
-        losses = self._fetched()
+    def _check(self, engine: Engine) -> None:
+        losses = self._fetched()  # waits for the device
         unseen, self._unseen = self._unseen, []
         found: list[int] = []
         for (batch, _), loss in zip(unseen, losses, strict=True):
@@ -160,10 +172,10 @@ class LossSpikeGuard:
             found.append(batch.iteration)
             if not before:
                 message = "the loss has jumped"
-                announce(engine, "loss_spike", loss, [batch], message, bound=bound, metric=f"train/{self.metric}")
+                report_anomaly(engine, "loss_spike", loss, [batch], message, bound=bound, metric=f"train/{self.metric}")
         if found:
             first, last = found[0] - self.margin, found[-1]
-            self._policy.apply(engine, first, last, f"the loss has jumped at iteration {found[0]}")
+            self._action.apply(engine, first, last, f"the loss has jumped at iteration {found[0]}")
 
     def _is_spike(self, loss: float) -> bool:
         if math.isfinite(loss) and loss <= self._bound:
@@ -171,24 +183,26 @@ class LossSpikeGuard:
             self._in_a_row.clear()
             self._since_bound += 1
             if self._since_bound * 10 >= self.window or len(self._losses) == self._least:
-                self._renew_bound()
+                self._update_bound()
             return False
         if math.isfinite(loss):
             self._in_a_row.append(loss)
         if len(self._in_a_row) < self.patience:
             return True
-        get_logger("handlers").warning("the loss stays where it has jumped to", loss=loss, before=median(self._losses))
+        get_logger("handlers").warning(
+            "the loss stays at the level that it jumped to", loss=loss, before=median(self._losses)
+        )
         self._losses = deque(self._in_a_row, maxlen=self.window)
         self._in_a_row.clear()
-        self._renew_bound()
+        self._update_bound()
         return False
 
     @property
     def _least(self) -> int:
-        """How many losses it takes to tell a spike."""
+        """How many losses a bound needs."""
         return min(self.window, 20)
 
-    def _renew_bound(self) -> None:
+    def _update_bound(self) -> None:
         self._since_bound = 0
         self._bound = math.inf
         if len(self._losses) >= self._least:

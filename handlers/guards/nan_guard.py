@@ -1,11 +1,11 @@
-"""Keeps gradients that are not finite out of the weights."""
+"""Keeps NaN and infinite gradients out of the weights."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Protocol, Self, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -15,48 +15,72 @@ from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.events.cadence import Every
 from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import Event, Events
+from pulsetrain.engine.events.state import State
 from pulsetrain.engine.events.subscription import Phase
+from pulsetrain.engine.training_run import is_training_run, model_of
 from pulsetrain.handlers.attachment.attachment import Attachment
-from pulsetrain.handlers.attachment.cadence import check_every, reading_events
-from pulsetrain.handlers.guards.guard_actions import Batch, Policy, announce, batches_between
+from pulsetrain.handlers.attachment.cadence import check_every
+from pulsetrain.handlers.guards.guard_actions import (
+    GuardAction,
+    TrainedBatch,
+    batch_order,
+    check_events,
+    report_anomaly,
+)
 from pulsetrain.handlers.metric_values.step_values import to_host
 
 __all__ = ["NaNGuard"]
 
-_TOLD = 3  # anomalies of one look that are told one by one
+_REPORTED = 3  # anomalies that one check reports separately
 
 
 class Update(NamedTuple):
-    """An update whose gradient the host has not looked at."""
+    """An update whose gradient norm the host has not read yet."""
 
     norm: Tensor
-    batches: list[Batch]
+    batches: list[TrainedBatch]
     optimizer: str
 
 
+@runtime_checkable
+class _SkipsUpdates(Protocol):
+    state: State
+
+    def skip_update(self, where: Tensor) -> None: ...
+
+
 class NaNGuard:
-    """Leaves out every update whose gradient holds NaN or infinity; nothing waits for the device.
+    """Skips every update whose gradient holds NaN or infinity; nothing waits for the device.
 
-    The weights and the optimizer stay as they were, and so do the floating-point buffers of the model, such as the
-    running means of a BatchNorm, which the forward pass has changed already. The host looks at the cadence, at the end
-    of each epoch and of the run: then each update that was left out is told by a warning and ANOMALY_DETECTED
-    (kind "nan_gradient", value the norm), with the rows of its batches, and those of them that the dataset gives with a
-    number that is not finite.
+    A skipped update leaves the weights and the optimizer as they were, and also the model's floating-point buffers,
+    such as the running means of a BatchNorm, which the forward pass has changed already. The host checks at the
+    cadence, at the end of each epoch and of the run. It then reports each skipped update by a warning and
+    ANOMALY_DETECTED (kind "nan_gradient", value the norm), with the dataset rows of its batches, and lists those rows
+    that hold a number that is not finite.
 
-    On a device it does so for the fused kernels of Adam, AdamW and SGD, which `create_optimizer` takes there; other
-    optimizers are asked each update whether to leave it out, and wait. With fp16 such an update also lowers the
+    On a device this needs the fused kernels of Adam, AdamW and SGD, which `create_optimizer` chooses there. For other
+    optimizers the host decides about each update, and waits for the device. With fp16 a skipped update also lowers the
     gradient scale, as an overflow does.
 
     Args:
-        policy: behind it: "skip" goes on, "stop" ends the run, "rewind" goes back to the newest checkpoint before it
-            and leaves its batches out from then on.
-        every: when the host looks.
-        max_in_a_row: so many updates left out one after another end the run, whatever the policy.
-        max_rewinds: of one run; the next one ends it.
+        policy: what follows: "skip" continues, "stop" ends the run, "rewind" returns to the newest checkpoint before
+            the update and leaves its batches out from then on.
+        every: when the host checks.
+        max_in_a_row: this many skipped updates in a row end the run, whatever the policy.
+        max_rewinds: per run; the next one ends it.
         clock: seconds, for `Every(seconds=...)`.
 
     Raises:
         ConfigurationError: an unknown policy, or a number below 1.
+
+    >>> from structlog.testing import capture_logs
+    >>> from pulsetrain import Trainer, TrainingConfig
+    >>> guard, batch = NaNGuard(), (torch.full((4, 2), math.nan), torch.zeros(4, dtype=torch.long))
+    >>> trainer = Trainer(nn.Linear(2, 2), [batch], handlers=[guard], config=TrainingConfig(max_epochs=1, seed=0))
+    >>> with capture_logs() as logs:
+    ...     history = trainer.train()
+    >>> logs[0]["event"], guard.skipped
+    ('an update was skipped: its gradient is not finite', 1)
     """
 
     def __init__(
@@ -68,19 +92,19 @@ class NaNGuard:
         max_rewinds: int = 3,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._policy = Policy("NaNGuard", policy, "skip", max_rewinds)
+        self._action = GuardAction("NaNGuard", policy, "skip", max_rewinds)
         check_every("NaNGuard", every)
         check_whole_number("NaNGuard", "max_in_a_row", max_in_a_row)
         self.policy = policy
         self.every = every
         self.max_in_a_row = max_in_a_row
         self.max_rewinds = max_rewinds
-        self.skipped = 0  # updates known to have been left out
+        self.skipped = 0  # updates known to have been skipped
         self._clock = clock
         self._in_a_row: dict[str, int] = {}  # by optimizer
         self._unseen: list[Update] = []
         self._updated_at: dict[str, int] = {}  # iteration of the last update, by optimizer
-        self._begun = 0  # iteration behind the last update before this handler was there
+        self._begun = 0  # iteration of the last update before this handler was attached
         self._buffers: list[_KeptBuffers] = []
         self._attachment = Attachment("NaNGuard")
 
@@ -89,20 +113,21 @@ class NaNGuard:
 
         Raises:
             RecordingError: the engine is a replay.
-            ConfigurationError: the engine cannot leave an update out, as a Trainer can.
+            ConfigurationError: the engine cannot skip an update, as a Trainer can.
         """
         with self._attachment.to(engine, whole_bus=False) as subscribe:
-            model = getattr(engine, "model", None)  # a replay without weights raises
-            if not callable(getattr(engine, "skip_update", None)):
-                raise ConfigurationError(f"NaNGuard: {engine.name!r} cannot leave an update out, which a Trainer can")
-            self._policy.check(engine)
+            model = model_of(engine)  # a replay without weights raises
+            if not isinstance(engine, _SkipsUpdates):
+                raise ConfigurationError(
+                    f"NaNGuard.attach({engine.name!r}): cannot skip an update; attach it to a Trainer"
+                )
+            self._action.check(engine)
             self._buffers = _keep_buffers(model)
-            self._updated_at.clear()  # of where it was attached before
-            self._begun = engine.state.iteration - getattr(engine, "accumulated", 0)
+            self._updated_at.clear()  # of an earlier engine
+            self._begun = _last_update(engine)
             subscribe(Events.STARTED, self._on_started, phase=Phase.COMPUTE)
             subscribe(Events.GRADIENTS_READY, self._on_gradients, phase=Phase.COMPUTE)
-            looks = reading_events(self.every, self._clock) | Events.EPOCH_COMPLETED | Events.COMPLETED
-            subscribe(looks, self._look, phase=Phase.ACT)
+            subscribe(check_events(self.every, self._clock), self._check, phase=Phase.ACT)
             subscribe(Events.TERMINATE, self._on_terminate, phase=Phase.ACT)
             subscribe(Events.EXCEPTION_RAISED, self._on_exception, phase=Phase.OBSERVE, on_error="warn")
         return self
@@ -110,8 +135,8 @@ class NaNGuard:
     def detach(self) -> None:
         self._attachment.cancel()
 
-    def state_dict(self) -> dict[str, Any]:
-        """What was left out; what the host has not looked at yet is brought to it."""
+    def state_dict(self) -> dict[str, object]:
+        """The counts, and the updates that are not checked yet, whose norms are copied to the host."""
         norms = to_host([update.norm for update in self._unseen])
         return {
             "skipped": self.skipped,
@@ -127,37 +152,39 @@ class NaNGuard:
         self.skipped, self._in_a_row = state["skipped"], dict(state["in_a_row"])
         self._updated_at = dict(state["updated_at"])
         self._unseen = [
-            Update(torch.tensor(norm), [Batch.of_state(batch) for batch in batches], optimizer)
+            Update(torch.tensor(norm), [TrainedBatch.from_state(batch) for batch in batches], optimizer)
             for norm, batches, optimizer in state["unseen"]
         ]
 
     def _on_started(self, engine: Engine) -> None:
-        self._begun = engine.state.iteration - getattr(engine, "accumulated", 0)
+        self._begun = _last_update(engine)
         if engine.state.iteration == 0:
             self._updated_at.clear()
             self._unseen.clear()
         for kept in self._buffers:
-            kept.take()
+            kept.commit()
 
-    def _on_gradients(self, engine: Any, event: Event) -> None:
+    def _on_gradients(self, engine: _SkipsUpdates, event: Event) -> None:
         norm, optimizer, last = event.payload.grad_norm, event.payload.optimizer, engine.state.iteration
         bad = norm.isfinite().logical_not_()
         engine.skip_update(bad)
         for kept in self._buffers:
-            kept.put_back_where(bad)
+            kept.restore_where(bad)
         first = min(self._updated_at.get(optimizer, self._begun) + 1, last)
         self._updated_at[optimizer] = last
-        self._unseen.append(Update(norm, batches_between(engine, first, last), optimizer))
+        data = batch_order(engine)
+        batches = [TrainedBatch.of_iteration(each, data) for each in range(first, last + 1)]
+        self._unseen.append(Update(norm, batches, optimizer))
 
     def _on_terminate(self, engine: Engine) -> None:
-        if engine.should_terminate == "skip_completed":  # else COMPLETED comes
-            self._look(engine)
+        if engine.should_terminate == "skip_completed":  # else COMPLETED follows
+            self._check(engine)
 
     def _on_exception(self, engine: Engine, event: Event) -> None:
-        self._look(engine)  # what it has to tell may be the reason
+        self._check(engine)  # what it finds may be the reason
 
-    def _look(self, engine: Engine) -> None:
-        """Where the host waits for the device."""
+    def _check(self, engine: Engine) -> None:
+        # the host waits for the device here
         unseen, self._unseen = self._unseen, []
         bad: list[tuple[float, Update]] = []
         longest = 0
@@ -170,23 +197,29 @@ class NaNGuard:
         if not bad:
             return
         self.skipped += len(bad)
-        for norm, update in bad[:_TOLD]:
-            message = "an update was left out: its gradient is not finite"
-            announce(engine, "nan_gradient", norm, update.batches, message, skipped=self.skipped)
-        if len(bad) > _TOLD:
+        for norm, update in bad[:_REPORTED]:
+            message = "an update was skipped: its gradient is not finite"
+            report_anomaly(engine, "nan_gradient", norm, update.batches, message, skipped=self.skipped)
+        if len(bad) > _REPORTED:
             value, update = bad[-1]
-            message = f"{len(bad) - _TOLD} more updates were left out: their gradients are not finite; the last one"
-            announce(engine, "nan_gradient", value, update.batches, message, skipped=self.skipped)
+            message = f"{len(bad) - _REPORTED} more updates were skipped: their gradients are not finite; the last one"
+            report_anomaly(engine, "nan_gradient", value, update.batches, message, skipped=self.skipped)
         first, last = bad[0][1].batches[0].iteration, bad[-1][1].batches[-1].iteration
         if longest >= self.max_in_a_row:
             reason = f"{longest} updates in a row had a gradient that is not finite, the last at iteration {last}"
             engine.terminate(reason=f"NaNGuard: {reason}")
         else:
-            self._policy.apply(engine, first, last, f"the gradient of iteration {last} is not finite")
+            self._action.apply(engine, first, last, f"the gradient of iteration {last} is not finite")
+
+
+def _last_update(engine: Engine) -> int:
+    """The iteration of the last update, before the batches that wait for the next one."""
+    waiting = engine.accumulated if is_training_run(engine) else 0
+    return int(engine.state.iteration) - waiting
 
 
 class _KeptBuffers:
-    """A model's buffers of one kind as they were behind the last update that was made, in one tensor."""
+    """A model's buffers of one device and dtype as they were after the last update, in one tensor."""
 
     def __init__(self, buffers: list[Tensor]) -> None:
         self._buffers = buffers
@@ -194,18 +227,18 @@ class _KeptBuffers:
         parts = self._kept.split([buffer.numel() for buffer in buffers])
         self._views = [part.view_as(buffer) for part, buffer in zip(parts, buffers, strict=True)]
 
-    def take(self) -> None:
+    def commit(self) -> None:
         torch._foreach_copy_(self._views, [buffer.detach() for buffer in self._buffers])
 
-    def put_back_where(self, bad: Tensor) -> None:
+    def restore_where(self, bad: Tensor) -> None:
         now = torch.cat([buffer.detach().flatten() for buffer in self._buffers])
         self._kept.copy_(torch.where(bad.to(now.device), self._kept, now))
         torch._foreach_copy_([buffer.detach() for buffer in self._buffers], self._views)
 
 
-def _keep_buffers(model: Any) -> list[_KeptBuffers]:
+def _keep_buffers(model: nn.Module | None) -> list[_KeptBuffers]:
     kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for buffer in model.buffers() if isinstance(model, nn.Module) else ():
+    for buffer in model.buffers() if model is not None else ():
         if buffer.is_floating_point() and buffer.numel():
             kinds.setdefault((buffer.device, buffer.dtype), []).append(buffer)
     return [_KeptBuffers(buffers) for buffers in kinds.values()]

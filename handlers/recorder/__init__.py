@@ -1,1 +1,1 @@
-"""The event recorder and what it writes."""
+"""The event recorder, and digests that it can record."""

@@ -1,4 +1,4 @@
-"""Digests of what a run computes with, so that a comparison of two logs finds the very update at which they part."""
+"""Digests of a run's state, so that comparing two logs finds the first update at which they differ."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from types import ModuleType
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 import torch
@@ -20,25 +20,26 @@ from pulsetrain.engine.events.cadence import Every
 from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import EventEnum, Events
 from pulsetrain.engine.events.subscription import Phase
+from pulsetrain.engine.training_run import model_of, optimizer_of
 from pulsetrain.handlers.attachment.attachment import Attachment
 from pulsetrain.handlers.attachment.cadence import check_every
 
 __all__ = ["BatchFingerprint", "FingerprintEvents", "Fingerprints", "StateFingerprint", "fingerprint_of"]
 
 _WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes of a value
-_CHUNK = 1 << 22  # words of 8 bytes: what a digest needs of memory at a time is as large
-_TOLD = (int, float, complex, str, range, PurePath, type(None))  # whose repr tells all
+_CHUNK = 1 << 22  # words of 8 bytes: a digest needs that much memory at a time
+_SHOWN = (int, float, complex, str, range, PurePath, type(None))  # repr shows the whole value
 MAX_DEPTH = 100  # of nesting in a batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateFingerprint:
-    """STATE_FINGERPRINTED: tensors of shape (), int64, on the device: nothing waits for it. `rng` is a CRC-32."""
+    """STATE_FINGERPRINTED: int64 tensors of shape (), left on the device, so that nothing waits; `rng` is a CRC-32."""
 
     weights: Tensor
     buffers: Tensor
     optimizer: Tensor
-    rng: int  # of python's, numpy's and torch's generators on every device
+    rng: int  # of Python's, numpy's and torch's generators on every device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +50,7 @@ class BatchFingerprint:
 
 
 class FingerprintEvents(EventEnum):
-    """What `Fingerprints` fires, for whoever records."""
+    """What `Fingerprints` fires, for the event recorder."""
 
     STATE_FINGERPRINTED = "state_fingerprinted", StateFingerprint
     BATCH_FINGERPRINTED = "batch_fingerprinted", BatchFingerprint
@@ -58,20 +59,29 @@ class FingerprintEvents(EventEnum):
 class Fingerprints:
     """Fires STATE_FINGERPRINTED at a cadence, and BATCH_FINGERPRINTED for each batch.
 
-    A wrong buffer, or a wrong moment of the optimizer, shows in no loss for a long time; here it shows at once. The
-    digests of weights, buffers and the optimizer's tensors combine the XOR (torch.hash_tensor) and the sums of their
-    bits, up to 32 MiB of one tensor at a time: a change shows unless it leaves all of these as they are, as some
-    exchanges of values within one tensor do. They read everything three times, on its device. Those of a batch and of
-    the random number generators are CRC-32, to which the order counts as well.
+    A wrong buffer or optimizer moment does not show in the loss for a long time; in the digests it shows at once. Those
+    of weights, buffers and the optimizer's tensors combine the XOR (torch.hash_tensor) and the sums of their bits, for
+    up to 32 MiB of one tensor at a time. They miss a change that leaves all of these equal, as exchanging certain
+    values within one tensor does. They read everything three times, on its device. The digests of a batch and of the
+    random number generators are CRC-32, which depends on the order as well.
 
-    In a batch tensors, numpy arrays, numbers, text, bytes, containers, dataclasses and objects with a `__dict__` count;
-    of any other object the name of its type does. What is nested more than 100 deep is not looked at.
+    A batch's digest covers tensors, numpy arrays, numbers, text, bytes, containers, dataclasses and objects with a
+    `__dict__`; of any other object only the name of its type. It ignores what is nested more than 100 deep.
 
     Args:
         every: when to digest the state; by default at each 100th update.
-        batches: digest each batch as well; it is read on the host, where the loader has put it.
+        batches: digest each batch as well; the host reads it where the loader has put it.
         model: by default the engine's.
         optimizer: by default the engine's.
+
+    >>> engine, found = Engine(lambda engine, batch: None), []
+    >>> _ = Fingerprints(Every(iterations=1), batches=True, model=torch.nn.Linear(2, 1)).attach(engine)
+    >>> @engine.on(FingerprintEvents.BATCH_FINGERPRINTED)
+    ... def note(engine, event):
+    ...     found.append(event.payload.batch)
+    >>> _ = engine.run([[1, 2], [3, 4], [1, 2]])
+    >>> found[0] == found[2], found[0] == found[1]
+    (True, False)
     """
 
     def __init__(
@@ -89,12 +99,12 @@ class Fingerprints:
         self._attachment = Attachment("Fingerprints")
 
     def attach(self, engine: Engine) -> Self:
-        """Attach before the recorder, or run: an event is recorded that was registered when the run starts.
+        """Attach before the run starts: the recorder then records these events from the first on.
 
         Raises:
             ConfigurationError: the engine has no model, and none was given.
         """
-        if self.model is None and not isinstance(getattr(engine, "model", None), torch.nn.Module):
+        if self.model is None and model_of(engine) is None:
             raise ConfigurationError(f"Fingerprints(model=None): {engine.name!r} has no torch model; pass model=")
         with self._attachment.to(engine, whole_bus=False) as subscribe:
             engine.register_events(*FingerprintEvents)
@@ -106,17 +116,18 @@ class Fingerprints:
     def detach(self) -> None:
         self._attachment.cancel()
 
-    def _digest_state(self, engine: Any) -> None:
-        model = self.model if self.model is not None else engine.model
-        optimizer = self.optimizer if self.optimizer is not None else getattr(engine, "optimizer", None)
+    def _digest_state(self, engine: Engine) -> None:
+        model = self.model if self.model is not None else model_of(engine)
+        assert model is not None, "attach() has checked it"
+        optimizer = self.optimizer if self.optimizer is not None else optimizer_of(engine)
         engine.fire(FingerprintEvents.STATE_FINGERPRINTED, fingerprint_of(model, optimizer))
 
-    def _digest_batch(self, engine: Any) -> None:
+    def _digest_batch(self, engine: Engine) -> None:
         engine.fire(FingerprintEvents.BATCH_FINGERPRINTED, BatchFingerprint(batch=_crc_of(engine.state.batch)))
 
 
 def fingerprint_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> StateFingerprint:
-    """Of the weights, buffers, the optimizer's state and the process's random number generators, as they are now."""
+    """The digests of the weights, the buffers, the optimizer's state and the process's random number generators."""
     state = optimizer.state_dict()["state"] if optimizer is not None else {}
     return StateFingerprint(
         weights=_digest(model.parameters()),
@@ -126,7 +137,7 @@ def fingerprint_of(model: torch.nn.Module, optimizer: torch.optim.Optimizer | No
     )
 
 
-def _crc_of(value: Any) -> int:
+def _crc_of(value: object) -> int:
     crc = 0
     for piece in _pieces(value):
         crc = zlib.crc32(piece, crc)
@@ -134,11 +145,11 @@ def _crc_of(value: Any) -> int:
 
 
 def _digest(tensors: Iterable[Tensor]) -> Tensor:
-    """One number for all, shape (), int64; what is of one tensor weighs by its place: exchanging two tensors shows."""
+    """One number for all, shape (), int64; a tensor's part is weighted by its position, so exchanging two shows."""
     found: dict[torch.device, list[Tensor]] = {}
     for words in (words for tensor in tensors for bits in _bits(tensor) for words in _words(bits)):
-        if words.numel():  # hash_tensor takes no empty ones
-            # the sum loses upper bits; those of many equal values would be all that there is
+        if words.numel():  # hash_tensor rejects empty tensors
+            # the sum loses upper bits, in which many equal values may be all the difference
             parts = [torch.hash_tensor(words).view(torch.int64), words.sum(), (words >> 32).sum()]
             found.setdefault(words.device, []).extend(parts)
     totals = [(torch.stack(parts) * _weights(len(parts), device)).sum() for device, parts in found.items()]
@@ -149,7 +160,7 @@ def _digest(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def _weights(count: int, device: torch.device) -> Tensor:
-    """Odd numbers that have nothing to do with each other (the mixing of SplitMix64), shape (count,), int64."""
+    """Unrelated odd numbers (the mixing function of SplitMix64), shape (count,), int64."""
     mixed = torch.arange(1, count + 1, device=device) * (0x9E3779B97F4A7C15 - 2**64)
     mixed = (mixed ^ (mixed >> 30)) * (0xBF58476D1CE4E5B9 - 2**64)
     mixed = (mixed ^ (mixed >> 27)) * (0x94D049BB133111EB - 2**64)
@@ -157,7 +168,7 @@ def _weights(count: int, device: torch.device) -> Tensor:
 
 
 def _words(bits: Tensor) -> Iterator[Tensor]:
-    """The same bits, 8 bytes to a number, int64: they are added without a copy of wider numbers."""
+    """The same bits as int64, 8 bytes to a number: adding them needs no copy of wider numbers."""
     flat = bits.contiguous().view(-1)
     each = 8 // flat.itemsize
     if flat.storage_offset() % each:
@@ -168,7 +179,7 @@ def _words(bits: Tensor) -> Iterator[Tensor]:
 
 
 def _bits(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensor's values as whole numbers of the same bits; of a sparse one, those of its indices and its values."""
+    """The tensor's values as integers with the same bits; of a sparse tensor, its indices and its values."""
     tensor = tensor.detach()
     if tensor.layout == torch.sparse_coo:
         tensor = tensor.coalesce()
@@ -186,7 +197,7 @@ def _bits(tensor: Tensor) -> Iterator[Tensor]:
         yield plain.view(_WHOLE[plain.itemsize])
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def _tensors(value: object) -> Iterator[Tensor]:
     """Every tensor in nested containers, in their order."""
     if isinstance(value, Tensor):
         yield value
@@ -198,11 +209,11 @@ def _tensors(value: Any) -> Iterator[Tensor]:
             yield from _tensors(item)
 
 
-def _pieces(value: Any, around: tuple[int, ...] = ()) -> Iterator[bytes]:
+def _pieces(value: object, around: tuple[int, ...] = ()) -> Iterator[bytes]:
     """The bytes of everything in nested containers and objects, in their order.
 
     Args:
-        around: ids of what this lies in: what holds itself ends there.
+        around: ids of the objects that contain this one, so that an object that contains itself ends there.
     """
     if isinstance(value, Tensor):
         for bits in _bits(value):
@@ -211,7 +222,7 @@ def _pieces(value: Any, around: tuple[int, ...] = ()) -> Iterator[bytes]:
         yield value.tobytes()
     elif is_array(value) and not isinstance(value, np.ndarray):  # jax's
         yield np.asarray(value).tobytes()
-    elif isinstance(value, _TOLD):
+    elif isinstance(value, _SHOWN):
         yield repr(value).encode(errors="backslashreplace")
     elif isinstance(value, (bytes, bytearray, memoryview)):
         yield bytes(value)
@@ -222,8 +233,8 @@ def _pieces(value: Any, around: tuple[int, ...] = ()) -> Iterator[bytes]:
             yield from _pieces(item, (*around, id(value)))
 
 
-def _items(value: Any) -> Iterable[Any]:
-    """What an object or a container holds; of an object the name of its type as well."""
+def _items(value: object) -> Iterable[object]:
+    """The contents of a container, or the name of an object's type and its attributes."""
     if isinstance(value, Mapping):
         return (part for item in value.items() for part in item)
     if isinstance(value, np.ndarray):  # of objects

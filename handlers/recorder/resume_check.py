@@ -1,4 +1,4 @@
-"""Compares what a resumed run computes again with what the log holds of it: a proof, or the place where it fails."""
+"""Compares what a resumed run computes again with the log, and reports agreement or the first difference."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ _ENDS = ("terminate", "completed", "interrupt", "exception_raised")
 
 
 class ResumeCheck(EventCheck):
-    """The deterministic events that a log holds past a checkpoint, and whether they come again: by their bits."""
+    """Whether the deterministic events that a log holds after a checkpoint are reproduced, bit for bit."""
 
     @classmethod
     def of_log(cls, log: EventLog, after: int, engine: str) -> ResumeCheck | None:
-        """For a run that goes on behind this seq; None where the log holds nothing past it.
+        """The check of a run that resumes after this seq; None where the log holds nothing after it.
 
-        Of several attempts to go on from there the longest counts, up to where the engine's run ended: what is computed
-        at an end need not come again where the run goes on.
+        If several attempts continued from there, the longest counts, up to where the engine's run ended: what is
+        computed at an end need not be reproduced by a run that continues.
         """
         attempts = log.attempts(after)
         if len(attempts) > 1:
@@ -31,32 +31,32 @@ class ResumeCheck(EventCheck):
 
     @property
     def difference(self) -> str | None:
-        """The first, both sides of it."""
+        """The first difference, with both sides."""
         found = self.divergence
         if found is None:
             return None
         before, now = found.a, found.b
         named = place_of(before)
         if (before.engine, before.event) != (now.engine, now.event):
-            return f"{named} is in the log; {now.engine}'s {now.event} at iteration {now.iteration} came in its place"
+            return f"{named} is in the log; {now.engine}'s {now.event} at iteration {now.iteration} was fired instead"
         sides = [
             f"{name}: {shown(left)} in the log, {shown(right)} now" for name, (left, right) in found.fields.items()
         ]
         return f"{named}: {'; '.join(sides)}"
 
     def see(self, event: LoggedEvent) -> None:
-        """An event of the resumed run; says once where the first difference is, or that all has come again."""
+        """Compare an event of the resumed run; logs the first difference once, or that everything was reproduced."""
         undecided = self.waiting and self.divergence is None
         super().see(event)
         if undecided and self.divergence is not None:
             get_logger("handlers").warning(
-                "resumed, but what is computed again is not what the log holds: the runs differ from here on",
+                "resumed, but an event differs from the one in the log: the runs differ from here on",
                 first=self.difference,
                 agreed_before=self.agreed,
             )
         elif undecided and not self.waiting:
             get_logger("handlers").info(
-                "resumed exactly: what the log held past the checkpoint was computed again, to the bit",
+                "resumed exactly: the events that the log held after the checkpoint were reproduced bit for bit",
                 events=self.agreed,
             )
 

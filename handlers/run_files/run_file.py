@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -37,8 +37,8 @@ def run_facts(engine: Engine) -> RunFacts:
     >>> facts["seed"], facts["handlers"], facts["starts"]
     (None, [], [])
     """
-    environment = engine.backend.environment() if is_training_run(engine) else {}
-    handlers = engine.handlers if is_training_run(engine) else ()
+    environment: dict[str, object] = engine.backend.environment() if is_training_run(engine) else {}
+    handlers: Sequence[object] = engine.handlers if is_training_run(engine) else ()
     values, facts = EventValues(), RunFacts()
     values.put(facts, "seed", attribute(engine, "seed", object))
     values.put(facts, "command", sys.argv)

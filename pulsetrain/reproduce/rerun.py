@@ -129,7 +129,7 @@ class Again:
     @property
     def after(self) -> int:
         """The seq of the recorded run behind which this goes on; -1 for the beginning."""
-        return self.recorder.resumed_behind if self.recorder.resumed_behind is not None else -1
+        return self.recorder.resumed_after if self.recorder.resumed_after is not None else -1
 
     def compare(self, expected: Expected, last: int | None = None) -> None:
         """Train, and compare each event with those expected, until one differs or all have come.

@@ -214,15 +214,15 @@ class DataPosition:
             return None
         return self.passes, self._offset + (iteration - 1 - self._offset_at) * self._keyed[1].order.step
 
-    def rows_at(self, place: tuple[int, int]) -> list[Any]:
-        """The indices of the batch at that place, of this rank."""
+    def rows_at(self, location: tuple[int, int]) -> list[Any]:
+        """The indices of the batch at that location, of this rank."""
         assert self._keyed is not None
-        return self._keyed[1].order.rows(*place)
+        return self._keyed[1].order.rows(*location)
 
     def rows(self, iteration: int) -> list[Any] | None:
         """The indices of a batch of the pass under way, of this rank; None where the loader's order is its own."""
-        place = self.locate(iteration)
-        return None if place is None else self.rows_at(place)
+        location = self.locate(iteration)
+        return None if location is None else self.rows_at(location)
 
     def state_dict(self) -> dict[str, Any]:
         """The position behind the last iteration whose step was made."""

@@ -240,7 +240,11 @@ def test_a_training_loader_whose_workers_stay_cannot_give_a_second_pass():
 @pytest.mark.parametrize(
     ("data", "error", "message"),
     [
-        (Counted([]), ConfigurationError, r"SWA\(bn_loader=...\): gave no batch; pass what gives some each time"),
+        (
+            Counted([]),
+            ConfigurationError,
+            r"SWA\(bn_loader=...\): gave no batch; pass an iterable that gives batches in each pass",
+        ),
         ([{"x": torch.zeros(2, 4)}], TypeError, r"SWA\(bn_loader=...\): gave dict for the model's input"),
         ([()], TypeError, r"SWA\(bn_loader=...\): gave tuple for the model's input"),
     ],
@@ -373,8 +377,14 @@ def test_a_start_that_is_no_whole_number_is_refused(argument, start):
 @pytest.mark.parametrize(
     ("data", "message"),
     [
-        (iter(loader()), r"_SingleProcessDataLoaderIter\): is an iterator, which can be run over once; pass"),
-        ((batch for batch in batches()), r"generator\): is an iterator, which can be run over once; pass"),
+        (
+            iter(loader()),
+            r"_SingleProcessDataLoaderIter\): is an iterator, which gives its batches once; pass a DataLoader",
+        ),
+        (
+            (batch for batch in batches()),
+            r"generator\): is an iterator, which gives its batches once; pass a DataLoader",
+        ),
         ((loader(), loader()), r"tuple\): holds DataLoaders where batches are needed; pass one of them"),
         ([loader(), None], r"list\): holds DataLoaders where batches are needed; pass one of them"),
     ],

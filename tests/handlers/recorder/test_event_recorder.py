@@ -15,7 +15,7 @@ from pulsetrain.engine import Engine, Event, EventBus, EventEnum, Events, Phase
 from pulsetrain.engine.events.payloads import GradientsReady
 from pulsetrain.engine.recording import EventLog
 from pulsetrain.handlers import EventRecorder
-from pulsetrain.handlers.recorder.event_recorder import BATCH
+from pulsetrain.handlers.recorder.log_session import BATCH
 from tests.support.driving import UpdatingEngine, log, make_engine, validated
 from tests.support.recordings import recorded, types
 

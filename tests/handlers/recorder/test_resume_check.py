@@ -100,7 +100,7 @@ def test_an_event_that_does_not_come_again_is_a_difference(tmp_path: Path):
     (entry,) = said(logs)
     assert entry["first"] == (
         "trainer's spike_seen at epoch 2, iteration 16 is in the log; "
-        "trainer's iteration_started at iteration 17 came in its place"
+        "trainer's iteration_started at iteration 17 was fired instead"
     )
 
 
