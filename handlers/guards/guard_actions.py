@@ -62,7 +62,7 @@ def odd_rows(engine: Any, rows: Sequence[int]) -> list[int]:
     if dataset is None:
         return []
     found = []
-    with rng.kept():  # a dataset may draw
+    with rng.preserve_rng():  # a dataset may draw
         for row in rows:
             try:
                 sample = dataset[row]
