@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from pulsetrain.engine.arrays import Array, is_floating, namespace
-from pulsetrain.engine.class_indices import check_labels_fit
+from pulsetrain.engine.class_indices import check_class_indices
 from pulsetrain.engine.errors import ConfigurationError
 
 __all__ = ["check_classes_last", "check_same_shape", "require"]
@@ -38,7 +38,7 @@ def check_classes_last(place: str, logits: Array, targets: Array) -> None:
         ValueError: the shapes do not fit.
         TypeError: the targets are not whole numbers.
     """
-    check_labels_fit(place, logits, targets, ("logits", "targets"), "for yes and no use bce_with_logits")
+    check_class_indices(place, logits, targets, ("logits", "targets"), "for yes and no use bce_with_logits")
 
 
 def check_same_shape(place: str, argument: str, values: Array, targets: Array) -> None:
