@@ -1,7 +1,7 @@
-"""Mechanism: events, the bus, the run loop and the parts of a training step."""
+"""The mechanism of training: events, the bus, the run loop, and the parts of a training step."""
 
-if __name__ != "pulsetrain.engine":  # found in the checkout's root: it would be a second copy of every class
-    raise ImportError(f"{__name__!r} is not a package of its own; import pulsetrain.engine", name=__name__)
+if __name__ != "pulsetrain.engine":  # imported from the checkout's root, it would be a second copy of every class
+    raise ImportError(f"{__name__!r} is not a top-level package; import pulsetrain.engine", name=__name__)
 
 from pulsetrain.engine.backends import FunctionalBackend, JaxBackend, TorchBackend
 from pulsetrain.engine.backends.core import TrainerCore

@@ -1,14 +1,14 @@
-"""Arrays of torch, jax and numpy under the names of the array API standard, and what the standard lacks.
+"""Torch, jax and numpy arrays through the array API standard, with a few functions that the standard lacks.
 
-Mathematics that is written on `namespace` runs on all three, inside `jax.jit` and `jax.grad` too. jax is never imported
-here: where there is an array of it, it has been.
+Code written with `namespace` runs on all three libraries, also inside `jax.jit` and `jax.grad`. This module never
+imports jax: if there is a jax array, jax has been imported already.
 """
 
 from __future__ import annotations
 
 import sys
-from types import NoneType
-from typing import Any
+from types import ModuleType, NoneType
+from typing import Any, TypeAlias
 
 import array_api_compat.torch as torch_namespace
 import numpy as np
@@ -35,31 +35,41 @@ __all__ = [
     "take_last",
 ]
 
-Array = Any
-"""A torch tensor, a jax array (or what stands for one inside `jax.jit` and `jax.grad`) or a numpy array."""
+Array: TypeAlias = Any
+"""A torch tensor, a jax array (or a tracer inside `jax.jit` and `jax.grad`) or a numpy array.
+
+It is `Any` because no static type covers the three: jax is optional and untyped here, and a protocol would hide from
+callers that the loss of two tensors is a tensor with a `backward`.
+"""
 
 _TORCH, _JAX, _NUMPY = "torch.Tensor", "jax.Array", "numpy.ndarray"
 
-# ---------------------------------------------------------------------------------------------- what it is
+# ---------------------------------------------------------------------------------------------- properties
 
 
-def namespace(*arrays: Any, place: str = "namespace") -> Any:
-    """The module whose functions (`where`, `exp`, `sum(x, axis=...)` ...) these arrays are for.
+def namespace(*arrays: Array | float | None, place: str = "namespace") -> ModuleType:
+    """The module with the functions (`where`, `exp`, `sum(x, axis=...)` ...) for these arrays.
 
-    Numbers among them are passed over. Numpy arrays beside jax's are for `jax.numpy`, which takes them.
+    Numbers and None are skipped. A mix of numpy and jax arrays gives `jax.numpy`, which accepts both.
+
+    >>> xp = namespace(torch.ones(2, 3))
+    >>> xp.sum(torch.ones(2, 3), axis=-1)
+    tensor([3., 3.])
+    >>> float(namespace(np.ones(2)).sum(np.ones(2)))
+    2.0
 
     Args:
-        place: what an error begins with.
+        place: the start of an error message.
 
     Raises:
-        TypeError: torch tensors beside arrays of another library, or no array at all.
+        TypeError: torch tensors are mixed with arrays of another library, or there is no array.
     """
     for each in arrays:
         if not isinstance(each, Tensor):
             break
     else:
         if arrays:
-            return torch_namespace
+            return torch_namespace  # the usual case, before any slower check
     kinds = [None if isinstance(each, np.generic) else _kind(each) for each in arrays]
     if _TORCH in kinds:
         for other in (_JAX, _NUMPY):
@@ -72,16 +82,25 @@ def namespace(*arrays: Any, place: str = "namespace") -> Any:
                 )
     given = [each for each in arrays if not isinstance(each, (int, float, complex, NoneType, np.generic))]
     leading = [each for each in given if not isinstance(each, np.ndarray)]
-    return array_namespace(*(leading or given or arrays))
+    module: ModuleType = array_namespace(*(leading or given or arrays))
+    return module
 
 
 def is_array(value: object) -> bool:
-    """Whether it is an array of torch, jax or numpy; numbers of numpy are arrays of shape ()."""
+    """Whether the value is an array of torch, jax or numpy; numpy's scalars are arrays of shape ().
+
+    >>> is_array(torch.ones(2)), is_array(np.float32(1)), is_array([1.0])
+    (True, True, False)
+    """
     return _kind(value) is not None
 
 
 def has_values(array: Array) -> bool:
-    """Whether there is anything to look at: neither inside `jax.jit` or `jax.vmap` nor on torch's meta device is."""
+    """Whether the array has values that can be read: tracers in `jax.jit` and torch's meta tensors have none.
+
+    >>> has_values(torch.ones(2)), has_values(torch.ones(2, device="meta"))
+    (True, False)
+    """
     if isinstance(array, Tensor):
         return array.device.type != "meta"
     jax = sys.modules.get("jax")
@@ -89,7 +108,11 @@ def has_values(array: Array) -> bool:
 
 
 def on_host(array: Array) -> bool:
-    """Whether its values can be looked at without waiting for an accelerator."""
+    """Whether the values can be read without waiting for an accelerator.
+
+    >>> on_host(torch.ones(2)), on_host(np.ones(2)), on_host(torch.ones(2, device="meta"))
+    (True, True, False)
+    """
     if isinstance(array, Tensor):
         return array.device.type == "cpu"
     if _kind(array) == _JAX:
@@ -98,29 +121,42 @@ def on_host(array: Array) -> bool:
 
 
 def is_floating(array: Array) -> bool:
-    """Whether its dtype is one of the real floating point types."""
+    """Whether the dtype is a real floating point type.
+
+    >>> is_floating(torch.ones(2)), is_floating(np.arange(2))
+    (True, False)
+    """
     if isinstance(array, Tensor):
         return array.is_floating_point()
     return bool(namespace(array).isdtype(array.dtype, "real floating"))
 
 
 def describe_array(array: Array) -> str:
-    """Library, dtype and shape, for messages: `jax.Array float32 (8, 4)`."""
+    """Library, dtype and shape, for messages.
+
+    >>> describe_array(torch.zeros(8, 4))
+    'torch.Tensor float32 (8, 4)'
+    """
     return f"{_kind(array)} {str(array.dtype).removeprefix('torch.')} {tuple(array.shape)}"
 
 
 def require_tensor(place: str, name: str, value: object) -> None:
-    """Refuses an array of another library where a torch tensor is needed; lets everything else pass.
+    """Rejects jax and numpy arrays where a torch tensor is needed; accepts everything else.
+
+    >>> require_tensor("SFTStrategy", "input_ids", np.zeros(3))
+    Traceback (most recent call last):
+        ...
+    TypeError: SFTStrategy(input_ids=numpy.ndarray float64 (3,)): needs torch tensors; ...
 
     Raises:
-        TypeError: it names the value's type, and how to make a tensor of it.
+        TypeError: names the array's type and how to convert it to a tensor.
     """
     kind = _kind(value)
     if kind in (_JAX, _NUMPY):
         remedy = "torch.from_dlpack" if kind == _JAX else "torch.from_numpy"
         raise TypeError(
-            f"{place}({name}={describe_array(value)}): needs torch tensors; let the loader give {remedy}(...), or "
-            "train with a JaxBackend, which takes both"
+            f"{place}({name}={describe_array(value)}): needs torch tensors; let the loader return {remedy}(...), or "
+            "train with a JaxBackend, which accepts both"
         )
 
 
@@ -130,22 +166,30 @@ def _kind(value: object) -> str | None:
     if isinstance(value, (np.ndarray, np.generic)):
         return _NUMPY
     jax = sys.modules.get("jax")
-    # its metaclass says yes for what stands for an array in jit and grad; () while jax itself is being imported
+    # isinstance is also true for tracers in jit and grad; the default () is for the time while jax is being imported
     return _JAX if isinstance(value, getattr(jax, "Array", ())) else None
 
 
-# ------------------------------------------------------------------------------- what the standard lacks
+# ------------------------------------------------------------------------- functions missing from the standard
 
 
 def stop_gradient(array: Array) -> Array:
-    """The array as a constant: no gradient goes through it."""
+    """The array as a constant, through which no gradient flows.
+
+    >>> stop_gradient(torch.ones(2, requires_grad=True)).requires_grad
+    False
+    """
     if isinstance(array, Tensor):
         return array.detach()
     return sys.modules["jax"].lax.stop_gradient(array) if _kind(array) == _JAX else array
 
 
 def at_least_float32(array: Array) -> Array:
-    """The array in float32, or as it is where its dtype is wider; whole numbers in a floating point type."""
+    """The array in float32, or unchanged if its dtype is wider; integers become floating point.
+
+    >>> at_least_float32(torch.ones(2, dtype=torch.bfloat16)).dtype, at_least_float32(np.ones(2)).dtype
+    (torch.float32, dtype('float64'))
+    """
     if isinstance(array, Tensor):
         return array.to(torch.promote_types(array.dtype, torch.float32))
     xp = namespace(array)
@@ -153,17 +197,25 @@ def at_least_float32(array: Array) -> Array:
 
 
 def log_softmax(array: Array) -> Array:
-    """`log(exp(x) / sum(exp(x)))` over the last dimension, whatever the size of x."""
+    """`log(exp(x) / sum(exp(x)))` over the last dimension, stable for large x.
+
+    >>> log_softmax(torch.tensor([1000.0, 1000.0]))
+    tensor([-0.6931, -0.6931])
+    """
     if isinstance(array, Tensor):
         return array.log_softmax(-1)
     xp = namespace(array)
-    # the largest becomes 0 before anything is rounded: beside logits of 1e4 a loss would else keep 3 digits
+    # subtract the largest before anything is rounded: with logits of 1e4 a loss would keep only 3 digits otherwise
     shifted = array - stop_gradient(xp.max(array, axis=-1, keepdims=True))
     return shifted - xp.log(xp.sum(xp.exp(shifted), axis=-1, keepdims=True))
 
 
 def logsumexp(array: Array) -> Array:
-    """`log(sum(exp(x)))` over the last dimension, whatever the size of x."""
+    """`log(sum(exp(x)))` over the last dimension, stable for large x.
+
+    >>> logsumexp(torch.tensor([100.0, 100.0]))
+    tensor(100.6931)
+    """
     if isinstance(array, Tensor):
         return array.logsumexp(-1)
     xp = namespace(array)
@@ -173,7 +225,11 @@ def logsumexp(array: Array) -> Array:
 
 
 def log_sigmoid(array: Array) -> Array:
-    """`log(1 / (1 + exp(-x)))`, whatever the size of x."""
+    """`log(1 / (1 + exp(-x)))`, stable for large x of either sign.
+
+    >>> log_sigmoid(torch.tensor([0.0, -1000.0]))
+    tensor([-6.9315e-01, -1.0000e+03])
+    """
     if isinstance(array, Tensor):
         return F.logsigmoid(array)
     xp = namespace(array)
@@ -181,11 +237,14 @@ def log_sigmoid(array: Array) -> Array:
 
 
 def take_last(array: Array, index: Array) -> Array:
-    """`array[..., index]`, an index for each row of the last dimension.
+    """One element of the last dimension for each index.
+
+    >>> take_last(torch.tensor([[1, 2, 3], [4, 5, 6]]), torch.tensor([0, 2]))
+    tensor([1, 6])
 
     Args:
         array: shape (..., n).
-        index: whole numbers from 0 to n - 1, shape (...); int64 for torch.
+        index: integers from 0 to n - 1, shape (...); int64 for torch.
     """
     if isinstance(array, Tensor):
         return array.gather(-1, index.unsqueeze(-1)).squeeze(-1)
@@ -193,15 +252,18 @@ def take_last(array: Array, index: Array) -> Array:
 
 
 def masked_mean(values: Array, mask: Array) -> Array:
-    """Mean of the values where the mask is true, shape (); nan where it is nowhere, with a gradient of 0.
+    """The mean of the values where the mask is true, shape (); nan, with gradient 0, if the mask is nowhere true.
 
-    Values beside the mask may be anything: neither they nor their gradients come through.
+    Values outside the mask may be anything: neither they nor their gradients reach the result.
+
+    >>> masked_mean(torch.tensor([1.0, 3.0, float("nan")]), torch.tensor([True, True, False]))
+    tensor(2.)
     """
     if isinstance(values, Tensor):
         return torch.where(mask, values, 0.0).sum() / mask.sum()
     xp = namespace(values, mask)
     wide = at_least_float32(values)
     count = xp.astype(xp.sum(xp.astype(mask, xp.int32)), wide.dtype)
-    # nan by choice, not by 0 / 0: numpy would warn of that
+    # nan is written explicitly: numpy would warn about 0 / 0
     mean = xp.sum(xp.where(mask, wide, 0.0)) / xp.where(count > 0, count, 1.0)
     return xp.astype(xp.where(count > 0, mean, xp.nan), values.dtype, copy=False)

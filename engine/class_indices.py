@@ -1,61 +1,70 @@
-"""Class indices beside scores whose classes come last: what fits, and what to pass instead."""
+"""Checks of class indices against scores whose last dimension is the classes."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-__all__ = ["check_indices", "check_labels_fit", "is_index_dtype"]
+__all__ = ["check_class_indices", "check_indices", "is_index_dtype"]
 
 _INDEX_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
 def is_index_dtype(dtype: torch.dtype) -> bool:
-    """Whether values of this type number something."""
+    """Whether a torch dtype can hold class indices: an integer type, not bool.
+
+    >>> is_index_dtype(torch.int32), is_index_dtype(torch.float32), is_index_dtype(torch.bool)
+    (True, False, False)
+    """
     return dtype in _INDEX_DTYPES
 
 
-def check_indices(place: str, name: str, labels: Tensor) -> None:
-    """Refuses what numbers nothing.
+def check_indices(place: str, name: str, indices: Tensor) -> None:
+    """Rejects tensors that are not integers.
 
-    Raises:
-        TypeError: the labels are not whole numbers.
+    >>> check_indices("loss", "targets", torch.zeros(2))
+    Traceback (most recent call last):
+        ...
+    TypeError: loss(targets of torch.float32): needs class indices; pass targets.long()
     """
-    if labels.dtype not in _INDEX_DTYPES:
-        raise TypeError(f"{place}({name} of {labels.dtype}): needs class indices; pass {name}.long()")
+    if indices.dtype not in _INDEX_DTYPES:
+        raise TypeError(f"{place}({name} of {indices.dtype}): needs class indices; pass {name}.long()")
 
 
-def check_labels_fit(place: str, scores: Tensor, labels: Tensor, names: tuple[str, str], binary: str) -> None:
-    """Refuses shapes that do not fit and labels that are no whole numbers; looks at no value.
+def check_class_indices(place: str, scores: Tensor, indices: Tensor, names: tuple[str, str], binary: str) -> None:
+    """Rejects shapes that do not fit and indices that are not integers; reads no values.
+
+    >>> check_class_indices("loss", torch.zeros(8, 3), torch.zeros(8, 1).long(), ("logits", "targets"), "use bce")
+    Traceback (most recent call last):
+        ...
+    ValueError: loss(logits of shape (8, 3), targets of shape (8, 1)): ...
 
     Args:
-        place: who asks, for the message.
+        place: the start of the error message.
         scores: shape (..., classes).
-        labels: shape (...).
-        names: what the caller's arguments are called.
-        binary: the remedy where there is one score for yes and no.
+        indices: shape (...).
+        names: the names of the caller's two arguments.
+        binary: the remedy for binary targets with a single score.
 
     Raises:
         ValueError: the shapes do not fit.
-        TypeError: the labels are not whole numbers.
+        TypeError: the indices are not whole numbers.
     """
-    if scores.ndim == 0 or labels.shape != scores.shape[:-1]:
+    if scores.ndim == 0 or indices.shape != scores.shape[:-1]:
         raise ValueError(
-            f"{place}({names[0]} of shape {tuple(scores.shape)}, {names[1]} of shape {tuple(labels.shape)}): "
+            f"{place}({names[0]} of shape {tuple(scores.shape)}, {names[1]} of shape {tuple(indices.shape)}): "
             f"needs {names[0]} (..., classes) and class indices {names[1]} (...)"
-            f"{_remedy(scores, labels, names, binary)}"
+            f"{_remedy(scores, indices, names, binary)}"
         )
-    check_indices(place, names[1], labels)
+    check_indices(place, names[1], indices)
 
 
-def _remedy(scores: Tensor, labels: Tensor, names: tuple[str, str], binary: str) -> str:
-    """What to pass instead, for the mistakes that are often made."""
-    if scores.ndim > 2 and labels.shape == scores.shape[:1] + scores.shape[2:]:
+def _remedy(scores: Tensor, indices: Tensor, names: tuple[str, str], binary: str) -> str:
+    """What to pass instead, for common mistakes."""
+    if scores.ndim > 2 and indices.shape == scores.shape[:1] + scores.shape[2:]:
         return f"; classes come last: {names[0]}.movedim(1, -1)"
-    if scores.ndim and labels.shape == (*scores.shape[:-1], 1):
+    if scores.ndim and indices.shape == (*scores.shape[:-1], 1):
         return f"; pass {names[1]}.squeeze(-1)" if scores.shape[-1] > 1 else f"; {binary}"
-    if labels.shape == scores.shape:
-        return (
-            f"; {binary}" if labels.ndim < 2 else f"; {binary}, for a row of probabilities each {names[1]}.argmax(-1)"
-        )
+    if indices.shape == scores.shape:
+        return f"; {binary}" if indices.ndim < 2 else f"; {binary}, for rows of probabilities {names[1]}.argmax(-1)"
     return ""

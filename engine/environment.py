@@ -1,11 +1,10 @@
-"""What the bits of a result depend on beside the program and its data: versions, processor, threads, switches."""
+"""What results depend on besides the program and its data: versions, processor, threads, and torch's settings."""
 
 from __future__ import annotations
 
 import platform
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
 
 import torch
 
@@ -14,12 +13,16 @@ __all__ = ["describe_environment", "environment_differences", "version_of"]
 _PACKAGES = ("torch", "numpy", "pytorch-ignite", "blinker", "msgspec", "pulsetrain")
 
 
-def describe_environment(device: torch.device | str, more: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Plain values, for a checkpoint or a run's record.
+def describe_environment(device: torch.device | str, more: Mapping[str, object] | None = None) -> dict[str, object]:
+    """The environment as plain values, for a checkpoint or a run's record.
+
+    >>> environment = describe_environment("cpu", {"jax": "0.7.0"})
+    >>> environment["device"], environment["jax"], environment["torch"] == torch.__version__
+    ('cpu', '0.7.0', True)
 
     Args:
-        device: where results are computed, or come to.
-        more: what a backend's results depend on beside torch and our own packages.
+        device: the device that computes the results.
+        more: entries that a backend adds, such as the versions of its own libraries.
     """
     device = torch.device(device)
     return {
@@ -36,14 +39,22 @@ def describe_environment(device: torch.device | str, more: Mapping[str, Any] | N
     }
 
 
-def environment_differences(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Where two environments differ, as "threads: 2 -> 1"."""
+def environment_differences(saved: Mapping[str, object], now: Mapping[str, object]) -> list[str]:
+    """The entries that differ between two environments.
+
+    >>> environment_differences({"device": "cpu", "threads": 2}, {"device": "cpu", "threads": 1})
+    ['threads: 2 -> 1']
+    """
     names = [*saved, *(name for name in now if name not in saved)]
     return [f"{name}: {saved.get(name)} -> {now.get(name)}" for name in names if saved.get(name) != now.get(name)]
 
 
 def version_of(package: str) -> str | None:
-    """The version that is installed; None where it is not."""
+    """The installed version of a package, or None.
+
+    >>> version_of("no-such-package") is None
+    True
+    """
     try:
         return version(package)
     except PackageNotFoundError:

@@ -1,16 +1,19 @@
-"""structlog, imported when the first line is logged, and without an effect on the user's random numbers."""
+"""Imports structlog on first use, without changing the user's random numbers."""
 
 from __future__ import annotations
 
 import random
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from structlog.typing import FilteringBoundLogger
 
 __all__ = ["get_logger", "load_structlog"]
 
 
 def load_structlog() -> ModuleType:
-    """The module. Where rich is installed, importing it draws from Python's generator, which training may draw from."""
+    """The module. If rich is installed, importing structlog draws from Python's generator, which training may use."""
     state = random.getstate()
     try:
         import structlog
@@ -19,6 +22,7 @@ def load_structlog() -> ModuleType:
     return structlog
 
 
-def get_logger(name: str) -> Any:
-    """A structlog logger of that name; how it writes is configured by the application, not by a library."""
-    return load_structlog().get_logger(name)
+def get_logger(name: str) -> FilteringBoundLogger:
+    """A structlog logger with a name; the application configures how it writes, a library never does."""
+    logger: FilteringBoundLogger = load_structlog().get_logger(name)
+    return logger

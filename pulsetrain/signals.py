@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any, NoReturn, Self
 
 from pulsetrain.engine import Events
-from pulsetrain.engine.data.keyed_loader import release_workers
+from pulsetrain.engine.data.workers import release_workers
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.events.payloads import Preempted
 

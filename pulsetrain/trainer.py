@@ -17,7 +17,7 @@ from pulsetrain.engine.backends.core import TrainerCore
 from pulsetrain.engine.backends.torch import TorchBackend
 from pulsetrain.engine.checkpoint import Place, load_checkpoint, place_of
 from pulsetrain.engine.data import rng
-from pulsetrain.engine.data.keyed_loader import workers_begin, workers_outlive_signals
+from pulsetrain.engine.data.workers import workers_begin, workers_outlive_signals
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.events.payloads import CheckpointLoaded, MediaLogged, ValidationCompleted
 from pulsetrain.engine.events.subscription import LAST

@@ -1,1 +1,1 @@
-"""The data order, data workers, random numbers, and batches of sequences."""
+"""Data order, loader workers, random numbers, and batches of token sequences."""

@@ -1,58 +1,81 @@
-"""Chat messages and prompts to tokens, with labels that say which of them are to be learnt."""
+"""Converts chat messages and prompts to tokens, with labels that mark the trained ones."""
 
 from __future__ import annotations
 
 import inspect
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from operator import index
-from typing import Any
+from typing import Any, Protocol
 
 from pulsetrain.engine.data.sequences import IGNORED
 from pulsetrain.engine.errors import ConfigurationError, unknown_name
 
-__all__ = ["Template", "chatml", "tokenize_chat", "tokenize_prompt"]
+__all__ = ["Encoder", "Message", "Template", "chatml", "tokenize_chat", "tokenize_prompt"]
 
 Template = Callable[[str, str], tuple[str, str]]
-"""(role, content) -> (text that is given, text that is learnt where the role is trained on)."""
+"""(role, content) -> (text that is never trained on, text that is trained on if the role is)."""
+
+Message = Mapping[str, Any]
+"""A turn: "role", "content", and what a tokenizer's chat template reads besides, such as "tool_calls"."""
+
+
+class Encoder(Protocol):
+    """A tokenizer, such as one of transformers, tokenizers or tiktoken."""
+
+    @property
+    def encode(self) -> Callable[..., object]:
+        """Text to tokens."""
+
 
 ASSISTANT = "assistant"
 
 
 def chatml(role: str, content: str) -> tuple[str, str]:
-    """The role is given; the content and the mark that ends it are learnt."""
+    r"""The ChatML turn: the header is given; the content and its end mark are trained on.
+
+    >>> chatml("user", "hello")
+    ('<|im_start|>user\n', 'hello<|im_end|>\n')
+    """
     return f"<|im_start|>{role}\n", f"{content}<|im_end|>\n"
 
 
 def tokenize_chat(
-    messages: Sequence[Mapping[str, Any]],
-    tokenizer: Any,
+    messages: Sequence[Message],
+    tokenizer: Encoder | Callable[[str], object],
     *,
     template: Template | None = None,
     train_on: str = "assistant",
 ) -> dict[str, list[int]]:
-    """A conversation as an example, whose labels are IGNORED wherever the model is not to learn to speak.
+    """Converts a conversation to an example; labels are IGNORED for tokens that are not trained on.
 
-    Without `template`, a tokenizer that has a chat template applies it, and of a trained turn what stands behind the
-    generation prompt is learnt. With one, or with a tokenizer that has none, each turn is what `template` makes of it:
-    given and learnt text are encoded apart, so that no token spans both, and no token is added to those of the text.
+    If the tokenizer has a chat template and `template` is None, the tokenizer's template is applied, and what it adds
+    after the generation prompt is trained on. Otherwise `template` writes each turn: its two texts are encoded
+    separately, so that no token spans both, and no special tokens are added.
+
+    >>> turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo"}]
+    >>> example = tokenize_chat(turns, str.encode, template=lambda role, content: (role[0] + ":", content))
+    >>> bytes(example["input_ids"])
+    b'u:hia:yo'
+    >>> example["labels"]
+    [-100, -100, -100, -100, -100, -100, 121, 111]
 
     Args:
-        messages: each a mapping with "role" and "content".
-        tokenizer: a tokenizer of transformers, one of tokenizers, anything with an `encode`, or a function from text to
+        messages: turns, each with "role" and "content".
+        tokenizer: a tokenizer of transformers or tokenizers, any object with an `encode`, or a function from text to
             tokens.
-        template: text of a turn; by default `chatml`, where the tokenizer has no chat template.
-        train_on: "assistant" for each of its turns, "last" for the last of them, "all" for the turns of every role; the
-            tokenizer's own template then makes headers learnt, too.
+        template: writes a turn; the default is `chatml` if the tokenizer has no chat template.
+        train_on: "assistant" trains on each assistant turn, "last" on the last one, "all" on the turns of every role.
+            With "all", a tokenizer's own template has its headers trained on too.
 
     Returns:
-        "input_ids" and "labels", of the same length; see `pulsetrain.engine.data.sequences`.
+        "input_ids" and "labels", of equal length; see `pulsetrain.engine.data.sequences`.
 
     Raises:
-        ConfigurationError: another `train_on`, or a chat template that writes a turn otherwise once others follow; it
-            names the turn.
-        TypeError: a message, a text or tokens of the wrong kind.
-        ValueError: there is nothing to learn.
+        ConfigurationError: `train_on` is unknown, or the chat template rewrites a turn when other turns follow; the
+            message names the turn.
+        TypeError: a message, a text or a tokenizer's result has the wrong type.
+        ValueError: no token would be trained on.
     """
     if train_on not in ("assistant", "last", "all"):
         raise unknown_name("tokenize_chat", "train_on", train_on, ("assistant", "last", "all"))
@@ -63,7 +86,7 @@ def tokenize_chat(
     if not trained:
         roles = ", ".join(sorted({repr(message["role"]) for message in messages}))
         raise ValueError(
-            f"tokenize_chat(train_on={train_on!r}): nothing to learn, there is no turn of {ASSISTANT!r} among those of "
+            f"tokenize_chat(train_on={train_on!r}): nothing to learn, no turn has the role {ASSISTANT!r}, only "
             f"{roles}; rename the role, pass train_on='all', or leave the conversation out"
         )
     if template is None and getattr(tokenizer, "chat_template", None) and hasattr(tokenizer, "apply_chat_template"):
@@ -78,25 +101,30 @@ def tokenize_chat(
     return {"input_ids": tokens, "labels": labels}
 
 
-def tokenize_prompt(prompt: str, completion: str, tokenizer: Any, *, end: int | None = None) -> dict[str, list[int]]:
-    """A prompt that is given and a completion that is learnt, as an example.
+def tokenize_prompt(
+    prompt: str, completion: str, tokenizer: Encoder | Callable[[str], object], *, end: int | None = None
+) -> dict[str, list[int]]:
+    """Converts a prompt and a completion to an example; only the completion is trained on.
 
-    They are encoded apart, so that no token spans both, and no token is added to those of the text but `end`.
+    The two are encoded separately, so that no token spans both. No token but `end` is added.
+
+    >>> tokenize_prompt("ab", "c", str.encode, end=0)
+    {'input_ids': [97, 98, 99, 0], 'labels': [-100, -100, 99, 0]}
 
     Args:
         tokenizer: see `tokenize_chat`.
-        end: token that ends the completion; it is learnt, too.
+        end: the token id that ends the completion; it is trained on too.
 
     Returns:
-        "input_ids" and "labels", of the same length; see `pulsetrain.engine.data.sequences`.
+        "input_ids" and "labels", of equal length; see `pulsetrain.engine.data.sequences`.
 
     Raises:
-        ConfigurationError: an `end` that is the number of no token.
-        TypeError: a text or tokens of the wrong kind.
-        ValueError: there is nothing to learn.
+        ConfigurationError: `end` is not a token id.
+        TypeError: a text or a tokenizer's result has the wrong type.
+        ValueError: no token would be trained on.
     """
     if end is not None and (isinstance(end, bool) or not isinstance(end, int) or end < 0):
-        raise ConfigurationError(f"tokenize_prompt(end={end!r}): needs the number of a token, 0 or more")
+        raise ConfigurationError(f"tokenize_prompt(end={end!r}): needs a token id, 0 or more")
     for name, text in (("prompt", prompt), ("completion", completion)):
         if not isinstance(text, str):
             raise TypeError(f"tokenize_prompt({name}): needs text, not {type(text).__name__}")
@@ -110,9 +138,12 @@ def tokenize_prompt(prompt: str, completion: str, tokenizer: Any, *, end: int | 
 
 
 def _by_segments(
-    messages: Sequence[Mapping[str, Any]], tokenizer: Any, template: Template, trained: Sequence[int]
+    messages: Sequence[Message],
+    tokenizer: Encoder | Callable[[str], object],
+    template: Template,
+    trained: Sequence[int],
 ) -> tuple[list[int], list[int]]:
-    """Tokens and labels of turns that a template writes, each segment encoded by itself."""
+    """Tokens and labels of the turns that a template writes; each segment is encoded separately."""
     encode = _encoder("tokenize_chat", tokenizer)
     tokens: list[int] = []
     labels: list[int] = []
@@ -120,14 +151,14 @@ def _by_segments(
         if not isinstance(message["content"], str) or message.get("tool_calls"):
             what = "'tool_calls'" if message.get("tool_calls") else f"a content of {type(message['content']).__name__}"
             raise TypeError(
-                f"tokenize_chat(messages[{number}]): a template writes the text of a turn, and this one has {what}; "
+                f"tokenize_chat(messages[{number}]): a template needs a turn of text, and this one has {what}; "
                 "write it as text, or use a tokenizer with a chat template"
             )
         texts = template(message["role"], message["content"])
         if not isinstance(texts, tuple) or [type(text) for text in texts] != [str, str]:
             raise TypeError(
-                f"tokenize_chat(template): for messages[{number}] it gave {texts!r}; let it return two texts, what is "
-                "given and what is learnt"
+                f"tokenize_chat(template): for messages[{number}] it returned {texts!r}; return two texts, the given "
+                "and the trained one"
             )
         given, learnt = map(encode, texts)
         tokens += given + learnt
@@ -135,14 +166,12 @@ def _by_segments(
     return tokens, labels
 
 
-def _by_prefixes(
-    messages: Sequence[Mapping[str, Any]], tokenizer: Any, trained: Sequence[int]
-) -> tuple[list[int], list[int]]:
-    """Tokens and labels of what the tokenizer's chat template writes: a turn is what it adds to those before."""
+def _by_prefixes(messages: Sequence[Message], tokenizer: Any, trained: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Tokens and labels from the tokenizer's chat template; a turn is what it adds to the turns before."""
     if trained[0] == 0:
         raise ConfigurationError(
             f"tokenize_chat(messages[0]): the conversation begins with {ASSISTANT!r}, and a chat template has no "
-            "generation prompt without a message; put one before it, or pass template="
+            "generation prompt without a message; put a message before it, or pass template="
         )
     remedy = "pass template=, such as pulsetrain.engine.data.chat.chatml" + (
         ", or train_on='last'" if len(trained) > 1 else ""
@@ -163,33 +192,33 @@ def _by_prefixes(
     return tokens, labels
 
 
-def _apply_chat_template(tokenizer: Any, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
+def _apply_chat_template(tokenizer: Any, messages: Sequence[Message], **options: bool) -> list[int]:
     try:
         result = tokenizer.apply_chat_template(list(messages), tokenize=True, return_dict=False, **options)
-    except Exception as error:  # a template may refuse roles, or a conversation that ends with one
+    except Exception as error:  # a template may reject roles, or a role at the end of a conversation
         error.add_note(f"in tokenize_chat, the chat template applied to messages[:{len(messages)}]")
         raise
     return _as_tokens("tokenize_chat", "apply_chat_template", result)
 
 
 def _require_prefix(shorter: list[int], longer: list[int], number: int, remedy: str) -> None:
-    """Refuses a template that does not merely add to what it wrote before: which tokens are learnt would be a guess."""
+    """Rejects a template that changes what it wrote before: the trained tokens could not be identified."""
     if longer[: len(shorter)] == shorter:
         return
     pairs = zip(shorter, longer, strict=False)
     first = next((at for at, (old, new) in enumerate(pairs) if old != new), min(len(shorter), len(longer)))
     raise ConfigurationError(
         f"tokenize_chat(messages[{number}]): this turn changes what the tokenizer's chat template wrote before it, "
-        f"from token {first} on ({shorter[first : first + 4]} became {longer[first : first + 4]}), so that it cannot "
-        f"be told which tokens are learnt; {remedy}"
+        f"from token {first} on ({shorter[first : first + 4]} became {longer[first : first + 4]}), so the trained "
+        f"tokens cannot be identified; {remedy}"
     )
 
 
 # ------------------------------------------------------------------------------------------------ tokenizers
 
 
-def _encoder(place: str, tokenizer: Any) -> Callable[[str], list[int]]:
-    """The tokenizer as a function from text to tokens, which adds none to those of the text."""
+def _encoder(place: str, tokenizer: object) -> Callable[[str], list[int]]:
+    """The tokenizer as a function from text to tokens that adds no special tokens."""
     encode = getattr(tokenizer, "encode", tokenizer)
     if not callable(encode):
         raise TypeError(
@@ -197,13 +226,13 @@ def _encoder(place: str, tokenizer: Any) -> Callable[[str], list[int]]:
             "to a list of tokens"
         )
     try:
-        parameters: Mapping[str, Any] = inspect.signature(encode).parameters
-    except (TypeError, ValueError):  # of a function that is not written in Python
-        parameters = {}
-    options: dict[str, Any] = {}
+        parameters: Container[str] = inspect.signature(encode).parameters
+    except (TypeError, ValueError):  # a function that is not written in Python
+        parameters = ()
+    options: dict[str, object] = {}
     if "add_special_tokens" in parameters:  # transformers, tokenizers
         options["add_special_tokens"] = False
-    elif "allowed_special" in parameters:  # tiktoken, which otherwise refuses text with the marks of a template
+    elif "allowed_special" in parameters:  # tiktoken, which otherwise rejects text that contains a template's marks
         options["allowed_special"] = "all"
 
     def tokens_of(text: str) -> list[int]:
@@ -212,8 +241,8 @@ def _encoder(place: str, tokenizer: Any) -> Callable[[str], list[int]]:
     return tokens_of
 
 
-def _as_tokens(place: str, name: str, result: Any) -> list[int]:
-    """A list of integers from what a tokenizer returned: such a list, an array, bytes, or an object that holds one."""
+def _as_tokens(place: str, name: str, result: object) -> list[int]:
+    """The token ids in a tokenizer's result: a list, an array, bytes, or an object that holds one of these."""
     tokens = getattr(result, "ids", result)
     if isinstance(tokens, Mapping) and "input_ids" in tokens:
         tokens = tokens["input_ids"]
@@ -224,13 +253,13 @@ def _as_tokens(place: str, name: str, result: Any) -> list[int]:
             return list(map(index, tokens))
     except TypeError:
         pass
-    raise TypeError(f"{place}({name}): it gave {reprlib.repr(result)}; needs a list of tokens, which are integers")
+    raise TypeError(f"{place}({name}): returned {reprlib.repr(result)}; needs a list of integers, the token ids")
 
 
 # ---------------------------------------------------------------------------------------------------- checks
 
 
-def _check_messages(messages: Any) -> None:
+def _check_messages(messages: object) -> None:
     if isinstance(messages, (str, Mapping)) or not isinstance(messages, Sequence):
         raise TypeError(
             f"tokenize_chat(messages): needs a list of messages, each with 'role' and 'content', not "
@@ -243,9 +272,11 @@ def _check_messages(messages: Any) -> None:
             given = ", ".join(map(repr, message)) if isinstance(message, Mapping) else type(message).__name__
             raise TypeError(f"tokenize_chat(messages[{number}]): needs 'role' and 'content', not {given or 'no field'}")
         if not isinstance(message["role"], str):
-            raise TypeError(f"tokenize_chat(messages[{number}]): a role is text, not {type(message['role']).__name__}")
+            raise TypeError(
+                f"tokenize_chat(messages[{number}]): needs text as 'role', not {type(message['role']).__name__}"
+            )
 
 
 def _require_learnable(place: str, labels: Sequence[int], remedy: str) -> None:
     if all(label == IGNORED for label in labels[1:]):
-        raise ValueError(f"{place}: nothing to learn, every label behind the first token is {IGNORED}; {remedy}")
+        raise ValueError(f"{place}: nothing to learn, every label after the first token is {IGNORED}; {remedy}")

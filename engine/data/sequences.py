@@ -1,8 +1,8 @@
-"""Token sequences to batches: padding to one length, packing of documents into rows, positions that restart.
+"""Makes batches of token sequences: padding to one length, packing documents into rows, restarting positions.
 
-An example is a mapping with "input_ids", the tokens of a document, and "labels", of the same length: `labels[t]` is the
-token at t itself, or IGNORED where nothing is to be learnt. The strategy shifts them: the label of a first token is
-never learnt, since nothing stands before it.
+An example is a mapping with "input_ids", the tokens of a document, and "labels", of the same length. `labels[t]` is the
+token at position t itself, or IGNORED if it is not trained on. The strategy shifts the labels; the label of the first
+token is never used, because no token comes before it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,10 +21,10 @@ from pulsetrain.engine.errors import ConfigurationError, unknown_name
 __all__ = ["IGNORED", "Example", "pack", "pad_examples", "restart_positions"]
 
 IGNORED = -100
-"""The label of a token that is not to be learnt; the losses leave it out."""
+"""The label of a token that is not trained on; the losses leave it out."""
 
-Example = Mapping[str, Any]
-"""Tokens under "input_ids", and under "labels" the same or IGNORED: lists of integers, or tensors, shape (length,)."""
+Example = Mapping[str, object]
+"""An example's fields: "input_ids" and "labels" as lists of integers or tensors, shape (length,)."""
 
 
 def pad_examples(
@@ -35,26 +35,30 @@ def pad_examples(
     multiple_of: int = 1,
     truncation: str | None = None,
 ) -> dict[str, Tensor]:
-    """Examples as rows of one length, padded on the right, where causal attention needs no mask.
+    """Pads examples on the right to rows of one length; causal attention then needs no mask.
 
-    As a DataLoader's `collate_fn`, worker processes included: `functools.partial(pad_examples, pad_token=2)`.
+    It works as a DataLoader's `collate_fn`, also in worker processes: `functools.partial(pad_examples, pad_token=2)`.
+
+    >>> short, long = {"input_ids": [5, 6], "labels": [-100, 6]}, {"input_ids": [7, 8, 9], "labels": [7, 8, 9]}
+    >>> batch = pad_examples([short, long])
+    >>> batch["input_ids"].tolist(), batch["labels"].tolist()
+    ([[5, 6, 0], [7, 8, 9]], [[-100, 6, -100], [7, 8, 9]])
 
     Args:
-        pad_token: what stands behind an example; its labels are IGNORED.
-        length: of every row; by default that of the longest example.
-        multiple_of: the length is rounded up to a multiple of it, which spares a device odd shapes.
-        truncation: the end at which an example longer than `length` is cut, "left" or "right"; it is an error
-            by default.
+        pad_token: the token after the end of a shorter example; its label is IGNORED.
+        length: the length of every row; the default is that of the longest example.
+        multiple_of: rounds the length up to a multiple, since devices are slow on odd shapes.
+        truncation: cuts an example longer than `length` at this end, "left" or "right"; by default it is an error.
 
     Returns:
-        "input_ids" and "labels", int64, shape (batch, length). Where an example has "position_ids" (see `pack`), those
-        too: an example without them counts as one document, and the padding as a document of its own. Other fields of
-        the examples are left out.
+        "input_ids" and "labels", int64, shape (batch, length). If an example has "position_ids" (see `pack`), those
+        too: an example without them counts as one document, and the padding as a separate document. Other fields of
+        the examples are dropped.
 
     Raises:
-        ConfigurationError: an option that cannot be used.
-        TypeError: an example that is no such mapping; it is named by its index.
-        ValueError: no example, or one that is empty, too long, or has nothing to learn.
+        ConfigurationError: an option is out of range.
+        TypeError: an example is not such a mapping; the message gives its index.
+        ValueError: there is no example, or one is empty, too long, or has no trained token.
     """
     place = "pad_examples"
     _check_number(place, "pad_token", pad_token, least=0)
@@ -64,7 +68,7 @@ def pad_examples(
         _check_number(place, "length", length, least=1)
         if length % multiple_of:
             raise ConfigurationError(
-                f"{place}(length={length}, multiple_of={multiple_of}): the length must be a multiple; "
+                f"{place}(length={length}, multiple_of={multiple_of}): needs a length that is a multiple; "
                 f"pass length={-(-length // multiple_of) * multiple_of}, or leave one of them out"
             )
     documents = [_read(place, index, example) for index, example in enumerate(examples)]
@@ -94,27 +98,33 @@ def pad_examples(
 def pack(
     examples: Iterable[Example], length: int, *, truncation: str | None = None, split: bool = False
 ) -> list[dict[str, Tensor]]:
-    """Documents laid end to end in few rows, so that little of a batch is padding: best fit, the longest first.
+    """Packs documents end to end into few rows, so that a batch has little padding (best fit decreasing).
 
-    The same examples always give the same rows. Rows and the documents in them stand in the order of the examples, a
-    row by its first document.
+    The same examples always give the same rows. Documents keep their order within a row, and rows are ordered by their
+    first document.
+
+    >>> documents = [[1, 1, 1], [2, 2, 2, 2], [3, 3]]
+    >>> for row in pack([{"input_ids": each, "labels": each} for each in documents], length=5):
+    ...     print(row["input_ids"].tolist(), row["position_ids"].tolist())
+    [1, 1, 1, 3, 3] [0, 1, 2, 0, 1]
+    [2, 2, 2, 2] [0, 1, 2, 3]
 
     Args:
-        length: most tokens of a row; `pad_examples` makes rows of them.
-        truncation: the end at which a document longer than `length` is cut, "left" or "right".
-        split: cut such a document into several of at most `length` tokens. A piece with nothing to learn is left out.
+        length: the largest number of tokens in a row. `pad_examples` pads the rows to one length.
+        truncation: cuts a document longer than `length` at this end, "left" or "right".
+        split: cuts such a document into several of at most `length` tokens. Pieces without a trained token are dropped.
 
     Returns:
-        Examples with "input_ids", "labels" and "position_ids", int64, shape (tokens of the row,). Positions count from
-        0 in each document, which tells a model where it begins; the label of a document's first token is IGNORED.
+        Examples with "input_ids", "labels" and "position_ids", int64, shape (tokens in the row,). Positions restart at
+        0 in each document, which marks its start for the model. The label of a document's first token is IGNORED.
 
     Raises:
-        ConfigurationError: an option that cannot be used.
-        TypeError: an example that is no mapping with tokens and labels; it is named by its index.
-        ValueError: a document that is empty, too long, packed already, or has nothing to learn.
+        ConfigurationError: an option is out of range.
+        TypeError: an example is not a mapping with tokens and labels; the message gives its index.
+        ValueError: a document is empty, too long, already packed, or has no trained token.
     """
     place = "pack"
-    _check_number(place, "length", length, least=2)  # a document of 1 token has nothing to learn
+    _check_number(place, "length", length, least=2)  # a document of 1 token has no trained token
     _check_truncation(place, truncation, length)
     if split and truncation is not None:
         raise ConfigurationError(f"{place}(truncation={truncation!r}, split=True): pass one of them")
@@ -123,7 +133,7 @@ def pack(
         document = _read(place, index, example)
         if document.positions is not None:
             raise ValueError(
-                f"{place}(examples[{index}]): it has 'position_ids', as packed rows do; pack the documents themselves"
+                f"{place}(examples[{index}]): has 'position_ids', as packed rows do; pack the documents themselves"
             )
         if split:
             pieces = list(map(_Document, document.tokens.split(length), document.labels.split(length)))
@@ -140,29 +150,32 @@ def pack(
 
 
 def restart_positions(tokens: Tensor, separator: int) -> Tensor:
-    """Positions that begin anew behind each separator: for windows of a text that hold several documents.
+    """Positions that restart at 0 after each separator, for windows of text that contain several documents.
+
+    >>> restart_positions(torch.tensor([4, 5, 0, 6, 7]), separator=0)
+    tensor([0, 1, 2, 0, 1])
 
     Args:
         tokens: shape (..., length), integers.
-        separator: the token that ends a document; it is the document's last.
+        separator: the token that ends a document; it is the document's last token.
 
     Returns:
-        int64, the shape of the tokens, on their device. A row begins with 0, be it in the middle of a document.
+        int64, the shape and device of the tokens. Every row starts at 0, even in the middle of a document.
 
     Raises:
-        TypeError: no tensor of integers with a dimension or more.
-        ConfigurationError: a separator that is no whole number.
+        TypeError: tokens is not a tensor of integers with at least one dimension.
+        ConfigurationError: the separator is not a whole number.
     """
     require_tensor("restart_positions", "tokens", tokens)
     if not isinstance(tokens, Tensor) or tokens.ndim == 0 or not _is_whole(tokens):
         given = f"{tokens.dtype} {tuple(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
-        raise TypeError(f"restart_positions: tokens are a tensor of integers, shape (batch, length), not {given}")
+        raise TypeError(f"restart_positions(tokens): needs a tensor of integers, shape (batch, length), not {given}")
     if isinstance(separator, bool) or not isinstance(separator, int):
-        raise ConfigurationError(f"restart_positions(separator={separator!r}): needs the number of a token")
+        raise ConfigurationError(f"restart_positions(separator={separator!r}): needs a token id")
     places = torch.arange(tokens.shape[-1], device=tokens.device).expand(tokens.shape)
     begins = torch.zeros_like(places)
     begins[..., 1:] = places[..., 1:] * (tokens[..., :-1] == separator)
-    if tokens.shape[-1] == 0:  # of which there is no maximum
+    if tokens.shape[-1] == 0:  # cummax fails on an empty dimension
         return begins
     return places - begins.cummax(dim=-1).values
 
@@ -182,13 +195,13 @@ class _Document(NamedTuple):
         return _Document(self.tokens[part], self.labels[part], positions)
 
 
-def _read(place: str, index: int, example: Any) -> _Document:
+def _read(place: str, index: int, example: object) -> _Document:
     name = f"{place}(examples[{index}])"
     if not isinstance(example, Mapping):
         raise TypeError(f"{name}: needs a mapping with 'input_ids' and 'labels', not {type(example).__name__}")
     for field in ("input_ids", "labels"):
         if field not in example:
-            remedy = "; to learn every token, let them be the input_ids" if field == "labels" else ""
+            remedy = "; to train on every token, pass the input_ids as labels" if field == "labels" else ""
             raise TypeError(f"{name}: lacks {field!r}, it has {', '.join(map(str, example)) or 'no field'}{remedy}")
     tokens = _as_tensor(name, "input_ids", example["input_ids"])
     labels = _as_tensor(name, "labels", example["labels"])
@@ -199,22 +212,22 @@ def _read(place: str, index: int, example: Any) -> _Document:
         if values is not None and len(values) != len(tokens):
             raise ValueError(f"{name}: {len(tokens)} input_ids, but {len(values)} {field}; each token needs one")
     if not len(tokens):
-        raise ValueError(f"{name}: it has no token; leave it out")
+        raise ValueError(f"{name}: has no token; leave it out")
     return _Document(tokens, labels, positions)
 
 
-def _as_tensor(name: str, field: str, values: Any) -> Tensor:
+def _as_tensor(name: str, field: str, values: object) -> Tensor:
     try:
-        # torch.tensor copies: as_tensor would warn of arrays that cannot be written to, as those of a file are
+        # torch.tensor copies; as_tensor would warn about read-only arrays, such as memory-mapped files
         tensor = values if isinstance(values, Tensor) else torch.tensor(values)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise TypeError(f"{name}: {field} are no list of integers ({error})") from error
+        raise TypeError(f"{name}: {field} are not a list of integers ({error})") from error
     if tensor.ndim != 1 or (len(tensor) and not _is_whole(tensor)):
         raise TypeError(
-            f"{name}: {field} are a list of integers or a tensor of them, shape (length,), "
+            f"{name}: {field} need to be a list or tensor of integers, shape (length,), "
             f"not {tensor.dtype} {tuple(tensor.shape)}"
         )
-    return tensor.detach().to("cpu", torch.int64)  # where batches are made
+    return tensor.detach().to("cpu", torch.int64)  # batches are made on the host
 
 
 def _is_whole(tensor: Tensor) -> bool:
@@ -222,14 +235,14 @@ def _is_whole(tensor: Tensor) -> bool:
 
 
 def _fit(place: str, index: int, document: _Document, length: int, truncation: str | None) -> _Document:
-    """The document, cut to the length where it is longer and that is allowed."""
+    """The document, truncated to the length if that is allowed."""
     tokens = len(document.tokens)
     if tokens <= length:
         return document
     if truncation is None:
         remedy = ", or split=True to make several documents of it" if place == "pack" else ""
         raise ValueError(
-            f"{place}(examples[{index}], length={length}): it has {tokens} tokens; give a greater length, or pass "
+            f"{place}(examples[{index}], length={length}): has {tokens} tokens; pass a greater length, or "
             f"truncation='right' to cut off its end, 'left' its beginning{remedy}"
         )
     return document.cut(slice(length) if truncation == "right" else slice(tokens - length, None))
@@ -244,8 +257,8 @@ def _require_learnable(place: str, index: int, document: _Document, length: int 
         return
     limit = "" if length is None else f", length={length}"
     raise ValueError(
-        f"{place}(examples[{index}]{limit}): nothing to learn, every label behind the first token is {IGNORED}; if its "
-        "prompt fills the length, give a greater one or truncation='left'; if none of its roles is trained on, choose "
+        f"{place}(examples[{index}]{limit}): nothing to learn, every label after the first token is {IGNORED}; if its "
+        "prompt fills the length, pass a greater one or truncation='left'; if none of its roles is trained on, choose "
         "another train_on; else leave the example out"
     )
 
@@ -254,10 +267,10 @@ def _require_learnable(place: str, index: int, document: _Document, length: int 
 
 
 def _best_fit(sizes: Sequence[int], length: int) -> list[list[int]]:
-    """Which documents make each row: each goes where it leaves the least room, the longest first."""
+    """The documents of each row: the longest first, each into the row where it leaves the least room."""
     rows: list[list[int]] = []
     rows_by_room: defaultdict[int, list[int]] = defaultdict(list)
-    rooms: list[int] = []  # those that some row has, ascending: at most `length` of them, however many rows there are
+    rooms: list[int] = []  # the distinct remaining rooms, ascending: at most `length`, however many rows there are
     for number in sorted(range(len(sizes)), key=lambda number: -sizes[number]):
         size = sizes[number]
         nearest = bisect_left(rooms, size)
@@ -282,7 +295,7 @@ def _join(documents: Sequence[_Document]) -> dict[str, Tensor]:
     tokens = torch.cat([each.tokens for each in documents])
     labels = torch.cat([each.labels for each in documents])
     positions = torch.cat([torch.arange(len(each.tokens)) for each in documents])
-    labels[positions == 0] = IGNORED  # the document before has nothing to say about it
+    labels[positions == 0] = IGNORED  # the previous document must not predict it
     return {"input_ids": tokens, "labels": labels, "position_ids": positions}
 
 

@@ -1,4 +1,4 @@
-"""Losses over tensors of torch and arrays of jax and numpy: classes come last, nothing waits for an accelerator."""
+"""Losses over torch tensors and jax and numpy arrays. Classes are the last dimension; no loss waits for a device."""
 
 from pulsetrain.engine.losses.advantages import gae, grpo_advantages
 from pulsetrain.engine.losses.classification import bce_with_logits, cross_entropy, focal_loss

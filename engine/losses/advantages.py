@@ -1,9 +1,8 @@
-"""How much better actions were than expected: estimated over time (GAE), or beside other replies (GRPO)."""
+"""Advantages, how much better actions were than expected: over time (GAE), or relative to a group (GRPO)."""
 
 from __future__ import annotations
 
 from numbers import Integral
-from typing import Any
 
 from pulsetrain.engine.arrays import Array, namespace
 from pulsetrain.engine.errors import ConfigurationError
@@ -16,26 +15,32 @@ _SCALES = ("group", "batch", "none")
 
 
 def gae(rewards: Array, values: Array, dones: Array, gamma: float = 0.99, lam: float = 0.95) -> tuple[Array, Array]:
-    """Generalised advantage estimation, and the returns that a critic learns from (Schulman et al. 2015, eq. 16).
+    """Generalised advantage estimation, and the returns that train a critic (Schulman et al. 2015, eq. 16).
 
-    `A[t] = d[t] + gamma lam A[t + 1]` with `d[t] = r[t] + gamma v[t + 1] - v[t]`; where the episode ended behind step
-    t, `A[t] = r[t] - v[t]`. What an episode that was only cut off might still have earned belongs to its last reward:
-    `r[t] + gamma v(where it was cut off)`.
+    `A[t] = d[t] + gamma lam A[t + 1]` with `d[t] = r[t] + gamma v[t + 1] - v[t]`; if the episode ended after step t,
+    `A[t] = r[t] - v[t]`. For an episode that was truncated rather than ended, add the value of the state where it was
+    cut to its last reward: `r[t] + gamma v(last state)`.
+
+    >>> import torch
+    >>> rewards, values, dones = torch.ones(3), torch.zeros(4), torch.tensor([False, False, True])
+    >>> advantages, returns = gae(rewards, values, dones, gamma=0.5, lam=1.0)
+    >>> advantages
+    tensor([1.7500, 1.5000, 1.0000])
 
     Args:
         rewards: shape (time, ...).
-        values: what the critic says, shape (time + 1, ...); the last is of what follows. Behind an end they may be
-            anything, nan too.
-        dones: true where the episode ended behind that step, shape (time, ...); or numbers, 0 for false.
-        gamma: what a reward of the next step is worth now, from 0 to 1.
-        lam: from 0 (what the critic says counts, biased) to 1 (what was earned counts, of great variance).
+        values: the critic's values, shape (time + 1, ...); the last one belongs to the state after the last step.
+            Values after the end of an episode are ignored and may be nan.
+        dones: true if the episode ended after that step, shape (time, ...); numbers are accepted, 0 meaning false.
+        gamma: the discount of a reward for each step, from 0 to 1.
+        lam: from 0 (the critic's estimate alone: biased) to 1 (the rewards alone: high variance).
 
     Returns:
         Advantages and returns (advantages + values), each of shape (time, ...), in float32 at least, without a
         gradient.
 
     Raises:
-        ConfigurationError: gamma or lam is no number from 0 to 1.
+        ConfigurationError: gamma or lam is not a number from 0 to 1.
         ValueError: the shapes do not fit.
     """
     place = "gae"
@@ -46,17 +51,17 @@ def gae(rewards: Array, values: Array, dones: Array, gamma: float = 0.99, lam: f
     if not rewards.ndim or tuple(values.shape) != (rewards.shape[0] + 1, *rewards.shape[1:]):
         raise ValueError(
             f"{place}(rewards of shape {tuple(rewards.shape)}, values of shape {tuple(values.shape)}): needs rewards "
-            "(time, ...) and values (time + 1, ...), the last one of what follows"
+            "(time, ...) and values (time + 1, ...), the last one for the state after the last step"
         )
     expected, ended = constant(values), dones != 0
     following = xp.where(ended, 0.0, expected[1:])
     advantages = constant(rewards) + float(gamma) * following - expected[:-1]
-    # Each round adds what the sums reach so far to those that end where they begin: log2(time) steps over whole
-    # arrays in place of `time` small ones, which jax.jit would have to unroll.
+    # A doubling scan: after round n each sum covers 2**n steps. It takes log2(time) operations on whole arrays instead
+    # of `time` small ones, which jax.jit would have to unroll.
     weight = xp.where(ended, 0.0, xp.full_like(advantages, float(gamma) * float(lam)))
     length, reach = rewards.shape[0], 1
     while reach < length:
-        later = xp.where(weight[:-reach] == 0, 0.0, advantages[reach:])  # nothing comes over an end, nan neither
+        later = xp.where(weight[:-reach] == 0, 0.0, advantages[reach:])  # nothing crosses an end, not even nan
         added = xp.concat([weight[:-reach] * later, xp.zeros_like(advantages[-reach:])], axis=0)
         weight = xp.concat([weight[:-reach] * weight[reach:], xp.zeros_like(weight[-reach:])], axis=0)
         advantages, reach = advantages + added, 2 * reach
@@ -64,21 +69,25 @@ def gae(rewards: Array, values: Array, dones: Array, gamma: float = 0.99, lam: f
 
 
 def grpo_advantages(rewards: Array, group_size: int, scale: str = "group") -> Array:
-    """How much better each reply was than the mean of its group (Shao et al. 2024, section 4.1.2).
+    """Each reply's reward minus the mean of its group (Shao et al. 2024, section 4.1.2).
+
+    >>> import torch
+    >>> grpo_advantages(torch.tensor([1.0, 3.0, 5.0, 5.0]), group_size=2, scale="none")
+    tensor([-1.,  1.,  0.,  0.])
 
     Args:
-        rewards: one for each reply, shape (prompts * group_size,); a group is as many one after another.
-        group_size: replies to each prompt, at least 2.
-        scale: what they are divided by: the standard deviation of the "group" or of the whole "batch", 1e-4 added to
-            it, or nothing, "none" (Liu et al. 2025: else prompts weigh more whose rewards differ little). The
-            deviations are those of samples, with Bessel's correction (n - 1), as in TRL.
+        rewards: one per reply, shape (prompts * group_size,); the replies to a prompt are consecutive.
+        group_size: replies per prompt, at least 2.
+        scale: the divisor: the standard deviation of the "group" or of the whole "batch", plus 1e-4, or "none" (Liu et
+            al. 2025: dividing gives more weight to prompts whose rewards differ little). It is the sample standard
+            deviation (n - 1), as in TRL.
 
     Returns:
         Shape (prompts * group_size,), in float32 at least, without a gradient.
 
     Raises:
-        ConfigurationError: the group is no whole number of at least 2, or the scale is unknown.
-        ValueError: the rewards are no whole groups.
+        ConfigurationError: group_size is not a whole number of at least 2, or the scale is unknown.
+        ValueError: the number of rewards is not a multiple of group_size.
     """
     place = "grpo_advantages"
     _check_group(place, group_size)
@@ -98,9 +107,9 @@ def grpo_advantages(rewards: Array, group_size: int, scale: str = "group") -> Ar
     return xp.reshape(advantages, (-1,))
 
 
-def _check_group(place: str, group_size: Any) -> None:
+def _check_group(place: str, group_size: object) -> None:
     if isinstance(group_size, bool) or not isinstance(group_size, Integral) or group_size < 2:
         raise ConfigurationError(
             f"{place}(group_size={group_size!r}): needs a whole number of replies to each prompt, at least 2: "
-            "one alone is always the mean"
+            "a single reply is always the mean"
         )

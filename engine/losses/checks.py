@@ -1,4 +1,4 @@
-"""Checks of targets' values: each waits for the device, so it is for a run's first batch, or for a loss that failed."""
+"""Checks of the values of targets. Each waits for the device: use them for a run's first batch or a failed loss."""
 
 from __future__ import annotations
 
@@ -13,17 +13,23 @@ from pulsetrain.engine.arrays import Array
 __all__ = ["check_finite", "check_labels", "check_probabilities"]
 
 
-def check_labels(place: str, outputs: Any, targets: Array, ignore_index: int = -100) -> None:
-    """Refuses labels outside 0 .. classes - 1.
+def check_labels(place: str, outputs: Array, targets: Array, ignore_index: int = -100) -> None:
+    """Rejects labels outside 0 .. classes - 1.
+
+    >>> import torch
+    >>> check_labels("loss", torch.zeros(3, 2), torch.tensor([0, 1, 2]))
+    Traceback (most recent call last):
+        ...
+    ValueError: loss(targets[2]=2): needs class indices from 0 to 1, as the logits have 2 classes, and 1 of 3 ...
 
     Args:
-        place: what the error begins with.
-        outputs: shape (..., classes); nothing else of them is asked for.
+        place: the start of the error message.
+        outputs: shape (..., classes); only their shape is used.
         targets: class indices, shape (...).
-        ignore_index: a value that is no label, and allowed.
+        ignore_index: this value is allowed too.
 
     Raises:
-        ValueError: it names the first of them and where it stands.
+        ValueError: a label is out of range; names the first one and its index.
     """
     targets, classes = _readable(targets), outputs.shape[-1]
     wrong = ((targets < 0) | (targets >= classes)) & (targets != ignore_index)
@@ -33,9 +39,9 @@ def check_labels(place: str, outputs: Any, targets: Array, ignore_index: int = -
     labels = targets[targets != ignore_index]
     low, high = int(labels.min()), int(labels.max())
     if (low, high) == (1, classes):
-        remedy = "these labels begin with 1: pass targets - 1"
+        remedy = "these labels start at 1: pass targets - 1"
     elif low < 0:
-        remedy = f"mark what is to be left out with {ignore_index}, and number the classes from 0"
+        remedy = f"use {ignore_index} for targets to ignore, and number the classes from 0"
     else:
         remedy = f"give the model {high + 1} outputs, or number the classes from 0"
     rule = f"needs class indices from 0 to {classes - 1}, as the logits have {classes} classes"
@@ -43,25 +49,37 @@ def check_labels(place: str, outputs: Any, targets: Array, ignore_index: int = -
 
 
 def check_finite(place: str, targets: Array) -> None:
-    """Refuses NaN and infinity among floating point targets.
+    """Rejects NaN and infinity in floating point targets.
+
+    >>> import torch
+    >>> check_finite("loss", torch.tensor([0.5, float("nan")]))
+    Traceback (most recent call last):
+        ...
+    ValueError: loss(targets[1]=nan): needs finite numbers, and 1 of 2 targets are not; ...
 
     Raises:
-        ValueError: it names the first of them, where it stands, and how many there are.
+        ValueError: names the first such target, its index, and how many there are.
     """
     targets = _readable(targets)
     wrong = ~(targets.isfinite() if isinstance(targets, Tensor) else np.isfinite(targets))
     if wrong.any():
         label, found = _first(wrong, targets)
         raise ValueError(
-            f"{place}({label}): needs finite numbers, and {found} are not; leave such samples out, or fill them in"
+            f"{place}({label}): needs finite numbers, and {found} are not; leave such samples out, or replace them"
         )
 
 
 def check_probabilities(place: str, targets: Array) -> None:
-    """Refuses targets outside 0 .. 1, and NaN.
+    """Rejects targets outside 0 .. 1, and NaN.
+
+    >>> import torch
+    >>> check_probabilities("loss", torch.tensor([0.0, 1.0, 2.0]))
+    Traceback (most recent call last):
+        ...
+    ValueError: loss(targets[2]=2.0): needs probabilities from 0 to 1, and 1 of 3 targets are not; ...
 
     Raises:
-        ValueError: it names the first of them, where it stands, and how many there are.
+        ValueError: names the first such target, its index, and how many there are.
     """
     targets = _readable(targets)
     wrong = ~((targets >= 0) & (targets <= 1))
@@ -69,7 +87,7 @@ def check_probabilities(place: str, targets: Array) -> None:
         label, found = _first(wrong, targets)
         raise ValueError(
             f"{place}({label}): needs probabilities from 0 to 1, and {found} are not; "
-            "pass 1.0 for yes and 0.0 for no, or what lies between"
+            "pass 1.0 for yes, 0.0 for no, or a number in between"
         )
 
 
@@ -77,8 +95,8 @@ def _readable(targets: Array) -> Tensor | np.ndarray[Any, Any]:
     return targets if isinstance(targets, Tensor) else np.asarray(targets)
 
 
-def _first(wrong: Any, targets: Any) -> tuple[str, str]:
-    """The first of the wrong targets as `targets[row]=value`, and `how many of how many targets`."""
+def _first(wrong: Array, targets: Array) -> tuple[str, str]:
+    """The first wrong target as `targets[row]=value`, and the count as `3 of 8 targets`."""
     place = (wrong.nonzero() if isinstance(wrong, Tensor) else np.argwhere(wrong))[0].tolist()
     label = f"targets{place or ''}={targets[tuple(place)].item()}"
     return label, f"{int(wrong.sum())} of {math.prod(targets.shape)} targets"

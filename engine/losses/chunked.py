@@ -1,4 +1,4 @@
-"""Cross entropy over a large vocabulary, some classes at a time, so that logits are never held twice."""
+"""Cross entropy over a large vocabulary, a chunk of classes at a time, so that memory never holds the logits twice."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ __all__ = ["chunked_cross_entropy"]
 def chunked_cross_entropy(
     logits: Tensor, targets: Tensor, *, chunk_size: int, label_smoothing: float, ignore_index: int, z_loss: float
 ) -> Tensor:
-    """`cross_entropy` of checked arguments; in float32 at least, whatever the dtype of the logits."""
+    """`cross_entropy` for arguments that are already checked; float32 at least, whatever the dtype of the logits."""
     options = chunk_size, label_smoothing, ignore_index, z_loss
     loss: Tensor = _ChunkedCrossEntropy.apply(logits, targets, *options)[0]  # type: ignore[no-untyped-call]
     return loss
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """With s = logsumexp(x), smoothing e and C classes, of each target: s - (1 - e) x[target] - e mean(x) + z s ** 2.
+    """For each target `s - (1 - e) x[target] - e mean(x) + z s ** 2`, with s = logsumexp(x) and label smoothing e.
 
-    Saved are the logits, which the caller holds anyway, and s; the softmax is made again in the backward pass.
+    It saves s and the logits, which the caller holds anyway; the backward pass recomputes the softmax.
     """
 
     @staticmethod
@@ -58,7 +58,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 class _Gradient(torch.autograd.Function):
-    """The gradient, a chunk at a time. A function of its own, so that to derive it again fails instead of giving 0."""
+    """The gradient, a chunk at a time; a separate function, so that a second derivative fails instead of giving 0."""
 
     @staticmethod
     def forward(
@@ -83,7 +83,7 @@ class _Gradient(torch.autograd.Function):
                 part *= 1 + 2 * z_loss * log_sum
             if label_smoothing:
                 part -= label_smoothing / classes
-            # before it is rounded to the dtype of the logits: bf16 knows nothing between 0.996 and 1
+            # before rounding to the dtype of the logits: bf16 has no value between 0.996 and 1
             index = targets - start
             inside = (index >= 0) & (index < chunk.shape[-1])
             share = inside.to(part.dtype) * (label_smoothing - 1)

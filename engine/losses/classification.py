@@ -1,10 +1,9 @@
-"""Losses over classes: one of many (cross entropy, focal), or yes and no each (binary cross entropy)."""
+"""Losses over classes: one of many (cross entropy, focal loss), or several independent ones (binary cross entropy)."""
 
 from __future__ import annotations
 
 import math
 from numbers import Integral
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -33,29 +32,35 @@ def cross_entropy(
 ) -> Array:
     """Mean of `-log softmax(logits)[target]` over the targets that are not ignored, in nats.
 
+    >>> cross_entropy(torch.zeros(2, 4), torch.tensor([0, 3]))  # log 4
+    tensor(1.3863)
+    >>> cross_entropy(torch.zeros(2, 4), torch.tensor([0, -100]), label_smoothing=0.1)
+    tensor(1.3863)
+
     Args:
         logits: shape (..., classes).
         targets: class indices, shape (...).
-        label_smoothing: the part of each target that is spread over all classes, from 0 to 1.
-        ignore_index: targets of this value count neither for the sum nor for the mean.
+        label_smoothing: the share of each target that is spread over all classes, from 0 to 1.
+        ignore_index: targets with this value count neither in the sum nor in the mean.
         z_loss: weight of the mean of `logsumexp(logits) ** 2`, which keeps logits from drifting (Chowdhery et al. 2022,
             section 5).
-        chunk_size: go through so many classes at a time (8192, say), in float32 at least. The forward pass then holds
-            no second tensor of the logits' size, the backward pass their gradient alone; the loss has no second
-            derivative. To hold no logits at all, see `torch.nn.functional.linear_cross_entropy`.
+        chunk_size: process this many classes at a time (8192, say), in float32 at least. The forward pass then
+            allocates no second tensor of the logits' size, and the backward pass only their gradient; the loss has no
+            second derivative. To avoid the logits altogether, see `torch.nn.functional.linear_cross_entropy`.
 
     Returns:
-        Scalar; nan where every target is ignored. In the dtype of the logits; float32 at least with a chunk_size.
+        Scalar; nan if every target is ignored. In the dtype of the logits; float32 at least with a chunk_size.
 
     Raises:
-        ConfigurationError: an option is out of range, or a chunk_size with other arrays than torch's.
-        ValueError: the shapes do not fit; on the CPU also: a target is no class. Where it cannot be seen, inside
-            `jax.jit` or on jax's accelerators, the loss is nan instead.
+        ConfigurationError: an option is out of range, or chunk_size is given for arrays other than torch tensors.
+        ValueError: the shapes do not fit; on the CPU also: a target is not a class. Where the values cannot be seen,
+            inside `jax.jit` or on jax's accelerators, the loss is nan instead.
         TypeError: the targets are not whole numbers.
     """
     if label_smoothing != 0.0 or z_loss != 0.0 or chunk_size is not None:
         _check_options(label_smoothing, ignore_index, z_loss, chunk_size)
-    # the usual case is left to torch, whose own checks of it are explained below: ours cost a sixth of a small loss
+    # The usual case relies on torch's own checks, which `_explain` turns into our messages: our checks would take a
+    # sixth of the time of a small loss.
     usual = logits.ndim == 2 and targets.ndim == 1 and targets.dtype is torch.int64 and chunk_size is None
     if not usual:
         if not isinstance(logits, Tensor):
@@ -81,7 +86,7 @@ def cross_entropy(
         raise
     if z_loss:
         counted = targets != ignore_index
-        # wide: squares soon leave the range of fp16
+        # in float32: squares soon overflow fp16
         squares = logits.to(torch.promote_types(logits.dtype, torch.float32)).logsumexp(-1).square()
         loss = loss + z_loss * torch.where(counted, squares, 0.0).sum() / counted.sum()
     return loss
@@ -97,23 +102,26 @@ def focal_loss(
 ) -> Array:
     """Mean of `-alpha (1 - p) ** gamma log p`, where p is the target's probability, in nats.
 
-    Source: Lin et al. 2017, eq. 4 and 5, over many classes; the mean is over the targets that are not ignored.
+    Source: Lin et al. 2017, eq. 4 and 5, for many classes; the mean is over the targets that are not ignored.
+
+    >>> focal_loss(torch.zeros(1, 2), torch.tensor([1]), gamma=2.0)  # log(2) / 4
+    tensor(0.1733)
 
     Args:
         logits: shape (..., classes).
         targets: class indices, shape (...).
-        gamma: how much less a target counts that is well predicted; with 0 it is the cross entropy.
-        alpha: weight of all targets, above 0 and up to 1, or of each class, shape (classes,); it does not divide the
-            mean.
-        ignore_index: targets of this value count neither for the sum nor for the mean.
+        gamma: reduces the weight of well-predicted targets; 0 gives the cross entropy.
+        alpha: the weight of all targets, above 0 and up to 1, or of each class, shape (classes,). The mean is not
+            divided by it.
+        ignore_index: targets with this value count neither in the sum nor in the mean.
 
     Returns:
-        Scalar, in float32 at least; nan where every target is ignored.
+        Scalar, in float32 at least; nan if every target is ignored.
 
     Raises:
-        ConfigurationError: an option is out of range or of the wrong shape.
-        ValueError: the shapes do not fit; on the CPU also: a target is no class. Where it cannot be seen, as by
-            `cross_entropy`, the loss is nan instead.
+        ConfigurationError: an option is out of range or has the wrong shape.
+        ValueError: the shapes do not fit; on the CPU also: a target is not a class. Where the values cannot be seen
+            (see `cross_entropy`), the loss is nan instead.
         TypeError: the targets are not whole numbers.
     """
     if gamma != 2.0:
@@ -134,7 +142,7 @@ def focal_loss(
         _explain("focal_loss", logits, targets, ignore_index)
         raise
     nats = nats.to(torch.promote_types(nats.dtype, torch.float32))
-    # 1 - p, at least the smallest normal number: the power's derivative is infinite at 0 where gamma is below 1
+    # 1 - p, at least the smallest normal number: for gamma below 1 the derivative of the power is infinite at 0
     missing = (-torch.expm1(-nats)).clamp_min(torch.finfo(nats.dtype).tiny)
     losses = missing**gamma * nats
     counted = labels != ignore_index
@@ -148,13 +156,16 @@ def focal_loss(
 def bce_with_logits(logits: Array, targets: Array) -> Array:
     """Mean of `-t log sigmoid(x) - (1 - t) log(1 - sigmoid(x))`, in nats.
 
+    >>> bce_with_logits(torch.zeros(3), torch.tensor([0.0, 1.0, 0.5]))  # log 2
+    tensor(0.6931)
+
     Args:
         logits: any shape.
-        targets: probabilities from 0 to 1, of the logits' shape, floating point.
+        targets: probabilities from 0 to 1, floating point, the shape of the logits.
 
     Raises:
         ValueError: the shapes differ.
-        TypeError: the targets are no floating point numbers.
+        TypeError: the targets are not floating point numbers.
     """
     check_same_shape("bce_with_logits", "logits", logits, targets)
     if isinstance(logits, Tensor):
@@ -162,7 +173,7 @@ def bce_with_logits(logits: Array, targets: Array) -> Array:
     return on_arrays.bce_with_logits(logits, targets)
 
 
-def _check_options(label_smoothing: Any, ignore_index: Any, z_loss: Any, chunk_size: Any) -> None:
+def _check_options(label_smoothing: float, ignore_index: object, z_loss: float, chunk_size: int | None) -> None:
     place = "cross_entropy"
     require(place, "label_smoothing", label_smoothing, lambda part: 0.0 <= part <= 1.0, "a number from 0 to 1")
     require(place, "z_loss", z_loss, *_NOT_NEGATIVE)
@@ -173,7 +184,7 @@ def _check_options(label_smoothing: Any, ignore_index: Any, z_loss: Any, chunk_s
     _check_ignore_index(place, ignore_index)
 
 
-def _check_alpha(logits: Array, alpha: Any) -> None:
+def _check_alpha(logits: Array, alpha: Array) -> None:
     if isinstance(alpha, Tensor) or (not isinstance(logits, Tensor) and is_array(alpha) and alpha.ndim):
         namespace(logits, alpha, place="focal_loss")
         if alpha.shape != logits.shape[-1:]:
@@ -186,8 +197,8 @@ def _check_alpha(logits: Array, alpha: Any) -> None:
         require("focal_loss", "alpha", alpha, lambda weight: 0.0 < weight <= 1.0, needs)
 
 
-def _check_ignore_index(place: str, ignore_index: Any) -> None:
-    # a numpy integer is Integral too, and good enough for torch
+def _check_ignore_index(place: str, ignore_index: object) -> None:
+    # torch accepts numpy integers, which are Integral too
     if type(ignore_index) is not int and (isinstance(ignore_index, bool) or not isinstance(ignore_index, Integral)):
         raise ConfigurationError(f"{place}(ignore_index={ignore_index!r}): needs a whole number, such as -100")
 
@@ -199,8 +210,8 @@ def _cross_entropy_on_arrays(
     targets = on_arrays.class_indices("cross_entropy", logits, targets, ignore_index)
     if chunk_size is not None:
         raise ConfigurationError(
-            f"cross_entropy(chunk_size={chunk_size}): for torch tensors alone; leave it out, jax.jit fuses the softmax "
-            "with its sum by itself"
+            f"cross_entropy(chunk_size={chunk_size}): only works for torch tensors; leave it out, jax.jit fuses the "
+            "softmax with its sum anyway"
         )
     return on_arrays.cross_entropy(
         logits, targets, label_smoothing=label_smoothing, ignore_index=ignore_index, z_loss=z_loss
@@ -208,7 +219,7 @@ def _cross_entropy_on_arrays(
 
 
 def _class_indices(place: str, logits: Tensor, targets: Tensor) -> Tensor:
-    """The targets as int64, once they fit."""
+    """The targets as int64, after a check of shapes and dtypes."""
     if targets.dtype is not torch.int64 or targets.shape != logits.shape[:-1] or not logits.ndim:
         namespace(logits, targets, place=place)
         check_classes_last(place, logits, targets)
@@ -217,7 +228,7 @@ def _class_indices(place: str, logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def _explain(place: str, logits: Tensor, targets: Tensor, ignore_index: int) -> None:
-    """Say what made torch fail: shapes, or a label where that was on the CPU, for accelerators answer no more then."""
+    """Raises an error that says why torch failed: shapes, or on the CPU a label; after a failure a GPU is unusable."""
     namespace(logits, targets, place=place)
     _class_indices(place, logits, targets)
     if targets.device.type == "cpu":

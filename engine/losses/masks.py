@@ -1,19 +1,17 @@
-"""What losses over tokens and rollouts share: arrays of one shape, and the part of them that a mask leaves."""
+"""Checks and means shared by the losses over tokens and rollouts: equal shapes, and values under a mask."""
 
 from __future__ import annotations
-
-from typing import Any
 
 from torch import Tensor
 
 from pulsetrain.engine.arrays import Array, at_least_float32, masked_mean, namespace, stop_gradient
 from pulsetrain.engine.errors import unknown_name
 
-__all__ = ["check_choice", "check_mask", "check_same_shapes", "constant", "kept", "mean_of"]
+__all__ = ["check_choice", "check_mask", "check_same_shapes", "constant", "mean_of", "zero_outside"]
 
 
 def check_same_shapes(place: str, **arrays: Array | None) -> None:
-    """Refuses what would broadcast; those that are None are passed over.
+    """Rejects arrays that would broadcast; arguments that are None are skipped.
 
     Raises:
         ValueError: the shape of one differs from that of the first.
@@ -28,7 +26,7 @@ def check_same_shapes(place: str, **arrays: Array | None) -> None:
 
 
 def check_mask(place: str, name: str, values: Array, mask: Array | None) -> None:
-    """Refuses a mask of another shape than the values, or of anything but true and false.
+    """Rejects a mask that is not boolean or that differs in shape from the values.
 
     Raises:
         ValueError: the shapes differ.
@@ -38,36 +36,44 @@ def check_mask(place: str, name: str, values: Array, mask: Array | None) -> None
         return
     check_same_shapes(place, **{name: values, "mask": mask})
     if mask.dtype != namespace(mask).bool:
-        raise TypeError(
-            f"{place}(mask of {str(mask.dtype).removeprefix('torch.')}): needs true and false; pass mask != 0"
-        )
+        raise TypeError(f"{place}(mask of {str(mask.dtype).removeprefix('torch.')}): needs booleans; pass mask != 0")
 
 
-def check_choice(place: str, argument: str, value: Any, choices: tuple[str, ...]) -> None:
-    """Refuses a name that is not among the choices.
+def check_choice(place: str, argument: str, value: object, choices: tuple[str, ...]) -> None:
+    """Rejects a name that is not among the choices.
 
     Raises:
-        ConfigurationError: it names them, and the nearest.
+        ConfigurationError: names the choices and the most similar one.
     """
     if not isinstance(value, str) or value not in choices:
         raise unknown_name(place, argument, value, choices)
 
 
 def constant(array: Array) -> Array:
-    """The array in float32 at least, and no gradient through it."""
+    """The array in float32 at least, without a gradient."""
     return stop_gradient(at_least_float32(array))
 
 
-def kept(values: Array, mask: Array | None) -> Array:
-    """The values where the mask is true, and 0 beside it.
+def zero_outside(values: Array, mask: Array | None) -> Array:
+    """The values where the mask is true, and 0 elsewhere.
 
-    Before anything is computed of them: nan and infinity then come through neither to a sum nor to its gradient.
+    Apply it before computing with the values: nan and infinity outside the mask then reach neither a sum nor its
+    gradient.
+
+    >>> import torch
+    >>> zero_outside(torch.tensor([1.0, float("nan")]), torch.tensor([True, False]))
+    tensor([1., 0.])
     """
     return values if mask is None else namespace(values, mask).where(mask, values, 0.0)
 
 
 def mean_of(values: Array, mask: Array | None) -> Array:
-    """Mean over all values, or over those where the mask is true, shape (); nan where it is nowhere."""
+    """The mean over all values, or over those where the mask is true, shape (); nan if the mask is nowhere true.
+
+    >>> import torch
+    >>> mean_of(torch.tensor([1.0, 3.0, 100.0]), torch.tensor([True, True, False]))
+    tensor(2.)
+    """
     if mask is not None:
         return masked_mean(values, mask)
     return values.mean() if isinstance(values, Tensor) else namespace(values).mean(values)

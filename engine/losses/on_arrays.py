@@ -1,8 +1,6 @@
-"""The losses by their formulas, on arrays of any library. Torch tensors take torch's kernels instead."""
+"""The losses written as formulas, for arrays of any library; torch tensors use torch's kernels instead."""
 
 from __future__ import annotations
-
-from typing import Any
 
 from pulsetrain.engine.arrays import (
     Array,
@@ -24,11 +22,10 @@ __all__ = ["bce_with_logits", "class_indices", "cross_entropy", "focal_loss", "h
 
 
 def class_indices(place: str, logits: Array, targets: Array, ignore_index: int) -> Array:
-    """The targets as whole numbers with a sign, once they fit; of any integer dtype, for jax has no int64 by default.
+    """The checked targets as signed integers, of any width, since jax has no int64 by default.
 
     Raises:
-        ValueError: the shapes do not fit; or a target is no class, where that can be seen: outside `jax.jit`, on the
-            CPU.
+        ValueError: the shapes do not fit; outside `jax.jit` and on the CPU also: a target is not a class.
         TypeError: the targets are not whole numbers, or the logits are.
     """
     xp = namespace(logits, targets, place=place)
@@ -40,11 +37,11 @@ def class_indices(place: str, logits: Array, targets: Array, ignore_index: int) 
         raise TypeError(f"{place}(logits of {logits.dtype}): needs floating point numbers")
     if on_host(targets):
         check_labels(place, logits, targets, ignore_index)
-    return xp.astype(targets, xp.asarray(0).dtype, copy=False)  # jax would wrap -100 round in an unsigned type
+    return xp.astype(targets, xp.asarray(0).dtype, copy=False)  # in an unsigned type jax would wrap -100 around
 
 
 def cross_entropy(logits: Array, targets: Array, *, label_smoothing: float, ignore_index: int, z_loss: float) -> Array:
-    """`pulsetrain.engine.losses.cross_entropy` of checked arguments; computed in float32 at least."""
+    """`pulsetrain.engine.losses.cross_entropy` for arguments that are already checked; computed in float32 at least."""
     xp = namespace(logits, targets)
     wide = at_least_float32(logits)
     nats, counted = _nats(wide, targets, ignore_index, float(label_smoothing))
@@ -55,10 +52,10 @@ def cross_entropy(logits: Array, targets: Array, *, label_smoothing: float, igno
 
 
 def focal_loss(logits: Array, targets: Array, *, gamma: float, alpha: Array | None, ignore_index: int) -> Array:
-    """`pulsetrain.engine.losses.focal_loss` of checked arguments."""
+    """`pulsetrain.engine.losses.focal_loss` for arguments that are already checked."""
     xp = namespace(logits, targets)
     nats, counted = _nats(at_least_float32(logits), targets, ignore_index)
-    # 1 - p, at least the smallest normal number: the power's derivative is infinite at 0 where gamma is below 1
+    # 1 - p, at least the smallest normal number: for gamma below 1 the derivative of the power is infinite at 0
     smallest = float(xp.finfo(nats.dtype).smallest_normal)
     missing = -xp.expm1(-nats)
     missing = xp.where(missing < smallest, smallest, missing)
@@ -71,32 +68,32 @@ def focal_loss(logits: Array, targets: Array, *, gamma: float, alpha: Array | No
 
 
 def bce_with_logits(logits: Array, targets: Array) -> Array:
-    """`pulsetrain.engine.losses.bce_with_logits` of checked arguments."""
+    """`pulsetrain.engine.losses.bce_with_logits` for arguments that are already checked."""
     namespace(logits, targets, place="bce_with_logits")
     x, t = at_least_float32(logits), at_least_float32(targets)
     return _mean((1 - t) * x - log_sigmoid(x), logits, targets)
 
 
 def mse(predictions: Array, targets: Array) -> Array:
-    """`pulsetrain.engine.losses.mse` of checked arguments."""
+    """`pulsetrain.engine.losses.mse` for arguments that are already checked."""
     return _mean(_errors("mse", predictions, targets) ** 2, predictions, targets)
 
 
 def l1(predictions: Array, targets: Array) -> Array:
-    """`pulsetrain.engine.losses.l1` of checked arguments."""
+    """`pulsetrain.engine.losses.l1` for arguments that are already checked."""
     return _mean(abs(_errors("l1", predictions, targets)), predictions, targets)
 
 
 def huber(predictions: Array, targets: Array, *, delta: float) -> Array:
-    """`pulsetrain.engine.losses.huber` of checked arguments."""
+    """`pulsetrain.engine.losses.huber` for arguments that are already checked."""
     errors, delta = abs(_errors("huber", predictions, targets)), float(delta)
     xp = namespace(errors)
-    small = xp.where(errors <= delta, errors, 0.0)  # else an infinite error times a gradient of 0 gives nan
+    small = xp.where(errors <= delta, errors, 0.0)  # an infinite error times a gradient of 0 would give nan
     return _mean(xp.where(errors <= delta, 0.5 * small**2, delta * (errors - 0.5 * delta)), predictions, targets)
 
 
 def _nats(wide: Array, targets: Array, ignore_index: int, label_smoothing: float = 0.0) -> tuple[Array, Array]:
-    """The cross entropy of each target, and which targets count."""
+    """The cross entropy of each target, and a mask of the targets that are not ignored."""
     xp, classes = namespace(wide, targets), wide.shape[-1]
     log_probabilities = log_softmax(wide)
     known = (targets >= 0) & (targets < classes)
@@ -105,7 +102,7 @@ def _nats(wide: Array, targets: Array, ignore_index: int, label_smoothing: float
     if label_smoothing:
         smooth = xp.sum(log_probabilities, axis=-1) * (label_smoothing / classes)
         nats = (1 - label_smoothing) * nats - smooth
-    # inside jax.jit nothing else would tell of a label that is no class: jax takes -1 for the last one
+    # inside jax.jit only nan can report a label that is not a class: jax would use -1 as the last class
     return xp.where(counted & ~known, xp.nan, nats), counted
 
 
@@ -114,7 +111,7 @@ def _errors(place: str, predictions: Array, targets: Array) -> Array:
     return at_least_float32(predictions) - at_least_float32(targets)
 
 
-def _mean(losses: Array, *given: Any) -> Array:
-    """The mean in the dtype that the arguments promote to: a half precision sum would soon overflow."""
+def _mean(losses: Array, *given: Array) -> Array:
+    """The mean, cast to the dtype that the arguments promote to; a half-precision sum would soon overflow."""
     xp = namespace(losses, *given)
     return xp.astype(xp.mean(losses), xp.result_type(*given), copy=False)

@@ -1,13 +1,12 @@
-"""Losses that train a policy on what it sampled: PPO's and GRPO's, and what is measured beside them."""
+"""Losses that train a policy on its own samples (PPO, GRPO), and the KL and clipping statistics reported with them."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from pulsetrain.engine.arrays import Array, at_least_float32, namespace
 from pulsetrain.engine.errors import ConfigurationError
-from pulsetrain.engine.losses.masks import check_choice, check_mask, check_same_shapes, constant, kept, mean_of
+from pulsetrain.engine.losses.masks import check_choice, check_mask, check_same_shapes, constant, mean_of, zero_outside
 from pulsetrain.engine.losses.shapes import require
 
 __all__ = ["clip_fraction", "grpo_loss", "kl_estimate", "ppo_policy_loss", "ppo_value_loss"]
@@ -27,20 +26,28 @@ def ppo_policy_loss(
     """Clipped surrogate objective: the mean of `max(-A r, -A clip(r, 1 - clip_range, 1 + clip_range_high))`.
 
     r = exp(log_probs - old_log_probs) is how much likelier an action has become since it was sampled. Where r is
-    clipped the gradient is 0. Source: Schulman et al. 2017, eq. 7; two ranges: Yu et al. 2025, "clip-higher".
+    clipped, the gradient is 0. Source: Schulman et al. 2017, eq. 7; two ranges: Yu et al. 2025, "clip-higher".
+
+    >>> import torch
+    >>> old, advantages = torch.tensor([-1.0, -1.0]), torch.tensor([1.0, 1.0])
+    >>> ppo_policy_loss(old, old, advantages)  # r = 1
+    tensor(-1.)
+    >>> ppo_policy_loss(old + 0.5, old, advantages, clip_range=0.2)  # r = 1.65, clipped to 1.2
+    tensor(-1.2000)
 
     Args:
-        log_probs: log-probabilities of the actions taken, any shape, nats; tokens are actions.
-        old_log_probs: those by the policy that took them, of the same shape.
-        advantages: of the same shape, or with as many dimensions and 1 for some: (batch, 1) beside (batch, length).
-        mask: true where an action counts; what lies beside it may be anything, nan too.
-        clip_range_high: how far r may rise; clip_range where None.
+        log_probs: log-probabilities of the actions taken, any shape, nats; for text, tokens are actions.
+        old_log_probs: the same under the policy that took the actions, same shape.
+        advantages: the same shape, or with size 1 in dimensions that share an advantage: (batch, 1) with (batch,
+            length).
+        mask: true where an action counts; values elsewhere are ignored and may be nan.
+        clip_range_high: how far r may rise; None means clip_range.
 
     Returns:
-        Scalar, in float32 at least; nan where the mask is nowhere true. Only log_probs get a gradient.
+        Scalar, in float32 at least; nan if the mask is nowhere true. Only log_probs receive a gradient.
 
     Raises:
-        ConfigurationError: a range is no number of at least 0.
+        ConfigurationError: a range is not a number of at least 0.
         ValueError: the shapes do not fit.
         TypeError: the mask is not boolean.
     """
@@ -54,10 +61,10 @@ def ppo_policy_loss(
     ):
         raise ValueError(
             f"{place}(log_probs of shape {tuple(log_probs.shape)}, advantages of shape {tuple(advantages.shape)}): "
-            "needs an advantage for each, or 1 in place of a dimension that shares it"
+            "needs an advantage for each, or size 1 in a dimension that shares one"
         )
     wide = xp.broadcast_to(constant(advantages), tuple(log_probs.shape))
-    return mean_of(_surrogate(_log_ratio(log_probs, old_log_probs, mask), kept(wide, mask), low, high), mask)
+    return mean_of(_surrogate(_log_ratio(log_probs, old_log_probs, mask), zero_outside(wide, mask), low, high), mask)
 
 
 def ppo_value_loss(
@@ -65,20 +72,25 @@ def ppo_value_loss(
 ) -> Array:
     """Half the mean of `(v - R) ** 2`, or of `max((v - R) ** 2, (clip(v, v_old - c, v_old + c) - R) ** 2)`.
 
-    Source: Schulman et al. 2017, eq. 9; the clipped one is that of the authors' code.
+    Source: Schulman et al. 2017, eq. 9; the clipped form is that of the authors' code.
+
+    >>> import torch
+    >>> values, old_values, returns = torch.tensor([2.0]), torch.tensor([0.0]), torch.tensor([3.0])
+    >>> ppo_value_loss(values, old_values, returns), ppo_value_loss(values, old_values, returns, clip_range=1.0)
+    (tensor(0.5000), tensor(2.))
 
     Args:
-        values: what the critic says now, any shape.
-        old_values: what it said when the actions were taken, of the same shape; of no account without a clip_range.
-        returns: what it should have said, of the same shape.
-        clip_range: c, in the unit of the returns; None clips nothing.
-        mask: true where a value counts; what lies beside it may be anything, nan too.
+        values: the critic's current values, any shape.
+        old_values: its values when the actions were taken, same shape; unused without a clip_range.
+        returns: the targets, same shape.
+        clip_range: c, in the unit of the returns; None disables clipping.
+        mask: true where a value counts; values elsewhere are ignored and may be nan.
 
     Returns:
-        Scalar, in float32 at least; nan where the mask is nowhere true. Only values get a gradient.
+        Scalar, in float32 at least; nan if the mask is nowhere true. Only values receive a gradient.
 
     Raises:
-        ConfigurationError: the range is no number of at least 0.
+        ConfigurationError: the range is not a number of at least 0.
         ValueError: the shapes differ.
         TypeError: the mask is not boolean.
     """
@@ -88,10 +100,10 @@ def ppo_value_loss(
     xp = namespace(values, old_values, returns, mask, place=place)
     check_same_shapes(place, values=values, old_values=old_values, returns=returns)
     check_mask(place, "values", values, mask)
-    now, target = kept(at_least_float32(values), mask), kept(constant(returns), mask)
+    now, target = zero_outside(at_least_float32(values), mask), zero_outside(constant(returns), mask)
     losses = (now - target) ** 2
     if clip_range is not None:
-        old, most = kept(constant(old_values), mask), float(clip_range)
+        old, most = zero_outside(constant(old_values), mask), float(clip_range)
         moved = now - old
         clipped = xp.where(moved > most, old + most, xp.where(moved < -most, old - most, now))
         worse = (clipped - target) ** 2
@@ -100,21 +112,26 @@ def ppo_value_loss(
 
 
 def kl_estimate(log_probs: Array, other_log_probs: Array, estimator: str = "k1") -> Array:
-    """KL(p || other) of each sample of p, estimated from its log-probabilities by both; the mean is the estimate.
+    """KL(p || other) for each sample of p, estimated from the sample's two log-probabilities; the mean is the estimate.
 
     - "k1": `log p - log other`, unbiased, of either sign;
-    - "k2": half its square, biased, of little variance;
-    - "k3": `other / p - 1 - log(other / p)`, unbiased, never negative, of little variance.
+    - "k2": half its square, biased, with low variance;
+    - "k3": `other / p - 1 - log(other / p)`, unbiased, never negative, with low variance.
 
-    Source: Schulman 2020, "Approximating KL divergence". As a loss, k3 has another gradient in expectation than the KL
-    has, and k1 has none; k2's is the right one, where the samples are fresh.
+    Source: Schulman 2020, "Approximating KL divergence". As losses, only k2 has the gradient of the KL in expectation,
+    and only on fresh samples; the expected gradient of k1 is 0, and that of k3 differs.
+
+    >>> import torch
+    >>> p, other = torch.tensor([-1.0, -2.0]), torch.tensor([-1.5, -1.5])
+    >>> kl_estimate(p, other, "k1"), kl_estimate(p, other, "k3")
+    (tensor([ 0.5000, -0.5000]), tensor([0.1065, 0.1487]))
 
     Args:
-        log_probs: those by p, which the samples are of, any shape, nats.
-        other_log_probs: of the same shape.
+        log_probs: log-probabilities under p, which drew the samples, any shape, nats.
+        other_log_probs: log-probabilities under the other distribution, same shape.
 
     Returns:
-        Of the same shape, in float32 at least.
+        The same shape, in float32 at least.
 
     Raises:
         ConfigurationError: the estimator is unknown.
@@ -144,26 +161,35 @@ def grpo_loss(
     reference_log_probs: Array | None = None,
     kl_coef: float = 0.0,
 ) -> Array:
-    """Group relative policy optimisation: PPO's clipped objective of each token, its reply's advantage its own.
+    """Group relative policy optimisation: PPO's clipped objective per token, with the advantage of the token's reply.
 
-    What is added up over tokens is `max(-A r, -A clip(r)) + kl_coef * KL`, with the estimate k3 of
-    KL(policy || reference). Normalization says how:
+    The loss of a token is `max(-A r, -A clip(r)) + kl_coef * KL`, with the k3 estimate of KL(policy || reference).
+    The normalization reduces it to a scalar:
 
     - "sequence_mean": the mean over replies of the mean over their tokens (Shao et al. 2024, eq. 3);
-    - "token_mean": the mean over all tokens, so that long replies weigh more (Yu et al. 2025);
+    - "token_mean": the mean over all tokens, so long replies weigh more (Yu et al. 2025);
     - "dr_grpo": the sum divided by batch times max_length, which favours no length (Liu et al. 2025).
+
+    >>> import torch
+    >>> log_probs, mask = torch.full((2, 3), -1.0), torch.tensor([[True, True, True], [True, False, False]])
+    >>> advantages = torch.tensor([1.0, -2.0])
+    >>> grpo_loss(log_probs, log_probs, advantages, mask)  # mean of -1 and 2
+    tensor(0.5000)
+    >>> grpo_loss(log_probs, log_probs, advantages, mask, normalization="token_mean")  # mean of -1, -1, -1 and 2
+    tensor(-0.2500)
 
     Args:
         log_probs: log-probabilities of the tokens of each reply, shape (batch, length), nats.
-        old_log_probs: those by the policy that sampled them, of the same shape.
-        advantages: of each reply, shape (batch,); see `grpo_advantages`.
-        mask: true where a token is of the reply, shape (batch, length); what lies beside it may be anything, nan too.
-        clip_range_high: how far the ratio may rise; clip_range where None.
-        max_length: the longest reply that could have been sampled, in tokens; for "dr_grpo", which needs it.
-        reference_log_probs: those by the reference model, of the same shape; needed for a kl_coef above 0.
+        old_log_probs: the same under the policy that sampled them, same shape.
+        advantages: one per reply, shape (batch,); see `grpo_advantages`.
+        mask: true where a token belongs to the reply, shape (batch, length); values elsewhere are ignored and may be
+            nan.
+        clip_range_high: how far the ratio may rise; None means clip_range.
+        max_length: the longest reply that could have been sampled, in tokens; required by "dr_grpo".
+        reference_log_probs: the same under the reference model, same shape; required by a kl_coef above 0.
 
     Returns:
-        Scalar, in float32 at least; a reply without tokens adds 0. Only log_probs get a gradient.
+        Scalar, in float32 at least; a reply without tokens adds 0. Only log_probs receive a gradient.
 
     Raises:
         ConfigurationError: an option is out of range, unknown or missing.
@@ -175,18 +201,18 @@ def grpo_loss(
     check_choice(place, "normalization", normalization, _NORMALIZATIONS)
     require(place, "kl_coef", kl_coef, lambda weight: 0.0 <= weight < math.inf, "a number of at least 0")
     if normalization == "dr_grpo" and max_length is None:
-        raise ConfigurationError(f"{place}(normalization='dr_grpo'): needs max_length, the longest reply there can be")
+        raise ConfigurationError(f"{place}(normalization='dr_grpo'): needs max_length, the longest possible reply")
     if max_length is not None:
         require(place, "max_length", max_length, lambda most: 0 < most < math.inf, "a number of tokens, at least 1")
     if kl_coef and reference_log_probs is None:
-        raise ConfigurationError(f"{place}(kl_coef={kl_coef!r}): needs reference_log_probs to keep the policy near to")
+        raise ConfigurationError(f"{place}(kl_coef={kl_coef!r}): needs reference_log_probs; pass them, or kl_coef=0.0")
     xp = namespace(log_probs, old_log_probs, advantages, mask, reference_log_probs, place=place)
     _check_replies(place, log_probs, old_log_probs, advantages, mask, reference_log_probs)
-    advantage = kept(xp.broadcast_to(constant(advantages)[:, None], tuple(log_probs.shape)), mask)
+    advantage = zero_outside(xp.broadcast_to(constant(advantages)[:, None], tuple(log_probs.shape)), mask)
     losses = _surrogate(_log_ratio(log_probs, old_log_probs, mask), advantage, low, high)
     if kl_coef:
-        policy = kept(at_least_float32(log_probs), mask)
-        losses = losses + float(kl_coef) * kl_estimate(policy, kept(constant(reference_log_probs), mask), "k3")
+        policy = zero_outside(at_least_float32(log_probs), mask)
+        losses = losses + float(kl_coef) * kl_estimate(policy, zero_outside(constant(reference_log_probs), mask), "k3")
     if normalization == "dr_grpo" and max_length is not None:
         return xp.sum(losses) / (log_probs.shape[0] * float(max_length))
     count = xp.astype(mask, losses.dtype)
@@ -204,9 +230,13 @@ def clip_fraction(
     mask: Array | None = None,
     clip_range_high: float | None = None,
 ) -> Array:
-    """The part of the ratios `exp(log_probs - old_log_probs)` that lies outside 1 - clip_range .. 1 + clip_range_high.
+    """The share of the ratios `exp(log_probs - old_log_probs)` outside 1 - clip_range .. 1 + clip_range_high.
 
-    Arguments and errors are those of `ppo_policy_loss`; so is the nan where the mask is nowhere true.
+    Arguments and errors are those of `ppo_policy_loss`; it too is nan if the mask is nowhere true.
+
+    >>> import torch
+    >>> clip_fraction(torch.tensor([-1.0, -1.1, -2.0, -1.0]), torch.full((4,), -1.0), clip_range=0.2)
+    tensor(0.2500)
 
     Returns:
         Scalar from 0 to 1, in float32 at least, without a gradient.
@@ -222,13 +252,13 @@ def clip_fraction(
 
 
 def _log_ratio(log_probs: Array, old_log_probs: Array, mask: Array | None) -> Array:
-    return kept(at_least_float32(log_probs), mask) - kept(constant(old_log_probs), mask)
+    return zero_outside(at_least_float32(log_probs), mask) - zero_outside(constant(old_log_probs), mask)
 
 
 def _surrogate(log_ratio: Array, advantages: Array, low: float, high: float) -> Array:
     """`max(-A r, -A clip(r))` of each."""
     xp = namespace(log_ratio, advantages)
-    # asked before `exp`: where that overflows, the gradient of what is clipped would else be 0 times inf
+    # decided before `exp`: if it overflows, the gradient of a clipped ratio would be 0 times inf
     above = (advantages > 0) & (log_ratio > _log(1 + high))
     below = (advantages < 0) & (log_ratio < _log(1 - low))
     free = xp.exp(xp.where(above | below, 0.0, log_ratio))
@@ -239,7 +269,7 @@ def _log(ratio: float) -> float:
     return math.log(ratio) if ratio > 0 else -math.inf
 
 
-def _ranges(place: str, clip_range: Any, clip_range_high: Any) -> tuple[float, float]:
+def _ranges(place: str, clip_range: float, clip_range_high: float | None) -> tuple[float, float]:
     _check_range(place, "clip_range", clip_range)
     if clip_range_high is None:
         return float(clip_range), float(clip_range)
@@ -247,11 +277,13 @@ def _ranges(place: str, clip_range: Any, clip_range_high: Any) -> tuple[float, f
     return float(clip_range), float(clip_range_high)
 
 
-def _check_range(place: str, argument: str, value: Any) -> None:
+def _check_range(place: str, argument: str, value: float) -> None:
     require(place, argument, value, lambda most: 0.0 <= most < math.inf, "a number of at least 0")
 
 
-def _check_replies(place: str, log_probs: Array, old: Array, advantages: Array, mask: Array, other: Any) -> None:
+def _check_replies(
+    place: str, log_probs: Array, old: Array, advantages: Array, mask: Array, other: Array | None
+) -> None:
     if log_probs.ndim != 2 or tuple(advantages.shape) != (log_probs.shape[0],):
         raise ValueError(
             f"{place}(log_probs of shape {tuple(log_probs.shape)}, advantages of shape {tuple(advantages.shape)}): "

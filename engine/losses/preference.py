@@ -1,9 +1,8 @@
-"""Losses over pairs of replies, of which one is preferred; and the rewards that they imply."""
+"""Losses over pairs of a preferred and a rejected reply, and the rewards that a trained policy implies."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from pulsetrain.engine.arrays import Array, at_least_float32, log_sigmoid, namespace
 from pulsetrain.engine.errors import ConfigurationError
@@ -26,22 +25,29 @@ def dpo_loss(
 ) -> Array:
     """Direct preference optimisation: the mean over pairs of a loss of h.
 
-    h = (policy_chosen - reference_chosen) - (policy_rejected - reference_rejected), and the loss of it is
+    h = (policy_chosen - reference_chosen) - (policy_rejected - reference_rejected), and its loss is
 
     - "sigmoid": `-(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h)` with e the label smoothing (Rafailov et al.
       2023, eq. 7; Mitchell 2023 for e above 0);
     - "hinge": `max(0, 1 - beta h)` (Zhao et al. 2023);
     - "ipo": `(h - 1 / (2 beta)) ** 2` (Azar et al. 2023, eq. 17).
 
+    >>> import torch
+    >>> chosen, rejected = torch.tensor([-4.0]), torch.tensor([-6.0])
+    >>> dpo_loss(chosen, rejected, reference_chosen=torch.tensor([-5.0]), reference_rejected=torch.tensor([-5.0]))
+    tensor(0.5981)
+    >>> dpo_loss(chosen, rejected, beta=0.5, loss_type="hinge")  # no reference: h = 2
+    tensor(0.)
+
     Args:
-        policy_chosen: log-probability of each preferred reply, the sum over its tokens, shape (batch,), nats; for
+        policy_chosen: log-probability of each preferred reply, summed over its tokens, shape (batch,), nats; for
             "ipo" the mean over its tokens. See `masked_sum_log_probs`.
-        policy_rejected: those of the other replies.
-        reference_chosen: those of the preferred replies by the model that training began with; no gradient goes
-            through them. Without a reference, h is that of the policy alone.
-        reference_rejected: those of the other replies by that model.
+        policy_rejected: the same for the rejected replies.
+        reference_chosen: log-probabilities of the preferred replies under the reference model; they receive no
+            gradient. Without a reference these terms are 0.
+        reference_rejected: the same for the rejected replies.
         beta: how strongly the policy is held to the reference.
-        label_smoothing: the part of the pairs whose preference is taken to be wrong; for "sigmoid" alone.
+        label_smoothing: the assumed share of pairs whose preference is wrong; only for "sigmoid".
 
     Returns:
         Scalar, in float32 at least.
@@ -64,7 +70,7 @@ def dpo_loss(
         missing, other = "reference_chosen", "reference_rejected"
         if reference_chosen is not None:
             missing, other = other, missing
-        raise ConfigurationError(f"{place}({missing}=None): needs both references or none; pass it beside {other}")
+        raise ConfigurationError(f"{place}({missing}=None): needs both references or none; pass it as well as {other}")
     xp = namespace(policy_chosen, policy_rejected, reference_chosen, reference_rejected, place=place)
     check_same_shapes(
         place,
@@ -76,11 +82,11 @@ def dpo_loss(
     if policy_chosen.ndim != 1:
         raise ValueError(
             f"{place}(policy_chosen of shape {tuple(policy_chosen.shape)}): needs a number for each reply, shape "
-            "(batch,); masked_sum_log_probs adds those of its tokens"
+            "(batch,); masked_sum_log_probs sums over tokens"
         )
     chosen, rejected = at_least_float32(policy_chosen), at_least_float32(policy_rejected)
     if reference_chosen is not None and reference_rejected is not None:
-        # of each reply first: two models are nearer to each other than two replies, and less is lost by rounding
+        # per reply first: two models differ less than two replies do, so rounding loses less
         chosen, rejected = chosen - constant(reference_chosen), rejected - constant(reference_rejected)
     h, beta = chosen - rejected, float(beta)
     if loss_type == "ipo":
@@ -94,17 +100,21 @@ def dpo_loss(
 
 
 def implicit_rewards(policy: Array, reference: Array | None = None, beta: float = 0.1) -> Array:
-    """`beta * (policy - reference)`: the reward of each reply that a policy trained by `dpo_loss` stands for.
+    """`beta * (policy - reference)`: the reward of each reply that a policy trained with `dpo_loss` implies.
+
+    >>> import torch
+    >>> implicit_rewards(torch.tensor([-4.0]), torch.tensor([-5.0]), beta=0.5)
+    tensor([0.5000])
 
     Args:
         policy: log-probabilities of replies, shape (batch,), nats.
-        reference: those of the reference model; 0 without.
+        reference: the same under the reference model; None means 0.
 
     Returns:
         Shape (batch,), in float32 at least, without a gradient.
 
     Raises:
-        ConfigurationError: beta is no positive number.
+        ConfigurationError: beta is not a positive number.
         ValueError: the shapes differ.
     """
     place = "implicit_rewards"
@@ -115,5 +125,5 @@ def implicit_rewards(policy: Array, reference: Array | None = None, beta: float 
     return float(beta) * margin
 
 
-def _check_beta(place: str, beta: Any) -> None:
+def _check_beta(place: str, beta: float) -> None:
     require(place, "beta", beta, lambda beta: 0.0 < beta < math.inf, "a positive number")

@@ -1,4 +1,4 @@
-"""Losses by name, and what each asks of its targets' values."""
+"""Losses by name, and the checks of target values that each one needs."""
 
 from __future__ import annotations
 
@@ -33,19 +33,27 @@ _NAMED: dict[str, Loss] = {
     "bce": bce_with_logits,
 }
 
-_OF_LABELS = (cross_entropy, focal_loss)
-_OF_PROBABILITIES = (bce_with_logits,)
+_OVER_LABELS = (cross_entropy, focal_loss)
+_OVER_PROBABILITIES = (bce_with_logits,)
 
 
-def get_loss(name_or_callable: str | Loss, **options: Any) -> Loss:
-    """The loss of that name; a function or a module that is one already comes back as it is.
+def get_loss(name_or_callable: str | Loss, **options: object) -> Loss:
+    """The loss with a name; a function or module that already is a loss is returned unchanged.
+
+    >>> loss = get_loss("cross_entropy", label_smoothing=0.1)
+    >>> loss(torch.zeros(1, 4), torch.tensor([2]))
+    tensor(1.3863)
+    >>> get_loss("l2")
+    Traceback (most recent call last):
+        ...
+    pulsetrain.engine.errors.ConfigurationError: get_loss(name='l2'): unknown; ...
 
     Args:
-        options: keywords of a named loss, `label_smoothing=0.1` say; the result is then a `functools.partial` of it.
+        options: keywords of a named loss, such as `label_smoothing=0.1`; the result is then a `functools.partial`.
 
     Raises:
-        ConfigurationError: an unknown name or option, an option out of range, options without a name, a class instead
-            of an instance, or nothing that can be called.
+        ConfigurationError: a name or option is unknown, an option is out of range, options are given without a name, or
+            the argument is a class or not callable.
     """
     if isinstance(name_or_callable, str):
         if name_or_callable not in _NAMED:
@@ -66,61 +74,74 @@ def get_loss(name_or_callable: str | Loss, **options: Any) -> Loss:
     if options:
         given = ", ".join(f"{key}={value!r}" for key, value in options.items())
         raise ConfigurationError(
-            f"get_loss({given}): only a loss given by its name takes options; pass functools.partial(loss, ...)"
+            f"get_loss({given}): only a loss given by name accepts options; pass functools.partial(loss, ...)"
         )
     return name_or_callable
 
 
 def ignored_label(loss: str | Loss) -> int | None:
-    """The `ignore_index` of a loss over labels; None for every other loss, and for one that is not known here.
+    """The `ignore_index` of a loss over labels; None for any other loss.
+
+    >>> ignored_label("cross_entropy"), ignored_label(nn.CrossEntropyLoss(ignore_index=0)), ignored_label("mse")
+    (-100, 0, None)
 
     Args:
-        loss: one of ours by name, as a function or a `functools.partial` of it, or an instance of nn.CrossEntropyLoss
-            or nn.NLLLoss.
+        loss: a loss of this package by name, as a function or as a `functools.partial`, or an instance of
+            nn.CrossEntropyLoss or nn.NLLLoss.
     """
     function, options = _opened(loss)
-    if function in _OF_LABELS:
+    if function in _OVER_LABELS:
         return int(options.get("ignore_index", -100))
     return function.ignore_index if isinstance(function, (nn.CrossEntropyLoss, nn.NLLLoss)) else None
 
 
-def check_first_batch(loss: str | Loss, outputs: Any, targets: Any) -> None:
-    """Refuses targets whose values the loss cannot mean: once a run, for it waits for the device.
+def check_first_batch(loss: str | Loss, outputs: Array, targets: Array) -> None:
+    """Rejects targets whose values are invalid for the loss; it waits for the device, so call it once a run.
 
-    Labels have to be classes of the outputs, probabilities lie from 0 to 1, other floating point targets be finite.
-    What is no array, or of a shape or type that the loss itself refuses, is left to it; so is what stands for an array
-    inside `jax.jit`, where there is no value to look at.
+    Labels must be classes of the outputs, probabilities lie from 0 to 1, and other floating point targets be finite.
+    Targets that are not arrays, or whose shape or dtype the loss itself rejects, are left to the loss. So are tracers
+    inside `jax.jit`, which have no values.
+
+    >>> check_first_batch("cross_entropy", torch.zeros(2, 3), torch.tensor([0, 3]))
+    Traceback (most recent call last):
+        ...
+    ValueError: cross_entropy(targets[1]=3): needs class indices from 0 to 2, as the logits have 3 classes, and ...
 
     Args:
-        outputs: what the loss will be given, or anything else with their `shape`.
-        loss: a name, or a callable: one of ours (perhaps a `functools.partial` of it) is known for what it is, and so
-            is torch's cross entropy over outputs of shape (rows, classes). Another one may take NaN for a sign of its
-            own, so nothing is refused: see `check_first_loss`.
+        outputs: the outputs the loss will be called with, or any object with their `shape`.
+        loss: a name or a callable. The losses of this package (or a `functools.partial` of one) are recognised, and so
+            is torch's cross entropy over outputs of shape (rows, classes). For any other loss nothing is rejected,
+            because NaN may have a meaning there; see `check_first_loss`.
 
     Raises:
-        ValueError: it names the first such target, where it stands, and how many there are.
+        ValueError: names the first such target, its index, and how many there are.
     """
     if not is_array(targets) or not has_values(targets):
         return
     function, options = _opened(loss)
     place = loss if isinstance(loss, str) else getattr(function, "__name__", type(function).__name__)
-    if function in _OF_LABELS or _is_torchs_cross_entropy(function):
-        # torch has the classes second: beyond 2 dimensions that fits only where the last one is as long
+    if function in _OVER_LABELS or _is_torchs_cross_entropy(function):
+        # torch puts the classes second: with more than 2 dimensions this matches only if the last one has that size
         shape = getattr(outputs, "shape", ())
-        if shape and targets.shape == shape[:-1] and _numbers_something(targets):
+        if shape and targets.shape == shape[:-1] and _is_integral(targets):
             ignored = getattr(function, "ignore_index", options.get("ignore_index", -100))
             check_labels(place, outputs, targets, ignored)
-    elif function in _OF_PROBABILITIES and is_floating(targets):
+    elif function in _OVER_PROBABILITIES and is_floating(targets):
         check_probabilities(place, targets)
     elif function in _NAMED.values() and is_floating(targets):
         check_finite(place, targets)
 
 
-def check_first_loss(loss: Array, targets: Any, place: str) -> None:
-    """Refuses targets that are not finite where the loss that they gave is not: once a run, as above.
+def check_first_loss(loss: Array, targets: object, place: str) -> None:
+    """Rejects targets that are not finite if the loss is not finite; it waits for the device, so call it once a run.
+
+    >>> check_first_loss(torch.tensor(float("nan")), torch.tensor([1.0, float("inf")]), "my_loss")
+    Traceback (most recent call last):
+        ...
+    ValueError: my_loss(targets[1]=inf): needs finite numbers, and 1 of 2 targets are not; ...
 
     Raises:
-        ValueError: it names the first such target, where it stands, and how many there are.
+        ValueError: names the first such target, its index, and how many there are.
     """
     if not is_array(targets) or not is_floating(targets) or not has_values(targets) or not has_values(loss):
         return
@@ -129,26 +150,26 @@ def check_first_loss(loss: Array, targets: Any, place: str) -> None:
 
 
 def _opened(loss: str | Loss) -> tuple[Any, Mapping[str, Any]]:
-    """The function or module behind a name or a partial, and the partial's keywords."""
+    """The function or module of a name or a partial, and the partial's keywords."""
     if isinstance(loss, str):
         return _NAMED.get(loss), {}
     return (loss.func, loss.keywords) if isinstance(loss, partial) else (loss, {})
 
 
-def _numbers_something(targets: Array) -> bool:
+def _is_integral(targets: Array) -> bool:
     if isinstance(targets, Tensor):
         return is_index_dtype(targets.dtype)
     return bool(namespace(targets).isdtype(targets.dtype, "integral"))
 
 
-def _is_torchs_cross_entropy(function: Any) -> bool:
-    # a subclass with a forward of its own may mean something else by its targets
+def _is_torchs_cross_entropy(function: object) -> bool:
+    # a subclass that overrides forward may give its targets a different meaning
     theirs = isinstance(function, nn.CrossEntropyLoss) and type(function).forward is nn.CrossEntropyLoss.forward
     return theirs or function is F.cross_entropy
 
 
 def _check_options(name: str, loss: Loss, options: Mapping[str, Any]) -> None:
-    """Refuses what the loss does not take, and values that it refuses beside targets of zero."""
+    """Rejects unknown options, and values that the loss itself rejects when called on zeros."""
     parameters = inspect.signature(loss).parameters.values()
     choices = sorted(each.name for each in parameters if each.kind is each.KEYWORD_ONLY)
     for key, value in options.items():
@@ -156,13 +177,13 @@ def _check_options(name: str, loss: Loss, options: Mapping[str, Any]) -> None:
             takes = f"it takes {', '.join(choices)}" if choices else "it takes no option"
             raise ConfigurationError(f"get_loss({key}={value!r}): unknown to {name!r}; {takes}")
     of_classes = [value for value in options.values() if is_array(value) and value.ndim]  # a weight for each
-    if loss in _OF_LABELS and of_classes and not isinstance(of_classes[0], Tensor):
+    if loss in _OVER_LABELS and of_classes and not isinstance(of_classes[0], Tensor):
         xp = namespace(of_classes[0])
         loss(xp.zeros((1, *of_classes[0].shape[-1:])), xp.zeros((1,), dtype=xp.int32), **options)
         return
     classes, device = (of_classes[0].shape[-1], of_classes[0].device) if of_classes else (2, torch.device("cpu"))
     with torch.no_grad():
-        if loss in _OF_LABELS:
+        if loss in _OVER_LABELS:
             loss(torch.zeros(1, classes, device=device), torch.zeros(1, dtype=torch.int64, device=device), **options)
         else:
             loss(torch.zeros(1, device=device), torch.zeros(1, device=device), **options)

@@ -1,43 +1,52 @@
-"""Checks of shapes, types and options that cost no look at a tensor's values."""
+"""Checks of shapes, types and options; none of them reads a tensor's values."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TypeVar
 
 from pulsetrain.engine.arrays import Array, is_floating, namespace
-from pulsetrain.engine.class_indices import check_labels_fit
+from pulsetrain.engine.class_indices import check_class_indices
 from pulsetrain.engine.errors import ConfigurationError
 
 __all__ = ["check_classes_last", "check_same_shape", "require"]
 
 
-def require(place: str, argument: str, value: Any, rule: Callable[[Any], bool], needs: str) -> None:
-    """Raises ConfigurationError unless the rule, which compares the value with numbers, holds."""
+T = TypeVar("T")
+
+
+def require(place: str, argument: str, value: T, rule: Callable[[T], bool], needs: str) -> None:
+    """Raises ConfigurationError unless the rule, which compares the value with numbers, holds.
+
+    >>> require("mixup", "alpha", -1.0, lambda alpha: alpha > 0, "a positive number")
+    Traceback (most recent call last):
+        ...
+    pulsetrain.engine.errors.ConfigurationError: mixup(alpha=-1.0): needs a positive number
+    """
     try:
         fits = rule(value)
-    except (TypeError, ValueError, RuntimeError):  # a text or a list; an array or a tensor of several values
+    except (TypeError, ValueError, RuntimeError):  # a string or a list; an array of several values
         fits = False
     if not fits:
         raise ConfigurationError(f"{place}({argument}={value!r}): needs {needs}")
 
 
 def check_classes_last(place: str, logits: Array, targets: Array) -> None:
-    """Refuses logits that are not (..., classes) beside targets of shape (...), and torch targets that number nothing.
+    """Rejects shapes other than logits (..., classes) and targets (...), and torch targets that are not integers.
 
     Raises:
         ValueError: the shapes do not fit.
         TypeError: the targets are not whole numbers.
     """
-    check_labels_fit(place, logits, targets, ("logits", "targets"), "for yes and no use bce_with_logits")
+    check_class_indices(place, logits, targets, ("logits", "targets"), "for yes and no use bce_with_logits")
 
 
 def check_same_shape(place: str, argument: str, values: Array, targets: Array) -> None:
-    """Refuses what torch would broadcast: (n, 1) against (n,) makes an (n, n) loss that trains, and wrongly.
+    """Rejects shapes that torch would broadcast: (n, 1) against (n,) gives an (n, n) loss, which trains, but wrongly.
 
     Raises:
         ValueError: the shapes differ.
-        TypeError: the targets are no floating point numbers.
+        TypeError: the targets are not floating point numbers.
     """
     if values.shape != targets.shape:
         hint = ""
@@ -51,7 +60,7 @@ def check_same_shape(place: str, argument: str, values: Array, targets: Array) -
         )
     try:
         floating, remedy = targets.is_floating_point(), "targets.float()"
-    except AttributeError:  # no tensor of torch; to ask first would cost each of torch's losses something
+    except AttributeError:  # not a torch tensor; asking first would slow down every loss over torch tensors
         namespace(values, targets, place=place)
         floating, remedy = is_floating(targets), "targets.astype('float32')"
     if not floating:

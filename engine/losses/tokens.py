@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens, and their sums over replies: what preference and policy losses are made of."""
+"""Log-probabilities of tokens and their sums over replies, the inputs of preference and policy losses."""
 
 from __future__ import annotations
 
@@ -17,24 +17,27 @@ from pulsetrain.engine.arrays import (
     take_last,
 )
 from pulsetrain.engine.class_indices import is_index_dtype
-from pulsetrain.engine.losses.masks import check_mask, kept
+from pulsetrain.engine.losses.masks import check_mask, zero_outside
 
 __all__ = ["entropy", "masked_sum_log_probs", "token_log_probs"]
 
 
 def token_log_probs(logits: Array, tokens: Array) -> Array:
-    """`log softmax(logits)[token]` of each token, in nats.
+    """`log softmax(logits)[token]` for each token, in nats.
+
+    >>> token_log_probs(torch.zeros(1, 2, 4), torch.tensor([[3, 0]]))  # -log 4 each
+    tensor([[-1.3863, -1.3863]])
 
     Args:
-        logits: shape (..., vocabulary), floating point; those at a position predict the token at the same one.
-        tokens: token ids, shape (...). Padding has to be a token too, whichever: a mask leaves it out later.
+        logits: shape (..., vocabulary), floating point; the logits at a position predict the token at that position.
+        tokens: token ids, shape (...). Padding needs a valid token id too, any; a mask excludes it later.
 
     Returns:
         Shape (...), in float32 at least.
 
     Raises:
-        ValueError: the shapes do not fit; on the CPU also: a token is not of the vocabulary. Where it cannot be seen,
-            inside `jax.jit` or on jax's accelerators, its log-probability is nan instead.
+        ValueError: the shapes do not fit; on the CPU also: a token is outside the vocabulary. Where the values cannot
+            be seen, inside `jax.jit` or on jax's accelerators, its log-probability is nan instead.
         TypeError: the tokens are not whole numbers, or the logits are.
     """
     place = "token_log_probs"
@@ -46,7 +49,7 @@ def token_log_probs(logits: Array, tokens: Array) -> Array:
         )
     of_torch = isinstance(logits, Tensor)
     if not (is_index_dtype(tokens.dtype) if of_torch else xp.isdtype(tokens.dtype, "integral")):
-        raise TypeError(f"{place}(tokens: {describe_array(tokens)}): needs whole numbers, the ids of tokens")
+        raise TypeError(f"{place}(tokens: {describe_array(tokens)}): needs whole numbers, the token ids")
     if not is_floating(logits):
         raise TypeError(f"{place}(logits: {describe_array(logits)}): needs floating point numbers")
     if isinstance(logits, Tensor):
@@ -56,23 +59,27 @@ def token_log_probs(logits: Array, tokens: Array) -> Array:
             _check_vocabulary(place, logits, tokens)
             raise
     _check_vocabulary(place, logits, tokens)
-    # inside jax.jit nothing else would tell of a token that there is not: jax takes -1 for the last one
+    # inside jax.jit only nan can report a token outside the vocabulary: jax would use -1 as the last one
     known = (tokens >= 0) & (tokens < logits.shape[-1])
     log_probs = take_last(log_softmax(at_least_float32(logits)), xp.where(known, tokens, 0))
     return xp.where(known, log_probs, xp.nan)
 
 
 def masked_sum_log_probs(log_probs: Array, mask: Array, average: bool = False) -> Array:
-    """Sum of the log-probabilities of each row where the mask is true.
+    """The sum of each row's log-probabilities where the mask is true.
+
+    >>> log_probs, mask = torch.tensor([[-1.0, -3.0, -9.0]]), torch.tensor([[True, True, False]])
+    >>> masked_sum_log_probs(log_probs, mask), masked_sum_log_probs(log_probs, mask, average=True)
+    (tensor([-4.]), tensor([-2.]))
 
     Args:
-        log_probs: shape (batch, length). Those beside the mask may be anything, nan too: neither they nor their
-            gradients come through.
+        log_probs: shape (batch, length). Values outside the mask may be anything, even nan: neither they nor their
+            gradients reach the result.
         mask: true where a token counts, shape (batch, length).
         average: divide by the number of tokens that count.
 
     Returns:
-        Shape (batch,), in float32 at least; 0 for a row of which nothing counts.
+        Shape (batch,), in float32 at least; 0 for a row where the mask is nowhere true.
 
     Raises:
         ValueError: the shapes differ, or are ().
@@ -84,7 +91,7 @@ def masked_sum_log_probs(log_probs: Array, mask: Array, average: bool = False) -
     if not log_probs.ndim:
         raise ValueError(f"{place}(log_probs of shape ()): needs rows of tokens, shape (batch, length)")
     wide = at_least_float32(log_probs)
-    total = xp.sum(kept(wide, mask), axis=-1)
+    total = xp.sum(zero_outside(wide, mask), axis=-1)
     if not average:
         return total
     count = xp.sum(xp.astype(mask, wide.dtype), axis=-1)
@@ -94,6 +101,9 @@ def masked_sum_log_probs(log_probs: Array, mask: Array, average: bool = False) -
 def entropy(logits: Array) -> Array:
     """Entropy of the softmax over the last dimension, in nats: `-sum(p log p)`; logits of -inf add nothing.
 
+    >>> entropy(torch.tensor([[0.0, 0.0], [0.0, -torch.inf]]))  # log 2 and 0
+    tensor([0.6931, -0.0000])
+
     Args:
         logits: shape (..., vocabulary).
 
@@ -102,7 +112,7 @@ def entropy(logits: Array) -> Array:
 
     Raises:
         ValueError: the logits have no dimension.
-        TypeError: they are no floating point numbers.
+        TypeError: they are not floating point numbers.
     """
     xp = namespace(logits, place="entropy")
     if not logits.ndim:
@@ -115,21 +125,21 @@ def entropy(logits: Array) -> Array:
 
 
 def _remedy(logits: Array, tokens: Array) -> str:
-    """What to pass instead, for the mistakes that are often made."""
+    """What to pass instead, for common mistakes."""
     if not logits.ndim:
         return ""
     rows = tuple(logits.shape[:-1])
     if tuple(tokens.shape) == (*rows, 1):
         return "; pass tokens.squeeze(-1)"
     if rows and tuple(tokens.shape) == (*rows[:-1], rows[-1] + 1):
-        return "; logits of all positions but the last predict tokens[..., 1:]"
+        return "; pass tokens[..., 1:], which the logits of all positions but the last predict"
     if tokens.ndim and tuple(tokens.shape[:-1]) == rows[:-1] and tokens.shape[-1] == rows[-1] - 1:
-        return "; pass logits[..., :-1, :], for the last position predicts nothing that is known"
+        return "; pass logits[..., :-1, :], since the token after the last position is unknown"
     return ""
 
 
 def _check_vocabulary(place: str, logits: Array, tokens: Array) -> None:
-    """Refuses ids outside 0 .. vocabulary - 1, where they can be seen without waiting for an accelerator."""
+    """Rejects ids outside 0 .. vocabulary - 1, if they can be read without waiting for an accelerator."""
     if not on_host(tokens):
         return
     ids = np.asarray(tokens)
@@ -139,5 +149,5 @@ def _check_vocabulary(place: str, logits: Array, tokens: Array) -> None:
         raise ValueError(
             f"{place}(tokens{first or ''}={ids[tuple(first)]}): needs ids from 0 to {logits.shape[-1] - 1}, as the "
             f"logits have a vocabulary of {logits.shape[-1]}, and {wrong.sum()} of {ids.size} tokens are outside; give "
-            "padding a token, 0 say, and leave it out by a mask"
+            "padding a token id, such as 0, and exclude it with a mask"
         )

@@ -1,4 +1,4 @@
-"""Metrics that count on the device and wait for it only when they are read; their names, and their histories."""
+"""Metrics that accumulate on the device and wait for it only when they are read; their names and histories."""
 
 from pulsetrain.engine.metrics.accuracy import Accuracy, TokenAccuracy, TopKAccuracy
 from pulsetrain.engine.metrics.means import RunningMean, bits_per_byte, perplexity

@@ -1,4 +1,4 @@
-"""The part of the predictions that is right: of samples, among the best k, of tokens."""
+"""Accuracy over samples, over the k best classes, and over tokens."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 
 from torch import Tensor
 
-from pulsetrain.engine.class_indices import check_indices, check_labels_fit
+from pulsetrain.engine.class_indices import check_class_indices, check_indices
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.metrics.reading import nothing_yet
 
 __all__ = ["Accuracy", "TokenAccuracy", "TopKAccuracy"]
 
 
-class _PartRight:
-    """Two whole numbers on the device, right and counted: exact over any number of samples; NaN where none counted."""
+class _ShareCorrect:
+    """Counts correct and all predictions as integers on the device, exact for any number; NaN if nothing counted."""
 
     def __init__(self, ignore_index: int | None) -> None:
         if ignore_index is not None and type(ignore_index) is not int:
@@ -27,13 +27,13 @@ class _PartRight:
         self.reset()
 
     def reset(self) -> None:
-        """Forget what was seen."""
-        # Never changed in place: a state that was handed out stays as it was.
+        """Discards all counts."""
+        # never changed in place, so a state that was returned stays valid
         self._right: Tensor | None = None
         self._counted: Tensor | int = 0
 
     def update(self, y_pred: Tensor, y: Tensor) -> None:
-        """One more batch, without waiting for the device.
+        """Adds a batch, without waiting for the device.
 
         Args:
             y_pred: logits or probabilities, shape (..., classes).
@@ -41,7 +41,7 @@ class _PartRight:
 
         Raises:
             ValueError: the shapes do not fit, or there are fewer than k classes.
-            TypeError: y holds no class indices.
+            TypeError: y does not hold class indices.
         """
         self._check(y_pred, y)
         right = self._hits(y_pred, y)
@@ -53,40 +53,48 @@ class _PartRight:
         self._counted = self._counted + counted
 
     def compute(self) -> float:
-        """The part that is right, from 0 to 1, brought to the host.
+        """The share of correct predictions, from 0 to 1; waits for the device.
 
         Raises:
-            MetricNotFoundError: nothing was counted yet.
+            MetricNotFoundError: there was no update yet.
         """
         if self._right is None:
             raise nothing_yet(type(self).__name__)
-        right, counted = int(self._right), int(self._counted)  # the second does not wait any more
+        right, counted = int(self._right), int(self._counted)  # the second no longer waits
         return right / counted if counted else math.nan
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Tensor | int | None]:
         return {"right": self._right, "counted": self._counted}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._right, self._counted = state["right"], state["counted"]
 
     def _hits(self, y_pred: Tensor, y: Tensor) -> Tensor:
-        """Which are right, shape of y."""
+        """A mask of the correct predictions, the shape of y."""
         return y_pred.argmax(-1) == y
 
     def _check(self, y_pred: Tensor, y: Tensor) -> None:
         place = f"{type(self).__name__}.update"
         if not isinstance(y_pred, Tensor) or not isinstance(y, Tensor):
             raise TypeError(f"{place}(y_pred={type(y_pred).__name__}, y={type(y).__name__}): needs two tensors")
-        check_labels_fit(place, y_pred, y, ("y_pred", "y"), "for binary logits pass (y_pred > 0).long() and y.long()")
+        check_class_indices(
+            place, y_pred, y, ("y_pred", "y"), "for binary logits pass (y_pred > 0).long() and y.long()"
+        )
 
 
-class Accuracy(_PartRight):
-    """The part of the samples whose class is predicted; where scores are equal, the class that argmax takes.
+class Accuracy(_ShareCorrect):
+    """The share of samples whose class has the highest score; ties are decided as `argmax` does.
 
-    `y_pred` may also hold predicted classes: whole numbers, of the shape of y.
+    `y_pred` may also hold predicted classes: integers with the shape of y.
+
+    >>> import torch
+    >>> accuracy = Accuracy()
+    >>> accuracy.update(torch.tensor([[2.0, 1.0], [0.0, 3.0]]), torch.tensor([0, 0]))
+    >>> accuracy.compute()
+    0.5
 
     Args:
-        ignore_index: targets of this value do not count.
+        ignore_index: targets with this value do not count.
     """
 
     def __init__(self, ignore_index: int | None = None) -> None:
@@ -104,12 +112,18 @@ class Accuracy(_PartRight):
             super()._check(y_pred, y)
 
 
-class TopKAccuracy(_PartRight):
-    """The part of the samples whose class is among the k with the highest scores.
+class TopKAccuracy(_ShareCorrect):
+    """The share of samples whose class is among the k highest scores.
+
+    >>> import torch
+    >>> accuracy = TopKAccuracy(k=2)
+    >>> accuracy.update(torch.tensor([[0.1, 0.2, 0.7], [0.7, 0.2, 0.1]]), torch.tensor([1, 2]))
+    >>> accuracy.compute()
+    0.5
 
     Args:
-        k: how many; at most the number of classes.
-        ignore_index: targets of this value do not count.
+        k: the number of scores, at most the number of classes.
+        ignore_index: targets with this value do not count.
     """
 
     def __init__(self, k: int = 5, ignore_index: int | None = None) -> None:
@@ -125,16 +139,22 @@ class TopKAccuracy(_PartRight):
         super()._check(y_pred, y)
         if self.k > y_pred.shape[-1]:
             raise ValueError(
-                f"TopKAccuracy(k={self.k}): y_pred of shape {tuple(y_pred.shape)} has {y_pred.shape[-1]} classes only; "
+                f"TopKAccuracy(k={self.k}): y_pred of shape {tuple(y_pred.shape)} has only {y_pred.shape[-1]} classes; "
                 "choose a smaller k"
             )
 
 
-class TokenAccuracy(_PartRight):
-    """The part of the tokens that is predicted, padding left out.
+class TokenAccuracy(_ShareCorrect):
+    """The share of tokens that are predicted correctly, without padding.
+
+    >>> import torch
+    >>> accuracy = TokenAccuracy()
+    >>> accuracy.update(torch.eye(3).unsqueeze(0), torch.tensor([[0, 2, -100]]))  # predicts 0, 1, 2
+    >>> accuracy.compute()
+    0.5
 
     Args:
-        ignore_index: targets of this value do not count.
+        ignore_index: targets with this value do not count.
     """
 
     def __init__(self, ignore_index: int = -100) -> None:

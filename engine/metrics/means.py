@@ -1,4 +1,4 @@
-"""Weighted means over a run, and what language models derive from their mean loss."""
+"""Weighted means over a run, and the perplexity and bits per byte of a mean loss."""
 
 from __future__ import annotations
 
@@ -20,32 +20,38 @@ Number = TypeVar("Number", float, Tensor)
 class RunningMean:
     """`sum(weight * value) / sum(weight)`, summed in float64 on the device of the values (float32 on mps).
 
-    NaN where all weights are zero.
+    It is NaN if all weights are zero.
+
+    >>> mean = RunningMean()
+    >>> mean.update(1.0, weight=3)
+    >>> mean.update(torch.tensor(5.0))
+    >>> mean.compute()
+    2.0
     """
 
     def __init__(self) -> None:
         self.reset()
 
     def reset(self) -> None:
-        """Forget what was seen."""
-        # Never changed in place: a state that was handed out stays as it was.
+        """Discards all values."""
+        # never changed in place, so a state that was returned stays valid
         self._total: Tensor | float | None = None
         self._weight: Tensor | float = 0.0
 
     def update(self, value: Tensor | float, weight: Tensor | float = 1.0) -> None:
-        """One more value, without waiting for the device.
+        """Adds a value, without waiting for the device.
 
         Args:
             value: a number or a tensor of one element, on any device.
-            weight: how much it counts, such as the number of samples that it is a mean of; a tensor's is not looked at.
+            weight: for example the number of samples in the mean `value`; a tensor's value is not checked.
 
         Raises:
-            ValueError: more than one value, or a weight that is negative or not finite.
+            ValueError: there is more than one value, or the weight is negative or not finite.
         """
         if not isinstance(weight, Tensor) and not 0.0 <= weight < math.inf:
             raise ValueError(f"RunningMean.update(weight={weight!r}): needs a finite number of at least 0")
         value, weight = _wide("value", value), _wide("weight", weight)
-        if isinstance(weight, Tensor):  # what counts nothing has no mean, which is nan: it must not stay in the sum
+        if isinstance(weight, Tensor):  # the mean of nothing is nan, which must not enter the sum with weight 0
             weighted: Tensor | float = torch.where(weight > 0, value * weight, 0.0)
         else:
             weighted = value * weight if weight else 0.0
@@ -56,23 +62,23 @@ class RunningMean:
         """The mean as a tensor of shape (), on the device.
 
         Raises:
-            MetricNotFoundError: nothing was added yet.
+            MetricNotFoundError: there was no update yet.
         """
         if self._total is None:
             raise nothing_yet("RunningMean")
-        # as a tensor even on the host: 0 / 0 is NaN there, and an exception between floats
+        # as a tensor even on the host: 0 / 0 is NaN for tensors and an exception for floats
         total = self._total if isinstance(self._total, Tensor) else torch.tensor(self._total, dtype=torch.float64)
         return total / self._weight
 
     def compute(self) -> float:
-        """The mean, brought to the host.
+        """The mean as a number; waits for the device.
 
         Raises:
-            MetricNotFoundError: nothing was added yet.
+            MetricNotFoundError: there was no update yet.
         """
         return self.mean().item()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Tensor | float | None]:
         return {"total": self._total, "weight": self._weight}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -80,10 +86,13 @@ class RunningMean:
 
 
 def perplexity(mean_loss: Number) -> Number:
-    """`exp(mean_loss)`: among how many equally likely tokens the model hesitates; infinite where that overflows.
+    """`exp(mean_loss)`: the number of equally likely tokens with the same loss; infinite on overflow.
+
+    >>> round(perplexity(math.log(50)), 6)
+    50.0
 
     Args:
-        mean_loss: nats a token; a tensor's stays on its device.
+        mean_loss: nats per token; a tensor stays on its device.
     """
     if isinstance(mean_loss, Tensor):
         return mean_loss.exp()
@@ -94,11 +103,14 @@ def perplexity(mean_loss: Number) -> Number:
 
 
 def bits_per_byte(mean_loss: Number, bytes_per_token: float = 1.0) -> Number:
-    """`mean_loss / (ln 2 * bytes_per_token)`: bits that the model needs for each byte of the text.
+    """`mean_loss / (ln 2 * bytes_per_token)`: the bits that the model needs per byte of text.
+
+    >>> bits_per_byte(math.log(2) * 3.0, bytes_per_token=4.0)
+    0.75
 
     Args:
-        mean_loss: nats a token; a tensor's stays on its device.
-        bytes_per_token: mean length of a token in the text, bytes of UTF-8; 1 where tokens are bytes.
+        mean_loss: nats per token; a tensor stays on its device.
+        bytes_per_token: mean length of a token in bytes of UTF-8; 1 if tokens are bytes.
 
     Raises:
         ConfigurationError: bytes_per_token is not positive and finite.
@@ -109,7 +121,7 @@ def bits_per_byte(mean_loss: Number, bytes_per_token: float = 1.0) -> Number:
 
 
 def _wide(argument: str, value: Tensor | float) -> Tensor | float:
-    """In float64, and of shape ()."""
+    """The value in float64, shape ()."""
     if not isinstance(value, Tensor):
         return float(value)
     if value.numel() != 1:

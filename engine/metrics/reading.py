@@ -1,4 +1,4 @@
-"""How metrics are found by name, and how their values come to the host."""
+"""Finds metrics by name and copies their values to the host."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ __all__ = ["canonical", "nothing_yet", "to_host"]
 
 
 def canonical(name: str, known: Iterable[str], *, place: str = "canonical") -> str:
-    """The full name of a metric among those known: `val/loss` for itself and for `val_loss`.
+    """The full name of a metric among known names, from itself or its underscore form.
+
+    >>> canonical("val_loss", ["train/loss", "val/loss"])
+    'val/loss'
 
     Raises:
-        MetricNotFoundError: none or several match; it names those that exist.
+        MetricNotFoundError: none or several match; names the metrics that exist.
     """
     names = list(known)
     if name in names:
@@ -34,7 +37,11 @@ def canonical(name: str, known: Iterable[str], *, place: str = "canonical") -> s
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[float]:
-    """The values of tensors of shape (), in order: one copy, and one wait for the device, per device and dtype."""
+    """The values of tensors of shape (), in order, with one copy and one wait per device and dtype.
+
+    >>> to_host([torch.tensor(1.0), torch.tensor(2), torch.tensor(3.0)])
+    [1.0, 2, 3.0]
+    """
     groups: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for index, tensor in enumerate(tensors):
         groups.setdefault((tensor.device, tensor.dtype), []).append(index)

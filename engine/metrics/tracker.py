@@ -1,4 +1,4 @@
-"""The values of every metric of a run, by name and in order."""
+"""The history of every metric of a run, by name."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import numbers
 from array import array
 from collections.abc import Iterator, Mapping
 from threading import RLock
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -17,19 +17,24 @@ from pulsetrain.engine.metrics.reading import canonical
 
 __all__ = ["MetricTracker"]
 
-_FOLD = 1000  # device tensors that are kept apart at most: each takes 512 bytes of an accelerator, a float in a row 4
-_PROVISIONAL = -1  # the place of a value that is in no history yet
+_FOLD = 1000  # concatenate after this many device tensors: a separate one takes 512 bytes, an element of a row 4
+_PROVISIONAL = -1  # the index of a value that is not in the history yet
 
 
 class MetricTracker(Mapping[str, list[float]]):
-    """Metric name -> its values, in the order in which they came; any thread may add and read.
+    """A mapping from metric names to the lists of their values, in order; it is thread-safe.
 
-    Values that are on a device stay there until something is read: then all are brought to the host together, one copy
-    for each device and dtype. Asking whether a name is known reads nothing. As a mapping it gives lists of floats;
-    names may be asked for in their underscore form (`val_loss`).
+    Values on a device stay there until something is read; then all are copied to the host together, with one copy per
+    device and dtype. `name in tracker` reads nothing. Names may be given in their underscore form (`val_loss`).
 
     A provisional value, such as the mean of an unfinished epoch, is read like any other until the next value of its
-    name takes its place; `state_dict()` leaves it out.
+    name replaces it; `state_dict()` leaves it out.
+
+    >>> tracker = MetricTracker()
+    >>> tracker.update({"train/loss": 2.0})
+    >>> tracker.update({"train/loss": torch.tensor(1.0), "val/loss": 3.0})
+    >>> tracker["train/loss"], tracker.get_latest("val_loss"), tracker.get_best("train/loss")
+    ([2.0, 1.0], 3.0, 1.0)
     """
 
     def __init__(self) -> None:
@@ -37,23 +42,23 @@ class MetricTracker(Mapping[str, list[float]]):
         self.reset()
 
     def reset(self) -> None:
-        """Forget every name and value."""
+        """Discards every name and value."""
         with self._lock:
             self._values: dict[str, array[float]] = {}
             self._provisional: dict[str, float | Tensor] = {}
-            # by device and dtype: rows of values, and whose each is: a name, and the place in its history
+            # by device and dtype: rows of values, and for each value its name and the index in that history
             self._waiting: dict[tuple[torch.device, torch.dtype], tuple[list[Tensor], list[tuple[str, int]]]] = {}
 
     def update(self, metrics: Mapping[str, float | Tensor], *, provisional: bool = False) -> None:
-        """Append a value to each name.
+        """Appends a value to each name.
 
         Args:
-            metrics: numbers, or tensors of one element on any device, which are not waited for.
-            provisional: the next update of these names takes the values back.
+            metrics: numbers, or tensors of one element on any device, which it does not wait for.
+            provisional: the next update of these names replaces the values.
 
         Raises:
-            TypeError: a value is no number.
-            ValueError: a tensor of more than one value. Nothing of the mapping is kept then.
+            TypeError: a value is not a number; nothing is appended.
+            ValueError: a tensor has more than one value; nothing is appended.
         """
         values = {name: _number(name, value) for name, value in metrics.items()}
         with self._lock:
@@ -66,7 +71,7 @@ class MetricTracker(Mapping[str, list[float]]):
                     self._append(name, value)
 
     def keep_provisional(self) -> None:
-        """Make the provisional values lasting: what they stand for, such as an epoch, was given up and stays so."""
+        """Makes the provisional values permanent, for example when an epoch was abandoned."""
         with self._lock:
             for name, value in self._provisional.items():
                 self._append(name, value)
@@ -80,7 +85,7 @@ class MetricTracker(Mapping[str, list[float]]):
         """All values of that name, or of all names.
 
         Raises:
-            MetricNotFoundError: there is no such name (also a KeyError, as for any mapping); it names those that exist.
+            MetricNotFoundError: the name is unknown (also a KeyError, as for any mapping); names those that exist.
         """
         with self._lock:
             if name is None:
@@ -109,10 +114,10 @@ class MetricTracker(Mapping[str, list[float]]):
             return self._last(name)
 
     def get_best(self, name: str, mode: Literal["min", "max"] = "min") -> float:
-        """The smallest or the largest value of that name; NaN only where all are.
+        """The smallest or the largest value of a name; NaN only if all values are NaN.
 
         Raises:
-            ConfigurationError: another mode.
+            ConfigurationError: the mode is unknown.
             MetricNotFoundError: as in `get_history`.
         """
         if mode not in ("min", "max"):
@@ -173,33 +178,33 @@ class MetricTracker(Mapping[str, list[float]]):
     def _append(self, name: str, value: float | Tensor) -> None:
         row = self._values[name]
         if isinstance(value, Tensor):
-            tensors, places = self._waiting.setdefault((value.device, value.dtype), ([], []))
+            tensors, slots = self._waiting.setdefault((value.device, value.dtype), ([], []))
             tensors.append(value)
-            places.append((name, len(row)))
+            slots.append((name, len(row)))
             if len(tensors) == _FOLD:
                 tensors[:] = [torch.cat(tensors)]
             value = math.nan  # until it is read
         row.append(value)
 
     def _read(self) -> None:
-        """Bring what is still on a device to the host; interrupted while it waits, it can be called again."""
-        waiting = {kind: (list(tensors), list(places)) for kind, (tensors, places) in self._waiting.items()}
+        """Copies the values that are still on a device to the host; if interrupted, it can be called again."""
+        waiting = {kind: (list(tensors), list(slots)) for kind, (tensors, slots) in self._waiting.items()}
         for name, value in self._provisional.items():
             if isinstance(value, Tensor):
-                tensors, places = waiting.setdefault((value.device, value.dtype), ([], []))
+                tensors, slots = waiting.setdefault((value.device, value.dtype), ([], []))
                 tensors.append(value)
-                places.append((name, _PROVISIONAL))
-        for tensors, places in waiting.values():
-            for (name, place), number in zip(places, torch.cat(tensors).tolist(), strict=True):
-                if place == _PROVISIONAL:
+                slots.append((name, _PROVISIONAL))
+        for tensors, slots in waiting.values():
+            for (name, index), number in zip(slots, torch.cat(tensors).tolist(), strict=True):
+                if index == _PROVISIONAL:
                     self._provisional[name] = number
                 else:
-                    self._values[name][place] = number
+                    self._values[name][index] = number
         self._waiting.clear()
 
 
-def _number(name: str, value: Any) -> float | Tensor:
-    """The value as a float, or as a tensor of shape (1,) of its own: the caller may change his later."""
+def _number(name: str, value: object) -> float | Tensor:
+    """The value as a float or as a copied tensor of shape (1,), since the caller may change the original."""
     if isinstance(value, Tensor):
         if value.numel() != 1:
             raise ValueError(
@@ -212,6 +217,6 @@ def _number(name: str, value: Any) -> float | Tensor:
 
 
 class _UnknownMetricError(MetricNotFoundError, KeyError):
-    """A KeyError as well, so that `get` of a mapping finds its default."""
+    """Also a KeyError, so that `Mapping.get` returns its default."""
 
-    __str__ = Exception.__str__  # KeyError's shows quotes around the message
+    __str__ = Exception.__str__  # KeyError's puts quotes around the message

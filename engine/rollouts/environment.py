@@ -174,7 +174,7 @@ class EnvironmentRollouts(Rollouts):
         lane.seed = self.seed if seed is None else seed
         returns: list[float] = []
         try:
-            with rng.kept(), eval_mode(self.trainer.model):
+            with rng.preserve_rng(), eval_mode(self.trainer.model):
                 rng.seed_everything(rng.derive(lane.seed, _EVALUATION))
                 for _ in range(episodes):
                     lane.next_episode()

@@ -1,4 +1,4 @@
-"""Learning-rate schedules: pure functions of the number of updates already made; and torch schedulers over them."""
+"""Learning-rate schedules as pure functions of the number of updates made, and torch schedulers that follow them."""
 
 from pulsetrain.engine.schedules.decay import (
     Constant,

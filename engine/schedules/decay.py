@@ -1,4 +1,4 @@
-"""Schedules of one formula each, from the first update to the last."""
+"""Schedules given by one formula from the first update to the last."""
 
 from __future__ import annotations
 
@@ -25,7 +25,11 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Constant(Formula):
-    """The same rate for ever."""
+    """The same rate at every update.
+
+    >>> Constant(0.1).get_lr(1000)
+    0.1
+    """
 
     initial_lr: float
 
@@ -35,7 +39,12 @@ class Constant(Formula):
 
 @dataclass(frozen=True)
 class Linear(Formula):
-    """`min_lr + (initial_lr - min_lr) * (1 - step / total_steps)`, and min_lr after total_steps."""
+    """`min_lr + (initial_lr - min_lr) * (1 - step / total_steps)`, and min_lr after total_steps.
+
+    >>> schedule = Linear(1.0, total_steps=4)
+    >>> [schedule.get_lr(step) for step in (0, 1, 2, 4, 9)]
+    [1.0, 0.75, 0.5, 0.0, 0.0]
+    """
 
     initial_lr: float
     total_steps: int
@@ -49,7 +58,12 @@ class Linear(Formula):
 
 @dataclass(frozen=True)
 class Polynomial(Formula):
-    """`min_lr + (initial_lr - min_lr) * (1 - step / total_steps) ** power`, and min_lr after total_steps."""
+    """`min_lr + (initial_lr - min_lr) * (1 - step / total_steps) ** power`, and min_lr after total_steps.
+
+    >>> schedule = Polynomial(1.0, total_steps=4, power=2.0)
+    >>> [schedule.get_lr(step) for step in (0, 2, 4)]
+    [1.0, 0.25, 0.0]
+    """
 
     initial_lr: float
     total_steps: int
@@ -70,7 +84,12 @@ class Polynomial(Formula):
 
 @dataclass(frozen=True)
 class Step(Formula):
-    """`initial_lr * gamma ** (step // step_size)`; math.inf where a gamma above 1 leaves the range of floats."""
+    """`initial_lr * gamma ** (step // step_size)`; math.inf if a gamma above 1 overflows.
+
+    >>> schedule = Step(1.0, step_size=10, gamma=0.5)
+    >>> [schedule.get_lr(step) for step in (0, 9, 10, 20)]
+    [1.0, 1.0, 0.5, 0.25]
+    """
 
     initial_lr: float
     step_size: int
@@ -82,15 +101,19 @@ class Step(Formula):
 
 @dataclass(frozen=True)
 class MultiStep(Formula):
-    """`initial_lr * gamma ** n` from the n-th milestone on: the update behind `milestones[0]` others is the first drop.
+    """`initial_lr * gamma ** n` from the n-th milestone on: the rate drops after `milestones[0]` updates, and so on.
 
-    It is math.inf where a gamma above 1 leaves the range of floats.
+    It is math.inf if a gamma above 1 overflows.
+
+    >>> schedule = MultiStep(1.0, milestones=(3, 6), gamma=0.5)
+    >>> [schedule.get_lr(step) for step in (2, 3, 5, 6)]
+    [1.0, 0.5, 0.5, 0.25]
 
     Args:
-        milestones: numbers of updates, each above the one before.
+        milestones: numbers of updates, in ascending order.
 
     Raises:
-        ConfigurationError: no milestones, or they are no whole numbers from 1 on that rise.
+        ConfigurationError: there are no milestones, or they are not ascending whole numbers of at least 1.
     """
 
     initial_lr: float
@@ -101,12 +124,12 @@ class MultiStep(Formula):
         super().__post_init__()
         place, given = f"MultiStep(milestones={self.milestones!r})", self.milestones
         if not isinstance(given, (tuple, list)) or not given:
-            raise ConfigurationError(f"{place}: needs a tuple of updates, as (3000, 6000)")
+            raise ConfigurationError(f"{place}: needs a tuple of updates, such as (3000, 6000)")
         if not all(is_whole(item) and item >= 1 for item in given):
             raise ConfigurationError(f"{place}: needs whole numbers, each at least 1")
         if any(later <= earlier for earlier, later in pairwise(given)):
-            raise ConfigurationError(f"{place}: needs each milestone above the one before; sort them, each once")
-        object.__setattr__(self, "milestones", tuple(given))  # a list comes from configuration files
+            raise ConfigurationError(f"{place}: needs ascending milestones; sort them and remove duplicates")
+        object.__setattr__(self, "milestones", tuple(given))  # configuration files give a list
 
     def get_lr(self, step: int) -> float:
         return _geometric(self.initial_lr, self.gamma, bisect_right(self.milestones, step))
@@ -114,7 +137,12 @@ class MultiStep(Formula):
 
 @dataclass(frozen=True)
 class Exponential(Formula):
-    """`initial_lr * gamma ** step`; math.inf where a gamma above 1 leaves the range of floats."""
+    """`initial_lr * gamma ** step`; math.inf if a gamma above 1 overflows.
+
+    >>> schedule = Exponential(1.0, gamma=0.5)
+    >>> [schedule.get_lr(step) for step in (0, 1, 3)]
+    [1.0, 0.5, 0.125]
+    """
 
     initial_lr: float
     gamma: float
@@ -128,6 +156,10 @@ class Cosine(Formula):
     """`min_lr + (initial_lr - min_lr) * (1 + cos(pi * step / total_steps)) / 2`, and min_lr after total_steps.
 
     Source: Loshchilov and Hutter 2017 (SGDR), eq. 5, without restarts.
+
+    >>> schedule = Cosine(1.0, total_steps=4)
+    >>> [round(schedule.get_lr(step), 3) for step in (0, 1, 2, 3, 4)]
+    [1.0, 0.854, 0.5, 0.146, 0.0]
     """
 
     initial_lr: float
@@ -142,9 +174,13 @@ class Cosine(Formula):
 
 @dataclass(frozen=True)
 class CosineRestarts(Formula):
-    """A cosine from initial_lr towards min_lr in each cycle; cycle i is `first_cycle * multiplier ** i` updates long.
+    """A cosine from initial_lr towards min_lr in each cycle; cycle i has `first_cycle * multiplier ** i` updates.
 
-    The first update of each cycle runs at initial_lr. Source: Loshchilov and Hutter 2017 (SGDR), eq. 5.
+    The first update of each cycle uses initial_lr. Source: Loshchilov and Hutter 2017 (SGDR), eq. 5.
+
+    >>> schedule = CosineRestarts(1.0, first_cycle=2, multiplier=2)
+    >>> [round(schedule.get_lr(step), 3) for step in range(7)]
+    [1.0, 0.5, 1.0, 0.854, 0.5, 0.146, 1.0]
     """
 
     initial_lr: float
@@ -156,7 +192,7 @@ class CosineRestarts(Formula):
         cycle = self.first_cycle
         if self.multiplier == 1:
             step %= cycle
-        else:  # whole numbers, not logarithms: those put a cycle's first update into the cycle before
+        else:  # integers, not logarithms: rounding would put a cycle's first update into the cycle before
             while step >= cycle:
                 step -= cycle
                 cycle *= self.multiplier
@@ -165,9 +201,14 @@ class CosineRestarts(Formula):
 
 @dataclass(frozen=True)
 class InverseSqrt(Formula):
-    """`initial_lr * sqrt(timescale / (step + timescale))`, which has no end: `Warmup(...) >> InverseSqrt(...)`.
+    """`initial_lr * sqrt(timescale / (step + timescale))`, without an end.
 
-    With timescale = warm-up steps it is the decay of Vaswani et al. 2017 (eq. 3), from the warm-up's target on.
+    With `timescale` equal to the warm-up's steps, `Warmup(...) >> InverseSqrt(...)` is the schedule of Vaswani et al.
+    2017, eq. 3.
+
+    >>> schedule = InverseSqrt(1.0, timescale=100)
+    >>> schedule.get_lr(0), schedule.get_lr(300)
+    (1.0, 0.5)
     """
 
     initial_lr: float
@@ -180,5 +221,5 @@ class InverseSqrt(Formula):
 def _geometric(initial_lr: float, gamma: float, times: int) -> float:
     try:
         return initial_lr * gamma**times
-    except OverflowError:  # of a power; a product is infinite without a word
+    except OverflowError:  # a power raises it; a product silently becomes infinite
         return math.inf if initial_lr else 0.0

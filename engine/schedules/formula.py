@@ -1,11 +1,11 @@
-"""What a schedule is, what all formulas share, and composing them."""
+"""The schedule protocol, the base class of the formulas, and schedules composed of others."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Protocol, TypeGuard, runtime_checkable
+from typing import Protocol, TypeGuard, runtime_checkable
 
 from pulsetrain.engine.errors import CheckpointError, ConfigurationError, unknown_name
 
@@ -14,20 +14,21 @@ __all__ = ["Schedule", "Formula", "Sequential", "Scaled", "is_whole", "require_s
 
 @runtime_checkable
 class Schedule(Protocol):
-    """What a learning rate follows: the same step gives the same rate, whatever was asked before.
+    """A learning rate as a pure function: the same step always gives the same rate.
 
-    `step` counts the updates already made, so the first update runs at `get_lr(0)`, as in torch and optax. The state
-    is the type and the parameters: loading another one is an error, for a run cannot go on exactly under it.
+    `step` counts the updates already made, so the first update uses `get_lr(0)`, as in torch and optax. The state is
+    the type and the parameters. Loading a different state is an error, since a run cannot resume exactly under a
+    different schedule.
     """
 
     def get_lr(self, step: int) -> float: ...
 
-    def state_dict(self) -> dict[str, Any]: ...
+    def state_dict(self) -> dict[str, object]: ...
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None: ...
+    def load_state_dict(self, state: Mapping[str, object]) -> None: ...
 
 
-# What a whole number counts, and how to come by a good one.
+# The unit of each whole-number parameter, and how to choose it.
 _WHOLE = {
     "total_steps": "optimizer update; pass max_epochs * updates per epoch",
     "warmup_steps": "optimizer update; leave the warm-up out to start at the target",
@@ -35,17 +36,27 @@ _WHOLE = {
     "step_size": "optimizer update between two drops",
     "first_cycle": "optimizer update; pass the length of the first cycle",
     "multiplier": "as a whole factor; 1 keeps all cycles equally long",
-    "timescale": "optimizer update; pass how many it takes until the rate is divided by the root of 2",
+    "timescale": "optimizer update; pass how many it takes until the rate is divided by the square root of 2",
 }
 
 
 @dataclass(frozen=True)
 class Formula:
-    """What every schedule here shares: the checks of its parameters, its state, and composing."""
+    """Base class of the schedules: parameter checks, state, and composition with `>>`.
+
+    >>> from pulsetrain.engine.schedules import Constant, Linear, Warmup
+    >>> schedule = Warmup(1.0, warmup_steps=2) >> Linear(1.0, total_steps=2)
+    >>> [schedule.get_lr(step) for step in range(5)]
+    [0.0, 0.5, 1.0, 0.5, 0.0]
+    >>> Constant(-0.1)
+    Traceback (most recent call last):
+        ...
+    pulsetrain.engine.errors.ConfigurationError: Constant(initial_lr=-0.1): needs a finite number that is not negative
+    """
 
     @property
     def length(self) -> int | None:
-        """Updates until the schedule is over, which is where `>>` hands over; None where it has no end."""
+        """The number of updates until the schedule ends and `>>` switches to the next; None if it has no end."""
         return getattr(self, "total_steps", None) or getattr(self, "warmup_steps", None)
 
     def __post_init__(self) -> None:
@@ -55,7 +66,7 @@ class Formula:
             if field.type == "int":  # annotations are text here: `from __future__ import annotations`
                 if not is_whole(value):
                     raise ConfigurationError(f"{place}: needs a whole number")
-                least = 0 if field.default == 0 else 1  # a default of 0 stands for: none of it
+                least = 0 if field.default == 0 else 1  # a default of 0 means "none", so 0 is allowed
                 if value < least:
                     raise ConfigurationError(f"{place}: needs at least {least} {_WHOLE[field.name]}")
             elif field.type == "float":
@@ -70,7 +81,7 @@ class Formula:
         raise NotImplementedError
 
     def __rshift__(self, then: Schedule) -> Sequential:
-        """This schedule for its length, then the other one, which starts counting at 0."""
+        """This schedule for its length, then the other one, which counts from 0."""
         if not isinstance(then, Schedule):
             return NotImplemented
         return Sequential(*_parts(self), *_parts(then))
@@ -79,14 +90,14 @@ class Formula:
         """The other schedule for its length, then this one: `cosine.after(warmup)` is `warmup >> cosine`."""
         return Sequential(*_parts(first), *_parts(self))
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         return {"type": type(self).__name__, **{field.name: getattr(self, field.name) for field in fields(self)}}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes nothing from the state, for there is nothing to take, but checks that it is this schedule's.
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Changes nothing, since a schedule has no progress to restore; checks that the state is this schedule's.
 
         Raises:
-            CheckpointError: it is not; names both sides of every difference.
+            CheckpointError: the state differs; names both values of every difference.
         """
         require_same(type(self).__name__, state, self.state_dict())
 
@@ -96,11 +107,16 @@ class Formula:
             raise unknown_name(type(self).__name__, argument, value, choices)
 
 
-def require_same(name: str, saved: Any, own: Mapping[str, Any]) -> None:
-    """Refuse a state that differs anywhere from one's own, naming both sides of every difference.
+def require_same(name: str, saved: object, own: Mapping[str, object]) -> None:
+    """Rejects a saved state that differs from the schedule's own.
+
+    >>> require_same("Linear", {"total_steps": 10}, {"total_steps": 20})
+    Traceback (most recent call last):
+        ...
+    pulsetrain.engine.errors.CheckpointError: Linear.load_state_dict(): ...
 
     Raises:
-        CheckpointError: it does, or it is no state at all.
+        CheckpointError: it differs or is not a mapping; names both values of every difference.
     """
     if not isinstance(saved, Mapping):
         raise CheckpointError(f"{name}.load_state_dict(state={saved!r}): needs what state_dict() returned")
@@ -117,8 +133,8 @@ def require_same(name: str, saved: Any, own: Mapping[str, Any]) -> None:
         )
 
 
-def _leaves(value: Any, path: str) -> dict[str, Any]:
-    """The single values inside a state, by their paths: `parts[0].schedule.total_steps`."""
+def _leaves(value: object, path: str) -> dict[str, object]:
+    """The leaf values of a state by their paths, such as `parts[0].schedule.total_steps`."""
     if isinstance(value, Mapping):
         inner = [(f"{path}.{key}" if path else str(key), item) for key, item in value.items()]
     elif isinstance(value, (list, tuple)):
@@ -128,13 +144,17 @@ def _leaves(value: Any, path: str) -> dict[str, Any]:
     return {name: leaf for where, item in inner for name, leaf in _leaves(item, where).items()}
 
 
-def is_whole(value: Any) -> TypeGuard[int]:
-    """Whether it is an int that is not a bool."""
+def is_whole(value: object) -> TypeGuard[int]:
+    """Whether the value is an int and not a bool.
+
+    >>> is_whole(3), is_whole(True), is_whole(3.0)
+    (True, False, False)
+    """
     return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _parts(schedule: Schedule) -> tuple[tuple[Schedule, int | None], ...]:
-    """The parts with their lengths; a composed schedule is taken apart, so that `>>` is associative."""
+    """The parts with their lengths; a composed schedule is flattened, so that `>>` is associative."""
     if isinstance(schedule, Sequential):
         return schedule.parts
     return ((schedule, getattr(schedule, "length", None)),)
@@ -142,15 +162,20 @@ def _parts(schedule: Schedule) -> tuple[tuple[Schedule, int | None], ...]:
 
 @dataclass(frozen=True, init=False, repr=False)
 class Sequential(Formula):
-    """Schedules one after another, each counting from 0: `Sequential((Constant(0.1), 100), (Linear(0.1, 900), None))`.
+    """Schedules one after another, each counting its steps from 0.
 
-    The last one stays for good, so its length may be None.
+    The last one has no end, so its length may be None.
+
+    >>> from pulsetrain.engine.schedules import Constant, Linear
+    >>> schedule = Sequential((Constant(1.0), 2), (Linear(1.0, total_steps=4), None))
+    >>> [schedule.get_lr(step) for step in range(6)]
+    [1.0, 1.0, 1.0, 0.75, 0.5, 0.25]
 
     Args:
-        parts: pairs of a schedule and how many updates it is in charge.
+        parts: pairs of a schedule and the number of updates it applies to.
 
     Raises:
-        ConfigurationError: no parts, a part that is no schedule, or a part before the last without a length.
+        ConfigurationError: there are no parts, a part is not a schedule, or a part before the last has no length.
     """
 
     parts: tuple[tuple[Schedule, int | None], ...]
@@ -166,7 +191,7 @@ class Sequential(Formula):
             if not endless_last and (not is_whole(length) or length < 1):
                 raise ConfigurationError(
                     f"Sequential(part {index}=({schedule!r}, {length!r})): needs the length in updates, at least 1, "
-                    "for only the last schedule may go on without an end; pass Sequential((schedule, length), ...)"
+                    "since only the last schedule may be endless; pass Sequential((schedule, length), ...)"
                 )
         object.__setattr__(self, "parts", tuple((schedule, length) for schedule, length in parts))
 
@@ -185,17 +210,21 @@ class Sequential(Formula):
             step -= length  # type: ignore[operator]  # as above
         return self.parts[-1][0].get_lr(step)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         parts = [{"schedule": schedule.state_dict(), "length": length} for schedule, length in self.parts]
         return {"type": "Sequential", "parts": parts}
 
 
 @dataclass(frozen=True)
 class Scaled(Formula):
-    """`factor * schedule.get_lr(step)`, for as long as that schedule goes.
+    """`factor * schedule.get_lr(step)`, as long as that schedule.
+
+    >>> from pulsetrain.engine.schedules import Constant
+    >>> Scaled(Constant(0.5), factor=4.0).get_lr(0)
+    2.0
 
     Raises:
-        ConfigurationError: what is given is no schedule, or the factor no finite number from 0 on.
+        ConfigurationError: the argument is not a schedule, or the factor is not a finite number of at least 0.
     """
 
     schedule: Schedule
@@ -205,7 +234,7 @@ class Scaled(Formula):
         super().__post_init__()
         if not isinstance(self.schedule, Schedule):
             raise ConfigurationError(
-                f"Scaled(schedule={self.schedule!r}): needs a schedule, as Scaled(Cosine(0.1, 1000), 0.5)"
+                f"Scaled(schedule={self.schedule!r}): needs a schedule, such as Scaled(Cosine(0.1, 1000), 0.5)"
             )
 
     @property
@@ -215,5 +244,5 @@ class Scaled(Formula):
     def get_lr(self, step: int) -> float:
         return self.factor * self.schedule.get_lr(step)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         return {"type": "Scaled", "schedule": self.schedule.state_dict(), "factor": self.factor}

@@ -1,11 +1,10 @@
-"""The learning rates of an optimizer's groups."""
+"""Writes a schedule's rate into an optimizer's groups, which keep their ratios to each other."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
 from numbers import Real
-from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
@@ -16,30 +15,44 @@ __all__ = ["GroupRates", "default_rate", "group_ratios", "update_optimizer", "wr
 
 
 def update_optimizer(optimizer: Optimizer, learning_rate: float) -> None:
-    """Write the rate of a group that has the optimizer's default rate; the other groups keep their ratio to it.
+    """Sets the default learning rate; groups with a different rate keep their ratio to it.
 
-    A ratio is that of a group's first rate, which is kept in the group as `initial_lr` and so in the optimizer's state.
-    Rates that are tensors are filled in place.
+    The ratio is that of the group's first rate, which is stored in the group as `initial_lr` and so in the optimizer's
+    state. Rates that are tensors are filled in place.
+
+    >>> import torch
+    >>> weight, bias = torch.nn.Linear(2, 2).parameters()
+    >>> optimizer = torch.optim.SGD([{"params": [weight]}, {"params": [bias], "lr": 0.2}], lr=0.1)
+    >>> update_optimizer(optimizer, 0.05)
+    >>> [group["lr"] for group in optimizer.param_groups]
+    [0.05, 0.1]
 
     Raises:
-        TypeError: the optimizer is none of torch's.
-        ConfigurationError: the rate is no finite number from 0 on, or the ratios are not known (see `group_ratios`).
+        TypeError: the optimizer is not a torch optimizer.
+        ConfigurationError: the rate is not a finite number of at least 0, or a ratio is undefined (see `group_ratios`).
     """
     GroupRates(optimizer).write(learning_rate)
 
 
 class GroupRates:
-    """What `update_optimizer` does, again and again: the ratios are computed anew only when a first rate is another.
+    """`update_optimizer` for repeated use: it recomputes the ratios only if a first rate has changed.
 
-    That is so for a group that was added, and after a state was loaded into the optimizer. It takes less than half the
-    time of `update_optimizer`.
+    That happens when a group is added or a state is loaded into the optimizer. It takes less than half the time of
+    `update_optimizer`.
+
+    >>> import torch
+    >>> optimizer = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)
+    >>> rates = GroupRates(optimizer)
+    >>> rates.write(0.05)
+    >>> optimizer.param_groups[0]["lr"]
+    0.05
 
     Args:
-        place: who asks, for the message.
+        place: the start of error messages.
 
     Raises:
-        TypeError: the optimizer is none of torch's.
-        ConfigurationError: the ratios are not known (see `group_ratios`).
+        TypeError: the optimizer is not a torch optimizer.
+        ConfigurationError: a ratio is undefined (see `group_ratios`).
     """
 
     def __init__(self, optimizer: Optimizer, place: str = "update_optimizer") -> None:
@@ -48,15 +61,15 @@ class GroupRates:
         self._read()
 
     def write(self, learning_rate: float) -> None:
-        """Write the rates that go with this default rate.
+        """Sets each group's rate for this default rate.
 
         Raises:
-            ConfigurationError: the rate is no finite number from 0 on, or the ratios are no longer known.
+            ConfigurationError: the rate is not a finite number of at least 0, or a ratio has become undefined.
         """
-        # asking for Real takes as long as all the rest for one group
+        # the check for Real takes as long as everything else for one group
         number = type(learning_rate) is float or isinstance(learning_rate, Real)
         if not number or not 0 <= learning_rate < math.inf:
-            remedy = "; end a schedule that grows without end, as one with a gamma above 1"
+            remedy = "; bound a schedule that grows forever, such as one with a gamma above 1"
             raise ConfigurationError(
                 f"{self._place}(learning_rate={learning_rate!r}): needs a finite number that is not negative"
                 f"{remedy if learning_rate == math.inf else ''}"
@@ -76,13 +89,18 @@ class GroupRates:
 
 
 def group_ratios(optimizer: Optimizer, place: str = "update_optimizer") -> list[float]:
-    """Each group's first rate over the optimizer's default rate; a group seen for the first time gets its `initial_lr`.
+    """Each group's first rate divided by the optimizer's default rate; stores the first rates as `initial_lr`.
+
+    >>> import torch
+    >>> weight, bias = torch.nn.Linear(2, 2).parameters()
+    >>> group_ratios(torch.optim.SGD([{"params": [weight]}, {"params": [bias], "lr": 0.5}], lr=0.25))
+    [1.0, 2.0]
 
     Args:
-        place: who asks, for the message.
+        place: the start of error messages.
 
     Raises:
-        TypeError: the optimizer is none of torch's.
+        TypeError: the optimizer is not a torch optimizer.
         ConfigurationError: the default rate is 0 and a group's is not, so the ratio would be infinite.
     """
     if not isinstance(optimizer, Optimizer):
@@ -93,7 +111,7 @@ def group_ratios(optimizer: Optimizer, place: str = "update_optimizer") -> list[
     if default == 0.0 and any(own):
         raise ConfigurationError(
             f"{place}(optimizer={type(optimizer).__name__}): its default learning rate is 0, so the groups' "
-            f"ratios to it are not known: {own}; give the optimizer the rate of an ordinary group"
+            f"ratios to it are undefined: {own}; give the optimizer the rate of an ordinary group"
         )
     for group, rate in zip(optimizer.param_groups, own, strict=True):
         group["initial_lr"] = rate
@@ -101,20 +119,25 @@ def group_ratios(optimizer: Optimizer, place: str = "update_optimizer") -> list[
 
 
 def default_rate(optimizer: Optimizer) -> float:
-    """The rate that the optimizer was made with."""
+    """The learning rate that the optimizer was constructed with.
+
+    >>> import torch
+    >>> default_rate(torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1))
+    0.1
+    """
     default = optimizer.defaults["lr"]
     if isinstance(default, Tensor) and any(group["lr"] is default for group in optimizer.param_groups):
-        # The groups hold this very tensor and it is about to be filled: keep the first rate in one of its own. On the
-        # host, since reading it from a device at each update would wait for all that the device still has to do.
+        # The groups share this tensor and it is about to be filled, so store a copy of the first rate. The copy is on
+        # the host: reading it from the device at each update would wait for all of the device's pending work.
         default = optimizer.defaults["lr"] = default.detach().to("cpu", copy=True)
     return float(default)
 
 
-def write_rates(optimizer: Optimizer, rates: Iterable[Any]) -> None:
-    """Set each group's rate, in its order."""
+def write_rates(optimizer: Optimizer, rates: Iterable[float | Tensor]) -> None:
+    """Sets each group's rate, in the order of the groups."""
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         held = group["lr"]
-        if type(held) is float or not isinstance(held, Tensor):  # with a float alone, in a third of the time
+        if type(held) is float or not isinstance(held, Tensor):  # the first test alone takes a third of the time
             group["lr"] = rate
         else:
-            held.fill_(rate)  # captured graphs read this very tensor
+            held.fill_(rate)  # captured CUDA graphs read this tensor

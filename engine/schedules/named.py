@@ -1,8 +1,9 @@
-"""Schedules by name, fitted to the length of a run."""
+"""Makes schedules by name and fits them to the length of a run."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import Any, Literal
 
@@ -39,7 +40,7 @@ _NAMED: dict[str, type[Formula]] = {
 }
 NAMES = tuple(_NAMED)
 
-# What a parameter without a default is, for who left it out.
+# Describes each parameter without a default, for the error when it is missing.
 _NEEDED = {
     "step_size": "the updates between two drops of the rate",
     "milestones": "the numbers of updates after which the rate drops",
@@ -57,22 +58,26 @@ def build_schedule(
     min_lr_ratio: float | None = None,
     **kwargs: Any,
 ) -> Schedule:
-    """The schedule of that name, after a warm-up where one is asked for.
+    """The schedule with a name, after an optional warm-up.
 
-    A decay spans what the warm-up leaves of total_steps. Defaults: `first_cycle` (cosine_with_restarts) is half of what
-    the warm-up leaves, rounded up, `decay_steps` (wsd) a tenth of total_steps, `timescale` (inverse_sqrt) is
+    The decay spans the updates that the warm-up leaves of total_steps. Defaults: `first_cycle` (cosine_with_restarts)
+    is half of these, rounded up; `decay_steps` (wsd) is a tenth of total_steps; `timescale` (inverse_sqrt) is
     warmup_steps, or 10000 without a warm-up.
 
+    >>> schedule = build_schedule("cosine", 0.1, total_steps=100, warmup_steps=10)
+    >>> [round(schedule.get_lr(step), 4) for step in (0, 5, 10, 55, 100)]
+    [0.0, 0.05, 0.1, 0.055, 0.01]
+
     Args:
-        learning_rate: the highest rate: that of the first update after the warm-up.
-        total_steps: updates of the whole run, the warm-up's among them; None where nobody knows.
-        min_lr_ratio: the lowest rate as a part of learning_rate, in place of `min_lr`; by default 0 for linear and 0.1
-            for cosine, cosine_with_restarts, polynomial and wsd. The others have no lowest rate.
-        kwargs: the further parameters of the schedule's class: `min_lr` (absolute), `gamma`, `power`, `first_cycle` ...
+        learning_rate: the highest rate, used by the first update after the warm-up.
+        total_steps: updates in the whole run, including the warm-up; None if unknown.
+        min_lr_ratio: the lowest rate as a fraction of learning_rate, instead of `min_lr`; by default 0 for linear and
+            0.1 for cosine, cosine_with_restarts, polynomial and wsd. The others have no lowest rate.
+        kwargs: other parameters of the schedule's class: `min_lr` (absolute), `gamma`, `power`, `first_cycle` ...
 
     Raises:
-        ConfigurationError: an unknown name or keyword, a value out of range, a parameter without a default left out,
-            no total_steps where they are needed, or none left by the warm-up.
+        ConfigurationError: a name or keyword is unknown, a value is out of range, a parameter without a default is
+            missing, total_steps is missing but needed, or the warm-up leaves nothing of it.
     """
     return named_schedule(
         "build_schedule", name, learning_rate, total_steps, warmup_steps, warmup_strategy, min_lr_ratio, kwargs
@@ -80,10 +85,13 @@ def build_schedule(
 
 
 def keywords_of(place: str, name: str) -> tuple[str, ...]:
-    """What the caller may choose of the schedule of that name, besides its rate and its place in the run.
+    """The keywords of a named schedule, without its rate and the lengths that follow from the run.
+
+    >>> keywords_of("build_schedule", "wsd")
+    ('decay_steps', 'min_lr', 'decay')
 
     Raises:
-        ConfigurationError: there is no schedule of that name.
+        ConfigurationError: no schedule has that name.
     """
     if not isinstance(name, str) or name not in _NAMED:
         raise unknown_name(place, "name", name, _NAMED)
@@ -101,7 +109,7 @@ def named_schedule(
     min_lr_ratio: float | None,
     kwargs: dict[str, Any],
 ) -> Schedule:
-    """What `build_schedule` does; `place` is the function that the messages name."""
+    """`build_schedule` with `place` as the start of its messages."""
     choices = keywords_of(place, name)
     kind = _NAMED[name]
     for key, value in kwargs.items():
@@ -112,7 +120,7 @@ def named_schedule(
     _check_floor(place, name, min_lr_ratio, choices, kwargs)
     if warmup_steps and kind is OneCycle:
         raise ConfigurationError(
-            f"{place}(warmup_steps={warmup_steps}): 'one_cycle' has a warm-up of its own; pass its part of the run as "
+            f"{place}(warmup_steps={warmup_steps}): 'one_cycle' includes a warm-up; pass its share of the run as "
             "pct_start, and warmup_steps=0"
         )
     parameters = {fields(kind)[0].name: learning_rate, **kwargs}
@@ -127,20 +135,22 @@ def named_schedule(
     return Warmup(learning_rate, warmup_steps, warmup_strategy) >> schedule if warmup_steps else schedule
 
 
-def _spans(place: str, name: str, total_steps: int | None, warmup_steps: int, given: dict[str, Any]) -> dict[str, Any]:
-    """The parameters that the length of the run decides, where the caller did not."""
+def _spans(
+    place: str, name: str, total_steps: int | None, warmup_steps: int, given: Mapping[str, object]
+) -> dict[str, int]:
+    """The parameters that follow from the length of the run, unless the caller gave them."""
     names = {field.name for field in fields(_NAMED[name])} - given.keys()
-    spans: dict[str, Any] = {"timescale": warmup_steps or 10_000} if "timescale" in names else {}
+    spans = {"timescale": warmup_steps or 10_000} if "timescale" in names else {}
     if not names & {"total_steps", "first_cycle"}:
         return spans
     if total_steps is None:
         raise ConfigurationError(
-            f"{place}(total_steps=None): the schedule {name!r} falls over a known number of updates; bound the run "
+            f"{place}(total_steps=None): the schedule {name!r} needs the number of updates; bound the run "
             "(max_updates, or max_epochs over a loader with a length) or choose 'constant', 'step' or 'inverse_sqrt'"
         )
     left = total_steps - warmup_steps
     if "first_cycle" in names:
-        spans["first_cycle"] = (left + 1) // 2  # rounded down, an odd run's last update would be a restart
+        spans["first_cycle"] = (left + 1) // 2  # rounded down, the last update of an odd run would be a restart
     if "total_steps" in names:
         spans["total_steps"] = left
     if "decay_steps" in names:
@@ -148,17 +158,17 @@ def _spans(place: str, name: str, total_steps: int | None, warmup_steps: int, gi
     return spans
 
 
-def _check(place: str, learning_rate: Any, total_steps: Any, warmup_steps: Any, warmup_strategy: Any) -> None:
+def _check(place: str, learning_rate: object, total_steps: object, warmup_steps: object, strategy: object) -> None:
     if not isinstance(learning_rate, (int, float)) or not 0 < learning_rate < math.inf:
         raise ConfigurationError(f"{place}(learning_rate={learning_rate!r}): needs a positive number")
     if total_steps is not None and not is_whole(total_steps):
         raise ConfigurationError(
-            f"{place}(total_steps={total_steps!r}): needs a whole number of updates, or None where nobody knows it"
+            f"{place}(total_steps={total_steps!r}): needs a whole number of updates, or None if unknown"
         )
     if not is_whole(warmup_steps) or warmup_steps < 0:
         raise ConfigurationError(f"{place}(warmup_steps={warmup_steps!r}): needs a whole number, 0 for no warm-up")
-    if warmup_strategy not in ("linear", "exponential"):
-        raise unknown_name(place, "warmup_strategy", warmup_strategy, ("linear", "exponential"))
+    if strategy not in ("linear", "exponential"):
+        raise unknown_name(place, "warmup_strategy", strategy, ("linear", "exponential"))
     if total_steps is not None and warmup_steps >= total_steps:
         raise ConfigurationError(
             f"{place}(warmup_steps={warmup_steps}): leaves nothing of total_steps={total_steps}; "
@@ -166,14 +176,16 @@ def _check(place: str, learning_rate: Any, total_steps: Any, warmup_steps: Any, 
         )
 
 
-def _check_floor(place: str, name: str, min_lr_ratio: Any, choices: tuple[str, ...], kwargs: dict[str, Any]) -> None:
+def _check_floor(
+    place: str, name: str, min_lr_ratio: object, choices: tuple[str, ...], kwargs: Mapping[str, object]
+) -> None:
     if min_lr_ratio is None:
         return
     given = f"{place}(min_lr_ratio={min_lr_ratio!r})"
     if not isinstance(min_lr_ratio, (int, float)) or isinstance(min_lr_ratio, bool) or not 0 <= min_lr_ratio <= 1:
-        raise ConfigurationError(f"{given}: needs a part of learning_rate, from 0 to 1")
+        raise ConfigurationError(f"{given}: needs a fraction of learning_rate, from 0 to 1")
     if "min_lr" not in choices:
         remedy = "pass final_div_factor" if "final_div_factor" in choices else "leave it out"
         raise ConfigurationError(f"{given}: the schedule {name!r} has no lowest rate; {remedy}")
     if "min_lr" in kwargs:
-        raise ConfigurationError(f"{given}: min_lr={kwargs['min_lr']!r} says the lowest rate as well; give one of them")
+        raise ConfigurationError(f"{given}: min_lr={kwargs['min_lr']!r} sets the lowest rate too; pass one of them")

@@ -1,4 +1,4 @@
-"""Draws schedules."""
+"""Draws schedules with matplotlib."""
 
 from __future__ import annotations
 
@@ -14,23 +14,28 @@ if TYPE_CHECKING:
 
 __all__ = ["plot"]
 
-# Okabe and Ito 2008: told apart with any kind of colour vision
+# Okabe and Ito 2008: distinguishable with any kind of colour vision
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
-LINES = ("-", "--", ":", "-.")  # a second round of the colours has another line
-MAX_POINTS = 4096  # of one curve: more than the picture has pixels
+LINES = ("-", "--", ":", "-.")  # each further round of colours uses the next line style
+MAX_POINTS = 4096  # per curve: more than the picture has pixels
 
 
 def plot(
     schedules: Schedule | Mapping[str, Schedule], steps: int | None = None, path: str | Path | None = None
 ) -> Figure:
-    """The rates of one schedule, or of several by name, as a matplotlib figure that no window belongs to.
+    """Plots one schedule, or several by name, as a matplotlib figure that opens no window.
+
+    >>> from pulsetrain.engine.schedules import Cosine, Linear
+    >>> figure = plot({"cosine": Cosine(0.1, 100), "linear": Linear(0.1, 100)})
+    >>> [line.get_label() for line in figure.axes[0].lines]
+    ['cosine', 'linear']
 
     Args:
-        steps: updates to draw; by default the longest schedule's length, or 1000 where none has an end.
-        path: also write it there; the suffix says how: .png or .svg.
+        steps: the number of updates to draw; by default the length of the longest schedule, or 1000 if none ends.
+        path: also writes the figure to this file, .png or .svg.
 
     Raises:
-        ConfigurationError: nothing to draw, something that is no schedule, or a bad number of steps or suffix.
+        ConfigurationError: there is nothing to draw, an object is not a schedule, or steps or the suffix is invalid.
     """
     curves = dict(schedules) if isinstance(schedules, Mapping) else {type(schedules).__name__: schedules}
     if not curves:
@@ -38,7 +43,7 @@ def plot(
     for name, schedule in curves.items():
         if not isinstance(schedule, Schedule):
             raise ConfigurationError(
-                f"plot(schedules={{{name!r}: {schedule!r}}}): needs a schedule, as Cosine(0.1, 1000)"
+                f"plot(schedules={{{name!r}: {schedule!r}}}): needs a schedule, such as Cosine(0.1, 1000)"
             )
     if steps is None:
         steps = max(getattr(schedule, "length", None) or 0 for schedule in curves.values()) or 1000
@@ -69,7 +74,7 @@ def _draw(curves: Mapping[str, Schedule], steps: int) -> Figure:
             color=COLOURS[index % len(COLOURS)],
             linestyle=LINES[index // len(COLOURS) % len(LINES)],
             linewidth=2.0,
-            clip_on=False,  # a rate of 0 is drawn in its full width
+            clip_on=False,  # draws a rate of 0 in full width
         )
     axes.set_xlabel("update", fontsize=12)
     axes.set_ylabel("learning rate", fontsize=12)

@@ -1,4 +1,4 @@
-"""Torch schedulers: one that follows a schedule of ours, and a warm-up for any other."""
+"""Torch schedulers: one that follows a schedule of this package, and a warm-up for any torch scheduler."""
 
 from __future__ import annotations
 
@@ -23,18 +23,24 @@ _TORCH_NAMES = {"T_0": "first_cycle", "T_mult": "multiplier", "eta_min": "min_lr
 def create_scheduler(
     optimizer: Optimizer, name: str, max_epochs: int, steps_per_epoch: int, warmup_steps: int = 0, **kwargs: Any
 ) -> ScheduleLR:
-    """A torch scheduler that follows the schedule of that name over `max_epochs * steps_per_epoch` updates.
+    """A torch scheduler that follows a named schedule over `max_epochs * steps_per_epoch` updates.
 
-    Step it after each update. A group that has the optimizer's default rate follows the schedule itself, the others
-    keep their ratio to it.
+    Call `step()` after each update. Groups with the optimizer's default rate follow the schedule, and the others keep
+    their ratio to it.
+
+    >>> import torch
+    >>> optimizer = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)
+    >>> scheduler = create_scheduler(optimizer, "linear", max_epochs=2, steps_per_epoch=5)
+    >>> scheduler.get_last_lr()
+    [0.1]
 
     Args:
         steps_per_epoch: updates in an epoch: batches divided by the batches that an update accumulates.
         kwargs: those of `build_schedule`, by their own names or by torch's: `T_0` (in updates), `T_mult`, `eta_min`.
 
     Raises:
-        TypeError: the optimizer is none of torch's.
-        ConfigurationError: as `build_schedule`; or max_epochs or steps_per_epoch is no whole number from 1 on.
+        TypeError: the optimizer is not a torch optimizer.
+        ConfigurationError: as `build_schedule`; or max_epochs or steps_per_epoch is not a whole number of at least 1.
     """
     place = "create_scheduler"
     if not isinstance(optimizer, Optimizer):
@@ -55,7 +61,7 @@ def create_scheduler(
             if ours not in choices:
                 raise ConfigurationError(f"{place}({theirs}={value!r}): unknown to the schedule {name!r}; leave it out")
             if ours in kwargs:
-                raise ConfigurationError(f"{place}({theirs}={value!r}): {ours} says the same; give one of them")
+                raise ConfigurationError(f"{place}({theirs}={value!r}): {ours} means the same; pass one of them")
             kwargs[ours] = value
     strategy, ratio = kwargs.pop("warmup_strategy", "linear"), kwargs.pop("min_lr_ratio", None)
     total_steps = max_epochs * steps_per_epoch
@@ -64,10 +70,19 @@ def create_scheduler(
 
 
 class ScheduleLR(LambdaLR):
-    """A LambdaLR over a schedule: each group runs at its first rate times `schedule.get_lr(n) / learning_rate`.
+    """A LambdaLR over a schedule: each group has its first rate times `schedule.get_lr(n) / learning_rate`.
+
+    >>> import torch
+    >>> from pulsetrain.engine.schedules import Linear
+    >>> optimizer = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=1.0)
+    >>> scheduler = ScheduleLR(optimizer, Linear(1.0, total_steps=4), learning_rate=1.0)
+    >>> optimizer.step()
+    >>> scheduler.step()
+    >>> scheduler.get_last_lr()
+    [0.75]
 
     Args:
-        learning_rate: the rate at which a group follows the schedule itself.
+        learning_rate: the rate of the groups that follow the schedule itself.
     """
 
     def __init__(self, optimizer: Optimizer, schedule: Schedule, learning_rate: float) -> None:
@@ -75,16 +90,16 @@ class ScheduleLR(LambdaLR):
         super().__init__(optimizer, _Share(schedule, learning_rate))
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain values, so that torch loads them without pickle; the schedule by its own state."""
+        """Plain values, which torch loads without pickle; the schedule saves its own state."""
         state = {**super().state_dict(), "schedule": self.schedule.state_dict()}
         del state["lr_lambdas"]
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where another left off; the rates that were in force are written to the optimizer.
+        """Restores the step count and writes the saved rates to the optimizer.
 
         Raises:
-            CheckpointError: the state is of another schedule.
+            CheckpointError: the state belongs to a different schedule.
         """
         require_same("ScheduleLR", {"schedule": state_dict.get("schedule")}, {"schedule": self.schedule.state_dict()})
         state = {key: value for key, value in state_dict.items() if key != "schedule"}
@@ -93,7 +108,7 @@ class ScheduleLR(LambdaLR):
 
 
 class _Share:
-    """What a group's first rate is multiplied by; a class and no lambda, so that a scheduler can be pickled."""
+    """The factor of a group's first rate; a class instead of a lambda, so that a scheduler can be pickled."""
 
     def __init__(self, schedule: Schedule, learning_rate: float) -> None:
         self.schedule = schedule
@@ -106,41 +121,51 @@ class _Share:
 def add_warmup(
     scheduler: LRScheduler, warmup_steps: int, strategy: Literal["linear", "exponential"] = "linear"
 ) -> WarmupLR:
-    """The torch scheduler after a warm-up: step what this returns, and no longer the scheduler itself.
+    """Puts a warm-up before a torch scheduler; call `step()` on the result instead of on the scheduler.
 
-    The update behind s others runs at `s / warmup_steps` (exponential: its square) of the scheduler's first rate; from
-    `s = warmup_steps` on the scheduler is in charge and begins at its own step 0. The optimizer is at rate 0 at once.
+    After s updates the rate is `s / warmup_steps` (exponential: its square) of the scheduler's first rate. From
+    `s = warmup_steps` on the scheduler decides, starting at its own step 0. The optimizer's rate becomes 0 immediately.
+
+    >>> import torch
+    >>> optimizer = torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)
+    >>> scheduler = add_warmup(torch.optim.lr_scheduler.StepLR(optimizer, 10), warmup_steps=4)
+    >>> optimizer.step()
+    >>> scheduler.step()
+    >>> scheduler.get_last_lr()
+    [0.025]
 
     Args:
-        warmup_steps: calls of `step()` before the scheduler is in charge.
+        warmup_steps: calls of `step()` before the scheduler decides.
 
     Raises:
-        TypeError: the scheduler is none of torch's.
-        ConfigurationError: it has been stepped already, or begins at rate 0; a value out of range.
+        TypeError: the scheduler is not a torch scheduler.
+        ConfigurationError: the scheduler has already been stepped or starts at rate 0, or a value is out of range.
     """
     if not isinstance(scheduler, LRScheduler):
-        raise TypeError(f"add_warmup(scheduler={scheduler!r}): needs a torch LRScheduler; ours compose by Warmup() >>")
+        raise TypeError(
+            f"add_warmup(scheduler={scheduler!r}): needs a torch LRScheduler; before a Schedule use Warmup(...) >> it"
+        )
     return WarmupLR(scheduler, Warmup(1.0, warmup_steps, strategy))
 
 
 class WarmupLR(LRScheduler):
-    """See `add_warmup`. Torch's SequentialLR warns when it hands over, and refuses a ReduceLROnPlateau.
+    """The scheduler that `add_warmup` returns. Torch's SequentialLR warns at the switch and rejects ReduceLROnPlateau.
 
     Args:
-        warmup: the part of the scheduler's first rate, from 0 to 1.
+        warmup: the fraction of the scheduler's first rate, from 0 to 1.
     """
 
     def __init__(self, scheduler: LRScheduler, warmup: Warmup) -> None:
         place = f"add_warmup(scheduler={type(scheduler).__name__})"
         if _was_stepped(scheduler):
-            raise ConfigurationError(f"{place}: has been stepped already; add the warm-up when it is made")
-        # the scheduler has written its first rates when it was made
+            raise ConfigurationError(f"{place}: has been stepped already; add the warm-up right after creating it")
+        # the scheduler wrote its first rates when it was created
         self.base_lrs = [float(group["lr"]) for group in scheduler.optimizer.param_groups]
         if not any(self.base_lrs):
             raise ConfigurationError(
-                f"{place}: begins at rate 0, which leaves nothing to warm up to; does it warm up by itself?"
+                f"{place}: starts at rate 0, which leaves nothing to warm up to; does it include a warm-up?"
             )
-        # not super().__init__(): it takes each group's `initial_lr` for its first rate; a scheduler may begin elsewhere
+        # not super().__init__(): it assumes that the first rate is `initial_lr`, and a scheduler may start elsewhere
         self.optimizer = scheduler.optimizer
         self.scheduler = scheduler
         self.warmup = warmup
@@ -153,7 +178,7 @@ class WarmupLR(LRScheduler):
         return [rate * self.warmup.get_lr(self.last_epoch) for rate in self.base_lrs]
 
     def step(self, *args: Any, **kwargs: Any) -> None:
-        """Go on by one step; once the scheduler is in charge it gets the arguments, as ReduceLROnPlateau its metric."""
+        """Advances one step; after the warm-up the scheduler gets the arguments, such as ReduceLROnPlateau's metric."""
         self.last_epoch += 1
         if self.last_epoch <= self.warmup.warmup_steps:
             self._write(self.get_lr())  # the last one restores the scheduler's first rate, exactly
@@ -171,10 +196,10 @@ class WarmupLR(LRScheduler):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on where another left off; the rates that were in force are written to the optimizer.
+        """Restores the step count and writes the saved rates to the optimizer.
 
         Raises:
-            CheckpointError: the state is of another warm-up, or of one before another kind of scheduler.
+            CheckpointError: the state belongs to a different warm-up or a different kind of scheduler.
         """
         mine = self._identity()
         require_same("WarmupLR", {key: state_dict.get(key) for key in mine}, mine)
@@ -196,6 +221,6 @@ class WarmupLR(LRScheduler):
 
 
 def _was_stepped(scheduler: LRScheduler) -> bool:
-    # a ChainedScheduler counts nothing itself, and a SequentialLR sets those that wait to -1
+    # a ChainedScheduler has no count, and a SequentialLR sets the schedulers that wait to -1
     inner = getattr(scheduler, "_schedulers", ())
     return getattr(scheduler, "last_epoch", 0) > 0 or any(_was_stepped(one) for one in inner)

@@ -1,4 +1,4 @@
-"""Schedules with a rise: the warm-up, warm-up with plateau and decay, and the one cycle."""
+"""Schedules that rise first: warm-up, warm-up with plateau and decay (WSD), and one-cycle."""
 
 from __future__ import annotations
 
@@ -14,10 +14,14 @@ __all__ = ["Warmup", "WSD", "OneCycle"]
 
 @dataclass(frozen=True)
 class Warmup(Formula):
-    """From 0 to target_lr, which it keeps after warmup_steps.
+    """Rises from 0 to target_lr over warmup_steps, and stays there.
 
     linear: `target_lr * step / warmup_steps`; exponential: `target_lr * (step / warmup_steps) ** 2`. The first update
-    runs at rate 0, so that the rate climbs to the target in equal parts; that is torch's and optax's count of steps.
+    has rate 0, so the rate rises in equal parts, as in torch and optax.
+
+    >>> schedule = Warmup(1.0, warmup_steps=4)
+    >>> [schedule.get_lr(step) for step in (0, 2, 4, 9)]
+    [0.0, 0.5, 1.0, 1.0]
     """
 
     target_lr: float
@@ -39,12 +43,16 @@ class Warmup(Formula):
 class WSD(Formula):
     """Warm-up, stable, decay (Hu et al. 2024, MiniCPM): initial_lr between a linear rise and a late decay.
 
-    The rate is `min_lr + (initial_lr - min_lr) * share`. Over warmup_steps the share is `step / warmup_steps`, so it
-    starts at min_lr; over the last decay_steps of total_steps, with t from 0 to 1 in them, it is `1 - t` (linear),
-    `(1 + cos(pi * t)) / 2` (cosine) or `1 - sqrt(t)` (sqrt); then min_lr.
+    The rate is `min_lr + (initial_lr - min_lr) * share`. Over warmup_steps the share is `step / warmup_steps`. Over the
+    last decay_steps of total_steps, with t from 0 to 1, it is `1 - t` (linear), `(1 + cos(pi * t)) / 2` (cosine) or
+    `1 - sqrt(t)` (sqrt). After total_steps the rate is min_lr.
+
+    >>> schedule = WSD(1.0, total_steps=10, decay_steps=4, warmup_steps=2)
+    >>> [schedule.get_lr(step) for step in (0, 1, 2, 6, 8, 10)]
+    [0.0, 0.5, 1.0, 1.0, 0.5, 0.0]
 
     Raises:
-        ConfigurationError: a value out of range, or the warm-up and the decay together exceed total_steps.
+        ConfigurationError: a value is out of range, or the warm-up and the decay together exceed total_steps.
     """
 
     initial_lr: float
@@ -84,14 +92,18 @@ class WSD(Formula):
 
 @dataclass(frozen=True)
 class OneCycle(Formula):
-    """From `max_lr / div_factor` up to max_lr and down again, far below the start (Smith and Topin 2018).
+    """Rises from `max_lr / div_factor` to max_lr, then falls far below the start (Smith and Topin 2018).
 
-    The rise ends at step `pct_start * total_steps - 1`, the fall at step `total_steps - 1`, which is the last update
-    of the run: it and all after it run at `max_lr / div_factor / final_div_factor`. Both follow half a cosine ("cos")
-    or a line. The momentum stays as it is.
+    The rise ends at step `pct_start * total_steps - 1` and the fall at step `total_steps - 1`, the last update of the
+    run; from there on the rate is `max_lr / div_factor / final_div_factor`. Both follow half a cosine ("cos") or a
+    straight line ("linear"). Momentum is not changed.
+
+    >>> schedule = OneCycle(1.0, total_steps=10, pct_start=0.5, div_factor=4.0)
+    >>> [round(schedule.get_lr(step), 3) for step in (0, 2, 4, 9)]
+    [0.25, 0.625, 1.0, 0.0]
 
     Raises:
-        ConfigurationError: a value out of range, or a start or an end above max_lr.
+        ConfigurationError: a value is out of range, or the start or the end is above max_lr.
     """
 
     max_lr: float
@@ -105,15 +117,15 @@ class OneCycle(Formula):
         super().__post_init__()
         self._require_choice("anneal_strategy", ("cos", "linear"))
         if self.pct_start > 1:
-            raise ConfigurationError(f"OneCycle(pct_start={self.pct_start!r}): needs a part of the run, from 0 to 1")
+            raise ConfigurationError(f"OneCycle(pct_start={self.pct_start!r}): needs a share of the run, from 0 to 1")
         if self.div_factor < 1:
             raise ConfigurationError(
-                f"OneCycle(div_factor={self.div_factor!r}): starts above max_lr, which it divides; pass at least 1"
+                f"OneCycle(div_factor={self.div_factor!r}): divides max_lr, so the start is above it; pass at least 1"
             )
         if self.div_factor * self.final_div_factor < 1:
             raise ConfigurationError(
                 f"OneCycle(final_div_factor={self.final_div_factor!r}): ends above max_lr, "
-                f"for the last rate is max_lr / div_factor / final_div_factor; pass at least {1 / self.div_factor:g}"
+                f"as the last rate is max_lr / div_factor / final_div_factor; pass at least {1 / self.div_factor:g}"
             )
 
     def get_lr(self, step: int) -> float:
@@ -124,7 +136,7 @@ class OneCycle(Formula):
             return self._between(start, self.max_lr, step / peak)
         if step == peak:
             return self.max_lr
-        # a peak before the first update (a short rise) leaves the run inside the fall, as in torch
+        # a peak before the first update (a very short rise) starts the run inside the fall, as in torch
         return self._between(self.max_lr, start / self.final_div_factor, (step - peak) / (last - peak))
 
     def _between(self, begin: float, end: float, done: float) -> float:

@@ -12,7 +12,7 @@ from torch import Tensor
 from pulsetrain.engine.arrays import Array, on_host
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.losses import clip_fraction, entropy, kl_estimate
-from pulsetrain.engine.losses.masks import kept, mean_of
+from pulsetrain.engine.losses.masks import mean_of, zero_outside
 from pulsetrain.engine.losses.tokens import token_log_probs
 from pulsetrain.engine.step.protocols import TrainingBatch, describe
 from pulsetrain.engine.strategies.language import logits_of
@@ -220,4 +220,4 @@ class PolicyStrategy(WithReference):
 
 def divergence(old: Array, log_probs: Array, mask: Array | None) -> Array:
     """KL from the policy that acted to the one as it is, nats an action, shape ()."""
-    return mean_of(kl_estimate(kept(old, mask), kept(log_probs, mask), "k3"), mask)
+    return mean_of(kl_estimate(zero_outside(old, mask), zero_outside(log_probs, mask), "k3"), mask)

@@ -148,7 +148,7 @@ class SWA(Averaging):
         """Measure the statistics, as the mean over the batches of the loader, and keep them."""
         if self.bn_loader is None:
             raise _loader_missing()
-        with rng.kept(), _modes_restored(average.model, norms), _order_restored(self.bn_loader):
+        with rng.preserve_rng(), _modes_restored(average.model, norms), _order_restored(self.bn_loader):
             device = norms[0].running_mean.device  # type: ignore[union-attr]  # it has one, or would not be here
             update_bn(_inputs(self.bn_loader), average.model, device=device)
         average.keep_buffers()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from pulsetrain.engine.data import rng
-from pulsetrain.engine.data.keyed_loader import can_take_over
+from pulsetrain.engine.data.keyed_loader import can_be_keyed
 from pulsetrain.engine.events.names import Event
 from pulsetrain.engine.recording import EventLog, LoggedEvent, LogWriter
 from pulsetrain.engine.step.protocols import describe
@@ -108,11 +108,11 @@ def batch_again(engine: Any, rows: Sequence[int] | None, iteration: int | None) 
         LookupError: the rows are not known, or the loader is none that can be asked for them.
     """
     loader: Any = getattr(engine, "train_loader", None)
-    if not rows or not can_take_over(loader) or loader.batch_sampler is None:
+    if not rows or not can_be_keyed(loader) or loader.batch_sampler is None:
         why = f"{type(loader).__name__} cannot be asked for its rows" if rows else "its rows are not known"
         raise LookupError(f"the batch of iteration {iteration} is held no more, and {why}")
     dataset = loader.dataset
-    with rng.kept():
+    with rng.preserve_rng():
         several = getattr(dataset, "__getitems__", None)
         return loader.collate_fn(several(list(rows)) if several else [dataset[row] for row in rows])
 

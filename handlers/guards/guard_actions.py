@@ -75,7 +75,7 @@ def nonfinite_rows(engine: object, rows: Sequence[int]) -> list[int]:
     if dataset is None:
         return []
     found = []
-    with rng.kept():  # a dataset may draw random numbers
+    with rng.preserve_rng():  # a dataset may draw random numbers
         for row in rows:
             try:
                 sample = dataset[row]

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from pulsetrain.engine.data import rng
-from pulsetrain.engine.data.keyed_loader import KeyedLoader, can_be_read_once, can_take_over, key_order, workers_begin
+from pulsetrain.engine.data.keyed_loader import KeyedLoader, can_be_keyed, can_be_read_once, key_order
+from pulsetrain.engine.data.workers import workers_begin
 from pulsetrain.engine.errors import ConfigurationError
 
 __all__ = ["copy_of_loader", "endless", "taken_back"]
@@ -31,7 +32,7 @@ def taken_back(trainer: Any) -> Iterator[None]:
         trainer: has `model`, `optimizer`, `backend`, `held` and `strategy`.
     """
     held = trainer.held
-    with rng.kept():
+    with rng.preserve_rng():
         kept = _Kept()
         kept.keep(trainer.strategy)
         kept.keep(getattr(trainer.strategy, "__dict__", None))
@@ -136,7 +137,7 @@ def copy_of_loader(loader: Any) -> Any:
             return copy.deepcopy(loader)
         copied = copy.copy(loader)
         vars(copied)["_iterator"] = None  # the workers of a pass under way
-        shared: dict[int, Any] = {id(loader.dataset): loader.dataset} if can_take_over(loader) else {}
+        shared: dict[int, Any] = {id(loader.dataset): loader.dataset} if can_be_keyed(loader) else {}
         vars(copied).update(copy.deepcopy(vars(copied), shared))
         return copied
     except Exception as error:  # a file, a socket, a lock ...
@@ -151,7 +152,7 @@ def endless(loader: Any, seed: int) -> Iterator[Any]:
     Raises:
         ConfigurationError: it gives none.
     """
-    keyed = KeyedLoader(loader, seed) if can_take_over(loader) else None
+    keyed = KeyedLoader(loader, seed) if can_be_keyed(loader) else None
     for number in itertools.count(1):
         given = False
         for batch in keyed.begin(number) if keyed is not None else _a_pass(loader, rng.derive(seed, number)):

@@ -143,7 +143,7 @@ class SampleText:
         contexts = getattr(getattr(engine, "evaluator", None), "contexts", ())
         texts = []
         with ExitStack() as stack:
-            stack.enter_context(rng.kept())
+            stack.enter_context(rng.preserve_rng())
             stack.enter_context(torch.no_grad())
             if isinstance(model, nn.Module):
                 stack.enter_context(eval_mode(model))

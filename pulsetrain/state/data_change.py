@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-from pulsetrain.engine.data.keyed_loader import KeyedOrder, can_take_over, length_of
+from pulsetrain.engine.data.keyed_loader import KeyedOrder, can_be_keyed, length_of
 from pulsetrain.engine.errors import CheckpointError
 from pulsetrain.engine.logs import get_logger
 
@@ -20,7 +20,7 @@ def describe_data(loader: Any) -> dict[str, Any]:
     `batches` of a pass and `samples` of it, those of all ranks; `batch_size`, samples of a batch, all ranks' as well;
     `rows` of the dataset; None where it is not known.
     """
-    keyed = KeyedOrder(loader, 0) if can_take_over(loader) else None
+    keyed = KeyedOrder(loader, 0) if can_be_keyed(loader) else None
     size = keyed.step if keyed is not None and keyed.samples is not None else _batch_size(loader)
     return {
         "loader": type(loader).__name__,
@@ -60,7 +60,7 @@ def follow_data(saved: Mapping[str, Any], loader: Any) -> Mapping[str, Any]:
         how = "with a new pass"
         position["pass_over"] = True
         done = counters["epoch_length"] or 0
-    elif can_take_over(loader):
+    elif can_be_keyed(loader):
         how = "behind the samples that the pass has given"
         done = now["batches"] - _batches_left(loader, position, before, now, differences)
     else:

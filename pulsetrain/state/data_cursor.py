@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from pulsetrain.engine.checkpoint.plain import plain
 from pulsetrain.engine.data import rng
-from pulsetrain.engine.data.keyed_loader import KeyedLoader, can_take_over, key_order
+from pulsetrain.engine.data.keyed_loader import KeyedLoader, can_be_keyed, key_order
 from pulsetrain.engine.errors import CheckpointError
 from pulsetrain.engine.logs import get_logger
 
@@ -26,7 +26,7 @@ _WATCHED = 8  # batches of a loader of an unknown kind that are watched for draw
 class DataPosition:
     """Begins passes over a loader, each keyed by (seed, pass), and finds back into one.
 
-    A loader that `can_take_over` accepts is asked for the batches from a position on. One that has `state_dict` and
+    A loader that `can_be_keyed` accepts is asked for the batches from a position on. One that has `state_dict` and
     `load_state_dict` keeps its position itself, and what it draws is seeded for each batch. Any other is read again up
     to the position; what it draws while it is read comes from a stream of its own, so that the same batches come
     again whatever the model has drawn meanwhile.
@@ -202,7 +202,7 @@ class DataPosition:
             loader._iterator = None
 
     def _take_over(self, loader: Any) -> KeyedLoader | None:
-        if not can_take_over(loader):
+        if not can_be_keyed(loader):
             return None
         if self._keyed is None or self._keyed[0] is not loader:
             self._keyed = loader, KeyedLoader(loader, self.seed)

@@ -133,7 +133,7 @@ class Bound:
             return
         if can_be_read_once(self._loader) or getattr(self._loader, "fires_rollouts", False):
             return  # its first batch cannot be looked at beforehand: how long the run will be is not known
-        with rng.kept():
+        with rng.preserve_rng():
             batches = [backend.prepare_batch(batch, strategy) for batch in islice(self._loader, _LOOKED_AT)]
         if not batches:
             raise ConfigurationError("Trainer(train_loader): gave no batch; it is empty")

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from pulsetrain.engine import Engine, EventBus, Events, Phase
 from pulsetrain.engine.backends.model_store import Held, LiveState
 from pulsetrain.engine.data import rng
-from pulsetrain.engine.data.keyed_loader import length_of, workers_begin, workers_outlive_signals
+from pulsetrain.engine.data.keyed_loader import length_of
+from pulsetrain.engine.data.workers import workers_begin, workers_outlive_signals
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.metrics import RunningMean
@@ -234,7 +235,7 @@ class Evaluator(Engine):
     # Round the run, not in handlers of it: a pause, terminate(skip_completed=True), a muted event and a run that fails
     # before STARTED reach no handler.
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        with eval_mode(self._model), rng.kept(), ExitStack() as stack:
+        with eval_mode(self._model), rng.preserve_rng(), ExitStack() as stack:
             for context in self.contexts:
                 stack.enter_context(context())
             return super().run(*args, **kwargs)

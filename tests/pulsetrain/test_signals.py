@@ -17,7 +17,7 @@ import pytest
 from pulsetrain import SignalWatch
 from pulsetrain.engine import Events
 from pulsetrain.engine.checkpoint import CheckpointManager
-from pulsetrain.engine.data.keyed_loader import workers_outlive_signals
+from pulsetrain.engine.data.workers import workers_outlive_signals
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.events.payloads import Preempted
 from tests.support.small import loader, trainer
@@ -311,7 +311,7 @@ class TestWorkers:
             assert data.worker_init_fn != own.append
             with workers_outlive_signals(data):
                 again = data.worker_init_fn
-            assert again.users_own == own.append
+            assert again.inner == own.append
         assert data.worker_init_fn == own.append
 
     def test_the_users_own_function_is_called_in_each_worker(self, tmp_path):

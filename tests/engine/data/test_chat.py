@@ -344,21 +344,21 @@ def test_a_prompt_may_be_empty_and_a_completion_its_end_alone():
         ([*DIALOGUE, "Hi"], TypeError, "tokenize_chat(messages[5]): needs 'role' and 'content', not str"),
         ([{"role": "user"}], TypeError, "tokenize_chat(messages[0]): needs 'role' and 'content', not 'role'"),
         ([{}], TypeError, "not no field"),
-        ([{"role": 1, "content": "Hi"}], TypeError, "tokenize_chat(messages[0]): a role is text, not int"),
+        ([{"role": 1, "content": "Hi"}], TypeError, "tokenize_chat(messages[0]): needs text as 'role', not int"),
         (
             [{"role": "assistant", "content": None}],
             TypeError,
-            "tokenize_chat(messages[0]): a template writes the text of a turn, and this one has a content of NoneType",
+            "tokenize_chat(messages[0]): a template needs a turn of text, and this one has a content of NoneType",
         ),
         (
             [*DIALOGUE, {"role": "assistant", "content": "", "tool_calls": [{"name": "weather"}]}],
             TypeError,
-            "tokenize_chat(messages[5]): a template writes the text of a turn, and this one has 'tool_calls'; write",
+            "tokenize_chat(messages[5]): a template needs a turn of text, and this one has 'tool_calls'; write",
         ),
         (
             [{"role": "human", "content": "Hi"}, {"role": "gpt", "content": "Hi"}],
             ValueError,
-            "tokenize_chat(train_on='assistant'): nothing to learn, there is no turn of 'assistant' among those of "
+            "tokenize_chat(train_on='assistant'): nothing to learn, no turn has the role 'assistant', only "
             "'gpt', 'human'; rename the role, pass train_on='all', or leave the conversation out",
         ),
     ],
@@ -389,12 +389,12 @@ def test_an_unknown_choice_of_turns_lists_the_choices():
         (None, "tokenize_chat(tokenizer=NoneType): needs an object with an encode, or a function from text to a list"),
         (
             str.split,
-            "tokenize_chat(tokenizer): it gave ['<|im_start|>system']; needs a list of tokens, which are integers",
+            "tokenize_chat(tokenizer): returned ['<|im_start|>system']; needs a list of integers, the token ids",
         ),
-        (str.upper, "it gave '<|IM_START|>SYSTEM\\n'; needs a list of tokens"),
-        (lambda text: [0.5], "it gave [0.5]; needs a list of tokens"),
-        (lambda text: [[1, 2]], "it gave [[1, 2]]; needs a list of tokens"),
-        (lambda text: None, "it gave None; needs a list of tokens"),
+        (str.upper, "returned '<|IM_START|>SYSTEM\\n'; needs a list of integers"),
+        (lambda text: [0.5], "returned [0.5]; needs a list of integers"),
+        (lambda text: [[1, 2]], "returned [[1, 2]]; needs a list of integers"),
+        (lambda text: None, "returned None; needs a list of integers"),
     ],
 )
 def test_what_is_no_tokenizer_is_refused(tokenizer, message):
@@ -405,7 +405,7 @@ def test_what_is_no_tokenizer_is_refused(tokenizer, message):
 @pytest.mark.parametrize("texts", ["ab", ("a",), ("a", None), ["a", "b"]])
 def test_a_template_returns_two_texts(texts):
     with pytest.raises(
-        TypeError, match=r"tokenize_chat\(template\): for messages\[0\] it gave .*; let it return two texts"
+        TypeError, match=r"tokenize_chat\(template\): for messages\[0\] it returned .*; return two texts"
     ):
         tokenize_chat(DIALOGUE, encode_bytes, template=lambda role, content: texts)
 
@@ -424,13 +424,13 @@ def test_a_chat_whose_replies_are_empty_has_nothing_to_learn():
         (
             ("ab", "", None),
             ValueError,
-            "tokenize_prompt(completion): nothing to learn, every label behind the first token",
+            "tokenize_prompt(completion): nothing to learn, every label after the first token",
         ),
         (("", "c", None), ValueError, "give the completion some text, or pass end="),
         (
             ("ab", "cd", "</s>"),
             ConfigurationError,
-            "tokenize_prompt(end='</s>'): needs the number of a token, 0 or more",
+            "tokenize_prompt(end='</s>'): needs a token id, 0 or more",
         ),
         (("ab", "cd", True), ConfigurationError, "tokenize_prompt(end=True)"),
         (("ab", "cd", -1), ConfigurationError, "tokenize_prompt(end=-1)"),

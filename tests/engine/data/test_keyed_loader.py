@@ -25,7 +25,7 @@ from torch.utils.data import (
 )
 
 from pulsetrain.engine.data import rng
-from pulsetrain.engine.data.keyed_loader import KeyedLoader, KeyedOrder, can_take_over, draws_nothing
+from pulsetrain.engine.data.keyed_loader import KeyedLoader, KeyedOrder, can_be_keyed, draws_nothing
 
 
 class Reading(Dataset[torch.Tensor]):
@@ -325,10 +325,10 @@ def test_which_loaders_are_taken_over():
         def __iter__(self) -> Any:
             return iter(range(3))
 
-    assert can_take_over(DataLoader(Reading(3)))
-    assert not can_take_over(Mine(Reading(3)))
-    assert not can_take_over(DataLoader(Stream()))
-    assert not can_take_over([1, 2])
+    assert can_be_keyed(DataLoader(Reading(3)))
+    assert not can_be_keyed(Mine(Reading(3)))
+    assert not can_be_keyed(DataLoader(Stream()))
+    assert not can_be_keyed([1, 2])
 
 
 def test_which_datasets_are_known_to_draw_nothing():

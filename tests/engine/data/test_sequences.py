@@ -279,25 +279,25 @@ def test_positions_are_those_of_a_count_that_separators_reset(rows):
         (
             {"input_ids": [1, 2], "text": ""},
             TypeError,
-            "lacks 'labels', it has input_ids, text; to learn every token, let",
+            "lacks 'labels', it has input_ids, text; to train on every token",
         ),
         ({}, TypeError, "lacks 'input_ids', it has no field"),
         (
             example([[1, 2]], [1, 2]),
             TypeError,
-            "input_ids are a list of integers or a tensor of them, shape (length,), not",
+            "input_ids need to be a list or tensor of integers, shape (length,), not",
         ),
-        (example([1, 2], [1.0, 2.0]), TypeError, "labels are a list of integers or a tensor of them"),
+        (example([1, 2], [1.0, 2.0]), TypeError, "labels need to be a list or tensor of integers"),
         (example([True, False]), TypeError, "not torch.bool (2,)"),
-        (example("text"), TypeError, "input_ids are no list of integers"),
-        (example([1, None]), TypeError, "input_ids are no list of integers"),
+        (example("text"), TypeError, "input_ids are not a list of integers"),
+        (example([1, None]), TypeError, "input_ids are not a list of integers"),
         (example([1, 2, 3], [1, 2]), ValueError, "3 input_ids, but 2 labels; each token needs one"),
         ({**example([1, 2]), "position_ids": [0]}, ValueError, "2 input_ids, but 1 position_ids; each token needs one"),
-        (example([]), ValueError, "it has no token; leave it out"),
+        (example([]), ValueError, "has no token; leave it out"),
         (
             example([1, 2], [X, X]),
             ValueError,
-            "nothing to learn, every label behind the first token is -100; if its prompt",
+            "nothing to learn, every label after the first token is -100; if its prompt",
         ),
         (example([1, 2], [1, X]), ValueError, "if none of its roles is trained on, choose another train_on"),
         (example([1]), ValueError, "nothing to learn"),
@@ -313,12 +313,12 @@ def test_a_bad_example_is_named_by_its_index(call, bad, error, message):
     [
         (
             lambda long: pad_examples([example([1, 2]), long], length=4),
-            "pad_examples(examples[1], length=4): it has 5 tokens; give a greater length, or pass truncation='right' "
+            "pad_examples(examples[1], length=4): has 5 tokens; pass a greater length, or truncation='right' "
             "to cut off its end, 'left' its beginning",
         ),
         (
             lambda long: pack([example([1, 2]), long], 4),
-            "pack(examples[1], length=4): it has 5 tokens; give a greater length, or pass truncation='right' to cut "
+            "pack(examples[1], length=4): has 5 tokens; pass a greater length, or truncation='right' to cut "
             "off its end, 'left' its beginning, or split=True to make several documents of it",
         ),
     ],
@@ -333,16 +333,14 @@ def test_a_prompt_that_fills_the_length_is_named_with_the_remedy():
     prompt = example([1, 2, 3, 4, 5], [X, X, X, 4, 5])
     for call in (pad_examples, pack):
         with pytest.raises(
-            ValueError, match=r"examples\[0\], length=3\): nothing .* give a greater one or truncation='left'"
+            ValueError, match=r"examples\[0\], length=3\): nothing .* pass a greater one or truncation='left'"
         ):
             call([prompt], length=3, truncation="right")
     assert pad_examples([prompt], length=3, truncation="left")["labels"].tolist() == [[X, 4, 5]]
 
 
 def test_a_packed_row_is_not_packed_again():
-    with pytest.raises(
-        ValueError, match=r"pack\(examples\[0\]\): it has 'position_ids'.*pack the documents themselves"
-    ):
+    with pytest.raises(ValueError, match=r"pack\(examples\[0\]\): has 'position_ids'.*pack the documents themselves"):
         pack(pack([example([1, 2])], 4), 4)
 
 
@@ -357,7 +355,7 @@ def test_a_packed_row_is_not_packed_again():
         (lambda some: pad_examples(some, multiple_of=2.0), "pad_examples(multiple_of=2.0): needs a whole number of 1"),
         (
             lambda some: pad_examples(some, length=10, multiple_of=4),
-            "the length must be a multiple; pass length=12, or",
+            "needs a length that is a multiple; pass length=12, or",
         ),
         (lambda some: pad_examples(some, length=4, truncation="rigth"), "did you mean 'right'?"),
         (
@@ -370,7 +368,7 @@ def test_a_packed_row_is_not_packed_again():
         (lambda some: pack(some, 4, truncation="left", split=True), "pass one of them"),
         (
             lambda some: restart_positions(torch.zeros(1, 2).long(), None),
-            "restart_positions(separator=None): needs the",
+            "restart_positions(separator=None): needs a token id",
         ),
     ],
 )
@@ -386,7 +384,7 @@ def test_an_empty_batch_is_refused():
 
 @pytest.mark.parametrize("tokens", [[1, 2], torch.zeros(2, 3), torch.tensor(1), torch.zeros(2, dtype=torch.bool)])
 def test_positions_are_of_a_tensor_of_integers(tokens):
-    with pytest.raises(TypeError, match="restart_positions: tokens are a tensor of integers"):
+    with pytest.raises(TypeError, match=r"restart_positions\(tokens\): needs a tensor of integers"):
         restart_positions(tokens, 0)
 
 

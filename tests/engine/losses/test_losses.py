@@ -262,7 +262,7 @@ def test_options_of_a_name_make_the_loss_with_these_options():
         ("focal", {"alpha": [0.5, 0.5]}, "focal_loss(alpha=[0.5, 0.5]): needs a number above 0"),
         ("focal", {"gamma": -1}, "focal_loss(gamma=-1): needs a finite number"),
         ("huber", {"delta": 0}, "huber(delta=0): needs a positive number"),
-        (F.cross_entropy, {"ignore_index": 3}, "get_loss(ignore_index=3): only a loss given by its name takes options"),
+        (F.cross_entropy, {"ignore_index": 3}, "get_loss(ignore_index=3): only a loss given by name accepts options"),
     ],
 )
 def test_an_option_that_the_loss_cannot_take_is_refused_before_any_batch(name, options, message):

@@ -33,10 +33,10 @@ class Ordinal(nn.CrossEntropyLoss):
         (
             [0, 12, 3, -3],
             "(targets[1]=12): needs class indices from 0 to 9, as the logits have 10 classes, and 2 of 4 targets are "
-            "outside; mark what is to be left out with -100, and number the classes from 0",
+            "outside; use -100 for targets to ignore, and number the classes from 0",
         ),
         ([0, 4, 10, 11], "2 of 4 targets are outside; give the model 12 outputs, or number the classes from 0"),
-        ([1, 4, 10, -100], "1 of 4 targets are outside; these labels begin with 1: pass targets - 1"),
+        ([1, 4, 10, -100], "1 of 4 targets are outside; these labels start at 1: pass targets - 1"),
         ([[0, 1], [9, -1]], "(targets[1, 1]=-1): needs class indices from 0 to 9"),
         (10, "(targets=10): needs class indices from 0 to 9"),
     ],

@@ -99,7 +99,9 @@ def test_weights_that_are_not_one_for_each_class_are_refused(library):
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_a_chunk_size_is_for_torch_alone(library):
     arrays = converted(library, *batch_of(cross_entropy, dtype=torch.float32))
-    with pytest.raises(ConfigurationError, match=r"cross_entropy\(chunk_size=4\): for torch tensors alone; leave it"):
+    with pytest.raises(
+        ConfigurationError, match=r"cross_entropy\(chunk_size=4\): only works for torch tensors; leave it"
+    ):
         cross_entropy(*arrays, chunk_size=4)
 
 
@@ -155,7 +157,7 @@ def test_ignored_labels_make_no_nan_on_the_way():
     ("loss", "targets", "message"),
     [
         ("cross_entropy", torch.tensor([0, 10, 11]), "cross_entropy(targets[1]=10): needs class indices from 0 to 9"),
-        ("focal", torch.tensor([1, 4, 10]), "these labels begin with 1: pass targets - 1"),
+        ("focal", torch.tensor([1, 4, 10]), "these labels start at 1: pass targets - 1"),
         (
             "mse",
             torch.tensor([[0.0], [math.inf], [math.nan]]),

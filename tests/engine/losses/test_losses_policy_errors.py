@@ -38,7 +38,7 @@ def test_a_mask_that_does_not_fit_is_refused(name):
         ValueError, match=rf"{name}\(.* of shape \(2, 3\), mask of shape \(2, 1\)\): needs equal shapes"
     ):
         LOSSES[name](mask=torch.ones(2, 1, dtype=torch.bool))
-    with pytest.raises(TypeError, match=rf"{name}\(mask of int64\): needs true and false; pass mask != 0"):
+    with pytest.raises(TypeError, match=rf"{name}\(mask of int64\): needs booleans; pass mask != 0"):
         LOSSES[name](mask=torch.ones(2, 3, dtype=torch.int64))
 
 
@@ -46,7 +46,7 @@ def test_a_mask_that_does_not_fit_is_refused(name):
     ("options", "message"),
     [
         ({"normalization": "token"}, r"normalization='token'\): unknown; .*did you mean 'token_mean'\?"),
-        ({"normalization": "dr_grpo"}, r"normalization='dr_grpo'\): needs max_length, the longest reply"),
+        ({"normalization": "dr_grpo"}, r"normalization='dr_grpo'\): needs max_length, the longest possible reply"),
         ({"normalization": "dr_grpo", "max_length": 0}, r"max_length=0\): needs a number of tokens, at least 1"),
         ({"kl_coef": -1.0}, r"kl_coef=-1.0\): needs a number of at least 0"),
         ({"kl_coef": math.inf}, r"kl_coef=inf\): needs a number of at least 0"),

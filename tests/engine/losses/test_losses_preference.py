@@ -160,8 +160,8 @@ def test_sums_over_a_mask_are_those_of_the_formula_whatever_lies_beside_it(libra
     ("logits", "tokens", "remedy"),
     [
         ((2, 4, 7), (2, 4, 1), r"; pass tokens.squeeze\(-1\)"),
-        ((2, 4, 7), (2, 5), r"; logits of all positions but the last predict tokens\[..., 1:\]"),
-        ((2, 4, 7), (2, 3), r"; pass logits\[..., :-1, :\], for the last position predicts nothing that is known"),
+        ((2, 4, 7), (2, 5), r"; pass tokens\[..., 1:\], which the logits of all positions but the last predict"),
+        ((2, 4, 7), (2, 3), r"; pass logits\[..., :-1, :\], since the token after the last position is unknown"),
         ((2, 4, 7), (4, 2), ""),
         ((2, 4, 7), (2, 4, 7), ""),
         ((), (), ""),
@@ -215,9 +215,7 @@ def test_a_mask_that_does_not_fit_is_refused(library):
     log_probs, mask, whole = arrays_of(library, numpy.zeros((2, 3)), numpy.full((3, 2), True), numpy.ones((2, 3), int))
     with pytest.raises(ValueError, match=r"log_probs of shape \(2, 3\), mask of shape \(3, 2\)\): needs equal shapes"):
         masked_sum_log_probs(log_probs, mask)
-    with pytest.raises(
-        TypeError, match=r"masked_sum_log_probs\(mask of int\d\d\): needs true and false; pass mask != 0"
-    ):
+    with pytest.raises(TypeError, match=r"masked_sum_log_probs\(mask of int\d\d\): needs booleans; pass mask != 0"):
         masked_sum_log_probs(log_probs, whole)
     with pytest.raises(ValueError, match=r"masked_sum_log_probs\(log_probs of shape \(\)\): needs rows of tokens"):
         masked_sum_log_probs(log_probs.sum(), mask.all())
@@ -341,7 +339,7 @@ def test_replies_that_do_not_fit_are_refused(library):
         dpo_loss(two, three)
     with pytest.raises(ValueError, match=r"reference_rejected of shape \(3,\)\): needs equal shapes"):
         dpo_loss(two, two, two, three)
-    with pytest.raises(ValueError, match=r"\(2, 3\)\): needs a number for each reply.*masked_sum_log_probs adds"):
+    with pytest.raises(ValueError, match=r"\(2, 3\)\): needs a number for each reply.*masked_sum_log_probs sums"):
         dpo_loss(tokens, tokens)
     with pytest.raises(ValueError, match=r"implicit_rewards\(policy of shape \(2,\), reference of shape \(3,\)\)"):
         implicit_rewards(two, three)

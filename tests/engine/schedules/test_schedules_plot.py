@@ -77,7 +77,7 @@ def test_a_path_writes_the_picture_as_its_suffix_says(tmp_path, name, begins):
     [
         ({"schedules": {}}, r"plot\(schedules=\{\}\): needs at least 1 schedule"),
         ({"schedules": 0.1}, r"plot\(schedules=\{'float': 0.1\}\): needs a schedule"),
-        ({"schedules": {"a": None}}, r"plot\(schedules=\{'a': None\}\): needs a schedule, as Cosine"),
+        ({"schedules": {"a": None}}, r"plot\(schedules=\{'a': None\}\): needs a schedule, such as Cosine"),
         ({"steps": 0}, r"plot\(steps=0\): needs a whole number of updates, at least 1"),
         ({"steps": 1.5}, r"plot\(steps=1.5\): needs a whole number"),
         ({"path": "rates.pdf"}, r"plot\(path='rates.pdf'\): needs a name that ends in .png or .svg"),

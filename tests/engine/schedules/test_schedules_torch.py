@@ -164,7 +164,7 @@ def test_a_created_scheduler_can_be_pickled_and_copied():
         ({"warmup_steps": -1}, r"create_scheduler\(warmup_steps=-1\): needs a whole number"),
         ({"gamma": 0.1}, r"create_scheduler\(gamma=0.1\): unknown to the schedule 'cosine'; it takes min_lr"),
         ({"T_0": 5}, r"create_scheduler\(T_0=5\): unknown to the schedule 'cosine'"),
-        ({"eta_min": 0.0, "min_lr": 0.0}, r"create_scheduler\(eta_min=0.0\): min_lr says the same"),
+        ({"eta_min": 0.0, "min_lr": 0.0}, r"create_scheduler\(eta_min=0.0\): min_lr means the same"),
         ({"name": "step"}, r"create_scheduler\(name='step'\): needs step_size"),
         ({"optimizer": optimizer_at(0.0)}, r"create_scheduler\(optimizer=SGD\): its default learning rate is 0"),
     ],
@@ -230,7 +230,7 @@ def test_a_rate_that_no_optimizer_can_use_is_refused(rate):
 
 
 def test_a_rate_beyond_the_range_of_floats_is_named_with_its_remedy():
-    message = r"update_optimizer\(learning_rate=inf\): needs a finite number .*; end a schedule that grows without end"
+    message = r"update_optimizer\(learning_rate=inf\): needs a finite number .*; bound a schedule that grows forever"
     with pytest.raises(ConfigurationError, match=message):
         update_optimizer(optimizer_at(0.1), Exponential(0.1, 2.0).get_lr(5000))
 

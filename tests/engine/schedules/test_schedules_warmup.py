@@ -160,7 +160,7 @@ def test_a_scheduler_that_has_been_stepped_is_refused(name):
 
 def test_a_scheduler_that_begins_at_zero_is_refused():
     scheduler = create_scheduler(optimizer_at(0.1), "cosine", 1, 100, warmup_steps=10)
-    with pytest.raises(ConfigurationError, match=r"add_warmup\(scheduler=ScheduleLR\): begins at rate 0"):
+    with pytest.raises(ConfigurationError, match=r"add_warmup\(scheduler=ScheduleLR\): starts at rate 0"):
         add_warmup(scheduler, 10)
 
 
