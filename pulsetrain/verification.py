@@ -13,7 +13,7 @@ from pulsetrain.engine.environment import environment_differences
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.recording import Divergence, EventLog, LoggedEvent
 from pulsetrain.engine.recording.diff.fields import differing_fields
-from pulsetrain.engine.recording.diff.result import field_table, place_of
+from pulsetrain.engine.recording.diff.result import describe_event, field_table
 from pulsetrain.engine.recording.replay.source import Source
 from pulsetrain.handlers.run_files.run_file import describe_run, read_run_file
 from pulsetrain.reproduce.diagnosis import BATCH, STATE, Cause, Evidence, causes_of
@@ -61,10 +61,10 @@ class Verification:
             lines = [f"{stretch}: not reproduced, after {self.agreed:,} events that agree"]
         if self.divergence is not None:
             number = f"event {self.divergence.ord:,}, " if self.divergence.ord >= 0 else ""
-            lines.append(f"first difference: {number}{place_of(self.divergence.a)}")
+            lines.append(f"first difference: {number}{describe_event(self.divergence.a)}")
             lines.extend(field_table(self.divergence.fields, "recorded", "now"))
         if self.missing is not None:
-            lines.append(f"the run ended before {place_of(self.missing)} came")
+            lines.append(f"the run ended before {describe_event(self.missing)} came")
         if self.rows is not None:
             more = f" and {len(self.rows) - _ROWS} more" if len(self.rows) > _ROWS else ""
             lines.append(f"batch: rows {', '.join(map(str, self.rows[:_ROWS]))}{more}")

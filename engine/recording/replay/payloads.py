@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from pulsetrain.engine.errors import RecordingError
-from pulsetrain.engine.recording.log.records import LoggedEvent, merged
+from pulsetrain.engine.recording.log.non_finite import NON_FINITE
+from pulsetrain.engine.recording.log.records import LoggedEvent, merge_measured
 
 __all__ = ["ReplayedOutput", "payload_of", "plain", "whole"]
-
-_NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 class ReplayedOutput(dict[str, Any]):
@@ -44,14 +43,14 @@ class ReplayedOutput(dict[str, Any]):
 def whole(event: LoggedEvent) -> LoggedEvent:
     """The event itself, what was measured put back into its payload."""
     if event.observed is not None:
-        event.payload = merged(event.payload, event.observed)
+        event.payload = merge_measured(event.payload, event.observed)
     return event
 
 
 def plain(value: Any) -> Any:
     """The value with numbers in place of "NaN", "Infinity" and "-Infinity"."""
     if type(value) is str:
-        return _NOT_FINITE.get(value, value)
+        return NON_FINITE.get(value, value)
     if type(value) is dict:
         return {name: item if type(item) is float else plain(item) for name, item in value.items()}
     return [plain(item) for item in value] if type(value) is list else value

@@ -129,7 +129,7 @@ class TestCommands:
             ("break on a b", "choose break on EVENT"),
             ("break on epoch_startd", "did you mean 'epoch_started'"),
             ("break on epoch_started if", "where:"),
-            ("break on epoch_started if __import__('os')", "not understood"),
+            ("break on epoch_started if __import__('os')", "not supported"),
             ("delete 3", "there are none"),
             ("delete", "needs a whole number"),
             ("watch nothing_such", "unknown"),
