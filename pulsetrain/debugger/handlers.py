@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from pulsetrain.engine.checkpoint import Place, find_checkpoints, load_checkpoint
+from pulsetrain.engine.checkpoint import Location, find_checkpoints, load_checkpoint
 from pulsetrain.engine.checkpoint.reader import size_of, step_of
 from pulsetrain.engine.errors import CheckpointError
 from pulsetrain.handlers.run_files.run_file import RUN_FILE, read_run_file
@@ -20,7 +20,7 @@ class RecordedHandlers:
     """The handlers of a run; as text, a line each."""
 
     names: tuple[str, ...]  # those in run.json
-    checkpoint: Place | None = None  # the last one before
+    checkpoint: Location | None = None  # the last one before
     iteration: int | None = None  # of the checkpoint
     states: Mapping[str, Any] = field(default_factory=dict)
     settings: Mapping[str, str] = field(default_factory=dict)  # what each that has a state was made with

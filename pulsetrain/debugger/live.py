@@ -13,7 +13,7 @@ import torch
 from pulsetrain.debugger.commands import Command
 from pulsetrain.debugger.recorded import Break, Breaks
 from pulsetrain.engine import Events, Phase
-from pulsetrain.engine.checkpoint import Place
+from pulsetrain.engine.checkpoint import Location
 from pulsetrain.engine.errors import ConfigurationError, unknown_name
 from pulsetrain.engine.events.names import Event, event_key
 from pulsetrain.engine.events.subscription import LAST
@@ -48,7 +48,9 @@ class LiveDebugger:
         CheckpointError: the checkpoint is damaged, or does not fit.
     """
 
-    def __init__(self, build: Callable[..., Trainer], checkpoint: Place | None = None, run: Path | None = None) -> None:
+    def __init__(
+        self, build: Callable[..., Trainer], checkpoint: Location | None = None, run: Path | None = None
+    ) -> None:
         self._build, self._checkpoint, self._run = build, checkpoint, run
         self.breaks = Breaks()
         self.watches: list[str] = []

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, overload
 
 from pulsetrain.engine import Events, Phase
-from pulsetrain.engine.checkpoint import Place, find_checkpoints
+from pulsetrain.engine.checkpoint import Location, find_checkpoints
 from pulsetrain.engine.checkpoint.reader import step_of
 from pulsetrain.engine.errors import CheckpointError, ConfigurationError
 from pulsetrain.engine.recording import EventCheck, EventLog, LoggedEvent
@@ -41,10 +41,10 @@ QUIET = (
 
 
 @overload
-def nearest_checkpoint(run: Path, iteration: int) -> Place: ...
+def nearest_checkpoint(run: Path, iteration: int) -> Location: ...
 @overload
-def nearest_checkpoint(run: Path, iteration: int, *, or_none: bool) -> Place | None: ...
-def nearest_checkpoint(run: Path, iteration: int, *, or_none: bool = False) -> Place | None:
+def nearest_checkpoint(run: Path, iteration: int, *, or_none: bool) -> Location | None: ...
+def nearest_checkpoint(run: Path, iteration: int, *, or_none: bool = False) -> Location | None:
     """The run's last checkpoint that was made before this iteration.
 
     Args:
@@ -67,7 +67,7 @@ def nearest_checkpoint(run: Path, iteration: int, *, or_none: bool = False) -> P
     return max(before, key=step_of)  # though it may be damaged: whoever loads it says so
 
 
-def first_checkpoint(run: Path) -> Place | None:
+def first_checkpoint(run: Path) -> Location | None:
     """What a run that was forked from another begins with; None where the run has begun by itself.
 
     Raises:
@@ -103,7 +103,7 @@ class Again:
     """
 
     def __init__(
-        self, build: Callable[..., Trainer], folder: Path, checkpoint: Place | None, run: Path | None = None
+        self, build: Callable[..., Trainer], folder: Path, checkpoint: Location | None, run: Path | None = None
     ) -> None:
         trainer = build(folder) if _takes_a_folder(build) else build()
         if not isinstance(trainer, Trainer):

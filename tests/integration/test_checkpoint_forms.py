@@ -190,5 +190,5 @@ def test_an_older_version_is_told_that_it_is_too_old(tmp_path: Path, monkeypatch
     assert json.loads((checkpoint / "manifest.json").read_text())["format"] == 3
     for module in ("manifest", "reading"):
         monkeypatch.setattr(f"pulsetrain.engine.checkpoint.{module}.FORMATS", (1, 2))
-    with pytest.raises(CheckpointError, match="format 3, this version reads up to 2; update pulsetrain"):
+    with pytest.raises(CheckpointError, match="format 3, and this version reads up to 2; update pulsetrain"):
         check_checkpoint(checkpoint)
