@@ -108,9 +108,7 @@ def test_a_prefix_that_nothing_has_is_an_error_that_names_what_is_there(strict: 
 
 def test_a_checkpoint_without_such_weights_says_what_it_has(tmp_path: Path):
     path = saved(nn.Linear(1, 1), tmp_path)
-    with pytest.raises(
-        CheckpointError, match=r"load_weights\(key='ema'\): .*choose a key that it has: model, optimizer"
-    ):
+    with pytest.raises(CheckpointError, match=r"load_weights\(key=.ema.\): .*choose a key that it has: model, opt"):
         load_weights(nn.Linear(1, 1), path, key="ema")
 
 
