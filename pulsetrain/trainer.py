@@ -15,7 +15,7 @@ from pulsetrain.config import TrainingConfig
 from pulsetrain.engine import Engine, Event, EventBus, Events, Phase
 from pulsetrain.engine.backends.core import TrainerCore
 from pulsetrain.engine.backends.torch import TorchBackend
-from pulsetrain.engine.checkpoint import Place, load_checkpoint, place_of
+from pulsetrain.engine.checkpoint import Location, load_checkpoint, location_of
 from pulsetrain.engine.data import rng
 from pulsetrain.engine.data.workers import workers_begin, workers_outlive_signals
 from pulsetrain.engine.errors import ConfigurationError
@@ -328,9 +328,9 @@ class Trainer(Engine):
         """
         return capture(self)
 
-    def save_checkpoint(self, name: str = "checkpoint", is_best: bool = False) -> Place:
+    def save_checkpoint(self, name: str = "checkpoint", is_best: bool = False) -> Location:
         """Save now, into the folder of the trainer's Checkpointer; returns the checkpoint's path."""
-        path: Place = checkpointer_of(self, "save_checkpoint()").save(self, name, is_best)
+        path: Location = checkpointer_of(self, "save_checkpoint()").save(self, name, is_best)
         return path
 
     def load_checkpoint(self, path: str | os.PathLike[str]) -> None:
@@ -339,7 +339,7 @@ class Trainer(Engine):
         Raises:
             CheckpointError: it is damaged, or does not fit this trainer.
         """
-        folder = place_of(path)
+        folder = location_of(path)
         restore(self, load_checkpoint(folder))
         self.fire(Events.CHECKPOINT_LOADED, CheckpointLoaded(path=folder, iteration=self.state.iteration))
 

@@ -1,9 +1,9 @@
-"""Checkpoints: each complete or absent, never half; none is ever overwritten; each checked before it is loaded."""
+"""Checkpoints: each is complete or absent, never half-written; none is overwritten; all are checked before loading."""
 
 from __future__ import annotations
 
 from pulsetrain.engine.checkpoint.formats import Form, check_form
-from pulsetrain.engine.checkpoint.locations import CheckpointUrl, Place, place_of
+from pulsetrain.engine.checkpoint.locations import CheckpointUrl, Location, location_of
 from pulsetrain.engine.checkpoint.manager import CheckpointManager, check_name
 from pulsetrain.engine.checkpoint.reader import check_checkpoint, find_checkpoints, load_checkpoint
 from pulsetrain.engine.checkpoint.weights import Mismatch, load_safetensors, load_weights, save_safetensors
@@ -13,7 +13,7 @@ __all__ = [
     "CheckpointUrl",
     "Form",
     "Mismatch",
-    "Place",
+    "Location",
     "check_checkpoint",
     "check_form",
     "check_name",
@@ -21,6 +21,6 @@ __all__ = [
     "load_checkpoint",
     "load_safetensors",
     "load_weights",
-    "place_of",
+    "location_of",
     "save_safetensors",
 ]

@@ -1,7 +1,7 @@
-"""Checkpoints on a disk of this machine: every call that changes it, in the order that survives a crash.
+"""Checkpoints on a disk of this machine: every call that changes the disk, in an order that survives a crash.
 
-The order of writing: a temporary folder, its files, each synced, the folder synced, renamed, the parent synced. A
-rename may reach the disk before what was written ahead of it, and a name after what it names: the syncs forbid it.
+The order of writing: make a temporary folder; write and sync its files; sync the folder; rename it; sync its parent.
+Without the syncs, a rename may reach the disk before the data written earlier, and a file before its folder entry.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ import os
 import shutil
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
-from pulsetrain.engine.checkpoint.digesting import Write, write_digested
-from pulsetrain.engine.checkpoint.manifest import MANIFEST
+from pulsetrain.engine.checkpoint.digests import Write, write_digested
+from pulsetrain.engine.checkpoint.manifest import MANIFEST, FileEntry
 
 __all__ = ["Disk", "sync", "write_file"]
 
-_PARTIAL = ".partial-"  # begins the name of what does not count: half-written or half-deleted
+_PARTIAL = ".partial-"  # prefix of names that readers ignore: half-written or half-deleted
 
 
 class Disk:
-    """Files of this machine, durable when written."""
+    """Files of this machine, durable once written."""
 
     def make(self, folder: Path) -> None:
         for missing in reversed([path for path in (folder, *folder.parents) if not path.exists()]):
@@ -29,13 +29,13 @@ class Disk:
                 os.mkdir(missing)
             except FileExistsError:  # another process was faster
                 pass
-            sync(missing.parent)  # else a crash may take the folder, with all that was synced in it
+            sync(missing.parent)  # else a crash may lose the folder, with everything that was synced in it
         if not folder.is_dir():
             raise NotADirectoryError(f"{folder} is a file")
 
-    def commit(self, target: Path, name: str, state: Write, manifest: Callable[[dict[str, Any]], bytes]) -> None:
+    def commit(self, target: Path, name: str, state: Write, manifest: Callable[[FileEntry], bytes]) -> None:
         partial = _partial(target)
-        shutil.rmtree(partial, ignore_errors=True)  # of an earlier attempt that failed
+        shutil.rmtree(partial, ignore_errors=True)  # from an earlier attempt that failed
         os.mkdir(partial)
         try:
             written = write_file(partial / name, state)
@@ -52,7 +52,7 @@ class Disk:
         self.replace_by(file, lambda partial: write_file(partial, lambda opened: opened.write(content)))
 
     def replace_by(self, file: Path, write: Callable[[Path], object]) -> None:
-        """Replace a file by the one that `write` makes, and syncs, under another name."""
+        """Replace a file atomically by the one that `write` makes under a temporary name and syncs."""
         partial = _partial(file)
         try:
             write(partial)
@@ -65,10 +65,10 @@ class Disk:
     def delete(self, folders: Sequence[Path]) -> None:
         doomed = [_partial(folder.with_name(f"{folder.name}.deleted")) for folder in folders]
         for folder, renamed in zip(folders, doomed, strict=True):
-            shutil.rmtree(renamed, ignore_errors=True)  # of an earlier attempt that failed
+            shutil.rmtree(renamed, ignore_errors=True)  # from an earlier attempt that failed
             os.rename(folder, renamed)
         if folders:
-            sync(folders[0].parent)  # else a crash may undo the renaming, and leave half of what it named
+            sync(folders[0].parent)  # else a crash may undo a rename, and leave half a checkpoint under its old name
         for renamed in doomed:
             shutil.rmtree(renamed, ignore_errors=True)
 
@@ -82,7 +82,7 @@ class Disk:
     def subfolders(self, folder: Path) -> list[str]:
         return [path.name for path in folder.iterdir() if path.is_dir()] if folder.is_dir() else []
 
-    def taken(self, folder: Path) -> bool:
+    def exists(self, folder: Path) -> bool:
         return folder.exists()
 
     def open(self, file: Path) -> IO[bytes]:
@@ -92,8 +92,8 @@ class Disk:
         return file.stat().st_size
 
 
-def write_file(path: Path, write: Write) -> dict[str, Any]:
-    """Write a file, replacing none that counts, and sync it; returns its size and digest."""
+def write_file(path: Path, write: Write) -> FileEntry:
+    """Write and sync a file under a name that no reader uses yet; returns its size and digest."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
     try:
         written = write_digested(lambda data: os.write(descriptor, data), write)
@@ -104,7 +104,7 @@ def write_file(path: Path, write: Write) -> dict[str, Any]:
 
 
 def sync(path: Path) -> None:
-    """Have a file, or the names in a folder, survive a crash from here on."""
+    """Make the content of a file, or the entries of a folder, durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -115,7 +115,7 @@ def sync(path: Path) -> None:
 def _unlink(path: Path) -> None:
     try:
         os.unlink(path)
-    except OSError:  # it may not have been made; what begins so does not count
+    except OSError:  # it may not exist; readers ignore it in any case
         pass
 
 

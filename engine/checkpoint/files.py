@@ -1,13 +1,14 @@
-"""What is asked of a place where checkpoints lie."""
+"""The file operations that checkpoints need, wherever they are stored."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import IO, Any, Protocol
+from typing import IO, Protocol, cast
 
-from pulsetrain.engine.checkpoint.digesting import Write
+from pulsetrain.engine.checkpoint.digests import Write
 from pulsetrain.engine.checkpoint.disk import Disk
-from pulsetrain.engine.checkpoint.locations import CheckpointUrl, Place
+from pulsetrain.engine.checkpoint.locations import CheckpointUrl, Location
+from pulsetrain.engine.checkpoint.manifest import FileEntry
 from pulsetrain.engine.checkpoint.remote import Remote
 
 __all__ = ["Files", "files_of"]
@@ -16,46 +17,48 @@ __all__ = ["Files", "files_of"]
 class Files(Protocol):
     """Reads and writes checkpoints; each is a folder of files.
 
-    What is read raises FileNotFoundError where it is missing, and OSError where it cannot be read.
+    Reading raises FileNotFoundError if the file is missing, and OSError if it cannot be read.
     """
 
-    def make(self, folder: Any) -> None:
-        """Make a folder of checkpoints where it is missing."""
+    def make(self, folder: Location) -> None:
+        """Create a folder for checkpoints if it is missing."""
 
-    def commit(self, target: Any, name: str, state: Write, manifest: Callable[[dict[str, Any]], bytes]) -> None:
-        """Write a checkpoint that a reader sees whole or not at all; when this returns it is durable.
+    def commit(self, target: Location, name: str, state: Write, manifest: Callable[[FileEntry], bytes]) -> None:
+        """Write a checkpoint, which readers see whole or not at all; it is durable when this returns.
 
         Args:
-            name: of the state's file.
-            state: writes it.
-            manifest: the manifest, from the size and digest of the state's file.
+            target: folder of the checkpoint.
+            name: name of the state's file.
+            state: writes that file.
+            manifest: makes the manifest from the size and digest of that file.
 
         Raises:
-            OSError: it could not be written, or is there and may not be durable.
+            OSError: it could not be written, or it is complete but may not be durable.
         """
 
-    def replace(self, file: Any, content: bytes) -> None:
-        """Write a small file at once, over another one; when this returns it is durable."""
+    def replace(self, file: Location, content: bytes) -> None:
+        """Write or replace a small file atomically; it is durable when this returns."""
 
-    def delete(self, folders: Sequence[Any]) -> None:
-        """Delete checkpoints; one cut short leaves nothing that looks like one."""
+    def delete(self, folders: Sequence[Location]) -> None:
+        """Delete checkpoints; an interrupted deletion leaves nothing that looks like one."""
 
-    def clean(self, folder: Any) -> None:
+    def clean(self, folder: Location) -> None:
         """Remove what a crash left half-written or half-deleted."""
 
-    def subfolders(self, folder: Any) -> list[str]:
-        """Names of the folders in a folder that may be checkpoints; none where it is missing."""
+    def subfolders(self, folder: Location) -> list[str]:
+        """Names of the folders that may be checkpoints; empty if `folder` is missing."""
 
-    def taken(self, folder: Any) -> bool:
-        """Whether a new checkpoint cannot be called so."""
+    def exists(self, folder: Location) -> bool:
+        """Whether the name is in use: a new checkpoint needs another one."""
 
-    def open(self, file: Any) -> IO[bytes]:
+    def open(self, file: Location) -> IO[bytes]:
         """Open a file for reading."""
 
-    def size(self, file: Any) -> int:
-        """Bytes of a file."""
+    def size(self, file: Location) -> int:
+        """Size of a file in bytes."""
 
 
-def files_of(place: Place) -> Files:
-    """The files of a disk of this machine, or those behind a URL."""
-    return Remote(place) if isinstance(place, CheckpointUrl) else Disk()
+def files_of(location: Location) -> Files:
+    """The operations on a disk of this machine, or on the store of a URL."""
+    # a cast: each of them accepts locations of its own kind only
+    return cast(Files, Remote(location) if isinstance(location, CheckpointUrl) else Disk())

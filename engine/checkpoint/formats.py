@@ -1,60 +1,65 @@
-"""The forms that a state's file may have: torch's, or safetensors', whose arrays other tools read."""
+"""The file formats of a checkpoint's state: torch's, or safetensors, whose arrays other tools can read."""
 
 from __future__ import annotations
 
-from typing import IO, Any, Literal
+from typing import IO, Literal
 
 import torch
 
-from pulsetrain.engine.checkpoint.digesting import Write
+from pulsetrain.engine.checkpoint.digests import Write
 from pulsetrain.engine.checkpoint.manifest import STATES
+from pulsetrain.engine.checkpoint.plain import Plain
 from pulsetrain.engine.checkpoint.safetensors_file import file_writer, read_file
-from pulsetrain.engine.checkpoint.tree_codec import put_together, take_apart
+from pulsetrain.engine.checkpoint.tree_codec import decode_tree, encode_tree
 from pulsetrain.engine.errors import unknown_name
 
 __all__ = ["FORMS", "Form", "check_form", "read_state", "state_writer"]
 
 Form = Literal["torch", "safetensors"]
-FORMS: dict[Form, int] = {"torch": 2, "safetensors": 3}  # the manifest's format that goes with each
+FORMS: dict[Form, int] = {"torch": 2, "safetensors": 3}  # the manifest's format for each form
 
-_SKELETON = "pulsetrain.checkpoint"  # the entry of the metadata with all that is no array
+_TREE = "pulsetrain.checkpoint"  # the entry of the file's metadata with everything but the arrays
 
 
-def state_writer(content: dict[str, Any], form: Form) -> Write:
-    """What writes a plain state's file.
+def state_writer(content: dict[str, Plain], form: Form) -> Write:
+    """A function that writes the file of a plain state.
 
     Raises:
-        CheckpointError: the form has no room for it.
+        CheckpointError: the form cannot hold the state.
     """
     if form == "torch":
         return lambda file: torch.save(content, file)
-    skeleton, arrays = take_apart(content)
-    return file_writer(arrays, {_SKELETON: skeleton})
+    tree, arrays = encode_tree(content)
+    return file_writer(arrays, {_TREE: tree})
 
 
-def read_state(file: IO[bytes], number: int) -> Any:
-    """The state from its file, on the CPU.
+def read_state(file: IO[bytes], number: int) -> Plain:
+    """Read a state from its file; tensors are on the CPU.
 
     Args:
         file: open for reading.
         number: the manifest's format.
 
     Raises:
-        Exception: it is no such file.
+        Exception: the file is not of that format.
     """
     if STATES[number] != STATES[FORMS["safetensors"]]:
         return torch.load(file, map_location="cpu", weights_only=True)
     arrays, metadata = read_file(file)
-    if _SKELETON not in metadata:
-        raise ValueError("it holds arrays alone")
-    return put_together(metadata[_SKELETON], arrays)
+    if _TREE not in metadata:
+        raise ValueError("it holds only arrays")
+    return decode_tree(metadata[_TREE], arrays)
 
 
-def check_form(place: str, form: str | None) -> None:
-    """Whether there is a form of this name.
+def check_form(caller: str, form: str | None) -> None:
+    """Raise if there is no form of this name.
+
+    Args:
+        caller: function or class to name in the message.
+        form: the name.
 
     Raises:
         ConfigurationError: there is none.
     """
     if form not in FORMS:
-        raise unknown_name(place, "form", form, tuple(FORMS))
+        raise unknown_name(caller, "form", form, tuple(FORMS))

@@ -1,4 +1,4 @@
-"""Where checkpoints lie: a path on this machine, or a URL that fsspec reaches."""
+"""Locations of checkpoints: a path on this machine, or a URL that fsspec opens."""
 
 from __future__ import annotations
 
@@ -8,33 +8,43 @@ from typing import Self, TypeAlias
 
 from pulsetrain.engine.errors import ConfigurationError
 
-__all__ = ["CheckpointUrl", "Place", "place_of"]
+__all__ = ["CheckpointUrl", "Location", "location_of"]
 
 
 class CheckpointUrl(str):
-    """A URL such as "s3://bucket/runs/a": a string with a path's `name`, `parent` and `/`."""
+    """A URL such as "s3://bucket/runs/a": a string with a path's `name`, `parent` and `/`.
+
+    >>> url = CheckpointUrl("s3://bucket/runs") / "a"
+    >>> url, url.name, url.parent
+    ('s3://bucket/runs/a', 'a', 's3://bucket/runs')
+    """
 
     __slots__ = ()
 
     @property
     def name(self) -> str:
-        """The last part."""
+        """The last component."""
         return self.rstrip("/").rpartition("/")[2]
 
     @property
     def parent(self) -> Self:
-        """The URL without its last part."""
+        """The URL without its last component."""
         return type(self)(self.rstrip("/").rpartition("/")[0])
 
     def __truediv__(self, part: str) -> Self:
         return type(self)(f"{self.rstrip('/')}/{part}")
 
 
-Place: TypeAlias = Path | CheckpointUrl
+Location: TypeAlias = Path | CheckpointUrl
 
 
-def place_of(folder: str | os.PathLike[str]) -> Place:
-    """A path for what lies on this machine, "file://..." too, which is the faster and safer way; else a URL.
+def location_of(folder: str | os.PathLike[str]) -> Location:
+    """A path if the folder is on this machine, "file://..." included, since files are faster and safer; else a URL.
+
+    >>> location_of("file:///tmp/a")
+    PosixPath('/tmp/a')
+    >>> location_of("memory://a")
+    'memory://a'
 
     Raises:
         ConfigurationError: fsspec does not know such URLs, or lacks a package for them.
@@ -48,8 +58,8 @@ def place_of(folder: str | os.PathLike[str]) -> Place:
         files, path = url_to_fs(folder)
     except ImportError as error:
         raise ConfigurationError(
-            f"folder {folder!r}: needs a package that is not there ({error}); pip install 'pulsetrain[s3]' for s3://, "
-            "or the package that fsspec names"
+            f"folder {folder!r}: needs a package that is not installed ({error}); pip install 'pulsetrain[s3]' for "
+            "s3://, or the package that fsspec names"
         ) from error
     except ValueError as error:
         raise ConfigurationError(f"folder {folder!r}: {error}; use a path, or a URL that fsspec knows") from error

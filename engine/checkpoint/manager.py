@@ -1,17 +1,16 @@
-"""Saves checkpoints and keeps the right ones: a new one is durable and announced before an older one is deleted."""
+"""Saves checkpoints and deletes old ones, only after a newer one is durable and announced."""
 
 from __future__ import annotations
 
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 from pulsetrain.engine.checkpoint.files import files_of
 from pulsetrain.engine.checkpoint.formats import FORMS, Form, check_form, state_writer
-from pulsetrain.engine.checkpoint.locations import Place, place_of
+from pulsetrain.engine.checkpoint.locations import Location, location_of
 from pulsetrain.engine.checkpoint.manifest import BEST, STATES, is_checkpoint_name, seal, unseal
-from pulsetrain.engine.checkpoint.plain import plain
+from pulsetrain.engine.checkpoint.plain import Plain, plain
 from pulsetrain.engine.checkpoint.reader import (
     damage_of,
     find_checkpoints,
@@ -29,23 +28,34 @@ __all__ = ["CheckpointManager", "check_name"]
 class CheckpointManager:
     """Saves, finds and loads checkpoints in one folder; needs no engine.
 
-    One manager at a time may save there, any number may read: reading deletes nothing. What a crash left
-    half-written does not count, and is removed by `clean`, which the first `save` calls.
+    Only one manager at a time may save in a folder; any number may read, and reading deletes nothing. Checkpoints that
+    a crash left half-written are ignored, and removed by `clean`, which the first `save` calls.
+
+    >>> import tempfile
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> manager = CheckpointManager(folder.name, keep_last_n=2)
+    >>> for step in (10, 20, 30):
+    ...     path = manager.save({"step": step}, step=step)
+    >>> [each.name for each in manager.valid()]
+    ['000000020-checkpoint', '000000030-checkpoint']
+    >>> manager.load(manager.get_latest())
+    {'step': 30}
+    >>> folder.cleanup()
 
     Args:
-        checkpoint_dir: made where it is missing; or a URL that fsspec knows, such as "s3://bucket/runs/a". Paths
-            that are returned are then `CheckpointUrl`, strings with a path's `name`, `parent` and `/`.
-        keep_last_n: how many of the newest stay; the best one stays as well.
+        checkpoint_dir: created if it is missing; or a URL that fsspec knows, such as "s3://bucket/runs/a". Returned
+            paths are then `CheckpointUrl`, strings with a path's `name`, `parent` and `/`.
+        keep_last_n: how many of the newest checkpoints to keep; the best one is kept as well.
 
     Raises:
-        ConfigurationError: keep_last_n is no whole number of at least 1, or no such URL is known.
-        RunFolderError: the folder cannot be made.
+        ConfigurationError: keep_last_n is not a whole number of at least 1, or fsspec does not know the URL.
+        RunFolderError: the folder cannot be created.
     """
 
     def __init__(self, checkpoint_dir: str | os.PathLike[str], keep_last_n: int = 3) -> None:
         if not isinstance(keep_last_n, int) or isinstance(keep_last_n, bool) or keep_last_n < 1:
             raise ConfigurationError(f"CheckpointManager({keep_last_n=}): needs a whole number of at least 1")
-        self.checkpoint_dir = place_of(checkpoint_dir)
+        self.checkpoint_dir = location_of(checkpoint_dir)
         self.keep_last_n = keep_last_n
         self._files = files_of(self.checkpoint_dir)
         self._cleaned = False
@@ -56,34 +66,35 @@ class CheckpointManager:
 
     def save(
         self,
-        checkpoint: Mapping[str, Any],
+        checkpoint: Mapping[str, object],
         name: str = "checkpoint",
         is_best: bool = False,
         *,
         step: int | None = None,
-        keep: Iterable[Place] = (),
-        announce: Callable[[Place], object] | None = None,
+        keep: Iterable[Location] = (),
+        announce: Callable[[Location], object] | None = None,
         form: Form = "torch",
-    ) -> Place:
-        """Write a checkpoint; when this returns it is durable.
+    ) -> Location:
+        """Write a checkpoint; it is durable when this returns.
 
         Args:
-            checkpoint: dicts, lists and tuples of tensors, strings, bytes, numbers and None. numpy's scalars become
-                numbers, its arrays tensors.
-            name: labels the folder; a name used again makes a new folder.
-            is_best: point `get_best` at it.
-            step: what the folder is numbered by; by default one more than the largest there.
-            keep: older checkpoints that stay whatever `keep_last_n` says.
-            announce: called with the checkpoint once it, and that it is the best, is durable, before older ones are
-                deleted. What it raises is passed on, and none is deleted.
-            form: of the file with the state; "torch", or "safetensors", whose arrays other tools read by their paths
-                in the checkpoint. In that one a list of many floats is an array, too.
+            checkpoint: dicts, lists and tuples of tensors, strings, bytes, numbers and None. numpy scalars are saved
+                as numbers, numpy arrays as tensors.
+            name: label in the folder's name; using a name twice makes two folders.
+            is_best: make `get_best` return it.
+            step: number in the folder's name; by default one more than the largest.
+            keep: older checkpoints to keep regardless of `keep_last_n`.
+            announce: called with the checkpoint once it is durable, also as the best, and before older ones are
+                deleted. If it raises, the error propagates and nothing is deleted.
+            form: file format of the state: "torch", or "safetensors", whose arrays other tools can read by their paths
+                in the checkpoint. With "safetensors", long lists of floats are arrays, too.
 
         Raises:
-            ConfigurationError: the name has other characters than letters, digits, `_`, `.`, `+` and `-`, or there is
+            ConfigurationError: the name has characters other than letters, digits, `_`, `.`, `+` and `-`, or there is
                 no such form.
-            CheckpointError: the checkpoint holds what could not be loaded again; it says where. Nothing was written.
-            OSError: it, or that it is the best, could not be made durable; earlier checkpoints are as they were.
+            CheckpointError: the checkpoint holds a value that could not be loaded again; the message says where.
+                Nothing was written.
+            OSError: the checkpoint, or its mark as the best, could not be made durable; earlier ones are unchanged.
         """
         check_name("save", name)
         check_form("save", form)
@@ -104,55 +115,55 @@ class CheckpointManager:
         self._prune({target.name, *(each.name for each in keep)})
         return target
 
-    def target(self, name: str, step: int) -> Place:
-        """The folder that the next checkpoint of this name and step gets."""
-        target, again = self.checkpoint_dir / f"{step:09d}-{name}", 1
-        while self._files.taken(target):
-            again += 1
-            target = self.checkpoint_dir / f"{step:09d}-{name}~{again}"
+    def target(self, name: str, step: int) -> Location:
+        """The folder that the next checkpoint of this name and step will use."""
+        target, repeat = self.checkpoint_dir / f"{step:09d}-{name}", 1
+        while self._files.exists(target):
+            repeat += 1
+            target = self.checkpoint_dir / f"{step:09d}-{name}~{repeat}"
         return target
 
     def clean(self) -> None:
         """Remove what a crash left half-written or half-deleted.
 
-        For a writer alone: what another manager is just writing looks the same.
+        Only for the manager that saves: what another manager is writing at the moment looks the same.
         """
         try:
             self._files.clean(self.checkpoint_dir)
-        except OSError as error:  # it takes room, and does not count
-            get_logger("engine").warning("what a crash left is not removed", reason=str(error))
+        except OSError as error:  # the leftovers use disk space, but readers ignore them
+            get_logger("engine").warning("leftovers of a crash could not be removed", reason=str(error))
         self._cleaned = True
 
-    def load(self, path: str | os.PathLike[str]) -> dict[str, Any]:
-        """`load_checkpoint`, which needs no manager."""
+    def load(self, path: str | os.PathLike[str]) -> dict[str, Plain]:
+        """Same as `load_checkpoint`, which needs no manager."""
         return load_checkpoint(path)
 
-    def size(self, path: Place) -> int:
-        """Bytes of a checkpoint's files, as its manifest tells them."""
+    def size(self, path: Location) -> int:
+        """Size of a checkpoint's files in bytes, according to its manifest."""
         return size_of(path)
 
-    def valid(self) -> list[Place]:
-        """The checkpoints that are complete and undamaged, oldest first."""
+    def valid(self) -> list[Location]:
+        """The complete and undamaged checkpoints, oldest first."""
         return [folder for folder in find_checkpoints(self.checkpoint_dir) if damage_of(folder) is None]
 
-    def get_latest(self) -> Place | None:
-        """The last written checkpoint that is complete and undamaged, or None; says which others it passed over.
+    def get_latest(self) -> Location | None:
+        """The last written checkpoint that is complete and undamaged, or None; logs which ones it skipped.
 
-        Those whose manifest cannot be read may be newer or older than it: they are named as well.
+        Checkpoints whose manifest cannot be read may be newer or older; they are logged as well.
 
         Raises:
             CheckpointError: there are checkpoints, and all of them are damaged.
         """
-        looked_at: list[Place] | None = None
-        while (folders := find_checkpoints(self.checkpoint_dir)) != looked_at:
-            looked_at = folders
-            unplaced = [folder for folder in folders if ordinal_of(folder) is None]
-            for folder in (*reversed(unplaced), *reversed(folders[len(unplaced) :])):
+        checked: list[Location] | None = None
+        while (folders := find_checkpoints(self.checkpoint_dir)) != checked:
+            checked = folders
+            unordered = [folder for folder in folders if ordinal_of(folder) is None]
+            for folder in (*reversed(unordered), *reversed(folders[len(unordered) :])):
                 damage = damage_of(folder)
                 if damage is None:
                     return folder
-                if self._files.taken(folder):  # else a writer has deleted it since; look again for what it has written
-                    get_logger("engine").warning("checkpoint passed over", reason=damage)
+                if self._files.exists(folder):  # else its writer has deleted it meanwhile: list the folder again
+                    get_logger("engine").warning("damaged checkpoint skipped", reason=damage)
         if folders:
             raise CheckpointError(
                 f"{self.checkpoint_dir}: every checkpoint there is damaged ({len(folders)} of them, the newest "
@@ -160,11 +171,11 @@ class CheckpointManager:
             )
         return None
 
-    def get_best(self) -> Place | None:
-        """The checkpoint last saved as the best, or None. Whether it is undamaged, loading it finds out.
+    def get_best(self) -> Location | None:
+        """The checkpoint last saved as the best, or None; it is not checked for damage until it is loaded.
 
         Raises:
-            CheckpointError: the note of which it is, is damaged.
+            CheckpointError: the file that names it is damaged.
         """
         pointer = self.checkpoint_dir / BEST
         try:
@@ -173,17 +184,17 @@ class CheckpointManager:
         except FileNotFoundError:
             return None
         try:
-            name = content.decode("utf-8").strip()  # the name alone, as it was written once
+            name = content.decode("utf-8").strip()  # an early version wrote the bare name
             if not is_checkpoint_name(name):
                 name = str(unseal(content)["checkpoint"])
         except (ValueError, KeyError) as error:
             raise CheckpointError(
-                f"{pointer}: damaged: {error}; choose among valid() and remove it, or save another as the best"
+                f"{pointer}: damaged: {error}; choose one of valid() and remove the file, or save another as the best"
             ) from None
         return self.checkpoint_dir / name if name in self._files.subfolders(self.checkpoint_dir) else None
 
-    def delete_behind(self, step: int) -> None:
-        """Delete the checkpoints of later steps, the best one too: of a run that goes back, they are its past no more.
+    def delete_after(self, step: int) -> None:
+        """Delete the checkpoints of later steps, the best one included: a run that went back has not reached them.
 
         Raises:
             OSError: they cannot be deleted.
@@ -195,15 +206,19 @@ class CheckpointManager:
             best = self.get_best()
             old = find_checkpoints(self.checkpoint_dir)[: -self.keep_last_n]
             self._files.delete([folder for folder in old if folder.name not in keep and folder != best])
-        except (OSError, CheckpointError) as error:  # the new checkpoint is there all the same
+        except (OSError, CheckpointError) as error:  # the new checkpoint was saved all the same
             get_logger("engine").warning("older checkpoints not deleted", reason=str(error))
 
 
-def check_name(place: str, name: str) -> None:
-    """Whether a checkpoint's folder can be called so.
+def check_name(caller: str, name: str) -> None:
+    """Raise if a checkpoint's folder cannot have this name.
+
+    Args:
+        caller: function or class to name in the message.
+        name: the name.
 
     Raises:
-        ConfigurationError: it cannot.
+        ConfigurationError: it has other characters than letters, digits, `_`, `.`, `+` and `-`.
     """
     if not isinstance(name, str) or not re.fullmatch(r"[\w.+-]+", name):
-        raise ConfigurationError(f"{place}({name=}): use letters, digits, '_', '.', '+' and '-' only")
+        raise ConfigurationError(f"{caller}({name=}): use letters, digits, '_', '.', '+' and '-' only")

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: what it is called, and the size and digest of every file; it vouches for itself too."""
+"""The manifest of a checkpoint: its name, the size and digest of every file, and a digest of the manifest itself."""
 
 from __future__ import annotations
 
@@ -6,46 +6,73 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypedDict, cast
 
-__all__ = ["BEST", "FOLDER", "FORMATS", "MANIFEST", "STATES", "is_checkpoint_name", "parse_manifest", "seal", "unseal"]
+__all__ = [
+    "BEST", "FOLDER", "FORMATS", "MANIFEST", "STATES", "FileEntry", "Manifest", "is_checkpoint_name", "parse_manifest",
+    "seal", "unseal",
+]  # fmt: skip
 
 MANIFEST, BEST = "manifest.json", "best"
-FOLDER = re.compile(r"(?P<step>\d{9,})-(?P<name>[\w.+-]+?)(?:~(?P<again>\d+))?")
+FOLDER = re.compile(r"(?P<step>\d{9,})-(?P<name>[\w.+-]+?)(?:~(?P<repeat>\d+))?")
 STATES = {1: "state.pt", 2: "state.pt", 3: "state.safetensors"}  # the state's file in each format
-FORMATS = tuple(STATES)  # 1 had no digest of its own; 2 and 3 are written, by the form of the state
+FORMATS = tuple(STATES)  # 1 had no digest of its own; 2 and 3 are written, depending on the form of the state
 
 _FIELDS_OF_1 = frozenset({"format", "step", "name", "ordinal", "files"})
 
 
+class FileEntry(TypedDict):
+    """What a manifest says of a file."""
+
+    bytes: int
+    sha256: str
+
+
+class Manifest(TypedDict, total=False):
+    """The content of a manifest."""
+
+    format: int
+    step: int
+    name: str
+    ordinal: int
+    files: dict[str, FileEntry]
+
+
 def is_checkpoint_name(name: str) -> bool:
-    """Whether a folder of this name is a checkpoint, or may become one."""
+    """Whether a folder of this name can be a checkpoint.
+
+    >>> is_checkpoint_name("000001200-checkpoint"), is_checkpoint_name("latest")
+    (True, False)
+    """
     return FOLDER.fullmatch(name) is not None
 
 
-def seal(content: Mapping[str, Any]) -> bytes:
-    """JSON with the digest of its own canonical form, so that any change of its bytes is found."""
+def seal(content: Mapping[str, object]) -> bytes:
+    """JSON that includes the digest of its own canonical form, so that any changed byte is detected."""
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":"))
     digest = hashlib.sha256(canonical.encode()).hexdigest()
     return (json.dumps({**content, "sha256": digest}, indent=2) + "\n").encode()
 
 
 def unseal(sealed: bytes) -> dict[str, Any]:
-    """What was sealed.
+    """The content that was sealed.
+
+    >>> unseal(seal({"checkpoint": "000000001-checkpoint"}))
+    {'checkpoint': '000000001-checkpoint'}
 
     Raises:
-        ValueError: any byte of it has changed.
+        ValueError: a byte has changed.
     """
     content = _json_object(sealed)
     content.pop("sha256", None)
-    # the bytes, not the values alone: a space that became a tab is damage too
+    # compares bytes, not values: a space that became a tab is damage, too
     if seal(content) != sealed:
-        raise ValueError("its digest is not its own")
+        raise ValueError("its digest does not match its content")
     return content
 
 
-def parse_manifest(text: bytes) -> dict[str, Any]:
-    """A manifest whose entries can be relied on; of a format that is not known, as it is.
+def parse_manifest(text: bytes) -> Manifest:
+    """A checked manifest; one of an unknown format is returned unchecked.
 
     Raises:
         ValueError: it is damaged; the message says how.
@@ -55,10 +82,10 @@ def parse_manifest(text: bytes) -> dict[str, Any]:
         raise ValueError("it names no format")
     number = manifest["format"]
     if number not in FORMATS or type(number) is not int:
-        return manifest
+        return cast(Manifest, manifest)
     if number > 1:
         manifest = unseal(text)
-    elif not manifest.keys() <= _FIELDS_OF_1:  # or one bit away from a later format would be without its digest
+    elif not manifest.keys() <= _FIELDS_OF_1:  # else one flipped bit in a later manifest would disable its digest
         raise ValueError(f"format 1 has no {', '.join(sorted(manifest.keys() - _FIELDS_OF_1))}")
     files = manifest.get("files")
     if not isinstance(files, dict) or STATES[number] not in files:
@@ -68,8 +95,8 @@ def parse_manifest(text: bytes) -> dict[str, Any]:
     if not all(isinstance(entry, dict) and {"bytes", "sha256"} <= entry.keys() for entry in files.values()):
         raise ValueError("its list of files has an entry without size or digest")
     if "ordinal" in manifest and type(manifest["ordinal"]) is not int:
-        raise ValueError(f"its ordinal is {manifest['ordinal']!r}")
-    return manifest
+        raise ValueError(f"its ordinal is {manifest['ordinal']!r}, not an integer")
+    return cast(Manifest, manifest)
 
 
 def _json_object(text: bytes) -> dict[str, Any]:

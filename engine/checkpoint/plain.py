@@ -1,47 +1,53 @@
-"""What a checkpoint may hold: plain values, which are read back as they were without running any code."""
+"""The values that a checkpoint may hold: plain values, which can be loaded unchanged without running code."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 
 from pulsetrain.engine.errors import CheckpointError
 
-__all__ = ["plain", "shown_path"]
+__all__ = ["Plain", "Step", "plain", "shown_path"]
 
-# what torch.load(weights_only=True) reads back as it was; subclasses bring their own class along, which it refuses
+Plain: TypeAlias = Any  # a value that a checkpoint may hold; those who load one index it freely
+Step: TypeAlias = object  # of a path into a checkpoint: a key or an index
+
+# types that torch.load(weights_only=True) reads back unchanged; it rejects their subclasses
 _WHOLE = frozenset({str, bool, float, type(None), torch.Size, torch.dtype, torch.device})
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
 _KEYS = frozenset({str, bool, int, float, type(None)})
-_INT_BITS = 2039  # of the largest integer that it reads
+_INT_BITS = 2039  # of the largest integer that torch reads
 
 
-def plain(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
-    """The checkpoint as torch.load(weights_only=True) will read it: itself, or a copy where numpy's objects were in it.
+def plain(checkpoint: Mapping[str, object]) -> dict[str, Plain]:
+    """The checkpoint as torch.load(weights_only=True) will read it: unchanged parts are shared, numpy's are converted.
+
+    >>> plain({"step": np.int64(3), "rates": np.ones(2)})
+    {'step': 3, 'rates': tensor([1., 1.], dtype=torch.float64)}
 
     Raises:
-        CheckpointError: it holds what could not be loaded again; it says where.
+        CheckpointError: it holds a value that could not be loaded again; the message says where.
     """
     try:
-        content: dict[str, Any] = _plain(dict(checkpoint), ())
+        content: dict[str, Plain] = _plain(dict(checkpoint), ())
     except RecursionError:
         raise CheckpointError("checkpoint: holds a container that is too deep, or that holds itself") from None
     return content
 
 
-def _plain(value: Any, path: tuple[Any, ...]) -> Any:
+def _plain(value: Plain, path: tuple[Step, ...]) -> Plain:
     kind = type(value)
     if kind in _WHOLE or (kind is int and value.bit_length() <= _INT_BITS) or (kind is bytes and value):
         return value
     if kind in _TENSORS:
-        attributes = _plain(vars(value), (*path, "__dict__"))  # they are saved with a tensor
+        attributes = _plain(vars(value), (*path, "__dict__"))  # torch saves them with the tensor
         return value if attributes is vars(value) else _alias(value, attributes)
     if kind is dict or kind is OrderedDict:
-        # an OrderedDict has attributes: a module's state_dict() keeps its versions there
+        # a module's state_dict() keeps its versions in an attribute of the OrderedDict
         attributes = _plain(vars(value), (*path, "__dict__")) if kind is OrderedDict else None
         pairs = [(_plain_key(key, path), _plain(item, (*path, key))) for key, item in value.items()]
         same = all(new[0] is key and new[1] is item for new, (key, item) in zip(pairs, value.items(), strict=True))
@@ -52,7 +58,7 @@ def _plain(value: Any, path: tuple[Any, ...]) -> Any:
             vars(changed).update(attributes)
         return changed
     if kind is list or kind is tuple:
-        # numbers are passed over without a call: a history has a million of them
+        # floats are skipped without a call: a history has a million of them
         items = [x if type(x) is float else _plain(x, (*path, index)) for index, x in enumerate(value)]
         return value if all(a is b for a, b in zip(items, value, strict=True)) else kind(items)
     if isinstance(value, np.generic) and type(value.item()) in (*_KEYS, bytes):
@@ -61,12 +67,12 @@ def _plain(value: Any, path: tuple[Any, ...]) -> Any:
         try:
             # a copy: the array may be read-only, reversed, or of the other byte order
             return torch.from_numpy(value.astype(value.dtype.newbyteorder("="), order="C"))
-        except TypeError:  # a number that torch does not know, such as longdouble
+        except TypeError:  # a dtype that torch does not have, such as longdouble
             pass
     raise _refusal(value, path)
 
 
-def _plain_key(key: Any, path: tuple[Any, ...]) -> Any:
+def _plain_key(key: Plain, path: tuple[Step, ...]) -> Plain:
     if type(key) is tuple:
         parts = [_plain_key(part, path) for part in key]
         return key if all(a is b for a, b in zip(parts, key, strict=True)) else tuple(parts)
@@ -77,8 +83,8 @@ def _plain_key(key: Any, path: tuple[Any, ...]) -> Any:
     return _plain(key, (*path, key))
 
 
-def _alias(tensor: torch.Tensor, attributes: Mapping[str, Any]) -> torch.Tensor:
-    """The same numbers with other attributes: the caller's tensor keeps its own."""
+def _alias(tensor: torch.Tensor, attributes: Mapping[str, object]) -> torch.Tensor:
+    """A tensor with the same memory and other attributes: the caller's tensor must not change."""
     alias = tensor.detach()
     if type(tensor) is torch.nn.Parameter:
         alias = torch.nn.Parameter(alias, tensor.requires_grad)
@@ -88,13 +94,16 @@ def _alias(tensor: torch.Tensor, attributes: Mapping[str, Any]) -> torch.Tensor:
     return alias
 
 
-def shown_path(path: tuple[Any, ...]) -> str:
-    """Where in a checkpoint something is, for an error."""
+def shown_path(path: tuple[Step, ...]) -> str:
+    """A path into a checkpoint, for an error message.
+
+    >>> shown_path(("handlers", 0))
+    "checkpoint['handlers'][0]"
+    """
     return "checkpoint" + "".join(f"[{key!r}]" for key in path)
 
 
-def _refusal(value: Any, path: tuple[Any, ...], what: str = "") -> CheckpointError:
-    place = shown_path(path)
+def _refusal(value: object, path: tuple[Step, ...], what: str = "") -> CheckpointError:
     kind = type(value)
     name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
     if isinstance(value, np.ndarray):
@@ -104,6 +113,6 @@ def _refusal(value: Any, path: tuple[Any, ...], what: str = "") -> CheckpointErr
     elif kind is bytes and not value:
         name += " of length 0"
     return CheckpointError(
-        f"{place}: {what}{name}: could not be loaded again; save tensors, strings, bytes, numbers and None, in dicts, "
-        "lists and tuples, and make the object anew from them in load_state_dict()"
+        f"{shown_path(path)}: {what}{name}: could not be loaded again; save tensors, strings, bytes, numbers and None, "
+        "in dicts, lists and tuples, and build the object from them in load_state_dict()"
     )

@@ -1,35 +1,36 @@
-"""Checkpoints behind a URL, by fsspec: stores without rename, where the manifest is what commits.
+"""Checkpoints at a URL, through fsspec. Such stores have no rename: writing the manifest is what commits a checkpoint.
 
-It is written last, and deleted first: a folder without one is no checkpoint. Each object appears whole when it is
-closed, and is durable then, as far as the store keeps that promise. It must list what has been written (S3 does).
+The manifest is written last and deleted first: a folder without one is not a checkpoint. The store must make each
+object visible as a whole and durable when it is closed, and list every object that has been written. S3 does both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING
 
-from pulsetrain.engine.checkpoint.digesting import Write, write_digested
+from pulsetrain.engine.checkpoint.digests import Write, write_digested
 from pulsetrain.engine.checkpoint.locations import CheckpointUrl
-from pulsetrain.engine.checkpoint.manifest import MANIFEST, is_checkpoint_name
+from pulsetrain.engine.checkpoint.manifest import MANIFEST, FileEntry, is_checkpoint_name
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
 
 __all__ = ["Remote"]
 
 
 class Remote:
-    """Files behind a URL."""
+    """Files in the store of a URL."""
 
     def __init__(self, url: CheckpointUrl) -> None:
         from fsspec.core import url_to_fs
 
-        self._store: Any = url_to_fs(url)[0]
+        self._store: AbstractFileSystem = url_to_fs(url)[0]
 
     def make(self, folder: CheckpointUrl) -> None:
-        """Nothing: folders come with what is in them."""
+        """Does nothing: such stores have no empty folders."""
 
-    def commit(
-        self, target: CheckpointUrl, name: str, state: Write, manifest: Callable[[dict[str, Any]], bytes]
-    ) -> None:
+    def commit(self, target: CheckpointUrl, name: str, state: Write, manifest: Callable[[FileEntry], bytes]) -> None:
         try:
             self._store.makedirs(self._path(target), exist_ok=True)
             with self._store.open(self._path(target / name), "wb") as file:
@@ -56,7 +57,7 @@ class Remote:
     def subfolders(self, folder: CheckpointUrl) -> list[str]:
         return [name for name in self._folders(folder) if self._store.exists(self._path(folder / name / MANIFEST))]
 
-    def taken(self, folder: CheckpointUrl) -> bool:
+    def exists(self, folder: CheckpointUrl) -> bool:
         return bool(self._store.exists(self._path(folder)))
 
     def open(self, file: CheckpointUrl) -> IO[bytes]:
@@ -78,7 +79,7 @@ class Remote:
     def _remove(self, folder: CheckpointUrl) -> None:
         try:
             self._store.rm(self._path(folder), recursive=True)
-        except OSError:  # without a manifest it does not count; the next writer tries again
+        except OSError:  # without a manifest it is not a checkpoint; the next writer tries again
             pass
 
     def _path(self, url: CheckpointUrl) -> str:

@@ -1,8 +1,8 @@
-"""The file format of safetensors: arrays by name, which other tools read, and which no code is run to read.
+"""The safetensors file format: arrays by name, which other tools can read, and which runs no code when it is read.
 
-Eight bytes with the length of the header, the header as JSON, then the bytes of the arrays, one behind the other and
-little-endian. It is written and read here array by array, so that no second copy of all of them is ever in memory,
-from URLs too; the package safetensors is not needed for it.
+A file has eight bytes with the length of the header, the header as JSON, then the bytes of the arrays, consecutive and
+little-endian. This module writes and reads array by array, also at URLs, so that memory never holds a second copy of
+all of them. It does not need the package safetensors.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from typing import IO, Any
+from typing import IO, TypeVar
 
 import torch
 from torch import Tensor
 
-from pulsetrain.engine.checkpoint.digesting import Write
+from pulsetrain.engine.checkpoint.digests import Write
 from pulsetrain.engine.errors import CheckpointError
 
 __all__ = ["CODES", "file_writer", "read_file"]
@@ -26,25 +26,33 @@ _DTYPES = {
     "U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
 }  # fmt: skip
-CODES = {dtype: code for code, dtype in _DTYPES.items()}  # what the format calls each dtype that it has
+CODES = {dtype: code for code, dtype in _DTYPES.items()}  # the format's name for each dtype that it supports
 
-_METADATA = "__metadata__"  # the header's one entry that is no array
-_HEADER_LIMIT = 100_000_000  # bytes: the package reads no longer one
+_METADATA = "__metadata__"  # the header's one entry that is not an array
+_HEADER_LIMIT = 100_000_000  # bytes: the package does not read a longer one
+
+_Buffer = TypeVar("_Buffer", bytearray, memoryview)
 
 
 def file_writer(arrays: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Write:
-    """What writes such a file; it copies at most one array at a time.
+    """A function that writes such a file; it copies at most one array at a time.
+
+    >>> import io
+    >>> file = io.BytesIO()
+    >>> file_writer({"w": torch.ones(2)}, {"made_by": "me"})(file)
+    >>> read_file(io.BytesIO(file.getvalue()))
+    ({'w': tensor([1., 1.])}, {'made_by': 'me'})
 
     Args:
-        arrays: strided, on any device, of the dtypes in `CODES`; by names without lone surrogates.
-        metadata: texts that the header holds beside them.
+        arrays: strided, on any device, of the dtypes in `CODES`; names without lone surrogates.
+        metadata: texts to store in the header.
 
     Raises:
         CheckpointError: the header would be too long.
     """
     # the largest items first: each array then begins at a multiple of its item's size, and readers can map the file
     ordered = sorted(arrays.items(), key=lambda entry: -entry[1].itemsize)
-    header: dict[str, Any] = {_METADATA: dict(metadata)}
+    header: dict[str, object] = {_METADATA: dict(metadata)}
     end = 0
     for name, array in ordered:
         begin, end = end, end + array.nbytes
@@ -53,7 +61,7 @@ def file_writer(arrays: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Wr
     text += b" " * (-len(text) % 8)
     if len(text) > _HEADER_LIMIT:
         raise CheckpointError(
-            f"checkpoint: what it holds beside its arrays takes {len(text)} bytes, a file of safetensors has room for "
+            f"checkpoint: its values other than arrays take {len(text)} bytes, and a safetensors file has room for "
             f"{_HEADER_LIMIT}; keep long lists of numbers as tensors, or save with form='torch'"
         )
 
@@ -67,10 +75,10 @@ def file_writer(arrays: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Wr
 
 
 def read_file(file: IO[bytes]) -> tuple[dict[str, Tensor], dict[str, str]]:
-    """The arrays and the metadata of such a file, each array in memory of its own.
+    """The arrays and the metadata of such a file; each array has its own memory.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is not such a file.
     """
     header = json.loads(_filled(file, bytearray(_header_length(file))))
     metadata = header.pop(_METADATA, {})
@@ -78,38 +86,40 @@ def read_file(file: IO[bytes]) -> tuple[dict[str, Tensor], dict[str, str]]:
     position = 0
     for name, entry in sorted(header.items(), key=lambda each: each[1]["data_offsets"]):
         if entry["dtype"] not in _DTYPES:
-            raise ValueError(f"{name} is of dtype {entry['dtype']}, which is not known")
+            raise ValueError(f"{name} has the unknown dtype {entry['dtype']}")
         dtype, shape = _DTYPES[entry["dtype"]], entry["shape"]
         begin, end = entry["data_offsets"]
         if (begin, end) != (position, position + math.prod(shape) * dtype.itemsize):
-            raise ValueError(f"{name} does not lie where it has to")
+            raise ValueError(
+                f"{name} has bytes {begin} to {end}, which do not fit its shape {shape} or the array before it"
+            )
         array = torch.empty(shape, dtype=dtype)
         _filled(file, _bytes_of(array))
         arrays[name], position = array, end
     if file.read(1):
-        raise ValueError("something follows its last array")
+        raise ValueError("bytes follow its last array")
     return arrays, metadata
 
 
 def _header_length(file: IO[bytes]) -> int:
     length = int.from_bytes(_filled(file, bytearray(8)), "little")
     if length > _HEADER_LIMIT:
-        raise ValueError(f"its header would have {length} bytes")
+        raise ValueError(f"its header would have {length} bytes, and {_HEADER_LIMIT} is the limit")
     return length
 
 
 def _bytes_of(array: Tensor) -> memoryview:
     """The memory of a contiguous array on the CPU."""
-    # torch would refuse to view a row of one item, or of none, whose stride is not 1
+    # unsqueeze: torch does not view a row of one item, or of none, whose stride is not 1
     return array.unsqueeze(-1).view(torch.uint8).numpy().reshape(-1).data
 
 
-def _filled(file: IO[bytes], room: Any) -> Any:
-    """The room, with the next bytes of the file in it."""
-    left = memoryview(room)
+def _filled(file: IO[bytes], buffer: _Buffer) -> _Buffer:
+    """The buffer, filled with the next bytes of the file."""
+    left = memoryview(buffer)
     while left:
-        count = file.readinto(left)  # type: ignore[attr-defined]  # each of ours can be read into
+        count = file.readinto(left)  # type: ignore[attr-defined]  # our files have it
         if not count:
             raise ValueError("it ends too early")
         left = left[count:]
-    return room
+    return buffer

@@ -1,7 +1,7 @@
-"""A plain state as arrays by name and a text of all the rest, and made anew from both, equal in values and types.
+"""Encodes a plain state as named arrays and a JSON text, and decodes it from both, equal in values and types.
 
-The text is JSON. In it, lists, strings, integers, finite floats, true, false and null stand for themselves; an object
-with one of the names below for what JSON has no form of.
+In the text, lists, strings, integers, finite floats, true, false and null represent themselves. An object with one of
+the names below represents a value that JSON cannot hold.
 """
 
 from __future__ import annotations
@@ -10,56 +10,61 @@ import json
 import math
 import struct
 from collections import OrderedDict
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from pulsetrain.engine.checkpoint.plain import shown_path
+from pulsetrain.engine.checkpoint.plain import Plain, Step, shown_path
 from pulsetrain.engine.checkpoint.safetensors_file import CODES
 from pulsetrain.engine.errors import CheckpointError
 
-__all__ = ["put_together", "take_apart"]
+__all__ = ["decode_tree", "encode_tree"]
 
-_Path = tuple[Any, ...]
+_Path = tuple[Step, ...]
 
-_MANY = 64  # as many floats in a list become an array: a history has a million of them
-_DEPTH = 100  # levels of containers: each takes some of python's stack when it is read
+_MANY = 64  # a list of at least so many floats becomes an array: a history has a million of them
+_DEPTH = 100  # levels of containers: each uses some of Python's stack when it is decoded
 
 
-def take_apart(state: dict[str, Any]) -> tuple[str, dict[str, Tensor]]:
-    """The text and the arrays of a state that `plain` has let through.
+def encode_tree(state: dict[str, Plain]) -> tuple[str, dict[str, Tensor]]:
+    """The text and the arrays of a state that `plain` has accepted.
 
-    The arrays are the state's own tensors, no copies, each once: those that are one in memory have one name. It is
-    the path, joined by "/", with a number behind it where two are the same.
+    The arrays are the state's own tensors, not copies. Tensors with the same memory are one array. An array's name is
+    its path, joined by "/", with a number appended if two paths are equal.
+
+    >>> encode_tree({"w": torch.ones(2), "step": 3})
+    ('{"dict":{"w":{"tensor":"w"},"step":3}}', {'w': tensor([1., 1.])})
 
     Raises:
         CheckpointError: a tensor is sparse, quantized or without values, or a container too deep; it says where.
     """
-    taking = _TakingApart()
-    return json.dumps(taking.value(state, ()), separators=(",", ":")), taking.arrays
+    encoder = _Encoder()
+    return json.dumps(encoder.value(state, ()), separators=(",", ":")), encoder.arrays
 
 
-def put_together(text: str, arrays: dict[str, Tensor]) -> Any:
-    """The state that was taken apart; tensors that were one in memory share it again.
+def decode_tree(text: str, arrays: dict[str, Tensor]) -> Plain:
+    """The state that was encoded; tensors that shared memory share it again.
+
+    >>> decode_tree('{"dict":{"w":{"tensor":"w"},"step":3}}', {"w": torch.ones(2)})
+    {'w': tensor([1., 1.]), 'step': 3}
 
     Args:
-        text: the first that `take_apart` gave.
-        arrays: the second; taken out of the dict as they are needed, so that none is kept twice.
+        text: the first result of `encode_tree`.
+        arrays: the second; entries are removed as they are used, so that no array is held twice.
 
     Raises:
-        ValueError: the text is of nothing that was taken apart, or an array is missing.
+        ValueError: the text is not such an encoding, or an array is missing.
     """
-    return _PuttingTogether(arrays).value(json.loads(text))
+    return _Decoder(arrays).value(json.loads(text))
 
 
-class _TakingApart:
+class _Encoder:
     def __init__(self) -> None:
         self.arrays: dict[str, Tensor] = {}
-        self._names: dict[tuple[Any, ...], str] = {}  # of the tensors that have been met, by what they are in memory
+        self._names: dict[tuple[object, ...], str] = {}  # of the encoded tensors, by their memory
 
-    def value(self, value: Any, path: _Path) -> Any:
+    def value(self, value: Plain, path: _Path) -> Plain:
         if len(path) > _DEPTH:
             raise CheckpointError(f"{shown_path(path[:3])}...: holds a container that is too deep")
         kind = type(value)
@@ -86,29 +91,29 @@ class _TakingApart:
             return {"device": str(value)}
         return self._tensor(value, path)
 
-    def _items(self, items: list[Any] | tuple[Any, ...], path: _Path) -> Any:
+    def _items(self, items: Sequence[Plain], path: _Path) -> Plain:
         if len(items) >= _MANY and all(type(item) is float for item in items):
             name = self._new_name(path)
             self.arrays[name] = torch.tensor(items, dtype=torch.float64)
             return {"floats": name}
         return [self.value(item, (*path, index)) for index, item in enumerate(items)]
 
-    def _mapping(self, mapping: Mapping[Any, Any], path: _Path) -> Any:
+    def _mapping(self, mapping: Mapping[Plain, Plain], path: _Path) -> dict[str, Plain]:
         if all(type(key) is str for key in mapping):
             return {"dict": {key: self.value(item, (*path, key)) for key, item in mapping.items()}}
         pairs = [[self.value(key, (*path, key)), self.value(item, (*path, key))] for key, item in mapping.items()]
         return {"pairs": pairs}
 
-    def _tensor(self, tensor: Tensor, path: _Path) -> dict[str, Any]:
+    def _tensor(self, tensor: Tensor, path: _Path) -> dict[str, Plain]:
         if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_meta:
             what = "without values" if tensor.is_meta else "quantized" if tensor.is_quantized else str(tensor.layout)
             raise CheckpointError(
-                f"{shown_path(path)}: a tensor that is {what}: safetensors cannot hold it; save with form='torch'"
+                f"{shown_path(path)}: a tensor that is {what}, which safetensors cannot hold; save with form='torch'"
             )
-        found: dict[str, Any] = {"tensor": self._name(tensor, path)}
+        found: dict[str, Plain] = {"tensor": self._name(tensor, path)}
         if tensor.dtype not in CODES:
             found["of"] = _name_of(tensor.dtype)
-        dense = torch.empty_like(tensor, device="meta").stride()  # such as channels_last; else that of the file
+        dense = torch.empty_like(tensor, device="meta").stride()  # such as channels_last
         if not tensor.is_contiguous() and dense != torch.empty(tensor.shape, device="meta").stride():
             found["stride"] = list(dense)
         if type(tensor) is nn.Parameter:
@@ -122,28 +127,28 @@ class _TakingApart:
     def _name(self, tensor: Tensor, path: _Path) -> str:
         where = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         memory = (*where, tensor.is_conj(), tensor.is_neg())
-        name = self._names.get(memory) if tensor.nbytes else None  # without a byte all lie at address 0
+        name = self._names.get(memory) if tensor.nbytes else None  # all empty tensors have address 0
         if name is None:
             name = self._names[memory] = self._new_name(path)
             self.arrays[name] = tensor if tensor.dtype in CODES else _raw(tensor)
         return name
 
     def _new_name(self, path: _Path) -> str:
-        # a lone surrogate is no text for other tools
+        # other tools cannot read a lone surrogate
         plain = "/".join(map(str, path)).encode("utf-8", "backslashreplace").decode()
-        name, again = plain, 1
-        while name in self.arrays or name == "__metadata__":  # which the format has taken
-            again += 1
-            name = f"{plain}~{again}"
+        name, number = plain, 1
+        while name in self.arrays or name == "__metadata__":  # reserved by the format
+            number += 1
+            name = f"{plain}~{number}"
         return name
 
 
-class _PuttingTogether:
+class _Decoder:
     def __init__(self, arrays: dict[str, Tensor]) -> None:
         self._arrays = arrays
-        self._made: dict[str, Tensor] = {}  # of the arrays, the tensors that have been met
+        self._made: dict[str, Tensor] = {}  # decoded tensors by the name of their array
 
-    def value(self, value: Any) -> Any:
+    def value(self, value: Plain) -> Plain:
         if type(value) is list:
             return [self.value(item) for item in value]
         if type(value) is not dict:
@@ -173,10 +178,10 @@ class _PuttingTogether:
                 return _dtype_of(name)
             case {"device": name}:
                 return torch.device(name)
-        raise ValueError(f"it holds what this version does not know: {', '.join(value)}")
+        raise ValueError(f"it holds values of an unknown kind: {', '.join(value)}")
 
-    def _tensor(self, found: dict[str, Any]) -> Tensor:
-        tensor = self._memory(found).detach()  # an object of its own
+    def _tensor(self, found: dict[str, Plain]) -> Tensor:
+        tensor = self._memory(found).detach()  # a separate object with the same memory
         if "parameter" in found:
             tensor = nn.Parameter(tensor, found["parameter"])
         elif "requires_grad" in found:
@@ -185,7 +190,7 @@ class _PuttingTogether:
             vars(tensor).update(self.value(found["attributes"]))
         return tensor
 
-    def _memory(self, found: dict[str, Any]) -> Tensor:
+    def _memory(self, found: dict[str, Plain]) -> Tensor:
         name = found["tensor"]
         if name not in self._made:
             tensor = self._array(name)
@@ -203,7 +208,7 @@ class _PuttingTogether:
 
 
 def _raw(tensor: Tensor) -> Tensor:
-    """The bytes of each item of a dtype that safetensors has no code for, such as complex128."""
+    """The bytes of each item, for a dtype that safetensors does not support, such as complex128."""
     data = tensor.detach().resolve_conj().resolve_neg().contiguous()
     return data.unsqueeze(-1).view(torch.uint8)
 
@@ -215,5 +220,5 @@ def _name_of(dtype: torch.dtype) -> str:
 def _dtype_of(name: str) -> torch.dtype:
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"it names a dtype that torch does not know: {name!r}")
+        raise ValueError(f"it names a dtype that torch does not have: {name!r}")
     return dtype

@@ -1,4 +1,4 @@
-"""Weights alone: from a checkpoint, whole or by prefix, and to and from safetensors for exchange with other tools."""
+"""Loads weights from a checkpoint, all or by prefix, and exchanges them with other tools as safetensors files."""
 
 from __future__ import annotations
 
@@ -6,28 +6,28 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 import torch
 from torch import nn
 
 from pulsetrain.engine.checkpoint.disk import Disk, sync
-from pulsetrain.engine.checkpoint.locations import CheckpointUrl, place_of
+from pulsetrain.engine.checkpoint.locations import CheckpointUrl, location_of
 from pulsetrain.engine.checkpoint.reader import load_checkpoint
 from pulsetrain.engine.errors import CheckpointError, ConfigurationError
 
 __all__ = ["Mismatch", "compare_weights", "load_safetensors", "load_weights", "save_safetensors"]
 
-Shape = tuple[int, ...]  # () also of what is no tensor
+Shape = tuple[int, ...]  # () for a value that is not a tensor, too
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mismatch:
-    """Where weights and a model differ, by name; false where nowhere."""
+    """How weights and a model differ, by name; false if they do not."""
 
-    missing: Mapping[str, Shape]  # in the model alone
-    unexpected: Mapping[str, Shape]  # in the checkpoint alone
-    misshapen: Mapping[str, tuple[Shape, Shape]]  # in the checkpoint, in the model
+    missing: Mapping[str, Shape]  # only in the model
+    unexpected: Mapping[str, Shape]  # only in the checkpoint
+    misshapen: Mapping[str, tuple[Shape, Shape]]  # shape in the checkpoint, shape in the model
 
     def __bool__(self) -> bool:
         return bool(self.missing or self.unexpected or self.misshapen)
@@ -42,8 +42,12 @@ class Mismatch:
         return "; ".join(lines)
 
 
-def compare_weights(mine: Mapping[str, Any], saved: Mapping[str, Any]) -> Mismatch:
-    """A model's state_dict beside a saved one; of names for one tensor, the model's others are not missed."""
+def compare_weights(mine: Mapping[str, object], saved: Mapping[str, object]) -> Mismatch:
+    """Compare a model's state_dict with a saved one; of several names for one tensor, one is enough.
+
+    >>> print(compare_weights({"a": torch.ones(2), "b": torch.ones(3)}, {"a": torch.ones(4)}))
+    missing: b (3,); shape: a is (4,) in the checkpoint, (2,) in the model
+    """
     present = {_identity(mine[name]) for name in mine.keys() & saved.keys()}
     return Mismatch(
         missing={
@@ -67,26 +71,38 @@ def load_weights(
     new_prefix: str = "",
     strict: bool = True,
 ) -> Mismatch:
-    """Load a checkpoint's weights into a model, and nothing else of it; they take the model's dtype and device.
+    """Load only the weights of a checkpoint into a model, converted to the model's dtype and device.
+
+    >>> import tempfile
+    >>> from pulsetrain.engine.checkpoint import CheckpointManager
+    >>> trained, model = nn.Linear(2, 1), nn.Sequential(nn.Linear(2, 1), nn.ReLU())
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = CheckpointManager(folder).save({"model": trained.state_dict()})
+    ...     mismatch = load_weights(model, path, new_prefix="0.")
+    >>> bool(mismatch), torch.equal(model[0].weight, trained.weight)
+    (False, True)
 
     Args:
-        key: what the checkpoint calls the weights; None where it is nothing but weights.
-        prefix: only entries whose names begin so, which is then left off.
-        new_prefix: put before their names. Of the model, only entries that begin so are loaded or missed.
-        strict: refuse what does not fit; else load what fits.
+        model: the model.
+        path: the checkpoint.
+        key: the checkpoint's key for the weights; None if the checkpoint is nothing but weights.
+        prefix: load only entries whose names begin with it, and remove it from their names.
+        new_prefix: added to their names. Entries of the model without it are neither loaded nor reported missing.
+        strict: raise if the weights do not fit; else load those that fit.
 
     Returns:
         What did not fit; with `strict`, nothing.
 
     Raises:
-        CheckpointError: as `load_checkpoint`; or something does not fit, or no entry has the prefix. The model is as
-            it was.
+        CheckpointError: as `load_checkpoint`; or the weights do not fit, or no entry has the prefix. The model is
+            unchanged.
     """
     checkpoint = load_checkpoint(path)
     weights = checkpoint if key is None else checkpoint.get(key)
     if not isinstance(weights, Mapping):
         raise CheckpointError(
-            f"load_weights({key=}): {path} has no weights of that name; it has {', '.join(map(str, checkpoint))}"
+            f"load_weights({key=}): {path} has no weights of that name; choose a key that it has: "
+            f"{', '.join(map(str, checkpoint))}"
         )
     return _load(model, weights, f"load_weights({str(path)!r})", prefix, new_prefix, strict)
 
@@ -94,20 +110,34 @@ def load_weights(
 def save_safetensors(
     model: nn.Module, path: str | os.PathLike[str], *, metadata: Mapping[str, str] | None = None
 ) -> Path:
-    """Write a model's weights for other tools; an older file of that name is replaced at once, when all is durable.
+    """Write a model's weights as a safetensors file, atomically; an existing file is replaced.
 
-    Of several names for one tensor, as with tied weights, one is written; the metadata says so of the others.
+    If a tensor has several names, as tied weights do, it is written under one; the metadata lists the others.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = save_safetensors(nn.Linear(2, 1), Path(folder, "model.safetensors"))
+    ...     load_safetensors(nn.Linear(2, 1), path)
+    Mismatch(missing={}, unexpected={}, misshapen={})
+
+    Args:
+        model: the model.
+        path: the file.
+        metadata: texts to store in the file's header.
 
     Raises:
-        ConfigurationError: the package safetensors is not there, or the path is a URL.
-        CheckpointError: the weights hold what safetensors cannot: tensors that overlap, or what is no tensor.
-        OSError: it could not be written; an older file is as it was.
+        ConfigurationError: the package safetensors is not installed, or the path is a URL.
+        CheckpointError: safetensors cannot hold the weights: tensors overlap, or a value is not a tensor.
+        OSError: the file could not be written; an existing file is unchanged.
     """
     torch_form, failure = _safetensors("save_safetensors")
     target = _local(path, "save_safetensors")
     others = [name for name, value in model.state_dict().items() if not isinstance(value, torch.Tensor)]
     if others:
-        raise CheckpointError(f"{target}: safetensors cannot hold these weights: {', '.join(others)}: not a tensor")
+        raise CheckpointError(
+            f"{target}: safetensors cannot hold these weights: {', '.join(others)} is not a tensor; "
+            "save a checkpoint instead"
+        )
 
     def write(partial: Path) -> None:
         try:
@@ -133,14 +163,14 @@ def load_safetensors(
 ) -> Mismatch:
     """Load weights that any tool has written; `prefix`, `new_prefix` and `strict` as in `load_weights`.
 
-    Its format has no digest: a changed number in it is not noticed.
+    The format has no digest: a changed number is not detected.
 
     Returns:
         What did not fit; with `strict`, nothing.
 
     Raises:
-        ConfigurationError: the package safetensors is not there, or the path is a URL.
-        CheckpointError: the file is missing or none of safetensors', or as `load_weights`.
+        ConfigurationError: the package safetensors is not installed, or the path is a URL.
+        CheckpointError: the file is missing or not a safetensors file, or as `load_weights`.
     """
     torch_form, failure = _safetensors("load_safetensors")
     file = _local(path, "load_safetensors")
@@ -152,43 +182,45 @@ def load_safetensors(
 
 
 def _load(
-    model: nn.Module, weights: Mapping[str, Any], place: str, prefix: str, new_prefix: str, strict: bool
+    model: nn.Module, weights: Mapping[str, object], caller: str, prefix: str, new_prefix: str, strict: bool
 ) -> Mismatch:
     chosen = {new_prefix + name[len(prefix) :]: value for name, value in weights.items() if name.startswith(prefix)}
     if not chosen:
-        raise CheckpointError(f"{place}: no entry begins with {prefix=}; there are {', '.join(weights) or 'none'}")
+        raise CheckpointError(f"{caller}: no entry begins with {prefix=}; there are {', '.join(weights) or 'none'}")
     mine = {name: value for name, value in model.state_dict().items() if name.startswith(new_prefix)}
     mismatch = compare_weights(mine, chosen)
     if mismatch and strict:
-        raise CheckpointError(f"{place}: does not fit the model: {mismatch}; strict=False loads what fits")
+        raise CheckpointError(f"{caller}: does not fit the model: {mismatch}; strict=False loads what fits")
     fitting = {name: value for name, value in chosen.items() if name in mine and name not in mismatch.misshapen}
     model.load_state_dict(fitting, strict=False)
     return mismatch
 
 
-def _identity(value: Any) -> object:
-    """Equal for two names of one tensor alone."""
+def _identity(value: object) -> object:
+    """Equal only for two names of the same tensor."""
     if isinstance(value, torch.Tensor) and value.data_ptr():
         return value.data_ptr(), value.shape, value.stride(), value.dtype
     return id(value)
 
 
-def _shape(value: Any) -> Shape:
+def _shape(value: object) -> Shape:
     return tuple(value.shape) if isinstance(value, torch.Tensor) else ()
 
 
-def _safetensors(place: str) -> tuple[Any, type[Exception]]:
+def _safetensors(caller: str) -> tuple[ModuleType, type[Exception]]:
     try:
         from safetensors import SafetensorError, torch
     except ImportError as error:
         raise ConfigurationError(
-            f"{place}(): needs a package that is not there ({error}); pip install 'pulsetrain[safetensors]'"
+            f"{caller}(): needs a package that is not installed ({error}); pip install 'pulsetrain[safetensors]'"
         ) from error
     return torch, SafetensorError
 
 
-def _local(path: str | os.PathLike[str], place: str) -> Path:
-    file = place_of(path)
+def _local(path: str | os.PathLike[str], caller: str) -> Path:
+    file = location_of(path)
     if isinstance(file, CheckpointUrl):
-        raise ConfigurationError(f"{place}(path={str(path)!r}): reaches files of this machine only; copy it")
+        raise ConfigurationError(
+            f"{caller}(path={str(path)!r}): only files of this machine are supported; copy the file"
+        )
     return file

@@ -1,8 +1,8 @@
-"""The flight recorder's log: written through kill -9, read lazily, replayed, compared."""
+"""The flight recorder: a log that survives kill -9, its readers, replay, and comparison."""
 
+from pulsetrain.engine.recording.diff.check import EventCheck
 from pulsetrain.engine.recording.diff.compare import diff
 from pulsetrain.engine.recording.diff.result import Divergence, LogDiff
-from pulsetrain.engine.recording.log.check import EventCheck
 from pulsetrain.engine.recording.log.reader import EventLog, read_ranks
 from pulsetrain.engine.recording.log.records import LoggedEvent
 from pulsetrain.engine.recording.log.scan import Damage

@@ -12,11 +12,11 @@ from pulsetrain.engine import Events, Every, Phase
 from pulsetrain.engine.checkpoint import (
     CheckpointManager,
     Form,
-    Place,
+    Location,
     check_form,
     check_name,
     find_checkpoints,
-    place_of,
+    location_of,
 )
 from pulsetrain.engine.errors import ConfigurationError, MetricNotFoundError, RunFolderError, unknown_name
 from pulsetrain.engine.events.names import Event
@@ -99,7 +99,7 @@ class Checkpointer:
         check_name("Checkpointer", name)
         if form is not None:
             check_form("Checkpointer", form)
-        self.folder = place_of(folder)
+        self.folder = location_of(folder)
         self.every: Every | Literal["auto"] = every or Every(epochs=1)
         self.manager = CheckpointManager(self.folder / "checkpoints", keep_last_n=keep_last)
         self.mode: Mode = mode
@@ -110,7 +110,7 @@ class Checkpointer:
         self.ranked_round = 0  # validation round whose metric has been ranked
         # the rollout whose metric came last, and that whose has been ranked; 0 where rollouts do not tell it
         self.told_rollout = self.ranked_rollout = 0
-        self._first: set[Place] = set()  # saved by this handler before the first iteration
+        self._first: set[Location] = set()  # saved by this handler before the first iteration
         self._loaded = False  # a checkpoint, and no run has started since
         self._clock = clock
         self._background = BackgroundSave(clock) if background else None
@@ -178,7 +178,7 @@ class Checkpointer:
             self._background.settle(wait=True, raises=False)
             self._background.release()
 
-    def save(self, engine: Any, name: str | None = None, is_best: bool = False) -> Place:
+    def save(self, engine: Any, name: str | None = None, is_best: bool = False) -> Location:
         """Save now, beside the cadence and the ranking: neither knows of it. `is_best` points `get_best` at it.
 
         Raises:
@@ -321,7 +321,7 @@ class Checkpointer:
 
         background.begin(engine, write, undo)
 
-    def _write(self, engine: Any, label: str, is_best: bool, when_durable: Callable[[], object]) -> Place:
+    def _write(self, engine: Any, label: str, is_best: bool, when_durable: Callable[[], object]) -> Location:
         self._refuse_in_step(engine)
         start, iteration = time.perf_counter(), engine.state.iteration
 
@@ -349,7 +349,7 @@ class Checkpointer:
         announce: Callable[[CheckpointSaved], None],
         *,
         background: bool = False,
-    ) -> Place:
+    ) -> Location:
         def durable(path: Any) -> None:  # a Path, or a CheckpointUrl
             if iteration == 0:
                 self._first.add(path)

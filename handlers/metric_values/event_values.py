@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from pulsetrain.engine.recording.log.non_finite import finite_or_text
-from pulsetrain.engine.recording.log.records import MEASURED, LoggedEvent, take_measured
+from pulsetrain.engine.recording.log.records import MEASURED, LoggedEvent, pop_measured
 from pulsetrain.handlers.metric_values.step_values import scalar, to_host
 
 __all__ = ["EventValues", "PlainTypes", "summary"]
@@ -62,7 +62,7 @@ class EventValues:
         before = len(self.pending)
         self.put(logged, "payload", payload)
         plain = logged.payload
-        logged.observed = observed = take_measured(plain)
+        logged.observed = observed = pop_measured(plain)
         if observed is None:
             return
         moved = dict(_pairs(plain, observed))

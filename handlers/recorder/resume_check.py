@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.recording import EventCheck, EventLog, LoggedEvent
-from pulsetrain.engine.recording.diff.result import place_of, shown
+from pulsetrain.engine.recording.diff.result import describe_event, format_value
 
 __all__ = ["ResumeCheck"]
 
@@ -36,11 +36,12 @@ class ResumeCheck(EventCheck):
         if found is None:
             return None
         before, now = found.a, found.b
-        named = place_of(before)
+        named = describe_event(before)
         if (before.engine, before.event) != (now.engine, now.event):
             return f"{named} is in the log; {now.engine}'s {now.event} at iteration {now.iteration} was fired instead"
         sides = [
-            f"{name}: {shown(left)} in the log, {shown(right)} now" for name, (left, right) in found.fields.items()
+            f"{name}: {format_value(left)} in the log, {format_value(right)} now"
+            for name, (left, right) in found.fields.items()
         ]
         return f"{named}: {'; '.join(sides)}"
 

@@ -14,7 +14,7 @@ from typing import Any
 from pulsetrain.cli.command import command, no_settings
 from pulsetrain.cli.pipe import until_closed
 from pulsetrain.cli.reports import OK, logs_on_stderr, report
-from pulsetrain.debugger.bundle import bundle_commands, open_recorded, told
+from pulsetrain.debugger.bundle import bundle_commands, bundle_summary, open_recorded
 from pulsetrain.debugger.commands import Command, Commands, printable
 from pulsetrain.debugger.recorded import Debugger
 from pulsetrain.engine.errors import ConfigurationError
@@ -79,7 +79,7 @@ def run(arguments: argparse.Namespace, settings: Mapping[str, str]) -> int:
         with until_closed():
             extra = {} if bundle is None else bundle_commands(bundle)
             if bundle is not None:
-                print("\n".join(map(printable, told(bundle))))
+                print("\n".join(map(printable, bundle_summary(bundle))))
             status = _live(arguments, debugger, extra) if arguments.live else converse(Commands(debugger, extra))
     finally:
         gc.unfreeze()
@@ -136,7 +136,7 @@ def converse(commands: Commands) -> int:
             if at_terminal:
                 continue
             raise
-        status |= _say(commands.run(line if line.strip() or not at_terminal else commands.again()), at_terminal)
+        status |= _say(commands.run(line if line.strip() or not at_terminal else commands.repeat()), at_terminal)
     return OK if at_terminal else status
 
 

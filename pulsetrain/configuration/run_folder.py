@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from pulsetrain.engine.checkpoint import find_checkpoints, place_of
+from pulsetrain.engine.checkpoint import find_checkpoints, location_of
 from pulsetrain.engine.errors import RunFolderError
 from pulsetrain.handlers import Checkpointer
 from pulsetrain.handlers.run_files.run_file import write_run_file
@@ -35,7 +35,7 @@ def resolve_folder(pattern: str, *, resume: str | None = None, chosen: bool = Tr
         RunFolderError: a new run's folder holds a run already, or is a URL; or the checkpoint is not there.
         ConfigurationError: the checkpoint's URL is of a kind that nothing here can read.
     """
-    checkpoint = None if resume in (None, "latest") else place_of(str(resume))
+    checkpoint = None if resume in (None, "latest") else location_of(str(resume))
     own = _run_of(checkpoint) if isinstance(checkpoint, Path) else None  # behind a URL there is no run folder
     if own is not None and not chosen:
         return own

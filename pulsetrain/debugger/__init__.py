@@ -1,1 +1,1 @@
-"""Stepping through a recorded run."""
+"""Steps through a recorded run, or through the computation of one."""

@@ -1,47 +1,46 @@
-"""A crash bundle at the debugger's prompt: the log that led to it, and the commands that show what it holds."""
+"""A crash bundle at the debugger's prompt: the log before the crash, and commands that show the bundle."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from pulsetrain.debugger.commands import Command
+from pulsetrain.debugger.commands import Command, whole_number
 from pulsetrain.debugger.recorded import Debugger
 from pulsetrain.engine.errors import ConfigurationError, RecordingError
 from pulsetrain.engine.events.names import Events
 from pulsetrain.handlers.crash.crash_files import CRASHES, FACTS, Bundle, read_bundle
 
-__all__ = ["bundle_commands", "open_recorded", "told"]
+__all__ = ["bundle_commands", "bundle_summary", "open_recorded"]
 
 _RAISED = Events.EXCEPTION_RAISED.value
-_ROWS = 20  # tensors that are listed unasked
-_VALUES = 8  # of a tensor, that are listed
+_ROWS = 20  # tensors to list
+_VALUES = 8  # of a tensor, to list
 
 
 def open_recorded(path: Path, engine: str | None = None) -> tuple[Debugger, Bundle | None]:
-    """A run and the bundle of what it ended in, if there is one; or a bundle and its run.
+    """A debugger for a run, with the bundle of the crash that ended it, if any; or for a bundle and its run.
 
-    A bundle is shown in the log of the run that it lies in, right before the fault; where that has no such event any
-    more, or has computed it again, in the events that the bundle itself holds.
+    A bundle inside a run folder is shown in the run's log, right before the crash. If the log no longer holds that
+    event, or a resumed run has computed it again, the events in the bundle itself are shown.
 
     Raises:
         RecordingError: there is neither a log nor a bundle.
     """
     if not (path / FACTS).exists():
         debugger = Debugger(path, engine=engine)
-        return debugger, _of_the_end(debugger)
+        return debugger, _of_last_crash(debugger)
     bundle = read_bundle(path)
     run = path.resolve().parent.parent
     if path.resolve().parent.name == CRASHES and (run / "events").is_dir():
         debugger = Debugger(run, engine=engine)
         log, seq = debugger.log, bundle.facts["seq"]
-        told = next(log.read(seq=(seq, seq), event=bundle.facts["event"]), None)
-        if told is not None and not log.is_superseded(seq):
+        reported = next(log.read(seq=(seq, seq), event=bundle.facts["event"]), None)
+        if reported is not None and not log.is_superseded(seq):
             if _last_raised(debugger) != seq:
                 debugger.goto(seq=seq)
                 debugger.back()
@@ -50,14 +49,15 @@ def open_recorded(path: Path, engine: str | None = None) -> tuple[Debugger, Bund
 
 
 def bundle_commands(bundle: Bundle) -> dict[str, Command]:
-    """What can be asked of a bundle."""
+    """The commands that show a bundle's content."""
     return {
-        "traceback": Command("traceback", "of the crash bundle: where it was raised", lambda rest: _traceback(bundle)),
-        "locals": Command("locals [N]", "local variables of the N innermost frames: numbers, shapes, types",
+        "traceback": Command("traceback", "show the traceback of the crash", lambda rest: _traceback(bundle)),
+        "locals": Command("locals [N]", "show local variables of the N innermost frames: numbers, shapes, types",
                           lambda rest: _locals(bundle, rest)),
-        "batch": Command("batch [ROW]", "the batch under way, or one row of it; its indices into the dataset",
+        "batch": Command("batch [ROW]", "show the current batch, or one row of it, and its indices into the dataset",
                          lambda rest: _batch(bundle, rest)),
-        "norms": Command("norms [weights|gradients|optimizer]", "norm and NaN count of each tensor, broken ones first",
+        "norms": Command("norms [weights|gradients|optimizer]",
+                         "show norm and NaN count of each tensor, those with NaN or infinite values first",
                          lambda rest: _norms(bundle, rest), lambda before: () if before else _KINDS),
     }  # fmt: skip
 
@@ -65,22 +65,22 @@ def bundle_commands(bundle: Bundle) -> dict[str, Command]:
 _KINDS = ("weights", "gradients", "optimizer")
 
 
-def told(bundle: Bundle) -> Iterator[str]:
-    """What the prompt opens with."""
+def bundle_summary(bundle: Bundle) -> Iterator[str]:
+    """The first lines of the prompt."""
     yield f"crash bundle {bundle.folder}: {bundle.what}"
     for name, why in bundle.facts.get("missing", {}).items():
         yield f"  {name}: missing, {why}"
-    yield f"  {', '.join(bundle_commands(bundle))} show what it holds"
+    yield f"  {', '.join(bundle_commands(bundle))} show its content"
 
 
-def _of_the_end(debugger: Debugger) -> Bundle | None:
-    """The newest bundle of what the run ended in."""
+def _of_last_crash(debugger: Debugger) -> Bundle | None:
+    """The newest bundle of the exception that ended the run."""
     last = _last_raised(debugger)
     found: list[Bundle] = []
     for folder in sorted((debugger.folder / CRASHES).glob("*/")) if last is not None else ():
         try:
             found.append(read_bundle(folder))
-        except RecordingError:  # a damaged one must not cost the others
+        except RecordingError:  # a damaged one must not hide the others
             continue
     return next((bundle for bundle in reversed(found) if bundle.facts.get("seq") == last), None)
 
@@ -96,7 +96,7 @@ def _traceback(bundle: Bundle) -> Iterable[str]:
 
 def _locals(bundle: Bundle, rest: str) -> Iterator[str]:
     frames = bundle.facts.get("frames", [])
-    count = _number("locals", rest, 3)
+    count = whole_number("locals", rest) if rest else 3
     for frame in frames[-count:]:
         yield f"{frame['file']}:{frame['line']}, in {frame['function']}: {frame['code']}"
         for name, value in frame["locals"].items():
@@ -104,14 +104,14 @@ def _locals(bundle: Bundle, rest: str) -> Iterator[str]:
 
 
 def _batch(bundle: Bundle, rest: str) -> Iterator[str]:
-    row = None if not rest else _number("batch", rest, 0)
+    row = whole_number("batch", rest) if rest else None
     facts, rows = bundle.facts, bundle.rows
     where = f"{facts['engine']}, epoch {facts['epoch']}, iteration {facts['iteration']}"
     yield where if facts.get("set") is None else f"{where}, validation set {facts['set']!r}"
     if rows is not None and row is None:
         yield f"rows of the dataset: {', '.join(map(str, rows))}"
     elif rows is not None and row is not None and row < len(rows):
-        yield f"row {row} is the dataset's {rows[row]}"
+        yield f"row {row} is row {rows[row]} of the dataset"
     batch = bundle.batch
     if batch is None:
         yield facts.get("missing", {}).get("batch", "there was no batch")
@@ -127,7 +127,7 @@ def _batch(bundle: Bundle, rest: str) -> Iterator[str]:
             yield f"  {name}[{row}]: {_described(tensor[row])}: {values[:_VALUES].tolist()}{more}"
 
 
-def _tensors(value: Any, name: str = "batch") -> Iterator[tuple[str, Tensor]]:
+def _tensors(value: object, name: str = "batch") -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, Mapping):
@@ -145,10 +145,13 @@ def _described(tensor: Tensor) -> str:
     values = tensor.float()
     finite = values[torch.isfinite(values)]
     ranged = f" from {finite.min():.6g} to {finite.max():.6g}" if finite.numel() else ""
-    odd = {"NaN": values.isnan(), "infinite": values.isinf()}
-    counts = [f"{int(where.sum())} {name}" for name, where in odd.items() if where.any()]
+    counts = [
+        f"{int(mask.sum())} {name}"
+        for name, mask in (("NaN", values.isnan()), ("infinite", values.isinf()))
+        if mask.any()
+    ]
     if counts and tensor.dim():
-        rows = (odd["NaN"] | odd["infinite"]).flatten(1).any(1) if tensor.dim() > 1 else odd["NaN"] | odd["infinite"]
+        rows = (~torch.isfinite(values)).reshape(len(values), -1).any(1)
         counts.append(f"in rows {', '.join(map(str, rows.nonzero().flatten().tolist()[:16]))}")
     return f"{text}{ranged}{', ' if counts else ''}{', '.join(counts)}"
 
@@ -156,13 +159,13 @@ def _described(tensor: Tensor) -> str:
 def _norms(bundle: Bundle, rest: str) -> Iterator[str]:
     kind = rest or _KINDS[0]
     if kind not in _KINDS:
-        raise ConfigurationError(f"norms {rest[:40]}: choose {', '.join(_KINDS)}")
+        raise ConfigurationError(f"norms {rest[:40]}: choose one of {', '.join(_KINDS)}")
     table = bundle.tensors(kind)
     if not table:
         yield bundle.facts.get("missing", {}).get(kind, f"there were no {kind}")
         return
     broken = [row for row in table if row["nan"] or row["infinite"]]
-    yield f"{kind}: {len(table):,} tensors, {len(broken):,} of them with values that are no finite number"
+    yield f"{kind}: {len(table):,} tensors, {len(broken):,} of them with NaN or infinite values"
     listed = [*broken, *(row for row in table if row not in broken)]
     width = max(len(row["name"]) for row in listed[:_ROWS])
     for row in listed[:_ROWS]:
@@ -170,11 +173,3 @@ def _norms(bundle: Bundle, rest: str) -> Iterator[str]:
         yield f"  {row['name']:<{width}}  {tuple(row['shape'])}  norm {float(row['norm']):.6g}{odd}"
     if len(listed) > _ROWS:
         yield f"  and {len(listed) - _ROWS:,} more, in {bundle.folder / FACTS}"
-
-
-def _number(command: str, text: str, default: int) -> int:
-    if not text:
-        return default
-    if not (text.isascii() and text.isdecimal()) or len(text) > 9:
-        raise ConfigurationError(f"{command} {text[:40]}: needs a whole number")
-    return int(text)

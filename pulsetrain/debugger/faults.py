@@ -1,16 +1,18 @@
-"""What went wrong in a recorded run: the exception that ended it, an anomaly, a loss that is no number."""
+"""Finds what went wrong in a recorded run: the exception that ended it, an anomaly, a NaN or infinite loss."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from pulsetrain.engine.events.names import Events
 from pulsetrain.engine.recording import LoggedEvent
-from pulsetrain.engine.recording.replay.payloads import plain, whole
+from pulsetrain.engine.recording.log.non_finite import parse_non_finite
+from pulsetrain.engine.recording.log.records import Json
+from pulsetrain.engine.recording.replay.payloads import whole
 from pulsetrain.engine.recording.replay.source import Past
+from pulsetrain.export.event_formats import format_error, format_rows
 from pulsetrain.handlers.recorder.fingerprints import FingerprintEvents
 
 __all__ = ["Fault", "find_faults"]
@@ -20,16 +22,15 @@ _RAISED = frozenset({Events.EXCEPTION_RAISED.value})
 _ANOMALY = frozenset({Events.ANOMALY_DETECTED.value})
 _ITERATED = frozenset({Events.ITERATION_COMPLETED.value})
 _BATCH = frozenset({FingerprintEvents.BATCH_FINGERPRINTED.value})
-_ROWS = 16  # of a batch that are told
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One that the run ended in, or came to."""
+    """Something that went wrong."""
 
-    event: LoggedEvent  # that tells it
+    event: LoggedEvent  # the event that reports it
     what: str
-    batch: str | None  # what the log tells of the batch
+    batch: str | None  # what the log holds about the batch
 
     def __str__(self) -> str:
         event = self.event
@@ -37,23 +38,23 @@ class Fault:
         return f"{self.what}, at epoch {event.epoch}, iteration {event.iteration} (seq {event.seq}){batch}"
 
 
-def find_faults(past: Past, engines: Sequence[str], main: str, end: LoggedEvent | None) -> list[Fault]:
-    """What the run's last part ended in, the exception first; none where it ended well.
+def find_faults(past: Past, engines: Sequence[str], main: str, last: LoggedEvent | None) -> list[Fault]:
+    """The faults of the run's last start, the exception first; empty if it ended well.
 
-    Of a loss that is no number it is the first such loss, found by halving: right where it stayed so.
+    For a loss that is not finite, this is the first such loss, found by bisection: right if all later ones are such.
 
     Args:
         past: of the run's log.
-        engines: the log's.
-        main: the engine whose run it is.
-        end: the log's last event.
+        engines: the log's engines.
+        main: the engine of the training run.
+        last: the log's last event.
     """
-    if end is None:
+    if last is None:
         return []
-    started = past.last(main, _STARTED, end.seq)
+    started = past.last(main, _STARTED, last.seq)
     first = started.seq if started is not None else -1
-    raised = _raised(past, engines, main, first, end.seq)
-    others = [_anomaly(past, main, first, end.seq), _not_finite(past, main, first, end.seq)]
+    raised = _raised(past, engines, main, first, last.seq)
+    others = [_anomaly(past, main, first, last.seq), _not_finite(past, main, first, last.seq)]
     found = sorted((each for each in others if each is not None), key=lambda each: each[0].seq)
     if raised is not None:
         found.insert(0, raised)
@@ -61,7 +62,7 @@ def find_faults(past: Past, engines: Sequence[str], main: str, end: LoggedEvent 
 
 
 def _raised(past: Past, engines: Sequence[str], main: str, first: int, end: int) -> tuple[LoggedEvent, str] | None:
-    """Where the exception that ended the run was told first: maybe by an engine that the main one ran."""
+    """The first event that reports the exception that ended the run: possibly of an engine that the main one ran."""
     last = past.last(main, _RAISED, end)
     if last is None or last.seq < first:
         return None
@@ -72,19 +73,16 @@ def _raised(past: Past, engines: Sequence[str], main: str, first: int, end: int)
 
 
 def _error(event: LoggedEvent) -> str:
-    payload = event.payload if isinstance(event.payload, dict) else {}
-    error = payload.get("error")
-    error = error if isinstance(error, dict) else {}
-    name = str(error.get("__type__", "an exception")).rpartition(".")[2]
-    return f"{name}: {error['message']}" if error.get("message") else name
+    error = _payload(event).get("error")
+    return format_error(error) if isinstance(error, dict) else "an exception"
 
 
 def _anomaly(past: Past, main: str, first: int, end: int) -> tuple[LoggedEvent, str] | None:
-    """One in the last iteration, or the one before."""
+    """An anomaly in the last iteration, or the one before."""
     event, last = past.last(main, _ANOMALY, end), past.last(main, None, end)
     if event is None or last is None or event.seq < first or event.iteration < last.iteration - 1:
         return None
-    payload = event.payload if isinstance(event.payload, dict) else {}
+    payload = _payload(event)
     return event, f"anomaly {payload.get('kind', '?')} ({payload.get('value', '?')})"
 
 
@@ -92,7 +90,7 @@ def _not_finite(past: Past, main: str, first: int, end: int) -> tuple[LoggedEven
     last = past.last(main, _ITERATED, end)
     if last is None or last.seq < first or math.isfinite(_loss(last)):
         return None
-    low, found = first, last  # what ends at `low` is finite, `found` is not
+    low, found = first, last  # the loss up to `low` is finite, that of `found` is not
     while low + 1 < found.seq:
         middle = (low + found.seq) // 2
         event = past.last(main, _ITERATED, middle)
@@ -104,19 +102,22 @@ def _not_finite(past: Past, main: str, first: int, end: int) -> tuple[LoggedEven
 
 
 def _loss(event: LoggedEvent) -> float:
-    loss: Any = plain(event.output.get("loss")) if isinstance(event.output, dict) else None
+    loss = parse_non_finite(event.output.get("loss")) if isinstance(event.output, dict) else None
     return loss if isinstance(loss, (int, float)) else 0.0
 
 
+def _payload(event: LoggedEvent) -> dict[str, Json]:
+    return event.payload if isinstance(event.payload, dict) else {}
+
+
 def _batch(past: Past, event: LoggedEvent, main: str) -> str | None:
-    """Its rows, as an anomaly knows them, or its fingerprint."""
-    rows = whole(event).payload.get("batch_indices") if isinstance(event.payload, dict) else None
+    """The batch's rows, if the event holds them, or else its fingerprint."""
+    rows = _payload(whole(event)).get("batch_indices")
     if rows and isinstance(rows, list):
-        more = f" and {len(rows) - _ROWS} more" if len(rows) > _ROWS else ""
-        return f"batch: rows {', '.join(map(str, rows[:_ROWS]))}{more}"
+        return f"batch: {format_rows(rows)}"
     taken = past.last(main, _BATCH, event.seq)
-    place = past.last(main, None, event.seq)
-    if taken is None or place is None or taken.iteration < place.iteration - 1:
+    current = past.last(main, None, event.seq)
+    if taken is None or current is None or taken.iteration < current.iteration - 1:
         return None
-    payload = taken.payload if isinstance(taken.payload, dict) else {}
-    return f"batch of iteration {taken.iteration + 1}: fingerprint {payload.get('batch')}"  # taken before it begins
+    # fingerprinted before its iteration begins
+    return f"batch of iteration {taken.iteration + 1}: fingerprint {_payload(taken).get('batch')}"

@@ -1,58 +1,59 @@
-"""Steps through the real computation of a recorded run, made again from a checkpoint: `pulsetrain debug --live`."""
+"""Steps through the computation of a run, repeated from a checkpoint: `pulsetrain debug --live`."""
 
 from __future__ import annotations
 
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from pulsetrain.debugger.commands import Command
-from pulsetrain.debugger.recorded import Break, Breaks
+from pulsetrain.debugger.stepping import SteppingDebugger
 from pulsetrain.engine import Events, Phase
-from pulsetrain.engine.checkpoint import Place
-from pulsetrain.engine.errors import ConfigurationError, unknown_name
+from pulsetrain.engine.checkpoint import Location
+from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import Event, event_key
 from pulsetrain.engine.events.subscription import LAST
 from pulsetrain.engine.recording import LoggedEvent
 from pulsetrain.handlers.metric_values.event_values import EventValues
 from pulsetrain.handlers.metric_values.step_values import learning_rates, scalars
-from pulsetrain.reproduce.rerun import Again
+from pulsetrain.reproduce.rerun import Rerun
 from pulsetrain.state.handler_registry import handler_states
 from pulsetrain.trainer import Trainer
 
 __all__ = ["LiveDebugger"]
 
-_KEPT = 1000  # events behind this one
+_KEPT = 1000  # past events that `back_to`, `reverse_continue` and `around` can reach
 _Wanted = Callable[[LoggedEvent], bool]
 
 
-class _Left(BaseException):
-    """Ends the run that nobody looks at any more."""
+class _Abandoned(BaseException):
+    """Ends a run that is no longer needed."""
 
 
-class LiveDebugger:
-    """A trainer that computes as far as it is told: it stands behind the handlers of an event, tensors and all.
+class LiveDebugger(SteppingDebugger):
+    """Runs a trainer up to an event and pauses it after the event's handlers; its tensors can then be inspected.
 
-    Going back runs again from the checkpoint, so it costs as much as going there.
+    Moving back runs again from the checkpoint, so it costs as much as moving there from the start.
 
     Args:
         build: makes the trainer, as for `verify`.
-        checkpoint: where it begins; None for the run's beginning.
+        checkpoint: where the run starts; None for its beginning.
+        run: the run folder, if the run skipped batches after a rewind.
 
     Raises:
-        ConfigurationError: it made no Trainer, or one without an EventRecorder.
-        CheckpointError: the checkpoint is damaged, or does not fit.
+        ConfigurationError: `build` did not make a Trainer with an EventRecorder.
+        CheckpointError: the checkpoint is damaged, or does not fit the trainer.
     """
 
-    def __init__(self, build: Callable[..., Trainer], checkpoint: Place | None = None, run: Path | None = None) -> None:
+    def __init__(
+        self, build: Callable[..., Trainer], checkpoint: Location | None = None, run: Path | None = None
+    ) -> None:
+        super().__init__()
         self._build, self._checkpoint, self._run = build, checkpoint, run
-        self.breaks = Breaks()
-        self.watches: list[str] = []
-        self.hit: Break | None = None
         self.faults: list[str] = []
         self._thread: threading.Thread | None = None
         self._begin()
@@ -61,51 +62,51 @@ class LiveDebugger:
         self.close()
         self.faults.clear()
         self._folder = tempfile.TemporaryDirectory(prefix="pulsetrain-debug-")
-        self._again = Again(self._build, Path(self._folder.name) / "live", self._checkpoint, self._run)
-        self._passed: list[LoggedEvent] = []
-        self._count = 0  # events that have come
+        self._rerun = Rerun(self._build, Path(self._folder.name) / "live", self._checkpoint, self._run)
+        self._past: list[LoggedEvent] = []
+        self._count = 0  # events so far
         self._until: _Wanted = _always
-        self._leaving = self._over = False
-        self._go, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
+        self._abandoned = self._over = False
+        self._resume, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
         bus = self.trainer.bus
         known = {event_key(event): event for event in (*Events, *self.trainer.registered_events)}
         for event in known.values():
             if event not in (Events.GET_BATCH_STARTED, Events.GET_BATCH_COMPLETED):
-                bus.subscribe(event, self._hear, phase=Phase.PERSIST, order=LAST)
+                bus.subscribe(event, self._on_event, phase=Phase.PERSIST, order=LAST)
         self._thread = threading.Thread(target=self._train, name="live", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """End the run under way."""
+        """End the run."""
         if self._thread is not None:
-            self._leaving = True
-            self._go.release()
+            self._abandoned = True
+            self._resume.release()
             self._thread.join()
             self._thread = None
             self._folder.cleanup()
 
     @property
     def trainer(self) -> Trainer:
-        """The one that computes; look at its tensors as long as it stands."""
-        return self._again.trainer
+        """The trainer; it is paused, and its tensors can be inspected, between two moves."""
+        return self._rerun.trainer
 
     def _train(self) -> None:
-        self._go.acquire()
+        self._resume.acquire()
         try:
-            if not self._leaving:
+            if not self._abandoned:
                 self.trainer.train()
-        except _Left:
+        except _Abandoned:
             pass
         except BaseException as error:
             self.faults.append(f"{type(error).__name__}: {error}")
         finally:
             self._over = True
-            self._again.recorder.detach()
+            self._rerun.recorder.detach()
             self._stopped.release()
 
-    def _hear(self, engine: Any, event: Event) -> None:
-        if self._leaving:
-            raise _Left
+    def _on_event(self, engine: Engine, event: Event) -> None:
+        if self._abandoned:
+            raise _Abandoned
         logged = LoggedEvent(-1, event.engine, event.type, event.epoch, event.iteration, seq=event.seq, t=event.time_ns)
         values = EventValues()
         values.put(logged, "payload", event.payload)
@@ -116,45 +117,44 @@ class LiveDebugger:
             values.put(logged, "metrics", dict(engine.state.metrics))
         values.settle()
         self._count += 1
-        self._passed.append(logged)
-        del self._passed[:-_KEPT]
+        self._past.append(logged)
+        del self._past[:-_KEPT]
         if self._until(logged):
             self._stopped.release()
-            self._go.acquire()
-            if self._leaving:
-                raise _Left
+            self._resume.acquire()
+            if self._abandoned:
+                raise _Abandoned
 
     def _advance(self, until: _Wanted) -> LoggedEvent | None:
-        """Compute up to an event; None where the run ended before."""
+        """Compute up to an event; None if the run ended before."""
         if self._over:
             return None
         self._until = until
-        self._go.release()
+        self._resume.release()
         try:
             self._stopped.acquire()
         except KeyboardInterrupt:
-            self._until = _always  # it stands still before anything else is asked of it
+            self._until = _always  # wait until the trainer pauses at the next event
             self._stopped.acquire()
             raise
         return None if self._over else self.event
 
-    def _again_to(self, count: int) -> LoggedEvent | None:
-        """Run again, to the event of this number; 0 is the beginning."""
+    def _restart(self, count: int) -> LoggedEvent | None:
+        """Run again from the start, by this many events."""
         self._begin()
         return self._advance(lambda event: self._count >= count) if count > 0 else None
 
     @property
     def event(self) -> LoggedEvent | None:
-        """The one that it stands at; None before the first."""
-        return self._passed[-1] if self._passed else None
+        """The current event; None before the first."""
+        return self._past[-1] if self._past else None
 
     @property
     def here(self) -> str:
-        """The place in words."""
+        """The current position in words."""
         event = self.event
         if event is None:
-            start = self._again.start
-            return f"live, behind iteration {start}: nothing has been computed yet"
+            return f"live, after iteration {self._rerun.start}: nothing has been computed yet"
         end = f"; {self.end}" if self._over else ""
         return f"live: {event.engine}'s {event.event}, epoch {event.epoch}, iteration {event.iteration}{end}"
 
@@ -164,32 +164,22 @@ class LiveDebugger:
         return f"the run has ended{f' in {self.faults[-1]}' if self.faults else ''}"
 
     def next(self, count: int = 1) -> LoggedEvent | None:
-        """Go on by so many events; None where the run ends before."""
+        """Move forward by this many events; None if the run ends before."""
         target = self._count + count
         return self._advance(lambda event: self._count >= target)
 
     def back(self, count: int = 1) -> LoggedEvent | None:
-        """Go back by so many events; None at the beginning."""
-        return self._again_to(self._count - count)
+        """Move back by this many events; None at the beginning."""
+        return self._restart(self._count - count)
 
-    def next_to(self, event: str) -> LoggedEvent | None:
-        """Go on to the next event of this type; None where none comes any more.
-
-        Raises:
-            ConfigurationError: there is no such event.
-        """
-        self._check_event("next_to", event)
-        return self._advance(lambda each: each.event == event)
-
-    def back_to(self, event: str) -> LoggedEvent | None:
-        """Go back to the last event of this type; None, and no move, where there is none.
-
-        Raises:
-            ConfigurationError: there is no such event.
-        """
-        self._check_event("back_to", event)
-        behind = next((n for n, each in enumerate(reversed(self._passed[:-1]), start=1) if each.event == event), None)
-        return None if behind is None else self.back(behind)
+    def search(self, wanted: _Wanted, types: set[str] | None, *, forward: bool, or_end: bool) -> LoggedEvent | None:
+        """Move forward to a wanted event, or to the end of the run; or back, among the last thousand events."""
+        if forward:
+            return self._advance(wanted)
+        steps = next((n for n, each in enumerate(reversed(self._past[:-1]), start=1) if wanted(each)), None)
+        if steps is not None:
+            return self.back(steps)
+        return self._restart(0) if or_end else None
 
     def goto(
         self,
@@ -200,76 +190,44 @@ class LiveDebugger:
         start: bool = False,
         end: bool = False,
     ) -> LoggedEvent | None:
-        """Go to the first event of an iteration or epoch of the trainer, to its start, or on to its end.
+        """Move to the first event of an iteration or epoch of the trainer, to the start of the run, or to its end.
 
         Raises:
-            ConfigurationError: it lies before the checkpoint, or the run ends before; a seq, which is the log's.
+            ConfigurationError: it is before the checkpoint, or after the run's end; or a seq is given, which only
+                recorded runs have.
         """
         if seq is not None:
             raise ConfigurationError(f"goto(seq={seq}): a live run has other numbers than the log; choose an iteration")
         if start:
-            return self._again_to(0)
+            return self._restart(0)
         if end:
             return self._advance(_never)
         name, value = ("iteration", iteration) if iteration is not None else ("epoch", epoch)
-        first = self._again.start if name == "iteration" else 0
+        first = self._rerun.start if name == "iteration" else 0
         if value is None or value <= first:
-            raise ConfigurationError(f"goto({name}={value}): this live run begins behind {name} {first}")
+            raise ConfigurationError(f"goto({name}={value}): this run starts after {name} {first}; choose a later one")
         here = getattr(self.event, name, 0)
         if here >= value:
             self._begin()
         found = self._advance(lambda each: each.engine == self.trainer.name and getattr(each, name) >= value)
         if found is None:
-            raise ConfigurationError(f"goto({name}={value}): the run ended before")
+            raise ConfigurationError(f"goto({name}={value}): the run ended before; choose an earlier one")
         return found
 
-    def continue_(self) -> LoggedEvent | None:
-        """Go on to the next break; None where the run ends before."""
-        found = self._advance(lambda event: self.breaks.at(event) is not None)
-        self.hit = self.breaks.at(found)
-        return found
-
-    def reverse_continue(self) -> LoggedEvent | None:
-        """Go back to the last break, among the last thousand events; None where there is none: the beginning then."""
-        for behind, event in enumerate(reversed(self._passed[:-1]), start=1):
-            self.hit = self.breaks.at(event)
-            if self.hit is not None:
-                return self.back(behind)
-        return self._again_to(0)
-
-    def add_break(self, event: str | None = None, condition: str | None = None) -> Break:
-        """Have `continue_` stop at events: of a type, or of which a condition is true, or both.
-
-        Raises:
-            ConfigurationError: there is no such event, or the condition cannot be understood.
-        """
-        if event is not None:
-            self._check_event("add_break", event)
-        return self.breaks.add(event, condition)
-
-    def delete_break(self, number: int) -> None:
-        """Stop there no more.
-
-        Raises:
-            ConfigurationError: there is no such break.
-        """
-        self.breaks.remove(number)
-
-    def add_watch(self, name: str) -> None:
-        """Have `watched` tell the value of an expression, such as model[0].weight.norm()."""
+    def check_watch(self, caller: str, name: str) -> None:
+        """Evaluate the expression once."""
         self.evaluate(name)
-        self.watches.append(name)
 
-    def watched(self) -> Mapping[str, Any]:
-        """What is watched, as it is here."""
+    def watched(self) -> Mapping[str, object]:
+        """The current values of the watched expressions."""
         values = {name: self.evaluate(name) for name in self.watches}
         return {name: value if isinstance(value, (int, float, str)) else _text(value) for name, value in values.items()}
 
-    def evaluate(self, expression: str) -> Any:
-        """What a Python expression gives, in which trainer, model, optimizer, state, batch, event and torch are known.
+    def evaluate(self, expression: str) -> object:
+        """The value of a Python expression over trainer, model, optimizer, state, batch, event and torch.
 
         Raises:
-            ConfigurationError: it raised.
+            ConfigurationError: it raised an exception.
         """
         trainer = self.trainer
         names = {
@@ -277,45 +235,46 @@ class LiveDebugger:
             "batch": trainer.state.batch, "event": self.event, "torch": torch,
         }  # fmt: skip
         try:
-            return eval(expression, names)
+            value: object = eval(expression, names)
+            return value
         except Exception as error:
             raise ConfigurationError(f"{expression}: {type(error).__name__}: {error}") from error
 
-    def facts(self) -> Mapping[str, Any]:
-        """The state by name."""
+    def facts(self) -> Mapping[str, object]:
+        """The trainer's state by name."""
         state, trainer = self.trainer.state, self.trainer
         rates = learning_rates(trainer)
-        facts: dict[str, Any] = {name: getattr(state, name) for name in ("epoch", "iteration", "update")}
-        facts["rows"] = self._again.rows(state.iteration) if state.iteration > self._again.start else None
+        facts: dict[str, object] = {name: getattr(state, name) for name in ("epoch", "iteration", "update")}
+        facts["rows"] = self._rerun.rows(state.iteration) if state.iteration > self._rerun.start else None
         facts["learning_rate"] = float(rates[0]) if rates else None
         return {**facts, "metrics": dict(state.metrics), "stop_reason": state.stop_reason}
 
     def around(self, count: int = 5) -> tuple[list[LoggedEvent], list[LoggedEvent]]:
-        """The last events up to this one, that included; what comes next is not known."""
-        return self._passed[-max(count, 1) :], []
+        """The last events up to the current one; the next ones are not computed yet."""
+        return self._past[-max(count, 1) :], []
 
-    def handlers(self, *, at_most: int | None = None) -> LiveHandlers:
-        """The trainer's handlers with their state."""
+    def handlers(self, *, max_bytes: int | None = None) -> LiveHandlers:
+        """The trainer's handlers with their states."""
         return LiveHandlers(handler_states(self.trainer))
 
     @property
-    def engines(self) -> Sequence[str]:
-        """Those of the trainer's bus."""
+    def engines(self) -> list[str]:
+        """Names of the engines on the trainer's bus."""
         return [engine.name for engine in self.trainer.bus.engines]
 
     @property
-    def event_names(self) -> Sequence[str]:
-        """The types of events that there are."""
+    def event_names(self) -> list[str]:
+        """The types of events."""
         own = [event_key(event) for event in self.trainer.registered_events]
         return sorted({*(event.value for event in Events), *own})
 
     @property
-    def metric_names(self) -> Mapping[str, Any]:
-        """The metrics that there are so far."""
-        return dict(self.trainer.state.metrics)
+    def metric_names(self) -> Collection[str]:
+        """Names of the metrics so far."""
+        return [*self.trainer.state.metrics]
 
     def commands(self) -> dict[str, Command]:
-        """What a live run can do beyond a recorded one."""
+        """The commands that only a live run has."""
 
         def to(event: Events) -> Callable[[str], Iterator[str]]:
             def run(rest: str) -> Iterator[str]:
@@ -325,31 +284,28 @@ class LiveDebugger:
             return run
 
         return {
-            "print": Command("print EXPRESSION", "what it gives: print model[0].weight.grad.norm()",
+            "print": Command("print EXPRESSION", "evaluate Python: print model[0].weight.grad.norm()",
                              lambda rest: _text(self.evaluate(rest or "event")).splitlines()),
-            "forward": Command("forward", "to the next batch, before its forward pass", to(Events.ITERATION_STARTED)),
-            "backward": Command("backward", "behind the next backward pass", to(Events.GRADIENTS_READY)),
-            "update": Command("update", "behind the next update", to(Events.OPTIMIZER_STEP_COMPLETED)),
+            "forward": Command("forward", "move to the next batch, before its forward pass",
+                               to(Events.ITERATION_STARTED)),
+            "backward": Command("backward", "move past the next backward pass", to(Events.GRADIENTS_READY)),
+            "update": Command("update", "move past the next optimizer update", to(Events.OPTIMIZER_STEP_COMPLETED)),
         }  # fmt: skip
-
-    def _check_event(self, place: str, event: str) -> None:
-        if event not in self.event_names:
-            raise unknown_name(place, "event", event, self.event_names)
 
 
 class LiveHandlers:
-    """The handlers' states, as text."""
+    """The handlers' states as text."""
 
-    def __init__(self, states: Mapping[str, Any]) -> None:
+    def __init__(self, states: Mapping[str, object]) -> None:
         self._states = states
 
     def lines(self) -> Iterator[str]:
-        """A line each."""
+        """A line for each handler."""
         for name, state in self._states.items():
             yield f"{name}: {_text(state)}"
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 2000 else text[:1997] + "..."
 

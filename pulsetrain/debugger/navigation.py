@@ -1,26 +1,26 @@
-"""Finds events of a log from where one stands: so many on or back, of a kind, of an iteration; either way as fast."""
+"""Finds events of a log from the current one: by count, type or iteration, forward and back at the same cost."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
-from typing import Any
 
 from pulsetrain.engine.recording import EventLog, LoggedEvent
+from pulsetrain.engine.recording.log.reader import ReadOptions
 from pulsetrain.engine.recording.replay.payloads import whole
 from pulsetrain.engine.recording.replay.source import Past, Source
 
-__all__ = ["BEGINNING", "Places"]
+__all__ = ["BEFORE_FIRST", "Navigator"]
 
-BEGINNING = -1  # the seq of no event, before the first
+BEFORE_FIRST = -1  # smaller than the seq of any event
 
 
-class Places:
-    """The events of a log, without those that a resumed run has computed again. A place is an event's seq.
+class Navigator:
+    """Finds events of a log, except superseded ones. A position in it is an event's seq.
 
     Args:
         log: the log.
-        engine: whose iterations and epochs count.
+        engine: the engine whose iterations and epochs count.
     """
 
     def __init__(self, log: EventLog, engine: str) -> None:
@@ -30,34 +30,34 @@ class Places:
         self.past = Past(self._source)
 
     @property
-    def start(self) -> int | None:
-        """The first seq; None where there are no events."""
+    def first_seq(self) -> int | None:
+        """The first seq; None if there are no events."""
         return self._source.span(0)[0] if len(self._source) else None
 
     @cached_property
-    def end(self) -> LoggedEvent | None:
+    def last_event(self) -> LoggedEvent | None:
         """The last event."""
         return next((events[-1] for index in self._backward() if (events := self._source.events(index))), None)
 
     def types(self, engine: str) -> list[str]:
-        """The types of events that the log holds of an engine."""
+        """The types of an engine's events."""
         return sorted(self._source.types(engine))
 
     def ahead(self, at: int, count: int) -> LoggedEvent | None:
-        """The event so many places on, or the last; None where there is none behind this place."""
+        """The event this many positions after `at`, or the last event; None if there is none after `at`."""
         for index in self._forward(at):
             size = self._size(index) if self._source.span(index)[0] > at else None
             if size is not None and size < count:
-                count -= size  # not decoded
+                count -= size  # skipped without decoding
                 continue
             events = self._source.events(index, at)
             if len(events) >= count:
                 return events[count - 1]
             count -= len(events)
-        return self.end if self.end is not None and self.end.seq > at else None
+        return self.last_event if self.last_event is not None and self.last_event.seq > at else None
 
     def before(self, at: int, count: int) -> LoggedEvent | None:
-        """The event so many places back; None where there are not so many."""
+        """The event this many positions before `at`; None if there are fewer."""
         for index in self._backward(at):
             size = self._size(index) if self._source.span(index)[1] < at else None
             if size is not None and size < count:
@@ -70,7 +70,7 @@ class Places:
         return None
 
     def around(self, at: int, count: int) -> tuple[list[LoggedEvent], list[LoggedEvent]]:
-        """So many events up to this place, that included, and so many behind it."""
+        """This many events up to and including `at`, and as many after it."""
         blocks: list[list[LoggedEvent]] = []
         after: list[LoggedEvent] = []
         left = count
@@ -88,7 +88,7 @@ class Places:
     def find(
         self, at: int, wanted: Callable[[LoggedEvent], bool], types: set[str] | None, *, forward: bool
     ) -> LoggedEvent | None:
-        """The next event that is wanted, or the last before this place; of these types, None for any."""
+        """The next wanted event after `at`, or the last before it; of these types, None for any."""
         source = self._source
         by_engine = None if types is None else dict.fromkeys(self._log.engines, types)
         for index in self._forward(at) if forward else self._backward(at):
@@ -99,16 +99,17 @@ class Places:
         return None
 
     def first(self, name: str, value: int) -> LoggedEvent | None:
-        """The first event of an "iteration" or an "epoch", or from a "seq" on; where there is none, of the next."""
+        """The first event of an "iteration" or "epoch", or of the next one if that has none; or from a "seq" on."""
         if name == "seq":
             return next(self._log.read(seq=(value, None)), None)
         for upto in (value, None):
-            bounds: dict[str, Any] = {name: (value, upto)}
+            bounds: ReadOptions = {"engine": self._engine}
+            bounds["iteration" if name == "iteration" else "epoch"] = (value, upto)
             observed = None
-            for event in self._log.read(engine=self._engine, **bounds):
+            for event in self._log.read(**bounds):
                 if event.ord >= 0:
                     return event
-                observed = observed or event  # it may be of a time that was computed again
+                observed = observed or event  # observed events are never superseded: it may be of an earlier attempt
             if observed is not None:
                 return observed
         return None
@@ -119,13 +120,13 @@ class Places:
     def _backward(self, at: int | None = None) -> range:
         last = len(self._source) - 1
         if at is not None:
-            last = min(self._source.index_of(at), last) if at > BEGINNING else -1
+            last = min(self._source.index_of(at), last) if at > BEFORE_FIRST else -1
         return range(last, -1, -1)
 
     def _size(self, index: int) -> int | None:
-        """How many events a block holds, where its header tells; None where some were computed again."""
+        """Number of events in a block, from its header; None if some are superseded, or it has no header."""
         if index >= len(self._headers):
             return None
         first, last = self._source.span(index)
-        again = any(after < last and first < seam for after, seam in self._superseded)
-        return None if again else self._headers[index].count
+        superseded = any(after < last and first < seam for after, seam in self._superseded)
+        return None if superseded else self._headers[index].count

@@ -1,4 +1,4 @@
-"""A recorded run for the tools that people have: Perfetto and chrome://tracing, TensorBoard, spreadsheets."""
+"""Exports a recorded run to other tools: Perfetto and chrome://tracing, TensorBoard, spreadsheets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Events as lines of a table, of JSON, of CSV."""
+"""Events as text: as lines of a table, of JSON or of CSV, and the words for errors and rows in them."""
 
 from __future__ import annotations
 
@@ -7,42 +7,64 @@ import io
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from itertools import islice
-from typing import Any
 
 import msgspec
 
 from pulsetrain.engine.errors import unknown_name
 from pulsetrain.engine.recording import LoggedEvent
+from pulsetrain.engine.recording.log.records import Json
 
-__all__ = ["FORMATS", "check_field"]
+__all__ = ["FORMATS", "check_field", "format_error", "format_rows"]
 
 _FIELDS = LoggedEvent.__struct_fields__
 _VALUES = ("output", "metrics", "payload", "lr", "error")
 _TABLE = ("seq", "t", "engine", "event", "epoch", "iteration", "values")
 _CSV = ("seq", "t", "ord", "engine", "event", "epoch", "iteration", "payload", "output", "metrics", "lr", "error")
-_SAMPLE = 100  # rows that a table's widths are taken from: it is printed as it is read
+_SAMPLE = 100  # rows that decide a table's widths: it is printed while it is read
 _encode = msgspec.json.encode
 
 Fields = Sequence[str] | None
 
 
 def check_field(name: str) -> None:
-    """Whether an event can have it: a field, or a part of one, such as output.loss.
+    """Raise if no event can have this field, or this part of one, such as output.loss.
 
     Raises:
-        ConfigurationError: none has.
+        ConfigurationError: there is no such field.
     """
     if name.partition(".")[0] not in _FIELDS:
         raise unknown_name("events", "--fields", name, _FIELDS)
 
 
+def format_error(error: Json) -> str:
+    """A logged exception as one line.
+
+    >>> format_error({"__type__": "builtins.ValueError", "message": "bad batch"})
+    'ValueError: bad batch'
+    """
+    if type(error) is not dict:
+        return str(error)
+    kind, message = str(error.get("__type__") or "an exception").rpartition(".")[2], str(error.get("message") or "")
+    return f"{kind}: {message}" if message else kind
+
+
+def format_rows(rows: Sequence[object], limit: int = 16) -> str:
+    """Rows of a batch, shortened.
+
+    >>> format_rows([4, 2, 7], limit=2)
+    'rows 4, 2 and 1 more'
+    """
+    more = f" and {len(rows) - limit} more" if len(rows) > limit else ""
+    return f"rows {', '.join(map(str, rows[:limit]))}{more}"
+
+
 def as_table(events: Iterator[LoggedEvent], fields: Fields, at_once: bool) -> Iterator[str]:
-    """Aligned columns under their names; none of them where there are no events.
+    """Aligned columns under a header; nothing if there are no events.
 
     Args:
         events: the events.
-        fields: the columns; None for place, time and values.
-        at_once: each line as soon as its event is there.
+        fields: the columns; None for position, time and values.
+        at_once: yield each line as soon as its event is read, with the widths of the first.
     """
     names = fields or _TABLE
     rows = ([_cell(event, name) for name in names] for event in events)
@@ -58,14 +80,14 @@ def as_table(events: Iterator[LoggedEvent], fields: Fields, at_once: bool) -> It
 
 
 def as_json(events: Iterator[LoggedEvent], fields: Fields, at_once: bool) -> Iterator[str]:
-    """An object a line: the event, or those fields of it."""
+    """One JSON object per line: the event, or the chosen fields."""
     for event in events:
         chosen = event if fields is None else {name: _value(event, name) for name in fields}
         yield _encode(chosen).decode() + "\n"
 
 
 def as_csv(events: Iterator[LoggedEvent], fields: Fields, at_once: bool) -> Iterator[str]:
-    """A row an event under the names of the columns; nested values as JSON."""
+    """A header, and one row per event; nested values as JSON."""
     names = fields or _CSV
     line = io.StringIO()
     writer = csv.writer(line, lineterminator="\n")
@@ -101,21 +123,21 @@ def _cell(event: LoggedEvent, name: str) -> str:
     return text if text.isprintable() else _encode(text).decode()
 
 
-def _text(value: Any) -> str:
+def _text(value: Json) -> str:
     if value is None:
         return ""
     return value if isinstance(value, str) else _encode(value).decode()
 
 
-def _value(event: LoggedEvent, name: str) -> Any:
-    """A field or a part of one; None where the event has none."""
+def _value(event: LoggedEvent, name: str) -> Json:
+    """A field, or a part of one; None if the event has none."""
     field, _, rest = name.partition(".")
     value = getattr(event, field)
     return _part(value, rest) if rest else value
 
 
-def _part(value: Any, path: str) -> Any:
-    """What lies at "a.b" in nested values; a key may hold dots itself."""
+def _part(value: Json, path: str) -> Json:
+    """The part at "a.b" of nested values; a key may contain dots itself."""
     if isinstance(value, list):
         index, _, rest = path.partition(".")
         if not index.isdecimal() or int(index) >= len(value):

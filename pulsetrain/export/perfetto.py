@@ -1,4 +1,4 @@
-"""A recorded run as a trace that ui.perfetto.dev and chrome://tracing open: JSON in the Trace Event Format."""
+"""Exports a recorded run as a trace for ui.perfetto.dev and chrome://tracing: JSON in the Trace Event Format."""
 
 from __future__ import annotations
 
@@ -6,17 +6,18 @@ import gzip
 import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, cast
 
 import msgspec
 
 from pulsetrain.engine.events.names import Events
 from pulsetrain.engine.recording import EventLog, LoggedEvent
-from pulsetrain.export.scalars import FirstHand
+from pulsetrain.engine.recording.log.records import Json
+from pulsetrain.export.scalars import FirstSources
 
 __all__ = ["trace_events", "write_perfetto"]
 
-# what lasts: its first event, its last, its name, and how deep it lies: what lies deeper ends with it
+# the slices: first event, last event, name, and depth; a slice's end also ends the deeper ones
 _SPANS = (
     (Events.STARTED, Events.COMPLETED, "run", 0),
     (Events.EPOCH_STARTED, Events.EPOCH_COMPLETED, "epoch", 1),
@@ -27,28 +28,29 @@ _SPANS = (
 )
 _BEGINS = {first.value: (name, depth) for first, _, name, depth in _SPANS}
 _ENDS = {last.value: (name, depth) for _, last, name, depth in _SPANS}
-_BROKEN_OFF = frozenset({Events.EXCEPTION_RAISED.value})  # ends whatever lasts
+_RAISED = Events.EXCEPTION_RAISED.value  # ends all open slices
 _SAVED = Events.CHECKPOINT_SAVED.value
-_COUNTED = frozenset({Events.GRADIENTS_READY.value, Events.OPTIMIZER_STEP_COMPLETED.value})  # told by counters alone
+_COUNTED = frozenset({Events.GRADIENTS_READY.value, Events.OPTIMIZER_STEP_COMPLETED.value})  # shown only by counters
 _COUNTERS = ("learning_rate", "grad_norm", "return", "reward", "kl")
 _PROCESS = 1
-_SAVES = 1000  # thread ids of the tracks of checkpoints, which may overlap with the training
+_SAVES = 1000  # first thread id of the checkpoints' tracks: a save may overlap with training
 
 _encode = msgspec.json.Encoder().encode
 
-Span = tuple[str, int]
+Span = tuple[str, int]  # name and depth
+TraceEvent = dict[str, Json]
 
 
 def write_perfetto(log: EventLog, path: Path, name: str) -> int:
-    """Write the trace; compressed where the path ends with .gz. Memory does not grow with the run.
+    """Write the trace, compressed if the path ends with .gz. Memory does not grow with the run.
 
     Args:
         log: the log.
-        path: the file, which is written over.
-        name: the run's.
+        path: the file, which is overwritten.
+        name: name of the run.
 
     Returns:
-        How many events of the log it holds.
+        The number of exported events.
 
     Raises:
         OSError: the file cannot be written.
@@ -71,13 +73,17 @@ def write_perfetto(log: EventLog, path: Path, name: str) -> int:
     return count
 
 
-def trace_events(events: Iterable[LoggedEvent], main: str, name: str) -> Iterator[dict[str, Any]]:
-    """What the trace holds, one by one: a track for each engine, and one for its checkpoints; times from the first on.
+def trace_events(events: Iterable[LoggedEvent], main: str, name: str) -> Iterator[TraceEvent]:
+    """The trace's events: a track for each engine, and one for its checkpoints; times relative to the first event.
+
+    >>> events = [LoggedEvent(engine="trainer", event="interrupt", t=10**18)]
+    >>> [each["name"] for each in trace_events(events, "trainer", "runs/a")]
+    ['process_name', 'thread_name', 'interrupt']
 
     Args:
-        events: as `EventLog.read` gives them.
-        main: the engine whose run it is.
-        name: the run's.
+        events: from `EventLog.read`.
+        main: the engine of the training run.
+        name: name of the run.
     """
     yield _named("process_name", 0, name)
     trace = _Trace(main)
@@ -87,56 +93,56 @@ def trace_events(events: Iterable[LoggedEvent], main: str, name: str) -> Iterato
 
 
 class _Trace:
-    """Which slices last, on which track, and what time it is."""
+    """The open slices of each track, and the current time."""
 
     def __init__(self, main: str) -> None:
         self._main = main
         self._start = self._now = -1  # nanoseconds
         self._tracks: dict[str, int] = {}
-        self._lasting: dict[str, list[Span]] = {}
-        self._saved: dict[str, int] = {}  # when an engine's last checkpoint was there
-        self._counted: dict[str, float] = {}  # what each counter shows
-        self._first_hand = FirstHand()
+        self._open: dict[str, list[Span]] = {}
+        self._saved: dict[str, int] = {}  # time of each engine's last checkpoint
+        self._counted: dict[str, float] = {}  # current value of each counter
+        self._sources = FirstSources()
 
-    def of(self, event: LoggedEvent) -> Iterator[dict[str, Any]]:
+    def of(self, event: LoggedEvent) -> Iterator[TraceEvent]:
         if self._start < 0:
             self._start = event.t
-        now = self._now = max(self._now, event.t)  # a clock that was set back would end slices before they begin
+        now = self._now = max(self._now, event.t)  # else a clock set back would end slices before they begin
         track = self._tracks.get(event.engine)
         if track is None:
             track = self._tracks[event.engine] = len(self._tracks) + 1
-            self._lasting[event.engine] = []
+            self._open[event.engine] = []
             yield _named("thread_name", track, event.engine or "log")
         kind = event.event
         if kind in _BEGINS:
             span = _BEGINS[kind]
             yield from self._end(event.engine, span[1])
-            self._lasting[event.engine].append(span)
+            self._open[event.engine].append(span)
             yield self._made("B", span[0], track, now, {"epoch": event.epoch, "iteration": event.iteration})
-        elif kind in _ENDS and _ENDS[kind] in self._lasting[event.engine]:
+        elif kind in _ENDS and _ENDS[kind] in self._open[event.engine]:
             yield from self._end(event.engine, _ENDS[kind][1], _values(event))
         elif kind == _SAVED:
             yield from self._save(event, track)
         elif kind not in _COUNTED:
             yield {**self._made("i", kind, track, now, _values(event)), "s": "t"}
-        if kind in _BROKEN_OFF:
+        if kind == _RAISED:
             yield from self._end(event.engine, 0)
         yield from self._counters(event)
 
-    def rest(self) -> Iterator[dict[str, Any]]:
-        """The ends of what the log does not see the end of."""
-        for engine in self._lasting:
+    def rest(self) -> Iterator[TraceEvent]:
+        """The ends of the slices that are still open."""
+        for engine in self._open:
             yield from self._end(engine, 0)
 
-    def _end(self, engine: str, depth: int, values: dict[str, Any] | None = None) -> Iterator[dict[str, Any]]:
-        """End what lasts from this depth on; the values are those of the outermost."""
-        lasting = self._lasting[engine]
-        while lasting and lasting[-1][1] >= depth:
-            name, at = lasting.pop()
-            outermost = not lasting or lasting[-1][1] < depth
+    def _end(self, engine: str, depth: int, values: dict[str, Json] | None = None) -> Iterator[TraceEvent]:
+        """End the open slices from this depth on; the values belong to the outermost."""
+        spans = self._open[engine]
+        while spans and spans[-1][1] >= depth:
+            name, at = spans.pop()
+            outermost = not spans or spans[-1][1] < depth
             yield self._made("E", name, self._tracks[engine], self._now, values if outermost and at == depth else None)
 
-    def _save(self, event: LoggedEvent, track: int) -> Iterator[dict[str, Any]]:
+    def _save(self, event: LoggedEvent, track: int) -> Iterator[TraceEvent]:
         if event.engine not in self._saved:
             yield _named("thread_name", _SAVES + track, f"{event.engine}: checkpoints")
         values = _values(event)
@@ -147,21 +153,21 @@ class _Trace:
         made = self._made("X", "checkpoint", _SAVES + track, start, values)
         yield {**made, "dur": (self._now - start) / 1e3}
 
-    def _counters(self, event: LoggedEvent) -> Iterator[dict[str, Any]]:
-        for name, value in self._first_hand.of(event, self._main).items():
+    def _counters(self, event: LoggedEvent) -> Iterator[TraceEvent]:
+        for name, value in self._sources.scalars(event, self._main).items():
             if not name.endswith("loss") and name.rpartition("/")[2] not in _COUNTERS:
                 continue
             if value != self._counted.get(name) and math.isfinite(value):  # JSON has no NaN
                 self._counted[name] = value
                 yield self._made("C", name, 0, self._now, {"value": value})
 
-    def _made(self, phase: str, name: str, track: int, t: int, values: dict[str, Any] | None) -> dict[str, Any]:
+    def _made(self, phase: str, name: str, track: int, t: int, values: dict[str, Json] | None) -> TraceEvent:
         made = {"ph": phase, "name": name, "pid": _PROCESS, "tid": track, "ts": (t - self._start) / 1e3}
         return made if values is None else {**made, "args": values}
 
 
-def _values(event: LoggedEvent) -> dict[str, Any]:
-    values: dict[str, Any] = {"seq": event.seq, "epoch": event.epoch, "iteration": event.iteration}
+def _values(event: LoggedEvent) -> dict[str, Json]:
+    values: dict[str, Json] = {"seq": event.seq, "epoch": event.epoch, "iteration": event.iteration}
     for name in ("payload", "output", "metrics", "error"):
         value = getattr(event, name)
         if type(value) is dict and name != "error":
@@ -171,7 +177,7 @@ def _values(event: LoggedEvent) -> dict[str, Any]:
     return values
 
 
-def _named(kind: str, track: int, name: str) -> dict[str, Any]:
+def _named(kind: str, track: int, name: str) -> TraceEvent:
     return {"ph": "M", "name": kind, "pid": _PROCESS, "tid": track, "args": {"name": name}}
 
 

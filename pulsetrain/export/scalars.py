@@ -3,42 +3,47 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 
 from pulsetrain.engine.events.names import Events
 from pulsetrain.engine.recording import LoggedEvent
-from pulsetrain.engine.recording.replay.payloads import plain
+from pulsetrain.engine.recording.log.blocks import SEAM
+from pulsetrain.engine.recording.log.non_finite import NON_FINITE
+from pulsetrain.engine.recording.log.records import Json
 from pulsetrain.handlers.metric_values.step_values import METRIC_EVENTS
 from pulsetrain.handlers.recorder.fingerprints import FingerprintEvents
 
-__all__ = ["RETOLD", "FirstHand", "scalars_of"]
+__all__ = ["SUMMARIES", "FirstSources", "scalars_of"]
 
-# means over iterations, and metrics that may be of an earlier validation: what others tell first hand is theirs to tell
-RETOLD = frozenset({Events.METRICS_LOGGED.value, Events.EPOCH_COMPLETED.value})
+# they repeat what other events hold: means over iterations, and metrics that may be of an earlier validation
+SUMMARIES = frozenset({Events.METRICS_LOGGED.value, Events.EPOCH_COMPLETED.value})
 
-# their numbers are bounds, places and digests: nothing to draw
+# their numbers are limits, positions and digests, not measurements
 _NOT_MEASURED = frozenset(
-    {Events.STARTED.value, Events.EPOCH_STARTED.value, Events.CHECKPOINT_LOADED.value, "log_resumed"}
+    {Events.STARTED.value, Events.EPOCH_STARTED.value, Events.CHECKPOINT_LOADED.value, SEAM}
     | {event.value for event in FingerprintEvents}
 )
-_FULL = frozenset({Events.GRADIENTS_READY.value})  # whose fields are full names by themselves
+_FULL = frozenset({Events.GRADIENTS_READY.value})  # the fields of its payload are full names
 _UPDATED = Events.OPTIMIZER_STEP_COMPLETED.value
 _ROUNDS = frozenset(event.value for event in METRIC_EVENTS)
 _RATE = "learning_rate"
 
 
 def scalars_of(event: LoggedEvent, main: str) -> dict[str, float]:
-    """An event's numbers; empty where it carries none, or none that measure anything.
+    """The numbers that an event measured; empty if there are none.
 
-    A step's output is train/NAME; metrics go by their names; the rates are learning_rate, learning_rate/1 and so on by
-    parameter group; a field of another payload is EVENT/FIELD. Those of another engine than the main one begin with its
-    name: evaluator/loss.
+    A step's output is named train/NAME; metrics keep their names; rates are learning_rate, learning_rate/1 and so on by
+    parameter group; a field of another payload is EVENT/FIELD. Names of other engines than the main one begin with the
+    engine's name: evaluator/loss.
+
+    >>> event = LoggedEvent(engine="trainer", event="iteration_completed", output={"loss": 0.5}, lr=[0.1])
+    >>> scalars_of(event, "trainer")
+    {'train/loss': 0.5, 'learning_rate': 0.1}
 
     Args:
-        event: the event, measured fields in its payload, as `EventLog.read` gives it.
-        main: the engine whose run it is.
+        event: from `EventLog.read`, so that measured fields are in its payload.
+        main: the engine of the training run.
     """
     found: dict[str, float] = {}
     own = event.engine == main
@@ -57,39 +62,39 @@ def scalars_of(event: LoggedEvent, main: str) -> dict[str, float]:
             for name, value in payload.items():
                 if name == "metrics":
                     _add(found, prefix, value)
-                elif name != "iteration":  # a place
+                elif name != "iteration":  # a position
                     _put(found, f"{prefix}{kind}/{name}", value)
     _add_rates(found, prefix, event.lr)
     return found
 
 
-class FirstHand:
-    """Picks from the events of a log, one by one, the numbers that no event before has told first hand.
+class FirstSources:
+    """Selects the numbers of each event that the event itself measured, so that none is exported twice.
 
-    RETOLD events give what nobody else tells. Behind a validation or a rollout `state.metrics` holds what earlier ones
-    have told as well: only what no payload tells is first hand there.
+    SUMMARIES count only for names that no other event has. After a validation or a rollout, `state.metrics` still holds
+    values of earlier ones: it counts only for names that no payload has.
     """
 
     def __init__(self) -> None:
-        self._told: set[str] = set()
-        self._beside: set[str] = set()  # told by `state.metrics` alone
+        self._measured: set[str] = set()
+        self._metrics: set[str] = set()  # names that only `state.metrics` has
 
-    def of(self, event: LoggedEvent, main: str) -> dict[str, float]:
-        """Those of `scalars_of` that this event is to tell."""
-        scalars, told, beside = scalars_of(event, main), self._told, self._beside
-        if event.event in RETOLD:
-            return {name: value for name, value in scalars.items() if name not in told and name not in beside}
+    def scalars(self, event: LoggedEvent, main: str) -> dict[str, float]:
+        """The part of `scalars_of` that this event measured."""
+        scalars, measured, metrics = scalars_of(event, main), self._measured, self._metrics
+        if event.event in SUMMARIES:
+            return {name: value for name, value in scalars.items() if name not in measured and name not in metrics}
         if event.event in _ROUNDS and event.metrics is not None:
             own = scalars_of(msgspec.structs.replace(event, metrics=None), main)
-            scalars = {name: value for name, value in scalars.items() if name in own or name not in told}
-            told.update(own)
-            beside.update(scalars)
+            scalars = {name: value for name, value in scalars.items() if name in own or name not in measured}
+            measured.update(own)
+            metrics.update(scalars)
         else:
-            told.update(scalars)
+            measured.update(scalars)
         return scalars
 
 
-def _add(found: dict[str, float], prefix: str, values: Any) -> None:
+def _add(found: dict[str, float], prefix: str, values: Json) -> None:
     if type(values) is not dict:
         return _put(found, f"{prefix}loss", values)
     for name, value in values.items():
@@ -97,20 +102,19 @@ def _add(found: dict[str, float], prefix: str, values: Any) -> None:
     return None
 
 
-def _add_rates(found: dict[str, float], prefix: str, rates: Any) -> None:
+def _add_rates(found: dict[str, float], prefix: str, rates: Json) -> None:
     if isinstance(rates, Sequence):
         for group, rate in enumerate(rates):
             _put(found, f"{prefix}{_RATE}/{group}" if group else f"{prefix}{_RATE}", rate)
 
 
-def _put(found: dict[str, float], name: str, value: Any) -> None:
+def _put(found: dict[str, float], name: str, value: Json) -> None:
     kind = type(value)
     if kind is float or kind is int:
         found[name] = value
     elif kind is str:
-        number = plain(value)  # "NaN" and the infinities
-        if number is not value:
-            found[name] = number
+        if value in NON_FINITE:
+            found[name] = NON_FINITE[value]
     elif kind is dict:
         for key, item in value.items():
             _put(found, f"{name}/{key}", item)

@@ -1,4 +1,4 @@
-"""A recorded run as one table: a row for each event that carries numbers, a column for each number."""
+"""Exports a recorded run as one table: a row for each event with numbers, a column for each number."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from pathlib import Path
 from pulsetrain.engine.recording import EventLog
 from pulsetrain.export.scalars import scalars_of
 
-__all__ = ["PLACE", "write_csv"]
+__all__ = ["POSITION", "write_csv"]
 
-PLACE = ("epoch", "iteration", "engine", "event", "time")
+POSITION = ("epoch", "iteration", "engine", "event", "time")
 
 
 def write_csv(log: EventLog, path: Path) -> tuple[int, int]:
     """Write the table. The log is read twice, for the columns and for the rows: memory does not grow with the run.
 
-    `time` is in UTC, as ISO 8601. What is no finite number is nan, inf or -inf; what an event lacks is empty.
+    `time` is in UTC, as ISO 8601. Non-finite numbers are nan, inf and -inf. A cell is empty if its event has no value.
 
     Args:
         log: the log.
-        path: the file, which is written over.
+        path: the file, which is overwritten.
 
     Returns:
-        How many rows and columns it has.
+        The number of rows, and of columns.
 
     Raises:
         OSError: the file cannot be written.
@@ -36,12 +36,12 @@ def write_csv(log: EventLog, path: Path) -> tuple[int, int]:
     rows = 0
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow([*PLACE, *names])
+        writer.writerow([*POSITION, *names])
         for event in log.read():
             scalars = scalars_of(event, main)
             if scalars:
                 time = datetime.fromtimestamp(event.t / 1e9, UTC).isoformat(timespec="microseconds")
-                place = (event.epoch, event.iteration, event.engine, event.event, time)
-                writer.writerow([*place, *[scalars.get(name, "") for name in names]])
+                position = (event.epoch, event.iteration, event.engine, event.event, time)
+                writer.writerow([*position, *[scalars.get(name, "") for name in names]])
                 rows += 1
-    return rows, len(PLACE) + len(names)
+    return rows, len(POSITION) + len(names)

@@ -1,33 +1,33 @@
-"""A recorded run's scalars as an event file of TensorBoard."""
+"""Exports a recorded run's scalars as an event file of TensorBoard."""
 
 from __future__ import annotations
 
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from types import ModuleType
 
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.recording import EventLog
-from pulsetrain.export.scalars import FirstHand
+from pulsetrain.export.scalars import FirstSources
 
 __all__ = ["write_tensorboard"]
 
-QUEUE = 10_000  # events that wait for TensorBoard's thread; with its own 10 the two wait for each other
+QUEUE = 10_000  # events that wait for TensorBoard's thread; with its default of 10 the two threads block each other
 
 
 def write_tensorboard(log: EventLog, folder: Path) -> int:
     """Write every scalar under its name, at its iteration and with the wall time of its event.
 
-    Iterations of other engines than the main one, such as those of an evaluator, begin anew each time; theirs are
-    counted on. METRICS_LOGGED tells means of what each iteration tells, EPOCH_COMPLETED what a validation has told:
-    where the log holds these, theirs are written.
+    The iterations of other engines than the main one, such as an evaluator, start from 1 each time; here their steps
+    keep increasing. METRICS_LOGGED repeats means over iterations, and EPOCH_COMPLETED the metrics of a validation: they
+    are written only if the log does not hold the events that they repeat.
 
     Args:
         log: the log.
-        folder: gets an event file.
+        folder: the folder for the event file.
 
     Returns:
-        How many scalars were written.
+        The number of scalars written.
 
     Raises:
         ConfigurationError: tensorboard is not installed.
@@ -35,14 +35,14 @@ def write_tensorboard(log: EventLog, folder: Path) -> int:
     """
     writer_module, event_pb2, summary_pb2 = _modules()
     main = log.main_engine
-    steps: dict[str, int] = {}  # the last of each name
-    first_hand = FirstHand()
+    steps: dict[str, int] = {}  # the last step of each name
+    sources = FirstSources()
     count = 0
     writer = writer_module.EventFileWriter(str(folder), max_queue_size=QUEUE)
     try:
         for event in log.read():
-            by_step: dict[int, list[Any]] = {}
-            for name, value in first_hand.of(event, main).items():
+            by_step: dict[int, list[object]] = {}
+            for name, value in sources.scalars(event, main).items():
                 last = steps.get(name, -1)
                 step = event.iteration if event.engine == main else max(event.iteration, last + 1)
                 if step == last:
@@ -58,8 +58,8 @@ def write_tensorboard(log: EventLog, folder: Path) -> int:
     return count
 
 
-def _modules() -> tuple[Any, Any, Any]:
-    """TensorBoard's writer, and its two messages."""
+def _modules() -> tuple[ModuleType, ModuleType, ModuleType]:
+    """TensorBoard's writer, and its two protobuf messages."""
     try:
         return (
             import_module("tensorboard.summary.writer.event_file_writer"),
@@ -68,5 +68,6 @@ def _modules() -> tuple[Any, Any, Any]:
         )
     except ImportError as error:
         raise ConfigurationError(
-            f"export to TensorBoard: needs a package that is not there ({error}); pip install 'pulsetrain[tensorboard]'"
+            f"export to TensorBoard: needs a package that is not installed ({error}); "
+            "pip install 'pulsetrain[tensorboard]'"
         ) from error

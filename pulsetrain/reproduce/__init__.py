@@ -1,1 +1,1 @@
-"""Running a recorded run again: rerun, diagnosis, fork."""
+"""Runs a recorded run again: for verification, for a live debugger, and for forks."""

@@ -1,23 +1,27 @@
-"""Why a run did not come again: what is another than when it was recorded, the likeliest first."""
+"""Ranks the likely reasons why a run was not reproduced."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from pulsetrain.engine.environment import environment_differences
 from pulsetrain.engine.recording import Divergence, LoggedEvent
+from pulsetrain.engine.recording.log.records import Json
 from pulsetrain.handlers.recorder.fingerprints import FingerprintEvents
 
-__all__ = ["Cause", "Evidence", "causes_of"]
+__all__ = ["BATCH", "STATE", "Cause", "Evidence", "diagnose"]
 
 STATE, BATCH = FingerprintEvents.STATE_FINGERPRINTED.value, FingerprintEvents.BATCH_FINGERPRINTED.value
 
 
 @dataclass(frozen=True)
 class Cause:
-    """One that would explain it."""
+    """A likely reason.
+
+    >>> print(Cause("settings", "training.learning_rate: 0.1 -> 0.2"))
+    settings: training.learning_rate: 0.1 -> 0.2
+    """
 
     kind: str  # such as "weights", "settings", "data", "random numbers", "non-deterministic", "environment", "code"
     text: str
@@ -28,60 +32,58 @@ class Cause:
 
 @dataclass(frozen=True)
 class Evidence:
-    """What is known beside the first event that differs."""
+    """The first event that differs, and what else is known about the two runs."""
 
     divergence: Divergence
-    state: tuple[LoggedEvent, LoggedEvent] | None  # the first fingerprints behind the difference, recorded and now
-    weights_at_start: Sequence[str]  # parts whose fingerprint at the checkpoint is not that of the log
-    at_the_beginning: bool  # of the run, which was not begun at a checkpoint: nothing had been trained
-    repeats: bool | None  # whether the same comes when it is run once more; None where that was not tried
-    fingerprints: bool  # whether the log holds any
-    recorded: Mapping[str, Any]  # run.json
-    now: Mapping[str, Any]  # the same of the trainer that ran again
+    state: tuple[LoggedEvent, LoggedEvent] | None  # the first fingerprints after the difference, recorded and now
+    changed_at_start: Sequence[str]  # parts whose fingerprint at the checkpoint differs from the log's
+    from_scratch: bool  # no checkpoint was loaded, and nothing had been trained before the difference
+    repeats: bool | None  # whether another rerun gives the same events; None if that was not tried
+    has_fingerprints: bool  # whether the log holds any
+    recorded: Mapping[str, Json]  # run.json
+    now: Mapping[str, Json]  # the same facts of the trainer that ran again
 
 
-def causes_of(evidence: Evidence) -> tuple[Cause, ...]:
-    """Those that the evidence speaks for, the likeliest first; never empty."""
-    found = [*_of_the_start(evidence), *_of_the_event(evidence), *_of_the_surroundings(evidence)]
+def diagnose(evidence: Evidence) -> tuple[Cause, ...]:
+    """The causes that the evidence suggests, the likeliest first; never empty."""
+    found = [*_from_start(evidence), *_from_event(evidence), *_from_environment(evidence)]
     if not found:
-        text = "the same comes each time it is run again, so the code or its inputs have changed"
-        if not evidence.fingerprints:
-            text += "; with Fingerprints(Every(updates=1), batches=True) among the handlers a log says more"
+        text = "every rerun gives the same events, so the code or its inputs have changed since the recording"
+        if not evidence.has_fingerprints:
+            text += "; with the handler Fingerprints(Every(updates=1), batches=True), the log would show more"
         found.append(Cause("code", text))
     return tuple(found)
 
 
-def _of_the_start(evidence: Evidence) -> list[Cause]:
-    if not evidence.weights_at_start:
+def _from_start(evidence: Evidence) -> list[Cause]:
+    if not evidence.changed_at_start:
         return []
-    parts = " and ".join(evidence.weights_at_start)
-    return [Cause("weights", f"the checkpoint's {parts} are not what the run had there: it is damaged or was replaced")]
+    parts = " and ".join(evidence.changed_at_start)
+    return [Cause("weights", f"the checkpoint's {parts} differ from those that the run had there: it was replaced")]
 
 
-def _of_the_event(evidence: Evidence) -> list[Cause]:
+def _from_event(evidence: Evidence) -> list[Cause]:
     was, now, fields = evidence.divergence.a, evidence.divergence.b, evidence.divergence.fields
     found = []
     settings = _changed(evidence, "settings")
     if settings:
         found.append(Cause("settings", "; ".join(settings)))
     if now.event == was.event == BATCH:
-        found.append(
-            Cause("data", "another batch came: the data, their order, or what is drawn in reading them is another")
-        )
+        found.append(Cause("data", "the batch differs: the data, their order or their random augmentation has changed"))
     if any(name == "lr" or name.startswith(("lr.", "payload.learning_rates")) for name in fields):
-        found.append(Cause("learning rate", "the schedule, or the rate that the optimizer was given, is another"))
+        found.append(Cause("learning rate", "the schedule, or the rate of the optimizer, has changed"))
     if evidence.repeats is False:
         found.append(
             Cause(
                 "non-deterministic",
-                "run again twice from the same place, it came out differently: a kernel, a thread or something outside "
-                "draws lots; torch.use_deterministic_algorithms(True) names such kernels",
+                "two reruns from the same checkpoint differ: a kernel, a thread or an outside input is random; "
+                "torch.use_deterministic_algorithms(True) names such kernels",
             )
         )
     elif _generators_differ(evidence):
-        text = "something draws from the global generators that did not then, or no longer does"
-        if evidence.at_the_beginning:
-            text += "; in the making of the model perhaps: another model, or other code"
+        text = "the global generators are used more or less often than in the recorded run"
+        if evidence.from_scratch:
+            text += "; possibly when the model is made: another model, or changed code"
         found.append(Cause("random numbers", text))
     if "event" in fields or "engine" in fields:
         found.append(Cause("handlers", f"{now.engine} fired {now.event} in place of {was.engine}'s {was.event}"))
@@ -93,7 +95,7 @@ def _generators_differ(evidence: Evidence) -> bool:
     return sides is not None and sides[0].payload.get("rng") != sides[1].payload.get("rng")
 
 
-def _of_the_surroundings(evidence: Evidence) -> list[Cause]:
+def _from_environment(evidence: Evidence) -> list[Cause]:
     found = []
     environment = _changed(evidence, "environment")
     if environment:
@@ -114,9 +116,9 @@ def _changed(evidence: Evidence, part: str) -> list[str]:
     return environment_differences(recorded, now)
 
 
-def _names(handlers: Any) -> str:
+def _names(handlers: Json) -> str:
     return ", ".join(handlers) if handlers else "none"
 
 
-def _commit(git: Any) -> str:
+def _commit(git: Json) -> str:
     return f"{str(git['commit'])[:10]}{' with changes' if git['changed'] else ''}"

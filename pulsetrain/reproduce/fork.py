@@ -1,11 +1,10 @@
-"""Makes a new run that begins where another one stood, with something changed."""
+"""Forks a run: makes a new run that continues from a checkpoint of another, with changed settings."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pulsetrain.configuration.parse import differences, load_yaml
 from pulsetrain.configuration.rebuild import rebuild
@@ -14,6 +13,7 @@ from pulsetrain.engine import Events
 from pulsetrain.engine.checkpoint import load_checkpoint
 from pulsetrain.engine.errors import ConfigurationError, RunFolderError
 from pulsetrain.engine.events.payloads import CheckpointLoaded
+from pulsetrain.engine.recording.log.records import Json
 from pulsetrain.handlers import LRScheduler
 from pulsetrain.handlers.run_files.run_file import read_run_file, write_run_file
 from pulsetrain.reproduce.rerun import nearest_checkpoint
@@ -23,19 +23,19 @@ from pulsetrain.trainer import Trainer
 
 __all__ = ["Fork", "fork"]
 
-_OF_THE_OPTIMIZER = ("training.weight_decay", "training.no_decay", "training.optimizer_options")
+_OPTIMIZER_SETTINGS = ("training.weight_decay", "training.no_decay", "training.optimizer_options")
 _FIXED = {
-    "training.seed": "the random numbers and the order of the data go on as the checkpoint has them",
+    "training.seed": "random numbers and the order of the data continue from the checkpoint",
     "run": "--into names the folder",
 }
 
 
 @dataclass(frozen=True)
 class Fork:
-    """A run that another one has become."""
+    """A run that was forked from another."""
 
     folder: Path
-    parent: dict[str, Any]  # what run.json says of where it comes from
+    parent: dict[str, Json]  # the entry `parent` of run.json
     changed: tuple[str, ...]  # settings, as "training.learning_rate: 0.001 -> 0.0001"
 
 
@@ -46,22 +46,22 @@ def fork(
     settings: Mapping[str, str] | None = None,
     skip_batches: Sequence[tuple[int, int]] = (),
 ) -> Fork:
-    """A new run from the last checkpoint of another that was made at an iteration or before it.
+    """Make a new run from the last checkpoint of a run that was saved at or before an iteration.
 
-    Its first checkpoint is the other's, with what was changed in it. Its log goes on with the other's numbers, so that
-    `diff` compares the two from there on. The other's folder is only read.
+    The new run's first checkpoint is that one, with the changed settings applied. Its log continues the numbers of the
+    original log, so that `diff` compares the two from there on. The folder of the original run is only read.
 
     Args:
-        run: the folder of the run, which was made from a configuration.
+        run: the folder of a run that was made from a configuration.
         at: the iteration.
         into: the new folder.
         settings: values as YAML by their dotted keys, such as {"training.learning_rate": "1e-4"}.
-        skip_batches: first and last iteration of batches to leave out, as the other run counts them.
+        skip_batches: first and last iterations of batches to skip, as the original run counts them.
 
     Raises:
-        RunFolderError: the new folder holds something; or the run was made from no configuration.
-        CheckpointError: there is no checkpoint at or before the iteration, or it does not fit what was changed.
-        ConfigurationError: a setting that a fork cannot change; or there is nothing to save checkpoints.
+        RunFolderError: the new folder is not empty, or the run was not made from a configuration.
+        CheckpointError: there is no checkpoint at or before the iteration, or it does not fit the changed settings.
+        ConfigurationError: a fork cannot change the setting, or the run has no Checkpointer.
     """
     settings = dict(settings or {})
     for name, reason in _FIXED.items():
@@ -71,7 +71,7 @@ def fork(
         what = "holds a run already" if into.is_dir() and holds_run(into) else "is not empty"
         raise RunFolderError(f"--into {into}: {what}, and nothing is overwritten; choose another folder")
     if run.resolve() in into.resolve().parents:
-        raise RunFolderError(f"--into {into}: lies inside of the run {run}, which is only read; choose another folder")
+        raise RunFolderError(f"--into {into}: is inside the run {run}, which is only read; choose another folder")
     if at < 1:
         raise ConfigurationError(f"--at {at}: needs the number of an iteration, at least 1")
     checkpoint = nearest_checkpoint(run, at + 1)
@@ -81,7 +81,7 @@ def fork(
     try:
         trainer = assembly.trainer
         saved = load_checkpoint(checkpoint)
-        _take_over_schedules(trainer, saved)
+        _keep_configured_schedules(trainer, saved)
         groups = [dict(group) for group in trainer.optimizer.param_groups]
         restore(trainer, saved)
         _check_effect(trainer, skip_batches)
@@ -89,7 +89,7 @@ def fork(
         trainer.fire(Events.CHECKPOINT_LOADED, CheckpointLoaded(path=checkpoint, iteration=trainer.state.iteration))
         trainer.save_checkpoint("fork")
         for handler in trainer.handlers:
-            handler.detach()  # whoever trains it makes it anew
+            handler.detach()  # `pulsetrain train` makes the trainer again
         before, now = (load_yaml((folder / "config.yaml").read_text(encoding="utf-8")) for folder in (run, into))
         changed = tuple(differences({**before, "run": ""}, {**now, "run": ""}))
         parent = {
@@ -107,7 +107,7 @@ def fork(
 
 
 def _joined(run: Path, ranges: Sequence[tuple[int, int]]) -> list[list[int]]:
-    """The ranges with those that the run itself leaves out, numbered as if nothing was left out."""
+    """The ranges together with those that the run itself skips, in the numbering of a run that skips nothing."""
     config = load_yaml((run / "config.yaml").read_text(encoding="utf-8"))
     own = sorted((first, last) for first, last in (config.get("training") or {}).get("skip_batches") or ())
 
@@ -125,22 +125,22 @@ def _check_effect(trainer: Trainer, ranges: Sequence[tuple[int, int]]) -> None:
     for first, last in ranges:
         if last <= begin or (end is not None and first > end):
             raise ConfigurationError(
-                f"--skip-batches {first}-{last}: the fork begins behind iteration {begin}"
-                + (f" and trains {end}" if end is not None else "")
-                + ": it has none of these; choose others, or fork earlier"
+                f"--skip-batches {first}-{last}: the fork starts after iteration {begin}"
+                + (f" and ends at {end}" if end is not None else "")
+                + ", so it has none of these batches; choose others, or fork earlier"
             )
 
 
-def _take_over_schedules(trainer: Trainer, saved: dict[str, Any]) -> None:
-    """Schedules go on at their step, with the formula of the new configuration."""
+def _keep_configured_schedules(trainer: Trainer, saved: dict[str, Json]) -> None:
+    """Schedules continue at their saved step, with the formula of the new configuration."""
     for key, handler in stateful(trainer).items():
         if isinstance(handler, LRScheduler) and key in saved["handlers"]:
             saved["handlers"][key]["schedule"] = handler.state_dict()["schedule"]
 
 
-def _apply(trainer: Trainer, configured: Sequence[Mapping[str, Any]], settings: Mapping[str, str]) -> None:
-    """What the optimizer's state in the checkpoint has put back, as it is configured now."""
-    rates, others = "training.learning_rate" in settings, any(name.startswith(_OF_THE_OPTIMIZER) for name in settings)
+def _apply(trainer: Trainer, configured: Sequence[Mapping[str, object]], settings: Mapping[str, str]) -> None:
+    """Apply the changed settings of the optimizer again, which loading its state has overwritten."""
+    rates, others = "training.learning_rate" in settings, any(name.startswith(_OPTIMIZER_SETTINGS) for name in settings)
     for group, wanted in zip(trainer.optimizer.param_groups, configured, strict=True):
         for name, value in wanted.items():
             if name != "params" and (rates if name in ("lr", "initial_lr") else others):

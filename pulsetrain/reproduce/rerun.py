@@ -1,14 +1,14 @@
-"""Runs a recorded run's trainer again, away from the run's folder, and compares what comes with what was recorded."""
+"""Runs the trainer of a recorded run again, in another folder, and compares its events with the recorded ones."""
 
 from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, overload
+from typing import overload
 
 from pulsetrain.engine import Events, Phase
-from pulsetrain.engine.checkpoint import Place, find_checkpoints
+from pulsetrain.engine.checkpoint import Location, find_checkpoints
 from pulsetrain.engine.checkpoint.reader import step_of
 from pulsetrain.engine.errors import CheckpointError, ConfigurationError
 from pulsetrain.engine.recording import EventCheck, EventLog, LoggedEvent
@@ -31,79 +31,81 @@ from pulsetrain.handlers.recorder.fingerprints import StateFingerprint, fingerpr
 from pulsetrain.handlers.run_files.run_file import read_run_file
 from pulsetrain.trainer import Trainer
 
-__all__ = ["Again", "Expected", "first_checkpoint", "nearest_checkpoint"]
+__all__ = ["ExpectedEvents", "Rerun", "first_checkpoint", "nearest_checkpoint"]
 
-# they write, print and measure, and change nothing that a recording expects again
-QUIET = (
+# they write, print and measure, and do not change the deterministic events: a rerun detaches them
+OUTPUT_HANDLERS = (
     *(Alert, BestModel, Checkpointer, CrashBundle, HangWatchdog, LRFinder, MemoryMonitor, MetricLogger),
     *(Plots, Profiler, ProgressBar, Throughput),
 )
+ENDINGS = frozenset({"exception_raised", "terminate"})
+COMPARED = "the comparison is complete"  # the reason for which a rerun is terminated
 
 
 @overload
-def nearest_checkpoint(run: Path, iteration: int) -> Place: ...
+def nearest_checkpoint(run: Path, iteration: int) -> Location: ...
 @overload
-def nearest_checkpoint(run: Path, iteration: int, *, or_none: bool) -> Place | None: ...
-def nearest_checkpoint(run: Path, iteration: int, *, or_none: bool = False) -> Place | None:
-    """The run's last checkpoint that was made before this iteration.
+def nearest_checkpoint(run: Path, iteration: int, *, or_none: bool) -> Location | None: ...
+def nearest_checkpoint(run: Path, iteration: int, *, or_none: bool = False) -> Location | None:
+    """The run's last checkpoint before this iteration.
 
     Args:
         run: the run folder.
-        iteration: the one that it has to come before.
-        or_none: give None where there is none.
+        iteration: the first iteration after the checkpoint, at the earliest.
+        or_none: return None if there is no such checkpoint.
 
     Raises:
         CheckpointError: there is none.
     """
     found = find_checkpoints(run / "checkpoints")
-    before = [place for place in found if step_of(place) < iteration]
+    before = [folder for folder in found if step_of(folder) < iteration]
     if not before and or_none:
         return None
     if not before:
-        there = f"the first was made behind iteration {min(map(step_of, found))}" if found else "it has none"
+        there = f"the first was saved after iteration {min(map(step_of, found))}" if found else "it has none"
         raise CheckpointError(
             f"{run}: has no checkpoint before iteration {iteration}; {there}; choose a later iteration"
         )
-    return max(before, key=step_of)  # though it may be damaged: whoever loads it says so
+    return max(before, key=step_of)  # it may be damaged, which loading reports
 
 
-def first_checkpoint(run: Path) -> Place | None:
-    """What a run that was forked from another begins with; None where the run has begun by itself.
+def first_checkpoint(run: Path) -> Location | None:
+    """The checkpoint that a forked run starts with; None if the run was not forked.
 
     Raises:
-        CheckpointError: a fork has no checkpoint.
+        CheckpointError: a forked run has no checkpoint.
     """
     parent = read_run_file(run).get("parent")
     if parent is None:
         return None
     found = find_checkpoints(run / "checkpoints")
     if not found:
-        raise CheckpointError(f"{run}: was forked from another run, and has no checkpoint to begin at")
+        raise CheckpointError(f"{run}: was forked from another run, and has no checkpoint to start from")
     return found[0]
 
 
 def _left_out_by(run: Path | None) -> tuple[tuple[int, int], ...]:
-    """What a run left out that has gone back to a checkpoint: the batches' first and last numbers."""
+    """The first and last numbers of the batches that the run skipped after a rewind."""
     starts = read_run_file(run).get("starts") if run is not None else None
     return tuple((first, last) for first, last in starts[-1].get("left_out", ())) if starts else ()
 
 
-class Again:
-    """A trainer as the run's was, at a checkpoint or at the beginning; its files go to another folder.
+class Rerun:
+    """A trainer like that of the run, at a checkpoint or at the beginning; its files go to another folder.
 
     Args:
-        build: makes the trainer; where it takes an argument, it is given `folder`.
-        folder: for what handlers write.
-        checkpoint: None begins at the beginning.
-        run: the folder of the run; of one that has gone back, the batches that it left out then are left out here.
+        build: makes the trainer; if it takes an argument, it is called with `folder`.
+        folder: for the files of handlers.
+        checkpoint: the checkpoint to load; None for the beginning of the run.
+        run: the run folder; batches that the run skipped after a rewind are skipped here, too.
 
     Raises:
-        ConfigurationError: it made no Trainer, or one without an EventRecorder.
-        CheckpointError: the checkpoint is damaged, or does not fit.
+        ConfigurationError: `build` did not make a Trainer with an EventRecorder.
+        CheckpointError: the checkpoint is damaged, or does not fit the trainer.
     """
 
     def __init__(
-        self, build: Callable[..., Trainer], folder: Path, checkpoint: Place | None, run: Path | None = None
+        self, build: Callable[..., Trainer], folder: Path, checkpoint: Location | None, run: Path | None = None
     ) -> None:
         trainer = build(folder) if _takes_a_folder(build) else build()
         if not isinstance(trainer, Trainer):
@@ -117,7 +119,7 @@ class Again:
         self.trainer, self.recorder = trainer, recorders[0]
         self.recorder.folder = folder / "events"
         for handler in trainer.handlers:
-            if isinstance(handler, QUIET):
+            if isinstance(handler, OUTPUT_HANDLERS):
                 handler.detach()
         trainer.position.left_out += _left_out_by(run)
         self.check = EventCheck(iter(()))
@@ -128,18 +130,19 @@ class Again:
 
     @property
     def after(self) -> int:
-        """The seq of the recorded run behind which this goes on; -1 for the beginning."""
+        """The last seq of the recorded run before the events that are repeated; -1 at its beginning."""
         return self.recorder.resumed_after if self.recorder.resumed_after is not None else -1
 
-    def compare(self, expected: Expected, last: int | None = None) -> None:
-        """Train, and compare each event with those expected, until one differs or all have come.
+    def compare(self, expected: ExpectedEvents, last: int | None = None) -> None:
+        """Train, and compare each event with the expected ones, until one differs or all have been compared.
 
-        Where the recorded run was ended by an exception or by a handler, it is trained on until that comes again, or
-        does not come in its iteration. On an accelerator a difference is seen when values come to the host: the run may
-        be some iterations further.
+        If an exception or a handler ended the recorded run, training continues until that is repeated, or its
+        iteration is over. On an accelerator, values are compared when they reach the host, so the run may be some
+        iterations further when a difference is found.
 
         Args:
-            last: iteration of the last event expected, where that is known.
+            expected: the recorded events.
+            last: iteration of the last expected event, if known.
         """
         trainer = self.trainer
         on_host = trainer.backend.device.type == "cpu"
@@ -148,59 +151,55 @@ class Again:
             if on_host or engine.state.iteration == last:
                 self.recorder.flush()
 
-        def stop_behind_the_end(engine: Trainer) -> None:
+        def stop_after_the_end(engine: Trainer) -> None:
             if expected.end is not None and not self.check.waiting and engine.state.iteration > expected.end.iteration:
-                engine.terminate(reason=OVER)
+                engine.terminate(reason=COMPARED)
 
-        self.check = _Ending(expected, trainer)
+        self.check = _TerminatingCheck(expected, trainer)
         if not self.check.waiting and expected.end is None:
             return
         self.recorder.resume_check = self.check
         trainer.add_event_handler(Events.ITERATION_COMPLETED, flush, phase=Phase.PERSIST)
-        trainer.add_event_handler(Events.ITERATION_STARTED, stop_behind_the_end)
+        trainer.add_event_handler(Events.ITERATION_STARTED, stop_after_the_end)
         try:
             trainer.train()
-        except Exception:  # of the run itself: the log of it has it
+        except Exception:  # of the run itself: `ending` finds it in the log
             self.recorder.flush()
         self.end = trainer.state.iteration
         self.recorder.resume_check = None
         self.recorder.detach()
 
     def ending(self) -> LoggedEvent | None:
-        """The exception or the handler's word that has ended this run; None where the comparison has."""
+        """The exception or termination that ended this run; None if the comparison ended it."""
         ends = list(self.log().read(engine=self.trainer.name, event=ENDINGS))
         return next((event for event in reversed(ends) if not _is_ours(event)), None)
 
     def state(self) -> StateFingerprint:
-        """Fingerprints of the trainer as it is now."""
+        """Fingerprints of the trainer's current state."""
         return fingerprint_of(self.trainer.model, self.trainer.optimizer)
 
     def log(self) -> EventLog:
-        """What was recorded of it."""
+        """The log of this run."""
         return EventLog(self.recorder.folder)
 
-    def rows(self, iteration: int) -> Sequence[int] | None:
-        """The indices of that iteration's batch in the data; None where the loader does not tell them."""
+    def rows(self, iteration: int) -> Sequence[object] | None:
+        """The indices of that iteration's batch in the data; None if the loader decides the order itself."""
         position = self.trainer.position
         return position.rows(iteration) if iteration > position.pass_start else None
 
 
-ENDINGS = frozenset({"exception_raised", "terminate"})
-OVER = "the comparison has come to its end"
-
-
 def _is_ours(event: LoggedEvent) -> bool:
-    return isinstance(event.payload, dict) and event.payload.get("reason") == OVER
+    return isinstance(event.payload, dict) and event.payload.get("reason") == COMPARED
 
 
-class Expected:
-    """The deterministic events of a log that have to come again, behind a seq.
+class ExpectedEvents:
+    """The deterministic events of a log that a rerun must repeat.
 
     Args:
-        events: of the log, in order.
-        engine: the trainer's.
+        events: the events of the log, in order.
+        engine: name of the trainer's engine.
         last: the last iteration; None for the log's end.
-        is_past: of a seq: whether what was there has been computed again since.
+        is_superseded: whether a resumed run has computed the event of this seq again.
     """
 
     def __init__(
@@ -208,16 +207,16 @@ class Expected:
         events: Iterator[LoggedEvent],
         engine: str,
         last: int | None = None,
-        is_past: Callable[[int], bool] = lambda seq: False,
+        is_superseded: Callable[[int], bool] = lambda seq: False,
     ) -> None:
-        self._is_past = is_past
+        self._is_superseded = is_superseded
         self._events, self._engine, self._last = events, engine, last
         self._stopped_from_outside = False
-        self.end: LoggedEvent | None = None  # of the run, if it can come again; known when all have been had
+        self.end: LoggedEvent | None = None  # of the run, if it can be repeated; known after the last event was read
 
     def __iter__(self) -> Iterator[LoggedEvent]:
         for event in self._events:
-            if event.engine == self._engine and not (event.ord < 0 and self._is_past(event.seq)):
+            if event.engine == self._engine and not (event.ord < 0 and self._is_superseded(event.seq)):
                 if self._last is not None and event.iteration > self._last:
                     return
                 self._stopped_from_outside |= event.event in ("preempted", "interrupt")
@@ -230,10 +229,10 @@ class Expected:
                 yield event
 
 
-class _Ending(EventCheck):
-    """Ends the trainer's run at the first difference, or when all has come."""
+class _TerminatingCheck(EventCheck):
+    """Terminates the trainer's run at the first difference, or after the last expected event."""
 
-    def __init__(self, expected: Expected, trainer: Trainer) -> None:
+    def __init__(self, expected: ExpectedEvents, trainer: Trainer) -> None:
         super().__init__(iter(expected))
         self._expected_end = expected
         self._trainer = trainer
@@ -242,10 +241,10 @@ class _Ending(EventCheck):
         undecided = self.waiting and self.divergence is None
         super().see(event)
         if undecided and (self.divergence is not None or (not self.waiting and self._expected_end.end is None)):
-            self._trainer.terminate(reason=OVER)
+            self._trainer.terminate(reason=COMPARED)
 
 
-def _takes_a_folder(build: Callable[..., Any]) -> bool:
+def _takes_a_folder(build: Callable[..., Trainer]) -> bool:
     try:
         parameters = inspect.signature(build).parameters.values()
     except (TypeError, ValueError):

@@ -11,7 +11,7 @@ from pathlib import PurePath
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
-from pulsetrain.engine.checkpoint import CheckpointUrl, Place
+from pulsetrain.engine.checkpoint import CheckpointUrl, Location
 from pulsetrain.engine.errors import CheckpointError
 from pulsetrain.engine.events.bus import EventSignal
 from pulsetrain.engine.events.cadence import Every
@@ -203,7 +203,7 @@ def _label(handler: Any) -> str:
     return f"{type(handler).__name__}({metric})" if isinstance(metric, str) else type(handler).__name__
 
 
-def _settings(handler: Any, run_folder: Place | None) -> str:
+def _settings(handler: Any, run_folder: Location | None) -> str:
     """The arguments of its constructor that it keeps as attributes, those that are plain; and its name.
 
     Paths are told from the run's folder on, which may be another when the run goes on.
@@ -219,7 +219,7 @@ def _settings(handler: Any, run_folder: Place | None) -> str:
     return ", ".join(found)
 
 
-def _path_from(run_folder: Place | None, path: Any) -> str:
+def _path_from(run_folder: Location | None, path: Any) -> str:
     if isinstance(path, PurePath) and isinstance(run_folder, PurePath):
         return os.path.relpath(path, run_folder)
     return "." if path == run_folder else str(path)

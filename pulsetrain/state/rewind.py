@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from pulsetrain.engine.checkpoint import Place
+from pulsetrain.engine.checkpoint import Location
 from pulsetrain.engine.checkpoint.reader import step_of
 from pulsetrain.engine.errors import CheckpointError
 from pulsetrain.engine.logs import get_logger
@@ -19,7 +19,7 @@ __all__ = ["Rewind", "go_back", "plan_rewind"]
 class Rewind(NamedTuple):
     """Where a run goes back to, and which batches it then leaves out."""
 
-    checkpoint: Place
+    checkpoint: Location
     left_out: tuple[int, int]  # the first and the last, as `skip_batches` numbers them
 
 
@@ -70,7 +70,7 @@ def go_back(trainer: Trainer, rewind: Rewind) -> None:
     )
     saver = checkpointer_of(trainer, "rewind()")
     try:
-        saver.manager.delete_behind(step_of(rewind.checkpoint))
+        saver.manager.delete_after(step_of(rewind.checkpoint))
         saver.save(trainer)
     except OSError as error:
         get_logger("pulsetrain").warning(

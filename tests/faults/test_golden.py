@@ -52,7 +52,7 @@ def test_the_first_format_notices_a_flipped_bit_of_the_state(tmp_path: Path):
     content = bytearray(state.read_bytes())
     content[len(content) // 2] ^= 4
     state.write_bytes(content)
-    with pytest.raises(CheckpointError, match="its digest is not the manifest's"):
+    with pytest.raises(CheckpointError, match="its digest differs from the manifest's"):
         load_checkpoint(tmp_path / "c")
 
 

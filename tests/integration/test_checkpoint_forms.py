@@ -181,7 +181,7 @@ def test_the_debugger_finds_the_handlers_in_either_form(on: On, tmp_path: Path):
         found = recorded_handlers(tmp_path / form, CUT + 1)
         assert (found.problem, found.iteration) == (None, CUT)
         assert "EarlyStopping(val/loss)" in found.states
-        assert "reads it from" in str(recorded_handlers(tmp_path / form, CUT + 1, at_most=1000).problem)
+        assert "reads them from" in str(recorded_handlers(tmp_path / form, CUT + 1, max_bytes=1000).problem)
 
 
 def test_an_older_version_is_told_that_it_is_too_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -190,5 +190,5 @@ def test_an_older_version_is_told_that_it_is_too_old(tmp_path: Path, monkeypatch
     assert json.loads((checkpoint / "manifest.json").read_text())["format"] == 3
     for module in ("manifest", "reader"):
         monkeypatch.setattr(f"pulsetrain.engine.checkpoint.{module}.FORMATS", (1, 2))
-    with pytest.raises(CheckpointError, match="format 3, this version reads up to 2; update pulsetrain"):
+    with pytest.raises(CheckpointError, match="format 3, and this version reads up to 2; update pulsetrain"):
         check_checkpoint(checkpoint)

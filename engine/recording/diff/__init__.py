@@ -1,1 +1,1 @@
-"""Comparing two event logs."""
+"""Comparing events: of two logs, and of a run with its log."""

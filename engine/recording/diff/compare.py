@@ -1,4 +1,4 @@
-"""Compares two logs: finds the first event that differs, and what only one of them holds."""
+"""Compares two logs: finds the first event that differs, and the events that only one of them holds."""
 
 from __future__ import annotations
 
@@ -11,30 +11,42 @@ from pulsetrain.engine.environment import environment_differences
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.recording.diff.fields import differing_fields, same
 from pulsetrain.engine.recording.diff.growth import Growth, measure_growth
-from pulsetrain.engine.recording.diff.result import ABSENT, Divergence, LogDiff, Missing
+from pulsetrain.engine.recording.diff.result import Divergence, LogDiff, Missing
 from pulsetrain.engine.recording.diff.sides import Group, Piece, Side, groups
 from pulsetrain.engine.recording.log.reader import EventLog
 from pulsetrain.engine.recording.log.records import LoggedEvent
 
-__all__ = ["ABSENT", "Divergence", "LogDiff", "Missing", "diff"]
+__all__ = ["diff"]
 
 
 def diff(a: str | Path | EventLog, b: str | Path | EventLog, rtol: float = 0.0, atol: float = 0.0) -> LogDiff:
-    """Compare the deterministic events of two logs: floats by their bits, or within a tolerance where one is given.
+    """Compare the deterministic events of two logs: floats by their bits, or within a tolerance if one is given.
 
-    Times, throughput and whatever else is observed never count, nor do events that a resumed run has computed again.
-    Blocks whose digests agree are not read. Of an event whose values were lost with a killed process, engine, type,
-    epoch and iteration are compared.
+    Times, throughput and other observed values are not compared, nor are superseded events. Blocks with equal digests
+    are not read. If the values of an event were lost with a killed process, only its engine, type, epoch and iteration
+    are compared.
+
+    >>> import tempfile
+    >>> from pulsetrain.engine.recording import LogWriter
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     for run, loss in (("a", 0.5), ("b", 0.25)):
+    ...         writer = LogWriter(Path(folder, run))
+    ...         event = LoggedEvent(ord=0, engine="trainer", event="iteration_completed", seq=0, t=10**18)
+    ...         event.output = {"loss": loss}
+    ...         writer.add(event)
+    ...     found = diff(Path(folder, "a"), Path(folder, "b"))
+    >>> bool(found), found.divergence.fields
+    (True, {'output.loss': (0.5, 0.25)})
 
     Args:
         a: a run folder, its folder `events`, or a log.
-        b: another.
-        rtol: floats agree that differ by at most this part of the larger one,
+        b: the same of the other run.
+        rtol: floats agree if they differ by at most this fraction of the larger one,
         atol: or by at most this much.
 
     Raises:
-        RecordingError: one of them is no log, or of a newer format.
-        ConfigurationError: a tolerance is negative or no number.
+        RecordingError: one of them holds no log, or one of a newer format.
+        ConfigurationError: a tolerance is negative or not a number.
     """
     for name, value in (("rtol", rtol), ("atol", atol)):
         if not (isinstance(value, int | float) and 0 <= value < math.inf):
@@ -52,8 +64,8 @@ class _Comparison:
         self.rtol, self.atol = rtol, atol
         self.agreed = self.unread = 0
         self.divergence: Divergence | None = None
-        self.missing: tuple[list[Missing], list[Missing]] = [], []  # of each side
-        self.forks = a.forked_from(b), b.forked_from(a)  # iterations: a fork's log begins where it left the other
+        self.missing: tuple[list[Missing], list[Missing]] = [], []  # by side
+        self.forks = a.forked_from(b), b.forked_from(a)  # iterations: a fork's log begins there
 
     def result(self) -> LogDiff:
         a, b = self.sides
@@ -62,11 +74,11 @@ class _Comparison:
         missing = sorted([*self.missing[0], *self.missing[1]], key=lambda each: each.first)
         for first in missing[:1]:
             holding = b if first.side == "a" else a
-            missing[0] = replace(first, event=next(holding.behind(first.first), None))
+            missing[0] = replace(first, event=next(holding.events_from(first.first), None))
         here, there = a.environment(), b.environment()
         fork = next(
             (
-                f"{child.folder} was forked from {parent.folder} behind iteration {iteration}: compared from there on"
+                f"{child.folder} was forked from {parent.folder} after iteration {iteration}: compared from there on"
                 for child, parent, iteration in ((a, b, self.forks[0]), (b, a, self.forks[1]))
                 if iteration is not None
             ),
@@ -92,33 +104,33 @@ class _Comparison:
             return ()
         start = self.divergence.ord
         engines = a.log.engines or [""]
-        return measure_growth(a.behind(start), b.behind(start), engines[0])
+        return measure_growth(a.events_from(start), b.events_from(start), engines[0])
 
     def _compare(self, group: Group) -> None:
         a, b = group
-        if self.divergence is not None or not a or not b:  # what both hold does not matter any more
+        if self.divergence is not None or not a or not b:  # after a divergence, only missing events are reported
             for side, (ours, theirs) in enumerate(((a, b), (b, a))):
                 for first, last in _uncovered(theirs, ours):
-                    self._lone(side, first, last)
+                    self._note_missing(side, first, last)
         elif len(a) == len(b) == 1 and a[0].digest is not None and a[0].digest == b[0].digest:
-            self.agreed += min(a[0].last - a[0].first + 1, a[0].count)  # fewer where it was thinned
+            self.agreed += min(a[0].last - a[0].first + 1, a[0].count)  # a thinned block has fewer
         else:
             self._compare_events(self.sides[0].read(a), self.sides[1].read(b))
 
     def _compare_events(self, a: dict[int, LoggedEvent], b: dict[int, LoggedEvent]) -> None:
-        for place in sorted(a.keys() | b.keys()):
-            x, y = a.get(place), b.get(place)
+        for ord in sorted(a.keys() | b.keys()):
+            x, y = a.get(ord), b.get(ord)
             if x is None or y is None:
-                self._lone(0 if x is None else 1, place, place)
+                self._note_missing(0 if x is None else 1, ord, ord)
             elif self.divergence is None:
                 fields = {} if same(x, y) else differing_fields(x, y, self.rtol, self.atol)
                 if fields:
-                    self.divergence = Divergence(place, x, y, fields)
+                    self.divergence = Divergence(ord, x, y, fields)
                 else:
                     self.agreed += 1
 
-    def _lone(self, side: int, first: int, last: int) -> None:
-        """Events that this side lacks."""
+    def _note_missing(self, side: int, first: int, last: int) -> None:
+        """Note events that this side lacks: as missing, or as unread if its log may have lost them."""
         lacking, missing = self.sides[side], self.missing[side]
         if self.forks[side] is not None:
             first = max(first, lacking.first)
@@ -134,7 +146,7 @@ class _Comparison:
 
 
 def _uncovered(pieces: Sequence[Piece], others: Sequence[Piece]) -> Iterator[tuple[int, int]]:
-    """The stretches of these pieces that the others leave free."""
+    """The ranges of these pieces that none of the others covers."""
     for piece in pieces:
         first = piece.first
         for other in sorted(others, key=lambda other: other.first):

@@ -4,31 +4,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
 
 from pulsetrain.engine.recording.diff.result import ABSENT
-from pulsetrain.engine.recording.log.records import LoggedEvent, deterministic, encode
+from pulsetrain.engine.recording.log.records import Json, LoggedEvent, deterministic, encode
 
 __all__ = ["differing_fields", "same"]
 
 _IDENTITY = ("engine", "event", "epoch", "iteration")
 _COMPARED = (*_IDENTITY, "payload", "output", "metrics", "lr", "error")
 
-_Pair = tuple[Any, Any]
+_Pair = tuple[Json, Json]
 
 
 def same(x: LoggedEvent, y: LoggedEvent) -> bool:
-    """Whether they are the same to the bit; where they are not, the fields say why."""
+    """Whether the events are bit for bit the same; if not, `differing_fields` says where."""
     return deterministic(x, encode(x)) == deterministic(y, encode(y))
 
 
 def differing_fields(x: LoggedEvent, y: LoggedEvent, rtol: float = 0.0, atol: float = 0.0) -> dict[str, _Pair]:
-    """The fields that differ, such as "output.loss", with both values; `ABSENT` where one side has no such field.
+    """The fields that differ, such as "output.loss", with both values; `ABSENT` on the side without the field.
 
-    Of an event whose values were lost with a killed process, engine, type, epoch and iteration are compared.
+    If the values of one event were lost with a killed process, only engine, type, epoch and iteration are compared.
+
+    >>> differing_fields(LoggedEvent(output={"loss": 0.5}), LoggedEvent(output={"loss": 0.25, "kl": 1.0}))
+    {'output.loss': (0.5, 0.25), 'output.kl': (absent, 1.0)}
 
     Args:
-        rtol: floats agree that differ by at most this part of the larger one,
+        rtol: floats agree if they differ by at most this fraction of the larger one,
         atol: or by at most this much.
     """
     fields: dict[str, _Pair] = {}
@@ -40,7 +42,7 @@ def differing_fields(x: LoggedEvent, y: LoggedEvent, rtol: float = 0.0, atol: fl
     return fields
 
 
-def _leaves(path: str, x: Any, y: Any) -> Iterator[tuple[str, Any, Any]]:
+def _leaves(path: str, x: Json, y: Json) -> Iterator[tuple[str, Json, Json]]:
     if isinstance(x, dict) and isinstance(y, dict):
         for key in dict.fromkeys([*x, *y]):
             yield from _leaves(f"{path}.{key}", x.get(key, ABSENT), y.get(key, ABSENT))
@@ -52,7 +54,7 @@ def _leaves(path: str, x: Any, y: Any) -> Iterator[tuple[str, Any, Any]]:
         yield path, x, y
 
 
-def _equal(x: Any, y: Any, rtol: float, atol: float) -> bool:
+def _equal(x: Json, y: Json, rtol: float, atol: float) -> bool:
     if type(x) is float and type(y) is float and x == y:
         return x != 0 or math.copysign(1, x) == math.copysign(1, y) or bool(rtol or atol)
     if type(x) is type(y) and x == y:

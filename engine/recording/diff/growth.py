@@ -1,4 +1,4 @@
-"""How far two runs drift apart behind the event where they part."""
+"""How far two runs drift apart after the first event that differs."""
 
 from __future__ import annotations
 
@@ -6,15 +6,14 @@ import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import zip_longest
-from typing import Any
 
-from pulsetrain.engine.recording.log.non_finite import NON_FINITE
-from pulsetrain.engine.recording.log.records import LoggedEvent
+from pulsetrain.engine.recording.log.non_finite import parse_non_finite
+from pulsetrain.engine.recording.log.records import Json, LoggedEvent
 
 __all__ = ["Growth", "measure_growth"]
 
-_SERIES = 256  # how many are followed; of a run that invents names, the first
-_WAITING = 4096  # events of one side whose counterpart is still sought on the other
+_SERIES = 256  # values to follow at most: a run that makes up names must not fill the memory
+_WAITING = 4096  # events of one side to keep at most until their counterparts on the other side are found
 
 
 @dataclass(frozen=True)
@@ -22,19 +21,19 @@ class Growth:
     """How far a value drifts apart."""
 
     name: str  # engine and field, such as "trainer output.loss"
-    largest: dict[tuple[int, int], float]  # absolute difference, by (first, last) iteration behind the divergence
+    largest: dict[tuple[int, int], float]  # absolute difference, by (first, last) iteration after the divergence
 
 
 def measure_growth(a: Iterable[LoggedEvent], b: Iterable[LoggedEvent], engine: str) -> tuple[Growth, ...]:
-    """The values that differ, by decades of this engine's iterations; memory does not grow with the logs.
+    """Measure the values that differ, by decades of this engine's iterations; memory does not grow with the logs.
 
-    An event's counterpart is that of the same engine, type, epoch and iteration, also where one side has more events
-    in between. Against a finite number, "NaN" and "Infinity" are infinitely far.
+    Two events are compared if they have the same engine, type, epoch and iteration; either side may have more events
+    in between. "NaN" and "Infinity" are infinitely far from a finite number.
 
     Args:
         a: the deterministic events of one side, from the divergence on.
-        b: those of the other.
-        engine: whose iterations are counted.
+        b: those of the other side.
+        engine: the engine whose iterations are counted.
     """
     largest: dict[str, dict[int, float]] = {}
     start: int | None = None
@@ -42,8 +41,8 @@ def measure_growth(a: Iterable[LoggedEvent], b: Iterable[LoggedEvent], engine: s
     for event, other in _pairs(a, b):
         if event.engine == engine:
             start = event.iteration if start is None else start
-            behind = max(event.iteration - start, 0)
-            decade = len(str(behind)) if behind else 0
+            since = max(event.iteration - start, 0)
+            decade = len(str(since)) if since else 0
         for field in ("output", "metrics", "lr", "payload"):
             x, y = getattr(event, field), getattr(other, field)
             if x is None or y is None or x == y:
@@ -63,8 +62,8 @@ def _bounds(decade: int) -> tuple[int, int]:
 
 
 def _pairs(a: Iterable[LoggedEvent], b: Iterable[LoggedEvent]) -> Iterator[tuple[LoggedEvent, LoggedEvent]]:
-    """Events of both sides that belong together."""
-    waiting: tuple[dict[Any, LoggedEvent], dict[Any, LoggedEvent]] = {}, {}
+    """Events of both sides that are to be compared."""
+    waiting: tuple[dict[object, LoggedEvent], dict[object, LoggedEvent]] = {}, {}
     for pair in zip_longest(a, b):
         keys = [event and (event.engine, event.event, event.epoch, event.iteration) for event in pair]
         if keys[0] == keys[1]:
@@ -83,8 +82,8 @@ def _pairs(a: Iterable[LoggedEvent], b: Iterable[LoggedEvent]) -> Iterator[tuple
                 del waiting[side][next(iter(waiting[side]))]
 
 
-def _differences(name: str, x: Any, y: Any) -> Iterator[tuple[str, float]]:
-    """The numbers in two plain values, and how far apart they are."""
+def _differences(name: str, x: Json, y: Json) -> Iterator[tuple[str, float]]:
+    """The numbers in two values, and how far apart they are."""
     if isinstance(x, dict) and isinstance(y, dict):
         for key in x.keys() & y.keys():
             yield from _differences(f"{name}.{key}", x[key], y[key])
@@ -95,14 +94,14 @@ def _differences(name: str, x: Any, y: Any) -> Iterator[tuple[str, float]]:
         yield name, distance
 
 
-def _distance(x: Any, y: Any) -> float | None:
-    numbers = [NON_FINITE.get(value, value) if isinstance(value, str) else value for value in (x, y)]
+def _distance(x: Json, y: Json) -> float | None:
+    numbers = [parse_non_finite(value) for value in (x, y)]
     if x == y or any(isinstance(number, bool) or not isinstance(number, int | float) for number in numbers):
         return None
-    if all(isinstance(number, int) for number in numbers):  # a row's number or a fingerprint: how far says nothing
+    if all(isinstance(number, int) for number in numbers):  # rows or fingerprints, whose difference means nothing
         return None
     try:
         distance = abs(float(numbers[0]) - float(numbers[1]))
-    except OverflowError:  # a whole number beyond any float
+    except OverflowError:  # an integer larger than any float
         return math.inf
     return math.inf if math.isnan(distance) else distance

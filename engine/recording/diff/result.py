@@ -1,4 +1,4 @@
-"""What a comparison of two logs has found, to read and to print."""
+"""The result of comparing two logs, as values and as a printed report."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from pulsetrain.engine.recording.diff.growth import Growth
-from pulsetrain.engine.recording.log.records import LoggedEvent
+from pulsetrain.engine.recording.log.records import Json, LoggedEvent
 
-__all__ = ["ABSENT", "Divergence", "LogDiff", "Missing", "field_table", "place_of", "shown"]
+__all__ = ["ABSENT", "Divergence", "LogDiff", "Missing", "describe_event", "field_table", "format_value"]
 
 _WIDTH = 40  # characters of a value in the report
-_ROWS = 20  # of each table in it
+_ROWS = 20  # of each table in the report
 
 
 class _Absent:
@@ -24,43 +23,43 @@ class _Absent:
         return "absent"
 
 
-ABSENT = _Absent()  # a field's value on the side that has no such field
+ABSENT = _Absent()  # a field's value on the side without the field
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """The first event that both logs hold and that is not the same."""
+    """The first event that is in both logs and differs."""
 
-    ord: int  # its place among the deterministic events, from 0
+    ord: int  # its number among the deterministic events, from 0
     a: LoggedEvent
     b: LoggedEvent
-    fields: dict[str, tuple[Any, Any]]  # those that differ, such as "output.loss", and the values of both sides
+    fields: dict[str, tuple[Json, Json]]  # the fields that differ, such as "output.loss", with both values
 
 
 @dataclass(frozen=True)
 class Missing:
-    """Events that one log lacks."""
+    """A range of events that one log lacks."""
 
     side: str  # "a" or "b": the one that lacks them
     first: int  # ord
     last: int
-    event: LoggedEvent | None = None  # the first of them; told of the first stretch alone
+    event: LoggedEvent | None = None  # the first missing event; given for the first range only
 
 
 @dataclass(frozen=True)
 class LogDiff:
-    """What a comparison has found; false where the logs agree, printed as a report."""
+    """The differences of two logs; false if there are none, a report as text."""
 
     a: Path
     b: Path
-    agreed: int  # events that are the same, before the first that is not
+    agreed: int  # events that agree before the first difference
     divergence: Divergence | None
     missing: tuple[Missing, ...]
     unread: int  # events of one log that the other may have lost: it is damaged, or was thinned
-    environment: tuple[str, ...]  # where run.json differs, as "threads: 2 -> 1": a cause, no difference of the logs
-    damage: tuple[str, ...]  # of either log, as far as it was read
+    environment: tuple[str, ...]  # how run.json differs, as "threads: 2 -> 1": a possible cause, not a difference
+    damage: tuple[str, ...]  # of both logs, as far as they were read
     _measure: Callable[[], tuple[Growth, ...]] = field(repr=False, compare=False)
-    fork: str | None = None  # says so where one of the runs was forked from the other
+    fork: str | None = None  # a sentence, if one of the runs was forked from the other
 
     def __bool__(self) -> bool:
         return self.divergence is not None or bool(self.missing)
@@ -70,23 +69,23 @@ class LogDiff:
 
     @cached_property
     def growth(self) -> tuple[Growth, ...]:
-        """How the values drift apart from the divergence on; asking first reads all of both logs behind it."""
+        """How the values drift apart after the divergence; the first access reads the rest of both logs."""
         return self._measure()
 
     def report(self, *, growth: bool = True) -> str:
         """The comparison as text.
 
         Args:
-            growth: with how the difference grows, for which all behind the divergence is read.
+            growth: include how the difference grows, for which the rest of both logs is read.
         """
         lines = [*([self.fork] if self.fork is not None else []), self._verdict(), *self._first_difference()]
         for each in self.missing[:_ROWS]:
             lines.append(
                 f"missing in {self.a if each.side == 'a' else self.b}: {each.last - each.first + 1:,} events, "
-                f"{each.first:,} to {each.last:,}{f'; the first is {place_of(each.event)}' if each.event else ''}"
+                f"{each.first:,} to {each.last:,}{f'; the first is {describe_event(each.event)}' if each.event else ''}"
             )
         if len(self.missing) > _ROWS:
-            lines.append(f"and {len(self.missing) - _ROWS:,} more stretches")
+            lines.append(f"and {len(self.missing) - _ROWS:,} more ranges")
         if self.unread:
             lines.append(f"not compared: {self.unread:,} events that one log has lost or thinned out")
         lines += [f"environment differs: {each}" for each in self.environment]
@@ -95,13 +94,13 @@ class LogDiff:
             lines += _growth_table(self.growth)
         return "\n".join(lines)
 
-    def as_dict(self, *, growth: bool = True) -> dict[str, Any]:
-        """The comparison as plain values for JSON; a field that a side has not is left out there.
+    def as_dict(self, *, growth: bool = True) -> dict[str, Json]:
+        """The comparison as plain values for JSON; a field that is absent on a side is left out there.
 
         Args:
             growth: as in `report`.
         """
-        found: dict[str, Any] = {
+        found: dict[str, Json] = {
             "equal": not self,
             "a": str(self.a),
             "b": str(self.b),
@@ -140,20 +139,24 @@ class LogDiff:
     def _first_difference(self) -> Iterator[str]:
         if self.divergence is None:
             return
-        yield f"first difference: event {self.divergence.ord:,}, {place_of(self.divergence.a)}"
+        yield f"first difference: event {self.divergence.ord:,}, {describe_event(self.divergence.a)}"
         yield from field_table(self.divergence.fields, str(self.a), str(self.b))
 
 
-def place_of(event: LoggedEvent) -> str:
-    """Which event it is, in words."""
+def describe_event(event: LoggedEvent) -> str:
+    """The event in words.
+
+    >>> describe_event(LoggedEvent(engine="trainer", event="started"))
+    "trainer's started at epoch 0, iteration 0"
+    """
     return f"{event.engine}'s {event.event} at epoch {event.epoch}, iteration {event.iteration}"
 
 
-def field_table(fields: Mapping[str, tuple[Any, Any]], a: str, b: str) -> Iterator[str]:
+def field_table(fields: Mapping[str, tuple[Json, Json]], a: str, b: str) -> Iterator[str]:
     """The lines of a table of fields with both sides' values."""
     rows = [("", a, b, "")]
     for name, (x, y) in fields.items():
-        rows.append((name, shown(x), shown(y), _apart(x, y)))
+        rows.append((name, format_value(x), format_value(y), _apart(x, y)))
     yield from _aligned(rows[: _ROWS + 1])
     if len(rows) > _ROWS + 1:
         yield f"  and {len(rows) - _ROWS - 1:,} more fields"
@@ -168,7 +171,7 @@ def _growth_table(growth: Sequence[Growth]) -> Iterator[str]:
     by_size = sorted(growth, key=lambda each: -max(each.largest.values()))
     for each in by_size[:_ROWS]:
         rows.append((each.name, *(f"{each.largest[b]:.3g}" if b in each.largest else "-" for b in bounds)))
-    yield "largest difference, by iterations behind the first one:"
+    yield "largest difference, by iterations after the first one:"
     yield from _aligned(rows)
     if len(growth) > _ROWS:
         yield f"  and {len(growth) - _ROWS:,} more values"
@@ -181,11 +184,11 @@ def _aligned(rows: Sequence[Iterable[str]]) -> Iterator[str]:
         yield ("  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))).rstrip()
 
 
-def shown(value: Any) -> str:
-    """A field's value as JSON, shortened."""
+def format_value(value: Json) -> str:
+    """A field's value as JSON, shortened to 40 characters."""
     text = str(value) if value is ABSENT else msgspec.json.encode(value).decode()
     return text if len(text) <= _WIDTH else text[: _WIDTH - 3] + "..."
 
 
-def _apart(x: Any, y: Any) -> str:
+def _apart(x: object, y: object) -> str:
     return f"{abs(x - y):.3g} apart" if type(x) is float and type(y) is float else ""

@@ -1,4 +1,4 @@
-"""A log as one side of a comparison: pieces of which it is known, unread, what stretch of the run they hold."""
+"""A log as one side of a comparison: as pieces whose range of events is known before they are read."""
 
 from __future__ import annotations
 
@@ -6,34 +6,33 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from pulsetrain.engine.recording.log.reader import EventLog
-from pulsetrain.engine.recording.log.records import LoggedEvent
+from pulsetrain.engine.recording.log.records import Json, LoggedEvent
 
 __all__ = ["Group", "Piece", "Side", "groups"]
 
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A stretch of deterministic events, read or not."""
+    """A range of deterministic events, read or not."""
 
     first: int  # ord
     last: int
-    count: int  # of its events: at most this many, for observed ones may be among them
+    count: int  # upper bound: observed events are counted, too
     seq: int  # of its first event
-    digest: str | None  # of all its events; None where they have to be looked at one by one
-    block: int | None  # index of the block that holds them; None where they are here
+    digest: str | None  # of all its events; None if they must be compared one by one
+    block: int | None  # index of the block that holds them; None if `events` does
     events: tuple[LoggedEvent, ...] = ()
 
 
-Group = tuple[list[Piece], list[Piece]]  # of both sides, overlapping each other and no other group
+Group = tuple[list[Piece], list[Piece]]  # of both sides: they overlap each other, and no piece of another group
 
 
 class Side:
-    """A log's deterministic events, those left out that a resumed run has computed again."""
+    """The deterministic events of a log, without superseded ones."""
 
     def __init__(self, log: EventLog) -> None:
         self.log = log
@@ -64,7 +63,7 @@ class Side:
         return [event for event in events if event.ord >= 0 and not self.log.is_superseded(event.seq)]
 
     def read(self, pieces: Sequence[Piece]) -> dict[int, LoggedEvent]:
-        """The events of these pieces by ord, in its order; what is damaged is left out, and known from then on."""
+        """The events of these pieces by ord, in order; damaged pieces are left out and remembered."""
         events: dict[int, LoggedEvent] = {}
         for piece in sorted(pieces, key=lambda piece: piece.seq):
             found = piece.events if piece.block is None else self._live(self.log.block(piece.block))
@@ -73,14 +72,14 @@ class Side:
             events.update((event.ord, event) for event in found)
         return dict(sorted(events.items()))
 
-    def behind(self, ord: int) -> Iterator[LoggedEvent]:
-        """The events from this one on, in the order of ord."""
+    def events_from(self, ord: int) -> Iterator[LoggedEvent]:
+        """The events from this ord on, in order."""
         for pieces, _ in groups(self.pieces, []):
             if any(piece.last >= ord for piece in pieces):
                 yield from (event for event in self.read(pieces).values() if event.ord >= ord)
 
     def may_have_lost(self, ord: int) -> bool:
-        """Whether an event that is not there may have been: the log is damaged, or was thinned."""
+        """Whether a missing event may have been recorded: the log is damaged there, or was thinned."""
         if any(piece.first <= ord <= piece.last for piece in self._unreadable):
             return True
         damaged = bool(self.log.damage)
@@ -90,26 +89,25 @@ class Side:
 
     @property
     def folder(self) -> Path:
-        """The run folder, where the log lies in one."""
-        folder: Path = self.log.folder
-        return folder.parent if folder.name == "events" else folder
+        """The run folder."""
+        return self.log.run_folder
 
     @cached_property
-    def facts(self) -> dict[str, Any]:
-        """What run.json says; empty where it says nothing."""
+    def facts(self) -> dict[str, Json]:
+        """The content of run.json; empty if it is missing or damaged."""
         try:
             found = msgspec.json.decode((self.folder / "run.json").read_bytes())
         except (OSError, msgspec.DecodeError, UnicodeDecodeError):
             return {}
         return found if isinstance(found, dict) else {}
 
-    def environment(self) -> dict[str, Any] | None:
-        """The environment, of run.json."""
+    def environment(self) -> dict[str, Json] | None:
+        """The environment that run.json describes."""
         found = self.facts.get("environment")
         return found if isinstance(found, dict) else None
 
     def forked_from(self, other: Side) -> int | None:
-        """The iteration of the other run behind which this one was forked from it; None where it was not."""
+        """The last iteration of the other run before this one was forked from it; None if it was not."""
         parent = self.facts.get("parent")
         if not isinstance(parent, dict) or parent.get("id") is None or parent["id"] != other.facts.get("id"):
             return None
@@ -118,7 +116,7 @@ class Side:
 
 
 def groups(a: Sequence[Piece], b: Sequence[Piece]) -> Iterator[Group]:
-    """Pieces of both sides that overlap, in the order of ord."""
+    """Group the pieces of both sides that overlap, in the order of ord."""
     tagged = [*((piece, 0) for piece in a), *((piece, 1) for piece in b)]
     tagged.sort(key=lambda each: (each[0].first, each[0].seq))
     group: Group = [], []

@@ -1,53 +1,59 @@
-"""Blocks of a sealed log: a zstd frame of lines, behind a skippable frame that says what is in it.
+"""Blocks of a sealed log: a skippable frame that describes the block, then a zstd frame with its lines.
 
     skippable frame: 0x184D2A5E, length (4 bytes each, little endian), "PTLB", CRC-32 (4), header as JSON
     zstd frame:      the lines, with its own content checksum
 
-The CRC is the header's; the header holds that of the zstd frame. `zstd -dc` passes over skippable frames.
+The CRC covers the header; the header holds the CRC of the zstd frame. `zstd -dc` ignores skippable frames.
 """
 
 from __future__ import annotations
 
 import hashlib
+import mmap
 import struct
 import zlib
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import msgspec
 
 from pulsetrain.engine.recording.log.records import LoggedEvent, deterministic_parts
 
+if TYPE_CHECKING:
+    from zstandard import ZstdCompressor
+
 __all__ = [
-    "BLOCK_EVENTS", "FRAME_BYTES", "SEAM", "EngineRange", "Header", "Parsed", "content_at", "find_next", "parse",
-    "seal", "seam_of", "skippable", "unpack",
+    "BLOCK_EVENTS", "BLOCK_MAGIC", "FRAME_BYTES", "SEAM", "Block", "Data", "EngineRange", "Header", "content_at",
+    "find_next", "parse", "seal", "seam_of", "skippable", "unpack",
 ]  # fmt: skip
+
+Data: TypeAlias = mmap.mmap | bytes  # the content of a sealed file
 
 BLOCK_EVENTS = 1024  # a block ends where ord // 1024 changes
 BLOCK_MAGIC = b"PTLB"
-SEAM = "log_resumed"  # the event that marks where a resumed run goes on
+SEAM = "log_resumed"  # the event that marks where a resumed run continues
 _SKIPPABLE = b"\x5e\x2a\x4d\x18"
 _FRAME = struct.Struct("<4sI4sI")
 FRAME_BYTES = _FRAME.size  # before the content of a skippable frame
-LEVEL = 1  # on lines of JSON it is faster than 3 and no larger
+LEVEL = 1  # on lines of JSON it is faster than 3, and the result is no larger
 
 
 class EngineRange(msgspec.Struct, gc=False):
-    """What a block holds of one engine."""
+    """The events of one engine in a block."""
 
-    iteration: tuple[int, int]  # first and last
+    iteration: tuple[int, int]  # least and greatest
     epoch: tuple[int, int]
-    events: dict[str, int]  # how many of each
+    events: dict[str, int]  # number of each type
 
 
 class Header(msgspec.Struct, gc=False):
-    """What a block holds: enough to decide whether it need be read."""
+    """Describes a block: enough to decide whether to read it."""
 
     v: int  # format version
-    after: int  # seq of the last event before, -1 for none: where it is not, blocks are missing
+    after: int  # seq of the last event of the block before, -1 for none: any other shows that blocks are missing
     seq: tuple[int, int]  # first and last
-    ord: tuple[int, int]  # likewise; (-1, -1) where there are observed events alone
+    ord: tuple[int, int]  # first and last; (-1, -1) if all events are observed ones
     t: tuple[int, int]
     count: int
     size: int  # bytes of the lines
@@ -55,12 +61,12 @@ class Header(msgspec.Struct, gc=False):
     crc: int  # CRC-32 of the zstd frame
     digest: str  # the first 16 bytes of SHA-256 over the deterministic parts, joined by newlines
     engines: dict[str, EngineRange]
-    seams: list[tuple[int, int, int]] = []  # of resumes in it: seq of the record, and its `after` and `ord`
-    thinned: int = 0  # events that were taken out
+    seams: list[tuple[int, int, int]] = []  # one for each resume: seq of its record, and the record's `after` and `ord`
+    thinned: int = 0  # events that were removed
 
 
-class Parsed(NamedTuple):
-    """A block found whole."""
+class Block(NamedTuple):
+    """Where a complete block is in a file."""
 
     header: Header
     start: int  # of its skippable frame
@@ -70,7 +76,7 @@ class Parsed(NamedTuple):
 
 _encode_header = msgspec.json.Encoder().encode
 _decode_header = msgspec.json.Decoder(Header).decode
-_compressor: Any = None
+_compressor: ZstdCompressor | None = None
 
 
 def _compress(data: bytes) -> bytes:
@@ -90,12 +96,12 @@ def seal(
     thinned: int = 0,
     seq: tuple[int, int] | None = None,
 ) -> tuple[Header, bytes]:
-    """A block of these events, in the order of seq, with their lines: its header, and both frames.
+    """Make a block of these events, in the order of seq, and their lines: its header, and both frames.
 
     Args:
         after: the last seq before it.
-        thinned: how many events were taken out of it.
-        seq: first and last, those that were taken out among them.
+        thinned: how many events were removed from it.
+        seq: first and last, removed events included; by default those of `events`.
     """
     data = b"\n".join(lines) + b"\n"
     frame = _compress(data)
@@ -120,7 +126,7 @@ def seal(
 
 
 def _ranges(events: Sequence[LoggedEvent]) -> dict[str, EngineRange]:
-    """Of each engine, in the order in which they come."""
+    """The range of each engine, in the order of their first events."""
     names = dict.fromkeys([event.engine for event in events])
     ranges = {}
     for name in names:
@@ -132,17 +138,17 @@ def _ranges(events: Sequence[LoggedEvent]) -> dict[str, EngineRange]:
 
 
 def seam_of(event: LoggedEvent) -> tuple[int, int, int]:
-    """Of a record that marks one: its seq, the seq behind which events come again, and the ord of the first of them."""
+    """A seam record's seq, the last seq before the events that it supersedes, and the ord of the first new event."""
     return event.seq, event.payload["after"], event.payload["ord"]
 
 
 def skippable(magic: bytes, content: bytes) -> bytes:
-    """A frame that zstd passes over, which `content_at` reads."""
+    """A frame that zstd ignores and `content_at` reads."""
     return _FRAME.pack(_SKIPPABLE, len(content) + 8, magic, zlib.crc32(content)) + content
 
 
-def parse(data: Any, start: int) -> Parsed | None:
-    """The block that begins at this offset of a buffer, its frame not yet read; None where there is no whole header."""
+def parse(data: Data, start: int) -> Block | None:
+    """The block at this offset, its zstd frame unread; None if there is no valid header, or the frame is cut off."""
     found = content_at(data, start, BLOCK_MAGIC)
     if found is None:
         return None
@@ -152,11 +158,11 @@ def parse(data: Any, start: int) -> Parsed | None:
     except msgspec.DecodeError:
         return None
     end = frame + header.frame
-    return Parsed(header, start, frame, end) if end <= len(data) else None
+    return Block(header, start, frame, end) if end <= len(data) else None
 
 
-def unpack(data: Any, block: Parsed) -> bytes | None:
-    """The block's lines, each with its newline; None where the frame is damaged."""
+def unpack(data: Data, block: Block) -> bytes | None:
+    """The block's lines, each with its newline; None if the frame is damaged."""
     frame = bytes(data[block.frame : block.end])
     if zlib.crc32(frame) != block.header.crc:
         return None
@@ -165,8 +171,12 @@ def unpack(data: Any, block: Parsed) -> bytes | None:
     return bytes(zstandard.ZstdDecompressor().decompress(frame, max_output_size=block.header.size))
 
 
-def content_at(data: Any, start: int, magic: bytes) -> tuple[bytes, int] | None:
-    """What a skippable frame of ours holds, and where it ends; None where there is no whole one."""
+def content_at(data: Data, start: int, magic: bytes) -> tuple[bytes, int] | None:
+    """The content of the skippable frame with this magic, and its end; None if it is missing, damaged or cut off.
+
+    >>> content_at(skippable(b"PTLB", b"{}"), 0, b"PTLB")
+    (b'{}', 18)
+    """
     if start + _FRAME.size > len(data):
         return None
     first, length, found, crc = _FRAME.unpack_from(data, start)
@@ -177,8 +187,8 @@ def content_at(data: Any, start: int, magic: bytes) -> tuple[bytes, int] | None:
     return (content, end) if zlib.crc32(content) == crc else None
 
 
-def find_next(data: Any, start: int, magics: tuple[bytes, ...] = (BLOCK_MAGIC,)) -> int:
-    """Where the next frame of ours may begin at or behind this offset; the buffer's length where nowhere."""
+def find_next(data: Data, start: int, magics: tuple[bytes, ...] = (BLOCK_MAGIC,)) -> int:
+    """The offset of the next possible frame with one of these magics, from `start` on; the data's length if none."""
     while True:
         start = data.find(_SKIPPABLE, start)
         if start < 0:

@@ -1,7 +1,7 @@
-"""Where the blocks of a sealed file begin, and what they hold: from the table at its end, or from the blocks.
+"""The blocks of a sealed file, their offsets and headers: from the table at its end, or from the blocks themselves.
 
-The table is a skippable frame with "PTLT" that ends with its own length and "PTLE". It repeats every header, and has
-beside them, as lists over all blocks, what finds one of ten thousand without decoding the others.
+The table is a skippable frame with "PTLT" that ends with its own length and "PTLE". It repeats every header. Lists over
+all blocks beside them find one block of ten thousand without decoding the others' headers.
 """
 
 from __future__ import annotations
@@ -9,21 +9,20 @@ from __future__ import annotations
 import struct
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import msgspec
 
-from pulsetrain.engine.recording.log.blocks import FRAME_BYTES, Header, content_at, parse, skippable
+from pulsetrain.engine.recording.log.blocks import FRAME_BYTES, Data, Header, content_at, parse, skippable
 
-__all__ = ["TABLE_MAGIC", "Index"]
+__all__ = ["TABLE_MAGIC", "Index", "Reach"]
 
 TABLE_MAGIC, END_MAGIC = b"PTLT", b"PTLE"
 _END = struct.Struct("<Q4s")
-_NOWHERE = -1  # iteration and epoch of an engine in a block that holds nothing of it
+_ABSENT = -1  # iteration and epoch of an engine in a block that holds none of its events
 
 
 class Reach(msgspec.Struct, gc=False):
-    """How far an engine is in each block: the least and the greatest; -1 where a block holds nothing of it."""
+    """The least and the greatest iteration and epoch of an engine, by block; -1 for a block without its events."""
 
     iteration: tuple[list[int], list[int]]
     epoch: tuple[list[int], list[int]]
@@ -67,8 +66,8 @@ class Index:
         self._headers: dict[int, Header] = dict(enumerate(headers))
 
     @classmethod
-    def of_table(cls, data: Any) -> tuple[Index, int] | None:
-        """What the table at the end of a buffer says, and where it begins; None where there is no whole one."""
+    def of_table(cls, data: Data) -> tuple[Index, int] | None:
+        """The index that the table at the end of the data describes, and the table's offset; None if it is damaged."""
         if len(data) < _END.size:
             return None
         length, magic = _END.unpack_from(data, len(data) - _END.size)
@@ -84,7 +83,7 @@ class Index:
         except msgspec.DecodeError:
             return None
         last = parse(data, index._table.start[-1]) if len(index) else None
-        if len(index) and (last is None or last.end != start):  # something was cut out before it, or is damaged
+        if len(index) and (last is None or last.end != start):  # the blocks before it are cut or damaged
             return None
         return index, start
 
@@ -104,41 +103,41 @@ class Index:
 
     @property
     def events(self) -> int:
-        """How many all blocks hold."""
+        """Number of events in all blocks."""
         return self._table.events
 
     @property
     def last_seq(self) -> int:
-        """The last one's; -1 for none."""
+        """Seq of the last event; -1 if there are no blocks."""
         return self._table.seq[1][-1] if len(self) else -1
 
     @property
     def next_ord(self) -> int | None:
-        """Behind the last deterministic event, or what the last seam says; None where there is neither."""
+        """The ord after the last deterministic event, or the last seam's `ord`; None if there is neither."""
         for number in reversed(range(len(self))):
             header = self.header(number)
             if header.ord[1] >= 0:
                 return header.ord[1] + 1
-            if header.seams:  # a block begins with it
+            if header.seams:  # a block begins at a seam
                 return header.seams[-1][2]
         return None
 
     @property
     def seams(self) -> list[tuple[int, int, int]]:
-        """Those of all blocks: seq of the record, and its `after` and `ord`."""
+        """Seams of all blocks: seq of each record, and its `after` and `ord`."""
         return self._table.seams
 
     @property
     def engines(self) -> list[str]:
-        """Their names, in the order in which they come."""
+        """Names of the engines, in the order of their first events."""
         return list(self._table.engines)
 
     def start(self, number: int) -> int:
-        """The offset of a block."""
+        """Offset of a block."""
         return self._table.start[number]
 
     def header(self, number: int) -> Header:
-        """A block's."""
+        """Header of a block."""
         found = self._headers.get(number)
         if found is None:
             found = self._headers[number] = _decode_header(self._table.headers[number])
@@ -146,11 +145,11 @@ class Index:
 
     @property
     def headers(self) -> list[Header]:
-        """All of them."""
+        """Headers of all blocks."""
         return [self.header(number) for number in range(len(self))]
 
     def gaps(self) -> Iterator[tuple[int, int, int]]:
-        """Where blocks are missing: the number of the block behind, and the last seq before and in what is missing."""
+        """Missing blocks: the number of the block after each gap, and the last seq before and in the gap."""
         table = self._table
         before = [-1, *table.seq[1][:-1]]
         if table.after != before:
@@ -159,14 +158,14 @@ class Index:
                     yield number, expected, found
 
     def between(self, seq: tuple[int | None, int | None]) -> range:
-        """The blocks that may hold a seq within these bounds, both included."""
+        """Numbers of the blocks that may hold a seq within these bounds, both included."""
         first, last = seq
         low = 0 if first is None else bisect_left(self._table.seq[1], first)
         high = len(self) if last is None else bisect_right(self._table.seq[0], last)
         return range(low, high)
 
     def reach(self, engine: str) -> Reach | None:
-        """How far an engine is in each block; None where no block holds anything of it."""
+        """Iterations and epochs of an engine, by block; None if no block holds its events."""
         return self._table.engines.get(engine)
 
 
@@ -175,9 +174,9 @@ def _reaches(headers: Sequence[Header]) -> dict[str, Reach]:
     reaches = {}
     for name in names:
         parts = [header.engines.get(name) for header in headers]
-        nowhere = (_NOWHERE, _NOWHERE)
-        iterations = [nowhere if part is None else part.iteration for part in parts]
-        epochs = [nowhere if part is None else part.epoch for part in parts]
+        absent = (_ABSENT, _ABSENT)
+        iterations = [absent if part is None else part.iteration for part in parts]
+        epochs = [absent if part is None else part.epoch for part in parts]
         reaches[name] = Reach(_columns(iterations), _columns(epochs))
     return reaches
 

@@ -1,4 +1,4 @@
-"""Conditions on events as text, such as 'metrics["val/loss"] < 2': read, never run as a program."""
+"""Conditions on events as text, such as 'metrics["val/loss"] < 2': parsed and interpreted, never run as Python."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ import operator
 import warnings
 from collections.abc import Callable
 from difflib import get_close_matches
-from typing import Any
 
 from pulsetrain.engine.errors import ConfigurationError
-from pulsetrain.engine.recording.log.non_finite import NON_FINITE
-from pulsetrain.engine.recording.log.records import LoggedEvent
+from pulsetrain.engine.recording.log.non_finite import parse_non_finite
+from pulsetrain.engine.recording.log.records import Json, LoggedEvent
 
-__all__ = ["predicate"]
+__all__ = ["FIELDS", "predicate"]
 
-Value = Callable[[LoggedEvent], Any]
+Value = Callable[[LoggedEvent], Json]
 
 FIELDS = LoggedEvent.__struct_fields__
-_SHOWN = 60  # characters before and behind a fault
-_ARITHMETIC: dict[type, Callable[[Any, Any], Any]] = {
+_SHOWN = 60  # characters before and after an error
+_ARITHMETIC: dict[type, Callable[[Json, Json], Json]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
@@ -27,50 +26,54 @@ _ARITHMETIC: dict[type, Callable[[Any, Any], Any]] = {
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
 }
-_ORDER: dict[type, Callable[[Any, Any], bool]] = {
+_ORDER: dict[type, Callable[[Json, Json], bool]] = {
     ast.Lt: operator.lt,
     ast.LtE: operator.le,
     ast.Gt: operator.gt,
     ast.GtE: operator.ge,
 }
-_KNOWN = "fields, constants, comparisons, and, or, not, arithmetic, [...], in, abs(), len(), isnan()"
+_SYNTAX = "fields, constants, comparisons, and, or, not, arithmetic, [...], in, abs(), len(), isnan()"
 
 
 def predicate(text: str) -> Callable[[LoggedEvent], bool]:
-    """The condition that a text states, for `EventLog.read(where=...)`.
+    """Compile a condition, for `EventLog.read(where=...)`.
 
-    It may hold an event's fields, constants, comparisons (`is None` among them), `and`, `or`, `not`, arithmetic,
-    subscripts, `in`, `abs`, `len` and `isnan`. "NaN" and "Infinity" are the numbers that they name. What is not there
-    is None; a comparison with it is false, and so is one of values that have no order.
+    A condition consists of an event's fields, constants, comparisons (including `is None`), `and`, `or`, `not`,
+    arithmetic, subscripts, `in`, `abs`, `len` and `isnan`. The strings "NaN" and "Infinity" count as the floats that
+    they name. A missing value is None; a comparison with None, or of values without an order, is false.
+
+    >>> diverged = predicate('output["loss"] > 4 or isnan(output["loss"])')
+    >>> diverged(LoggedEvent(output={"loss": "NaN"})), diverged(LoggedEvent(output={"loss": 0.5}))
+    (True, False)
 
     Raises:
-        ConfigurationError: the text is no such condition; a caret shows where.
+        ConfigurationError: the text is not such a condition; a caret shows where.
     """
     text = text.strip()
     try:
-        with warnings.catch_warnings(action="ignore"):  # of escapes that Python does not know
+        with warnings.catch_warnings(action="ignore"):  # about invalid escape sequences
             parsed = ast.parse(text, mode="eval")
-        wanted = _compile(parsed.body)
-        wanted(LoggedEvent())  # how deeply it is nested shows here at the latest
-    except _RefusedError as refused:
-        raise refused.told(text) from None
+        condition = _compile(parsed.body)
+        condition(LoggedEvent())  # raises now if it is nested too deeply
+    except _UnsupportedError as unsupported:
+        raise unsupported.located(text) from None
     except SyntaxError as error:
-        column = error.offset - 1 if error.offset else len(text)  # none where the end came too soon
+        column = error.offset - 1 if error.offset else len(text)  # no offset: the text ends too early
         raise _error(text, error.msg, error.lineno or 1, column) from None
     except ValueError as error:  # a NUL
         raise _error(text, str(error), 1, 0) from None
     except (RecursionError, MemoryError):
         raise _error(text[:_SHOWN], "nested too deeply", 1, 0) from None
-    return lambda event: bool(wanted(event))
+    return lambda event: bool(condition(event))
 
 
-class _RefusedError(Exception):
-    """A part of a condition that Python knows, and conditions do not."""
+class _UnsupportedError(Exception):
+    """An expression that is valid Python, but not allowed in a condition."""
 
     def __init__(self, node: ast.expr, reason: str) -> None:
         self.node, self.reason = node, reason
 
-    def told(self, text: str) -> ConfigurationError:
+    def located(self, text: str) -> ConfigurationError:
         line = text.splitlines()[self.node.lineno - 1]
         column = len(line.encode()[: self.node.col_offset].decode(errors="ignore"))
         return _error(text, self.reason, self.node.lineno, column)
@@ -87,14 +90,14 @@ def _error(text: str, reason: str, line: int, column: int) -> ConfigurationError
 def _compile(node: ast.expr) -> Value:
     match node:
         case ast.Constant(value=None | bool() | int() | float() | str() as constant):
-            value = _number(constant)
-            return lambda event: value
+            number = parse_non_finite(constant)
+            return lambda event: number
         case ast.Name(id=name):
             if name not in FIELDS:
                 near = get_close_matches(name, FIELDS, n=1)
                 hint = f"did you mean {near[0]}?" if near else f"events have {', '.join(FIELDS)}"
-                raise _RefusedError(node, f"no field {name!r}; {hint}")
-            return lambda event: _number(getattr(event, name))
+                raise _UnsupportedError(node, f"no field {name!r}; {hint}")
+            return lambda event: parse_non_finite(getattr(event, name))
         case ast.Tuple(elts=items) | ast.List(elts=items):
             values = [_compile(item) for item in items]
             return lambda event: [value(event) for value in values]
@@ -118,32 +121,24 @@ def _compile(node: ast.expr) -> Value:
         case ast.Call(func=ast.Name(id="abs" | "len" | "isnan" as name), args=[argument], keywords=[]):
             return _call(name, _compile(argument))
         case ast.Attribute(value=ast.Name(id=name), attr=key) if name in FIELDS:
-            raise _RefusedError(node, f'a field of {name} is written {name}["{key}"]')
-    raise _RefusedError(node, f"not understood; there are {_KNOWN}")
-
-
-def _number(value: Any) -> Any:
-    return NON_FINITE.get(value, value) if type(value) is str else value
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float)
+            raise _UnsupportedError(node, f'a field of {name} is written {name}["{key}"]')
+    raise _UnsupportedError(node, f"not supported; a condition may use {_SYNTAX}")
 
 
 def _subscript(container: Value, index: Value) -> Value:
-    def get(event: LoggedEvent) -> Any:
+    def get(event: LoggedEvent) -> Json:
         try:
-            return _number(container(event)[index(event)])
+            return parse_non_finite(container(event)[index(event)])
         except (KeyError, IndexError, TypeError):
             return None
 
     return get
 
 
-def _arithmetic(apply: Callable[[Any, Any], Any], left: Value, right: Value) -> Value:
-    def compute(event: LoggedEvent) -> Any:
+def _arithmetic(apply: Callable[[Json, Json], Json], left: Value, right: Value) -> Value:
+    def compute(event: LoggedEvent) -> Json:
         x, y = left(event), right(event)
-        if not _is_number(x) or not _is_number(y):
+        if not isinstance(x, int | float) or not isinstance(y, int | float):
             return None
         try:
             return apply(x, y)
@@ -154,11 +149,11 @@ def _arithmetic(apply: Callable[[Any, Any], Any], left: Value, right: Value) -> 
 
 
 def _call(name: str, argument: Value) -> Value:
-    def call(event: LoggedEvent) -> Any:
+    def call(event: LoggedEvent) -> Json:
         value = argument(event)
         if name == "len":
             return len(value) if isinstance(value, str | list | dict) else None
-        if not _is_number(value):
+        if not isinstance(value, int | float):
             return None
         return abs(value) if name == "abs" else value != value  # isnan
 
@@ -182,13 +177,13 @@ def _comparisons(node: ast.Compare) -> Value:
     return compare
 
 
-def _comparison(op: ast.cmpop, left: ast.expr, right: ast.expr) -> Callable[[Any, Any], bool]:
+def _comparison(op: ast.cmpop, left: ast.expr, right: ast.expr) -> Callable[[Json, Json], bool]:
     if type(op) in _ORDER:
         return _ordered(_ORDER[type(op)])
     asks_for_none = any(isinstance(side, ast.Constant) and side.value is None for side in (left, right))
     match op:
         case ast.Is() | ast.IsNot() if not asks_for_none:
-            raise _RefusedError(right, "`is` is for None alone; use ==")
+            raise _UnsupportedError(right, "`is` compares with None only; use ==")
         case ast.Eq() | ast.Is():
             return lambda x, y: _equal(x, y) and (asks_for_none or x is not None)
         case ast.NotEq() | ast.IsNot():
@@ -199,22 +194,22 @@ def _comparison(op: ast.cmpop, left: ast.expr, right: ast.expr) -> Callable[[Any
             return lambda x, y: _contains(y, x) is False
 
 
-def _ordered(apply: Callable[[Any, Any], bool]) -> Callable[[Any, Any], bool]:
-    def compare(x: Any, y: Any) -> bool:
+def _ordered(apply: Callable[[Json, Json], bool]) -> Callable[[Json, Json], bool]:
+    def compare(x: Json, y: Json) -> bool:
         try:
             return apply(x, y)
-        except TypeError:  # None, or values that have no order
+        except TypeError:  # None, or values without an order
             return False
 
     return compare
 
 
-def _equal(x: Any, y: Any) -> bool:
-    return bool(x == y) or (x != x and y != y)  # "NaN" is itself
+def _equal(x: object, y: object) -> bool:
+    return x == y or (x != x and y != y)  # NaN equals NaN here
 
 
-def _contains(container: Any, item: Any) -> bool | None:
+def _contains(container: Json, item: object) -> bool | None:
     try:
         return item in container
-    except TypeError:  # None, a number, or no key
+    except TypeError:  # the container is None or a number, or the item cannot be a key
         return None

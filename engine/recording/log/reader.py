@@ -6,38 +6,65 @@ import heapq
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, TypedDict, Unpack
 
 import msgspec
 
 from pulsetrain.engine.errors import RecordingError
 from pulsetrain.engine.recording.log.blocks import SEAM, Header, parse, seam_of, unpack
 from pulsetrain.engine.recording.log.index import Index, Reach
-from pulsetrain.engine.recording.log.records import LoggedEvent, decode, merged
+from pulsetrain.engine.recording.log.records import LoggedEvent, decode, merge_measured
 from pulsetrain.engine.recording.log.scan import Contents, Damage, mapped, recovered, scan
 from pulsetrain.engine.recording.log.tables import to_arrow, to_pandas
 from pulsetrain.engine.recording.log.writer import LOST, log_files
 
-__all__ = ["EventLog", "read_ranks"]
+if TYPE_CHECKING:
+    import pandas
+    import pyarrow
 
-_LOOKS = 4  # at a log that seems damaged, and is perhaps being written
+__all__ = ["EventLog", "ReadOptions", "read_ranks"]
+
+_ATTEMPTS = 4  # to read a log that seems damaged: it may be being written
 _RANK_FILE = re.compile(r"events\.rank(\d+)\.jsonl\.zst")
 
 Range = tuple[int | None, int | None]  # first and last, both included; None for no bound
 
 
+class ReadOptions(TypedDict, total=False):
+    """The arguments of `EventLog.read`."""
+
+    engine: str | None
+    event: str | Collection[str] | None
+    seq: Range
+    iteration: Range
+    epoch: Range
+    where: Callable[[LoggedEvent], object] | None
+    superseded: bool
+
+
 class EventLog:
     """The events that a run has recorded.
 
-    Events that a resumed run has computed again are left out, unless they are asked for: those of the first time are
-    superseded. Damage is passed over and listed in `damage`; reading a block finds out about its own.
+    When a run resumes from a checkpoint, it computes the events after that checkpoint again. The earlier ones are
+    superseded, and are left out by default. Damaged parts are skipped and listed in `damage`; damage inside a block is
+    found when the block is read.
+
+    >>> import tempfile
+    >>> from pulsetrain.engine.recording import LogWriter
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     writer = LogWriter(Path(folder))
+    ...     for i in range(3):
+    ...         writer.add(LoggedEvent(ord=i, engine="trainer", event="iteration_completed", iteration=i + 1, seq=i))
+    ...     log = EventLog(folder)
+    ...     print(len(log), log.engines, [event.iteration for event in log.read(iteration=(2, None))])
+    3 ['trainer'] [2, 3]
 
     Args:
         path: a run folder, or its folder `events`.
-        rank: whose log, where several processes have recorded.
+        rank: the rank whose log to read.
 
     Raises:
-        RecordingError: there is no log, or it is of a newer format.
+        RecordingError: there is no log, or it has a newer format.
     """
 
     def __init__(self, path: str | Path, rank: int = 0) -> None:
@@ -48,22 +75,22 @@ class EventLog:
         self._sealed, self._tail = log_files(folder, rank)
         if not self._sealed.exists() and not self._tail.exists():
             raise RecordingError(
-                f"{path}: holds no event log, which an EventRecorder writes; name a run folder with events/ in it"
+                f"{path}: holds no event log; name a run folder with events/ in it, which an EventRecorder writes"
             )
         self.refresh()
 
     def refresh(self) -> None:
-        """Look at the files anew: a run that is still going has written more."""
-        for _ in range(_LOOKS):
-            self._look()
-            if not self.damage:  # else the writer may have been at it
+        """Read the files again: a run that has not ended may have written more."""
+        for _ in range(_ATTEMPTS):
+            self._open()
+            if not self.damage:  # else the writer may have been writing just then
                 break
         self._superseded = self._find_superseded()
 
-    def _look(self) -> None:
-        # the tail first: what is sealed in between is then in both, and never in neither
+    def _open(self) -> None:
+        # the tail first: events sealed meanwhile are then in both files, never in neither
         tail = mapped(self._tail)
-        content = bytes(tail).rstrip(b"\n\0")  # most of it are empty lines
+        content = bytes(tail).rstrip(b"\n\0")  # most lines are empty
         lines = [line for line in content.split(b"\n") if line.strip(b"\0")]
         self._data = mapped(self._sealed)
         self._contents: Contents = scan(self._sealed, self._data)
@@ -71,27 +98,32 @@ class EventLog:
         self._events, torn = recovered(lines, self._index.last_seq)
         self.damage: list[Damage] = list(self._contents.damage)
         if torn:
-            self.damage.append(Damage(self._tail.name, 0, len(tail), f"{torn} lines are not whole"))
+            self.damage.append(Damage(self._tail.name, 0, len(tail), f"{torn} damaged lines"))
         self._check_for_gaps(tail_is_whole=not torn)
 
     @property
+    def run_folder(self) -> Path:
+        """The run folder that the log is part of; the log's own folder if it is not called `events`."""
+        return self.folder.parent if self.folder.name == "events" else self.folder
+
+    @property
     def ended(self) -> bool:
-        """Whether the log was closed: else the run is still going, was killed, or the end is missing."""
+        """Whether the log was closed. If not, the run has not ended, was killed, or the log's end is missing."""
         return self._contents.ended and not self._events
 
     def __len__(self) -> int:
-        """How many events it holds, superseded ones among them."""
+        """Number of events, superseded ones included."""
         return self._index.events + len(self._events)
 
     @property
     def engines(self) -> list[str]:
-        """Names of the engines whose events it holds, in the order in which they came."""
+        """Names of the engines that published the events, in the order of their first ones."""
         names = dict.fromkeys([*self._index.engines, *(event.engine for event in self._events)])
         return [name for name in names if name]
 
     @property
     def main_engine(self) -> str:
-        """The engine whose run it is: "trainer", or the first in the log."""
+        """The engine of the training run: "trainer", or the first in the log."""
         names = self.engines
         return "trainer" if "trainer" in names else (*names, "trainer")[0]
 
@@ -103,26 +135,26 @@ class EventLog:
         seq: Range = (None, None),
         iteration: Range = (None, None),
         epoch: Range = (None, None),
-        where: Callable[[LoggedEvent], Any] | None = None,
+        where: Callable[[LoggedEvent], object] | None = None,
         superseded: bool = False,
     ) -> Iterator[LoggedEvent]:
-        """The events in the order of the bus, read as they are asked for.
+        """Read events lazily, in the order of the bus.
 
         Args:
-            engine: those of this one alone.
-            event: those of this type, or of these, such as "iteration_completed".
-            seq: from and to this place in the bus's order.
-            iteration: from and to this one.
-            epoch: from and to this one.
-            where: called with each event that is left, says whether it is wanted.
-            superseded: also those that a resumed run has computed again.
+            engine: only events of this engine.
+            event: only events of this type, or of these types, such as "iteration_completed".
+            seq: first and last seq, both included.
+            iteration: first and last iteration.
+            epoch: first and last epoch.
+            where: called with each event that passes the other conditions; returns whether to yield it.
+            superseded: also yield events that a resumed run has computed again.
         """
         events = None if event is None else frozenset([event] if isinstance(event, str) else event)
         query = _Query(engine, events, seq, iteration, epoch)
         for found in self._blocks(query):
             for each in found if query.everything else filter(query.wants, found):
                 if each.observed is not None:
-                    each = msgspec.structs.replace(each, payload=merged(each.payload, each.observed))
+                    each = msgspec.structs.replace(each, payload=merge_measured(each.payload, each.observed))
                 if not superseded and self._superseded and each.ord >= 0 and self.is_superseded(each.seq):
                     continue
                 if where is None or where(each):
@@ -134,13 +166,13 @@ class EventLog:
         yield self._events
 
     def block(self, index: int) -> list[LoggedEvent]:
-        """The events of one sealed block, superseded ones too; none where it is damaged, which is listed then."""
+        """The events of one sealed block, superseded ones included; empty if it is damaged: see `damage`."""
         lines = self.lines(index)
         events: list[LoggedEvent] | None = None
         if lines is not None:
             try:
                 events = decode(lines)
-            except msgspec.DecodeError:  # its checksum holds, so it was written so
+            except msgspec.DecodeError:  # although its checksum is right
                 pass
         if events is None:
             start, header = self._index.start(index), self._index.header(index)
@@ -157,12 +189,12 @@ class EventLog:
         return events
 
     def lines(self, index: int) -> bytes | None:
-        """The lines of one sealed block, each with its newline; None where it is damaged."""
+        """The lines of one sealed block, each with its newline; None if it is damaged."""
         block = parse(self._data, self._index.start(index))
         return unpack(self._data, block) if block is not None and block.header == self._index.header(index) else None
 
     def attempts(self, after: int) -> list[tuple[int, int]]:
-        """The first and last seq of each time that the run went on behind this seq: at first, and resumed there."""
+        """The first and last seq of each attempt after this seq: the original one, and each resume from there."""
         end = max([0, self._index.last_seq, *(event.seq for event in self._events)])
         seams = sorted((seam, before) for before, seam in self._superseded if before <= after < seam)
         starts = [after + 1, *(seam + 1 for seam, before in seams if before == after)]
@@ -170,7 +202,7 @@ class EventLog:
         return [(start, min([each for each in ends if each >= start], default=end)) for start in starts]
 
     def attempt(self, first: int, last: int) -> Iterator[LoggedEvent]:
-        """The events of one attempt, those left out that were computed again within it."""
+        """The events of one attempt, without those superseded within it."""
         inside = [(after, seam) for after, seam in self._superseded if first <= seam <= last]
         for event in self.read(seq=(first, last), superseded=True):
             if event.ord < 0 or not any(after < event.seq < seam for after, seam in inside):
@@ -178,40 +210,43 @@ class EventLog:
 
     @property
     def headers(self) -> list[Header]:
-        """What each sealed block holds, in order."""
+        """The headers of the sealed blocks, in order."""
         return self._index.headers
 
     @property
     def superseded(self) -> list[tuple[int, int]]:
-        """The ranges of seq, both ends left out, whose deterministic events a resumed run has computed again."""
+        """The ranges of seq, both ends excluded, whose deterministic events a resumed run has computed again."""
         return list(self._superseded)
 
     @property
     def tail(self) -> list[LoggedEvent]:
-        """The events that are in no block yet."""
+        """The events that are not sealed in a block yet."""
         return list(self._events)
 
     def verify(self) -> list[Damage]:
-        """Read everything; what cannot be read, or is missing."""
+        """Read everything, and return the damaged and missing parts."""
         for number in range(len(self._index)):
             self.block(number)
         return self.damage
 
-    def to_pandas(self, **query: Any) -> Any:
+    def to_pandas(self, **query: Unpack[ReadOptions]) -> pandas.DataFrame:
         """A DataFrame with a row for each event, and a column for each value.
 
         See `pulsetrain.engine.recording.log.tables`.
 
         Args:
-            query: as for `read`; all that it gives is in memory then.
+            query: as for `read`; the selected events must fit into memory.
 
         Raises:
             ConfigurationError: pandas is not installed.
         """
         return to_pandas(self.read(**query))
 
-    def to_arrow(self, **query: Any) -> Any:
-        """A pyarrow.Table likewise.
+    def to_arrow(self, **query: Unpack[ReadOptions]) -> pyarrow.Table:
+        """A pyarrow.Table with a row for each event, and a column for each value.
+
+        Args:
+            query: as for `read`; the selected events must fit into memory.
 
         Raises:
             ConfigurationError: pyarrow is not installed.
@@ -221,7 +256,7 @@ class EventLog:
     def _check_for_gaps(self, *, tail_is_whole: bool) -> None:
         for number, before, after in self._index.gaps():
             block = parse(self._data, self._index.start(number - 1)) if number else None
-            reason = f"the events behind seq {before} are missing, up to seq {after}"
+            reason = f"the events after seq {before} are missing, up to seq {after}"
             self.damage.append(Damage(self._sealed.name, block.end if block else 0, self._index.start(number), reason))
         expected = self._index.next_ord
         for event in self._events if tail_is_whole else ():
@@ -236,7 +271,6 @@ class EventLog:
                 expected = event.ord + 1
 
     def _find_superseded(self) -> list[tuple[int, int]]:
-        """The ranges of seq that were computed again, both ends left out."""
         seams = [*self._index.seams]
         seams += [seam_of(event) for event in self._events if event.event == SEAM]
         return [(after, seam) for seam, after, _ in seams]
@@ -246,17 +280,17 @@ class EventLog:
         return any(after < seq < seam for after, seam in self._superseded)
 
 
-def read_ranks(path: str | Path, **query: Any) -> Iterator[tuple[int, LoggedEvent]]:
-    """The events of every rank's log, each with its rank: by iteration, then by rank, then as each recorded them.
+def read_ranks(path: str | Path, **query: Unpack[ReadOptions]) -> Iterator[tuple[int, LoggedEvent]]:
+    """The events of every rank's log, each with its rank: by iteration, then by rank, then in recorded order.
 
-    What is fired by other engines while an iteration lasts, such as a validation's events, stays with that iteration.
+    Events of other engines during an iteration, such as those of a validation, stay with that iteration.
 
     Args:
         path: a run folder, or its folder `events`.
         query: as for `EventLog.read`.
 
     Raises:
-        RecordingError: there is no log, or one is of a newer format.
+        RecordingError: there is no log, or one of them has a newer format.
     """
     folder = Path(path)
     folder = folder / "events" if (folder / "events").is_dir() else folder
@@ -265,11 +299,11 @@ def read_ranks(path: str | Path, **query: Any) -> Iterator[tuple[int, LoggedEven
     if not ranks or any(file.exists() for file in log_files(folder)):
         ranks.add(0)
     logs = {rank: EventLog(folder, rank) for rank in sorted(ranks)}
-    merged = heapq.merge(*(_placed(rank, log, query) for rank, log in logs.items()), key=lambda item: item[0])
+    merged = heapq.merge(*(_keyed(rank, log, query) for rank, log in logs.items()), key=lambda item: item[0])
     return ((rank, event) for (*_, rank), event in merged)
 
 
-def _placed(rank: int, log: EventLog, query: dict[str, Any]) -> Iterator[tuple[tuple[int, int, int], LoggedEvent]]:
+def _keyed(rank: int, log: EventLog, query: ReadOptions) -> Iterator[tuple[tuple[int, int, int], LoggedEvent]]:
     main, runs, iteration = next(iter(log.engines), ""), 0, 0
     for event in log.read(**query):
         if event.engine == main:
@@ -282,7 +316,7 @@ _UNBOUNDED: Range = (None, None)
 
 
 class _Query:
-    """Which events are wanted, and which blocks may hold one."""
+    """Which events to read, and which blocks may hold one."""
 
     def __init__(
         self, engine: str | None, events: frozenset[str] | None, seq: Range, iteration: Range, epoch: Range
@@ -301,7 +335,7 @@ class _Query:
         )
 
     def blocks(self, index: Index) -> Iterable[int]:
-        """The numbers of those that may hold one; found from the lists over all blocks, as far as these go."""
+        """Numbers of the blocks that may hold one; headers are decoded only to look for event names."""
         near = index.between(self.seq)
         if self.engine is None and self.iteration == self.epoch == _UNBOUNDED:
             found: Iterable[int] = near
@@ -322,9 +356,10 @@ class _Query:
                 yield number
 
     def _names(self, header: Header) -> bool:
-        """Whether the block holds one of the events that are wanted; those of the engine, where one is named."""
+        """Whether the block holds an event of the wanted types; of the wanted engine, if there is one."""
+        assert self.events is not None
         parts = header.engines.values() if self.engine is None else [header.engines[self.engine]]
-        return any(not self.events.isdisjoint(part.events) for part in parts)  # type: ignore[union-attr]
+        return any(not self.events.isdisjoint(part.events) for part in parts)
 
 
 def _inside(value: int, bounds: Range) -> bool:

@@ -1,23 +1,29 @@
-"""One event as a line of JSON: what must be equal when the run is repeated comes first, what was observed last."""
+"""One event as a line of JSON: the fields that must be equal when the run is repeated first, observed ones last."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import msgspec
 
 from pulsetrain.engine.errors import RecordingError
 
 __all__ = [
+    "ENCODING_ERRORS",
+    "MEASURED",
+    "Json",
     "LoggedEvent",
     "decode",
     "deterministic",
     "deterministic_parts",
     "encode",
-    "merged",
-    "take_measured",
+    "encoded",
+    "merge_measured",
+    "pop_measured",
 ]
+
+Json: TypeAlias = Any  # a value that JSON can hold; readers index it freely, and a union would make each one cast
 
 MEASURED = frozenset({"seconds", "samples_per_second", "tokens_per_second"})  # keys of payloads
 
@@ -26,26 +32,30 @@ _AROUND = len(b',"seq":') + len(b',"t":') + _T_DIGITS + len(b"}")
 
 
 class LoggedEvent(msgspec.Struct, omit_defaults=True, gc=False):
-    """An event of a log. Non-finite floats are the strings "NaN", "Infinity" and "-Infinity"."""
+    """An event of a log. Non-finite floats are the strings "NaN", "Infinity" and "-Infinity".
 
-    ord: int = -1  # place among the deterministic events; -1 for an observed one, which has none
+    >>> encode(LoggedEvent(ord=0, engine="trainer", event="iteration_completed", iteration=1, output={"loss": 0.5}))
+    b'{"ord":0,"engine":"trainer","event":"iteration_completed","iteration":1,"output":{"loss":0.5}}'
+    """
+
+    ord: int = -1  # number among the deterministic events; -1 for an observed event, which has none
     engine: str = ""
     event: str = ""  # the event's value, such as "iteration_completed"
     epoch: int = 0
     iteration: int = 0
-    payload: Any = None
-    output: Any = None  # ITERATION_COMPLETED: the scalars of the step's output
-    metrics: Any = None  # of epochs, validations, rollouts and POLICY_UPDATED: state.metrics after every receiver
-    lr: Any = None  # ITERATION_COMPLETED: the rates of the last update, or of the engine's optimizer then
-    error: Any = None  # what a receiver raised
-    observed: Any = None  # fields of the payload that are measured: times, throughput
-    open: bool = False  # its receivers were still running when it was written, or its values on a device
-    seq: int = -1  # place in the bus's one order
+    payload: Json = None
+    output: Json = None  # ITERATION_COMPLETED: the scalars of the step's output
+    metrics: Json = None  # epochs, validations, rollouts, POLICY_UPDATED: state.metrics after the last receiver
+    lr: Json = None  # ITERATION_COMPLETED: the rates of the last update, or else of the engine's optimizer
+    error: Json = None  # the exception that a receiver raised
+    observed: Json = None  # measured fields of the payload: times, throughput
+    open: bool = False  # written before its receivers returned, or before its values left the device
+    seq: int = -1  # position in the one order of all events of the bus
     t: int = 0  # host wall clock, nanoseconds since 1970
 
 
-encoded = msgspec.json.Encoder().encode  # `encode`, without the call
-NO_PLAIN_VALUE = (TypeError, ValueError, OverflowError, RecursionError)  # what it raises
+encoded = msgspec.json.Encoder().encode  # `encode` without its error message: saves a call on the hot path
+ENCODING_ERRORS = (TypeError, ValueError, OverflowError, RecursionError)  # that `encoded` raises
 _decoder = msgspec.json.Decoder(LoggedEvent)
 decode = _decoder.decode_lines
 
@@ -54,16 +64,23 @@ def encode(event: LoggedEvent) -> bytes:
     """The event as JSON, without a newline.
 
     Raises:
-        RecordingError: a value that is no plain one.
+        RecordingError: it holds a value that JSON cannot.
     """
     try:
         return encoded(event)
-    except NO_PLAIN_VALUE as error:
-        raise RecordingError(f"{event.event} of {event.engine!r} cannot be written: {error}") from error
+    except ENCODING_ERRORS as error:
+        raise RecordingError(
+            f"{event.event} of {event.engine!r}, seq {event.seq}: cannot be written as JSON: {error}"
+        ) from error
 
 
 def deterministic(event: LoggedEvent, line: bytes) -> bytes:
-    """The part of the event's line that must come again to the bit; empty for an observed event."""
+    """The part of the event's line that a repeated run must reproduce bit for bit; empty for an observed event.
+
+    >>> event = LoggedEvent(ord=0, engine="trainer", event="started", seq=7, t=10**18)
+    >>> deterministic(event, encode(event))
+    b'{"ord":0,"engine":"trainer","event":"started"'
+    """
     if event.ord < 0:
         return b""
     if event.observed is None and not event.open:
@@ -74,7 +91,7 @@ def deterministic(event: LoggedEvent, line: bytes) -> bytes:
 
 
 def deterministic_parts(events: Sequence[LoggedEvent], lines: Sequence[bytes]) -> list[bytes]:
-    """`deterministic` of each event that is; much faster where none has anything in it that was observed."""
+    """`deterministic` of each deterministic event; much faster when none of them holds observed fields."""
     digits = len(str(events[0].seq))
     odd = [None for event in events if event.ord < 0 or event.open or event.observed is not None]
     if not odd and digits == len(str(events[-1].seq)):
@@ -83,20 +100,25 @@ def deterministic_parts(events: Sequence[LoggedEvent], lines: Sequence[bytes]) -
     return [deterministic(event, line) for event, line in zip(events, lines, strict=True) if event.ord >= 0]
 
 
-def take_measured(payload: Any) -> dict[str, Any] | None:
-    """Take what is measured out of a plain payload; gives it in the same mappings, None for nothing."""
+def pop_measured(payload: Json) -> dict[str, Json] | None:
+    """Remove the measured fields from a payload and return them, nested as they were; None if there are none.
+
+    >>> payload = {"metrics": {"val/loss": 0.5}, "seconds": 1.5}
+    >>> pop_measured(payload), payload
+    ({'seconds': 1.5}, {'metrics': {'val/loss': 0.5}})
+    """
     if type(payload) is not dict:
         return None
     measured = () if MEASURED.isdisjoint(payload) else [name for name in payload if name in MEASURED]  # in its order
     observed = {name: payload.pop(name) for name in measured}
     for name, value in payload.items():
-        if type(value) is dict and (inner := take_measured(value)):
+        if type(value) is dict and (inner := pop_measured(value)):
             observed[name] = inner
     return observed or None
 
 
-def _without(payload: Any, observed: Any) -> Any:
-    """The payload with those names left out; it may be without them already."""
+def _without(payload: Json, observed: Json) -> Json:
+    """The payload without those names; they may already be absent."""
     if type(payload) is not dict:
         return payload
     return {
@@ -106,9 +128,11 @@ def _without(payload: Any, observed: Any) -> Any:
     }
 
 
-def merged(payload: Any, observed: Any) -> Any:
-    """The payload with what `take_measured` took out of it, which comes last."""
+def merge_measured(payload: Json, observed: Json) -> Json:
+    """The payload with the fields that `pop_measured` removed, at its end."""
     if type(payload) is not dict or type(observed) is not dict:
         return observed
-    inner = {name: merged(payload[name], value) if name in payload else value for name, value in observed.items()}
+    inner = {
+        name: merge_measured(payload[name], value) if name in payload else value for name, value in observed.items()
+    }
     return {**payload, **inner}

@@ -1,4 +1,4 @@
-"""What is in a log's files: its blocks and its tail, and where they are damaged."""
+"""Finds the blocks of a sealed file and the events of a tail, and the damaged parts of both."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from pulsetrain.engine.errors import RecordingError
-from pulsetrain.engine.recording.log.blocks import BLOCK_MAGIC, Header, find_next, parse
+from pulsetrain.engine.recording.log.blocks import BLOCK_MAGIC, Data, Header, find_next, parse
 from pulsetrain.engine.recording.log.index import TABLE_MAGIC, Index
 from pulsetrain.engine.recording.log.records import LoggedEvent, decode
 from pulsetrain.engine.recording.log.tail import unchecked
@@ -23,7 +22,11 @@ FORMAT = 1
 
 @dataclass(frozen=True)
 class Damage:
-    """A part of a log's file that cannot be read."""
+    """A part of a log's file that cannot be read.
+
+    >>> print(Damage("events.jsonl.zst", 4096, 8192, "no whole block"))
+    events.jsonl.zst, bytes 4096 to 8192: no whole block
+    """
 
     file: str
     start: int  # bytes
@@ -36,28 +39,28 @@ class Damage:
 
 @dataclass
 class Contents:
-    """What a sealed file holds."""
+    """The content of a sealed file."""
 
     index: Index = field(default_factory=Index)
     end: int = 0  # of the last whole block
-    ended: bool = False  # a table says that the log was closed
+    ended: bool = False  # it has a table: the log was closed
     damage: list[Damage] = field(default_factory=list)
 
 
-def mapped(path: Path) -> Any:
-    """The file's bytes, read as they are asked for; empty where there is none."""
+def mapped(path: Path) -> Data:
+    """The file's bytes, read on access; empty if the file is missing."""
     try:
         with path.open("rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except (FileNotFoundError, ValueError):  # none, or an empty one
+    except (FileNotFoundError, ValueError):  # ValueError: the file is empty
         return b""
 
 
-def scan(path: Path, data: Any = None) -> Contents:
-    """The blocks of a sealed file: by its table, or header by header where there is none.
+def scan(path: Path, data: Data | None = None) -> Contents:
+    """Find the blocks of a sealed file: by its table, or header by header if it has none.
 
     Args:
-        data: the file's bytes, where they are mapped already.
+        data: the file's bytes, if they are already mapped.
 
     Raises:
         RecordingError: the log is of a newer format.
@@ -88,15 +91,15 @@ def scan(path: Path, data: Any = None) -> Contents:
 def _check_format(path: Path, version: int) -> None:
     if version > FORMAT:
         raise RecordingError(
-            f"{path}: is of format {version}, this version reads up to {FORMAT}; read it with a newer pulsetrain"
+            f"{path}: has format {version}, and this version reads up to {FORMAT}; read it with a newer pulsetrain"
         )
 
 
 def recovered(lines: Sequence[bytes], after: int) -> tuple[list[LoggedEvent], int]:
-    """A tail's events behind those that are sealed, in the order of seq, and how many lines are not whole.
+    """The events of a tail's lines that are not sealed yet, in the order of seq, and the number of damaged lines.
 
     Args:
-        after: the last seq that is sealed.
+        after: the last sealed seq.
     """
     events: dict[int, LoggedEvent] = {}
     torn = 0

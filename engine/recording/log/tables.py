@@ -1,26 +1,30 @@
-"""Events as a table of pandas or Arrow, for those who have them installed."""
+"""Events as a table of pandas or Arrow, if these are installed."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pulsetrain.engine.errors import ConfigurationError
-from pulsetrain.engine.recording.log.non_finite import NON_FINITE
-from pulsetrain.engine.recording.log.records import LoggedEvent
+from pulsetrain.engine.recording.log.non_finite import NON_FINITE, parse_non_finite
+from pulsetrain.engine.recording.log.records import Json, LoggedEvent
+
+if TYPE_CHECKING:
+    import pandas
+    import pyarrow
 
 __all__ = ["columns", "to_arrow", "to_pandas"]
 
 _PLAIN = ("seq", "t", "ord", "engine", "event", "epoch", "iteration", "error", "open")
-_NESTED = ("payload", "output", "metrics")  # `observed` is within the payload
+_NESTED = ("payload", "output", "metrics")  # `observed` is part of the payload by then
 
 
-def to_pandas(events: Iterable[LoggedEvent]) -> Any:
+def to_pandas(events: Iterable[LoggedEvent]) -> pandas.DataFrame:
     """A DataFrame with a row for each event and the columns of `columns`; `t` is a time in UTC.
 
-    All of it is in memory: leave out what is not wanted by `EventLog.read(engine=, event=, where=, ...)`.
+    All of it is in memory: select the events you need by `EventLog.read(engine=, event=, where=, ...)`.
 
     Raises:
         ConfigurationError: pandas is not installed.
@@ -31,10 +35,10 @@ def to_pandas(events: Iterable[LoggedEvent]) -> Any:
     return frame
 
 
-def to_arrow(events: Iterable[LoggedEvent]) -> Any:
+def to_arrow(events: Iterable[LoggedEvent]) -> pyarrow.Table:
     """A pyarrow.Table with a row for each event and the columns of `columns`; `t` is a time in UTC.
 
-    Values of several types in one column become their JSON text.
+    A column with values of several types holds their JSON text.
 
     Raises:
         ConfigurationError: pyarrow is not installed.
@@ -52,13 +56,18 @@ def to_arrow(events: Iterable[LoggedEvent]) -> Any:
     return pyarrow.table(arrays)
 
 
-def columns(events: Iterable[LoggedEvent]) -> dict[str, list[Any]]:
-    """The events' values by column, None where an event has none.
+def columns(events: Iterable[LoggedEvent]) -> dict[str, list[Json]]:
+    """The events' values by column; None if an event has no value there.
 
-    Nested values have columns of their own, such as "output.loss", "payload.metrics.val/loss" and "lr.0"; so "NaN"
-    and the infinities are numbers where all else in the column is. Other lists stay lists.
+    Nested values have their own columns, such as "output.loss", "payload.metrics.val/loss" and "lr.0". The strings
+    "NaN", "Infinity" and "-Infinity" become floats if all other values of their column are numbers. Other lists stay
+    lists.
+
+    >>> found = columns([LoggedEvent(output={"loss": 0.5}), LoggedEvent(output={"loss": "Infinity"})])
+    >>> found["output.loss"]
+    [0.5, inf]
     """
-    found: dict[str, list[Any]] = {name: [] for name in _PLAIN}
+    found: dict[str, list[Json]] = {name: [] for name in _PLAIN}
     count = 0
     for event in events:
         for name in _PLAIN:
@@ -75,7 +84,7 @@ def columns(events: Iterable[LoggedEvent]) -> dict[str, list[Any]]:
     return found
 
 
-def _values(event: LoggedEvent) -> Iterator[tuple[str, Any]]:
+def _values(event: LoggedEvent) -> Iterator[tuple[str, Json]]:
     for name in _NESTED:
         value = getattr(event, name)
         if value is not None:
@@ -84,7 +93,7 @@ def _values(event: LoggedEvent) -> Iterator[tuple[str, Any]]:
         yield f"lr.{index}", rate
 
 
-def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _flat(name: str, value: Json) -> Iterator[tuple[str, Json]]:
     if isinstance(value, dict):
         for key, item in value.items():
             yield from _flat(f"{name}.{key}", item)
@@ -92,18 +101,18 @@ def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
-def _numbers(column: list[Any]) -> list[Any]:
-    """With "NaN" as the number, where there are numbers beside it."""
+def _numbers(column: list[Json]) -> list[Json]:
+    """The column with floats in place of "NaN" and the infinities, if it holds only numbers besides."""
     if not any(type(value) is str and value in NON_FINITE for value in column):
         return column
-    numbers = [NON_FINITE.get(value, value) if type(value) is str else value for value in column]
+    numbers = [parse_non_finite(value) for value in column]
     return numbers if all(value is None or type(value) in (int, float) for value in numbers) else column
 
 
-def _import(place: str, package: str) -> Any:
+def _import(caller: str, package: str) -> Any:  # a module
     try:
         return import_module(package)
     except ImportError as error:
         raise ConfigurationError(
-            f"{place}(): needs a package that is not there ({error}); pip install {package}"
+            f"{caller}(): needs a package that is not installed ({error}); pip install {package}"
         ) from error

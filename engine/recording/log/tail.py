@@ -1,8 +1,7 @@
-"""The open end of a log: a text file in memory that survives the process.
+"""The open end of a log: a memory-mapped text file that survives the process.
 
-It is mapped, so that writing a line costs no call to the operating system, and what was written is there when the
-process is killed. It is filled with newlines first: a text tool sees empty lines, and a full disk shows when
-the file grows, not when it is written.
+Writing a line costs no system call, and the line is in the file even if the process is killed. The file is filled with
+newlines first: text tools see empty lines, and a full disk raises an error when the file grows, not SIGBUS on a write.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ class Tail:
     """The lines that are not sealed yet, in the order in which they were written.
 
     Args:
-        path: made where it is not there; what it holds stays.
+        path: created if it is missing; existing lines are kept.
 
     Raises:
-        OSError: it cannot be made, or the disk is full.
+        OSError: the file cannot be created, or the disk is full.
     """
 
     def __init__(self, path: Path) -> None:
@@ -45,12 +44,12 @@ class Tail:
             raise
 
     def lines(self) -> list[bytes]:
-        """What is there, empty lines left out."""
+        """The lines of the file, without the empty ones."""
         assert self._map is not None
         return [line for line in self._map[: self.end].split(b"\n") if line]
 
     def append(self, line: bytes) -> None:
-        """Add a line, a JSON object without a newline; it gets its checksum.
+        """Append a line, a JSON object without a newline, with its checksum.
 
         Raises:
             OSError: the disk is full.
@@ -64,16 +63,16 @@ class Tail:
         self.end = end
 
     def replace(self, lines: Iterable[bytes]) -> None:
-        """Have these lines alone. Killed in between, the file holds the old ones, the new ones, or both.
+        """Replace all lines by these. If the process is killed meanwhile, the file holds the old, the new, or both.
 
         Raises:
             OSError: the disk is full.
         """
         content, before = b"".join([_checked(line) for line in lines]), self.end
         start, end = 0, len(content)
-        if end > before // 2:  # they could lie over each other: the old ones stay for now
+        if end > before // 2:  # old and new could overlap: keep the old ones for now
             start, end = before, before + end
-            if end > 128 * _FIRST:  # before the file grows without end
+            if end > 128 * _FIRST:  # bounds the size of the file
                 self._blank(0, before)
                 start, end = 0, len(content)
             if end > self._size:
@@ -85,7 +84,7 @@ class Tail:
         self.end = end
 
     def close(self) -> None:
-        """The file stays."""
+        """Unmap the file, which is kept."""
         if self._map is not None:
             self._map.close()
             self._map = None
@@ -98,7 +97,7 @@ class Tail:
             self._map[at:upto] = _BLANK[: upto - at]
 
     def _grow(self, size: int) -> None:
-        """Room on the disk first, newlines in it next, and only then in memory."""
+        """Allocate on the disk first, by writing newlines; only then map."""
         there = os.fstat(self._descriptor).st_size
         for at in range(there, size, len(_BLANK)):
             data = _BLANK[: min(len(_BLANK), size - at)]
@@ -110,7 +109,7 @@ class Tail:
         self._size = size
 
 
-_checksum = zlib.adler32  # of the line without it
+_checksum = zlib.adler32  # over the line without its checksum
 
 
 def _checked(line: bytes) -> bytes:
@@ -118,7 +117,13 @@ def _checked(line: bytes) -> bytes:
 
 
 def unchecked(line: bytes) -> bytes | None:
-    """A tail's line without its checksum; None where it is not whole."""
+    """A line of the tail without its checksum; None if the line is damaged or cut.
+
+    >>> unchecked(_checked(b'{"seq":1}')[:-1])
+    b'{"seq":1}'
+    >>> unchecked(b'{"seq":2,"c":1}') is None
+    True
+    """
     end = line.rfind(b',"c":')
     if end < 0 or not line.endswith(b"}"):
         return None

@@ -1,4 +1,4 @@
-"""Keeps a log within its budget: of old iterations' own events each hundredth stays, all other events do."""
+"""Keeps a log within its budget: of the per-iteration events of old iterations, 1 in 100 is kept; of others, all."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from pulsetrain.engine.recording.log.scan import FORMAT, mapped
 
 __all__ = ["THINNED", "thin"]
 
-THINNED = "log_thinned"  # the event that says so
-_KEPT = 100  # each of so many iterations
+THINNED = "log_thinned"  # the event that reports it
+_KEPT = 100  # per-iteration events are kept for multiples of this
 _FREQUENT = frozenset(
     {
         "get_batch_started", "get_batch_completed", "iteration_started", "iteration_completed", "gradients_ready",
@@ -24,22 +24,22 @@ _FREQUENT = frozenset(
 
 
 def thin(path: Path, target: Path, blocks: Sequence[tuple[int, Header]]) -> tuple[list[tuple[int, Header]], int]:
-    """Write another sealed file in which the older half of the blocks that are whole is thinned; damage stays as it is.
+    """Write a sealed file in which the older half of the blocks is thinned; damaged ones are copied as they are.
 
-    What is left of neighbouring blocks is put together.
+    The remaining events of neighbouring blocks are merged.
 
     Args:
         path: the sealed file.
-        target: the file that is written, and synced.
-        blocks: offsets and headers of what the sealed file holds.
+        target: the file to write and sync.
+        blocks: offsets and headers of the sealed file's blocks.
 
     Returns:
-        The same of the file that was written, and how many events were taken out.
+        Offsets and headers of the written file's blocks, and the number of removed events.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: `target` cannot be written.
     """
-    data, taken = mapped(path), 0
+    data, removed = mapped(path), 0
     whole = [index for index, (_, header) in enumerate(blocks) if not header.thinned]
     chosen = frozenset(whole[: len(whole) // 2])
     with target.open("wb") as file:
@@ -52,39 +52,39 @@ def thin(path: Path, target: Path, blocks: Sequence[tuple[int, Header]]) -> tupl
                 merged.write(header, data[start : block.end if block is not None else following])
                 continue
             events = decode(lines)
-            kept = [event for event in events if _stays(event)] if index in chosen else events
-            taken += len(events) - len(kept)
+            kept = [event for event in events if _is_kept(event)] if index in chosen else events
+            removed += len(events) - len(kept)
             merged.add(header, kept or events[:1])
         merged.seal()
         file.flush()
         os.fsync(file.fileno())
-    return merged.blocks, taken
+    return merged.blocks, removed
 
 
 class _Merged:
-    """The blocks of the new file."""
+    """Writes the blocks of the new file."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.blocks: list[tuple[int, Header]] = []
         self._file = file
         self._events: list[LoggedEvent] = []
-        self._headers: list[Header] = []  # of the blocks that these are left of
+        self._headers: list[Header] = []  # of the blocks that these come from
 
     def add(self, header: Header, events: Sequence[LoggedEvent]) -> None:
-        """What is left of a block; one that begins with a seam begins a block here, too."""
+        """Add the remaining events of a block; a block that begins with a seam also begins a new one."""
         if header.seams or len(self._events) + len(events) > BLOCK_EVENTS:
             self.seal()
         self._events.extend(events)
         self._headers.append(header)
 
     def write(self, header: Header, content: bytes) -> None:
-        """A block as it is."""
+        """Copy a block as it is."""
         self.seal()
         self.blocks.append((self._file.tell(), header))
         self._file.write(content)
 
     def seal(self) -> None:
-        """Write what was added."""
+        """Write the added events as one block."""
         if not self._headers:
             return
         first, last = self._headers[0], self._headers[-1]
@@ -101,5 +101,5 @@ class _Merged:
         self.write(header, content)
 
 
-def _stays(event: LoggedEvent) -> bool:
+def _is_kept(event: LoggedEvent) -> bool:
     return event.event not in _FREQUENT or event.iteration % _KEPT == 0

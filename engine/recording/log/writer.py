@@ -1,4 +1,4 @@
-"""Writes an event log: lines into the tail at once, full blocks into the sealed file."""
+"""Writes an event log: each line into the tail immediately, full blocks into the sealed file."""
 
 from __future__ import annotations
 
@@ -12,16 +12,20 @@ from pulsetrain.engine.errors import RunFolderError
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.recording.log.blocks import BLOCK_EVENTS, SEAM, Header, seal
 from pulsetrain.engine.recording.log.index import Index
-from pulsetrain.engine.recording.log.records import NO_PLAIN_VALUE, LoggedEvent, encode, encoded
+from pulsetrain.engine.recording.log.records import ENCODING_ERRORS, LoggedEvent, encode, encoded
 from pulsetrain.engine.recording.log.scan import FORMAT, Contents, recovered, scan
 from pulsetrain.engine.recording.log.tail import Tail
 from pulsetrain.engine.recording.log.thinning import THINNED, thin
 
-__all__ = ["LogWriter", "log_files"]
+__all__ = ["LOST", "LogWriter", "log_files"]
 
 
 def log_files(folder: Path, rank: int = 0) -> tuple[Path, Path]:
-    """The sealed file and the tail of a rank's log."""
+    """The sealed file and the tail of a rank's log.
+
+    >>> [file.name for file in log_files(Path("runs/a/events"), rank=1)]
+    ['events.rank1.jsonl.zst', 'tail.rank1.jsonl']
+    """
     middle = f".rank{rank}" if rank else ""
     return folder / f"events{middle}.jsonl.zst", folder / f"tail{middle}.jsonl"
 
@@ -29,43 +33,53 @@ def log_files(folder: Path, rank: int = 0) -> tuple[Path, Path]:
 _OPEN: weakref.WeakSet[LogWriter] = weakref.WeakSet()
 
 
-def _let_go_of_locks() -> None:
-    """In a forked process, such as a loader's worker: else it holds the logs' locks for as long as it lives."""
+def _release_locks() -> None:
+    """In a forked process, such as a loader's worker, which would otherwise hold the locks for its lifetime."""
     for writer in list(_OPEN):
-        writer.let_go()
+        writer.release_lock()
 
 
-os.register_at_fork(after_in_child=_let_go_of_locks)
+os.register_at_fork(after_in_child=_release_locks)
 
-LOST = "log_lost"  # the event that says that events could not be written
+LOST = "log_lost"  # the event that reports events that could not be written
 _KEPT_IN_MEMORY = 64 * BLOCK_EVENTS
 
 
 class LogWriter:
-    """Appends events to the log in a folder, going on with one that is there.
+    """Appends events to the log in a folder.
 
-    A line is in the tail, which outlives the process, when `add` returns. A block is sealed when `ord` comes to a
-    multiple of 1024 and all its events are complete, or at `end`.
+    When `add` returns, the line is in the tail, which survives the process. A block is sealed when `ord` reaches a
+    multiple of 1024 and all events of the block are complete, or at `end`.
+
+    >>> import tempfile
+    >>> from pulsetrain.engine.recording import EventLog
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     writer = LogWriter(Path(folder))
+    ...     writer.add(LoggedEvent(ord=0, engine="trainer", event="started", seq=0, t=time.time_ns()))
+    ...     writer.end()
+    ...     writer.close()
+    ...     print([event.event for event in EventLog(folder).read()], EventLog(folder).ended)
+    ['started'] True
 
     Args:
-        folder: made where it is not there.
-        rank: of this process; each writes a log of its own.
-        max_bytes: budget of the sealed file: where it is reached, old iterations' own events are thinned, and an event
-            `log_thinned` says so.
+        folder: created if it is missing.
+        rank: rank of this process; each rank writes its own log.
+        max_bytes: budget of the sealed file: when it is exceeded, the per-iteration events of old iterations are
+            thinned, and an event `log_thinned` reports it.
 
     Raises:
         RunFolderError: another process writes this log, or the folder cannot be written.
-        RecordingError: the log is of a newer format.
+        RecordingError: the log has a newer format.
     """
 
     def __init__(self, folder: Path, rank: int = 0, max_bytes: int | None = None) -> None:
         self.path, tail = log_files(folder, rank)
         self._max_bytes = max_bytes
-        self._thins_above = max_bytes  # more than the budget where nothing is left to be taken out
+        self._thins_above = max_bytes  # larger than the budget once nothing is left to remove
         self._unsealed: list[LoggedEvent] = []
-        self._lines: list[bytes] = []  # of these
-        self._open: dict[int, int] = {}  # seq -> index in both of those that are not complete
-        self._cuts: list[int] = []  # where blocks end in both
+        self._lines: list[bytes] = []  # of the unsealed events
+        self._open: dict[int, int] = {}  # seq -> index in both lists, of events that are not complete
+        self._cuts: list[int] = []  # where blocks end in both lists
         self._headers: list[tuple[int, Header]] = []
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -73,14 +87,14 @@ class LogWriter:
         except OSError as error:
             raise RunFolderError(
                 f"event log {folder}: cannot be written ({error.strerror or error}); "
-                "choose another folder or mend its permissions"
+                "choose another folder or fix its permissions"
             ) from error
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             os.close(self._descriptor)
             raise RunFolderError(
-                f"event log {folder}: another recorder writes it; detach that one first, or choose another folder"
+                f"event log {folder}: another recorder is writing it; detach that one first, or choose another folder"
             ) from None
         try:
             contents = scan(self.path)
@@ -88,19 +102,19 @@ class LogWriter:
         except BaseException:
             os.close(self._descriptor)
             raise
-        self._go_on(contents)
+        self._append_to(contents)
         _OPEN.add(self)
 
-    def _go_on(self, contents: Contents) -> None:
-        """Behind what is there: cut off what a crash has left unfinished, and take the tail's events over."""
+    def _append_to(self, contents: Contents) -> None:
+        """Continue after the existing blocks: drop what a crash left unfinished, and adopt the tail's events."""
         index = contents.index
         self._headers = [(index.start(number), header) for number, header in enumerate(index.headers)]
         self._end = contents.end
         self._after = index.last_seq
         events, torn = recovered(self._tail.lines(), self._after)
         if torn:
-            get_logger("engine").warning("the event log's tail holds lines that are not whole", lines=torn)
-        self.cut_off = not contents.ended or bool(events)  # what is there was not closed; nothing may be there
+            get_logger("engine").warning("the event log's tail has damaged lines, which are skipped", lines=torn)
+        self.cut_off = not contents.ended or bool(events)  # the existing log was not closed; also true if it is empty
         self._unsealed = events
         self._lines = [encode(event) for event in events]
         self.last_seq = max([self._after, *(event.seq for event in events)])
@@ -114,30 +128,30 @@ class LogWriter:
 
     @property
     def events(self) -> int:
-        """How many the log holds."""
+        """Number of events in the log."""
         return sum(header.count for _, header in self._headers) + len(self._unsealed)
 
     @property
     def nbytes(self) -> int:
-        """Of the sealed file."""
+        """Size of the sealed file."""
         return self._end
 
     def add(self, event: LoggedEvent) -> None:
-        """Write an event; one that is `open` is completed later. Where its seq has been taken it gets the next one.
+        """Write an event; one that is `open` is completed later. If its seq is already used, it gets the next one.
 
         Raises:
-            RecordingError: it holds what is no plain value.
-            OSError: the disk is full; the log is as it was, or holds the event in its tail.
+            RecordingError: the event holds a value that JSON cannot.
+            OSError: the disk is full; the log is unchanged, or has the event in its tail.
         """
         try:
             line = encoded(event)
-        except NO_PLAIN_VALUE:
-            line = encode(event)  # raises, too, and says which event it is
+        except ENCODING_ERRORS:
+            line = encode(event)  # raises again, and names the event
         if event.seq <= self.last_seq:
-            event.seq = self.last_seq + 1  # the writer's own record came between
+            event.seq = self.last_seq + 1  # a record of the writer itself has used its seq
             line = encode(event)
         ord = event.ord
-        begins = not self._first <= ord < self._next and ord >= 0  # else it is of the block under way
+        begins = not self._first <= ord < self._next and ord >= 0  # else it belongs to the current block
         if begins:
             self._bound_block(ord)
             if self._unsealed:
@@ -152,29 +166,29 @@ class LogWriter:
             if begins:
                 self._seal_complete()
         except OSError:
-            self._forget_the_oldest()
+            self._drop_oldest()
             raise
 
-    def _forget_the_oldest(self) -> None:
-        """On a disk that stays full memory must not fill up as well: what is lost is said in the log."""
+    def _drop_oldest(self) -> None:
+        """Bound memory while the disk stays full: an event `log_lost` replaces the oldest events."""
         excess = len(self._unsealed) - _KEPT_IN_MEMORY
         if excess <= 0:
             return
         cut = excess + BLOCK_EVENTS
-        said = LoggedEvent(event=LOST, payload={"events": cut}, seq=self._unsealed[cut - 1].seq, t=time.time_ns())
+        lost = LoggedEvent(event=LOST, payload={"events": cut}, seq=self._unsealed[cut - 1].seq, t=time.time_ns())
         before = next((event for event in self._unsealed[:cut] if event.event == LOST), None)
         if before is not None:
-            said.payload["events"] += before.payload["events"] - 1
-        self._unsealed[:cut], self._lines[:cut] = [said], [encode(said)]
+            lost.payload["events"] += before.payload["events"] - 1
+        self._unsealed[:cut], self._lines[:cut] = [lost], [encode(lost)]
         moved = cut - 1
         self._cuts = [each - moved for each in self._cuts if each > cut]
         self._open = {seq: index - moved for seq, index in self._open.items() if index >= cut}
 
     def complete(self, event: LoggedEvent) -> None:
-        """Write an open event again, which is whole now."""
+        """Write an open event again, now that it is complete."""
         event.open = False
         index = self._open.pop(event.seq, None)
-        if index is None:  # sealed as it was
+        if index is None:  # it was sealed incomplete
             return
         line = encode(event)
         self._lines[index] = line
@@ -183,21 +197,21 @@ class LogWriter:
             self._seal_complete()
 
     def update(self, event: LoggedEvent) -> None:
-        """Write what is known by now of an open event; more follows."""
+        """Write the fields of an open event that are known so far."""
         index = self._open.get(event.seq)
-        if index is None:  # sealed as it was, or lost on a full disk
+        if index is None:  # it was sealed incomplete, or lost on a full disk
             return
         self._lines[index] = line = encode(event)
         self._tail.append(line)
 
     def rewind(self, after: int, ord: int, seq: int, t: int) -> None:
-        """A run goes on from a checkpoint: the events behind `after` come again, the next one's ord is `ord`.
+        """Mark that the run resumes from a checkpoint: the events after `after` are superseded.
 
         Args:
             after: seq of the last event before the checkpoint.
-            ord: of the first event behind it.
-            seq: of the record that marks the seam.
-            t: when that is.
+            ord: ord of the next deterministic event.
+            seq: seq of the record that marks the seam.
+            t: time of that record, nanoseconds since 1970.
         """
         self.seal()
         self.add(LoggedEvent(event=SEAM, payload={"after": after, "ord": ord}, seq=seq, t=t))
@@ -205,10 +219,10 @@ class LogWriter:
         self._bound_block(ord)
 
     def seal(self) -> None:
-        """Seal what is complete; events that are still open are sealed as they are.
+        """Seal all events; those still open are sealed incomplete.
 
         Raises:
-            OSError: the disk is full; the log is as it was.
+            OSError: the disk is full; the log is unchanged.
         """
         if self._unsealed:
             self._open.clear()
@@ -216,26 +230,26 @@ class LogWriter:
             self._seal_complete()
 
     def end(self) -> None:
-        """Seal everything, and say that this is the end; what is added nevertheless takes that back.
+        """Seal everything and mark the log as ended; an event added later removes that mark.
 
         Raises:
-            OSError: the disk is full; the log is as it was.
+            OSError: the disk is full; the log is unchanged.
         """
         self.seal()
-        if self._unsealed:  # it was thinned, and says so
+        if self._unsealed:  # the log was thinned, which an event reports
             self._thins_above = None
             self.seal()
         self._write(Index(self._headers).table(FORMAT), keep=False)
 
     def close(self) -> None:
-        """Give the files back; `end` comes before."""
+        """Close the files and release the lock; call `end` first if the run has ended."""
         _OPEN.discard(self)
         self._tail.close()
-        fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # a process that was forked just now may hold it, too
+        fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # a process forked just now may hold the descriptor as well
         os.close(self._descriptor)
 
-    def let_go(self) -> None:
-        """Give the lock back in a process that has inherited this; it writes nothing there."""
+    def release_lock(self) -> None:
+        """Release the lock in a forked process, which never writes."""
         os.close(self._descriptor)
         self._descriptor = -1
 
@@ -260,31 +274,30 @@ class LogWriter:
 
     def _thin(self) -> None:
         target = self.path.with_name(f".{self.path.name}.thinned")
-        headers, taken = thin(self.path, target, self._headers)
+        headers, removed = thin(self.path, target, self._headers)
         if target.stat().st_size >= self._end:
             target.unlink()
-            self._thins_above = self._end + self._end // 4  # until then more has come that can be
+            self._thins_above = self._end + self._end // 4  # by then there are new events that can be removed
             get_logger("engine").warning(
-                "the event log has outgrown its budget, and nothing in it can be thinned",
+                "the event log exceeds its budget, and nothing is left in it to thin",
                 bytes=self._end,
                 max_bytes=self._max_bytes,
             )
             return
         self._thins_above = self._max_bytes
         descriptor = os.open(target, os.O_RDWR | os.O_CLOEXEC)
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # before the name is its: nobody else has seen it
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # before the rename: no other writer can be first
         os.replace(target, self.path)
         os.close(self._descriptor)
         self._descriptor, self._headers = descriptor, headers
         self._end = os.fstat(descriptor).st_size
-        if taken:
+        if removed:
             up_to = max(header.seq[1] for _, header in headers if header.thinned)
-            said = LoggedEvent(event=THINNED, payload={"events": taken, "up_to_seq": up_to})
-            said.seq, said.t = self.last_seq + 1, time.time_ns()
-            self.add(said)
+            payload = {"events": removed, "up_to_seq": up_to}
+            self.add(LoggedEvent(event=THINNED, payload=payload, seq=self.last_seq + 1, t=time.time_ns()))
 
     def _write(self, data: bytes, *, keep: bool = True) -> None:
-        """Append to the sealed file, over a table that was there."""
+        """Append to the sealed file, over its table if it has one."""
         os.ftruncate(self._descriptor, self._end)
         done = 0
         try:

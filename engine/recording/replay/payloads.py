@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pulsetrain.engine.errors import RecordingError
 from pulsetrain.engine.recording.log.non_finite import NON_FINITE
-from pulsetrain.engine.recording.log.records import LoggedEvent, merged
+from pulsetrain.engine.recording.log.records import LoggedEvent, merge_measured
 
 __all__ = ["ReplayedOutput", "payload_of", "plain", "whole"]
 
@@ -43,7 +43,7 @@ class ReplayedOutput(dict[str, Any]):
 def whole(event: LoggedEvent) -> LoggedEvent:
     """The event itself, what was measured put back into its payload."""
     if event.observed is not None:
-        event.payload = merged(event.payload, event.observed)
+        event.payload = merge_measured(event.payload, event.observed)
     return event
 
 

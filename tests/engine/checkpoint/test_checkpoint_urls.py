@@ -99,7 +99,7 @@ def test_damage_is_noticed_and_passed_over(file: str, url: CheckpointUrl):
         check_checkpoint(newer)
     with structlog.testing.capture_logs() as logs:
         assert manager.get_latest() == older
-    assert [line["event"] for line in logs] == ["checkpoint passed over"]
+    assert [line["event"] for line in logs] == ["damaged checkpoint skipped"]
 
 
 class Cut(Exception):  # noqa: N818

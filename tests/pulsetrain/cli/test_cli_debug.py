@@ -83,7 +83,7 @@ class TestCommands:
             (["next to validation_completed"], "epoch 1, iteration 4"),
             (["goto end", "next"], "the end of the log"),
             (["goto end", "back to epoch_started"], "epoch 3, iteration 8"),
-            (["back to epoch_started"], "no epoch_started that way"),
+            (["back to epoch_started"], "no epoch_started in that direction"),
             (["goto iteration 7"], "iteration 7"),
             (["goto epoch 2"], "epoch_started, epoch 2"),
             (["goto seq 4"], "seq 4:"),
@@ -120,16 +120,16 @@ class TestCommands:
             ("next 0", "at least 1"),
             ("next to", "needs an event"),
             ("back to validaton_completed", "did you mean 'validation_completed'"),
-            ("goto", "choose goto iteration N"),
-            ("goto iteration", "choose goto iteration N"),
+            ("goto", "write goto iteration N"),
+            ("goto iteration", "write goto iteration N"),
             ("goto iteration 99", "its last iteration is 12"),
             ("goto iteration " + "9" * 5000, "needs a whole number"),
-            ("break", "choose break on EVENT"),
-            ("break on", "choose break on EVENT"),
-            ("break on a b", "choose break on EVENT"),
+            ("break", "write break on EVENT"),
+            ("break on", "write break on EVENT"),
+            ("break on a b", "write break on EVENT"),
             ("break on epoch_startd", "did you mean 'epoch_started'"),
             ("break on epoch_started if", "where:"),
-            ("break on epoch_started if __import__('os')", "not understood"),
+            ("break on epoch_started if __import__('os')", "not supported"),
             ("delete 3", "there are none"),
             ("delete", "needs a whole number"),
             ("watch nothing_such", "unknown"),
@@ -144,9 +144,9 @@ class TestCommands:
 
     def test_an_empty_line_stands_for_the_last_that_moved(self, commands):
         said(commands, "next 2")
-        assert commands.again() == "next 2"
+        assert commands.repeat() == "next 2"
         said(commands, "state")
-        assert commands.again() == ""
+        assert commands.repeat() == ""
         assert said(commands, "   ") == ""
 
     def test_words_are_completed(self, commands):

@@ -105,7 +105,7 @@ def test_it_opens_right_before_the_fault_with_everything_at_hand(failed: Path) -
     assert "    loss = float32 () on cpu" in told
     assert f"rows of the dataset: {', '.join(map(str, bundle.rows or ()))}" in told
     assert f"1 NaN, in rows {row}" in told
-    assert f"row {row} is the dataset's 21" in told
+    assert f"row {row} is row 21 of the dataset" in told
     assert ", nan, " in told
     assert "weights: 4 tensors, 0 of them" in told
     assert f"checkpoint {bundle.facts['iteration'] - 1:09d}-checkpoint" in told  # its run's, not the bundle's
@@ -162,7 +162,7 @@ def test_without_a_recorder_the_bundle_tells_the_events(folder: Path) -> None:
     [
         ("batch 99", "batch 99: batch[0] has no such row; its shape is (4, 4)"),
         ("batch x", "batch x: needs a whole number"),
-        ("norms weight", "norms weight: choose weights, gradients, optimizer"),
+        ("norms weight", "norms weight: choose one of weights, gradients, optimizer"),
     ],
 )
 def test_wrong_words_are_said(line: str, message: str, failed: Path) -> None:

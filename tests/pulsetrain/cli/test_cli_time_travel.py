@@ -118,7 +118,7 @@ def test_a_fork_without_a_change_is_the_same_run(place: Path, capsys: pytest.Cap
     assert main(["fork", "a", "--at", "20", "--into", "b", "--train"]) == 0
     found = diff("a", "b")
     assert not found, str(found)
-    assert "b was forked from a behind iteration 16: compared from there on" in str(found)
+    assert "b was forked from a after iteration 16: compared from there on" in str(found)
     assert found.agreed > 14 * 5
     parent = json.loads((place / "b" / "run.json").read_text())["parent"]
     assert (parent["iteration"], parent["changed"]) == (16, [])

@@ -102,7 +102,7 @@ def test_the_prompt_steps_and_looks_at_tensors(live: LiveDebugger):
     assert "model[0].weight.norm().item(): " in say("next 2")
     with pytest.raises(ConfigurationError, match="NameError"):
         say("print nonsense")
-    with pytest.raises(ConfigurationError, match="begins behind iteration 4"):
+    with pytest.raises(ConfigurationError, match="starts after iteration 4"):
         say("goto iteration 3")
     with pytest.raises(ConfigurationError, match="ended before"):
         say("goto iteration 300")

@@ -19,7 +19,7 @@ from pulsetrain.cli import export
 from pulsetrain.engine.errors import ConfigurationError, RecordingError, RunFolderError
 from pulsetrain.engine.recording import EventLog, LoggedEvent, LogWriter
 from pulsetrain.export import scalars_of, write_csv, write_perfetto, write_tensorboard
-from pulsetrain.export.scalars import FirstHand
+from pulsetrain.export.scalars import FirstSources
 
 T = 1_763_000_000_000_000_000
 MS = 1_000_000
@@ -267,8 +267,8 @@ class TestRollouts:
         return run.add("epoch_completed", 1, 2, metrics={**known}).add("completed", 1, 2).end()
 
     def test_each_event_tells_what_it_measured_and_not_what_was_known_before(self, run):
-        first_hand = FirstHand()
-        told = [(event.event, first_hand.of(event, "trainer")) for event in EventLog(run).read()]
+        sources = FirstSources()
+        told = [(event.event, sources.scalars(event, "trainer")) for event in EventLog(run).read()]
         assert [scalars for event, scalars in told if event == "rollout_completed"] == [
             {"rollout/reward": 0.5, "rollout/return": 7.0},
             {"rollout/reward": 1.5},
@@ -281,7 +281,7 @@ class TestRollouts:
         assert [scalars for event, scalars in told if event == "epoch_completed"] == [{}]
 
     def test_what_receivers_of_a_validation_computed_is_told_with_each(self):
-        first_hand = FirstHand()
+        sources = FirstSources()
         for event, accuracy in (
             ("validation_completed", 0.5),
             ("epoch_completed", 0.5),
@@ -290,7 +290,7 @@ class TestRollouts:
             payload = {"metrics": {"val/loss": 1.0}} if event == "validation_completed" else None
             known = {"val/loss": 1.0, "accuracy": accuracy}
             logged = LoggedEvent(engine="trainer", event=event, payload=payload, metrics=known)
-            assert first_hand.of(logged, "trainer") == (known if payload else {})
+            assert sources.scalars(logged, "trainer") == (known if payload else {})
 
     def test_a_rollout_is_a_slice_in_the_run_and_returns_are_counters(self, run, tmp_path):
         events = trace_of(run, tmp_path / "trace.json")

@@ -175,7 +175,7 @@ def test_each_cause_is_found_at_its_event(
     assert str(found.causes[0]) in str(found)
     if change is draw_from_python:
         assert found.fingerprints == {"weights": True, "buffers": True, "optimizer": True, "rng": False}
-        assert "fingerprints behind it: weights same, buffers same, optimizer same, rng differs" in str(found)
+        assert "fingerprints after it: weights same, buffers same, optimizer same, rng differs" in str(found)
 
 
 def test_the_batch_is_named_by_its_rows(run: Path, tmp_path: Path):
@@ -332,7 +332,7 @@ def test_a_handlers_end_has_to_come_again(tmp_path: Path):
     assert verify(tmp_path / "run", lambda: again(True))
     found = verify(tmp_path / "run", lambda: again(False))
     assert not found
-    assert "the run went on" in str(found)
+    assert "the run continued" in str(found)
 
 
 def test_a_damaged_log_proves_nothing(run: Path):
@@ -352,7 +352,7 @@ def test_wrong_input_is_refused_with_the_remedy(run: Path, tmp_path: Path):
         verify(run, lambda: build(run), from_iteration=8)
     with pytest.raises(ConfigurationError, match="at least 1"):
         verify(run, lambda: build(run), from_iteration=0)
-    with pytest.raises(ConfigurationError, match="lies before from_iteration=30"):
+    with pytest.raises(ConfigurationError, match="is before from_iteration=30"):
         verify(run, lambda: build(run), from_iteration=30, to_iteration=3)
     with pytest.raises(ConfigurationError, match="the log ends at iteration 30"):
         verify(run, lambda: build(run), from_iteration=20, to_iteration=300)

@@ -286,7 +286,7 @@ class TestDamage:
         write(tmp_path / "b", run(10))
         monkeypatch.setattr("pulsetrain.engine.recording.log.writer.FORMAT", 2)
         write(tmp_path / "a", run(10))
-        with pytest.raises(RecordingError, match="is of format 2, this version reads up to 1"):
+        with pytest.raises(RecordingError, match="has format 2, and this version reads up to 1"):
             diff(tmp_path / "a", tmp_path / "b")
 
     def test_no_log(self, tmp_path):

@@ -189,7 +189,7 @@ def test_a_writer_killed_right_behind_a_seam_goes_on_with_its_ord(tmp_path: Path
 
 def test_two_writers_on_one_folder_are_refused(tmp_path: Path):
     writer = LogWriter(tmp_path)
-    with pytest.raises(RunFolderError, match="another recorder writes it"):
+    with pytest.raises(RunFolderError, match="another recorder is writing it"):
         LogWriter(tmp_path)
     writer.close()
     LogWriter(tmp_path).close()

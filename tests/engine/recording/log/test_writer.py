@@ -56,7 +56,7 @@ def test_another_writer_is_still_refused_after_a_fork(tmp_path: Path):
     if not child:
         os._exit(0)
     os.waitpid(child, 0)
-    with pytest.raises(RunFolderError, match="another recorder writes it"):
+    with pytest.raises(RunFolderError, match="another recorder is writing it"):
         LogWriter(tmp_path)
     end(writer)
 

@@ -1,0 +1,73 @@
+"""Digests of files, computed while they are written or read."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+from collections.abc import Callable
+from typing import IO, TYPE_CHECKING
+
+from pulsetrain.engine.checkpoint.manifest import FileEntry
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
+__all__ = ["Write", "digest_of", "write_digested"]
+
+Write = Callable[[IO[bytes]], object]  # writes the content of a file
+
+_BUFFER = 1 << 20  # bytes: torch writes small tensors, and the bytes between them, a few at a time
+
+
+def write_digested(put: Callable[[ReadableBuffer], int | None], write: Write) -> FileEntry:
+    """Pass what `write` writes to `put`.
+
+    >>> content = io.BytesIO()
+    >>> write_digested(content.write, lambda file: file.write(b"abc"))["bytes"]
+    3
+
+    Args:
+        put: accepts bytes, and returns how many of them it has written.
+
+    Returns:
+        The manifest's entry for the file: its size in bytes and its SHA-256.
+    """
+    digesting = _Digesting(put)
+    file = io.BufferedWriter(digesting, _BUFFER)
+    try:
+        write(file)
+        file.flush()
+    except Exception as error:
+        # torch reports a failed write as "unexpected pos"
+        if digesting.failure is not None and error is not digesting.failure:
+            raise digesting.failure from None
+        raise
+    finally:
+        digesting.close()  # after a failed write, what is left in the buffer must not be written
+    return {"bytes": digesting.size, "sha256": digesting.digest.hexdigest()}
+
+
+def digest_of(file: IO[bytes]) -> str:
+    """SHA-256 of the rest of an open file."""
+    return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]  # our files have `readinto`
+
+
+class _Digesting(io.RawIOBase):
+    def __init__(self, put: Callable[[ReadableBuffer], int | None]) -> None:
+        self.put, self.size, self.digest = put, 0, hashlib.sha256()
+        self.failure: OSError | None = None
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: ReadableBuffer, /) -> int:
+        view = memoryview(data).cast("B")
+        try:
+            count = self.put(view)
+        except OSError as error:
+            self.failure = error
+            raise
+        written = view.nbytes if count is None else count
+        self.digest.update(view[:written])
+        self.size += written
+        return written
