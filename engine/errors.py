@@ -51,13 +51,13 @@ class PulsetrainError(Exception):
     Cosine(floor=0.5): is above peak=0.1
     >>> error.argument, error.value
     ('floor', 0.5)
-    >>> print(error.reworded(lambda name: f"training.{name}"))
+    >>> print(error.reworded(lambda name, value: (f"training.{name}", value)))
     training.floor=0.5: is above training.peak=0.1
     """
 
     def __init__(self, rule: str = "", place: str = "", /, **arguments: object) -> None:
         self.rule, self.place, self.arguments = rule, place, arguments
-        super().__init__(self._text(place))
+        super().__init__(self._text(place, {name: (name, value) for name, value in arguments.items()}, _shown))
 
     @property
     def argument(self) -> str | None:
@@ -69,16 +69,18 @@ class PulsetrainError(Exception):
         """The rejected value."""
         return next(iter(self.arguments.values()), None)
 
-    def reworded(self, name: Callable[[str], str], show: Callable[[object], str] | None = None) -> Self:
+    def reworded(
+        self, rename: Callable[[str, object], tuple[str, object]], show: Callable[[object], str] | None = None
+    ) -> Self:
         """The same error without its place and with other names for the arguments.
 
         Args:
-            name: gives the new name of an argument.
+            rename: gives the new name and value for the name and value of an argument.
             show: gives the text of a value; by default as Python writes it.
         """
-        renamed = {argument: name(argument) for argument in self.arguments}
+        renamed = {argument: rename(argument, value) for argument, value in self.arguments.items()}
         error = self.with_text(self._text("", renamed, show or _shown))
-        error.arguments = {renamed[argument]: value for argument, value in self.arguments.items()}
+        error.arguments = dict(renamed.values())
         return error
 
     def with_text(self, text: str) -> Self:
@@ -89,12 +91,9 @@ class PulsetrainError(Exception):
             error.add_note(note)
         return error
 
-    def _text(
-        self, place: str, renamed: Mapping[str, str] | None = None, show: Callable[[object], str] = _shown
-    ) -> str:
+    def _text(self, place: str, arguments: Mapping[str, tuple[str, object]], show: Callable[[object], str]) -> str:
         rule, given = self.rule, []
-        for argument, value in self.arguments.items():
-            name = argument if renamed is None else renamed[argument]
+        for argument, (name, value) in arguments.items():
             text = name if value is UNKNOWN else f"{name}={show(value)}"
             if f"{{{argument}}}" in rule:
                 rule = rule.replace(f"{{{argument}}}", text)

@@ -125,6 +125,10 @@ def named_schedule(
         if field.name not in parameters and field.default is MISSING:
             needed = {field.name: ...}
             raise ConfigurationError(f"needs {{{field.name}}}, {_NEEDED[field.name]}", place, name=name, **needed)
+    decay_steps = parameters.get("decay_steps")
+    if total_steps is not None and is_whole(decay_steps) and decay_steps > total_steps - warmup_steps:
+        rule = f"is more than the {total_steps - warmup_steps} updates that {{warmup_steps}} leaves"
+        raise ConfigurationError(rule, place, decay_steps=decay_steps, warmup_steps=warmup_steps)
     schedule = kind(**parameters)
     return Warmup(learning_rate, warmup_steps, warmup_strategy) >> schedule if warmup_steps else schedule
 

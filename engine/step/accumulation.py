@@ -44,7 +44,7 @@ class Accumulate:
         for name in ("batches", "tokens"):
             value = getattr(self, name)
             if value is not None and not _whole(value, 1):
-                raise ConfigurationError(f"Accumulate({name}={value!r}): needs a whole number of at least 1")
+                raise ConfigurationError("needs a whole number of at least 1", "Accumulate", **{name: value})
         if self.schedule is not None:
             self._check_schedule(self.schedule)
 

@@ -234,7 +234,8 @@ def _refuse_two_schedulers(optimizer: torch.optim.Optimizer, given: Sequence[Any
 def _refuse_second(setting: str, value: object, kind: type, given: Sequence[Any]) -> None:
     if any(isinstance(handler, kind) for handler in given):
         raise ConfigurationError(
-            f"a handler {kind.__name__} is there as well; pass one of the two, None leaves it to the handler",
+            f"a handler {kind.__name__} is given as well; pass one of the two: None (null in YAML) leaves it to the "
+            "handler",
             "TrainingConfig",
             **{setting: value},
         )

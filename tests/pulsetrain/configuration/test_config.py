@@ -169,8 +169,8 @@ class TestReading:
     @pytest.mark.parametrize(
         ("text", "message"),
         [
-            ("a: [1\nb: 2", "no valid YAML.*line 2"),
-            ("run: a\nrun: b", "the key 'run' stands there twice"),
+            ("a: [1\nb: 2", "not valid YAML.*line 2"),
+            ("run: a\nrun: b", "the key 'run' is given twice"),
             ("- a", "needs the sections run, model"),
             ("", "needs the sections run, model"),
             (LEAST + "trainig: {}", "trainig: unknown section.*did you mean 'training'"),
@@ -190,10 +190,10 @@ class TestReading:
         ("key", "value", "message"),
         [
             ("trainig__x", "3", "--trainig.x: unknown section.*did you mean 'training'"),
-            ("handlers__0", "3", "--handlers.0: handlers is a list; give it whole"),
-            ("run__x", "3", "--run.x: run is 'runs/a', no mapping"),
+            ("handlers__0", "3", "--handlers.0: handlers is a list; set it as a whole"),
+            ("run__x", "3", "--run.x: run is 'runs/a', not a mapping"),
             ("training____x", "3", "--training..x: an empty name"),
-            ("training__x", "[1", r"--training.x '\[1': no valid YAML"),
+            ("training__x", "[1", r"--training.x '\[1': not valid YAML"),
         ],
     )
     def test_refuses_an_override(self, tmp_path: Path, key: str, value: str, message: str) -> None:
