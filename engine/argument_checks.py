@@ -35,7 +35,7 @@ def check_whole_number(place: str, argument: str, value: object, at_least: int =
     ):
         return
     bound = "" if below is None else f" and below {below}"
-    raise ConfigurationError(f"{place}({argument}={value!r}): needs a whole number of at least {at_least}{bound}")
+    raise ConfigurationError(f"needs a whole number of at least {at_least}{bound}", place, **{argument: value})
 
 
 def check_number(place: str, argument: str, value: object, at_least: float = 0.0, below: float = math.inf) -> None:
@@ -49,7 +49,7 @@ def check_number(place: str, argument: str, value: object, at_least: float = 0.0
     wanted = f"finite number of at least {at_least:g}"
     if below < math.inf:
         wanted = f"number of at least {at_least:g} and below {below:g}"
-    raise ConfigurationError(f"{place}({argument}={value!r}): needs a {wanted}")
+    raise ConfigurationError(f"needs a {wanted}", place, **{argument: value})
 
 
 def check_bool(place: str, argument: str, value: object) -> None:
@@ -59,4 +59,4 @@ def check_bool(place: str, argument: str, value: object) -> None:
         ConfigurationError: neither.
     """
     if not isinstance(value, bool):
-        raise ConfigurationError(f"{place}({argument}={value!r}): needs True or False")
+        raise ConfigurationError("needs True or False", place, **{argument: value})

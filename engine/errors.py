@@ -1,31 +1,122 @@
-"""Errors that name the place, the value, the rule and the remedy. Each is also the builtin type it refines."""
+"""Errors that name the place, the argument, its value, the rule and the remedy; each is also the builtin it refines."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import pickle
+from collections.abc import Callable, Iterable, Mapping
 from difflib import get_close_matches
+from typing import Final, Self
 
 __all__ = [
+    "ArgumentTypeError",
     "CheckpointError",
     "ConfigurationError",
     "MetricNotFoundError",
     "PulsetrainError",
     "RecordingError",
     "RunFolderError",
+    "did_you_mean",
     "unknown_name",
 ]
 
+UNKNOWN: Final = ...  # a value that a message leaves out
+
+
+def _shown(value: object) -> str:
+    """A value as Python writes it; a class by its name, also in a list."""
+    if value is UNKNOWN:
+        return "..."
+    if isinstance(value, type):
+        return value.__name__
+    if isinstance(value, list):
+        return f"[{', '.join(map(_shown, value))}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{key!r}: {_shown(each)}' for key, each in value.items())}}}"
+    return repr(value)
+
 
 class PulsetrainError(Exception):
-    """Base of the errors that a user can mend; the command line prints them without a traceback."""
+    """Base of the errors that a user can fix; the command line prints them without a traceback.
+
+    An error that knows its argument can be worded again, under the name by which the user knows that argument.
+
+    Args:
+        rule: what is wrong and what to do. `{name}` in it is one of the arguments.
+        place: the class or function that rejects the argument.
+        arguments: the argument with its value, and others that take part; the rule mentions them, or they are listed
+            after the first. A value of `...` is left out of the message.
+
+    >>> error = ConfigurationError("is above {peak}", "Cosine", floor=0.5, peak=0.1)
+    >>> print(error)
+    Cosine(floor=0.5): is above peak=0.1
+    >>> error.argument, error.value
+    ('floor', 0.5)
+    >>> print(error.reworded(lambda name, value: (f"training.{name}", value)))
+    training.floor=0.5: is above training.peak=0.1
+    """
+
+    def __init__(self, rule: str = "", place: str = "", /, **arguments: object) -> None:
+        self.rule, self.place, self.arguments = rule, place, arguments
+        super().__init__(self._text(place, {name: (name, value) for name, value in arguments.items()}, _shown))
+
+    @property
+    def argument(self) -> str | None:
+        """The name of the rejected argument; None where the error is about something else."""
+        return next(iter(self.arguments), None)
+
+    @property
+    def value(self) -> object:
+        """The rejected value."""
+        return next(iter(self.arguments.values()), None)
+
+    def reworded(
+        self, rename: Callable[[str, object], tuple[str, object]], show: Callable[[object], str] | None = None
+    ) -> Self:
+        """The same error without its place and with other names for the arguments.
+
+        Args:
+            rename: gives the new name and value for the name and value of an argument.
+            show: gives the text of a value; by default as Python writes it.
+        """
+        renamed = {argument: rename(argument, value) for argument, value in self.arguments.items()}
+        error = self.with_text(self._text("", renamed, show or _shown))
+        error.arguments = dict(renamed.values())
+        return error
+
+    def with_text(self, text: str) -> Self:
+        """The same error with another text; arguments and notes stay."""
+        error = type(self)(text)
+        error.arguments = self.arguments
+        for note in getattr(self, "__notes__", ()):
+            error.add_note(note)
+        return error
+
+    def _text(self, place: str, arguments: Mapping[str, tuple[str, object]], show: Callable[[object], str]) -> str:
+        rule, given = self.rule, []
+        for argument, (name, value) in arguments.items():
+            text = name if value is UNKNOWN else f"{name}={show(value)}"
+            if f"{{{argument}}}" in rule:
+                rule = rule.replace(f"{{{argument}}}", text)
+            else:
+                given.append(text)
+        listed = ", ".join(given)
+        head = f"{place}({listed})" if place else listed
+        return f"{head}: {rule}" if head else rule
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), self.args, {name: _picklable(value) for name, value in vars(self).items()}
 
 
 class ConfigurationError(PulsetrainError, ValueError):
-    """A configuration value that cannot be used."""
+    """A value that cannot be used."""
+
+
+class ArgumentTypeError(PulsetrainError, TypeError):
+    """A value of the wrong type."""
 
 
 class MetricNotFoundError(PulsetrainError, ValueError):
-    """A handler waits for a metric that never comes."""
+    """A handler waits for a metric that is never reported."""
 
 
 class RunFolderError(PulsetrainError, OSError):
@@ -33,7 +124,7 @@ class RunFolderError(PulsetrainError, OSError):
 
 
 class RecordingError(PulsetrainError, RuntimeError):
-    """An event log that is damaged, of another format, or lacks what is asked of it."""
+    """An event log that is damaged, has an unknown format, or lacks what was asked for."""
 
 
 class CheckpointError(PulsetrainError, RuntimeError):
@@ -41,8 +132,25 @@ class CheckpointError(PulsetrainError, RuntimeError):
 
 
 def unknown_name(place: str, argument: str, value: object, choices: Iterable[str]) -> ConfigurationError:
-    """The error for a name that is not among the choices, with the nearest one as the remedy."""
+    """The error for a name that is not among the choices, with the nearest one as the remedy.
+
+    >>> print(unknown_name("create_optimizer", "name", "adamv", ["adamw", "sgd"]))
+    create_optimizer(name='adamv'): unknown; choose one of adamw, sgd; did you mean 'adamw'?
+    """
     choices = sorted(choices)
-    near = get_close_matches(str(value), choices, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    return ConfigurationError(f"{place}({argument}={value!r}): unknown; choose one of {', '.join(choices)}{hint}")
+    rule = f"unknown; choose one of {', '.join(choices)}{did_you_mean(value, choices)}"
+    return ConfigurationError(rule, place, **{argument: value})
+
+
+def did_you_mean(name: object, choices: Iterable[str]) -> str:
+    """The end of a message that names the nearest choice; "" where none is near."""
+    near = get_close_matches(str(name), choices, n=1)
+    return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def _picklable(value: object) -> object:
+    try:
+        pickle.dumps(value)
+    except Exception:  # pickle raises whatever the object's own methods raise
+        return repr(value)
+    return value

@@ -15,27 +15,32 @@ __all__ = ["TrainingConfig"]
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 
-# Keywords that the trainer passes by itself, or knows by another name than torch's: what to do instead, by the options.
-_NOT_OPTIONS = {
+# Keywords that the trainer passes itself, or knows by another name than torch does, and the settings to use instead.
+_OWN = {name: (f"is a setting of its own; set {{{name}}}", (name,)) for name in (
+    "optimizer", "schedule", "learning_rate", "weight_decay", "warmup_steps", "min_lr_ratio",
+)}  # fmt: skip
+_NOT_OPTIONS: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {
     "optimizer_options": {
-        "model": "is what the Trainer was given; leave it out",
-        "optimizer": "is a setting of its own; set optimizer",
-        "name": "is a setting of its own; set optimizer",
-        "learning_rate": "is a setting of its own; set learning_rate",
-        "lr": "is a setting of its own; set learning_rate",
-        "weight_decay": "is a setting of its own; set weight_decay",
+        "model": ("is what the Trainer was given; leave it out", ()),
+        "optimizer": _OWN["optimizer"],
+        "name": _OWN["optimizer"],
+        "learning_rate": _OWN["learning_rate"],
+        "lr": _OWN["learning_rate"],
+        "weight_decay": _OWN["weight_decay"],
     },
     "schedule_options": {
-        "name": "is a setting of its own; set schedule",
-        "learning_rate": "is a setting of its own; set learning_rate",
-        "total_steps": "follows from the length of the run; set max_updates or max_epochs",
-        "warmup_steps": "is a setting of its own; set warmup_steps",
-        "min_lr_ratio": "is a setting of its own; set min_lr_ratio",
-        "T_0": "is torch's name; pass first_cycle, in updates",
-        "T_mult": "is torch's name; pass multiplier",
-        "eta_min": "is torch's name; pass min_lr",
+        "name": _OWN["schedule"],
+        "learning_rate": _OWN["learning_rate"],
+        "total_steps": (
+            "follows from the length of the run; set {max_updates} or {max_epochs}", ("max_updates", "max_epochs"),
+        ),
+        "warmup_steps": _OWN["warmup_steps"],
+        "min_lr_ratio": _OWN["min_lr_ratio"],
+        "T_0": ("is torch's name; pass first_cycle, in updates", ()),
+        "T_mult": ("is torch's name; pass multiplier", ()),
+        "eta_min": ("is torch's name; pass min_lr", ()),
     },
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,8 +113,8 @@ class TrainingConfig:
             n for n in ("max_epochs", "max_iterations", "max_updates", "max_tokens") if getattr(self, n) is not None
         ]
         if len(bounds) > 1:
-            given = ", ".join(f"{name}={getattr(self, name)!r}" for name in bounds)
-            raise ConfigurationError(f"TrainingConfig({given}): one bound a run; leave the others out")
+            given = {name: getattr(self, name) for name in bounds}
+            raise ConfigurationError("a run has one bound; leave the others out", "TrainingConfig", **given)
         for name in ("optimizer", "device"):
             self._require(name, lambda value: isinstance(value, str), "a name")
         self._require("schedule", lambda value: isinstance(value, str), "a name or None")
@@ -117,7 +122,7 @@ class TrainingConfig:
             self._require(name, lambda value: isinstance(value, Mapping), "a mapping of keywords")
             self._check_options(name)
         if not isinstance(self.compile, bool):
-            raise ConfigurationError(f"TrainingConfig(compile={self.compile!r}): needs to be True or False")
+            raise ConfigurationError("needs to be True or False", "TrainingConfig", compile=self.compile)
         if not isinstance(self.accumulate, Accumulate):
             self._require(
                 "accumulate", lambda value: isinstance(value, int) and value >= 1, "a whole number of at least 1"
@@ -136,7 +141,7 @@ class TrainingConfig:
         self._require("no_decay", lambda value: value == "auto", "'auto' or None")
         if self.no_decay is not None and "no_decay" in self.optimizer_options:
             raise ConfigurationError(
-                f"TrainingConfig(no_decay={self.no_decay!r}): stands in optimizer_options as well; give one of both"
+                "stands in optimizer_options as well; give one of both", "TrainingConfig", no_decay=self.no_decay
             )
         if self.schedule is None:
             self._refuse_what_a_schedule_reads()
@@ -146,7 +151,7 @@ class TrainingConfig:
         object.__setattr__(self, "skip_batches", tuple((first, last) for first, last in self.skip_batches))
         if self.save_every_n_epochs is not None and self.run_dir is None:
             raise ConfigurationError(
-                f"TrainingConfig(save_every_n_epochs={self.save_every_n_epochs}): needs run_dir, where to save"
+                "needs run_dir, where to save", "TrainingConfig", save_every_n_epochs=self.save_every_n_epochs
             )
 
     @property
@@ -156,11 +161,12 @@ class TrainingConfig:
 
     def _check_options(self, name: str) -> None:
         for key, value in getattr(self, name).items():
-            place = f"TrainingConfig({name}={{{key!r}: {value!r}}})"
+            given = {name: {key: value}}
             if not isinstance(key, str):
-                raise ConfigurationError(f"{place}: needs a keyword's name, as text, for {key!r}")
+                raise ConfigurationError(f"needs the keyword as text, not {key!r}", "TrainingConfig", **given)
             if key in _NOT_OPTIONS[name]:
-                raise ConfigurationError(f"{place}: {_NOT_OPTIONS[name][key]}")
+                rule, others = _NOT_OPTIONS[name][key]
+                raise ConfigurationError(rule, "TrainingConfig", **given, **dict.fromkeys(others, ...))
 
     def _refuse_what_a_schedule_reads(self) -> None:
         idle: dict[str, Any] = {"warmup_steps": 0, "min_lr_ratio": None, "schedule_options": {}}
@@ -168,8 +174,9 @@ class TrainingConfig:
             value = getattr(self, name)
             if value != default:
                 raise ConfigurationError(
-                    f"TrainingConfig({name}={value!r}): has no effect where schedule=None leaves the rate alone; "
-                    "leave it out, or choose a schedule"
+                    "has no effect where {schedule} leaves the rate alone; leave it out, or choose a schedule",
+                    "TrainingConfig",
+                    **{name: value, "schedule": None},
                 )
 
     def _require(self, name: str, rule: Callable[[Any], object], wanted: str) -> None:
@@ -178,7 +185,7 @@ class TrainingConfig:
         if value is None and optional:
             return
         if isinstance(value, bool) or not rule(value):
-            raise ConfigurationError(f"TrainingConfig({name}={value!r}): needs to be {wanted}")
+            raise ConfigurationError(f"needs to be {wanted}", "TrainingConfig", **{name: value})
 
 
 def _are_ranges(value: object) -> bool:

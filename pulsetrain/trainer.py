@@ -18,7 +18,7 @@ from pulsetrain.engine.backends.torch import TorchBackend
 from pulsetrain.engine.checkpoint import Location, load_checkpoint, location_of
 from pulsetrain.engine.data import rng
 from pulsetrain.engine.data.workers import workers_begin, workers_outlive_signals
-from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.errors import ArgumentTypeError, ConfigurationError
 from pulsetrain.engine.events.payloads import CheckpointLoaded, MediaLogged, ValidationCompleted
 from pulsetrain.engine.events.subscription import LAST
 from pulsetrain.engine.logs import get_logger
@@ -105,8 +105,8 @@ class Trainer(Engine):
         check_kinds(config, metrics, handlers, callbacks)
         self.config = config = config or TrainingConfig()
         if not isinstance(train_loader, Iterable):
-            raise TypeError(
-                f"Trainer(train_loader={train_loader!r}): needs an iterable of batches, such as a DataLoader"
+            raise ArgumentTypeError(
+                "needs an iterable of batches, such as a DataLoader", "Trainer", train_loader=train_loader
             )
         super().__init__(step, name=name, bus=bus)
         self.strategy = resolve_strategy(strategy)
@@ -175,7 +175,7 @@ class Trainer(Engine):
         """
         if resume is not None:
             if not isinstance(resume, (str, os.PathLike)):
-                raise TypeError(f"Trainer.train(resume={resume!r}): needs 'latest' or a checkpoint's path")
+                raise ArgumentTypeError("needs 'latest' or a checkpoint's path", "Trainer.train", resume=resume)
             resume_from(self, resume)
         self.rewinding = self.skip = None
         try:

@@ -85,11 +85,13 @@ class FunctionalBackend(Trees):
             raise ConfigurationError(f"{name}: serves another trainer already; give each Trainer a backend of its own")
         for setting in ("compile", "activation_checkpointing"):
             if value := getattr(settings, setting):
-                raise ConfigurationError(f"TrainingConfig({setting}={value!r}): not with {name}; leave it out")
+                raise ConfigurationError(f"not with {name}; leave it out", "TrainingConfig", **{setting: value})
         if settings.precision != "fp32":
             raise ConfigurationError(
-                f"TrainingConfig(precision={settings.precision!r}): {name} computes in the precision of the weights "
-                "and the model; leave fp32, and give the model's layers their dtype"
+                f"{name} computes in the precision of the weights "
+                "and the model; leave fp32, and give the model's layers their dtype",
+                "TrainingConfig",
+                precision=settings.precision,
             )
         self._serves = True
         self.settings = settings

@@ -42,14 +42,12 @@ def find_device(device: str | torch.device = "auto") -> torch.device:
     try:
         found = torch.device(device)
     except RuntimeError as error:
-        raise ConfigurationError(f"device={device!r}: no such device; {str(error).splitlines()[0]}") from None
+        raise ConfigurationError(f"no such device; {str(error).splitlines()[0]}", device=device) from None
     present = ["cpu"]
     if accelerator is not None:
         present += [accelerator.type, *(f"{accelerator.type}:{i}" for i in range(torch.accelerator.device_count()))]
     if str(found) not in present and found.type != "meta":
-        raise ConfigurationError(
-            f"device={str(device)!r}: not on this machine, which has {', '.join(present)}; or 'auto'"
-        )
+        raise ConfigurationError(f"not on this machine, which has {', '.join(present)}; or 'auto'", device=str(device))
     return found
 
 
@@ -145,8 +143,10 @@ class TorchBackend:
             raise TypeError(f"TorchBackend: model={type(model).__name__}: needs a torch.nn.Module")
         if self.scaler is not None and any(p.dtype is torch.float16 for p in model.parameters()):
             raise ConfigurationError(
-                f"TorchBackend(precision='fp16'): {type(model).__name__} has weights in float16, whose gradients "
-                "cannot be scaled; leave the weights in float32, autocast computes in float16"
+                f"{type(model).__name__} has weights in float16, whose gradients cannot be scaled; leave the weights "
+                "in float32, autocast computes in float16",
+                "TorchBackend",
+                precision="fp16",
             )
         if self.activation_checkpointing is not None:
             recompute_activations(model, self.activation_checkpointing)

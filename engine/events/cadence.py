@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 
+from pulsetrain.engine.errors import ArgumentTypeError, ConfigurationError
 from pulsetrain.engine.events.names import Events, EventsList
 
 __all__ = ["AfterSeconds", "Every"]
@@ -38,13 +39,14 @@ class Every:
         given = {field.name: getattr(self, field.name) for field in fields(self)}
         given = {name: value for name, value in given.items() if value is not None}
         if not given:
-            raise ValueError("Every(): needs at least one of iterations, epochs, updates, seconds")
+            raise ConfigurationError("needs at least one of iterations, epochs, updates, seconds", "Every")
         for name, value in given.items():
             kinds = (int, float) if name == "seconds" else (int,)
             if not isinstance(value, kinds) or isinstance(value, bool):
-                raise TypeError(f"Every({name}={value!r}): needs a {'number' if name == 'seconds' else 'whole number'}")
+                number = "number" if name == "seconds" else "whole number"
+                raise ArgumentTypeError(f"needs a {number}", "Every", **{name: value})
             if not value > 0:  # nor is nan
-                raise ValueError(f"Every({name}={value!r}): needs a positive number")
+                raise ConfigurationError("needs a positive number", "Every", **{name: value})
 
     def __or__(self, other: Every) -> Every:
         """Both cadences at once; where both name the same unit with different values, an error."""

@@ -86,8 +86,7 @@ def create_optimizer(
     try:
         made = make(lr=learning_rate, weight_decay=weight_decay, **options)
     except (TypeError, ValueError, RuntimeError) as error:
-        given = ", ".join(f"{key}={value!r}" for key, value in options.items())
-        raise ConfigurationError(f"create_optimizer(name={name!r}, {given}): {error}") from error
+        raise ConfigurationError(str(error), "create_optimizer", **{"name": name, **options}) from error
     if is_schedule_free(made):
         begin_training(made)
     return made
@@ -116,8 +115,7 @@ def resolve_optimizer(
     if isinstance(optimizer, str):
         return create_optimizer(model, optimizer, learning_rate, weight_decay, **kwargs)
     if kwargs:
-        given = ", ".join(f"{key}={value!r}" for key, value in kwargs.items())
-        raise ConfigurationError(f"{place}({given}): only an optimizer given by its name takes keywords")
+        raise ConfigurationError("only an optimizer given by its name takes keywords", place, **kwargs)
     made: object = optimizer
     if callable(optimizer) and not isinstance(optimizer, Optimizer):
         made = optimizer(model.parameters())

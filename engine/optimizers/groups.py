@@ -55,14 +55,14 @@ def trainable_of(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     if not trainable:
         frozen = sum(1 for _ in model.parameters())
         raise ConfigurationError(
-            f"create_optimizer(model={type(model).__name__}): no trainable parameter ({frozen} frozen ones); "
-            "call requires_grad_(True) on what is to be trained"
+            f"no trainable parameter ({frozen} frozen ones); call requires_grad_(True) on what is to be trained",
+            "create_optimizer",
+            model=type(model),
         )
     for name, parameter in trainable:
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise ConfigurationError(
-                f"create_optimizer(model={type(model).__name__}): {name!r} has no shape yet; "
-                "run the model on one batch first"
+                f"{name!r} has no shape yet; run the model on one batch first", "create_optimizer", model=type(model)
             )
     return trainable
 
@@ -104,7 +104,7 @@ def decay_rule(model: nn.Module, no_decay: Literal["auto"] | DecayRule | None) -
     if callable(no_decay):
         return no_decay
     raise ConfigurationError(
-        f'create_optimizer(no_decay={no_decay!r}): needs "auto", None, or a rule (name, parameter) -> bool'
+        'needs "auto", None, or a rule (name, parameter) -> bool', "create_optimizer", no_decay=no_decay
     )
 
 
@@ -135,18 +135,22 @@ def rate_rule(model: nn.Module, trainable: Named, layer_rates: LayerRates | None
         return _by_answer(layer_rates)
     if not isinstance(layer_rates, Mapping):
         raise ConfigurationError(
-            f"create_optimizer(layer_rates={layer_rates!r}): needs a mapping from a module path or the prefix of a "
-            "parameter's name to a learning rate, or a rule (name, parameter) -> rate or None"
+            "needs a mapping from a module path or the prefix of a "
+            "parameter's name to a learning rate, or a rule (name, parameter) -> rate or None",
+            "create_optimizer",
+            layer_rates=layer_rates,
         )
     for prefix, rate in layer_rates.items():
         if not isinstance(prefix, str):  # YAML reads the name of a layer in a Sequential as a number
             raise ConfigurationError(
-                f"create_optimizer(layer_rates[{prefix!r}]={rate!r}): needs the path as text; write {str(prefix)!r}"
+                f"needs the path as text; write {str(prefix)!r}",
+                "create_optimizer",
+                **{f"layer_rates[{prefix!r}]": rate},
             )
         _check_rate(f"layer_rates[{prefix!r}]", rate)
         if not any(_covers(prefix, name) for name, _ in trainable):
             raise ConfigurationError(
-                f"create_optimizer(layer_rates[{prefix!r}]={rate!r}): {_why_without(prefix, model, trainable)}"
+                _why_without(prefix, model, trainable), "create_optimizer", **{f"layer_rates[{prefix!r}]": rate}
             )
     rates = dict(layer_rates)
     return lambda name, parameter: _longest(name, rates)

@@ -98,7 +98,7 @@ class MuonWithAdamW(Optimizer):
         """
         place = "MuonWithAdamW.load_state_dict"
         if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
-            raise CheckpointError(f"{place}(state_dict={type(state_dict).__name__}): needs what state_dict() returned")
+            raise CheckpointError("needs what state_dict() returned", place, state_dict=type(state_dict))
         groups = state_dict["param_groups"]
         for what, of in (("param_groups=", _half), ("numbers of parameters=", _size)):
             mine, saved = [of(group) for group in self.param_groups], [of(group) for group in groups]
@@ -158,9 +158,7 @@ def part_for_muon(
         ConfigurationError: the rule picks something that is no matrix, or nothing is left for Muon.
     """
     if rule is not None and not callable(rule):
-        raise ConfigurationError(
-            f"create_optimizer(muon_rule={rule!r}): needs a rule (name, parameter) -> bool, or None"
-        )
+        raise ConfigurationError("needs a rule (name, parameter) -> bool, or None", "create_optimizer", muon_rule=rule)
     picks = hidden_matrices(model) if rule is None else rule
     matrices: list[tuple[str, nn.Parameter]] = []
     others: list[tuple[str, nn.Parameter]] = []
@@ -169,13 +167,17 @@ def part_for_muon(
     for name, parameter in matrices:
         if parameter.ndim != 2:
             raise ConfigurationError(
-                f"create_optimizer(muon_rule=...): picks {name!r} of shape {tuple(parameter.shape)}, and Muon takes "
-                "matrices alone; let the rule ask for parameter.ndim == 2"
+                f"picks {name!r} of shape {tuple(parameter.shape)}, and Muon takes matrices alone; let the rule ask "
+                "for parameter.ndim == 2",
+                "create_optimizer",
+                muon_rule=...,
             )
     if not matrices:
         raise ConfigurationError(
-            f"create_optimizer(name='muon'): {type(model).__name__} has no matrix for Muon among its {len(trainable)} "
-            "trainable parameters; choose 'adamw', or name matrices with muon_rule=(name, parameter) -> bool"
+            f"{type(model).__name__} has no matrix for Muon among its {len(trainable)} trainable parameters; choose "
+            "'adamw', or name matrices with muon_rule=(name, parameter) -> bool",
+            "create_optimizer",
+            name="muon",
         )
     return matrices, others
 

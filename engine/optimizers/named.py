@@ -103,7 +103,7 @@ class NamedOptimizers(Optimizer):
         name = param_group.get(_MARK)
         if name not in self.parts:
             raise ConfigurationError(
-                f"NamedOptimizers.add_param_group(optimizer={name!r}): names none of {', '.join(self.parts)}"
+                f"names none of {', '.join(self.parts)}", "NamedOptimizers.add_param_group", optimizer=name
             )
         self.parts[name].add_param_group(param_group)
 

@@ -50,7 +50,7 @@ _BESIDE_MUON = ("betas", "amsgrad", "foreach", "fused")
 def check_number(argument: str, value: object, rule: Callable[[Any], bool], needs: str) -> None:
     """Raises ConfigurationError unless the value is a number (True is none) and the rule holds."""
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not rule(value):
-        raise ConfigurationError(f"create_optimizer({argument}={value!r}): needs {needs}")
+        raise ConfigurationError(f"needs {needs}", "create_optimizer", **{argument: value})
 
 
 def checked_options(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -72,7 +72,7 @@ def checked_options(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     for key, value in given.items():
         if key not in choices:
             raise ConfigurationError(
-                f"create_optimizer({key}={value!r}): unknown to {name!r}; it takes {', '.join(sorted(choices))}"
+                f"unknown to {name!r}; it takes {', '.join(sorted(choices))}", "create_optimizer", **{key: value}
             )
     options = dict(given)
     _check_values(name, options)
@@ -83,7 +83,7 @@ def checked_options(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
         options["ns_coefficients"] = tuple(options["ns_coefficients"])
     if options.get("use_triton") and find_spec("triton") is None:
         # lion-pytorch would end the process
-        raise ConfigurationError("create_optimizer(use_triton=True): needs the package triton; pip install triton")
+        raise ConfigurationError("needs the package triton; pip install triton", "create_optimizer", use_triton=True)
     return options
 
 
@@ -105,7 +105,7 @@ def _check_values(name: str, options: Mapping[str, Any]) -> None:
         elif (key in _SWITCHES or key in _OPEN_SWITCHES) and not (
             isinstance(value, bool) or (value is None and key in _OPEN_SWITCHES)
         ):
-            raise ConfigurationError(f"create_optimizer({key}={value!r}): needs to be True or False")
+            raise ConfigurationError("needs to be True or False", "create_optimizer", **{key: value})
 
 
 def _translate(name: str, taken: Mapping[str, Any], options: dict[str, Any]) -> None:
@@ -115,9 +115,7 @@ def _translate(name: str, taken: Mapping[str, Any], options: dict[str, Any]) -> 
         pairs.append(("eps", "adam_epsilon"))
     for new, old in pairs:
         if old in options and new in options:
-            raise ConfigurationError(
-                f"create_optimizer({old}={options[old]!r}, {new}={options[new]!r}): pass one of both"
-            )
+            raise ConfigurationError("pass one of both", "create_optimizer", **{old: options[old], new: options[new]})
     if name != "muon" and "adam_epsilon" in options:
         options["eps"] = options.pop("adam_epsilon")
     if "adam_beta1" in options or "adam_beta2" in options:
@@ -128,7 +126,7 @@ def _translate(name: str, taken: Mapping[str, Any], options: dict[str, Any]) -> 
 def _check_betas(name: str, given: Mapping[str, Any], options: dict[str, Any]) -> None:
     betas = options["betas"]
     if not isinstance(betas, (tuple, list)) or len(betas) != 2:
-        raise ConfigurationError(f"create_optimizer(betas={betas!r}): needs two numbers")
+        raise ConfigurationError("needs two numbers", "create_optimizer", betas=betas)
     for index, beta in enumerate(betas):
         source = f"adam_beta{index + 1}" if f"adam_beta{index + 1}" in given else f"betas[{index}]"
         check_number(source, beta, *(_INSIDE if name == "schedule_free_adamw" and index == 0 else _BELOW_ONE))

@@ -45,8 +45,10 @@ def optimizer_class(name: str) -> Callable[..., Optimizer]:
         made_by: Any = getattr(torch.optim, _TORCH[name], None)
         if made_by is None:
             raise ConfigurationError(
-                f"create_optimizer(name={name!r}): torch {torch.__version__} has no torch.optim.{_TORCH[name]}; "
-                "pip install --upgrade torch (2.9 is the first with Muon)"
+                f"torch {torch.__version__} has no torch.optim.{_TORCH[name]}; "
+                "pip install --upgrade torch (2.9 is the first with Muon)",
+                "create_optimizer",
+                name=name,
             )
         return made_by  # type: ignore[no-any-return]
     if name not in _OPTIONAL:
@@ -56,6 +58,7 @@ def optimizer_class(name: str) -> Callable[..., Optimizer]:
         return getattr(import_module(module), kind)  # type: ignore[no-any-return]
     except ImportError as error:
         raise ConfigurationError(
-            f"create_optimizer(name={name!r}): needs a package that is not there ({error}); "
-            f"pip install 'pulsetrain[{extra}]'"
+            f"needs a package that is not there ({error}); pip install 'pulsetrain[{extra}]'",
+            "create_optimizer",
+            name=name,
         ) from error

@@ -73,7 +73,7 @@ class Polynomial(Formula):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.power == 0:
-            raise ConfigurationError("Polynomial(power=0.0): never falls; pass a positive power, or choose Constant")
+            raise ConfigurationError("never falls; pass a positive power, or choose Constant", "Polynomial", power=0.0)
 
     def get_lr(self, step: int) -> float:
         if step >= self.total_steps:
@@ -122,13 +122,15 @@ class MultiStep(Formula):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        place, given = f"MultiStep(milestones={self.milestones!r})", self.milestones
+        place, given = "MultiStep", self.milestones
         if not isinstance(given, (tuple, list)) or not given:
-            raise ConfigurationError(f"{place}: needs a tuple of updates, such as (3000, 6000)")
+            raise ConfigurationError("needs a tuple of updates, such as (3000, 6000)", place, milestones=given)
         if not all(is_whole(item) and item >= 1 for item in given):
-            raise ConfigurationError(f"{place}: needs whole numbers, each at least 1")
+            raise ConfigurationError("needs whole numbers, each at least 1", place, milestones=given)
         if any(later <= earlier for earlier, later in pairwise(given)):
-            raise ConfigurationError(f"{place}: needs ascending milestones; sort them and remove duplicates")
+            raise ConfigurationError(
+                "needs ascending milestones; sort them and remove duplicates", place, milestones=given
+            )
         object.__setattr__(self, "milestones", tuple(given))  # configuration files give a list
 
     def get_lr(self, step: int) -> float:

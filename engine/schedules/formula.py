@@ -62,20 +62,20 @@ class Formula:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            place = f"{type(self).__name__}({field.name}={value!r})"
+            place, given = type(self).__name__, {field.name: value}
             if field.type == "int":  # annotations are text here: `from __future__ import annotations`
                 if not is_whole(value):
-                    raise ConfigurationError(f"{place}: needs a whole number")
+                    raise ConfigurationError("needs a whole number", place, **given)
                 least = 0 if field.default == 0 else 1  # a default of 0 means "none", so 0 is allowed
                 if value < least:
-                    raise ConfigurationError(f"{place}: needs at least {least} {_WHOLE[field.name]}")
+                    raise ConfigurationError(f"needs at least {least} {_WHOLE[field.name]}", place, **given)
             elif field.type == "float":
                 if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < math.inf:
-                    raise ConfigurationError(f"{place}: needs a finite number that is not negative")
+                    raise ConfigurationError("needs a finite number that is not negative", place, **given)
                 object.__setattr__(self, field.name, float(value))
         lowest, highest = getattr(self, "min_lr", 0.0), getattr(self, "initial_lr", math.inf)
         if lowest > highest:
-            raise ConfigurationError(f"{type(self).__name__}(min_lr={lowest!r}): is above initial_lr={highest!r}")
+            raise ConfigurationError("is above {initial_lr}", type(self).__name__, min_lr=lowest, initial_lr=highest)
 
     def get_lr(self, step: int) -> float:
         raise NotImplementedError
@@ -234,7 +234,7 @@ class Scaled(Formula):
         super().__post_init__()
         if not isinstance(self.schedule, Schedule):
             raise ConfigurationError(
-                f"Scaled(schedule={self.schedule!r}): needs a schedule, such as Scaled(Cosine(0.1, 1000), 0.5)"
+                "needs a schedule, such as Scaled(Cosine(0.1, 1000), 0.5)", "Scaled", schedule=self.schedule
             )
 
     @property

@@ -71,8 +71,9 @@ class GroupRates:
         if not number or not 0 <= learning_rate < math.inf:
             remedy = "; bound a schedule that grows forever, such as one with a gamma above 1"
             raise ConfigurationError(
-                f"{self._place}(learning_rate={learning_rate!r}): needs a finite number that is not negative"
-                f"{remedy if learning_rate == math.inf else ''}"
+                f"needs a finite number that is not negative{remedy if learning_rate == math.inf else ''}",
+                self._place,
+                learning_rate=learning_rate,
             )
         optimizer = self.optimizer
         if (
@@ -110,8 +111,10 @@ def group_ratios(optimizer: Optimizer, place: str = "update_optimizer") -> list[
     default = default_rate(optimizer)
     if default == 0.0 and any(own):
         raise ConfigurationError(
-            f"{place}(optimizer={type(optimizer).__name__}): its default learning rate is 0, so the groups' "
-            f"ratios to it are undefined: {own}; give the optimizer the rate of an ordinary group"
+            "its default learning rate is 0, so the groups' "
+            f"ratios to it are undefined: {own}; give the optimizer the rate of an ordinary group",
+            place,
+            optimizer=type(optimizer),
         )
     for group, rate in zip(optimizer.param_groups, own, strict=True):
         group["initial_lr"] = rate

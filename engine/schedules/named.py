@@ -115,13 +115,14 @@ def named_schedule(
     for key, value in kwargs.items():
         if key not in choices:
             takes = f"it takes {', '.join(choices)}" if choices else "it takes no further keyword"
-            raise ConfigurationError(f"{place}({key}={value!r}): unknown to the schedule {name!r}; {takes}")
+            raise ConfigurationError(f"unknown to the schedule {name!r}; {takes}", place, **{key: value})
     _check(place, learning_rate, total_steps, warmup_steps, warmup_strategy)
     _check_floor(place, name, min_lr_ratio, choices, kwargs)
     if warmup_steps and kind is OneCycle:
         raise ConfigurationError(
-            f"{place}(warmup_steps={warmup_steps}): 'one_cycle' includes a warm-up; pass its share of the run as "
-            "pct_start, and warmup_steps=0"
+            "'one_cycle' includes a warm-up; pass its share of the run as pct_start, and warmup_steps=0",
+            place,
+            warmup_steps=warmup_steps,
         )
     parameters = {fields(kind)[0].name: learning_rate, **kwargs}
     parameters.update(_spans(place, name, total_steps, warmup_steps, parameters))
@@ -130,7 +131,12 @@ def named_schedule(
         parameters["min_lr"] = learning_rate * (default if min_lr_ratio is None else min_lr_ratio)
     for field in fields(kind):
         if field.name not in parameters and field.default is MISSING:
-            raise ConfigurationError(f"{place}(name={name!r}): needs {field.name}, {_NEEDED[field.name]}")
+            needed = {field.name: ...}
+            raise ConfigurationError(f"needs {{{field.name}}}, {_NEEDED[field.name]}", place, name=name, **needed)
+    decay_steps = parameters.get("decay_steps")
+    if total_steps is not None and is_whole(decay_steps) and decay_steps > total_steps - warmup_steps:
+        rule = f"is more than the {total_steps - warmup_steps} updates that {{warmup_steps}} leaves"
+        raise ConfigurationError(rule, place, decay_steps=decay_steps, warmup_steps=warmup_steps)
     schedule = kind(**parameters)
     return Warmup(learning_rate, warmup_steps, warmup_strategy) >> schedule if warmup_steps else schedule
 
@@ -145,8 +151,11 @@ def _spans(
         return spans
     if total_steps is None:
         raise ConfigurationError(
-            f"{place}(total_steps=None): the schedule {name!r} needs the number of updates; bound the run "
-            "(max_updates, or max_epochs over a loader with a length) or choose 'constant', 'step' or 'inverse_sqrt'"
+            "needs the number of updates; bound the run (max_updates, or max_epochs over a loader with a length) "
+            "or choose 'constant', 'step' or 'inverse_sqrt'",
+            place,
+            name=name,
+            total_steps=None,
         )
     left = total_steps - warmup_steps
     if "first_cycle" in names:
@@ -160,19 +169,19 @@ def _spans(
 
 def _check(place: str, learning_rate: object, total_steps: object, warmup_steps: object, strategy: object) -> None:
     if not isinstance(learning_rate, (int, float)) or not 0 < learning_rate < math.inf:
-        raise ConfigurationError(f"{place}(learning_rate={learning_rate!r}): needs a positive number")
+        raise ConfigurationError("needs a positive number", place, learning_rate=learning_rate)
     if total_steps is not None and not is_whole(total_steps):
-        raise ConfigurationError(
-            f"{place}(total_steps={total_steps!r}): needs a whole number of updates, or None if unknown"
-        )
+        raise ConfigurationError("needs a whole number of updates, or None if unknown", place, total_steps=total_steps)
     if not is_whole(warmup_steps) or warmup_steps < 0:
-        raise ConfigurationError(f"{place}(warmup_steps={warmup_steps!r}): needs a whole number, 0 for no warm-up")
+        raise ConfigurationError("needs a whole number, 0 for no warm-up", place, warmup_steps=warmup_steps)
     if strategy not in ("linear", "exponential"):
         raise unknown_name(place, "warmup_strategy", strategy, ("linear", "exponential"))
     if total_steps is not None and warmup_steps >= total_steps:
         raise ConfigurationError(
-            f"{place}(warmup_steps={warmup_steps}): leaves nothing of total_steps={total_steps}; "
-            "pass a shorter warm-up or a longer run"
+            "leaves nothing of {total_steps}; pass a shorter warm-up or a longer run",
+            place,
+            warmup_steps=warmup_steps,
+            total_steps=total_steps,
         )
 
 
@@ -181,11 +190,17 @@ def _check_floor(
 ) -> None:
     if min_lr_ratio is None:
         return
-    given = f"{place}(min_lr_ratio={min_lr_ratio!r})"
     if not isinstance(min_lr_ratio, (int, float)) or isinstance(min_lr_ratio, bool) or not 0 <= min_lr_ratio <= 1:
-        raise ConfigurationError(f"{given}: needs a fraction of learning_rate, from 0 to 1")
+        raise ConfigurationError("needs a fraction of learning_rate, from 0 to 1", place, min_lr_ratio=min_lr_ratio)
     if "min_lr" not in choices:
         remedy = "pass final_div_factor" if "final_div_factor" in choices else "leave it out"
-        raise ConfigurationError(f"{given}: the schedule {name!r} has no lowest rate; {remedy}")
+        raise ConfigurationError(
+            f"the schedule {name!r} has no lowest rate; {remedy}", place, min_lr_ratio=min_lr_ratio
+        )
     if "min_lr" in kwargs:
-        raise ConfigurationError(f"{given}: min_lr={kwargs['min_lr']!r} sets the lowest rate too; pass one of them")
+        raise ConfigurationError(
+            "{min_lr} sets the lowest rate too; pass one of them",
+            place,
+            min_lr_ratio=min_lr_ratio,
+            min_lr=kwargs["min_lr"],
+        )

@@ -48,9 +48,9 @@ def plot(
     if steps is None:
         steps = max(getattr(schedule, "length", None) or 0 for schedule in curves.values()) or 1000
     if not is_whole(steps) or steps < 1:
-        raise ConfigurationError(f"plot(steps={steps!r}): needs a whole number of updates, at least 1")
+        raise ConfigurationError("needs a whole number of updates, at least 1", "plot", steps=steps)
     if path is not None and Path(path).suffix not in (".png", ".svg"):
-        raise ConfigurationError(f"plot(path={str(path)!r}): needs a name that ends in .png or .svg")
+        raise ConfigurationError("needs a name that ends in .png or .svg", "plot", path=str(path))
     figure = _draw(curves, steps)
     if path is not None:
         figure.savefig(path, dpi=150)

@@ -51,8 +51,10 @@ def create_scheduler(
     learning_rate = default_rate(optimizer)
     if learning_rate == 0:
         raise ConfigurationError(
-            f"{place}(optimizer={type(optimizer).__name__}): its default learning rate is 0, which no schedule can "
-            "scale; give the optimizer the rate of an ordinary group"
+            "its default learning rate is 0, which no schedule can "
+            "scale; give the optimizer the rate of an ordinary group",
+            place,
+            optimizer=type(optimizer),
         )
     choices = keywords_of(place, name)
     for theirs, ours in _TORCH_NAMES.items():

@@ -67,8 +67,11 @@ class WSD(Formula):
         self._require_choice("decay", ("linear", "cosine", "sqrt"))
         if self.warmup_steps + self.decay_steps > self.total_steps:
             raise ConfigurationError(
-                f"WSD(decay_steps={self.decay_steps}): is more than warmup_steps={self.warmup_steps} leaves of "
-                f"total_steps={self.total_steps}; shorten the decay or the warm-up"
+                "is more than {warmup_steps} leaves of {total_steps}; shorten the decay or the warm-up",
+                "WSD",
+                decay_steps=self.decay_steps,
+                warmup_steps=self.warmup_steps,
+                total_steps=self.total_steps,
             )
 
     def get_lr(self, step: int) -> float:
@@ -117,15 +120,17 @@ class OneCycle(Formula):
         super().__post_init__()
         self._require_choice("anneal_strategy", ("cos", "linear"))
         if self.pct_start > 1:
-            raise ConfigurationError(f"OneCycle(pct_start={self.pct_start!r}): needs a share of the run, from 0 to 1")
+            raise ConfigurationError("needs a share of the run, from 0 to 1", "OneCycle", pct_start=self.pct_start)
         if self.div_factor < 1:
             raise ConfigurationError(
-                f"OneCycle(div_factor={self.div_factor!r}): divides max_lr, so the start is above it; pass at least 1"
+                "divides max_lr, so the start is above it; pass at least 1", "OneCycle", div_factor=self.div_factor
             )
         if self.div_factor * self.final_div_factor < 1:
             raise ConfigurationError(
-                f"OneCycle(final_div_factor={self.final_div_factor!r}): ends above max_lr, "
-                f"as the last rate is max_lr / div_factor / final_div_factor; pass at least {1 / self.div_factor:g}"
+                f"ends above max_lr, "
+                f"as the last rate is max_lr / div_factor / final_div_factor; pass at least {1 / self.div_factor:g}",
+                "OneCycle",
+                final_div_factor=self.final_div_factor,
             )
 
     def get_lr(self, step: int) -> float:

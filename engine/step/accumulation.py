@@ -39,23 +39,26 @@ class Accumulate:
         given = [name for name in ("batches", "tokens", "schedule") if getattr(self, name) is not None]
         if len(given) != 1:
             raise ConfigurationError(
-                f"Accumulate({', '.join(given)}): needs exactly one of batches, tokens and schedule"
+                "needs exactly one of batches, tokens and schedule", "Accumulate", **dict.fromkeys(given, ...)
             )
         for name in ("batches", "tokens"):
             value = getattr(self, name)
             if value is not None and not _whole(value, 1):
-                raise ConfigurationError(f"Accumulate({name}={value!r}): needs a whole number of at least 1")
+                raise ConfigurationError("needs a whole number of at least 1", "Accumulate", **{name: value})
         if self.schedule is not None:
             self._check_schedule(self.schedule)
 
     def _check_schedule(self, schedule: object) -> None:
-        place = f"Accumulate(schedule={schedule!r})"
         if not isinstance(schedule, Mapping) or 0 not in schedule:
-            raise ConfigurationError(f"{place}: needs a mapping from update to batches that begins at update 0")
+            raise ConfigurationError(
+                "needs a mapping from update to batches that begins at update 0", "Accumulate", schedule=schedule
+            )
         for update, batches in schedule.items():
             if not _whole(update, 0) or not _whole(batches, 1):
                 raise ConfigurationError(
-                    f"{place}: {update!r}: {batches!r} is no pair of an update (0 or more) and batches (1 or more)"
+                    f"{update!r}: {batches!r} is no pair of an update (0 or more) and batches (1 or more)",
+                    "Accumulate",
+                    schedule=schedule,
                 )
         object.__setattr__(self, "schedule", dict(sorted(schedule.items())))
 
@@ -136,7 +139,7 @@ class Accumulation:
         """
         if self.rule.tokens is not None and not tokens:
             raise ConfigurationError(
-                f"Accumulate(tokens={self.rule.tokens}): the strategy counts no tokens; accumulate batches instead"
+                "the strategy counts no tokens; accumulate batches instead", "Accumulate", tokens=self.rule.tokens
             )
         if self.batches == 0:
             if self._single:

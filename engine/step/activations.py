@@ -73,14 +73,16 @@ def recompute_activations(model: nn.Module, pattern: str | None) -> list[str]:
     found = [name for name in modules if name and _fits(name, pattern)]
     if not found:
         raise ConfigurationError(
-            f"activation_checkpointing={pattern!r}: no module of {type(model).__name__} has such a name; "
-            f"there are: {', '.join(list(modules)[1:9]) or 'none at all'}{' ...' if len(modules) > 9 else ''}"
+            f"no module of {type(model).__name__} has such a name; "
+            f"there are: {', '.join(list(modules)[1:9]) or 'none at all'}{' ...' if len(modules) > 9 else ''}",
+            activation_checkpointing=pattern,
         )
     idle = [name for name in found if type(modules[name]).forward is nn.Module.forward]
     if idle:
         raise ConfigurationError(
-            f"activation_checkpointing={pattern!r}: {idle[0]!r} is a {type(modules[idle[0]]).__name__}, which computes "
-            f"nothing itself; name what is in it: {idle[0] + '.*'!r}"
+            f"{idle[0]!r} is a {type(modules[idle[0]]).__name__}, which computes nothing itself; name what is in it: "
+            f"{idle[0] + '.*'!r}",
+            activation_checkpointing=pattern,
         )
     for name in found:
         modules[name].forward = _Recomputed(modules[name])

@@ -42,9 +42,7 @@ def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float, norm: Tensor |
         ConfigurationError: max_norm is not positive.
     """
     if not max_norm > 0:
-        raise ConfigurationError(
-            f"clip_grad_norm(max_norm={max_norm!r}): needs a positive number, or no clipping at all"
-        )
+        raise ConfigurationError("needs a positive number, or no clipping at all", "clip_grad_norm", max_norm=max_norm)
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     norm = grad_norm(parameters) if norm is None else norm
     clip_grads_with_norm_(parameters, max_norm, norm)
@@ -59,7 +57,7 @@ def clip_grad_value(parameters: Iterable[Tensor], max_value: float) -> None:
     """
     if not max_value > 0:
         raise ConfigurationError(
-            f"clip_grad_value(max_value={max_value!r}): needs a positive number, or no clipping at all"
+            "needs a positive number, or no clipping at all", "clip_grad_value", max_value=max_value
         )
     clip_grad_value_(parameters, max_value)
 

@@ -42,7 +42,7 @@ class Precision:
         if name not in _DTYPES:
             raise unknown_name("Precision", "name", name, _DTYPES)
         if not isinstance(gradient_scale, (int, float)) or not 0 < gradient_scale < math.inf:
-            raise ConfigurationError(f"Precision(gradient_scale={gradient_scale!r}): needs a positive number")
+            raise ConfigurationError("needs a positive number", "Precision", gradient_scale=gradient_scale)
         self.name = name
         self.device = torch.device(device)
         self.dtype: torch.dtype | None = _DTYPES[name]
@@ -59,8 +59,10 @@ class Precision:
                     self.scaler = torch.amp.GradScaler(self.device.type, init_scale=float(gradient_scale))
         except (RuntimeError, ValueError, TypeError, AssertionError, Warning) as error:
             raise ConfigurationError(
-                f"Precision(name={name!r}, device={str(device)!r}): not available here ({error}); "
-                "choose another, fp32 always works"
+                f"not available here ({error}); choose another, fp32 always works",
+                "Precision",
+                name=name,
+                device=str(device),
             ) from error
 
     def __repr__(self) -> str:
@@ -132,8 +134,10 @@ class Precision:
         """
         if state["name"] != self.name:
             raise CheckpointError(
-                f"Precision.load_state_dict(name={state['name']!r}): this run has {self.name!r}; "
-                f"resume with precision={state['name']!r}, or start a new run from the weights"
+                f"this run has {self.name!r}; "
+                f"resume with precision={state['name']!r}, or start a new run from the weights",
+                "Precision.load_state_dict",
+                name=state["name"],
             )
         if self.scaler is not None:
             self.scaler.load_state_dict(dict(state["scaler"]))

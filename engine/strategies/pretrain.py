@@ -55,9 +55,9 @@ class PretrainStrategy(NextTokenStrategy):
     ) -> None:
         super().__init__(loss_options)
         if separator is not None and (not isinstance(separator, int) or isinstance(separator, bool) or separator < 0):
-            raise ConfigurationError(f"PretrainStrategy(separator={separator!r}): needs the number of a token")
+            raise ConfigurationError("needs the number of a token", "PretrainStrategy", separator=separator)
         if unit not in ("token", "byte"):
-            raise ConfigurationError(f"PretrainStrategy(unit={unit!r}): choose 'token' or 'byte'")
+            raise ConfigurationError("choose 'token' or 'byte'", "PretrainStrategy", unit=unit)
         if bytes_per_token is None and unit == "byte":
             bytes_per_token = 1.0
         if bytes_per_token is not None:

@@ -42,7 +42,7 @@ class Reference:
 
     def __init__(self, given: ReferenceModel, place: str) -> None:
         if isinstance(given, str) and given != "copy":
-            raise ConfigurationError(f"{place}(reference={given!r}): needs 'copy', a model, or None")
+            raise ConfigurationError("needs 'copy', a model, or None", place, reference=given)
         if given is not None and not isinstance(given, str) and not callable(given):
             raise TypeError(f"{place}(reference={type(given).__name__}): needs 'copy', a model, or None")
         self.given, self._place = given, place
@@ -86,8 +86,9 @@ class Reference:
         if self.given is policy or shared:
             what = "is the model that learns itself" if self.given is policy else f"shares {shared[0]!r} with the model"
             raise ConfigurationError(
-                f"{self._place}(reference={type(self.given).__name__}): {what}, so that it would move along; pass "
-                "reference='copy', or copy.deepcopy(model)"
+                f"{what}, so that it would move along; pass reference='copy', or copy.deepcopy(model)",
+                self._place,
+                reference=type(self.given),
             )
 
     def placed(self, value: Any) -> Any:
@@ -109,8 +110,9 @@ class Reference:
         """
         if self._model is None:
             raise ConfigurationError(
-                f"{self._place}(reference={self.given!r}): has no reference model yet; a Trainer or TrainerCore.init "
-                "gives it one, or call bind(model)"
+                "has no reference model yet; a Trainer or TrainerCore.init gives it one, or call bind(model)",
+                self._place,
+                reference=self.given,
             )
         with self._frozen(), self._switched_off(), self._autocast():
             self._compare(inputs)

@@ -40,8 +40,9 @@ class WithValueHead(nn.Module):
         width = getattr(self._head(), "in_features", None)
         if not isinstance(width, int):
             raise ConfigurationError(
-                f"WithValueHead(head={head!r}): {type(self._head()).__name__} has no in_features; name the linear "
-                "layer that makes the logits"
+                f"{type(self._head()).__name__} has no in_features; name the linear layer that makes the logits",
+                "WithValueHead",
+                head=head,
             )
         parameter = next(model.parameters())
         self.value = nn.Linear(width, 1, device=parameter.device)
@@ -57,8 +58,10 @@ class WithValueHead(nn.Module):
         except AttributeError:
             names = [name for name, each in self.model.named_children() if hasattr(each, "in_features")]
             raise ConfigurationError(
-                f"WithValueHead(head={self.head!r}): {type(self.model).__name__} has no such module; it has "
-                f"{', '.join(names) or 'no linear layer of its own'}"
+                f"{type(self.model).__name__} has no such module; it has "
+                f"{', '.join(names) or 'no linear layer of its own'}",
+                "WithValueHead",
+                head=self.head,
             ) from None
 
     def forward(self, *args: Any, **kwargs: Any) -> PolicyOutputs:

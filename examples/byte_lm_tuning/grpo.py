@@ -27,7 +27,7 @@ from examples.byte_lm_tuning.functions import END, functions_of_library
 from examples.byte_lm_tuning.rewards import reward_of, succeeds
 from examples.byte_lm_tuning.start import CONTEXT, model_to_start_from
 from pulsetrain import Trainer, TrainingConfig
-from pulsetrain.configuration.run_folder import resolve_folder
+from pulsetrain.configuration.claim import resolve_folder
 from pulsetrain.engine import Event, Events, Every, GRPOStrategy
 from pulsetrain.engine.data.sequences import IGNORED, pad_examples
 from pulsetrain.engine.events.engine import Engine

@@ -18,7 +18,7 @@ from examples.byte_lm.model import ByteGPT
 from examples.byte_lm_tuning.functions import END, Function, functions_of_library
 from examples.byte_lm_tuning.start import CONTEXT, model_to_start_from
 from pulsetrain import Trainer, TrainingConfig
-from pulsetrain.configuration.run_folder import resolve_folder
+from pulsetrain.configuration.claim import resolve_folder
 from pulsetrain.engine import SFTStrategy
 from pulsetrain.engine.data.chat import tokenize_prompt
 from pulsetrain.engine.data.sequences import Example, pack, pad_examples

@@ -14,7 +14,8 @@ from typing import Any
 from pulsetrain.cli.command import command
 from pulsetrain.cli.pipe import until_closed
 from pulsetrain.cli.reports import FAILED, OK, logs_on_stderr, program
-from pulsetrain.configuration.assemble import assemble, in_settings
+from pulsetrain.configuration.assemble import assemble
+from pulsetrain.configuration.messages import in_settings
 from pulsetrain.configuration.parse import read_config
 from pulsetrain.configuration.rebuild import base_of
 from pulsetrain.engine.errors import PulsetrainError

@@ -14,9 +14,9 @@ from pulsetrain import handlers
 from pulsetrain.cli.command import command, no_settings
 from pulsetrain.cli.pipe import until_closed
 from pulsetrain.cli.reports import OK, USAGE
-from pulsetrain.configuration.instantiate import build
+from pulsetrain.configuration.claim import holds_run
+from pulsetrain.configuration.instantiate import instantiate
 from pulsetrain.configuration.parse import load_yaml
-from pulsetrain.configuration.run_folder import holds_run
 from pulsetrain.engine.errors import ConfigurationError, MetricNotFoundError, PulsetrainError
 from pulsetrain.engine.events.names import Events
 from pulsetrain.engine.metrics import canonical
@@ -115,7 +115,7 @@ def parse_handler(text: str) -> dict[str, Any]:
 
 
 def _make(text: str, spec: Mapping[str, Any]) -> Any:
-    handler = build(spec, f"--handler {text}", _shipped(), settings=f"--handler {spec['class_path']}")
+    handler = instantiate(spec, f"--handler {text}", _shipped(), settings=f"--handler {spec['class_path']}")
     if not callable(getattr(handler, "attach", None)):
         raise ConfigurationError(f"--handler {text}: {type(handler).__name__} is no handler: it has no attach()")
     return handler

@@ -15,7 +15,7 @@ import structlog
 from tqdm import tqdm
 
 from pulsetrain.configuration.assemble import Assembly
-from pulsetrain.configuration.run_folder import has_checkpoint
+from pulsetrain.configuration.claim import has_checkpoint
 from pulsetrain.engine.errors import PulsetrainError
 
 __all__ = ["logs_on_stderr", "program", "report", "summary", "versions"]

@@ -13,10 +13,11 @@ from typing import Any
 
 from pulsetrain.cli.command import command
 from pulsetrain.cli.reports import FAILED, STOPPED, go_on, logs_on_stderr, report, summary
-from pulsetrain.configuration.assemble import Assembly, assemble, in_settings
+from pulsetrain.configuration.assemble import Assembly, assemble
+from pulsetrain.configuration.claim import has_checkpoint
+from pulsetrain.configuration.messages import in_settings
 from pulsetrain.configuration.parse import SECTIONS, read_config
 from pulsetrain.configuration.rebuild import base_of
-from pulsetrain.configuration.run_folder import has_checkpoint
 from pulsetrain.engine import Events
 from pulsetrain.engine.errors import ConfigurationError, PulsetrainError
 from pulsetrain.handlers.crash.crash_files import bundle_of, forget_bundle
@@ -149,7 +150,7 @@ def _learned_nothing(assembly: Assembly, updates: int) -> bool:
 def _failed(error: Exception, assembly: Assembly, *, early: bool) -> int:
     """Say what happened. A run that has learned nothing leaves nothing: the corrected command finds its folder free."""
     if early:
-        assembly.claim.give_back()
+        assembly.claim.release()
         forget_bundle(error)
         if not isinstance(error, PulsetrainError):
             error.add_note("--traceback shows where in the code")

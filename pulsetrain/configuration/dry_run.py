@@ -18,8 +18,9 @@ from typing import Any, Self
 import torch
 
 from pulsetrain.configuration.assemble import HANDLERS, assemble
-from pulsetrain.configuration.instantiate import build, find, look_in, spec_of
-from pulsetrain.configuration.run_folder import resolve_folder
+from pulsetrain.configuration.claim import resolve_folder
+from pulsetrain.configuration.class_paths import find, look_in
+from pulsetrain.configuration.instantiate import instantiate, spec_of
 from pulsetrain.engine import Events, Every, Phase
 from pulsetrain.engine.checkpoint import CheckpointManager
 from pulsetrain.engine.data.keyed_loader import length_of
@@ -112,7 +113,7 @@ def _rehearsal(config: Mapping[str, Any], run: Path) -> tuple[dict[str, Any], li
         class_path, init_args = spec_of(spec, where, f"{where}.init_args")
         made_by = find(class_path, where, HANDLERS)
         if getattr(made_by, "reaches_out", isinstance(made_by, type) and issubclass(made_by, OUTWARD)):
-            build(spec, where, HANDLERS, folder=str(run))
+            instantiate(spec, where, HANDLERS, folder=str(run))
             silent.append(getattr(made_by, "__name__", str(class_path)))
             rehearsed["handlers"][index] = f"{__name__}.{Unattached.__name__}"
             continue
@@ -124,7 +125,7 @@ def _rehearsal(config: Mapping[str, Any], run: Path) -> tuple[dict[str, Any], li
         if every is None and "every" in signature(made_by).parameters:  # then the constructor says what it is
             tried = str(run.with_name(f"tried-{index}"))
             arguments = {**init_args, "folder": tried} if "folder" in init_args else init_args
-            built = build({"class_path": class_path, "init_args": arguments}, where, HANDLERS, folder=tried)
+            built = instantiate({"class_path": class_path, "init_args": arguments}, where, HANDLERS, folder=tried)
             every = getattr(built, "every", None)
         if units := _units(every):
             init_args["every"] = {unit: 1e-9 if unit == "seconds" else 1 for unit in units}

@@ -1,28 +1,30 @@
-"""From a class path with arguments to an object: found, checked against its annotations, and made."""
+"""From a class path with arguments to an object: the arguments checked against their annotations, the callable called.
+
+jsonargparse checks and converts each argument. It is given one argument's value at a time, with what the value
+describes already made: its errors about something inside a value are text of several lines, without the location, the
+names to choose from, or the value as the file has it (tests/pulsetrain/configuration/test_why_own_parsing.py).
+"""
 
 from __future__ import annotations
 
-import importlib
 import inspect
-import re
-import sys
 import types
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import is_dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import jsonargparse
 
+from pulsetrain.configuration.class_paths import Factory, find, outdated_import
+from pulsetrain.configuration.messages import as_yaml, entry, unknown
 from pulsetrain.engine.errors import ConfigurationError, PulsetrainError
 
-__all__ = ["build", "checked_arguments", "find", "look_in", "spec_of", "unknown"]
+__all__ = ["checked_arguments", "instantiate", "signature_parser", "spec_of"]
 
-MANY = 80  # names, of which a message would become unreadable
-
-WORDS: dict[Any, str] = {
+WORDS: dict[object, str] = {
     int: "a whole number",
     float: "a number",
     str: "text",
@@ -30,253 +32,208 @@ WORDS: dict[Any, str] = {
     type(None): "null",
     Path: "a path",
 }
+_VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
-def build(
-    spec: Any, place: str, shipped: Mapping[str, Any] | None = None, *, settings: str | None = None, **given: Any
-) -> Any:
+def instantiate(
+    spec: object,
+    location: str,
+    shipped: Mapping[str, Factory] | None = None,
+    *,
+    settings: str | None = None,
+    **given: object,
+) -> Any:  # what the configuration names: nobody knows before it is called
     """Call what a `class_path` with `init_args` names, its arguments checked against their annotations.
 
     Args:
         spec: a class path, or a mapping with class_path and init_args.
-        place: where in the configuration this stands, for messages.
+        location: of the spec in the configuration, for messages.
         shipped: names that need no path.
-        settings: where the arguments stand; by default `place.init_args`.
-        given: arguments filled in where the callable takes them and the configuration does not.
+        settings: location of the arguments; by default `location.init_args`.
+        given: arguments filled in where the callable takes them and the configuration leaves them out.
 
     Raises:
-        ConfigurationError: the name is not found, an argument is unknown, missing or of the wrong type, or the call
-            itself failed: then it is the cause.
+        PulsetrainError: the name is not found, an argument is unknown, missing or of the wrong type, or the call
+            itself failed: then its error is the cause.
+
+    >>> instantiate({"class_path": "fractions.Fraction", "init_args": {"numerator": 3}}, "model")
+    Fraction(3, 1)
     """
-    settings = settings or f"{place}.init_args"
-    class_path, init_args = spec_of(spec, place, settings)
-    made_by = find(class_path, place, shipped or {})
-    name = getattr(made_by, "__name__", str(made_by))
-    arguments = checked_arguments(made_by, name, settings, init_args, given)
+    settings = settings or f"{location}.init_args"
+    class_path, init_args = spec_of(spec, location, settings)
+    factory = find(class_path, location, shipped or {})
+    name = getattr(factory, "__name__", str(factory))
+    arguments = checked_arguments(factory, name, settings, init_args, given)
     try:
-        return made_by(**arguments)
+        return factory(**arguments)
     except PulsetrainError as error:
-        raise type(error)(f"in {place}: {error}") from error
+        raise _located(error, name, location, settings, init_args) from error
     except Exception as error:
-        text = str(error)
-        kind = "" if text.startswith(f"{name}(") else f"{type(error).__name__}: "
-        raise ConfigurationError(f"in {place}: {kind}{text}") from error
+        text = outdated_import(error) or str(error)
+        kind = "" if text.startswith(f"{name}(") or text != str(error) else f"{type(error).__name__}: "
+        raise ConfigurationError(f"in {location}: {kind}{text}") from error
 
 
-def spec_of(spec: Any, place: str, settings: str) -> tuple[Any, Mapping[str, Any]]:
+def _located(
+    error: PulsetrainError, name: str, location: str, settings: str, init_args: Mapping[str, object]
+) -> PulsetrainError:
+    """The error with the location of the argument where the callable itself rejected one, else of the callable."""
+    if error.place != name:
+        return error.with_text(f"in {location}: {error}")
+    if error.argument is None:
+        return error.with_text(f"{settings}={as_yaml(init_args)}: {error.rule}")
+    return error.reworded(lambda argument, value: entry(f"{settings}.{argument}", value), as_yaml)
+
+
+def spec_of(spec: object, location: str, settings: str) -> tuple[object, Mapping[str, Any]]:
     """The class path and the arguments that a configuration gives.
 
     Raises:
-        ConfigurationError: it is no such thing.
+        ConfigurationError: the spec is neither a class path nor a mapping with one.
     """
     if isinstance(spec, str):
         spec = {"class_path": spec}
     if not isinstance(spec, Mapping) or "class_path" not in spec:
         raise ConfigurationError(
-            f"{place}={spec!r}: needs a class path, or a mapping with class_path and, where it takes any, init_args"
+            f"{location}={spec!r}: needs a class path, or a mapping with class_path and, where it takes any, init_args"
         )
     for key in spec.keys() - {"class_path", "init_args"}:
-        raise unknown(f"{place}.{key}", "key", key, ("class_path", "init_args"))
+        raise unknown(f"{location}.{key}", "key", key, ("class_path", "init_args"))
     init_args = {} if spec.get("init_args") is None else spec["init_args"]
     if not isinstance(init_args, Mapping):
         raise ConfigurationError(f"{settings}={init_args!r}: needs a mapping of argument: value")
     return spec["class_path"], init_args
 
 
-def unknown(where: str, what: str, name: object, choices: Iterable[str]) -> ConfigurationError:
-    """The error for a key or name that is not among the choices, with the nearest one as the remedy."""
-    choices = sorted(choices)
-    near = get_close_matches(str(name), choices, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
-    some = f"choose one of {', '.join(choices)}" if choices else "there is none to choose"
-    if len(choices) > MANY:
-        some = f"there are {len(choices)} others"
-    return ConfigurationError(f"{where}: unknown {what}; {some}{hint}")
-
-
 def checked_arguments(
-    made_by: Any, name: str, settings: str, init_args: Mapping[str, Any], given: Mapping[str, Any]
+    factory: Factory, name: str, settings: str, init_args: Mapping[str, object], given: Mapping[str, object]
 ) -> dict[str, Any]:
-    """What the callable is called with; objects that a configuration describes among its arguments are made.
+    """The arguments of the call; the objects that a configuration describes among them are made.
 
     Raises:
         ConfigurationError: an argument is unknown, missing or of the wrong type.
     """
-    accepted = inspect.signature(made_by).parameters
+    accepted = inspect.signature(factory).parameters
     takes_any = any(each.kind is inspect.Parameter.VAR_KEYWORD for each in accepted.values())
-    hints = _annotations(made_by)
-    arguments: dict[str, Any] = {}
+    hints = _annotations(factory)
+    arguments: dict[str, object] = {}
     for key, value in init_args.items():
         if key not in accepted and not takes_any:
             raise unknown(f"{settings}.{key}", f"argument of {name}", key, accepted)
-        arguments[key] = _prepare(value, hints.get(key, Any), f"{settings}.{key}")
+        arguments[key] = _nested(value, hints.get(key, Any), f"{settings}.{key}")
     for key, value in given.items():
         if key in accepted:
             arguments.setdefault(key, value)
-    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     missing = [
         key
         for key, each in accepted.items()
-        if key not in arguments and each.default is inspect.Parameter.empty and each.kind not in variable
+        if key not in arguments and each.default is inspect.Parameter.empty and each.kind not in _VARIABLE
     ]
     if missing:
         raise ConfigurationError(f"{settings}: {name} needs {', '.join(missing)} as well")
-    return _check(made_by, name, settings, arguments, hints)
+    return _converted(factory, name, settings, arguments, hints)
 
 
-def _prepare(value: Any, hint: Any, where: str) -> Any:
-    """Nested objects are made here, so that what is wrong inside them is said with its own place."""
+def _nested(value: object, hint: object, location: str) -> object:
+    """The object that a mapping describes, made here: an error inside it then has its own location."""
     kinds = _alternatives(hint)
     if isinstance(value, float) and value.is_integer() and int in kinds and float not in kinds:
-        return int(value)  # 1e6: YAML knows no exponents for whole numbers
+        return int(value)  # 1e6: YAML has no exponents for whole numbers
     if not isinstance(value, Mapping) or any(_is_mapping(kind) for kind in kinds):
         return value
     if "class_path" in value and Any not in kinds:
-        return build(value, where)
+        return instantiate(value, location)
     classes = [kind for kind in kinds if is_dataclass(kind)]
     if len(classes) == 1:  # without a class path: Every as {epochs: 1}
-        return build({"class_path": classes[0], "init_args": value}, where, settings=where)
+        return instantiate({"class_path": classes[0], "init_args": value}, location, settings=location)
     return value
 
 
-def _check(
-    made_by: Any, name: str, settings: str, arguments: dict[str, Any], hints: Mapping[str, Any]
-) -> dict[str, Any]:
+def signature_parser(factory: Factory, skip: AbstractSet[str] = frozenset()) -> jsonargparse.ArgumentParser:
+    """Jsonargparse's parser for the parameters of a class or function."""
     parser = jsonargparse.ArgumentParser(exit_on_error=False, default_env=False)
-    # made already: jsonargparse takes such an annotation apart, and looks for a mapping
+    if inspect.isclass(factory):
+        parser.add_class_arguments(factory, skip=set(skip), fail_untyped=False)
+    else:
+        parser.add_function_arguments(factory, skip=set(skip), fail_untyped=False)
+    return parser
+
+
+def _converted(
+    factory: Factory, name: str, settings: str, arguments: dict[str, object], hints: Mapping[str, object]
+) -> dict[str, Any]:
+    # jsonargparse takes the annotation of a dataclass apart and looks for a mapping; these objects are made already
     plain = {key: hint for key, hint in hints.items() if isinstance(hint, type) and is_dataclass(hint)}
     made = {key: value for key, value in arguments.items() if key in plain}
     for key, value in made.items():
         if not isinstance(value, plain[key]):
-            raise ConfigurationError(f"{settings}.{key}={value!r}: needs {_words(plain[key])}")
+            raise ConfigurationError(f"needs {_words(plain[key])}", **{f"{settings}.{key}": value})
     try:
-        if inspect.isclass(made_by):
-            parser.add_class_arguments(made_by, skip=set(made), fail_untyped=False)
-        else:
-            parser.add_function_arguments(made_by, skip=set(made), fail_untyped=False)
-        # called instantiate from jsonargparse 4.49 on, where the older name warns
-        instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes
-        checked = instantiate(parser.parse_object({key: arguments[key] for key in arguments.keys() - made.keys()}))
+        parser = signature_parser(factory, made.keys())
+        plain_values = {key: value for key, value in arguments.items() if key not in made}
+        converted = parser.instantiate(parser.parse_object(plain_values))
     except Exception as error:
+        key = _rejected(factory, arguments, made.keys())
+        if key in hints and (words := _words(hints[key])):
+            raise ConfigurationError(f"needs {words}", **{f"{settings}.{key}": arguments[key]}) from error
         text = " ".join(str(error).split())
-        found = re.match(r'Parser key "([\w.]+)"', text)
-        key = found[1].partition(".")[0] if found else ""
-        if key in hints and key in arguments and (words := _words(hints[key])):
-            raise ConfigurationError(f"{settings}.{key}={arguments[key]!r}: needs {words}") from error
         raise ConfigurationError(f"{settings}: {name} cannot take these: {text}") from error
-    return {**checked.as_dict(), **made}
+    return {**converted.as_dict(), **made}
 
 
-def _annotations(made_by: Any) -> dict[str, Any]:
-    target = made_by.__init__ if inspect.isclass(made_by) else made_by
+def _rejected(factory: Factory, arguments: Mapping[str, object], made: AbstractSet[str]) -> str:
+    """The first argument that jsonargparse takes with none of the others; "" where it takes each alone."""
+    named = {key for key, each in inspect.signature(factory).parameters.items() if each.kind not in _VARIABLE}
+    for key, value in arguments.items():
+        if key not in named or key in made:
+            continue
+        try:
+            signature_parser(factory, named - {key}).parse_object({key: value})
+        except Exception:
+            return key
+    return ""
+
+
+def _annotations(factory: Factory) -> dict[str, object]:
+    target = factory.__init__ if inspect.isclass(factory) else factory
     try:
         return typing.get_type_hints(target)
     except Exception:  # a name that only a type checker sees
         return {}
 
 
-def _alternatives(hint: Any) -> tuple[Any, ...]:
+def _alternatives(hint: object) -> tuple[object, ...]:
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return tuple(kind for each in typing.get_args(hint) for kind in _alternatives(each))
     return (hint,)
 
 
-def _is_mapping(kind: Any) -> bool:
+def _is_mapping(kind: object) -> bool:
     origin = typing.get_origin(kind) or kind
     return inspect.isclass(origin) and issubclass(origin, Mapping)
 
 
-def _words(hint: Any) -> str:
+def _words(hint: object) -> str:
     """What an annotation asks for, in the words of a configuration; "" where there are none."""
-    found: list[str] = []
-    for kind in _alternatives(hint):
-        origin = typing.get_origin(kind) or kind
-        if origin is typing.Literal:
-            found += [str(choice) for choice in typing.get_args(kind)]
-        elif kind in WORDS:
-            found.append(WORDS[kind])
-        elif _is_mapping(kind):
-            found.append("a mapping")
-        elif inspect.isclass(origin) and issubclass(origin, (Sequence, set)):
-            found.append("a list")
-        elif is_dataclass(kind):
-            found.append(f"a mapping with {', '.join(inspect.signature(kind).parameters)}")  # type: ignore[arg-type]
-        elif inspect.isclass(origin):
-            found.append(f"a mapping with the class_path of a {origin.__name__}")
-        else:
-            return ""
+    found = [text for kind in _alternatives(hint) for text in _words_of(kind)]
+    if "" in found:
+        return ""
     return " or ".join([", ".join(found[:-1]), found[-1]] if len(found) > 1 else found)
 
 
-def find(path: Any, place: str, shipped: Mapping[str, Any]) -> Any:
-    """The class or function of this path, imported.
-
-    Raises:
-        ConfigurationError: there is none.
-    """
-    if callable(path):
-        return path
-    module_name, _, name = str(path).rpartition(".")
-    where = f"{place}: class_path={path!r}"
-    if not module_name:
-        if path not in shipped:
-            if not shipped:
-                raise ConfigurationError(f"{where}: needs a path with a module, such as model.{path or 'Model'}")
-            raise unknown(where, "name", path, shipped)
-        return shipped[path]
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is not None and f"{module_name}.".startswith(f"{error.name}."):
-            raise ConfigurationError(
-                f"{where}: there is no module {error.name!r}; "
-                "it is looked for beside the configuration file, then among the installed packages"
-            ) from None
-        raise ConfigurationError(f"{where}: importing {module_name} failed: {error}") from error
-    except Exception as error:
-        text = f"{type(error).__name__}: {error}"
-        raise ConfigurationError(f"{where}: importing {module_name} failed: {text}") from error
-    found = getattr(module, name, None)
-    if not callable(found):
-        raise unknown(where, f"name in {module_name}", name, _callables(module))
-    return found
-
-
-def _callables(module: types.ModuleType) -> list[str]:
-    """What a class path may name in the module: its public names, or where it lists none what it or a part defines."""
-    there = vars(module)
-    if hasattr(module, "__all__"):  # one that is not there yet is imported when asked for, so leave it alone
-        return [each for each in module.__all__ if each not in there or callable(there[each])]
-    return [
-        each
-        for each, value in there.items()
-        if callable(value)
-        and not each.startswith("_")
-        and f"{getattr(value, '__module__', '')}.".startswith(f"{module.__name__}.")
-    ]
-
-
-_present: dict[Path, frozenset[str]] = {}  # folder of a configuration: the modules loaded before it was looked in
-
-
-def look_in(base: Path) -> None:
-    """Let class paths be found beside the configuration file, also after another configuration's folder.
-
-    Modules that came from another configuration's folder are forgotten: both may call theirs `model`.
-    """
-    folder = base.resolve()
-    for other in [path for path in _present if path != folder]:
-        before = _present.pop(other)
-        theirs = [name for name in sys.modules if name not in before]
-        for name in [name for name in theirs if _lies_in(sys.modules.get(name.partition(".")[0]), other)]:
-            del sys.modules[name]
-        sys.path[:] = [entry for entry in sys.path if entry != str(other)]
-    if folder not in _present:
-        _present[folder] = frozenset(sys.modules)
-    sys.path[:] = [str(folder), *(entry for entry in sys.path if entry != str(folder))]
-    importlib.invalidate_caches()  # the file may be younger than the finder's listing of its folder
-
-
-def _lies_in(module: Any, folder: Path) -> bool:
-    places = list(getattr(module, "__path__", None) or [getattr(module, "__file__", None) or ""])
-    return any(Path(place).parent == folder for place in places)
+def _words_of(kind: object) -> Iterator[str]:
+    origin = typing.get_origin(kind) or kind
+    if origin is typing.Literal:
+        yield from (str(choice) for choice in typing.get_args(kind))
+    elif kind in WORDS:
+        yield WORDS[kind]
+    elif not inspect.isclass(origin):
+        yield ""
+    elif issubclass(origin, Mapping):
+        yield "a mapping"
+    elif issubclass(origin, (Sequence, AbstractSet)):
+        yield "a list"
+    elif is_dataclass(origin):
+        yield f"a mapping with {', '.join(inspect.signature(origin).parameters)}"
+    else:
+        yield f"a mapping with the class_path of a {origin.__name__}"

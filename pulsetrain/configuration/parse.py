@@ -1,15 +1,20 @@
-"""The configuration of a run as a file: reading it, settings given beside it, and how two of them differ."""
+"""The configuration file: reading it, overriding its settings, comparing two configurations.
+
+jsonargparse reads YAML too, but keeps the last of two equal keys, and it overrides settings by their dotted names only
+where it knows the type: not inside a section that any class path may fill
+(tests/pulsetrain/configuration/test_why_own_parsing.py).
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from pulsetrain.configuration.instantiate import unknown
+from pulsetrain.configuration.messages import unknown
 from pulsetrain.engine.errors import ConfigurationError
 
 __all__ = ["SECTIONS", "differences", "load_yaml", "read_config"]
@@ -20,15 +25,13 @@ STANDARD_HANDLERS = ("Checkpointer", "EventRecorder", "CSVLogger", "Plots", "Pro
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.2's numbers (3e-4 is one), and no key twice."""
+    """YAML with the numbers of version 1.2 (3e-4 is one); a key that is given twice is an error."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         for key in keys:
             if keys.count(key) > 1 and key != "<<":
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"the key {key!r} stands there twice", node.start_mark
-                )
+                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} is given twice", node.start_mark)
         return super().construct_mapping(node, deep)
 
 
@@ -36,31 +39,34 @@ _NUMBER = r"[-+]?(\d[\d_]*\.?[\d_]*|\.\d[\d_]*)([eE][-+]?\d+)|[-+]?(\d[\d_]*\.[\
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(f"^({_NUMBER})$"), list("-+0123456789."))
 
 
-def load_yaml(text: str) -> Any:
-    """What the text says; numbers may be written as 3e-4.
+def load_yaml(text: str) -> Any:  # whatever the text holds
+    """The value that YAML text holds; numbers may be written as 3e-4.
 
     Raises:
-        yaml.YAMLError: it is no YAML, or has a key twice.
+        yaml.YAMLError: the text is not YAML, or gives a key twice.
+
+    >>> load_yaml("{learning_rate: 3e-4, betas: [0.9, 0.99]}")
+    {'learning_rate': 0.0003, 'betas': [0.9, 0.99]}
     """
     return yaml.load(text, _Loader)
 
 
 def read_config(path: Path, overrides: Mapping[str, str]) -> dict[str, Any]:
-    """The file's settings with the overrides in them.
+    """Read the file and apply the overrides.
 
     Args:
         path: the file.
-        overrides: values as YAML by their dotted keys: {"training.learning_rate": "3e-4"}.
+        overrides: values as YAML text, by dotted key: {"training.learning_rate": "3e-4"}.
 
     Raises:
-        ConfigurationError: no such file, no YAML, an unknown section, or one that is missing.
+        ConfigurationError: the file cannot be read, is not YAML, or has an unknown section or lacks one.
     """
     try:
         config = load_yaml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigurationError(f"{path}: cannot be read: {error.strerror or error}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"{path}: no valid YAML: {_told(error)}") from error
+        raise ConfigurationError(f"{path}: not valid YAML: {_one_line(error)}") from error
     if not isinstance(config, dict):
         raise ConfigurationError(f"{path}: needs the sections {', '.join(SECTIONS)}")
     for section in config:
@@ -81,13 +87,17 @@ def read_config(path: Path, overrides: Mapping[str, str]) -> dict[str, Any]:
     if config.get("backend") is None:
         config["backend"] = "torch"
     if "handlers" not in config:
-        added = (config.get("training") or {}).get("save_every_n_epochs") is not None  # it brings its own
-        config["handlers"] = [name for name in STANDARD_HANDLERS if name != "Checkpointer" or not added]
+        adds_one = (config.get("training") or {}).get("save_every_n_epochs") is not None
+        config["handlers"] = [name for name in STANDARD_HANDLERS if name != "Checkpointer" or not adds_one]
     return config
 
 
-def differences(before: Any, now: Any, key: str = "") -> Iterator[str]:
-    """Where two configurations differ, as "training.seed: 0 -> 1"."""
+def differences(before: object, now: object, key: str = "") -> Iterator[str]:
+    """The settings in which two configurations differ.
+
+    >>> list(differences({"training": {"seed": 0}}, {"training": {"seed": 1}}))
+    ['training.seed: 0 -> 1']
+    """
     if isinstance(before, dict) and isinstance(now, dict):
         for name in [*before, *(name for name in now if name not in before)]:
             yield from differences(before.get(name), now.get(name), f"{key}.{name}" if key else str(name))
@@ -103,29 +113,29 @@ def _override(config: dict[str, Any], key: str, text: str) -> None:
     if section not in SECTIONS:
         raise unknown(f"--{key}", "section", section, SECTIONS)
     if not all(rest):
-        raise ConfigurationError(f"--{key}: an empty name between the dots; write it as --training.learning_rate 3e-4")
+        raise ConfigurationError(f"--{key}: an empty name between two dots; write --training.learning_rate 3e-4")
     try:
         value = load_yaml(text)
     except yaml.YAMLError as error:
-        raise ConfigurationError(f"--{key} {text!r}: no valid YAML: {_told(error)}") from error
+        raise ConfigurationError(f"--{key} {text!r}: not valid YAML: {_one_line(error)}") from error
     if section in NAMED and rest and isinstance(config.get(section), str):
         config[section] = {"class_path": config[section]}
-    place, name = config, section
+    parent, name = config, section
     for index, child in enumerate(rest):
-        inner = place.get(name)
+        inner = parent.get(name)
         if inner is None:
-            inner = place[name] = {}
+            inner = parent[name] = {}
         if not isinstance(inner, dict):
-            parent = ".".join([section, *rest[:index]])
-            kind = "a list" if isinstance(inner, list) else f"{inner!r}, no mapping"
+            above = ".".join([section, *rest[:index]])
+            kind = "a list" if isinstance(inner, list) else f"{inner!r}, not a mapping"
             raise ConfigurationError(
-                f"--{key}: {parent} is {kind}; give it whole (--{parent} VALUE, in YAML) or change it in the file"
+                f"--{key}: {above} is {kind}; set it as a whole (--{above} VALUE, in YAML) or change it in the file"
             )
-        place, name = inner, child
-    place[name] = value
+        parent, name = inner, child
+    parent[name] = value
 
 
-def _told(error: Exception) -> str:
+def _one_line(error: Exception) -> str:
     return " ".join(str(error).replace('in "<unicode string>"', "at").replace("at, ", "at ").split())
 
 

@@ -1,4 +1,4 @@
-"""Makes the trainer of a recorded run anew, from what the run's folder says of it."""
+"""Makes the trainer of a recorded run again, from the configuration in the run's folder."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["base_of", "rebuild"]
 
 
 def rebuild(run: Path, folder: Path, settings: Mapping[str, str] | None = None) -> Assembly:
-    """The run of config.yaml, in another folder.
+    """Assemble the run's config.yaml, with another run folder.
 
     Args:
         run: the folder of the recorded run.
-        folder: of the new one.
-        settings: values as YAML by their dotted keys, in place of the file's.
+        folder: the run folder of the new trainer.
+        settings: values as YAML text, by dotted key, that replace those of the file.
 
     Raises:
         RunFolderError: the run was not made from a configuration.
@@ -28,13 +28,13 @@ def rebuild(run: Path, folder: Path, settings: Mapping[str, str] | None = None) 
     file = run / "config.yaml"
     if not file.is_file():
         raise RunFolderError(
-            f"{run}: has no config.yaml, so its trainer cannot be made from here: it was no run of `pulsetrain train`. "
-            "From Python, pulsetrain.verify(run, build_trainer) takes a function that makes it"
+            f"{run}: has no config.yaml, so the command line cannot make its trainer: `pulsetrain train` did not start "
+            "this run. From Python, pulsetrain.verify(run, build_trainer) takes a function that makes it"
         )
     return assemble(read_config(file, settings or {}), base_of(run), folder)
 
 
 def base_of(folder: Path) -> Path:
-    """Where class paths of a configuration in this folder are looked up first: there, or where its run was begun."""
+    """The folder in which class paths are looked up first: where the run was started, or the configuration's own."""
     base = read_run_file(folder).get("base")
     return Path(base) if isinstance(base, str) and Path(base).is_dir() else folder

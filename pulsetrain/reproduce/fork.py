@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from pulsetrain.configuration.claim import holds_run
 from pulsetrain.configuration.parse import differences, load_yaml
 from pulsetrain.configuration.rebuild import rebuild
-from pulsetrain.configuration.run_folder import holds_run
 from pulsetrain.engine import Events
 from pulsetrain.engine.checkpoint import load_checkpoint
 from pulsetrain.engine.errors import ConfigurationError, RunFolderError
@@ -101,7 +101,7 @@ def fork(
         }
         write_run_file(into, trainer, base=read_run_file(into).get("base"), parent=parent)
     except BaseException:
-        assembly.claim.give_back()
+        assembly.claim.release()
         raise
     return Fork(into, parent, changed)
 

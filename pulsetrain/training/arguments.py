@@ -11,7 +11,7 @@ from torch import nn
 from pulsetrain.config import TrainingConfig
 from pulsetrain.engine import Every
 from pulsetrain.engine.data.keyed_loader import can_be_read_once
-from pulsetrain.engine.errors import ConfigurationError, unknown_name
+from pulsetrain.engine.errors import ArgumentTypeError, ConfigurationError, unknown_name
 from pulsetrain.engine.optimizers import NamedOptimizers, parts_of, resolve_optimizer
 from pulsetrain.engine.schedules import build_schedule
 from pulsetrain.engine.step.protocols import AlternatingStrategy, TrainingStrategy
@@ -34,26 +34,28 @@ __all__ = [
 def check_kinds(config: Any, metrics: Any, handlers: Any, callbacks: Any) -> None:
     """Refuse what is not of the kind that the Trainer takes, by name."""
     if config is not None and not isinstance(config, TrainingConfig):
-        raise TypeError(
-            f"Trainer(config={type(config).__name__}): needs a TrainingConfig, as TrainingConfig(max_epochs=3)"
+        raise ArgumentTypeError(
+            "needs a TrainingConfig, as TrainingConfig(max_epochs=3)", "Trainer", config=type(config)
         )
     if metrics is not None and not isinstance(metrics, Mapping):
-        raise TypeError(f"Trainer(metrics={type(metrics).__name__}): needs a mapping, as {{'accuracy': Accuracy()}}")
+        raise ArgumentTypeError("needs a mapping, as {'accuracy': Accuracy()}", "Trainer", metrics=type(metrics))
     for name, metric in (metrics or {}).items():
         if isinstance(metric, type):
-            raise TypeError(
-                f"Trainer(metrics={{{name!r}: {metric.__name__}}}): needs an object, as {metric.__name__}()"
-            )
+            raise ArgumentTypeError(f"needs an object, as {metric.__name__}()", "Trainer", metrics={name: metric})
         if name == "loss":  # whatever the strategy; see check_metric_names for its own
-            raise ConfigurationError("Trainer(metrics={'loss': ...}): the name of the strategy's loss; choose another")
+            raise ConfigurationError(
+                "the name of the strategy's loss; choose another", "Trainer", metrics={"loss": ...}
+            )
     for argument, given in (("handlers", handlers), ("callbacks", callbacks)):
         if not isinstance(given, (list, tuple)):
-            raise TypeError(f"Trainer({argument}={type(given).__name__}): needs a list, as {argument}=[...]")
+            raise ArgumentTypeError(f"needs a list, as {argument}=[...]", "Trainer", **{argument: type(given)})
     for handler in handlers:
         if isinstance(handler, type):
-            raise TypeError(f"Trainer(handlers=[{handler.__name__}]): needs an object, as {handler.__name__}(...)")
+            raise ArgumentTypeError(f"needs an object, as {handler.__name__}(...)", "Trainer", handlers=[handler])
         if not callable(getattr(handler, "attach", None)):
-            raise TypeError(f"Trainer(handlers=[{handler!r}]): a handler needs attach(engine); functions go to on()")
+            raise ArgumentTypeError(
+                "a handler needs attach(engine); functions go to on()", "Trainer", handlers=[handler]
+            )
 
 
 def check_metric_names(metrics: Mapping[str, Any] | None, strategy: TrainingStrategy) -> None:
@@ -64,8 +66,9 @@ def check_metric_names(metrics: Mapping[str, Any] | None, strategy: TrainingStra
     for name in derive(1.0):
         if name in metrics:
             raise ConfigurationError(
-                f"Trainer(metrics={{{name!r}: ...}}): {type(strategy).__name__} reports one of that name itself; "
-                "choose another"
+                f"{type(strategy).__name__} reports one of that name itself; choose another",
+                "Trainer",
+                metrics={name: ...},
             )
 
 
@@ -76,9 +79,11 @@ def resolve_strategy(strategy: Any) -> Any:
             raise unknown_name("Trainer", "strategy", strategy, STRATEGIES)
         return STRATEGIES[strategy]()
     if isinstance(strategy, type) or not isinstance(strategy, (TrainingStrategy, AlternatingStrategy)):
-        raise TypeError(
-            f"Trainer(strategy={strategy!r}): needs a name ({', '.join(sorted(STRATEGIES))}) or an object with "
-            "prepare_batch, compute_loss and compute_metrics, or with prepare_batch and compute_losses"
+        raise ArgumentTypeError(
+            f"needs a name ({', '.join(sorted(STRATEGIES))}) or an object with prepare_batch, compute_loss and "
+            "compute_metrics, or with prepare_batch and compute_losses",
+            "Trainer",
+            strategy=strategy,
         )
     return strategy
 
@@ -88,9 +93,11 @@ def resolve_model(model: Any, strategy: Any) -> nn.Module:
     if isinstance(model, Mapping) and not isinstance(model, nn.Module):
         model = nn.ModuleDict(model)
     if isinstance(strategy, AlternatingStrategy) and not isinstance(model, nn.ModuleDict):
-        raise TypeError(
-            f"Trainer(model={type(model).__name__}): {type(strategy).__name__} trains several modules in turns; give "
-            "them by name, as {'generator': ..., 'discriminator': ...}"
+        raise ArgumentTypeError(
+            f"{type(strategy).__name__} trains several modules in turns; pass them by name, as "
+            "{'generator': ..., 'discriminator': ...}",
+            "Trainer",
+            model=type(model),
         )
     module: nn.Module = model
     return module
@@ -107,24 +114,31 @@ def resolve_optimizers(given: Any, model: nn.Module, strategy: Any, config: Trai
     if not isinstance(strategy, AlternatingStrategy):
         if isinstance(given, (Mapping, NamedOptimizers)):
             raise ConfigurationError(
-                f"Trainer(optimizer={{{', '.join(map(repr, given))}}}): several optimizers need a strategy that says "
-                f"which loss is whose, by compute_losses; {type(strategy).__name__} has one loss"
+                "several optimizers need a strategy that says which loss each of them minimizes, by compute_losses; "
+                f"{type(strategy).__name__} has one loss",
+                "Trainer",
+                optimizer=dict.fromkeys(given, ...),
             )
         return resolve(given, model)
     if config.precision == "fp16" and config.accumulation.batches != 1:
         raise ConfigurationError(
-            f"TrainingConfig(precision='fp16', accumulate={config.accumulate!r}): the gradient scale changes with each "
-            "optimizer's update, and the others' waiting gradients have the old one; set accumulate=1, or use bf16"
+            "the gradient scale changes with each optimizer's update, and the gradients that wait for the others have "
+            "the old scale; set accumulate=1, or use bf16",
+            "TrainingConfig",
+            precision="fp16",
+            accumulate=config.accumulate,
         )
     if config.accumulation.schedule is not None:
         raise ConfigurationError(
-            "TrainingConfig(accumulate=Accumulate(schedule=...)): counts updates, and several optimizers make several "
-            "a batch; accumulate a fixed number of batches"
+            "a schedule counts updates, and several optimizers make several updates a batch; accumulate a fixed number "
+            "of batches",
+            "TrainingConfig",
+            accumulate=config.accumulate,
         )
     if isinstance(given, NamedOptimizers):
         return resolve(given, model)
     if given is not None and not isinstance(given, (str, Mapping)):
-        raise TypeError(f"Trainer(optimizer={type(given).__name__}): needs one for each module, as {{'actor': 'adam'}}")
+        raise ArgumentTypeError("needs one for each module, as {'actor': 'adam'}", "Trainer", optimizer=type(given))
     chosen = dict(given) if isinstance(given, Mapping) else {}
     everyone = given if isinstance(given, str) else None
     assert isinstance(model, nn.ModuleDict)
@@ -142,19 +156,23 @@ def named_loaders(val_loader: Any) -> dict[str, Iterable[Any]]:
     loaders = dict(val_loader) if isinstance(val_loader, Mapping) else {"val": val_loader}
     for name, loader in loaders.items():
         if not isinstance(name, str) or not name or name == "train":
-            raise ConfigurationError(
-                f"Trainer(val_loader={{{name!r}: ...}}): needs a name for the set, other than 'train'"
-            )
+            raise ConfigurationError("needs a name for the set, other than 'train'", "Trainer", val_loader={name: ...})
         if getattr(loader, "fires_rollouts", False):
             raise ConfigurationError(
-                f"Trainer(val_loader): {name!r} is {type(loader).__name__}, whose batches the policy makes for "
-                "learning; judge it by 'rollout/return' or 'rollout/reward', or by evaluate() of EnvironmentRollouts"
+                f"{name!r} is {type(loader).__name__}, whose batches the policy makes for learning; judge it by "
+                "'rollout/return' or 'rollout/reward', or by evaluate() of EnvironmentRollouts",
+                "Trainer",
+                val_loader=...,
             )
         if not isinstance(loader, Iterable):
-            raise TypeError(f"Trainer(val_loader): {name!r} is {type(loader).__name__}; needs an iterable of batches")
+            raise ArgumentTypeError(
+                f"{name!r} is {type(loader).__name__}; needs an iterable of batches", "Trainer", val_loader=...
+            )
         if can_be_read_once(loader):
             raise ConfigurationError(
-                f"Trainer(val_loader): {name!r} is an iterator, which can be read once; give a DataLoader or a list"
+                f"{name!r} is an iterator, which can be read once; pass a DataLoader or a list",
+                "Trainer",
+                val_loader=...,
             )
     return loaders
 
@@ -178,7 +196,7 @@ def configured_handlers(
     added: list[Any] = []
     asked_for = config.warmup_steps or config.schedule_options or config.min_lr_ratio is not None
     if config.schedule is not None and (config.schedule != "constant" or asked_for):
-        _refuse_second("schedule", LRScheduler, given)
+        _refuse_second("schedule", config.schedule, LRScheduler, given)
         for name, part in parts_of(optimizer).items():
             schedule = build_schedule(
                 config.schedule,
@@ -190,10 +208,10 @@ def configured_handlers(
             )
             added.append(LRScheduler(schedule, name or None))
     if config.early_stopping_patience is not None:
-        _refuse_second("early_stopping_patience", EarlyStopping, given)
+        _refuse_second("early_stopping_patience", config.early_stopping_patience, EarlyStopping, given)
         added.append(EarlyStopping(patience=config.early_stopping_patience))
     if config.save_every_n_epochs is not None and config.run_dir is not None:
-        _refuse_second("save_every_n_epochs", Checkpointer, given)
+        _refuse_second("save_every_n_epochs", config.save_every_n_epochs, Checkpointer, given)
         added.append(Checkpointer(config.run_dir, every=Every(epochs=config.save_every_n_epochs)))
     return added
 
@@ -205,15 +223,19 @@ def _refuse_two_schedulers(optimizer: torch.optim.Optimizer, given: Sequence[Any
             followed = handler.optimizer or id(handler.given or optimizer)
             if followed in scheduled:
                 raise ConfigurationError(
-                    "Trainer(handlers=[LRScheduler, LRScheduler]): both would set the rates of one optimizer; make one "
-                    "of them, over schedules composed by >> (torch's by its SequentialLR or ChainedScheduler)"
+                    "both would set the rates of one optimizer; make one of them, over schedules composed by >> "
+                    "(torch's by its SequentialLR or ChainedScheduler)",
+                    "Trainer",
+                    handlers=[LRScheduler, LRScheduler],
                 )
             scheduled.add(followed)
 
 
-def _refuse_second(setting: str, kind: type, given: Sequence[Any]) -> None:
+def _refuse_second(setting: str, value: object, kind: type, given: Sequence[Any]) -> None:
     if any(isinstance(handler, kind) for handler in given):
         raise ConfigurationError(
-            f"TrainingConfig({setting}=...) and a handler {kind.__name__}: give one; "
-            f"{setting}=None leaves it to the handler"
+            f"a handler {kind.__name__} is given as well; pass one of the two: None (null in YAML) leaves it to the "
+            "handler",
+            "TrainingConfig",
+            **{setting: value},
         )

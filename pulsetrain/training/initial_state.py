@@ -59,8 +59,9 @@ def _held(backend: Any, model: Any, optimizer: Any, strategy: Any, config: Train
     name = type(backend).__name__
     if isinstance(strategy, AlternatingStrategy):
         raise ConfigurationError(
-            f"Trainer(backend={name}): {type(strategy).__name__} trains several modules in turns, which works in "
-            "place; use TorchBackend()"
+            f"{type(strategy).__name__} trains several modules in turns, which works in place; use TorchBackend()",
+            "Trainer",
+            backend=type(backend),
         )
     chosen, rate = config.optimizer if optimizer is None else optimizer, None
     if isinstance(chosen, str):
@@ -70,15 +71,19 @@ def _held(backend: Any, model: Any, optimizer: Any, strategy: Any, config: Train
         )
     elif not isinstance(chosen, Optimizer):
         raise ConfigurationError(
-            f"Trainer(optimizer={type(chosen).__name__}): {name} computes with values, and needs a name or an object "
-            "with init(params) and update(grads, opt_state, params)"
+            f"{name} computes with values, and needs a name or an object "
+            "with init(params) and update(grads, opt_state, params)",
+            "Trainer",
+            optimizer=type(chosen),
         )
     state = backend.init(model, chosen, rate)
     if state.metadata["learning_rate"] is None and (config.schedule not in (None, "constant") or config.warmup_steps):
         raise ConfigurationError(
-            f"TrainingConfig(schedule={config.schedule!r}, warmup_steps={config.warmup_steps}): the state of the given "
-            "optimizer holds no learning rate that could be set; leave both out, or name the optimizer, as 'adamw', or "
-            "make it by optax.inject_hyperparams(optax.adam)(learning_rate=...)"
+            "the state of the given optimizer holds no learning rate that could be set; leave both out, or name the "
+            "optimizer, as 'adamw', or make it by optax.inject_hyperparams(optax.adam)(learning_rate=...)",
+            "TrainingConfig",
+            schedule=config.schedule,
+            warmup_steps=config.warmup_steps,
         )
     return Held(backend, model, state)
 

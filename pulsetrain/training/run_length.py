@@ -84,8 +84,10 @@ class Bound:
         config = self.config
         if config.max_tokens is not None and state.iteration and not state.tokens:
             raise ConfigurationError(
-                f"TrainingConfig(max_tokens={config.max_tokens}): the strategy counts no tokens, so the run would not "
-                "end; bound it by max_iterations, max_updates or max_epochs"
+                "the strategy counts no tokens, so the run would not "
+                "end; bound it by max_iterations, max_updates or max_epochs",
+                "TrainingConfig",
+                max_tokens=config.max_tokens,
             )
         if config.max_tokens is not None and state.tokens >= config.max_tokens:
             return f"max_tokens={config.max_tokens} was reached"
@@ -109,17 +111,20 @@ class Bound:
         config, total = self.config, self.total_iterations
         if self.epoch_length == 0:
             raise ConfigurationError(
-                "Trainer(train_loader): has no batches; a DataLoader with drop_last drops a short one"
+                "has no batches; a DataLoader with drop_last drops a short one", "Trainer", train_loader=...
             )
         if self.accumulate.tokens is None and self.total_updates == 0:
             raise ConfigurationError(
-                f"TrainingConfig(accumulate={config.accumulate!r}): the run has {total} batches, which make no update; "
-                "accumulate fewer, or train longer"
+                f"the run has {total} batches, which make no update; accumulate fewer, or train longer",
+                "TrainingConfig",
+                accumulate=config.accumulate,
             )
         if self.max_epochs is not None and self.max_epochs > 1 and can_be_read_once(self._loader):
             raise ConfigurationError(
-                f"TrainingConfig(max_epochs={self.max_epochs}): the loader is an iterator, which can be read once; "
-                "give a DataLoader or a list, or bound the run by max_iterations"
+                "the loader is an iterator, which can be read once; "
+                "give a DataLoader or a list, or bound the run by max_iterations",
+                "TrainingConfig",
+                max_epochs=self.max_epochs,
             )
 
     def measure(self, strategy: TrainingStrategy, backend: Backend) -> None:
@@ -136,10 +141,14 @@ class Bound:
         with rng.preserve_rng():
             batches = [backend.prepare_batch(batch, strategy) for batch in islice(self._loader, _LOOKED_AT)]
         if not batches:
-            raise ConfigurationError("Trainer(train_loader): gave no batch; it is empty")
+            raise ConfigurationError("gave no batch; it is empty", "Trainer", train_loader=...)
         tokens = [batch.tokens for batch in batches]
         if not all(tokens):
-            raise ConfigurationError(f"TrainingConfig({setting}): {type(strategy).__name__} counts no tokens; {remedy}")
+            raise ConfigurationError(
+                f"{type(strategy).__name__} counts no tokens; {remedy}",
+                "TrainingConfig",
+                **{setting: getattr(self.config, setting)},
+            )
         self._tokens_a_batch = sum(tokens) / len(tokens)
         if max(tokens) > 1.1 * min(tokens) and self.config.max_updates is None:
             get_logger("pulsetrain").info(
@@ -152,7 +161,7 @@ class Bound:
     def _hangs_on_tokens(self) -> tuple[str | None, str]:
         """The setting that counts tokens, and what would do without."""
         if self.config.max_tokens is not None:
-            return f"max_tokens={self.config.max_tokens}", "bound the run by max_iterations, max_updates or max_epochs"
+            return "max_tokens", "bound the run by max_iterations, max_updates or max_epochs"
         if self.accumulate.tokens is not None:
-            return f"accumulate={self.config.accumulate!r}", "accumulate batches"
+            return "accumulate", "accumulate batches"
         return None, ""

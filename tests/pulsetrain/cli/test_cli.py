@@ -65,8 +65,8 @@ class TestResults:
 
 
 BAD = {
-    "optimizer": ("--training.optimizer adamm", "training.optimizer='adamm': unknown optimizer; choose one of"),
-    "schedule": ("--training.schedule cosin", "training.schedule='cosin': unknown schedule; choose one of"),
+    "optimizer": ("--training.optimizer adamm", "training.optimizer='adamm': unknown; choose one of"),
+    "schedule": ("--training.schedule cosin", "training.schedule='cosin': unknown; choose one of"),
     "strategy": ("--strategy supervisd", "strategy: class_path='supervisd': unknown name; choose one of"),
     "handler": ("--handlers [CSVLoger]", "handlers[0]: class_path='CSVLoger': unknown name; choose one of"),
     "handler with a slip": ("--handlers [Chekpointer]", "ProgressBar, "),
@@ -100,10 +100,10 @@ BAD = {
     ),
     "type": ("--training.max_epochs many", "training.max_epochs='many': needs a whole number or null"),
     "range": ("--training.accumulate 0", "training.accumulate=0: needs to be a whole number of at least 1"),
-    "two bounds": ("--training.max_updates 3", "training (max_epochs=2, max_updates=3): one bound a run"),
+    "two bounds": ("--training.max_updates 3", "training.max_epochs=2, training.max_updates=3: a run has one bound"),
     "warm-up": (
         "--training.warmup_steps 10",
-        "training.warmup_steps=10: leaves nothing of the run's 10 updates; shorten it",
+        "training.warmup_steps=10: leaves nothing of the run's total_steps=10; pass a shorter",
     ),
     "schedule option": (
         "--training.schedule linear --training.schedule_options.gamma 1",
@@ -113,22 +113,22 @@ BAD = {
     "device": ("--training.device cuda:7", "training.device='cuda:7': not on this machine"),
     "constructor": ("--model.init_args.width 7", "in model: Net(width=7): needs an even width"),
     "data": ("--data.init_args.rows -1", "in data: RuntimeError: "),
-    "no data": ("--data data.nothing", "data: the training set gives no batch, its length is 0"),
+    "no data": ("--data data.nothing", "data: the training set has no batch, its length is 0"),
     "module": ("--model nowhere.Net", "model: class_path='nowhere.Net': there is no module 'nowhere'"),
     "no value": ("--training.seed", "--training.seed: needs a value"),
     "a section": ("--training", "--training: needs a value"),
     "a section's value": ("--training 3", "--training 3: names a whole section"),
-    "into a list": ("--handlers.0.every 3", "--handlers.0.every: handlers is a list; give it whole"),
-    "YAML": ("--training.seed [1", "--training.seed '[1': no valid YAML"),
+    "into a list": ("--handlers.0.every 3", "--handlers.0.every: handlers is a list; set it as a whole"),
+    "YAML": ("--training.seed [1", "--training.seed '[1': not valid YAML"),
     "a file as folder": ("--run config.yaml", "run folder config.yaml: is a file; choose another with --run"),
     "a file above": ("--run config.yaml/x", "run folder config.yaml/x: cannot be made: Not a directory"),
-    "a URL as folder": ("--run memory://x/run", "run folder memory://x/run: is a URL, and a run folder lies on this"),
-    "a configured URL": ("--resume latest --run=s3://b/run-{n}", "Checkpoints may lie elsewhere: give the URL to the"),
+    "a URL as folder": ("--run memory://x/run", "run folder memory://x/run: is a URL, and a run folder is on this"),
+    "a configured URL": ("--resume latest --run=s3://b/run-{n}", "Checkpoints may be elsewhere: give the URL to the"),
     "a checkpoint's URL": ("--resume nothing://x", "folder 'nothing://x': Protocol not known: nothing; use a path"),
     "no checkpoint there": ("--resume memory://x/000000001-a", "memory://x/000000001-a"),
-    "no checkpoint at a file's URL": ("--resume file:///nowhere", "--resume /nowhere: no checkpoint there; "),
-    "a run": ("--run old", "run folder old: holds a run already, and nothing is overwritten; go on with it by"),
-    "no checkpoint": ("--resume nowhere", "--resume nowhere: no checkpoint there; "),
+    "no checkpoint at a file's URL": ("--resume file:///nowhere", "--resume /nowhere: is not a checkpoint; "),
+    "a run": ("--run old", "run folder old: already holds a run, and nothing is overwritten; resume it by"),
+    "no checkpoint": ("--resume nowhere", "--resume nowhere: is not a checkpoint; "),
     "deep folder": ("--run a/b/c --handlers [CSVLoger]", "unknown name"),
     "shapes": ("--data.init_args.features 3", "shapes cannot be multiplied"),
 }
@@ -270,7 +270,7 @@ class TestResuming:
         assert train("--resume", "latest", "--training.max_epochs", "4") == 0
         assert sorted(os.listdir("runs")) == ["tiny-1", "tiny-2"]
         assert equal(weights("runs/tiny-1"), weights("runs/tiny-2"))
-        assert "its config.yaml stays as it was changed=training.max_epochs: 2 -> 4" in " ".join(
+        assert "its config.yaml is kept as it was changed=training.max_epochs: 2 -> 4" in " ".join(
             capsys.readouterr().err.replace("'", "").split()
         )
         assert "max_epochs: 2" in (folder / "runs" / "tiny-2" / "config.yaml").read_text()

@@ -29,7 +29,7 @@ class Part:
 class Odd(nn.Module):
     def __init__(self, width: int = 4, act=torch.tanh, sizes: tuple[int, ...] = (1, 2), every: Every = Every(epochs=2),
                  names: dict[str, float] | None = None, part: Part | None = None, text: str = "two\\nlines",
-                 late: int = None, dtype: torch.dtype = torch.float32, **more):
+                 late: int = None, dtype: torch.dtype = torch.float32, gate=lambda x: x, mark=object(), **more):
         super().__init__()
         CALLED.append(1)
         self.layer = nn.Linear(4, 1)
@@ -112,13 +112,15 @@ def test_what_yaml_cannot_write_is_named_and_left_out(folder: Path, capsys: pyte
     assert config["model"]["init_args"] == {
         "part": {"class_path": "odd.Part", "init_args": {"size": 3, "scale": 0.5}},
         "width": 4,
+        "act": "torch.tanh",
         "sizes": [1, 2],
         "every": {"epochs": 2},
         "names": None,
         "text": "two\nlines",
         "late": None,
+        "dtype": "torch.float32",
     }
-    assert "class_path: odd.Odd  # not written: act (tanh), dtype (a dtype)" in text
+    assert "class_path: odd.Odd  # not written: gate (<lambda>), mark (object object)" in text
     import odd  # type: ignore[import-not-found]
 
     assert not odd.CALLED  # nothing was made

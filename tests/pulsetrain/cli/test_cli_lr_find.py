@@ -114,7 +114,7 @@ def test_the_same_command_gives_the_same_answer(folder: Path, capsys: Streams) -
         (["--training.optimiser", "sgd"], "did you mean 'optimizer'?"),
         (["--training.optimizer", "sdg"], "training.optimizer='sdg': unknown"),
         (["--model", "model.Nett"], "model.Nett"),
-        (["--data", "data.nothing"], "data: the training set gives no batch"),
+        (["--data", "data.nothing"], "data: the training set has no batch"),
         (["--plot", "config.yaml"], "cannot be written"),
         (["--resume", "latest"], "unrecognized arguments: --resume latest"),
     ],

@@ -38,11 +38,11 @@ handlers: []
 CASES = {
     "schedule without its parameter": (
         "--training.schedule exponential",
-        "training.schedule='exponential': needs schedule_options.gamma, the factor",
+        "training.schedule='exponential': needs training.schedule_options.gamma, the factor",
     ),
     "schedule without its milestones": (
         "--training.schedule multi_step",
-        "training.schedule='multi_step': needs schedule_options.milestones, the numbers of updates",
+        "training.schedule='multi_step': needs training.schedule_options.milestones, the numbers of updates",
     ),
     "step_size": (
         "--training.schedule step --training.schedule_options.step_size 0",
@@ -62,7 +62,7 @@ CASES = {
     ),
     "decay_steps": (
         "--training.schedule wsd --training.schedule_options.decay_steps 9 --training.warmup_steps 2",
-        "training.schedule_options.decay_steps=9: is more than the 8 updates that training.warmup_steps leaves",
+        "training.schedule_options.decay_steps=9: is more than the 8 updates that training.warmup_steps=2 leaves",
     ),
     "decay": (
         "--training.schedule wsd --training.schedule_options.decay cubic",
@@ -88,7 +88,7 @@ CASES = {
     ),
     "both spellings": (
         "--training.optimizer adamw --training.optimizer_options '{adam_beta1: 0.9,betas: [0.9,0.99]}'",
-        "training.optimizer_options (adam_beta1=0.9, betas=[0.9, 0.99]): pass one of both",
+        "training.optimizer_options.adam_beta1=0.9, training.optimizer_options.betas=[0.9, 0.99]: pass one of both",
     ),
     "layer rates": (
         "--training.optimizer_options.layer_rates '{\"7\": 0.1}'",
@@ -96,9 +96,9 @@ CASES = {
     ),
     "optimizer's own error": (
         "--training.optimizer_options '{nesterov: true,momentum: 0}'",
-        "training.optimizer='sgd' with optimizer_options (nesterov=True, momentum=0",
+        "training.optimizer='sgd', training.optimizer_options.nesterov=true, training.optimizer_options.momentum=0: ",
     ),
-    "nothing to train": ("--model torch.nn.Flatten", "model (Flatten): no trainable parameter"),
+    "nothing to train": ("--model torch.nn.Flatten", "model=Flatten: no trainable parameter"),
     "accumulated tokens": (
         "--training.accumulate '{tokens: 64}'",
         "training.accumulate.tokens=64: SupervisedStrategy counts no tokens",
@@ -106,7 +106,7 @@ CASES = {
     "accumulated batches": ("--training.accumulate '{batches: 0}'", "training.accumulate.batches=0: needs a whole"),
     "two accumulations": (
         "--training.accumulate '{batches: 1,tokens: 1}'",
-        "training.accumulate (batches, tokens): needs",
+        "training.accumulate.batches, training.accumulate.tokens: needs",
     ),
     "too much accumulated": ("--training.accumulate 99", "training.accumulate=99: the run has 10 batches"),
     "cadence": ("--training.validate_every '{epochs: 0}'", "training.validate_every.epochs=0: needs a positive"),

@@ -13,12 +13,20 @@ import pytest
 import torch
 
 from pulsetrain.config import TrainingConfig
-from pulsetrain.configuration.assemble import assemble, in_settings
-from pulsetrain.configuration.instantiate import build, look_in
+from pulsetrain.configuration.assemble import assemble
+from pulsetrain.configuration.claim import Claim, resolve_folder
+from pulsetrain.configuration.class_paths import look_in
+from pulsetrain.configuration.instantiate import instantiate
+from pulsetrain.configuration.messages import in_settings
 from pulsetrain.configuration.parse import read_config
-from pulsetrain.configuration.run_folder import Claim, resolve_folder
 from pulsetrain.engine import Every, PretrainStrategy, SupervisedStrategy
-from pulsetrain.engine.errors import ConfigurationError, MetricNotFoundError, RunFolderError
+from pulsetrain.engine.errors import (
+    ArgumentTypeError,
+    ConfigurationError,
+    MetricNotFoundError,
+    PulsetrainError,
+    RunFolderError,
+)
 from pulsetrain.engine.step.accumulation import Accumulate
 from pulsetrain.handlers import Checkpointer, CSVLogger
 
@@ -96,7 +104,7 @@ class Part:
 
 
 def made(**arguments: Any) -> Any:
-    return build({"class_path": Part, "init_args": {"number": 1, **arguments}}, "part")
+    return instantiate({"class_path": Part, "init_args": {"number": 1, **arguments}}, "part")
 
 
 class TestBuild:
@@ -111,8 +119,8 @@ class TestBuild:
 
     def test_what_is_given_fills_in_where_it_is_taken_and_missing(self) -> None:
         spec = {"class_path": Part, "init_args": {"number": 1}}
-        assert build(spec, "part", folder="runs/a", unasked=1).folder == "runs/a"
-        assert build({**spec, "init_args": {"number": 1, "folder": "b"}}, "part", folder="runs/a").folder == "b"
+        assert instantiate(spec, "part", folder="runs/a", unasked=1).folder == "runs/a"
+        assert instantiate({**spec, "init_args": {"number": 1, "folder": "b"}}, "part", folder="runs/a").folder == "b"
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
@@ -172,17 +180,17 @@ class TestBuild:
     )
     def test_what_names_nothing_is_refused(self, spec: Any, message: str) -> None:
         with pytest.raises(ConfigurationError, match=message):
-            build(spec, "part")
+            instantiate(spec, "part")
 
     def test_an_error_of_the_callable_keeps_its_text_and_gains_its_place(self) -> None:
         with pytest.raises(ConfigurationError, match=r"^in data: ZeroDivisionError: ") as caught:
-            build({"class_path": lambda: 1 // 0}, "data")
+            instantiate({"class_path": lambda: 1 // 0}, "data")
         assert isinstance(caught.value.__cause__, ZeroDivisionError)
 
     def test_names_that_need_no_path_are_listed(self) -> None:
-        assert build("Part", "part", {"Part": lambda: 7}) == 7
+        assert instantiate("Part", "part", {"Part": lambda: 7}) == 7
         with pytest.raises(ConfigurationError, match=r"class_path='Prat'.*choose one of Part; did you mean 'Part'"):
-            build("Prat", "part", {"Part": Part})
+            instantiate("Prat", "part", {"Part": Part})
 
 
 class TestClassPaths:
@@ -242,41 +250,59 @@ class TestClassPaths:
             ("{schedule: {0: 1, 5: 2}}", Accumulate(schedule={0: 1, 5: 2})),
         ):
             section = read_config(path, {"training.accumulate": text})["training"]
-            config = build({"class_path": TrainingConfig, "init_args": section}, "training", settings="training")
+            config = instantiate({"class_path": TrainingConfig, "init_args": section}, "training", settings="training")
             assert config.accumulation == rule
 
 
 class TestMessages:
-    def test_a_schedule_among_the_handlers_keeps_its_own_names(self, tmp_path: Path) -> None:
+    def test_a_schedule_among_the_handlers_is_located_there(self, tmp_path: Path) -> None:
         step = "{class_path: pulsetrain.engine.schedules.Step, init_args: {initial_lr: 0.1, step_size: 0}}"
         handlers = f"[{{class_path: LRScheduler, init_args: {{schedule: {step}}}}}]"
-        with pytest.raises(ConfigurationError, match=r"^in handlers\[0\]\.init_args\.schedule: Step\(step_size=0\): "):
+        with pytest.raises(ConfigurationError, match=r"^handlers\[0\]\.init_args\.schedule\.init_args\.step_size=0: "):
             assembled(write(tmp_path), tmp_path / "run", handlers=handlers, training__schedule="null")
 
     def test_two_schedulers_are_refused_under_the_section_they_stand_in(self, tmp_path: Path) -> None:
         constant = "{class_path: pulsetrain.engine.schedules.Constant, init_args: {initial_lr: 0.1}}"
         one = f"{{class_path: LRScheduler, init_args: {{schedule: {constant}}}}}"
-        with pytest.raises(ConfigurationError, match=r"^handlers \(LRScheduler, LRScheduler\): .*composed by >>"):
+        with pytest.raises(ConfigurationError, match=r"^handlers=\[LRScheduler, LRScheduler\]: .*composed by >>"):
             assembled(write(tmp_path), tmp_path / "run", handlers=f"[{one}, {one}]")
-        with pytest.raises(ConfigurationError, match=r"^training.schedule and a .* training.schedule=null leaves it"):
+        with pytest.raises(
+            ConfigurationError, match=r"^training.schedule='linear': a handler LRScheduler .*null in YAML\) leaves it"
+        ):
             assembled(write(tmp_path), tmp_path / "run", handlers=f"[{one}]", training__schedule="linear")
 
     @pytest.mark.parametrize(
-        ("text", "said"),
+        ("error", "message"),
         [
-            ("Accumulate(tokens=64): the strategy", "training.accumulate.tokens=64: the strategy"),
-            ("Precision(name='fp16', device='cpu'): not available", "training.precision='fp16': not available"),
-            ("TorchBackend(precision='fp16'): Net has", "training.precision='fp16': Net has"),
-            ("create_optimizer(name='lion'): needs a package", "training.optimizer='lion': needs a package"),
-            ("create_optimizer(learning_rate=0): needs", "training.learning_rate=0: needs"),
-            ("Trainer(metrics={'perplexity': ...}): PretrainStrategy", "metrics.perplexity: PretrainStrategy"),
-            ("Trainer.train(resume='latest'): needs", "--resume latest: needs"),
-            ("EarlyStopping(metric='val/loss'): waits", "EarlyStopping(metric='val/loss'): waits"),
+            (
+                ConfigurationError("the strategy", "TrainingConfig", accumulate=Accumulate(tokens=64)),
+                "training.accumulate.tokens=64: the strategy",
+            ),
+            (
+                ConfigurationError("not available", "Precision", name="fp16", device="cpu"),
+                "training.precision='fp16', training.device='cpu': not available",
+            ),
+            (ConfigurationError("Net has", "TorchBackend", precision="fp16"), "training.precision='fp16': Net has"),
+            (ConfigurationError("needs", "create_optimizer", name="lion"), "training.optimizer='lion': needs"),
+            (ConfigurationError("needs", "create_optimizer", learning_rate=0), "training.learning_rate=0: needs"),
+            (ConfigurationError("needs", "Cosine", initial_lr=-1), "training.learning_rate=-1: needs"),
+            (
+                ConfigurationError("PretrainStrategy", "Trainer", metrics={"perplexity": ...}),
+                "metrics.perplexity: PretrainStrategy",
+            ),
+            (ArgumentTypeError("needs", "Trainer.train", resume="latest"), "--resume='latest': needs"),
+            (
+                MetricNotFoundError("waits", "EarlyStopping", metric="val/loss"),
+                "EarlyStopping(metric='val/loss'): waits",
+            ),
         ],
     )
-    def test_errors_that_depend_on_the_machine_or_the_run_are_put_in_settings_too(self, text: str, said: str) -> None:
-        error = in_settings(MetricNotFoundError(text))
-        assert (type(error), str(error)) == (MetricNotFoundError, said)
+    def test_errors_that_depend_on_the_machine_or_the_run_name_settings_too(
+        self, error: PulsetrainError, message: str
+    ) -> None:
+        error.add_note("at iteration 3")
+        found = in_settings(error)
+        assert (type(found), str(found), found.__notes__) == (type(error), message, ["at iteration 3"])
 
 
 class TestReproducibility:
@@ -329,11 +355,11 @@ class TestFolders:
         assert resolve_folder(pattern, resume=str(checkpoint), chosen=False) == tmp_path / "a-1"
         assert resolve_folder(pattern, resume=str(checkpoint)) == tmp_path / "a-3"
         assert resolve_folder(str(tmp_path / "a-1"), resume=str(checkpoint)) == tmp_path / "a-1"
-        with pytest.raises(RunFolderError, match="a-2: holds a run already"):
+        with pytest.raises(RunFolderError, match="a-2: already holds a run"):
             resolve_folder(str(tmp_path / "a-2"), resume=str(checkpoint))
-        with pytest.raises(RunFolderError, match=r"is a run folder; go on with it by --run .*a-1 --resume latest"):
+        with pytest.raises(RunFolderError, match=r"is a run folder; resume it by --run .*a-1 --resume latest"):
             resolve_folder(pattern, resume=str(tmp_path / "a-1"))
-        with pytest.raises(RunFolderError, match=r"no checkpoint there; .*checkpoints has 000000004-checkpoint"):
+        with pytest.raises(RunFolderError, match=r"is not a checkpoint; .*checkpoints has 000000004-checkpoint"):
             resolve_folder(pattern, resume=str(checkpoint.with_name("000000005-checkpoint")))
 
     def test_a_number_that_another_process_takes_meanwhile_is_passed_over(
@@ -349,7 +375,7 @@ class TestFolders:
 
     @pytest.mark.parametrize(
         ("pattern", "message"),
-        [("file", "is a file"), ("file/x", "cannot be made: Not a directory"), ("a-{n}/b", "last part alone")],
+        [("file", "is a file"), ("file/x", "cannot be made: Not a directory"), ("a-{n}/b", "only in its last part")],
     )
     def test_refuses(self, tmp_path: Path, pattern: str, message: str) -> None:
         path = write(tmp_path)
@@ -366,11 +392,11 @@ class TestFolders:
             claim = Claim(folder)
             (folder / "config.yaml").touch()
             (folder / "checkpoints" / "x").mkdir(parents=True)
-            claim.give_back()
+            claim.release()
             assert sorted(tmp_path.rglob("*")) == before
 
     def test_a_parent_that_somebody_else_uses_by_now_stays(self, tmp_path: Path) -> None:
         claim = Claim(tmp_path / "a" / "b")
         (tmp_path / "a" / "other").touch()
-        claim.give_back()
+        claim.release()
         assert [path.name for path in tmp_path.rglob("*")] == ["a", "other"]

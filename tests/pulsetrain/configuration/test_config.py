@@ -42,7 +42,7 @@ class TestTrainingConfig:
             ({"max_iterations": 1.5}, "max_iterations=1.5.*whole number of at least 1"),
             ({"max_updates": -1}, "max_updates=-1"),
             ({"max_tokens": True}, "max_tokens=True"),
-            ({"max_epochs": 1, "max_tokens": 9}, r"\(max_epochs=1, max_tokens=9\): one bound a run"),
+            ({"max_epochs": 1, "max_tokens": 9}, r"\(max_epochs=1, max_tokens=9\): a run has one bound"),
             ({"optimizer": None}, "optimizer=None.*needs to be a name"),
             ({"device": None}, "device=None.*needs to be a name"),
             ({"schedule": 3}, "schedule=3.*a name or None"),
@@ -73,8 +73,8 @@ class TestTrainingConfig:
             ({"schedule": None, "warmup_steps": 5}, r"warmup_steps=5\): has no effect where schedule=None"),
             ({"schedule": None, "min_lr_ratio": 0}, r"min_lr_ratio=0\): has no effect where schedule=None"),
             ({"schedule": None, "schedule_options": {"gamma": 1}}, r"schedule_options={'gamma': 1}\): has no effect"),
-            ({"schedule_options": {3: 1}}, r"schedule_options={3: 1}\): needs a keyword's name, as text, for 3"),
-            ({"optimizer_options": {None: 1}}, r"optimizer_options={None: 1}\): needs a keyword's name"),
+            ({"schedule_options": {3: 1}}, r"schedule_options={3: 1}\): needs the keyword as text, not 3"),
+            ({"optimizer_options": {None: 1}}, r"optimizer_options={None: 1}\): needs the keyword as text"),
         ],
     )
     def test_refuses(self, settings: dict[str, Any], message: str) -> None:
@@ -169,8 +169,8 @@ class TestReading:
     @pytest.mark.parametrize(
         ("text", "message"),
         [
-            ("a: [1\nb: 2", "no valid YAML.*line 2"),
-            ("run: a\nrun: b", "the key 'run' stands there twice"),
+            ("a: [1\nb: 2", "not valid YAML.*line 2"),
+            ("run: a\nrun: b", "the key 'run' is given twice"),
             ("- a", "needs the sections run, model"),
             ("", "needs the sections run, model"),
             (LEAST + "trainig: {}", "trainig: unknown section.*did you mean 'training'"),
@@ -190,10 +190,10 @@ class TestReading:
         ("key", "value", "message"),
         [
             ("trainig__x", "3", "--trainig.x: unknown section.*did you mean 'training'"),
-            ("handlers__0", "3", "--handlers.0: handlers is a list; give it whole"),
-            ("run__x", "3", "--run.x: run is 'runs/a', no mapping"),
+            ("handlers__0", "3", "--handlers.0: handlers is a list; set it as a whole"),
+            ("run__x", "3", "--run.x: run is 'runs/a', not a mapping"),
             ("training____x", "3", "--training..x: an empty name"),
-            ("training__x", "[1", r"--training.x '\[1': no valid YAML"),
+            ("training__x", "[1", r"--training.x '\[1': not valid YAML"),
         ],
     )
     def test_refuses_an_override(self, tmp_path: Path, key: str, value: str, message: str) -> None:

@@ -1,4 +1,4 @@
-"""Run folders: which one a run gets, how it is claimed and given back, and what it says about itself."""
+"""Run folders: which one a run gets, how it is claimed and released, and the description written into it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -14,8 +13,9 @@ from pulsetrain.engine.checkpoint import find_checkpoints, location_of
 from pulsetrain.engine.errors import RunFolderError
 from pulsetrain.handlers import Checkpointer
 from pulsetrain.handlers.run_files.run_file import write_run_file
+from pulsetrain.trainer import Trainer
 
-__all__ = ["Claim", "describe_run", "has_checkpoint", "holds_run", "resolve_folder"]
+__all__ = ["Claim", "has_checkpoint", "holds_run", "resolve_folder", "write_description"]
 
 PARTS = ("config.yaml", "run.json", "events", "checkpoints", "metrics.csv", "plots", "crash", "crash.txt")
 
@@ -23,64 +23,64 @@ PARTS = ("config.yaml", "run.json", "events", "checkpoints", "metrics.csv", "plo
 def resolve_folder(pattern: str, *, resume: str | None = None, chosen: bool = True) -> Path:
     """The run's folder; `{n}` in its last part becomes the next free number.
 
-    Resuming "latest" takes the last run of that pattern, or the first number where there is none. Resuming a
-    checkpoint by its path stays in that checkpoint's own run, unless another folder was chosen.
+    Resuming "latest" means the last run of that pattern, or the first number where there is none. A checkpoint that is
+    resumed by its path stays in its own run, unless another folder was chosen.
 
     Args:
         pattern: a folder.
         resume: None for a new run, "latest", or a checkpoint's path or URL.
-        chosen: the pattern was asked for in so many words; it is not the configuration's.
+        chosen: whether the user asked for this pattern; False where it is the configuration's.
 
     Raises:
-        RunFolderError: a new run's folder holds a run already, or is a URL; or the checkpoint is not there.
-        ConfigurationError: the checkpoint's URL is of a kind that nothing here can read.
+        RunFolderError: a new run's folder already holds a run, or is a URL; or the checkpoint does not exist.
+        ConfigurationError: no installed package reads URLs of the checkpoint's kind.
     """
     checkpoint = None if resume in (None, "latest") else location_of(str(resume))
-    own = _run_of(checkpoint) if isinstance(checkpoint, Path) else None  # behind a URL there is no run folder
+    own = _run_of(checkpoint) if isinstance(checkpoint, Path) else None  # a URL has no run folder
     if own is not None and not chosen:
         return own
     if "://" in pattern:
         raise RunFolderError(
-            f"run folder {pattern}: is a URL, and a run folder lies on this machine; choose a path with --run. "
-            "Checkpoints may lie elsewhere: give the URL to the Checkpointer, "
+            f"run folder {pattern}: is a URL, and a run folder is on this machine; choose a path with --run. "
+            "Checkpoints may be elsewhere: give the URL to the Checkpointer, "
             "handlers: [{class_path: Checkpointer, init_args: {folder: URL}}]"
         )
     folder = Path(pattern)
     if "{n}" in str(folder.parent):
-        raise RunFolderError(f"run folder {pattern}: '{{n}}' may stand in its last part alone")
+        raise RunFolderError(f"run folder {pattern}: '{{n}}' is allowed only in its last part")
     if "{n}" in folder.name:
         return _numbered(folder, last=resume == "latest")
     if folder.exists() and not folder.is_dir():
         raise RunFolderError(f"run folder {folder}: is a file; choose another with --run")
     if resume != "latest" and holds_run(folder) and (own is None or folder.resolve() != own.resolve()):
         raise RunFolderError(
-            f"run folder {folder}: holds a run already, and nothing is overwritten; go on with it by --resume latest, "
+            f"run folder {folder}: already holds a run, and nothing is overwritten; resume it by --resume latest, "
             f"or choose another with --run {_beside(folder)}"
         )
     return folder
 
 
 def holds_run(folder: Path) -> bool:
-    """Whether anything of a run is there."""
+    """Whether the folder has any file of a run."""
     return any((folder / part).exists() for part in ("config.yaml", "run.json", "events", "checkpoints", "metrics.csv"))
 
 
-def has_checkpoint(trainer: Any) -> bool:
-    """Whether the run has saved anything, here or at a URL; whether it is sound, its reader finds out."""
-    saving = [handler for handler in trainer.handlers if isinstance(handler, Checkpointer)]
-    return any(find_checkpoints(handler.manager.checkpoint_dir) for handler in saving)
+def has_checkpoint(trainer: Trainer) -> bool:
+    """Whether the run has saved a checkpoint, here or at a URL; loading it finds out whether it is sound."""
+    checkpointers = [handler for handler in trainer.handlers if isinstance(handler, Checkpointer)]
+    return any(find_checkpoints(handler.manager.checkpoint_dir) for handler in checkpointers)
 
 
 class Claim:
-    """A run folder, made where it is missing, and given back where the run comes to nothing.
+    """A run folder, made where it is missing, and released where the run fails before it has learned anything.
 
     Args:
         folder: the folder.
-        new: it must not be there yet.
+        new: whether the folder must not exist yet.
 
     Raises:
-        FileExistsError: it is, and had to be new.
-        RunFolderError: it cannot be made.
+        FileExistsError: the folder exists, and had to be new.
+        RunFolderError: the folder cannot be made.
     """
 
     def __init__(self, folder: Path, *, new: bool = False) -> None:
@@ -91,7 +91,7 @@ class Claim:
             for parent in reversed([path for path in (folder, *folder.parents) if not path.exists()]):
                 try:
                     parent.mkdir()
-                except FileExistsError:  # another process was faster
+                except FileExistsError:  # another process made it first
                     if parent == folder:
                         raise
                 else:
@@ -99,15 +99,15 @@ class Claim:
             if new and folder not in self._made:
                 raise FileExistsError(str(folder))
         except OSError as error:
-            self.give_back()
+            self.release()
             if isinstance(error, FileExistsError) and new:
                 raise
             raise RunFolderError(
                 f"run folder {folder}: cannot be made: {error.strerror or error}; choose another with --run"
             ) from error
 
-    def give_back(self) -> None:
-        """Remove what the run has brought into being; whatever was there before stays."""
+    def release(self) -> None:
+        """Remove what the run has made; what was there before stays."""
         if self.folder in self._made:
             shutil.rmtree(self.folder, ignore_errors=True)
         else:
@@ -123,16 +123,16 @@ class Claim:
             if parent != self.folder:
                 try:
                     parent.rmdir()
-                except OSError:  # somebody else is using it by now
+                except OSError:  # another process uses it by now
                     break
         self._made = []
 
 
-def describe_run(folder: Path, config: Mapping[str, Any], trainer: Any, base: Path) -> None:
-    """Write config.yaml and run.json, what a reader needs to know to run it again.
+def write_description(folder: Path, config: Mapping[str, object], trainer: Trainer, base: Path) -> None:
+    """Write config.yaml and run.json, from which the run can be repeated.
 
     Args:
-        base: where class paths are looked up first.
+        base: the folder in which class paths are looked up first.
 
     Raises:
         RunFolderError: the folder cannot be written.
@@ -162,15 +162,15 @@ def _numbered(pattern: Path, *, last: bool) -> Path:
 
 
 def _run_of(checkpoint: Path) -> Path | None:
-    """The run folder that a checkpoint lies in, where it lies in one."""
+    """The run folder of a checkpoint; None where it is not in one."""
     if not (checkpoint / "manifest.json").is_file():
-        place = f"--resume {checkpoint}"
+        given = f"--resume {checkpoint}"
         if holds_run(checkpoint):
-            raise RunFolderError(f"{place}: is a run folder; go on with it by --run {checkpoint} --resume latest")
+            raise RunFolderError(f"{given}: is a run folder; resume it by --run {checkpoint} --resume latest")
         folder = checkpoint.parent if checkpoint.parent.is_dir() else checkpoint
-        there = sorted(path.parent.name for path in folder.glob("*/manifest.json"))
-        known = f"{folder} has {', '.join(there)}" if there else "a checkpoint is a folder RUN/checkpoints/NUMBER-NAME"
-        raise RunFolderError(f"{place}: no checkpoint there; {known}")
+        found = sorted(path.parent.name for path in folder.glob("*/manifest.json"))
+        known = f"{folder} has {', '.join(found)}" if found else "a checkpoint is a folder RUN/checkpoints/NUMBER-NAME"
+        raise RunFolderError(f"{given}: is not a checkpoint; {known}")
     folder = checkpoint.parent
     return folder.parent if folder.name == "checkpoints" and holds_run(folder.parent) else None
 
