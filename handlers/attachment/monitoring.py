@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pulsetrain.engine.errors import ConfigurationError, RecordingError
@@ -16,7 +15,6 @@ from pulsetrain.engine.events.payloads import MediaLogged, MetricsLogged
 from pulsetrain.engine.recording.replay.engine import ReplayBus
 
 __all__ = [
-    "by_clock",
     "check_every",
     "check_flag",
     "check_number",
@@ -25,17 +23,6 @@ __all__ = [
     "publish_media",
     "refuse_replay",
 ]
-
-
-@contextmanager
-def by_clock(engine: Engine, measured: bool = True) -> Iterator[None]:
-    """What is fired inside hangs on the clock or on the machine: a recording does not expect it again."""
-    bus, before = engine.bus, engine.bus.by_clock
-    bus.by_clock = before or measured
-    try:
-        yield
-    finally:
-        bus.by_clock = before
 
 
 def publish(engine: Engine, metrics: Mapping[str, float], *, measured: bool = False) -> None:
@@ -48,8 +35,7 @@ def publish(engine: Engine, metrics: Mapping[str, float], *, measured: bool = Fa
     """
     if not metrics or not engine.hears(Events.METRICS_LOGGED):
         return
-    with by_clock(engine, measured):
-        engine.fire(Events.METRICS_LOGGED, MetricsLogged(metrics=metrics))
+    engine.fire(Events.METRICS_LOGGED, MetricsLogged(metrics=metrics), observed=measured)
 
 
 def publish_media(

@@ -19,7 +19,6 @@ from pulsetrain.engine.events.subscription import FIRST
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.handlers.attachment.attachment import Attachment
 from pulsetrain.handlers.attachment.monitoring import (
-    by_clock,
     check_every,
     check_number,
     check_whole,
@@ -126,9 +125,8 @@ class MemoryMonitor:
             iteration=engine.state.iteration,
         )
         if engine.hears(Events.ANOMALY_DETECTED):
-            with by_clock(engine):  # another run on another machine need not have it
-                anomaly = AnomalyDetected(kind="memory_growth", value=float(grown), batch_indices=())
-                engine.fire(Events.ANOMALY_DETECTED, anomaly)
+            anomaly = AnomalyDetected(kind="memory_growth", value=float(grown), batch_indices=())
+            engine.fire(Events.ANOMALY_DETECTED, anomaly, observed=True)  # memory differs between machines
 
 
 def _of_host() -> dict[str, float]:

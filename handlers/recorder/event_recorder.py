@@ -9,7 +9,7 @@ from typing import Any, Self
 from pulsetrain.engine.errors import ConfigurationError, PulsetrainError, RecordingError
 from pulsetrain.engine.events.bus import EventBus
 from pulsetrain.engine.events.engine import Engine
-from pulsetrain.engine.events.names import Event, Events, event_key
+from pulsetrain.engine.events.names import Event, Events, identify
 from pulsetrain.engine.events.subscription import FIRST, LAST, OnError, Order, Phase
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.recording import EventCheck, EventLog, LoggedEvent, LogWriter
@@ -119,7 +119,7 @@ class EventRecorder:
             for event in Events:
                 if event not in FETCHING or self.include_batches:
                     self._subscribe(event)
-                self._known.add(event_key(event))
+                self._known.add(identify(event)[0])
             self._adopt_custom_events()
         return self
 
@@ -175,7 +175,7 @@ class EventRecorder:
         bus = self._attachment.bus
         for engine in bus.engines if bus is not None else ():
             for event in engine.registered_events:
-                key = event_key(event)
+                key, _ = identify(event)
                 if key not in self._known:
                     self._known.add(key)
                     self._subscribe(event)
@@ -217,15 +217,14 @@ class EventRecorder:
 
     def _begin_anew(self, event: Event) -> None:
         """A run begins where a log was cut off: it had no checkpoint to go on from, and its events come again."""
-        writer, sequence = self._opened(), self._bus.sequence
+        writer = self._opened()
         if not writer.cut_off or writer.last_seq < 0:
             return
         log = EventLog(self.folder, self.rank)
         begun = [each.seq for each in log.read(engine=event.engine, event=event.type, iteration=(0, 0))]
         first = next((each for each in log.read(seq=(begun[-1], None)) if each.ord >= 0), None) if begun else None
         if first is not None:
-            sequence.last += 1
-            self._on_disk(writer.rewind, begun[-1], first.ord, sequence.last, event.time_ns)
+            self._on_disk(writer.rewind, begun[-1], first.ord, self._next_seq(writer), event.time_ns)
 
     def _on_epoch_started(self, engine: Engine, event: Event) -> None:
         logged = self._logged(event, observed=event.engine in self._begun_again)
@@ -237,7 +236,7 @@ class EventRecorder:
     def _on_loaded(self, engine: Engine, event: Event) -> None:
         """The log goes on behind the checkpoint; what it holds past it comes again."""
         saved, self._saved = self._saved, None
-        writer, sequence = self._opened(), self._bus.sequence
+        writer = self._opened()
         self.resume_check = self.resumed_behind = None
         if saved is not None:
             self.resumed_behind = saved["seq"]
@@ -247,8 +246,7 @@ class EventRecorder:
                 log = EventLog(self.folder, self.rank)
                 if getattr(engine, "rewinding", None) is None:  # else other batches come than those in the log
                     self.resume_check = ResumeCheck.of_log(log, saved["seq"], event.engine)
-                sequence.last += 1
-                self._on_disk(writer.rewind, saved["seq"], saved["ord"], sequence.last, event.time_ns)
+                self._on_disk(writer.rewind, saved["seq"], saved["ord"], self._next_seq(writer), event.time_ns)
             else:
                 writer.next_ord = saved["ord"]
         self._write(self._logged(event))
@@ -297,8 +295,14 @@ class EventRecorder:
         """
         if self._writer is None:
             self._writer = LogWriter(self.folder, self.rank, self.max_bytes)
-            self._bus.sequence.last = max(self._bus.sequence.last, self._writer.last_seq)
+            self._bus.continue_after(self._writer.last_seq)
         return self._writer
+
+    def _next_seq(self, writer: LogWriter) -> int:
+        """Take a number of the bus's sequence that the log does not have yet."""
+        seq: int = max(self._bus.sequence.last, writer.last_seq) + 1
+        self._bus.continue_after(seq)
+        return seq
 
     def _end(self) -> None:
         """The outermost run is over: close the log; what comes nevertheless opens it again."""
@@ -317,9 +321,8 @@ class EventRecorder:
         if writer is None:
             writer = self._opened()
         if seq <= writer.last_seq:  # given before the log was opened, or before a seam
-            sequence = self._bus.sequence
-            seq = sequence.last = max(sequence.last, writer.last_seq) + 1
-        if observed or event.type in _OBSERVED_TYPES or self._bus.by_clock:
+            seq = self._next_seq(writer)
+        if observed or event.type in _OBSERVED_TYPES or event.observed:
             place = -1
         else:
             place = writer.next_ord

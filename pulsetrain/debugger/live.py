@@ -15,7 +15,7 @@ from pulsetrain.debugger.recorded import Break, Breaks
 from pulsetrain.engine import Events, Phase
 from pulsetrain.engine.checkpoint import Place
 from pulsetrain.engine.errors import ConfigurationError, unknown_name
-from pulsetrain.engine.events.names import Event, event_key
+from pulsetrain.engine.events.names import Event, identify
 from pulsetrain.engine.events.subscription import LAST
 from pulsetrain.engine.recording import LoggedEvent
 from pulsetrain.handlers.metric_values.event_values import EventValues
@@ -68,7 +68,7 @@ class LiveDebugger:
         self._leaving = self._over = False
         self._go, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
         bus = self.trainer.bus
-        known = {event_key(event): event for event in (*Events, *self.trainer.registered_events)}
+        known = {identify(event)[0]: event for event in (*Events, *self.trainer.registered_events)}
         for event in known.values():
             if event not in (Events.GET_BATCH_STARTED, Events.GET_BATCH_COMPLETED):
                 bus.subscribe(event, self._hear, phase=Phase.PERSIST, order=LAST)
@@ -306,7 +306,7 @@ class LiveDebugger:
     @property
     def event_names(self) -> Sequence[str]:
         """The types of events that there are."""
-        own = [event_key(event) for event in self.trainer.registered_events]
+        own = [identify(event)[0] for event in self.trainer.registered_events]
         return sorted({*(event.value for event in Events), *own})
 
     @property

@@ -15,8 +15,8 @@ from pulsetrain.engine.errors import ConfigurationError, unknown_name
 from pulsetrain.engine.recording import EventLog, LoggedEvent, Replay
 from pulsetrain.engine.recording.log.predicate import predicate
 from pulsetrain.engine.recording.log.tables import columns
-from pulsetrain.engine.recording.replay.engine import ReplayedState
 from pulsetrain.engine.recording.replay.payloads import whole
+from pulsetrain.engine.recording.replay.state import ReplayedState
 from pulsetrain.export.scalars import RETOLD, scalars_of
 
 __all__ = ["Break", "Debugger"]
