@@ -108,10 +108,9 @@ class Loop(Trainer):
         self.state.output = output
 
     def _before_step(self, *_: Any) -> None:
-        heard = self.gradients_plan
         if not self._handed_over:
             return
-        if heard.live and (heard.busy or not heard.low <= self.state.update + 1 < heard.high):
+        if self.gradients_plan.wants(self.state.update + 1):
             self.grad_norm = norm = grad_norm(list(self.model.parameters()))
             self.fire(Events.GRADIENTS_READY, GradientsReady(grad_norm=norm))  # it advances state.update
         else:

@@ -282,14 +282,6 @@ class Trainer(Engine):
         if not self._is_done(self.state):
             self.terminate(reason=f"the data ended after {self.state.iteration} iterations, before the run's bound")
 
-    def set_counters(self, counters: Mapping[str, Any]) -> None:
-        """Put the run's counters; events that share one are told, or they would count a step twice."""
-        for name, value in counters.items():
-            setattr(self.state, name, value)
-        for plan in self._plans.values():
-            if plan.counter is not None:
-                plan.seen = getattr(self.state, plan.counter)
-
     @property
     def total_iterations(self) -> int | None:
         """How many batches the run will take, or None where that is not known."""
@@ -356,8 +348,8 @@ class Trainer(Engine):
         logged_at = Events.ITERATION_COMPLETED(every=config.log_every_n_steps)
         self.add_event_handler(logged_at, self._log, phase=Phase.OBSERVE)
         self.add_event_handler(Events.COMPLETED, self._finish, phase=Phase.COMPUTE)
-        self.gradients_plan = self._plan(Events.GRADIENTS_READY)
-        self.stepped_plan = self._plan(Events.OPTIMIZER_STEP_COMPLETED)
+        self.gradients_plan = self.dispatch(Events.GRADIENTS_READY)
+        self.stepped_plan = self.dispatch(Events.OPTIMIZER_STEP_COMPLETED)
 
     @property
     def accumulated(self) -> int:

@@ -7,9 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields
 
 from pulsetrain.engine.errors import ArgumentTypeError, ConfigurationError
+from pulsetrain.engine.events.filters import AfterSeconds
 from pulsetrain.engine.events.names import Events, EventsList
 
-__all__ = ["AfterSeconds", "Every"]
+__all__ = ["Every"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,24 +80,3 @@ class Every:
         if self.seconds is not None:
             joined |= Events.ITERATION_COMPLETED(event_filter=AfterSeconds(self.seconds, clock))
         return joined
-
-
-class AfterSeconds:
-    """A filter that is due when so much time has passed since it was last due, or first asked.
-
-    What its handlers fire is marked as hanging on the clock: see `EventBus.by_clock`.
-    """
-
-    def __init__(self, seconds: float, clock: Callable[[], float]) -> None:
-        self.seconds = seconds
-        self._clock = clock
-        self._last: float | None = None
-
-    def __call__(self, engine: object, value: int) -> bool:
-        now = self._clock()
-        if self._last is None:
-            self._last = now
-        if now - self._last < self.seconds:
-            return False
-        self._last = now
-        return True

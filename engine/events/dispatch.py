@@ -1,61 +1,68 @@
-"""The hot path: what one engine does when one event fires, compiled when subscriptions change."""
+"""The hot path: every way in which an event reaches its handlers.
+
+The subscriptions of one engine to one event are compiled into a `Dispatch` whenever they change. `Dispatcher` fires:
+`fire`, `post`, ignite's `fire_event`; a replay delivers the events of a log through `deliver`, with its own records.
+"""
 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeAlias
 
-from pulsetrain.engine.events.names import LOOP_COUNTERS, NEVER, Event, EventFilter
+from pulsetrain.engine.events.bus import EventBus, Sequence
+from pulsetrain.engine.events.filters import NEVER, EventFilter, Filter
+from pulsetrain.engine.events.ignite import arguments_of, payload_of
+from pulsetrain.engine.events.names import LOOP_COUNTERS, Event, EventLike
+from pulsetrain.engine.events.registry import EventRegistry
+from pulsetrain.engine.events.subscription import Subscription
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
-    from pulsetrain.engine.events.engine_events import Emitter
-    from pulsetrain.engine.events.subscription import Subscription
-
-__all__ = ["Calls", "Plan", "Sequence", "annotate", "emit", "emit_added"]
-
-
-class Sequence:
-    """The number of the last event fired on a bus. An attribute on slots: 11 ns an increment, 40 on a dict subclass."""
-
-    __slots__ = ("last",)
-
-    def __init__(self) -> None:
-        self.last = 0
+__all__ = ["Dispatch", "Dispatcher", "Record", "check_payload", "deliver", "deliver_to", "new_event"]
 
 
-class Calls(list[Any]):
-    """Callables taking the engine, in order of execution, beside the subscriptions they came from."""
+class Calls(list[Callable[..., object]]):
+    """Callables that take the engine, in the order of execution, and the subscriptions that they came from."""
 
-    __slots__ = ("newest", "rich", "subscriptions")
+    __slots__ = ("needs_event", "newest", "subscriptions")
 
-    def __init__(self, subscriptions: Iterable[Subscription], newest: int) -> None:
-        self.subscriptions = list(subscriptions)
-        super().__init__(subscription.call for subscription in self.subscriptions)
-        self.rich = any(subscription.wants_event for subscription in self.subscriptions)
+    def __init__(self, subscriptions: list[Subscription], newest: int) -> None:
+        self.subscriptions = subscriptions
+        super().__init__(subscription.call for subscription in subscriptions)
+        self.needs_event = any(subscription.needs_event for subscription in subscriptions)
         self.newest = newest  # serial number of the last subscription made before this was compiled
 
     def patch(self, subscription: Subscription) -> None:
-        """Put the subscription's present callable in place; an iteration under way sees it."""
+        """Use the subscription's present callable, also in an iteration that is in progress."""
         for index, mine in enumerate(self.subscriptions):
             if mine is subscription:
                 self[index] = subscription.call
-        self.rich = self.rich or subscription.wants_event
+        self.needs_event = self.needs_event or subscription.needs_event
 
 
-class Plan:
-    """What fires for one event of one engine.
+class Dispatch:
+    """What one engine does when one event fires; `Engine.dispatch` returns it, and it follows every change.
 
-    `low <= counter < high` is a window in which no filtered subscription is due: there `quiet` alone runs. Outside it
-    every subscription is asked, and a new window is found. A window is right under any jump of the counter, because
-    values outside it are always looked at.
+    `low <= counter < high` is a window in which no filtered subscription is due: only `unfiltered` runs there. Outside
+    of it every filter is applied, and a new window is found. A window stays right however the counter jumps, because
+    the filters are applied at every value outside of it.
+
+    >>> from pulsetrain.engine import Engine, Events
+    >>> engine = Engine(lambda engine, batch: None)
+    >>> ready = engine.dispatch(Events.GRADIENTS_READY)
+    >>> ready.live
+    False
+    >>> handle = engine.add_event_handler(Events.GRADIENTS_READY(every=10), lambda: None)
+    >>> ready.live, ready.wants(9), ready.wants(10)
+    (True, False, True)
     """
 
     __slots__ = (
         "__weakref__",
-        "busy",
+        "active_filters",
+        "always",
         "calls",
+        "connected",
         "counter",
         "event",
         "filtered",
@@ -67,115 +74,99 @@ class Plan:
         "low",
         "payload_type",
         "plain",
-        "quiet",
         "seen",
+        "sequence",
         "strict",
+        "unfiltered",
     )
 
-    def __init__(self, event: Any, counter: str | None, *, leads: bool, follows: bool, hooked: bool) -> None:
+    def __init__(self, event: EventLike, sequence: Sequence, *, hooked: bool) -> None:
         self.event = event
-        self.counter = counter
-        self.leads = leads  # firing it always advances the counter
-        self.follows = follows  # firing it advances the counter where no other event has done so since its last time
+        self.sequence = sequence
+        self.hooked = hooked  # the engine's class overrides `_fire_event`, which gets every event
         self.seen = 0  # the counter's value when a following event was last fired
-        self.hooked = hooked  # a subclass's _fire_event hears it, whether or not anyone subscribed
         self.payload_type: type | None = getattr(event, "payload_type", None)
-        self.strict = leads or follows or self.payload_type is not None  # fire() has something to check or to count
-        self.rebuild(())
+        self.count_by(None, leads=False, follows=False)
+        self.rebuild([])
 
-    def rebuild(self, subscriptions: Iterable[Subscription]) -> None:
-        """Compile anew from the subscriptions that hear this engine, in order of execution."""
-        everything = list(subscriptions)
-        newest = max((subscription.serial for subscription in everything), default=0)
-        self.calls = Calls(everything, newest)
-        unfiltered = [subscription for subscription in everything if subscription.filter is None]
-        self.filtered = len(unfiltered) != len(everything)
-        self.quiet = Calls(unfiltered, newest) if self.filtered else self.calls
-        self.live = bool(everything) or self.hooked
-        self.busy = bool(unfiltered) or self.hooked  # something runs inside the window too
-        self.plain = bool(everything) and not (self.filtered or self.calls.rich or self.hooked)
+    def count_by(self, counter: str | None, *, leads: bool, follows: bool) -> None:
+        """Set the state attribute that counts the event.
+
+        Args:
+            counter: the attribute's name.
+            leads: firing the event always advances it.
+            follows: firing the event advances it if no other event has done so since the last time.
+        """
+        self.counter, self.leads, self.follows = counter, leads, follows
+        self.strict = leads or follows or self.payload_type is not None  # fire() has something to check or to count
+
+    def rebuild(self, subscriptions: list[Subscription]) -> None:
+        """Compile the subscriptions, given in the order of execution."""
+        newest = max((subscription.serial for subscription in subscriptions), default=0)
+        self.calls = Calls(subscriptions, newest)
+        unfiltered = [subscription for subscription in subscriptions if subscription.filter is None]
+        self.filtered = len(unfiltered) != len(subscriptions)
+        self.unfiltered = Calls(unfiltered, newest) if self.filtered else self.calls
+        active = [subscription.filter for subscription in subscriptions if not subscription.passive]
+        # the filters of those that are not passive; None if one of them has no filter
+        self.active_filters: list[Filter] | None = None if self.hooked else []
+        for each in active:
+            if each is None:
+                self.active_filters = None
+            elif self.active_filters is not None:
+                self.active_filters.append(each)
+        self.live = bool(active) or self.hooked
+        self.connected = bool(subscriptions) or self.hooked  # firing reaches someone, be it a passive subscription
+        self.always = bool(unfiltered) or self.hooked  # inside the window, too
+        self.plain = bool(subscriptions) and not (self.filtered or self.calls.needs_event or self.hooked)
         if self.filtered:
-            self.low = self.high = 0  # an empty window: the next firing asks everyone
+            self.low = self.high = 0  # an empty window: the next firing applies every filter
         else:
             self.low, self.high = -NEVER, NEVER
 
+    def patch(self, subscription: Subscription) -> None:
+        """Use the subscription's present callable, also while the event is being fired."""
+        self.calls.patch(subscription)
+        if self.unfiltered is not self.calls:
+            self.unfiltered.patch(subscription)
+
+    def wants(self, count: int) -> bool:
+        """Whether firing the event with its counter at `count` would reach a subscription that is not passive.
+
+        A filter that is a function cannot be asked in advance: it counts as due.
+        """
+        if not self.live:
+            return False
+        if self.active_filters is None:
+            return True
+        if self.low <= count < self.high:
+            return False
+        if any(not isinstance(each, EventFilter) or each(None, count) for each in self.active_filters):
+            return True
+        self.find_window(count)
+        return False
+
     def find_window(self, value: int) -> None:
-        """After everyone was asked at `value`: the values above it at which nobody is due."""
-        if self.counter not in LOOP_COUNTERS and self.quiet:
-            return  # a handler may move the counter in mid-fire: ask each one in its turn
+        """Find the values above `value` at which nothing is due; the filters were applied at `value` itself."""
+        if self.counter not in LOOP_COUNTERS and self.unfiltered:
+            return  # a handler may advance the counter in the middle of the event: apply each filter in its turn
         high = NEVER
         for subscription in self.calls.subscriptions:
             if subscription.filter is None:
                 continue
             if not isinstance(subscription.filter, EventFilter):
-                return  # a user's function: ask every time
+                return  # a user's function: apply it every time
             high = min(high, subscription.filter.next_due(value))
         self.low, self.high = value + 1, high
 
 
-def emit(engine: Emitter, plan: Plan, payload: Any, seq: int) -> None:
-    """Run a live plan of any kind; the plain ones are run by `Emitter.fire` itself, which saves them a call."""
-    engine.last_event_name = plan.event
-    if not plan.filtered:
-        _emit_each(engine, plan, plan.calls, payload, seq, asking=False)
-        return
-    if plan.counter is None:  # subscribed on the bus before this engine came, or before it registered the event
-        engine.require_counter(plan.event)
-        return
+Record: TypeAlias = Callable[["Dispatcher", Dispatch, Any, int], Event]
+
+
+def new_event(engine: Dispatcher, dispatch: Dispatch, payload: object, seq: int) -> Event:
+    """The record of the event that is being fired; `seq` is its own number, since nested events have later ones."""
     state = engine.state
-    if plan.low <= getattr(state, plan.counter) < plan.high:
-        _emit_each(engine, plan, plan.quiet, payload, seq, asking=False)
-    else:
-        _emit_each(engine, plan, plan.calls, payload, seq, asking=True)
-        plan.find_window(getattr(state, plan.counter))
-
-
-def _emit_each(engine: Emitter, plan: Plan, calls: Calls, payload: Any, seq: int, *, asking: bool) -> None:
-    """The general loop: builds the event's record when a receiver wants it, asks filters one by one."""
-    event = build_event(engine, plan, payload, seq) if calls.rich else None
-    subscription = None
-    try:
-        for subscription in calls.subscriptions:
-            if asking and subscription.filter is not None and not subscription.is_due(engine):
-                continue
-            if not subscription.wants_event:
-                subscription.call(engine)
-                continue
-            if event is None:  # patched in while this event fires
-                event = build_event(engine, plan, payload, seq)
-            subscription.call(engine, event)
-    except BaseException as error:
-        annotate(error, engine, plan, subscription)
-        raise
-    if (plan.calls if asking else plan.quiet) is not calls:
-        emit_added(engine, plan, calls, payload, seq, event)
-
-
-def emit_added(engine: Emitter, plan: Plan, done: Calls, payload: Any, seq: int, event: Event | None = None) -> None:
-    """Run what was subscribed while the event fired; each of those may subscribe more."""
-    newest = done.newest
-    while True:
-        added = min((s for s in plan.calls.subscriptions if s.serial > newest), key=lambda s: s.serial, default=None)
-        if added is None:
-            return
-        newest = added.serial
-        if added.filter is not None and not added.is_due(engine):
-            continue
-        try:
-            if added.wants_event:
-                event = event or build_event(engine, plan, payload, seq)
-                added.call(engine, event)
-            else:
-                added.call(engine)
-        except BaseException as error:
-            annotate(error, engine, plan, added)
-            raise
-
-
-def build_event(engine: Emitter, plan: Plan, payload: Any, seq: int) -> Event:
-    """The record of the event being fired now; `seq` is its own number, nested events have taken later ones."""
-    state = engine.state
-    event = plan.event
+    event = dispatch.event
     return Event(
         seq,
         engine.name,
@@ -184,13 +175,321 @@ def build_event(engine: Emitter, plan: Plan, payload: Any, seq: int) -> Event:
         state.iteration,
         payload,
         time.time_ns(),
+        dispatch.sequence.observed,
     )
 
 
-def annotate(error: BaseException, engine: Emitter, plan: Plan, subscription: Subscription | None) -> None:
-    """Say where the error came from, keeping its type."""
+def deliver(engine: Dispatcher, dispatch: Dispatch, source: Any, seq: int, record: Record = new_event) -> None:
+    """Run every handler that is due, in order.
+
+    Args:
+        engine: that fires.
+        dispatch: of the engine and the event; a connected one.
+        source: what `record` makes the event's record of: by default the payload.
+        seq: the event's number.
+        record: called once if a handler needs the record, with the other four arguments.
+
+    Raises:
+        BaseException: a handler's own error, with a note that says where.
+    """
+    engine.last_event_name = dispatch.event
+    calls, filtering, value = dispatch.calls, dispatch.filtered, 0
+    if dispatch.plain:
+        call = None
+        try:
+            for call in calls:
+                call(engine)
+        except BaseException as error:
+            annotate(error, engine, dispatch, subscription_of(calls, call))
+            raise
+        if dispatch.calls is not calls:
+            deliver_added(engine, dispatch, calls, source, seq, record)
+        return
+    if filtering:
+        if dispatch.counter is None:  # subscribed on the bus before this engine joined, or registered the event
+            engine.require_counter(dispatch.event)
+            return
+        value = getattr(engine.state, dispatch.counter)
+        if dispatch.low <= value < dispatch.high:
+            calls, filtering = dispatch.unfiltered, False
+    event = record(engine, dispatch, source, seq) if calls.needs_event else None
+    event = deliver_to(calls.subscriptions, engine, dispatch, source, seq, record, event, filtering=filtering)
+    if (dispatch.calls if filtering else dispatch.unfiltered) is not calls:
+        deliver_added(engine, dispatch, calls, source, seq, record, event)
+    if filtering:
+        dispatch.find_window(value)
+
+
+def deliver_to(
+    subscriptions: Iterable[Subscription],
+    engine: Dispatcher,
+    dispatch: Dispatch,
+    source: Any,
+    seq: int,
+    record: Record,
+    event: Event | None = None,
+    *,
+    filtering: bool = True,
+) -> Event | None:
+    """Run the handlers of these subscriptions, if they are due; returns the event's record, if one needed it."""
+    subscription = None
+    try:
+        for subscription in subscriptions:
+            if filtering and subscription.filter is not None:
+                if not subscription.is_due(engine):
+                    continue
+                if subscription.by_clock:
+                    if subscription.needs_event:
+                        event = event or record(engine, dispatch, source, seq)
+                    with dispatch.sequence.observing():
+                        subscription(engine, event)
+                    continue
+            if not subscription.needs_event:
+                subscription.call(engine)
+                continue
+            if event is None:  # a profiler has replaced the handler while this event fires
+                event = record(engine, dispatch, source, seq)
+            subscription.call(engine, event)
+    except BaseException as error:
+        annotate(error, engine, dispatch, subscription)
+        raise
+    return event
+
+
+def deliver_added(
+    engine: Dispatcher,
+    dispatch: Dispatch,
+    done: Calls,
+    source: Any,
+    seq: int,
+    record: Record,
+    event: Event | None = None,
+) -> None:
+    """Run the handlers that were subscribed while the event fired; each of them may subscribe more."""
+    newest = done.newest
+    while True:
+        added = min(
+            (each for each in dispatch.calls.subscriptions if each.serial > newest),
+            key=lambda each: each.serial,
+            default=None,
+        )
+        if added is None:
+            return
+        newest = added.serial
+        event = deliver_to([added], engine, dispatch, source, seq, record, event)
+
+
+def subscription_of(calls: Calls, call: Callable[..., object] | None) -> Subscription | None:
+    """The subscription whose callable this is."""
+    return next((each for each in calls.subscriptions if each.call is call), None)
+
+
+def annotate(error: BaseException, engine: Dispatcher, dispatch: Dispatch, subscription: Subscription | None) -> None:
+    """Note on the error where it came from, keeping its type."""
     where = subscription.description if subscription is not None else "a handler"
     state = engine.state
     error.add_note(
-        f"in {where}, handling {plan.event} of {engine.name!r} at epoch {state.epoch}, iteration {state.iteration}"
+        f"in {where}, handling {dispatch.event} of {engine.name!r} at epoch {state.epoch}, iteration {state.iteration}"
     )
+
+
+def check_payload(verb: str, event: EventLike, payload: object) -> None:
+    """Check that the payload is of the event's type.
+
+    Raises:
+        TypeError: it is not.
+    """
+    payload_type: type | None = getattr(event, "payload_type", None)
+    if type(payload) is not (payload_type or type(None)):
+        wanted = payload_type.__name__ if payload_type is not None else "no payload"
+        raise TypeError(f"{verb}({event}, {payload!r}): this event carries {wanted}, not {type(payload).__name__}")
+
+
+class Dispatcher(EventRegistry):
+    """The side of an engine that fires its events."""
+
+    last_event_name: Any  # an event; ignite's annotation names its own enum only
+    run_number: int
+
+    def __init__(self, bus: EventBus) -> None:
+        super().__init__()
+        self.bus = bus
+        self.last_event_name = None
+        self._sequence = bus.sequence
+        self._dispatches: dict[str, Dispatch] = {}
+        self._posts: deque[tuple[EventLike, object]] = deque()
+        self._attention = False
+        self._hooked = type(self)._fire_event is not Dispatcher._fire_event
+        self._in_flight: tuple[Dispatch, object, int] | None = None
+        self._deliver: Callable[..., None] = Dispatcher._call_hook if self._hooked else deliver
+
+    def dispatch(self, event: EventLike) -> Dispatch:
+        """What happens when the event fires here: for code that would prepare a payload in vain, again and again.
+
+        The object stays the same and follows every subscription. Ask its `live` and `wants(count)`.
+
+        Raises:
+            ValueError: the event is not registered on this engine.
+        """
+        key, event = self._identify(event)
+        found = self._dispatches.get(key)
+        if found is None:
+            self._require_registered(event)
+            found = self._dispatches[key] = Dispatch(event, self._sequence, hooked=self._hooked)
+            counter, leads, follows = self._counting(key, event)
+            found.count_by(counter, leads=leads, follows=follows)
+            self.bus.signal(event).compile(id(self), found)
+        return found
+
+    def hears(self, event: EventLike) -> bool:
+        """Whether a handler is subscribed that is not passive; if not, there is no need to prepare a payload.
+
+        >>> from pulsetrain.engine import Engine, Events
+        >>> engine = Engine(lambda engine, batch: None)
+        >>> subscription = engine.bus.subscribe(Events.METRICS_LOGGED, print, passive=True)
+        >>> engine.hears(Events.METRICS_LOGGED)
+        False
+        """
+        return self.dispatch(event).live
+
+    def register_events(self, *event_names: EventLike, event_to_attr: Mapping[Any, str] | None = None) -> None:
+        super().register_events(*event_names, event_to_attr=event_to_attr)
+        for key, dispatch in self._dispatches.items():  # in place: the loop and others hold on to them
+            counting = self._counting(key, dispatch.event)
+            if counting == (dispatch.counter, dispatch.leads, dispatch.follows):
+                continue
+            counter, leads, follows = counting
+            if counter != dispatch.counter:
+                dispatch.seen = 0
+            dispatch.count_by(counter, leads=leads, follows=follows)
+            self.bus.signal(dispatch.event).compile(id(self), dispatch)  # the window was in the other counter's values
+
+    register_events.__doc__ = EventRegistry.register_events.__doc__
+
+    def set_counters(self, counters: Mapping[str, Any]) -> None:
+        """Set attributes of the state that count events, as a checkpoint does.
+
+        Of the events that share a counter, the next one fired then advances it.
+
+        >>> from pulsetrain.engine import Engine
+        >>> engine = Engine(lambda engine, batch: None)
+        >>> engine.set_counters({"epoch": 3, "iteration": 30, "update": 15})
+        >>> engine.state.update
+        15
+        """
+        for name, value in counters.items():
+            setattr(self.state, name, value)
+        for dispatch in self._dispatches.values():
+            if dispatch.counter is not None:
+                dispatch.seen = getattr(self.state, dispatch.counter)
+
+    def fire(self, event: EventLike, payload: object = None, *, observed: bool = False) -> None:
+        """Fire the event now: it takes the bus's next number, advances its counter, and runs the handlers that are due.
+
+        Args:
+            event: registered on this engine.
+            payload: an object of the event's payload type, or None for an event without one.
+            observed: the moment or the values depend on the clock, another thread or the machine. A recording does not
+                expect such an event when the run is repeated. Events fired by handlers of an observed event are
+                observed, too.
+
+        Raises:
+            TypeError: the payload is not of the event's type.
+            ValueError: the event is not registered on this engine.
+
+        >>> from pulsetrain.engine import Engine, Events
+        >>> from pulsetrain.engine.events.payloads import MetricsLogged
+        >>> engine = Engine(lambda engine, batch: None)
+        >>> @engine.on(Events.METRICS_LOGGED)
+        ... def show(engine, event):
+        ...     print(event.seq, event.payload.metrics, event.observed)
+        >>> engine.fire(Events.METRICS_LOGGED, MetricsLogged(metrics={"speed": 7.0}), observed=True)
+        1 {'speed': 7.0} True
+        """
+        if observed:
+            with self._sequence.observing():
+                self.fire(event, payload)
+            return
+        try:
+            dispatch = self._dispatches[event.key]  # type: ignore[union-attr]  # ours have it
+        except (AttributeError, KeyError):
+            dispatch = self.dispatch(event)
+        if dispatch.strict or payload is not None:
+            self._check(dispatch, payload)
+        sequence = self._sequence
+        seq = sequence.last = sequence.last + 1
+        if dispatch.plain:  # as in `deliver`, which would cost one call more
+            self.last_event_name = dispatch.event
+            calls = dispatch.calls
+            call = None
+            try:
+                for call in calls:
+                    call(self)
+            except BaseException as error:
+                annotate(error, self, dispatch, subscription_of(calls, call))
+                raise
+            if dispatch.calls is not calls:
+                deliver_added(self, dispatch, calls, payload, seq, new_event)
+        elif dispatch.connected and (
+            dispatch.always
+            or dispatch.counter is None
+            or not dispatch.low <= getattr(self.state, dispatch.counter) < dispatch.high
+        ):
+            self._deliver(self, dispatch, payload, seq)
+
+    def post(self, event: EventLike, payload: object = None) -> None:
+        """Fire at the next safe point of the loop (of the next run, when idle); from any thread or signal handler.
+
+        The event is observed: when it arrives depends on the other thread.
+
+        Raises:
+            TypeError, ValueError: as `fire`, at once.
+        """
+        _, event = self._require_registered(event)  # nothing is compiled here: the bus belongs to its own thread
+        check_payload("post", event, payload)
+        self._posts.append((event, payload))
+        self._attention = True
+
+    def fire_event(self, event_name: EventLike) -> None:
+        """Ignite's form of `fire`: no payload, and the caller advances the event's counter."""
+        self._require_registered(event_name)
+        self._fire_event(event_name)
+
+    def _fire_event(self, event_name: EventLike, *event_args: object, **event_kwargs: object) -> None:
+        """Called for every event if a subclass overrides it, as ignite's subclasses do; else by `fire_event` alone."""
+        dispatch = self.dispatch(event_name)
+        in_flight = self._in_flight
+        if in_flight is not None and in_flight[0] is dispatch:  # on its way from fire()
+            _, payload, seq = in_flight
+            self._in_flight = None
+        else:
+            payload = payload_of(dispatch.event, event_args, event_kwargs)
+            seq = self._sequence.last = self._sequence.last + 1
+        self.last_event_name = dispatch.event
+        if dispatch.calls:
+            deliver(self, dispatch, payload, seq)
+
+    def _call_hook(self, dispatch: Dispatch, payload: object, seq: int) -> None:
+        """Pass an event to a subclass's `_fire_event`, with ignite's own arguments."""
+        before, self._in_flight = self._in_flight, (dispatch, payload, seq)
+        try:
+            args, kwargs = arguments_of(dispatch.event, payload)
+            self._fire_event(dispatch.event, *args, **kwargs)
+        finally:
+            self._in_flight = before
+
+    def _check(self, dispatch: Dispatch, payload: object) -> None:
+        if type(payload) is not dispatch.payload_type and not (payload is None and dispatch.payload_type is None):
+            check_payload("fire", dispatch.event, payload)
+        if dispatch.leads or dispatch.follows:
+            assert dispatch.counter is not None
+            count = getattr(self.state, dispatch.counter, 0)
+            if dispatch.leads or dispatch.seen == count:
+                count += 1
+                setattr(self.state, dispatch.counter, count)
+            dispatch.seen = count
+
+    def _deliver_posts(self) -> None:
+        for _ in range(len(self._posts)):  # what their handlers post waits for the next safe point
+            event, payload = self._posts.popleft()
+            self.fire(event, payload, observed=True)

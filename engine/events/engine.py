@@ -13,7 +13,7 @@ from typing import Any
 from ignite.engine import Engine as IgniteEngine
 
 from pulsetrain.engine.events.bus import EventBus
-from pulsetrain.engine.events.engine_events import Emitter
+from pulsetrain.engine.events.engine_events import EngineEvents
 from pulsetrain.engine.events.names import COUNTERS, Events
 from pulsetrain.engine.events.payloads import EpochTerminated, ExceptionRaised, Terminated
 from pulsetrain.engine.events.state import State
@@ -21,7 +21,7 @@ from pulsetrain.engine.events.state import State
 __all__ = ["Engine"]
 
 
-class Engine(Emitter, IgniteEngine):  # type: ignore[misc]  # _event_handlers is a view here, a dict there
+class Engine(EngineEvents, IgniteEngine):  # type: ignore[misc]  # _event_handlers is a view here, a dict there
     """Runs a function over batches and fires typed events on a bus as it goes.
 
     Everything that takes a pytorch-ignite Engine takes this one. What it adds: phases, typed payloads, `fire` and
@@ -47,7 +47,7 @@ class Engine(Emitter, IgniteEngine):  # type: ignore[misc]  # _event_handlers is
             raise ValueError("Engine must be given a processing function in order to run.")
         _check_process_function(process_function)
         self.logger = logging.getLogger(f"{__name__}.{type(self).__name__}")  # ignite's subclasses log here
-        self._join(name, bus)
+        EngineEvents.__init__(self, name, bus)
         self._process_function = process_function
         self._terminate: bool | str = False
         self._terminate_epoch: bool | str = False
@@ -179,7 +179,7 @@ class Engine(Emitter, IgniteEngine):  # type: ignore[misc]  # _event_handlers is
         self._attention = bool(self._posts)
         state.stop_reason = None
         self._first_iteration = state.iteration
-        self._set_counters()
+        self._initialise_counters()
         self._init_timers(state)
         start = time.time()
         try:
@@ -231,7 +231,7 @@ class Engine(Emitter, IgniteEngine):  # type: ignore[misc]  # _event_handlers is
         hands_over = self._hands_over
         getting, got = Events.GET_BATCH_STARTED, Events.GET_BATCH_COMPLETED
         starting, done = Events.ITERATION_STARTED, Events.ITERATION_COMPLETED
-        get, have, begin, end = self._plan(getting), self._plan(got), self._plan(starting), self._plan(done)
+        get, have, begin, end = self.dispatch(getting), self.dispatch(got), self.dispatch(starting), self.dispatch(done)
         start = time.time()
         counter = 0 if self._init_iter is None else self._init_iter  # above 0 when resuming inside an epoch
         self._init_iter = None
@@ -246,7 +246,7 @@ class Engine(Emitter, IgniteEngine):  # type: ignore[misc]  # _event_handlers is
                     state.output = None
                 else:
                     if not restarted:
-                        if get.live and (get.busy or not get.low <= state.iteration < get.high):
+                        if get.connected and (get.always or not get.low <= state.iteration < get.high):
                             fire(getting)
                             if self._attention and self._attend():
                                 yield
@@ -268,7 +268,7 @@ class Engine(Emitter, IgniteEngine):  # type: ignore[misc]  # _event_handlers is
                         restarted = True
                         continue
                     state.output = None
-                    if have.live and (have.busy or not have.low <= state.iteration < have.high):
+                    if have.connected and (have.always or not have.low <= state.iteration < have.high):
                         fire(got)
                     else:
                         sequence.last += 1
@@ -277,7 +277,7 @@ class Engine(Emitter, IgniteEngine):  # type: ignore[misc]  # _event_handlers is
                 counter += 1
                 restarted = False
                 state.iteration += 1
-                if begin.live and (begin.busy or not begin.low <= state.iteration < begin.high):
+                if begin.connected and (begin.always or not begin.low <= state.iteration < begin.high):
                     fire(starting)
                     if self._attention and self._attend():
                         yield
@@ -289,7 +289,7 @@ class Engine(Emitter, IgniteEngine):  # type: ignore[misc]  # _event_handlers is
                     self._handed_over = False
                 else:
                     state.output = self._process_function(self, state.batch)
-                if end.live and (end.busy or not end.low <= state.iteration < end.high):
+                if end.connected and (end.always or not end.low <= state.iteration < end.high):
                     fire(done)
                 else:
                     sequence.last += 1

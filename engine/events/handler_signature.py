@@ -3,73 +3,106 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from enum import Enum
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
-from pulsetrain.engine.events.names import Events
+__all__ = ["STANDARD", "Handler", "HandlerSignature", "bind"]
 
-__all__ = ["Shape", "bind"]
-
-# What pytorch-ignite passes to handlers of these events before their own arguments: the payload's field of this name.
-# Ignite passes iter_counter by keyword, the exception by position.
-LEGACY_FIELDS = {Events.EXCEPTION_RAISED.key: "error", Events.TERMINATE_SINGLE_EPOCH.key: "iter_counter"}
+Handler: TypeAlias = Callable[..., object]
 
 
-class Shape(Enum):
-    """What comes before the handler's own arguments."""
+@dataclass(frozen=True, slots=True)
+class HandlerSignature:
+    """What a handler is called with besides its own arguments.
 
-    EVENT = "(engine, event, *args)"
-    ENGINE = "(engine, *args)"
-    BARE = "(*args)"
-    ENGINE_ERROR = "(engine, error, *args)"
-    ERROR = "(error, *args)"
-    ENGINE_COUNT = "(engine, *args, iter_counter=n)"
-    COUNT = "(*args, iter_counter=n)"
-    ENGINE_COUNT_FIRST = "(engine, n, *args)"
-    COUNT_FIRST = "(n, *args)"
+    >>> HandlerSignature(engine=False).describe()
+    '(*args)'
+    >>> call, needs_event = HandlerSignature(engine=False).compile(print, ("hello",), {})
+    >>> call("the engine")
+    hello
+    """
+
+    engine: bool = True
+    event: bool = False  # the event's record
+    field: str | None = None  # a field of the payload
+    by_keyword: bool = False  # the field is passed by its name, after the handler's own arguments
+
+    def describe(self) -> str:
+        """The form of the call, for messages."""
+        first = ["engine"] * self.engine + ["event"] * self.event
+        if self.field is None:
+            return f"({', '.join([*first, '*args'])})"
+        if self.by_keyword:
+            return f"({', '.join([*first, '*args', f'{self.field}=...'])})"
+        return f"({', '.join([*first, self.field, '*args'])})"
+
+    def fits(self, signature: inspect.Signature, args: tuple[object, ...], kwargs: Mapping[str, object]) -> str:
+        """Why the handler cannot be called like this; the empty string if it can."""
+        first = (None,) * (self.engine + self.event + (self.field is not None and not self.by_keyword))
+        named = {self.field: None} if self.field is not None and self.by_keyword else {}
+        try:
+            signature.bind(*first, *args, **{**named, **kwargs})
+        except TypeError as error:  # its text only: its traceback would keep the caller's frames and the engine alive
+            return str(error)
+        return ""
 
     def compile(
-        self, f: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Callable[..., Any], bool]:
-        """A callable taking (engine) or, where the second value is true, (engine, event)."""
-        match self:
-            case Shape.ENGINE if not args and not kwargs:
-                return f, False  # no frame between the loop and the handler
-            case Shape.BARE if not args and not kwargs:
+        self, f: Handler, args: tuple[object, ...], kwargs: Mapping[str, object]
+    ) -> tuple[Callable[..., object], bool]:
+        """A callable that takes (engine) or, if the second value is true, (engine, event)."""
+        field = self.field
+        if field is not None:
+            return self._with_field(f, field, args, kwargs), True
+        match self.engine, self.event, bool(args or kwargs):
+            case True, event, False:
+                return f, event  # no frame between the loop and the handler
+            case False, _, False:
                 return lambda _: f(), False
-            case Shape.ENGINE:
-                return lambda engine: f(engine, *args, **kwargs), False
-            case Shape.BARE:
-                return lambda _: f(*args, **kwargs), False
-            case Shape.EVENT if not args and not kwargs:
-                return f, True
-            case Shape.EVENT:
+            case True, True, _:
                 return lambda engine, event: f(engine, event, *args, **kwargs), True
-            case Shape.ENGINE_ERROR:
-                return lambda engine, event: f(engine, event.payload.error, *args, **kwargs), True
-            case Shape.ERROR:
-                return lambda _, event: f(event.payload.error, *args, **kwargs), True
-            case Shape.ENGINE_COUNT:
-                return lambda engine, event: f(
-                    engine, *args, **{"iter_counter": event.payload.iter_counter, **kwargs}
-                ), True
-            case Shape.COUNT:
-                return lambda _, event: f(*args, **{"iter_counter": event.payload.iter_counter, **kwargs}), True
-            case Shape.ENGINE_COUNT_FIRST:
-                return lambda engine, event: f(engine, event.payload.iter_counter, *args, **kwargs), True
-            case Shape.COUNT_FIRST:
-                return lambda _, event: f(event.payload.iter_counter, *args, **kwargs), True
+            case True, False, _:
+                return lambda engine: f(engine, *args, **kwargs), False
+            case _:
+                return lambda _: f(*args, **kwargs), False
+
+    def _with_field(
+        self, f: Handler, field: str, args: tuple[object, ...], kwargs: Mapping[str, object]
+    ) -> Callable[..., object]:
+        def call(engine: object, event: Any) -> object:  # an Event; the field is of its payload
+            first = (engine,) if self.engine else ()
+            value = getattr(event.payload, field)
+            if self.by_keyword:
+                return f(*first, *args, **{field: value, **kwargs})
+            return f(*first, value, *args, **kwargs)
+
+        return call
 
 
-def bind(handler: Callable[..., Any], event: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Shape:
+WITH_EVENT = HandlerSignature(event=True)
+STANDARD = (HandlerSignature(), HandlerSignature(engine=False))
+
+
+def bind(
+    handler: Handler,
+    event: object,
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object],
+    signatures: Sequence[HandlerSignature] = STANDARD,
+) -> HandlerSignature:
     """How to call the handler.
 
-    (engine, event, *args) if its second parameter is named `event` and has no default; else (engine, *args) if that
-    binds; else (*args). A first parameter that has a default is never filled with the engine.
+    It gets (engine, event, *args) if its second parameter is named `event` and has no default; else the first of
+    `signatures` that fits, by default (engine, *args), then (*args). A first parameter that has a default is never
+    filled with the engine.
 
     Raises:
-        ValueError: nothing binds, or the callable does not tell its signature.
+        ValueError: none fits, or the callable has no readable signature.
+
+    >>> bind(lambda engine, event: None, "started", (), {}).describe()
+    '(engine, event, *args)'
+    >>> bind(lambda: None, "started", (), {}).describe()
+    '(*args)'
     """
     try:
         signature = inspect.signature(handler)
@@ -77,50 +110,25 @@ def bind(handler: Callable[..., Any], event: Any, args: tuple[Any, ...], kwargs:
         raise ValueError(
             f"{event}: handler={handler!r}: has no readable signature ({error}); wrap it in a function"
         ) from None
-    positional = [
-        p
-        for p in signature.parameters.values()
-        if p.kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    required = [
+        parameter.default is inspect.Parameter.empty
+        for parameter in signature.parameters.values()
+        if parameter.kind in (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     ]
-    engine_fits = not positional or positional[0].default is inspect.Parameter.empty
-    asks_event = (
-        len(positional) >= 2 and positional[1].name == "event" and positional[1].default is inspect.Parameter.empty
-    )
-    reason = ""  # the text, not the error: its traceback would keep the caller's frames, and the engine, alive
-
-    def binds(*first: Any, **extra: Any) -> bool:
-        nonlocal reason
-        try:
-            signature.bind(*first, *args, **{**extra, **kwargs})
-        except TypeError as error:
-            reason = str(error)
-            return False
-        return True
-
-    if asks_event and engine_fits and "event" not in kwargs and binds(None, None):
-        return Shape.EVENT
-    legacy = LEGACY_FIELDS.get(getattr(event, "key", ""))
-    tries: list[tuple[Shape, tuple[Any, ...], dict[str, Any]]]
-    if legacy == "error":
-        tries = [(Shape.ENGINE_ERROR, (None, None), {}), (Shape.ERROR, (None,), {})]
-    elif legacy == "iter_counter":
-        named = {"iter_counter": 0}
-        tries = [
-            (Shape.ENGINE_COUNT, (None,), named),
-            (Shape.COUNT, (), named),
-            (Shape.ENGINE_COUNT_FIRST, (None, 0), {}),
-            (Shape.COUNT_FIRST, (0,), {}),
-        ]
-    else:
-        tries = [(Shape.ENGINE, (None,), {}), (Shape.BARE, (), {})]
-    for shape, first, extra in tries:
-        if shape.name.startswith("ENGINE") and not engine_fits:
+    engine_fits = not required or required[0]
+    asks_for_event = len(required) >= 2 and [*signature.parameters][1] == "event" and required[1]
+    if asks_for_event and engine_fits and "event" not in kwargs and not WITH_EVENT.fits(signature, args, kwargs):
+        return WITH_EVENT
+    reason = ""
+    for form in signatures:
+        if form.engine and not engine_fits:
             continue
-        if binds(*first, **extra):
-            return shape
+        reason = form.fits(signature, args, kwargs)
+        if not reason:
+            return form
     raise ValueError(
         f"Error adding {handler!r} 'handler' to {event}: takes parameters {list(signature.parameters)} but will be "
-        f"called with {' or '.join(shape.value for shape, _, _ in tries)}, args={args}, kwargs={kwargs} "
+        f"called with {' or '.join(form.describe() for form in signatures)}, args={args}, kwargs={kwargs} "
         f"({reason}); change the handler's parameters or the arguments given with it; to get the event's record, name "
         "the second parameter `event`"
     )

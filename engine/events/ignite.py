@@ -1,86 +1,161 @@
-"""Pytorch-ignite's `engine._event_handlers`, as a live view of the bus.
+"""What exists for pytorch-ignite alone: its handlers' arguments, its handles, and its table of handlers.
 
-Ignite's profilers read and edit that table in place; edits go to the subscriptions, also while an event fires.
+Ignite's profilers read and edit `engine._event_handlers` in place; here it is a live view of the bus, and edits go to
+the subscriptions, also while an event is being fired.
 """
 
 from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, MutableMapping, MutableSequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
+from dataclasses import replace
+from typing import Any, Protocol, SupportsIndex, TypeAlias
 
-from pulsetrain.engine.events.handler_signature import Shape, bind
-from pulsetrain.engine.events.names import event_key
-from pulsetrain.engine.events.subscription import Phase, Subscription
+from ignite.engine.events import RemovableEventHandle
 
-if TYPE_CHECKING:
-    from pulsetrain.engine.events.engine_events import Emitter
+from pulsetrain.engine.events.handler_signature import STANDARD, Handler, HandlerSignature, bind
+from pulsetrain.engine.events.names import EventLike, Events, identify
+from pulsetrain.engine.events.subscription import Phase, Sender, Signal, Subscription
 
-__all__ = ["HandlerTable"]
+__all__ = ["Handle", "HandlerTable", "arguments_of", "payload_of", "signatures_of", "wrapped"]
 
-Entry = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
-_WITHOUT_ENGINE = {
-    Shape.EVENT: Shape.BARE,
-    Shape.ENGINE: Shape.BARE,
-    Shape.ENGINE_ERROR: Shape.ERROR,
-    Shape.ENGINE_COUNT: Shape.COUNT,
-    Shape.ENGINE_COUNT_FIRST: Shape.COUNT_FIRST,
-}
-_WITH_ENGINE = {without: shape for shape, without in _WITHOUT_ENGINE.items()}
+# The payload's field that ignite passes to handlers of these events, and whether it does so by keyword.
+_PASSED = {Events.EXCEPTION_RAISED.key: ("error", False), Events.TERMINATE_SINGLE_EPOCH.key: ("iter_counter", True)}
 
 
-class HandlerTable(MutableMapping[Any, list[Entry]]):
+def signatures_of(event: EventLike) -> Sequence[HandlerSignature]:
+    """The ways in which a handler of the event may be called, the preferred first."""
+    field, by_keyword = _PASSED.get(identify(event)[0], ("", False))
+    if not field:
+        return STANDARD
+    return [
+        HandlerSignature(engine=engine, field=field, by_keyword=named)
+        for named in ((True, False) if by_keyword else (False,))
+        for engine in (True, False)
+    ]
+
+
+def arguments_of(event: EventLike, payload: object) -> tuple[tuple[object, ...], dict[str, object]]:
+    """What ignite's `_fire_event` passes after the event."""
+    field, by_keyword = _PASSED.get(identify(event)[0], ("", False))
+    if not field:
+        return (), {}
+    value = getattr(payload, field)
+    return ((), {field: value}) if by_keyword else ((value,), {})
+
+
+def payload_of(event: EventLike, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
+    """The payload made from what was passed to ignite's `_fire_event` after the event; None for nothing.
+
+    Raises:
+        TypeError: the event carries no payload.
+    """
+    values = [*args, *kwargs.values()]
+    if not values:
+        return None
+    payload_type = getattr(event, "payload_type", None)
+    if payload_type is None:
+        raise TypeError(f"{event}: carries no payload, but was fired with {values}")
+    return payload_type(**{next(iter(payload_type.__dataclass_fields__)): values[0]})
+
+
+class Handle(RemovableEventHandle):
+    """What registering a handler returns: `remove()` (or `cancel()`, or `with`) undoes this registration only.
+
+    It refers weakly: it keeps neither the engine nor the handler alive.
+
+    >>> from pulsetrain.engine import Engine
+    >>> engine = Engine(lambda engine, batch: None)
+    >>> with engine.add_event_handler(Events.STARTED, lambda: print("started")):
+    ...     state = engine.run([0])
+    started
+    >>> engine.hears(Events.STARTED)
+    False
+    """
+
+    def __init__(self, event: Any, handler: Handler, engine: Any, subscriptions: list[Subscription]) -> None:
+        try:
+            super().__init__(event, handler, engine)
+        except TypeError:  # a callable that cannot be referred to weakly
+            super().__init__(event, type(handler), engine)
+            self.handler = lambda: handler  # type: ignore[assignment]  # called in the same way
+        self._subscriptions = [weakref.ref(subscription) for subscription in subscriptions]
+
+    def remove(self) -> None:
+        """Stop calling the handler; removing again does nothing."""
+        for reference in self._subscriptions:
+            if (subscription := reference()) is not None:
+                subscription.cancel()
+        self._subscriptions.clear()
+
+    cancel = remove
+
+
+class _ConnectingSignal(Signal, Protocol):
+    def connect(self, receiver: Subscription, sender: Sender, weak: bool) -> object: ...
+
+    def patch(self, subscription: Subscription) -> None: ...
+
+
+class _Bus(Protocol):
+    def signal(self, event: EventLike) -> _ConnectingSignal: ...
+
+
+class _Owner(Sender, Protocol):
+    @property
+    def bus(self) -> _Bus: ...
+
+    def own_subscriptions(self, event: EventLike | None) -> list[Subscription]: ...
+
+
+Entry: TypeAlias = tuple[Handler, tuple[Any, ...], Mapping[str, object]]
+
+
+class HandlerTable(MutableMapping[EventLike, list[Entry]]):
     """event -> list of (handler, args, kwargs), where a handler that takes the engine has a reference to it first."""
 
-    def __init__(self, engine: Emitter) -> None:
+    def __init__(self, engine: _Owner) -> None:
         self._engine = engine
 
-    def __getitem__(self, event: Any) -> list[Entry]:
+    def __getitem__(self, event: EventLike) -> list[Entry]:
         return _Entries(self._engine, event)
 
-    def __setitem__(self, event: Any, entries: list[Entry]) -> None:
+    def __setitem__(self, event: EventLike, entries: list[Entry]) -> None:
         _Entries(self._engine, event).replace_all(entries)
 
-    def __delitem__(self, event: Any) -> None:
+    def __delitem__(self, event: EventLike) -> None:
         _Entries(self._engine, event).replace_all([])
 
-    def __iter__(self) -> Iterator[Any]:
-        seen = set()
-        for event in self._engine._allowed_events:
-            key = event_key(event)
-            if key not in seen and self._engine._own_subscriptions(event):
-                seen.add(key)
-                yield event
+    def __iter__(self) -> Iterator[EventLike]:
+        return (event for event in self._engine.registered_events if event in self)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
-    def __contains__(self, event: object) -> bool:
-        return bool(self._engine._own_subscriptions(event))
-
-    @staticmethod
-    def wrapped(subscription: Subscription, engine: Emitter) -> Callable[..., Any]:
-        """A filtered handler as ignite shows it: a function that asks the filter, with the handler as `_parent`."""
-        if subscription.wrapper is None:
-            handler, due = subscription.handler, subscription.filter
-            reference, asks = weakref.ref(engine), subscription.signal.event
-            held = weakref.ref(subscription)
-
-            @functools.wraps(handler)
-            def wrapper(*args: Any, **kwargs: Any) -> Any:
-                alive = reference()
-                if alive is not None and due is not None and due(alive, alive.counter_value(asks)):
-                    return handler(*args, **kwargs)
-                return None
-
-            wrapper._parent = _parent_of(handler)  # type: ignore[attr-defined]
-            wrapper._subscription = held  # type: ignore[attr-defined]
-            subscription.wrapper = wrapper
-        return subscription.wrapper
+    def __contains__(self, event: Any) -> bool:
+        return bool(self._engine.own_subscriptions(event))
 
 
-def _parent_of(handler: Callable[..., Any]) -> Callable[[], Any]:
+def wrapped(subscription: Subscription, engine: Sender) -> Handler:
+    """A filtered handler as ignite shows it: a function that applies the filter, with the handler as `_parent`."""
+    if subscription.wrapper is None:
+        handler, due = subscription.handler, subscription.filter
+        reference, event = weakref.ref(engine), subscription.signal.event
+
+        @functools.wraps(handler)
+        def wrapper(*args: object, **kwargs: object) -> object:
+            alive = reference()
+            if alive is not None and due is not None and due(alive, alive.counter_value(event)):
+                return handler(*args, **kwargs)
+            return None
+
+        wrapper._parent = _parent_of(handler)  # type: ignore[attr-defined]
+        subscription.wrapper = wrapper
+    return subscription.wrapper
+
+
+def _parent_of(handler: Handler) -> Callable[[], Handler | None]:
     try:
         return weakref.ref(handler)
     except TypeError:
@@ -88,61 +163,60 @@ def _parent_of(handler: Callable[..., Any]) -> Callable[[], Any]:
 
 
 class _Entries(list[Entry]):
-    """One event's handlers in order; a snapshot that writes its edits through."""
+    """One event's handlers in order: a snapshot whose edits change the subscriptions."""
 
-    def __init__(self, engine: Emitter, event: Any) -> None:
+    def __init__(self, engine: _Owner, event: EventLike) -> None:
         self._engine = engine
-        self._event = engine._resolve(event)
-        self._subscriptions = engine._own_subscriptions(event)
+        self._signal = engine.bus.signal(event)
+        self._subscriptions = engine.own_subscriptions(event)
         super().__init__(self._entry(subscription) for subscription in self._subscriptions)
 
     def _entry(self, subscription: Subscription) -> Entry:
         handler = subscription.handler
         if subscription.filter is not None:
-            handler = HandlerTable.wrapped(subscription, self._engine)
-        first = (weakref.ref(self._engine),) if subscription.shape in _WITHOUT_ENGINE else ()
+            handler = wrapped(subscription, self._engine)
+        first = (weakref.ref(self._engine),) if subscription.signature.engine else ()
         return handler, first + subscription.args, subscription.kwargs
 
-    def __setitem__(self, index: Any, entry: Any) -> None:
+    def __setitem__(self, index: SupportsIndex | slice, entry: Any) -> None:
         if isinstance(index, slice):
             raise TypeError("_event_handlers: assign one entry at a time")
         subscription = self._subscriptions[index]
         handler, args, kwargs = entry
-        shape = subscription.shape
-        if args[:1] and isinstance(args[0], weakref.ref):
-            args, shape = args[1:], _WITH_ENGINE.get(shape, shape)
-        else:
-            shape = _WITHOUT_ENGINE.get(shape, shape)
+        takes_engine = bool(args) and isinstance(args[0], weakref.ref)
+        signature = replace(
+            subscription.signature, engine=takes_engine, event=takes_engine and subscription.signature.event
+        )
         if subscription.filter is not None and handler is not subscription.wrapper:
-            subscription.suspend_filter()  # the new handler wraps the one that asks the filter
+            subscription.suspend_filter()  # the new handler calls the wrapper, which applies the filter
         elif subscription.suspended is not None and handler is subscription.wrapper:
             handler = subscription.resume_filter()
-        subscription.set_handler(handler, args, kwargs, shape)
-        subscription.signal.patch(subscription)
+        subscription.set_handler(handler, args[1:] if takes_engine else args, kwargs, signature)
+        self._signal.patch(subscription)
         super().__setitem__(index, entry)
 
-    def insert(self, index: Any, entry: Entry) -> None:
-        """Register at this place in the order, whatever the phases around it."""
-        index = max(index + len(self), 0) if index < 0 else min(index, len(self))
-        before = self._subscriptions[index - 1] if index > 0 else None
-        after = self._subscriptions[index] if index < len(self) else None
+    def insert(self, index: SupportsIndex, entry: Entry) -> None:
+        """Register at this place in the order, whatever the phases around it are."""
+        place = index.__index__()
+        place = max(place + len(self), 0) if place < 0 else min(place, len(self))
+        before = self._subscriptions[place - 1] if place > 0 else None
+        after = self._subscriptions[place] if place < len(self) else None
         handler, args, kwargs = entry
-        if args[:1] and isinstance(args[0], weakref.ref):
-            reference, rest = args[0], args[1:]
-            shape, call = Shape.BARE, _with_reference(reference, handler)
-            call.__wrapped_handler__ = handler  # type: ignore[attr-defined]
+        call, signature = handler, HandlerSignature(engine=False)
+        if args and isinstance(reference := args[0], weakref.ref):
+            args = args[1:]
             if reference() is self._engine:
-                shape, call = bind(handler, self._event, rest, kwargs), handler
-            args = rest
-        else:
-            shape, call = Shape.BARE, handler
+                event = self._signal.event
+                signature = bind(handler, event, args, kwargs, signatures_of(event))
+            else:
+                call = _with_reference(reference, handler)
         neighbour = before or after
         subscription = Subscription(
-            self._engine.bus.signal(self._event),
+            self._signal,
             call,
             args,
             kwargs,
-            shape=shape,
+            signature=signature,
             phase=neighbour.phase if neighbour is not None else Phase.ACT,
             by_engine=True,
         )
@@ -150,23 +224,23 @@ class _Entries(list[Entry]):
             subscription.phase, subscription.position = after.phase, after.position - 0.5
         elif after is not None and before is not None:
             subscription.position = (before.position + after.position) / 2
-        subscription.signal.connect(subscription, sender=self._engine, weak=False)
-        self._subscriptions.insert(index, subscription)
-        super().insert(index, entry)
+        self._signal.connect(subscription, sender=self._engine, weak=False)
+        self._subscriptions.insert(place, subscription)
+        super().insert(place, entry)
 
     def append(self, entry: Entry) -> None:
         """Register at the end."""
         self.insert(len(self), entry)
 
-    def __delitem__(self, index: Any) -> None:
+    def __delitem__(self, index: SupportsIndex | slice) -> None:
         for subscription in self._subscriptions[index] if isinstance(index, slice) else [self._subscriptions[index]]:
             subscription.cancel()
         del self._subscriptions[index]
         super().__delitem__(index)
 
-    # a list's own would change the snapshot alone
+    # a list's own methods would change the snapshot only
     extend = MutableSequence.extend
-    pop = MutableSequence.pop  # type: ignore[assignment]  # it takes an int, a list's an index
+    pop = MutableSequence.pop  # type: ignore[assignment]  # a list's takes an index, this one an int
     remove = MutableSequence.remove
     clear = MutableSequence.clear
     __iadd__ = MutableSequence.__iadd__
@@ -182,8 +256,8 @@ class _Entries(list[Entry]):
                 self.append(entry)
 
 
-def _with_reference(reference: weakref.ref[Any], handler: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
+def _with_reference(reference: weakref.ref[object], handler: Handler) -> Handler:
+    def call(*args: object, **kwargs: object) -> object:
         engine = reference()
         if engine is None:
             raise RuntimeError("Engine reference not resolved. Cannot execute event handler.")

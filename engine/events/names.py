@@ -1,18 +1,14 @@
-"""Events, their filters and the record that handlers get.
+"""Events: the enums that name them, and the record that handlers get.
 
-An event's key is (enum, name): pytorch-ignite's own `Events` members are the same events as ours, while another
-enum's `STARTED` never collides. A filter is a frozen value that can say when it is next due.
+An event's key is (enum, name): pytorch-ignite's own `Events` members are the same events as ours, while a member
+`STARTED` of any other enum is a different event.
 """
 
 from __future__ import annotations
 
-import inspect
 import itertools
-import numbers
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
 
 import msgspec
 from ignite.engine.events import CallableEventWithFilter as IgniteEvent
@@ -21,115 +17,36 @@ from ignite.engine.events import Events as IgniteEvents
 from ignite.engine.events import EventsList as IgniteEventsList
 
 from pulsetrain.engine.events import payloads
+from pulsetrain.engine.events.filters import EventFilter, Filter, build_filter
 
-__all__ = ["COUNTERS", "Event", "EventEnum", "EventFilter", "Events", "EventsList", "FilteredEvent", "event_key"]
+__all__ = [
+    "COUNTERS",
+    "Event",
+    "EventEnum",
+    "EventLike",
+    "Events",
+    "EventsList",
+    "FilteredEvent",
+    "identify",
+    "value_of",
+]
 
-NEVER = 1 << 62  # a counter value that no run reaches
+EventLike: TypeAlias = IgniteEvent | str  # what a user may pass: a member, filtered or not, or a registered string
 
 _serial = itertools.count()
 
 
-class Event(msgspec.Struct):
-    """What happened: the record given to handlers that ask for `event`, and the wire format of the recorder."""
+class Event(msgspec.Struct, omit_defaults=True):
+    """One fired event: the record that a handler with an `event` parameter gets."""
 
-    seq: int  # place in the bus's one total order
+    seq: int  # position in the bus's total order
     engine: str  # name of the engine that fired it
     type: str  # the event's value, such as "iteration_completed"
     epoch: int
     iteration: int
-    payload: Any
+    payload: Any  # an object of the event's payload type, which the handler knows
     time_ns: int  # host wall clock, nanoseconds since 1970
-
-
-@dataclass(frozen=True, slots=True)
-class EventFilter:
-    """Which values of an event's counter are due: `every`, `before` and `after` combine, `once` stands alone.
-
-    The semantics are pytorch-ignite's: bounds are exclusive, and with a bound `every` is anchored behind `after`.
-    """
-
-    every: int = 1
-    once: tuple[int, ...] = ()
-    before: int = NEVER
-    after: int | None = None
-
-    def __call__(self, engine: object, value: int) -> bool:
-        """Whether the counter value is due."""
-        if self.once:
-            return value in self.once
-        if self.after is None:
-            return value % self.every == 0
-        return self.after < value < self.before and (value - self.after - 1) % self.every == 0
-
-    def __str__(self) -> str:
-        if self.once:
-            return f"once={self.once[0] if len(self.once) == 1 else list(self.once)}"
-        parts = [f"every={self.every}"] if self.every != 1 else []
-        parts += [f"before={self.before}"] if self.before != NEVER else []
-        parts += [f"after={self.after}"] if self.after else []
-        return ", ".join(parts) or "after=0"
-
-    def next_due(self, value: int) -> int:
-        """The smallest due value above `value`, or NEVER."""
-        if self.once:
-            index = bisect_right(self.once, value)
-            return self.once[index] if index < len(self.once) else NEVER
-        if self.after is None:
-            return (value // self.every + 1) * self.every
-        start = max(value, self.after) + 1
-        due = start + (self.after + 1 - start) % self.every
-        return due if due < self.before else NEVER
-
-
-def _build_filter(
-    event: object,
-    event_filter: Callable[..., bool] | None,
-    every: int | None,
-    once: int | Sequence[int] | None,
-    before: int | None,
-    after: int | None,
-) -> EventFilter | Callable[..., bool] | None:
-    windowed = every is not None or before is not None or after is not None
-    if (event_filter is not None) + (once is not None) + windowed != 1:
-        raise ValueError(
-            f"{event}(...): Only one of the input arguments should be specified, except before, after and every, "
-            "which combine; pass event_filter, or once, or those"
-        )
-    if event_filter is not None:
-        if not callable(event_filter):
-            raise TypeError(f"{event}({event_filter=!r}): Argument event_filter should be a callable(engine, value)")
-        try:
-            inspect.signature(event_filter).bind(None, 0)
-        except (TypeError, ValueError) as error:
-            raise ValueError(
-                f"{event}(event_filter={event_filter!r}): does not fit, "
-                f"but will be called with (engine, value): {error}"
-            ) from None
-        return event_filter
-    if once is not None:
-        values = (once,) if isinstance(once, int) else once
-        if (
-            isinstance(values, str)
-            or not isinstance(values, Sequence)
-            or not values
-            or not all(isinstance(value, int) and value > 0 for value in values)
-        ):
-            raise ValueError(
-                f"{event}(once=...): Argument once should either be a positive integer or a list of positive integers, "
-                f"got {once}"
-            )
-        return EventFilter(once=tuple(sorted(set(values))))
-    if every is not None and not (isinstance(every, numbers.Integral) and every > 0):
-        raise ValueError(f"{event}(every={every!r}): Argument every should be integer and greater than zero")
-    for name, bound in (("before", before), ("after", after)):
-        if bound is not None and not (isinstance(bound, numbers.Integral) and bound >= 0):
-            raise ValueError(
-                f"{event}({name}={bound!r}): Argument {name} should be integer and greater or equal to zero"
-            )
-    if before is None and after is None:
-        assert every is not None
-        return None if every == 1 else EventFilter(every=int(every))
-    return EventFilter(every=every or 1, before=NEVER if before is None else before, after=after or 0)
+    observed: bool = False  # fired at a moment that depends on the clock or on another thread: not reproducible
 
 
 class _Filterable(IgniteEvent):
@@ -138,39 +55,40 @@ class _Filterable(IgniteEvent):
     key: str
     payload_type: type | None
 
-    @property
-    def member(self) -> EventEnum:
-        raise NotImplementedError  # each of the two subclasses answers
-
     def __call__(
         self,
-        event_filter: Callable[..., bool] | None = None,
+        event_filter: Filter | None = None,
         every: int | None = None,
         once: int | Sequence[int] | None = None,
         before: int | None = None,
         after: int | None = None,
     ) -> FilteredEvent:
-        """The same event, heard only when its counter is due.
+        """The same event with a filter: the handler is called only when the event's counter is due.
 
         Args:
-            event_filter: called with the engine and the counter's value, says whether it is due.
-            every: due at each n-th value: 3 -> 3, 6, 9; with a bound, anchored behind `after` (3, after=4 -> 5, 8).
+            event_filter: called with the engine and the counter's value; returns whether it is due.
+            every: due at each n-th value: 3 -> 3, 6, 9; with a bound, counted from `after` (3, after=4 -> 5, 8).
             once: due at this value, or at each of these, once in a run.
             before: due below this value only.
             after: due above this value only.
 
         Raises:
-            ValueError: no filter or two that do not combine, or a value out of range.
-            TypeError: event_filter is no callable.
+            ValueError: no argument, arguments that do not combine, or a value out of range.
+            TypeError: event_filter is not callable.
+
+        >>> Events.ITERATION_COMPLETED(every=100)
+        Events.ITERATION_COMPLETED(every=100)
         """
-        return FilteredEvent(self.member, _build_filter(self, event_filter, every, once, before, after))
+        member = self.member if isinstance(self, FilteredEvent) else self
+        assert isinstance(member, EventEnum)  # the other of the two subclasses
+        return FilteredEvent(member, build_filter(self, event_filter, every, once, before, after))
 
     def __or__(self, other: object) -> EventsList:
         return EventsList() | self | other
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, IgniteEvent):
-            return self.key == event_key(other)
+            return self.key == identify(other)[0]
         return isinstance(other, str) and self._name_ == other
 
     def __hash__(self) -> int:
@@ -178,16 +96,22 @@ class _Filterable(IgniteEvent):
 
 
 class EventEnum(_Filterable, IgniteEventEnum):
-    """Base of enums of events: a member is a value, or a value and the type of its payload.
+    """Base class of enums of events: a member is a value, or a value and the type of its payload.
 
-    Example:
-        class RolloutEvents(EventEnum):
-            ROLLOUT_STARTED = "rollout_started"
-            REWARD_MEASURED = "reward_measured", RewardMeasured
+    Register the members with `Engine.register_events` before they are fired.
+
+    >>> from pulsetrain.engine.events.payloads import MetricsLogged
+    >>> class RolloutEvents(EventEnum):
+    ...     ROLLOUT_STARTED = "rollout_started"
+    ...     REWARD_MEASURED = "reward_measured", MetricsLogged
+    >>> RolloutEvents.REWARD_MEASURED.payload_type.__name__
+    'MetricsLogged'
+    >>> RolloutEvents.ROLLOUT_STARTED == Events.ROLLOUT_STARTED
+    False
     """
 
     def __new__(cls, value: str, payload_type: type | None = None) -> EventEnum:
-        """A member; the enum machinery calls this."""
+        """Make a member; the enum machinery calls this."""
         if not isinstance(value, str):
             raise TypeError(f"{cls.__name__}: an event's value needs to be a string, not {value!r}")
         if payload_type is not None and not isinstance(payload_type, type):
@@ -197,7 +121,7 @@ class EventEnum(_Filterable, IgniteEventEnum):
         return member
 
     def __init__(self, value: str, payload_type: type | None = None) -> None:
-        for other in type(self):  # the machinery would make the second an alias that has lost its payload
+        for other in type(self):  # the enum machinery would make the second an alias without its own payload
             if other._value_ == value and other.payload_type is not payload_type:
                 raise TypeError(
                     f"{type(self).__name__}.{self._name_}: the value {value!r} is {other}'s, whose payload differs; "
@@ -207,10 +131,6 @@ class EventEnum(_Filterable, IgniteEventEnum):
         self.payload_type = payload_type
         # unique for each member of each enum, also of two enums with one name; strings hash fastest
         self.key = f"{type(self).__qualname__}.{self._name_}#{next(_serial)}"
-
-    @property
-    def member(self) -> EventEnum:
-        return self
 
     # Enum's own __eq__ and __hash__ come before _Filterable's unless named here
     __eq__ = _Filterable.__eq__
@@ -225,36 +145,36 @@ class EventEnum(_Filterable, IgniteEventEnum):
 class FilteredEvent(_Filterable):
     """An event with a filter: what `Events.ITERATION_COMPLETED(every=100)` returns."""
 
-    def __init__(self, member: EventEnum, event_filter: EventFilter | Callable[..., bool] | None) -> None:
+    def __init__(self, member: EventEnum, event_filter: Filter | None) -> None:
         super().__init__(member._value_, event_filter, member._name_)
-        self._member = member
+        self.member = member
         self.key = member.key
         self.payload_type = member.payload_type
 
-    @property
-    def member(self) -> EventEnum:
-        return self._member
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return FilteredEvent, (self._member, self.filter)  # the key is this process's own
+    def __reduce__(self) -> tuple[type[FilteredEvent], tuple[object, ...]]:
+        return FilteredEvent, (self.member, self.filter)  # the key is valid in this process only
 
     def __repr__(self) -> str:
         if self.filter is None:
-            return repr(self._member)
-        return f"{self._member!r}({self.filter if isinstance(self.filter, EventFilter) else f'filter={self.filter}'})"
+            return repr(self.member)
+        return f"{self.member!r}({self.filter if isinstance(self.filter, EventFilter) else f'filter={self.filter}'})"
 
 
 class EventsList(IgniteEventsList):
-    """Several events joined by `|`; joining returns a new list and changes neither side."""
+    """Several events joined by `|`; joining returns a new list and changes neither side.
+
+    >>> Events.STARTED | Events.ITERATION_COMPLETED(every=10)
+    Events.STARTED | Events.ITERATION_COMPLETED(every=10)
+    """
 
     def __or__(self, other: object) -> EventsList:
         joined = EventsList()
         joined._events = [*self._events]
         for event in other if isinstance(other, IgniteEventsList) else (other,):
-            joined._append(event)  # type: ignore[arg-type]  # it refuses what is no event
+            joined._append(event)  # type: ignore[arg-type]  # it rejects what is not an event
         return joined
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[IgniteEvent]:
         return iter(self._events)
 
     def __repr__(self) -> str:
@@ -262,7 +182,13 @@ class EventsList(IgniteEventsList):
 
 
 class Events(EventEnum):
-    """The events of a run, in the past tense; "iteration" is one batch, "update" one optimizer step."""
+    """The events of a run. An iteration is one batch, an update is one optimizer step.
+
+    >>> Events.VALIDATION_COMPLETED.value
+    'validation_completed'
+    >>> Events.VALIDATION_COMPLETED.payload_type.__name__
+    'ValidationCompleted'
+    """
 
     STARTED = "started"
     COMPLETED = "completed"
@@ -296,8 +222,9 @@ class Events(EventEnum):
 
 LOOP_COUNTERS = ("iteration", "epoch")  # the run loop moves these; fire() never does
 
-# Which attribute of engine.state an event's filters read. The first event named for an attribute advances it when
-# fired; those after it carry the same number: an update's GRADIENTS_READY and OPTIMIZER_STEP_COMPLETED share one.
+# Which attribute of engine.state an event's filters read. Of several events that share an attribute, the first
+# advances it when fired, and the others carry the same number: GRADIENTS_READY and OPTIMIZER_STEP_COMPLETED of one
+# update, for example.
 COUNTERS: dict[Events, str] = {
     Events.STARTED: "epoch",
     Events.COMPLETED: "epoch",
@@ -322,30 +249,43 @@ COUNTERS: dict[Events, str] = {
     Events.CHECKPOINT_LOADED: "save",
 }
 
-READ_ONLY = frozenset({Events.CHECKPOINT_LOADED})  # loading is no save
+READ_ONLY = frozenset({Events.CHECKPOINT_LOADED})  # loading does not count as a save
 
-_OURS = Events.__members__
-_BY_KEY: dict[str, EventEnum] = {member.key: member for member in Events}
+_OURS: Mapping[str, EventLike] = Events.__members__
 
 
-def canonical(event: Any) -> Any:
-    """Our member, where ignite's own, a filtered one or the name of one is given; else the event itself."""
+def identify(event: object, by_name: Mapping[str, EventLike] = _OURS) -> tuple[str, EventLike]:
+    """Which event this is: its unique key, and the event itself without a filter.
+
+    Args:
+        event: a member of ours, of pytorch-ignite's or of another enum, filtered or not, or a name.
+        by_name: the events that a name may mean.
+
+    Raises:
+        TypeError: it is not an event.
+
+    >>> identify(Events.STARTED(every=2))[1]
+    Events.STARTED
+    >>> identify("STARTED")[1]
+    Events.STARTED
+    """
+    if isinstance(event, FilteredEvent):
+        event = event.member
+    elif isinstance(event, IgniteEvents):
+        event = _OURS[event._name_]
+    elif isinstance(event, str):
+        event = by_name.get(event, event)
+    elif isinstance(event, IgniteEvent) and not isinstance(event, IgniteEventEnum):
+        event = by_name.get(event._name_, event)  # an ignite event with a filter no longer knows its enum
+    if isinstance(event, EventEnum):
+        return event.key, event
     if isinstance(event, str):
-        return _OURS.get(event, event)
-    event = getattr(event, "member", event)
-    return _BY_KEY.get(event_key(event), event)
-
-
-def event_key(event: object) -> str:
-    """The unique key of an event: ours, ignite's, an ignite enum's or a string."""
-    key = getattr(event, "key", None)
-    if isinstance(key, str):
-        return key
-    if isinstance(event, str):
-        return f"'{event}'"
+        return f"'{event}'", event
     if isinstance(event, IgniteEvent):
-        name = event._name_
-        if name in _OURS and (isinstance(event, IgniteEvents) or not isinstance(event, IgniteEventEnum)):
-            return _OURS[name].key  # ignite's filtered events have lost their enum: the name decides
-        return f"{type(event).__qualname__}.{name}@{id(type(event))}"
-    raise TypeError(f"{event!r}: no event; pass a member of Events or of an EventEnum, or a registered string")
+        return f"{type(event).__qualname__}.{event._name_}@{id(type(event))}", event
+    raise TypeError(f"{event!r}: not an event; pass a member of Events or of an EventEnum, or a registered string")
+
+
+def value_of(event: EventLike) -> str:
+    """The value of an unfiltered event, which names it in records and logs; a string is its own value."""
+    return event if isinstance(event, str) else str(event._value_)

@@ -1,20 +1,27 @@
-"""What a run knows while it runs."""
+"""What a run knows about itself."""
 
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from ignite.engine.events import State as IgniteState
-
-if TYPE_CHECKING:
-    from pulsetrain.engine.events.engine_events import Emitter
 
 __all__ = ["State"]
 
 
+class _Counting(Protocol):
+    def counter_of(self, event: Any) -> str | None: ...
+
+
 class State(IgniteState):
-    """What a run knows: ignite's attributes, the counters of our events, and why the run ended."""
+    """What a run knows: ignite's attributes, the counters of our events, and why the run ended.
+
+    >>> from pulsetrain.engine import Engine
+    >>> state = Engine(lambda engine, batch: batch * 2).run([1, 2, 3], max_epochs=2)
+    >>> state.epoch, state.iteration, state.output, state.stop_reason
+    (2, 6, 6, None)
+    """
 
     __slots__ = ("_engine",)
     stop_reason: str | None
@@ -23,13 +30,13 @@ class State(IgniteState):
     rollout_round: int
     save: int
 
-    def __init__(self, engine: Emitter | None = None, **attributes: Any) -> None:
+    def __init__(self, engine: _Counting | None = None, **attributes: object) -> None:
         self._engine = weakref.ref(engine) if engine is not None else None
         self.stop_reason = None
         self.update = self.validation_round = self.rollout_round = self.save = 0
         super().__init__(**attributes)
 
-    def get_event_attrib_value(self, event_name: Any) -> int:
+    def get_event_attrib_value(self, event_name: Any) -> int:  # ignite's own signature
         """The value of the counter that the event's filters read.
 
         Raises:

@@ -1,35 +1,32 @@
-"""A handler on an event: when it runs, whether it is due, what its failing means, and how it is taken off again."""
+"""A handler on an event: when it runs, whether it is due, what its failure means, and how it is cancelled."""
 
 from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import IntEnum
 from types import MethodType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal, Protocol
 
-from ignite.engine.events import RemovableEventHandle
-
-from pulsetrain.engine.events.cadence import AfterSeconds
-from pulsetrain.engine.events.handler_signature import Shape
-from pulsetrain.engine.events.names import EventFilter, Events
+from pulsetrain.engine.events.filters import AfterSeconds, EventFilter, Filter
+from pulsetrain.engine.events.handler_signature import Handler, HandlerSignature
+from pulsetrain.engine.events.names import Event, EventLike, Events
 from pulsetrain.engine.events.payloads import HandlerFailed
 from pulsetrain.engine.logs import get_logger
 
-if TYPE_CHECKING:
-    from pulsetrain.engine.events.bus import EventSignal
-    from pulsetrain.engine.events.engine_events import Emitter
-    from pulsetrain.engine.events.names import Event
-
-__all__ = ["FIRST", "LAST", "Handle", "OnError", "Order", "Phase", "Subscription"]
+__all__ = ["FIRST", "LAST", "OnError", "Order", "Phase", "Sender", "Signal", "Subscription"]
 
 OnError = Literal["raise", "warn"]
 _serial = itertools.count(1)
 
 
 class Phase(IntEnum):
-    """When a handler runs within an event: metrics are computed, policies act, loggers observe, checkpoints persist."""
+    """When a handler runs within an event: metrics are computed, policies act, loggers observe, checkpoints persist.
+
+    >>> Phase.COMPUTE < Phase.ACT < Phase.OBSERVE < Phase.PERSIST
+    True
+    """
 
     COMPUTE = 0
     ACT = 1
@@ -48,15 +45,72 @@ class Order(IntEnum):
 FIRST, LAST = Order.FIRST, Order.LAST
 
 
+class Sender(Protocol):
+    """What subscriptions and the bus need of an engine."""
+
+    name: str
+
+    @property
+    def run_number(self) -> int:
+        """How many runs have started from iteration 0."""
+        ...
+
+    @property
+    def registered_events(self) -> tuple[EventLike, ...]:
+        """The events that may be fired."""
+        ...
+
+    def has_registered_events(self, event: EventLike) -> bool:
+        """Whether the event may be fired."""
+        ...
+
+    def require_counter(self, event: EventLike) -> None:
+        """Raise ValueError if the event has no counter."""
+        ...
+
+    def counter_value(self, event: EventLike) -> int:
+        """The event's counter."""
+        ...
+
+    def fire(self, event: EventLike, payload: object = None, *, observed: bool = False) -> None:
+        """Fire the event."""
+        ...
+
+
+class Signal(Protocol):
+    """What a subscription needs of the signal that holds it."""
+
+    name: str
+    event: EventLike
+
+    def disconnect(self, receiver: Subscription) -> None:
+        """Drop the receiver."""
+        ...
+
+    def rebuild(self) -> None:
+        """Follow a changed filter or position."""
+        ...
+
+
 class Subscription:
-    """One handler on one event of one engine, or of all engines of a bus. `cancel()` undoes it; so does `with`.
+    """One handler on one event of one engine, or of all engines of a bus, until `cancel()` or the end of a `with`.
 
     It is also the blinker receiver that the signal holds: called with (sender, event=Event), it calls the handler.
+
+    >>> from pulsetrain.engine import Engine, Events
+    >>> engine = Engine(lambda engine, batch: batch)
+    >>> with engine.bus.subscribe(Events.ITERATION_COMPLETED, lambda engine: print(engine.state.output)):
+    ...     state = engine.run(["a", "b"])
+    a
+    b
+    >>> engine.hears(Events.ITERATION_COMPLETED)
+    False
     """
 
     __slots__ = (
         "__weakref__",
         "args",
+        "by_clock",
         "by_engine",
         "call",
         "failures",
@@ -64,30 +118,32 @@ class Subscription:
         "fired_once",
         "handler",
         "kwargs",
+        "needs_event",
         "on_error",
         "order",
+        "passive",
         "phase",
         "position",
         "serial",
-        "shape",
         "signal",
+        "signature",
         "suspended",
-        "wants_event",
         "wrapper",
     )
 
     def __init__(
         self,
-        signal: EventSignal,
-        handler: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        signal: Signal,
+        handler: Handler,
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
         *,
-        shape: Shape,
-        event_filter: EventFilter | Callable[..., bool] | None = None,
+        signature: HandlerSignature,
+        event_filter: Filter | None = None,
         phase: Phase = Phase.ACT,
         order: Order | None = None,
         on_error: OnError = "raise",
+        passive: bool = False,
         by_engine: bool = False,
     ) -> None:
         if on_error not in ("raise", "warn"):
@@ -99,49 +155,49 @@ class Subscription:
             choices = ", ".join(f"Phase.{each.name}" for each in Phase)
             raise ValueError(f"{signal.name}: phase={phase!r}: choose {choices}") from None
         self.on_error = on_error
-        self.by_engine = by_engine  # registered with engine.on: may take an exception of the run
+        self.passive = passive
+        self.by_engine = by_engine  # registered with engine.on: may handle an exception of the run
         self.failures = 0
         self.serial = next(_serial)
         self.order = Order.REGISTERED if order is None else order
         self.position: float = self.serial  # among those of its phase and order
         self.filter = event_filter
-        self.suspended: tuple[Any, Callable[..., Any]] | None = None
-        # by engine, since a bus's subscription may hear several: its run and the value
-        self.fired_once: weakref.WeakKeyDictionary[Emitter, tuple[int, int]] | None = None
-        self.wrapper: Callable[..., Any] | None = None
-        self.set_handler(handler, args, kwargs, shape)
+        self.by_clock = isinstance(event_filter, AfterSeconds)
+        self.suspended: tuple[Filter | None, Handler] | None = None
+        # by engine, since a subscription on a bus may follow several: its run and the counter's value
+        self.fired_once: weakref.WeakKeyDictionary[Sender, tuple[int, int]] | None = None
+        self.wrapper: Handler | None = None
+        self.set_handler(handler, args, kwargs, signature)
 
     def set_handler(
-        self, handler: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], shape: Shape
+        self, handler: Handler, args: tuple[object, ...], kwargs: Mapping[str, object], signature: HandlerSignature
     ) -> None:
-        """Call something else from now on, in the same place."""
+        """Call a different handler from now on, at the same place in the order."""
         self.handler = handler
-        self.args, self.kwargs, self.shape = args, kwargs, shape
-        self.call, self.wants_event = shape.compile(handler, args, kwargs)
+        self.args, self.kwargs, self.signature = args, kwargs, signature
+        self.call, self.needs_event = signature.compile(handler, args, kwargs)
         if self.on_error == "warn":
             self.call = self._guarded(self.call)
-        if isinstance(self.filter, AfterSeconds):
-            self.call = _by_clock(self.call)
 
     @property
     def description(self) -> str:
         """The handler's name, for messages."""
         handler = self.handler
-        if isinstance(handler, MethodType):  # perhaps inherited: the object's class says whose it is
+        if isinstance(handler, MethodType):  # the method may be inherited: the object's class says more
             owner = handler.__self__ if isinstance(handler.__self__, type) else type(handler.__self__)
             return f"{owner.__module__}.{owner.__qualname__}.{handler.__name__}"
         name: str = getattr(handler, "__qualname__", type(handler).__name__)
         module = getattr(handler, "__module__", None)
         return f"{module}.{name}" if module else name
 
-    def is_due(self, engine: Emitter) -> bool:
-        """Whether the filter lets the event through, by the counter as it stands now."""
+    def is_due(self, engine: Sender) -> bool:
+        """Whether the filter passes the event at the present value of its counter."""
         assert self.filter is not None
         value = engine.counter_value(self.signal.event)
         if not self.filter(engine, value):
             return False
         if isinstance(self.filter, EventFilter) and self.filter.once:
-            # the counter can stand still between two firings: once is once in a run
+            # the counter may keep its value between two firings, but `once` means once in a run
             now = (engine.run_number, value)
             if self.fired_once is None:
                 self.fired_once = weakref.WeakKeyDictionary()
@@ -150,28 +206,28 @@ class Subscription:
             self.fired_once[engine] = now
         return True
 
-    def is_handler(self, handler: Callable[..., Any]) -> bool:
-        """Whether this calls the handler, itself or through the function that asks its filter."""
+    def is_handler(self, handler: Handler) -> bool:
+        """Whether this calls the handler, directly or through the function that applies its filter."""
         mine = self.handler
         if hasattr(mine, "_parent"):
             mine = mine._parent()
         return bool(mine == handler) or (self.wrapper is not None and self.wrapper is handler)
 
     def suspend_filter(self) -> None:
-        """Let the handler ask the filter: what a profiler puts in place calls the function that does."""
+        """Let the handler apply the filter: a profiler has replaced it by one that calls the filtering wrapper."""
         self.suspended = (self.filter, self.handler)
         self.filter = None
-        self.signal.reorder()
+        self.signal.rebuild()
 
-    def resume_filter(self) -> Callable[..., Any]:
-        """Undo `suspend_filter`; returns the handler that was there."""
+    def resume_filter(self) -> Handler:
+        """Undo `suspend_filter`; returns the handler that was there before."""
         assert self.suspended is not None
         (self.filter, handler), self.suspended = self.suspended, None
-        self.signal.reorder()
+        self.signal.rebuild()
         return handler
 
     def cancel(self) -> None:
-        """Stop hearing the event; a firing under way still reaches the handler once. Cancelling twice is once."""
+        """Stop calling the handler; if the event is being fired, it still runs once. Cancelling again does nothing."""
         self.signal.disconnect(self)
 
     def __enter__(self) -> Subscription:
@@ -180,12 +236,12 @@ class Subscription:
     def __exit__(self, *exc: object) -> None:
         self.cancel()
 
-    def __call__(self, sender: Any, event: Event | None = None) -> Any:
-        """The receiver's side of blinker: what `signal.send(engine, event=...)` calls."""
-        return self.call(sender, event) if self.wants_event else self.call(sender)
+    def __call__(self, sender: Sender, event: Event | None = None) -> object:
+        """Call the handler; this is what `signal.send(engine, event=...)` of blinker calls."""
+        return self.call(sender, event) if self.needs_event else self.call(sender)
 
-    def _guarded(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def guarded(engine: Emitter, *event: Any) -> Any:
+    def _guarded(self, call: Callable[..., object]) -> Callable[..., object]:
+        def guarded(engine: Sender, *event: Event) -> object:
             try:
                 return call(engine, *event)
             except Exception as error:
@@ -195,55 +251,17 @@ class Subscription:
 
         return guarded
 
-    def _report(self, engine: Emitter, error: Exception) -> None:
+    def _report(self, engine: Sender, error: Exception) -> None:
         if self.failures == 1:
             get_logger("engine").warning(
-                "handler failed; the run goes on, further failures are counted",
+                "handler failed; the run continues, and further failures are only counted",
                 handler=self.description,
                 on=self.signal.name,
                 error=f"{type(error).__name__}: {error}",
-                exc_info=None if isinstance(error, OSError) else error,  # a full disk is nobody's code
+                exc_info=None if isinstance(error, OSError) else error,  # a full disk is not a bug: no traceback
             )
         if self.signal.event != Events.HANDLER_FAILED:
             engine.fire(
                 Events.HANDLER_FAILED,
                 HandlerFailed(handler=self.description, event=self.signal.name, error=error),
             )
-
-
-class Handle(RemovableEventHandle):
-    """What registering returns: `remove()` (or `cancel()`, or `with`) undoes this registration and no other.
-
-    It refers weakly: it keeps neither the engine nor the handler alive.
-    """
-
-    def __init__(self, event: Any, handler: Callable[..., Any], engine: Any, subscriptions: list[Subscription]) -> None:
-        try:
-            super().__init__(event, handler, engine)
-        except TypeError:  # a callable that cannot be referred to weakly
-            super().__init__(event, type(handler), engine)
-            self.handler = lambda: handler  # type: ignore[assignment]  # called alike
-        self._subscriptions = [weakref.ref(subscription) for subscription in subscriptions]
-
-    def remove(self) -> None:
-        """Stop hearing the events; removing twice is once."""
-        for reference in self._subscriptions:
-            if (subscription := reference()) is not None:
-                subscription.cancel()
-        self._subscriptions.clear()
-
-    cancel = remove
-
-
-def _by_clock(call: Callable[..., Any]) -> Callable[..., Any]:
-    """The same, with all that is fired in it marked as hanging on the clock."""
-
-    def called(engine: Emitter, *event: Any) -> None:
-        bus, before = engine.bus, engine.bus.by_clock
-        bus.by_clock = True
-        try:
-            call(engine, *event)
-        finally:
-            bus.by_clock = before
-
-    return called

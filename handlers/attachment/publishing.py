@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Literal
 
 from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import Events
 from pulsetrain.engine.events.payloads import MediaLogged, MetricsLogged
 
-__all__ = ["by_clock", "publish", "publish_media"]
-
-
-@contextmanager
-def by_clock(engine: Engine, measured: bool = True) -> Iterator[None]:
-    """Events fired inside depend on the clock or the machine, so that a recorded run does not expect them again."""
-    bus, before = engine.bus, engine.bus.by_clock
-    bus.by_clock = before or measured
-    try:
-        yield
-    finally:
-        bus.by_clock = before
+__all__ = ["publish", "publish_media"]
 
 
 def publish(engine: Engine, metrics: Mapping[str, float], *, measured: bool = False) -> None:
@@ -34,8 +22,7 @@ def publish(engine: Engine, metrics: Mapping[str, float], *, measured: bool = Fa
     """
     if not metrics or not engine.hears(Events.METRICS_LOGGED):
         return
-    with by_clock(engine, measured):
-        engine.fire(Events.METRICS_LOGGED, MetricsLogged(metrics=metrics))
+    engine.fire(Events.METRICS_LOGGED, MetricsLogged(metrics=metrics), observed=measured)
 
 
 def publish_media(

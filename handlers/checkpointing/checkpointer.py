@@ -19,9 +19,10 @@ from pulsetrain.engine.checkpoint import (
     location_of,
 )
 from pulsetrain.engine.errors import ConfigurationError, MetricNotFoundError, RunFolderError, unknown_name
+from pulsetrain.engine.events.ignite import Handle
 from pulsetrain.engine.events.names import Event
 from pulsetrain.engine.events.payloads import CheckpointSaved
-from pulsetrain.engine.events.subscription import Handle, Subscription
+from pulsetrain.engine.events.subscription import Subscription
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.metrics import canonical
 from pulsetrain.handlers.attachment.cadence import reading_events

@@ -21,7 +21,7 @@ from pulsetrain.engine.logs import get_logger
 from pulsetrain.handlers.attachment.attachment import Attachment
 from pulsetrain.handlers.attachment.cadence import check_every, reading_events
 from pulsetrain.handlers.attachment.engine_queries import reject_replay
-from pulsetrain.handlers.attachment.publishing import by_clock, publish
+from pulsetrain.handlers.attachment.publishing import publish
 
 __all__ = ["MemoryMonitor"]
 
@@ -121,9 +121,8 @@ class MemoryMonitor:
             iteration=engine.state.iteration,
         )
         if engine.hears(Events.ANOMALY_DETECTED):
-            with by_clock(engine):  # another run on another machine need not have it
-                anomaly = AnomalyDetected(kind="memory_growth", value=float(grown), batch_indices=())
-                engine.fire(Events.ANOMALY_DETECTED, anomaly)
+            anomaly = AnomalyDetected(kind="memory_growth", value=float(grown), batch_indices=())
+            engine.fire(Events.ANOMALY_DETECTED, anomaly, observed=True)  # memory differs between machines
 
 
 def _of_host() -> dict[str, float]:

@@ -10,7 +10,7 @@ from pulsetrain.engine.argument_checks import check_whole_number
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.events.bus import EventBus
 from pulsetrain.engine.events.engine import Engine
-from pulsetrain.engine.events.names import Event, EventEnum, Events, event_key
+from pulsetrain.engine.events.names import Event, EventEnum, Events, identify
 from pulsetrain.engine.events.subscription import FIRST, LAST, OnError, Phase
 from pulsetrain.engine.recording import EventCheck
 from pulsetrain.engine.training_run import is_training_run, total_iterations_of
@@ -111,7 +111,7 @@ class EventRecorder:
             for event in Events:
                 if event not in FETCHING or self.include_batches:
                     self._subscribe(event)
-                self._known.add(event_key(event))
+                self._known.add(identify(event)[0])
             self._subscribe_to_custom_events()
         return self
 
@@ -171,7 +171,7 @@ class EventRecorder:
         bus = self._attachment.bus
         for engine in bus.engines if bus is not None else ():
             for event in engine.registered_events:
-                key = event_key(event)
+                key, _ = identify(event)
                 if key not in self._known:
                     self._known.add(key)
                     self._subscribe(event)

@@ -61,7 +61,7 @@ class LogSession:
         """
         if self.writer is None:
             self.writer = LogWriter(self.folder, self.rank, self._max_bytes)
-            self.bus.continue_after(max(self.bus.sequence.last, self.writer.last_seq))
+            self.bus.continue_after(self.writer.last_seq)
         return self.writer
 
     def read(self) -> EventLog:
@@ -80,7 +80,7 @@ class LogSession:
         if seq <= writer.last_seq:  # numbered before the log was opened, or before a rewind
             seq = max(self.bus.sequence.last, writer.last_seq) + 1
             self.bus.continue_after(seq)
-        if observed or event.type in _OBSERVED_TYPES or self.bus.by_clock:
+        if observed or event.type in _OBSERVED_TYPES or event.observed:
             place = -1
         else:
             place = writer.next_ord

@@ -15,7 +15,7 @@ from pulsetrain.engine import Events, Phase
 from pulsetrain.engine.checkpoint import Location
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.events.engine import Engine
-from pulsetrain.engine.events.names import Event, event_key
+from pulsetrain.engine.events.names import Event, identify
 from pulsetrain.engine.events.subscription import LAST
 from pulsetrain.engine.recording import LoggedEvent
 from pulsetrain.handlers.metric_values.event_values import EventValues
@@ -69,7 +69,7 @@ class LiveDebugger(SteppingDebugger):
         self._abandoned = self._over = False
         self._resume, self._stopped = threading.Semaphore(0), threading.Semaphore(0)
         bus = self.trainer.bus
-        known = {event_key(event): event for event in (*Events, *self.trainer.registered_events)}
+        known = {identify(event)[0]: event for event in (*Events, *self.trainer.registered_events)}
         for event in known.values():
             if event not in (Events.GET_BATCH_STARTED, Events.GET_BATCH_COMPLETED):
                 bus.subscribe(event, self._on_event, phase=Phase.PERSIST, order=LAST)
@@ -265,7 +265,7 @@ class LiveDebugger(SteppingDebugger):
     @property
     def event_names(self) -> list[str]:
         """The types of events."""
-        own = [event_key(event) for event in self.trainer.registered_events]
+        own = [identify(event)[0] for event in self.trainer.registered_events]
         return sorted({*(event.value for event in Events), *own})
 
     @property

@@ -14,8 +14,8 @@ from pulsetrain.engine.errors import ConfigurationError, unknown_name
 from pulsetrain.engine.recording import EventLog, LoggedEvent, Replay
 from pulsetrain.engine.recording.log.records import Json
 from pulsetrain.engine.recording.log.tables import columns
-from pulsetrain.engine.recording.replay.engine import ReplayedState
 from pulsetrain.engine.recording.replay.payloads import whole
+from pulsetrain.engine.recording.replay.state import ReplayedState
 from pulsetrain.export.scalars import SUMMARIES, scalars_of
 
 __all__ = ["Debugger"]

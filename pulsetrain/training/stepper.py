@@ -119,9 +119,7 @@ def _update(trainer: Trainer, gradients: GradientInfo, correction: Any, name: st
         name: of the optimizer, where there are several.
     """
     backend, held, state = trainer.backend, trainer.held, trainer.state
-    heard = trainer.gradients_plan
-    asked = heard.live and (heard.busy or not heard.low <= state.update + 1 < heard.high)
-    measure = asked or trainer.config.clip_grad_norm is not None
+    measure = trainer.gradients_plan.wants(state.update + 1) or trainer.config.clip_grad_norm is not None
     model_state = held.parts[name] if name else held.state
     gradients = backend.finish_gradients(
         model_state, backend.all_reduce_gradients(gradients), correction, measure=measure

@@ -20,8 +20,8 @@ from pulsetrain.engine import Events, Every, Phase
 from pulsetrain.engine.errors import CheckpointError, MetricNotFoundError
 from pulsetrain.engine.events.payloads import PolicyUpdated, RewardsComputed, RolloutCompleted
 from pulsetrain.engine.recording import EventLog, diff
-from pulsetrain.engine.recording.replay.engine import _METRICS
 from pulsetrain.engine.recording.replay.playback import Replay
+from pulsetrain.engine.recording.replay.state import METRIC_EVENTS as REPLAYED_METRIC_EVENTS
 from pulsetrain.handlers import (
     EMA,
     BestModel,
@@ -186,7 +186,7 @@ def test_the_log_holds_their_metrics_and_what_was_measured_beside_them(run: Path
 
 
 def test_what_the_recorder_writes_state_metrics_with_is_what_a_replay_reads() -> None:
-    assert frozenset(event.value for event in MEASURED) == _METRICS
+    assert frozenset(event.value for event in MEASURED) == REPLAYED_METRIC_EVENTS
     assert set(METRIC_EVENTS) < set(MEASURED)
 
 

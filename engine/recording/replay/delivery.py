@@ -1,35 +1,22 @@
-"""How a logged event reaches its handlers, and which events were fired inside another one."""
+"""The record of a logged event, and which events were fired by the handlers of another one."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
 
-from pulsetrain.engine.events.dispatch import Plan, annotate, emit_added
+from pulsetrain.engine.events.dispatch import Dispatch, Dispatcher
 from pulsetrain.engine.events.names import Event, Events
-from pulsetrain.engine.events.subscription import Phase
+from pulsetrain.engine.events.subscription import Order, Phase, Subscription
 from pulsetrain.engine.recording.log.records import LoggedEvent
 from pulsetrain.engine.recording.replay.payloads import payload_of
 
-if TYPE_CHECKING:
-    from pulsetrain.engine.recording.replay.engine import ReplayedEngine
+__all__ = ["END", "START", "STRUCTURE", "Open", "Place", "is_host", "may_be_nested", "record_of"]
 
-__all__ = [
-    "FIRST",
-    "LAST",
-    "STRUCTURE",
-    "Open",
-    "Place",
-    "deliver",
-    "deliver_part",
-    "is_host",
-    "may_be_nested",
-    "record_of",
-]
+Place = tuple[int, int]  # of a handler in an event: its phase and its order within the phase
+START: Place = (Phase.COMPUTE, Order.FIRST - 1)
+END: Place = (Phase.PERSIST + 1, Order.REGISTERED)
 
-Place = tuple[float, float]  # of a handler in an event: its phase and its position there
-FIRST, LAST = (float(Phase.COMPUTE), float("-inf")), (float(Phase.PERSIST) + 1, 0.0)
-
-# the loop's own, those of its data and the step's, which are never fired in a handler of the same engine's
+# events of the loop, the data and the step, which no handler of the same engine fires
 _LOOP = frozenset(
     event.value
     for event in (
@@ -38,46 +25,52 @@ _LOOP = frozenset(
         *(Events.ITERATION_STARTED, Events.ITERATION_COMPLETED, Events.INTERRUPT, Events.TERMINATE),
         *(Events.TERMINATE_SINGLE_EPOCH, Events.EXCEPTION_RAISED, Events.PREEMPTED, Events.CHECKPOINT_LOADED),
         *(Events.GRADIENTS_READY, Events.OPTIMIZER_STEP_COMPLETED),
-        # between two iterations, while the next batch is got: a log need not hold what they come behind
+        # fired between two iterations, while the next batch is fetched: the log need not hold the event before them
         *(Events.ROLLOUT_STARTED, Events.REWARDS_COMPUTED, Events.ROLLOUT_COMPLETED),
     )
 )
 _HOSTS = frozenset(
     event.value for event in (Events.ITERATION_COMPLETED, Events.EPOCH_COMPLETED, Events.COMPLETED)
-)  # in whose handlers others are fired
+)  # whose handlers fire other events
 _VALIDATION = (Events.VALIDATION_STARTED.value, Events.VALIDATION_COMPLETED.value)
-_COMPUTED = (*_VALIDATION, Events.POLICY_UPDATED.value)  # before all else in the event that they are fired in
+_COMPUTED = (*_VALIDATION, Events.POLICY_UPDATED.value)  # fired before the other handlers of their host
 _LOGS = (Events.METRICS_LOGGED.value, Events.MEDIA_LOGGED.value, Events.ANOMALY_DETECTED.value)
 _FREQUENT = (
     *(Events.GET_BATCH_STARTED, Events.GET_BATCH_COMPLETED, Events.ITERATION_STARTED, Events.ITERATION_COMPLETED),
     *(Events.GRADIENTS_READY, Events.OPTIMIZER_STEP_COMPLETED),
 )
-# what has to be seen to know what was fired in what; an iteration is told from the next by its number
+# what has to be read to know which event was fired in which; iterations differ by their numbers
 STRUCTURE = (_LOOP | {*_VALIDATION}) - {event.value for event in _FREQUENT}
 
 
 def is_host(event: str) -> bool:
-    """Whether other events are fired in this one's handlers."""
+    """Whether handlers of this event fire other events."""
     return event in _HOSTS
 
 
 def may_be_nested(event: str) -> bool:
-    """Whether this event may be fired in a handler of its own engine's."""
+    """Whether a handler of the same engine may fire this event."""
     return event not in _LOOP
 
 
 class Open:
-    """An event whose handlers are called in parts, with the events in between that were fired in it."""
+    """An event whose handlers are called in parts, with the events in between that they fired.
 
-    __slots__ = ("done", "engine", "event", "plan", "validating")
+    Args:
+        event: the host.
+        engine: that fires it.
+        dispatch: of the engine and the event.
+    """
 
-    def __init__(self, event: LoggedEvent, engine: ReplayedEngine | None = None, plan: Plan | None = None) -> None:
-        self.event, self.engine, self.plan = event, engine, plan
-        self.done = FIRST  # handlers before this place have been called
+    __slots__ = ("dispatch", "done", "engine", "event", "validating")
+
+    def __init__(self, event: LoggedEvent, engine: Dispatcher | None = None, dispatch: Dispatch | None = None) -> None:
+        self.event, self.engine, self.dispatch = event, engine, dispatch
+        self.done = START  # handlers before this place have been called
         self.validating = False
 
-    def takes(self, other: LoggedEvent) -> bool:
-        """Whether the next event of the log was fired in this one."""
+    def contains(self, other: LoggedEvent) -> bool:
+        """Whether the next event of the log was fired by a handler of this one."""
         event = self.event
         if other.engine == event.engine:
             if other.event in _LOOP or other.iteration != event.iteration:
@@ -85,92 +78,39 @@ class Open:
             if other.event in _VALIDATION:
                 self.validating = other.event == _VALIDATION[0]
             return True
-        # another engine's run behind the end of this one's is not of its making, unless it validates
+        # after the end of this engine's run, another one runs by itself, unless it validates
         return bool(other.engine) and (self.validating or event.event != Events.COMPLETED.value)
 
     def place_of(self, other: LoggedEvent) -> Place:
-        """Before which of this event's handlers the other one was fired."""
+        """Before which of this event's handlers the other event was fired."""
         if self.validating or other.event in _COMPUTED:
-            return float(Phase.COMPUTE), 0.0
+            return Phase.COMPUTE, Order.REGISTERED
         if other.engine != self.event.engine:
-            return float(Phase.ACT), 0.0
+            return Phase.ACT, Order.REGISTERED
         if other.event in _LOGS and self.event.event == Events.COMPLETED.value:
-            return float(Phase.COMPUTE), 0.0
+            return Phase.COMPUTE, Order.REGISTERED
         if other.event == Events.CHECKPOINT_SAVED.value:
-            return float(Phase.PERSIST), 0.0
-        return (float(Phase.OBSERVE), 0.0) if other.event != Events.HANDLER_FAILED.value else self.done
+            return Phase.PERSIST, Order.REGISTERED
+        return self.done if other.event == Events.HANDLER_FAILED.value else (Phase.OBSERVE, Order.REGISTERED)
+
+    def advance(self, upto: Place) -> Iterator[Subscription]:
+        """The subscriptions before this place that were not called yet."""
+        since, self.done = self.done, max(self.done, upto)
+        assert self.dispatch is not None
+        for subscription in self.dispatch.calls.subscriptions:
+            if since <= (subscription.phase, subscription.order) < upto:
+                yield subscription
 
 
-def record_of(plan: Plan, logged: LoggedEvent) -> Event:
-    """What handlers that ask for `event` are given."""
+def record_of(engine: Dispatcher, dispatch: Dispatch, logged: LoggedEvent, seq: int) -> Event:
+    """The record that handlers get: dispatch calls this if one of them needs it."""
     return Event(
-        logged.seq,
+        seq,
         logged.engine,
         logged.event,
         logged.epoch,
         logged.iteration,
-        payload_of(plan.event, logged),
+        payload_of(dispatch.event, logged),
         logged.t,
+        logged.ord < 0,
     )
-
-
-def deliver(engine: ReplayedEngine, plan: Plan, logged: LoggedEvent, record: Event | None = None) -> None:
-    """Call everyone who hears the event, in order.
-
-    Raises:
-        Exception: a handler's own, with a note of where.
-    """
-    engine.last_event_name = plan.event
-    calls, asking, value = plan.calls, plan.filtered, 0
-    if asking:
-        if plan.counter is None:  # subscribed on the bus, without a counter on this engine
-            engine.require_counter(plan.event)
-            return
-        value = getattr(engine.state, plan.counter)
-        if plan.low <= value < plan.high:
-            calls, asking = plan.quiet, False
-    if record is None and calls.rich:
-        engine.bus.by_clock = logged.ord < 0
-        record = record_of(plan, logged)
-    subscription: Any = None
-    try:
-        for subscription in calls.subscriptions:
-            if asking and subscription.filter is not None and not subscription.is_due(engine):
-                continue
-            if subscription.wants_event:
-                record = record or record_of(plan, logged)
-                subscription.call(engine, record)
-            else:
-                subscription.call(engine)
-    except BaseException as error:
-        annotate(error, engine, plan, subscription)
-        raise
-    if asking:
-        plan.find_window(value)
-    if (plan.calls if asking or not plan.filtered else plan.quiet) is not calls:
-        emit_added(engine, plan, calls, None, logged.seq, record or record_of(plan, logged))
-
-
-def deliver_part(open_event: Open, upto: Place) -> None:
-    """Call those who hear it before this place and have not been called."""
-    engine, plan, since = open_event.engine, open_event.plan, open_event.done
-    if upto <= since or plan is None or engine is None:
-        return
-    engine.last_event_name = plan.event
-    open_event.done = upto
-    record = None
-    for subscription in plan.calls.subscriptions:
-        if not since <= (subscription.phase, subscription.position) < upto:
-            continue
-        try:
-            if subscription.filter is not None and not subscription.is_due(engine):
-                continue
-            if subscription.wants_event:
-                engine.bus.by_clock = open_event.event.ord < 0
-                record = record or record_of(plan, open_event.event)
-                subscription.call(engine, record)
-            else:
-                subscription.call(engine)
-        except BaseException as error:
-            annotate(error, engine, plan, subscription)
-            raise

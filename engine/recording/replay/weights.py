@@ -6,30 +6,31 @@ from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from pkgutil import resolve_name
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pulsetrain.engine.errors import ConfigurationError, RecordingError
 
+if TYPE_CHECKING:
+    from torch import nn
+
 __all__ = ["NearestWeights"]
 
-STANDARD = (
-    "pulsetrain.engine.checkpoint:load_checkpoint"  # by its name: a log is read without knowing what a checkpoint is
-)
+STANDARD = "pulsetrain.engine.checkpoint:load_checkpoint"  # by name: recording does not depend on checkpoints
 
 
 class NearestWeights:
-    """Reads the checkpoint that was made at an iteration, or the nearest before it; where there is none, the first.
+    """Reads the last checkpoint up to an iteration, or the first one if there is none.
 
     Args:
         run: the run folder.
-        load: reads a checkpoint's folder.
-        model: gets its weights, which it holds under "model".
+        load: reads the folder of a checkpoint.
+        model: gets the weights, which a checkpoint holds under "model".
 
     Raises:
         RecordingError: the run has no checkpoint.
     """
 
-    def __init__(self, run: Path, load: Callable[[Path], Mapping[str, Any]], model: Any = None) -> None:
+    def __init__(self, run: Path, load: Callable[[Path], Mapping[str, Any]], model: nn.Module | None = None) -> None:
         folders = [path.parent for path in (run / "checkpoints").glob("[0-9]*/manifest.json")]
         found = [(int(number), path) for path in folders if (number := path.name.partition("-")[0]).isdecimal()]
         if not found:
@@ -37,28 +38,30 @@ class NearestWeights:
         self.model = model
         self._load = load
         self._found = sorted(found)
-        self._at = -1  # of the one that was read last
+        self._at = -1  # index of the one that was read last
         self._state: Mapping[str, Any] = {}
 
     @classmethod
     def beside(
-        cls, events: Path, load: Callable[[Path], Mapping[str, Any]] | bool | None, model: Any
+        cls, events: Path, load: Callable[[Path], Mapping[str, Any]] | bool | None, model: nn.Module | None
     ) -> NearestWeights | None:
-        """Those of the run whose events are in this folder; None where nobody asks for them."""
+        """The weights of the run whose events are in this folder; None if `load` asks for none."""
         if load is None or load is False:
             if model is not None:
                 raise ConfigurationError(
-                    "Replay(model=...): takes its weights from checkpoints; pass checkpoints=True, too"
+                    "Replay(model=...): the weights come from checkpoints; pass checkpoints=True, too"
                 )
             return None
         if load is True:
             load = resolve_name(STANDARD)
         if not callable(load):
-            raise ConfigurationError(f"Replay(checkpoints={load!r}): needs True, or a function that reads one's folder")
+            raise ConfigurationError(
+                f"Replay(checkpoints={load!r}): needs True, or a function that reads the folder of a checkpoint"
+            )
         return cls(events.parent if events.name == "events" else events, load, model)
 
     def follow(self, iteration: int) -> None:
-        """Let the model, if there is one, have the weights of this iteration."""
+        """Give the model, if there is one, the weights of this iteration."""
         if self.model is not None:
             self.nearest(iteration)
 

@@ -186,12 +186,12 @@ def test_the_bus_takes_ignites_events_and_names_too(engine):
 
 @pytest.mark.parametrize("event", [None, 3, Events], ids=str)
 def test_subscribing_to_what_is_no_event_is_a_type_error(event):
-    with pytest.raises(TypeError, match="no event"):
+    with pytest.raises(TypeError, match="not an event"):
         EventBus().subscribe(event, lambda: None)
 
 
 def test_a_joined_list_is_refused_by_subscribe():
-    with pytest.raises(TypeError, match="one event a subscription"):
+    with pytest.raises(TypeError, match="one event per subscription"):
         EventBus().subscribe(Events.STARTED | Events.COMPLETED, lambda: None)
 
 
@@ -241,10 +241,10 @@ def test_a_subscription_holds_its_handler_strongly(engine):
 
 
 def tables(bus):
-    """What the bus's signals still hold: receivers, by sender, by receiver, weak senders, plans."""
+    """What the bus's signals still hold: receivers, by sender, by receiver, weak senders, what is compiled."""
     held = {}
     for signal in bus.values():
-        sizes = [len(signal.receivers), len(signal._by_receiver), len(signal._weak_senders), len(signal._plans)]
+        sizes = [len(signal.receivers), len(signal._by_receiver), len(signal._weak_senders), len(signal._compiled)]
         sizes += [len(signal._plain), sum(map(len, signal._by_sender.values()))]
         if any(sizes):
             held[signal.name] = sizes

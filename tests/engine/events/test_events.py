@@ -13,7 +13,7 @@ from ignite.engine import Events as IgniteEvents
 from ignite.engine.events import EventsList as IgniteEventsList
 
 from pulsetrain.engine import Event, EventEnum, Events
-from pulsetrain.engine.events.names import COUNTERS, EventsList, canonical, event_key
+from pulsetrain.engine.events.names import COUNTERS, EventsList, identify
 from pulsetrain.engine.events.payloads import Preempted, Terminated, payload_fields
 
 
@@ -53,8 +53,8 @@ def test_each_of_ignites_events_equals_ours_both_ways_and_hashes_alike(theirs):
     assert hash(ours) == hash(theirs)
     assert {ours: 1}[theirs] == 1
     assert {theirs: 1}[ours] == 1
-    assert event_key(ours) == event_key(theirs)
-    assert canonical(theirs) is ours
+    assert identify(ours)[0] == identify(theirs)[0]
+    assert identify(theirs)[1] is ours
     assert ours.value == theirs.value
 
 
@@ -62,8 +62,8 @@ def test_each_of_ignites_events_equals_ours_both_ways_and_hashes_alike(theirs):
 def test_another_enums_started_is_another_event(other):
     ours = Events.STARTED
     assert (ours == other) is False  # from the other side ignite compares names alone
-    assert event_key(Events.STARTED) != event_key(other)
-    assert canonical(other) is other
+    assert identify(Events.STARTED)[0] != identify(other)[0]
+    assert identify(other)[1] is other
 
 
 def test_two_enums_of_one_name_hold_different_events():
@@ -98,8 +98,8 @@ def test_counters_of_ignites_events_are_those_that_ignite_reads():
 
 @pytest.mark.parametrize("value", [None, 3, 2.5, object()])
 def test_what_is_no_event_has_no_key(value):
-    with pytest.raises(TypeError, match="no event"):
-        event_key(value)
+    with pytest.raises(TypeError, match="not an event"):
+        identify(value)
 
 
 # ------------------------------------------------------------------------------------------------- payloads

@@ -42,7 +42,7 @@ def test_a_failing_handlers_error_keeps_its_type_and_says_where_it_came_from(eng
     with pytest.raises(MineError, match="broken") as caught:
         engine.run(range(2), max_epochs=3)
     [note] = caught.value.__notes__
-    assert f"test_failures.{handler.__name__}" in note
+    assert f"{__name__}.{handler.__name__}" in note
     assert "handling Events.ITERATION_COMPLETED of 'engine'" in note
     assert f"epoch {(start + 1) // 2}, iteration {start}" in note
 
@@ -53,14 +53,14 @@ def test_the_note_names_the_handler_that_failed_among_several(engine):
     engine.on(Events.STARTED)(lambda engine: None)
     with pytest.raises(MineError) as caught:
         engine.run([1])
-    assert caught.value.__notes__[0].startswith("in tests.engine.events.test_failures.broken, ")
+    assert caught.value.__notes__[0].startswith(f"in {__name__}.broken, ")
 
 
 def test_a_handler_added_in_mid_fire_is_named_too(engine):
     engine.on(Events.STARTED)(lambda engine: engine.add_event_handler(Events.STARTED, broken))
     with pytest.raises(MineError) as caught:
         engine.run([1])
-    assert "tests.engine.events.test_failures.broken" in caught.value.__notes__[0]
+    assert f"{__name__}.broken" in caught.value.__notes__[0]
 
 
 def test_handlers_behind_a_failing_one_do_not_run(engine):
@@ -85,7 +85,7 @@ def test_with_warn_the_run_goes_on_and_the_failure_is_logged_once(engine):
     assert len(seen) == 5
     [entry] = logs
     assert entry["log_level"] == "warning"
-    assert entry["handler"] == "tests.engine.events.test_failures.broken"
+    assert entry["handler"] == f"{__name__}.broken"
     assert entry["on"] == "iteration_completed"
     assert entry["error"] == "MineError: broken"
 
@@ -104,7 +104,7 @@ def test_with_warn_handler_failed_is_fired_each_time(engine, recorder):
         engine.run(range(5))
     assert [event.iteration for event in recorder.events] == [2, 4]
     payload = recorder.events[0].payload
-    assert (payload.handler, payload.event) == ("tests.engine.events.test_failures.broken", "iteration_completed")
+    assert (payload.handler, payload.event) == (f"{__name__}.broken", "iteration_completed")
     assert isinstance(payload.error, MineError)
 
 
@@ -119,7 +119,7 @@ def test_a_handler_of_handler_failed_that_fails_too_does_not_recurse(engine):
     engine.on(Events.ITERATION_COMPLETED, on_error="warn")(broken)
     with capture_logs() as logs:
         engine.run(range(3))
-    assert seen == ["tests.engine.events.test_failures.broken"] * 3
+    assert seen == [f"{__name__}.broken"] * 3
     assert len(logs) == 2  # one for each handler
 
 

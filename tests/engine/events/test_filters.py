@@ -12,7 +12,7 @@ from ignite.engine import Engine as IgniteEngine
 from ignite.engine import Events as IgniteEvents
 
 from pulsetrain.engine import Engine, EventEnum, Events
-from pulsetrain.engine.events.names import NEVER, EventFilter
+from pulsetrain.engine.events.filters import NEVER, EventFilter
 
 
 def due(up_to=20, **filter_arguments):

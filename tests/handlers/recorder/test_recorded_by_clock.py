@@ -33,7 +33,7 @@ def test_a_validation_that_the_clock_triggers_is_observed_with_all_that_it_fires
     iterations = [event for event in events if event.engine == "trainer" and "iteration" in event.event]
     assert len(iterations) == 16
     assert min(event.ord for event in iterations) >= 0
-    assert trainer.bus.by_clock is False
+    assert trainer.bus.sequence.observed is False
 
 
 def test_a_handler_that_fails_by_the_clock_leaves_the_mark_as_it_was():
@@ -42,9 +42,9 @@ def test_a_handler_that_fails_by_the_clock_leaves_the_mark_as_it_was():
 
     @trainer.on(Every(seconds=3).events(lambda: next(times)))
     def fail(engine: Engine) -> None:
-        raise RuntimeError(f"by the clock: {engine.bus.by_clock}")
+        raise RuntimeError(f"by the clock: {engine.bus.sequence.observed}")
 
     with pytest.raises(RuntimeError, match="by the clock: True"):
         trainer.run(range(3), max_epochs=1)
     assert trainer.state.iteration == 2
-    assert trainer.bus.by_clock is False
+    assert trainer.bus.sequence.observed is False

@@ -304,13 +304,13 @@ def test_an_event_that_gets_a_counter_after_its_first_firing_counts_and_filters_
     run.register_events(*Rollout)
     seen: list[int] = []
     run.fire(Rollout.BEGUN)
-    plan = run._plan(Rollout.BEGUN)
+    dispatch = run.dispatch(Rollout.BEGUN)
     run.register_events(Rollout.BEGUN, event_to_attr={Rollout.BEGUN: "rollout"})
     run.add_event_handler(Rollout.BEGUN(every=3), lambda e: seen.append(e.state.rollout))
     for _ in range(7):
         run.fire(Rollout.BEGUN)
     assert (seen, run.state.rollout) == ([3, 6], 7)
-    assert run._plan(Rollout.BEGUN) is plan
+    assert run.dispatch(Rollout.BEGUN) is dispatch
 
 
 def test_a_window_found_by_the_old_counter_is_not_used_for_the_new_one():

@@ -70,7 +70,7 @@ class TestHandlers:
 
         @replay.on(Events.METRICS_LOGGED)
         def look(engine, event):
-            found.append(engine.bus.by_clock)
+            found.append(event.observed)
 
         replay.run()
         assert found == [True, False]
