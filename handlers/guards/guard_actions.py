@@ -51,7 +51,7 @@ def batches_between(engine: Any, first: int, last: int) -> list[Batch]:
     position = getattr(engine, "position", None)
     begun = getattr(position, "pass_start", 0)
     return [
-        Batch(each, position.place(each) if position is not None and each > begun else None)
+        Batch(each, position.locate(each) if position is not None and each > begun else None)
         for each in range(first, last + 1)
     ]
 

@@ -21,7 +21,6 @@ from pulsetrain.engine.recording import LoggedEvent
 from pulsetrain.handlers.metric_values.event_values import EventValues
 from pulsetrain.handlers.metric_values.step_values import learning_rates, scalars
 from pulsetrain.reproduce.rerun import Again
-from pulsetrain.state.handler_registry import handler_states
 from pulsetrain.trainer import Trainer
 
 __all__ = ["LiveDebugger"]
@@ -296,7 +295,7 @@ class LiveDebugger:
 
     def handlers(self, *, at_most: int | None = None) -> LiveHandlers:
         """The trainer's handlers with their state."""
-        return LiveHandlers(handler_states(self.trainer))
+        return LiveHandlers(self.trainer.registry.states())
 
     @property
     def engines(self) -> Sequence[str]:

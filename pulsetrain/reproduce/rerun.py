@@ -119,7 +119,7 @@ class Again:
         for handler in trainer.handlers:
             if isinstance(handler, QUIET):
                 handler.detach()
-        trainer.position.left_out += _left_out_by(run)
+        trainer.data.left_out += _left_out_by(run)
         self.check = EventCheck(iter(()))
         self.start = self.end = 0  # iterations
         if checkpoint is not None:
@@ -181,8 +181,8 @@ class Again:
 
     def rows(self, iteration: int) -> Sequence[int] | None:
         """The indices of that iteration's batch in the data; None where the loader does not tell them."""
-        position = self.trainer.position
-        return position.rows(iteration) if iteration > position.pass_start else None
+        data = self.trainer.data
+        return data.rows(iteration) if iteration > data.pass_start else None
 
 
 ENDINGS = frozenset({"exception_raised", "terminate"})
