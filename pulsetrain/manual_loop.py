@@ -59,7 +59,7 @@ class Loop(Trainer):
             value = getattr(self.config, name)
             if value != getattr(defaults, name):
                 raise ConfigurationError(f"Loop(config): {name}={value!r} has no effect; the loop's body does that")
-        self.external_step = self.stepper.by_hand = True
+        self.external_step = True
         self.output = None
         self.optimizer.register_step_pre_hook(self._before_step)
         self.optimizer.register_step_post_hook(self._after_step)
@@ -94,6 +94,11 @@ class Loop(Trainer):
             if reason is not None:
                 self.terminate(reason=reason)
             self.proceed()
+
+    @property
+    def accumulated(self) -> int:
+        """Whether gradients await the body's next update."""
+        return int(any(parameter.grad is not None for parameter in self.model.parameters()))
 
     def _read_output(self) -> None:
         output = self.output

@@ -35,7 +35,15 @@ from pulsetrain.state.data_cursor import DataCursor
 from pulsetrain.state.handler_registry import HandlerRegistry
 from pulsetrain.state.resume import Resumer
 from pulsetrain.state.rewind import Rewind, go_back, plan_rewind
-from pulsetrain.state.run_state import BackendPart, Counters, MadeWith, ModelPart, OptimizerPart, StrategyPart
+from pulsetrain.state.run_state import (
+    BackendPart,
+    Counters,
+    MadeWith,
+    ModelPart,
+    OptimizerPart,
+    StepperPart,
+    StrategyPart,
+)
 from pulsetrain.state.unsaved import UnsavedState
 from pulsetrain.training.arguments import (
     check_kinds,
@@ -168,7 +176,7 @@ class Trainer(Engine):
                 "model": ModelPart(self.model),
                 "optimizer": OptimizerPart(self.optimizer, self._sets_learning_rates),
                 "counters": Counters(self, self.data),
-                "stepper": self.stepper,
+                "stepper": StepperPart(self.stepper, self.held, lambda: self.accumulated),
                 "data": self.data,
                 "validation": self.validator,
                 "reporter": self.reporter,
@@ -241,7 +249,7 @@ class Trainer(Engine):
             where: of shape (), bool, on the device; it is not waited for if the optimizer's kernel can skip a step on
                 the device (fused Adam, AdamW, SGD).
         """
-        self.stepper.skip = where if self.stepper.skip is None else self.stepper.skip | where
+        self.stepper.skip_update(where)
 
     @property
     def is_resuming(self) -> bool:

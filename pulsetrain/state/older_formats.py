@@ -56,7 +56,8 @@ def upgrade(saved: Mapping[str, Any]) -> Mapping[str, Any]:
         "optimizer": saved["optimizer"],
         "counters": {"rollout_round": 0, **saved["counters"]},  # which was not counted at first
         "stepper": {
-            "accumulation": saved["accumulation"],
+            "accumulation": {name: value for name, value in saved["accumulation"].items() if name != "gradients"},
+            "gradients": saved["accumulation"]["gradients"],
             "learning_rates": saved["learning_rates"],
             "grad_norm": saved["grad_norm"],
             "grad_norms": saved.get("grad_norms", {}),

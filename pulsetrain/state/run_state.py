@@ -7,7 +7,7 @@ from dataclasses import MISSING, Field, fields
 from typing import Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pulsetrain.config import TrainingConfig
 from pulsetrain.engine.backends.model_store import kind_of
@@ -23,7 +23,10 @@ from pulsetrain.state.data_cursor import DataCursor
 from pulsetrain.state.handler_registry import state_of
 from pulsetrain.state.part import CheckedPart, Part, keeps_state, require
 
-__all__ = ["FORMAT", "BackendPart", "Counters", "MadeWith", "ModelPart", "OptimizerPart", "RunState", "StrategyPart"]
+__all__ = [
+    "FORMAT", "BackendPart", "Counters", "MadeWith", "ModelPart", "OptimizerPart", "RunState", "StepperPart",
+    "StrategyPart",
+]  # fmt: skip
 
 FORMAT = 5
 _COUNTERS = (
@@ -222,9 +225,7 @@ class OptimizerPart:
     def __init__(self, optimizer: torch.optim.Optimizer, follows_schedule: Callable[[], bool]) -> None:
         self._optimizer, self._follows_schedule = optimizer, follows_schedule
 
-    def reset(self) -> None:
-        """Drop the gradients."""
-        self._optimizer.zero_grad(set_to_none=True)
+    def reset(self) -> None: ...
 
     def state_dict(self) -> dict[str, Any]:
         return self._optimizer.state_dict()
@@ -251,6 +252,50 @@ class _Counting(Protocol):
     state: State
 
     def set_counters(self, counters: Mapping[str, int | None], /) -> None: ...
+
+
+class Gradients(Protocol):
+    """What holds the gradients that wait for an update."""
+
+    def gradients(self) -> dict[str, Tensor]:
+        """The gradients by their names."""
+        ...
+
+    def load_gradients(self, saved: Mapping[str, Tensor], batches: int, /) -> Callable[[], None]:
+        """Check gradients of so many batches; returns what puts them in place."""
+        ...
+
+
+class StepperPart:
+    """What the next step needs of the last ones, with the gradients that wait for an update.
+
+    Args:
+        stepper: makes the steps.
+        store: has the gradients.
+        waiting: whether any of them wait.
+    """
+
+    def __init__(self, stepper: Part, store: Gradients, waiting: Callable[[], object]) -> None:
+        self._stepper, self._store, self._waiting = stepper, store, waiting
+
+    def reset(self) -> None:
+        self._stepper.reset()
+
+    def state_dict(self) -> dict[str, Any]:
+        gradients = self._store.gradients() if self._waiting() else {}  # their sum since the last update
+        return {**self._stepper.state_dict(), "gradients": gradients}
+
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        require("stepper", state, ("accumulation", "gradients", "learning_rates", "grad_norm", "grad_norms"))
+        self._load_gradients(state)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        put_in_place = self._load_gradients(state)
+        self._stepper.load_state_dict(state)
+        put_in_place()
+
+    def _load_gradients(self, state: Mapping[str, Any]) -> Callable[[], None]:
+        return self._store.load_gradients(state["gradients"], state["accumulation"]["batches"])
 
 
 class Counters:

@@ -11,11 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from pulsetrain.engine.step.accumulation import Accumulate, Accumulation
-from pulsetrain.state.part import require
 
 __all__ = ["StepState"]
-
-_FIELDS = ("accumulation", "learning_rates", "grad_norm", "grad_norms")
 
 
 class StepState:
@@ -34,43 +31,39 @@ class StepState:
         self.grad_norms: dict[str, Tensor] = {}  # the same of each of several optimizers
         self.skip: Tensor | None = None  # whether to skip the update in progress
         self.is_stepping = False
-        self.by_hand = False  # whether the caller computes the gradients, which then may wait in the parameters
         self._held = held
 
     @property
     def accumulated(self) -> int:
-        """How many batches wait for the next update; of a step by hand, whether gradients do."""
-        return int(bool(self._held.gradients())) if self.by_hand else self.accumulation.batches
+        """How many batches wait for the next update."""
+        return self.accumulation.batches
+
+    def skip_update(self, where: Tensor) -> None:
+        """Skip the current update where the condition, shape (), bool, holds."""
+        self.skip = where if self.skip is None else self.skip | where
 
     def discard(self) -> None:
-        """Drop what waits for the next update."""
+        """Drop the gradients that wait for the next update."""
         self.accumulation.restart()
         self._held.discard()
 
     def reset(self) -> None:
         self.accumulation.restart()
+        self._held.optimizer.zero_grad(set_to_none=True)
         self._held.begin_anew()
         self.grad_norm = None
         self.grad_norms.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        gradients = self._held.gradients() if self.accumulated else {}  # between two updates: their sum so far
         return {
-            "accumulation": {**self.accumulation.state_dict(), "gradients": gradients},
+            "accumulation": self.accumulation.state_dict(),
             "learning_rates": [float(rate) for rate in self.learning_rates],
             "grad_norm": self.grad_norm,
             "grad_norms": dict(self.grad_norms),
         }
 
-    def check_state_dict(self, state: Mapping[str, Any]) -> None:
-        require("stepper", state, _FIELDS)
-        self._held.load_gradients(state["accumulation"]["gradients"], state["accumulation"]["batches"])
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        waiting = state["accumulation"]
-        load_gradients = self._held.load_gradients(waiting["gradients"], waiting["batches"])
-        self.accumulation.load_state_dict(waiting)
-        load_gradients()
+        self.accumulation.load_state_dict(state["accumulation"])
         self.learning_rates = tuple(state["learning_rates"])
         self.grad_norm = state["grad_norm"]
         self.grad_norms = dict(state["grad_norms"])

@@ -221,7 +221,9 @@ def test_the_parts_are_those_of_a_checkpoint(ablate: Any):
     assert {piece.split("/")[0] for case in CASES for piece in ablate(case).pieces} == set(PARTS)
 
 
-@pytest.mark.parametrize("part", ["model", "optimizer", "stepper/accumulation", "reporter/losses", "rng"])
+@pytest.mark.parametrize(
+    "part", ["model", "optimizer", "stepper/accumulation", "stepper/gradients", "reporter/losses", "rng"]
+)
 def test_the_comparison_with_the_log_notices_alone(ablate: Any, part: str):
     """What the next iterations compute with shows in their events; nobody needs the uninterrupted run for that."""
     ablation = ablate(CASES[0])

@@ -81,10 +81,10 @@ def test_later_steps_change_nothing_in_a_checkpoint_that_is_still_being_written(
 # ------------------------------------------------------------------------------------------------------- ablation
 
 # what a backend has a share in; tests/faults has the other parts
-PARTS = ("model/", "optimizer/", "stepper/accumulation/", "backend/")
+PARTS = ("model/", "optimizer/", "stepper/accumulation/", "stepper/gradients/", "backend/")
 # the schedule writes the rates; tokens count for an accumulation by tokens; a new trainer has the others
 RESTATED = {"optimizer/state/hyperparams/learning_rate", "optimizer/param_groups/0/lr", "stepper/accumulation/tokens"}
-ARRAYS = ("model/", "optimizer/state/", "stepper/accumulation/gradients/")
+ARRAYS = ("model/", "optimizer/state/", "stepper/gradients/")
 
 
 class Spare:

@@ -14,7 +14,7 @@ def downgraded(state: Mapping[str, Any], number: int) -> dict[str, Any]:
         **{name: made_with[name] for name in ("environment", "settings", "data")},
         "optimizer_type": made_with["optimizer"],
         **{name: state[name] for name in ("model", "optimizer", "backend", "counters", "strategy", "rng")},
-        "accumulation": stepper["accumulation"],
+        "accumulation": {**stepper["accumulation"], "gradients": stepper["gradients"]},
         "learning_rates": stepper["learning_rates"],
         "grad_norm": stepper["grad_norm"],
         "position": state["data"],
