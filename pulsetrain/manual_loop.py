@@ -24,23 +24,28 @@ _OF_THE_STEP = ("clip_grad_norm", "clip_grad_value", "precision")  # settings th
 class Loop(Trainer):
     """Gives the batches to a loop of your own, and fires the events around its body.
 
-    The arguments are those of Trainer. The body computes, and calls the optimizer's `step` where it likes:
+    >>> model = nn.Linear(2, 1)
+    >>> loop = Loop(model, [torch.ones(4, 2)] * 3, optimizer="sgd", config=TrainingConfig(max_epochs=2))
+    >>> for inputs in loop.batches():
+    ...     loss = model(inputs).square().mean()
+    ...     loss.backward()
+    ...     loop.optimizer.step()
+    ...     loop.optimizer.zero_grad()
+    ...     loop.output = loss
+    >>> loop.state.update, len(loop.history["train/loss"])
+    (6, 2)
+
+    The arguments are those of Trainer. The body computes, and calls the optimizer's `step` where it likes;
     GRADIENTS_READY and OPTIMIZER_STEP_COMPLETED are fired around that. Gradients that it leaves for the next batch are
-    in the checkpoints. A resumed loop goes on with the same weights, bit for bit, as one that was never stopped.
+    in the checkpoints. A resumed loop continues with the same weights, bit for bit, as one that was never stopped.
     `accumulate` in the configuration says after how many batches the body updates, for bounds and schedules in updates.
 
-    Example:
-        loop = Loop(model, loader, optimizer=optimizer, handlers=[EventRecorder("runs/a"), Checkpointer("runs/a")])
-        for inputs, targets in loop.batches(resume="latest"):
-            loss = criterion(model(inputs), targets)
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            loop.output = loss
-
     Raises:
-        ConfigurationError: as Trainer, or a setting of the step, which is the body's.
+        ConfigurationError: as Trainer, or a setting of the step, which the body decides.
     """
+
+    output: Any
+    """The body's loss, or a mapping with one; read when the next batch is asked for."""
 
     def __init__(self, model: nn.Module, *arguments: Any, **options: Any) -> None:
         super().__init__(model, *arguments, **options)
@@ -54,15 +59,15 @@ class Loop(Trainer):
             value = getattr(self.config, name)
             if value != getattr(defaults, name):
                 raise ConfigurationError(f"Loop(config): {name}={value!r} has no effect; the loop's body does that")
-        self._hands_over = True
-        self.output: Any = None  # of the body: a loss, or a mapping with one; read when the next batch is asked for
+        self.external_step = True
+        self.output = None
         self.optimizer.register_step_pre_hook(self._before_step)
         self.optimizer.register_step_post_hook(self._after_step)
 
     def batches(self, resume: str | os.PathLike[str] | None = None) -> Iterator[Any]:
         """The batches, on the model's device, to the configured bound.
 
-        A loop that is left early has not trained its last batch, as far as a checkpoint is concerned.
+        If a loop is left early, its last batch does not count as trained, as far as a checkpoint is concerned.
 
         Args:
             resume: as for `Trainer.train`.
@@ -71,31 +76,31 @@ class Loop(Trainer):
             CheckpointError, ConfigurationError: as `Trainer.train`.
         """
         self.train(resume)
-        while self._handed_over:
+        while self.awaits_step:
             self.output = None
-            self.in_step = True
+            self.stepper.is_stepping = True
             try:
                 yield self.backend.to_device(self.state.batch)
             except GeneratorExit:
-                self.in_step = self._handed_over = False
-                self._internal_run_generator = None
+                self.stepper.is_stepping = False
+                self.abandon()
                 self.state.stop_reason = "the loop was left"
                 self.fire(Events.TERMINATE, Terminated(reason=self.state.stop_reason))
                 raise
-            self.in_step = False
-            self._take_output()
-            self.position.trained = self.state.iteration
-            reason = self.bound.reached(self.state) if self.bound.counted else None
+            self.stepper.is_stepping = False
+            self._read_output()
+            self.data.trained = self.state.iteration
+            reason = self.length.reached(self.state) if self.length.counted else None
             if reason is not None:
                 self.terminate(reason=reason)
-            self._internal_run()
+            self.proceed()
 
     @property
     def accumulated(self) -> int:
         """Whether gradients await the body's next update."""
         return int(any(parameter.grad is not None for parameter in self.model.parameters()))
 
-    def _take_output(self) -> None:
+    def _read_output(self) -> None:
         output = self.output
         if isinstance(output, Tensor):
             output = {"loss": output}
@@ -103,20 +108,20 @@ class Loop(Trainer):
             output = {name: value.detach() if isinstance(value, Tensor) else value for name, value in output.items()}
             loss = output.get("loss")
             if isinstance(loss, Tensor) and loss.ndim == 0:
-                self.losses.add(loss, 1)
+                self.reporter.losses.add(loss, 1)
             output = TrainingResult(output)
         self.state.output = output
 
-    def _before_step(self, *_: Any) -> None:
-        if not self._handed_over:
+    def _before_step(self, *_: object) -> None:
+        if not self.awaits_step:
             return
         if self.gradients_plan.wants(self.state.update + 1):
-            self.grad_norm = norm = grad_norm(list(self.model.parameters()))
+            self.stepper.grad_norm = norm = grad_norm(list(self.model.parameters()))
             self.fire(Events.GRADIENTS_READY, GradientsReady(grad_norm=norm))  # it advances state.update
         else:
             self.state.update += 1
-        self.learning_rates = rates_of(self.optimizer)
+        self.stepper.learning_rates = rates_of(self.optimizer)
 
-    def _after_step(self, *_: Any) -> None:
-        if self._handed_over and self.stepped_plan.live:
+    def _after_step(self, *_: object) -> None:
+        if self.awaits_step and self.stepped_plan.live:
             self.fire(Events.OPTIMIZER_STEP_COMPLETED, OptimizerStepCompleted(learning_rates=self.learning_rates))

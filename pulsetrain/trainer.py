@@ -1,11 +1,12 @@
-"""The trainer: an Engine whose step is a strategy on a backend, with its validation and handlers on one bus."""
+"""The trainer: an Engine whose step optimises a strategy on a backend, with validation, handlers and checkpoints."""
 
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -16,15 +17,11 @@ from pulsetrain.engine import Engine, Event, EventBus, Events, Phase
 from pulsetrain.engine.backends.core import TrainerCore
 from pulsetrain.engine.backends.torch import TorchBackend
 from pulsetrain.engine.checkpoint import Location, load_checkpoint, location_of
-from pulsetrain.engine.data import rng
-from pulsetrain.engine.data.workers import workers_begin, workers_outlive_signals
-from pulsetrain.engine.errors import ArgumentTypeError, ConfigurationError
-from pulsetrain.engine.events.payloads import CheckpointLoaded, MediaLogged, ValidationCompleted
-from pulsetrain.engine.events.subscription import LAST
+from pulsetrain.engine.data.workers import workers_outlive_signals
+from pulsetrain.engine.events.payloads import CheckpointLoaded
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.metrics import MetricTracker
 from pulsetrain.engine.optimizers import NamedOptimizers, averaged_weights, parts_of
-from pulsetrain.engine.step.accumulation import Accumulation
 from pulsetrain.engine.step.protocols import (
     AlternatingStrategy,
     Backend,
@@ -33,13 +30,21 @@ from pulsetrain.engine.step.protocols import (
     TrainingResult,
     TrainingStrategy,
 )
-from pulsetrain.handlers import Callback, CallbackList
-from pulsetrain.handlers.attachment.cadence import reading_events
-from pulsetrain.state.data_cursor import DataPosition
-from pulsetrain.state.handler_registry import handler_settings, handler_states, restore_as_it_starts
-from pulsetrain.state.resume import capture, restore
+from pulsetrain.handlers import Callback, CallbackList, Checkpointer, LRScheduler, MetricLogger, ReduceLROnPlateau
+from pulsetrain.state.data_cursor import DataCursor
+from pulsetrain.state.handler_registry import HandlerRegistry
+from pulsetrain.state.resume import Resumer
 from pulsetrain.state.rewind import Rewind, go_back, plan_rewind
-from pulsetrain.state.unsaved import check_unsaved, tell_of_changed_numbers
+from pulsetrain.state.run_state import (
+    BackendPart,
+    Counters,
+    MadeWith,
+    ModelPart,
+    OptimizerPart,
+    StepperPart,
+    StrategyPart,
+)
+from pulsetrain.state.unsaved import UnsavedState
 from pulsetrain.training.arguments import (
     check_kinds,
     check_metric_names,
@@ -47,13 +52,12 @@ from pulsetrain.training.arguments import (
     named_loaders,
     resolve_strategy,
 )
-from pulsetrain.training.initial_state import current_state, hold, train_epoch
-from pulsetrain.training.reporter import log_point, mean_losses
-from pulsetrain.training.run_length import Bound
-from pulsetrain.training.run_start import begin_anew, checkpointer_of, go_on, resume_from
-from pulsetrain.training.running_stats import Losses, Rate
+from pulsetrain.training.initial_state import current_state, hold, load_model_state
+from pulsetrain.training.reporter import MetricsReporter
+from pulsetrain.training.run_length import RunLength
+from pulsetrain.training.step_state import StepState
 from pulsetrain.training.stepper import rates_of, step
-from pulsetrain.training.validation import Evaluation, check_sets
+from pulsetrain.training.validation import Evaluation, Validator, check_sets
 
 __all__ = ["Trainer"]
 
@@ -61,18 +65,31 @@ Loader = Iterable[Any]
 OptimizerChoice = str | torch.optim.Optimizer | Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
 
 
+def _alias(path: str) -> Any:
+    """A property that reads and writes an attribute of a part."""
+    owner, _, name = path.rpartition(".")
+    return property(attrgetter(path), lambda self, value: setattr(attrgetter(owner)(self), name, value))
+
+
 class Trainer(Engine):
-    """Trains a model: everything that an Engine does, and the step, the validation and the checkpoints as well.
+    """Trains a model: an Engine with a training step, validation and checkpoints.
+
+    >>> data = [(torch.ones(4, 2), torch.ones(4, 1))] * 5
+    >>> config = TrainingConfig(max_epochs=3)
+    >>> trainer = Trainer(nn.Linear(2, 1), data, strategy=SupervisedStrategy("mse"), config=config)
+    >>> history = trainer.train()
+    >>> len(history["train/loss"]), trainer.state.iteration
+    (3, 15)
 
     Args:
-        model: an nn.Module, which is moved to the backend's device, or what else the backend takes for a model.
+        model: an nn.Module, which is moved to the backend's device, or whatever else the backend takes for a model.
             Several by name for a strategy that trains them in turns.
-        train_loader: gives batches, as often as asked; a length is not needed.
+        train_loader: gives batches, each time it is iterated; it needs no length.
         val_loader: one set, whose metrics are called "val/...", or a mapping name -> set ("name/...").
         strategy: what is optimised: a name, or an object (TrainingStrategy; AlternatingStrategy for several modules).
         optimizer: a name, a torch optimizer over the model's parameters, or a factory called with them; by default
-            what the configuration says. Of several modules, such a one for each by its name. On a backend that computes
-            with values, a name or an object with init and update.
+            that of the configuration. For several modules, one for each by its name. On a backend that computes with
+            values, a name or an object with init and update.
         backend: what computes; by default PyTorch on the configuration's device.
         config: the settings.
         metrics: name -> metric, for validation: ignite's, torchmetrics', or anything with reset, update and compute.
@@ -82,9 +99,16 @@ class Trainer(Engine):
         bus: share one with other engines.
 
     Raises:
-        ConfigurationError: settings, names or a device that cannot be; the message says what to do.
-        TypeError: an argument of another kind.
+        ConfigurationError: a setting, a name or a device is wrong; the message says what to do.
+        TypeError: an argument is of a wrong type.
     """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    optimizers: NamedOptimizers | None
+    data: DataCursor
+    evaluator: Engine
+    handlers: list[Any]
 
     def __init__(
         self,
@@ -116,54 +140,63 @@ class Trainer(Engine):
         self.held: Any = hold(self.backend, model, optimizer, self.strategy, config, self.seed)
         self.model, self.optimizer = self.held.module, self.held.optimizer
         self.optimizers = self.optimizer if isinstance(self.optimizer, NamedOptimizers) else None
-        self.val_loaders = named_loaders(val_loader)
-        check_sets(self.val_loaders)
         self.train_loader = train_loader
+        val_loaders = named_loaders(val_loader)
+        check_sets(val_loaders)
         source: Any = train_loader
-        if getattr(source, "fires_rollouts", False):  # the policy that it lets act is this trainer's
+        if getattr(source, "fires_rollouts", False):  # this trainer's policy acts in it
             source.attach(self)
-        self.bound = Bound(config, train_loader, optimizers=len(parts_of(self.optimizer)))
+        self.length = RunLength(config, train_loader, optimizers=len(parts_of(self.optimizer)))
         self.evaluation = Evaluation(
             self.held, self.strategy, self.backend, metrics or {}, self.bus, trainer_name=self.name
         )
         self.evaluator = self.evaluation.engine
         self.evaluator.contexts.append(partial(averaged_weights, self.optimizer))
-        self.history = MetricTracker()
-        self.position = DataPosition(self.seed, config.skip_batches)
-        self.losses, self._rate = Losses(), Rate()
-        self.named_losses = {f"{name}_loss": Losses() for name in self.optimizers or ()}  # of which that is the sum
-        self.accumulation = Accumulation(config.accumulation)
-        self.rng_to_restore: dict[str, Any] | None = None
-        self.states_to_restore: tuple[dict[str, Any], dict[str, str]] | None = None  # with the handlers' settings
-        self.settings_at_first: dict[int, tuple[Any, str]] = {}  # of handlers, by id
-        self.watched_numbers: dict[str, float] = {}  # that no checkpoint holds, as they were when the run started
-        self.environment_changes: list[str] = []  # since the checkpoint was made that the run goes on from
-        self.grad_norm: Tensor | None = None  # of the last update for which it was measured
-        self.grad_norms: dict[str, Tensor] = {}  # the same of each, where there are several optimizers
-        self.skip: Tensor | None = None  # whether the update under way is to be left out
-        self.rewinding: Rewind | None = None  # the run ends here, and train() goes on behind that checkpoint
-        self.validated_at = -1  # iteration of the last validation
-        self.in_step = False
-        self.checking = False  # until the first update the strategy may look at values, which waits for the device
         self.state.tokens = self.state.samples = 0
-        self.learning_rates = rates_of(self.optimizer)  # of the last update made
-        self.announced_skips = 0  # fp16 updates known to have been left out
-        self.bound.measure(self.strategy, self.backend)
-        self.bound.check()
-        self.handlers = [*handlers, *configured_handlers(config, self.optimizer, self.bound, handlers)]
+        self.length.measure(self.strategy, self.backend)
+        self.length.check()
+        self.handlers = [*handlers, *configured_handlers(config, self.optimizer, self.length, handlers)]
         self.callbacks = CallbackList(list(callbacks))
+        self.stepper = StepState(config.accumulation, self.held, rates_of(self.optimizer))
+        self.reporter = MetricsReporter(
+            self.strategy, self.backend, self.optimizers, self.stepper, config.log_every_n_steps
+        )
+        self.validator = Validator(self.evaluation, val_loaders, config.validate_every, self.reporter)
+        self.data = DataCursor(self.seed, config.skip_batches)
+        own = [self.model, self.optimizer, self.strategy, self.evaluation, self.evaluator]
+        own += [self.reporter, self.validator]
+        self.registry = HandlerRegistry(self, self.handlers, self.callbacks, own)
+        self.made_with = MadeWith(config, self.backend, self.optimizer, lambda: self.train_loader)
+        self.source = self.resumer = Resumer(
+            {
+                "made_with": self.made_with,
+                "backend": BackendPart(self.backend),
+                "strategy": StrategyPart(self.strategy),
+                "handlers": self.registry,
+                "model": ModelPart(self.model),
+                "optimizer": OptimizerPart(self.optimizer, self._sets_learning_rates),
+                "counters": Counters(self, self.data),
+                "stepper": StepperPart(self.stepper, self.held, lambda: self.accumulated),
+                "data": self.data,
+                "validation": self.validator,
+                "reporter": self.reporter,
+            },
+            self.data,
+            self.registry,
+        )
+        self._rewind: Rewind | None = None  # the run ends here, and train() continues after that checkpoint
+        self.checking = False  # until the first update the strategy may look at values, which waits for the device
         self._subscribe()
         for handler in self.handlers:
             handler.attach(self)
         self.callbacks.attach(self)
-        self.states_at_first = handler_states(self)  # for a run that begins anew
-        handler_settings(self)  # as they are now
+        self.registry.remember()
 
     def train(self, resume: str | os.PathLike[str] | None = None) -> dict[str, list[float]]:
         """Train to the configured bound.
 
         Args:
-            resume: "latest" goes on from the newest valid checkpoint of the trainer's Checkpointer, or starts when
+            resume: "latest" continues from the newest valid checkpoint of the trainer's Checkpointer, or starts if
                 there is none yet; a path names one.
 
         Returns:
@@ -175,76 +208,105 @@ class Trainer(Engine):
         """
         if resume is not None:
             if not isinstance(resume, (str, os.PathLike)):
-                raise ArgumentTypeError("needs 'latest' or a checkpoint's path", "Trainer.train", resume=resume)
-            resume_from(self, resume)
-        self.rewinding = self.skip = None
+                raise TypeError(f"Trainer.train(resume={resume!r}): needs 'latest' or a checkpoint's path")
+            self._load(resume)
+        self._rewind = self.stepper.skip = None
         try:
             self._train()
-            while self.rewinding is not None:
-                go_back(self, self.rewinding)
-                self.rewinding = None
+            while self._rewind is not None:
+                go_back(self._rewind, self, self.registry.checkpointer("rewind()"), self.data)
+                self._rewind = None
                 self._train()
         finally:
             self.held.publish()
         return self.history.get_history()
 
     def rewind(self, first: int, last: int, reason: str) -> None:
-        """From a handler: end here, and let `train()` go on behind the newest checkpoint before iteration `first`.
+        """From a handler: end here, and let `train()` continue after the newest checkpoint before iteration `first`.
 
-        The batches of the iterations `first` to `last` are left out from then on. A run that ends does not go back.
+        The batches of the iterations `first` to `last` are left out from then on. A run that already ends does not
+        rewind.
 
         Raises:
             ConfigurationError: there is not exactly one Checkpointer.
             CheckpointError: there is no checkpoint before it.
         """
         if self.should_terminate or self.state.stop_reason is not None:
-            get_logger("pulsetrain").warning("the run ends, and does not go back", reason=reason)
+            get_logger("pulsetrain").warning("the run ends, and does not rewind", reason=reason)
             return
-        rewind = plan_rewind(self, first, last)
+        rewind = plan_rewind(self.registry.checkpointer("rewind()"), self.data, first, last)
         self.terminate(skip_completed=True, reason=reason)
-        self.rewinding = rewind
+        self._rewind = rewind
 
     def terminate(self, skip_completed: bool = False, *, reason: str = "terminate() was called") -> None:
-        self.rewinding = None  # whoever ends the run ends it for good
+        self._rewind = None  # terminating cancels a rewind
         super().terminate(skip_completed, reason=reason)
 
-    @property
-    def data(self) -> DataPosition:
-        """Where the run is in its data."""
-        return self.position
+    def skip_update(self, where: Tensor) -> None:
+        """From a handler of GRADIENTS_READY: skip this update if the condition holds.
+
+        Args:
+            where: of shape (), bool, on the device; it is not waited for if the optimizer's kernel can skip a step on
+                the device (fused Adam, AdamW, SGD).
+        """
+        self.stepper.skip_update(where)
 
     @property
     def is_resuming(self) -> bool:
         """Whether a checkpoint was loaded from which the run has not continued yet."""
-        return self.position.resuming
+        return self.resumer.is_resuming
 
     @property
     def is_stepping(self) -> bool:
         """Whether a training step is in progress, so that the state is between two updates."""
-        return self.in_step
+        return self.stepper.is_stepping
 
     @property
     def is_rewinding(self) -> bool:
         """Whether this run ends only to continue from an earlier checkpoint."""
-        return self.rewinding is not None
+        return self._rewind is not None
 
     @property
     def rewinds(self) -> int:
-        """How often the run has gone back."""
-        return self.position.rewinds
+        """How often the run has returned to an earlier checkpoint."""
+        return self.data.rewinds
 
-    def skip_update(self, where: Tensor) -> None:
-        """From a receiver of GRADIENTS_READY: leave this update out where the condition holds.
+    @property
+    def accumulated(self) -> int:
+        """How many batches wait for the next update."""
+        return self.stepper.accumulated
 
-        Args:
-            where: of shape (), bool, on the device; it is not waited for where the optimizer's kernel can leave a step
-                out on the device (fused Adam, AdamW, SGD).
-        """
-        self.skip = where if self.skip is None else self.skip | where
+    @property
+    def learning_rates(self) -> tuple[float, ...]:
+        """The learning rates of the last update, one per parameter group."""
+        return self.stepper.learning_rates
+
+    @learning_rates.setter  # to go, with the names at the end
+    def learning_rates(self, rates: tuple[float, ...]) -> None:
+        self.stepper.learning_rates = rates
+
+    @property
+    def total_iterations(self) -> int | None:
+        """How many batches the run takes in all; None if that is not known."""
+        return self.length.total_iterations
+
+    @property
+    def history(self) -> MetricTracker:
+        """The values of every metric of the run."""
+        return self.reporter.history
+
+    @property
+    def val_loaders(self) -> Mapping[str, Loader]:
+        """The validation sets by name."""
+        return self.validator.loaders
+
+    @val_loaders.setter
+    def val_loaders(self, loaders: Mapping[str, Loader]) -> None:
+        self.validator.loaders = loaders
 
     @property
     def model_state(self) -> ModelState:
-        """Weights, optimizer state and metadata as they are now, as values: training on leaves them as they are."""
+        """Weights, optimizer state and metadata as they are now, as values: further training does not change them."""
         return current_state(self)
 
     def train_step(self, batch: Any, model_state: ModelState, optimizer_state: Any = None) -> TrainingResult:
@@ -256,36 +318,26 @@ class Trainer(Engine):
         return TrainerCore(self.backend, self.strategy).train_step(batch, model_state, optimizer_state)
 
     def train_epoch(self, loader: Loader | None = None, model_state: ModelState | None = None) -> ModelState:
-        """One epoch with all its events and handlers, from this state on; returns the state behind it.
+        """One epoch with all its events and handlers, from this state; returns the state after it.
 
         Args:
             loader: by default the trainer's.
-            model_state: where to go on from; by default where the trainer is.
+            model_state: where to continue from; by default the trainer's current state.
         """
-        return train_epoch(self, self.train_loader if loader is None else loader, model_state)
-
-    def _train(self) -> None:
-        state, bound = self.state, self.bound
-        if self.position.resuming:
-            go_on(self, self.train_loader, bound.max_epochs, bound.max_iterations)
-            state.stop_reason = state.stop_reason or bound.reached_inside(state, self.position.epoch_done)
-        elif self._internal_run_generator is not None or (
-            (state.max_epochs or state.max_iters) and not self._is_done(state)
-        ):
-            self.run(self.train_loader)  # goes on behind an interruption, a termination or an error
-        else:
-            begin_anew(self)
-            self.run(self.train_loader, max_epochs=bound.max_epochs, max_iters=bound.max_iterations)
-
-    def _report_exhausted(self) -> None:
-        super()._report_exhausted()
-        if not self._is_done(self.state):
-            self.terminate(reason=f"the data ended after {self.state.iteration} iterations, before the run's bound")
-
-    @property
-    def total_iterations(self) -> int | None:
-        """How many batches the run will take, or None where that is not known."""
-        return self.bound.total_iterations
+        loader = self.train_loader if loader is None else loader
+        if self.state.max_epochs is None and not self.is_resuming:
+            self._reset()
+        if model_state is not None:
+            load_model_state(self, model_state)
+            self.stepper.discard()  # what waited was of another state
+        try:
+            if self.is_resuming:  # perhaps inside an epoch
+                self._resume(loader, self.state.epoch + 1)
+            else:
+                self.run(loader, max_epochs=self.state.epoch + 1)
+        finally:
+            self.held.publish()
+        return self.model_state
 
     def validate(self) -> dict[str, float]:
         """One round over every validation set; fires VALIDATION_STARTED and VALIDATION_COMPLETED.
@@ -296,65 +348,140 @@ class Trainer(Engine):
         Raises:
             ConfigurationError: the trainer has no validation set.
         """
-        if not self.val_loaders:
-            raise ConfigurationError("Trainer.validate(): no validation set; pass val_loader to the Trainer")
-        start = time.perf_counter()
-        self.fire(Events.VALIDATION_STARTED)
-        metrics: dict[str, float] = {}
-        for name, loader in self.val_loaders.items():
-            metrics.update(self.evaluation.run(name, loader))
-            for matrix, value in self.evaluation.matrices.items() if self.hears(Events.MEDIA_LOGGED) else ():
-                self.fire(Events.MEDIA_LOGGED, MediaLogged(name=matrix, kind="matrix", value=value.tolist()))
-        self.validated_at = self.state.iteration
-        self.state.metrics.update(metrics)
-        self.history.update(metrics)
-        seconds = time.perf_counter() - start
-        self.fire(Events.VALIDATION_COMPLETED, ValidationCompleted(metrics=metrics, seconds=seconds))
-        self._rate.paused += time.perf_counter() - start  # with what its handlers drew and wrote
-        return metrics
+        return self.validator.validate()
 
     def checkpoint_state(self) -> dict[str, Any]:
         """Everything that the next iteration depends on; `state_dict()` stays ignite's three keys.
 
-        Weights and waiting gradients are the live tensors, no copies: write or copy them before training goes on.
+        Weights and waiting gradients are the live tensors, not copies: write or copy them before training continues.
         """
-        return capture(self)
+        return self.resumer.state.state_dict()
 
     def save_checkpoint(self, name: str = "checkpoint", is_best: bool = False) -> Location:
         """Save now, into the folder of the trainer's Checkpointer; returns the checkpoint's path."""
-        path: Location = checkpointer_of(self, "save_checkpoint()").save(self, name, is_best)
+        path: Location = self.registry.checkpointer("save_checkpoint()").save(self, name, is_best)
         return path
 
     def load_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Take over a checkpoint; the next `train()` goes on behind it.
+        """Restore a checkpoint; the next `train()` continues after it.
 
         Raises:
             CheckpointError: it is damaged, or does not fit this trainer.
         """
         folder = location_of(path)
-        restore(self, load_checkpoint(folder))
+        self.load_checkpoint_state(load_checkpoint(folder))
         self.fire(Events.CHECKPOINT_LOADED, CheckpointLoaded(path=folder, iteration=self.state.iteration))
 
+    def load_checkpoint_state(self, state: Mapping[str, Any]) -> None:
+        """Restore what `checkpoint_state` gave, or an earlier version of it; the next `train()` continues from there.
+
+        Raises:
+            CheckpointError: it does not fit this trainer, which then is as it was.
+        """
+        self.resumer.load(state, self.train_loader)
+        self.abandon()
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the run has reached its bound."""
+        state = self.state
+        if self.length.reached(state) is not None:
+            return True
+        if self.resumer.finishes_epoch(state.epoch_length):
+            return False  # EPOCH_COMPLETED is left
+        # not by the iterations that epochs make, as ignite does: with other data than before their length changes
+        ended = state.max_epochs is not None and state.epoch >= state.max_epochs
+        return bool(ended or (state.max_iters is not None and state.iteration >= state.max_iters))
+
+    def around_epoch(self, done: int) -> AbstractContextManager[object]:
+        return self._epoch_of_data(done)
+
+    @contextmanager
+    def _epoch_of_data(self, done: int) -> Iterator[None]:
+        """Keep the run's books of an epoch. No handler does this, for its events can be muted or left out."""
+        state = self.state
+        self.data.begin_epoch(state.epoch, state.iteration - done)
+        if not done:
+            self.reporter.begin_epoch()
+        with workers_outlive_signals(state.dataloader):  # some loaders start theirs at the first batch
+            yield
+        self.data.epoch_done = True
+        self.reporter.end_epoch()
+
+    def report_exhausted(self) -> None:
+        super().report_exhausted()
+        if not self.is_done:
+            self.terminate(reason=f"the data ended after {self.state.iteration} iterations, before the run's bound")
+
+    # --------------------------------------------------------------------------------------------- how a run is started
+
+    def _train(self) -> None:
+        state, length = self.state, self.length
+        if self.is_paused:
+            self.run(self.train_loader)
+        elif self.is_resuming:
+            self._resume(self.train_loader, length.max_epochs, length.max_iterations)
+        elif (state.max_epochs or state.max_iters) and not self.is_done:
+            self.run(self.train_loader)  # after a termination or an error
+        else:
+            self._reset()
+            self.run(self.train_loader, max_epochs=length.max_epochs, max_iters=length.max_iterations)
+
+    def _load(self, source: str | os.PathLike[str]) -> None:
+        """Load a checkpoint: "latest" if there is one yet, or that of a path."""
+        if source != "latest":
+            self.load_checkpoint(source)
+            return
+        latest = self.registry.checkpointer("train(resume='latest')").manager.get_latest()
+        if latest is not None:
+            self.load_checkpoint(latest)
+            return
+        for handler in self.handlers:
+            if isinstance(handler, MetricLogger):
+                handler.begin_again()
+
+    def _resume(self, loader: Loader, max_epochs: int | None, max_iterations: int | None = None) -> None:
+        """Continue from the checkpoint that was loaded, to this bound."""
+        self.state.max_epochs, self.state.max_iters = max_epochs, max_iterations
+        if not self.is_done:
+            self.resume(loader, max_epochs, max_iterations)
+            return
+        self.state.epoch = self.data.epoch
+        self.resumer.finish()
+        try:
+            self.resume(loader, max_epochs, max_iterations)
+        finally:
+            self.resumer.pending = None
+        self.state.stop_reason = self.state.stop_reason or self.length.reached_inside(self.state, self.data.epoch_done)
+
+    def _reset(self) -> None:
+        """Return to iteration 0: counters, history, handlers, data order; weights, optimizer and fp16 scale stay."""
+        for handler in self.handlers:
+            if isinstance(handler, Checkpointer) and self.state.iteration > 0:
+                handler.refuse_another_run()  # before anything of the finished run is touched
+        self.state.max_epochs = self.state.max_iters = None
+        self.resumer.reset(self.seed)
+
+    # ------------------------------------------------------------------------------------------------- its own handlers
+
     def _subscribe(self) -> None:
-        config = self.config
         self.add_event_handler(Events.STARTED, self._train_mode, phase=Phase.COMPUTE)
-        self.add_event_handler(Events.STARTED, check_unsaved, phase=Phase.COMPUTE)
-        self.add_event_handler(Events.CHECKPOINT_SAVED, tell_of_changed_numbers, phase=Phase.OBSERVE)
+        UnsavedState(
+            self.registry,
+            self.data,
+            lambda: self.train_loader,
+            self.strategy,
+            self.model,
+            self.optimizer,
+            self.backend,
+        ).attach(self)
         self.add_event_handler(Events.PREEMPTED, self._stop_when_preempted)
-        for event in (Events.STARTED, Events.EPOCH_STARTED):
-            self.bus.subscribe(event, restore_as_it_starts, sender=self, phase=Phase.PERSIST, order=LAST)
-        if self.val_loaders and config.validate_every is not None:
-            self.add_event_handler(reading_events(config.validate_every), self._validate_once, phase=Phase.COMPUTE)
-        logged_at = Events.ITERATION_COMPLETED(every=config.log_every_n_steps)
-        self.add_event_handler(logged_at, self._log, phase=Phase.OBSERVE)
+        self.resumer.attach(self)
+        self.validator.attach(self)
+        self.reporter.attach(self)
         self.add_event_handler(Events.COMPLETED, self._finish, phase=Phase.COMPUTE)
         self.gradients_plan = self.dispatch(Events.GRADIENTS_READY)
         self.stepped_plan = self.dispatch(Events.OPTIMIZER_STEP_COMPLETED)
-
-    @property
-    def accumulated(self) -> int:
-        """Batches whose gradients await the next update."""
-        return self.accumulation.batches
 
     def _train_mode(self) -> None:
         train = getattr(self.optimizer, "train", None)  # of a schedule-free one
@@ -362,7 +489,7 @@ class Trainer(Engine):
             train()
         if not self.model.training:  # else leave alone: parts of it may be frozen in eval mode
             self.model.train()
-        self._rate.restart(self.state.samples, self.state.tokens)
+        self.reporter.start()
         if hasattr(self.strategy, "check_values"):
             self.strategy.check_values = self.checking = True
 
@@ -370,64 +497,29 @@ class Trainer(Engine):
         """The first update has been made."""
         self.strategy.check_values = self.checking = False
 
-    def _epoch(self) -> Generator[Any, None, float]:
-        """An epoch's batches, and what the trainer has to remember of them whoever listens."""
-        state, position = self.state, self.position
-        if position.begin_epoch(state.epoch, state.iteration):
-            for losses in (self.losses, *self.named_losses.values()):
-                losses.forget("epoch")  # of an epoch that was given up
-            self.history.keep_provisional()
-        with workers_outlive_signals(state.dataloader):  # some loaders begin theirs at the first batch
-            elapsed = yield from super()._epoch()
-        position.epoch_done = True
-        if self.losses.count("epoch"):
-            self.history.update(mean_losses(self, "epoch", Losses.take))
-        return elapsed
-
-    def _validate_once(self) -> None:
-        if self.validated_at != self.state.iteration:  # two cadences met
-            self.validate()
-
     def _stop_when_preempted(self, engine: Engine, event: Event) -> None:
         self.terminate(reason=f"{event.payload.signal} was received")
 
-    def _log(self) -> None:
-        log_point(self, self._rate)
-
     def _finish(self) -> None:
-        """At the run's end: what has not been said yet; a run that reached its bound ends with a validation."""
-        self._log()
-        if not self.position.epoch_done and self.losses.count("epoch"):  # a run that goes on takes this back
-            self.history.update(mean_losses(self, "epoch", Losses.peek), provisional=True)
-        if self.val_loaders and self._is_done(self.state):
-            self._validate_once()
+        """At the run's end, report what no log point has; a run that reached its bound ends with a validation."""
+        self.reporter.log()
+        if not self.data.epoch_done:
+            self.reporter.add_unfinished_epoch()
+        if self.is_done:
+            self.validator.validate_once()
 
-    def _is_done(self, state: Any) -> bool:  # type: ignore[override]  # ignite's is static
-        position = self.position
-        if self.bound.reached(state) is not None:
-            return True
-        if (
-            position.resuming
-            and not position.epoch_done
-            and state.iteration - position.epoch_start == state.epoch_length
-        ):
-            return False  # the last epoch's batches are behind, its EPOCH_COMPLETED is not
-        # not by iterations that epochs make, as ignite does: over other data than before they are of another length
-        ended = state.max_epochs is not None and state.epoch >= state.max_epochs
-        return bool(ended or (state.max_iters is not None and state.iteration >= state.max_iters))
+    def _sets_learning_rates(self) -> bool:
+        return any(isinstance(handler, (LRScheduler, ReduceLROnPlateau)) for handler in self.handlers)
 
-    def _setup_engine(self) -> None:
-        if not self.position.resuming:
-            super()._setup_engine()
-            return
-        state = self.state
-        with workers_outlive_signals(state.dataloader):
-            self._dataloader_iter = self.position.find_back(state.dataloader, state.iteration)
-        self._init_iter = 0 if self.position.epoch_done else state.iteration - self.position.epoch_start
-        if self.rng_to_restore is not None:  # last: making the iterator draws from the generators
-            rng.restore(self.rng_to_restore)
-            self.rng_to_restore = None
+    # ------------------------------------------------------- names for today's step function and older handlers; to go
 
-    def _setup_dataloader_iter(self) -> None:
-        with workers_begin(self.state.dataloader):
-            self._dataloader_iter = self.position.begin_pass(self.state.dataloader, self.state.iteration)
+    accumulation = _alias("stepper.accumulation")
+    skip = _alias("stepper.skip")
+    grad_norm = _alias("stepper.grad_norm")
+    grad_norms = _alias("stepper.grad_norms")
+    in_step = _alias("stepper.is_stepping")
+    losses = _alias("reporter.losses")
+    named_losses = _alias("reporter.named_losses")
+    rewinding = property(attrgetter("_rewind"))
+    position = property(attrgetter("data"))
+    bound = property(attrgetter("length"))

@@ -8,11 +8,13 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from ignite.engine import Engine as IgniteEngine
 
 from pulsetrain.engine.events.bus import EventBus
+from pulsetrain.engine.events.data_source import DataSource, IterableSource
 from pulsetrain.engine.events.engine_events import EngineEvents
 from pulsetrain.engine.events.names import COUNTERS, Events
 from pulsetrain.engine.events.payloads import EpochTerminated, ExceptionRaised, Terminated
@@ -22,19 +24,36 @@ __all__ = ["Engine"]
 
 
 class Engine(EngineEvents, IgniteEngine):  # type: ignore[misc]  # _event_handlers is a view here, a dict there
-    """Runs a function over batches and fires typed events on a bus as it goes.
+    """Runs a function over batches and fires typed events on a bus.
 
-    Everything that takes a pytorch-ignite Engine takes this one. What it adds: phases, typed payloads, `fire` and
-    `post`, one total order over the engines of a bus, and a loop that costs a fraction of ignite's.
+    Whatever accepts a pytorch-ignite Engine accepts this one. It adds phases, typed payloads, `fire` and `post`, one
+    total order over the engines of a bus, and a loop that costs a fraction of ignite's.
+
+    >>> engine = Engine(lambda engine, batch: 2 * batch)
+    >>> outputs = []
+    >>> handle = engine.add_event_handler(Events.ITERATION_COMPLETED, lambda e: outputs.append(e.state.output))
+    >>> engine.run([1, 2, 3], max_epochs=2).iteration
+    6
+    >>> outputs
+    [2, 4, 6, 2, 4, 6]
+
+    A subclass that needs other data, another bound or another reaction to data that ends overrides `source`, `is_done`,
+    `around_epoch`, `report_exhausted` or `empty_data_error`.
 
     Args:
-        process_function: called with (engine, batch) for each batch; what it returns is `state.output`.
-        name: what its events carry; unique on the bus.
-        bus: share one with other engines; by default the engine's own.
+        process_function: called with (engine, batch) for each batch; its result becomes `state.output`.
+        name: what the engine's events carry; unique on the bus.
+        bus: share one with other engines; by default the engine gets its own.
 
     Raises:
-        ValueError: process_function is None or does not take (engine, batch); the name is taken on this bus.
+        ValueError: process_function is None or does not take (engine, batch); the name is already used on this bus.
     """
+
+    source: DataSource
+    """Makes the iterators over the data."""
+
+    external_step: bool
+    """Whether the caller makes the step between two calls of `proceed`, and sets `state.output`."""
 
     def __init__(
         self,
@@ -59,13 +78,14 @@ class Engine(EngineEvents, IgniteEngine):  # type: ignore[misc]  # _event_handle
         self._internal_run_generator: Generator[Any, None, Any] | None = None
         self._failure: BaseException | None = None
         self._running = False
+        self._awaits_step = False
         self._first_iteration = 0  # the counter when this run began
-        self._hands_over = False  # the step is left to whoever drives the loop
-        self._handed_over = False  # and is being made
+        self.source = IterableSource()
+        self.external_step = False
         self.state = State(self)
         self.register_events(*Events, event_to_attr=COUNTERS)
 
-    # Whoever sets one of these three, ignite's handlers included, is noticed at the next safe point.
+    # The loop looks at these three at the next safe point, whoever sets them; ignite's handlers do.
 
     @property
     def should_terminate(self) -> bool | str:
@@ -115,7 +135,7 @@ class Engine(EngineEvents, IgniteEngine):  # type: ignore[misc]  # _event_handle
         self.should_terminate = "skip_completed" if skip_completed else True
 
     def terminate_epoch(self, skip_epoch_completed: bool = False) -> None:
-        """End the epoch at the next safe point and go on with the next one."""
+        """End the epoch at the next safe point and continue with the next one."""
         self.should_terminate_single_epoch = "skip_epoch_completed" if skip_epoch_completed else True
 
     def __repr__(self) -> str:
@@ -124,8 +144,55 @@ class Engine(EngineEvents, IgniteEngine):  # type: ignore[misc]  # _event_handle
 
     @property
     def is_running(self) -> bool:
-        """Whether a run of this engine is under way."""
+        """Whether a run of this engine is in progress."""
         return self._running
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether a run was interrupted, so that `run` continues it."""
+        return self._internal_run_generator is not None and not self._running
+
+    @property
+    def awaits_step(self) -> bool:
+        """Whether the loop has a batch for which the caller makes the step; see `external_step`."""
+        return self._awaits_step
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the run has reached its bound."""
+        return bool(IgniteEngine._is_done(self.state))
+
+    def around_epoch(self, done: int) -> AbstractContextManager[object]:
+        """Entered around the batches of each epoch; EPOCH_STARTED comes before it, EPOCH_COMPLETED after it.
+
+        Args:
+            done: how many batches of the epoch an earlier run has done.
+        """
+        return nullcontext()
+
+    def report_exhausted(self) -> None:
+        """The data ended, and a new pass gave no batch: warn if the run is not done.
+
+        Raises:
+            Exception: `empty_data_error`, if the run has had no batch at all.
+        """
+        state = self.state
+        if state.iteration == self._first_iteration:
+            raise self.empty_data_error()
+        if not self.is_done:
+            total = state.epoch_length * state.max_epochs if state.max_epochs is not None else state.max_iters
+            warnings.warn(
+                "Data iterator can not provide data anymore but required total number of iterations to run is not "
+                f"reached. Current iteration: {state.iteration} vs Total iterations to run : {total}",
+                stacklevel=2,
+            )
+
+    def empty_data_error(self) -> Exception:
+        """What a run over data without a batch raises."""
+        return ValueError(
+            f"{self.name!r}.run(data={_short(self.state.dataloader)}): the loader gave no batch; "
+            "an iterator can be run over once, give a list or a DataLoader to run again"
+        )
 
     def run(
         self,
@@ -134,7 +201,7 @@ class Engine(EngineEvents, IgniteEngine):  # type: ignore[misc]  # _event_handle
         max_iters: int | None = None,
         epoch_length: int | None = None,
     ) -> Any:
-        """Run over the data; see pytorch-ignite's `Engine.run`, whose arguments and resuming these are.
+        """Run over the data. The arguments, and how a run continues, are those of pytorch-ignite's `Engine.run`.
 
         Returns:
             The state, at the end or where `interrupt()` paused.
@@ -142,11 +209,67 @@ class Engine(EngineEvents, IgniteEngine):  # type: ignore[misc]  # _event_handle
         Raises:
             RuntimeError: called from inside this engine's own run.
             ValueError: arguments that contradict each other, the state or the data.
-            TypeError: data is no iterable.
+            TypeError: data is not iterable.
         """
-        if self._running:
-            raise RuntimeError(f"{self.name!r}.run() was called from inside its own run; use another engine for that")
+        self._refuse_inside("run")
         return super().run(data, max_epochs=max_epochs, max_iters=max_iters, epoch_length=epoch_length)
+
+    def resume(self, data: Iterable[Any], max_epochs: int | None = None, max_iters: int | None = None) -> Any:
+        """Continue from the state's counters to this bound; `source.resume` finds the next batch.
+
+        Unlike `run`, this never starts again from iteration 0. If the bound is already reached, only STARTED and
+        COMPLETED are fired.
+
+        Returns:
+            The state, as `run` does.
+
+        Raises:
+            RuntimeError: called from inside this engine's own run.
+        """
+        self._refuse_inside("resume")
+        self.abandon()
+        self.state.max_epochs, self.state.max_iters, self.state.dataloader = max_epochs, max_iters, data
+        return self._internal_run()
+
+    def proceed(self) -> Any:
+        """Continue a paused run, up to the next pause or the end; returns the state.
+
+        Raises:
+            RuntimeError: called from inside this engine's own run.
+        """
+        self._refuse_inside("proceed")
+        return self._internal_run() if self.is_paused else self.state
+
+    def abandon(self) -> None:
+        """Give up a paused run, and forget how the last one ended: the next run starts the loop again."""
+        if not self._running:
+            self._internal_run_generator = self._init_iter = None
+            self._terminate = self._awaits_step = False
+
+    def _refuse_inside(self, method: str) -> None:
+        if self._running:
+            raise RuntimeError(
+                f"{self.name!r}.{method}() was called from inside its own run; use another engine for that"
+            )
+
+    def _is_done(self, state: Any) -> bool:  # type: ignore[override]  # ignite's is static, and its run() asks it
+        return self.is_done if state is self.state else bool(IgniteEngine._is_done(state))
+
+    def _setup_dataloader_iter(self) -> None:
+        state = self.state
+        if state.dataloader is None:
+            super()._setup_dataloader_iter()
+        else:
+            self._dataloader_iter = self.source.begin(state.dataloader, state.iteration)
+
+    def _setup_engine(self) -> None:
+        state = self.state
+        if state.dataloader is None:
+            super()._setup_engine()
+            return
+        self._dataloader_iter, done = self.source.resume(state.dataloader, state.iteration, state.epoch_length)
+        if self._init_iter is None:  # else 0: after terminate() the next epoch begins
+            self._init_iter = done
 
     def _internal_run(self) -> Any:
         generator = self._internal_run_generator
@@ -172,7 +295,7 @@ class Engine(EngineEvents, IgniteEngine):  # type: ignore[misc]  # _event_handle
     _internal_run_legacy = _internal_run  # where interrupting is switched off it is the same loop
 
     def _loop(self) -> Generator[Any, None, None]:
-        """One run, from STARTED to COMPLETED. A generator, so that an interrupt is a yield and resuming is next()."""
+        """One run, from STARTED to COMPLETED. A generator: an interrupt is a yield, and continuing is next()."""
         state = self.state
         self._terminate = self._terminate_epoch = self._interrupt = False
         self._termination_reason = ""
@@ -187,7 +310,7 @@ class Engine(EngineEvents, IgniteEngine):  # type: ignore[misc]  # _event_handle
                 self._signal(Events.STARTED)
                 if self._attention and self._attend():
                     yield
-                while not self._is_done(state) and not self._terminate:
+                while not self.is_done and not self._terminate:
                     state.epoch += 1
                     epoch_start = time.time()
                     self._signal(Events.EPOCH_STARTED)
@@ -196,7 +319,9 @@ class Engine(EngineEvents, IgniteEngine):  # type: ignore[misc]  # _event_handle
                         yield
                     if self._dataloader_iter is None:
                         self._setup_engine()
-                    elapsed += yield from self._epoch()
+                    done, self._init_iter = self._init_iter or 0, None
+                    with self.around_epoch(done):
+                        elapsed += yield from self._epoch(done)
                     state.times["EPOCH_COMPLETED"] = elapsed  # handlers read it; grown below by their own time
                     if self.should_terminate_single_epoch != "skip_epoch_completed":
                         handlers_start = time.time()
@@ -217,27 +342,29 @@ class Engine(EngineEvents, IgniteEngine):  # type: ignore[misc]  # _event_handle
             if self.should_terminate != "skip_completed":
                 self._signal(Events.COMPLETED)
                 state.times["COMPLETED"] = time.time() - start
-        except GeneratorExit:  # an interrupted run was given up for a new one
+        except GeneratorExit:  # an interrupted run was abandoned for a new one
             raise
         except BaseException as error:
             self._failure = self._after_failure(error.cause if isinstance(error, _StepStopped) else error)
         finally:
             self._dataloader_iter = None
 
-    def _epoch(self) -> Generator[Any, None, float]:
-        """One epoch's batches; returns its seconds. The lines between two emits are what an iteration costs."""
+    def _epoch(self, counter: int) -> Generator[Any, None, float]:
+        """One epoch's batches; returns its seconds. The lines between two emits are what an iteration costs.
+
+        Args:
+            counter: how many batches of the epoch are done already; above 0 when resuming inside an epoch.
+        """
         state, sequence, fire = self.state, self._sequence, self.fire
         # looked up once: an attribute of an enum class costs 40 ns each time
-        hands_over = self._hands_over
+        external = self.external_step
         getting, got = Events.GET_BATCH_STARTED, Events.GET_BATCH_COMPLETED
         starting, done = Events.ITERATION_STARTED, Events.ITERATION_COMPLETED
         get, have, begin, end = self.dispatch(getting), self.dispatch(got), self.dispatch(starting), self.dispatch(done)
         start = time.time()
-        counter = 0 if self._init_iter is None else self._init_iter  # above 0 when resuming inside an epoch
-        self._init_iter = None
         if counter and counter == state.epoch_length:
-            return 0.0  # resumed behind the epoch's last batch: what is left of it is EPOCH_COMPLETED
-        restarted = False  # the loader was exhausted and begun anew, and has given nothing yet
+            return 0.0  # resumed after the epoch's last batch: only EPOCH_COMPLETED is left
+        restarted = False  # the loader was exhausted and started again, and has given nothing yet
         try:
             while True:
                 state.batch = None
@@ -259,7 +386,7 @@ class Engine(EngineEvents, IgniteEngine):  # type: ignore[misc]  # _event_handle
                             self._learn_epoch_length(counter)
                             break
                         if restarted:
-                            self._report_exhausted()
+                            self.report_exhausted()
                             break
                         self._signal(Events.DATALOADER_STOP_ITERATION)
                         if self._attention and self._attend():
@@ -283,10 +410,10 @@ class Engine(EngineEvents, IgniteEngine):  # type: ignore[misc]  # _event_handle
                         yield
                 else:
                     sequence.last += 1
-                if hands_over:  # whoever drives this generator does the step, and sets the output
-                    self._handed_over = True
+                if external:  # the caller makes the step, and sets the output
+                    self._awaits_step = True
                     yield
-                    self._handed_over = False
+                    self._awaits_step = False
                 else:
                     state.output = self._process_function(self, state.batch)
                 if end.connected and (end.always or not end.low <= state.iteration < end.high):
@@ -312,12 +439,12 @@ class Engine(EngineEvents, IgniteEngine):  # type: ignore[misc]  # _event_handle
         return time.time() - start
 
     def _signal(self, event: Events, payload: Any = None) -> None:
-        """Fire one of the rarer events of the loop: `last_event_name` follows these even where nobody listens."""
+        """Fire one of the rarer events of the loop: `last_event_name` follows these even if nobody subscribed."""
         self.last_event_name = event
         self.fire(event, payload)
 
     def _attend(self) -> bool:
-        """A safe point: deliver what was posted, then obey; true when the run is to pause here."""
+        """A safe point: deliver what was posted, then obey; returns whether the run pauses here."""
         self._attention = False  # before looking: what arrives meanwhile raises it again
         self._deliver_posts()
         if self._terminate:
@@ -331,54 +458,36 @@ class Engine(EngineEvents, IgniteEngine):  # type: ignore[misc]  # _event_handle
         return False
 
     def _after_failure(self, error: BaseException) -> BaseException | None:
-        """Fire EXCEPTION_RAISED; returns what the caller of run() gets, or None where a handler took it.
+        """Fire EXCEPTION_RAISED; returns what the caller of run() gets, or None if a handler has handled it.
 
-        Only a handler registered with `engine.on` takes an exception; bus subscribers observe it. KeyboardInterrupt
-        and SystemExit are taken only by a handler that calls terminate().
+        Only a handler registered with `engine.on` handles an exception; bus subscribers observe it. KeyboardInterrupt
+        and SystemExit are handled only by a handler that calls terminate().
         """
         self._dataloader_iter = None
         self._terminate = False
         signal = self.bus.signal(Events.EXCEPTION_RAISED)
-        taken = not signal.is_muted and any(s.by_engine for s in signal.subscriptions(id(self), exclusive=True))
+        handled = not signal.is_muted and any(s.by_engine for s in signal.subscriptions(id(self), exclusive=True))
         self.state.stop_reason = f"{type(error).__name__}: {error}"
         outcome: BaseException | None = error
         try:
             self._signal(Events.EXCEPTION_RAISED, ExceptionRaised(error=error))
-            if taken and (self._terminate or not isinstance(error, (KeyboardInterrupt, SystemExit))):
+            if handled and (self._terminate or not isinstance(error, (KeyboardInterrupt, SystemExit))):
                 outcome = None
         except BaseException as raised:
             outcome = raised
-        self._terminate = True  # the next run goes on as after terminate()
+        self._terminate = True  # the next run continues as after terminate()
         return outcome
 
     def _learn_epoch_length(self, counter: int) -> None:
         state = self.state
         if counter == 0:
-            raise self._no_batch()
+            raise self.empty_data_error()
         state.epoch_length = counter
         if state.max_iters is not None:
             state.max_epochs = math.ceil(state.max_iters / counter)
 
-    def _no_batch(self) -> ValueError:
-        return ValueError(
-            f"{self.name!r}.run(data={_short(self.state.dataloader)}): the loader gave no batch; "
-            "an iterator can be run over once, give a list or a DataLoader to run again"
-        )
 
-    def _report_exhausted(self) -> None:
-        state = self.state
-        if state.iteration == self._first_iteration:
-            raise self._no_batch()
-        if not self._is_done(state):
-            total = state.epoch_length * state.max_epochs if state.max_epochs is not None else state.max_iters
-            warnings.warn(
-                "Data iterator can not provide data anymore but required total number of iterations to run is not "
-                f"reached. Current iteration: {state.iteration} vs Total iterations to run : {total}",
-                stacklevel=2,
-            )
-
-
-class _StopRun(Exception):  # noqa: N818  # a signal to the loop, no error
+class _StopRun(Exception):  # noqa: N818  # a signal to the loop, not an error
     """terminate() was called."""
 
 

@@ -255,7 +255,7 @@ def _check(trainer: Any) -> None:
             "LRFinder: the policy makes the batches itself, and no loss over its own rollouts says which rate is good; "
             "compare the returns of short runs"
         )
-    if getattr(trainer, "_hands_over", False):
+    if getattr(trainer, "external_step", False):
         raise ConfigurationError(
             f"LRFinder: the step of {type(trainer).__name__} is the loop's body, which cannot be called; use a Trainer"
         )

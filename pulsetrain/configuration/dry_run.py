@@ -218,18 +218,14 @@ def _train(trainer: Trainer, timing: _Timing) -> Iterator[str]:
         if trainer.state.iteration >= BATCHES and trainer.state.update >= 1:
             trainer.terminate_epoch()
 
-    def validate() -> None:
-        if trainer.val_loaders and trainer.validated_at != trainer.state.iteration:
-            trainer.validate()
-
     trainer.add_event_handler(Events.ITERATION_COMPLETED, stop_epoch, phase=Phase.PERSIST)
-    trainer.add_event_handler(Events.EPOCH_COMPLETED, validate, phase=Phase.COMPUTE)
+    trainer.add_event_handler(Events.EPOCH_COMPLETED, trainer.validator.validate_once, phase=Phase.COMPUTE)
     trainer.add_event_handler(Events.EPOCH_COMPLETED, lambda: trainer.terminate(reason="dry run"), phase=Phase.PERSIST)
     trainer.train()
     if not timing.steps:
         yield _row("stopped", f"before a batch was trained: {trainer.state.stop_reason}")
         return
-    validate()  # where the run's bound came before the epoch's end
+    trainer.validator.validate_once()  # where the run's bound came before the epoch's end
     parameters = list(trainer.model.parameters())
     count = sum(each.numel() for each in parameters)
     trained = sum(each.numel() for each in parameters if each.requires_grad)

@@ -21,7 +21,6 @@ from pulsetrain.engine.recording import LoggedEvent
 from pulsetrain.handlers.metric_values.event_values import EventValues
 from pulsetrain.handlers.metric_values.step_values import learning_rates, scalars
 from pulsetrain.reproduce.rerun import Rerun
-from pulsetrain.state.handler_registry import handler_states
 from pulsetrain.trainer import Trainer
 
 __all__ = ["LiveDebugger"]
@@ -255,7 +254,7 @@ class LiveDebugger(SteppingDebugger):
 
     def handlers(self, *, max_bytes: int | None = None) -> LiveHandlers:
         """The trainer's handlers with their states."""
-        return LiveHandlers(handler_states(self.trainer))
+        return LiveHandlers(self.trainer.registry.states())
 
     @property
     def engines(self) -> list[str]:

@@ -17,8 +17,7 @@ from pulsetrain.engine.recording.log.records import Json
 from pulsetrain.handlers import LRScheduler
 from pulsetrain.handlers.run_files.run_file import read_run_file, write_run_file
 from pulsetrain.reproduce.rerun import nearest_checkpoint
-from pulsetrain.state.handler_registry import stateful
-from pulsetrain.state.resume import restore
+from pulsetrain.state.older_formats import upgrade
 from pulsetrain.trainer import Trainer
 
 __all__ = ["Fork", "fork"]
@@ -80,10 +79,10 @@ def fork(
     assembly = rebuild(run, into, settings)
     try:
         trainer = assembly.trainer
-        saved = load_checkpoint(checkpoint)
+        saved = dict(upgrade(load_checkpoint(checkpoint)))
         _keep_configured_schedules(trainer, saved)
         groups = [dict(group) for group in trainer.optimizer.param_groups]
-        restore(trainer, saved)
+        trainer.load_checkpoint_state(saved)
         _check_effect(trainer, skip_batches)
         _apply(trainer, groups, settings)
         trainer.fire(Events.CHECKPOINT_LOADED, CheckpointLoaded(path=checkpoint, iteration=trainer.state.iteration))
@@ -133,9 +132,9 @@ def _check_effect(trainer: Trainer, ranges: Sequence[tuple[int, int]]) -> None:
 
 def _keep_configured_schedules(trainer: Trainer, saved: dict[str, Json]) -> None:
     """Schedules continue at their saved step, with the formula of the new configuration."""
-    for key, handler in stateful(trainer).items():
+    for key, handler in trainer.registry.stateful().items():
         if isinstance(handler, LRScheduler) and key in saved["handlers"]:
-            saved["handlers"][key]["schedule"] = handler.state_dict()["schedule"]
+            saved["handlers"][key]["state"]["schedule"] = handler.state_dict()["schedule"]
 
 
 def _apply(trainer: Trainer, configured: Sequence[Mapping[str, object]], settings: Mapping[str, str]) -> None:

@@ -121,7 +121,7 @@ class Rerun:
         for handler in trainer.handlers:
             if isinstance(handler, OUTPUT_HANDLERS):
                 handler.detach()
-        trainer.position.left_out += _left_out_by(run)
+        trainer.data.left_out += _left_out_by(run)
         self.check = EventCheck(iter(()))
         self.start = self.end = 0  # iterations
         if checkpoint is not None:
@@ -184,8 +184,8 @@ class Rerun:
 
     def rows(self, iteration: int) -> Sequence[object] | None:
         """The indices of that iteration's batch in the data; None if the loader decides the order itself."""
-        position = self.trainer.position
-        return position.rows(iteration) if iteration > position.pass_start else None
+        data = self.trainer.data
+        return data.rows(iteration) if iteration > data.pass_start else None
 
 
 def _is_ours(event: LoggedEvent) -> bool:

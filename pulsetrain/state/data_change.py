@@ -1,4 +1,4 @@
-"""A run that goes on over other data than its checkpoint was made with: what is told, what is refused, what follows."""
+"""Resuming on changed data: what is warned about, rejected, or adapted."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from pulsetrain.engine.data.keyed_loader import KeyedOrder, can_be_keyed, length
 from pulsetrain.engine.errors import CheckpointError
 from pulsetrain.engine.logs import get_logger
 
-__all__ = ["describe_data", "follow_data"]
+__all__ = ["adapt_to_data", "describe_data"]
 
 
 def describe_data(loader: Any) -> dict[str, Any]:
     """What is known of a loader without reading it, as plain values.
 
-    `batches` of a pass and `samples` of it, those of all ranks; `batch_size`, samples of a batch, all ranks' as well;
+    `batches` of a pass and its `samples`, those of all ranks; `batch_size`, samples of a batch, of all ranks as well;
     `rows` of the dataset; None where it is not known.
+
+    >>> describe_data([1, 2, 3])
+    {'loader': 'list', 'batches': 3, 'batch_size': None, 'samples': None, 'rows': None}
     """
     keyed = KeyedOrder(loader, 0) if can_be_keyed(loader) else None
     size = keyed.step if keyed is not None and keyed.samples is not None else _batch_size(loader)
@@ -38,41 +41,42 @@ def _batch_size(loader: Any) -> int | None:
     return size if isinstance(size, int) else None
 
 
-def follow_data(saved: Mapping[str, Any], loader: Any) -> Mapping[str, Any]:
-    """A checkpoint's state as it is over this data: itself, or a copy where it was made with other data, which is told.
+def adapt_to_data(saved: Mapping[str, Any], loader: Any) -> Mapping[str, Any]:
+    """The state of a run, with its position adapted to this data; itself if it was made with the same data.
 
-    Between two epochs the next begins a pass over the new data. Inside an epoch the position counts samples where the
-    loader is asked for a position, so that batches may be of another size; else it counts batches.
+    A difference is warned about. Between two epochs, the next one begins a pass over the new data. Inside an epoch, the
+    position counts samples if the loader can start at a position, so that batches may be of another size; else it
+    counts batches.
 
     Raises:
-        CheckpointError: the position is none in this data.
+        CheckpointError: this data does not have the position.
     """
-    before, now = saved["data"], describe_data(loader)
+    before, now = saved["made_with"]["data"], describe_data(loader)
     differences = [f"{name}: {before[name]} -> {now[name]}" for name in now if _differs(name, before, now)]
     if not differences:
         return saved
-    counters, position = dict(saved["counters"]), dict(saved["position"])
+    counters, cursor = dict(saved["counters"]), dict(saved["data"])
     length = counters["epoch_length"]
     if now["batches"] is not None and length in (None, before.get("batches")):  # else somebody has set it
         counters["epoch_length"] = now["batches"]
-    done = position["trained"] - position["epoch_start"]
-    if position["epoch_done"] or done == length:
+    done = cursor["trained"] - cursor["epoch_start"]
+    if cursor["epoch_done"] or done == length:
         how = "with a new pass"
-        position["pass_over"] = True
+        cursor["pass_over"] = True
         done = counters["epoch_length"] or 0
     elif can_be_keyed(loader):
-        how = "behind the samples that the pass has given"
-        done = now["batches"] - _batches_left(loader, position, before, now, differences)
+        how = "after the samples that the pass has given"
+        done = now["batches"] - _batches_left(loader, cursor, before, now, differences)
     else:
-        how = "behind as many batches"
+        how = "after as many batches"
         if now["batches"] is not None and done > now["batches"]:
             raise _refusal(differences, f"the checkpoint is {done} batches inside an epoch, which has fewer now")
-    if not position["epoch_done"] and done != position["trained"] - position["epoch_start"]:
-        position["epoch_start"] = position["pass_start"] = position["trained"] - done
+    if not cursor["epoch_done"] and done != cursor["trained"] - cursor["epoch_start"]:
+        cursor["epoch_start"] = cursor["pass_start"] = cursor["trained"] - done
     get_logger("pulsetrain").warning(
-        f"the training data is not what the checkpoint was made with: the run goes on {how}", differences=differences
+        f"the training data differs from the checkpoint's: the run resumes {how}", differences=differences
     )
-    return {**saved, "counters": counters, "position": position}
+    return {**saved, "counters": counters, "data": cursor}
 
 
 def _differs(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
@@ -82,18 +86,18 @@ def _differs(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> bo
 
 
 def _batches_left(
-    loader: Any, position: Mapping[str, Any], before: Mapping[str, Any], now: Mapping[str, Any], differences: list[str]
+    loader: Any, cursor: Mapping[str, Any], before: Mapping[str, Any], now: Mapping[str, Any], differences: list[str]
 ) -> int:
-    """How many batches the samples make that the pass has not given yet."""
+    """How many batches the remaining samples of the pass make."""
     order = KeyedOrder(loader, 0)
     others = [name for name in ("loader", "rows", "samples") if _differs(name, before, now)]
-    if others or order.samples is None or "samples" not in before or "offset" not in position:
-        raise _refusal(differences, "the checkpoint was made inside a pass, and its position is none in this data")
-    return order.batches(order.samples - position["offset"])
+    if others or order.samples is None or "samples" not in before or "offset" not in cursor:
+        raise _refusal(differences, "the checkpoint was made inside a pass, and this data does not have its position")
+    return order.batches(order.samples - cursor["offset"])
 
 
 def _refusal(differences: list[str], why: str) -> CheckpointError:
     return CheckpointError(
-        f"the training data is not what the checkpoint was made with ({', '.join(differences)}): {why}; resume with "
-        "the data that the run began with, or from a checkpoint of an epoch's end, or begin a new run from its weights"
+        f"the training data differs from the checkpoint's ({', '.join(differences)}): {why}; resume with the data that "
+        "the run began with, or from a checkpoint of an epoch's end, or begin a new run from its weights"
     )

@@ -1,136 +1,155 @@
-"""Where a run stands in its data: which pass over the loader, and how far into it."""
+"""Where a run is in its data: which pass over the loader, and how far into it."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from itertools import islice
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch.utils.data import DataLoader
 
 from pulsetrain.engine.checkpoint.plain import plain
 from pulsetrain.engine.data import rng
 from pulsetrain.engine.data.keyed_loader import KeyedLoader, can_be_keyed, key_order
+from pulsetrain.engine.data.workers import workers_begin
 from pulsetrain.engine.errors import CheckpointError
 from pulsetrain.engine.logs import get_logger
+from pulsetrain.state.part import Stateful, keeps_state, require
 
-__all__ = ["STATE", "DataPosition"]
+__all__ = ["DataCursor"]
 
-STATE = ("seed", "passes", "pass_start", "epoch", "epoch_start", "epoch_done", "trained")  # of every position
+_FIELDS = ("seed", "passes", "pass_start", "epoch", "epoch_start", "epoch_done", "trained")  # of every state
 _WATCHED = 8  # batches of a loader of an unknown kind that are watched for draws
 
 
-class DataPosition:
-    """Begins passes over a loader, each keyed by (seed, pass), and finds back into one.
+class LoaderState(NamedTuple):
+    """A state of a loader that keeps its own, and how many batches of the pass it had given then."""
+
+    state: object
+    given: int
+
+
+class DataCursor:
+    """Begins passes over a loader, each keyed by (seed, pass), and returns into one.
 
     A loader that `can_be_keyed` accepts is asked for the batches from a position on. One that has `state_dict` and
     `load_state_dict` keeps its position itself, and what it draws is seeded for each batch. Any other is read again up
-    to the position; what it draws while it is read comes from a stream of its own, so that the same batches come
-    again whatever the model has drawn meanwhile.
+    to the position; what it draws while it is read comes from a stream of its own, so that the batches are the same
+    whatever the model has drawn meanwhile.
+
+    >>> cursor = DataCursor(seed=0)
+    >>> list(cursor.begin([10, 20, 30], iteration=0))
+    [10, 20, 30]
+    >>> cursor.trained = 1
+    >>> resumed = DataCursor(seed=0)
+    >>> resumed.load_state_dict(cursor.state_dict())
+    >>> list(resumed.resume([10, 20, 30], iteration=1))
+    [20, 30]
 
     Args:
         seed: of the data order.
-        left_out: first and last of the batches that are passed over, numbered as iterations would be that trained all.
+        left_out: first and last of the batches to leave out, numbered as if no batch was left out.
     """
+
+    passes: int
+    """How many passes have begun."""
+    pass_start: int
+    """The iteration before the first batch of the current pass."""
+    epoch: int
+    """The epoch that began last."""
+    epoch_start: int
+    """The iteration before its first batch."""
+    epoch_done: bool
+    """Whether the run is between two epochs."""
+    trained: int
+    """The last iteration whose step was made; `state.iteration` grows before its step."""
+    skipped: int
+    """How many batches were left out."""
+    left_out_since: list[tuple[int, int]]
+    """The batches to leave out since a rewind, as `left_out`."""
+    rewinds: int
+    """How often the run has returned to an earlier checkpoint."""
 
     def __init__(self, seed: int, left_out: Sequence[tuple[int, int]] = ()) -> None:
         self.seed = seed
         self.left_out = tuple(left_out)
-        self.left_out_since: list[tuple[int, int]]  # further ones, since a rewind
-        self._skips: list[
-            tuple[int, int]
-        ]  # iterations, and how many batches were left out before each, where that rises
-        self._keyed: tuple[Any, KeyedLoader] | None = None  # the loader, and ours that has taken it over
-        self.refuses_unsavable = False  # a loader's state that no checkpoint can hold, when a pass begins
-        self.restart()
+        self.refuses_unsavable = False  # whether to refuse, when a pass begins, a loader state that cannot be saved
+        self._keyed: tuple[object, KeyedLoader] | None = None  # the loader, and ours that reads it
+        self.reset()
 
-    def restart(self) -> None:
-        """Stand at the very beginning."""
-        self.passes = 0  # begun
-        self.pass_start = 0  # iteration before this pass's first batch
-        self.epoch = 0  # the one last begun
-        self.epoch_start = 0  # iteration before its first batch
-        self.epoch_done = True  # between two epochs
-        self.skipped = 0  # batches that were left out
+    def reset(self) -> None:
+        """Return to before the first pass."""
+        self.passes = self.pass_start = self.epoch = self.epoch_start = self.trained = 0
+        self.epoch_done = True
+        self.skipped = self.rewinds = 0
         self.left_out_since = []
-        self._skips = []
-        self.rewinds = 0  # how often the run has gone back
-        self.trained = 0  # the last iteration whose step was made: state.iteration grows before its step
-        self.resuming = False  # a checkpoint was loaded whose pass has not been found back to
-        self.inside = False  # it was made inside an epoch, which has not gone on yet
-        self._pass_over = False  # its pass had ended, or was over other data: what comes next is a new one
-        self._loader: Any = None  # the one that the pass under way is over; None before it has begun or been found back
-        self._offset = 0  # of the keyed order, at the iteration that follows
-        self._offset_at = 0
-        # of a loader that keeps its state: batches of the pass that it has given; a state to go back to, and their
-        # number then; the same two of the checkpoint that was loaded
-        self._given = 0
-        self._anchor: tuple[Any, int] = (None, 0)
-        self._saved_loader: tuple[Any, int] | None = None
+        self._skips: list[tuple[int, int]] = []  # iterations before which batches were left out, and the total then
+        self._pass_over = False  # the loaded pass has ended, or was over other data: the next batch is of a new one
+        self._loader: Any = None  # of the current pass; None before it begins, or before a loaded one is resumed
+        self._offset = self._offset_at = 0  # in the keyed order: after that iteration
+        self._given = 0  # batches of the pass that a loader with a state of its own has given
+        self._anchor = LoaderState(None, 0)  # to return to
+        self._saved_loader: LoaderState | None = None  # of the checkpoint that was loaded
 
-    def begin_epoch(self, epoch: int, iteration: int) -> bool:
-        """An epoch's batches begin; false where they go on behind a checkpoint that was made inside the epoch."""
-        inside, self.inside = self.inside, False
-        if not inside:
-            self.epoch_start = iteration
-        self.epoch, self.epoch_done = epoch, False
-        return not inside
+    def begin_epoch(self, epoch: int, start: int) -> None:
+        """An epoch's batches begin, or continue, whose first is that of the iteration after `start`."""
+        self.epoch, self.epoch_start, self.epoch_done = epoch, start, False
 
-    def begin_pass(self, loader: Any, iteration: int) -> Iterator[Any]:
+    def begin(self, data: Iterable[object], iteration: int) -> Iterator[object]:
         """An iterator over a new pass."""
         self.passes += 1
         self.pass_start = iteration
-        self.resuming = self._pass_over = False
+        self._pass_over = False
         self._offset, self._offset_at = 0, iteration
-        return self._without_those_left_out(self._iterate(loader), iteration)
+        with workers_begin(data):
+            return self._without_left_out(self._iterate(data), iteration)
 
-    def find_back(self, loader: Any, iteration: int) -> Iterator[Any]:
-        """An iterator over the pass that a checkpoint was made in, at its position.
+    def resume(self, data: Iterable[object], iteration: int) -> Iterator[object]:
+        """An iterator over the pass whose state was loaded, from its position on.
 
         Raises:
-            CheckpointError: the loader ends before the position: it is not the one that the checkpoint was made with.
+            CheckpointError: the loader ends before the position, so it is not the one of the checkpoint.
         """
-        self.resuming = False
         if self._pass_over:
             return iter(())
-        if self._take_over(loader) is not None:
-            return self._without_those_left_out(self._iterate(loader), iteration)
+        if self._keyed_loader(data) is not None:
+            return self._without_left_out(self._iterate(data), iteration)
         count, saved = iteration - self.pass_start, self._saved_loader
-        if saved is not None and _keeps_state(loader):
-            batches = self._iterate_stateful(loader, saved)
-            count -= saved[1]
+        if saved is not None and keeps_state(data):
+            batches = self._iterate_stateful(data, saved)
+            count -= saved.given
         else:
-            batches = self._iterate(loader)
-        if count and type(loader) not in (list, tuple):
+            batches = self._iterate(data)
+        if count and type(data) not in (list, tuple):
             get_logger("pulsetrain").warning(
-                "the loader cannot be asked for a position: it is read again up to where the run was",
-                loader=type(loader).__name__,
+                "the loader cannot start at a position: it is read again up to where the run was",
+                loader=type(data).__name__,
                 batches=count,
             )
         if sum(1 for _ in islice(batches, count)) < count:
             raise CheckpointError(
-                f"resuming behind {count} batches of a pass, but {type(loader).__name__} gave fewer; "
+                f"resuming after {count} batches of a pass, but {type(data).__name__} gave fewer; "
                 "resume with the data that the run began with"
             )
-        return self._without_those_left_out(batches, iteration)
+        return self._without_left_out(batches, iteration)
 
     def number(self, iteration: int) -> int:
-        """That of the batch of an iteration, as iterations would be that trained all."""
+        """The number of the batch of an iteration, as if no batch was left out."""
         before = bisect_right(self._skips, iteration, key=itemgetter(0))
         return iteration + (self._skips[before - 1][1] if before else 0)
 
     def leave_out(self, first: int, last: int) -> None:
-        """Further batches that the next pass, or the one that is found back to, passes over."""
+        """Leave out further batches, from the next pass or the one that is resumed on."""
         if (first, last) not in self.left_out_since:
             self.left_out_since.append((first, last))
 
-    def _without_those_left_out(self, batches: Iterator[Any], iteration: int) -> Iterator[Any]:
+    def _without_left_out(self, batches: Iterator[object], iteration: int) -> Iterator[object]:
         return self._leave_out(batches, iteration) if self.left_out or self.left_out_since else batches
 
-    def _leave_out(self, batches: Iterator[Any], iteration: int) -> Iterator[Any]:
+    def _leave_out(self, batches: Iterator[object], iteration: int) -> Iterator[object]:
         given = False
         while not given:
             before = self.skipped
@@ -141,7 +160,7 @@ class DataPosition:
                     if self._keyed is not None and self._keyed[0] is self._loader:
                         self._offset += self._keyed[1].order.step
                     else:
-                        self.pass_start -= 1  # as far as the pass goes, that batch was had
+                        self.pass_start -= 1  # the pass has given that batch
                     continue
                 iteration += 1
                 given = True
@@ -150,41 +169,41 @@ class DataPosition:
                 yield batch
             if self.skipped == before:
                 return  # the data has no batch
-            if not given:  # all that was left of the pass: the next one begins
+            if not given:  # all the rest of the pass was left out: the next one begins
                 self.passes, self.pass_start = self.passes + 1, iteration
                 self._offset, self._offset_at = 0, iteration
                 batches = self._iterate(self._loader)
 
-    def _iterate(self, loader: Any) -> Iterator[Any]:
+    def _iterate(self, loader: Iterable[object]) -> Iterator[object]:
         self._loader = loader
-        keyed = self._take_over(loader)
+        keyed = self._keyed_loader(loader)
         if keyed is not None:
             return keyed.begin(self.passes, self._offset)
         if type(loader) in (list, tuple):
             return iter(loader)
-        if _keeps_state(loader):
+        if keeps_state(loader):
             return self._iterate_stateful(loader)
         self._key_pass(loader)
         # workers are seeded by the line above, and a sampler that draws here does so at once
         known_to_draw_here = isinstance(loader, DataLoader) and loader.num_workers == 0
         return rng.Draws(rng.derive(self.seed, self.passes)).around(loader, None if known_to_draw_here else _WATCHED)
 
-    def _iterate_stateful(self, loader: Any, saved: tuple[Any, int] | None = None) -> Iterator[Any]:
+    def _iterate_stateful(self, loader: Stateful, saved: LoaderState | None = None) -> Iterator[object]:
         """A loader's batches from the pass's first on, or from a saved state on."""
         self._loader = loader
         self._key_pass(loader)
         with rng.seeded(rng.derive(self.seed, self.passes)):
             if saved is not None:
-                loader.load_state_dict(saved[0])
-            batches = iter(loader)
-            self._anchor = saved or (deepcopy(loader.state_dict()), 0)
+                loader.load_state_dict(saved.state)
+            batches = iter(self._loader)
+            self._anchor = saved or LoaderState(deepcopy(loader.state_dict()), 0)
             if self.refuses_unsavable:
-                plain({"position": {"loader": self._anchor[0]}})
-        self._given = self._anchor[1]
+                plain({"data": {"loader": self._anchor.state}})
+        self._given = self._anchor.given
         return self._give(batches)
 
-    def _give(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Each made under a seed of its own, so that a resume need not know what those before it have drawn."""
+    def _give(self, batches: Iterator[object]) -> Iterator[object]:
+        """Makes each batch under a seed of its own: a resume need not know what those before it have drawn."""
         while True:
             with rng.seeded(rng.derive(self.seed, self.passes, self._given)):
                 try:
@@ -194,14 +213,14 @@ class DataPosition:
             self._given += 1
             yield batch
 
-    def _key_pass(self, loader: Any) -> None:
+    def _key_pass(self, loader: object) -> None:
         key_order(loader, rng.derive(self.seed, self.passes))
         if isinstance(loader, DataLoader) and loader.persistent_workers:
-            # torch seeds workers when they begin: kept ones would draw on where the last pass ended, which no resume
-            # can know; the price is that they begin anew each pass
+            # torch seeds workers when they start: kept ones would continue drawing where the last pass ended, which no
+            # resume can know; the price is that they start again with each pass
             loader._iterator = None
 
-    def _take_over(self, loader: Any) -> KeyedLoader | None:
+    def _keyed_loader(self, loader: Any) -> KeyedLoader | None:
         if not can_be_keyed(loader):
             return None
         if self._keyed is None or self._keyed[0] is not loader:
@@ -209,24 +228,24 @@ class DataPosition:
         return self._keyed[1]
 
     def locate(self, iteration: int) -> tuple[int, int] | None:
-        """Where a batch of the pass under way lies, for `rows_at`; None where the loader's order is its own."""
+        """Where a batch of the current pass is in the data order, for `rows_at`; None if the loader decides itself."""
         if self._keyed is None or self._keyed[0] is not self._loader:
             return None
         return self.passes, self._offset + (iteration - 1 - self._offset_at) * self._keyed[1].order.step
 
     def rows_at(self, location: tuple[int, int]) -> list[Any]:
-        """The indices of the batch at that location, of this rank."""
+        """The data set's indices of the batch at that location, of this rank."""
         assert self._keyed is not None
         return self._keyed[1].order.rows(*location)
 
     def rows(self, iteration: int) -> list[Any] | None:
-        """The indices of a batch of the pass under way, of this rank; None where the loader's order is its own."""
+        """The data set's indices of a batch of the current pass, of this rank; None if the loader decides itself."""
         location = self.locate(iteration)
         return None if location is None else self.rows_at(location)
 
     def state_dict(self) -> dict[str, Any]:
-        """The position behind the last iteration whose step was made."""
-        state = {name: getattr(self, name) for name in STATE}
+        """The position after the last iteration whose step was made."""
+        state: dict[str, Any] = {name: getattr(self, name) for name in _FIELDS}
         if self.skipped:
             state["skipped"] = self.skipped
         if self.left_out_since:
@@ -244,38 +263,40 @@ class DataPosition:
             return state
         if self._keyed is not None and self._keyed[0] is self._loader:
             state["offset"] = self._offset + (self.trained - self._offset_at) * self._keyed[1].order.step
-        if _keeps_state(self._loader):
-            # a batch that was given and not trained on (the run was stopped in between) must come again
+        if keeps_state(self._loader):
+            # a batch that was given and not trained on, because the run was stopped in between, has to be given again
             ahead = self._given - (self.trained - self.pass_start)
             state["loader"], state["given"] = self._state_before(ahead) if ahead else self._state_now()
         return state
 
-    def _state_now(self) -> tuple[Any, int]:
-        return self._loader.state_dict(), self._given
+    def _state_now(self) -> LoaderState:
+        return LoaderState(self._loader.state_dict(), self._given)
 
-    def _state_before(self, ahead: int) -> tuple[Any, int]:
-        """A state of the loader to go on from behind the batches that were trained on, or from further back."""
+    def _state_before(self, ahead: int) -> LoaderState:
+        """A state of the loader after the batches that were trained on, or from further back."""
         before = getattr(self._loader, "state_before", None)  # of one whose batches cannot be made a second time
-        return self._anchor if before is None else (before(ahead), self._given - ahead)
+        return self._anchor if before is None else LoaderState(before(ahead), self._given - ahead)
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Stand where a checkpoint was made; the seed of the data order is the checkpoint's."""
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Refuse an incomplete state.
+
+        Raises:
+            CheckpointError: it lacks a field.
+        """
+        require("data", state, _FIELDS)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Return to where a checkpoint was made; the seed of the data order is the checkpoint's."""
         if state["seed"] != self.seed:
             self._keyed = None
-        for name in STATE:
+        self.reset()
+        for name in _FIELDS:
             setattr(self, name, state[name])
         self._offset, self._offset_at = state.get("offset", 0), self.trained
         self.skipped = state.get("skipped", 0)
         self.left_out_since = [(first, last) for first, last in state.get("left_out", ())]
         self.rewinds = state.get("rewinds", 0)
         self._skips = [(at, skipped) for at, skipped in state.get("skips", ())]
-        given = state.get("given", self.trained - self.pass_start)
-        self._saved_loader = (state["loader"], given) if "loader" in state else None
-        self._loader = None
-        self.resuming = self.passes > 0
+        if "loader" in state:
+            self._saved_loader = LoaderState(state["loader"], state.get("given", self.trained - self.pass_start))
         self._pass_over = state.get("pass_over", False)
-        self.inside = not self.epoch_done
-
-
-def _keeps_state(loader: Any) -> bool:
-    return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))

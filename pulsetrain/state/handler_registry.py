@@ -1,104 +1,165 @@
-"""Whose state a checkpoint holds beside the trainer's own: handlers, callbacks, other listeners, and the strategy."""
+"""The objects that subscribe to a run's events: their states and their settings."""
 
 from __future__ import annotations
 
 import inspect
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import PurePath
 from types import FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from pulsetrain.engine.checkpoint import CheckpointUrl, Location
-from pulsetrain.engine.errors import CheckpointError
+from pulsetrain.engine import Engine
+from pulsetrain.engine.checkpoint import CheckpointManager, CheckpointUrl, Location
+from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.events.bus import EventSignal
 from pulsetrain.engine.events.cadence import Every
-from pulsetrain.engine.events.names import Event, Events
 from pulsetrain.engine.events.subscription import Subscription
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.handlers import Checkpointer
+from pulsetrain.state.part import Stateful, keeps_state
 
-if TYPE_CHECKING:
-    from pulsetrain.trainer import Trainer
-
-__all__ = [
-    "arguments_of", "attributes_of", "handler_settings", "handler_states", "heard", "keeps_state", "listeners",
-    "restore_as_it_starts", "restore_states", "restore_strategy", "state_of", "stateful", "strategy_state",
-    "tell_of_pairs",
-]  # fmt: skip
+__all__ = ["HandlerRegistry", "arguments_of", "attributes_of", "state_of"]
 
 _PLAIN = (str, int, float, bool, type(None))
 
 
-def stateful(trainer: Trainer) -> dict[str, Any]:
-    """What holds progress, by class name and metric, numbered where both come twice: those `listeners` with a state."""
-    found: dict[str, Any] = {}
-    for handler in listeners(trainer):
-        if not keeps_state(handler):
-            continue
-        label = _label(handler)
-        key, number = label, 1
-        while key in found:
-            number += 1
-            key = f"{label}_{number}"
-        found[key] = handler
-    return found
+class HandlerRegistry:
+    """Knows the handlers, callbacks and other subscribers of an engine, and saves and restores their states.
 
+    An object subscribes by a method of its own or by being called: a metric of pytorch-ignite, a torch scheduler's
+    `step`, an object of the user's.
 
-def keeps_state(value: Any) -> bool:
-    """Whether it has `state_dict` and `load_state_dict`."""
-    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
-
-
-def listeners(trainer: Trainer) -> list[Any]:
-    """The trainer's handlers and callbacks, and whatever else hears its events, in the order of registration.
-
-    An object hears by a method of its own or by being called: a metric of pytorch-ignite, a torch scheduler's `step`,
-    an object of the user's. The trainer's own parts and those of handlers are left out.
+    Args:
+        engine: to whose events they subscribe.
+        handlers: what the run was given.
+        callbacks: likewise.
+        own: objects of the run itself, and others whose state is saved elsewhere.
     """
-    given = [*trainer.handlers, *trainer.callbacks]
-    own = [trainer, trainer.model, trainer.optimizer, trainer.evaluation, trainer.evaluator, trainer.callbacks]
-    parts = {id(part) for part in [*own, trainer.strategy]}
-    parts |= {id(part) for each in given for part in getattr(each, "__dict__", {}).values()}
-    owners = {id(each): each for each in given}
-    for subscription in heard(trainer):
-        owner = _owner(subscription.handler)
-        if owner is not None and id(owner) not in parts:
-            owners.setdefault(id(owner), owner)
-    return list(owners.values())
+
+    def __init__(
+        self, engine: Engine, handlers: Sequence[object], callbacks: Iterable[object], own: Sequence[object]
+    ) -> None:
+        self.engine, self.handlers, self.callbacks, self._own = engine, handlers, callbacks, own
+        self._first_settings: dict[int, tuple[object, str]] = {}  # by id
+        self._first_states: dict[str, object] = {}
+
+    def remember(self) -> None:
+        """Note states and settings as they are now: those of a run from the start."""
+        self._first_states = self.states()
+        self.settings()
+
+    def subscriptions(self) -> list[Subscription]:
+        """Every subscription to the engine's events, in the order of registration."""
+        signals = [signal for signal in self.engine.bus.values() if isinstance(signal, EventSignal)]
+        found = [each for signal in signals for each in signal.subscriptions(id(self.engine), exclusive=True)]
+        return sorted(found, key=lambda each: each.position)
+
+    def subscribers(self) -> list[object]:
+        """Handlers, callbacks and other objects that subscribe, in the order of registration.
+
+        The run's own parts and those of handlers are left out, and so are functions, which have no state.
+        """
+        given = [*self.handlers, *self.callbacks]
+        parts = {id(part) for part in (self.engine, self, self.callbacks, *self._own)}
+        parts |= {id(part) for each in given for part in getattr(each, "__dict__", {}).values()}
+        owners = {id(each): each for each in given}
+        for subscription in self.subscriptions():
+            owner = _owner(subscription.handler)
+            if owner is not None and id(owner) not in parts:
+                owners.setdefault(id(owner), owner)
+        return list(owners.values())
+
+    def stateful(self) -> dict[str, Stateful]:
+        """The subscribers that keep state, by class name and metric, numbered where two have the same name."""
+        found: dict[str, Stateful] = {}
+        for handler in self.subscribers():
+            if not keeps_state(handler):
+                continue
+            label = _label(handler)
+            key, number = label, 1
+            while key in found:
+                number += 1
+                key = f"{label}_{number}"
+            found[key] = handler
+        return found
+
+    def states(self) -> dict[str, Any]:
+        """The state of each that `stateful` names."""
+        return {key: state_of(key, handler) for key, handler in self.stateful().items()}
+
+    def settings(self) -> dict[str, str]:
+        """What each that `stateful` names was made with, as text: "EarlyStopping(val/loss): patience=5".
+
+        This is read when the registry first sees a handler: a torch scheduler's last_epoch is an argument, too.
+        """
+        known = self._first_settings
+        run_folder = next((each.folder for each in self.handlers if isinstance(each, Checkpointer)), None)
+        texts = {}
+        for key, handler in self.stateful().items():
+            if known.get(id(handler), (None, ""))[0] is not handler:
+                known[id(handler)] = handler, f"{_label(handler)}: {_settings(handler, run_folder)}"
+            texts[key] = known[id(handler)][1]
+        return texts
+
+    def checkpointer(self, asked_by: str) -> Checkpointer:
+        """The one handler that saves checkpoints.
+
+        Raises:
+            ConfigurationError: there is none, or there are several; the message names the method that asked.
+        """
+        found: list[Any] = [
+            each for each in self.handlers if isinstance(getattr(each, "manager", None), CheckpointManager)
+        ]
+        if len(found) != 1:
+            raise ConfigurationError(
+                f"Trainer.{asked_by}: needs exactly one Checkpointer among the handlers, and there are {len(found)}; "
+                "pass handlers=[Checkpointer('runs/a')], or name the checkpoint's path"
+            )
+        checkpointer: Checkpointer = found[0]
+        return checkpointer
+
+    def reset(self) -> None:
+        """Give each subscriber the state that it had when the registry first saw it."""
+        for key, handler in self.stateful().items():
+            if key in self._first_states:
+                handler.load_state_dict(self._first_states[key])
+            else:  # it was attached later, and has seen no run yet
+                self._first_states[key] = state_of(key, handler)
+
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        settings = self.settings()
+        return {key: {"settings": settings[key], "state": state} for key, state in self.states().items()}
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Restore the subscribers, each from the saved one with the same settings, or else of the same class."""
+        handlers = self.stateful()
+        for key, other in _pairs(self.settings(), _texts(state)).items():
+            handlers[key].load_state_dict(state[other]["state"])
+
+    def report_pairs(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+        """Warn about subscribers without a saved state, states without a subscriber, and pairs that are a guess."""
+        now, saved = self.settings(), _texts(state)
+        pairs = _pairs(now, saved)
+        log = get_logger("pulsetrain")
+        for key in sorted(now.keys() - pairs.keys()):
+            log.warning("the checkpoint has no state for a handler, which starts from its beginning", handler=key)
+        for key in sorted(saved.keys() - set(pairs.values())):
+            log.warning("the checkpoint has the state of a handler that the run does not have", handler=key)
+        unclear = list(_unclear(pairs, now, saved)) if any(saved.values()) else []
+        if unclear:
+            log.warning(
+                "several handlers are of one class, and only their order says whose saved state is whose; keep the "
+                "order, or keep what distinguishes them in an attribute named as the constructor's argument, or in one "
+                "called name",
+                handlers=unclear,
+            )
 
 
-def heard(trainer: Trainer) -> list[Subscription]:
-    """Every subscription of the trainer's events, in the order of registration."""
-    signals = [signal for signal in trainer.bus.values() if isinstance(signal, EventSignal)]
-    found = [each for signal in signals for each in signal.subscriptions(id(trainer), exclusive=True)]
-    return sorted(found, key=lambda each: each.position)
-
-
-def _owner(listener: Any) -> Any:
-    """The object that hears by the listener; None for a function, which has no state."""
-    while isinstance(listener, partial):
-        listener = listener.func
-    if isinstance(listener, FunctionType):
-        return None
-    owner = getattr(listener, "__self__", listener)
-    return None if isinstance(owner, type) else owner
-
-
-def handler_states(trainer: Trainer) -> dict[str, Any]:
-    """The state of each that `stateful` names."""
-    return {key: state_of(key, handler) for key, handler in stateful(trainer).items()}
-
-
-def strategy_state(trainer: Trainer) -> Any:
-    """The strategy's state; None where it keeps none."""
-    return state_of("strategy", trainer.strategy) if keeps_state(trainer.strategy) else None
-
-
-def state_of(key: str, handler: Any) -> Any:
-    """A handler's state; its error is told with its name."""
+def state_of(key: str, handler: Stateful) -> Any:
+    """A handler's state; an error gets a note with its name."""
     try:
         return handler.state_dict()
     except Exception as error:
@@ -106,72 +167,47 @@ def state_of(key: str, handler: Any) -> Any:
         raise
 
 
-def handler_settings(trainer: Trainer) -> dict[str, str]:
-    """Beside each that `stateful` names what it was made with, as text: "EarlyStopping(val/loss): patience=5".
+def arguments_of(handler: object) -> list[str]:
+    """The names of its constructor's arguments.
 
-    It is what was there when the trainer first knew of the handler: a torch scheduler's last_epoch is an argument, too.
+    >>> arguments_of(Every(epochs=1))[:2]
+    ['epochs', 'iterations']
     """
-    known = trainer.settings_at_first
-    run_folder = next((each.folder for each in trainer.handlers if isinstance(each, Checkpointer)), None)
-    texts = {}
-    for key, handler in stateful(trainer).items():
-        if known.get(id(handler), (None, ""))[0] is not handler:
-            known[id(handler)] = handler, f"{_label(handler)}: {_settings(handler, run_folder)}"
-        texts[key] = known[id(handler)][1]
-    return texts
+    try:
+        return list(inspect.signature(type(handler).__init__).parameters)[1:]
+    except (TypeError, ValueError):  # of C
+        return []
 
 
-def restore_as_it_starts(trainer: Trainer, event: Event) -> None:
-    """A metric begins anew at STARTED and EPOCH_STARTED; one that goes on inside an epoch gets its state back then."""
-    saved = trainer.states_to_restore
-    if saved is None:
-        return
-    epoch_started = event.type == Events.EPOCH_STARTED.value
-    if trainer.position.inside or not epoch_started:
-        restore_states(trainer, *saved)
-    if epoch_started:
-        trainer.states_to_restore = None
+def attributes_of(handler: object) -> dict[str, Any]:
+    """Its own attributes, including those in slots."""
+    slots = [vars(each).get("__slots__", ()) for each in type(handler).__mro__]
+    names = [name for each in slots for name in ([each] if isinstance(each, str) else each)]
+    values = {name: getattr(handler, name) for name in names if hasattr(handler, name)}
+    values.update(getattr(handler, "__dict__", {}))
+    return values
 
 
-def restore_states(trainer: Trainer, states: Mapping[str, Any], settings: Mapping[str, str]) -> None:
-    """Put back what holds progress; also once more, behind an event at which some of it begins anew.
-
-    Args:
-        states: what `handler_states` gave.
-        settings: what `handler_settings` gave then; empty in older checkpoints.
-    """
-    handlers = stateful(trainer)
-    for key, other in _pairs(handler_settings(trainer), states, settings).items():
-        handlers[key].load_state_dict(states[other])
+def _owner(subscriber: Callable[..., object]) -> object | None:
+    """The object whose method subscribes, or that is called itself; None for a function."""
+    while isinstance(subscriber, partial):
+        subscriber = subscriber.func
+    if isinstance(subscriber, FunctionType):
+        return None
+    owner = getattr(subscriber, "__self__", subscriber)
+    return None if isinstance(owner, type) else owner
 
 
-def tell_of_pairs(trainer: Trainer, states: Mapping[str, Any], settings: Mapping[str, str]) -> None:
-    """Warn of handlers without a state, of states without a handler, and where only the order tells whose is whose."""
-    now = handler_settings(trainer)
-    pairs = _pairs(now, states, settings)
-    log = get_logger("pulsetrain")
-    for key in sorted(now.keys() - pairs.keys()):
-        log.warning("handler begins anew", handler=key)
-    for key in sorted(states.keys() - set(pairs.values())):
-        log.warning("saved state of a handler that is not here any more", handler=key)
-    unclear = list(_unclear(pairs, now, settings)) if settings else []
-    if unclear:
-        log.warning(
-            "several handlers are of one class, and only their order tells whose saved state is whose; keep the order, "
-            "or keep what tells them apart in an attribute called as the constructor's argument, or in one called name",
-            handlers=unclear,
-        )
+def _texts(state: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    return {key: entry["settings"] for key, entry in state.items()}
 
 
-def _pairs(now: Mapping[str, str], states: Mapping[str, Any], settings: Mapping[str, str]) -> dict[str, str]:
+def _pairs(now: Mapping[str, str], saved: Mapping[str, str]) -> dict[str, str]:
     """Whose saved state each handler gets: one made with the same settings, else one of the same class; in order."""
-    if not settings:
-        return {key: key for key in now if key in states}
-    if settings.keys() != states.keys():
-        odd = ", ".join(sorted(settings.keys() ^ states.keys()))
-        raise CheckpointError(f"the checkpoint's handlers have a state or settings, not both: {odd}; load another one")
+    if not any(saved.values()):  # a checkpoint of before settings were saved
+        return {key: key for key in now if key in saved}
     pairs: dict[str, str] = {}
-    left = dict(settings)
+    left = dict(saved)
     for same in (_whole, _class):
         for key, text in now.items():
             found = next((other for other, theirs in left.items() if same(theirs) == same(text)), None)
@@ -181,11 +217,11 @@ def _pairs(now: Mapping[str, str], states: Mapping[str, Any], settings: Mapping[
     return pairs
 
 
-def _unclear(pairs: Mapping[str, str], now: Mapping[str, str], settings: Mapping[str, str]) -> Iterator[str]:
-    alike = Counter(now.values()) | Counter(settings.values())
-    of_a_class = Counter(map(_class, now.values())) | Counter(map(_class, settings.values()))
+def _unclear(pairs: Mapping[str, str], now: Mapping[str, str], saved: Mapping[str, str]) -> Iterator[str]:
+    alike = Counter(now.values()) | Counter(saved.values())
+    of_a_class = Counter(map(_class, now.values())) | Counter(map(_class, saved.values()))
     for key, other in pairs.items():
-        changed = now[key] != settings[other]
+        changed = now[key] != saved[other]
         if alike[now[key]] > 1 or (changed and of_a_class[_class(now[key])] > 1):
             yield key
 
@@ -198,15 +234,15 @@ def _class(text: str) -> str:
     return text.partition(": ")[0]
 
 
-def _label(handler: Any) -> str:
+def _label(handler: object) -> str:
     metric = getattr(handler, "metric", None)
     return f"{type(handler).__name__}({metric})" if isinstance(metric, str) else type(handler).__name__
 
 
-def _settings(handler: Any, run_folder: Location | None) -> str:
-    """The arguments of its constructor that it keeps as attributes, those that are plain; and its name.
+def _settings(handler: object, run_folder: Location | None) -> str:
+    """The arguments of its constructor that it keeps as attributes, if they are plain; and its name.
 
-    Paths are told from the run's folder on, which may be another when the run goes on.
+    Paths are relative to the run's folder, which may be another one when the run resumes.
     """
     attributes = attributes_of(handler)
     found = []
@@ -219,42 +255,7 @@ def _settings(handler: Any, run_folder: Location | None) -> str:
     return ", ".join(found)
 
 
-def _path_from(run_folder: Location | None, path: Any) -> str:
+def _path_from(run_folder: Location | None, path: Location | PurePath) -> str:
     if isinstance(path, PurePath) and isinstance(run_folder, PurePath):
         return os.path.relpath(path, run_folder)
     return "." if path == run_folder else str(path)
-
-
-def arguments_of(handler: Any) -> list[str]:
-    """The names of its constructor's arguments."""
-    try:
-        return list(inspect.signature(type(handler).__init__).parameters)[1:]
-    except (TypeError, ValueError):  # of C
-        return []
-
-
-def attributes_of(handler: Any) -> dict[str, Any]:
-    """Its own attributes, those in slots as well."""
-    slots = [vars(each).get("__slots__", ()) for each in type(handler).__mro__]
-    names = [name for each in slots for name in ([each] if isinstance(each, str) else each)]
-    values = {name: getattr(handler, name) for name in names if hasattr(handler, name)}
-    values.update(getattr(handler, "__dict__", {}))
-    return values
-
-
-def restore_strategy(trainer: Trainer, state: Any) -> None:
-    """Give the strategy its state back.
-
-    Raises:
-        CheckpointError: it cannot take one.
-    """
-    strategy = trainer.strategy
-    if state is not None and not keeps_state(strategy):
-        raise CheckpointError(
-            f"the checkpoint holds the state of a strategy, and {type(strategy).__name__} has no state_dict() and "
-            "load_state_dict(); resume with the strategy that the run began with"
-        )
-    if state is not None:
-        strategy.load_state_dict(state)
-    elif keeps_state(strategy):
-        get_logger("pulsetrain").warning("the strategy begins anew", strategy=type(strategy).__name__)

@@ -1,256 +1,147 @@
-"""What a checkpoint of a trainer holds, and how a run goes on from it."""
+"""Resuming a run from a checkpoint: checks it, restores the parts, and knows what is still pending."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import MISSING, Field, fields
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
 
-import torch
-
-from pulsetrain.engine.backends.model_store import kind_of
-from pulsetrain.engine.checkpoint.snapshot import Snapshot
-from pulsetrain.engine.checkpoint.weights import compare_weights
+from pulsetrain.engine import Engine
 from pulsetrain.engine.data import rng
-from pulsetrain.engine.environment import describe_environment, environment_differences
-from pulsetrain.engine.errors import CheckpointError
+from pulsetrain.engine.data.workers import workers_outlive_signals
+from pulsetrain.engine.events.names import Event, Events
+from pulsetrain.engine.events.subscription import LAST, Phase
 from pulsetrain.engine.logs import get_logger
-from pulsetrain.handlers import LRScheduler, ReduceLROnPlateau
-from pulsetrain.state.data_change import describe_data, follow_data
-from pulsetrain.state.data_cursor import STATE as POSITION
-from pulsetrain.state.handler_registry import (
-    handler_settings,
-    handler_states,
-    restore_states,
-    restore_strategy,
-    stateful,
-    strategy_state,
-    tell_of_pairs,
-)
-from pulsetrain.training.stepper import rates_of
+from pulsetrain.state.data_change import adapt_to_data
+from pulsetrain.state.data_cursor import DataCursor
+from pulsetrain.state.handler_registry import HandlerRegistry
+from pulsetrain.state.older_formats import upgrade
+from pulsetrain.state.part import Part
+from pulsetrain.state.run_state import RunState
 
-if TYPE_CHECKING:
-    from pulsetrain.config import TrainingConfig
-    from pulsetrain.trainer import Trainer
-
-__all__ = ["COUNTERS", "capture", "check_optimizer", "restore"]
-
-FORMAT = 4
-_SET_RATES = (LRScheduler, ReduceLROnPlateau)
-_PARTS = (
-    "environment", "settings", "model", "optimizer", "optimizer_type", "backend", "announced_skips", "accumulation",
-    "counters", "learning_rates", "grad_norm", "position", "data", "validated_at", "metrics", "history", "losses",
-    "strategy", "handlers", "handler_settings", "rng",
-)  # fmt: skip
-# what may differ between two parts of one run: how long it is, what it tells, where it writes
-_MAY_CHANGE = ("max_epochs", "max_iterations", "max_updates", "max_tokens", "log_every_n_steps", "run_dir")
-COUNTERS = (
-    "iteration", "epoch", "epoch_length", "update", "validation_round", "rollout_round", "save", "tokens", "samples",
-)  # fmt: skip
+__all__ = ["Resume", "Resumer"]
 
 
-def capture(trainer: Trainer) -> dict[str, Any]:
-    """Everything that the next iteration depends on, as tensors and plain containers."""
-    state, position = trainer.state, trainer.position
-    gradients = trainer.held.gradients() if trainer.accumulated else {}  # between two updates: their sum so far
-    counters = {name: getattr(state, name) for name in COUNTERS}
-    return {
-        "format": FORMAT,
-        "environment": _environment(trainer),
-        "settings": plain_settings(trainer.config),
-        "model": trainer.model.state_dict(),
-        "optimizer": trainer.optimizer.state_dict(),
-        "optimizer_type": kind_of(trainer.optimizer),
-        "backend": trainer.backend.state_dict(),
-        "announced_skips": trainer.announced_skips,
-        "accumulation": {**trainer.accumulation.state_dict(), "gradients": gradients},
-        "counters": {**counters, "iteration": position.trained, "epoch": position.epoch - (not position.epoch_done)},
-        "learning_rates": [float(rate) for rate in trainer.learning_rates],
-        "grad_norm": trainer.grad_norm,
-        "position": position.state_dict(),
-        "data": describe_data(trainer.train_loader),
-        "validated_at": trainer.validated_at,
-        "metrics": {name: float(value) for name, value in state.metrics.items() if _is_scalar(value)},
-        "history": trainer.history.state_dict(),
-        "losses": trainer.losses.state_dict(),
-        **_named_losses(trainer),
-        "strategy": strategy_state(trainer),
-        "handlers": handler_states(trainer),
-        "handler_settings": handler_settings(trainer),
-        # of a checkpoint that was loaded and has not been gone on with: its own
-        "rng": trainer.rng_to_restore or rng.capture(),
-    }
+@dataclass(frozen=True)
+class Resume:
+    """What a loaded checkpoint leaves to be done when the run continues."""
+
+    handlers: Mapping[str, Mapping[str, Any]]
+    """Their states, which some reset at STARTED and EPOCH_STARTED."""
+    rng: Mapping[str, Any] | None
+    """States of the generators, for making the iterator over the data draws numbers; None if the run seeds them."""
+    inside_epoch: bool
+    """Whether the checkpoint was made inside an epoch."""
+    done: int
+    """How many batches of that epoch were trained."""
 
 
-def restore(trainer: Trainer, saved: Mapping[str, Any]) -> None:
-    """Take over a checkpoint's state; the next run goes on behind it.
+class Resumer:
+    """Loads the state of a run, and completes what can only be restored once the run continues.
 
-    Raises:
-        CheckpointError: it does not fit this trainer, which then is as it was; the message lists what is missing,
-            unexpected or misshapen.
+    It is the data source of the run loop: a resumed run gets the batches from the cursor's position on, and the
+    generators as they were.
+
+    Args:
+        parts: of the run's state; the Resumer adds "rng".
+        data: the place in the data.
+        registry: the handlers.
     """
-    saved = _of_this_format(saved)
-    lacking = [name for name in _PARTS if name not in saved]
-    for part, names in () if lacking else (("counters", COUNTERS), ("position", POSITION)):
-        lacking += [f"{part}.{name}" for name in names if name not in saved[part]]
-    if lacking:
-        raise CheckpointError(f"the checkpoint's state lacks {', '.join(lacking)}; load another checkpoint")
-    problems = compare_weights(trainer.model.state_dict(), saved["model"])
-    if problems:
-        raise CheckpointError(f"the checkpoint's weights do not fit the model: {problems}")
-    check_optimizer(trainer.optimizer, saved)
-    fewer = rng.missing_devices(saved["rng"])
-    saved = follow_data(saved, trainer.train_loader)
-    go_on_with_gradients = trainer.held.load_gradients(
-        saved["accumulation"]["gradients"], saved["accumulation"]["batches"]
-    )
-    _restore_what_may_refuse(trainer, saved)
-    trainer.model.load_state_dict(saved["model"])
-    configured = rates_of(trainer.optimizer)
-    trainer.optimizer.load_state_dict(saved["optimizer"])
-    _tell_of_rates(trainer, configured)
-    trainer.announced_skips = saved["announced_skips"]
-    trainer.accumulation.load_state_dict(saved["accumulation"])
-    go_on_with_gradients()
-    counters = saved["counters"]
-    trainer.set_counters({**counters, "save": counters["save"] + 1})  # its own save, counted once it was durable
-    trainer.learning_rates = tuple(saved["learning_rates"])
-    trainer.grad_norm = saved["grad_norm"]
-    trainer.grad_norms = dict(saved.get("grad_norms", {}))
-    trainer.position.load_state_dict(saved["position"])
-    trainer.validated_at = saved["validated_at"]
-    trainer.state.metrics = dict(saved["metrics"])
-    trainer.history.load_state_dict(saved["history"])
-    trainer.losses.load_state_dict(saved["losses"], trainer.backend.device)
-    for name, losses in trainer.named_losses.items():
-        losses.load_state_dict(saved["named_losses"][name], trainer.backend.device)
-    trainer.rng_to_restore = saved["rng"]
-    trainer.states_to_restore = saved["handlers"], saved["handler_settings"]
-    tell_of_pairs(trainer, saved["handlers"], saved["handler_settings"])
-    if fewer:
-        get_logger("pulsetrain").warning(
-            "this process sees fewer devices than the checkpoint holds generators of: what is drawn there is another "
-            "from here on",
-            devices=fewer,
-        )
-    _tell_of_changes(trainer, saved)
 
+    def __init__(self, parts: Mapping[str, Part], data: DataCursor, registry: HandlerRegistry) -> None:
+        self.pending: Resume | None = None
+        self.state = RunState({**parts, "rng": _Generators(self)})
+        self._data, self._registry = data, registry
 
-def _environment(trainer: Trainer) -> dict[str, Any]:
-    return describe_environment(trainer.backend.device, trainer.backend.environment())
+    def attach(self, engine: Engine) -> None:
+        for event in (Events.STARTED, Events.EPOCH_STARTED):
+            engine.bus.subscribe(event, self._restore_handlers, sender=engine, phase=Phase.PERSIST, order=LAST)
 
+    @property
+    def is_resuming(self) -> bool:
+        """Whether a checkpoint was loaded from which the run has not continued yet."""
+        return self.pending is not None and self.pending.rng is not None
 
-def _named_losses(trainer: Trainer) -> dict[str, Any]:
-    if not trainer.named_losses:  # a run with one optimizer has none
-        return {}
-    losses = {name: losses.state_dict() for name, losses in trainer.named_losses.items()}
-    return {"named_losses": losses, "grad_norms": dict(trainer.grad_norms)}
+    def load(self, saved: Mapping[str, Any], loader: Iterable[object]) -> None:
+        """Restore a checkpoint's state; the next run continues from there.
 
+        Args:
+            saved: what a checkpoint holds, in any format that this version reads.
+            loader: the training data, to which the position is adapted if it has changed.
 
-def _of_this_format(saved: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The state as this version would have written it, without what an older one did not know."""
-    counters = saved.get("counters")
-    if isinstance(counters, Mapping):
-        saved = {**saved, "counters": {"rollout_round": 0, **counters}}  # there were none before it was counted
-    if saved.get("format") == 3 and isinstance(counters, Mapping):
-        data = {"batches": counters.get("epoch_length")}
-        return {**saved, "format": FORMAT, "strategy": None, "handler_settings": {}, "data": data}
-    if saved.get("format") != FORMAT:
-        raise CheckpointError(
-            f"the checkpoint's state is of format {saved.get('format')!r}, this version reads 3 and {FORMAT}; go on "
-            "with the version that wrote it, or begin a new run from its weights: "
-            "model.load_state_dict(checkpoint['model'])"
-        )
-    return saved
-
-
-def _restore_what_may_refuse(trainer: Trainer, saved: Mapping[str, Any]) -> None:
-    """The states of the backend, the strategy and the handlers: all, or none where one raises."""
-    parts = {"backend": trainer.backend.state_dict(), "handlers": handler_states(trainer)}
-    before = Snapshot().take({**parts, "strategy": strategy_state(trainer)})  # of what may be loaded in place
-    try:
-        trainer.backend.load_state_dict(saved["backend"])
-        restore_strategy(trainer, saved["strategy"])
-        restore_states(trainer, saved["handlers"], saved["handler_settings"])
-    except Exception:
-        trainer.backend.load_state_dict(before["backend"])
-        if before["strategy"] is not None:
-            trainer.strategy.load_state_dict(before["strategy"])
-        for key, handler in stateful(trainer).items():
-            handler.load_state_dict(before["handlers"][key])
-        raise
-
-
-def check_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    """Refuse the state of another optimizer, or of other parameters.
-
-    Raises:
-        CheckpointError: it is one; the message names the difference.
-    """
-    mine, theirs = kind_of(optimizer), saved["optimizer_type"]
-    if mine != theirs:
-        raise CheckpointError(f"the checkpoint was made with {theirs}, this trainer has {mine}; use the same optimizer")
-    groups = [len(group["params"]) for group in optimizer.param_groups]
-    others = [len(group["params"]) for group in saved["optimizer"]["param_groups"]]
-    if groups != others:
-        raise CheckpointError(
-            f"the optimizer's state does not fit: {others} parameters a group in the checkpoint, {groups} here"
+        Raises:
+            CheckpointError: it does not fit this run, which then is as it was; the message lists what is missing,
+                unexpected or misshapen.
+        """
+        saved = upgrade(saved)
+        self.state.check_state_dict(saved)
+        saved = adapt_to_data(saved, loader)
+        self.state.load_state_dict(saved)
+        self._registry.report_pairs(saved["handlers"])
+        data = self._data
+        self.pending = Resume(
+            handlers=saved["handlers"],
+            rng=saved["rng"] if data.passes else None,  # a run that had no batch yet starts from its seed
+            inside_epoch=not data.epoch_done,
+            done=0 if data.epoch_done else data.trained - data.epoch_start,
         )
 
-    check = getattr(optimizer, "check_state_dict", None)  # of those that are several in one
-    if check is not None:
-        check(saved["optimizer"])
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for index, parameter in enumerate(parameters):
-        for name, value in saved["optimizer"]["state"].get(index, {}).items():
-            if isinstance(value, torch.Tensor) and value.ndim and value.shape != parameter.shape:
-                raise CheckpointError(
-                    f"the optimizer's state does not fit: {name} of parameter {index} is {_shape(value)} in the "
-                    f"checkpoint, the parameter is {_shape(parameter)} here"
-                )
+    def reset(self, seed: int) -> None:
+        """Seed the generators, and return every part to the state before the first iteration."""
+        rng.seed_everything(seed)
+        self.state.reset()
+
+    def begin(self, data: Iterable[object], iteration: int) -> Iterator[object]:
+        return self._data.begin(data, iteration)
+
+    def resume(self, data: Iterable[object], iteration: int, epoch_length: int | None) -> tuple[Iterator[object], int]:
+        pending = self.pending
+        if pending is None or pending.rng is None:
+            self.pending = None
+            return self.begin(data, iteration), iteration % epoch_length if epoch_length else iteration
+        with workers_outlive_signals(data):
+            batches = self._data.resume(data, iteration)
+        rng.restore(pending.rng)  # last: making the iterator draws from the generators
+        self.pending = None
+        return batches, pending.done
+
+    def finishes_epoch(self, epoch_length: int | None) -> bool:
+        """Whether the checkpoint was made after the last batch of an epoch, and before its EPOCH_COMPLETED."""
+        pending = self.pending
+        return pending is not None and self.is_resuming and pending.inside_epoch and pending.done == epoch_length
+
+    def finish(self) -> None:
+        """A checkpoint made after the run's last batch was loaded: restore the generators for the run's end."""
+        if self.pending is not None and self.pending.rng is not None:
+            rng.restore(self.pending.rng)
+            self.pending = replace(self.pending, rng=None)
+
+    def _restore_handlers(self, engine: Engine, event: Event) -> None:
+        pending = self.pending
+        if pending is not None and (event.type == Events.STARTED.value or pending.inside_epoch):
+            self._registry.load_state_dict(pending.handlers)
 
 
-def plain_settings(config: TrainingConfig) -> dict[str, Any]:
-    """The settings as text, those that are the default left out."""
-    return {
-        each.name: repr(value) for each in fields(config) if (value := getattr(config, each.name)) != _default(each)
-    }
+class _Generators:
+    """The process's random generators, as a part: what is loaded waits in `Resumer.pending`."""
 
+    def __init__(self, resumer: Resumer) -> None:
+        self._resumer = resumer
 
-def _default(field: Field[Any]) -> Any:
-    return field.default if field.default_factory is MISSING else field.default_factory()
+    def reset(self) -> None: ...
 
+    def state_dict(self) -> Mapping[str, Any]:
+        pending = self._resumer.pending
+        return rng.capture() if pending is None or pending.rng is None else pending.rng
 
-def _tell_of_changes(trainer: Trainer, saved: Mapping[str, Any]) -> None:
-    """Say what is another than when the checkpoint was made: from it on the run may be another, too."""
-    now = _environment(trainer)
-    trainer.environment_changes = environment_differences(saved["environment"], now)
-    if trainer.environment_changes:
-        get_logger("pulsetrain").warning(
-            "the environment differs from the checkpoint's: results need not be the same to the bit",
-            differences=trainer.environment_changes,
-        )
-    settings = plain_settings(trainer.config)
-    before = {name: text for name, text in saved["settings"].items() if name not in _MAY_CHANGE}
-    changed = environment_differences(before, {n: text for n, text in settings.items() if n not in _MAY_CHANGE})
-    if changed:
-        get_logger("pulsetrain").warning("the run goes on under other settings than before", differences=changed)
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        rng.missing_devices(state)
 
-
-def _tell_of_rates(trainer: Trainer, configured: tuple[float, ...]) -> None:
-    """Without a schedule the checkpoint's learning rates go on: say so where others were asked for."""
-    loaded = rates_of(trainer.optimizer)
-    if loaded != configured and not any(isinstance(handler, _SET_RATES) for handler in trainer.handlers):
-        get_logger("pulsetrain").warning(
-            "the run goes on with the learning rates of its checkpoint; update_optimizer() writes others",
-            checkpoint=[float(rate) for rate in loaded],
-            configured=[float(rate) for rate in configured],
-        )
-
-
-def _is_scalar(value: object) -> bool:
-    return isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1)
-
-
-def _shape(value: Any) -> tuple[int, ...]:
-    return tuple(value.shape) if isinstance(value, torch.Tensor) else ()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        fewer = rng.missing_devices(state)
+        if fewer:
+            get_logger("pulsetrain").warning(
+                "fewer devices than the checkpoint has RNG states for: random numbers on the missing ones will differ "
+                "from here",
+                devices=fewer,
+            )

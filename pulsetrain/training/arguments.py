@@ -17,7 +17,7 @@ from pulsetrain.engine.schedules import build_schedule
 from pulsetrain.engine.step.protocols import AlternatingStrategy, TrainingStrategy
 from pulsetrain.engine.strategies import STRATEGIES
 from pulsetrain.handlers import Checkpointer, EarlyStopping, LRScheduler
-from pulsetrain.training.run_length import Bound
+from pulsetrain.training.run_length import RunLength
 
 __all__ = [
     "check_kinds",
@@ -186,7 +186,7 @@ def optimizer_options(config: TrainingConfig) -> dict[str, Any]:
 
 
 def configured_handlers(
-    config: TrainingConfig, optimizer: torch.optim.Optimizer, bound: Bound, given: Sequence[Any]
+    config: TrainingConfig, optimizer: torch.optim.Optimizer, length: RunLength, given: Sequence[Any]
 ) -> list[Any]:
     """The handlers that settings stand for; one of a kind that is given as well is an error.
 
@@ -201,7 +201,7 @@ def configured_handlers(
             schedule = build_schedule(
                 config.schedule,
                 float(part.defaults.get("lr", config.learning_rate)),  # an instance brings its own, even as a tensor
-                total_steps=bound.total_updates,
+                total_steps=length.total_updates,
                 warmup_steps=config.warmup_steps,
                 min_lr_ratio=config.min_lr_ratio,
                 **config.schedule_options,

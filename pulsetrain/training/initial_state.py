@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from pulsetrain.engine.backends.model_store import Held, LiveState, kind_of, shown_rate
+from pulsetrain.engine.backends.model_store import Held, LiveState, shown_rate
 from pulsetrain.engine.checkpoint.weights import compare_weights
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.step.protocols import AlternatingStrategy, BackendSettings, ModelState, Optimizer, bind_strategy
-from pulsetrain.state.resume import check_optimizer
+from pulsetrain.state.run_state import check_optimizer_state
 from pulsetrain.training.arguments import optimizer_options, resolve_model, resolve_optimizers
-from pulsetrain.training.run_start import begin_anew, go_on
 
 if TYPE_CHECKING:
     from pulsetrain.config import TrainingConfig
     from pulsetrain.trainer import Trainer
 
-__all__ = ["current_state", "hold", "train_epoch"]
+__all__ = ["current_state", "hold", "load_model_state"]
 
 
 def hold(
@@ -98,27 +97,12 @@ def current_state(trainer: Trainer) -> ModelState:
     return ModelState(weights, copy.deepcopy(trainer.optimizer.state_dict()), metadata)
 
 
-def train_epoch(trainer: Trainer, loader: Iterable[Any], model_state: ModelState | None) -> ModelState:
-    """One epoch with all its events from this state on; the state behind it."""
-    state = trainer.state
-    if state.max_epochs is None and not trainer.position.resuming:
-        begin_anew(trainer)
-    if model_state is not None:
-        _go_on_from(trainer, model_state)
-        trainer.accumulation.restart()  # what waited was of another state
-        trainer.held.discard()
-    try:
-        if trainer.position.resuming:  # behind a checkpoint, perhaps inside an epoch
-            go_on(trainer, loader, state.epoch + 1)
-        else:
-            trainer.run(loader, max_epochs=state.epoch + 1)
-    finally:
-        trainer.held.publish()
-    return current_state(trainer)
+def load_model_state(trainer: Trainer, model_state: ModelState) -> None:
+    """Continue from this state.
 
-
-def _go_on_from(trainer: Trainer, model_state: ModelState) -> None:
-    """All of the state, or none where it does not fit."""
+    Raises:
+        ConfigurationError, TypeError: it does not fit; nothing has changed then.
+    """
     held = trainer.held
     if isinstance(held, Held):
         trainer.backend.check(model_state)
@@ -141,6 +125,6 @@ def _go_on_from(trainer: Trainer, model_state: ModelState) -> None:
             f"Trainer.train_epoch(model_state): its optimizer has {', '.join(theirs)}, the trainer's "
             f"{type(trainer.optimizer).__name__} {', '.join(mine)}; pass a state of the same optimizer"
         )
-    check_optimizer(trainer.optimizer, {"optimizer": optimizer, "optimizer_type": kind_of(trainer.optimizer)})
+    check_optimizer_state(trainer.optimizer, optimizer)
     trainer.model.load_state_dict(dict(weights))
-    trainer.optimizer.load_state_dict(copy.deepcopy(optimizer))
+    trainer.optimizer.load_state_dict(copy.deepcopy(dict(optimizer)))

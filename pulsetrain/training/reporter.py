@@ -1,72 +1,161 @@
-"""What a trainer tells of itself at a log point, and of its losses at the end of an epoch."""
+"""The training metrics of a run: mean losses, learning rates, throughput and skipped updates."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
 
-from pulsetrain.engine.events.names import Events
+from torch import Tensor
+
+from pulsetrain.engine import Engine, Events, Phase
 from pulsetrain.engine.events.payloads import AnomalyDetected, MetricsLogged
 from pulsetrain.engine.logs import get_logger
+from pulsetrain.engine.metrics import MetricTracker
+from pulsetrain.engine.optimizers import NamedOptimizers
+from pulsetrain.engine.step.protocols import Backend
 from pulsetrain.training.running_stats import Losses, Rate
 
-if TYPE_CHECKING:
-    from pulsetrain.trainer import Trainer
-
-__all__ = ["log_point", "mean_losses"]
+__all__ = ["MetricsReporter"]
 
 
-def mean_losses(trainer: Trainer, reader: str, mean_of: Callable[[Losses, str], Any]) -> dict[str, Any]:
-    """The mean training losses, what follows from them, and the learning rates; on the device if they are.
+class StepValues(Protocol):
+    """What the reporter reads of the last update."""
+
+    @property
+    def learning_rates(self) -> tuple[float, ...]: ...
+    @property
+    def grad_norm(self) -> Tensor | None: ...
+    @property
+    def grad_norms(self) -> Mapping[str, Tensor]: ...
+
+
+class MetricsReporter:
+    """Keeps the losses of a run, fires METRICS_LOGGED at its log points, and owns its history.
 
     Args:
-        trainer: whose they are.
-        reader: "log" or "epoch".
-        mean_of: how the mean is read: `Losses.take`, or `Losses.peek`.
+        strategy: derives further metrics from the loss, if it has `derive_metrics`.
+        backend: computes the losses, and knows of skipped updates.
+        optimizers: if there are several, each has a loss of its own.
+        stepper: has the learning rates and the gradient norms.
+        every: iterations between two log points.
     """
-    loss = mean_of(trainer.losses, reader)
-    derive = getattr(trainer.strategy, "derive_metrics", None)
-    derived = {} if derive is None else {f"train/{name}": value for name, value in derive(loss).items()}
-    each = {f"train/{name}": mean_of(of, reader) for name, of in trainer.named_losses.items() if of.count(reader)}
-    return {"train/loss": loss, **each, **derived, **_rates_by_name(trainer)}
+
+    def __init__(
+        self,
+        strategy: object,
+        backend: Backend,
+        optimizers: NamedOptimizers | None,
+        stepper: StepValues,
+        every: int,
+    ) -> None:
+        self._derive: Callable[[Any], Mapping[str, Any]] = getattr(strategy, "derive_metrics", lambda loss: {})
+        self._backend, self._optimizers, self._stepper, self._every = backend, optimizers, stepper, every
+        self.losses = Losses()
+        self.named_losses = {f"{name}_loss": Losses() for name in optimizers or ()}  # whose sum is the loss
+        self.history = MetricTracker()
+        self.announced_skips = 0  # fp16 updates known to have been skipped
+        self._rate = Rate()
+
+    def attach(self, engine: Engine) -> None:
+        self._engine = engine
+        logged_at = Events.ITERATION_COMPLETED(every=self._every)
+        engine.add_event_handler(logged_at, self.log, phase=Phase.OBSERVE)
+
+    def start(self) -> None:
+        """A run starts or continues: measure its throughput from here."""
+        self._rate.restart(self._engine.state.samples, self._engine.state.tokens)
+
+    def pause(self, seconds: float) -> None:
+        """Leave out seconds that were not training."""
+        self._rate.paused += seconds
+
+    def log(self) -> None:
+        """Report what has come since the last log point: fires METRICS_LOGGED.
+
+        Only here does training wait for the device, and only if someone subscribed, or to count what fp16 skipped.
+        """
+        engine, stepper = self._engine, self._stepper
+        if self._backend.skips_updates:
+            self._announce_skipped()
+        if not self.losses.count("log") or not engine.hears(Events.METRICS_LOGGED):
+            return
+        metrics = self._means("log", _consume_number)
+        if stepper.grad_norm is not None:
+            metrics["grad_norm"] = stepper.grad_norm.item()
+        metrics.update({f"grad_norm/{name}": norm.item() for name, norm in stepper.grad_norms.items()})
+        if self._backend.skips_updates:
+            metrics["skipped_updates"] = float(self.announced_skips)
+        metrics.update(self._rate.read(engine.state.samples, engine.state.tokens))
+        engine.fire(Events.METRICS_LOGGED, MetricsLogged(metrics=metrics))
+
+    def begin_epoch(self) -> None:
+        """An epoch begins with its first batch: losses of an epoch that was given up are not in its mean."""
+        for losses in self._all_losses():
+            losses.forget("epoch")
+        self.history.keep_provisional()
+
+    def end_epoch(self) -> None:
+        """Add the epoch's means to the history."""
+        if self.losses.count("epoch"):
+            self.history.update(self._means("epoch", Losses.consume))
+
+    def add_unfinished_epoch(self) -> None:
+        """Add the means of an epoch that the run ended in; continuing the epoch replaces them."""
+        if self.losses.count("epoch"):
+            self.history.update(self._means("epoch", Losses.peek), provisional=True)
+
+    def reset(self) -> None:
+        """Return to before the first loss; the last run's history stays with its readers."""
+        self.announced_skips = 0
+        for losses in self._all_losses():
+            losses.reset()
+        self.history = MetricTracker()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "losses": self.losses.state_dict(),
+            "named_losses": {name: losses.state_dict() for name, losses in self.named_losses.items()},
+            "announced_skips": self.announced_skips,
+            "history": self.history.state_dict(),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.losses.load_state_dict(state["losses"], self._backend.device)
+        for name, losses in self.named_losses.items():
+            losses.load_state_dict(state["named_losses"][name], self._backend.device)
+        self.announced_skips = state["announced_skips"]
+        self.history.load_state_dict(state["history"])
+
+    def _all_losses(self) -> Iterable[Losses]:
+        return self.losses, *self.named_losses.values()
+
+    def _means(self, reader: str, mean_of: Callable[[Losses, str], Any]) -> dict[str, Any]:
+        """The mean losses, what the strategy derives from them, and the learning rates; on the device if they are."""
+        loss = mean_of(self.losses, reader)
+        derived = {f"train/{name}": value for name, value in self._derive(loss).items()}
+        each = {f"train/{name}": mean_of(of, reader) for name, of in self.named_losses.items() if of.count(reader)}
+        return {"train/loss": loss, **each, **derived, **self._rates()}
+
+    def _rates(self) -> dict[str, float]:
+        rates = self._stepper.learning_rates
+        if self._optimizers is None:
+            return {"learning_rate": rates[0]}
+        pairs = list(zip(self._optimizers.param_groups, rates, strict=True))
+        return {f"learning_rate/{group['optimizer']}": rate for group, rate in reversed(pairs)}
+
+    def _announce_skipped(self) -> None:
+        """Report how many fp16 updates have overflowed since the last report."""
+        before, self.announced_skips = self.announced_skips, self._backend.skipped_updates()
+        new = self.announced_skips - before
+        if new > 0:
+            get_logger("pulsetrain").warning(
+                "fp16 gradients overflowed: updates were skipped and the gradient scale was lowered",
+                skipped=new,
+                updates=self._engine.state.update,
+            )
+            anomaly = AnomalyDetected(kind="update_skipped", value=float(new), batch_indices=())
+            self._engine.fire(Events.ANOMALY_DETECTED, anomaly)
 
 
-def log_point(trainer: Trainer, rate: Rate) -> None:
-    """Where the loop waits for the device, for somebody who listens (with fp16 in any case)."""
-    if trainer.backend.skips_updates:
-        _announce_skipped(trainer)
-    if not trainer.losses.count("log") or not trainer.hears(Events.METRICS_LOGGED):
-        return
-    metrics = mean_losses(trainer, "log", _take_number)
-    if trainer.grad_norm is not None:
-        metrics["grad_norm"] = trainer.grad_norm.item()
-    metrics.update({f"grad_norm/{name}": norm.item() for name, norm in trainer.grad_norms.items()})
-    if trainer.backend.skips_updates:
-        metrics["skipped_updates"] = float(trainer.announced_skips)
-    metrics.update(rate.read(trainer.state.samples, trainer.state.tokens))
-    trainer.fire(Events.METRICS_LOGGED, MetricsLogged(metrics=metrics))
-
-
-def _announce_skipped(trainer: Trainer) -> None:
-    """Say how many fp16 updates have overflowed since it was last said."""
-    before, trainer.announced_skips = trainer.announced_skips, trainer.backend.skipped_updates()
-    new = trainer.announced_skips - before
-    if new > 0:
-        get_logger("pulsetrain").warning(
-            "fp16 gradients overflowed: updates were left out and the gradient scale was lowered",
-            left_out=new,
-            updates=trainer.state.update,
-        )
-        anomaly = AnomalyDetected(kind="update_skipped", value=float(new), batch_indices=())
-        trainer.fire(Events.ANOMALY_DETECTED, anomaly)
-
-
-def _rates_by_name(trainer: Trainer) -> dict[str, float]:
-    if trainer.optimizers is None:
-        return {"learning_rate": trainer.learning_rates[0]}
-    rates = zip(trainer.optimizer.param_groups, trainer.learning_rates, strict=True)
-    return {f"learning_rate/{group['optimizer']}": rate for group, rate in reversed(list(rates))}
-
-
-def _take_number(losses: Losses, reader: str) -> float:
-    return losses.take(reader).item()
+def _consume_number(losses: Losses, reader: str) -> float:
+    return losses.consume(reader).item()

@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from pulsetrain.config import TrainingConfig
     from pulsetrain.engine.step.protocols import Backend, TrainingStrategy
 
-__all__ = ["Bound"]
+__all__ = ["RunLength"]
 
 _LOOKED_AT = 8  # batches, for what a batch holds on average
 
 UNBOUNDED = 1 << 60  # iterations; for runs that something else ends
 
 
-class Bound:
+class RunLength:
     """The bound that a configuration sets; `max_epochs=1` where it sets none.
 
     Args:

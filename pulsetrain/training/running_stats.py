@@ -1,9 +1,10 @@
-"""What a run measures of itself between two readings: mean losses, and how fast it goes."""
+"""Running statistics of a training run between two readings: mean losses, samples and tokens a second."""
 
 from __future__ import annotations
 
 import time
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,20 +13,28 @@ from pulsetrain.engine.metrics import RunningMean
 
 __all__ = ["Losses", "Rate"]
 
-_FOLD = 256  # losses that are kept apart at most; more are folded into one on the device
+T = TypeVar("T")
+
+_FOLD = 256  # losses that are kept apart at most; more are folded into one mean on the device
 
 
 class Losses:
     """The steps' losses, for two readers: the mean since the last log point, and the mean of the epoch.
 
-    Adding costs two list appends. The order in which losses are added up does not hang on when they are read or saved.
+    Adding costs two list appends. The order in which losses are summed does not depend on when they are read or saved.
+
+    >>> losses = Losses()
+    >>> losses.add(torch.tensor(1.0), size=1)
+    >>> losses.add(torch.tensor(4.0), size=2)
+    >>> losses.consume("log").item(), losses.count("log"), losses.count("epoch")
+    (3.0, 0, 2)
     """
 
     def __init__(self) -> None:
-        self.restart()
+        self.reset()
 
-    def restart(self) -> None:
-        """A fresh start for both."""
+    def reset(self) -> None:
+        """Forget every loss, for both readers."""
         self._losses: list[Tensor] = []  # since both were folded last
         self._sizes: list[int | Tensor] = []
         self._since = {"log": 0, "epoch": 0}  # which of them are the reader's
@@ -33,7 +42,7 @@ class Losses:
         self._folded = {"log": 0, "epoch": 0}
 
     def add(self, loss: Tensor, size: int | Tensor) -> None:
-        """One more loss, shape (), left on its device; a mean over `size`, which may be of shape () there as well."""
+        """Add one loss, shape (), which stays on its device: a mean over `size`, a number or of shape () there."""
         self._losses.append(loss)
         self._sizes.append(size)
         if len(self._losses) == _FOLD:
@@ -46,7 +55,7 @@ class Losses:
             self._sizes.clear()
 
     def count(self, reader: str) -> int:
-        """How many losses the reader, "log" or "epoch", has not taken."""
+        """How many losses the reader, "log" or "epoch", has not consumed."""
         return self._folded[reader] + len(self._losses) - self._since[reader]
 
     def peek(self, reader: str) -> Tensor:
@@ -56,19 +65,19 @@ class Losses:
         self._fold(reader, whole)
         return whole.mean()
 
-    def take(self, reader: str) -> Tensor:
-        """`peek`, and a fresh start for this reader."""
+    def consume(self, reader: str) -> Tensor:
+        """The reader's mean, as `peek`; its next mean starts after these losses."""
         mean = self.peek(reader)
         self.forget(reader)
         return mean
 
     def forget(self, reader: str) -> None:
-        """A fresh start for this reader."""
+        """Start this reader's next mean here."""
         self._means[reader].reset()
         self._folded[reader], self._since[reader] = 0, len(self._losses)
 
     def _fold(self, reader: str, mean: RunningMean, values: Tensor | None = None) -> None:
-        """Put the losses that are kept apart into the reader's mean; `values` are all of them, if stacked already."""
+        """Fold the losses that are kept apart into the reader's mean; `values` are all of them, if already stacked."""
         since = self._since[reader]
         sizes = self._sizes[since:]
         if not sizes:
@@ -84,7 +93,7 @@ class Losses:
             mean.update((values * torch.tensor(sizes, device=values.device)).sum() / sum(sizes), sum(sizes))
 
     def state_dict(self) -> dict[str, Any]:
-        """The means so far, and the losses that are not in them yet."""
+        """The means so far, and the losses that are not folded into them yet."""
         return {
             "means": {reader: mean.state_dict() for reader, mean in self._means.items()},
             "folded": dict(self._folded),
@@ -93,8 +102,8 @@ class Losses:
             "sizes": list(self._sizes),
         }
 
-    def load_state_dict(self, state: dict[str, Any], device: torch.device | str) -> None:
-        """Go on with saved means, on the device where the next losses will be."""
+    def load_state_dict(self, state: Mapping[str, Any], device: torch.device | str) -> None:
+        """Continue saved means, on the device where the next losses will be."""
         for reader, saved in state["means"].items():
             self._means[reader].load_state_dict({name: _on(device, value) for name, value in saved.items()})
         self._folded, self._since = dict(state["folded"]), dict(state["since"])
@@ -102,12 +111,12 @@ class Losses:
         self._sizes = [_on(device, size) for size in state["sizes"]]
 
 
-def _on(device: torch.device | str, value: Any) -> Any:
+def _on(device: torch.device | str, value: T) -> T | Tensor:
     return value.to(device) if isinstance(value, Tensor) else value
 
 
 class Rate:
-    """How many samples and tokens a second, between two readings; time spent validating is left out."""
+    """Samples and tokens a second between two readings, without the time spent validating."""
 
     def __init__(self) -> None:
         self.paused = 0.0  # seconds since the last reading that were not training

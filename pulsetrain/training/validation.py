@@ -1,10 +1,11 @@
-"""Validation: an engine without gradients on the trainer's bus, and means kept on the device."""
+"""Validation: when it runs, an engine without gradients on the trainer's bus, and means kept on the device."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from ignite.metrics import Metric as IgniteMetric
@@ -16,12 +17,88 @@ from pulsetrain.engine.data import rng
 from pulsetrain.engine.data.keyed_loader import length_of
 from pulsetrain.engine.data.workers import workers_begin, workers_outlive_signals
 from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.events.cadence import Every
+from pulsetrain.engine.events.data_source import IterableSource
+from pulsetrain.engine.events.payloads import MediaLogged, ValidationCompleted
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.metrics import RunningMean
 from pulsetrain.engine.step.model_call import eval_mode
 from pulsetrain.engine.step.protocols import AlternatingStrategy, TrainingBatch, TrainingStrategy
+from pulsetrain.handlers.attachment.cadence import reading_events
 
-__all__ = ["Evaluation", "Evaluator", "check_sets", "eval_mode"]
+__all__ = ["Evaluation", "Evaluator", "Validator", "check_sets", "eval_mode"]
+
+
+class _Metrics(Protocol):
+    history: Any
+
+    def pause(self, seconds: float) -> None: ...
+
+
+class Validator:
+    """Validates a run: on its sets, by its cadence, and at most once after each iteration by itself.
+
+    Args:
+        evaluation: computes a set's metrics.
+        loaders: validation set by name.
+        every: how often; None only when asked.
+        reporter: has the run's history, and leaves the time out of the throughput.
+    """
+
+    def __init__(
+        self,
+        evaluation: Evaluation,
+        loaders: Mapping[str, Iterable[Any]],
+        every: Every | None,
+        reporter: _Metrics,
+    ) -> None:
+        self.evaluation, self.loaders, self.every, self._reporter = evaluation, loaders, every, reporter
+        self.validated_at = -1  # the iteration of the last validation
+
+    def attach(self, engine: Engine) -> None:
+        self._engine = engine
+        if self.loaders and self.every is not None:
+            engine.add_event_handler(reading_events(self.every), self.validate_once, phase=Phase.COMPUTE)
+
+    def validate(self) -> dict[str, float]:
+        """One round over every set; fires VALIDATION_STARTED and VALIDATION_COMPLETED, and returns the metrics.
+
+        Raises:
+            ConfigurationError: there is no set.
+        """
+        if not self.loaders:
+            raise ConfigurationError("Trainer.validate(): no validation set; pass val_loader to the Trainer")
+        engine, start = self._engine, time.perf_counter()
+        engine.fire(Events.VALIDATION_STARTED)
+        metrics: dict[str, float] = {}
+        for name, loader in self.loaders.items():
+            metrics.update(self.evaluation.run(name, loader))
+            for matrix, value in self.evaluation.matrices.items() if engine.hears(Events.MEDIA_LOGGED) else ():
+                engine.fire(Events.MEDIA_LOGGED, MediaLogged(name=matrix, kind="matrix", value=value.tolist()))
+        self.validated_at = engine.state.iteration
+        engine.state.metrics.update(metrics)
+        self._reporter.history.update(metrics)
+        seconds = time.perf_counter() - start
+        engine.fire(Events.VALIDATION_COMPLETED, ValidationCompleted(metrics=metrics, seconds=seconds))
+        self._reporter.pause(time.perf_counter() - start)  # with what the handlers of the event computed and wrote
+        return metrics
+
+    def validate_once(self) -> None:
+        """Validate, unless there is no set or this iteration has been validated."""
+        if self.loaders and self.validated_at != self._engine.state.iteration:
+            self.validate()
+
+    def reset(self) -> None:
+        self.validated_at = -1
+
+    def state_dict(self) -> dict[str, Any]:
+        """When the last validation was, and the run's current metrics."""
+        metrics = {name: float(value) for name, value in self._engine.state.metrics.items() if _is_scalar(value)}
+        return {"validated_at": self.validated_at, "metrics": metrics}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.validated_at = state["validated_at"]
+        self._engine.state.metrics = dict(state["metrics"])
 
 
 class Evaluation:
@@ -91,7 +168,7 @@ class Evaluation:
         self._average()  # a run that was paused, or ended without COMPLETED, has come to neither of its handlers
         if "loss" not in self._means:
             raise _no_batch(name, state.stop_reason)
-        if state.stop_reason is not None or engine._internal_run_generator is not None:
+        if state.stop_reason is not None or engine.is_paused:
             get_logger("pulsetrain").warning(
                 "validation ended early: its means are over a part of the set",
                 set=name,
@@ -229,6 +306,7 @@ class Evaluator(Engine):
     def __init__(self, process_function: Any, model: nn.Module, *, name: str, bus: EventBus) -> None:
         super().__init__(process_function, name=name, bus=bus)
         self._model = model
+        self.source = _LoaderSource()
         self.contexts: list[Callable[[], AbstractContextManager[Any]]] = []
         self.set_name: str | None = None  # the validation set under way, where there is one
 
@@ -240,16 +318,19 @@ class Evaluator(Engine):
                 stack.enter_context(context())
             return super().run(*args, **kwargs)
 
-    def _setup_dataloader_iter(self) -> None:
-        with workers_begin(self.state.dataloader):
-            super()._setup_dataloader_iter()
+    def around_epoch(self, done: int) -> AbstractContextManager[object]:
+        return workers_outlive_signals(self.state.dataloader)  # some loaders start theirs at the first batch
 
-    def _epoch(self) -> Generator[Any, None, float]:
-        with workers_outlive_signals(self.state.dataloader):  # some loaders begin theirs at the first batch
-            return (yield from super()._epoch())
+    def empty_data_error(self) -> Exception:
+        return super().empty_data_error() if self.set_name is None else _no_batch(self.set_name)
 
-    def _no_batch(self) -> ValueError:
-        return super()._no_batch() if self.set_name is None else _no_batch(self.set_name)
+
+class _LoaderSource(IterableSource):
+    """Passes whose workers do not end with a signal that ends the run at its next safe point."""
+
+    def begin(self, data: Iterable[object], iteration: int) -> Iterator[object]:
+        with workers_begin(data):
+            return iter(data)
 
 
 def check_sets(loaders: Mapping[str, Iterable[Any]]) -> None:
@@ -291,3 +372,7 @@ def _number(value: Any) -> float | None:
 
 def _is_matrix(value: Any) -> bool:
     return isinstance(value, Tensor) and value.ndim == 2 and min(value.shape) > 1
+
+
+def _is_scalar(value: object) -> bool:
+    return isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)

@@ -142,7 +142,7 @@ def outcome(folder: Path) -> dict[str, Any]:
     checkpoints = {}
     for saved in CheckpointManager(folder / "checkpoints").valid():
         for path, value in leaves(load_checkpoint(saved)):
-            if "EventRecorder/seq" not in path:  # counts what a resume fires besides
+            if "EventRecorder/state/seq" not in path:  # counts what a resume fires besides
                 checkpoints[f"{saved.name}/{path}"] = bits(value)
     return {
         **checkpoints,

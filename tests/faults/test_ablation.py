@@ -29,24 +29,23 @@ from pulsetrain.engine.step.accumulation import Accumulate
 from tests.faults.everything import bits, leaves, logged, make, outcome
 
 PARTS = (
-    "environment", "settings", "model", "optimizer", "optimizer_type", "backend", "announced_skips", "accumulation",
-    "counters", "learning_rates", "grad_norm", "position", "data", "validated_at", "metrics", "history", "losses",
-    "strategy", "handlers", "handler_settings", "rng", "format",
+    "format", "made_with", "backend", "strategy", "handlers", "model", "optimizer", "counters", "stepper", "data",
+    "validation", "reporter", "rng",
 )  # fmt: skip
 
 # what every new trainer says of itself, so that nothing is lost with it
 RESTATED = {
-    "environment/*", "settings/*", "format", "optimizer_type", "position/seed", "rng/python/version",
-    "rng/(cuda|xpu|mps)", "data/*", "handler_settings/*", "optimizer/param_groups/*", "backend/name",
-    "backend/scaler/(growth_factor|backoff_factor|growth_interval)", "handlers/LRScheduler/schedule/*",
-    "handlers/EMA/average/buffers_kept",
+    "format", "made_with/*", "data/seed", "rng/python/version", "rng/(cuda|xpu|mps)", "handlers/.*/settings",
+    "optimizer/param_groups/*", "backend/name", "backend/scaler/(growth_factor|backoff_factor|growth_interval)",
+    "handlers/LRScheduler/state/schedule/*", "handlers/EMA/state/average/buffers_kept",
+    "(reporter/named_losses|stepper/grad_norms)",  # of several optimizers
 }  # fmt: skip
 # of runs whose policy makes the batches, which are resumed in tests/integration/test_strategies_runs.py
-OF_ROLLOUTS = {"counters/rollout_round", r"handlers/Checkpointer\(.*\)/rollouts"}
+OF_ROLLOUTS = {"counters/rollout_round", r"handlers/Checkpointer\(.*\)/state/rollouts"}
 
 
 class Drawn:
-    """Batches of no known length, drawn as they are read: what cannot be asked for a position."""
+    """Batches of no known length, drawn as they are read: what cannot start at a position."""
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         for _ in range(8):
@@ -198,8 +197,8 @@ def test_with_every_piece_there_is_no_difference(ablate: Any, case: Case):
         assert not check.waiting
         assert check.difference is None
     assert {event for event in warned if not event.startswith("fp16")} <= {
-        "the loader cannot be asked for a position: it is read again up to where the run was",
-        "the run goes on with the learning rates of its checkpoint; update_optimizer() writes others",
+        "the loader cannot start at a position: it is read again up to where the run was",
+        "the run resumes with the learning rates of its checkpoint; update_optimizer() sets others",
     }
 
 
@@ -222,13 +221,15 @@ def test_the_parts_are_those_of_a_checkpoint(ablate: Any):
     assert {piece.split("/")[0] for case in CASES for piece in ablate(case).pieces} == set(PARTS)
 
 
-@pytest.mark.parametrize("part", ["model", "optimizer", "accumulation", "losses", "rng"])
+@pytest.mark.parametrize(
+    "part", ["model", "optimizer", "stepper/accumulation", "stepper/gradients", "reporter/losses", "rng"]
+)
 def test_the_comparison_with_the_log_notices_alone(ablate: Any, part: str):
     """What the next iterations compute with shows in their events; nobody needs the uninterrupted run for that."""
     ablation = ablate(CASES[0])
     unnoticed = set()
     for piece in ablation.in_use:
-        if piece.split("/")[0] != part:
+        if not f"{piece}/".startswith(f"{part}/"):
             continue
         try:
             _, trainer, _ = ablation.resume_without(piece)
@@ -239,7 +240,7 @@ def test_the_comparison_with_the_log_notices_alone(ablate: Any, part: str):
     allowed = {
         "model/norm.num_batches_tracked",  # counts for a momentum of None alone
         "optimizer/param_groups/./lr",  # which the schedule writes
-        "accumulation/tokens",  # of updates by tokens
-        "losses/.*epoch.*",  # the epoch's mean, which no event carries
+        "stepper/accumulation/tokens",  # of updates by tokens
+        "reporter/losses/.*epoch.*",  # the epoch's mean, which no event carries
     }
     assert {piece for piece in unnoticed if not any(re.fullmatch(rule, piece) for rule in allowed)} == set()

@@ -37,7 +37,7 @@ from pulsetrain.handlers import (
 )
 from pulsetrain.handlers.metric_values.step_values import METRIC_EVENTS
 from pulsetrain.handlers.recorder.event_recorder import MEASURED
-from pulsetrain.state.resume import restore
+from tests.support.older_states import downgraded
 from tests.support.small import loader, trainer
 
 BATCHES = 3  # of a rollout; an epoch has those of two
@@ -389,18 +389,16 @@ class TestResume:
     def test_a_checkpoint_of_before_has_made_none(self, form: int) -> None:
         state = acting(1).checkpoint_state()
         del state["counters"]["rollout_round"]
-        older = ("strategy", "handler_settings", "data") if form == 3 else ()
-        state = {name: value for name, value in state.items() if name not in older} | {"format": form}
         run = acting(1)
         run.state.rollout_round = 5
-        restore(run, state)
+        run.load_checkpoint_state(downgraded(state, form))
         assert run.state.rollout_round == 0
 
     def test_another_counter_that_is_not_there_is_still_an_error(self) -> None:
         state = acting(1).checkpoint_state()
         del state["counters"]["validation_round"]
         with pytest.raises(CheckpointError, match=r"lacks counters\.validation_round"):
-            restore(acting(1), state)
+            acting(1).load_checkpoint_state(state)
 
 
 class TestDebugger:

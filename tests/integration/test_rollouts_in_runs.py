@@ -183,7 +183,7 @@ def test_a_run_goes_back_past_what_a_guard_found(task: Task, on: str, at: int, t
     handlers = [Spoilt(strategy, at), NaNGuard("rewind", Every(iterations=1))]
     back = make(task, on, tmp_path / "back", *handlers, strategy=strategy, every=Every(iterations=2), accumulate=1)
     back.train()
-    assert (back.rewinds, back.position.left_out_since) == (1, [(at, at)])
+    assert (back.rewinds, back.data.left_out_since) == (1, [(at, at)])
     left_out = make(task, on, tmp_path / "left out", skip_batches=[(at, at)], accumulate=1)
     left_out.train()
     assert {path for path in differences(back, left_out) if path.split("/")[0] in ("model", "optimizer")} == set()

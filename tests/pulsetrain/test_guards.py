@@ -112,7 +112,7 @@ def test_it_tells_the_rows_and_which_of_them_are_odd() -> None:
     rows: dict[int, list[int]] = {}
     trainer.add_event_handler(
         Events.ITERATION_STARTED,
-        lambda engine: rows.__setitem__(engine.state.iteration, engine.position.rows(engine.state.iteration)),
+        lambda engine: rows.__setitem__(engine.state.iteration, engine.data.rows(engine.state.iteration)),
     )
     with structlog.testing.capture_logs() as logs:
         trainer.train()
@@ -310,9 +310,7 @@ class TestLossSpikeGuard:
         trainer.train()
         assert [a.batch_indices for a in found] == [(40, 41, 42, 43)]
         assert trainer.rewinds == 1
-        plain = make(
-            dataset=bad, model=nn.Linear(4, 1), optimizer="sgd", skip_batches=[trainer.position.left_out_since[0]]
-        )
+        plain = make(dataset=bad, model=nn.Linear(4, 1), optimizer="sgd", skip_batches=[trainer.data.left_out_since[0]])
         plain.train()
         assert torch.equal(trainer.model.weight, plain.model.weight)
 

@@ -342,9 +342,9 @@ def test_memory_of_unread_losses_is_bounded():
         losses.add(torch.tensor(float(value)), 4)
     assert losses.count("log") == losses.count("epoch") == 2500
     assert losses.state_dict()["losses"].numel() < 300
-    assert losses.peek("log").item() == losses.take("log").item() == pytest.approx(1249.5)
+    assert losses.peek("log").item() == losses.consume("log").item() == pytest.approx(1249.5)
     assert losses.count("log") == 0
-    assert losses.take("epoch").item() == pytest.approx(1249.5)
+    assert losses.consume("epoch").item() == pytest.approx(1249.5)
 
 
 def test_each_reader_takes_the_losses_since_its_own_last_time_in_the_order_of_their_coming():
@@ -355,7 +355,7 @@ def test_each_reader_takes_the_losses_since_its_own_last_time_in_the_order_of_th
         for losses in (whole, read, saved):
             losses.add(value, index % 7 + 1)
         if index % 90 == 0:
-            log_means.append(read.take("log").item())
+            log_means.append(read.consume("log").item())
             read.peek("epoch")
         if index % 170 == 0:
             state, saved = saved.state_dict(), Losses()
@@ -375,7 +375,7 @@ def test_a_batch_of_which_nothing_counts_leaves_the_mean_alone():
     losses = Losses()
     for value, size in ((1.0, torch.tensor(3)), (math.nan, torch.tensor(0)), (2.0, torch.tensor(1))):
         losses.add(torch.tensor(value), size)
-    assert losses.take("log").item() == pytest.approx(1.25)
+    assert losses.consume("log").item() == pytest.approx(1.25)
 
 
 def test_saved_losses_go_on_where_the_next_ones_are():
@@ -384,7 +384,7 @@ def test_saved_losses_go_on_where_the_next_ones_are():
     resumed = Losses()
     resumed.load_state_dict(losses.state_dict(), "meta")
     resumed.add(torch.ones((), device="meta"), torch.ones((), device="meta"))
-    assert resumed.take("log").device.type == "meta"
+    assert resumed.consume("log").device.type == "meta"
 
 
 def test_a_single_tensor_dataset_works_with_pretrain():

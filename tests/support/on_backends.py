@@ -152,7 +152,7 @@ def whole_state(trainer: Trainer) -> dict[str, Any]:
 
 def comparable(state: Any) -> dict[str, Any]:
     """A checkpoint's state, by its place and in bits; without what counts the events that only a resume fires."""
-    return {path: bits(value) for path, value in leaves(state) if "EventRecorder/seq" not in path}
+    return {path: bits(value) for path, value in leaves(state) if "EventRecorder/state/seq" not in path}
 
 
 @contextmanager

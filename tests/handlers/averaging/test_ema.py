@@ -298,7 +298,7 @@ def test_a_checkpoint_keeps_the_raw_weights_as_the_models_and_the_average_as_the
     run.train()
     saved = load_checkpoint(paths[-1])
     assert same(saved["model"], snapshot(run.model))
-    assert same(saved["handlers"]["EMA"]["average"]["weights"], averaged(ema, run.model))
+    assert same(saved["handlers"]["EMA"]["state"]["average"]["weights"], averaged(ema, run.model))
     assert not same(saved["model"], averaged(ema, run.model))
 
 

@@ -341,8 +341,8 @@ def test_a_checkpoint_keeps_the_raw_weights_and_estimated_statistics_apart(tmp_p
     run.train()
     saved = load_checkpoint(paths[-1])
     assert same(saved["model"], snapshot(run.model))
-    assert same(saved["handlers"]["SWA"]["average"]["weights"], averaged(swa, run.model))
-    assert saved["handlers"]["SWA"]["average"]["buffers_kept"]
+    assert same(saved["handlers"]["SWA"]["state"]["average"]["weights"], averaged(swa, run.model))
+    assert saved["handlers"]["SWA"]["state"]["average"]["buffers_kept"]
 
 
 def test_training_begun_anew_begins_the_average_anew():

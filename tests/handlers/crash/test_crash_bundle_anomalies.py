@@ -44,7 +44,7 @@ def announcing(data, folder, anomaly, at=6, **loading):
     )
     rows = {}
     run.add_event_handler(
-        Events.ITERATION_STARTED, lambda e: rows.update({e.state.iteration: run.position.rows(e.state.iteration)})
+        Events.ITERATION_STARTED, lambda e: rows.update({e.state.iteration: run.data.rows(e.state.iteration)})
     )
 
     @run.on(Events.ITERATION_COMPLETED(once=at))

@@ -25,7 +25,6 @@ from pulsetrain.engine import Events, SupervisedStrategy
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.events.payloads import MediaLogged
 from pulsetrain.handlers import CSVLogger, MLflowLogger
-from pulsetrain.state.handler_registry import handler_settings
 from tests.support.driving import log, log_each_iteration, make_engine
 
 os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
@@ -335,7 +334,7 @@ def test_without_a_server_the_run_folder_holds_the_store(tmp_path, monkeypatch):
 def test_a_checkpoint_does_not_tell_the_password_in_the_address():
     logger = MLflowLogger("http://me:secret@127.0.0.1:9", "digits")
     trainer = Trainer(nn.Linear(1, 1), [torch.zeros(1, 1)] * 2, config=TrainingConfig(max_epochs=1), handlers=[logger])
-    settings = handler_settings(trainer)["MLflowLogger"]
+    settings = trainer.registry.settings()["MLflowLogger"]
     assert "experiment='digits'" in settings
     assert "secret" not in settings
 

@@ -186,18 +186,18 @@ def test_another_environment_than_the_checkpoints_is_told_of(tmp_path: Path):
     finally:
         torch.set_num_threads(threads)
     assert told(logs, "the environment differs") == [[f"threads: {threads} -> {threads + 1}"]]
-    assert run.environment_changes == [f"threads: {threads} -> {threads + 1}"]
+    assert run.made_with.environment_changes == [f"threads: {threads} -> {threads + 1}"]
 
 
 def test_other_settings_than_the_checkpoints_are_told_of_but_for_a_longer_run(tmp_path: Path):
     make(tmp_path, config={**STEADY, "max_epochs": 1}).train()
     with structlog.testing.capture_logs() as logs:
         make(tmp_path, config={**STEADY, "max_epochs": 2}).train(resume="latest")
-    assert not told(logs, "the run goes on under other settings")
+    assert not told(logs, "the run resumes with other settings")
     assert not told(logs, "the environment differs")
     with structlog.testing.capture_logs() as logs:
         make(tmp_path, config={**STEADY, "max_epochs": 3, "clip_grad_norm": 2.0}).train(resume="latest")
-    assert told(logs, "the run goes on under other settings") == [["clip_grad_norm: 1.0 -> 2.0"]]
+    assert told(logs, "the run resumes with other settings") == [["clip_grad_norm: 1.0 -> 2.0"]]
 
 
 class Counting:

@@ -43,10 +43,11 @@ def told_on_resume(folder: Path, *handlers: Any, epochs: int) -> list[tuple[str,
     found = [
         (line["event"], line.get("handler", line.get("handlers"))) for line in logs if line["log_level"] == "warning"
     ]
-    return [("by order", names) if "only their order tells" in event else (event, names) for event, names in found]
+    return [("by order", names) if "only their order says" in event else (event, names) for event, names in found]
 
 
-GONE = "saved state of a handler that is not here any more"
+GONE = "the checkpoint has the state of a handler that the run does not have"
+NEW = "the checkpoint has no state for a handler, which starts from its beginning"
 
 
 def test_two_of_a_class_in_another_order_get_their_own_states(tmp_path: Path):
@@ -66,7 +67,7 @@ def test_where_the_first_of_two_is_gone_the_other_keeps_its_state(tmp_path: Path
 def test_where_one_is_added_before_it_the_other_keeps_its_state(tmp_path: Path):
     told_on_resume(tmp_path, Adding(100), epochs=1)
     one, hundred = Adding(1), Adding(100)
-    assert told_on_resume(tmp_path, one, hundred, epochs=2) == [("handler begins anew", "Adding")]
+    assert told_on_resume(tmp_path, one, hundred, epochs=2) == [(NEW, "Adding")]
     assert (one.total, hundred.total) == (10, 2000)
 
 
@@ -115,7 +116,7 @@ def test_settings_that_change_as_the_run_goes_on_tell_apart_as_they_were_at_firs
     run, made = scheduled(tmp_path, 4, 3)
     with structlog.testing.capture_logs() as logs:
         run.train(resume="latest")
-    assert not [line for line in logs if "only their order tells" in line["event"]]
+    assert not [line for line in logs if "only their order says" in line["event"]]
     assert {size: (each.step_size, each.last_epoch) for size, each in made.items()} == {4: (4, 20), 3: (3, 20)}
 
 

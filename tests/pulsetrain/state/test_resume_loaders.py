@@ -118,7 +118,7 @@ def test_a_batch_that_was_given_and_not_trained_on_comes_again(
                 engine.terminate()
 
         run.train(resume="latest")
-        assert run.position.trained == stop - 1
+        assert run.data.trained == stop - 1
         end_workers(run)
     assert resumed(LOADERS[name](), tmp_path) == expected
 

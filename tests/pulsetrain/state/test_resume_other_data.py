@@ -57,7 +57,7 @@ def goes_on(data: Any, folder: Path) -> tuple[Trainer, list[int], list[list[str]
     run.add_event_handler(Events.EPOCH_COMPLETED, lambda engine: ends.append(engine.state.iteration))
     with structlog.testing.capture_logs() as logs:
         run.train(resume="latest")
-    return run, ends, [line["differences"] for line in logs if "training data is not what" in line["event"]]
+    return run, ends, [line["differences"] for line in logs if "training data differs" in line["event"]]
 
 
 def test_the_same_data_is_not_told_of(tmp_path: Path):

@@ -84,7 +84,11 @@ def test_a_strategy_without_a_saved_state_begins_anew_and_says_so(tmp_path: Path
     with_strategy(tmp_path, SupervisedStrategy("mse")).train()
     with structlog.testing.capture_logs() as logs:
         with_strategy(tmp_path, Warming()).train(resume="latest")
-    assert [line["strategy"] for line in logs if line["event"] == "the strategy begins anew"] == ["Warming"]
+    assert [
+        line["strategy"]
+        for line in logs
+        if line["event"] == "the checkpoint has no state for the strategy, which starts from its beginning"
+    ] == ["Warming"]
 
 
 def altered(folder: Path, **parts: Any) -> Path:
@@ -127,7 +131,8 @@ def test_where_a_handler_refuses_its_state_all_others_are_as_they_were(strategy:
     run = with_strategy(tmp_path, strategy(), Averaging(), EMA(decay=0.9), Refusing())
     run.train()
     saved = load_checkpoint(CheckpointManager(tmp_path / "checkpoints").get_latest())
-    path = altered(tmp_path, handlers={**saved["handlers"], "Refusing": {"values": torch.full((2,), -1.0)}})
+    refused = {**saved["handlers"]["Refusing"], "state": {"values": torch.full((2,), -1.0)}}
+    path = altered(tmp_path, handlers={**saved["handlers"], "Refusing": refused})
     other = with_strategy(tmp_path / "other", strategy(), Averaging(), EMA(decay=0.9), Refusing())
     before = weights(other)
     ema = {name: value.clone() for name, value in other.handlers[2].state_dict()["average"]["weights"].items()}
@@ -144,7 +149,7 @@ def test_where_a_handler_refuses_its_state_all_others_are_as_they_were(strategy:
     assert other.handlers[2].number_averaged == 20
 
 
-@pytest.mark.parametrize("part", ["counters", "position"])
+@pytest.mark.parametrize("part", ["counters", "data"])
 def test_a_state_with_a_piece_missing_inside_is_refused_before_anything_is_loaded(part: str, tmp_path: Path):
     make(tmp_path).train()
     run = make(tmp_path)
@@ -165,7 +170,7 @@ def test_generators_of_devices_that_are_not_seen_are_told_of_and_the_run_goes_on
     run = make(tmp_path)
     with structlog.testing.capture_logs() as logs:
         run.train(resume=altered(tmp_path, rng={**state["rng"], "cuda": states}))
-    assert [line["devices"] for line in logs if "sees fewer devices" in line["event"]] == [
+    assert [line["devices"] for line in logs if "fewer devices than the checkpoint" in line["event"]] == [
         [f"cuda: {count} -> {count - 2}"]
     ]
     assert run.state.epoch == 4

@@ -50,7 +50,7 @@ def plain(**settings: Any) -> Trainer:
 def test_it_goes_back_twice_past_what_it_left_out_before(tmp_path: Path, background: bool) -> None:
     trainer = going_back(make(saver(tmp_path, background=background), max_epochs=2), (16, 14, 15), (18, 17, 17))
     trainer.train()
-    assert trainer.position.left_out_since == [(14, 15), (19, 19)]
+    assert trainer.data.left_out_since == [(14, 15), (19, 19)]
     assert trainer.rewinds == 2
     assert same(trainer, plain(max_epochs=2, skip_batches=[(14, 15), (19, 19)]))
 
@@ -78,14 +78,14 @@ def test_a_run_killed_right_behind_it_knows_of_it(tmp_path: Path) -> None:
         trainer.train()
     again = make(saver(tmp_path))
     again.train(resume="latest")
-    assert (again.rewinds, again.position.left_out_since) == (1, [(8, 8)])
+    assert (again.rewinds, again.data.left_out_since) == (1, [(8, 8)])
     assert same(again, plain(skip_batches=[(8, 8)]))
 
 
 def test_batches_are_numbered_as_they_are_where_others_are_left_out_behind_them(tmp_path: Path) -> None:
     trainer = going_back(make(saver(tmp_path), skip_batches=[(6, 7)]), (9, 4, 4))
     trainer.train()
-    assert trainer.position.left_out_since == [(4, 4)]
+    assert trainer.data.left_out_since == [(4, 4)]
     assert same(trainer, plain(skip_batches=[(4, 4), (6, 7)]))
 
 
@@ -96,7 +96,7 @@ def test_numbers_survive_a_resume(tmp_path: Path) -> None:
     parts.train()
     again = going_back(make(saver(tmp_path / "b"), skip_batches=[(2, 3)]), (12, 10, 10))
     again.train(resume="latest")
-    assert again.position.left_out_since == whole.position.left_out_since == [(12, 12)]
+    assert again.data.left_out_since == whole.data.left_out_since == [(12, 12)]
     assert same(again, whole)
 
 
@@ -114,7 +114,7 @@ def test_one_that_keeps_too_few_is_told_so(tmp_path: Path) -> None:
     def back(engine: Any) -> None:
         engine.rewind(5, 5, "told to")
 
-    with pytest.raises(CheckpointError, match=r"kept was made behind iteration 8; look more often, or raise keep_last"):
+    with pytest.raises(CheckpointError, match=r"kept was made after iteration 8; look more often, or raise keep_last"):
         trainer.train()
 
 
@@ -125,7 +125,7 @@ class TestARunThatEnds:
         with structlog.testing.capture_logs() as logs:
             trainer.train()
         assert (trainer.state.iteration, trainer.state.stop_reason, trainer.rewinds) == (10, "enough", 0)
-        assert any("does not go back" in line["event"] for line in logs)
+        assert any("does not rewind" in line["event"] for line in logs)
 
     def test_for_another_reason_behind_it_ends(self, tmp_path: Path) -> None:
         trainer = going_back(make(saver(tmp_path)), (8, 7, 7))
@@ -157,7 +157,7 @@ def test_an_update_that_was_to_be_skipped_when_a_handler_failed_is_forgotten() -
 
     with pytest.raises(RuntimeError, match="no"):
         trainer.train()
-    assert trainer.skip is not None
+    assert trainer.stepper.skip is not None
     before = weights(trainer)
     trainer.add_event_handler(
         Events.OPTIMIZER_STEP_COMPLETED, lambda engine: engine.terminate(reason="one update is enough")

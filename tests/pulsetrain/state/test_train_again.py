@@ -189,7 +189,7 @@ def test_a_muted_event_leaves_the_trainers_own_bookkeeping_alone():
     with run.bus.signal(Events.EPOCH_COMPLETED).muted(), run.bus.signal(Events.ITERATION_COMPLETED).muted():
         history = run.train()
     assert len(history["train/loss"]) == 2
-    assert run.position.epoch_done
+    assert run.data.epoch_done
 
 
 def test_an_instance_keeps_its_own_rate_under_a_schedule():

@@ -118,7 +118,7 @@ def test_a_handler_with_what_may_be_progress_and_no_state_is_named_once(value: A
 def test_the_warning_says_what_to_do(tmp_path: Path):
     (warning,) = told(make(tmp_path, Holding(seen=1)))
     assert "give it state_dict() and load_state_dict()" in warning["event"]
-    assert "{} says that nothing is to be kept" in warning["event"]
+    assert "may return {} if there is nothing to keep" in warning["event"]
 
 
 def test_attributes_in_slots_are_seen(tmp_path: Path):
@@ -197,14 +197,17 @@ def test_a_state_that_no_checkpoint_can_hold_ends_the_run_before_its_first_batch
     handler = Saved({"inside": [object()]})
     run = make(tmp_path, handler)
     with pytest.raises(
-        CheckpointError, match=r"checkpoint\['handlers'\]\['Saved'\]\['inside'\]\[0\]: builtins.object|object"
+        CheckpointError,
+        match=r"checkpoint\['handlers'\]\['Saved'\]\['state'\]\['inside'\]\[0\]: builtins.object|object",
     ):
         run.train()
     assert run.state.iteration == 0
     with pytest.raises(CheckpointError) as at_start:
         run.train()
     assert run.state.iteration == 0
-    assert str(at_start.value).startswith("checkpoint['handlers']['Saved']['inside'][0]: object: could not be loaded")
+    assert str(at_start.value).startswith(
+        "checkpoint['handlers']['Saved']['state']['inside'][0]: object: could not be loaded"
+    )
     with pytest.raises(CheckpointError) as at_save:
         run.save_checkpoint()
     assert str(at_save.value) == str(at_start.value)
@@ -262,7 +265,7 @@ def test_a_handler_with_slots_and_a_state_goes_on(tmp_path: Path):
 
 
 def reached(run: Trainer) -> list[str]:
-    return [each["object"] for each in told(run) if "a function that listens reaches" in each["event"]]
+    return [each["object"] for each in told(run) if "a function that subscribes uses" in each["event"]]
 
 
 def test_a_function_that_reaches_a_state_that_is_not_saved_is_told_of_once(tmp_path: Path):

@@ -56,7 +56,7 @@ class SavedStrategy(CountingStrategy):
 
 
 def changed(run: Trainer) -> list[list[str]]:
-    return [each["attributes"] for each in told(run) if "attributes change as the run goes on" in each["event"]]
+    return [each["attributes"] for each in told(run) if "attributes change during the run" in each["event"]]
 
 
 def test_numbers_that_change_and_are_in_no_checkpoint_are_named_once_at_the_first_save(tmp_path: Path):
@@ -122,7 +122,7 @@ class OddOptimizer(torch.optim.SGD):
     ("part", "arguments"),
     [
         ("['model']['_extra_state']", {"model": OddState}),
-        ("['position']['loader']['seen']", {"train_loader": OddLoader}),
+        ("['data']['loader']['seen']", {"train_loader": OddLoader}),
         ("['strategy']['seen']", {"strategy": OddStrategy}),
         ("['optimizer']['seen']", {"optimizer": lambda: lambda parameters: OddOptimizer(parameters, lr=0.1)}),
     ],

@@ -121,7 +121,7 @@ def test_a_second_run_counts_from_0_and_keeps_the_scale():
         {"max_iterations": 7}
     )  # 5 is a log point, 7 the end: what was not taken of the first run is forgotten
     again.train()
-    again.losses.add(torch.tensor(1e9), 1)  # not taken in the first run, it is forgotten in the second
+    again.reporter.losses.add(torch.tensor(1e9), 1)  # not taken in the first run, it is forgotten in the second
     assert again.train()["train/loss"][-1] < 1e6
 
 
@@ -129,7 +129,7 @@ def test_left_out_updates_are_logged_as_a_warning():
     with structlog.testing.capture_logs() as logs:
         trainer({"max_iterations": 5}, backend=fp16(2.0**100)).train()
     told = [entry for entry in logs if entry["log_level"] == "warning"]
-    assert [entry["left_out"] for entry in told] == [5]
+    assert [entry["skipped"] for entry in told] == [5]
 
 
 @pytest.mark.parametrize("given", ["name", "instance"])
@@ -233,10 +233,8 @@ def test_a_handler_that_refuses_leaves_the_gradient_scale_alone(tmp_path: Path):
 
 def test_the_state_of_an_older_version_says_what_to_do():
     run = trainer()
-    from pulsetrain.state.resume import restore  # the trainer calls it with what it loaded
-
-    with pytest.raises(CheckpointError, match=r"of format 1, this version reads 3 and 4; .*new run from its weights"):
-        restore(run, {"format": 1})
+    with pytest.raises(CheckpointError, match=r"of format 1, this version reads 3 to 5; .*new run from its weights"):
+        run.load_checkpoint_state({"format": 1})
 
 
 # -------------------------------------------------------------------------------------------- shared objects

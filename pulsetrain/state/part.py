@@ -1,0 +1,64 @@
+"""What a part of a run's state is."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any, Protocol, TypeGuard, runtime_checkable
+
+from pulsetrain.engine.errors import CheckpointError
+
+__all__ = ["CheckedPart", "Part", "Stateful", "keeps_state", "require"]
+
+
+class Stateful(Protocol):
+    """An object that saves its progress and restores it."""
+
+    def state_dict(self) -> Any:
+        """The progress, as tensors and plain containers."""
+        ...
+
+    def load_state_dict(self, state: Any, /) -> object:
+        """Restore what `state_dict` gave."""
+        ...
+
+
+class Part(Stateful, Protocol):
+    """An object that owns some of a run's state; a checkpoint holds one entry for each."""
+
+    def reset(self) -> None:
+        """Return to the state before the first iteration."""
+        ...
+
+
+@runtime_checkable
+class CheckedPart(Part, Protocol):
+    """A part that can tell whether a state fits it."""
+
+    def check_state_dict(self, state: Any, /) -> None:
+        """Raise CheckpointError if `load_state_dict` would fail; nothing changes."""
+        ...
+
+
+def keeps_state(value: object) -> TypeGuard[Stateful]:
+    """Whether an object has `state_dict` and `load_state_dict`.
+
+    >>> keeps_state([])
+    False
+    """
+    return callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))
+
+
+def require(part: str, state: Collection[str], names: Iterable[str]) -> None:
+    """Refuse a state that lacks some of its fields.
+
+    >>> require("counters", {"epoch": 1}, ["epoch", "iteration"])
+    Traceback (most recent call last):
+        ...
+    pulsetrain.engine.errors.CheckpointError: the checkpoint's state lacks counters.iteration; load another checkpoint
+
+    Raises:
+        CheckpointError: it does; the message lists them.
+    """
+    lacking = [f"{part}.{name}" if part else name for name in names if name not in state]
+    if lacking:
+        raise CheckpointError(f"the checkpoint's state lacks {', '.join(lacking)}; load another checkpoint")
