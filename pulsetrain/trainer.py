@@ -18,6 +18,7 @@ from pulsetrain.engine.backends.core import TrainerCore
 from pulsetrain.engine.backends.torch import TorchBackend
 from pulsetrain.engine.checkpoint import Location, load_checkpoint, location_of
 from pulsetrain.engine.data.workers import workers_outlive_signals
+from pulsetrain.engine.errors import ArgumentTypeError
 from pulsetrain.engine.events.payloads import CheckpointLoaded
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.metrics import MetricTracker
