@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from pulsetrain.engine import Events
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.events.payloads import GradientsReady, OptimizerStepCompleted, Terminated
+from pulsetrain.engine.step.backend import InPlaceBackend
 from pulsetrain.engine.step.gradients import grad_norm
 from pulsetrain.engine.step.protocols import TrainingResult
 from pulsetrain.trainer import Trainer
-from pulsetrain.training.stepper import rates_of
+from pulsetrain.training.stepper import dispatch_of, rates_of, wants
 
 __all__ = ["Loop"]
 
@@ -44,7 +45,7 @@ class Loop(Trainer):
 
     def __init__(self, model: nn.Module, *arguments: Any, **options: Any) -> None:
         super().__init__(model, *arguments, **options)
-        if not self.backend.in_place:
+        if not isinstance(self.backend, InPlaceBackend):
             raise ConfigurationError(
                 f"Loop(backend={type(self.backend).__name__}): makes the updates itself, and a loop's body computes in "
                 "place; use a Trainer, or TorchBackend()"
@@ -55,6 +56,7 @@ class Loop(Trainer):
             if value != getattr(defaults, name):
                 raise ConfigurationError(f"Loop(config): {name}={value!r} has no effect; the loop's body does that")
         self._hands_over = True
+        self._to_device = self.backend.to_device
         self.output: Any = None  # of the body: a loss, or a mapping with one; read when the next batch is asked for
         self.optimizer.register_step_pre_hook(self._before_step)
         self.optimizer.register_step_post_hook(self._after_step)
@@ -75,7 +77,7 @@ class Loop(Trainer):
             self.output = None
             self.in_step = True
             try:
-                yield self.backend.to_device(self.state.batch)
+                yield self._to_device(self.state.batch)
             except GeneratorExit:
                 self.in_step = self._handed_over = False
                 self._internal_run_generator = None
@@ -108,16 +110,16 @@ class Loop(Trainer):
         self.state.output = output
 
     def _before_step(self, *_: Any) -> None:
-        heard = self.gradients_plan
         if not self._handed_over:
             return
-        if heard.live and (heard.busy or not heard.low <= self.state.update + 1 < heard.high):
-            self.grad_norm = norm = grad_norm(list(self.model.parameters()))
+        norm = None
+        if wants(dispatch_of(self, Events.GRADIENTS_READY), self.state.update + 1):
+            norm = grad_norm(list(self.model.parameters()))
             self.fire(Events.GRADIENTS_READY, GradientsReady(grad_norm=norm))  # it advances state.update
         else:
             self.state.update += 1
-        self.learning_rates = rates_of(self.optimizer)
+        self.stepper.note_update(rates_of(self.optimizer), norm)
 
     def _after_step(self, *_: Any) -> None:
-        if self._handed_over and self.stepped_plan.live:
+        if self._handed_over and self.hears(Events.OPTIMIZER_STEP_COMPLETED):
             self.fire(Events.OPTIMIZER_STEP_COMPLETED, OptimizerStepCompleted(learning_rates=self.learning_rates))

@@ -24,12 +24,12 @@ from pulsetrain.engine.events.subscription import LAST
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.metrics import MetricTracker
 from pulsetrain.engine.optimizers import NamedOptimizers, averaged_weights, parts_of
-from pulsetrain.engine.step.accumulation import Accumulation
+from pulsetrain.engine.step.backend import Backend
 from pulsetrain.engine.step.protocols import (
     AlternatingStrategy,
-    Backend,
     ModelState,
     Optimizer,
+    TrainingBatch,
     TrainingResult,
     TrainingStrategy,
 )
@@ -47,12 +47,12 @@ from pulsetrain.training.arguments import (
     named_loaders,
     resolve_strategy,
 )
-from pulsetrain.training.initial_state import current_state, hold, train_epoch
+from pulsetrain.training.initial_state import current_state, make_store, train_epoch
 from pulsetrain.training.reporter import log_point, mean_losses
 from pulsetrain.training.run_length import Bound
 from pulsetrain.training.run_start import begin_anew, checkpointer_of, go_on, resume_from
 from pulsetrain.training.running_stats import Losses, Rate
-from pulsetrain.training.stepper import rates_of, step
+from pulsetrain.training.stepper import Stepper
 from pulsetrain.training.validation import Evaluation, check_sets
 
 __all__ = ["Trainer"]
@@ -108,13 +108,25 @@ class Trainer(Engine):
             raise TypeError(
                 f"Trainer(train_loader={train_loader!r}): needs an iterable of batches, such as a DataLoader"
             )
-        super().__init__(step, name=name, bus=bus)
         self.strategy = resolve_strategy(strategy)
         check_metric_names(metrics, self.strategy)
         self.seed = config.seed if config.seed is not None else int.from_bytes(os.urandom(7), "big")
-        self.backend: Any = backend or TorchBackend()
-        self.held: Any = hold(self.backend, model, optimizer, self.strategy, config, self.seed)
-        self.model, self.optimizer = self.held.module, self.held.optimizer
+        self.backend: Backend = backend or TorchBackend()
+        self.model_store = make_store(self.backend, model, optimizer, self.strategy, config, self.seed)
+        self.model, self.optimizer = self.model_store.module, self.model_store.optimizer
+        self.stepper = Stepper(
+            self.backend,
+            self.strategy,
+            self.model_store,
+            accumulate=config.accumulation,
+            clip_grad_norm=config.clip_grad_norm,
+            on_step=self._on_step,
+        )
+        try:
+            super().__init__(self.stepper, name=name, bus=bus)
+        except ValueError:  # the name is taken
+            self.backend.release()
+            raise
         self.optimizers = self.optimizer if isinstance(self.optimizer, NamedOptimizers) else None
         self.val_loaders = named_loaders(val_loader)
         check_sets(self.val_loaders)
@@ -124,7 +136,7 @@ class Trainer(Engine):
             source.attach(self)
         self.bound = Bound(config, train_loader, optimizers=len(parts_of(self.optimizer)))
         self.evaluation = Evaluation(
-            self.held, self.strategy, self.backend, metrics or {}, self.bus, trainer_name=self.name
+            self.model_store, self.strategy, self.backend, metrics or {}, self.bus, trainer_name=self.name
         )
         self.evaluator = self.evaluation.engine
         self.evaluator.contexts.append(partial(averaged_weights, self.optimizer))
@@ -132,21 +144,14 @@ class Trainer(Engine):
         self.position = DataPosition(self.seed, config.skip_batches)
         self.losses, self._rate = Losses(), Rate()
         self.named_losses = {f"{name}_loss": Losses() for name in self.optimizers or ()}  # of which that is the sum
-        self.accumulation = Accumulation(config.accumulation)
         self.rng_to_restore: dict[str, Any] | None = None
         self.states_to_restore: tuple[dict[str, Any], dict[str, str]] | None = None  # with the handlers' settings
         self.settings_at_first: dict[int, tuple[Any, str]] = {}  # of handlers, by id
         self.watched_numbers: dict[str, float] = {}  # that no checkpoint holds, as they were when the run started
         self.environment_changes: list[str] = []  # since the checkpoint was made that the run goes on from
-        self.grad_norm: Tensor | None = None  # of the last update for which it was measured
-        self.grad_norms: dict[str, Tensor] = {}  # the same of each, where there are several optimizers
-        self.skip: Tensor | None = None  # whether the update under way is to be left out
         self.rewinding: Rewind | None = None  # the run ends here, and train() goes on behind that checkpoint
         self.validated_at = -1  # iteration of the last validation
-        self.in_step = False
-        self.checking = False  # until the first update the strategy may look at values, which waits for the device
         self.state.tokens = self.state.samples = 0
-        self.learning_rates = rates_of(self.optimizer)  # of the last update made
         self.announced_skips = 0  # fp16 updates known to have been left out
         self.bound.measure(self.strategy, self.backend)
         self.bound.check()
@@ -177,7 +182,7 @@ class Trainer(Engine):
             if not isinstance(resume, (str, os.PathLike)):
                 raise TypeError(f"Trainer.train(resume={resume!r}): needs 'latest' or a checkpoint's path")
             resume_from(self, resume)
-        self.rewinding = self.skip = None
+        self.rewinding = None
         try:
             self._train()
             while self.rewinding is not None:
@@ -185,7 +190,7 @@ class Trainer(Engine):
                 self.rewinding = None
                 self._train()
         finally:
-            self.held.publish()
+            self.model_store.publish()
         return self.history.get_history()
 
     def rewind(self, first: int, last: int, reason: str) -> None:
@@ -220,7 +225,7 @@ class Trainer(Engine):
             where: of shape (), bool, on the device; it is not waited for where the optimizer's kernel can leave a step
                 out on the device (fused Adam, AdamW, SGD).
         """
-        self.skip = where if self.skip is None else self.skip | where
+        self.stepper.skip_update(where)
 
     @property
     def model_state(self) -> ModelState:
@@ -336,13 +341,47 @@ class Trainer(Engine):
         logged_at = Events.ITERATION_COMPLETED(every=config.log_every_n_steps)
         self.add_event_handler(logged_at, self._log, phase=Phase.OBSERVE)
         self.add_event_handler(Events.COMPLETED, self._finish, phase=Phase.COMPUTE)
-        self.gradients_plan = self._plan(Events.GRADIENTS_READY)
-        self.stepped_plan = self._plan(Events.OPTIMIZER_STEP_COMPLETED)
+
+    def _on_step(self, batch: TrainingBatch, result: TrainingResult) -> None:
+        """After each step: its losses are added, and a bound that counts samples or updates is looked at."""
+        self.losses.add(result.metrics["loss"], batch.size)
+        for name, losses in self.named_losses.items():
+            if name in result.metrics:
+                losses.add(result.metrics[name], batch.size)
+        self.position.trained = self.state.iteration
+        if self.bound.counted:
+            reason = self.bound.reached(self.state)
+            if reason is not None:
+                self.terminate(reason=reason)
 
     @property
     def accumulated(self) -> int:
         """Batches whose gradients await the next update."""
-        return self.accumulation.batches
+        return self.stepper.accumulated
+
+    @property
+    def learning_rates(self) -> tuple[float, ...]:
+        """The learning rates of the last update, one per parameter group."""
+        return self.stepper.learning_rates
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """The gradient norm of the last update for which it was measured, shape ()."""
+        return self.stepper.grad_norm
+
+    @property
+    def grad_norms(self) -> dict[str, Tensor]:
+        """The same of each optimizer, if there are several."""
+        return self.stepper.grad_norms
+
+    @property
+    def in_step(self) -> bool:
+        """Whether a step is in progress, when nothing can be saved."""
+        return self.stepper.is_stepping
+
+    @in_step.setter
+    def in_step(self, value: bool) -> None:
+        self.stepper.is_stepping = value
 
     def _train_mode(self) -> None:
         train = getattr(self.optimizer, "train", None)  # of a schedule-free one
@@ -351,12 +390,7 @@ class Trainer(Engine):
         if not self.model.training:  # else leave alone: parts of it may be frozen in eval mode
             self.model.train()
         self._rate.restart(self.state.samples, self.state.tokens)
-        if hasattr(self.strategy, "check_values"):
-            self.strategy.check_values = self.checking = True
-
-    def stop_checking(self) -> None:
-        """The first update has been made."""
-        self.strategy.check_values = self.checking = False
+        self.stepper.check_first_batches()
 
     def _epoch(self) -> Generator[Any, None, float]:
         """An epoch's batches, and what the trainer has to remember of them whoever listens."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from pulsetrain.engine.backends.model_store import kind_of
+from pulsetrain.engine.backends.model_store import check_optimizer_state, optimizer_type
 from pulsetrain.engine.checkpoint.snapshot import Snapshot
 from pulsetrain.engine.checkpoint.weights import compare_weights
 from pulsetrain.engine.data import rng
@@ -52,21 +52,22 @@ COUNTERS = (
 def capture(trainer: Trainer) -> dict[str, Any]:
     """Everything that the next iteration depends on, as tensors and plain containers."""
     state, position = trainer.state, trainer.position
-    gradients = trainer.held.gradients() if trainer.accumulated else {}  # between two updates: their sum so far
+    gradients = trainer.model_store.gradients() if trainer.accumulated else {}  # between two updates: their sum so far
     counters = {name: getattr(state, name) for name in COUNTERS}
+    stepper = trainer.stepper.state_dict()
     return {
         "format": FORMAT,
         "environment": _environment(trainer),
         "settings": plain_settings(trainer.config),
         "model": trainer.model.state_dict(),
         "optimizer": trainer.optimizer.state_dict(),
-        "optimizer_type": kind_of(trainer.optimizer),
+        "optimizer_type": optimizer_type(trainer.optimizer),
         "backend": trainer.backend.state_dict(),
         "announced_skips": trainer.announced_skips,
-        "accumulation": {**trainer.accumulation.state_dict(), "gradients": gradients},
+        "accumulation": {**stepper["accumulation"], "gradients": gradients},
         "counters": {**counters, "iteration": position.trained, "epoch": position.epoch - (not position.epoch_done)},
-        "learning_rates": [float(rate) for rate in trainer.learning_rates],
-        "grad_norm": trainer.grad_norm,
+        "learning_rates": stepper["learning_rates"],
+        "grad_norm": stepper["grad_norm"],
         "position": position.state_dict(),
         "data": describe_data(trainer.train_loader),
         "validated_at": trainer.validated_at,
@@ -101,7 +102,7 @@ def restore(trainer: Trainer, saved: Mapping[str, Any]) -> None:
     check_optimizer(trainer.optimizer, saved)
     fewer = rng.missing_devices(saved["rng"])
     saved = follow_data(saved, trainer.train_loader)
-    go_on_with_gradients = trainer.held.load_gradients(
+    put_gradients_back = trainer.model_store.load_gradients(
         saved["accumulation"]["gradients"], saved["accumulation"]["batches"]
     )
     _restore_what_may_refuse(trainer, saved)
@@ -110,13 +111,10 @@ def restore(trainer: Trainer, saved: Mapping[str, Any]) -> None:
     trainer.optimizer.load_state_dict(saved["optimizer"])
     _tell_of_rates(trainer, configured)
     trainer.announced_skips = saved["announced_skips"]
-    trainer.accumulation.load_state_dict(saved["accumulation"])
-    go_on_with_gradients()
+    trainer.stepper.load_state_dict(saved)
+    put_gradients_back()
     counters = saved["counters"]
     trainer.set_counters({**counters, "save": counters["save"] + 1})  # its own save, counted once it was durable
-    trainer.learning_rates = tuple(saved["learning_rates"])
-    trainer.grad_norm = saved["grad_norm"]
-    trainer.grad_norms = dict(saved.get("grad_norms", {}))
     trainer.position.load_state_dict(saved["position"])
     trainer.validated_at = saved["validated_at"]
     trainer.state.metrics = dict(saved["metrics"])
@@ -187,27 +185,10 @@ def check_optimizer(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) 
     Raises:
         CheckpointError: it is one; the message names the difference.
     """
-    mine, theirs = kind_of(optimizer), saved["optimizer_type"]
+    mine, theirs = optimizer_type(optimizer), saved["optimizer_type"]
     if mine != theirs:
         raise CheckpointError(f"the checkpoint was made with {theirs}, this trainer has {mine}; use the same optimizer")
-    groups = [len(group["params"]) for group in optimizer.param_groups]
-    others = [len(group["params"]) for group in saved["optimizer"]["param_groups"]]
-    if groups != others:
-        raise CheckpointError(
-            f"the optimizer's state does not fit: {others} parameters a group in the checkpoint, {groups} here"
-        )
-
-    check = getattr(optimizer, "check_state_dict", None)  # of those that are several in one
-    if check is not None:
-        check(saved["optimizer"])
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for index, parameter in enumerate(parameters):
-        for name, value in saved["optimizer"]["state"].get(index, {}).items():
-            if isinstance(value, torch.Tensor) and value.ndim and value.shape != parameter.shape:
-                raise CheckpointError(
-                    f"the optimizer's state does not fit: {name} of parameter {index} is {_shape(value)} in the "
-                    f"checkpoint, the parameter is {_shape(parameter)} here"
-                )
+    check_optimizer_state(optimizer, saved["optimizer"])
 
 
 def plain_settings(config: TrainingConfig) -> dict[str, Any]:
@@ -250,7 +231,3 @@ def _tell_of_rates(trainer: Trainer, configured: tuple[float, ...]) -> None:
 
 def _is_scalar(value: object) -> bool:
     return isinstance(value, (int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1)
-
-
-def _shape(value: Any) -> tuple[int, ...]:
-    return tuple(value.shape) if isinstance(value, torch.Tensor) else ()

@@ -106,7 +106,7 @@ def _numbers(trainer: Trainer) -> dict[str, float]:
         f"{place}.{name}": value
         for place, holder in holders.items()
         for name, value in attributes_of(holder).items()
-        if type(value) in (int, float, bool) and value == value and name not in torchs_own and name != "check_values"
+        if type(value) in (int, float, bool) and value == value and name not in torchs_own
     }
 
 

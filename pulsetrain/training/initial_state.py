@@ -1,17 +1,15 @@
-"""A trainer's state: made from its arguments, handed out as a value, and trained on by the epoch."""
+"""A trainer's state: made from its arguments, handed out as a value, and trained for an epoch."""
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterable, Mapping
+import math
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from pulsetrain.engine.backends.model_store import Held, LiveState, kind_of, shown_rate
-from pulsetrain.engine.checkpoint.weights import compare_weights
 from pulsetrain.engine.errors import ConfigurationError
-from pulsetrain.engine.step.protocols import AlternatingStrategy, BackendSettings, ModelState, Optimizer, bind_strategy
-from pulsetrain.state.resume import check_optimizer
+from pulsetrain.engine.step.backend import Backend, ModelStore, OptimizerRequest
+from pulsetrain.engine.step.protocols import BackendSettings, ModelState, Strategy, bind_strategy
 from pulsetrain.training.arguments import optimizer_options, resolve_model, resolve_optimizers
 from pulsetrain.training.run_start import begin_anew, go_on
 
@@ -19,17 +17,17 @@ if TYPE_CHECKING:
     from pulsetrain.config import TrainingConfig
     from pulsetrain.trainer import Trainer
 
-__all__ = ["current_state", "hold", "train_epoch"]
+__all__ = ["current_state", "make_store", "train_epoch"]
 
 
-def hold(
-    backend: Any, model: Any, optimizer: Any, strategy: Any, config: TrainingConfig, seed: int
-) -> LiveState | Held:
+def make_store(
+    backend: Backend, model: object, optimizer: object, strategy: Strategy, config: TrainingConfig, seed: int
+) -> ModelStore:
     """The state that a trainer begins with.
 
     Raises:
-        ConfigurationError: the backend cannot do what a setting or the strategy asks for, or an optimizer that it
-            does not know.
+        ConfigurationError: the backend cannot do what a setting or the strategy asks for, or does not know the
+            optimizer.
     """
     backend.configure(
         BackendSettings(
@@ -42,100 +40,53 @@ def hold(
             seed=seed,
         )
     )
+    request = OptimizerRequest(
+        build=lambda module: resolve_optimizers(optimizer, module, strategy, config),
+        chosen=config.optimizer if optimizer is None else optimizer,
+        learning_rate=config.learning_rate,
+        weight_decay=config.weight_decay,
+        options=optimizer_options(config),
+    )
     try:
-        held = _held(backend, model, optimizer, strategy, config)
-        bind_strategy(strategy, held.module, backend)
+        store = backend.make_store(resolve_model(model, strategy), request, strategy)
+        scheduled = config.schedule not in (None, "constant") or config.warmup_steps
+        if scheduled and any(_is_nan(group.get("lr")) for group in store.optimizer.param_groups):
+            raise ConfigurationError(
+                f"TrainingConfig(schedule={config.schedule!r}, warmup_steps={config.warmup_steps}): the state of the "
+                "given optimizer holds no learning rate that could be set; leave both out, or name the optimizer, as "
+                "'adamw', or make it by optax.inject_hyperparams(optax.adam)(learning_rate=...)"
+            )
+        bind_strategy(strategy, store.module, backend)
     except BaseException:
-        if hasattr(backend, "release"):
-            backend.release()  # whoever mends the argument passes the same one again
+        backend.release()  # the argument can be corrected, and the same backend passed again
         raise
-    return held
-
-
-def _held(backend: Any, model: Any, optimizer: Any, strategy: Any, config: TrainingConfig) -> LiveState | Held:
-    if backend.in_place:
-        module = backend.place(resolve_model(model, strategy))
-        return LiveState(backend, module, resolve_optimizers(optimizer, module, strategy, config))
-    name = type(backend).__name__
-    if isinstance(strategy, AlternatingStrategy):
-        raise ConfigurationError(
-            f"Trainer(backend={name}): {type(strategy).__name__} trains several modules in turns, which works in "
-            "place; use TorchBackend()"
-        )
-    chosen, rate = config.optimizer if optimizer is None else optimizer, None
-    if isinstance(chosen, str):
-        rate = config.learning_rate
-        chosen = backend.create_optimizer(
-            model, chosen, config.learning_rate, config.weight_decay, **optimizer_options(config)
-        )
-    elif not isinstance(chosen, Optimizer):
-        raise ConfigurationError(
-            f"Trainer(optimizer={type(chosen).__name__}): {name} computes with values, and needs a name or an object "
-            "with init(params) and update(grads, opt_state, params)"
-        )
-    state = backend.init(model, chosen, rate)
-    if state.metadata["learning_rate"] is None and (config.schedule not in (None, "constant") or config.warmup_steps):
-        raise ConfigurationError(
-            f"TrainingConfig(schedule={config.schedule!r}, warmup_steps={config.warmup_steps}): the state of the given "
-            "optimizer holds no learning rate that could be set; leave both out, or name the optimizer, as 'adamw', or "
-            "make it by optax.inject_hyperparams(optax.adam)(learning_rate=...)"
-        )
-    return Held(backend, model, state)
+    return store
 
 
 def current_state(trainer: Trainer) -> ModelState:
-    """The trainer's state as values, which training on does not change."""
-    held = trainer.held
-    if isinstance(held, Held):
-        return held.copy()
-    weights = copy.deepcopy(trainer.model.state_dict())
-    metadata = {"step": trainer.state.update, "learning_rate": float(trainer.learning_rates[0])}
-    return ModelState(weights, copy.deepcopy(trainer.optimizer.state_dict()), metadata)
+    """The trainer's state as values, which further training does not change."""
+    state = trainer.model_store.snapshot()
+    counted = {"step": trainer.state.update, "learning_rate": float(trainer.learning_rates[0])}
+    return replace(state, metadata={**counted, **state.metadata})
 
 
 def train_epoch(trainer: Trainer, loader: Iterable[Any], model_state: ModelState | None) -> ModelState:
-    """One epoch with all its events from this state on; the state behind it."""
+    """One epoch with all its events from this state on; returns the state after it."""
     state = trainer.state
     if state.max_epochs is None and not trainer.position.resuming:
         begin_anew(trainer)
     if model_state is not None:
-        _go_on_from(trainer, model_state)
-        trainer.accumulation.restart()  # what waited was of another state
-        trainer.held.discard()
+        trainer.model_store.restore(model_state)
+        trainer.stepper.discard()  # what waited was of another state
     try:
-        if trainer.position.resuming:  # behind a checkpoint, perhaps inside an epoch
+        if trainer.position.resuming:  # after a checkpoint, perhaps inside an epoch
             go_on(trainer, loader, state.epoch + 1)
         else:
             trainer.run(loader, max_epochs=state.epoch + 1)
     finally:
-        trainer.held.publish()
+        trainer.model_store.publish()
     return current_state(trainer)
 
 
-def _go_on_from(trainer: Trainer, model_state: ModelState) -> None:
-    """All of the state, or none where it does not fit."""
-    held = trainer.held
-    if isinstance(held, Held):
-        trainer.backend.check(model_state)
-        metadata = {"step": 0, "learning_rate": None, "schedule": None, **model_state.metadata}
-        held.optimizer.param_groups[0]["lr"] = shown_rate(metadata["learning_rate"])
-        held.take(replace(trainer.backend.copied(model_state), metadata=metadata))
-        return
-    weights, optimizer = getattr(model_state, "weights", model_state), getattr(model_state, "optimizer", None)
-    if not isinstance(weights, Mapping) or not isinstance(optimizer, Mapping) or "param_groups" not in optimizer:
-        raise TypeError(
-            f"Trainer.train_epoch(model_state of {type(weights).__name__}): needs what train_epoch or model_state of a "
-            "trainer in place gave"
-        )
-    problems = compare_weights(trainer.model.state_dict(), weights)
-    if problems:
-        raise ConfigurationError(f"Trainer.train_epoch(model_state): its weights do not fit the model: {problems}")
-    mine, theirs = (list(each["param_groups"][0]) for each in (trainer.optimizer.state_dict(), optimizer))
-    if mine != theirs:
-        raise ConfigurationError(
-            f"Trainer.train_epoch(model_state): its optimizer has {', '.join(theirs)}, the trainer's "
-            f"{type(trainer.optimizer).__name__} {', '.join(mine)}; pass a state of the same optimizer"
-        )
-    check_optimizer(trainer.optimizer, {"optimizer": optimizer, "optimizer_type": kind_of(trainer.optimizer)})
-    trainer.model.load_state_dict(dict(weights))
-    trainer.optimizer.load_state_dict(copy.deepcopy(optimizer))
+def _is_nan(rate: object) -> bool:
+    return isinstance(rate, float) and math.isnan(rate)

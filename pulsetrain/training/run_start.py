@@ -28,14 +28,10 @@ def begin_anew(trainer: Trainer) -> None:
     state = trainer.state
     state.max_epochs = state.max_iters = None
     trainer.set_counters(dict.fromkeys(COUNTERS, 0) | {"epoch_length": None})
-    trainer.accumulation.restart()
     trainer.validated_at = -1
-    trainer.optimizer.zero_grad(set_to_none=True)
-    trainer.held.begin_anew()
+    trainer.stepper.reset()
     trainer.backend.begin_run()
     trainer.announced_skips = 0
-    trainer.grad_norm = None
-    trainer.grad_norms.clear()
     for losses in (trainer.losses, *trainer.named_losses.values()):
         losses.restart()
     trainer.history = MetricTracker()  # whoever holds the last run's keeps it
