@@ -37,9 +37,9 @@ from pulsetrain.engine.events.payloads import (
 from pulsetrain.engine.events.state import State
 from pulsetrain.engine.events.subscription import FIRST, LAST, Order, Phase, Subscription
 from pulsetrain.engine.step.accumulation import Accumulate
+from pulsetrain.engine.step.backend import Backend
 from pulsetrain.engine.step.protocols import (
     AlternatingStrategy,
-    Backend,
     BackendSettings,
     GradientInfo,
     ModelState,

@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
     from pulsetrain.engine.events.engine import Engine
     from pulsetrain.engine.optimizers import NamedOptimizers
-    from pulsetrain.engine.step.protocols import AlternatingStrategy, Backend, TrainingStrategy
+    from pulsetrain.engine.step.backend import Backend
+    from pulsetrain.engine.step.protocols import AlternatingStrategy, TrainingStrategy
 
 __all__ = [
     "BatchOrder",

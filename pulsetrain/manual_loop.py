@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from pulsetrain.engine import Events
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.events.payloads import GradientsReady, OptimizerStepCompleted, Terminated
+from pulsetrain.engine.step.backend import InPlaceBackend
 from pulsetrain.engine.step.gradients import grad_norm
 from pulsetrain.engine.step.protocols import TrainingResult
 from pulsetrain.trainer import Trainer
@@ -49,7 +50,7 @@ class Loop(Trainer):
 
     def __init__(self, model: nn.Module, *arguments: Any, **options: Any) -> None:
         super().__init__(model, *arguments, **options)
-        if not self.backend.in_place:
+        if not isinstance(self.backend, InPlaceBackend):
             raise ConfigurationError(
                 f"Loop(backend={type(self.backend).__name__}): makes the updates itself, and a loop's body computes in "
                 "place; use a Trainer, or TorchBackend()"
@@ -60,6 +61,7 @@ class Loop(Trainer):
             if value != getattr(defaults, name):
                 raise ConfigurationError(f"Loop(config): {name}={value!r} has no effect; the loop's body does that")
         self.external_step = True
+        self._to_device = self.backend.to_device
         self.output = None
         self.optimizer.register_step_pre_hook(self._before_step)
         self.optimizer.register_step_post_hook(self._after_step)
@@ -80,7 +82,7 @@ class Loop(Trainer):
             self.output = None
             self.stepper.is_stepping = True
             try:
-                yield self.backend.to_device(self.state.batch)
+                yield self._to_device(self.state.batch)
             except GeneratorExit:
                 self.stepper.is_stepping = False
                 self.abandon()
@@ -115,13 +117,14 @@ class Loop(Trainer):
     def _before_step(self, *_: object) -> None:
         if not self.awaits_step:
             return
-        if self.gradients_plan.wants(self.state.update + 1):
-            self.stepper.grad_norm = norm = grad_norm(list(self.model.parameters()))
+        norm = None
+        if self.dispatch(Events.GRADIENTS_READY).wants(self.state.update + 1):
+            norm = grad_norm(list(self.model.parameters()))
             self.fire(Events.GRADIENTS_READY, GradientsReady(grad_norm=norm))  # it advances state.update
         else:
             self.state.update += 1
-        self.stepper.learning_rates = rates_of(self.optimizer)
+        self.stepper.note_update(rates_of(self.optimizer), norm)
 
     def _after_step(self, *_: object) -> None:
-        if self.awaits_step and self.stepped_plan.live:
+        if self.awaits_step and self.hears(Events.OPTIMIZER_STEP_COMPLETED):
             self.fire(Events.OPTIMIZER_STEP_COMPLETED, OptimizerStepCompleted(learning_rates=self.learning_rates))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -23,11 +24,12 @@ from pulsetrain.engine.events.payloads import CheckpointLoaded
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.metrics import MetricTracker
 from pulsetrain.engine.optimizers import NamedOptimizers, averaged_weights, parts_of
+from pulsetrain.engine.step.backend import Backend
 from pulsetrain.engine.step.protocols import (
     AlternatingStrategy,
-    Backend,
     ModelState,
     Optimizer,
+    TrainingBatch,
     TrainingResult,
     TrainingStrategy,
 )
@@ -53,11 +55,10 @@ from pulsetrain.training.arguments import (
     named_loaders,
     resolve_strategy,
 )
-from pulsetrain.training.initial_state import current_state, hold, load_model_state
+from pulsetrain.training.initial_state import make_store
 from pulsetrain.training.reporter import MetricsReporter
 from pulsetrain.training.run_length import RunLength
-from pulsetrain.training.step_state import StepState
-from pulsetrain.training.stepper import rates_of, step
+from pulsetrain.training.stepper import Stepper
 from pulsetrain.training.validation import Evaluation, Validator, check_sets
 
 __all__ = ["Trainer"]
@@ -133,13 +134,25 @@ class Trainer(Engine):
             raise ArgumentTypeError(
                 "needs an iterable of batches, such as a DataLoader", "Trainer", train_loader=train_loader
             )
-        super().__init__(step, name=name, bus=bus)
         self.strategy = resolve_strategy(strategy)
         check_metric_names(metrics, self.strategy)
         self.seed = config.seed if config.seed is not None else int.from_bytes(os.urandom(7), "big")
-        self.backend: Any = backend or TorchBackend()
-        self.held: Any = hold(self.backend, model, optimizer, self.strategy, config, self.seed)
-        self.model, self.optimizer = self.held.module, self.held.optimizer
+        self.backend: Backend = backend or TorchBackend()
+        self.model_store = make_store(self.backend, model, optimizer, self.strategy, config, self.seed)
+        self.model, self.optimizer = self.model_store.module, self.model_store.optimizer
+        self.stepper = Stepper(
+            self.backend,
+            self.strategy,
+            self.model_store,
+            accumulate=config.accumulation,
+            clip_grad_norm=config.clip_grad_norm,
+            on_step=self._on_step,
+        )
+        try:
+            super().__init__(self.stepper, name=name, bus=bus)
+        except ValueError:  # the name is taken
+            self.backend.release()
+            raise
         self.optimizers = self.optimizer if isinstance(self.optimizer, NamedOptimizers) else None
         self.train_loader = train_loader
         val_loaders = named_loaders(val_loader)
@@ -149,7 +162,7 @@ class Trainer(Engine):
             source.attach(self)
         self.length = RunLength(config, train_loader, optimizers=len(parts_of(self.optimizer)))
         self.evaluation = Evaluation(
-            self.held, self.strategy, self.backend, metrics or {}, self.bus, trainer_name=self.name
+            self.model_store, self.strategy, self.backend, metrics or {}, self.bus, trainer_name=self.name
         )
         self.evaluator = self.evaluation.engine
         self.evaluator.contexts.append(partial(averaged_weights, self.optimizer))
@@ -158,7 +171,6 @@ class Trainer(Engine):
         self.length.check()
         self.handlers = [*handlers, *configured_handlers(config, self.optimizer, self.length, handlers)]
         self.callbacks = CallbackList(list(callbacks))
-        self.stepper = StepState(config.accumulation, self.held, rates_of(self.optimizer))
         self.reporter = MetricsReporter(
             self.strategy, self.backend, self.optimizers, self.stepper, config.log_every_n_steps
         )
@@ -177,7 +189,7 @@ class Trainer(Engine):
                 "model": ModelPart(self.model),
                 "optimizer": OptimizerPart(self.optimizer, self._sets_learning_rates),
                 "counters": Counters(self, self.data),
-                "stepper": StepperPart(self.stepper, self.held, lambda: self.accumulated),
+                "stepper": StepperPart(self.stepper, self.model_store, lambda: self.accumulated),
                 "data": self.data,
                 "validation": self.validator,
                 "reporter": self.reporter,
@@ -186,7 +198,6 @@ class Trainer(Engine):
             self.registry,
         )
         self._rewind: Rewind | None = None  # the run ends here, and train() continues after that checkpoint
-        self.checking = False  # until the first update the strategy may look at values, which waits for the device
         self._subscribe()
         for handler in self.handlers:
             handler.attach(self)
@@ -211,7 +222,7 @@ class Trainer(Engine):
             if not isinstance(resume, (str, os.PathLike)):
                 raise TypeError(f"Trainer.train(resume={resume!r}): needs 'latest' or a checkpoint's path")
             self._load(resume)
-        self._rewind = self.stepper.skip = None
+        self._rewind = None
         try:
             self._train()
             while self._rewind is not None:
@@ -219,7 +230,7 @@ class Trainer(Engine):
                 self._rewind = None
                 self._train()
         finally:
-            self.held.publish()
+            self.model_store.publish()
         return self.history.get_history()
 
     def rewind(self, first: int, last: int, reason: str) -> None:
@@ -308,7 +319,9 @@ class Trainer(Engine):
     @property
     def model_state(self) -> ModelState:
         """Weights, optimizer state and metadata as they are now, as values: further training does not change them."""
-        return current_state(self)
+        state = self.model_store.snapshot()
+        counted = {"step": self.state.update, "learning_rate": float(self.learning_rates[0])}
+        return replace(state, metadata={**counted, **state.metadata})
 
     def train_step(self, batch: Any, model_state: ModelState, optimizer_state: Any = None) -> TrainingResult:
         """One update over one batch as a pure function, see `TrainerCore.train_step`; nothing here changes.
@@ -329,7 +342,7 @@ class Trainer(Engine):
         if self.state.max_epochs is None and not self.is_resuming:
             self._reset()
         if model_state is not None:
-            load_model_state(self, model_state)
+            self.model_store.restore(model_state)
             self.stepper.discard()  # what waited was of another state
         try:
             if self.is_resuming:  # perhaps inside an epoch
@@ -337,7 +350,7 @@ class Trainer(Engine):
             else:
                 self.run(loader, max_epochs=self.state.epoch + 1)
         finally:
-            self.held.publish()
+            self.model_store.publish()
         return self.model_state
 
     def validate(self) -> dict[str, float]:
@@ -481,8 +494,6 @@ class Trainer(Engine):
         self.validator.attach(self)
         self.reporter.attach(self)
         self.add_event_handler(Events.COMPLETED, self._finish, phase=Phase.COMPUTE)
-        self.gradients_plan = self.dispatch(Events.GRADIENTS_READY)
-        self.stepped_plan = self.dispatch(Events.OPTIMIZER_STEP_COMPLETED)
 
     def _train_mode(self) -> None:
         train = getattr(self.optimizer, "train", None)  # of a schedule-free one
@@ -491,12 +502,16 @@ class Trainer(Engine):
         if not self.model.training:  # else leave alone: parts of it may be frozen in eval mode
             self.model.train()
         self.reporter.start()
-        if hasattr(self.strategy, "check_values"):
-            self.strategy.check_values = self.checking = True
+        self.stepper.check_first_batches()
 
-    def stop_checking(self) -> None:
-        """The first update has been made."""
-        self.strategy.check_values = self.checking = False
+    def _on_step(self, batch: TrainingBatch, result: TrainingResult) -> None:
+        """After each step: count its losses, and end the run at a bound that counts updates, samples or tokens."""
+        self.reporter.add(result, batch.size)
+        self.data.trained = self.state.iteration
+        if self.length.counted:
+            reason = self.length.reached(self.state)
+            if reason is not None:
+                self.terminate(reason=reason)
 
     def _stop_when_preempted(self, engine: Engine, event: Event) -> None:
         self.terminate(reason=f"{event.payload.signal} was received")
@@ -514,8 +529,6 @@ class Trainer(Engine):
 
     # ------------------------------------------------------- names for today's step function and older handlers; to go
 
-    accumulation = _alias("stepper.accumulation")
-    skip = _alias("stepper.skip")
     grad_norm = _alias("stepper.grad_norm")
     grad_norms = _alias("stepper.grad_norms")
     in_step = _alias("stepper.is_stepping")

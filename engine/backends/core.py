@@ -1,20 +1,26 @@
-"""The functional core: (weights, data, optimizer) -> new weights, without a loop's events, loaders or files."""
+"""The functional core: (weights, data, optimizer) -> new weights, without events, loaders or files."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
+from pulsetrain.engine.arrays import Array
+from pulsetrain.engine.backends.functional import FunctionalBackend
+from pulsetrain.engine.backends.value_states import step_of
 from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.schedules.formula import Schedule
+from pulsetrain.engine.step.backend import Backend
+from pulsetrain.engine.step.first_batch import FirstBatch
 from pulsetrain.engine.step.protocols import (
     BackendSettings,
     ModelState,
     Optimizer,
     TrainingResult,
     TrainingStrategy,
+    Tree,
     bind_strategy,
 )
 
@@ -22,29 +28,38 @@ __all__ = ["TrainerCore"]
 
 
 class TrainerCore:
-    """Training steps as pure functions: what they are given stays what it is.
+    """Training steps as pure functions, which do not change their arguments.
 
     Args:
         backend: computes with values, as TorchBackend(functional=True) and JaxBackend() do.
         strategy: what is optimised.
-        settings: the backend's, such as clip_grad_norm; None where it has its own already.
+        settings: the backend's, such as clip_grad_norm; None if it has been configured already.
+        check: check the values of batches before the first update, which waits for the device. Under torch.vmap values
+            cannot be read: pass False.
 
     Raises:
         ConfigurationError: the backend computes in place, or cannot do what a setting asks for.
 
-    Example:
-        core = TrainerCore(TorchBackend(functional=True), SupervisedStrategy("mse"))
-        state = core.init(model, "adamw", learning_rate=1e-3)
-        for batch in batches:
-            result = core.train_step(batch, state)
-            state = result.state
+    >>> from pulsetrain.engine import SupervisedStrategy, TorchBackend
+    >>> core = TrainerCore(TorchBackend("cpu", functional=True), SupervisedStrategy("mse"))
+    >>> state = core.init(torch.nn.Linear(2, 1), "sgd", learning_rate=0.1)
+    >>> result = core.train_step((torch.ones(4, 2), torch.zeros(4, 1)), state)
+    >>> state.metadata["step"], result.state.metadata["step"]
+    (0, 1)
     """
 
-    def __init__(self, backend: Any, strategy: TrainingStrategy, settings: BackendSettings | None = None) -> None:
-        if backend.in_place:
+    def __init__(
+        self,
+        backend: Backend,
+        strategy: TrainingStrategy,
+        settings: BackendSettings | None = None,
+        *,
+        check: bool = True,
+    ) -> None:
+        if not isinstance(backend, FunctionalBackend):
             raise ConfigurationError(
-                f"TrainerCore(backend={type(backend).__name__}): computes in place, and a pure step leaves its "
-                "arguments as they are; pass TorchBackend(functional=True)"
+                f"TrainerCore(backend={type(backend).__name__}): computes in place, and a pure step does not "
+                "change its arguments; pass TorchBackend(functional=True)"
             )
         if not isinstance(strategy, TrainingStrategy):
             raise TypeError(
@@ -53,34 +68,33 @@ class TrainerCore:
             )
         if settings is not None:
             backend.configure(settings)
-        self.backend, self.strategy = backend, strategy
+        self.backend, self.strategy, self.check = backend, strategy, check
 
     def init(
         self,
-        model: Any,
-        optimizer: Any = "adamw",
+        model: object,
+        optimizer: str | Optimizer = "adamw",
         *,
         learning_rate: float = 1e-3,
         weight_decay: float = 0.0,
-        schedule: Any = None,
+        schedule: Schedule | None = None,
         **options: Any,
     ) -> ModelState:
         """The state before the first update.
 
-        Steps are computed with the model and the optimizer that were given last; states of several models of one kind,
-        an ensemble's, go by the same ones.
+        Steps use the model and the optimizer of the last call; the states of an ensemble's members share them.
 
         Args:
-            model: an nn.Module, or what else the backend makes of a model.
+            model: an nn.Module, or what the backend takes for a model.
             optimizer: a name, or an object with init(params) and update(grads, opt_state, params).
-            learning_rate: of an optimizer by its name.
+            learning_rate: of an optimizer given by name.
             weight_decay: likewise.
-            schedule: of `pulsetrain.engine.schedules`; its rate holds for each update from the first.
-            options: further keywords of an optimizer by its name.
+            schedule: of `pulsetrain.engine.schedules`; sets the rate of each update.
+            options: further keywords of an optimizer given by name.
 
         Raises:
             ConfigurationError: no such optimizer, or one that works in place.
-            TypeError: a model of another kind.
+            TypeError: the backend cannot use the model.
         """
         rate = learning_rate if isinstance(optimizer, str) else None
         if schedule is not None and not callable(getattr(schedule, "get_lr", None)):
@@ -95,23 +109,24 @@ class TrainerCore:
                 f"TrainerCore.init(optimizer={type(optimizer).__name__}): needs a name or an object with init(params) "
                 "and update(grads, opt_state, params)"
             )
-        state: ModelState = self.backend.init(model, optimizer, rate)
+        state = self.backend.init(model, optimizer, rate)
         if hasattr(self.strategy, "bind"):
-            bind_strategy(self.strategy, self.backend.mirror(model, state.weights).module, self.backend)
+            bind_strategy(self.strategy, self.backend.module_view(model, state.weights).module, self.backend)
         return state if schedule is None else replace(state, metadata={**state.metadata, "schedule": schedule})
 
-    def train_step(self, batch: Any, model_state: ModelState, optimizer_state: Any = None) -> TrainingResult:
-        """One update over one batch. Before the first update its values are looked at, which waits for the device.
+    def train_step(self, batch: Tree, model_state: ModelState, optimizer_state: Tree = None) -> TrainingResult:
+        """One update over one batch.
 
         Args:
             batch: as a loader gives it, or a TrainingBatch.
-            model_state: stays as it is.
-            optimizer_state: in place of the one in model_state.
+            model_state: is not changed.
+            optimizer_state: replaces the one in model_state.
 
         Returns:
-            `state` is the new one; metrics are "loss", "grad_norm" (before clipping), both of shape () on the device,
-            and "seconds", how long the call took, which on an accelerator is less than the step; diagnostics are
-            "memory_bytes" that the device holds (None where it does not tell) and "communication_bytes".
+            `state` is the next state; metrics are "loss", "grad_norm" (before clipping), both of shape () on the
+            device, and "seconds", the duration of the call, which on an accelerator is less than that of the step;
+            diagnostics are "memory_bytes" that the device holds (None if it does not report them) and
+            "communication_bytes".
 
         Raises:
             ConfigurationError: the optimizer's state is not of these weights.
@@ -122,31 +137,33 @@ class TrainerCore:
         if optimizer_state is not None:
             model_state = replace(model_state, optimizer=optimizer_state)
         self.backend.check(model_state)
-        with _looking(self.strategy, model_state.metadata.get("step", 0) == 0):
-            prepared = self.backend.prepare_batch(batch, self.strategy)
-            result: TrainingResult = self.backend.train_step(model_state, prepared, self.strategy)
-        metrics: dict[str, Any] = {**result.metrics, "seconds": time.perf_counter() - start}
+        first = self.check and step_of(model_state) == 0
+        strategy = FirstBatch(self.strategy) if first else self.strategy
+        prepared = self.backend.prepare_batch(batch, strategy)
+        result = self.backend.train_step(model_state, prepared, strategy)
+        metrics: dict[str, Array] = {**result.metrics, "seconds": time.perf_counter() - start}
         diagnostics = {"memory_bytes": self.backend.memory(), "communication_bytes": 0}
         return replace(result, metrics=metrics, diagnostics=diagnostics)
 
-    def eval_step(self, batch: Any, model_state: ModelState) -> dict[str, Any]:
+    def eval_step(self, batch: Tree, model_state: ModelState) -> dict[str, Array]:
         """The loss and the strategy's metrics by name, each a mean over the batch, of shape ()."""
         self.backend.check(model_state)
-        prepared = self.backend.prepare_batch(batch, self.strategy)
-        return dict(self.backend.eval_step(model_state, prepared, self.strategy)[1])
+        strategy = FirstBatch(self.strategy) if self.check else self.strategy
+        prepared = self.backend.prepare_batch(batch, strategy)
+        return dict(self.backend.eval_step(model_state, prepared, strategy)[1])
 
     def train_epoch(
         self,
-        batches: Iterable[Any],
+        batches: Iterable[Tree],
         model_state: ModelState,
         on_step: Callable[[TrainingResult], object] | None = None,
     ) -> ModelState:
-        """One update a batch; returns the state behind the last.
+        """One update per batch; returns the state after the last.
 
         Args:
             batches: as `train_step` takes them.
-            model_state: stays as it is.
-            on_step: called with each step's result, to report on the way.
+            model_state: is not changed.
+            on_step: called with each step's result.
 
         Raises:
             ValueError: there was no batch.
@@ -159,19 +176,5 @@ class TrainerCore:
             if on_step is not None:
                 on_step(result)
         if state is model_state:
-            raise ValueError("TrainerCore.train_epoch(batches): gave no batch; an iterator can be read once")
+            raise ValueError("TrainerCore.train_epoch(batches): no batch was given; an iterator can be read once")
         return state
-
-
-@contextmanager
-def _looking(strategy: Any, wanted: bool) -> Iterator[None]:
-    """A strategy that may look at values does so inside only if it is wanted; afterwards its flag is what it was."""
-    before = getattr(strategy, "check_values", False)
-    if not before or wanted:
-        yield
-        return
-    strategy.check_values = False
-    try:
-        yield
-    finally:
-        strategy.check_values = before

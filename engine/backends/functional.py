@@ -1,4 +1,4 @@
-"""States as values: what every backend shares that makes a new state of an old one."""
+"""The base class of backends whose states are values."""
 
 from __future__ import annotations
 
@@ -10,62 +10,74 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from pulsetrain.engine.arrays import at_least_float32, is_array, namespace
-from pulsetrain.engine.backends.module_view import Mirror
+from pulsetrain.engine.arrays import Array, at_least_float32, is_array, namespace
+from pulsetrain.engine.backends.model_store import ValueStore
+from pulsetrain.engine.backends.module_view import ArraysView
 from pulsetrain.engine.backends.trees import Trees
+from pulsetrain.engine.backends.value_states import next_state, rate_of, step_of, with_buffers
 from pulsetrain.engine.errors import CheckpointError, ConfigurationError
+from pulsetrain.engine.step.backend import ModelStore, ModuleView, OptimizerRequest
 from pulsetrain.engine.step.protocols import (
+    AlternatingStrategy,
     BackendSettings,
     GradientInfo,
     ModelState,
     Optimizer,
+    Strategy,
     TrainingBatch,
     TrainingResult,
     TrainingStrategy,
+    Tree,
     describe,
 )
 
-__all__ = ["FunctionalBackend"]
+__all__ = ["FunctionalBackend", "no_rate"]
+
+_Shape = tuple[int, ...]
 
 
 class FunctionalBackend(Trees):
-    """The parts of a `Backend` over values; a subclass says how weights are taken from a model and gradients computed.
+    """A `Backend` over values; a subclass says how to take weights from a model and how to compute gradients.
 
-    It writes `split`, `loss_and_gradients` and `evaluate`; where its arrays are not torch's, `owns` and `from_torch`;
-    where they are not numpy's either, `tensor_of`. Trees are torch's pytrees: dicts, lists, tuples, named tuples.
+    It writes `split`, `loss_and_gradients` and `evaluate`; if its arrays are not torch's, `owns` and `from_torch`;
+    if they are not numpy's either, `tensor_of`. Trees are torch's pytrees: dicts, lists, tuples, named tuples.
     """
 
-    in_place = False
     skips_updates = False
     optimizer: Optimizer
 
     def __init__(self) -> None:
         self.settings = BackendSettings()
         self._serves = False
-        self._paths: set[str] = set()  # of the weights of the model
-        self._expected: dict[Any, dict[str, Any]] = {}  # shapes of the optimizer's state, by those of the weights
+        self._paths: set[str] = set()  # of the model's weights
+        # shapes of the optimizer's state, by paths and shapes of the weights
+        self._expected: dict[tuple[tuple[str, _Shape], ...], dict[str, _Shape]] = {}
 
     # ------------------------------------------------------------------------------------ what a subclass writes
 
-    def split(self, model: Any) -> dict[str, Any]:
+    def split(self, model: object) -> dict[str, Tree]:
         """The model's weights: {"parameters": a pytree of arrays that learn, "buffers": one of those that do not}."""
         raise NotImplementedError
 
     def loss_and_gradients(
-        self, weights: Mapping[str, Any], batch: TrainingBatch, strategy: TrainingStrategy, draw: tuple[int, int]
-    ) -> tuple[Any, Any, Any]:
+        self, weights: Mapping[str, Tree], batch: TrainingBatch, strategy: TrainingStrategy, draw: tuple[int, int]
+    ) -> tuple[Array, Tree, Tree]:
         """The loss, shape (); its gradients, a pytree like the parameters; and the buffers afterwards.
 
         Args:
-            draw: the numbers of the update and of the batch within it, for whatever is drawn in training.
+            draw: the numbers of the update and of the batch within it, which key the random draws.
         """
         raise NotImplementedError
 
-    def evaluate(self, weights: Mapping[str, Any], batch: TrainingBatch, strategy: TrainingStrategy) -> tuple[Any, Any]:
+    def evaluate(
+        self, weights: Mapping[str, Tree], batch: TrainingBatch, strategy: TrainingStrategy
+    ) -> tuple[Tree, Array]:
         """The model's outputs and the loss, without gradients, as in evaluation."""
         raise NotImplementedError
 
-    def create_optimizer(self, model: Any, name: str, learning_rate: float, weight_decay: float, **options: Any) -> Any:
+    def create_optimizer(
+        self, model: object, name: str, learning_rate: float, weight_decay: float, **options: Any
+    ) -> Optimizer:
         """The optimizer of that name, for this backend's arrays."""
         raise ConfigurationError(
             f"{type(self).__name__}: makes no optimizer from a name ({name!r}); pass one with init(params) and "
@@ -75,7 +87,7 @@ class FunctionalBackend(Trees):
     # --------------------------------------------------------------------------------------- the parts of a step
 
     def configure(self, settings: BackendSettings) -> None:
-        """Take over a trainer's settings.
+        """Adopt a trainer's settings.
 
         Raises:
             ConfigurationError: the backend serves another trainer already, or cannot do what a setting asks for.
@@ -97,10 +109,33 @@ class FunctionalBackend(Trees):
         self.settings = settings
 
     def release(self) -> None:
-        """The trainer that configured it was not made: another one may."""
+        """Undo `configure`: the trainer could not be made."""
         self._serves = False
 
-    def init(self, model: Any, optimizer: Optimizer, learning_rate: float | None = None) -> ModelState:
+    def make_store(self, model: object, optimizer: OptimizerRequest, strategy: Strategy) -> ModelStore:
+        """The store of a model before its first update.
+
+        Raises:
+            ConfigurationError: the strategy trains several modules, or the optimizer works in place.
+        """
+        name = type(self).__name__
+        if isinstance(strategy, AlternatingStrategy):
+            raise ConfigurationError(
+                f"Trainer(backend={name}): {type(strategy).__name__} trains several modules in turn, which works in "
+                "place; use TorchBackend()"
+            )
+        chosen, rate = optimizer.chosen, None
+        if isinstance(chosen, str):
+            rate = optimizer.learning_rate
+            chosen = self.create_optimizer(model, chosen, rate, optimizer.weight_decay, **optimizer.options)
+        elif not isinstance(chosen, Optimizer):
+            raise ConfigurationError(
+                f"Trainer(optimizer={type(chosen).__name__}): {name} computes with values, and needs a name or an "
+                "object with init(params) and update(grads, opt_state, params)"
+            )
+        return ValueStore(self, model, self.init(model, chosen, rate))
+
+    def init(self, model: object, optimizer: Optimizer, learning_rate: float | None = None) -> ModelState:
         """The model's weights as values, and the optimizer's state for them.
 
         Args:
@@ -120,27 +155,23 @@ class FunctionalBackend(Trees):
         weights, optimizer = self.map(self.copy_of, (state.weights, state.optimizer))
         return replace(state, weights=weights, optimizer=optimizer)
 
-    def place(self, model: Any) -> Any:
-        """The model itself: its weights are copied by `init`."""
-        return model
-
-    def prepare_batch(self, batch: Any, strategy: Any) -> TrainingBatch:
-        """The strategy's batch: made of torch tensors on the host, and then brought to where the backend computes.
+    def prepare_batch(self, batch: Tree, strategy: Strategy) -> TrainingBatch:
+        """The strategy's batch: prepared in torch tensors on the host, then moved to the device that computes.
 
         Raises:
-            ValueError: it has no samples, so that its mean loss would be nan.
+            ValueError: it has no samples, so its mean loss would be nan.
         """
-        prepared: TrainingBatch = strategy.prepare_batch(self.to_host(batch))
+        prepared = strategy.prepare_batch(self.to_host(batch))
         if not prepared.samples:
             raise ValueError(
                 f"a batch of 0 samples, inputs {describe(prepared.inputs)}: its mean loss would be nan; "
                 "let the loader leave empty batches out"
             )
-        # not the weight: it counts for accumulation and means, which are torch's
+        # not the weight: accumulation and means are computed by torch
         return replace(prepared, inputs=self.to_native(prepared.inputs), targets=self.to_native(prepared.targets))
 
-    def to_host(self, batch: Any) -> Any:
-        """The loader's batch with torch tensors in it, which strategies know."""
+    def to_host(self, batch: Tree) -> Tree:
+        """The loader's batch in torch tensors."""
         return self.to_torch(batch)
 
     def forward_backward(
@@ -148,10 +179,10 @@ class FunctionalBackend(Trees):
         state: ModelState,
         batch: TrainingBatch,
         strategy: TrainingStrategy,
-        scale: Any = 1.0,
+        scale: Array = 1.0,
         waiting: GradientInfo | None = None,
     ) -> GradientInfo:
-        """The loss, and `scale` times its gradients, added to those that wait."""
+        """The loss and `scale` times its gradients, added to those that wait."""
         batches = 0 if waiting is None else waiting.batches
         loss, gradients, buffers = self.loss_and_gradients(state.weights, batch, strategy, (step_of(state), batches))
         if not (type(scale) is float and scale == 1.0):
@@ -162,11 +193,11 @@ class FunctionalBackend(Trees):
         return GradientInfo(loss, gradients, buffers, batches=batches + 1)
 
     def all_reduce_gradients(self, gradients: GradientInfo) -> GradientInfo:
-        """As they are: there is one process."""
+        """Unchanged: there is one process."""
         return gradients
 
     def finish_gradients(
-        self, state: ModelState, gradients: GradientInfo, correction: Any = 1.0, measure: bool = True
+        self, state: ModelState, gradients: GradientInfo, correction: Array = 1.0, measure: bool = True
     ) -> GradientInfo:
         """The gradients times `correction`, and their norm."""
         found = gradients.gradients
@@ -176,19 +207,19 @@ class FunctionalBackend(Trees):
         return replace(gradients, gradients=found, grad_norm=self.norm(found) if measure else None)
 
     def apply_gradients(
-        self, state: ModelState, gradients: GradientInfo, skip: Any = None, donate: bool = False
+        self, state: ModelState, gradients: GradientInfo, skip: Tensor | None = None, donate: bool = False
     ) -> ModelState:
-        """Clip, and make one update; where `skip` is true, weights and optimizer stay what they are."""
+        """Clip and make one update; if `skip` is true, weights and optimizer keep their values."""
         rate, parameters = rate_of(state), state.weights["parameters"]
-        if isinstance(skip, Tensor) and skip.device.type == "cpu":  # there is nothing to wait for
+        if skip is not None and skip.device.type == "cpu":  # there is nothing to wait for
             if skip:
                 return next_state(state, state.weights, state.optimizer, rate)
             skip = None
         new, optimizer = self.updated(parameters, state.optimizer, gradients.gradients, gradients.grad_norm, rate)
         if skip is not None:
-            skip = self.to_native(skip)
-            new = self.map(lambda old, each: namespace(each).where(skip, old, each), parameters, new)
-            optimizer = self.map(lambda old, each: self.chosen(skip, old, each), state.optimizer, optimizer)
+            skipped = self.to_native(skip)
+            new = self.map(lambda old, each: namespace(each).where(skipped, old, each), parameters, new)
+            optimizer = self.map(lambda old, each: self.chosen(skipped, old, each), state.optimizer, optimizer)
         return next_state(state, {**state.weights, "parameters": new}, optimizer, rate)
 
     def train_step(
@@ -200,21 +231,25 @@ class FunctionalBackend(Trees):
         metrics = {"loss": gradients.loss, "grad_norm": gradients.grad_norm}
         return TrainingResult(metrics, self.apply_gradients(with_buffers(state, gradients), gradients))
 
-    def eval_step(self, state: ModelState, batch: TrainingBatch, strategy: TrainingStrategy) -> tuple[Any, Any]:
+    def eval_step(
+        self, state: ModelState, batch: TrainingBatch, strategy: TrainingStrategy
+    ) -> tuple[Tree, dict[str, Array]]:
         """The model's outputs, and the loss and the strategy's metrics by name."""
         outputs, loss = self.evaluate(state.weights, batch, strategy)
         return outputs, {"loss": loss, **strategy.compute_metrics(outputs, batch)}
 
     # ------------------------------------------------------------------------------------------- what they need
 
-    def norm(self, gradients: Any) -> Any:
+    def norm(self, gradients: Tree) -> Array:
         """L2 norm over all of them as if they were one vector, shape ()."""
         leaves = [at_least_float32(each) for each in pytree.tree_leaves(gradients)]
         xp = namespace(*leaves)
         return xp.sqrt(sum(xp.sum(each * each) for each in leaves))
 
-    def updated(self, parameters: Any, opt_state: Any, gradients: Any, norm: Any, rate: Any) -> tuple[Any, Any]:
-        """Clipped gradients to new parameters and a new optimizer state."""
+    def updated(
+        self, parameters: Tree, opt_state: Tree, gradients: Tree, norm: Array, rate: Array
+    ) -> tuple[Tree, Tree]:
+        """The parameters and the optimizer's state after one update with clipped gradients."""
         most, value = self.settings.clip_grad_norm, self.settings.clip_grad_value
         if most is not None:
             norm = self.norm(gradients) if norm is None else norm
@@ -228,16 +263,16 @@ class FunctionalBackend(Trees):
         updates, opt_state = self.optimizer.update(gradients, opt_state, parameters)
         return self.map(lambda old, change: old + change, parameters, updates), opt_state
 
-    def chosen(self, skip: Any, old: Any, new: Any) -> Any:
-        """`old` where the condition holds; a number on the host, such as a count of steps, goes on."""
+    def chosen(self, skip: Array, old: Array, new: Array) -> Array:
+        """`old` where the condition holds; numbers on the host, such as a count of steps, advance in any case."""
         return namespace(new).where(skip, old, new) if hasattr(new, "shape") else new
 
-    def learning_rate(self, opt_state: Any) -> float | None:
+    def learning_rate(self, opt_state: Tree) -> float | None:
         """The rate that the optimizer's state holds; None where it holds none."""
         rate = opt_state.get("learning_rate") if isinstance(opt_state, Mapping) else None
         return None if rate is None else float(rate)
 
-    def with_learning_rate(self, opt_state: Any, rate: Any) -> Any:
+    def with_learning_rate(self, opt_state: Tree, rate: Array) -> Tree:
         """The optimizer's state with another rate.
 
         Raises:
@@ -249,8 +284,13 @@ class FunctionalBackend(Trees):
 
     # ----------------------------------------------------------------------------------------- what others ask for
 
+    @property
+    def batch_device(self) -> torch.device:
+        """The host: strategies prepare batches there."""
+        return torch.device("cpu")
+
     def check(self, state: ModelState) -> None:
-        """Refuse a state that a step could not be made of.
+        """Raise if a step could not be computed from the state.
 
         Raises:
             TypeError: an array is of another backend.
@@ -258,7 +298,7 @@ class FunctionalBackend(Trees):
         """
         if not isinstance(state, ModelState) or not isinstance(state.weights, Mapping):
             raise TypeError(
-                f"{type(self).__name__}: {type(state).__name__} is no ModelState of values; make one by init()"
+                f"{type(self).__name__}: {type(state).__name__} is not a ModelState of values; make one by init()"
             )
         lacking = [name for name in ("parameters", "buffers") if name not in state.weights]
         if lacking:
@@ -297,88 +337,67 @@ class FunctionalBackend(Trees):
             here, there = (f"of shape {each[path]}" if path in each else "missing" for each in (found, expected))
             raise ConfigurationError(
                 f"{type(self).__name__}: the optimizer's state does not fit the weights: {path} is {here}, and for "
-                f"these weights it is {there}; make it anew by optimizer.init(parameters)"
+                f"these weights it is {there}; make a new one by optimizer.init(parameters)"
             )
 
     def memory(self) -> int | None:
-        """Bytes that the device holds; None where it does not tell."""
+        """Bytes that the device holds; None if it does not report them."""
         return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else None
 
-    def mirror(self, model: Any, weights: Mapping[str, Any]) -> Any:
-        """What shows the weights as a torch module."""
-        return Mirror(self, weights)
+    def module_view(self, model: object, weights: Tree) -> ModuleView:
+        """A torch module that shows the weights."""
+        return ArraysView(self, weights)
 
-    def outputs(self, weights: Mapping[str, Any], inputs: Any) -> Any:
-        """What the model gives for torch tensors, as in evaluation: for whoever calls the mirror.
+    def outputs(self, weights: Tree, inputs: Tree) -> Tree:
+        """The model's outputs for torch tensors, as in evaluation.
 
         Args:
-            inputs: a tuple of them in order, or a mapping by name.
+            inputs: a tuple of positional arguments, or a mapping by name.
         """
         raise ConfigurationError(f"{type(self).__name__}: its model cannot be called as a torch module; call it itself")
 
-    def publish(self, weights: Mapping[str, Any]) -> None:
-        """Training pauses: put the weights where the user's model keeps its own, if it does."""
+    def publish(self, weights: Tree) -> None:
+        """Put the weights into the user's own model, if that holds any."""
 
     def discard_gradients(self, state: ModelState) -> None:
         """Nothing to do: gradients are values."""
 
-    def environment(self) -> dict[str, Any]:
-        """What the bits of its results depend on, versions and switches, as plain values."""
+    def environment(self) -> dict[str, object]:
+        """What its results depend on, versions and switches, as plain values."""
         return {}
 
     def begin_run(self) -> None:
-        """Nothing is counted."""
+        """Nothing to do: nothing is counted."""
 
     def skipped_updates(self) -> int:
-        """None is left out here."""
+        """None is skipped."""
         return 0
 
-    def state_dict(self) -> dict[str, Any]:
-        """Its name: another backend's numbers are other ones."""
+    def state_dict(self) -> dict[str, object]:
+        """Its name: another backend computes other numbers."""
         return {"name": type(self).__name__}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Refuse the state of another backend.
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Raise if the state is of another backend.
 
         Raises:
             CheckpointError: it is one.
         """
         if state.get("name") != type(self).__name__:
             raise CheckpointError(
-                f"{type(self).__name__}: the checkpoint was made by {state.get('name')!r}; go on with that backend, or "
-                "begin a new run from its weights"
+                f"{type(self).__name__}: the checkpoint was made by {state.get('name')!r}; resume with that backend, "
+                "or start a new run from its weights"
             )
 
 
-def step_of(state: ModelState) -> int:
-    """Updates made."""
-    return int(state.metadata.get("step", 0))
-
-
-def rate_of(state: ModelState) -> Any:
-    """The rate of the next update: the schedule's, else the one that was set; None leaves the optimizer's alone."""
-    schedule = state.metadata.get("schedule")
-    return state.metadata.get("learning_rate") if schedule is None else schedule.get_lr(step_of(state))
-
-
 def no_rate(place: str, remedy: str) -> ConfigurationError:
-    """What is raised where a learning rate was set and the optimizer's state has no place for it."""
+    """The error for a learning rate that was set although the optimizer's state holds none."""
     return ConfigurationError(
         f"{place}: a schedule or a handler sets the learning rate, and the optimizer's state holds none; {remedy}, or "
         "name the optimizer, as 'adamw'"
     )
 
 
-def with_buffers(state: ModelState, gradients: GradientInfo) -> ModelState:
-    """The state with the buffers as the forward pass has left them."""
-    return replace(state, weights={**state.weights, "buffers": gradients.buffers})
-
-
-def next_state(state: ModelState, weights: Mapping[str, Any], optimizer: Any, rate: Any) -> ModelState:
-    """The state behind an update that was made at this rate."""
-    return ModelState(weights, optimizer, {**state.metadata, "step": step_of(state) + 1, "learning_rate": rate})
-
-
-def _kind(leaf: Any) -> str:
+def _kind(leaf: object) -> str:
     module = type(leaf).__module__.split(".")[0]
     return f"{module}.{type(leaf).__name__}" + (f" on {leaf.device}" if isinstance(leaf, Tensor) else "")

@@ -11,12 +11,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pulsetrain.engine.backends.functional import FunctionalBackend, next_state, no_rate, rate_of, step_of
+from pulsetrain.engine.backends.functional import FunctionalBackend, no_rate
 from pulsetrain.engine.backends.jax_arrays import JaxArrays, find_jax_device
 from pulsetrain.engine.backends.jax_models import JaxModel, read_model
 from pulsetrain.engine.backends.optax import create_optax, jax_and_optax, learning_rate_of, with_learning_rate
-from pulsetrain.engine.backends.torch import given
+from pulsetrain.engine.backends.torch_computation import given
+from pulsetrain.engine.backends.value_states import next_state, rate_of, step_of
 from pulsetrain.engine.environment import version_of
+from pulsetrain.engine.step.first_batch import FirstBatch
 from pulsetrain.engine.step.protocols import (
     BackendSettings,
     GradientInfo,
@@ -50,7 +52,6 @@ class JaxBackend(JaxArrays, FunctionalBackend):
         self.requested_device = device
         self.compiled = {"train": 0, "evaluate": 0, "gradients": 0, "finish": 0, "apply": 0}  # programs so far
         self._programs: dict[Any, Callable[..., Any]] = {}
-        self._first: TrainingBatch | None = None  # on the host, of a batch whose values are to be looked at
         self._use(find_jax_device(self._jax, device or "auto"))
 
     def configure(self, settings: BackendSettings) -> None:
@@ -130,20 +131,21 @@ class JaxBackend(JaxArrays, FunctionalBackend):
 
     # ---------------------------------------------------------------------------------------------------- a batch
 
-    def prepare_batch(self, batch: Any, strategy: Any) -> TrainingBatch:
-        return super().prepare_batch(batch, _Keeping(self, strategy))
-
-    def _check_values(self, state: ModelState, batch: TrainingBatch, strategy: Any) -> None:
-        """Let the strategy look at the values of a run's first batch: a compiled program cannot."""
-        first, self._first = self._first, None
-        if first is None:
-            return
-        try:
-            outputs = self._jax.eval_shape(partial(self._outputs, training=False), state.weights, batch.inputs)
-        except Exception as error:
-            error.add_note(given(first))
-            raise
-        strategy.check_batch(self.map(_stand_in, outputs), first)
+    def _checked(self, state: ModelState, batch: TrainingBatch, strategy: TrainingStrategy) -> TrainingStrategy:
+        """The strategy to compile; a first batch is checked before, since a compiled program cannot check values."""
+        if not isinstance(strategy, FirstBatch):
+            return strategy
+        plain: TrainingStrategy = strategy.strategy
+        check = getattr(plain, "check_batch", None)
+        if check is not None:
+            first = replace(batch, inputs=self.to_torch(batch.inputs), targets=self.to_torch(batch.targets))
+            try:
+                outputs = self._jax.eval_shape(partial(self._outputs, training=False), state.weights, batch.inputs)
+            except Exception as error:
+                error.add_note(given(first))
+                raise
+            check(self.map(_without_values, outputs), first)
+        return plain
 
     # ---------------------------------------------------------------------------------------- what is computed
 
@@ -200,7 +202,7 @@ class JaxBackend(JaxArrays, FunctionalBackend):
     def train_step(
         self, state: ModelState, batch: TrainingBatch, strategy: TrainingStrategy, donate: bool = False
     ) -> TrainingResult:
-        self._check_values(state, batch, strategy)
+        strategy = self._checked(state, batch, strategy)
 
         def make() -> Callable[..., Any]:
             def train(rest: Any, arrays: Any, weights: Any, opt_state: Any, rate: Any, draw: Any) -> Any:
@@ -227,7 +229,7 @@ class JaxBackend(JaxArrays, FunctionalBackend):
         scale: Any = 1.0,
         waiting: GradientInfo | None = None,
     ) -> GradientInfo:
-        self._check_values(state, batch, strategy)
+        strategy = self._checked(state, batch, strategy)
 
         def make() -> Callable[..., Any]:
             def compute(rest: Any, arrays: Any, weights: Any, draw: Any, scale: Any, waiting: Any) -> Any:
@@ -278,7 +280,7 @@ class JaxBackend(JaxArrays, FunctionalBackend):
         return next_state(state, {**state.weights, "parameters": parameters}, optimizer, rate)
 
     def eval_step(self, state: ModelState, batch: TrainingBatch, strategy: TrainingStrategy) -> tuple[Any, Any]:
-        self._check_values(state, batch, strategy)
+        strategy = self._checked(state, batch, strategy)
 
         def make() -> Callable[..., Any]:
             def evaluate(rest: Any, arrays: Any, weights: Any) -> tuple[Any, Any]:
@@ -316,20 +318,7 @@ def _batch_of(counts: tuple[int, int], arrays: tuple[Any, Any, Any]) -> Training
     return TrainingBatch(inputs, targets, *counts, weight)
 
 
-class _Keeping:
-    """A strategy whose batches are kept on the host as long as it wants to look at their values."""
-
-    def __init__(self, backend: JaxBackend, strategy: Any) -> None:
-        self._backend, self._strategy = backend, strategy
-
-    def prepare_batch(self, batch: Any) -> TrainingBatch:
-        prepared: TrainingBatch = self._strategy.prepare_batch(batch)
-        wanted = getattr(self._strategy, "check_values", False) and hasattr(self._strategy, "check_batch")
-        self._backend._first = prepared if wanted else None
-        return prepared
-
-
-def _stand_in(shape: Any) -> Any:
+def _without_values(shape: Any) -> Tensor:
     """A torch tensor without values, of an output's shape and dtype."""
     name = str(shape.dtype)
     return torch.empty(shape.shape, dtype=getattr(torch, name, torch.float32), device="meta")

@@ -1,143 +1,172 @@
-"""The newest state of a backend that computes with values, and torch objects that stand for it.
+"""The two model stores: of a module that is trained in place, and of a state that is a value.
 
-Handlers, checkpoints and whoever asks a trainer for its model and optimizer find an nn.Module and a torch optimizer.
+Handlers, checkpoints and users find an nn.Module and a torch optimizer in both.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, SupportsIndex, overload
 
 import torch
 from torch import Tensor, nn
 
-from pulsetrain.engine.backends.functional import rate_of, with_buffers
-from pulsetrain.engine.backends.module_view import Shown
-from pulsetrain.engine.errors import CheckpointError
+from pulsetrain.engine.backends.value_states import rate_of, with_buffers
+from pulsetrain.engine.checkpoint.weights import compare_weights
+from pulsetrain.engine.errors import CheckpointError, ConfigurationError
 from pulsetrain.engine.optimizers import parts_of
-from pulsetrain.engine.step.protocols import GradientInfo, ModelState
+from pulsetrain.engine.step.backend import InPlaceBackend, ModuleView, ValueBackend
+from pulsetrain.engine.step.protocols import GradientInfo, ModelState, Tree
+from pulsetrain.engine.step.undo import Undo
 
-__all__ = ["Held", "HeldOptimizer", "LiveState", "kind_of", "shown_rate"]
-
-
-def kind_of(optimizer: torch.optim.Optimizer) -> str:
-    """What an optimizer is called in a checkpoint: its class's name, and that of the backend where that makes it."""
-    if not isinstance(optimizer, HeldOptimizer):
-        return type(optimizer).__name__
-    backend = optimizer.held.backend
-    return f"{type(backend.optimizer).__name__} of {type(backend).__name__}"
+__all__ = ["InPlaceStore", "OptimizerView", "ValueStore", "check_optimizer_state", "optimizer_type"]
 
 
-class LiveState:
+class InPlaceStore:
     """A state in place: the module and the optimizer themselves.
 
     Args:
         backend: computes with them.
-        model: the module, on its device.
+        module: on its device.
         optimizer: over its parameters.
     """
 
-    in_place = True
     waiting: GradientInfo | None = None  # gradients wait in the parameters
 
-    def __init__(self, backend: Any, model: nn.Module, optimizer: Any) -> None:
-        self.backend, self.module, self.optimizer = backend, model, optimizer
-        self.state: ModelState = backend.init(model, optimizer)
-        # one for each of several optimizers
-        self.parts = {name: backend.init(model, part) for name, part in parts_of(optimizer).items()}
+    def __init__(self, backend: InPlaceBackend, module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        self.backend, self.module, self.optimizer = backend, module, optimizer
+        self.state: ModelState = backend.init(module, optimizer)
+        self._parts = {name: backend.init(module, part) for name, part in parts_of(optimizer).items()}
 
-    def take(self, state: ModelState) -> None:
-        """Nothing to do: it is the same."""
+    def part(self, name: str) -> ModelState:
+        return self._parts[name] if name else self.state
 
-    def publish(self) -> None:
-        """Nothing to do: the module is the user's."""
+    def commit(self, state: ModelState) -> None:
+        """Nothing to do: it is the same object."""
 
-    def wait(self, gradients: GradientInfo) -> None:
+    def hold(self, gradients: GradientInfo) -> None:
         """Nothing to do: they are in the parameters."""
 
-    def showing(self, gradients: GradientInfo, tell: Callable[[], object]) -> GradientInfo:
-        """Runs `tell`: each parameter holds its own gradient."""
-        tell()
-        return gradients
-
-    def begin_anew(self) -> None:
-        """Nothing to do: who draws has been seeded."""
-
     def discard(self) -> None:
-        """Drop the gradients that wait for an update."""
         self.backend.discard_gradients(self.state)
 
+    def show_gradients(self, gradients: GradientInfo, receive: Callable[[], object]) -> GradientInfo:
+        receive()
+        return gradients
+
+    def publish(self) -> None:
+        """Nothing to do: the module is the user's own."""
+
+    def reset(self) -> None:
+        """Nothing to do: the generators have been seeded."""
+
     def gradients(self) -> dict[str, Tensor]:
-        """Those that wait for an update, by the parameters' names."""
         return {name: each.grad for name, each in self.module.named_parameters() if each.grad is not None}
 
     def load_gradients(self, saved: Mapping[str, Tensor], batches: int) -> Callable[[], None]:
-        """What goes on with gradients that `gradients` gave."""
-
-        def go_on() -> None:
+        def put_back() -> None:
             for name, parameter in self.module.named_parameters():
                 parameter.grad = saved[name].to(parameter.device) if name in saved else None
 
-        return go_on
+        return put_back
+
+    def snapshot(self) -> ModelState:
+        """Copies of the state dicts of the module and the optimizer."""
+        return ModelState(copy.deepcopy(self.module.state_dict()), copy.deepcopy(self.optimizer.state_dict()))
+
+    def restore(self, state: ModelState) -> None:
+        weights, saved = getattr(state, "weights", state), getattr(state, "optimizer", None)
+        if not isinstance(weights, Mapping) or not isinstance(saved, Mapping) or "param_groups" not in saved:
+            raise TypeError(
+                f"Trainer.train_epoch(model_state of {type(weights).__name__}): needs a state that train_epoch or "
+                "model_state of a trainer in place returned"
+            )
+        problems = compare_weights(self.module.state_dict(), weights)
+        if problems:
+            raise ConfigurationError(f"Trainer.train_epoch(model_state): its weights do not fit the model: {problems}")
+        mine, theirs = (list(each["param_groups"][0]) for each in (self.optimizer.state_dict(), saved))
+        if mine != theirs:
+            raise ConfigurationError(
+                f"Trainer.train_epoch(model_state): its optimizer has {', '.join(theirs)}, the trainer's "
+                f"{type(self.optimizer).__name__} {', '.join(mine)}; pass a state of the same optimizer"
+            )
+        check_optimizer_state(self.optimizer, saved)
+        self.module.load_state_dict(dict(weights))
+        self.optimizer.load_state_dict(copy.deepcopy(dict(saved)))
+
+    @contextmanager
+    def rollback(self, *others: object) -> Iterator[None]:
+        undo = Undo(self.module, getattr(self.optimizer, "__dict__", None), *map(_contents, others))
+        backend = copy.deepcopy(self.backend.state_dict())
+        gradients = [(parameter, parameter.grad) for parameter in self.module.parameters()]
+        for parameter, _ in gradients:
+            parameter.grad = None
+        try:
+            yield
+        finally:
+            self.discard()
+            undo.put_back()
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+            self.backend.load_state_dict(backend)
 
 
-class Held:
-    """A state from which a trainer goes on: what was written into its module and optimizer counts.
+class ValueStore:
+    """A state that is a value, with a view of it as a module and an optimizer.
 
     Args:
-        backend: made the state, and has `mirror`, `flat` and `unflat`.
-        model: what the state was made of.
+        backend: computed the state.
+        model: what the state was made from.
         state: the first one.
     """
 
-    in_place = False
-
-    def __init__(self, backend: Any, model: Any, state: ModelState) -> None:
+    def __init__(self, backend: ValueBackend, model: object, state: ModelState) -> None:
         self.backend, self._state = backend, state
-        self.waiting: GradientInfo | None = None  # gradients of the update under way
-        self._shown: Shown = backend.mirror(model, state.weights)
-        self.module = self._shown.module
-        self.optimizer = HeldOptimizer(self)
+        self.waiting: GradientInfo | None = None
+        self._view: ModuleView = backend.module_view(model, state.weights)
+        self.module = self._view.module
+        self.optimizer = OptimizerView(self)
 
     @property
     def state(self) -> ModelState:
-        """The newest, with what was written into the module and with the rate that the optimizer's group has."""
-        state, weights = self._state, self._shown.seen(self._state.weights)
-        if state.metadata.get("schedule") is not None:  # of a state that came with one
+        """The newest state, with what was written into the module and with the learning rate of the group."""
+        state, weights = self._state, self._view.seen(self._state.weights)
+        if state.metadata.get("schedule") is not None:  # of a state that brought one
             self.optimizer.param_groups[0]["lr"] = rate_of(state)
         metadata, rate = state.metadata, _known(self.optimizer.param_groups[0]["lr"])
         if weights is not state.weights or rate != metadata["learning_rate"]:
             self._state = state = replace(state, weights=weights, metadata={**metadata, "learning_rate": rate})
         return state
 
-    def copy(self) -> ModelState:
-        """The state in memory of its own, for somebody who may keep it."""
-        return self.backend.copied(self.state)  # type: ignore[no-any-return]
+    def part(self, name: str) -> ModelState:
+        return self.state
 
-    def take(self, state: ModelState) -> None:
-        """Go on with this state, which nobody else has: the next may be made in its memory."""
+    def commit(self, state: ModelState) -> None:
+        self.waiting = None
+        self._set(state)
+
+    def _set(self, state: ModelState) -> None:
         self._state = state
-        self._shown.show(state.weights)
+        self._view.show(state.weights)
 
-    def publish(self) -> None:
-        """Training pauses: the user's own model, where it is another object, gets the weights."""
-        self.backend.publish(self.state.weights)
-
-    def wait(self, gradients: GradientInfo) -> None:
-        """A batch has been added up for the update under way; its forward pass has changed the buffers."""
+    def hold(self, gradients: GradientInfo) -> None:
         self.waiting = gradients
-        self.take(with_buffers(self._state, gradients))
+        self._set(with_buffers(self._state, gradients))
 
-    def showing(self, gradients: GradientInfo, tell: Callable[[], object]) -> GradientInfo:
-        """Gives the module's parameters these gradients while `tell` runs; returns them as they are then."""
+    def discard(self) -> None:
+        self.waiting = None
+
+    def show_gradients(self, gradients: GradientInfo, receive: Callable[[], object]) -> GradientInfo:
         parameters, flat = self.optimizer.learning, self.backend.flat(gradients.gradients)
         for parameter, gradient in zip(parameters, flat.values(), strict=True):
             parameter.grad = gradient
         before = [(id(each), each._version) for each in flat.values()]
         try:
-            tell()
+            receive()
             after = [parameter.grad for parameter in parameters]
         finally:
             for parameter in parameters:
@@ -150,37 +179,108 @@ class Held:
         }
         return replace(gradients, gradients=self.backend.unflat(gradients.gradients, edited, "edited gradients"))
 
-    def begin_anew(self) -> None:
-        """A run begins from its start: what is drawn in it goes by the number of the update."""
+    def publish(self) -> None:
+        self.backend.publish(self.state.weights)
+
+    def reset(self) -> None:
         self._state = replace(self._state, metadata={**self._state.metadata, "step": 0})
 
-    def discard(self) -> None:
-        """Drop the gradients that wait for an update."""
-        self.waiting = None
-
     def gradients(self) -> dict[str, Tensor]:
-        """Those that wait for an update, by their paths."""
         return {} if self.waiting is None else self.backend.flat(self.waiting.gradients)
 
     def load_gradients(self, saved: Mapping[str, Tensor], batches: int) -> Callable[[], None]:
-        """What goes on with gradients that `gradients` gave, of so many batches.
-
-        Raises:
-            CheckpointError: they are not of these weights.
-        """
         waiting: GradientInfo | None = None
         if saved:
             tree = self.backend.unflat(self.state.weights["parameters"], saved, "accumulated gradients")
             waiting = GradientInfo(None, tree, batches=batches)
 
-        def go_on() -> None:
+        def put_back() -> None:
             self.waiting = waiting
 
-        return go_on
+        return put_back
+
+    def snapshot(self) -> ModelState:
+        return self.backend.copied(self.state)
+
+    def restore(self, state: ModelState) -> None:
+        self.backend.check(state)
+        metadata = {"step": 0, "learning_rate": None, "schedule": None, **state.metadata}
+        self.optimizer.param_groups[0]["lr"] = _shown(metadata["learning_rate"])
+        self._set(replace(self.backend.copied(state), metadata=metadata))
+
+    @contextmanager
+    def rollback(self, *others: object) -> Iterator[None]:
+        undo, state, rate = Undo(*map(_contents, others)), self.snapshot(), self.optimizer.param_groups[0]["lr"]
+        backend, waiting = copy.deepcopy(self.backend.state_dict()), self.waiting
+        self.waiting = None
+        try:
+            yield
+        finally:
+            undo.put_back()
+            self.optimizer.param_groups[0]["lr"] = rate
+            self._set(state)
+            self.waiting = waiting
+            self.backend.load_state_dict(backend)
+
+
+class OptimizerView(torch.optim.Optimizer):
+    """Shows the state of a functional optimizer as torch's optimizers do: one group, whose rate may be written.
+
+    The rate is nan if the state holds none, as that of optax.adam(1e-3). The backend makes the steps.
+    """
+
+    def __init__(self, store: ValueStore) -> None:
+        rate = store._state.metadata["learning_rate"]
+        # the group has the module's own parameters, so that it can be searched for them
+        parameters = [each for module in store.module.modules() for each in module._parameters.values()]
+        unique = {id(each): each for each in parameters if each is not None and each.requires_grad}
+        self.learning = list(unique.values())
+        super().__init__(self.learning, {"lr": _shown(rate)})
+        self.param_groups[0]["params"] = _UpToDate(store.module, self.learning)
+        self.store = store
+        self._opt_called = True  # else torch's schedules warn that step() was never called
+
+    def step(self, closure: object = None) -> None:  # type: ignore[override]
+        """Refused: the backend makes the steps."""
+        raise RuntimeError(f"{type(self.store.backend).__name__} makes the updates itself; call Trainer.train()")
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients that wait for an update."""
+        self.store.discard()
+
+    def state_dict(self) -> dict[str, Any]:
+        """The leaves of the optimizer's state by their paths, and the group's rate."""
+        state = self.store.state
+        group = {"lr": self.param_groups[0]["lr"], "params": list(range(len(self.param_groups[0]["params"])))}
+        metadata = {"step": state.metadata["step"]}
+        return {"state": self.store.backend.flat(state.optimizer), "param_groups": [group], **metadata}
+
+    def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Check that a state fits, and change nothing.
+
+        Raises:
+            CheckpointError: it is another optimizer's, or of other weights; the message names the first difference.
+        """
+        self._read(state_dict)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        optimizer = self._read(state_dict)
+        store, rate = self.store, _known(state_dict["param_groups"][0]["lr"])
+        self.param_groups[0]["lr"] = _shown(rate)
+        metadata = {**store.state.metadata, "step": state_dict["step"], "learning_rate": rate}
+        store._set(replace(store.state, optimizer=optimizer, metadata=metadata))
+
+    def _read(self, state_dict: Mapping[str, Any]) -> Tree:
+        if "step" not in state_dict:
+            raise CheckpointError(
+                f"the optimizer's state is one of torch.optim, and {type(self.store.backend).__name__} computes with "
+                "values; resume with the backend that the checkpoint was made with"
+            )
+        return self.store.backend.unflat(self.store._state.optimizer, state_dict["state"], "the optimizer's state")
 
 
 class _UpToDate(list[nn.Parameter]):
-    """A module's parameters, which are made up to date for whoever looks at them."""
+    """A module's parameters, brought up to date when they are read."""
 
     def __init__(self, module: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
         super().__init__(parameters)
@@ -190,73 +290,63 @@ class _UpToDate(list[nn.Parameter]):
         next(self._module.parameters(), None)
         return super().__iter__()
 
-    def __getitem__(self, index: Any) -> Any:
+    @overload
+    def __getitem__(self, index: SupportsIndex) -> nn.Parameter: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[nn.Parameter]: ...
+    def __getitem__(self, index: SupportsIndex | slice) -> nn.Parameter | list[nn.Parameter]:
         next(self._module.parameters(), None)
         return super().__getitem__(index)
 
 
-class HeldOptimizer(torch.optim.Optimizer):
-    """Shows a functional optimizer's state as torch's optimizers do: one group, whose rate may be written.
+def optimizer_type(optimizer: torch.optim.Optimizer) -> str:
+    """What a checkpoint calls an optimizer: the name of its class, and that of the backend if the backend made it.
 
-    The rate is nan where the state holds none, as that of optax.adam(1e-3). Its steps are made by the backend.
+    >>> optimizer_type(torch.optim.SGD([torch.zeros(1)], lr=0.1))
+    'SGD'
     """
-
-    def __init__(self, held: Held) -> None:
-        rate = held._state.metadata["learning_rate"]
-        # the group's parameters are the module's: whoever looks for them finds them there
-        parameters = [each for module in held.module.modules() for each in module._parameters.values()]
-        unique = {id(each): each for each in parameters if each is not None and each.requires_grad}
-        self.learning = list(unique.values())
-        super().__init__(self.learning, {"lr": shown_rate(rate)})
-        self.param_groups[0]["params"] = _UpToDate(held.module, self.learning)
-        self.held = held
-        self._opt_called = True  # torch's schedules warn of an optimizer whose step() nobody has called
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Refused: see the class."""
-        raise RuntimeError(f"{type(self.held.backend).__name__} makes the updates itself; call Trainer.train()")
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients that wait for an update."""
-        self.held.waiting = None
-
-    def state_dict(self) -> dict[str, Any]:
-        """The leaves of the optimizer's state by their paths, and the group's rate."""
-        state = self.held.state
-        group = {"lr": self.param_groups[0]["lr"], "params": list(range(len(self.param_groups[0]["params"])))}
-        metadata = {"step": state.metadata["step"]}
-        return {"state": self.held.backend.flat(state.optimizer), "param_groups": [group], **metadata}
-
-    def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Refuse a state that does not fit, and change nothing.
-
-        Raises:
-            CheckpointError: it is another optimizer's, or of other weights; the message names the first difference.
-        """
-        self._read(state_dict)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        optimizer = self._read(state_dict)
-        held, rate = self.held, _known(state_dict["param_groups"][0]["lr"])
-        self.param_groups[0]["lr"] = shown_rate(rate)
-        metadata = {**held.state.metadata, "step": state_dict["step"], "learning_rate": rate}
-        held.take(replace(held.state, optimizer=optimizer, metadata=metadata))
-
-    def _read(self, state_dict: Mapping[str, Any]) -> Any:
-        if "step" not in state_dict:
-            raise CheckpointError(
-                f"the optimizer's state is one of torch.optim, and {type(self.held.backend).__name__} computes with "
-                "values; go on with the backend that the checkpoint was made with"
-            )
-        return self.held.backend.unflat(self.held._state.optimizer, state_dict["state"], "the optimizer's state")
+    if not isinstance(optimizer, OptimizerView):
+        return type(optimizer).__name__
+    backend = optimizer.store.backend
+    return f"{type(backend.optimizer).__name__} of {type(backend).__name__}"
 
 
-def shown_rate(rate: float | None) -> float:
-    """A rate as an optimizer's group has it: nan where there is none."""
-    return math.nan if rate is None else rate  # the one nan: it is equal to itself in a tuple of rates
+def check_optimizer_state(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+    """Check that a state dict fits an optimizer, and change nothing.
+
+    Raises:
+        CheckpointError: it is of other parameters; the message names the first difference.
+    """
+    groups = [len(group["params"]) for group in optimizer.param_groups]
+    others = [len(group["params"]) for group in saved["param_groups"]]
+    if groups != others:
+        raise CheckpointError(
+            f"the optimizer's state does not fit: {others} parameters a group in the checkpoint, {groups} here"
+        )
+    check = getattr(optimizer, "check_state_dict", None)  # of those that are several in one
+    if check is not None:
+        check(saved)
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for index, parameter in enumerate(parameters):
+        for name, value in saved["state"].get(index, {}).items():
+            if isinstance(value, Tensor) and value.ndim and value.shape != parameter.shape:
+                raise CheckpointError(
+                    f"the optimizer's state does not fit: {name} of parameter {index} is {tuple(value.shape)} in the "
+                    f"checkpoint, the parameter is {tuple(parameter.shape)} here"
+                )
 
 
-def _known(rate: Any) -> float | None:
-    """A group's rate as a number: a schedule of torch's may write tensors."""
+def _contents(value: object) -> object:
+    """What `Undo` can put back of an object: the object itself, if it is a container, and its attributes."""
+    return (value, getattr(value, "__dict__", None))
+
+
+def _shown(rate: float | None) -> float:
+    """A rate as an optimizer's group has it: nan for none."""
+    return math.nan if rate is None else rate  # always the same nan: it equals itself in a tuple of rates
+
+
+def _known(rate: float | Tensor) -> float | None:
+    """A group's rate as a number: torch's schedules may write tensors."""
     rate = float(rate)
     return None if math.isnan(rate) else rate

@@ -1,67 +1,55 @@
-"""Torch modules that show weights which are values."""
+"""Torch modules that show weights that are values."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.step.backend import ValueBackend
+from pulsetrain.engine.step.protocols import ModelState, Tree
 
-__all__ = ["Mirror", "ModuleMirror", "Shown"]
-
-
-class Shown(Protocol):
-    """How a module shows weights that are values."""
-
-    module: nn.Module
-
-    def show(self, weights: Any) -> None:
-        """There are new weights."""
-        ...
-
-    def seen(self, weights: Any) -> Any:
-        """The weights, as they are now that somebody may have written into the module."""
-        ...
+__all__ = ["ArraysView", "TensorsView"]
 
 
-class ModuleMirror:
-    """A torch module whose tensors are those of the newest weights: nothing is copied.
+class TensorsView:
+    """The user's module, whose tensors share the memory of the newest weights: nothing is copied.
 
     Args:
-        module: made the weights.
-        weights_of: reads them.
+        module: what the weights were taken from.
+        weights_of: takes them.
     """
 
     def __init__(self, module: nn.Module, weights_of: Callable[[nn.Module], dict[str, dict[str, Tensor]]]) -> None:
         self.module, self._weights_of = module, weights_of
 
     def show(self, weights: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Let the module's tensors, which stay the objects that they are, have the new ones' memory."""
+        """Let the module's tensors, which stay the same objects, share the memory of the new ones."""
         new = {**weights["buffers"], **weights["parameters"]}
         for name, tensor in (*self.module.named_parameters(), *self.module.named_buffers()):
             tensor.data = new[name]
 
-    def seen(self, weights: Any) -> Any:
-        """What the module holds, whoever wrote it."""
+    def seen(self, weights: Tree) -> Tree:
+        """What the module holds."""
         return self._weights_of(self.module)
 
 
-class Mirror(nn.Module):
-    """Weights that are no torch tensors, as a module of torch tensors by their paths, "blocks/0/kernel", dots as "/".
+class ArraysView(nn.Module):
+    """Arrays of another library as a module of torch tensors named by their paths, "blocks/0/kernel", dots as "/".
 
-    The tensors are copies, made when somebody asks for the state after it has changed; once parameters or buffers were
-    asked for, at each change, since whoever has them may look again. What is written into them is taken over before the
-    next step.
+    The tensors are copies. They are made when the state is read after it has changed and, once the parameters or
+    buffers have been read, at each change, since their reader may look again. What is written into them takes effect in
+    the next step.
 
     Args:
-        backend: has `flat` and `unflat`.
+        backend: made the weights.
         weights: the first ones.
     """
 
-    def __init__(self, backend: Any, weights: Mapping[str, Any]) -> None:
+    def __init__(self, backend: ValueBackend, weights: Tree) -> None:
         super().__init__()
         self._backend, self._weights = backend, weights
         self._paths: dict[str, str] = {}  # by the names under which the module has them
@@ -74,7 +62,7 @@ class Mirror(nn.Module):
         self._versions = self._versions_now()
 
     def _name(self, path: str) -> str:
-        """For the weight at a path: to torch a dot means a module inside, and weights that are one array have none."""
+        """The name of the weight at a path: torch reads a dot as a submodule, and a single array has no path."""
         name = path.replace(".", "/") or "weights"
         if name in self._paths:
             raise ConfigurationError(
@@ -93,20 +81,20 @@ class Mirror(nn.Module):
         """The model's outputs for torch tensors, in order or by name, as in evaluation."""
         return self._backend.outputs(self.seen(self._weights), named or inputs)
 
-    def show(self, weights: Mapping[str, Any]) -> None:
-        """There are new weights."""
+    def show(self, weights: Tree) -> None:
+        """Show new weights."""
         self._weights, self._stale = weights, True
         if self._followed:
             self.refresh()
 
-    def seen(self, weights: Any) -> Any:
-        """The weights given, or those that the module holds where they were written into."""
+    def seen(self, weights: Tree) -> Tree:
+        """The weights given, or those that the module holds if they were written into."""
         if self._versions_now() == self._versions:
-            return self._weights  # read already, perhaps: by a call of the model
+            return self._weights  # which a call of the model may have read already
         if self._stale:
             raise RuntimeError(
-                "the model was written into through a tensor that is no longer up to date; take it from "
-                "trainer.model.parameters() or buffers(), whose tensors are from then on"
+                "the model was written into through a tensor that is no longer up to date; read it from "
+                "trainer.model.parameters() or buffers(), whose tensors are kept up to date from then on"
             )
         read = {
             kind: self._backend.unflat(
@@ -121,7 +109,7 @@ class Mirror(nn.Module):
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Copy the newest weights into the tensors, where they are not yet."""
+        """Copy the newest weights into the tensors, unless they are there already."""
         if not self._stale:
             return
         self._stale = False
@@ -132,13 +120,13 @@ class Mirror(nn.Module):
         self._versions = self._versions_now()
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
-        """As every module's, and up to date from now on."""
+        """As of any module, and kept up to date from now on."""
         self._followed = True
         self.refresh()
         return super().named_parameters(*args, **kwargs)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Any:
-        """As every module's, and up to date from now on."""
+        """As of any module, and kept up to date from now on."""
         self._followed = True
         self.refresh()
         return super().named_buffers(*args, **kwargs)
@@ -150,33 +138,31 @@ class Mirror(nn.Module):
             self.refresh()
         return value
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Mirror:
-        """A module of its own with the same weights; it computes with the same backend."""
+    def __deepcopy__(self, memo: dict[int, object]) -> ArraysView:
+        """An independent module with the same weights, which computes with the same backend."""
         self.refresh()
-        # arrays of its own: a step may reuse the memory of those that it is given
-        weights = self._backend.map(self._backend.copy_of, self._weights)
-        copied = Mirror(self._backend, weights)
+        # a step may reuse the memory of the weights that it is given
+        copied = ArraysView(self._backend, self._backend.copied(ModelState(self._weights, ())).weights)
         copied.training = self.training
         memo[id(self)] = copied
         return copied
 
     def __getstate__(self) -> Any:
         raise TypeError(
-            f"the model of a {type(self._backend).__name__} is no torch module that could be pickled; save its "
-            "state_dict()"
+            f"the model of a {type(self._backend).__name__} cannot be pickled as a torch module; save its state_dict()"
         )
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As every module's, up to date."""
+        """As of any module, up to date."""
         self.refresh()
         return super().state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """As every module's."""
+        """As of any module."""
         self.refresh()
         return super().load_state_dict(*args, **kwargs)
 
     def _versions_now(self) -> list[tuple[int, int]]:
-        # writing through `.data`, or through numpy, leaves no trace; other data in a tensor's place does
+        # writing through `.data` or numpy leaves no trace; putting another tensor there does
         held = (*self._parameters.values(), *self._buffers.values())
         return [(each._version, each.data_ptr()) for each in held if each is not None]

@@ -10,32 +10,30 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value
 
 from pulsetrain.engine.backends.functional import FunctionalBackend
-from pulsetrain.engine.backends.module_view import ModuleMirror
-from pulsetrain.engine.backends.torch import TorchBackend, no_gradient
+from pulsetrain.engine.backends.module_view import TensorsView
+from pulsetrain.engine.backends.torch_computation import TorchComputation, no_gradient
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.optimizers.functional import create_functional
 from pulsetrain.engine.optimizers.groups import decay_rule, trainable_of
 from pulsetrain.engine.step.model_call import eval_mode
-from pulsetrain.engine.step.protocols import BackendSettings, TrainingBatch, TrainingStrategy
+from pulsetrain.engine.step.protocols import BackendSettings, Optimizer, TrainingBatch, TrainingStrategy, Tree
 
 __all__ = ["FunctionalTorchBackend"]
 
 
-class FunctionalTorchBackend(FunctionalBackend, TorchBackend):
+class FunctionalTorchBackend(TorchComputation, FunctionalBackend):
     """nn.Module on values: `TorchBackend(functional=True)` makes it.
 
-    Parameters and buffers go by the module's names. A step may be used under torch.vmap; what is drawn in it (dropout)
-    comes from torch's global generator, as in place.
+    Parameters and buffers are found under the module's names for them. A step may be used under torch.vmap; its random
+    draws (dropout) come from torch's global generator, as in place.
 
     Raises:
         ConfigurationError: fp16, torch.compile or activation checkpointing, which work in place.
     """
 
-    in_place = False
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *arguments: Any, **options: Any) -> None:
         FunctionalBackend.__init__(self)
-        TorchBackend.__init__(self, *args, **kwargs)
+        TorchComputation.__init__(self, *arguments, **options)
 
     def _configure(self, settings: BackendSettings) -> None:
         super()._configure(settings)
@@ -51,58 +49,51 @@ class FunctionalTorchBackend(FunctionalBackend, TorchBackend):
                     f"TorchBackend(functional=True): {setting} works in place; leave it out, or functional=True"
                 )
 
-    configure = TorchBackend.configure
-    place = TorchBackend.place
-    prepare_batch = TorchBackend.prepare_batch
-    to_torch = TorchBackend.to_torch
-
-    def split(self, model: Any) -> dict[str, Any]:
-        """The module's parameters that learn, and all else that it saves or computes with, copied, by its names."""
+    def split(self, model: object) -> dict[str, Tree]:
+        """The module's parameters that learn, and everything else it saves or computes with, copied, by name."""
         self.module = self.place(model)
         return weights_of(self.module, copy=True)
 
     def loss_and_gradients(
-        self, weights: Mapping[str, Any], batch: TrainingBatch, strategy: TrainingStrategy, draw: tuple[int, int]
-    ) -> tuple[Any, Any, Any]:
+        self, weights: Mapping[str, Tree], batch: TrainingBatch, strategy: TrainingStrategy, draw: tuple[int, int]
+    ) -> tuple[Tensor, Tree, Tree]:
         """By torch.func.grad_and_value."""
 
         def compute(parameters: dict[str, Tensor], buffers: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
             changed = {name: each.clone() for name, each in buffers.items()}  # a forward pass writes into them
-            _, loss = self._evaluate({**parameters, **changed}, batch, strategy)
-            if not loss.requires_grad:  # torch.func would go on with gradients of 0
+            _, loss = self.outputs_and_loss({**parameters, **changed}, batch, strategy)
+            if not loss.requires_grad:  # torch.func would return gradients of 0
                 raise no_gradient()
             return loss, changed
 
         gradients, (loss, buffers) = grad_and_value(compute, has_aux=True)(weights["parameters"], weights["buffers"])
         return loss, gradients, buffers
 
-    def evaluate(self, weights: Mapping[str, Any], batch: TrainingBatch, strategy: TrainingStrategy) -> tuple[Any, Any]:
+    def evaluate(
+        self, weights: Mapping[str, Tree], batch: TrainingBatch, strategy: TrainingStrategy
+    ) -> tuple[Tree, Tensor]:
         """The module in eval mode."""
         with torch.no_grad(), eval_mode(self.module):
-            return self._evaluate({**weights["parameters"], **weights["buffers"]}, batch, strategy)
+            return self.outputs_and_loss({**weights["parameters"], **weights["buffers"]}, batch, strategy)
 
-    def forward(self, model: Any, batch: TrainingBatch) -> Any:
-        """What the module gives for the batch's inputs with these weights, by name."""
+    def forward(self, model: Tree, batch: TrainingBatch) -> Tree:
+        """The module's outputs for the batch with these weights, by name."""
         inputs = batch.inputs
         if isinstance(inputs, Mapping):
             return functional_call(self.module, model, (), dict(inputs))
         return functional_call(self.module, model, tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,))
 
-    def create_optimizer(self, model: Any, name: str, learning_rate: float, weight_decay: float, **options: Any) -> Any:
+    def create_optimizer(
+        self, model: Any, name: str, learning_rate: float, weight_decay: float, **options: Any
+    ) -> Optimizer:
         """sgd, adam, adamw or rmsprop, as pure functions."""
         spares = decay_rule(model, options.pop("no_decay", None))
         mask = None if spares is None else {key: not spares(key, each) for key, each in trainable_of(model)}
         return create_functional(name, learning_rate, weight_decay, decay_mask=mask, **options)
 
-    def mirror(self, model: Any, weights: Mapping[str, Any]) -> ModuleMirror:
+    def module_view(self, model: object, weights: Tree) -> TensorsView:
         """The module itself, which holds the newest weights."""
-        return ModuleMirror(self.module, weights_of)
-
-    state_dict = FunctionalBackend.state_dict
-    load_state_dict = FunctionalBackend.load_state_dict
-    discard_gradients = FunctionalBackend.discard_gradients
-    begin_run = FunctionalBackend.begin_run
-    skipped_updates = FunctionalBackend.skipped_updates
+        return TensorsView(self.module, weights_of)
 
 
 def weights_of(module: nn.Module, copy: bool = False) -> dict[str, dict[str, Tensor]]:

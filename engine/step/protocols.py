@@ -1,4 +1,4 @@
-"""What a training step takes and gives, and what a strategy and a backend have to offer."""
+"""What a training step takes and returns, and what a strategy has to offer."""
 
 from __future__ import annotations
 
@@ -6,23 +6,28 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from pulsetrain.engine.arrays import describe_array, is_array
+from pulsetrain.engine.arrays import Array, describe_array, is_array
 
 __all__ = [
     "AlternatingStrategy",
-    "Backend",
     "BackendSettings",
     "GradientInfo",
     "ModelState",
     "Optimizer",
+    "Strategy",
     "TrainingBatch",
     "TrainingResult",
     "TrainingStrategy",
+    "Tree",
     "bind_strategy",
     "describe",
 ]
+
+Tree = Any
+"""A pytree of arrays: dicts, lists, tuples and named tuples, whose structure the model or the optimizer decides."""
 
 
 @dataclass(frozen=True, init=False)
@@ -30,18 +35,22 @@ class TrainingBatch:
     """One batch as the model and the loss want it.
 
     `inputs` goes to the model: a tensor as its only argument, a tuple as positional, a mapping as keyword arguments.
+
+    >>> batch = TrainingBatch(torch.ones(8, 4), torch.zeros(8), samples=8)
+    >>> batch.size, TrainingBatch(batch.inputs, batch.targets, samples=8, tokens=96).size
+    (8, 96)
     """
 
-    inputs: Any
-    targets: Any
+    inputs: Tree
+    targets: Tree
     samples: int  # rows of the batch, a host number
     tokens: int = 0  # predicted tokens, a host number; 0 where there are none
-    # what the loss is a mean over, where that is neither; perhaps of shape () on the device, and then not waited for
+    # what the loss is a mean over, if neither; may have shape () on the device, where nothing waits for it
     weight: int | Tensor | None = None
 
-    # one is made in every step: this takes a third of what the constructor of a frozen dataclass takes
+    # every step makes one, and this takes a third of the time of a frozen dataclass's own constructor
     def __init__(
-        self, inputs: Any, targets: Any, samples: int, tokens: int = 0, weight: int | Tensor | None = None
+        self, inputs: Tree, targets: Tree, samples: int, tokens: int = 0, weight: int | Tensor | None = None
     ) -> None:
         fields = self.__dict__
         fields["inputs"], fields["targets"], fields["samples"] = inputs, targets, samples
@@ -49,41 +58,41 @@ class TrainingBatch:
 
     @property
     def size(self) -> int | Tensor:
-        """What the batch's mean loss is a mean over: its weight, else its tokens, else its samples."""
+        """What the batch's loss is a mean over: its weight, else its tokens, else its samples."""
         return self.weight if self.weight is not None else self.tokens or self.samples
 
 
 @dataclass(frozen=True, slots=True)
 class ModelState:
-    """Everything that a training step changes: weights, optimizer state, and what they belong to.
+    """Everything that a training step changes: weights and optimizer state.
 
-    As values, `weights` holds two pytrees of arrays: "parameters", which learn, and "buffers", which a forward pass
-    may change besides; `optimizer` is what an `Optimizer` made of the parameters. In place (TorchBackend by default)
-    they are the module and the torch optimizer themselves.
+    As values, `weights` holds two pytrees: "parameters", which learn, and "buffers", which a forward pass may change;
+    `optimizer` is what `Optimizer.init` made of the parameters. In place (TorchBackend by default) they are the module
+    and the torch optimizer themselves.
     """
 
-    weights: Any
-    optimizer: Any
-    # "step": updates made; "learning_rate": of the next one, unless "schedule" says another, by `get_lr(step)`
+    weights: Tree
+    optimizer: Tree
+    # "step": updates made; "learning_rate": of the next update, unless there is a "schedule" with `get_lr(step)`
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class GradientInfo:
-    """What a forward and a backward pass found, or several whose gradients were added up."""
+    """The result of a forward and a backward pass, or of several whose gradients were added up."""
 
-    loss: Any  # of the last of them, shape (), detached
-    gradients: Any = None  # a pytree like the parameters; None in place, where each parameter holds its own
-    buffers: Any = None  # as the forward passes left them; None in place
-    grad_norm: Any = None  # their total L2 norm, shape (); None where it was not asked for
-    batches: int = 1  # that were added up
+    loss: Array  # of the last batch, shape (), detached
+    gradients: Tree = None  # like the parameters; None in place, where each parameter holds its own
+    buffers: Tree = None  # as the forward passes left them; None in place
+    grad_norm: Array = None  # total L2 norm, shape (); None if it was not measured
+    batches: int = 1  # how many were added up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BackendSettings:
-    """What a trainer's configuration says to its backend; the names are those of TrainingConfig."""
+    """The settings of a TrainingConfig that concern its backend, under the same names."""
 
-    device: Any = "auto"
+    device: str | torch.device = "auto"
     precision: str = "fp32"
     compile: bool = False
     activation_checkpointing: str | None = None
@@ -94,20 +103,24 @@ class BackendSettings:
 
 @dataclass(frozen=True, init=False, eq=False)
 class TrainingResult(Mapping[str, Tensor]):
-    """What a step found out: `metrics` holds device scalars, "loss" at least; `state` is new on the pure path.
+    """The result of a step: `metrics` holds device scalars, at least "loss"; `state` is the next state.
 
     It is a mapping of its metrics, which is how pytorch-ignite's handlers read it.
+
+    >>> result = TrainingResult({"loss": torch.tensor(0.5)})
+    >>> dict(result), result.loss.item()
+    ({'loss': tensor(0.5000)}, 0.5)
     """
 
     metrics: Mapping[str, Tensor]
     state: ModelState | None = None
-    diagnostics: Mapping[str, Any] | None = None
+    diagnostics: Mapping[str, int | None] | None = None
 
-    def __init__(  # as that of TrainingBatch
+    def __init__(  # fast, as that of TrainingBatch
         self,
         metrics: Mapping[str, Tensor],
         state: ModelState | None = None,
-        diagnostics: Mapping[str, Any] | None = None,
+        diagnostics: Mapping[str, int | None] | None = None,
     ) -> None:
         fields = self.__dict__
         fields["metrics"], fields["state"], fields["diagnostics"] = metrics, state, diagnostics
@@ -129,177 +142,83 @@ class TrainingResult(Mapping[str, Tensor]):
 
 @runtime_checkable
 class TrainingStrategy(Protocol):
-    """What is optimised.
+    """What is optimised. A strategy is constant: a step does not change it.
 
-    A strategy may have more: `derive_metrics(loss)`, what follows from a mean loss (a float, or a tensor that stays on
-    its device); a flag `check_values`, which a trainer sets until its first update has been made, so that batches may
-    be looked at closely without waiting for the device ever after; `check_batch(outputs, batch)`, which does so where
-    the loss is compiled: the batch is still of torch tensors then, and the outputs have shape and dtype alone;
-    `bind(model, backend)`, which is called once before training with the model as a torch module, so that the strategy
-    may learn its limits, or keep a copy; and `state_dict()` with `load_state_dict(state)`, which checkpoints keep.
+    A strategy may have more:
+
+    - `derive_metrics(loss)`: what follows from a mean loss (a float, or a tensor that stays on its device).
+    - a keyword `check` of `prepare_batch` and of `compute_loss`: true for the first batches of a run and for the first
+      batch of a validation set, when values may be checked wherever they are. Checking waits for the device.
+    - `check_batch(outputs, batch)`: the same for backends that compile the loss. The batch has torch tensors, the
+      outputs only shape and dtype.
+    - `bind(model, backend)`: called once before training with the model as a torch module.
+    - `state_dict()` and `load_state_dict(state)`: saved in checkpoints.
     """
 
     def prepare_batch(self, batch: Any) -> TrainingBatch:
-        """What the loader gave, in torch tensors (on the device already, if torch computes), as inputs and targets."""
+        """The loader's batch, in torch tensors (on the device if torch computes), as inputs and targets."""
         ...
 
-    def compute_loss(self, outputs: Any, batch: TrainingBatch) -> Any:
+    def compute_loss(self, outputs: Any, batch: TrainingBatch) -> Array:
         """The loss to differentiate, of the backend's arrays: shape (), a mean over `batch.size`."""
         ...
 
-    def compute_metrics(self, outputs: Any, batch: TrainingBatch) -> Mapping[str, Any]:
+    def compute_metrics(self, outputs: Any, batch: TrainingBatch) -> Mapping[str, Array]:
         """Further means over `batch.size` that validation reports, each of shape ()."""
         ...
 
 
 @runtime_checkable
 class AlternatingStrategy(Protocol):
-    """What is optimised where several modules learn in turns, each by an optimizer of its own: a GAN, actor and critic.
+    """What is optimised where several modules learn in turn, each with its own optimizer: a GAN, actor and critic.
 
-    It may have the further parts of a TrainingStrategy, too.
+    It may have the optional parts of a TrainingStrategy, too.
     """
 
     def prepare_batch(self, batch: Any) -> TrainingBatch:
-        """What the loader gave, on the device already, as the losses want it."""
+        """The loader's batch, on the device, as the losses want it."""
         ...
 
-    def compute_losses(self, model: Any, batch: TrainingBatch) -> Iterable[tuple[str, Tensor]]:
-        """Pairs of an optimizer's name and the loss for it, shape (); a generator, most simply.
+    def compute_losses(self, model: nn.ModuleDict, batch: TrainingBatch) -> Iterable[tuple[str, Tensor]]:
+        """Pairs of an optimizer's name and its loss, shape (); most simply a generator.
 
-        Each is differentiated with respect to that optimizer's parameters alone, and its update made, before the next
+        Each loss is differentiated with respect to that optimizer's parameters, and its update is made, before the next
         pair is asked for: a later loss sees the weights that an earlier one has changed.
         """
         ...
 
 
+Strategy = TrainingStrategy | AlternatingStrategy
+
+
 @runtime_checkable
 class Optimizer(Protocol):
-    """An optimizer as a pure function, as optax has them: nothing that it is given changes."""
+    """An optimizer as a pure function, as in optax: it does not change its arguments."""
 
-    def init(self, params: Any) -> Any:
-        """The state that goes with such parameters."""
+    def init(self, params: Tree) -> Tree:
+        """The optimizer's state for these parameters."""
         ...
 
-    def update(self, grads: Any, opt_state: Any, params: Any) -> tuple[Any, Any]:
-        """What is to be added to the parameters, and the new state."""
-        ...
-
-
-class Backend(Protocol):
-    """What computes gradients and applies them, from a state to the next.
-
-    Whoever passes a state to `train_step` or `apply_gradients` goes on with the one that comes back: in place it is the
-    same. Where states are values (`in_place` is False) the one that was given stays what it is; but with `donate` its
-    memory may be used for the new one. Those have more for a trainer (to take states apart and show
-    them): begin with `engine.FunctionalBackend`, which has all of it.
-    """
-
-    in_place: bool
-    """Whether states are the objects that hold the weights; else they are values."""
-
-    skips_updates: bool
-    """Whether an update may be left out on the device (fp16 that overflowed), so that there is something to ask for."""
-
-    @property
-    def device(self) -> Any:
-        """Where the tensors of `to_torch` lie, a torch.device."""
-        ...
-
-    def configure(self, settings: BackendSettings) -> None:
-        """Take over a trainer's settings, before anything else is asked of the backend."""
-        ...
-
-    def place(self, model: Any) -> Any:
-        """In place: the module, where the backend computes, before its optimizer is made."""
-        ...
-
-    def init(self, model: Any, optimizer: Any) -> ModelState:
-        """The state of a model before its first update."""
-        ...
-
-    def prepare_batch(self, batch: Any, strategy: Any) -> TrainingBatch:
-        """The loader's batch as the strategy wants it, where the backend computes."""
-        ...
-
-    def forward_backward(
-        self,
-        state: ModelState,
-        batch: TrainingBatch,
-        strategy: TrainingStrategy,
-        scale: Any = 1.0,
-        waiting: GradientInfo | None = None,
-    ) -> GradientInfo:
-        """The loss, and `scale` times its gradients, added to those that wait for the same update."""
-        ...
-
-    def all_reduce_gradients(self, gradients: GradientInfo) -> GradientInfo:
-        """The gradients' mean over all processes; on one device they are it."""
-        ...
-
-    def finish_gradients(
-        self, state: ModelState, gradients: GradientInfo, correction: Any = 1.0, measure: bool = True
-    ) -> GradientInfo:
-        """The gradients in their true size, times `correction`, and with `measure` their norm."""
-        ...
-
-    def apply_gradients(
-        self, state: ModelState, gradients: GradientInfo, skip: Any = None, donate: bool = False
-    ) -> ModelState:
-        """Clip, and make one update, left out on the device where `skip` is true; the gradients are gone afterwards."""
-        ...
-
-    def train_step(
-        self, state: ModelState, batch: TrainingBatch, strategy: TrainingStrategy, donate: bool = False
-    ) -> TrainingResult:
-        """All of it in one, for a batch that makes an update by itself; `state` of the result is the next."""
-        ...
-
-    def eval_step(self, state: ModelState, batch: TrainingBatch, strategy: TrainingStrategy) -> tuple[Any, Any]:
-        """The model's outputs, and the loss and the strategy's metrics by name, without gradients."""
-        ...
-
-    def discard_gradients(self, state: ModelState) -> None:
-        """No update: a batch failed. The gradients are gone afterwards."""
-        ...
-
-    def to_torch(self, value: Any) -> Any:
-        """Every array in it as a torch tensor, without a copy where that is possible."""
-        ...
-
-    def environment(self) -> dict[str, Any]:
-        """What the bits of its results depend on beside torch: versions and switches, as plain values."""
-        ...
-
-    def begin_run(self) -> None:
-        """A run begins from its start: what counts updates begins at 0."""
-        ...
-
-    def skipped_updates(self) -> int:
-        """How many updates were left out; it may wait for the device."""
-        ...
-
-    def state_dict(self) -> dict[str, Any]:
-        """What the next step depends on beside the state, such as a gradient scale."""
-        ...
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` gave."""
+    def update(self, grads: Tree, opt_state: Tree, params: Tree) -> tuple[Tree, Tree]:
+        """What is to be added to the parameters, and the next state."""
         ...
 
 
-def bind_strategy(strategy: Any, model: Any, backend: Any) -> None:
-    """Let a strategy see the model, if it asks for that."""
+def bind_strategy(strategy: Strategy, model: nn.Module, backend: object) -> None:
+    """Show the model to a strategy that has a `bind` method."""
     bind = getattr(strategy, "bind", None)
     if callable(bind):
         bind(model, backend)
 
 
-def describe(value: Any, *, ranges: bool = False) -> str:
-    """Dtype and shape of every tensor in it, for messages: `float32 (8, 4)`.
+def describe(value: object, *, ranges: bool = False) -> str:
+    """Dtype and shape of every tensor in the value, for messages.
 
     Args:
-        ranges: also between which values whole numbers on the host lie; other devices are not asked, for one that has
-            failed answers nothing any more.
+        ranges: also the smallest and the largest integer. Only on the host: a device that has failed does not answer.
+
+    >>> describe({"x": torch.ones(8, 4), "y": (torch.arange(3), "text")}, ranges=True)
+    '{x: float32 (8, 4), y: (int64 (3,) from 0 to 2, str)}'
     """
     if isinstance(value, Tensor):
         text = f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"

@@ -69,7 +69,7 @@ class DPOStrategy(WithReference):
         zeros = torch.zeros(1)
         dpo_loss(zeros, zeros, None, None, beta, loss_type, label_smoothing)  # refuses wrong values now
 
-    def prepare_batch(self, batch: Any) -> TrainingBatch:
+    def prepare_batch(self, batch: Any, check: bool = False) -> TrainingBatch:
         """Chosen rows first, then the rejected ones, in one forward pass; the reference's part with the targets.
 
         Raises:
@@ -79,7 +79,7 @@ class DPOStrategy(WithReference):
         """
         if isinstance(batch, TrainingBatch):
             return batch
-        read = {side: self._read(batch, side) for side in ("chosen", "rejected")}
+        read = {side: self._read(batch, side, check) for side in ("chosen", "rejected")}
         pairs = len(read["chosen"][0])
         if len(read["rejected"][0]) != pairs:
             raise ValueError(
@@ -91,12 +91,12 @@ class DPOStrategy(WithReference):
         inputs = self._inputs(tokens[:, :-1])
         targets = {"labels": labels}
         if not self.reference_free:
-            targets["reference"] = self._reference_log_probs(batch, inputs, labels)
+            targets["reference"] = self._reference_log_probs(batch, inputs, labels, check)
         return TrainingBatch(inputs, targets, pairs, labels.numel(), pairs)
 
-    def _read(self, batch: Any, side: str) -> tuple[Tensor, Tensor]:
+    def _read(self, batch: Any, side: str, check: bool) -> tuple[Tensor, Tensor]:
         name = f"{side}_input_ids"
-        tokens = self._tokens(name, self._field(batch, name, _REMEDY))
+        tokens = self._tokens(name, self._field(batch, name, _REMEDY), check)
         if batch.get(f"{side}_position_ids") is not None:
             raise ValueError(
                 f"DPOStrategy: '{side}_position_ids' come with rows of several documents, and a row is one answer; do "
@@ -104,11 +104,11 @@ class DPOStrategy(WithReference):
             )
         labels = self._field(batch, f"{side}_labels", _REMEDY)
         if labels.shape == tokens.shape:  # else it is refused
-            labels = self._without_padding(batch, labels, f"{side}_attention_mask")
+            labels = self._without_padding(batch, labels, check, f"{side}_attention_mask")
         remedy = "cut prompts so that some of the answer is left, or leave such pairs out"
-        return tokens, self._labels(f"{side}_labels", labels, tokens, remedy)
+        return tokens, self._labels(f"{side}_labels", labels, tokens, remedy, check)
 
-    def _reference_log_probs(self, batch: Mapping[str, Any], inputs: Any, labels: Tensor) -> Tensor:
+    def _reference_log_probs(self, batch: Mapping[str, Any], inputs: Any, labels: Tensor, check: bool) -> Tensor:
         """Of each row, shape (2 pairs,)."""
         if not any(name in batch for name in self._stored):
             if self._reference.given is None:
@@ -123,7 +123,7 @@ class DPOStrategy(WithReference):
                     "number for each"
                 )
         stored = torch.cat(parts)
-        if (self.check_values or on_host(stored)) and not stored.isfinite().all():
+        if (check or on_host(stored)) and not stored.isfinite().all():
             raise ValueError("DPOStrategy: stored log-probabilities of the reference are not finite; store them anew")
         return stored
 
@@ -146,7 +146,7 @@ class DPOStrategy(WithReference):
         stored: list[dict[str, Any]] = []
         for batch in batches:
             fields = {name: self._reference.placed(value) for name, value in batch.items() if name not in self._stored}
-            found = self.prepare_batch(fields).targets["reference"].cpu()
+            found = self.prepare_batch(fields, check=True).targets["reference"].cpu()
             stored.append({**batch, **dict(zip(self._stored, found.chunk(2), strict=True))})
         return stored
 
@@ -159,9 +159,9 @@ class DPOStrategy(WithReference):
         self._check_inputs(outputs, batch.inputs)
         self._check_tokens(outputs, batch.targets["labels"])
 
-    def compute_loss(self, outputs: Any, batch: TrainingBatch) -> Array:
+    def compute_loss(self, outputs: Any, batch: TrainingBatch, check: bool = False) -> Array:
         """The loss of the pairs, a mean of shape ()."""
-        if self.check_values:
+        if check:
             self.check_batch(outputs, batch)
         (chosen, rejected), references = self._sides(outputs, batch)
         return dpo_loss(chosen, rejected, *references, self.beta, self.loss_type, self.label_smoothing)

@@ -96,9 +96,9 @@ class GRPOStrategy(PolicyStrategy):
     def _weight(self, mask: Tensor) -> Any:
         return mask.sum() if self.normalization == "token_mean" else len(mask)
 
-    def compute_loss(self, outputs: Any, batch: TrainingBatch) -> Array:
+    def compute_loss(self, outputs: Any, batch: TrainingBatch, check: bool = False) -> Array:
         """The clipped objective of each token, and the divergence from the reference with its weight; shape ()."""
-        if self.check_values:
+        if check:
             self.check_batch(outputs, batch)
         return self._loss(self.action_log_probs(outputs, batch.targets["actions"]), batch.targets)
 

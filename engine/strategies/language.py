@@ -28,7 +28,6 @@ class LanguageStrategy:
     """Base of the strategies that predict tokens: it knows the model's limits, and checks batches against them."""
 
     def __init__(self) -> None:
-        self.check_values = True  # of tokens and masks, which waits for the device: see TrainingStrategy
         self._context: int | None = None  # positions that the model has; None where it does not say
         self._options: dict[str, Any] = {}  # what the model's forward is to be told in any case
         self._places_documents = True  # whether its forward takes position_ids
@@ -114,7 +113,7 @@ class LanguageStrategy:
             raise TypeError(f"{self._place}: the batch's {name!r} is {type(value).__name__}, no tensor; {remedy}")
         return value
 
-    def _tokens(self, name: str, tokens: Any, predicts: int = 1) -> Tensor:
+    def _tokens(self, name: str, tokens: Any, check: bool, predicts: int = 1) -> Tensor:
         """Token numbers, shape (batch, length), which fit the model's context.
 
         Args:
@@ -137,7 +136,7 @@ class LanguageStrategy:
                 f"context of {self._context}; cut the sequences, as pad_examples(..., truncation='left') does, or give "
                 "the model a longer context"
             )
-        if self.check_values and self._vocabulary is not None:
+        if check and self._vocabulary is not None:
             self._check_known(name, tokens, self._vocabulary)
         return tokens
 
@@ -167,7 +166,9 @@ class LanguageStrategy:
             )
         return positions
 
-    def _without_padding(self, batch: Mapping[str, Any], labels: Tensor, name: str = "attention_mask") -> Tensor:
+    def _without_padding(
+        self, batch: Mapping[str, Any], labels: Tensor, check: bool, name: str = "attention_mask"
+    ) -> Tensor:
         """The labels, shape (batch, length), ignored where the batch's attention_mask is 0.
 
         The model itself needs no mask: behind a text, padding changes nothing of what comes before it.
@@ -184,14 +185,14 @@ class LanguageStrategy:
                 "one number for each token, 0 for padding; documents in one row are told apart by 'position_ids'"
             )
         mask = mask.bool()
-        if (self.check_values or on_host(mask)) and (mask[:, 1:] & ~mask[:, :-1]).any():
+        if (check or on_host(mask)) and (mask[:, 1:] & ~mask[:, :-1]).any():
             raise ValueError(
                 f"{self._place}: {name!r} has padding before tokens; pad on the right, as pad_examples does "
                 "(of a tokenizer of Hugging Face: padding_side='right')"
             )
         return torch.where(mask, labels, IGNORED)
 
-    def _labels(self, name: str, labels: Tensor, tokens: Tensor, remedy: str) -> Tensor:
+    def _labels(self, name: str, labels: Tensor, tokens: Tensor, remedy: str, check: bool) -> Tensor:
         """What is to be learnt of each row, in the tokens' shape; at least one of each row on the host is.
 
         Raises:
@@ -203,7 +204,7 @@ class LanguageStrategy:
                 f"for each token, {IGNORED} where nothing is to be learnt"
             )
         predicted = labels[:, 1:]
-        if self.check_values or on_host(predicted):
+        if check or on_host(predicted):
             lacking = (predicted == IGNORED).all(1).nonzero()
             if len(lacking):
                 raise ValueError(

@@ -128,7 +128,7 @@ class PolicyStrategy(WithReference):
 
     # ------------------------------------------------------------------------------------------------- what is learnt
 
-    def prepare_batch(self, batch: Any) -> TrainingBatch:
+    def prepare_batch(self, batch: Any, check: bool = False) -> TrainingBatch:
         """Rows of a rollout: what the policy saw as inputs, all else as targets.
 
         Raises:
@@ -141,14 +141,14 @@ class PolicyStrategy(WithReference):
         targets = {name: self._field(batch, name, _REMEDY) for name in self._row_fields(text)}
         if "kl_coef" in batch:
             targets["kl_coef"] = batch["kl_coef"]
-        rows, inputs = self._seen(batch, targets) if text else self._observed(batch, targets)
+        rows, inputs = self._seen(batch, targets, check) if text else self._observed(batch, targets)
         shape = targets["actions"].shape
         for name, value in targets.items():
             if name != "kl_coef" and value.shape not in (shape, shape[:1]):
                 raise ValueError(
                     f"{self._place}: {name!r} has shape {tuple(value.shape)}, the actions {tuple(shape)}; {_REMEDY}"
                 )
-            if value.is_floating_point() and (self.check_values or on_host(value)) and not value.isfinite().all():
+            if value.is_floating_point() and (check or on_host(value)) and not value.isfinite().all():
                 wrong = int((~value.isfinite()).sum())
                 raise ValueError(
                     f"{self._place}: {wrong} of {value.numel()} {name!r} are not finite; look at the rewards and at "
@@ -166,8 +166,8 @@ class PolicyStrategy(WithReference):
         """What the loss over texts is a mean over."""
         return mask.sum()
 
-    def _seen(self, batch: Mapping[str, Any], targets: dict[str, Tensor]) -> tuple[int, Any]:
-        tokens = self._tokens("input_ids", self._field(batch, "input_ids", _REMEDY))
+    def _seen(self, batch: Mapping[str, Any], targets: dict[str, Tensor], check: bool) -> tuple[int, Any]:
+        tokens = self._tokens("input_ids", self._field(batch, "input_ids", _REMEDY), check)
         generated = self._field(batch, "completion_mask", _REMEDY)
         if generated.shape != tokens.shape:
             raise ValueError(
@@ -175,7 +175,7 @@ class PolicyStrategy(WithReference):
                 f"{tuple(tokens.shape)}; one for each token, true where it was generated"
             )
         mask = generated[:, 1:].bool()
-        if (self.check_values or on_host(mask)) and not mask.any(1).all():
+        if (check or on_host(mask)) and not mask.any(1).all():
             row = int((~mask.any(1)).nonzero()[0])
             raise ValueError(
                 f"{self._place}: 'completion_mask' of row {row} masks all of it: nothing was generated there; leave "

@@ -145,9 +145,9 @@ class PPOStrategy(PolicyStrategy):
     def _row_fields(self, text: bool) -> tuple[str, ...]:
         return (*super()._row_fields(text), "values", "returns")
 
-    def compute_loss(self, outputs: Any, batch: TrainingBatch) -> Array:
+    def compute_loss(self, outputs: Any, batch: TrainingBatch, check: bool = False) -> Array:
         """Policy loss, value loss, entropy and, in environments, the divergence, each with its weight; shape ()."""
-        if self.check_values:
+        if check:
             self.check_batch(outputs, batch)
         targets = batch.targets
         old, mask = targets["log_probs"], targets.get("mask")

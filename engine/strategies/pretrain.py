@@ -66,7 +66,7 @@ class PretrainStrategy(NextTokenStrategy):
         self.bytes_per_token = bytes_per_token
         self.loss_unit = f"nats/{unit}"
 
-    def prepare_batch(self, batch: Any) -> TrainingBatch:
+    def prepare_batch(self, batch: Any, check: bool = False) -> TrainingBatch:
         """Inputs are all tokens but the last, targets all but the first: torch tensors, whatever computes afterwards.
 
         Raises:
@@ -84,19 +84,19 @@ class PretrainStrategy(NextTokenStrategy):
         tokens = fields["input_ids"]
         if isinstance(tokens, (tuple, list)) and len(tokens) == 1:
             tokens = tokens[0]
-        tokens = self._tokens("tokens", tokens)
+        tokens = self._tokens("tokens", tokens, check)
         rows, length = tokens.shape
         positions = self._positions(fields, tokens)
         if positions is None and self.separator is not None:
             positions = restart_positions(tokens, self.separator)
         if positions is None and "attention_mask" not in fields:
             return TrainingBatch(self._inputs(tokens[:, :-1]), tokens[:, 1:], rows, rows * (length - 1))
-        targets = self._without_padding(fields, tokens)[:, 1:]
+        targets = self._without_padding(fields, tokens, check)[:, 1:]
         seen = None
         if positions is not None:
             targets, seen = torch.where(positions[:, 1:] == 0, IGNORED, targets), positions[:, :-1]
         learnt = targets != IGNORED
-        if (self.check_values or on_host(learnt)) and not learnt.any():
+        if (check or on_host(learnt)) and not learnt.any():
             raise ValueError(
                 "PretrainStrategy: nothing is to be learnt of this batch: each of its tokens begins a document or is "
                 "padding; look at the separator and at the masks"

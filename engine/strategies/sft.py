@@ -47,7 +47,7 @@ class SFTStrategy(NextTokenStrategy):
         super().__init__(loss_options)
         self.loss_unit = "nats/token"
 
-    def prepare_batch(self, batch: Any) -> TrainingBatch:
+    def prepare_batch(self, batch: Any, check: bool = False) -> TrainingBatch:
         """Inputs are all tokens but the last, targets the labels of all but the first.
 
         Raises:
@@ -56,11 +56,11 @@ class SFTStrategy(NextTokenStrategy):
         """
         if isinstance(batch, TrainingBatch):
             return batch
-        tokens = self._tokens("input_ids", self._field(batch, "input_ids", _REMEDY))
+        tokens = self._tokens("input_ids", self._field(batch, "input_ids", _REMEDY), check)
         positions = self._positions(batch, tokens)
         labels = self._field(batch, "labels", _REMEDY + "; to learn every token is PretrainStrategy's")
         if labels.shape == tokens.shape:  # else it is refused
-            labels = self._without_padding(batch, labels)
+            labels = self._without_padding(batch, labels, check)
             if positions is not None:
                 labels = torch.where(positions == 0, IGNORED, labels)
         labels = self._labels(
@@ -68,6 +68,7 @@ class SFTStrategy(NextTokenStrategy):
             labels,
             tokens,
             "cut prompts so that some of the answer is left, or leave such rows out",
+            check,
         )
         seen = tokens[:, :-1]
         inputs = self._inputs(seen, None if positions is None else positions[:, :-1])

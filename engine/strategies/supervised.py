@@ -38,7 +38,6 @@ class SupervisedStrategy:
         self.loss_name = loss if isinstance(loss, str) else getattr(loss, "__name__", type(loss).__name__)
         self._loss = get_loss(loss, **(loss_options or {}))
         self._ignored = ignored_label(self._loss)
-        self.check_values = True  # of targets and losses, which waits for the device: see TrainingStrategy
 
     def prepare_batch(self, batch: Any) -> TrainingBatch:
         """The pair as inputs and targets, which are torch tensors here whatever computes afterwards.
@@ -78,10 +77,10 @@ class SupervisedStrategy:
         """
         check_first_batch(self._loss, outputs, batch.targets)
 
-    def compute_loss(self, outputs: Any, batch: TrainingBatch) -> Array:
-        """The loss between outputs and targets, shape ()."""
+    def compute_loss(self, outputs: Any, batch: TrainingBatch, check: bool = False) -> Array:
+        """The loss between outputs and targets, shape (); `check` looks at the values of targets and loss."""
         try:
-            if self.check_values:  # before the loss: a label outside the classes brings a GPU down
+            if check:  # before the loss: a label outside the classes brings a GPU down
                 self.check_batch(outputs, batch)
             loss = self._loss(outputs, batch.targets)
         except Exception as error:
@@ -93,7 +92,7 @@ class SupervisedStrategy:
             raise TypeError(
                 f"SupervisedStrategy(loss={self.loss_name!r}): gave {describe(loss)}; a loss is a tensor of shape ()"
             )
-        if self.check_values:
+        if check:
             check_first_loss(loss, batch.targets, self.loss_name)
         return loss
 

@@ -11,7 +11,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import get_swa_multi_avg_fn, update_bn
 from torch.utils.data import DataLoader
 
-from pulsetrain.engine.backends.module_view import Mirror
+from pulsetrain.engine.backends.module_view import ArraysView
 from pulsetrain.engine.data import rng
 from pulsetrain.engine.data.keyed_loader import length_of
 from pulsetrain.engine.errors import ConfigurationError
@@ -130,7 +130,7 @@ class SWA(Averaging):
     def _check_model(self, engine: Engine, model: nn.Module) -> None:
         if _batch_norms(model) and self.bn_loader is None:
             raise _loader_missing()
-        if isinstance(model, Mirror) and any(each.is_floating_point() for each in model.buffers()):
+        if isinstance(model, ArraysView) and any(each.is_floating_point() for each in model.buffers()):
             get_logger("handlers").warning(
                 "SWA: the averaged weights are evaluated with the running statistics of the last update; they are not "
                 "measured again on a backend whose model is not a torch module",

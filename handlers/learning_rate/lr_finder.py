@@ -1,17 +1,18 @@
-"""Finds a learning rate by training a few steps at ever larger ones, and takes those steps back."""
+"""Finds a learning rate by training a few steps at growing rates, and rolls those steps back."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Protocol, Self, cast
 
 import numpy as np
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
+from torch import Tensor, nn
 
 from pulsetrain.engine.data import rng
 from pulsetrain.engine.errors import ConfigurationError
@@ -20,32 +21,63 @@ from pulsetrain.engine.events.names import Events
 from pulsetrain.engine.events.subscription import Phase
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.schedules.groups import group_ratios, write_rates
-from pulsetrain.engine.step.accumulation import Accumulation
+from pulsetrain.engine.step.backend import ModelStore
+from pulsetrain.engine.step.protocols import Strategy, TrainingBatch, TrainingResult
 from pulsetrain.handlers.attachment.attachment import Attachment
-from pulsetrain.handlers.learning_rate.trial_steps import copy_of_loader, endless, taken_back
+from pulsetrain.handlers.learning_rate.trial_steps import copy_of_loader, endless
 from pulsetrain.handlers.metric_values.step_values import to_host
 from pulsetrain.handlers.plots import figures
 from pulsetrain.handlers.run_files.run_folder import make_folder, replace_file
 
 __all__ = ["LRFinder", "LRFinderResult"]
 
-LOOK = 10  # updates between two looks at the losses, each of which waits for the device
-SETTLED = 10  # updates after which the mean of the losses is no matter of single batches
+LOOK = 10  # updates between two reads of the losses, each of which waits for the device
+SETTLED = 10  # updates after which single batches hardly matter to the mean of the losses
 LEAST = 2 * SETTLED  # updates of a sweep
-_NEEDED = ("model", "held", "strategy", "backend", "optimizer", "config", "train_loader", "seed")
+_NEEDED = ("model", "optimizer", "strategy", "stepper", "train_loader", "seed")
+
+
+class TrialStepper(Protocol):
+    """Makes a trainer's steps."""
+
+    @property
+    def store(self) -> ModelStore:
+        """Holds the model."""
+        ...
+
+    def trial(
+        self, on_step: Callable[[TrainingBatch, TrainingResult], object]
+    ) -> Callable[[Engine, object], TrainingResult]:
+        """A process function over the same model with its own counts."""
+        ...
+
+
+class Trainable(Protocol):
+    """What a sweep needs of a trainer."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    strategy: Strategy
+    train_loader: Iterable[object]
+    seed: int
+
+    @property
+    def stepper(self) -> TrialStepper:
+        """Makes the steps."""
+        ...
 
 
 @dataclass(frozen=True)
 class LRFinderResult:
-    """What a sweep found, one entry an update.
+    """The result of a sweep, one entry per update.
 
     Args:
         rates: of a group that has the optimizer's default rate, ascending.
-        losses: of the update's batches, before it.
-        smoothed: their running mean, by which the sweep ends.
-        suggestion: the rate at which the loss falls fastest; None where `reason` says why there is none.
-        reason: empty where there is a suggestion.
-        diverged: whether the loss ran away before the last rate.
+        losses: of the update's batches, before the update.
+        smoothed: their running mean, which decides when the sweep ends.
+        suggestion: the rate at which the loss falls fastest; None if `reason` says why there is none.
+        reason: empty if there is a suggestion.
+        diverged: whether the loss diverged before the last rate.
     """
 
     rates: tuple[float, ...]
@@ -59,22 +91,27 @@ class LRFinderResult:
 class LRFinder:
     """Learning-rate range test (Smith 2017): one update at each of a series of rates that grow by a constant factor.
 
-    `run(trainer)` gives the result; attached, it runs before a run's first batch and logs it. Either way the trainer
-    is afterwards as it was, to the bit, its own handlers have heard nothing, and its rate is not changed.
+    `run(trainer)` returns the result; an attached finder runs before a run's first batch and logs it. Afterwards the
+    trainer is bit for bit what it was before: its handlers have received no event, and its rate has not changed.
 
-    Parameter groups keep their ratios. Accumulation, clipping and precision are the trainer's; the data goes round.
+    Parameter groups keep their ratios. Accumulation, clipping and precision are the trainer's; the data is repeated.
 
     Args:
         start_lr: the first rate.
         end_lr: the last.
         iterations: updates; the rates lie evenly on a logarithmic scale.
-        smoothing: weight of the past in the running mean of the losses, from 0 to below 1; the first ten count alike.
-        diverge: the sweep ends where the smoothed loss is this many times the least so far (the first updates apart,
-            which hang on single batches), or a loss is not finite.
+        smoothing: weight of the past in the running mean of the losses, from 0 to below 1; the first ten weigh the
+            same.
+        diverge: the sweep ends when the smoothed loss is this many times the smallest so far (without the first
+            updates, which depend on single batches), or when a loss is not finite.
         folder: the run folder; FOLDER/plots/lr_finder.png and .svg are written there.
 
     Raises:
         ConfigurationError: a value out of range.
+
+    >>> finder = LRFinder(start_lr=1e-4, end_lr=1.0, iterations=20)
+    >>> round(finder.rate(0), 6), round(finder.rate(19), 6)
+    (0.0001, 1.0)
     """
 
     def __init__(
@@ -109,10 +146,10 @@ class LRFinder:
         self._attachment = Attachment("LRFinder")
 
     def attach(self, engine: Engine) -> Self:
-        """Sweep whenever a run of this trainer begins from its start; one that fails is told of and leaves the run be.
+        """Sweep whenever a run of this trainer begins at iteration 0; a sweep that fails is reported as a warning.
 
         Raises:
-            TypeError: it is no trainer.
+            TypeError: the engine is not a trainer.
             RecordingError: it is a replay.
         """
         with self._attachment.to(engine, whole_bus=False) as subscribe:
@@ -123,23 +160,25 @@ class LRFinder:
     def detach(self) -> None:
         self._attachment.cancel()
 
-    def run(self, trainer: Any, loader: Any = None) -> LRFinderResult:
-        """Sweep, draw, and put everything back.
+    def run(self, trainer: Trainable, loader: Iterable[object] | None = None) -> LRFinderResult:
+        """Sweep, draw the figure, and roll everything back.
 
         Args:
             trainer: a pulsetrain.Trainer; its run may have begun.
-            loader: read its batches; by default a copy of the trainer's, whose own stays where it is.
+            loader: gives the batches; by default a copy of the trainer's, whose position does not change.
 
         Raises:
-            TypeError: it is no trainer.
-            ConfigurationError: it has several optimizers or a body of its own, or the loader cannot be copied.
+            TypeError: it is not a trainer.
+            ConfigurationError: it has several optimizers, or its steps are made by a hand-written loop, or the loader
+                cannot be copied.
             RunFolderError: the folder cannot be written.
         """
         _check(trainer)
         if self.folder is not None:
             make_folder("LRFinder", self.folder / "plots")
         batches = endless(copy_of_loader(trainer.train_loader) if loader is None else loader, trainer.seed)
-        with closing(batches), taken_back(trainer):  # type: ignore[type-var]  # it is a generator
+        undone = trainer.stepper.store.rollback(trainer.strategy)
+        with closing(cast(Generator[object], batches)), rng.preserve_rng(), undone:
             rng.seed_everything(trainer.seed)
             losses = self._sweep(trainer, batches)
         self.result = self._judge(losses)
@@ -151,26 +190,23 @@ class LRFinder:
         return self.result
 
     def rate(self, update: int) -> float:
-        """That of the update behind so many others."""
+        """The rate of an update, counted from 0."""
         return float(self.start_lr * (self.end_lr / self.start_lr) ** (update / (self.iterations - 1)))
 
-    def _sweep(self, trainer: Any, batches: Any) -> list[float]:
-        """The losses, until one is seen to diverge; some come after it, since the host looks every few updates."""
-        accumulation = Accumulation(trainer.config.accumulation)
+    def _sweep(self, trainer: Trainable, batches: Iterator[object]) -> list[float]:
+        """The losses until they are seen to diverge; a few more come after, since the host reads every few updates."""
+        sweep = _Sweep(trainer.stepper, batches)
         ratios = group_ratios(trainer.optimizer, "LRFinder")
-        for each in (trainer.model, trainer.optimizer):
-            if callable(getattr(each, "train", None)) and not getattr(each, "training", False):
-                each.train()  # the optimizer, where it is a schedule-free one
-        if hasattr(trainer.strategy, "check_values"):
-            trainer.strategy.check_values = True
+        for each in (trainer.model, trainer.optimizer):  # a schedule-free optimizer has modes, too
+            train = getattr(each, "train", None)
+            if train is not None and not getattr(each, "training", False):
+                train()
         losses: list[float] = []
         waiting: list[Tensor] = []
         for update in range(self.iterations):
             rate = self.rate(update)
             write_rates(trainer.optimizer, [rate * ratio for ratio in ratios])
-            waiting.append(_update(trainer, batches, accumulation, update))
-            if hasattr(trainer.strategy, "check_values"):
-                trainer.strategy.check_values = False
+            waiting.append(sweep.update())
             if len(waiting) == LOOK or update + 1 == self.iterations:
                 losses += to_host(waiting)
                 waiting.clear()
@@ -179,7 +215,7 @@ class LRFinder:
         return losses
 
     def _smooth(self, losses: Sequence[float]) -> list[float]:
-        """The mean of the first few, and from there on exponentially weighted."""
+        """The mean of the first few losses, exponentially weighted from there on."""
         mean, smoothed = 0.0, []
         for number, loss in enumerate(losses, start=1):
             new = 1 / number if number <= SETTLED else 1 - self.smoothing
@@ -188,7 +224,7 @@ class LRFinder:
         return smoothed
 
     def _end(self, losses: Sequence[float], smoothed: Sequence[float]) -> int | None:
-        """The update at which the sweep has diverged; None where it has not."""
+        """The update at which the sweep diverged; None if it did not."""
         least = math.inf
         for update, (loss, value) in enumerate(zip(losses, smoothed, strict=True)):
             if not math.isfinite(loss):
@@ -212,9 +248,9 @@ class LRFinder:
         )
 
     def _steepest(self, losses: Sequence[float], diverged: bool) -> tuple[float | None, str]:
-        """The rate where the loss falls fastest over the logarithm of the rate, or why there is none.
+        """The rate at which the loss falls fastest over the logarithm of the rate, or why there is none.
 
-        The running mean lags behind by too much; this compares the means of a tenth of the updates on either side.
+        The running mean lags too much; this compares the means of a tenth of the updates on either side.
         """
         if len(losses) < SETTLED + 3:
             return None, f"the loss ran away after {len(losses)} updates; begin with a smaller start_lr"
@@ -225,32 +261,33 @@ class LRFinder:
             return None, "the loss falls no further than by chance; look at data and loss, or sweep other rates"
         steepest = width + int(np.argmin(changes))
         if not diverged and steepest + width == len(losses):
-            return None, "the loss falls fastest at the very last rates; go on to a larger end_lr"
+            return None, "the loss falls fastest at the very last rates; choose a larger end_lr"
         return self.rate(steepest), ""
 
-    def _on_started(self, engine: Any) -> None:
+    def _on_started(self, engine: Engine) -> None:
         if engine.state.iteration:
             return
-        found = self.run(engine)
+        trainer = cast(Trainable, engine)
+        found = self.run(trainer)
         log = get_logger("handlers")
         if found.suggestion is None:
             log.warning("LRFinder suggests no learning rate", reason=found.reason)
         else:
-            now = float(engine.optimizer.defaults["lr"])
+            now = float(trainer.optimizer.defaults["lr"])
             log.info("LRFinder suggests a learning rate", suggestion=found.suggestion, configured=now)
 
 
-def _check(trainer: Any) -> None:
-    lacking = [name for name in _NEEDED if not hasattr(trainer, name)]  # a replay says itself that it has no model
+def _check(trainer: object) -> None:
+    lacking = [name for name in _NEEDED if not hasattr(trainer, name)]  # a replay raises its own error
     if lacking:
         raise TypeError(
-            f"LRFinder({type(trainer).__name__}): needs a pulsetrain.Trainer; this has no {', '.join(lacking)}"
+            f"LRFinder({type(trainer).__name__}): needs a pulsetrain.Trainer; this one has no {', '.join(lacking)}"
         )
     if getattr(trainer, "optimizers", None) is not None:
         raise ConfigurationError(
             "LRFinder: the trainer has several optimizers, and no one loss says which rate is good"
         )
-    if getattr(trainer.train_loader, "fires_rollouts", False):
+    if getattr(getattr(trainer, "train_loader", None), "fires_rollouts", False):
         raise ConfigurationError(
             "LRFinder: the policy makes the batches itself, and no loss over its own rollouts says which rate is good; "
             "compare the returns of short runs"
@@ -261,36 +298,39 @@ def _check(trainer: Any) -> None:
         )
 
 
-def _update(trainer: Any, batches: Any, accumulation: Accumulation, update: int) -> Tensor:
-    """One update, as the trainer makes it, without an event; returns the mean loss over its batches, shape ()."""
-    backend, held, strategy = trainer.backend, trainer.held, trainer.strategy
-    losses: list[Tensor] = []
-    sizes: list[Any] = []
-    ready = False
-    while not ready:
-        batch = backend.prepare_batch(next(batches), strategy)
-        scale = accumulation.weigh(batch.size, batch.tokens, update)
-        gradients = backend.forward_backward(held.state, batch, strategy, scale, held.waiting)
-        held.wait(gradients)
-        losses.append(backend.to_torch(gradients.loss))
-        sizes.append(batch.size)
-        ready = accumulation.add(batch.size, batch.tokens, update)
-    measure = trainer.config.clip_grad_norm is not None
-    gradients = backend.finish_gradients(held.state, gradients, accumulation.close(), measure=measure)
-    held.take(backend.apply_gradients(held.state, gradients))
-    held.waiting = None
-    if len(losses) == 1:
-        return losses[0]
-    weights = torch.stack([torch.as_tensor(size, device=losses[0].device) for size in sizes])
-    return (torch.stack(losses).float() * weights).sum() / weights.sum()
+class _Sweep:
+    """Updates of a stepper's model, counted and fired on an engine that nobody listens to."""
+
+    def __init__(self, stepper: TrialStepper, batches: Iterator[object]) -> None:
+        self._step, self._batches = stepper.trial(self._note), batches
+        self._engine = Engine(self._step, name="lr_finder")
+        self._engine.state.samples = self._engine.state.tokens = 0
+        self._losses: list[Tensor] = []
+        self._sizes: list[int | Tensor] = []
+
+    def update(self) -> Tensor:
+        """One update, as the trainer makes it; returns the mean loss over its batches, shape ()."""
+        self._losses, self._sizes = [], []
+        before = self._engine.state.update
+        while self._engine.state.update == before:
+            self._step(self._engine, next(self._batches))
+        losses, sizes = self._losses, self._sizes
+        if len(losses) == 1:
+            return losses[0]
+        weights = torch.stack([torch.as_tensor(size, device=losses[0].device) for size in sizes])
+        return (torch.stack(losses).float() * weights).sum() / weights.sum()
+
+    def _note(self, batch: TrainingBatch, result: TrainingResult) -> None:
+        self._losses.append(result.loss)
+        self._sizes.append(batch.size)
 
 
-def _falls(losses: Any, width: int) -> bool:
+def _falls(losses: NDArray[np.float64], width: int) -> bool:
     """Whether the mean over some `width` losses in a row is below that of the first ones by more than chance.
 
-    For losses that differ by chance alone it is so in about one sweep of twenty.
+    For losses that differ only by chance, that is so in about one sweep of twenty.
     """
-    deviation = np.median(np.abs(np.diff(losses))) / 0.954  # of normally distributed ones, whatever few outliers are
+    deviation = np.median(np.abs(np.diff(losses))) / 0.954  # of normally distributed losses, robust to a few outliers
     width = min(width, len(losses) - SETTLED)
     means = np.convolve(losses[SETTLED:], np.full(width, 1 / width), "valid")
     fall = losses[:SETTLED].mean() - means.min()

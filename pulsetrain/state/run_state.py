@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from pulsetrain.config import TrainingConfig
-from pulsetrain.engine.backends.model_store import kind_of
+from pulsetrain.engine.backends.model_store import optimizer_type
 from pulsetrain.engine.checkpoint.snapshot import Snapshot
 from pulsetrain.engine.checkpoint.weights import compare_weights
 from pulsetrain.engine.environment import describe_environment, environment_differences
 from pulsetrain.engine.errors import CheckpointError
 from pulsetrain.engine.events.state import State
 from pulsetrain.engine.logs import get_logger
-from pulsetrain.engine.step.protocols import Backend
+from pulsetrain.engine.step.backend import Backend
 from pulsetrain.state.data_change import describe_data
 from pulsetrain.state.data_cursor import DataCursor
 from pulsetrain.state.handler_registry import state_of
@@ -109,7 +109,7 @@ class MadeWith:
         return {
             "environment": self._environment(),
             "settings": _changed_settings(self._config),
-            "optimizer": kind_of(self._optimizer),
+            "optimizer": optimizer_type(self._optimizer),
             "data": describe_data(self._loader()),
         }
 
@@ -330,7 +330,7 @@ def check_optimizer_kind(optimizer: torch.optim.Optimizer, kind: str) -> None:
     Raises:
         CheckpointError: it is one.
     """
-    mine = kind_of(optimizer)
+    mine = optimizer_type(optimizer)
     if mine != kind:
         raise CheckpointError(f"the checkpoint was made with {kind}, this trainer has {mine}; use the same optimizer")
 

@@ -120,10 +120,7 @@ class UnsavedState:
             f"{path}.{name}": value
             for path, holder in holders.items()
             for name, value in attributes_of(holder).items()
-            if type(value) in (int, float, bool)
-            and value == value
-            and name not in torchs_own
-            and name != "check_values"
+            if type(value) in (int, float, bool) and value == value and name not in torchs_own
         }
 
     def _check_functions(self) -> None:

@@ -14,7 +14,7 @@ from pulsetrain.engine.data.keyed_loader import can_be_read_once
 from pulsetrain.engine.errors import ArgumentTypeError, ConfigurationError, unknown_name
 from pulsetrain.engine.optimizers import NamedOptimizers, parts_of, resolve_optimizer
 from pulsetrain.engine.schedules import build_schedule
-from pulsetrain.engine.step.protocols import AlternatingStrategy, TrainingStrategy
+from pulsetrain.engine.step.protocols import AlternatingStrategy, Strategy, TrainingStrategy
 from pulsetrain.engine.strategies import STRATEGIES
 from pulsetrain.handlers import Checkpointer, EarlyStopping, LRScheduler
 from pulsetrain.training.run_length import RunLength
@@ -88,9 +88,9 @@ def resolve_strategy(strategy: Any) -> Any:
     return strategy
 
 
-def resolve_model(model: Any, strategy: Any) -> nn.Module:
-    """The module; a mapping of several as a ModuleDict."""
-    if isinstance(model, Mapping) and not isinstance(model, nn.Module):
+def resolve_model(model: object, strategy: Strategy) -> object:
+    """The model; a mapping of several modules as a ModuleDict."""
+    if isinstance(model, Mapping) and all(isinstance(each, nn.Module) for each in model.values()):
         model = nn.ModuleDict(model)
     if isinstance(strategy, AlternatingStrategy) and not isinstance(model, nn.ModuleDict):
         raise ArgumentTypeError(
@@ -99,8 +99,7 @@ def resolve_model(model: Any, strategy: Any) -> nn.Module:
             "Trainer",
             model=type(model),
         )
-    module: nn.Module = model
-    return module
+    return model
 
 
 def resolve_optimizers(given: Any, model: nn.Module, strategy: Any, config: TrainingConfig) -> torch.optim.Optimizer:

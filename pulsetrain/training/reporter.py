@@ -12,7 +12,8 @@ from pulsetrain.engine.events.payloads import AnomalyDetected, MetricsLogged
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.metrics import MetricTracker
 from pulsetrain.engine.optimizers import NamedOptimizers
-from pulsetrain.engine.step.protocols import Backend
+from pulsetrain.engine.step.backend import Backend
+from pulsetrain.engine.step.protocols import TrainingResult
 from pulsetrain.training.running_stats import Losses, Rate
 
 __all__ = ["MetricsReporter"]
@@ -87,6 +88,18 @@ class MetricsReporter:
             metrics["skipped_updates"] = float(self.announced_skips)
         metrics.update(self._rate.read(engine.state.samples, engine.state.tokens))
         engine.fire(Events.METRICS_LOGGED, MetricsLogged(metrics=metrics))
+
+    def add(self, result: TrainingResult, size: int | Tensor) -> None:
+        """Count a step's losses.
+
+        Args:
+            result: of the step.
+            size: what its losses are means over.
+        """
+        self.losses.add(result.metrics["loss"], size)
+        for name, losses in self.named_losses.items():
+            if name in result.metrics:
+                losses.add(result.metrics[name], size)
 
     def begin_epoch(self) -> None:
         """An epoch begins with its first batch: losses of an epoch that was given up are not in its mean."""

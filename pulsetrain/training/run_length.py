@@ -11,10 +11,12 @@ from pulsetrain.engine.data import rng
 from pulsetrain.engine.data.keyed_loader import can_be_read_once, length_of
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.logs import get_logger
+from pulsetrain.engine.step.first_batch import FirstBatch
 
 if TYPE_CHECKING:
     from pulsetrain.config import TrainingConfig
-    from pulsetrain.engine.step.protocols import Backend, TrainingStrategy
+    from pulsetrain.engine.step.backend import Backend
+    from pulsetrain.engine.step.protocols import TrainingStrategy
 
 __all__ = ["RunLength"]
 
@@ -139,7 +141,7 @@ class RunLength:
         if can_be_read_once(self._loader) or getattr(self._loader, "fires_rollouts", False):
             return  # its first batch cannot be looked at beforehand: how long the run will be is not known
         with rng.preserve_rng():
-            batches = [backend.prepare_batch(batch, strategy) for batch in islice(self._loader, _LOOKED_AT)]
+            batches = [backend.prepare_batch(batch, FirstBatch(strategy)) for batch in islice(self._loader, _LOOKED_AT)]
         if not batches:
             raise ConfigurationError("gave no batch; it is empty", "Trainer", train_loader=...)
         tokens = [batch.tokens for batch in batches]

@@ -1,169 +1,284 @@
-"""One iteration of a trainer: forward, backward, and an update when its batches are together.
+"""The process function of a trainer: forward, backward, and an update once its batches are together.
 
-Nothing here waits for the device.
+Nothing here waits for the device, except while the first batches of a run are checked.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
+from pulsetrain.engine.arrays import Array
 from pulsetrain.engine.events.names import Events
 from pulsetrain.engine.events.payloads import GradientsReady, OptimizerStepCompleted
-from pulsetrain.engine.step.protocols import GradientInfo, TrainingBatch, TrainingResult
+from pulsetrain.engine.optimizers import NamedOptimizers
+from pulsetrain.engine.step.accumulation import Accumulate, Accumulation
+from pulsetrain.engine.step.backend import Backend, InPlaceBackend, ModelStore
+from pulsetrain.engine.step.first_batch import FirstBatch
+from pulsetrain.engine.step.protocols import (
+    AlternatingStrategy,
+    GradientInfo,
+    Strategy,
+    TrainingBatch,
+    TrainingResult,
+    TrainingStrategy,
+)
 
 if TYPE_CHECKING:
-    from pulsetrain.trainer import Trainer
+    from pulsetrain.engine.events.dispatch import Dispatch
+    from pulsetrain.engine.events.engine import Engine
 
-__all__ = ["rates_of", "step"]
+__all__ = ["OnStep", "Stepper", "rates_of"]
 
-
-def step(trainer: Trainer, batch: Any) -> TrainingResult:
-    """One batch; the trainer's process function. Where it fails, gradients that were waiting are given up."""
-    backend, state = trainer.backend, trainer.state
-    prepared = backend.prepare_batch(batch, trainer.strategy)
-    trainer.in_step = True
-    try:
-        if trainer.optimizers is not None:
-            result = TrainingResult(_alternate(trainer, prepared))
-        elif trainer.gradients_plan.live or not trainer.accumulation.nothing_waits:
-            result = TrainingResult({"loss": _step_in_parts(trainer, prepared)})
-        else:
-            result = _whole_step(trainer, prepared)
-        state.samples += prepared.samples
-        state.tokens += prepared.tokens
-        trainer.losses.add(result.metrics["loss"], prepared.size)
-    except BaseException:  # a part of this batch's gradients may be among them
-        trainer.accumulation.restart()
-        trainer.held.discard()
-        raise
-    finally:
-        trainer.in_step = False
-    trainer.position.trained = state.iteration
-    if trainer.bound.counted:
-        reason = trainer.bound.reached(state)
-        if reason is not None:
-            trainer.terminate(reason=reason)
-    return result
+OnStep = Callable[[TrainingBatch, TrainingResult], object]
 
 
-def _whole_step(trainer: Trainer, batch: TrainingBatch) -> TrainingResult:
-    """An update over one batch, where nobody asks for anything in between."""
-    backend, held = trainer.backend, trainer.held
-    model_state, rates = held.state, rates_of(trainer.optimizer)
-    result: TrainingResult = backend.train_step(model_state, batch, trainer.strategy, donate=True)
-    trainer.state.update += 1
-    if not backend.in_place or len(result.metrics) > 1:
-        held.take(result.state)
-        found = backend.to_torch(result.metrics)
-        if trainer.config.clip_grad_norm is not None:
-            trainer.grad_norm = found["grad_norm"]
-        result = TrainingResult({"loss": found["loss"]})  # a state that was kept would keep its memory
-    trainer.learning_rates = rates
-    if trainer.checking:
-        trainer.stop_checking()
-    if trainer.stepped_plan.live:
-        trainer.fire(Events.OPTIMIZER_STEP_COMPLETED, OptimizerStepCompleted(learning_rates=rates))
-    return result
+class Stepper:
+    """One training step for each batch: `Engine(stepper)` trains.
 
-
-def _step_in_parts(trainer: Trainer, batch: TrainingBatch) -> Tensor:
-    """The batch's gradients, and an update where it is time for one; returns the loss, detached."""
-    backend, held, accumulation = trainer.backend, trainer.held, trainer.accumulation
-    scale = accumulation.weigh(batch.size, batch.tokens, trainer.state.update)
-    gradients = backend.forward_backward(held.state, batch, trainer.strategy, scale, held.waiting)
-    held.wait(gradients)
-    if accumulation.add(batch.size, batch.tokens, trainer.state.update):
-        _update(trainer, gradients, accumulation.close())
-    loss: Tensor = backend.to_torch(gradients.loss)
-    return loss
-
-
-def _alternate(trainer: Trainer, batch: TrainingBatch) -> dict[str, Tensor]:
-    """Each of the strategy's losses to its own optimizer; returns their sum, and each by its name, detached."""
-    backend, accumulation, optimizers = trainer.backend, trainer.accumulation, trainer.optimizers
-    assert optimizers is not None
-    scale = accumulation.weigh(batch.size, batch.tokens, trainer.state.update)
-    correction = None
-    if accumulation.add(batch.size, batch.tokens, trainer.state.update):
-        correction = accumulation.close()
-    found: dict[str, Tensor] = {}
-    for name, loss in backend.losses(trainer.held.state, batch, trainer.strategy):
-        if name not in optimizers.parts:
-            raise ValueError(
-                f"{type(trainer.strategy).__name__}.compute_losses: gave a loss for {name!r}, and the optimizers are "
-                f"{', '.join(optimizers)}"
-            )
-        if f"{name}_loss" in found and not accumulation.rule.batches == 1:
-            raise ValueError(
-                f"{type(trainer.strategy).__name__}.compute_losses: gave two losses for {name!r} of one batch, which "
-                "cannot be accumulated over several; set accumulate=1"
-            )
-        found[f"{name}_loss"] = detached = backend.backward(loss, scale, optimizers[name])
-        if correction is not None:
-            _update(trainer, GradientInfo(detached), correction, name)
-    if not found:
-        raise ValueError(f"{type(trainer.strategy).__name__}.compute_losses: gave no loss")
-    for name, value in found.items():
-        trainer.named_losses[name].add(value, batch.size)
-    return {"loss": sum(found.values(), torch.zeros_like(value)), **found}
-
-
-def _update(trainer: Trainer, gradients: GradientInfo, correction: Any, name: str = "") -> None:
-    """One optimizer step over the gradients of the accumulated batches.
+    It counts updates, samples and tokens in `engine.state`, and fires GRADIENTS_READY and OPTIMIZER_STEP_COMPLETED
+    there. If a step fails, the gradients that wait for the next update are dropped.
 
     Args:
-        correction: what the gradients are to be multiplied by first.
-        name: of the optimizer, where there are several.
+        backend: computes.
+        strategy: what is optimised.
+        store: holds the state that is trained.
+        accumulate: when the gradients of several batches make one update.
+        clip_grad_norm: the backend's setting, which makes each update report its gradient norm.
+        on_step: called after each successful step with the prepared batch and the result.
+
+    >>> from pulsetrain.engine import Accumulate, Engine, SupervisedStrategy, TorchBackend
+    >>> from pulsetrain.engine.backends.model_store import InPlaceStore
+    >>> backend, model = TorchBackend("cpu"), torch.nn.Linear(2, 1)
+    >>> store = InPlaceStore(backend, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    >>> stepper = Stepper(backend, SupervisedStrategy("mse"), store, accumulate=Accumulate(batches=2))
+    >>> engine = Engine(stepper)
+    >>> engine.state.samples = engine.state.tokens = 0
+    >>> state = engine.run([(torch.ones(4, 2), torch.zeros(4, 1))] * 3, max_epochs=1)
+    >>> state.update, stepper.accumulated, stepper.learning_rates
+    (1, 1, (0.1,))
     """
-    backend, held, state = trainer.backend, trainer.held, trainer.state
-    measure = trainer.gradients_plan.wants(state.update + 1) or trainer.config.clip_grad_norm is not None
-    model_state = held.parts[name] if name else held.state
-    gradients = backend.finish_gradients(
-        model_state, backend.all_reduce_gradients(gradients), correction, measure=measure
-    )
-    skip = None
-    if measure:
-        norm, trainer.skip = backend.to_torch(gradients.grad_norm), None
-        if name:
-            trainer.grad_norms[name] = norm
+
+    def __init__(
+        self,
+        backend: Backend,
+        strategy: Strategy,
+        store: ModelStore,
+        *,
+        accumulate: Accumulate,
+        clip_grad_norm: float | None = None,
+        on_step: OnStep | None = None,
+    ) -> None:
+        self.backend, self.strategy, self.store = backend, strategy, store
+        self.clip_grad_norm, self.on_step = clip_grad_norm, on_step
+        self.accumulation = Accumulation(accumulate)
+        self.is_stepping = False  # between the start and the end of a step, when nothing can be saved
+        self.learning_rates = rates_of(store.optimizer)  # of the last update
+        self.grad_norm: Tensor | None = None  # of the last update that measured it
+        self.grad_norms: dict[str, Tensor] = {}  # the same of each of several optimizers
+        self._optimizers = store.optimizer if isinstance(store.optimizer, NamedOptimizers) else None
+        self._skip: Tensor | None = None  # whether the current update is to be skipped
+        self._checks = True  # until an update has been made, values are checked
+        self._engine: Engine | None = None  # of which the two plans are
+        self._ready: Dispatch
+        self._stepped: Dispatch
+
+    def __call__(self, engine: Engine, batch: Any) -> TrainingResult:
+        if engine is not self._engine:
+            self._engine = engine
+            self._ready = engine.dispatch(Events.GRADIENTS_READY)
+            self._stepped = engine.dispatch(Events.OPTIMIZER_STEP_COMPLETED)
+        state = engine.state
+        strategy = cast(TrainingStrategy, FirstBatch(self.strategy) if self._checks else self.strategy)
+        prepared = self.backend.prepare_batch(batch, strategy)
+        self.is_stepping = True
+        try:
+            if self._optimizers is not None:
+                result = self._alternate(engine, prepared, self._optimizers)
+            elif self._ready.live or not self.accumulation.nothing_waits:
+                result = self._step_in_parts(engine, prepared, strategy)
+            else:
+                result = self._whole_step(engine, prepared, strategy)
+            state.samples += prepared.samples
+            state.tokens += prepared.tokens
+        except BaseException:  # a part of this batch's gradients may be among those that wait
+            self.discard()
+            raise
+        finally:
+            self.is_stepping = False
+        if self.on_step is not None:
+            self.on_step(prepared, result)
+        return result
+
+    @property
+    def accumulated(self) -> int:
+        """How many batches wait for the next update."""
+        return self.accumulation.batches
+
+    def skip_update(self, where: Tensor) -> None:
+        """Skip the current update where the condition, shape (), bool, holds; for receivers of GRADIENTS_READY."""
+        self._skip = where if self._skip is None else self._skip | where
+
+    def check_first_batches(self) -> None:
+        """A run starts: the values of its batches are checked until its first update."""
+        self._checks = True
+
+    def discard(self) -> None:
+        """Drop the gradients that wait for the next update."""
+        self.accumulation.restart()
+        self.store.discard()
+
+    def note_update(self, rates: tuple[float, ...], grad_norm: Tensor | None = None) -> None:
+        """An update was made, or is about to be made by someone else."""
+        self.learning_rates, self._checks = rates, False
+        if grad_norm is not None:
+            self.grad_norm = grad_norm
+
+    def trial(self, on_step: OnStep) -> Stepper:
+        """A stepper over the same model with its own counts, for steps that are rolled back."""
+        return Stepper(
+            self.backend,
+            self.strategy,
+            self.store,
+            accumulate=self.accumulation.rule,
+            clip_grad_norm=self.clip_grad_norm,
+            on_step=on_step,
+        )
+
+    def reset(self) -> None:
+        """A run begins from iteration 0: no batch waits, and no norm has been measured."""
+        self.accumulation.restart()
+        self.store.optimizer.zero_grad(set_to_none=True)
+        self.store.reset()
+        self.grad_norm = None
+        self.grad_norms.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What waits and what the last update reported. The waiting gradients are the store's."""
+        return {
+            "accumulation": self.accumulation.state_dict(),
+            "learning_rates": [float(rate) for rate in self.learning_rates],
+            "grad_norm": self.grad_norm,
+            "grad_norms": dict(self.grad_norms),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.accumulation.load_state_dict(state["accumulation"])
+        self.learning_rates = tuple(state["learning_rates"])
+        self.grad_norm, self.grad_norms = state["grad_norm"], dict(state.get("grad_norms", {}))
+
+    def _whole_step(self, engine: Engine, batch: TrainingBatch, strategy: TrainingStrategy) -> TrainingResult:
+        """An update over one batch if nobody needs the gradients before it."""
+        store = self.store
+        before, rates = store.state, rates_of(store.optimizer)
+        result = self.backend.train_step(before, batch, strategy, donate=True)
+        engine.state.update += 1
+        if result.state is not before or len(result.metrics) > 1:
+            assert result.state is not None
+            store.commit(result.state)
+            found = self.backend.to_torch(result.metrics)
+            if self.clip_grad_norm is not None:
+                self.grad_norm = found["grad_norm"]
+            result = TrainingResult({"loss": found["loss"]})  # keeping the state would keep its memory
+        self.learning_rates = rates
+        self._checks = False
+        if self._stepped.live:
+            engine.fire(Events.OPTIMIZER_STEP_COMPLETED, OptimizerStepCompleted(learning_rates=rates))
+        return result
+
+    def _step_in_parts(self, engine: Engine, batch: TrainingBatch, strategy: TrainingStrategy) -> TrainingResult:
+        """Add the batch's gradients up, and make an update when it is time for one."""
+        store, accumulation, update = self.store, self.accumulation, engine.state.update
+        scale = accumulation.weigh(batch.size, batch.tokens, update)
+        gradients = self.backend.forward_backward(store.state, batch, strategy, scale, store.waiting)
+        store.hold(gradients)
+        if accumulation.add(batch.size, batch.tokens, update):
+            self._update(engine, gradients, accumulation.close())
+        return TrainingResult({"loss": self.backend.to_torch(gradients.loss)})
+
+    def _alternate(self, engine: Engine, batch: TrainingBatch, optimizers: NamedOptimizers) -> TrainingResult:
+        """Each of the strategy's losses with its own optimizer; the result has their sum, and each by its name."""
+        accumulation, place = self.accumulation, f"{type(self.strategy).__name__}.compute_losses"
+        backend, strategy = cast(InPlaceBackend, self.backend), cast(AlternatingStrategy, self.strategy)
+        scale = accumulation.weigh(batch.size, batch.tokens, engine.state.update)
+        correction = None
+        if accumulation.add(batch.size, batch.tokens, engine.state.update):
+            correction = accumulation.close()
+        found: dict[str, Tensor] = {}
+        for name, loss in backend.losses(self.store.state, batch, strategy):
+            if name not in optimizers.parts:
+                raise ValueError(f"{place}: gave a loss for {name!r}, and the optimizers are {', '.join(optimizers)}")
+            if f"{name}_loss" in found and accumulation.rule.batches != 1:
+                raise ValueError(
+                    f"{place}: gave two losses for {name!r} of one batch, which cannot be accumulated over several; "
+                    "set accumulate=1"
+                )
+            found[f"{name}_loss"] = detached = backend.backward(loss, scale, optimizers[name])
+            if correction is not None:
+                self._update(engine, GradientInfo(detached), correction, name)
+        if not found:
+            raise ValueError(f"{place}: gave no loss")
+        losses = list(found.values())
+        return TrainingResult({"loss": sum(losses, torch.zeros_like(losses[-1])), **found})
+
+    def _update(self, engine: Engine, gradients: GradientInfo, correction: Array, name: str = "") -> None:
+        """One optimizer step over the gradients of the accumulated batches.
+
+        Args:
+            correction: what the gradients are to be multiplied by first.
+            name: of the optimizer, if there are several.
+        """
+        backend, store = self.backend, self.store
+        measure = self._ready.wants(engine.state.update + 1) or self.clip_grad_norm is not None
+        gradients = backend.all_reduce_gradients(gradients)
+        gradients = backend.finish_gradients(store.part(name), gradients, correction, measure=measure)
+        skip = None
+        if measure:
+            norm, self._skip = backend.to_torch(gradients.grad_norm), None
+            if name:
+                self.grad_norms[name] = norm
+            else:
+                self.grad_norm = norm
+            ready = GradientsReady(grad_norm=norm, optimizer=name)
+            # firing it counts the update
+            gradients = store.show_gradients(gradients, lambda: engine.fire(Events.GRADIENTS_READY, ready))
+            skip, self._skip = self._skip, None
         else:
-            trainer.grad_norm = norm
-        ready = GradientsReady(grad_norm=norm, optimizer=name)
-        # it counts the update
-        gradients = held.showing(gradients, lambda: trainer.fire(Events.GRADIENTS_READY, ready))
-        skip, trainer.skip = trainer.skip, None
-        model_state = held.parts[name] if name else held.state  # who heard it may have written into the model
-    else:
-        state.update += 1
-    rates = rates_of(held.optimizer if not name else held.optimizer[name])
-    held.take(backend.apply_gradients(model_state, gradients, skip, donate=True))
-    held.waiting = None
-    trainer.learning_rates = rates if not name else _with_rates(trainer, rates, name)
-    if trainer.checking:
-        trainer.stop_checking()
-    if trainer.stepped_plan.live:
-        trainer.fire(Events.OPTIMIZER_STEP_COMPLETED, OptimizerStepCompleted(learning_rates=rates, optimizer=name))
+            engine.state.update += 1
+        optimizer = self._optimizers[name] if name and self._optimizers is not None else store.optimizer
+        rates = rates_of(optimizer)
+        # store.part() again: a receiver may have written into the model
+        store.commit(backend.apply_gradients(store.part(name), gradients, skip, donate=True))
+        self.learning_rates = rates if not name else self._with_rates(rates, name)
+        self._checks = False
+        if self._stepped.live:
+            engine.fire(Events.OPTIMIZER_STEP_COMPLETED, OptimizerStepCompleted(learning_rates=rates, optimizer=name))
+
+    def _with_rates(self, rates: tuple[float, ...], name: str) -> tuple[float, ...]:
+        """The rates of each optimizer's last update, with new ones for this optimizer."""
+        new, groups = iter(rates), self.store.optimizer.param_groups
+        old = self.learning_rates if len(self.learning_rates) == len(groups) else rates_of(self.store.optimizer)
+        return tuple(
+            [next(new) if group["optimizer"] == name else rate for group, rate in zip(groups, old, strict=True)]
+        )
 
 
-def rates_of(optimizer: Any) -> tuple[float, ...]:
-    """Each group's rate; a copy of one that is a tensor on a device, which a schedule will fill with the next."""
+def rates_of(optimizer: torch.optim.Optimizer) -> tuple[float, ...]:
+    """Each group's learning rate; a rate that is a tensor on a device is copied there.
+
+    >>> rates_of(torch.optim.SGD([{"params": [torch.zeros(1)]}, {"params": [torch.ones(1)], "lr": 0.5}], lr=0.1))
+    (0.1, 0.5)
+    """
     groups = optimizer.param_groups
     if len(groups) == 1 and type(rate := groups[0]["lr"]) is float:
         return (rate,)
     return tuple([rate if type(rate := group["lr"]) is float else _as_number(rate) for group in groups])
 
 
-def _with_rates(trainer: Trainer, rates: tuple[float, ...], name: str) -> tuple[float, ...]:
-    """The rates of the last update of each optimizer, this one's being new."""
-    new, groups = iter(rates), trainer.optimizer.param_groups
-    old = trainer.learning_rates if len(trainer.learning_rates) == len(groups) else rates_of(trainer.optimizer)
-    return tuple([next(new) if group["optimizer"] == name else rate for group, rate in zip(groups, old, strict=True)])
-
-
 def _as_number(rate: Any) -> Any:
     if isinstance(rate, Tensor) and rate.device.type != "cpu":
-        return rate.detach().clone()
+        return rate.detach().clone()  # a schedule will write the next rate into it
     return float(rate)

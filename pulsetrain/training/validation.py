@@ -5,14 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from ignite.metrics import Metric as IgniteMetric
 from torch import Tensor, nn
 
 from pulsetrain.engine import Engine, EventBus, Events, Phase
-from pulsetrain.engine.backends.model_store import Held, LiveState
 from pulsetrain.engine.data import rng
 from pulsetrain.engine.data.keyed_loader import length_of
 from pulsetrain.engine.data.workers import workers_begin, workers_outlive_signals
@@ -22,6 +21,8 @@ from pulsetrain.engine.events.data_source import IterableSource
 from pulsetrain.engine.events.payloads import MediaLogged, ValidationCompleted
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.metrics import RunningMean
+from pulsetrain.engine.step.backend import Backend, InPlaceBackend, ModelStore
+from pulsetrain.engine.step.first_batch import FirstBatch
 from pulsetrain.engine.step.model_call import eval_mode
 from pulsetrain.engine.step.protocols import AlternatingStrategy, TrainingBatch, TrainingStrategy
 from pulsetrain.handlers.attachment.cadence import reading_events
@@ -108,7 +109,7 @@ class Evaluation:
     is a mapping with "y_pred", "y" and "loss", which pytorch-ignite's metrics read as they are.
 
     Args:
-        held: whose module is evaluated, in eval mode; each of its modules is left in the mode it was in.
+        store: whose module is evaluated, in eval mode; each of its modules is left in the mode it was in.
         strategy: makes batches, losses and metrics.
         backend: computes them.
         metrics: name -> an ignite metric, or anything with reset(), update(y_pred, y) and compute().
@@ -121,22 +122,22 @@ class Evaluation:
 
     def __init__(
         self,
-        held: LiveState | Held,
+        store: ModelStore,
         strategy: TrainingStrategy,
-        backend: Any,
+        backend: Backend,
         metrics: Mapping[str, Any],
         bus: EventBus,
         trainer_name: str = "trainer",
     ) -> None:
-        self.held, self.strategy, self.backend = held, strategy, backend
+        self.store, self.strategy, self.backend = store, strategy, backend
         name = "evaluator" if trainer_name == "trainer" else f"{trainer_name}.evaluator"
-        self.engine = Evaluator(self._step, held.module, name=name, bus=bus)
+        self.engine = Evaluator(self._step, store.module, name=name, bus=bus)
         self._running: dict[str, RunningMean] = {}
         self._means: dict[str, Any] = {}  # of the last set, by the strategy's names
         self._names = frozenset(metrics)
         self._left_out: set[str] = set()  # warned about already
         self.matrices: dict[str, Tensor] = {}  # of the last set, on the host, by their full names
-        self._checked_before: bool | None = None  # what the strategy's flag was before the set began
+        self._checks = True  # the next batch is a set's first
         # before the metrics and every handler of the user, so that they find the means
         self.engine.add_event_handler(Events.STARTED, self._clear, phase=Phase.COMPUTE)
         self.engine.add_event_handler(Events.EPOCH_STARTED, self._reset, phase=Phase.COMPUTE)
@@ -164,7 +165,6 @@ class Evaluation:
             engine.run(loader)
         finally:
             engine.set_name = None
-            self._check_values(None)
         self._average()  # a run that was paused, or ended without COMPLETED, has come to neither of its handlers
         if "loss" not in self._means:
             raise _no_batch(name, state.stop_reason)
@@ -179,14 +179,13 @@ class Evaluation:
 
     def _step(self, engine: Engine, batch: Any) -> dict[str, Any]:
         backend = self.backend
-        prepared = backend.prepare_batch(batch, self.strategy)
-        try:
-            if isinstance(self.strategy, AlternatingStrategy):
-                outputs, means = None, self._alternate(self.strategy, prepared)
-            else:
-                outputs, means = backend.eval_step(self.held.state, prepared, self.strategy)
-        finally:
-            self._check_values(None)
+        strategy, self._checks = FirstBatch(self.strategy) if self._checks else self.strategy, False
+        prepared = backend.prepare_batch(batch, strategy)
+        outputs: object = None
+        if isinstance(self.strategy, AlternatingStrategy):
+            means: Mapping[str, Tensor] = self._alternate(self.strategy, prepared)
+        else:
+            outputs, means = backend.eval_step(self.store.state, prepared, strategy)
         means = backend.to_torch(means)
         for name, value in means.items():
             self._add(name, value, prepared.size)
@@ -197,9 +196,8 @@ class Evaluation:
     def _alternate(self, strategy: AlternatingStrategy, batch: TrainingBatch) -> dict[str, Tensor]:
         """The sum of its losses, and each, with whatever more it has to say."""
         losses: dict[str, Tensor] = {}
-        for name, loss in self.backend.losses(
-            self.held.state, batch, strategy
-        ):  # with gradients: a penalty may need some
+        backend = cast(InPlaceBackend, self.backend)
+        for name, loss in backend.losses(self.store.state, batch, strategy):  # with gradients: a penalty may need some
             losses[name] = loss.detach()
         means = {"loss": torch.stack(list(losses.values())).sum()}
         means.update({f"{name}_loss": loss for name, loss in losses.items()})
@@ -218,16 +216,7 @@ class Evaluation:
         self._means, self.engine.state.metrics = {}, {}
 
     def _reset(self) -> None:
-        self._running = {}
-        self._check_values(True)
-
-    def _check_values(self, wanted: bool | None) -> None:
-        """Let the strategy look at the set's first batch closely; None takes it back."""
-        strategy: Any = self.strategy
-        if wanted is not None and hasattr(strategy, "check_values") and self._checked_before is None:
-            self._checked_before, strategy.check_values = strategy.check_values, wanted
-        elif wanted is None and self._checked_before is not None:
-            strategy.check_values, self._checked_before = self._checked_before, None
+        self._running, self._checks = {}, True
 
     def _average(self) -> None:
         """Put the means since `_reset` where the metrics are; a second call finds nothing more to do."""

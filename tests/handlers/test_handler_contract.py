@@ -10,7 +10,7 @@ import torch
 
 from pulsetrain import TrainingConfig, handlers
 from pulsetrain.engine import EventBus, Events, Every, Phase, SupervisedStrategy, TorchBackend
-from pulsetrain.engine.backends.model_store import LiveState
+from pulsetrain.engine.backends.model_store import InPlaceStore
 from pulsetrain.engine.events.payloads import GradientsReady
 from pulsetrain.engine.schedules import Cosine
 from pulsetrain.handlers import (
@@ -50,6 +50,7 @@ from pulsetrain.handlers import (
     TrackioLogger,
     WandbLogger,
 )
+from pulsetrain.training.stepper import Stepper
 from tests.support.driving import UpdatingEngine, log_each_iteration, subscriptions, validate_each_epoch
 
 
@@ -70,7 +71,8 @@ class Saving(UpdatingEngine):
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)
         self.backend = TorchBackend("cpu")
-        self.held = LiveState(self.backend, self.model, self.optimizer)
+        store = InPlaceStore(self.backend, self.model, self.optimizer)
+        self.stepper = Stepper(self.backend, self.strategy, store, accumulate=self.config.accumulation)
 
     def checkpoint_state(self):
         return {"weights": self.model.state_dict()}

@@ -9,7 +9,7 @@ from torch import nn
 from pulsetrain import Trainer, TrainingConfig
 from pulsetrain.engine import CheckpointError, ConfigurationError, Events, Every, SupervisedStrategy, TorchBackend
 from pulsetrain.engine.recording import EventLog, Replay
-from pulsetrain.engine.step.protocols import Backend
+from pulsetrain.engine.step.backend import Backend
 from pulsetrain.handlers import Callback, CallbackList, Checkpointer, EarlyStopping, EventRecorder
 from tests.plugins.numpy_backend import Linear, NumpyBackend, NumpySGD
 from tests.support.cutting import cut_after

@@ -130,14 +130,14 @@ def test_a_rate_that_a_handler_sets_is_the_updates(on):
     run = trainer(on, [ReduceLROnPlateau(patience=1, factor=0.1, threshold=100.0)], max_epochs=4)
     rates = run.train()["learning_rate"]
     assert rates == pytest.approx([0.05, 0.05, 0.005, 0.005])
-    optimizer = run.held.state.optimizer
+    optimizer = run.model_store.state.optimizer
     assert run.backend.learning_rate(optimizer) == pytest.approx(0.005)
     torchs = trainer(on)
     LRScheduler(torch.optim.lr_scheduler.StepLR(torchs.optimizer, 10, 0.5)).attach(torchs)
     torchs.train()
     # the rate of an epoch is that of its last update; the schedule has set the next one behind it
     assert torchs.history.get_history()["learning_rate"] == pytest.approx([0.05, 0.025, 0.0125])
-    assert torchs.held.state.metadata["learning_rate"] == pytest.approx(0.00625)
+    assert torchs.model_store.state.metadata["learning_rate"] == pytest.approx(0.00625)
 
 
 @each_backend

@@ -86,7 +86,7 @@ def test_a_trainer_in_place_has_no_pure_step():
 
 
 class Turns:
-    """Trains several modules in turns."""
+    """Trains several modules in turn."""
 
     def prepare_batch(self, batch):
         return batch
@@ -97,7 +97,7 @@ class Turns:
 
 @each_backend
 def test_a_strategy_of_several_modules_is_refused(on):
-    message = r"Trainer\(backend=\w+\): Turns trains several modules in turns, which works in place"
+    message = r"Trainer\(backend=\w+\): Turns trains several modules in turn, which works in place"
     with pytest.raises(ConfigurationError, match=message):
         trainer(on, strategy=Turns())
 
@@ -166,10 +166,10 @@ def test_an_optimizer_of_optax_trains_and_its_rate_can_be_set_where_it_is_inject
         trainer("jax", optimizer_object=optax.adam(0.01), schedule="cosine")
     late = trainer("jax", [ReduceLROnPlateau(patience=1)], optimizer_object=optax.adam(0.01), schedule=None)
     late.optimizer.param_groups[0]["lr"] = 0.1
-    before = bits(late.backend, late.held._state)
+    before = bits(late.backend, late.model_store._state)
     with pytest.raises(ConfigurationError, match=r"sets the learning rate, and the optimizer's state holds none"):
         late.train()
-    assert bits(late.backend, late.held._state) == before
+    assert bits(late.backend, late.model_store._state) == before
     injected = optax.inject_hyperparams(optax.adam)(learning_rate=0.01)
     scheduled = trainer("jax", optimizer_object=injected, schedule="cosine").train()["learning_rate"]
     assert 0.01 > scheduled[0] > scheduled[1] > scheduled[2] >= 0

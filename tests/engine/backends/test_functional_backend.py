@@ -11,7 +11,8 @@ from pulsetrain.engine import ConfigurationError, JaxBackend, SupervisedStrategy
 from pulsetrain.engine.backends import FunctionalBackend
 from pulsetrain.engine.backends.core import TrainerCore
 from pulsetrain.engine.optimizers.functional import SGD
-from pulsetrain.engine.step.protocols import Backend, BackendSettings
+from pulsetrain.engine.step.backend import Backend
+from pulsetrain.engine.step.protocols import BackendSettings
 from tests.support.libraries import needs_jax
 
 NUMBERS = ("step", "learning_rate")  # of an optimizer's state: one for the whole ensemble
@@ -216,7 +217,7 @@ def stacked(states):
 @pytest.mark.parametrize("apart", [False, True], ids=["one batch", "a batch each"])
 def test_an_ensemble_trains_under_vmap_as_its_members_do_alone(optimizer, apart):
     core = core_of(clip_grad_norm=0.5)
-    core.strategy.check_values = not apart  # what vmap has split cannot be looked at
+    core.check = not apart  # the values of what vmap has split cannot be read
     states = [core.init(mlp(seed), optimizer, learning_rate=0.01, weight_decay=0.1) for seed in range(3)]
     start = states[0]
     weights, opt_state, dims = stacked(states)

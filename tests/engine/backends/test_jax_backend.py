@@ -182,7 +182,7 @@ def test_an_error_of_the_model_says_what_it_was_given():
     state = core.init(function_model(torch_model().state_dict()), "sgd")
     with pytest.raises(TypeError) as error:
         core.train_step((torch.ones(2, 5), torch.zeros(2, dtype=torch.int64)), state)
-    assert any("given inputs float32 (2, 5), targets int64 (2,) from 0 to 0" in note for note in error.value.__notes__)
+    assert any("given inputs float32 (2, 5), targets int32 (2,) from 0 to 0" in note for note in error.value.__notes__)
 
 
 @pytest.mark.parametrize("missing", ["jax", "optax"])

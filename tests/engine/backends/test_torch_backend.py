@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from pulsetrain.engine import ConfigurationError, SupervisedStrategy, TorchBackend
 from pulsetrain.engine.backends.torch import find_device
-from pulsetrain.engine.step.protocols import Backend, BackendSettings, GradientInfo, TrainingBatch, TrainingStrategy
+from pulsetrain.engine.step.backend import Backend
+from pulsetrain.engine.step.protocols import BackendSettings, GradientInfo, TrainingBatch, TrainingStrategy
 
 Pair = namedtuple("Pair", ["inputs", "targets"])
 

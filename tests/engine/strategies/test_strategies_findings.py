@@ -261,7 +261,6 @@ def test_a_pair_with_one_answer_alone_adds_no_gradient_where_nobody_looks(monkey
     def gradient(batch):
         strategy = DPOStrategy(loss_type=loss_type, reference=reference)
         strategy.bind(model)
-        strategy.check_values = False
         prepared = strategy.prepare_batch(batch)
         (found,) = torch.autograd.grad(strategy.compute_loss(model(prepared.inputs), prepared), [model.table.weight])
         return found

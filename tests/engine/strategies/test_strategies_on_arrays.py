@@ -36,11 +36,10 @@ def test_a_loss_is_computed_inside_jit_and_grad(checked):
 
     outputs, labels = torch.randn(4, 3), torch.tensor([0, 2, 1, -100])
     for strategy in (SupervisedStrategy(loss_options={"label_smoothing": 0.1}), PretrainStrategy()):
-        strategy.check_values = checked
         x, y = converted("jax", outputs, labels)
 
         def loss(x, y, strategy=strategy):
-            return strategy.compute_loss(x, TrainingBatch(None, y, 4))
+            return strategy.compute_loss(x, TrainingBatch(None, y, 4), check=checked)
 
         value, gradient = jax.jit(jax.value_and_grad(loss))(x, y)
         assert value.item() == pytest.approx(strategy.compute_loss(outputs, TrainingBatch(None, labels, 4)).item())
@@ -87,4 +86,4 @@ def test_targets_that_are_not_finite_are_named_where_the_loss_can_be_looked_at(l
     outputs, targets = converted(library, torch.zeros(2), torch.tensor([0.0, math.nan]))
     strategy = SupervisedStrategy(lambda o, t: ((o - t) ** 2).mean())
     with pytest.raises(ValueError, match=r"targets\[1\]=nan\): needs finite numbers"):
-        strategy.compute_loss(outputs, TrainingBatch(None, targets, 2))
+        strategy.compute_loss(outputs, TrainingBatch(None, targets, 2), check=True)

@@ -131,7 +131,7 @@ class Broken(SupervisedStrategy):
         (lambda n: math.inf if n > 3 else 1.0, "the loss ran away after 3 updates", 3),
         (lambda n: 1.0, "the loss falls no further than by chance; look at data and loss", 30),
         (lambda n: float(n), "the loss falls no further than by chance", 30),
-        (lambda n: 1000.0 - n**3 / 100, "falls fastest at the very last rates; go on to a larger end_lr", 30),
+        (lambda n: 1000.0 - n**3 / 100, "falls fastest at the very last rates; choose a larger end_lr", 30),
     ],
 )
 def test_where_there_is_no_suggestion_it_says_why(losses: Callable[[int], float], reason: str, entries: int):
@@ -163,7 +163,7 @@ def test_groups_keep_their_ratios_and_rates_that_are_tensors_their_place():
 
 def test_another_loader_may_be_given():
     run = trainer({"device": "cpu"}, train_loader=iter(loader()))
-    with pytest.raises(ValueError, match=r"train_loader=\w+: it can be read once, .*; pass loader="):
+    with pytest.raises(ValueError, match=r"train_loader=\w+: it can be read only once, .*; pass loader="):
         LRFinder(**SWEEP).run(run)
     assert len(LRFinder(**SWEEP).run(run, loader=loader()).rates) > 10
     assert len(list(run.train_loader)) == 10
@@ -189,7 +189,7 @@ def test_data_without_a_batch_is_refused():
 
 
 def test_what_is_no_trainer_is_refused(tmp_path: Path):
-    with pytest.raises(TypeError, match=r"LRFinder\(Engine\): needs a pulsetrain.Trainer; .* no model, held, strategy"):
+    with pytest.raises(TypeError, match=r"LRFinder\(Engine\): needs a pulsetrain.Trainer; .* no model, .*, stepper"):
         LRFinder().run(Engine(lambda engine, batch: None))
     with pytest.raises(TypeError, match="LRFinder"):
         LRFinder().attach(EventBus())

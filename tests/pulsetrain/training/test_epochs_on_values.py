@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pulsetrain import Trainer, TrainingConfig
-from pulsetrain.engine import ConfigurationError, Events, Every, TorchBackend
+from pulsetrain.engine import ConfigurationError, Events, Every, FunctionalBackend, TorchBackend
 from pulsetrain.engine.recording.log.reader import EventLog
 from pulsetrain.engine.schedules import Cosine
 from pulsetrain.handlers import Checkpointer, EventRecorder
@@ -40,7 +40,7 @@ def make(on, handlers=(), data=None, **settings):
 
 def in_bits(run, state):
     """A state of any backend, its arrays as bytes."""
-    if not run.backend.in_place:
+    if isinstance(run.backend, FunctionalBackend):
         return bits(run.backend, state)
     parts = dict(leaves({"weights": dict(state.weights), "optimizer": state.optimizer}))
     return {path: leaf.numpy().tobytes() if isinstance(leaf, torch.Tensor) else leaf for path, leaf in parts.items()}
@@ -73,7 +73,7 @@ def test_the_rates_that_are_told_of_a_state_with_a_schedule_are_those_of_its_upd
     @run.on(Events.OPTIMIZER_STEP_COMPLETED)
     def follow(engine, event):
         told.extend(event.payload.learning_rates)
-        used.append(run.backend.learning_rate(run.held._state.optimizer))
+        used.append(run.backend.learning_rate(run.model_store._state.optimizer))
 
     state = run.model_state
     run.train_epoch(model_state=replace(state, metadata={**state.metadata, "schedule": schedule}))

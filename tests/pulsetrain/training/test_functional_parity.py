@@ -170,6 +170,7 @@ def test_updates_that_are_left_out_count_in_neither(optimizer):
 
 
 class Lenient(SupervisedStrategy):
-    """Lets the first batch be what it is."""
+    """Does not check its first batch."""
 
-    check_values = property(lambda self: False, lambda self, value: None)
+    def compute_loss(self, outputs, batch):
+        return super().compute_loss(outputs, batch)

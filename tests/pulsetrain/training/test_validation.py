@@ -16,7 +16,7 @@ from torchmetrics import MetricCollection
 from torchmetrics.regression import MeanSquaredError as TorchMeanSquaredError
 
 from pulsetrain.engine import EventBus, EventEnum, Events, Every, SupervisedStrategy, TorchBackend
-from pulsetrain.engine.backends.model_store import LiveState
+from pulsetrain.engine.backends.model_store import InPlaceStore
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.recording import EventLog
 from pulsetrain.engine.step.model_call import eval_mode
@@ -33,8 +33,8 @@ def modes(model: nn.Module) -> list[bool]:
 def evaluation(bus: EventBus | None = None, trainer_name: str = "trainer") -> Evaluation:
     strategy, backend = SupervisedStrategy("mse"), TorchBackend("cpu")
     model = regression_model()
-    held = LiveState(backend, model, torch.optim.SGD(model.parameters(), lr=0.1))
-    return Evaluation(held, strategy, backend, {}, EventBus() if bus is None else bus, trainer_name)
+    store = InPlaceStore(backend, model, torch.optim.SGD(model.parameters(), lr=0.1))
+    return Evaluation(store, strategy, backend, {}, EventBus() if bus is None else bus, trainer_name)
 
 
 class Stream(IterableDataset[Any]):
@@ -71,11 +71,11 @@ class Vector(nn.Module):
 
 def test_a_submodule_kept_in_eval_mode_is_still_in_eval_mode_after_a_validation():
     run = trainer(val_loader=loader(shuffle=False))
-    run.held.module.train()
-    run.held.module[1].eval()
-    before = modes(run.held.module)
+    run.model_store.module.train()
+    run.model_store.module[1].eval()
+    before = modes(run.model_store.module)
     run.validate()
-    assert modes(run.held.module) == before == [True, True, False, True, True, True]
+    assert modes(run.model_store.module) == before == [True, True, False, True, True, True]
 
 
 def test_a_module_in_training_mode_below_one_in_eval_mode_stays_so_though_others_share_it():
@@ -110,13 +110,13 @@ def test_a_module_that_does_more_when_its_mode_changes_does_it_on_the_way_back_t
 def test_the_evaluator_run_directly_gives_what_a_validation_gives_and_leaves_the_model_alone():
     data = loader(10, shuffle=False)
     run = trainer(val_loader=data, metrics={"mse": MeanSquaredError()})
-    before = {name: value.clone() for name, value in run.held.module.state_dict().items()}
+    before = {name: value.clone() for name, value in run.model_store.module.state_dict().items()}
     seen: list[bool] = []
-    run.evaluator.add_event_handler(Events.ITERATION_COMPLETED, lambda: seen.append(any(modes(run.held.module))))
+    run.evaluator.add_event_handler(Events.ITERATION_COMPLETED, lambda: seen.append(any(modes(run.model_store.module))))
     metrics = run.evaluator.run(data).metrics
     assert seen == [False] * 3
-    assert all(modes(run.held.module))
-    assert all(torch.equal(before[name], value) for name, value in run.held.module.state_dict().items())
+    assert all(modes(run.model_store.module))
+    assert all(torch.equal(before[name], value) for name, value in run.model_store.module.state_dict().items())
     assert {f"val/{name}": value for name, value in metrics.items()} == run.validate()
 
 
@@ -141,23 +141,23 @@ def test_the_metrics_of_an_earlier_set_are_gone_when_the_next_one_begins():
 @pytest.mark.parametrize("muted", [False, True])
 def test_a_failing_evaluator_leaves_the_modes_as_they_were(muted: bool):
     run = trainer()
-    run.held.module.train()
-    run.held.module[1].eval()
-    before = modes(run.held.module)
+    run.model_store.module.train()
+    run.model_store.module[1].eval()
+    before = modes(run.model_store.module)
     signal = run.bus.signal(Events.EXCEPTION_RAISED)
     signal.is_muted = muted
     with pytest.raises(OSError, match="the disk is gone"):
         run.evaluator.run(Failing())
     with pytest.raises(ValueError, match="zero size"):  # before STARTED
         run.evaluator.run([])
-    assert modes(run.held.module) == before
+    assert modes(run.model_store.module) == before
 
 
 def test_a_handler_that_takes_the_evaluators_exception_leaves_the_modes_and_the_means_of_what_was_seen():
     run = trainer(val_loader=Failing())
     run.evaluator.add_event_handler(Events.EXCEPTION_RAISED, lambda e, error: None)
     assert run.validate().keys() == {"val/loss"}
-    assert all(modes(run.held.module))
+    assert all(modes(run.model_store.module))
 
 
 @pytest.mark.parametrize("skip", [False, True])
@@ -167,7 +167,7 @@ def test_a_terminated_evaluator_gives_the_means_of_what_it_saw_and_leaves_the_mo
     run.evaluator.add_event_handler(Events.ITERATION_COMPLETED(once=2), lambda e: e.terminate(skip_completed=skip))
     terminated = run.validate()
     assert terminated == trainer(val_loader=batches[:2]).validate()
-    assert all(modes(run.held.module))
+    assert all(modes(run.model_store.module))
 
 
 def test_a_paused_evaluator_leaves_the_modes_and_goes_on_in_eval_mode():
@@ -175,9 +175,9 @@ def test_a_paused_evaluator_leaves_the_modes_and_goes_on_in_eval_mode():
     data = loader(shuffle=False)
     run.evaluator.add_event_handler(Events.ITERATION_COMPLETED(once=4), lambda e: e.interrupt())
     seen: list[bool] = []
-    run.evaluator.add_event_handler(Events.ITERATION_COMPLETED, lambda: seen.append(any(modes(run.held.module))))
+    run.evaluator.add_event_handler(Events.ITERATION_COMPLETED, lambda: seen.append(any(modes(run.model_store.module))))
     run.evaluator.run(data)
-    assert all(modes(run.held.module))
+    assert all(modes(run.model_store.module))
     loss = run.evaluator.run(data).metrics["loss"]
     assert seen == [False] * 10
     assert loss == trainer().evaluator.run(data).metrics["loss"]
@@ -384,7 +384,7 @@ def test_validating_as_often_as_one_likes_changes_nothing_of_the_training():
             val_loader=loader(8),  # shuffled, so that it draws
         )
         run.train()
-        return run.held.module.state_dict()
+        return run.model_store.module.state_dict()
 
     often, never = weights(Every(iterations=3)), weights(None)
     assert all(torch.equal(often[name], value) for name, value in never.items())

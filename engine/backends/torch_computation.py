@@ -1,0 +1,205 @@
+"""What the two torch backends share: the device, precision and settings, batches, and the loss of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from pulsetrain.engine.arrays import is_array
+from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.step.activations import recompute_activations
+from pulsetrain.engine.step.model_call import call
+from pulsetrain.engine.step.precision import Precision
+from pulsetrain.engine.step.protocols import (
+    BackendSettings,
+    Strategy,
+    TrainingBatch,
+    TrainingStrategy,
+    Tree,
+    describe,
+)
+
+__all__ = ["TorchComputation", "explain", "find_device", "given", "no_gradient"]
+
+
+def find_device(device: str | torch.device = "auto") -> torch.device:
+    """The device of that name; "auto" is the accelerator if there is one, else the CPU.
+
+    Raises:
+        ConfigurationError: there is no such device here; the message lists those that there are.
+
+    >>> find_device("cpu")
+    device(type='cpu')
+    """
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if device == "auto":
+        return accelerator or torch.device("cpu")
+    try:
+        found = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigurationError(f"device={device!r}: no such device; {str(error).splitlines()[0]}") from None
+    present = ["cpu"]
+    if accelerator is not None:
+        present += [accelerator.type, *(f"{accelerator.type}:{i}" for i in range(torch.accelerator.device_count()))]
+    if str(found) not in present and found.type != "meta":
+        raise ConfigurationError(
+            f"device={str(device)!r}: not on this machine, which has {', '.join(present)}; or 'auto'"
+        )
+    return found
+
+
+class TorchComputation:
+    """nn.Module on one device; its arguments are those of `TorchBackend`."""
+
+    def __init__(
+        self,
+        device: str | torch.device | None = None,
+        *,
+        precision: str | None = None,
+        gradient_scale: float = 65536.0,
+        compile: bool = False,
+        activation_checkpointing: str | None = None,
+        functional: bool = False,
+    ) -> None:
+        self.requested_device = device
+        self.requested_precision = precision
+        self.gradient_scale = gradient_scale
+        self.requested_compile = compile
+        self.requested_checkpointing = activation_checkpointing
+        self._serves = False
+        self._configure(BackendSettings())
+
+    def configure(self, settings: BackendSettings) -> None:
+        """Adopt what a trainer's configuration says and the constructor left open.
+
+        Raises:
+            ConfigurationError: the backend serves another trainer already, whose precision would change.
+        """
+        if self._serves:
+            raise ConfigurationError(
+                "TorchBackend: serves another trainer already; give each Trainer a backend of its own"
+            )
+        self._serves = True
+        self._configure(settings)
+
+    def _configure(self, settings: BackendSettings) -> None:
+        self.device = find_device(settings.device if self.requested_device is None else self.requested_device)
+        name: Any = self.requested_precision or settings.precision
+        self.precision = Precision(name, self.device, self.gradient_scale)
+        self._autocast, self.scaler = self.precision.autocast, self.precision.scaler
+        self.compile = self.requested_compile or settings.compile
+        self.activation_checkpointing = self.requested_checkpointing or settings.activation_checkpointing
+        self.clip_norm, self.clip_value = settings.clip_grad_norm, settings.clip_grad_value
+        self._plain = self.precision.dtype is None  # no autocast around the forward pass
+        self._moves = self.device.type != "cpu"
+
+    def release(self) -> None:
+        """Undo `configure`: the trainer could not be made."""
+        self._serves = False
+
+    @property
+    def batch_device(self) -> torch.device:
+        """The device itself: batches are moved before they are prepared."""
+        return self.device
+
+    def place(self, model: object) -> nn.Module:
+        """The model on the device, compiled and with its activations recomputed if asked for."""
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"TorchBackend: model={type(model).__name__}: needs a torch.nn.Module")
+        if self.scaler is not None and any(p.dtype is torch.float16 for p in model.parameters()):
+            raise ConfigurationError(
+                f"TorchBackend(precision='fp16'): {type(model).__name__} has weights in float16, whose gradients "
+                "cannot be scaled; leave the weights in float32, autocast computes in float16"
+            )
+        if self.activation_checkpointing is not None:
+            recompute_activations(model, self.activation_checkpointing)
+        model.to(self.device)
+        if self.compile:
+            model.compile()
+        return model
+
+    def to_device(self, batch: Tree) -> Tree:
+        """The batch with every tensor on the device; copies from pinned memory do not wait."""
+        return _move(batch, self.device) if self._moves else batch
+
+    def prepare_batch(self, batch: Tree, strategy: Strategy) -> TrainingBatch:
+        """The strategy's batch, on the device.
+
+        Raises:
+            ValueError: it has no samples, so its mean loss would be nan.
+        """
+        prepared = strategy.prepare_batch(_move(batch, self.device) if self._moves else batch)
+        if not prepared.samples:
+            raise ValueError(
+                f"a batch of 0 samples, inputs {describe(prepared.inputs)}: its mean loss would be nan; "
+                "let the loader leave empty batches out"
+            )
+        return prepared
+
+    def forward(self, model: Tree, batch: TrainingBatch) -> Tree:
+        """The model's outputs for the batch."""
+        return call(model, batch.inputs)
+
+    def outputs_and_loss(self, model: Tree, batch: TrainingBatch, strategy: TrainingStrategy) -> tuple[Tree, Tensor]:
+        """The model's outputs and the loss; an error carries a note of what the batch holds."""
+        try:
+            if self._plain:
+                outputs = self.forward(model, batch)
+                return outputs, strategy.compute_loss(outputs, batch)
+            with self._autocast():
+                outputs = self.forward(model, batch)
+                return outputs, strategy.compute_loss(outputs, batch)
+        except Exception as error:
+            explain(error, batch)
+            raise
+
+    def to_torch(self, value: Tree) -> Tree:
+        """The value itself."""
+        return value
+
+    def environment(self) -> dict[str, object]:
+        """Nothing besides what holds for torch itself."""
+        return {}
+
+
+def no_gradient() -> RuntimeError:
+    """The error for a loss that nothing can learn from."""
+    return RuntimeError(
+        "the loss has no gradient: no parameter that requires one took part in it; "
+        "check requires_grad and torch.no_grad() in the model and the loss"
+    )
+
+
+def explain(error: Exception, batch: TrainingBatch) -> None:
+    """Add notes to an error: what the batch held, and the remedy for arrays of other libraries."""
+    error.add_note(given(batch))
+    if any(is_array(leaf) and not isinstance(leaf, Tensor) for leaf in tree_leaves((batch.inputs, batch.targets))):
+        error.add_note(
+            "TorchBackend computes with torch tensors: let the loader give torch.from_numpy(array), or "
+            "torch.from_dlpack(array), or train with JaxBackend(), which takes all of them"
+        )
+
+
+def given(batch: TrainingBatch) -> str:
+    """What a model and a loss were given, for a note on an error.
+
+    >>> given(TrainingBatch(torch.ones(2, 3), torch.tensor([0, 4]), samples=2))
+    'given inputs float32 (2, 3), targets int64 (2,) from 0 to 4'
+    """
+    return f"given inputs {describe(batch.inputs, ranges=True)}, targets {describe(batch.targets, ranges=True)}"
+
+
+def _move(value: Tree, device: torch.device) -> Tree:
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, Mapping):
+        return {key: _move(item, device) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_move(item, device) for item in value))
+    if isinstance(value, (tuple, list)):
+        return type(value)(_move(item, device) for item in value)
+    return value
