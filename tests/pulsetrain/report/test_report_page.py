@@ -129,7 +129,7 @@ class TestBadInput:
         folder, page = small_run(tmp_path / "run"), tmp_path / "page.html"
         page.write_text("mine")
         assert main(["report", str(folder), "--into", str(page)]) == 2
-        assert "is there already; choose another file, or write over it with --force" in capsys.readouterr().err
+        assert "exists; choose another file, or overwrite it with --force" in capsys.readouterr().err
         assert page.read_text() == "mine"
         assert main(["report", str(folder), "--into", str(page), "--force"]) == 0
         assert page.stat().st_size > 10**6
@@ -138,10 +138,10 @@ class TestBadInput:
         ("into", "said"),
         [
             ("", "is a folder"),
-            ("missing/page.html", "is no folder; make it first"),
+            ("missing/page.html", "is not a folder; create it first"),
             ("/proc/page.html", "cannot be written"),
-            ("run/run.json", "whose files stay as they are"),
-            ("run/events/page.html", "whose files stay as they are"),
+            ("run/run.json", "which is only read"),
+            ("run/events/page.html", "which is only read"),
         ],
     )
     def test_places_that_cannot_be_written(self, tmp_path, into, said):

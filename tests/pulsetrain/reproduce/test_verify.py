@@ -206,7 +206,7 @@ def test_a_bit_of_a_checkpoints_weights_is_found_whose_digests_were_made_anew(ru
     found = verify(run, lambda: build(run), from_iteration=20)
     assert not found
     assert found.causes[0].kind == "weights", str(found)
-    assert "the checkpoint's weights are not what the run had there" in str(found)
+    assert "the checkpoint's weights differ from those that the run had there" in str(found)
     assert verify(run, lambda: build(run), from_iteration=10)  # the one before it is as it was
 
 
@@ -348,7 +348,7 @@ def test_a_damaged_log_proves_nothing(run: Path):
 def test_wrong_input_is_refused_with_the_remedy(run: Path, tmp_path: Path):
     with pytest.raises(RecordingError, match="no event log"):
         verify(tmp_path, lambda: build(tmp_path))
-    with pytest.raises(CheckpointError, match="no checkpoint before iteration 8; the first was made behind"):
+    with pytest.raises(CheckpointError, match="no checkpoint before iteration 8; the first was saved after"):
         verify(run, lambda: build(run), from_iteration=8)
     with pytest.raises(ConfigurationError, match="at least 1"):
         verify(run, lambda: build(run), from_iteration=0)
