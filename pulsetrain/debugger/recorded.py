@@ -31,10 +31,19 @@ class Debugger(SteppingDebugger):
     NaN loss, the debugger starts right before that; else at the beginning, before the first event. Superseded events
     are left out. The run is only read, and moving back costs no more than moving forward.
 
-        debugger = Debugger("runs/a")
-        debugger.add_break("validation_completed", 'metrics["val/loss"] > 3')
-        while debugger.continue_():
-            print(debugger.here, debugger.state.metrics)
+    >>> import tempfile
+    >>> from pulsetrain.engine.recording import LogWriter
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     writer = LogWriter(Path(folder))
+    ...     for i, loss in enumerate([0.5, 4.5, 0.25]):
+    ...         event = LoggedEvent(i, "trainer", "iteration_completed", 1, i + 1, output={"loss": loss}, seq=i)
+    ...         writer.add(event)
+    ...     writer.close()
+    ...     debugger = Debugger(folder)
+    ...     made = debugger.add_break("iteration_completed", 'output["loss"] > 4')
+    ...     while debugger.continue_():
+    ...         print(debugger.here)
+    seq 1: trainer's iteration_completed, epoch 1, iteration 2
 
     Args:
         run: a run folder, or an open log.
