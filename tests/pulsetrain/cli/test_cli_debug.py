@@ -142,7 +142,7 @@ class TestCommands:
         with pytest.raises(ConfigurationError, match=message):
             said(commands, line)
 
-    def test_an_empty_line_stands_for_the_last_that_moved(self, commands):
+    def test_an_empty_line_repeats_the_last_move(self, commands):
         said(commands, "next 2")
         assert commands.repeat() == "next 2"
         said(commands, "state")
