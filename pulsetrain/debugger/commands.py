@@ -111,7 +111,7 @@ class Commands:
                              lambda before: [] if before else [*target.metric_names, *FIELDS]),
             "unwatch": Command("unwatch NAME", "stop showing it", self._unwatch, lambda before: target.watches),
             "state": Command("state", "show epoch, iteration, counters, metrics and learning rate", self._state),
-            "handlers": Command("handlers", "show the run's handlers with their states in the last checkpoint before",
+            "handlers": Command("handlers", "show the run's handlers with their states in the last checkpoint",
                                 lambda rest: target.handlers().lines()),
             "events": Command("events [N]", "show the last and the next N events", self._events),
             "where": Command("where", "show the current event", lambda rest: self._where()),
@@ -162,7 +162,7 @@ class Commands:
             case ["seq", number]:
                 self.target.goto(seq=whole_number("goto seq", number))
             case _:
-                raise ConfigurationError(f"goto {rest[:40]}: write {self._table['goto'].usage}")
+                raise ConfigurationError(f"{f'goto {rest[:40]}'.rstrip()}: write {self._table['goto'].usage}")
         yield from self._where()
 
     def _continue(self, rest: str) -> Iterator[str]:
@@ -183,7 +183,7 @@ class Commands:
         if words[:1] == ["on"]:
             del words[0]
         if len(words) > 1 or not (words or condition):
-            raise ConfigurationError(f"break {rest[:40]}: write {self._table['break'].usage}")
+            raise ConfigurationError(f"{f'break {rest[:40]}'.rstrip()}: write {self._table['break'].usage}")
         made = self.target.add_break(words[0] if words else None, condition[0].strip() if condition else None)
         yield f"break {made}"
 
@@ -208,8 +208,10 @@ class Commands:
             yield f"  {name}: {_shown(value)}"
 
     def _unwatch(self, rest: str) -> Iterable[str]:
+        if not self.target.watches:
+            raise ConfigurationError(f"unwatch {rest[:40]}: nothing is watched; watch NAME adds a value")
         if rest not in self.target.watches:
-            raise unknown_name("unwatch", "name", rest[:40], self.target.watches or ["nothing"])
+            raise unknown_name("unwatch", "name", rest[:40], self.target.watches)
         self.target.watches.remove(rest)
         return [f"{rest}: no longer watched"]
 

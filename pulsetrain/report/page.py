@@ -147,7 +147,9 @@ def _table(title: str, runs: Sequence[ReportedRun], rows: Sequence[Row]) -> str:
     if not rows:
         return f'<section><h2>{title}</h2><p class="hint">Not in the run folder.</p></section>'
     differing = sum(row.differs for row in rows)
-    note = f" <small>{differing} of {len(rows)} differ and are listed first</small>" if len(runs) > 1 else ""
+    equal = f"all {len(rows)} are equal"
+    difference = f"{differing} of {len(rows)} differ and are listed first" if differing else equal
+    note = f" <small>{difference}</small>" if len(runs) > 1 else ""
     body = [
         f'<tr{" class=differs" if row.differs else ""}><th scope="row">{escape(row.key)}</th>'
         + "".join(f"<td>{escape(value)}</td>" for value in row.values)

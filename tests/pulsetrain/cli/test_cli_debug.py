@@ -133,7 +133,7 @@ class TestCommands:
             ("delete 3", "there are none"),
             ("delete", "needs a whole number"),
             ("watch nothing_such", "unknown"),
-            ("unwatch val/loss", "unknown"),
+            ("unwatch val/loss", "nothing is watched"),
             ("events 100000", "at most 1000"),
             ("help nothing", "unknown"),
         ],
