@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from pulsetrain.debugger.stepping import SteppingDebugger
+from pulsetrain.debugger.command import Command, whole_number
 from pulsetrain.engine.errors import ConfigurationError, unknown_name
 from pulsetrain.engine.recording import LoggedEvent
 from pulsetrain.engine.recording.log.predicate import FIELDS
 from pulsetrain.export.event_formats import FORMATS
 
-__all__ = ["Command", "Commands", "printable", "whole_number"]
+if TYPE_CHECKING:
+    from pulsetrain.debugger.live import LiveDebugger
+    from pulsetrain.debugger.recorded import Debugger
+
+__all__ = ["Command", "Commands", "printable"]
 
 ALIASES = {"n": "next", "b": "back", "c": "continue", "rc": "reverse-continue", "s": "state", "w": "where",
            "e": "events", "h": "help", "?": "help", "q": "quit", "exit": "quit"}  # fmt: skip
@@ -20,16 +24,6 @@ MOVES = frozenset({"next", "back", "continue", "reverse-continue"})  # an empty 
 SHOWN = 5  # events before and after the current one
 MOST_SHOWN = 1000
 READ_AT_START = 256 * 2**20  # bytes: a larger checkpoint is only read when `handlers` asks for it
-
-
-@dataclass(frozen=True)
-class Command:
-    """A command of the prompt."""
-
-    usage: str
-    help: str
-    run: Callable[[str], Iterable[str]]  # called with the rest of the line; returns the lines to print
-    words: Callable[[list[str]], Iterable[str]] = lambda before: ()  # completions, given the words before
 
 
 class Commands:
@@ -40,7 +34,7 @@ class Commands:
         extra: more commands by name; they override built-in ones.
     """
 
-    def __init__(self, target: SteppingDebugger, extra: Mapping[str, Command] | None = None) -> None:
+    def __init__(self, target: Debugger | LiveDebugger, extra: Mapping[str, Command] | None = None) -> None:
         self.target = target
         self.ended = False
         self._table = {**self._own(), **(extra or {})}
@@ -246,17 +240,6 @@ class Commands:
     def _quit(self, rest: str) -> Iterable[str]:
         self.ended = True
         return ()
-
-
-def whole_number(command: str, text: str) -> int:
-    """The number in the text after a command.
-
-    Raises:
-        ConfigurationError: it is not a whole number of at most 18 digits.
-    """
-    if not (text.isascii() and text.isdecimal()) or len(text) > 18:
-        raise ConfigurationError(f"{command} {text[:40]}: needs a whole number")
-    return int(text)
 
 
 def _shown(value: object) -> str:

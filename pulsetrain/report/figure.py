@@ -316,22 +316,9 @@ def _legend_lines(runs: Sequence[ReportedRun]) -> int:
 
 def _heading(name: str, unit: str, left: float, top: float) -> Plotly:
     grey = f'  <span style="color:{MUTED};font-size:11px">{unit}</span>' if unit else ""
-    anchor = {
-        "xref": "paper",
-        "yref": "paper",
-        "x": left,
-        "y": top,
-        "xanchor": "left",
-        "yanchor": "bottom",
-        "yshift": 6,
-    }
-    return {
-        **anchor,
-        "yshift": 6,
-        "text": f"<b>{_text(name)}</b>{grey}",
-        "showarrow": False,
-        "font": {"size": 13, "color": INK},
-    }
+    text = {"text": f"<b>{_text(name)}</b>{grey}", "showarrow": False, "font": {"size": 13, "color": INK}}
+    anchor = {"xref": "paper", "yref": "paper", "xanchor": "left", "yanchor": "bottom", "yshift": 6}
+    return {**anchor, "x": left, "y": top, **text}
 
 
 def _menus(roles: Sequence[int | None], panels: int, chosen: int) -> list[Plotly]:
