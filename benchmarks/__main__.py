@@ -1,4 +1,4 @@
-"""`python -m benchmarks [NAME ...]` runs those benchmarks, or all; exits with 1 when one misses a bound."""
+"""`python -m benchmarks [NAME ...]` runs the named benchmarks, or all; exits with 1 if one misses a bound."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def main() -> int:
-    """Run each in a process of its own, so that none warms up another."""
+    """Run each in its own process, so that none warms up another."""
     found = {path.stem: path for path in sorted(Path(__file__).parent.glob("*.py")) if path.stem != "__main__"}
     names = sys.argv[1:] or list(found)
     unknown = [name for name in names if name not in found]

@@ -1,12 +1,11 @@
-"""What a training step costs beside the loop written by hand, in place and on values, measured in one process.
+"""The cost of a training step, in place and on values, compared with a hand-written loop in the same process.
 
-    python benchmarks/backends.py            # prints a table and exits with 1 when a bound is missed
+    python benchmarks/backends.py            # prints a table and exits with 1 if a bound is missed
     python benchmarks/backends.py --json     # the same as one JSON object
 
-A tiny model shows what is added to each step: microseconds of the Trainer and of pytorch-ignite's supervised trainer
-beside the bare loop. The model of examples/byte_lm shows what values cost: the pure step of
-TorchBackend(functional=True) beside the step in place, and JaxBackend's beside both. All take turns in every round; a
-figure is the median of the rounds' differences or ratios.
+With a tiny model: the microseconds that the Trainer and pytorch-ignite's supervised trainer add to a step of the bare
+loop. With the model of examples/byte_lm: the pure steps of TorchBackend(functional=True) and JaxBackend, compared with
+the step in place. All take turns in every round; a figure is the median of the rounds' differences or ratios.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from torch import Tensor, nn
 from pulsetrain import Trainer, TrainingConfig
 from pulsetrain.engine import JaxBackend, PretrainStrategy, TorchBackend, TrainerCore
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # for whoever runs the file
+sys.path.insert(0, str(Path(__file__).parent.parent))  # when run as a script
 from examples.byte_lm.model import ByteGPT
 from examples.byte_lm_jax.model import ByteGPT as JaxByteGPT
 
@@ -40,7 +39,7 @@ Batches = list[tuple[Tensor, Tensor]]
 
 
 def bare(module: nn.Module, optimizer: torch.optim.Optimizer, batches: Batches) -> None:
-    """The loop written by hand."""
+    """The hand-written loop."""
     module.train()
     for inputs, targets in batches:
         loss = F.cross_entropy(module(inputs), targets)
@@ -50,14 +49,14 @@ def bare(module: nn.Module, optimizer: torch.optim.Optimizer, batches: Batches) 
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """How long it takes, by the wall clock."""
+    """The wall-clock time of a call."""
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
 
 
 def measure_added(steps: int, rounds: int) -> dict[str, float]:
-    """Microseconds a step: the bare loop's, and what the Trainer and ignite's trainer add to it."""
+    """Microseconds per step of the bare loop, and those that the Trainer and ignite's trainer add."""
     batches = [(torch.randn(64, 16), torch.randint(0, 10, (64,)))] * steps
     costs: dict[str, list[float]] = {"bare": [], "trainer": [], "ignite": []}
     for _ in range(rounds + 1):
@@ -86,7 +85,7 @@ def measure_added(steps: int, rounds: int) -> dict[str, float]:
 
 
 def measure_values(steps: int, rounds: int) -> dict[str, float]:
-    """Milliseconds a step of the byte model in place, and how many times that the pure steps take."""
+    """Milliseconds per step of the byte model in place, and the ratio of the pure steps to it."""
     torch.manual_seed(0)
     model = ByteGPT(layers=4, width=128, heads=4, context=128)
     batches = [torch.randint(0, 256, (8, 129)) for _ in range(steps)]
@@ -106,7 +105,7 @@ def measure_values(steps: int, rounds: int) -> dict[str, float]:
     def epoch(name: str) -> None:
         losses: list[Any] = []
         states[name] = cores[name].train_epoch(batches, states[name], lambda result: losses.append(result.loss))
-        float(losses[-1])  # jax has only been asked to compute until somebody looks
+        float(losses[-1])  # waits: jax computes asynchronously
 
     work: dict[str, Callable[[], object]] = {
         "in place": trainer.train,
@@ -129,12 +128,12 @@ def measure_values(steps: int, rounds: int) -> dict[str, float]:
 
 
 def main() -> int:
-    """Measures, prints, and says by the exit status whether every bound holds."""
+    """Measure and print; the exit status is 1 if a bound is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--steps", type=int, default=3000, help="of the tiny model a round [%(default)s]")
-    parser.add_argument("--model-steps", type=int, default=20, help="of the byte model a round [%(default)s]")
+    parser.add_argument("--steps", type=int, default=3000, help="steps of the tiny model per round [%(default)s]")
+    parser.add_argument("--model-steps", type=int, default=20, help="steps of the byte model per round [%(default)s]")
     options = parser.parse_args()
     found = {**measure_added(options.steps, options.rounds), **measure_values(options.model_steps, options.rounds)}
     missed = []

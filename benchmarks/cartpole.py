@@ -1,11 +1,11 @@
-"""How well PPO balances the pole of CartPole-v1 after 100 rollouts, and how long it takes, for several seeds.
+"""PPO on CartPole-v1: the return after 100 rollouts, and the time for them, for several seeds.
 
-    python benchmarks/cartpole.py            # prints a table and a JSON line, exits with 1 when the bound is missed
+    python benchmarks/cartpole.py            # prints a table and a JSON line, exits with 1 if the bound is missed
     python benchmarks/cartpole.py --seeds 0 1 2 3 4
 
-Each seed is of weights, actions and episodes: 102,400 steps in 8 environments, on one thread. The return is the mean
-over 20 episodes that no rollout has seen, the likeliest action taken; one is worth 500 at most. The model and its
-settings are those of examples/cartpole.py, which stops as soon as it can; here every rollout is made. Needs gymnasium
+A seed decides weights, actions and episodes: 102,400 steps in 8 environments, on one thread. The return is the mean
+over 20 new episodes with the likeliest actions; 500 is the maximum. The model and its settings are those of
+examples/cartpole.py, which stops early; here every rollout is made. Needs gymnasium
 (pip install 'pulsetrain[gymnasium]').
 """
 
@@ -23,15 +23,15 @@ from pulsetrain import Trainer, TrainingConfig
 from pulsetrain.engine import PPOStrategy
 from pulsetrain.engine.rollouts import EnvironmentRollouts
 
-sys.path.insert(0, str(Path(__file__).parent.parent))  # for whoever runs the file
+sys.path.insert(0, str(Path(__file__).parent.parent))  # when run as a script
 from examples.cartpole import ActorCritic
 
-BOUND = 475.0  # at least: what CartPole-v1 counts as solved
+BOUND = 475.0  # at least: CartPole-v1 then counts as solved
 EPISODES = 20
 
 
 def measure(seed: int, rollouts: int) -> dict[str, float]:
-    """The return after training, the best mean return of a rollout on the way, and seconds of processor time."""
+    """The return after training, the best mean return of a rollout during it, and seconds of processor time."""
     torch.manual_seed(seed)
     data = EnvironmentRollouts("CartPole-v1", environments=8, steps=128)
     trainer = Trainer(
@@ -63,7 +63,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--rollouts", type=int, default=100, help="of 8 x 128 steps [%(default)s]")
     arguments = parser.parse_args()
-    torch.set_num_threads(1)  # the products are small: threads would wait for each other
+    torch.set_num_threads(1)  # the matrices are small: threads would only wait for each other
     found = {}
     print(f"{'seed':>6}{'return':>10}{'least':>10}{'best rollout':>14}{'cpu, s':>10}")
     for seed in arguments.seeds:

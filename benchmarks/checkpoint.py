@@ -1,10 +1,10 @@
-"""What a checkpoint costs: written at once, written in the background, and in memory.
+"""The cost of a checkpoint: written synchronously, written in the background, and in memory.
 
-    python benchmarks/checkpoint.py          # prints a table and a JSON line, exits with 1 when a bound is missed
+    python benchmarks/checkpoint.py          # prints a table and a JSON line, exits with 1 if a bound is missed
 
-The synchronous save is compared with torch.save, fsync and the same digest of as many bytes, taking turns in one
-process. Throughput is that of AdamW on the CPU, beside the same steps without a checkpoint, in one run. The disk needs
-5 times the state's size; memory is measured in processes of their own, and needs Linux.
+The synchronous save is compared with torch.save, fsync and the same digest of the same number of bytes; both take turns
+in one process. Throughput is that of AdamW on the CPU, compared with the same steps without checkpoints in the same
+run. The disk needs 5 times the state's size. Memory is measured in separate processes, and needs Linux.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from pulsetrain.handlers import Checkpointer
 from pulsetrain.handlers.checkpointing.background_save import BackgroundSave
 
 MB = 10**6
-TENSOR = 4 * MB  # bytes of each of the state's tensors, as of a matrix of 1000 x 1000
+TENSOR = 4 * MB  # bytes of each tensor of the state: a matrix of 1000 x 1000
 BOUNDS = {
     "synchronous / (torch.save + fsync + digest)": 1.25,
     "background: stall, ms per 100 MB": 10.0,
@@ -43,20 +43,20 @@ BOUNDS = {
 
 
 def make_state(megabytes: int) -> dict[str, torch.Tensor]:
-    """Tensors of so many megabytes in all."""
+    """Tensors of this many megabytes in total."""
     count = max(1, megabytes * MB // TENSOR)
     return {f"weight_{number}": torch.full((TENSOR // 4,), float(number)) for number in range(count)}
 
 
 def timed(work: Any) -> float:
-    """Seconds that a call takes."""
+    """The duration of a call in seconds."""
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
 
 
 def synchronous(folder: Path, megabytes: int, rounds: int) -> float:
-    """How many times as long as the peer's a durable save takes: the ratio of the medians."""
+    """The time of a durable save divided by the peer's: the ratio of the medians."""
     state = make_state(megabytes)
     manager = CheckpointManager(folder / "ours", keep_last_n=1)
 
@@ -70,9 +70,9 @@ def synchronous(folder: Path, megabytes: int, rounds: int) -> float:
 
     own_cost, peer_cost = [], []
     for number in range(rounds + 2):  # the first two warm up
-        own_cost.append(timed(lambda: manager.save(state)))  # with the deletion of the one before
+        own_cost.append(timed(lambda: manager.save(state)))  # includes deleting the checkpoint before
         peer_cost.append(timed(partial(peer, folder / f"theirs_{number}.pt")))
-        # only now: into memory just given back, the page cache writes twice as fast
+        # now, not before: into memory just freed, the page cache writes twice as fast
         (folder / f"theirs_{number - 1}.pt").unlink(missing_ok=True)
     del own_cost[:2], peer_cost[:2]
     return statistics.median(own_cost) / statistics.median(peer_cost)
@@ -87,11 +87,11 @@ class Saving(Engine):
 
 
 def stall(megabytes: int, rounds: int) -> tuple[float, float]:
-    """Milliseconds that a save in the background keeps the training thread, per 100 MB: later ones, and the first."""
+    """Milliseconds that a background save blocks the training thread, per 100 MB: later saves, and the first."""
     state = make_state(megabytes)
     engine = Saving(lambda engine, batch: None, lambda: state)
     background = BackgroundSave()
-    background.prepare(engine)  # as a Checkpointer does behind the tenth iteration
+    background.prepare(engine)  # as a Checkpointer does after the tenth iteration
     time.sleep(5 * megabytes / 500)
     seconds = []
     for _ in range(rounds + 1):
@@ -102,7 +102,7 @@ def stall(megabytes: int, rounds: int) -> tuple[float, float]:
 
 
 class Throughput:
-    """Trains with every="auto" in the background; in between, now and then, takes the same steps without it."""
+    """Trains with every="auto" in the background; from time to time, runs the same steps without checkpoints."""
 
     def __init__(self, folder: Path, seconds: float, megabytes: int) -> None:
         width = round((megabytes * MB / (2 * 4 * 3)) ** 0.5)  # two layers, float32, and two moments of each weight
@@ -111,16 +111,16 @@ class Throughput:
         self.batch = torch.randn(64, width)
         self.engine = Saving(self.step, self.state)
         self.bare = Saving(self.step, self.state)
-        self.paused = 0.0  # seconds of the steps beside
-        self.saves: list[tuple[int, float, float, int]] = []  # iteration, clock, and of the steps beside seconds, count
-        self.count = 0  # of the steps beside
+        self.paused = 0.0  # seconds of the steps without checkpoints
+        self.saves: list[tuple[int, float, float, int]] = []  # iteration, clock, seconds and count of `paused`
+        self.count = 0  # of the steps without checkpoints
         self.until = self.clock() + seconds
         self.engine.add_event_handler(Events.ITERATION_COMPLETED, self.look)
         self.checkpointer = Checkpointer(folder, "auto", keep_last=1, background=True, at_end=False, clock=self.clock)
         self.checkpointer.attach(self.engine)
 
     def clock(self) -> float:
-        """Seconds of the run with checkpoints alone."""
+        """Seconds of the run with checkpoints, without the other steps."""
         return time.perf_counter() - self.paused
 
     def step(self, engine: Any, batch: Any) -> None:
@@ -142,9 +142,9 @@ class Throughput:
             self.count += 10
 
     def lost(self) -> tuple[float, int, float]:
-        """Percent of throughput that the saves cost; how many there were; iterations between two, the mean."""
+        """The throughput that the saves cost in percent; their number; the mean number of iterations between two."""
         self.engine.run(range(10**6), max_epochs=1)
-        # from the second save on: the first, into new memory, is followed by a longer interval
+        # from the second save on: a longer interval follows the first, which writes into new memory
         begin, end = self.saves[1], self.saves[-1]
         iterations, taken, alone, count = (last - first for first, last in zip(begin, end, strict=True))
         lost = 1 - (alone / count) / (taken / iterations)
@@ -152,15 +152,15 @@ class Throughput:
 
 
 def peak_bytes() -> int:
-    """The largest resident size that this process has had."""
+    """The peak resident size of this process."""
     (line,) = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM:")]
     return int(line.split()[1]) * 1024
 
 
 def measured_memory(kind: str, folder: Path, megabytes: int) -> int:
-    """In a process of its own: the bytes that two saves added to the peak, beside the state."""
+    """In a separate process: the bytes that two saves added to the peak, in addition to the state."""
     manager = CheckpointManager(folder / f"small_{kind}", keep_last_n=1)
-    manager.save(make_state(4))  # what saving loads and sets up, whatever the size
+    manager.save(make_state(4))  # loads and sets up what saving needs at any size
     state = make_state(megabytes)
     before = peak_bytes()
     manager = CheckpointManager(folder / kind, keep_last_n=1)
@@ -176,14 +176,14 @@ def measured_memory(kind: str, folder: Path, megabytes: int) -> int:
 
 
 def memory(kind: str, folder: Path, megabytes: int) -> float:
-    """Percent of the state's size that saving it takes beside it."""
+    """The memory that saving needs, in percent of the state's size."""
     command = [sys.executable, __file__, "--memory", kind, "--folder", str(folder), "--megabytes", str(megabytes)]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
     return 100 * int(done.stdout.splitlines()[-1]) / (megabytes * MB)
 
 
 def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, float]:
-    """Every figure by its name; those that have a bound are named as in BOUNDS."""
+    """All figures by name; those with a bound have the names of BOUNDS."""
     megabytes = arguments.megabytes
     ratio = synchronous(folder, megabytes, arguments.rounds)
     later, first = stall(megabytes, arguments.rounds)
@@ -197,12 +197,12 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, float]:
 
 
 def main() -> int:
-    """Measure, print, and say by the exit status whether every bound holds."""
+    """Measure and print; the exit status is 1 if a bound is missed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--megabytes", type=int, default=500, help="size of the state")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--seconds", type=float, default=60.0, help="of training with every='auto'")
-    parser.add_argument("--folder", type=Path, help="where to write; by default the system's for temporary files")
+    parser.add_argument("--seconds", type=float, default=60.0, help="seconds of training with every='auto'")
+    parser.add_argument("--folder", type=Path, help="where to write; by default the system's temporary folder")
     parser.add_argument("--memory", choices=("synchronous", "background"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.memory:

@@ -1,10 +1,10 @@
-"""How soon the first difference of two long logs is found.
+"""The time to find the first difference of two long logs.
 
-    python benchmarks/diff.py          # prints a table and a JSON line, exits with 1 when a bound is missed
+    python benchmarks/diff.py          # prints a table and a JSON line, exits with 1 if a bound is missed
 
-Two runs of a million events part at an event in the middle, and at one near the end. Measured is `diff` from two paths
-to the first difference, both logs opened in it: the median of several, the files in the page cache. Beside it stand
-both logs read through, and how the difference grows behind the middle.
+Two runs of a million events differ from an event in the middle on, or from one near the end. Measured is the time of
+`diff` from two paths to the first difference, opening both logs included: the median of several calls, with the files
+in the page cache. For comparison: reading both logs, and measuring how the difference grows after the middle.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ def write_log(folder: Path, count: int, parts_at: int) -> Path:
     """Iterations with a loss and a learning rate, two events each; the last bits of losses differ from an event on."""
     draw = random.Random(1)
     writer = LogWriter(folder / "events")
-    for place in range(count):
-        iteration = place // 2 + 1
+    for ord in range(count):
+        iteration = ord // 2 + 1
         event = LoggedEvent(
-            place,
+            ord,
             "trainer",
-            "iteration_completed" if place % 2 else "iteration_started",
+            "iteration_completed" if ord % 2 else "iteration_started",
             1 + iteration // 1000,
             iteration,
-            seq=place,
-            t=START + place * 500_000,
+            seq=ord,
+            t=START + ord * 500_000,
         )
-        if place % 2:
-            event.output = {"loss": draw.random() + (1e-15 * place if place >= parts_at else 0.0)}
+        if ord % 2:
+            event.output = {"loss": draw.random() + (1e-15 * ord if ord >= parts_at else 0.0)}
             event.lr = [0.1]
         writer.add(event)
     writer.end()
@@ -57,7 +57,7 @@ def write_log(folder: Path, count: int, parts_at: int) -> Path:
 
 
 def milliseconds(work: Callable[[], Any], rounds: int = ROUNDS) -> float:
-    """What a call takes, the median."""
+    """The median duration of a call."""
     taken = []
     for _ in range(rounds):
         start = time.perf_counter()
@@ -67,7 +67,7 @@ def milliseconds(work: Callable[[], Any], rounds: int = ROUNDS) -> float:
 
 
 def reading_both(a: Path, b: Path) -> int | None:
-    """Where the logs part, found by reading them."""
+    """The first difference, found by reading the logs."""
     for x, y in zip_longest(EventLog(a).read(), EventLog(b).read()):
         if x is None or y is None or (x.event, x.output, x.lr) != (y.event, y.output, y.lr):
             return int((x or y).ord)
@@ -75,17 +75,17 @@ def reading_both(a: Path, b: Path) -> int | None:
 
 
 def measure(count: int) -> dict[str, float]:
-    """Every figure by its name; those that have a bound are named as in BOUNDS."""
+    """All figures by name; those with a bound have the names of BOUNDS."""
     results: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        places = {"in the middle": count // 2 | 1, "near the end": count * 99 // 100 | 1}
+        ords = {"in the middle": count // 2 | 1, "near the end": count * 99 // 100 | 1}
         a = b = write_log(folder / "a", count, count)
-        for where, place in places.items():
-            b = write_log(folder / where, count, place)
+        for where, ord in ords.items():
+            b = write_log(folder / where, count, ord)
             found = diff(a, b)
             assert found.divergence is not None, "no difference was found"
-            assert found.divergence.ord == place == found.agreed, "another difference was found"
+            assert found.divergence.ord == ord == found.agreed, "another difference was found"
             results[f"first difference, {where}, ms"] = milliseconds(partial(diff, a, b))
         results["opening both, ms"] = milliseconds(lambda: (EventLog(a), EventLog(b)))
         results["reading both up to it, near the end, ms"] = milliseconds(partial(reading_both, a, b), 1)
@@ -94,9 +94,9 @@ def measure(count: int) -> dict[str, float]:
 
 
 def main() -> int:
-    """Measure, print, and say by the exit status whether every bound holds."""
+    """Measure and print; the exit status is 1 if a bound is missed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--events", type=int, default=1_000_000, help="of each log")
+    parser.add_argument("--events", type=int, default=1_000_000, help="events of each log")
     arguments = parser.parse_args()
     if arguments.events < 100:
         parser.error(f"--events {arguments.events}: choose at least 100")

@@ -1,9 +1,9 @@
-"""What an iteration of the run loop costs beside pytorch-ignite's, measured in one process and one run.
+"""The cost of an iteration of the run loop, compared with pytorch-ignite in the same process.
 
-    python benchmarks/overhead.py            # prints a table and exits with 1 when a bound is missed
+    python benchmarks/overhead.py            # prints a table and exits with 1 if a bound is missed
     python benchmarks/overhead.py --json     # the same as one JSON object
 
-Each figure is the median over rounds in which both engines take turns, so that a drifting machine hits both.
+Each figure is the median of rounds in which both engines take turns, so that a drifting machine affects both.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ignite.engine import Events as IgniteEvents
 
 from pulsetrain.engine import Engine, Events
 
-ROWS = {  # name -> (handlers on ITERATION_COMPLETED, every, at most this share of ignite's cost)
+ROWS = {  # name -> (handlers on ITERATION_COMPLETED, every, largest fraction of ignite's cost)
     "no handlers": (0, None, 1 / 16),
     "10 handlers": (10, None, 1 / 10),
     "10 handlers, every=100": (10, 100, 1 / 50),
@@ -27,7 +27,7 @@ ROWS = {  # name -> (handlers on ITERATION_COMPLETED, every, at most this share 
 
 
 def build(engine_class: Any, events: Any, handlers: int, every: int | None) -> Any:
-    """An engine whose step does nothing, with that many handlers that do nothing."""
+    """An engine whose step does nothing, with this many handlers that do nothing."""
     engine = engine_class(lambda engine, batch: None)
     event = events.ITERATION_COMPLETED if every is None else events.ITERATION_COMPLETED(every=every)
     for _ in range(handlers):
@@ -36,14 +36,14 @@ def build(engine_class: Any, events: Any, handlers: int, every: int | None) -> A
 
 
 def seconds_an_iteration(engine: Any, iterations: int) -> float:
-    """Wall time of one run, shared out."""
+    """Wall time of one run per iteration."""
     start = time.perf_counter()
     engine.run(range(iterations))
     return (time.perf_counter() - start) / iterations
 
 
 def measure(iterations: int, rounds: int) -> dict[str, dict[str, float]]:
-    """Microseconds an iteration, ours and ignite's, and how many times less ours is."""
+    """Microseconds per iteration, ours and ignite's, and the ratio of ignite's to ours."""
     results = {}
     for name, (handlers, every, bound) in ROWS.items():
         ours = build(Engine, Events, handlers, every)
@@ -63,9 +63,9 @@ def measure(iterations: int, rounds: int) -> dict[str, dict[str, float]]:
 
 
 def main() -> int:
-    """Measure, print, and say by the exit status whether every bound holds."""
+    """Measure and print; the exit status is 1 if a bound is missed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--iterations", type=int, default=200_000, help="iterations a round")
+    parser.add_argument("--iterations", type=int, default=200_000, help="iterations per round")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()

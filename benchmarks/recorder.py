@@ -1,9 +1,9 @@
-"""What recording costs, and how fast a log is read, beside TensorBoard's SummaryWriter where it is installed.
+"""The cost of recording, and the speed of reading a log, compared with TensorBoard's SummaryWriter if installed.
 
-    python benchmarks/recorder.py          # prints a table and a JSON line, exits with 1 when a bound is missed
+    python benchmarks/recorder.py          # prints a table and a JSON line, exits with 1 if a bound is missed
 
 Recording is measured inside the recorder: the time of its receiver for an event with a payload of one float, sealing
-included. The share of a step is what an iteration of a run under way takes longer with all its events recorded.
+included. The fraction of a step is the time by which recording all its events prolongs an iteration of a running loop.
 """
 
 from __future__ import annotations
@@ -51,20 +51,20 @@ class Reward:
 
 
 class Measured(EventEnum):
-    """The event that is recorded."""
+    """The recorded event."""
 
     REWARD = "reward", Reward
 
 
 def timed(work: Callable[[], Any]) -> float:
-    """Seconds that a call takes."""
+    """The duration of a call in seconds."""
     start = time.perf_counter()
     work()
     return time.perf_counter() - start
 
 
 def recording(folder: Path, events: int, rounds: int) -> tuple[float, float]:
-    """Microseconds of the recorder's receiver for one event, the median round, and bytes an event after sealing."""
+    """Microseconds of the recorder's receiver per event in the median round, and bytes per event after sealing."""
     engine = Engine(lambda engine, batch: None, name="trainer")
     engine.register_events(*Measured)
     recorder = EventRecorder(folder).attach(engine)
@@ -89,7 +89,7 @@ def recording(folder: Path, events: int, rounds: int) -> tuple[float, float]:
 
 
 def summary_writer(folder: Path, events: int) -> float | None:
-    """Microseconds that TensorBoard's writer takes for one scalar; None where it is not installed."""
+    """Microseconds of TensorBoard's writer per scalar; None if it is not installed."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
@@ -106,7 +106,7 @@ def summary_writer(folder: Path, events: int) -> float | None:
 
 
 def share_of_step(folder: Path, rounds: int) -> float:
-    """Percent of a step of 1 ms that recording all its events takes: what an iteration takes longer with it."""
+    """The time that recording all events adds to an iteration, in percent of a step of 1 ms."""
     costs = []
     for number in range(rounds):
         recorded = Engine(under_way, name="trainer")
@@ -122,14 +122,14 @@ def share_of_step(folder: Path, rounds: int) -> float:
 
 
 def under_way(engine: Engine, batch: int) -> float:
-    """A step that notes when the first iterations are over, and when the last one begins."""
+    """A step that notes the time after the first iterations and before the last."""
     if batch == FIRST or batch == FIRST + ITERATIONS - 1:
         reached.append(time.perf_counter())
     return 0.5
 
 
 def write_log(folder: Path, events: int) -> None:
-    """A log of a run of so many iterations' events."""
+    """The log of a run with this many iterations."""
     writer = LogWriter(folder)
     for n in range(events):
         logged = LoggedEvent(n, "trainer", "iteration_completed", 1 + n // 10_000, n, output={"loss": n * 0.37 % 7})
@@ -139,14 +139,14 @@ def write_log(folder: Path, events: int) -> None:
     writer.close()
 
 
-def seconds_to_find(log: EventLog, field: str, place: int) -> float:
-    """How long it takes to have the event of this seq or iteration."""
-    bounds: dict[str, Any] = {field: (place, place)}
+def seconds_to_find(log: EventLog, field: str, value: int) -> float:
+    """The time to read the event of this seq or iteration."""
+    bounds: dict[str, Any] = {field: (value, value)}
     return timed(lambda: list(log.read(**bounds)))
 
 
 def anonymous_memory() -> int:
-    """Bytes that the process holds for itself; pages of mapped files are not among them."""
+    """The process's private memory in bytes, without pages of mapped files."""
     status = Path("/proc/self/status").read_text(encoding="utf-8")
     return 1024 * int(next(line for line in status.splitlines() if line.startswith("RssAnon:")).split()[1])
 
@@ -165,9 +165,9 @@ def reading(folder: Path, events: int) -> dict[str, float]:
     rates = [events / timed(lambda: deque(log.read(), maxlen=0)) for _ in range(3)]
     results["reading, million events/s"] = statistics.median(rates) / 1e6
     for name, field in (("seek by seq, ms", "seq"), ("seek by iteration, ms", "iteration")):
-        log = EventLog(folder)  # which remembers nothing of the blocks that were read
-        places = range(0, events, events // 50)
-        results[name] = 1e3 * statistics.median(seconds_to_find(log, field, place) for place in places)
+        log = EventLog(folder)  # a new one, which has read no block
+        values = range(0, events, events // 50)
+        results[name] = 1e3 * statistics.median(seconds_to_find(log, field, value) for value in values)
     sealed = folder / "events.jsonl.zst"
     content = sealed.read_bytes()
     sealed.write_bytes(content[: content.rfind(b"PTLT") - 8])
@@ -179,7 +179,7 @@ def reading(folder: Path, events: int) -> dict[str, float]:
 
 
 def measure(events: int, log_events: int, rounds: int) -> dict[str, float]:
-    """Every figure by its name; those that have a bound are named as in BOUNDS and AT_LEAST."""
+    """All figures by name; those with a bound have the names of BOUNDS and AT_LEAST."""
     results: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -195,10 +195,10 @@ def measure(events: int, log_events: int, rounds: int) -> dict[str, float]:
 
 
 def main() -> int:
-    """Measure, print, and say by the exit status whether every bound holds."""
+    """Measure and print; the exit status is 1 if a bound is missed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--events", type=int, default=20_000, help="recorded in a round")
-    parser.add_argument("--log-events", type=int, default=10_000_000, help="of the log that is opened and read")
+    parser.add_argument("--events", type=int, default=20_000, help="events to record per round")
+    parser.add_argument("--log-events", type=int, default=10_000_000, help="events of the log to open and read")
     parser.add_argument("--rounds", type=int, default=7)
     arguments = parser.parse_args()
     results = measure(arguments.events, arguments.log_events, arguments.rounds)

@@ -1,10 +1,10 @@
-"""How fast a recorded run is played through handlers.
+"""The speed of replaying a recorded run through handlers.
 
-    python benchmarks/replay.py          # prints a table and a JSON line, exits with 1 when a bound is missed
+    python benchmarks/replay.py          # prints a table and a JSON line, exits with 1 if a bound is missed
 
-The log is that of a trainer: four events an iteration (begin, gradients, update, end) and a validation every 1,000.
-Rates are those of all events of the log, heard or not: what nobody hears is passed over, not decoded. Each is the
-best of several passes.
+The log is that of a trainer: four events per iteration (start, gradients, update, end) and a validation every 1,000.
+Rates count all events of the log; events without a subscriber are skipped without decoding. Each rate is the best of
+several passes.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from pulsetrain.engine.recording import EventLog, LoggedEvent, LogWriter
 from pulsetrain.engine.recording.replay.playback import Replay
 from pulsetrain.handlers import EarlyStopping
 
-VALIDATION = 1000  # iterations between two
+VALIDATION = 1000  # iterations between validations
 START = 1_700_000_000_000_000_000
-BOUNDS = {  # events a second, at least
+BOUNDS = {  # events per second, at least
     "through one handler of each iteration": 1_500_000.0,
     "through ten handlers of each iteration": 800_000.0,
     "through ten of a trainer's": 800_000.0,
@@ -33,16 +33,16 @@ BOUNDS = {  # events a second, at least
 
 
 def write_log(folder: Path, iterations: int) -> None:
-    """The log of a run of so many iterations."""
+    """The log of a run with this many iterations."""
     writer = LogWriter(folder)
-    place = 0
+    number = 0
 
     def add(event: Events, iteration: int, **fields: Any) -> None:
-        nonlocal place
+        nonlocal number
         writer.add(
-            LoggedEvent(place, "trainer", event.value, 1, iteration, seq=place, t=START + 250_000 * place, **fields)
+            LoggedEvent(number, "trainer", event.value, 1, iteration, seq=number, t=START + 250_000 * number, **fields)
         )
-        place += 1
+        number += 1
 
     for iteration in range(1, iterations + 1):
         loss = 4.0 / (1.0 + 1e-4 * iteration)
@@ -61,7 +61,7 @@ def write_log(folder: Path, iterations: int) -> None:
 
 
 def rate(folder: Path, attach: Callable[[Replay], Any], passes: int) -> float:
-    """Events a second, the log opened already."""
+    """Events per second, without opening the log."""
     log = EventLog(folder)
     best = 0.0
     for _ in range(passes):
@@ -74,16 +74,16 @@ def rate(folder: Path, attach: Callable[[Replay], Any], passes: int) -> float:
 
 
 def hear_iterations(handlers: int) -> Callable[[Replay], None]:
-    """Attaches so many handlers that read the iteration."""
+    """Attaches this many handlers that read the iteration."""
 
     def attach(replay: Replay) -> None:
         for _ in range(handlers):
             counts: dict[str, int] = {"heard": 0}
 
-            def hear(engine: Replay, counts: dict[str, int] = counts) -> None:
+            def count(engine: Replay, counts: dict[str, int] = counts) -> None:
                 counts["heard"] += 1
 
-            replay.add_event_handler(Events.ITERATION_COMPLETED, hear)
+            replay.add_event_handler(Events.ITERATION_COMPLETED, count)
 
     return attach
 
@@ -94,7 +94,7 @@ def read_losses(replay: Replay) -> None:
 
 
 def hear_a_trainers(replay: Replay) -> None:
-    """Attaches ten handlers of the events that a trainer's usual ones hear."""
+    """Attaches ten handlers, of the events that a trainer's usual handlers subscribe to."""
     for event in (Events.ITERATION_COMPLETED, Events.EPOCH_COMPLETED, Events.VALIDATION_COMPLETED):
         for _ in range(3):
             replay.add_event_handler(event, lambda: None)
@@ -114,10 +114,10 @@ def measure(folder: Path, iterations: int, passes: int) -> dict[str, float]:
 
 
 def main() -> int:
-    """Measure, print, and say by the exit status whether every bound holds."""
+    """Measure and print; the exit status is 1 if a bound is missed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--iterations", type=int, default=250_000, help="of the run that is replayed")
-    parser.add_argument("--passes", type=int, default=5, help="of each, of which the best counts")
+    parser.add_argument("--iterations", type=int, default=250_000, help="iterations of the run")
+    parser.add_argument("--passes", type=int, default=5, help="passes per figure, of which the best counts")
     arguments = parser.parse_args()
     if arguments.iterations < VALIDATION or arguments.passes < 1:
         parser.error(f"choose at least {VALIDATION} iterations and 1 pass")

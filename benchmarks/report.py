@@ -1,9 +1,9 @@
-"""What a report of a long run costs: how long it takes, how large the page is, and the memory for it.
+"""The cost of a report of a long run: time, size of the page, and memory.
 
-    python benchmarks/report.py            # prints a table and a JSON line, exits with 1 when a bound is missed
+    python benchmarks/report.py            # prints a table and a JSON line, exits with 1 if a bound is missed
 
-The log is that of a training run: each iteration's output, learning rates and gradients' norm, metrics every tenth, a
-validation and a checkpoint every thousandth. Importing plotly counts as a part of it.
+The log is that of a training run: output, learning rates and gradient norm of each iteration, metrics every tenth, a
+validation and a checkpoint every thousandth. The time includes importing plotly.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ BOUNDS = {
     "memory, MB": 100.0,
 }
 T = 1_790_000_000_000_000_000
-METRICS = 8  # beside the loss, with each logging
+METRICS = 8  # besides the loss, in each METRICS_LOGGED
 
 
 def write_log(folder: Path, count: int) -> Path:
-    """A log of so many events."""
+    """A log of this many events."""
     writer = LogWriter(folder / "events")
     for seq, (event, iteration, values) in enumerate(training(count)):
         logged = LoggedEvent(seq, "trainer", event, 1 + iteration // 10_000, iteration, **values)
@@ -43,7 +43,7 @@ def write_log(folder: Path, count: int) -> Path:
 
 
 def training(count: int) -> Iterator[tuple[str, int, dict[str, Any]]]:
-    """The first events of a run: type, iteration, values."""
+    """The events of a run: type, iteration, values."""
     made = 0
     iteration = 0
     while made < count:
@@ -73,7 +73,7 @@ def training(count: int) -> Iterator[tuple[str, int, dict[str, Any]]]:
 
 
 class Memory:
-    """The most that the process has held for itself while this lasts, in MB beyond what it held before."""
+    """The peak of the process's private memory in this block, in MB above its value before."""
 
     def __enter__(self) -> Memory:
         self._before = self._most = anonymous_memory()
@@ -93,13 +93,13 @@ class Memory:
 
 
 def anonymous_memory() -> int:
-    """Bytes that the process holds for itself; pages of mapped files are not among them."""
+    """The process's private memory in bytes, without pages of mapped files."""
     status = Path("/proc/self/status").read_text(encoding="utf-8")
     return 1024 * int(next(line for line in status.splitlines() if line.startswith("RssAnon:")).split()[1])
 
 
 def measure(events: int) -> dict[str, float]:
-    """Every figure by its name, as in BOUNDS."""
+    """All figures by name, as in BOUNDS."""
     with tempfile.TemporaryDirectory() as name:
         folder = write_log(Path(name) / "run", events)
         with Memory() as memory:
@@ -110,9 +110,9 @@ def measure(events: int) -> dict[str, float]:
 
 
 def main() -> int:
-    """Measure, print, and say by the exit status whether every bound holds."""
+    """Measure and print; the exit status is 1 if a bound is missed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--events", type=int, default=1_000_000, help="of the log")
+    parser.add_argument("--events", type=int, default=1_000_000, help="events of the log")
     arguments = parser.parse_args()
     if arguments.events < 1:
         parser.error(f"--events {arguments.events}: choose at least 1")

@@ -1,10 +1,10 @@
-"""How soon a run goes on inside a long epoch, beside a loader that reads again what was trained on.
+"""The time to resume inside a long epoch, compared with a loader that reads the earlier batches again.
 
-    python benchmarks/resume.py          # prints a table and a JSON line, exits with 1 when a bound is missed
+    python benchmarks/resume.py          # prints a table and a JSON line, exits with 1 if a bound is missed
 
-A shuffled DataLoader over a million samples, a checkpoint past the epoch's middle. Measured is the time from
-CHECKPOINT_LOADED, when the weights are in place, to the ITERATION_STARTED of the first batch; with workers that is
-mostly their start. The other loader is the same DataLoader, read by torch itself up to the same batch.
+A shuffled DataLoader over a million samples, and a checkpoint after the epoch's middle. Measured is the time from
+CHECKPOINT_LOADED, when the weights are loaded, to the ITERATION_STARTED of the first batch; with workers, this is
+mostly the time to start them. The other loader is the same DataLoader, read by torch itself up to the same batch.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ BOUNDS = {
 
 
 class Samples(Dataset[tuple[Tensor, Tensor]]):
-    """Made when asked for, from the index and a draw: about what reading a small record costs."""
+    """Computed on access, from the index and a random draw: costs about as much as reading a small record."""
 
     def __init__(self, count: int) -> None:
         self.count = count
@@ -52,7 +52,7 @@ def make_loader(samples: int, workers: int) -> DataLoader[Any]:
 
 
 def make_trainer(folder: Path, samples: int, workers: int, iterations: int) -> Trainer:
-    """A run of so many iterations, saved by hand alone."""
+    """A run of this many iterations that saves no checkpoints by itself."""
     return Trainer(
         nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.ReLU(), nn.Linear(FEATURES, 1)),
         make_loader(samples, workers),
@@ -63,7 +63,7 @@ def make_trainer(folder: Path, samples: int, workers: int, iterations: int) -> T
 
 
 def train_to(folder: Path, samples: int, iterations: int) -> None:
-    """Leave a checkpoint behind so many iterations of the epoch."""
+    """Save a checkpoint after this many iterations of the epoch."""
     run = make_trainer(folder, samples, 0, iterations)
     run.train()
     run.save_checkpoint()
@@ -85,7 +85,7 @@ def first_batch(folder: Path, samples: int, workers: int, iteration: int) -> flo
 
 
 def reading_again(samples: int, workers: int, iteration: int) -> float:
-    """Seconds that torch's own loader takes to the same batch, the others read and put away."""
+    """Seconds of torch's own loader to the same batch, after reading and discarding the earlier ones."""
     start = time.perf_counter()
     batches = islice(make_loader(samples, workers), iteration, None)
     batch = next(batches)
@@ -95,7 +95,7 @@ def reading_again(samples: int, workers: int, iteration: int) -> float:
 
 
 def measure(samples: int, position: int) -> dict[str, float]:
-    """Every figure by its name; those that have a bound are named as in BOUNDS."""
+    """All figures by name; those with a bound have the names of BOUNDS."""
     results: dict[str, float] = {}
     iteration = position // BATCH_SIZE
     with tempfile.TemporaryDirectory() as name:
@@ -111,10 +111,10 @@ def measure(samples: int, position: int) -> dict[str, float]:
 
 
 def main() -> int:
-    """Measure, print, and say by the exit status whether every bound holds."""
+    """Measure and print; the exit status is 1 if a bound is missed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--samples", type=int, default=1_000_000, help="of an epoch")
-    parser.add_argument("--position", type=int, default=500_000, help="samples behind which the checkpoint is made")
+    parser.add_argument("--samples", type=int, default=1_000_000, help="samples of an epoch")
+    parser.add_argument("--position", type=int, default=500_000, help="samples before the checkpoint")
     arguments = parser.parse_args()
     if not 0 < arguments.position <= arguments.samples - BATCH_SIZE:
         parser.error(f"--position {arguments.position}: choose 1 to {arguments.samples - BATCH_SIZE}")

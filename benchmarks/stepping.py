@@ -1,11 +1,11 @@
-"""How fast `pulsetrain debug` answers, anywhere in a long log.
+"""The response time of `pulsetrain debug` anywhere in a long log.
 
-    python benchmarks/stepping.py          # prints a table and a JSON line, exits with 1 when a bound is missed
+    python benchmarks/stepping.py          # prints a table and a JSON line, exits with 1 if a bound is missed
 
-The log is that of a trainer: four events an iteration, and every 1,000 iterations a validation by an evaluator, with
-its own events. Each answer is the move from a random place and what the prompt shows behind it: the event, a watched
-metric. The places are gone to in several passes, and of each answer the best pass counts, since another process may
-take the machine in one; the bound is on the worst of all answers.
+The log is that of a trainer: four events per iteration, and every 1,000 iterations a validation by an evaluator, with
+its own events. Each response is a move from a random position, and what the prompt prints after it: the event and a
+watched metric. Each response is timed in several passes, and its best pass counts, since other processes may disturb a
+pass; the bound is on the slowest of all responses.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from pulsetrain.debugger.recorded import Debugger
 from pulsetrain.engine import Events
 from pulsetrain.engine.recording import EventLog, LoggedEvent, LogWriter
 
-BOUND = 100.0  # ms, the worst answer
-VALIDATION = 1000  # iterations between two
+BOUND = 100.0  # ms, of the slowest response
+VALIDATION = 1000  # iterations between validations
 START = 1_700_000_000_000_000_000
 
 
 def write_log(folder: Path, events: int) -> None:
-    """The log of a run, cut off behind so many events."""
+    """The log of a run, cut off after this many events."""
     writer = LogWriter(folder)
-    place, iteration = 0, 0
+    number, iteration = 0, 0
 
     def add(event: Events, at: int, engine: str = "trainer", **fields: Any) -> None:
-        nonlocal place
-        writer.add(LoggedEvent(place, engine, event.value, 1, at, seq=place, t=START + 250_000 * place, **fields))
-        place += 1
+        nonlocal number
+        writer.add(LoggedEvent(number, engine, event.value, 1, at, seq=number, t=START + 250_000 * number, **fields))
+        number += 1
 
     add(Events.STARTED, 0)
-    while place < events:
+    while number < events:
         iteration += 1
         loss = 1.0 + iteration * 0.37 % 3.0
         add(Events.ITERATION_STARTED, iteration)
@@ -60,7 +60,7 @@ def write_log(folder: Path, events: int) -> None:
 
 
 def answers(folder: Path, rounds: int, seed: int) -> dict[str, list[float]]:
-    """Milliseconds of every answer, by its kind; opening the log is one of them."""
+    """Milliseconds of every response by its kind, opening the log included."""
     times: dict[str, list[float]] = {}
     draw = random.Random(seed)
 
@@ -101,16 +101,16 @@ def answers(folder: Path, rounds: int, seed: int) -> dict[str, list[float]]:
 
 
 def best(passes: Sequence[dict[str, list[float]]]) -> dict[str, list[float]]:
-    """Of each answer the time of its best pass."""
+    """The time of the best pass, for each response."""
     return {name: [min(times) for times in zip(*(each[name] for each in passes), strict=True)] for name in passes[0]}
 
 
 def main() -> int:
-    """Measure, print, and say by the exit status whether the bound holds."""
+    """Measure and print; the exit status is 1 if the bound is missed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--events", type=int, default=10_000_000, help="of the log")
-    parser.add_argument("--rounds", type=int, default=50, help="random places")
-    parser.add_argument("--passes", type=int, default=3, help="over the same places")
+    parser.add_argument("--events", type=int, default=10_000_000, help="events of the log")
+    parser.add_argument("--rounds", type=int, default=50, help="random positions")
+    parser.add_argument("--passes", type=int, default=3, help="passes over the same positions")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--log", type=Path, help="a run folder to step through instead")
     arguments = parser.parse_args()

@@ -1,9 +1,9 @@
-"""How much longer verifying a stretch of a run takes than training it.
+"""The time to verify part of a run, compared with training it.
 
-    python benchmarks/verify.py          # prints a table and a JSON line, exits with 1 when the bound is missed
+    python benchmarks/verify.py          # prints a table and a JSON line, exits with 1 if the bound is missed
 
-Both go on from the same checkpoint with the same handlers, in turns, to the same iteration: what is compared is a
-Trainer that resumes and records, and `verify`, which does that and compares every event. The medians count.
+Both continue from the same checkpoint with the same handlers to the same iteration, and take turns: a Trainer that
+resumes and records, and `verify`, which also compares every event. The medians count.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from pulsetrain.handlers import Checkpointer, EventRecorder
 
 BOUND = {"verify / training, %": 3.0}  # more
 WIDTH = 512
-BEGIN = 50  # iterations before the stretch
+BEGIN = 50  # iterations before the part to verify
 
 
 def build(folder: Path, iterations: int) -> Trainer:
-    """A step of some milliseconds."""
+    """A step of several milliseconds."""
     torch.manual_seed(0)
     inputs = torch.randn(1024, WIDTH)
     layers = [layer for _ in range(6) for layer in (nn.Linear(WIDTH, WIDTH), nn.ReLU())]
@@ -44,25 +44,25 @@ def build(folder: Path, iterations: int) -> Trainer:
 
 
 def measure(iterations: int, rounds: int) -> dict[str, float]:
-    """Seconds of both, and what verifying takes more, in percent."""
+    """Seconds of both, and the additional time of verifying in percent."""
     with tempfile.TemporaryDirectory() as name:
         run = Path(name) / "run"
         build(run, iterations).train()
         checkpoint = next((run / "checkpoints").glob(f"{BEGIN:09}-*"))
         trained, verified = [], []
-        again = Path(name) / "again"
+        rerun = Path(name) / "rerun"
         for _ in range(rounds):
             start = time.perf_counter()
-            trainer = build(again, iterations)
+            trainer = build(rerun, iterations)
             trainer.handlers[1].detach()
             trainer.train(resume=str(checkpoint))
             trained.append(time.perf_counter() - start)
-            shutil.rmtree(again)
+            shutil.rmtree(rerun)
             start = time.perf_counter()
-            if not verify(run, lambda: build(again, iterations), from_iteration=BEGIN + 1):
+            if not verify(run, lambda: build(rerun, iterations), from_iteration=BEGIN + 1):
                 raise SystemExit("the run was not reproduced: nothing was measured")
             verified.append(time.perf_counter() - start)
-            shutil.rmtree(again, ignore_errors=True)
+            shutil.rmtree(rerun, ignore_errors=True)
     ratio = statistics.median(v / t for v, t in zip(verified, trained, strict=True))
     return {
         "training, s": statistics.median(trained),
@@ -72,7 +72,7 @@ def measure(iterations: int, rounds: int) -> dict[str, float]:
 
 
 def main() -> int:
-    """Measure, print, and say by the exit status whether the bound holds."""
+    """Measure and print; the exit status is 1 if the bound is missed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--iterations", type=int, default=500)
     parser.add_argument("--rounds", type=int, default=7)

@@ -86,6 +86,24 @@ def verify(
     once to find out whether two reruns agree. The run's folder is only read: the trainer's EventRecorder writes to a
     temporary folder, and Checkpointer and loggers are detached.
 
+    >>> import torch
+    >>> from pulsetrain import TrainingConfig
+    >>> from pulsetrain.engine import SupervisedStrategy
+    >>> from pulsetrain.handlers import EventRecorder
+    >>> def build(folder):
+    ...     torch.manual_seed(0)
+    ...     data = [(torch.ones(2, 4), torch.zeros(2, 1))] * 3
+    ...     config = TrainingConfig(max_epochs=1, optimizer="sgd", seed=0)
+    ...     return Trainer(
+    ...         torch.nn.Linear(4, 1), data, strategy=SupervisedStrategy("mse"), config=config,
+    ...         handlers=[EventRecorder(folder)],
+    ...     )
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     state = build(Path(folder)).train()
+    ...     found = verify(folder, build)
+    >>> bool(found), found.start, found.end
+    (True, 0, 3)
+
     Args:
         run: the run folder.
         build_trainer: makes the run's Trainer with the same handlers, an EventRecorder among them. If it takes an

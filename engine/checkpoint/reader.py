@@ -30,6 +30,14 @@ def find_checkpoints(folder: str | os.PathLike[str]) -> list[Location]:
 
     Those with an unreadable manifest come first, by their step: when they were written is unknown. At a URL, a folder
     without a manifest is not a checkpoint.
+
+    >>> import tempfile
+    >>> from pulsetrain.engine.checkpoint import CheckpointManager
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     manager = CheckpointManager(folder)
+    ...     saved = [manager.save({}, name) for name in ("first", "second")]
+    ...     [checkpoint.name for checkpoint in find_checkpoints(folder)]
+    ['000000000-first', '000000001-second']
     """
     location = location_of(folder)
     found = [location / name for name in files_of(location).subfolders(location) if is_checkpoint_name(name)]

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pulsetrain.debugger.commands import Command, whole_number
+from pulsetrain.debugger.command import Command, whole_number
 from pulsetrain.debugger.recorded import Debugger
 from pulsetrain.engine.errors import ConfigurationError, RecordingError
 from pulsetrain.engine.events.names import Events

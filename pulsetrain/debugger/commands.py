@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from pulsetrain.debugger.stepping import SteppingDebugger
+from pulsetrain.debugger.command import Command, whole_number
 from pulsetrain.engine.errors import ConfigurationError, unknown_name
 from pulsetrain.engine.recording import LoggedEvent
 from pulsetrain.engine.recording.log.predicate import FIELDS
 from pulsetrain.export.event_formats import FORMATS
 
-__all__ = ["Command", "Commands", "printable", "whole_number"]
+if TYPE_CHECKING:
+    from pulsetrain.debugger.live import LiveDebugger
+    from pulsetrain.debugger.recorded import Debugger
+
+__all__ = ["Command", "Commands", "printable"]
 
 ALIASES = {"n": "next", "b": "back", "c": "continue", "rc": "reverse-continue", "s": "state", "w": "where",
            "e": "events", "h": "help", "?": "help", "q": "quit", "exit": "quit"}  # fmt: skip
@@ -20,16 +24,6 @@ MOVES = frozenset({"next", "back", "continue", "reverse-continue"})  # an empty 
 SHOWN = 5  # events before and after the current one
 MOST_SHOWN = 1000
 READ_AT_START = 256 * 2**20  # bytes: a larger checkpoint is only read when `handlers` asks for it
-
-
-@dataclass(frozen=True)
-class Command:
-    """A command of the prompt."""
-
-    usage: str
-    help: str
-    run: Callable[[str], Iterable[str]]  # called with the rest of the line; returns the lines to print
-    words: Callable[[list[str]], Iterable[str]] = lambda before: ()  # completions, given the words before
 
 
 class Commands:
@@ -40,7 +34,7 @@ class Commands:
         extra: more commands by name; they override built-in ones.
     """
 
-    def __init__(self, target: SteppingDebugger, extra: Mapping[str, Command] | None = None) -> None:
+    def __init__(self, target: Debugger | LiveDebugger, extra: Mapping[str, Command] | None = None) -> None:
         self.target = target
         self.ended = False
         self._table = {**self._own(), **(extra or {})}
@@ -111,7 +105,7 @@ class Commands:
                              lambda before: [] if before else [*target.metric_names, *FIELDS]),
             "unwatch": Command("unwatch NAME", "stop showing it", self._unwatch, lambda before: target.watches),
             "state": Command("state", "show epoch, iteration, counters, metrics and learning rate", self._state),
-            "handlers": Command("handlers", "show the run's handlers with their states in the last checkpoint before",
+            "handlers": Command("handlers", "show the run's handlers with their states in the last checkpoint",
                                 lambda rest: target.handlers().lines()),
             "events": Command("events [N]", "show the last and the next N events", self._events),
             "where": Command("where", "show the current event", lambda rest: self._where()),
@@ -162,7 +156,7 @@ class Commands:
             case ["seq", number]:
                 self.target.goto(seq=whole_number("goto seq", number))
             case _:
-                raise ConfigurationError(f"goto {rest[:40]}: write {self._table['goto'].usage}")
+                raise ConfigurationError(f"{f'goto {rest[:40]}'.rstrip()}: write {self._table['goto'].usage}")
         yield from self._where()
 
     def _continue(self, rest: str) -> Iterator[str]:
@@ -183,7 +177,7 @@ class Commands:
         if words[:1] == ["on"]:
             del words[0]
         if len(words) > 1 or not (words or condition):
-            raise ConfigurationError(f"break {rest[:40]}: write {self._table['break'].usage}")
+            raise ConfigurationError(f"{f'break {rest[:40]}'.rstrip()}: write {self._table['break'].usage}")
         made = self.target.add_break(words[0] if words else None, condition[0].strip() if condition else None)
         yield f"break {made}"
 
@@ -208,8 +202,10 @@ class Commands:
             yield f"  {name}: {_shown(value)}"
 
     def _unwatch(self, rest: str) -> Iterable[str]:
+        if not self.target.watches:
+            raise ConfigurationError(f"unwatch {rest[:40]}: nothing is watched; watch NAME adds a value")
         if rest not in self.target.watches:
-            raise unknown_name("unwatch", "name", rest[:40], self.target.watches or ["nothing"])
+            raise unknown_name("unwatch", "name", rest[:40], self.target.watches)
         self.target.watches.remove(rest)
         return [f"{rest}: no longer watched"]
 
@@ -244,17 +240,6 @@ class Commands:
     def _quit(self, rest: str) -> Iterable[str]:
         self.ended = True
         return ()
-
-
-def whole_number(command: str, text: str) -> int:
-    """The number in the text after a command.
-
-    Raises:
-        ConfigurationError: it is not a whole number of at most 18 digits.
-    """
-    if not (text.isascii() and text.isdecimal()) or len(text) > 18:
-        raise ConfigurationError(f"{command} {text[:40]}: needs a whole number")
-    return int(text)
 
 
 def _shown(value: object) -> str:

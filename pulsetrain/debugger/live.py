@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from pulsetrain.debugger.commands import Command
+from pulsetrain.debugger.command import Command
 from pulsetrain.debugger.stepping import SteppingDebugger
 from pulsetrain.engine import Events, Phase
 from pulsetrain.engine.checkpoint import Location

@@ -13,9 +13,9 @@ from pulsetrain.debugger.stepping import SteppingDebugger
 from pulsetrain.engine.errors import ConfigurationError, unknown_name
 from pulsetrain.engine.recording import EventLog, LoggedEvent, Replay
 from pulsetrain.engine.recording.log.records import Json
-from pulsetrain.engine.recording.log.tables import columns
-from pulsetrain.engine.recording.replay.payloads import whole
+from pulsetrain.engine.recording.replay.payloads import plain, whole
 from pulsetrain.engine.recording.replay.state import ReplayedState
+from pulsetrain.export.event_formats import field_value
 from pulsetrain.export.scalars import SUMMARIES, scalars_of
 
 __all__ = ["Debugger"]
@@ -31,10 +31,19 @@ class Debugger(SteppingDebugger):
     NaN loss, the debugger starts right before that; else at the beginning, before the first event. Superseded events
     are left out. The run is only read, and moving back costs no more than moving forward.
 
-        debugger = Debugger("runs/a")
-        debugger.add_break("validation_completed", 'metrics["val/loss"] > 3')
-        while debugger.continue_():
-            print(debugger.here, debugger.state.metrics)
+    >>> import tempfile
+    >>> from pulsetrain.engine.recording import LogWriter
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     writer = LogWriter(Path(folder))
+    ...     for i, loss in enumerate([0.5, 4.5, 0.25]):
+    ...         event = LoggedEvent(i, "trainer", "iteration_completed", 1, i + 1, output={"loss": loss}, seq=i)
+    ...         writer.add(event)
+    ...     writer.close()
+    ...     debugger = Debugger(folder)
+    ...     made = debugger.add_break("iteration_completed", 'output["loss"] > 4')
+    ...     while debugger.continue_():
+    ...         print(debugger.here)
+    seq 1: trainer's iteration_completed, epoch 1, iteration 2
 
     Args:
         run: a run folder, or an open log.
@@ -44,6 +53,8 @@ class Debugger(SteppingDebugger):
     Raises:
         RecordingError: there is no log, it has a newer format, or it has no such engine.
     """
+
+    end = "the end of the log"  # the message after the last event
 
     def __init__(self, run: str | Path | EventLog, *, engine: str | None = None, rank: int = 0) -> None:
         super().__init__()
@@ -59,11 +70,6 @@ class Debugger(SteppingDebugger):
         if self.faults:
             self.goto(seq=self.faults[0].event.seq)
             self.back()
-
-    @property
-    def end(self) -> str:
-        """The message after the last event."""
-        return "the end of the log"
 
     @property
     def event(self) -> LoggedEvent | None:
@@ -153,7 +159,7 @@ class Debugger(SteppingDebugger):
         """
         name = self._full_name("value", name)
         if name not in self.metric_names:
-            return _field(self.event, name)
+            return None if self.event is None else plain(field_value(self.event, name))
         latest = [self._navigator.past.last(*source, self._at) for source in self.metric_names[name]]
         newest = max((event for event in latest if event is not None), key=lambda event: event.seq, default=None)
         return None if newest is None else scalars_of(whole(newest), self.engine).get(name)
@@ -226,17 +232,6 @@ class Debugger(SteppingDebugger):
         if full is None:
             raise unknown_name(caller, "name", name, [*self.metric_names, *_FIELDS])
         return full
-
-
-def _field(event: LoggedEvent | None, name: str) -> Json:
-    """A field of the event, or a part of one; None if it has none."""
-    if event is None or name in _FIELDS:
-        return getattr(event, name, None)
-    parts = columns([event])
-    if name in parts:
-        return parts[name][0]
-    inner = {part.removeprefix(f"{name}."): values[0] for part, values in parts.items() if part.startswith(f"{name}.")}
-    return inner or None
 
 
 def _whole(caller: str, name: str, value: object, least: int) -> int:

@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 from pulsetrain.debugger.breaks import Break, Breaks
 from pulsetrain.engine.errors import unknown_name
 from pulsetrain.engine.recording import LoggedEvent
 
-__all__ = ["HandlerStates", "SteppingDebugger"]
-
-
-class HandlerStates(Protocol):
-    """The states of a run's handlers, as text."""
-
-    def lines(self) -> Iterator[str]:
-        """The text, line by line."""
+__all__ = ["SteppingDebugger"]
 
 
 class SteppingDebugger(ABC):
-    """Is at an event of a run, and moves to others: `Commands` drives it. Its errors are PulsetrainErrors."""
-
-    faults: Sequence[object]  # what went wrong in the run, as text by `str`; the error that ended it comes first
+    """Is at an event of a run, and moves to others. Its errors are PulsetrainErrors."""
 
     def __init__(self) -> None:
         self.breaks = Breaks()
@@ -32,69 +22,8 @@ class SteppingDebugger(ABC):
 
     @property
     @abstractmethod
-    def end(self) -> str:
-        """The message after the last event."""
-
-    @property
-    @abstractmethod
-    def event(self) -> LoggedEvent | None:
-        """The current event; None before the first."""
-
-    @property
-    @abstractmethod
-    def here(self) -> str:
-        """The current position in words."""
-
-    @property
-    @abstractmethod
-    def engines(self) -> Sequence[str]:
-        """Names of the engines."""
-
-    @property
-    @abstractmethod
     def event_names(self) -> Sequence[str]:
         """The types of events."""
-
-    @property
-    @abstractmethod
-    def metric_names(self) -> Collection[str]:
-        """Names of the metrics."""
-
-    @abstractmethod
-    def next(self, count: int = 1) -> LoggedEvent | None:
-        """Move forward by this many events."""
-
-    @abstractmethod
-    def back(self, count: int = 1) -> LoggedEvent | None:
-        """Move back by this many events; None at the beginning."""
-
-    @abstractmethod
-    def goto(
-        self,
-        *,
-        iteration: int | None = None,
-        epoch: int | None = None,
-        seq: int | None = None,
-        start: bool = False,
-        end: bool = False,
-    ) -> LoggedEvent | None:
-        """Move to the first event of an iteration or epoch, to an event by its seq, or to the start or the end."""
-
-    @abstractmethod
-    def watched(self) -> Mapping[str, object]:
-        """The current values of what is watched, by name."""
-
-    @abstractmethod
-    def facts(self) -> Mapping[str, object]:
-        """The state of the run, by name."""
-
-    @abstractmethod
-    def around(self, count: int = 5) -> tuple[list[LoggedEvent], list[LoggedEvent]]:
-        """The last events up to the current one, and the next ones."""
-
-    @abstractmethod
-    def handlers(self, *, max_bytes: int | None = None) -> HandlerStates:
-        """The run's handlers with their states; reads no checkpoint that is larger than `max_bytes`."""
 
     @abstractmethod
     def check_watch(self, caller: str, name: str) -> None:

@@ -14,7 +14,7 @@ from pulsetrain.engine.errors import unknown_name
 from pulsetrain.engine.recording import LoggedEvent
 from pulsetrain.engine.recording.log.records import Json
 
-__all__ = ["FORMATS", "check_field", "format_error", "format_rows"]
+__all__ = ["FORMATS", "check_field", "field_value", "format_error", "format_rows"]
 
 _FIELDS = LoggedEvent.__struct_fields__
 _VALUES = ("output", "metrics", "payload", "lr", "error")
@@ -82,7 +82,7 @@ def as_table(events: Iterator[LoggedEvent], fields: Fields, at_once: bool) -> It
 def as_json(events: Iterator[LoggedEvent], fields: Fields, at_once: bool) -> Iterator[str]:
     """One JSON object per line: the event, or the chosen fields."""
     for event in events:
-        chosen = event if fields is None else {name: _value(event, name) for name in fields}
+        chosen = event if fields is None else {name: field_value(event, name) for name in fields}
         yield _encode(chosen).decode() + "\n"
 
 
@@ -96,7 +96,7 @@ def as_csv(events: Iterator[LoggedEvent], fields: Fields, at_once: bool) -> Iter
     for event in events:
         line.seek(0)
         line.truncate()
-        writer.writerow([_text(_value(event, name)) for name in names])
+        writer.writerow([_text(field_value(event, name)) for name in names])
         yield line.getvalue()
 
 
@@ -119,7 +119,7 @@ def _cell(event: LoggedEvent, name: str) -> str:
         values = {each: getattr(event, each) for each in _VALUES}
         text = " ".join(f"{each}={_text(value)}" for each, value in values.items() if value is not None)
     else:
-        text = _text(_value(event, name))
+        text = _text(field_value(event, name))
     return text if text.isprintable() else _encode(text).decode()
 
 
@@ -129,8 +129,12 @@ def _text(value: Json) -> str:
     return value if isinstance(value, str) else _encode(value).decode()
 
 
-def _value(event: LoggedEvent, name: str) -> Json:
-    """A field, or a part of one; None if the event has none."""
+def field_value(event: LoggedEvent, name: str) -> Json:
+    """A field, or a part of one; None if the event has none.
+
+    >>> field_value(LoggedEvent(payload={"metrics": {"val/loss": 0.5}}), "payload.metrics.val/loss")
+    0.5
+    """
     field, _, rest = name.partition(".")
     value = getattr(event, field)
     return _part(value, rest) if rest else value

@@ -19,6 +19,18 @@ def write_csv(log: EventLog, path: Path) -> tuple[int, int]:
 
     `time` is in UTC, as ISO 8601. Non-finite numbers are nan, inf and -inf. A cell is empty if its event has no value.
 
+    >>> import tempfile
+    >>> from pulsetrain.engine.recording import LoggedEvent, LogWriter
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     writer = LogWriter(Path(folder))
+    ...     writer.add(LoggedEvent(0, "trainer", "iteration_completed", 1, 1, output={"loss": 0.5}, seq=0))
+    ...     writer.close()
+    ...     size = write_csv(EventLog(folder), Path(folder, "run.csv"))
+    ...     print(Path(folder, "run.csv").read_text())
+    epoch,iteration,engine,event,time,train/loss
+    1,1,trainer,iteration_completed,1970-01-01T00:00:00.000000+00:00,0.5
+    <BLANKLINE>
+
     Args:
         log: the log.
         path: the file, which is overwritten.

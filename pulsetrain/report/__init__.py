@@ -1,4 +1,4 @@
-"""Reports of recorded runs: one page to look at, without a network."""
+"""Reports of recorded runs: one HTML page that works without a network."""
 
 from pulsetrain.report.writing import Report, write_report
 

@@ -1,40 +1,50 @@
-"""A curve of any length in little memory: buckets that keep their least and greatest value."""
+"""A curve of any length in bounded memory: buckets that keep their least and greatest value."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
-__all__ = ["POINTS", "Curve"]
+__all__ = ["POINTS", "Curve", "Floats"]
 
-POINTS = 2000  # that a curve is drawn with at most; its first and last come on top
-_PENDING = 4096  # points that are kept before they are put into buckets
+Floats: TypeAlias = NDArray[np.float64]
 
-# What is known of a bucket: the rows of an array with a column for each. A value that is not finite counts as none.
+POINTS = 2000  # to draw at most, besides the first and the last
+_PENDING = 4096  # points to collect before they are put into buckets
+
+# Buckets are the columns of an array with these rows. A bucket counts only finite values.
 _LAST, _LOW_AT, _LOW, _HIGH_AT, _HIGH, _SUM, _COUNT = range(7)
 
 
 class Curve:
     """Values over iterations, added one by one.
 
-    Up to 2,000 points are kept as they are. From then on neighbours share buckets, each of which keeps where its least
-    and its greatest value were, so that no spike is ever lost; wherever they become too many, two become one.
+    Up to 2,000 points are kept exactly. After that, neighbours share a bucket, which keeps its least and its greatest
+    value with their iterations, so that no spike is lost. When there are too many buckets, pairs are merged.
+
+    >>> curve = Curve()
+    >>> for iteration in range(10_000):
+    ...     curve.add(iteration, 9.0 if iteration == 777 else 1.0)
+    >>> curve.settle()
+    >>> curve.greatest, len(curve.points()[0]) <= POINTS + 2
+    ((9.0, 777), True)
     """
 
     def __init__(self) -> None:
         self._iterations: list[int] = []  # not in a bucket yet
         self._values: list[float] = []
-        self._buckets: Any = np.empty((7, 0))
-        self._size = 1  # points in a bucket
+        self._buckets: Floats = np.empty((7, 0))
+        self._size = 1  # points per bucket
         self._first: tuple[int, float] | None = None
         self._last: tuple[int, float] = (0, math.nan)
         self.least: tuple[float, int] | None = None  # value and iteration, the earliest of several
         self.greatest: tuple[float, int] | None = None
 
     def add(self, iteration: int, value: float) -> None:
-        """One more point; NaN for a value that is not finite, which leaves a gap."""
+        """Add a point; NaN, for any value that is not finite, leaves a gap."""
         self._iterations.append(iteration)
         self._values.append(value)
         if len(self._values) >= _PENDING and len(self._values) >= self._size:
@@ -45,8 +55,8 @@ class Curve:
         """The newest point."""
         return (self._iterations[-1], self._values[-1]) if self._values else self._last
 
-    def points(self, limit: int = POINTS) -> tuple[Any, Any]:
-        """Iterations and values to draw: at most `limit` and two more, the least and the greatest among them."""
+    def points(self, limit: int = POINTS) -> tuple[Floats, Floats]:
+        """Iterations and values to draw: at most `limit` and two more, including the least and the greatest."""
         buckets = self._fitting(limit)
         order = np.where(buckets[_LOW_AT] <= buckets[_HIGH_AT], 0, 1)
         at = np.stack([buckets[_LOW_AT], buckets[_HIGH_AT]], axis=1)
@@ -63,15 +73,17 @@ class Curve:
                 at, values = np.append(at, self.last[0]), np.append(values, self.last[1])
         return at, values
 
-    def smoothed(self, length: float, most: float, limit: int = POINTS) -> tuple[Any, Any]:
+    def smoothed(self, length: float, most: float, limit: int = POINTS) -> tuple[Floats, Floats]:
         """Iterations and exponential averages, at most `limit`.
 
-        Each bucket's mean weighs 1 - exp(-d / length), d iterations behind the one before it, and at most `most`; the
-        average is divided by the weight that it has gathered, so the first values do not outweigh the others.
+        The mean of a bucket has the weight 1 - exp(-d / length), where d is the distance to the bucket before in
+        iterations, and at most `most`. The average is divided by the sum of the weights, so that the first values do
+        not dominate.
 
         Args:
             length: iterations in which a value's weight falls to 1/e.
-            most: the greatest weight of one point, for curves whose points lie far apart.
+            most: the greatest weight of one point, for curves whose points are far apart.
+            limit: the number of points, at most.
         """
         buckets = self._fitting(limit)
         averages, total, weight, before = [], 0.0, 0.0, -math.inf
@@ -86,8 +98,8 @@ class Curve:
             before = at
         return buckets[_LAST], np.asarray(averages, dtype=float)
 
-    def _fitting(self, limit: int) -> Any:
-        """All buckets, as few as `limit` points allow."""
+    def _fitting(self, limit: int) -> Floats:
+        """The buckets, merged until they are drawn with at most `limit` points."""
         self._pack(whole=True)
         buckets = self._buckets
         while _points_of(buckets) > limit:
@@ -95,7 +107,7 @@ class Curve:
         return buckets
 
     def _pack(self, whole: bool = False) -> None:
-        """Put what is pending into buckets; the last one is not full where all of it is asked for."""
+        """Put the pending points into buckets; with `whole`, all of them, so that the last bucket may not be full."""
         count = len(self._values) if whole else len(self._values) // self._size * self._size
         if not count:
             return
@@ -113,7 +125,7 @@ class Curve:
             self._buckets = _joined(self._buckets, 2)
             self._size *= 2
 
-    def _note_extremes(self, at: Any, values: Any) -> None:
+    def _note_extremes(self, at: Floats, values: Floats) -> None:
         if np.isnan(values).all():
             return
         low, high = int(np.nanargmin(values)), int(np.nanargmax(values))
@@ -123,17 +135,17 @@ class Curve:
             self.greatest = (float(values[high]), int(at[high]))
 
     def settle(self) -> None:
-        """Put all that is pending into buckets, so that `least` and `greatest` know of it."""
+        """Put all pending points into buckets, so that `least` and `greatest` include them."""
         self._pack(whole=True)
 
 
-def _points_of(buckets: Any) -> int:
-    """How many points are drawn of them: one of a bucket that holds one, else two."""
+def _points_of(buckets: Floats) -> int:
+    """The number of points that they are drawn with: one for a bucket of one point, else two."""
     return len(buckets[_LAST]) + int(np.count_nonzero(buckets[_LOW_AT] != buckets[_HIGH_AT]))
 
 
-def _joined(buckets: Any, size: int) -> Any:
-    """Every so many neighbours as one; the last may be of fewer."""
+def _joined(buckets: Floats, size: int) -> Floats:
+    """Merge each `size` neighbours into one bucket; the last may have fewer."""
     if size == 1:
         return buckets
     missing = -buckets.shape[1] % size
@@ -144,7 +156,7 @@ def _joined(buckets: Any, size: int) -> Any:
     each = np.arange(groups.shape[1])
     low = np.where(np.isnan(groups[_LOW]), np.inf, groups[_LOW]).argmin(axis=1)
     high = np.where(np.isnan(groups[_HIGH]), -np.inf, groups[_HIGH]).argmax(axis=1)
-    with np.errstate(over="ignore"):  # of sums of the largest floats
+    with np.errstate(over="ignore"):  # the largest floats overflow when they are added
         sums = groups[_SUM].sum(axis=1)
     return np.stack(
         [

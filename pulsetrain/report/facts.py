@@ -1,4 +1,4 @@
-"""What a run's folder says of the run beside its log: settings, environment, and which run it was forked from."""
+"""Facts about a run from its folder, besides its log: settings, environment, and the run that it was forked from."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 
 from pulsetrain.configuration.parse import load_yaml
+from pulsetrain.engine.recording.log.records import Json
 from pulsetrain.handlers.run_files.run_file import read_run_file
 
 __all__ = ["ABSENT", "Facts", "Row", "compared", "read_facts", "settings_of"]
@@ -21,18 +21,18 @@ _ENVIRONMENT = ("environment", "git", "seed", "command")  # of run.json
 
 @dataclass(frozen=True)
 class Facts:
-    """Of one run; values as text by their dotted keys."""
+    """The facts about one run; values as text by their dotted keys."""
 
-    config: Mapping[str, str] | None  # config.yaml; None where there is none
-    settings: Mapping[str, str]  # of the training alone, as run.json has them
+    config: Mapping[str, str] | None  # config.yaml; None if it is missing
+    settings: Mapping[str, str]  # of the training only, from run.json
     environment: Mapping[str, str]
-    parent: Mapping[str, Any] | None  # "run" and "iteration" of the run that it was forked from
+    parent: Mapping[str, Json] | None  # "run" and "iteration" of the run that it was forked from
     starts: int  # how often it was started or resumed
 
 
 @dataclass(frozen=True)
 class Row:
-    """One key in all runs."""
+    """The values of one key in all runs."""
 
     key: str
     values: tuple[str, ...]
@@ -40,7 +40,7 @@ class Row:
 
 
 def read_facts(folder: Path) -> Facts:
-    """From config.yaml and run.json; empty where there is neither."""
+    """Read config.yaml and run.json; empty if both are missing."""
     run = read_run_file(folder)
     settings = {f"training.{key}": value for key, value in _flat(run.get("settings") or {})}
     facts = {name: run[name] for name in _ENVIRONMENT if run.get(name) is not None}
@@ -59,14 +59,18 @@ def read_facts(folder: Path) -> Facts:
 
 
 def settings_of(runs: Sequence[Facts]) -> list[Mapping[str, str]]:
-    """The runs' configurations, from files of one kind wherever all runs have it."""
+    """The runs' configurations, all from the same kind of file if possible."""
     if any(run.config is None for run in runs) and all(run.settings for run in runs):
         return [run.settings for run in runs]
     return [run.settings if run.config is None else run.config for run in runs]
 
 
 def compared(runs: Sequence[Mapping[str, str]]) -> list[Row]:
-    """A row for every key of any run; where the runs differ first, else in the order in which they stand there."""
+    """A row for every key of any run: those that differ first, otherwise in the order of the runs.
+
+    >>> [(row.key, row.values) for row in compared([{"seed": "1", "lr": "0.1"}, {"seed": "1"}])]
+    [('lr', ('0.1', '-')), ('seed', ('1', '1'))]
+    """
     keys = dict.fromkeys(key for run in runs for key in run)
     rows = []
     for key in keys:
@@ -76,7 +80,7 @@ def compared(runs: Sequence[Mapping[str, str]]) -> list[Row]:
 
 
 def _config(folder: Path) -> dict[str, str] | None:
-    """config.yaml's values; None where there is none."""
+    """The values of config.yaml; None if it is missing."""
     try:
         found = load_yaml((folder / "config.yaml").read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -84,16 +88,16 @@ def _config(folder: Path) -> dict[str, str] | None:
     except (OSError, ValueError, yaml.YAMLError) as error:
         return {"config.yaml": f"cannot be read: {error}"}
     if isinstance(found, dict):
-        found.pop("run", None)  # the folder, or a pattern of it
+        found.pop("run", None)  # the run folder, or a pattern for it
     return dict(_flat(found)) if isinstance(found, dict) else {"config.yaml": _text(found)}
 
 
-def _flat(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
-    items: Any = ()
+def _flat(value: Json, key: str = "") -> Iterator[tuple[str, str]]:
+    items: list[tuple[object, Json]] = []
     if isinstance(value, Mapping):
-        items = value.items()
+        items = [*value.items()]
     elif isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
-        items = enumerate(value)
+        items = [*enumerate(value)]
     if not items and key:
         yield key, _text(value)
         return
@@ -101,5 +105,5 @@ def _flat(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
         yield from _flat(item, f"{key}.{name}" if key else str(name))
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)

@@ -1,4 +1,4 @@
-"""The timeline and the curves of all runs, on one axis of iterations, as a figure of plotly's."""
+"""The timeline and the curves of all runs, over one axis of iterations, as a plotly figure."""
 
 from __future__ import annotations
 
@@ -7,26 +7,29 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
-from pulsetrain.report.curve import POINTS
+from pulsetrain.report.curve import POINTS, Floats
 from pulsetrain.report.facts import Facts
 from pulsetrain.report.marks import ROWS, Mark
 from pulsetrain.report.record import EACH_ITERATION, RATES, RunRecord
 
-__all__ = ["PALETTE", "ReportedRun", "figure_of"]
+__all__ = ["PALETTE", "Plotly", "ReportedRun", "figure_of"]
+
+Plotly: TypeAlias = dict[str, Any]  # a figure, or a part of one, in the form that plotly validates
 
 PALETTE = ("#2563eb", "#d97706", "#059669", "#9333ea", "#0891b2", "#be185d", "#65a30d", "#57534e")
 INK, MUTED, GRID, ALARM = "#1f2937", "#6b7280", "#e5e7eb", "#dc2626"
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial, sans-serif"
 KINDS = {"completed": "circle", "stopped": "square", "failed": "x", "fork": "diamond", "best": "star"}
 SYMBOLS = dict(zip(ROWS, ("triangle-right", "line-ns", "triangle-up", "circle", "square", "x"), strict=True))
-ALL_POINTS = 240_000  # of all curves together: what a browser draws without delay
+ALL_POINTS = 240_000  # of all curves together: a browser draws so many without delay
 HOVER = "%{y:.6g}  <i>at %{x:,d}</i>"
-MARKED = 60  # points of a curve over all iterations that have a marker each; so few are not smoothed
-# name of the button, share of the iterations in which a weight falls to 1/e, greatest weight of one point
+MARKED = 60  # a curve of at most so many points has a marker for each, and is not smoothed
+# label of the button, fraction of the iterations in which a weight falls to 1/e, greatest weight of one point
 SMOOTHING = (("light", 0.005, 0.5), ("strong", 0.04, 0.15))
 UNITS = {
     "learning_rate": "rate of the last update",
@@ -44,13 +47,13 @@ PANEL, PANEL_GAP, LANE, LANE_GAP = 216, 66, 13, 14
 class ReportedRun:
     """A run in a report."""
 
-    name: str  # its own among the runs of the report
+    name: str  # unique in the report
     color: str
     record: RunRecord
     facts: Facts
 
 
-def figure_of(runs: Sequence[ReportedRun]) -> dict[str, Any]:
+def figure_of(runs: Sequence[ReportedRun]) -> Plotly:
     """The figure as plain values and arrays."""
     names = _in_order(runs)
     columns = 1 if len(names) == 1 else 2
@@ -68,11 +71,11 @@ def figure_of(runs: Sequence[ReportedRun]) -> dict[str, Any]:
     layout = _layout(height, top)
     layout["xaxis"] = _x_axis("y", title=not names)
     layout["yaxis"] = _timeline_axis(rows, len(runs), domain(0, timeline))
-    shapes, annotations = list(_bands(rows, len(runs))), [_heading("timeline", "what happened, and when", 0.0, 1.0)]
-    chosen = 1 if len(runs) > 1 else 0  # curves that lie over each other are told apart when they are smooth
+    shapes, annotations = list(_bands(rows, len(runs))), [_heading("timeline", "events of the runs", 0.0, 1.0)]
+    chosen = 1 if len(runs) > 1 else 0  # curves drawn over each other are easier to distinguish when they are smooth
     limit = max(200, min(POINTS, ALL_POINTS // max(1, sum(len(run.record.curves) for run in runs))))
     reach = _reach(runs)
-    # of each trace: 0 for a curve as it is, 1 and up for a smoothing of it, None where there is no other
+    # of each trace: 0 for a curve without smoothing, from 1 on for its smoothings, None if it has none
     roles: list[int | None] = [None] * len(traces)
     for number, name in enumerate(names):
         row, column = divmod(number, columns)
@@ -107,7 +110,7 @@ def _in_order(runs: Sequence[ReportedRun]) -> list[str]:
     """The names of all curves: losses first, then other metrics, then the optimizer's and the throughput."""
     names = dict.fromkeys(name for run in runs for name in run.record.curves)
 
-    def place(name: str) -> tuple[int, int]:
+    def rank(name: str) -> tuple[int, int]:
         base = name.partition(",")[0]
         if base in ("learning_rate", "grad_norm"):
             return 3, 0
@@ -118,11 +121,11 @@ def _in_order(runs: Sequence[ReportedRun]) -> list[str]:
             return 0, 0 if EACH_ITERATION in name else 1 if prefix == "train" else 2
         return (1, 0) if "/" in base or EACH_ITERATION not in name else (2, 0)
 
-    return sorted(names, key=place)
+    return sorted(names, key=rank)
 
 
-def _curve(run: ReportedRun, name: str, limit: int, reach: float) -> Iterator[dict[str, Any]]:
-    """A curve as it is, and each smoothing of it; alone where its points are few, or not measured."""
+def _curve(run: ReportedRun, name: str, limit: int, reach: float) -> Iterator[Plotly]:
+    """A curve and its smoothings; no smoothings if it has few points, or is a schedule."""
     curve = run.record.curves[name]
     at, values = curve.points(limit)
     few = len(at) <= MARKED
@@ -146,7 +149,7 @@ def _curve(run: ReportedRun, name: str, limit: int, reach: float) -> Iterator[di
         yield {**trace, **smooth, "line": {"color": run.color, "width": 2.2}, "x": _whole(at), "y": values}
 
 
-def _timeline(runs: Sequence[ReportedRun], rows: Sequence[str]) -> Iterator[dict[str, Any]]:
+def _timeline(runs: Sequence[ReportedRun], rows: Sequence[str]) -> Iterator[Plotly]:
     for number, run in enumerate(runs):
         key = {"type": "scatter", "name": _text(run.name), "legendgroup": run.name, "xaxis": "x", "yaxis": "y"}
         line = {"color": run.color, "width": 3}
@@ -182,7 +185,7 @@ def _timeline(runs: Sequence[ReportedRun], rows: Sequence[str]) -> Iterator[dict
 
 
 def _grouped(marks: Sequence[Mark]) -> tuple[list[int], list[str], list[str]]:
-    """Iterations, and of each of them what happened there, and of what kind it was."""
+    """The marks by iteration: iterations, texts, and kinds."""
     at, texts, kinds = [], [], []
     for iteration, same in groupby(sorted(marks, key=lambda mark: mark.iteration), key=lambda mark: mark.iteration):
         found = {str(mark): mark.kind for mark in same}
@@ -205,7 +208,7 @@ def _fork_iteration(run: ReportedRun) -> int:
     return at if isinstance(at, int) else run.record.first_iteration or 0
 
 
-def _forks(runs: Sequence[ReportedRun], x: str, y: str) -> Iterator[dict[str, Any]]:
+def _forks(runs: Sequence[ReportedRun], x: str, y: str) -> Iterator[Plotly]:
     for run in runs:
         if run.facts.parent is not None:
             at, line = _fork_iteration(run), {"color": run.color, "width": 1, "dash": "dot"}
@@ -217,11 +220,11 @@ def _lane(runs: int) -> int:
 
 
 def _level(row: int, run: int, runs: int) -> float:
-    """The height of a run's marks: a lane for each row of the timeline, in it one line for each run."""
+    """The height of a run's marks: each row of the timeline is a lane with a line for each run."""
     return row * _lane(runs) + LANE_GAP / 2 + (run + 0.5) * LANE
 
 
-def _timeline_axis(rows: Sequence[str], runs: int, domain: list[float]) -> dict[str, Any]:
+def _timeline_axis(rows: Sequence[str], runs: int, domain: list[float]) -> Plotly:
     lane = _lane(runs)
     ticks = [(index + 0.5) * lane for index in range(len(rows))]
     names = [f'<span style="color:{ALARM}">{row}</span>' if row == "anomalies" else row for row in rows]
@@ -238,12 +241,12 @@ def _timeline_axis(rows: Sequence[str], runs: int, domain: list[float]) -> dict[
     }
 
 
-def _bands(rows: Sequence[str], runs: int) -> Iterator[dict[str, Any]]:
+def _bands(rows: Sequence[str], runs: int) -> Iterator[Plotly]:
     for index, row in enumerate(rows):
         color = "#fef2f2" if row == "anomalies" else "#f9fafb" if index % 2 == 0 else "#ffffff"
         lane = _lane(runs)
-        place = {"xref": "x domain", "yref": "y", "x0": 0, "x1": 1, "y0": index * lane, "y1": (index + 1) * lane}
-        yield {"type": "rect", **place, "fillcolor": color, "line": {"width": 0}, "layer": "below"}
+        box = {"xref": "x domain", "yref": "y", "x0": 0, "x1": 1, "y0": index * lane, "y1": (index + 1) * lane}
+        yield {"type": "rect", **box, "fillcolor": color, "line": {"width": 0}, "layer": "below"}
 
 
 _AXIS = {
@@ -257,7 +260,7 @@ _AXIS = {
 }
 
 
-def _x_axis(anchor: str, title: bool) -> dict[str, Any]:
+def _x_axis(anchor: str, title: bool) -> Plotly:
     axis = {
         **_AXIS,
         "anchor": anchor,
@@ -276,7 +279,7 @@ def _x_axis(anchor: str, title: bool) -> dict[str, Any]:
     return axis
 
 
-def _layout(height: int, top: int) -> dict[str, Any]:
+def _layout(height: int, top: int) -> Plotly:
     return {
         "height": height,
         "margin": {"t": top, "b": BOTTOM, "l": LEFT, "r": RIGHT},
@@ -307,18 +310,19 @@ def _layout(height: int, top: int) -> dict[str, Any]:
 
 
 def _legend_lines(runs: Sequence[ReportedRun]) -> int:
-    """How many lines the names of the runs take, about."""
+    """The approximate number of lines that the names of the runs need."""
     return 1 + sum(60 + 8 * len(run.name) for run in runs) // LEGEND_WIDTH
 
 
-def _heading(name: str, unit: str, left: float, top: float) -> dict[str, Any]:
+def _heading(name: str, unit: str, left: float, top: float) -> Plotly:
     grey = f'  <span style="color:{MUTED};font-size:11px">{unit}</span>' if unit else ""
-    place = {"xref": "paper", "yref": "paper", "x": left, "y": top, "xanchor": "left", "yanchor": "bottom", "yshift": 6}
-    return {**place, "text": f"<b>{_text(name)}</b>{grey}", "showarrow": False, "font": {"size": 13, "color": INK}}
+    text = {"text": f"<b>{_text(name)}</b>{grey}", "showarrow": False, "font": {"size": 13, "color": INK}}
+    anchor = {"xref": "paper", "yref": "paper", "xanchor": "left", "yanchor": "bottom", "yshift": 6}
+    return {**anchor, "x": left, "y": top, **text}
 
 
-def _menus(roles: Sequence[int | None], panels: int, chosen: int) -> list[dict[str, Any]]:
-    """Buttons: how smooth the curves are, and how their values are spaced."""
+def _menus(roles: Sequence[int | None], panels: int, chosen: int) -> list[Plotly]:
+    """Buttons for the smoothing of the curves, and for a linear or logarithmic axis."""
     curves = [index for index, role in enumerate(roles) if role is not None]
     smooth = []
     for choice, label in enumerate(("no smoothing", *(name for name, _, _ in SMOOTHING))):
@@ -346,15 +350,15 @@ def _menus(roles: Sequence[int | None], panels: int, chosen: int) -> list[dict[s
     ]
 
 
-def _look(role: int, choice: int) -> dict[str, Any]:
-    """How a curve is seen, as it is (role 0) or smoothed, when a smoothing is chosen; 0 is none."""
+def _look(role: int, choice: int) -> Plotly:
+    """How a curve, unsmoothed (role 0) or smoothed, looks when a smoothing is chosen; choice 0 is no smoothing."""
     if role not in (0, choice):
-        return {"opacity": 0.0, "hoverinfo": "skip", "hovertemplate": ""}  # a template would undo the "skip"
+        return {"opacity": 0.0, "hoverinfo": "skip", "hovertemplate": ""}  # a template would override "skip"
     return {"opacity": 0.22 if choice and not role else 1.0, "hoverinfo": "all", "hovertemplate": HOVER}
 
 
 def _reach(runs: Sequence[ReportedRun]) -> float:
-    """How many iterations the runs span together."""
+    """The number of iterations that the runs span together."""
     first = min(run.record.first_iteration or 0 for run in runs)
     return float(max(run.record.iteration for run in runs) - first)
 
@@ -363,12 +367,12 @@ def _unit(name: str) -> str:
     return UNITS.get(name.partition(",")[0], "")
 
 
-def _whole(at: Any) -> Any:
+def _whole(at: Floats) -> NDArray[np.signedinteger]:
     return at.astype(np.int32 if at.max(initial=0) < 2**31 else np.int64)
 
 
 def _text(text: str) -> str:
-    """As plotly shows it to the letter: it reads a few tags and entities."""
+    """Escaped, since plotly interprets some tags and entities."""
     return escape(text, quote=False)
 
 

@@ -1,4 +1,4 @@
-"""What happened at one place of a run, as marks on a timeline; however many there are, they take little memory."""
+"""Marks on a run's timeline: what happened at an iteration. Their number, and their memory, is bounded."""
 
 from __future__ import annotations
 
@@ -20,13 +20,17 @@ LIMIT = 1000  # marks of one row and run
 
 @dataclass(slots=True)
 class Mark:
-    """Something that happened, once or several times in a row."""
+    """Something that happened once, or several times in a row.
+
+    >>> print(Mark(8, "epoch 1 completed", 24, count=3))
+    epoch 1 completed, and 2 more up to iteration 24
+    """
 
     iteration: int
     text: str
     last: int  # iteration of the last time
     count: int = 1
-    kind: str = ""  # what it is among the marks of its row, such as "failed", where that is to be seen
+    kind: str = ""  # decides its symbol, such as "failed"
 
     def __str__(self) -> str:
         if self.count == 1:
@@ -35,11 +39,11 @@ class Mark:
 
 
 class Marks:
-    """The marks of one row; neighbours become one where there are too many."""
+    """The marks of one row; neighbours are merged if there are too many."""
 
     def __init__(self) -> None:
         self._marks: list[Mark] = []
-        self._size = 1  # times that a mark stands for before the next one begins
+        self._size = 1  # occurrences per mark
 
     def __iter__(self) -> Iterator[Mark]:
         return iter(self._marks)
@@ -48,7 +52,7 @@ class Marks:
         return len(self._marks)
 
     def add(self, iteration: int, text: str, kind: str = "") -> Mark:
-        """One more, behind the others; gives the mark that stands for it."""
+        """Add an occurrence after the others; returns the mark that represents it."""
         mark = Mark(iteration, text, iteration, kind=kind)
         if self._size > 1 and self._marks[-1].count < self._size:
             return _joined(self._marks[-1], mark)

@@ -1,12 +1,12 @@
-"""The page round the figure: what each run is and how it ended, its best values, its settings and environment."""
+"""The page around the figure: a card for each run with its ending, the best values, settings and environment."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from html import escape
-from typing import Any
 
+from pulsetrain.engine.recording.log.records import Json
 from pulsetrain.report.curve import Curve
 from pulsetrain.report.facts import ABSENT, Row, compared, settings_of
 from pulsetrain.report.figure import ReportedRun
@@ -14,7 +14,7 @@ from pulsetrain.report.style import STYLE
 
 __all__ = ["page_of"]
 
-# Nothing but what stands in the page itself may be loaded, whatever a run's names hold.
+# The browser may load nothing but the page itself, whatever text the names in a run contain.
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
 LOWER = ("loss", "perplexity", "ppl", "error", "mae", "mse", "rmse", "bits_per_byte", "nll", "wer", "cer", "fid")
 HIGHER = (
@@ -22,7 +22,7 @@ HIGHER = (
     "r2",
 )  # fmt: skip
 SHOWN_DAMAGE = 12
-SHORT = 8  # rows of the best values that are shown at once
+SHORT = 8  # rows of best values: a longer table is folded
 STATES = {"completed": "completed", "stopped": "stopped", "failed": "failed", "open": "not ended"}
 
 
@@ -31,7 +31,7 @@ def page_of(runs: Sequence[ReportedRun], chart: str) -> str:
 
     Args:
         runs: the runs.
-        chart: the figure as HTML, with what draws it.
+        chart: the figure as HTML, with the script that draws it.
     """
     title = f"Report: {', '.join(run.name for run in runs)}"
     made = f"{datetime.now().astimezone():%Y-%m-%d %H:%M}"
@@ -48,15 +48,15 @@ def page_of(runs: Sequence[ReportedRun], chart: str) -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{POLICY}">\n'
         '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
         f"<title>{escape(title)}</title>\n<style>{STYLE}</style>\n</head>\n<body>\n<main>\n"
-        f'<header><h1>{escape(title)}</h1><p class="made">made {made}</p></header>\n'
+        f'<header><h1>{escape(title)}</h1><p class="made">written {made}</p></header>\n'
         + "\n".join(sections)
         + "\n</main>\n</body>\n</html>\n"
     )
 
 
 HINT = (
-    "Drag over any chart to zoom all of them, double-click to go back. A click on a run in the legend hides it, "
-    "a double click shows it alone."
+    "Drag over any chart to zoom all charts; double-click to reset. Click a run in the legend to hide it; double-click "
+    "it to show only that run."
 )
 
 
@@ -66,14 +66,14 @@ def _damage(runs: Sequence[ReportedRun]) -> Iterator[str]:
         items = "".join(f"<li><b>{escape(name)}</b>: {escape(damage)}</li>" for name, damage in found[:SHOWN_DAMAGE])
         if len(found) > SHOWN_DAMAGE:
             items += f"<li>and {len(found) - SHOWN_DAMAGE:,} more parts</li>"
-        yield f'<div class="damage"><b>Damaged: what could not be read is missing below.</b><ul>{items}</ul></div>'
+        yield f'<div class="damage"><b>The log is damaged; these parts are missing below:</b><ul>{items}</ul></div>'
 
 
 def _card(run: ReportedRun, runs: Sequence[ReportedRun]) -> str:
     record, facts = run.record, run.facts
-    state, why = record.ending or ("open", "still going, killed, or cut off: the log has no end")
-    where = f"epoch {record.epoch:,}, iteration {record.iteration:,}"
-    rows = [("ended" if record.ending else "last seen", f"{where}: {why}" if record.ending else f"{where}; {why}")]
+    state, why = record.ending or ("open", "still running, killed, or the log was cut off")
+    at = f"epoch {record.epoch:,}, iteration {record.iteration:,}"
+    rows = [("ended" if record.ending else "last event", f"{at}: {why}" if record.ending else f"{at}; {why}")]
     if record.times is not None:
         first, last = (datetime.fromtimestamp(each / 1e9, UTC).astimezone() for each in record.times)
         rows.append(("time", f"{first:%Y-%m-%d %H:%M} to {last:%Y-%m-%d %H:%M}, {_duration(record.times)}"))
@@ -90,19 +90,19 @@ def _card(run: ReportedRun, runs: Sequence[ReportedRun]) -> str:
     )
 
 
-def _lineage(parent: Mapping[str, Any], runs: Sequence[ReportedRun]) -> str:
-    """Where a run comes from; a run of this report by its name there."""
-    place = str(parent["run"])
-    name = next((run.name for run in runs if str(run.record.folder.resolve()) == place), place)
+def _lineage(parent: Mapping[str, Json], runs: Sequence[ReportedRun]) -> str:
+    """The run that this one was forked from; by its name in the report if it has one."""
+    folder = str(parent["run"])
+    name = next((run.name for run in runs if str(run.record.folder.resolve()) == folder), folder)
     iteration = parent.get("iteration")
     at = f" at iteration {iteration:,}" if isinstance(iteration, int) else ""
-    changed = parent.get("changed")
-    told = f"; changed: {'; '.join(map(str, changed))}" if isinstance(changed, list) and changed else ""
-    return f"forked from {name}{at}{told}"
+    settings = parent.get("changed")
+    changed = f"; changed: {'; '.join(map(str, settings))}" if isinstance(settings, list) and settings else ""
+    return f"forked from {name}{at}{changed}"
 
 
 def _best(runs: Sequence[ReportedRun]) -> Iterator[str]:
-    """A table of the best value of each metric of validations and rollouts, with the best of all runs marked."""
+    """A table of the best value of each validation and rollout metric; the best of all runs is marked."""
     validated = dict.fromkeys(name for run in runs for name in run.record.validated)
     names = validated | dict.fromkeys(name for run in runs for name in run.record.rolled_out)
     rows = []
@@ -145,9 +145,11 @@ def _extreme(curve: Curve | None, which: str) -> tuple[float, int] | None:
 
 def _table(title: str, runs: Sequence[ReportedRun], rows: Sequence[Row]) -> str:
     if not rows:
-        return f'<section><h2>{title}</h2><p class="hint">The run folder does not say.</p></section>'
+        return f'<section><h2>{title}</h2><p class="hint">Not in the run folder.</p></section>'
     differing = sum(row.differs for row in rows)
-    note = f" <small>{differing} of {len(rows)} differ, and come first</small>" if len(runs) > 1 else ""
+    equal = f"all {len(rows)} are equal"
+    difference = f"{differing} of {len(rows)} differ and are listed first" if differing else equal
+    note = f" <small>{difference}</small>" if len(runs) > 1 else ""
     body = [
         f'<tr{" class=differs" if row.differs else ""}><th scope="row">{escape(row.key)}</th>'
         + "".join(f"<td>{escape(value)}</td>" for value in row.values)

@@ -1,4 +1,4 @@
-"""What a report tells of one run, gathered from its log in one pass, in memory that does not grow with the run."""
+"""The curves and marks of one run, read from its log in one pass, in memory that does not grow with the run."""
 
 from __future__ import annotations
 
@@ -6,30 +6,29 @@ import math
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from pulsetrain.engine.errors import RecordingError
 from pulsetrain.engine.events.names import Events
 from pulsetrain.engine.recording import EventLog, LoggedEvent
 from pulsetrain.engine.recording.log.non_finite import NON_FINITE
-from pulsetrain.report.curve import Curve
+from pulsetrain.engine.recording.log.records import Json
+from pulsetrain.export.event_formats import format_error, format_rows
+from pulsetrain.report.curve import Curve, Floats
 from pulsetrain.report.marks import ROWS, Mark, Marks
 
 __all__ = ["EACH_ITERATION", "RATES", "RunRecord"]
 
-EACH_ITERATION = "each iteration"  # end of the names of what every iteration's output holds
+EACH_ITERATION = "each iteration"  # ends the names of values in the outputs of iterations
 RATES = ("samples_per_second", "tokens_per_second")
-_AT_A_BOUND = re.compile(r"max_\w+=.* was reached")  # a reason to end that was planned
-_OF_THE_OPTIMIZER = ("learning_rate", "grad_norm")  # every update's own, where it is known, and not the logged ones
-
-Add = Callable[[int, float], None]
+_AT_A_LIMIT = re.compile(r"max_\w+=.* was reached")  # a planned reason to terminate
+_PER_UPDATE = ("learning_rate", "grad_norm")  # taken from every update if recorded, and else from logged metrics
 
 
 class RunRecord:
     """The curves and marks of a run, and how it ended.
 
     Args:
-        log: its log, of which superseded events are left out.
+        log: the run's log; superseded events are left out.
 
     Raises:
         RecordingError: the log holds no event.
@@ -37,33 +36,33 @@ class RunRecord:
 
     def __init__(self, log: EventLog) -> None:
         self.log = log
-        self.folder: Path = log.folder.parent if log.folder.name == "events" else log.folder
+        self.folder: Path = log.run_folder
         if not log.engines:
             damaged = f"; damaged: {log.damage[0]}" if log.damage else ""
             raise RecordingError(
-                f"{log.folder}: the log holds no event{damaged}; name a run that has begun under an EventRecorder"
+                f"{log.folder}: the log holds no event{damaged}; name a run that has started with an EventRecorder"
             )
         self.engine = log.main_engine
         self.curves: dict[str, Curve] = {}
-        self.validated: dict[str, None] = {}  # names of metrics that validations gave, in their order
-        self.rolled_out: dict[str, None] = {}  # those that rollouts gave
+        self.validated: dict[str, None] = {}  # names of validation metrics, in order
+        self.rolled_out: dict[str, None] = {}  # names of rollout metrics
         self.marks = {row: Marks() for row in ROWS}
         self.iteration = self.epoch = 0
         self.first_iteration: int | None = None
         self.times: tuple[int, int] | None = None  # ns since 1970, of the first event and the last
         self.ending: tuple[str, str] | None = None  # "completed", "stopped" or "failed", and why
-        # state.metrics behind epochs, where nothing else tells of them: of this engine, and of others
-        self._behind_epochs: tuple[dict[str, Curve], dict[str, Curve]] = ({}, {})
-        self._streaks: dict[str, Mark] = {}  # of values that are not finite now
+        # state.metrics after epochs, for names without another source: of this engine, and of others
+        self._after_epochs: tuple[dict[str, Curve], dict[str, Curve]] = ({}, {})
+        self._streaks: dict[str, Mark] = {}  # curves whose latest values are not finite
         self._groups: list[Curve] = []  # learning rates
-        self._gather()
+        self._read_log()
 
     @property
     def damage(self) -> list[str]:
-        """What could not be read."""
+        """The damaged parts of the log."""
         return [str(damage) for damage in self.log.damage]
 
-    def _gather(self) -> None:
+    def _read_log(self) -> None:
         of_the_engine: dict[str, Callable[[LoggedEvent], None]] = {
             Events.ITERATION_COMPLETED.value: self._on_iteration,
             Events.GRADIENTS_READY.value: self._on_gradients,
@@ -100,9 +99,10 @@ class RunRecord:
             elif (handle := of_any.get(event.event)) is not None:
                 handle(event)
         self.times = (first, last) if first else None
-        self._take_learning_rates()
-        own, others = self._behind_epochs
-        for name, curve in {**own, **({} if self.validated else others)}.items():  # else validations say the same
+        self._add_learning_rates()
+        own, others = self._after_epochs
+        # validations repeat the metrics of other engines under their own names
+        for name, curve in {**own, **({} if self.validated else others)}.items():
             self.curves.setdefault(name, curve)
         for curve in self.curves.values():
             curve.settle()
@@ -123,14 +123,14 @@ class RunRecord:
 
     def _on_gradients(self, event: LoggedEvent) -> None:
         if type(event.payload) is dict:
-            # fired before the iteration's end, and of its batch
+            # published before the end of its iteration
             self._put("grad_norm", event.payload.get("grad_norm"))
 
     def _on_metrics(self, event: LoggedEvent) -> None:
         for name, value in _metrics(event.payload).items():
             if event.engine != self.engine:
                 name = f"{event.engine}: {name}"
-            elif name in _OF_THE_OPTIMIZER and (name in self.curves or (self._groups and name == "learning_rate")):
+            elif name in _PER_UPDATE and (name in self.curves or (self._groups and name == "learning_rate")):
                 continue
             self._put(name, value)
 
@@ -141,7 +141,7 @@ class RunRecord:
         self._mark("rollouts", f"rollout: {self._put_round(event, self.rolled_out)}")
 
     def _put_round(self, event: LoggedEvent, names: dict[str, None]) -> str:
-        """Its metrics as curves, and their names among these; gives what a mark tells of them."""
+        """Add its metrics to the curves, and their names to `names`; returns the text of its mark."""
         metrics = _metrics(event.payload)
         for name, value in metrics.items():
             name = name if event.engine == self.engine else f"{event.engine}: {name}"
@@ -154,13 +154,13 @@ class RunRecord:
             self._mark("epochs", f"epoch {event.epoch:,} completed")
         for name, value in (event.metrics if type(event.metrics) is dict else {}).items():
             if event.engine != self.engine:
-                self._put(f"{event.engine}: {name}", value, self._behind_epochs[1])
+                self._put(f"{event.engine}: {name}", value, self._after_epochs[1])
             elif name not in self.validated:
-                self._put(name, value, self._behind_epochs[0])
+                self._put(name, value, self._after_epochs[0])
 
     def _on_started(self, event: LoggedEvent) -> None:
         self.ending = None
-        self._mark("start and end", "started" if not event.iteration else "went on")
+        self._mark("start and end", "started" if not event.iteration else "resumed")
 
     def _on_epoch_started(self, event: LoggedEvent) -> None:
         self._mark("epochs", f"epoch {event.epoch:,} started")
@@ -173,7 +173,7 @@ class RunRecord:
     def _on_terminate(self, event: LoggedEvent) -> None:
         reason = event.payload.get("reason") if type(event.payload) is dict else None
         text = str(reason or "no reason was given")
-        kind = "completed" if _AT_A_BOUND.fullmatch(text) else "stopped"
+        kind = "completed" if _AT_A_LIMIT.fullmatch(text) else "stopped"
         self.ending = (kind, text)
         self._mark("start and end", f"{kind}: {text}", kind=kind)
 
@@ -194,12 +194,12 @@ class RunRecord:
 
     def _on_loaded(self, event: LoggedEvent) -> None:
         path = event.payload.get("path", "") if type(event.payload) is dict else ""
-        self._mark("start and end", f"goes on from checkpoint {Path(str(path)).name}")
+        self._mark("start and end", f"loaded checkpoint {Path(str(path)).name}")
 
     def _on_exception(self, event: LoggedEvent) -> None:
-        where = "" if event.engine == self.engine else f" in {event.engine}"
+        engine = "" if event.engine == self.engine else f" in {event.engine}"
         text = _error(event.payload)
-        self._mark("anomalies", f"exception{where}: {text}")
+        self._mark("anomalies", f"exception{engine}: {text}")
         if event.engine == self.engine:
             self.ending = ("failed", text)
             self._mark("start and end", f"failed: {text}", kind="failed")
@@ -213,18 +213,18 @@ class RunRecord:
     def _on_anomaly(self, event: LoggedEvent) -> None:
         found = event.payload if type(event.payload) is dict else {}
         rows = found.get("batch_indices") or ()
-        batch = f", batch rows {', '.join(map(str, rows[:8]))}{' ...' if len(rows) > 8 else ''}" if rows else ""
+        batch = f", batch {format_rows(rows, limit=8)}" if rows else ""
         self._mark("anomalies", f"{found.get('kind')}: {_number(found.get('value'))}{batch}")
 
     def _on_preempted(self, event: LoggedEvent) -> None:
         signal = event.payload.get("signal") if type(event.payload) is dict else None
-        self._mark("start and end", f"asked to stop by {signal}")
+        self._mark("start and end", f"received {signal}")
 
-    def _mark(self, row: str, text: str, iteration: Any = None, kind: str = "") -> Mark:
+    def _mark(self, row: str, text: str, iteration: object = None, kind: str = "") -> Mark:
         return self.marks[row].add(iteration if isinstance(iteration, int) else self.iteration, text, kind)
 
-    def _put(self, name: str, value: Any, curves: dict[str, Curve] | None = None) -> None:
-        """A value of a curve; one that is not finite is a gap in it, and a mark where it begins."""
+    def _put(self, name: str, value: Json, curves: dict[str, Curve] | None = None) -> None:
+        """Add a value to a curve; a non-finite value is a gap, and the first of several in a row gets a mark."""
         curves = self.curves if curves is None else curves
         kind = type(value)
         if kind is float or kind is int:
@@ -234,7 +234,7 @@ class RunRecord:
             if curves is self.curves:
                 self._note_non_finite(name, value)
             value = math.nan
-        else:  # text, a list, or lost on a device
+        else:  # text, a list, or a value that was lost on a device
             return
         curve = curves.get(name)
         if curve is None:
@@ -248,8 +248,8 @@ class RunRecord:
         else:
             streak.last, streak.count = self.iteration, streak.count + 1
 
-    def _take_learning_rates(self) -> None:
-        """One curve for each group of parameters that has rates of its own."""
+    def _add_learning_rates(self) -> None:
+        """Add a curve for each parameter group whose rates differ from those of the groups before."""
         found: list[Curve] = []
         for curve in self._groups:
             at, rates = curve.points()
@@ -259,24 +259,20 @@ class RunRecord:
             self.curves["learning_rate" if number == 0 else f"learning_rate, group {number}"] = curve
 
 
-def _same(at: Any, values: Any, other: tuple[Any, Any]) -> bool:
+def _same(at: Floats, values: Floats, other: tuple[Floats, Floats]) -> bool:
     return at.shape == other[0].shape and bool((at == other[0]).all()) and bool((values == other[1]).all())
 
 
-def _metrics(payload: Any) -> Mapping[str, Any]:
+def _metrics(payload: Json) -> Mapping[str, Json]:
     metrics = payload.get("metrics") if type(payload) is dict else None
     return metrics if type(metrics) is dict else {}
 
 
-def _error(payload: Any) -> str:
-    error = payload.get("error") if type(payload) is dict else payload
-    if type(error) is not dict:
-        return str(error)
-    kind, message = str(error.get("__type__", "")).rpartition(".")[2], str(error.get("message", ""))
-    return f"{kind}: {message}" if message else kind
+def _error(payload: Json) -> str:
+    return format_error(payload.get("error") if type(payload) is dict else payload)
 
 
-def _number(value: Any) -> str:
+def _number(value: Json) -> str:
     if type(value) is str and value in NON_FINITE:
         return "NaN" if value == "NaN" else f"{'minus ' if value[0] == '-' else ''}infinite"
     return f"{value:.6g}" if isinstance(value, int | float) else str(value)

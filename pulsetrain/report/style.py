@@ -1,4 +1,4 @@
-"""How the page looks."""
+"""The style sheet of the page."""
 
 __all__ = ["STYLE"]
 

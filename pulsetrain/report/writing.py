@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 from pulsetrain.engine.errors import ConfigurationError, RunFolderError
 from pulsetrain.engine.recording import EventLog
 from pulsetrain.handlers.run_files.run_folder import replace_file
 from pulsetrain.report.facts import read_facts
-from pulsetrain.report.figure import PALETTE, ReportedRun, figure_of
+from pulsetrain.report.figure import PALETTE, Plotly, ReportedRun, figure_of
 from pulsetrain.report.page import page_of
 from pulsetrain.report.record import RunRecord
 
@@ -29,7 +28,7 @@ class Report:
     path: Path
     bytes: int
     curves: int  # of all runs together
-    damage: tuple[str, ...]  # what could not be read, with the run's name; the page says so, too
+    damage: tuple[str, ...]  # damaged parts of the logs, with the run's name; the page lists them, too
 
 
 def write_report(
@@ -38,27 +37,27 @@ def write_report(
     *,
     force: bool = False,
 ) -> Report:
-    """Write one HTML page about recorded runs, which needs no network: curves, a timeline, settings and environment.
+    """Write one HTML page about recorded runs: curves, a timeline, settings and environment. It needs no network.
 
     Each log is read once, in memory that does not grow with it. Curves of more than 2,000 points are drawn with the
-    least and the greatest value of each stretch. Nothing in the runs' folders is changed; `into` may be a run's own
+    least and the greatest value of each interval. The run folders are only read, but `into` may be a run's own
     report.html.
 
     Args:
-        runs: run folders, overlaid.
+        runs: run folders, drawn over each other.
         into: the file.
-        force: write over a file that is there.
+        force: overwrite an existing file.
 
     Raises:
         RecordingError: a folder holds no log, or one without events.
-        RunFolderError: the file is there already, or cannot be written.
-        ConfigurationError: plotly is not installed, no run is named, or one twice.
+        RunFolderError: the file exists, or cannot be written.
+        ConfigurationError: plotly is not installed, no run is named, or one is named twice.
     """
     folders = [Path(runs)] if isinstance(runs, str | os.PathLike) else [Path(run) for run in runs]
     names = _names(folders)
     logs = [EventLog(folder) for folder in folders]
     path = Path(into)
-    _check_place(path, folders, force)
+    _check_target(path, folders, force)
     draw = _plotly()
     found = []
     for index, (name, log) in enumerate(zip(names, logs, strict=True)):
@@ -76,39 +75,39 @@ def write_report(
 
 
 def _names(folders: Sequence[Path]) -> list[str]:
-    """The folders' own names; with what stands before them where two have one name."""
+    """The folders' own names; whole paths if two have the same name."""
     if not folders:
         raise ConfigurationError("report(runs=[]): names no run; name at least one run folder")
-    places = [folder.resolve() for folder in folders]
-    for index, place in enumerate(places):
-        if place in places[:index]:
+    paths = [folder.resolve() for folder in folders]
+    for index, path in enumerate(paths):
+        if path in paths[:index]:
             raise ConfigurationError(f"report(runs=...): {folders[index]} is named twice; name each run once")
-    names = [place.name or str(place) for place in places]
+    names = [path.name or str(path) for path in paths]
     return [name if names.count(name) == 1 else str(folder) for name, folder in zip(names, folders, strict=True)]
 
 
-def _check_place(path: Path, folders: Sequence[Path], force: bool) -> None:
-    """Before minutes of reading: whether the file may be written there."""
-    place = f"report(into={str(path)!r})"
+def _check_target(path: Path, folders: Sequence[Path], force: bool) -> None:
+    """Raise if the file cannot be written; called before the logs are read, which may take minutes."""
+    argument = f"report(into={str(path)!r})"
     if path.is_dir():
-        raise RunFolderError(f"{place}: is a folder; name a file in it, such as {path / NAME}")
+        raise RunFolderError(f"{argument}: is a folder; name a file in it, such as {path / NAME}")
     if not path.parent.is_dir():
-        raise RunFolderError(f"{place}: {path.parent} is no folder; make it first, or choose another file")
+        raise RunFolderError(f"{argument}: {path.parent} is not a folder; create it first, or choose another file")
     inside = [folder for folder in folders if folder.resolve() in path.resolve().parents]
     if inside and path.resolve() != inside[0].resolve() / NAME:
         raise RunFolderError(
-            f"{place}: lies in the run {inside[0]}, whose files stay as they are; choose another, or {inside[0] / NAME}"
+            f"{argument}: is in the run {inside[0]}, which is only read; choose another file, or {inside[0] / NAME}"
         )
     if path.exists() and not force:
-        raise RunFolderError(
-            f"{place}: is there already; choose another file, or write over it with --force (force=True)"
-        )
+        raise RunFolderError(f"{argument}: exists; choose another file, or overwrite it with --force (force=True)")
     if not os.access(path.parent, os.W_OK):
-        raise RunFolderError(f"{place}: {path.parent} cannot be written; choose another folder or mend its permissions")
+        raise RunFolderError(
+            f"{argument}: {path.parent} cannot be written; choose another folder or fix its permissions"
+        )
 
 
-def _plotly() -> Any:
-    """What makes HTML of a figure.
+def _plotly() -> Callable[[Plotly], str]:
+    """The function that renders a figure as HTML.
 
     Raises:
         ConfigurationError: plotly is not installed.
@@ -117,10 +116,10 @@ def _plotly() -> Any:
         graphs, io = import_module("plotly.graph_objects"), import_module("plotly.io")
     except ImportError as error:
         raise ConfigurationError(
-            f"report(): needs a package that is not there ({error}); pip install 'pulsetrain[report]'"
+            f"report(): needs a package that is not installed ({error}); pip install 'pulsetrain[report]'"
         ) from error
 
-    def draw(figure: dict[str, Any]) -> str:
+    def draw(figure: Plotly) -> str:
         config = {
             "responsive": True,
             "displaylogo": False,

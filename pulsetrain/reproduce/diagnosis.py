@@ -59,7 +59,12 @@ def _from_start(evidence: Evidence) -> list[Cause]:
     if not evidence.changed_at_start:
         return []
     parts = " and ".join(evidence.changed_at_start)
-    return [Cause("weights", f"the checkpoint's {parts} differ from those that the run had there: it was replaced")]
+    return [
+        Cause(
+            "weights",
+            f"the checkpoint's {parts} differ from those that the run had there: it is damaged or was replaced",
+        )
+    ]
 
 
 def _from_event(evidence: Evidence) -> list[Cause]:

@@ -285,6 +285,17 @@ def read_ranks(path: str | Path, **query: Unpack[ReadOptions]) -> Iterator[tuple
 
     Events of other engines during an iteration, such as those of a validation, stay with that iteration.
 
+    >>> import tempfile
+    >>> from pulsetrain.engine.recording import LogWriter
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     for rank in (0, 1):
+    ...         writer = LogWriter(Path(folder), rank)
+    ...         for i in range(2):
+    ...             writer.add(LoggedEvent(ord=i, engine="trainer", iteration=i + 1, seq=i))
+    ...         writer.close()
+    ...     [(event.iteration, rank) for rank, event in read_ranks(folder)]
+    [(1, 0), (1, 1), (2, 0), (2, 1)]
+
     Args:
         path: a run folder, or its folder `events`.
         query: as for `EventLog.read`.

@@ -10,18 +10,9 @@ import msgspec
 from pulsetrain.engine.errors import RecordingError
 
 __all__ = [
-    "ENCODING_ERRORS",
-    "MEASURED",
-    "Json",
-    "LoggedEvent",
-    "decode",
-    "deterministic",
-    "deterministic_parts",
-    "encode",
-    "encoded",
-    "merge_measured",
-    "pop_measured",
-]
+    "ENCODING_ERRORS", "MEASURED", "Json", "LoggedEvent", "decode", "deterministic", "deterministic_parts", "encode",
+    "encoded", "merge_measured", "pop_measured",
+]  # fmt: skip
 
 Json: TypeAlias = Any  # a value that JSON can hold; readers index it freely, and a union would make each one cast
 

@@ -1,4 +1,4 @@
-"""Checkpoints on disk: whole or absent, checked when read, pruned after the new one is durable."""
+"""Checkpoints on disk: complete or absent, checked when read, pruned after the new one is durable."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def names(manager: CheckpointManager) -> list[str]:
     return [path.name for path in manager.valid()]
 
 
-def test_what_is_saved_is_what_is_loaded(tmp_path: Path):
+def test_a_checkpoint_is_loaded_as_it_was_saved(tmp_path: Path):
     manager = CheckpointManager(tmp_path)
     loaded = manager.load(manager.save(STATE, "first"))
     assert torch.equal(loaded.pop("weights"), STATE["weights"])
@@ -117,7 +117,7 @@ def test_a_reader_that_a_writer_overtakes_finds_what_the_writer_has_written(
     newer: list[Path] = []
 
     def overtaken(folder: Path) -> str | None:
-        if not newer:  # between the reader's look at the folder and at the checkpoint
+        if not newer:  # after the reader listed the folder, before it opens the checkpoint
             newer.append(writer.save(STATE))
         return damage_of(folder)
 
@@ -205,7 +205,7 @@ def test_a_disk_that_fills_inside_a_tensor_is_an_os_error_too(tmp_path: Path):
 
 def test_the_order_is_that_of_writing_whatever_the_steps(tmp_path: Path):
     manager = CheckpointManager(tmp_path, keep_last_n=9)
-    steps = [20, 50, 60, 30, 50, 40]  # gone on with behind step 20, twice
+    steps = [20, 50, 60, 30, 50, 40]  # resumed after step 20, twice
     paths = [manager.save(STATE, "c", step=step) for step in steps]
     assert manager.valid() == paths
     assert manager.get_latest() == paths[-1]
@@ -245,7 +245,7 @@ def test_one_whose_manifest_cannot_be_read_is_below_and_is_said_to_be_passed_ove
     ]
 
 
-def test_an_ordinal_that_is_no_number_is_damage(tmp_path: Path):
+def test_an_ordinal_that_is_not_an_integer_is_damage(tmp_path: Path):
     path = CheckpointManager(tmp_path).save(STATE)
     relabel(path, ordinal="7")
     with pytest.raises(CheckpointError, match="its ordinal is '7'"):
@@ -286,7 +286,7 @@ def test_a_newer_format_says_so(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "../x", "a b"])
-def test_a_name_that_is_no_folder_name_is_refused(name: str, tmp_path: Path):
+def test_an_invalid_folder_name_is_refused(name: str, tmp_path: Path):
     with pytest.raises(ConfigurationError, match="letters"):
         CheckpointManager(tmp_path).save(STATE, name)
 

@@ -1,4 +1,4 @@
-"""What a checkpoint may hold: it is loaded as it was, and what could not be is refused before anything is written."""
+"""Values that a checkpoint may hold are loaded unchanged; others are refused before anything is written."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_no_code_is_run_by_loading(tmp_path: Path):
     vouch(path)
     with pytest.raises(CheckpointError, match=r"state\.pt: cannot be loaded: .*system") as caught:
         manager.load(path)
-    assert "weights_only" not in str(caught.value)  # torch's advice is to run it
+    assert "weights_only" not in str(caught.value)  # torch advises to run it
     assert not (tmp_path / "ran").exists()
 
 
@@ -105,7 +105,7 @@ def circle() -> list[Any]:
     ],
     ids=lambda value: type(value).__name__,
 )
-def test_what_could_not_be_loaded_is_refused_by_its_place_before_anything_is_written(
+def test_values_that_could_not_be_loaded_are_refused_by_path_before_anything_is_written(
     value: Any, says: str, tmp_path: Path
 ):
     with pytest.raises(CheckpointError, match=says):
@@ -149,6 +149,6 @@ def test_a_modules_versions_and_parameters_survive(tmp_path: Path):
 
 
 @given(value=PLAIN)
-def test_what_is_accepted_is_loaded_as_it_was(value: Any, tmp_path_factory: pytest.TempPathFactory):
+def test_accepted_values_are_loaded_unchanged(value: Any, tmp_path_factory: pytest.TempPathFactory):
     manager = CheckpointManager(tmp_path_factory.mktemp("c"))
     assert repr(manager.load(manager.save({"x": value}))["x"]) == repr(value)

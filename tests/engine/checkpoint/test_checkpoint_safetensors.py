@@ -1,4 +1,4 @@
-"""The form whose arrays other tools read: what is loaded is what was saved, and the file is one of safetensors'."""
+"""The safetensors form: states are loaded as they were saved, and other tools can read the file."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ def header(path: Path) -> dict[str, Any]:
 
 
 @given(value=PLAIN)
-def test_what_is_accepted_is_loaded_as_it_was(value: Any, tmp_path_factory: pytest.TempPathFactory):
+def test_accepted_values_are_loaded_unchanged(value: Any, tmp_path_factory: pytest.TempPathFactory):
     assert same(back({"x": value}, tmp_path_factory.mktemp("c"))["x"], value)
 
 
 @given(values=st.lists(TENSORS, max_size=4))
-def test_tensors_are_loaded_to_the_bit(values: list[torch.Tensor], tmp_path_factory: pytest.TempPathFactory):
+def test_tensors_are_loaded_bit_for_bit(values: list[torch.Tensor], tmp_path_factory: pytest.TempPathFactory):
     loaded = back({"x": values, "y": dict(enumerate(values))}, tmp_path_factory.mktemp("c"))
     assert same(loaded["x"], values)
     assert same(loaded["y"], dict(enumerate(values)))
@@ -129,7 +129,7 @@ def test_arrays_have_the_names_of_their_places(tmp_path: Path):
     assert names == {"model/hidden/kernel", "optimizer/state/0/mu", "history/train/loss"}
 
 
-def test_places_of_one_name_do_not_collide(tmp_path: Path):
+def test_equal_paths_do_not_collide(tmp_path: Path):
     state = {
         "a/b": torch.tensor(1), "a": {"b": torch.tensor(2), "b~2": torch.tensor(3)}, "": {"": torch.tensor(4)},
         "/": torch.tensor(5), "__metadata__": torch.tensor(6), "keys": {0: torch.tensor(7), "0": torch.tensor(8)},
@@ -145,7 +145,7 @@ def test_places_of_one_name_do_not_collide(tmp_path: Path):
 
 
 @given(values=st.lists(TENSORS, max_size=5))
-def test_the_package_reads_what_is_written_by_mapping_and_from_bytes(
+def test_the_safetensors_package_reads_our_files_mapped_and_from_bytes(
     values: list[torch.Tensor], tmp_path_factory: pytest.TempPathFactory
 ):
     torch_form = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
@@ -154,7 +154,7 @@ def test_the_package_reads_what_is_written_by_mapping_and_from_bytes(
     assert mapped.keys() == parsed.keys() == {f"x/{index}" for index in range(len(values))}
     for index, value in enumerate(values):
         expected = value.detach()
-        if value.dtype is torch.complex128:  # which safetensors has not: its bytes
+        if value.dtype is torch.complex128:  # not supported by safetensors: stored as its bytes
             expected = expected.contiguous().unsqueeze(-1).view(torch.uint8)
         assert same(mapped[f"x/{index}"], expected)
         assert same(parsed[f"x/{index}"], expected)
@@ -193,7 +193,7 @@ def test_what_the_package_writes_is_read(arrays: dict[str, torch.Tensor]):
     ],
     ids=["sparse", "meta", "set"],
 )
-def test_what_it_cannot_hold_is_refused_by_its_place_before_anything_is_written(value: Any, says: str, tmp_path: Path):
+def test_unsupported_values_are_refused_by_path_before_anything_is_written(value: Any, says: str, tmp_path: Path):
     with pytest.raises(CheckpointError, match=says):
         save({"x": value}, tmp_path)
     assert list(tmp_path.iterdir()) == []
@@ -248,7 +248,7 @@ def written(folder: Path) -> tuple[Path, bytes]:
         (b'\\"dict\\"', b'\\"dikt\\"', "it holds values of an unknown kind: dikt"),
     ],
 )
-def test_a_file_that_does_not_fit_together_says_why(old: bytes, new: bytes, says: str, tmp_path: Path):
+def test_an_inconsistent_file_is_reported_with_the_reason(old: bytes, new: bytes, says: str, tmp_path: Path):
     path, content = written(tmp_path)
     assert content.count(old) == 1
     state_file(path).write_bytes(content.replace(old, new))
@@ -260,7 +260,7 @@ def test_a_file_that_does_not_fit_together_says_why(old: bytes, new: bytes, says
 
 
 @pytest.mark.parametrize(("change", "says"), [(b"\x00", "bytes follow its last array"), (b"", "ends too early")])
-def test_a_file_of_another_length_says_so(change: bytes, says: str, tmp_path: Path):
+def test_a_file_of_the_wrong_length_is_reported(change: bytes, says: str, tmp_path: Path):
     path, content = written(tmp_path)
     state_file(path).write_bytes(content + change if change else content[:-1])
     vouch(path)
@@ -300,4 +300,4 @@ def test_neither_writing_nor_reading_makes_bytes_of_the_arrays(tmp_path: Path):
     read = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert same(loaded, state)
-    assert max(written, read) < 2 * each  # of it one for the buffer of the file that is written
+    assert max(written, read) < 2 * each  # one of them for the buffer of the written file

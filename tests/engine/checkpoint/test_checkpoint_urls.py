@@ -1,4 +1,4 @@
-"""Checkpoints behind URLs: the manifest, written last, is what commits; every step of a save may be the last one."""
+"""Checkpoints at URLs: writing the manifest last commits them; a save may be interrupted at every step."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def damage(url: CheckpointUrl, file: str) -> None:
 
 
 @pytest.mark.parametrize(("form", "file"), [("torch", "state.pt"), ("safetensors", "state.safetensors")])
-def test_what_is_saved_is_what_is_loaded(url: CheckpointUrl, form: Form, file: str):
+def test_a_checkpoint_is_loaded_as_it_was_saved(url: CheckpointUrl, form: Form, file: str):
     manager = CheckpointManager(url)
     path = manager.save(STATE, "first", step=4, form=form)
     assert path == f"{url}/000000004-first"
@@ -85,13 +85,13 @@ def test_the_last_ones_and_the_best_stay(url: CheckpointUrl):
     assert manager.save(STATE, "c", step=5).name == "000000005-c~2"
 
 
-def test_an_empty_place_has_neither_a_latest_nor_a_best(url: CheckpointUrl):
+def test_an_empty_location_has_neither_a_latest_nor_a_best(url: CheckpointUrl):
     manager = CheckpointManager(url)
     assert (manager.get_latest(), manager.get_best(), manager.valid()) == (None, None, [])
 
 
 @pytest.mark.parametrize("file", ["state.pt", "manifest.json"])
-def test_damage_is_noticed_and_passed_over(file: str, url: CheckpointUrl):
+def test_damaged_checkpoints_are_noticed_and_skipped(file: str, url: CheckpointUrl):
     manager = CheckpointManager(url)
     older, newer = manager.save(STATE), manager.save(STATE)
     damage(newer, file)
@@ -144,7 +144,7 @@ def test_a_save_cut_before_any_of_its_calls_leaves_the_checkpoint_before_it(
         assert best == previous
         previous = CheckpointManager(url).save(STATE, is_best=True)
     assert announced
-    assert calls >= 3  # the state, the manifest, the note of the best
+    assert calls >= 3  # the state, the manifest, the pointer to the best
 
 
 def test_a_reader_that_comes_in_the_middle_of_a_delete_sees_no_half_checkpoint(
@@ -157,10 +157,10 @@ def test_a_reader_that_comes_in_the_middle_of_a_delete_sees_no_half_checkpoint(
     seen: list[list[str]] = []
 
     def one_by_one(self: Any, path: str, recursive: bool = False) -> None:
-        for file in sorted(self.find(path), reverse=True):  # state.pt before manifest.json: in no order to rely on
+        for file in sorted(self.find(path), reverse=True):  # state.pt before manifest.json: the order is not guaranteed
             self.rm_file(file)
             reader = CheckpointManager(url)
-            assert reader.valid() == find_checkpoints(url)  # what is left of it counts for nothing
+            assert reader.valid() == find_checkpoints(url)  # the remaining files are ignored
             seen.append([each.name for each in reader.valid()])
         real(self, path, recursive=recursive)
 
@@ -178,14 +178,14 @@ def test_without_a_manifest_it_does_not_count_and_the_first_save_removes_it(url:
     reader = CheckpointManager(url)
     assert reader.valid() == find_checkpoints(url) == [good]
     assert reader.get_latest() == good
-    assert store.exists(half)  # a reader removes nothing: it may be under way
+    assert store.exists(half)  # a reader removes nothing: a writer may be writing it
     new = CheckpointManager(url).save(STATE)
     assert not store.exists(half)
     assert find_checkpoints(url) == [good, new]
     assert new.name == "000000002-checkpoint"
 
 
-def test_one_that_is_missing_says_what_is_there(url: CheckpointUrl):
+def test_a_missing_checkpoint_is_reported_with_those_present(url: CheckpointUrl):
     CheckpointManager(url).save(STATE)
     with pytest.raises(CheckpointError, match=r"no checkpoint there.*present: 000000000-checkpoint"):
         load_checkpoint(url / "000000009-x")
@@ -211,6 +211,6 @@ def test_a_url_that_nobody_knows_is_refused_with_the_remedy():
 
 
 def test_without_its_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "s3fs", None)  # as where it is not installed
+    monkeypatch.setitem(sys.modules, "s3fs", None)  # as if it was not installed
     with pytest.raises(ConfigurationError, match=r"'s3://bucket/a': .*pip install 'pulsetrain\[s3\]'"):
         CheckpointManager("s3://bucket/a")

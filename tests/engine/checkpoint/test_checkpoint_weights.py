@@ -1,4 +1,4 @@
-"""Weights alone: by prefix, with what does not fit named, and to and from safetensors as its own package reads them."""
+"""Loading only weights: by prefix, with errors that name mismatches, and to and from safetensors files."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_a_part_is_loaded_by_its_prefix_under_its_own_or_another_name(tmp_path: 
 
 
 @pytest.mark.parametrize("strict", [True, False])
-def test_a_prefix_that_nothing_has_is_an_error_that_names_what_is_there(strict: bool, tmp_path: Path):
+def test_an_unknown_prefix_is_an_error_that_names_the_entries(strict: bool, tmp_path: Path):
     path = saved(nn.Linear(1, 1), tmp_path)
     with pytest.raises(CheckpointError, match=r"no entry begins with prefix='layer\.'; there are weight, bias"):
         load_weights(nn.Linear(1, 1), path, prefix="layer.", strict=strict)
@@ -158,7 +158,7 @@ def test_tied_weights_are_written_once_and_none_of_their_names_is_missed(tmp_pat
     assert same(other, source)
 
 
-def test_weights_in_another_layout_are_written_all_the_same(tmp_path: Path):
+def test_non_contiguous_weights_are_written(tmp_path: Path):
     source, model = nn.Linear(3, 2, bias=False), nn.Linear(3, 2, bias=False)
     source.weight = nn.Parameter(torch.arange(6.0).reshape(3, 2).T)
     load_safetensors(model, save_safetensors(source, tmp_path / "m.safetensors"))

@@ -1,4 +1,4 @@
-"""What a snapshot copies, what stays shared in it, and which memory it uses again."""
+"""Snapshots: what they copy, which tensors still share memory, and which memory they reuse."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def pointers(state: dict[str, torch.Tensor]) -> dict[str, int]:
     return {name: tensor.untyped_storage().data_ptr() for name, tensor in state.items()}
 
 
-def test_what_training_changes_in_place_does_not_change_the_snapshot():
+def test_in_place_changes_by_training_do_not_change_the_snapshot():
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
 
@@ -37,7 +37,7 @@ def test_what_training_changes_in_place_does_not_change_the_snapshot():
     step()
     live["history"]["loss"].append(3.0)
     assert all(torch.equal(copy["model"][name], expected[name]) for name in expected)
-    assert not torch.equal(model.state_dict()["0.weight"], expected["0.weight"])  # the step did change something
+    assert not torch.equal(model.state_dict()["0.weight"], expected["0.weight"])  # the step has changed the weights
     assert torch.equal(copy["optimizer"]["state"][0]["exp_avg"], moments)
     assert copy["history"] == {"loss": [1.0, 2]}
 
@@ -47,7 +47,7 @@ def test_what_training_changes_in_place_does_not_change_the_snapshot():
     [torch.float64, torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.int8, torch.bool, torch.complex64],
     ids=str,
 )
-def test_every_dtype_is_kept_to_the_bit(dtype: torch.dtype):
+def test_every_dtype_is_kept_bit_for_bit(dtype: torch.dtype):
     tensor = torch.arange(7).to(dtype)
     copy = Snapshot().take({"x": tensor})["x"]
     assert copy.dtype == dtype
@@ -154,7 +154,7 @@ def test_the_next_one_uses_the_same_memory():
     assert again["a"].tolist() == [1.0] * 100
 
 
-def test_memory_is_made_anew_for_what_changed_its_size_alone_and_given_up_for_what_went():
+def test_memory_is_reallocated_only_for_changed_sizes_and_freed_for_removed_tensors():
     snapshot = Snapshot()
     state = {"a": torch.zeros(100), "b": torch.zeros(200)}
     first = snapshot.take(state)
@@ -193,7 +193,7 @@ def test_tensors_of_a_device_come_to_pinned_host_memory_whole():
     for step in range(3):
         weight.add_(1)
         copy = snapshot.take({"weight": weight, "view": weight[10:]})
-        weight.mul_(1)  # what follows on the device does not reach the copy
+        weight.mul_(1)  # later changes on the device do not change the copy
         assert copy["weight"].device.type == "cpu"
         assert copy["weight"].is_pinned()
         assert torch.equal(copy["weight"], torch.arange(1_000_000.0) + step + 1)

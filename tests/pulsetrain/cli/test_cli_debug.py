@@ -133,7 +133,7 @@ class TestCommands:
             ("delete 3", "there are none"),
             ("delete", "needs a whole number"),
             ("watch nothing_such", "unknown"),
-            ("unwatch val/loss", "unknown"),
+            ("unwatch val/loss", "nothing is watched"),
             ("events 100000", "at most 1000"),
             ("help nothing", "unknown"),
         ],
@@ -142,7 +142,7 @@ class TestCommands:
         with pytest.raises(ConfigurationError, match=message):
             said(commands, line)
 
-    def test_an_empty_line_stands_for_the_last_that_moved(self, commands):
+    def test_an_empty_line_repeats_the_last_move(self, commands):
         said(commands, "next 2")
         assert commands.repeat() == "next 2"
         said(commands, "state")

@@ -85,7 +85,7 @@ def test_a_configuration_that_was_changed_is_told(place: Path, capsys: pytest.Ca
         (["verify", "a", "--from", "0"], "at least 1"),
         (["verify", "a", "--training.seed", "4"], "--training.seed: verify has no such option"),
         (["fork", "a", "--at", "3", "--into", "b"], "has no checkpoint before iteration 4"),
-        (["fork", "a", "--at", "9", "--into", "a/b"], "lies inside of the run"),
+        (["fork", "a", "--at", "9", "--into", "a/b"], "is inside the run"),
         (["fork", "a", "--at", "20", "--into", "b", "--skip-batches", "3-12"], "it has none of these"),
         (["fork", "a", "--at", "20", "--into", "b", "--skip-batches", "300"], "it has none of these"),
         (["fork", "a", "--at", "9", "--into", "a"], "holds a run already"),

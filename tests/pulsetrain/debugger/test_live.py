@@ -1,4 +1,4 @@
-"""A live run is stepped through: forward, backward and update of the real computation, and back again."""
+"""The live debugger: forward pass, backward pass and update of the real computation, and moving back."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def build(folder: Path) -> Trainer:
 
 @pytest.fixture(scope="module")
 def recorded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[int, torch.Tensor]]:
-    """A run, and its weights behind each iteration."""
+    """A run, and its weights after each iteration."""
     folder = tmp_path_factory.mktemp("run")
     run, weights = build(folder), {}
     run.add_event_handler(
@@ -51,7 +51,7 @@ def test_the_weights_are_those_of_the_run(live: LiveDebugger, recorded: tuple[Pa
     weight = live.trainer.model[0].weight
     assert weight.equal(recorded[1][4])
     assert live.next_to("gradients_ready") is not None
-    assert weight.equal(recorded[1][4])  # there are gradients, no update yet
+    assert weight.equal(recorded[1][4])  # there are gradients, but no update yet
     assert weight.grad is not None
     assert weight.grad.abs().sum() > 0
     live.next_to("iteration_completed")
@@ -74,7 +74,7 @@ def test_going_back_computes_the_same_again(live: LiveDebugger):
     assert "nothing has been computed yet" in live.here
 
 
-def test_a_break_with_a_condition_stops_there_and_the_end_is_told(live: LiveDebugger):
+def test_a_break_with_a_condition_stops_there_and_the_end_is_reported(live: LiveDebugger):
     live.add_break("iteration_completed", "iteration >= 9")
     assert live.continue_().iteration == 9
     assert live.hit.number == 1
@@ -115,7 +115,7 @@ def test_the_runs_folder_is_only_read(live: LiveDebugger, recorded: tuple[Path, 
     assert {path: path.stat().st_mtime_ns for path in recorded[0].rglob("*")} == before
 
 
-def test_an_error_of_the_run_is_told(tmp_path: Path):
+def test_an_error_of_the_run_is_reported(tmp_path: Path):
     def failing(folder: Path) -> Trainer:
         made = build(folder)
 
@@ -132,7 +132,7 @@ def test_an_error_of_the_run_is_told(tmp_path: Path):
     debugger.close()
 
 
-def test_a_run_that_is_broken_off_stands_still(live: LiveDebugger, monkeypatch: pytest.MonkeyPatch):
+def test_an_interrupted_run_pauses(live: LiveDebugger, monkeypatch: pytest.MonkeyPatch):
     real = live._stopped
 
     class Interrupted:
@@ -155,7 +155,7 @@ def test_a_run_that_is_broken_off_stands_still(live: LiveDebugger, monkeypatch: 
         live.continue_()
     here = live.here
     time.sleep(0.2)
-    assert live.here == here  # it waits
+    assert live.here == here  # it is paused
     before = live._count
     live.next()
     time.sleep(0.2)

@@ -1,4 +1,4 @@
-"""Stepping through a recorded run from Python."""
+"""The debugger of a recorded run, from Python."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = 1_763_000_000_000_000_000
 
 
 class Run:
-    """Writes a run's log: epochs of four iterations with a validation behind each."""
+    """Writes a run's log: epochs of four iterations, each with a validation at its end."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.log, self.ord = folder, LogWriter(folder / "events"), 0
@@ -93,7 +93,7 @@ class TestMoving:
         debugger.back(count)
         assert (debugger.event.seq if debugger.event else None) == (3990 - count if count <= 3990 else None)
 
-    def test_goto_stands_at_the_first_event_there(self, debugger):
+    def test_goto_moves_to_the_first_event(self, debugger):
         assert debugger.goto(iteration=5).event == "iteration_started"
         assert debugger.state.iteration == 5
         assert debugger.goto(epoch=2).event == "epoch_started"
@@ -102,7 +102,7 @@ class TestMoving:
         assert debugger.state.iteration == 0
         assert debugger.goto(end=True).iteration == 12
 
-    def test_goto_takes_the_next_there_is_where_the_log_was_sampled(self, tmp_path):
+    def test_goto_moves_to_the_next_recorded_event_of_a_sampled_log(self, tmp_path):
         run = Run(tmp_path)
         for iteration in range(10, 100, 10):
             run.add("iteration_completed", 1, iteration)
@@ -120,7 +120,7 @@ class TestMoving:
             ({"iteration": 1, "epoch": 1}, "needs one of iteration"),
         ],
     )
-    def test_a_place_that_is_not_there_is_refused_and_nothing_moves(self, debugger, places, message):
+    def test_a_position_outside_the_log_is_refused_without_a_move(self, debugger, places, message):
         debugger.goto(seq=9)
         with pytest.raises(ConfigurationError, match=message):
             debugger.goto(**places)
@@ -209,7 +209,7 @@ class TestBreaks:
 
 
 class TestLooking:
-    def test_state_is_that_behind_the_event(self, debugger):
+    def test_state_is_that_after_the_event(self, debugger):
         debugger.goto(epoch=3)
         assert (debugger.state.epoch, debugger.state.iteration) == (3, 8)
         assert debugger.state.metrics == {"val/loss": 2.0}
@@ -265,13 +265,13 @@ class TestWhatWentWrong:
 
     @pytest.mark.parametrize("first", [1, 2, 7, 11, 12])
     @pytest.mark.parametrize("value", ["NaN", "Infinity"])
-    def test_it_begins_before_the_first_loss_that_stayed_no_number(self, tmp_path, first, value):
+    def test_it_starts_before_the_first_of_the_last_non_finite_losses(self, tmp_path, first, value):
         losses = dict.fromkeys(range(first, 13), value)
         debugger = Debugger(Run(tmp_path).epochs(3, losses).end())
         assert debugger.faults[0].event.iteration == first
         assert debugger.next().output == {"loss": value}
 
-    def test_an_anomaly_tells_the_rows(self, tmp_path):
+    def test_an_anomaly_names_the_rows(self, tmp_path):
         run = Run(tmp_path).epochs(1)
         payload = {"kind": "loss_spike", "value": 9.5, "batch_indices": list(range(20))}
         run.add("anomaly_detected", 1, 4, payload=payload)
@@ -280,14 +280,14 @@ class TestWhatWentWrong:
         assert "rows 0, 1, 2" in str(debugger.faults[0])
         assert "and 4 more" in str(debugger.faults[0])
 
-    def test_what_came_before_the_exception_is_told_behind_it(self, tmp_path):
+    def test_earlier_faults_are_listed_after_the_exception(self, tmp_path):
         run = Run(tmp_path).epochs(2, {7: "NaN", 8: "NaN"})
         run.add("exception_raised", 2, 8, ord=-1, payload={"error": {"__type__": "RuntimeError"}})
         faults = Debugger(run.end()).faults
         assert [fault.what for fault in faults] == ["RuntimeError", "the loss is nan"]
         assert faults[1].event.iteration == 7
 
-    def test_an_exception_that_was_resumed_from_is_past(self, tmp_path):
+    def test_an_exception_before_a_resume_is_not_a_fault(self, tmp_path):
         run = Run(tmp_path).epochs(1)
         run.add("exception_raised", 1, 4, ord=-1, payload={"error": {"__type__": "RuntimeError"}})
         run.add("started", 1, 4, ord=-1)
@@ -297,7 +297,7 @@ class TestWhatWentWrong:
         assert debugger.event is None
 
     @pytest.mark.parametrize("payload", [None, {}, {"error": None}, {"error": 3}, "text"])
-    def test_an_exception_of_which_little_is_told(self, tmp_path, payload):
+    def test_an_exception_with_an_incomplete_payload(self, tmp_path, payload):
         run = Run(tmp_path).epochs(1)
         run.add("exception_raised", 1, 4, ord=-1, payload=payload)
         assert "an exception" in str(Debugger(run.end()).faults[0])
@@ -373,4 +373,4 @@ def test_a_damaged_block_is_passed_over(tmp_path):
     try:
         debugger.goto(iteration=1800)
     except PulsetrainError:
-        pytest.fail("the events behind the damage are there")
+        pytest.fail("the events after the damage can be reached")

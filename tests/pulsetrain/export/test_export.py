@@ -1,4 +1,4 @@
-"""`pulsetrain export`: what it writes is read back by the tools it is for."""
+"""`pulsetrain export`: its files are read back by the tools that they are for."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class TestPerfetto:
         saved = slices["trainer: checkpoints"][0]
         assert saved[2] - saved[1] == pytest.approx(2.0)
 
-    def test_counters_hold_what_is_finite_and_each_iterations_own(self, run, tmp_path):
+    def test_counters_hold_finite_values_of_each_iteration(self, run, tmp_path):
         counters = defaultdict(list)
         for each in trace_of(run, tmp_path / "trace.json"):
             if each["ph"] == "C":
@@ -131,7 +131,7 @@ class TestPerfetto:
         assert counters["train/loss"] == [1.0, 0.5, 0.25]
         assert counters["grad_norm"] == [0.5, 1.0, 1.5, 2.0]
         assert counters["learning_rate"] == [0.1]
-        assert counters["val/loss"] == [0.0, 3.0, 1.5]  # what an epoch tells again is left out
+        assert counters["val/loss"] == [0.0, 3.0, 1.5]  # the epoch's repetition is left out
 
     def test_other_events_are_instants_with_what_they_carry(self, run, tmp_path):
         instants = [each for each in trace_of(run, tmp_path / "trace.json") if each["ph"] == "i"]
@@ -249,7 +249,7 @@ def test_scalars_by_their_full_names(event, scalars):
 class TestRollouts:
     @pytest.fixture
     def run(self, tmp_path):
-        """Two rollouts, of which one told a return, and a validation; state.metrics holds what was told last."""
+        """Two rollouts, one with a return, and a validation; state.metrics holds the latest values."""
         run = Run(tmp_path / "run").add("started").add("epoch_started", 1)
         known: dict[str, float] = {}
 
@@ -266,7 +266,7 @@ class TestRollouts:
         told("validation_completed", 2, val__loss=3.0)
         return run.add("epoch_completed", 1, 2, metrics={**known}).add("completed", 1, 2).end()
 
-    def test_each_event_tells_what_it_measured_and_not_what_was_known_before(self, run):
+    def test_each_event_exports_only_what_it_measured(self, run):
         sources = FirstSources()
         told = [(event.event, sources.scalars(event, "trainer")) for event in EventLog(run).read()]
         assert [scalars for event, scalars in told if event == "rollout_completed"] == [
@@ -280,7 +280,7 @@ class TestRollouts:
         assert [scalars for event, scalars in told if event == "validation_completed"] == [{"val/loss": 3.0}]
         assert [scalars for event, scalars in told if event == "epoch_completed"] == [{}]
 
-    def test_what_receivers_of_a_validation_computed_is_told_with_each(self):
+    def test_metrics_computed_by_receivers_are_exported_with_each_validation(self):
         sources = FirstSources()
         for event, accuracy in (
             ("validation_completed", 0.5),
@@ -326,7 +326,7 @@ class TestCommand:
             with pytest.raises(ConfigurationError, match="lies in the run"):
                 command(run, "--format", "csv", "--into", into, "--force")
 
-    def test_force_replaces_nothing_of_another_kind(self, run, tmp_path):
+    def test_force_replaces_only_files_of_its_own_kind(self, run, tmp_path):
         (tmp_path / "folder").mkdir()
         (tmp_path / "folder" / "thesis.tex").write_text("")
         for form, message in (("csv", "is no file"), ("tensorboard", r"holds thesis\.tex")):
@@ -337,7 +337,7 @@ class TestCommand:
             command(run, "--format", "tensorboard", "--into", tmp_path / "file", "--force")
         assert (tmp_path / "folder" / "thesis.tex").exists()
 
-    def test_a_folder_that_is_not_there(self, run, tmp_path):
+    def test_a_missing_folder(self, run, tmp_path):
         with pytest.raises(ConfigurationError, match="there is no folder"):
             command(run, "--format", "csv", "--into", tmp_path / "nowhere" / "a.csv")
 

@@ -1,4 +1,4 @@
-"""`pulsetrain report`: what stands on the page, what is never lost from a curve, and what is refused."""
+"""`pulsetrain report`: curves that keep their extremes, timelines, and the figure."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class TestCurve:
 
     @pytest.mark.parametrize("count", [1, 2001, 4096, 4097, 9001, 50_003])
     @pytest.mark.parametrize("limit", [100, POINTS])
-    def test_what_is_drawn_is_of_the_curve_in_its_order_with_every_stretch_s_extremes(self, count, limit):
+    def test_drawn_points_are_points_of_the_curve_in_order_with_the_extremes_of_every_interval(self, count, limit):
         draw = random.Random(count)
         points = [(2 * n, draw.gauss(0, 1)) for n in range(count)]
         curve = Curve()
@@ -59,7 +59,7 @@ class TestCurve:
         assert curve._buckets.shape[1] <= POINTS
         assert len(curve._values) <= 2 * 4096
 
-    def test_what_is_not_finite_is_a_gap(self):
+    def test_non_finite_values_are_gaps(self):
         curve = Curve()
         for n in range(10_000):
             curve.add(n, math.nan if 3000 <= n < 6000 or n == 8888 else 1.0)
@@ -78,7 +78,7 @@ class TestCurve:
         _, found = curve.smoothed(length=25.0, most=1.0)
         share = 1 - math.exp(-10 / 25)
         numbers = [value for _, value in series]
-        # the first has its whole weight, all later ones `share` of what is left
+        # the first has its full weight, each later one `share` of the rest
         expected = numbers[0]
         for place, value in enumerate(numbers):
             expected = value if place == 0 else expected + share * (value - expected)
@@ -181,7 +181,7 @@ class TestRecord:
             run.add(event, 1, payload=payload)
         assert record(run.end()).ending == ending
 
-    def test_what_was_computed_again_counts_once(self, tmp_path):
+    def test_superseded_events_are_left_out(self, tmp_path):
         run = Run(tmp_path)
         for loss in (1.0, 2.0, 3.0):
             run.step(int(loss), loss)
@@ -242,7 +242,7 @@ class TestFacts:
 class TestFigure:
     @pytest.mark.parametrize("metrics", [0, 1, 2, 3, 30])
     @pytest.mark.parametrize("runs", [1, 5])
-    def test_panels_stand_apart_and_zoom_together(self, tmp_path, metrics, runs):
+    def test_panels_do_not_overlap_and_zoom_together(self, tmp_path, metrics, runs):
         found = []
         for number in range(runs):
             run = Run(tmp_path / str(number))

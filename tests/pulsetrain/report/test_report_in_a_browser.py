@@ -1,4 +1,4 @@
-"""The report's page in headless Chromium: what is drawn, what the mouse and the buttons do."""
+"""The report's page in headless Chromium: drawing, mouse and buttons."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def over(browser: Any, subplot: str, right: float) -> Any:
 
 
 def hovered(browser: Any) -> str:
-    # Chromium may swallow the first move on a page that has only now come to rest
+    # Chromium may ignore the first move right after a page has loaded
     ActionChains(browser).move_by_offset(1, 0).perform()
     return " | ".join(each.text for each in browser.find_elements("css selector", ".hoverlayer text"))
 
@@ -133,7 +133,7 @@ def test_hovering_shows_the_values_with_iteration_and_run(browser):
     assert "<script>alert(1)< : 1." in text
 
 
-def test_hovering_over_the_timeline_tells_what_happened(browser):
+def test_hovering_over_the_timeline_shows_what_happened(browser):
     over(browser, "xy", 0.935)
     text = until(browser, lambda: "stopped" in hovered(browser) and hovered(browser))
     assert "first : stopped: EarlyStopping: no gain" in text

@@ -1,4 +1,4 @@
-"""What stands on the report's page, and what is refused."""
+"""The content of the report's page, and bad input."""
 
 from __future__ import annotations
 
@@ -125,11 +125,11 @@ class TestBadInput:
         with pytest.raises(RecordingError, match="run/events: the log holds no event"):
             write_report(tmp_path / "run", tmp_path / "page.html")
 
-    def test_a_file_that_is_there(self, tmp_path, capsys):
+    def test_an_existing_file(self, tmp_path, capsys):
         folder, page = small_run(tmp_path / "run"), tmp_path / "page.html"
         page.write_text("mine")
         assert main(["report", str(folder), "--into", str(page)]) == 2
-        assert "is there already; choose another file, or write over it with --force" in capsys.readouterr().err
+        assert "exists; choose another file, or overwrite it with --force" in capsys.readouterr().err
         assert page.read_text() == "mine"
         assert main(["report", str(folder), "--into", str(page), "--force"]) == 0
         assert page.stat().st_size > 10**6
@@ -138,13 +138,13 @@ class TestBadInput:
         ("into", "said"),
         [
             ("", "is a folder"),
-            ("missing/page.html", "is no folder; make it first"),
+            ("missing/page.html", "is not a folder; create it first"),
             ("/proc/page.html", "cannot be written"),
-            ("run/run.json", "whose files stay as they are"),
-            ("run/events/page.html", "whose files stay as they are"),
+            ("run/run.json", "which is only read"),
+            ("run/events/page.html", "which is only read"),
         ],
     )
-    def test_places_that_cannot_be_written(self, tmp_path, into, said):
+    def test_paths_that_cannot_be_written(self, tmp_path, into, said):
         folder = small_run(tmp_path / "run")
         with pytest.raises(RunFolderError, match=said):
             write_report(folder, tmp_path / into, force=True)

@@ -1,4 +1,4 @@
-"""A recorded run is run again: what is the same is proven, what is another is found, with its cause."""
+"""`verify` runs a recorded run again: it confirms equal events, and finds differences with their causes."""
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def test_a_rate_that_is_one_bit_off_shows_in_both_causes(run: Path, tmp_path: Pa
     assert "learning_rate" in found.causes[0].text
 
 
-def test_a_bit_of_a_checkpoints_weights_is_found_whose_digests_were_made_anew(run: Path):
+def test_a_flipped_bit_in_weights_with_recomputed_digests_is_found(run: Path):
     (place,) = [each for each in find_checkpoints(run / "checkpoints") if each.name.startswith("000000016")]
     state = load_checkpoint(place)
     weight = state["model"]["0.weight"].view(torch.int32)
@@ -206,8 +206,8 @@ def test_a_bit_of_a_checkpoints_weights_is_found_whose_digests_were_made_anew(ru
     found = verify(run, lambda: build(run), from_iteration=20)
     assert not found
     assert found.causes[0].kind == "weights", str(found)
-    assert "the checkpoint's weights are not what the run had there" in str(found)
-    assert verify(run, lambda: build(run), from_iteration=10)  # the one before it is as it was
+    assert "the checkpoint's weights differ from those that the run had there" in str(found)
+    assert verify(run, lambda: build(run), from_iteration=10)  # the checkpoint before it is unchanged
 
 
 class Dot(torch.nn.Module):
@@ -252,7 +252,7 @@ def test_another_thread_count_is_named_as_the_cause(tmp_path: Path):
     assert "threads: 2 -> 1" in found.causes[0].text
 
 
-def test_without_fingerprints_the_report_says_what_would_tell_more(tmp_path: Path):
+def test_without_fingerprints_the_report_recommends_them(tmp_path: Path):
     build(tmp_path / "run", fingerprints=False).train()
     found = verify(tmp_path / "run", lambda: build(tmp_path / "again", fingerprints=False, dropout=0.3))
     assert "Fingerprints(Every(updates=1), batches=True)" in str(found)
@@ -298,7 +298,7 @@ def planted(folder: Path, at: int | None, error: str = "planted", patience: int 
     [((14, "a"), (14, "a"), True), ((14, "a"), (14, "b"), False), ((14, "a"), (None, ""), False),
      ((14, "a"), (12, "a"), False), ((None, ""), (14, "a"), False)],
 )  # fmt: skip
-def test_an_exception_has_to_come_again_and_no_other(
+def test_the_same_exception_must_be_raised_again(
     tmp_path: Path, before: tuple[int | None, str], now: tuple[int | None, str], proven: bool
 ):
     first = planted(tmp_path / "run", *before)
@@ -311,7 +311,7 @@ def test_an_exception_has_to_come_again_and_no_other(
         assert "exception_raised" in str(found)
 
 
-def test_a_handlers_end_has_to_come_again(tmp_path: Path):
+def test_a_termination_by_a_handler_must_be_repeated(tmp_path: Path):
     def make(patience: int) -> Trainer:
         made = planted(tmp_path / "run", None, patience=patience)
         made.add_event_handler(Events.EPOCH_COMPLETED, lambda engine: engine.state.metrics.update({"val/loss": 1.0}))
@@ -348,7 +348,7 @@ def test_a_damaged_log_proves_nothing(run: Path):
 def test_wrong_input_is_refused_with_the_remedy(run: Path, tmp_path: Path):
     with pytest.raises(RecordingError, match="no event log"):
         verify(tmp_path, lambda: build(tmp_path))
-    with pytest.raises(CheckpointError, match="no checkpoint before iteration 8; the first was made behind"):
+    with pytest.raises(CheckpointError, match="no checkpoint before iteration 8; the first was saved after"):
         verify(run, lambda: build(run), from_iteration=8)
     with pytest.raises(ConfigurationError, match="at least 1"):
         verify(run, lambda: build(run), from_iteration=0)

@@ -1,4 +1,4 @@
-"""Two logs are compared event by event: what differs, what is missing, and what does not count."""
+"""Two logs are compared event by event: differences, missing events, and what is not compared."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class TestAgreement:
     def test_a_run_that_was_resumed_agrees_with_one_that_was_not(self, tmp_path):
         events = run()
         writer = LogWriter(tmp_path / "b" / "events")
-        for seq, event in enumerate(run(1600, output=loss_from(1300, 9.0))):  # what comes again is as it was in a
+        for seq, event in enumerate(run(1600, output=loss_from(1300, 9.0))):  # the repeated events are those of a
             event.seq = seq
             writer.add(event)
         writer.rewind(after=1199, ord=1200, seq=1600, t=T)
@@ -149,7 +149,7 @@ class TestDivergence:
             ({"a": "NaN"}, {"a": "NaN"}, {}),
         ],
     )
-    def test_fields_are_told_apart_by_their_bits(self, tmp_path, x, y, fields):
+    def test_fields_are_compared_by_their_bits(self, tmp_path, x, y, fields):
         a, b = (write(tmp_path / name, run(10, payload=lambda _, v=v: v)) for name, v in (("a", x), ("b", y)))
         found = diff(a, b)
         assert bool(found) == bool(fields)
@@ -203,7 +203,7 @@ class TestDivergence:
         (missing,) = found.missing
         assert (missing.side, missing.first, missing.last) == ("a", COUNT, COUNT)
 
-    def test_what_is_no_number_on_one_side_is_infinitely_far(self, tmp_path):
+    def test_a_non_finite_value_on_one_side_is_infinitely_far(self, tmp_path):
         nan = run(output=lambda place: {"loss": "NaN" if place > 100 else 1.0})
         found = diff(write(tmp_path / "a", run(output=lambda _: {"loss": 1.0})), write(tmp_path / "b", nan))
         assert set(found.growth[0].largest.values()) == {float("inf")}
@@ -233,19 +233,19 @@ class TestMissing:
         found = diff(write(tmp_path / "a", []), write(tmp_path / "b", run()))
         assert [(each.side, each.first, each.last) for each in found.missing] == [("a", 0, 2999)]
 
-    def test_a_run_that_went_on_in_another_folder_lacks_what_was_before(self, tmp_path):
+    def test_a_run_resumed_in_another_folder_lacks_the_earlier_events(self, tmp_path):
         found = diff(write(tmp_path / "a", run()), write(tmp_path / "b", run()[1500:]))
         assert [(each.side, each.first, each.last) for each in found.missing] == [("b", 0, 1499)]
         assert found.agreed == 1500
 
-    def test_also_behind_a_divergence(self, tmp_path):
+    def test_also_after_a_divergence(self, tmp_path):
         found = diff(write(tmp_path / "a", run()), write(tmp_path / "b", run(2500, output=loss_from(10, 1.0))))
         assert found.divergence.ord == 10
         assert [(each.side, each.first, each.last) for each in found.missing] == [("b", 2500, 2999)]
 
 
 class TestDamage:
-    """An event that a damaged log has lost is no difference."""
+    """An event that a damaged log has lost is not a difference."""
 
     def test_a_damaged_block_is_left_out(self, tmp_path):
         a, b = write(tmp_path / "a", run(output=loss_from(0, 1e-9))), write(tmp_path / "b", run())
@@ -257,7 +257,7 @@ class TestDamage:
         assert "seq 0 to 1023" in found.damage[0]
         assert "not compared: 1,024 events" in str(found)
 
-    def test_a_difference_behind_it_is_found(self, tmp_path):
+    def test_a_difference_after_it_is_found(self, tmp_path):
         a, b = write(tmp_path / "a", run()), write(tmp_path / "b", run(output=lambda at: {"loss": float(at > 2000)}))
         flip(b / "events" / "events.jsonl.zst", 600)
         assert diff(a, b).divergence.ord == 1024
@@ -302,7 +302,7 @@ class TestDamage:
 
 
 class TestThinned:
-    """An event that was taken out to keep a log within its budget is no difference."""
+    """An event removed by thinning is not a difference."""
 
     @pytest.fixture
     def thinned(self, tmp_path: Path) -> Path:
@@ -314,7 +314,7 @@ class TestThinned:
         writer.close()
         return tmp_path / "thinned"
 
-    def test_what_is_left_is_compared(self, tmp_path, thinned):
+    def test_the_remaining_events_are_compared(self, tmp_path, thinned):
         kept = sum(1 for event in EventLog(thinned).read() if event.ord >= 0)
         assert kept < 7000
         found = diff(write(tmp_path / "a", run(8000)), thinned)
@@ -324,11 +324,11 @@ class TestThinned:
 
     def test_a_difference_in_it_is_found(self, tmp_path, thinned):
         other = write(tmp_path / "a", run(8000, output=loss_from(150, 1e-9)))
-        assert diff(other, thinned).divergence.a.iteration == 200  # each hundredth has stayed
+        assert diff(other, thinned).divergence.a.iteration == 200  # each hundredth was kept
 
 
 class TestEnvironment:
-    def test_it_is_named_and_is_no_difference(self, tmp_path):
+    def test_it_is_named_and_does_not_count_as_a_difference(self, tmp_path):
         a, b = write(tmp_path / "a", run(10)), write(tmp_path / "b", run(10))
         (a / "run.json").write_text(json.dumps({"environment": {"threads": 2, "device": "cpu"}}))
         (b / "run.json").write_text(json.dumps({"environment": {"threads": 1, "device": "cpu"}}))

@@ -1,4 +1,4 @@
-"""Whatever becomes of a log's files, readers find it out, keep the rest, raise nothing and change nothing."""
+"""Readers of a damaged log report the damage and keep the rest; they raise nothing and change nothing."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from pulsetrain.engine.recording.replay.playback import Replay
 
 T = 1_790_000_000_000_000_000
 BLOCKS = 24
-KEPT = 0.98  # of the events outside of what was damaged
-SKIPPABLE = b"\x5e\x2a\x4d\x18"  # where a block begins, four bytes of length and a magic in front of it
+KEPT = 0.98  # of the events outside the damaged part
+SKIPPABLE = b"\x5e\x2a\x4d\x18"  # begins a block, with its magic after four bytes of length
 
-# without shrinking, which takes minutes at this size: the bytes that fail say enough
+# without shrinking, which takes minutes at this size
 few = settings(max_examples=12, deadline=None, derandomize=True, phases=(Phase.explicit, Phase.generate))
 
 
@@ -40,7 +40,7 @@ def event(n: int) -> LoggedEvent:
 
 
 class Whole:
-    """A log that nothing has happened to; no dataclass, which hypothesis would print with all its megabytes.
+    """An undamaged log; not a dataclass, of which hypothesis would print all megabytes.
 
     Args:
         starts: of the blocks, and of the table or the file's end.
@@ -100,7 +100,7 @@ def going(tmp_path_factory: pytest.TempPathFactory) -> Whole:
 
 
 def check(folder: Path, whole: Whole, lost: range) -> EventLog:
-    """All readers read what is there; of all events but those that are `lost`, nearly all are found as they were.
+    """All readers read the remaining events; of the events that are not in `lost`, nearly all are found unchanged.
 
     Args:
         lost: of the seqs, those that may be missing.
@@ -115,7 +115,7 @@ def check(folder: Path, whole: Whole, lost: range) -> EventLog:
     others = len(whole.events) - len(lost)
     assert sum(place not in lost for place in places) >= KEPT * others
     damage = list(log.damage)
-    assert log.verify() == damage  # reading everything has found it out
+    assert log.verify() == damage  # reading everything has found it
 
     heard: list[int] = []
     for reading in (EventLog(folder), log):
@@ -131,7 +131,7 @@ def check(folder: Path, whole: Whole, lost: range) -> EventLog:
         assert compared.report()
         assert json.dumps(compared.as_dict())
         if log.damage:
-            assert not compared, "what a damaged log lacks is no difference"
+            assert not compared, "events that a damaged log lacks are not differences"
     assert [(path.read_bytes(), path.stat().st_mtime_ns) for path in files] == before
     return log
 
@@ -167,7 +167,7 @@ def check_commands(folder: Path, whole: Whole) -> None:
     status, out, err = run("diff", folder, whole.folder, "--format", "json")
     found = json.loads(out)
     assert (status, err) == (1 if not found["equal"] else 3 if found["damage"] else 0, "")
-    if damaged:  # what may hide a difference is no difference; blocks whose digests agree are not read
+    if damaged:  # damage is not a difference; blocks with equal digests are not read
         assert status in (0, 3)
     elif count < len(whole.events):
         assert status == 1
@@ -191,7 +191,7 @@ class TestSealed:
     @few
     @given(data=st.data())
     def test_a_flipped_bit_is_found_and_costs_one_block(self, ended: Whole, data: st.DataObject):
-        closed = data.draw(st.booleans())  # else there is no table: the blocks are found one from the other
+        closed = data.draw(st.booleans())  # else there is no table, and each block is found from the one before
         content = bytearray(ended.sealed if closed else ended.sealed[: ended.starts[-1]])
         at = data.draw(places_in(ended).filter(lambda at: at < len(content)))
         content[at] ^= 1 << data.draw(st.integers(0, 7))
@@ -204,7 +204,7 @@ class TestSealed:
 
     @few
     @given(data=st.data())
-    def test_a_cut_is_found_and_costs_what_is_behind_it(self, ended: Whole, data: st.DataObject):
+    def test_a_cut_is_found_and_costs_only_the_events_after_it(self, ended: Whole, data: st.DataObject):
         at = data.draw(places_in(ended))
         folder = ended.changed(ended.sealed[:at])
         whole_blocks = sum(start <= at for start in ended.starts[1:])
@@ -228,7 +228,7 @@ class TestSealed:
     @given(first=st.integers(0, BLOCKS - 2), count=st.integers(1, 5))
     def test_blocks_cut_out_of_the_middle_are_found_and_the_others_kept(self, ended: Whole, first: int, count: int):
         last = min(first + count, BLOCKS - 1)
-        table = ended.starts[-1]  # a log that was not closed has none
+        table = ended.starts[-1]  # a log that was not closed has no table
         folder = ended.changed(ended.sealed[: ended.starts[first]] + ended.sealed[ended.starts[last] : table])
         log = check(folder, ended, range(first * BLOCK_EVENTS, last * BLOCK_EVENTS))
         (damage,) = log.damage
@@ -261,7 +261,7 @@ class TestTail:
         content[at] ^= 1 << data.draw(st.integers(0, 7))
         folder = going.changed(tail=bytes(content))
         first = 3 * BLOCK_EVENTS + number
-        joined = going.tail[at : at + 1] == b"\n"  # the flip has made one line of two
+        joined = going.tail[at : at + 1] == b"\n"  # the flip has joined two lines
         log = check(folder, going, range(first, first + 1 + joined))
         (damage,) = log.damage
         assert damage.file == "tail.jsonl"
@@ -270,7 +270,7 @@ class TestTail:
 
     @few
     @given(data=st.data())
-    def test_a_cut_costs_the_line_that_it_goes_through_and_those_behind_it(self, going: Whole, data: st.DataObject):
+    def test_a_cut_costs_the_line_it_splits_and_those_after_it(self, going: Whole, data: st.DataObject):
         at = data.draw(st.integers(0, len(going.tail)))
         folder = going.changed(tail=going.tail[:at])
         left = [*going.tail[:at].split(b"\n")]
@@ -294,7 +294,7 @@ class TestTail:
 
 
 def test_a_cut_in_the_middle_of_the_log_leaves_the_tail_in_place(going: Whole):
-    """The sealed part is cut inside its last block: what the tail holds behind it is read."""
+    """The sealed part is cut inside its last block: the tail's later events are read."""
     folder = going.changed(going.sealed[:-100])
     log = check(folder, going, range(2 * BLOCK_EVENTS, 3 * BLOCK_EVENTS))
     assert log.damage

@@ -21,11 +21,11 @@ def test_a_log_of_each_format_is_read_and_replayed(folder: Path):
     everything = msgspec.json.encode(list(log.read(superseded=True)))
     assert hashlib.sha256(everything).hexdigest() == (folder / "sha256").read_text().strip()
     assert log.verify() == []
-    assert not log.ended  # it was copied from a run that was still going
+    assert not log.ended  # it was copied while the run was running
     iterations = [
         event.iteration for event in events if (event.engine, event.event) == ("trainer", "iteration_completed")
     ]
-    assert iterations == list(range(1, 29))  # once each, though the run was cut at 19 and went on from 16
+    assert iterations == list(range(1, 29))  # once each, although the run was killed at 19 and resumed from 16
     assert len(list(log.read(event="iteration_completed", superseded=True, engine="trainer"))) == 31
     replay = Replay(folder)
     stopping = EarlyStopping(metric="val/loss", patience=50).attach(replay)

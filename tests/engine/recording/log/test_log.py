@@ -1,4 +1,4 @@
-"""What was written is read back, whatever became of the files."""
+"""Written events are read back, also after a crash and from damaged files."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def write(folder: Path, count: int, *, end: bool = True, rank: int = 0) -> list[
     return events
 
 
-def test_what_was_written_is_read_back_in_order(tmp_path: Path):
+def test_written_events_are_read_back_in_order(tmp_path: Path):
     events = write(tmp_path, 3000)
     log = EventLog(tmp_path)
     assert list(log.read()) == events
@@ -101,7 +101,7 @@ def test_a_query_reads_only_the_blocks_that_may_hold_an_answer(tmp_path: Path):
     assert len(log.verify()) == 1
 
 
-def test_an_open_event_keeps_its_place_and_gets_its_values_later(tmp_path: Path):
+def test_an_open_event_keeps_its_position_and_gets_its_values_later(tmp_path: Path):
     writer = LogWriter(tmp_path)
     first = event(0, open=True)
     writer.add(first)
@@ -139,7 +139,7 @@ def _deterministic(place: int, seq: int) -> LoggedEvent:
     return same
 
 
-def test_a_writer_goes_on_where_the_last_one_was_killed(tmp_path: Path):
+def test_a_writer_continues_where_the_last_one_was_killed(tmp_path: Path):
     events = write(tmp_path, 1700, end=False)
     writer = LogWriter(tmp_path)
     assert (writer.last_seq, writer.next_ord) == (events[-1].seq, 1530)
@@ -167,14 +167,14 @@ def test_a_log_keeps_within_its_budget_and_says_what_it_took_out(tmp_path: Path)
     assert said.payload["events"] > 1000
     left = list(log.read(event="iteration_completed"))
     assert {each.iteration for each in left} >= set(range(0, 30_000, 100))
-    assert [each.iteration for each in left][-1000:] == list(range(29_000, 30_000))  # new ones stay
+    assert [each.iteration for each in left][-1000:] == list(range(29_000, 30_000))  # new ones are kept
     assert [each.iteration for each in log.read(event="spike")] == [1234]
     assert [each.iteration for each in log.read(iteration=(0, 500), event="iteration_completed")] == list(
         range(0, 501, 100)
     )
 
 
-def test_a_writer_killed_right_behind_a_seam_goes_on_with_its_ord(tmp_path: Path):
+def test_a_writer_killed_right_after_a_seam_continues_with_its_ord(tmp_path: Path):
     write(tmp_path, 100, end=False)
     writer = LogWriter(tmp_path)
     writer.rewind(after=40, ord=19, seq=300, t=T)
@@ -195,7 +195,7 @@ def test_two_writers_on_one_folder_are_refused(tmp_path: Path):
     LogWriter(tmp_path).close()
 
 
-def test_what_is_no_log_is_refused(tmp_path: Path):
+def test_a_folder_without_a_log_is_refused(tmp_path: Path):
     with pytest.raises(RecordingError, match="holds no event log"):
         EventLog(tmp_path)
     with pytest.raises(RecordingError, match="holds no event log"):
@@ -220,7 +220,7 @@ def test_reading_changes_nothing(tmp_path: Path):
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_a_reader_sees_what_is_written_while_it_looks(tmp_path: Path):
+def test_a_reader_sees_events_written_while_it_opens_the_log(tmp_path: Path):
     writer = LogWriter(tmp_path)
     writer.add(event(0))
     log = EventLog(tmp_path)
@@ -268,7 +268,7 @@ def test_whatever_was_written_is_read_back_however_the_tail_was_cut(payloads, da
         cut = data.draw(st.integers(0, len(content)))
         tail.write_bytes(content[:cut])
         ends = [at for at, byte in enumerate(content) if byte == ord("\n")] + [len(content)] * bool(content)
-        lost = sum(end > cut for end in ends)  # a line whose newline alone is gone is whole
+        lost = sum(end > cut for end in ends)  # a line that lacks only its newline is complete
         log = EventLog(folder)
         assert [each.payload for each in log.read()] == payloads[: len(payloads) - lost]
         assert bool(log.damage) == (cut not in (0, *ends, *(end + 1 for end in ends)))

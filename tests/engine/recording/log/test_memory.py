@@ -1,4 +1,4 @@
-"""What reads a log takes no more memory for a long one than for a short one."""
+"""Reading a long log takes no more memory than reading a short one."""
 
 from __future__ import annotations
 
@@ -65,5 +65,5 @@ def test_memory_is_flat_however_long_the_log_is(
             peaks[events] = tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
-    # a few bytes an event are for the headers of the blocks; an event itself takes hundreds
+    # the headers of blocks take a few bytes per event; an event itself takes hundreds
     assert peaks[LONG] - peaks[SHORT] < 6 * (LONG - SHORT)

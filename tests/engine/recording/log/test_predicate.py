@@ -68,7 +68,7 @@ def test_true(text):
         "error",
     ],
 )
-def test_what_is_not_there_or_has_no_order_makes_a_comparison_false(text):
+def test_missing_and_unordered_values_make_a_comparison_false(text):
     assert predicate(text)(EVENT) is False
 
 
@@ -95,7 +95,7 @@ def test_what_is_not_there_or_has_no_order_makes_a_comparison_false(text):
         ("epoch\0", "null bytes", None),
     ],
 )
-def test_a_caret_shows_what_is_wrong(text, reason, column):
+def test_a_caret_marks_the_error(text, reason, column):
     with pytest.raises(ConfigurationError) as caught:
         predicate(text)
     first, _, caret = str(caught.value).split("\n")

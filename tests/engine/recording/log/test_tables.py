@@ -1,4 +1,4 @@
-"""Events."""
+"""Events as tables of pandas and Arrow."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_arrow():
 
 
 @pytest.mark.parametrize(("function", "package"), [(tables.to_pandas, "pandas"), (tables.to_arrow, "pyarrow")])
-def test_a_package_that_is_not_there_is_named(monkeypatch, function, package):
+def test_a_missing_package_is_named(monkeypatch, function, package):
     monkeypatch.setitem(__import__("sys").modules, package, None)
     with pytest.raises(ConfigurationError, match=f"pip install {package}"):
         function(EVENTS)

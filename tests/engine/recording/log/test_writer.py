@@ -1,4 +1,4 @@
-"""What the writer of a log holds to when the disk is full, its budget is small, or it is inherited by a fork."""
+"""The log's writer on a full disk, with a small budget, and in forked processes."""
 
 from __future__ import annotations
 
@@ -94,11 +94,11 @@ def test_a_budget_holds_however_long_the_run_is(budget: int, tmp_path: Path):
     said = [each for each in found if each.event == "log_thinned"]
     assert sum(each.payload["events"] for each in said) == 150_000 - (len(found) - len(said))
     iterations = [each.iteration for each in found if each.event == "iteration_completed"]
-    assert set(range(0, 150_000, 100)) <= set(iterations)  # each hundredth stays
+    assert set(range(0, 150_000, 100)) <= set(iterations)  # each hundredth is kept
     assert set(range(149_000, 150_000)) <= set(iterations)  # and the newest
 
 
-def test_what_is_damaged_stays_as_it_is_when_the_log_is_thinned(tmp_path: Path):
+def test_thinning_copies_damaged_blocks_unchanged(tmp_path: Path):
     end(written(tmp_path, 6 * 1024))
     sealed, _ = log_files(tmp_path)
     content = bytearray(sealed.read_bytes())
@@ -130,13 +130,13 @@ def test_a_table_whose_blocks_lie_elsewhere_is_not_believed(tmp_path: Path):
     assert any("missing" in damage.reason for damage in log.damage)
 
 
-def test_events_that_are_missing_before_the_tail_are_told(tmp_path: Path):
+def test_events_missing_before_the_tail_are_reported(tmp_path: Path):
     writer = written(tmp_path, 2100)
     sealed, _ = log_files(tmp_path)
     content = sealed.read_bytes()
     block = parse(content, 0)
     assert block is not None
-    sealed.write_bytes(content[: block.end])  # the second block is gone, the tail is whole
+    sealed.write_bytes(content[: block.end])  # the second block is missing, the tail is complete
     (damage,) = EventLog(tmp_path).damage
     assert "ord 1024 to 2047" in damage.reason
     writer.close()
