@@ -7,7 +7,8 @@ from typing import Any, NoReturn, Protocol
 
 from pulsetrain.engine.errors import RecordingError
 from pulsetrain.engine.events.bus import EventBus
-from pulsetrain.engine.events.dispatch import Dispatch, check_payload
+from pulsetrain.engine.events.compiled import Dispatch
+from pulsetrain.engine.events.dispatch import check_payload
 from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import READ_ONLY, Event, EventEnum, EventLike, Events, identify, value_of
 from pulsetrain.engine.events.subscription import Subscription

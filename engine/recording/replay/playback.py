@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pulsetrain.engine.errors import ConfigurationError, RecordingError
-from pulsetrain.engine.events.dispatch import Dispatch, deliver, deliver_to
+from pulsetrain.engine.events.compiled import Dispatch
+from pulsetrain.engine.events.dispatch import deliver, deliver_to
 from pulsetrain.engine.events.names import Event, EventEnum, Events
 from pulsetrain.engine.events.subscription import Order, Phase
 from pulsetrain.engine.recording.log.reader import EventLog
