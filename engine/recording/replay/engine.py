@@ -114,7 +114,7 @@ class ReplayedEngine(Engine):
     @property
     def total_iterations(self) -> int | None:
         """How many batches the run was to take, if the log has it."""
-        total = self._replay.limits(self.name).get("total_iterations")
+        total = self._replay.bounds(self.name).get("total_iterations")
         return None if total is None else int(total)
 
     def __getattr__(self, name: str) -> NoReturn:

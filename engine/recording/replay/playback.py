@@ -234,7 +234,7 @@ class Replay(ReplayedEngine):
             self._reach = event.seq, end
         return max(self._reached, self._reach[1])
 
-    def limits(self, engine: str) -> dict[str, Any]:
+    def bounds(self, engine: str) -> dict[str, Any]:
         """What the log says about the length of the engine's run."""
         last = self.past.last(engine, _STARTS, self._reached)
         payload = whole(last).payload if last is not None else None
