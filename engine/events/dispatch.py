@@ -54,7 +54,7 @@ def deliver(engine: Dispatcher, dispatch: Dispatch, source: Any, seq: int, recor
         BaseException: a handler's own error, with a note that says where.
     """
     engine.last_event_name = dispatch.event
-    calls, filtering, value = dispatch.calls, dispatch.filtered, 0
+    calls, filtering = dispatch.calls, dispatch.filtered
     if dispatch.plain:
         call = None
         try:
@@ -66,6 +66,7 @@ def deliver(engine: Dispatcher, dispatch: Dispatch, source: Any, seq: int, recor
         if dispatch.calls is not calls:
             deliver_added(engine, dispatch, calls, source, seq, record)
         return
+    value = 0
     if filtering:
         if dispatch.counter is None:  # subscribed on the bus before this engine joined, or registered the event
             engine.require_counter(dispatch.event)
@@ -74,7 +75,7 @@ def deliver(engine: Dispatcher, dispatch: Dispatch, source: Any, seq: int, recor
         if dispatch.low <= value < dispatch.high:
             calls, filtering = dispatch.unfiltered, False
     event = record(engine, dispatch, source, seq) if calls.needs_event else None
-    event = deliver_to(calls.subscriptions, engine, dispatch, source, seq, record, event, filtering=filtering)
+    event = deliver_to(calls.subscriptions, engine, dispatch, source, seq, record, event, filtering)
     if (dispatch.calls if filtering else dispatch.unfiltered) is not calls:
         deliver_added(engine, dispatch, calls, source, seq, record, event)
     if filtering:
@@ -89,7 +90,6 @@ def deliver_to(
     seq: int,
     record: Record,
     event: Event | None = None,
-    *,
     filtering: bool = True,
 ) -> Event | None:
     """Run the handlers of these subscriptions, if they are due; returns the event's record, if one needed it."""
