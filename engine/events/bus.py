@@ -354,13 +354,16 @@ class EventBus(blinker.Namespace):
         elif name in taken:
             raise ValueError(f"Engine(name={name!r}): this bus has an engine of that name; choose another")
         sender_id = id(engine)
-        bus = weakref.ref(self)
+        forget = weakref.WeakMethod(self._forget)  # weakly, so that no cycle keeps the bus until the next collection
 
-        def forget(_: object) -> None:
-            if (living := bus()) is not None:
-                living._engines.pop(sender_id, None)
-                for signal in list(living._by_key.values()):
-                    signal.forget_sender(sender_id)
+        def died(_: object) -> None:
+            if (living := forget()) is not None:
+                living(sender_id)
 
-        self._engines[sender_id] = weakref.ref(engine, forget)
+        self._engines[sender_id] = weakref.ref(engine, died)
         return name
+
+    def _forget(self, sender_id: int) -> None:
+        self._engines.pop(sender_id, None)
+        for signal in list(self._by_key.values()):
+            signal.forget_sender(sender_id)

@@ -1,4 +1,4 @@
-"""How often something happens, as a value: `Every(iterations=500) | Every(epochs=1)`."""
+"""Cadences as values: `Every(iterations=500) | Every(epochs=1)`."""
 
 from __future__ import annotations
 
@@ -15,20 +15,25 @@ __all__ = ["Every"]
 
 @dataclass(frozen=True, kw_only=True)
 class Every:
-    """A cadence: due at every n-th iteration, epoch or update, or after so many seconds; `|` joins two.
+    """A cadence: due at every n-th iteration, epoch or update, or after some seconds; `|` joins two.
 
-    The parts are alternatives: `Every(iterations=500, epochs=1)` is due at iteration 500, 1000 ... and at the end of
+    The parts are alternatives: `Every(iterations=500, epochs=1)` is due at iterations 500, 1000 ... and at the end of
     each epoch.
 
     Args:
-        iterations: batches between two occasions.
-        epochs: epochs between two occasions.
-        updates: optimizer steps between two occasions.
-        seconds: host wall time between two occasions; looked at after each iteration.
+        iterations: due after this many batches.
+        epochs: due after this many epochs.
+        updates: due after this many optimizer steps.
+        seconds: due after this much wall time on the host, checked after each iteration.
 
     Raises:
         ValueError: a part is not positive, or none is given.
-        TypeError: a part is no number (iterations, epochs and updates: no whole number).
+        TypeError: `seconds` is not a number, or another part not a whole number.
+
+    >>> Every(iterations=500) | Every(epochs=1)
+    Every(iterations=500, epochs=1, updates=None, seconds=None)
+    >>> Every(iterations=500, epochs=1).events()
+    Events.ITERATION_COMPLETED(every=500) | Events.EPOCH_COMPLETED
     """
 
     iterations: int | None = None
@@ -46,29 +51,30 @@ class Every:
             if not isinstance(value, kinds) or isinstance(value, bool):
                 number = "number" if name == "seconds" else "whole number"
                 raise ArgumentTypeError(f"needs a {number}", "Every", **{name: value})
-            if not value > 0:  # nor is nan
+            if not value > 0:  # not (value <= 0), which NaN would pass
                 raise ConfigurationError("needs a positive number", "Every", **{name: value})
 
     def __or__(self, other: Every) -> Every:
-        """Both cadences at once; where both name the same unit with different values, an error."""
+        """Both cadences at once; it is an error if both have the same unit with different values."""
         if not isinstance(other, Every):
             return NotImplemented
         parts: dict[str, float] = {}
         for field in fields(self):
             mine, theirs = getattr(self, field.name), getattr(other, field.name)
             if mine is not None and theirs is not None and mine != theirs:
-                raise ValueError(f"Every({field.name}={mine!r}) | Every({field.name}={theirs!r}): one cadence a unit")
+                raise ValueError(f"Every({field.name}={mine!r}) | Every({field.name}={theirs!r}): one cadence per unit")
             if mine is not None or theirs is not None:
                 parts[field.name] = mine if mine is not None else theirs
         return Every(**parts)  # type: ignore[arg-type]  # the values keep the types they were checked for above
 
     def events(self, clock: Callable[[], float] = time.monotonic) -> EventsList:
-        """The filtered events that a handler of this cadence subscribes to; each call has its own memory of time.
+        """The filtered events that a handler of this cadence subscribes to; each call measures its own time.
 
-        Two of them can be due at one point of training (the last iteration of an epoch): act once an iteration.
+        Two of them can be due at the same time, for example at the last iteration of an epoch: a handler that must not
+        act twice compares iterations.
 
         Args:
-            clock: seconds, never running backwards; read after each iteration where `seconds` is given.
+            clock: monotonic seconds; read after each iteration if `seconds` is given.
         """
         joined = EventsList()
         if self.iterations is not None:

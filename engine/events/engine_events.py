@@ -10,7 +10,7 @@ from ignite.engine.events import EventsList
 from pulsetrain.engine.events.bus import EventBus
 from pulsetrain.engine.events.dispatch import Dispatcher
 from pulsetrain.engine.events.handler_signature import Handler
-from pulsetrain.engine.events.ignite import Handle, HandlerTable, wrapped
+from pulsetrain.engine.events.ignite import Handle, HandlerTable, calls, wrapped
 from pulsetrain.engine.events.names import EventLike
 from pulsetrain.engine.events.subscription import OnError, Phase, Subscription
 
@@ -132,7 +132,7 @@ class EngineEvents(Dispatcher):
 
     def has_event_handler(self, handler: Handler, event_name: EventLike | None = None) -> bool:
         """Whether the handler is registered on the event, or on any event."""
-        return any(subscription.is_handler(handler) for subscription in self.own_subscriptions(event_name))
+        return any(calls(each, handler) for each in self.own_subscriptions(event_name))
 
     def remove_event_handler(self, handler: Handler, event_name: EventLike) -> None:
         """Undo every registration of the handler on the event; `Handle.remove` undoes one.
@@ -140,7 +140,7 @@ class EngineEvents(Dispatcher):
         Raises:
             ValueError: it is not registered there.
         """
-        mine = [each for each in self.own_subscriptions(event_name) if each.is_handler(handler)]
+        mine = [each for each in self.own_subscriptions(event_name) if calls(each, handler)]
         if not mine:
             if not self.own_subscriptions(event_name):
                 raise ValueError(f"Input event name '{event_name}' does not exist among the events with handlers")

@@ -18,7 +18,7 @@ from pulsetrain.engine.events.handler_signature import STANDARD, Handler, Handle
 from pulsetrain.engine.events.names import EventLike, Events, identify
 from pulsetrain.engine.events.subscription import Phase, Sender, Signal, Subscription
 
-__all__ = ["Handle", "HandlerTable", "arguments_of", "payload_of", "signatures_of", "wrapped"]
+__all__ = ["Handle", "HandlerTable", "arguments_of", "calls", "payload_of", "signatures_of", "wrapped"]
 
 # The payload's field that ignite passes to handlers of these events, and whether it does so by keyword.
 _PASSED = {Events.EXCEPTION_RAISED.key: ("error", False), Events.TERMINATE_SINGLE_EPOCH.key: ("iter_counter", True)}
@@ -153,6 +153,15 @@ def wrapped(subscription: Subscription, engine: Sender) -> Handler:
         wrapper._parent = _parent_of(handler)  # type: ignore[attr-defined]
         subscription.wrapper = wrapper
     return subscription.wrapper
+
+
+def calls(subscription: Subscription, handler: Handler) -> bool:
+    """Whether the subscription calls the handler, directly or through the function that applies its filter."""
+    mine = subscription.handler
+    parent = getattr(mine, "_parent", None)
+    if parent is not None:
+        mine = parent()
+    return bool(mine == handler) or (subscription.wrapper is not None and subscription.wrapper is handler)
 
 
 def _parent_of(handler: Handler) -> Callable[[], Handler | None]:

@@ -269,6 +269,8 @@ def identify(event: object, by_name: Mapping[str, EventLike] = _OURS) -> tuple[s
     >>> identify("STARTED")[1]
     Events.STARTED
     """
+    if isinstance(event, EventEnum):  # the usual case first: filters ask for it at each value that may be due
+        return event.key, event
     if isinstance(event, FilteredEvent):
         event = event.member
     elif isinstance(event, IgniteEvents):

@@ -1,6 +1,9 @@
 """What events carry: one frozen dataclass for each event that carries data.
 
-Tensors in payloads stay detached on their device: whoever logs pays for the copy.
+Tensors in payloads stay on their device, detached: a logger pays for the copy to the host.
+
+>>> MetricsLogged(metrics={"train/loss": 0.5})
+MetricsLogged(metrics={'train/loss': 0.5})
 """
 
 from __future__ import annotations
@@ -35,14 +38,14 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Terminated:
-    """TERMINATE: the run was ended before its bound."""
+    """TERMINATE: the run was ended before its limit."""
 
-    reason: str  # what `terminate(reason=...)` was given
+    reason: str  # as given to `terminate(reason=...)`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpochTerminated:
-    """TERMINATE_SINGLE_EPOCH: the epoch was ended early, the run goes on."""
+    """TERMINATE_SINGLE_EPOCH: the epoch was ended early, and the run continues."""
 
     iter_counter: int  # batches of this epoch that were fetched
 
@@ -59,15 +62,15 @@ class GradientsReady:
     """GRADIENTS_READY: between backward and the optimizer's step."""
 
     grad_norm: Tensor  # total L2 norm before clipping, shape (), on the device
-    optimizer: str = ""  # whose gradients, where a run has several optimizers
+    optimizer: str = ""  # whose gradients, if the run has several optimizers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OptimizerStepCompleted:
     """OPTIMIZER_STEP_COMPLETED: the weights have changed, unless fp16 overflowed, which the host learns later."""
 
-    learning_rates: tuple[float, ...]  # one a parameter group, those of the step just made
-    optimizer: str = ""  # which has made it, where a run has several
+    learning_rates: tuple[float, ...]  # of this step, one per parameter group
+    optimizer: str = ""  # which one, if the run has several
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,17 +85,17 @@ class ValidationCompleted:
 class CheckpointSaved:
     """CHECKPOINT_SAVED: the checkpoint is durable on disk."""
 
-    path: Path | str  # a string where it is a URL
+    path: Path | str  # a string if it is a URL
     iteration: int
     bytes: int  # on disk
     seconds: float  # host wall time of writing it
     is_best: bool
-    background: bool = False  # written in another thread: behind which iteration it is announced depends on the clock
+    background: bool = False  # written in another thread: when it is announced depends on the clock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointLoaded:
-    """CHECKPOINT_LOADED: the run goes on from this checkpoint."""
+    """CHECKPOINT_LOADED: the run continues from this checkpoint."""
 
     path: Path | str
     iteration: int
@@ -100,34 +103,34 @@ class CheckpointLoaded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MetricsLogged:
-    """METRICS_LOGGED: values brought to the host."""
+    """METRICS_LOGGED: values on the host."""
 
     metrics: Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MediaLogged:
-    """MEDIA_LOGGED: what is no number: a text, a picture, a distribution, a table of counts.
+    """MEDIA_LOGGED: a text, a picture, a distribution or a table of counts.
 
-    `value` is, for each kind:
+    The type of `value` depends on the kind:
     text: a str;
     image: an array of uint8, shape (height, width, 3) or (height, width), or a tensor of those;
     figure: a matplotlib Figure;
-    histogram: a pair (counts, edges) of sequences of numbers, one edge more than counts;
-    matrix: rows of numbers, such as a confusion matrix: lists, which a recording keeps, or an array.
+    histogram: a pair (counts, edges) of sequences of numbers, with one more edge than counts;
+    matrix: rows of numbers, such as a confusion matrix, as lists (which a recording keeps) or an array.
     """
 
     name: str  # in full, such as "val/confusion_matrix"
     kind: Literal["text", "image", "figure", "histogram", "matrix"]
-    value: Any
+    value: Any  # as the kind says
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RewardsComputed:
-    """REWARDS_COMPUTED: what a rollout was worth, before anything is learnt from it."""
+    """REWARDS_COMPUTED: the rewards of a rollout, before the policy is trained on it."""
 
-    mean: float  # reward a step of an environment; reward a text
-    std: float  # over all of them, not Bessel's
+    mean: float  # reward per step of an environment, or per text
+    std: float  # population standard deviation
     minimum: float
     maximum: float
     count: int
@@ -135,7 +138,7 @@ class RewardsComputed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutCompleted:
-    """ROLLOUT_COMPLETED: the policy has acted, and batches follow that learn from it."""
+    """ROLLOUT_COMPLETED: the policy has acted, and the batches that train on it follow."""
 
     metrics: Mapping[str, float]  # full names, such as "rollout/return"
     seconds: float  # host wall time of the whole rollout
@@ -143,19 +146,19 @@ class RolloutCompleted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PolicyUpdated:
-    """POLICY_UPDATED: the last batch of a rollout has been learnt from."""
+    """POLICY_UPDATED: the policy was trained on the last batch of a rollout."""
 
     metrics: Mapping[str, float]  # full names, such as "policy/kl"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AnomalyDetected:
-    """ANOMALY_DETECTED: a value that should not be, and the rows it came from."""
+    """ANOMALY_DETECTED: an abnormal value, and the rows of the data set that it came from."""
 
     kind: str  # "nan", "loss_spike" ...
     value: float
-    batch_indices: tuple[int, ...]  # indices into the dataset; empty where they are not known
-    at_iteration: int | None = None  # whose value it was, where it is found out later
+    batch_indices: tuple[int, ...]  # indices into the data set; empty if not known
+    at_iteration: int | None = None  # of the value, if it was detected later
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,13 +170,17 @@ class Preempted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandlerFailed:
-    """HANDLER_FAILED: a handler with on_error="warn" raised, or a save in the background did; the run goes on."""
+    """HANDLER_FAILED: a handler with on_error="warn" raised, or saving in the background did; the run continues."""
 
     handler: str
     event: str
     error: BaseException
 
 
-def payload_fields(payload: Any) -> dict[str, Any]:
-    """The payload's fields by name, values untouched (`dataclasses.asdict` would copy every tensor)."""
+def payload_fields(payload: Any) -> dict[str, Any]:  # a dataclass, with fields of any type
+    """The payload's fields by name, without copies (`dataclasses.asdict` would copy every tensor).
+
+    >>> payload_fields(Preempted(signal="SIGTERM"))
+    {'signal': 'SIGTERM'}
+    """
     return {name: getattr(payload, name) for name in payload.__dataclass_fields__}

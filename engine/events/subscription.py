@@ -206,13 +206,6 @@ class Subscription:
             self.fired_once[engine] = now
         return True
 
-    def is_handler(self, handler: Handler) -> bool:
-        """Whether this calls the handler, directly or through the function that applies its filter."""
-        mine = self.handler
-        if hasattr(mine, "_parent"):
-            mine = mine._parent()
-        return bool(mine == handler) or (self.wrapper is not None and self.wrapper is handler)
-
     def suspend_filter(self) -> None:
         """Let the handler apply the filter: a profiler has replaced it by one that calls the filtering wrapper."""
         self.suspended = (self.filter, self.handler)

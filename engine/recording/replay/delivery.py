@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pulsetrain.engine.events.dispatch import Dispatch, Dispatcher
+from pulsetrain.engine.events.compiled import Dispatch
+from pulsetrain.engine.events.dispatch import Dispatcher
 from pulsetrain.engine.events.names import Event, Events
 from pulsetrain.engine.events.subscription import Order, Phase, Subscription
 from pulsetrain.engine.recording.log.records import LoggedEvent

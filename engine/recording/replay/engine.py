@@ -7,7 +7,8 @@ from typing import Any, NoReturn, Protocol
 
 from pulsetrain.engine.errors import RecordingError
 from pulsetrain.engine.events.bus import EventBus
-from pulsetrain.engine.events.dispatch import Dispatch, check_payload
+from pulsetrain.engine.events.compiled import Dispatch
+from pulsetrain.engine.events.dispatch import check_payload
 from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import READ_ONLY, Event, EventEnum, EventLike, Events, identify, value_of
 from pulsetrain.engine.events.subscription import Subscription
@@ -113,7 +114,7 @@ class ReplayedEngine(Engine):
     @property
     def total_iterations(self) -> int | None:
         """How many batches the run was to take, if the log has it."""
-        total = self._replay.limits(self.name).get("total_iterations")
+        total = self._replay.bounds(self.name).get("total_iterations")
         return None if total is None else int(total)
 
     def __getattr__(self, name: str) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Plain values of a log as what handlers were given: typed payloads, outputs, errors."""
+"""From the plain values of a log to the objects that handlers get: typed payloads, outputs, errors."""
 
 from __future__ import annotations
 
@@ -23,17 +23,22 @@ __all__ = ["ReplayedOutput", "payload_of", "plain", "whole"]
 
 
 class ReplayedOutput(dict[str, Any]):
-    """The scalars of a step's output, by name; as an attribute, `loss` is a tensor as a step's is."""
+    """The scalars of a step's output by name; the attribute `loss` is a tensor, as in the output of a step.
+
+    >>> output = ReplayedOutput(loss=0.5, accuracy=0.75)
+    >>> output["loss"], output.loss, output.metrics
+    (0.5, tensor(0.5000, dtype=torch.float64), {'accuracy': 0.75})
+    """
 
     @property
     def loss(self) -> Tensor | None:
-        """Shape (), float64: `loss.item()` is the logged number to the bit. None where the step gave no loss."""
+        """Shape (), float64: `loss.item()` equals the logged number bit for bit. None if the step returned no loss."""
         value = self.get("loss")
         return None if value is None else torch.tensor(value, dtype=torch.float64)
 
     @property
     def metrics(self) -> dict[str, Any]:
-        """The scalars but the loss."""
+        """The scalars without the loss."""
         return {name: value for name, value in self.items() if name != "loss"}
 
     def __float__(self) -> float:
@@ -41,14 +46,18 @@ class ReplayedOutput(dict[str, Any]):
 
 
 def whole(event: LoggedEvent) -> LoggedEvent:
-    """The event itself, what was measured put back into its payload."""
+    """The same event, with the measured fields merged into its payload."""
     if event.observed is not None:
         event.payload = merge_measured(event.payload, event.observed)
     return event
 
 
 def plain(value: Any) -> Any:
-    """The value with numbers in place of "NaN", "Infinity" and "-Infinity"."""
+    """The value with numbers in place of "NaN", "Infinity" and "-Infinity".
+
+    >>> plain({"loss": "NaN", "steps": [1, "-Infinity"]})
+    {'loss': nan, 'steps': [1, -inf]}
+    """
     if type(value) is str:
         return NON_FINITE.get(value, value)
     if type(value) is dict:
@@ -57,10 +66,10 @@ def plain(value: Any) -> Any:
 
 
 def payload_of(event: Any, logged: LoggedEvent) -> Any:
-    """What a handler of this event is given: its payload type's object, or plain values where only its name is known.
+    """The payload for handlers: an object of the event's payload type, or plain values if only its name is known.
 
     Raises:
-        RecordingError: the logged payload is none of that type.
+        RecordingError: the logged payload does not fit that type.
     """
     kind = getattr(event, "payload_type", None)
     if kind is None:
@@ -69,14 +78,14 @@ def payload_of(event: Any, logged: LoggedEvent) -> Any:
         return _reader(kind)(whole(logged).payload)
     except (TypeError, ValueError, KeyError, AttributeError) as error:
         raise RecordingError(
-            f"{logged.event} of {logged.engine!r}, seq {logged.seq}: its payload {logged.payload!r} is no "
+            f"{logged.event} of {logged.engine!r}, seq {logged.seq}: its payload {logged.payload!r} is not a "
             f"{kind.__name__} ({error}); it was recorded with another version of that type"
         ) from error
 
 
 @cache
 def _reader(kind: Any) -> Callable[[Any], Any]:
-    """What makes a value of this annotation from its plain form."""
+    """A function that makes a value of the annotated type from its plain form."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin in (Union, types.UnionType):
         return _one_of(arguments)
@@ -111,7 +120,7 @@ def _fields_of(kind: type) -> Callable[[Any], Any]:
         return plain
     try:
         hints = typing.get_type_hints(kind, localns={"Tensor": Tensor})
-    except NameError:  # an annotation that only type checkers can see
+    except NameError:  # an annotation imported for type checkers only
         hints = {}
     names = kind.__struct_fields__ if fields is None else [f for f in fields if fields[f].init]  # type: ignore[attr-defined]
     readers = {name: _reader(hints[name]) if name in hints else plain for name in names}
@@ -119,7 +128,7 @@ def _fields_of(kind: type) -> Callable[[Any], Any]:
 
 
 def _one_of(kinds: tuple[Any, ...]) -> Callable[[Any], Any]:
-    if Path in kinds:  # a string where it is a URL
+    if Path in kinds:  # a string if it is a URL
         return lambda value: value if value is None or "://" in value else Path(value)
     readers = [_reader(kind) for kind in kinds if kind is not type(None)]
     reader = readers[0] if len(readers) == 1 else plain
@@ -135,20 +144,20 @@ def _tuple_of(kinds: tuple[Any, ...]) -> Callable[[Any], Any]:
 
 
 def _tensor(value: Any) -> Any:
-    """Of shape (); NaN where the process was killed before the value came to the host. Other shapes are not logged."""
+    """Of shape (); NaN if the process was killed before the value was on the host. Other shapes are not logged."""
     if type(value) is dict:
         return value
     return torch.tensor(math.nan if value is None else plain(value), dtype=torch.float64)
 
 
 def _error(value: Mapping[str, Any]) -> BaseException:
-    """An exception of the same name and text; of the builtin type, where it was one."""
+    """An exception of the same name and text; of the same type if that is a builtin."""
     name = str(value["__type__"]).rpartition(".")[2]
     base = getattr(builtins, name, Exception)
     message = value.get("message", "")
     kind = type(name, (base,), {"__str__": lambda self: message})
     try:
         error: BaseException = kind(message)
-    except TypeError:  # one that takes more than a text
+    except TypeError:  # a type that needs more than a text
         error = type(name, (Exception,), {})(message)
     return error

@@ -1,4 +1,4 @@
-"""A log as a replay reads it: the events that somebody hears, and what had happened before one of them."""
+"""A log as a replay reads it: the events that have receivers, and what had happened before one of them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from pulsetrain.engine.recording.log.records import LoggedEvent, decode
 
 __all__ = ["Past", "Source"]
 
-MOST_TYPES = 6  # that are looked for one by one; a block with more of them is decoded as a whole
+MOST_TYPES = 6  # searched for one by one; for more, the whole block is decoded
 KEPT = 2  # blocks
 
 _by_seq = attrgetter("seq")
 
 
 class Source:
-    """A log in blocks of events, without those of which a resumed run has made others in their place."""
+    """A log in blocks of events, without those that a resumed run has computed again."""
 
     def __init__(self, log: EventLog) -> None:
         self._log = log
@@ -42,41 +42,42 @@ class Source:
         return self._tail[0].seq, self._tail[-1].seq
 
     def index_of(self, seq: int) -> int:
-        """The block that holds this seq, or the one behind it; their number where there is none."""
+        """The block that holds this seq, or the first one after it; the number of blocks if there is none."""
         index = bisect_left(self._headers, seq, key=lambda header: header.seq[1])
         if index == len(self._headers) and (not self._tail or self._tail[-1].seq < seq):
             return len(self)
         return index
 
     def types(self, engine: str) -> list[str]:
-        """The events that the log holds of an engine, in no order."""
+        """The events that the log holds of an engine, in no particular order."""
         parts = [header.engines.get(engine) for header in self._headers]
         found = {name for part in parts if part is not None for name in part.events}
         return [*found | {event.event for event in self._tail if event.engine == engine}]
 
     def last_iteration(self, engine: str) -> int:
-        """Where the engine's last event was; 0 for none."""
+        """The iteration of the engine's last event; 0 if it has none."""
         parts = [header.engines.get(engine) for header in self._headers]
         reached = [part.iteration[1] for part in parts if part is not None]
         return max([0, *reached, *(event.iteration for event in self._tail if event.engine == engine)])
 
-    def events(self, index: int, behind: int = -1, upto: int | None = None) -> list[LoggedEvent]:
-        """A block's events; those behind one seq and up to another, that one included, where these are given."""
+    def events(self, index: int, after: int = -1, upto: int | None = None) -> list[LoggedEvent]:
+        """A block's events with after < seq <= upto."""
         kept = self._kept.get(index)
         if kept is None:
             kept = self._valid(self._log.block(index))
             for old in [each for each in self._kept if each < len(self._headers)][: 1 - KEPT]:
                 del self._kept[old]
             self._kept[index] = kept
-        if behind < 0 and upto is None:
+        if after < 0 and upto is None:
             return kept
         end = len(kept) if upto is None else bisect_right(kept, upto, key=_by_seq)
-        return kept[bisect_right(kept, behind, key=_by_seq) : end]
+        return kept[bisect_right(kept, after, key=_by_seq) : end]
 
     def select(self, index: int, wanted: Mapping[str, Collection[str]]) -> list[LoggedEvent]:
-        """At least those of a block's events that are wanted, by engine; others are not decoded where that is quicker.
+        """A block's events that are wanted, by engine, and perhaps others.
 
-        A log's lines are found by the name of their event: what is not looked at costs a search, no decoding.
+        The lines are searched for the names of the wanted events, so that the other lines are not decoded. If most of
+        a block is wanted, it is decoded as a whole, which is faster.
         """
         if index == len(self._headers):
             return self._tail
@@ -90,11 +91,11 @@ class Source:
             return self.events(index)
         lines = self._log.lines(index)
         if lines is None:
-            return self.events(index)  # which lists the damage
+            return self.events(index)  # which reports the damage
         return self._valid(decode(_lines_of(lines, types)))
 
     def counts(self, index: int, engine: str, event: str) -> int | None:
-        """How many of this event a block holds; None where it has to be read for that."""
+        """How many of this event a block holds; None if the block has to be read for that."""
         if index == len(self._headers) or self._touches_superseded(index):
             return None
         part = self._headers[index].engines.get(engine)
@@ -119,7 +120,7 @@ class Source:
 
 
 def _lines_of(data: bytes, types: Collection[str]) -> bytes:
-    """Those of the lines that name one of the events, in their order; some do so in a field of a payload."""
+    """The lines that name one of the events, in order; a few do so in a field of a payload."""
     places: list[tuple[int, int]] = []
     find, rfind = data.find, data.rfind
     for name in types:
@@ -135,7 +136,7 @@ def _lines_of(data: bytes, types: Collection[str]) -> bytes:
 
 
 class Past:
-    """What had happened before a place in the log; a question about a later place is answered from the last answer."""
+    """What had happened before a position in the log; each answer starts from the previous one, if that was earlier."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -143,7 +144,7 @@ class Past:
         self._counted: dict[tuple[str, str], tuple[int, int]] = {}
 
     def last(self, engine: str, events: frozenset[str] | None, seq: int) -> LoggedEvent | None:
-        """The engine's last event up to this seq, that one included; of these alone where they are named."""
+        """The engine's last event, or the last of these events, up to this seq inclusive."""
         key = engine, events
         floor, found = self._found.get(key, (-1, None))
         if floor > seq:
@@ -162,7 +163,7 @@ class Past:
         return newer or found
 
     def count(self, engine: str, event: str, seq: int) -> int:
-        """How many of this event the engine had fired up to this seq, that one included."""
+        """How many of this event the engine had fired up to this seq inclusive."""
         key = engine, event
         floor, number = self._counted.get(key, (-1, 0))
         if floor > seq:
@@ -181,7 +182,7 @@ class Past:
         return number
 
     def following(self, seq: int) -> Iterator[LoggedEvent]:
-        """The events behind this seq, one by one."""
+        """The events after this seq, one by one."""
         source = self._source
         for index in range(source.index_of(seq + 1), len(source)):
             yield from source.events(index, seq)

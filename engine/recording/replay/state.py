@@ -15,7 +15,7 @@ from pulsetrain.engine.recording.replay.source import Past
 
 __all__ = ["METRIC_EVENTS", "Playback", "RecordedOptimizer", "ReplayedState", "Stop", "refuse"]
 
-LIMITS = ("max_epochs", "max_iters", "epoch_length")
+BOUNDS = ("max_epochs", "max_iters", "epoch_length")
 
 _ITERATED = Events.ITERATION_COMPLETED.value
 _OUTPUTS = frozenset({Events.ITERATION_STARTED.value, _ITERATED})
@@ -54,7 +54,7 @@ class Playback(Protocol):
         """The seq up to which the state is known."""
         ...
 
-    def limits(self, engine: str) -> dict[str, Any]:
+    def bounds(self, engine: str) -> dict[str, Any]:
         """What the log says about the length of the engine's run."""
         ...
 
@@ -77,7 +77,7 @@ class ReplayedState(State):
         self._metrics: dict[str, Any] = {}
         self._shown: Any = None  # the logged metrics that are among them
         super().__init__()
-        for attribute in (*LIMITS, "update", "validation_round", "rollout_round", "save", "stop_reason"):
+        for attribute in (*BOUNDS, "update", "validation_round", "rollout_round", "save", "stop_reason"):
             del self.__dict__[attribute]  # __getattr__ answers
 
     def current(self) -> LoggedEvent:
@@ -144,8 +144,8 @@ class ReplayedState(State):
         self._metrics, self._shown = value, None
 
     def __getattr__(self, name: str) -> Any:  # counters of custom events, too
-        if name in LIMITS:
-            return self._replay.limits(self._name).get(name)
+        if name in BOUNDS:
+            return self._replay.bounds(self._name).get(name)
         if name == "stop_reason":
             return self._stop_reason()
         counted = () if name.startswith("_") else self._counted.get(name, ())

@@ -151,7 +151,16 @@ def test_custom_events_are_recorded_also_those_registered_before_the_next_epoch(
         ),
         (
             Event(1, "e", "t", 0, 0, None, 5),
-            {"seq": 1, "engine": "e", "type": "t", "epoch": 0, "iteration": 0, "payload": None, "time_ns": 5},
+            {
+                "seq": 1,
+                "engine": "e",
+                "type": "t",
+                "epoch": 0,
+                "iteration": 0,
+                "payload": None,
+                "time_ns": 5,
+                "observed": False,
+            },
         ),
         (1 / 3, 1 / 3),
         (2**70, str(2**70)),

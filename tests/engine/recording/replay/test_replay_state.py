@@ -123,7 +123,7 @@ class TestPayloads:
         log.close()
         replay = Replay(tmp_path, events=[Custom])
         hear(replay, Custom.MEASURED)
-        with pytest.raises(RecordingError, match=r"measured of 'trainer', seq 1: .*'median'.* is no Measured"):
+        with pytest.raises(RecordingError, match=r"measured of 'trainer', seq 1: .*'median'.* is not a Measured"):
             replay.run()
 
     def test_ignites_own_arguments(self, log, tmp_path):

@@ -1,0 +1,151 @@
+"""What one engine does when one event fires, compiled from its subscriptions whenever they change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from pulsetrain.engine.events.bus import Sequence
+from pulsetrain.engine.events.filters import NEVER, EventFilter, Filter
+from pulsetrain.engine.events.names import LOOP_COUNTERS, EventLike
+from pulsetrain.engine.events.subscription import Subscription
+
+__all__ = ["Calls", "Dispatch"]
+
+
+class Calls(list[Callable[..., object]]):
+    """Callables that take the engine, in the order of execution, and the subscriptions that they came from."""
+
+    __slots__ = ("needs_event", "newest", "subscriptions")
+
+    def __init__(self, subscriptions: list[Subscription], newest: int) -> None:
+        self.subscriptions = subscriptions
+        super().__init__(subscription.call for subscription in subscriptions)
+        self.needs_event = any(subscription.needs_event for subscription in subscriptions)
+        self.newest = newest  # serial number of the last subscription made before this was compiled
+
+    def patch(self, subscription: Subscription) -> None:
+        """Use the subscription's present callable, also in an iteration that is in progress."""
+        for index, mine in enumerate(self.subscriptions):
+            if mine is subscription:
+                self[index] = subscription.call
+        self.needs_event = self.needs_event or subscription.needs_event
+
+
+class Dispatch:
+    """What one engine does when one event fires; `Engine.dispatch` returns it, and it follows every change.
+
+    `low <= counter < high` is a window in which no filtered subscription is due: only `unfiltered` runs there. Outside
+    of it every filter is applied, and a new window is found. A window stays right however the counter jumps, because
+    the filters are applied at every value outside of it.
+
+    >>> from pulsetrain.engine import Engine, Events
+    >>> engine = Engine(lambda engine, batch: None)
+    >>> ready = engine.dispatch(Events.GRADIENTS_READY)
+    >>> ready.live
+    False
+    >>> handle = engine.add_event_handler(Events.GRADIENTS_READY(every=10), lambda: None)
+    >>> ready.live, ready.wants(9), ready.wants(10)
+    (True, False, True)
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "active_filters",
+        "always",
+        "calls",
+        "connected",
+        "counter",
+        "event",
+        "filtered",
+        "follows",
+        "high",
+        "hooked",
+        "leads",
+        "live",
+        "low",
+        "payload_type",
+        "plain",
+        "seen",
+        "sequence",
+        "strict",
+        "unfiltered",
+    )
+
+    def __init__(self, event: EventLike, sequence: Sequence, *, hooked: bool) -> None:
+        self.event = event
+        self.sequence = sequence
+        self.hooked = hooked  # the engine's class overrides `_fire_event`, which gets every event
+        self.seen = 0  # the counter's value when a following event was last fired
+        self.payload_type: type | None = getattr(event, "payload_type", None)
+        self.count_by(None, leads=False, follows=False)
+        self.rebuild([])
+
+    def count_by(self, counter: str | None, *, leads: bool, follows: bool) -> None:
+        """Set the state attribute that counts the event.
+
+        Args:
+            counter: the attribute's name.
+            leads: firing the event always advances it.
+            follows: firing the event advances it if no other event has done so since the last time.
+        """
+        self.counter, self.leads, self.follows = counter, leads, follows
+        self.strict = leads or follows or self.payload_type is not None  # fire() has something to check or to count
+
+    def rebuild(self, subscriptions: list[Subscription]) -> None:
+        """Compile the subscriptions, given in the order of execution."""
+        newest = max((subscription.serial for subscription in subscriptions), default=0)
+        self.calls = Calls(subscriptions, newest)
+        unfiltered = [subscription for subscription in subscriptions if subscription.filter is None]
+        self.filtered = len(unfiltered) != len(subscriptions)
+        self.unfiltered = Calls(unfiltered, newest) if self.filtered else self.calls
+        active = [subscription.filter for subscription in subscriptions if not subscription.passive]
+        # the filters of those that are not passive; None if one of them has no filter
+        self.active_filters: list[Filter] | None = None if self.hooked else []
+        for each in active:
+            if each is None:
+                self.active_filters = None
+            elif self.active_filters is not None:
+                self.active_filters.append(each)
+        self.live = bool(active) or self.hooked
+        self.connected = bool(subscriptions) or self.hooked  # firing reaches someone, be it a passive subscription
+        self.always = bool(unfiltered) or self.hooked  # inside the window, too
+        self.plain = bool(subscriptions) and not (self.filtered or self.calls.needs_event or self.hooked)
+        if self.filtered:
+            self.low = self.high = 0  # an empty window: the next firing applies every filter
+        else:
+            self.low, self.high = -NEVER, NEVER
+
+    def patch(self, subscription: Subscription) -> None:
+        """Use the subscription's present callable, also while the event is being fired."""
+        self.calls.patch(subscription)
+        if self.unfiltered is not self.calls:
+            self.unfiltered.patch(subscription)
+
+    def wants(self, count: int) -> bool:
+        """Whether firing the event with its counter at `count` would reach a subscription that is not passive.
+
+        A filter that is a function cannot be asked in advance: it counts as due.
+        """
+        if not self.live:
+            return False
+        if self.active_filters is None:
+            return True
+        if self.low <= count < self.high:
+            return False
+        if any(not isinstance(each, EventFilter) or each(None, count) for each in self.active_filters):
+            return True
+        self.find_window(count)
+        return False
+
+    def find_window(self, value: int) -> None:
+        """Find the values above `value` at which nothing is due; the filters were applied at `value` itself."""
+        if self.counter not in LOOP_COUNTERS and self.unfiltered:
+            return  # a handler may advance the counter in the middle of the event: apply each filter in its turn
+        high = NEVER
+        for subscription in self.calls.subscriptions:
+            if subscription.filter is None:
+                continue
+            if not isinstance(subscription.filter, EventFilter):
+                return  # a user's function: apply it every time
+            high = min(high, subscription.filter.next_due(value))
+        self.low, self.high = value + 1, high
