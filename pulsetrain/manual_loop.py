@@ -25,6 +25,8 @@ _OF_THE_STEP = ("clip_grad_norm", "clip_grad_value", "precision")  # settings th
 class Loop(Trainer):
     """Gives the batches to a loop of your own, and fires the events around its body.
 
+    >>> import torch
+    >>> from pulsetrain import TrainingConfig
     >>> model = nn.Linear(2, 1)
     >>> loop = Loop(model, [torch.ones(4, 2)] * 3, optimizer="sgd", config=TrainingConfig(max_epochs=2))
     >>> for inputs in loop.batches():

@@ -1,4 +1,4 @@
-"""SIGINT, SIGTERM and SIGUSR1: a run that is under way ends at a safe point, with a checkpoint."""
+"""SIGINT, SIGTERM and SIGUSR1 end a run at a safe point, with a checkpoint."""
 
 from __future__ import annotations
 
@@ -9,30 +9,33 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, NoReturn, Self
+from typing import NoReturn, Self
 
-from pulsetrain.engine import Events
+from pulsetrain.engine import Engine, Events
 from pulsetrain.engine.data.workers import release_workers
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.events.payloads import Preempted
+from pulsetrain.engine.events.subscription import Handle
 
 __all__ = ["SignalWatch"]
 
+_Handler = Callable[[int, FrameType | None], object] | int | None
+
 NAMES = ("SIGINT", "SIGTERM", "SIGUSR1")
-PASSED_ON = 2.0  # seconds in which launchers have passed on what they were sent themselves: no second request
+FORWARDED = 2.0  # seconds in which launchers forward a signal that they got: such a one is not a second request
 
 
 class SignalWatch:
-    """While it is entered, the first SIGINT, SIGTERM or SIGUSR1 becomes PREEMPTED of a trainer, which ends its run.
+    """While it is entered, the first SIGINT, SIGTERM or SIGUSR1 ends a trainer's run at the next safe point.
 
-    A SIGINT behind another signal, and a SIGTERM that comes 2 s or more behind the first SIGTERM, end it at once,
-    without a checkpoint: KeyboardInterrupt, or SystemExit with the status, is raised. Before there is a trainer any
-    signal does that. One that comes while no run is under way ends the next. Leaving restores the handlers that were
-    there.
+    The trainer fires PREEMPTED. A SIGINT after another signal, and a SIGTERM 2 s or more after the first SIGTERM, end
+    the run at once, without a checkpoint: KeyboardInterrupt, or SystemExit with the status, is raised. So does any
+    signal before there is a trainer. A signal between two runs ends the next one. Leaving restores the previous signal
+    handlers.
 
     Args:
-        trainer: whose run is ended; `follow` names one later.
-        clock: seconds, never running backwards.
+        trainer: whose run to end; `follow` names one later.
+        clock: monotonic, in seconds.
 
     Raises:
         ConfigurationError: entered outside the main thread.
@@ -43,27 +46,28 @@ class SignalWatch:
         sys.exit(watch.status)
     """
 
-    def __init__(self, trainer: Any = None, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, trainer: Engine | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
         self.received: signal.Signals | None = None  # the first
-        self.status = 0  # for the process to exit with: 128 + the number of the signal that has ended the run
-        self._named, self._trainer, self._clock = trainer, None, clock
+        self.status = 0  # for the process to exit with: 128 + the number of the signal that ended the run
+        self._named, self._clock = trainer, clock
+        self._trainer: Engine | None = None
         self._terminated_at: float | None = None  # when the first SIGTERM came
-        self._previous: dict[signal.Signals, Any] = {}
-        self._handle: Any = None
+        self._previous: dict[signal.Signals, _Handler] = {}
+        self._handle: Handle | None = None
         self._process = 0
 
     def __enter__(self) -> Self:
         if threading.current_thread() is not threading.main_thread():
             raise ConfigurationError(
                 f"SignalWatch: entered in the thread {threading.current_thread().name!r}, and Python handles signals "
-                "in the main thread alone; enter it there, wherever the training runs"
+                "only in the main thread; enter it there, in whichever thread the training runs"
             )
         self._process = os.getpid()
         if self._named is not None:
             self.follow(self._named)
         for name in NAMES:
             number = getattr(signal, name, None)
-            # None: a handler that Python did not install, and could not put back
+            # None: a handler that Python did not install, and could not restore
             if number is not None and signal.getsignal(number) is not None:
                 self._previous[number] = signal.signal(number, self._receive)
         return self
@@ -77,17 +81,17 @@ class SignalWatch:
             self._handle.remove()
             self._handle = None
 
-    def follow(self, trainer: Any) -> None:
+    def follow(self, trainer: Engine) -> None:
         """From now on a signal ends this trainer's run."""
         self._handle = trainer.add_event_handler(Events.PREEMPTED, self._obey)
         self._trainer = trainer
 
     def _obey(self) -> None:
-        if self.received is not None:  # else somebody else has posted the event
+        if self.received is not None:  # else the event was posted by other code
             self.status = 128 + self.received
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._process:  # a child, forked with this handler: the run is not its own
+        if os.getpid() != self._process:  # a child, forked with this handler, which does not own the run
             if number == signal.SIGTERM:
                 signal.signal(number, signal.SIG_DFL)
                 signal.raise_signal(number)
@@ -97,7 +101,7 @@ class SignalWatch:
             now = self._clock()
             if self._terminated_at is None:
                 self._terminated_at = now
-            again = now - self._terminated_at >= PASSED_ON
+            again = now - self._terminated_at >= FORWARDED
         first, self.received = self.received is None, self.received or signal.Signals(number)
         if self._trainer is None or (again and not first):
             self._stop(number)
@@ -105,8 +109,8 @@ class SignalWatch:
             name = signal.Signals(number).name
             self._trainer.post(Events.PREEMPTED, Preempted(signal=name))
             said = f"\n{name}: stopping at the next safe point; Ctrl-C or SIGTERM once more stops at once\n"
-            with contextlib.suppress(OSError):  # whoever read it may be gone
-                os.write(2, said.encode())  # not through sys.stderr: the signal may have come in the midst of a write
+            with contextlib.suppress(OSError):  # the reader may be gone
+                os.write(2, said.encode())  # not through sys.stderr: the signal may have interrupted a write
 
     def _stop(self, number: int) -> NoReturn:
         self.status = 128 + number

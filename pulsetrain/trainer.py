@@ -76,6 +76,7 @@ def _alias(path: str) -> Any:
 class Trainer(Engine):
     """Trains a model: an Engine with a training step, validation and checkpoints.
 
+    >>> from pulsetrain.engine import SupervisedStrategy
     >>> data = [(torch.ones(4, 2), torch.ones(4, 1))] * 5
     >>> config = TrainingConfig(max_epochs=3)
     >>> trainer = Trainer(nn.Linear(2, 1), data, strategy=SupervisedStrategy("mse"), config=config)

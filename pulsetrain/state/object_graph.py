@@ -1,36 +1,47 @@
-"""What an object or a function reaches: random generators that it holds, objects that it uses."""
+"""Walks object graphs: the random generators inside of objects, and the objects that functions use."""
 
 from __future__ import annotations
 
+import inspect
 import random
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from itertools import islice
 from types import FunctionType, MethodType, ModuleType
-from typing import Any
 
 import numpy as np
 import torch
 
 from pulsetrain.state.handler_registry import attributes_of
 
-__all__ = ["generators_in", "objects_reached"]
+__all__ = ["LIBRARIES", "generators_in", "objects_used", "package_of"]
 
+LIBRARIES = {"ignite", "torch", "numpy", "pulsetrain"} | sys.stdlib_module_names  # not the user's own packages
 _GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
 _LEAVES = (str, bytes, int, float, complex, type(None), type, ModuleType, torch.Tensor, np.ndarray)
-_DEPTH, _OBJECTS, _ITEMS = 8, 2000, 100  # looked at: how deep, altogether, and of one list
-_LIBRARIES = {"ignite", "torch", "numpy", "engine", "handlers", "pulsetrain"} | sys.stdlib_module_names
+_DEPTH, _OBJECTS, _ITEMS = 8, 2000, 100  # how deep to look, at how many objects, and at how many items of each
 
 
-def generators_in(parts: Mapping[str, Any], known: Iterable[Any] = ()) -> Iterator[str]:
-    """The paths of the random generators that the parts hold, such as "dataset.transforms[1].rng", each once.
+def package_of(value: object) -> str:
+    """The top-level package of an object's class, or of a function.
 
-    The process's own are left out, which checkpoints hold.
+    >>> package_of(torch.nn.ReLU())
+    'torch'
+    """
+    module = value.__module__ if isinstance(value, FunctionType) else type(value).__module__
+    return (module or "").partition(".")[0]
+
+
+def generators_in(parts: Mapping[str, object], known: Iterable[object] = ()) -> Iterator[str]:
+    """The paths of the random generators inside of the parts, each generator once; those of the process are left out.
+
+    >>> list(generators_in({"dataset": {"noise": [random.Random(0)]}}))
+    ["dataset['noise'][0]"]
 
     Args:
-        parts: by name, those first in whose names a generator is told that several hold.
-        known: objects that are passed over.
+        parts: by name; a generator that several hold gets the name of the first.
+        known: objects to pass over.
     """
     own = [random._inst, np.random.mtrand._rand, torch.default_generator]
     seen = {id(each) for each in [*own, *known]}
@@ -46,19 +57,47 @@ def generators_in(parts: Mapping[str, Any], known: Iterable[Any] = ()) -> Iterat
             waiting += [(each, f"{path}{step}", depth + 1) for step, each in _inside(value)]
 
 
-def _inside(value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, (FunctionType, MethodType, partial)):
-        yield from ((f".{name}" if name else "", each) for name, each in _held_by(value))
-    elif isinstance(value, Mapping):
+def objects_used(functions: Iterable[object]) -> list[object]:
+    """What functions, and the functions that they use, hold or name: closures, defaults and variables of their module.
+
+    The object of a bound method counts where the method is held, but not if it is one of `functions` itself.
+    """
+    found: dict[int, object] = {}
+    seen: set[int] = set()
+    waiting: list[object] = [each.__func__ if isinstance(each, MethodType) else each for each in functions]
+    while waiting and len(seen) < _OBJECTS:
+        value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, FunctionType):
+            if package_of(value) not in LIBRARIES:
+                variables = value.__globals__
+                waiting += [each for _, each in _held_by(value)]
+                waiting += [variables[name] for name in value.__code__.co_names if name in variables]
+        elif isinstance(value, MethodType):
+            found[id(value.__self__)] = value.__self__
+        elif isinstance(value, partial):
+            waiting += [each for _, each in _held_by(value)]
+        elif not isinstance(value, _LEAVES):
+            found[id(value)] = value
+    return list(found.values())
+
+
+def _inside(value: object) -> Iterator[tuple[str, object]]:
+    """What a container, a function or another object holds, with the step in a path that leads there."""
+    if isinstance(value, Mapping):
         yield from ((f"[{key!r}]", each) for key, each in islice(value.items(), _ITEMS))
     elif isinstance(value, (list, tuple, set, frozenset)):
         yield from ((f"[{number}]", each) for number, each in enumerate(islice(value, _ITEMS)))
     else:
-        yield from ((f".{name}", each) for name, each in attributes_of(value).items())
+        is_function = isinstance(value, (FunctionType, MethodType, partial))
+        held = _held_by(value) if is_function else attributes_of(value).items()
+        yield from ((f".{name}" if name else "", each) for name, each in held)
 
 
-def _held_by(function: Any) -> Iterator[tuple[str, Any]]:
-    """What a function holds: its closure, its defaults, its object, a partial's arguments."""
+def _held_by(function: object) -> Iterator[tuple[str, object]]:
+    """What a function holds by name: its closure and defaults, its object, a partial's arguments."""
     if isinstance(function, MethodType):
         yield "", function.__self__
         function = function.__func__
@@ -72,41 +111,6 @@ def _held_by(function: Any) -> Iterator[tuple[str, Any]]:
                 yield name, cell.cell_contents
             except ValueError:  # not filled
                 pass
-        yield from _defaults(function)
-
-
-def _defaults(function: FunctionType) -> Iterator[tuple[str, Any]]:
-    names = function.__code__.co_varnames[: function.__code__.co_argcount]
-    values = function.__defaults__ or ()
-    yield from zip(names[len(names) - len(values) :], values, strict=True)
-    yield from (function.__kwdefaults__ or {}).items()
-
-
-def objects_reached(functions: Iterable[Any]) -> list[Any]:
-    """What these functions and those that they use hold, and the variables of their modules that they name.
-
-    A bound method stands for its object where it is held, not where it is one of `functions` itself.
-    """
-    found: dict[int, Any] = {}
-    seen: set[int] = set()
-    waiting = [each.__func__ if isinstance(each, MethodType) else each for each in functions]
-    while waiting and len(seen) < _OBJECTS:
-        value = waiting.pop()
-        if id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, FunctionType):
-            if (value.__module__ or "").partition(".")[0] not in _LIBRARIES:
-                waiting += [each for _, each in _held_by(value)] + _named_globals(value)
-        elif isinstance(value, MethodType):
-            found[id(value.__self__)] = value.__self__
-        elif isinstance(value, partial):
-            waiting += [each for _, each in _held_by(value)]
-        elif not isinstance(value, _LEAVES):
-            found[id(value)] = value
-    return list(found.values())
-
-
-def _named_globals(function: FunctionType) -> list[Any]:
-    variables = function.__globals__
-    return [variables[name] for name in function.__code__.co_names if name in variables]
+        for name, parameter in inspect.signature(function).parameters.items():
+            if parameter.default is not parameter.empty:
+                yield name, parameter.default

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import deque
 from collections.abc import Callable, Iterable
 
@@ -21,13 +20,11 @@ from pulsetrain.engine.logs import get_logger
 from pulsetrain.handlers import Checkpointer
 from pulsetrain.state.data_cursor import DataCursor
 from pulsetrain.state.handler_registry import HandlerRegistry, arguments_of, attributes_of, state_of
-from pulsetrain.state.object_graph import generators_in, objects_reached
+from pulsetrain.state.object_graph import LIBRARIES, generators_in, objects_used, package_of
 from pulsetrain.state.part import keeps_state
 
 __all__ = ["UnsavedState"]
 
-_PACKAGES = {"pulsetrain"}
-_LIBRARIES = {"ignite", "torch"} | sys.stdlib_module_names  # to whose classes users cannot add a method
 _PROGRESS = (int, float, list, dict, set, deque, np.ndarray, Tensor)
 _METHODS = ("state_dict", "load_state_dict")
 
@@ -77,7 +74,7 @@ class UnsavedState:
             return
         _check_data(self._loader())
         for handler in subscribers:
-            if _package(handler) not in _PACKAGES:
+            if package_of(handler) != "pulsetrain":
                 _check_handler(handler)
         _check_half(self._strategy, "the strategy")
         self._check_functions()
@@ -87,7 +84,7 @@ class UnsavedState:
         if keeps_state(self._strategy):
             plain({"strategy": state_of("strategy", self._strategy)})
         for key, handler in self._registry.stateful().items():
-            if _package(handler) not in _PACKAGES:
+            if package_of(handler) != "pulsetrain":
                 plain({"handlers": {key: {"state": state_of(key, handler)}}})
 
     def _report_changed_numbers(self) -> None:
@@ -110,10 +107,9 @@ class UnsavedState:
         holders: dict[str, object] = {
             f"model.{name}".rstrip("."): module
             for name, module in self._model.named_modules()
-            if _package(module) not in _LIBRARIES | _PACKAGES
-            and type(module).get_extra_state is nn.Module.get_extra_state
+            if package_of(module) not in LIBRARIES and type(module).get_extra_state is nn.Module.get_extra_state
         }
-        if _package(self._strategy) not in _PACKAGES and not keeps_state(self._strategy):
+        if package_of(self._strategy) != "pulsetrain" and not keeps_state(self._strategy):
             holders["strategy"] = self._strategy
         torchs_own = vars(nn.Module())
         return {
@@ -131,7 +127,7 @@ class UnsavedState:
         known = {id(each) for each in saved}
         known |= {id(part) for each in saved for part in attributes_of(each).values()}
         for subscription in self._registry.subscriptions():
-            for owner in objects_reached([subscription.handler, *subscription.args, *subscription.kwargs.values()]):
+            for owner in objects_used([subscription.handler, *subscription.args, *subscription.kwargs.values()]):
                 if keeps_state(owner) and id(owner) not in known and not _needs_no_saving(owner):
                     known.add(id(owner))  # warned about once
                     get_logger("pulsetrain").warning(
@@ -176,7 +172,7 @@ def _own_generators(loader: object) -> list[str]:
 
 
 def _check_handler(handler: object) -> None:
-    if _check_half(handler, "a handler") or keeps_state(handler) or _package(handler) in _LIBRARIES:
+    if _check_half(handler, "a handler") or keeps_state(handler) or package_of(handler) in LIBRARIES:
         return
     attributes = _progress(handler)
     if attributes:
@@ -204,10 +200,6 @@ def _needs_no_saving(owner: object) -> bool:
     if isinstance(owner, nn.Module):  # a teacher, or a metric
         return not any(parameter.requires_grad for parameter in owner.parameters())
     return isinstance(owner, (type, IgniteEngine, DataLoader))
-
-
-def _package(handler: object) -> str:
-    return type(handler).__module__.partition(".")[0]
 
 
 def _progress(handler: object) -> list[str]:

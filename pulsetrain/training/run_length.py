@@ -1,11 +1,11 @@
-"""How long a run is: its bound, and what that makes in iterations and updates."""
+"""How long a run is: its bound, in iterations and in updates."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from pulsetrain.engine.data import rng
 from pulsetrain.engine.data.keyed_loader import can_be_read_once, length_of
@@ -20,18 +20,32 @@ if TYPE_CHECKING:
 
 __all__ = ["RunLength"]
 
-_LOOKED_AT = 8  # batches, for what a batch holds on average
+_MEASURED = 8  # batches, for the average number of tokens
 
-UNBOUNDED = 1 << 60  # iterations; for runs that something else ends
+_UNBOUNDED = 1 << 60  # iterations; for runs that something else ends
+
+
+class Counts(Protocol):
+    """The counters of a run."""
+
+    iteration: int
+    update: int
+    tokens: int
+    max_iters: int | None
 
 
 class RunLength:
-    """The bound that a configuration sets; `max_epochs=1` where it sets none.
+    """The length that a configuration gives a run; `max_epochs=1` if it sets no bound.
+
+    >>> from pulsetrain.config import TrainingConfig
+    >>> length = RunLength(TrainingConfig(max_epochs=3, accumulate=2), loader=range(10))
+    >>> length.total_iterations, length.total_updates
+    (30, 15)
 
     Args:
         config: the settings.
         loader: the training data.
-        optimizers: how many there are; each is taken to make one update of a batch, or of those accumulated.
+        optimizers: how many there are; each is assumed to make one update for a batch, or for those accumulated.
     """
 
     def __init__(self, config: TrainingConfig, loader: Iterable[Any], optimizers: int = 1) -> None:
@@ -46,23 +60,23 @@ class RunLength:
 
     @property
     def max_epochs(self) -> int | None:
-        """The bound in epochs, or None where another one holds."""
+        """The bound in epochs, or None if another bound is set."""
         config = self.config
         others = (config.max_iterations, config.max_updates, config.max_tokens)
         return config.max_epochs or (1 if all(other is None for other in others) else None)
 
     @property
     def max_iterations(self) -> int | None:
-        """The bound in batches that the loop can hold itself; None where it counts epochs."""
+        """The bound in batches, if the loop can count it itself; None if it counts epochs."""
         if self.max_epochs is not None:
             return None
         if self.config.max_updates is not None and not self.counts_updates:
             return self.accumulate.batches_in(self.config.max_updates)
-        return self.config.max_iterations or UNBOUNDED
+        return self.config.max_iterations or _UNBOUNDED
 
     @property
     def total_iterations(self) -> int | None:
-        """How many batches the run will take, or None where that is not known."""
+        """How many batches the run takes in all; None if that is not known."""
         if self.max_epochs is not None:
             return None if self.epoch_length is None else self.max_epochs * self.epoch_length
         if self.counts_updates:
@@ -75,14 +89,18 @@ class RunLength:
 
     @property
     def total_updates(self) -> int | None:
-        """How many steps each optimizer will take, or None where that is not known."""
+        """How many steps each optimizer takes; None if that is not known."""
         if self.config.max_updates is not None and self.max_epochs is None:
             return self.config.max_updates // self._optimizers
         iterations = self.total_iterations
         return None if iterations is None else self.accumulate.updates_in(iterations, self._tokens_a_batch)
 
-    def reached(self, state: Any) -> str | None:
-        """Why the run ends here, for the bounds that hang on what the batches hold and the loop cannot count."""
+    def reached(self, state: Counts) -> str | None:
+        """Why the run ends here, for bounds that depend on what the batches hold; None if it does not.
+
+        Raises:
+            ConfigurationError: the run has a bound in tokens, and the strategy counts none.
+        """
         config = self.config
         if config.max_tokens is not None and state.iteration and not state.tokens:
             raise ConfigurationError(
@@ -93,12 +111,12 @@ class RunLength:
             )
         if config.max_tokens is not None and state.tokens >= config.max_tokens:
             return f"max_tokens={config.max_tokens} was reached"
-        if self.counts_updates and state.update >= config.max_updates:
+        if self.counts_updates and config.max_updates is not None and state.update >= config.max_updates:
             return f"max_updates={config.max_updates} was reached"
         return None
 
-    def reached_inside(self, state: Any, epoch_done: bool) -> str | None:
-        """What the loop would have said had it come to the bound itself; at an epoch's end it says nothing."""
+    def reached_inside(self, state: Counts, epoch_done: bool) -> str | None:
+        """The reason that the loop gives for ending at the bound; None at the end of an epoch."""
         counted = self.reached(state)
         if counted is not None:
             return counted
@@ -130,18 +148,18 @@ class RunLength:
             )
 
     def measure(self, strategy: TrainingStrategy, backend: Backend) -> None:
-        """Count the tokens of the first batches, where something hangs on them; the generators stay as they were.
+        """Count the tokens of the first batches, if the length depends on them; the generators stay as they were.
 
         Raises:
             ConfigurationError: the strategy counts no tokens, or there is no batch.
         """
-        setting, remedy = self._hangs_on_tokens()
+        setting, remedy = self._setting_in_tokens()
         if setting is None or self._tokens_a_batch is not None:
             return
         if can_be_read_once(self._loader) or getattr(self._loader, "fires_rollouts", False):
-            return  # its first batch cannot be looked at beforehand: how long the run will be is not known
+            return  # its first batch cannot be read beforehand, so the length of the run is not known
         with rng.preserve_rng():
-            batches = [backend.prepare_batch(batch, FirstBatch(strategy)) for batch in islice(self._loader, _LOOKED_AT)]
+            batches = [backend.prepare_batch(batch, FirstBatch(strategy)) for batch in islice(self._loader, _MEASURED)]
         if not batches:
             raise ConfigurationError("gave no batch; it is empty", "Trainer", train_loader=...)
         tokens = [batch.tokens for batch in batches]
@@ -154,14 +172,14 @@ class RunLength:
         self._tokens_a_batch = sum(tokens) / len(tokens)
         if max(tokens) > 1.1 * min(tokens) and self.config.max_updates is None:
             get_logger("pulsetrain").info(
-                "batches differ in tokens: the number of updates, over which a schedule falls, is an estimate; "
-                "max_updates fixes it",
+                "batches differ in tokens: the number of updates, over which a schedule decays, is an estimate; "
+                "set max_updates to fix it",
                 updates=self.total_updates,
                 tokens_a_batch=f"{min(tokens)} to {max(tokens)}",
             )
 
-    def _hangs_on_tokens(self) -> tuple[str | None, str]:
-        """The setting that counts tokens, and what would do without."""
+    def _setting_in_tokens(self) -> tuple[str | None, str]:
+        """The setting that counts tokens, and an alternative to it."""
         if self.config.max_tokens is not None:
             return "max_tokens", "bound the run by max_iterations, max_updates or max_epochs"
         if self.accumulate.tokens is not None:

@@ -32,6 +32,45 @@ def test_after_an_interruption_it_goes_on_with_the_next_batch():
     assert seen == list(range(1, 21))
 
 
+def test_a_resumed_run_that_is_interrupted_before_its_first_batch_loses_no_epoch(tmp_path: Path):
+    def make(folder: Path) -> Trainer:
+        return trainer({"max_epochs": 3}, handlers=[Checkpointer(folder, every=Every(iterations=1), at_end=False)])
+
+    expected = make(tmp_path / "whole").train()
+    cut = make(tmp_path / "cut")
+    cut.add_event_handler(Events.ITERATION_COMPLETED(once=14), lambda engine: engine.terminate())
+    cut.train()
+    again = make(tmp_path / "cut")
+    again.add_event_handler(Events.EPOCH_STARTED(once=2), lambda engine: engine.interrupt())
+    seen = iterations(again)
+    again.train(resume="latest")
+    assert (seen, again.is_paused, again.is_resuming) == ([], True, True)
+    assert again.train() == expected
+    assert (seen, again.state.epoch, again.is_resuming) == (list(range(15, 31)), 3, False)
+
+
+def test_a_run_cut_twice_inside_an_epoch_ends_as_one_that_was_not(tmp_path: Path):
+    def make(folder: Path) -> Trainer:
+        return trainer({"max_epochs": 2}, handlers=[Checkpointer(folder, every=Every(iterations=1), at_end=False)])
+
+    expected = make(tmp_path / "whole").train()
+    for last in (3, 6, 8):
+        run = make(tmp_path / "cut")
+        run.add_event_handler(Events.ITERATION_COMPLETED(once=last), lambda engine: engine.terminate())
+        run.train(resume="latest")
+        assert run.state.iteration == last
+    assert make(tmp_path / "cut").train(resume="latest") == expected
+
+
+def test_a_finished_run_continues_to_a_higher_bound():
+    whole = trainer({"max_epochs": 3}).train()
+    run = trainer({"max_epochs": 2})
+    run.train()
+    run.state.max_epochs = 3
+    assert run.train() == whole
+    assert run.state.epoch == 3
+
+
 @pytest.mark.parametrize("how", ["terminate", "raise"])
 def test_after_a_termination_or_an_error_it_goes_on_with_the_next_epoch(how: str):
     run = trainer({"max_epochs": 3})
@@ -143,7 +182,10 @@ def test_a_checkpoint_made_before_any_training_is_a_beginning(tmp_path: Path):
     path = run.save_checkpoint("blank")
     other = trainer({"max_epochs": 1})
     other.load_checkpoint(path)
+    other.add_event_handler(Events.EPOCH_COMPLETED, lambda e: states.append(e.checkpoint_state()["rng"]["torch"]))
+    states: list[torch.Tensor] = []
     assert other.train() == expected
+    assert torch.equal(states[0], torch.get_rng_state())  # not those of the checkpoint
 
 
 def test_a_checkpoint_that_does_not_fit_changes_nothing(tmp_path: Path):
