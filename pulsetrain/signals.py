@@ -14,8 +14,8 @@ from typing import NoReturn, Self
 from pulsetrain.engine import Engine, Events
 from pulsetrain.engine.data.workers import release_workers
 from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.events.ignite import Handle
 from pulsetrain.engine.events.payloads import Preempted
-from pulsetrain.engine.events.subscription import Handle
 
 __all__ = ["SignalWatch"]
 

@@ -28,7 +28,7 @@ from pulsetrain.engine.step.protocols import (
 )
 
 if TYPE_CHECKING:
-    from pulsetrain.engine.events.dispatch import Dispatch
+    from pulsetrain.engine.events.compiled import Dispatch
     from pulsetrain.engine.events.engine import Engine
 
 __all__ = ["OnStep", "Stepper", "rates_of"]
