@@ -56,8 +56,6 @@ def add_parser(commands: Any) -> None:
 
 def run(arguments: argparse.Namespace, settings: Mapping[str, str]) -> int:
     """Print it."""
-    from pulsetrain.cli.parser import make_parser  # which is made of this, too
-
     no_settings("completion", settings)
     try:
         shtab = import_module("shtab")
@@ -65,7 +63,7 @@ def run(arguments: argparse.Namespace, settings: Mapping[str, str]) -> int:
         raise ConfigurationError(
             f"completion: needs a package that is not there ({error}); pip install 'pulsetrain[completion]'"
         ) from error
-    parser = make_parser()
+    parser: argparse.ArgumentParser = arguments.program
     for name, each in _subparsers(parser):
         if name in CONFIGURED:
             for setting, choices in _settings():

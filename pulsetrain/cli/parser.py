@@ -25,6 +25,7 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     for each in COMMANDS:
         each.add_parser(commands)
+    commands.choices["completion"].set_defaults(program=parser)
     return parser
 
 

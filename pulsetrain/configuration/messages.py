@@ -36,8 +36,9 @@ _SETTINGS: dict[str, dict[str, str]] = {
         **_TRAINING, "name": "training.optimizer", "model": "model", "*": "training.optimizer_options.*",
     },
 }  # fmt: skip
-for _kind in filter(is_dataclass, (getattr(schedules, name) for name in schedules.__all__)):
-    _SETTINGS[_kind.__name__] = {**_SCHEDULE, fields(_kind)[0].name: "training.learning_rate"}
+for _name in schedules.__all__:
+    if is_dataclass(_kind := getattr(schedules, _name)):
+        _SETTINGS[_name] = {**_SCHEDULE, fields(_kind)[0].name: "training.learning_rate"}
 
 
 def in_settings(error: PulsetrainError) -> PulsetrainError:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
+
 import pytest
 
 from pulsetrain.cli import main
@@ -21,7 +23,7 @@ class TestHelp:
         [
             (["--help"], 0, "Begin with: pulsetrain train"),
             (["train", "--help"], 0, "--training.learning_rate 3e-4"),
-            (["--version"], 0, "pulsetrain 0.1.0 (torch "),
+            (["--version"], 0, f"pulsetrain {version('pulsetrain')} (torch "),
             (["nonsense"], 2, "invalid choice: 'nonsense'"),
             (["train"], 2, "the following arguments are required: CONFIG"),
             (["train", "a.yaml", "--bogus"], 2, "unrecognized arguments: --bogus"),
