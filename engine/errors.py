@@ -104,7 +104,11 @@ class PulsetrainError(Exception):
         return f"{head}: {rule}" if head else rule
 
     def __reduce__(self) -> tuple[object, ...]:
-        return type(self), self.args, {name: _picklable(value) for name, value in vars(self).items()}
+        return (
+            type(self),
+            self.args,
+            {**vars(self), "arguments": {name: _picklable(each) for name, each in self.arguments.items()}},
+        )
 
 
 class ConfigurationError(PulsetrainError, ValueError):

@@ -1,4 +1,4 @@
-"""How a run is trained: every setting with its meaning and default, checked when it is made."""
+"""The settings of a run, with their meanings and defaults; a TrainingConfig checks them when it is made."""
 
 from __future__ import annotations
 
@@ -45,39 +45,46 @@ _NOT_OPTIONS: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig:
-    """The settings of a run; [defaults] stand behind their meanings.
+    """The settings of a run; [defaults] follow their meanings.
+
+    >>> config = TrainingConfig(max_epochs=3, optimizer="sgd", optimizer_options={"momentum": 0.9})
+    >>> config.learning_rate, config.validate_every.epochs
+    (0.001, 1)
+    >>> TrainingConfig(max_epochs=0)
+    Traceback (most recent call last):
+    pulsetrain.engine.errors.ConfigurationError: TrainingConfig(max_epochs=0): needs to be a whole number of at least 1
 
     Args:
-        max_epochs: bound of the run in passes over the data; 1 when no bound is given [None].
-        max_iterations: bound in batches [None].
-        max_updates: bound in optimizer steps [None].
-        max_tokens: bound in predicted tokens; the batch that reaches it is the last [None].
-        optimizer: adamw, adam, sgd, muon ...; the Trainer's argument takes instances and factories too ['adamw'].
+        max_epochs: length of the run in passes over the data; 1 when no length is given [None].
+        max_iterations: length in batches [None].
+        max_updates: length in optimizer steps [None].
+        max_tokens: length in predicted tokens; the batch that reaches it is the last [None].
+        optimizer: adamw, adam, sgd, muon ...; the Trainer also takes instances and factories ['adamw'].
         learning_rate: peak rate, above 0 [0.001].
-        weight_decay: decay of the weights, 0 or more [0.0].
+        weight_decay: weight decay, 0 or more [0.0].
         no_decay: "auto" exempts biases, norms and embeddings from weight decay; None exempts nothing [None].
         optimizer_options: further keywords of the optimizer, such as betas or momentum [{}].
-        schedule: constant, linear, cosine, step, wsd, one_cycle ...; None leaves the rate alone ['constant'].
+        schedule: constant, linear, cosine, step, wsd, one_cycle ...; None leaves the rate as it is ['constant'].
         warmup_steps: updates of linear warm-up, from 0 to the learning rate [0].
-        min_lr_ratio: what the schedule decays to, as a share of the learning rate; None: 0.1, and 0 for linear [None].
+        min_lr_ratio: lowest rate of the schedule, relative to learning_rate; None: 0.1, and 0 for linear [None].
         schedule_options: further keywords of the schedule, such as step_size and gamma [{}].
-        accumulate: batches an update, or Accumulate(tokens=...) or (schedule=...); a rest at the end makes none [1].
+        accumulate: batches per update, or an Accumulate; the batches left at the end make no update [1].
         clip_grad_norm: largest total L2 norm of the gradients; None does not clip [None].
         clip_grad_value: largest absolute value of a gradient's entry; None does not clip [None].
         precision: fp32, bf16 or fp16 (autocast) ['fp32'].
         device: "auto" (the accelerator where there is one), "cpu", "cuda", "cuda:1" ... ['auto'].
         compile: run the model through torch.compile [False].
         activation_checkpointing: modules that recompute their activations in backward, as "blocks.*" [None].
-        seed: of the data order and of what is drawn in training; None draws one [0].
-        skip_batches: batches to leave out, as [first, last] of the iterations that would train on them [()].
-        validate_every: when to validate; None only at the end. A run always ends with a validation [Every(epochs=1)].
-        log_every_n_steps: iterations between two METRICS_LOGGED events, where alone the loss comes to the host [50].
-        run_dir: the run folder, for the setting below; the command line fills it in [None].
-        save_every_n_epochs: adds a Checkpointer that saves this often into run_dir [None].
-        early_stopping_patience: adds an EarlyStopping on val/loss that waits for so many validations [None].
+        seed: seed of the data order and of all random numbers; None draws one [0].
+        skip_batches: batches to leave out, as [first, last] iterations that would train on them [()].
+        validate_every: when to validate; None: only at the end. A run always ends with a validation [Every(epochs=1)].
+        log_every_n_steps: iterations between two METRICS_LOGGED events; only they copy the loss to the host [50].
+        run_dir: the run folder, for save_every_n_epochs; the command line fills it in [None].
+        save_every_n_epochs: adds a Checkpointer that saves into run_dir this often [None].
+        early_stopping_patience: adds an EarlyStopping on val/loss that waits for this many validations [None].
 
     Raises:
-        ConfigurationError: a value is out of range or two contradict each other; the message names the setting.
+        ConfigurationError: a setting is out of range, or two settings contradict each other.
     """
 
     max_epochs: int | None = None
@@ -141,7 +148,7 @@ class TrainingConfig:
         self._require("no_decay", lambda value: value == "auto", "'auto' or None")
         if self.no_decay is not None and "no_decay" in self.optimizer_options:
             raise ConfigurationError(
-                "stands in optimizer_options as well; give one of both", "TrainingConfig", no_decay=self.no_decay
+                "is in optimizer_options as well; give one of the two", "TrainingConfig", no_decay=self.no_decay
             )
         if self.schedule is None:
             self._refuse_what_a_schedule_reads()
@@ -156,7 +163,7 @@ class TrainingConfig:
 
     @property
     def accumulation(self) -> Accumulate:
-        """`accumulate` as a rule."""
+        """`accumulate` as an Accumulate."""
         return self.accumulate if isinstance(self.accumulate, Accumulate) else Accumulate(batches=self.accumulate)
 
     def _check_options(self, name: str) -> None:
@@ -169,17 +176,17 @@ class TrainingConfig:
                 raise ConfigurationError(rule, "TrainingConfig", **given, **dict.fromkeys(others, ...))
 
     def _refuse_what_a_schedule_reads(self) -> None:
-        idle: dict[str, Any] = {"warmup_steps": 0, "min_lr_ratio": None, "schedule_options": {}}
+        idle: dict[str, object] = {"warmup_steps": 0, "min_lr_ratio": None, "schedule_options": {}}
         for name, default in idle.items():
             value = getattr(self, name)
             if value != default:
                 raise ConfigurationError(
-                    "has no effect where {schedule} leaves the rate alone; leave it out, or choose a schedule",
+                    "has no effect where {schedule} leaves the rate as it is; leave it out, or choose a schedule",
                     "TrainingConfig",
                     **{name: value, "schedule": None},
                 )
 
-    def _require(self, name: str, rule: Callable[[Any], object], wanted: str) -> None:
+    def _require(self, name: str, rule: Callable[[Any], object], wanted: str) -> None:  # any value, to be checked
         value = getattr(self, name)
         optional = "None" in str(next(each.type for each in fields(self) if each.name == name))
         if value is None and optional:

@@ -10,18 +10,23 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; returns its exit status: 0 done, 1 the run failed, 2 wrong input, 128 + n stopped by signal n."""
+    """Run a command.
+
+    Returns:
+        The exit status: 0 done; 1 the run failed; 2 wrong input; 128 + n stopped by signal n.
+    """
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a sample may hold what the terminal cannot show
+        # a text sample may have characters that the terminal cannot show
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         return _run(sys.argv[1:] if arguments is None else arguments)
     except KeyboardInterrupt:
-        print("\npulsetrain: stopped at once", file=sys.stderr)
+        print("\npulsetrain: stopped", file=sys.stderr)
         return 130
 
 
 def _run(arguments: Sequence[str]) -> int:
-    # imported here, where Ctrl-C is caught: torch takes a second or two
+    # imported here, where Ctrl-C is caught: importing torch takes a second or two
     from pulsetrain.cli.parser import make_parser
     from pulsetrain.cli.reports import USAGE, report
     from pulsetrain.cli.settings import split_settings
@@ -34,7 +39,7 @@ def _run(arguments: Sequence[str]) -> int:
             parser.print_help(sys.stderr)
             return USAGE
         status: int = chosen.run(chosen, settings)
-    except SystemExit as leaving:  # argparse has said why
+    except SystemExit as leaving:  # argparse has printed the reason
         return leaving.code if isinstance(leaving.code, int) else USAGE
     except Exception as error:
         return report(error)

@@ -1,33 +1,49 @@
-"""How every command of the command line is declared."""
+"""Declares a command of the command line."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Protocol
 
 from pulsetrain.engine.errors import ConfigurationError
 
-__all__ = ["command", "no_settings"]
+__all__ = ["Subparsers", "command", "no_settings"]
 
 Run = Callable[[argparse.Namespace, Mapping[str, str]], int]
 
 
+class Subparsers(Protocol):
+    """The subparsers that `ArgumentParser.add_subparsers` returns; argparse has no public name for their type."""
+
+    def add_parser(
+        self,
+        name: str,
+        *,
+        help: str,
+        usage: str | None,
+        description: str,
+        epilog: str,
+        formatter_class: type[argparse.HelpFormatter],
+        allow_abbrev: bool,
+    ) -> argparse.ArgumentParser: ...
+
+
 def command(
-    commands: Any, name: str, run: Run, *, help: str, description: str, epilog: str, usage: str | None = None
+    commands: Subparsers, name: str, run: Run, *, help: str, description: str, epilog: str, usage: str | None = None
 ) -> argparse.ArgumentParser:
-    """Add a command; its arguments are the caller's to add.
+    """Add a command without arguments; the caller adds those.
 
     Args:
-        commands: what `add_subparsers` gave.
-        name: of the command.
-        run: does it, given its arguments and the settings of the configuration among them; returns the exit status.
-        help: a line for the list of commands.
-        description: what it does.
-        epilog: examples, and its exit statuses.
-        usage: the first line of its help; by default argparse's.
+        commands: the subparsers of the program's parser.
+        name: the command's name.
+        run: runs the command with its arguments and the settings of the configuration; returns the exit status.
+        help: the command's line in the list of commands.
+        description: what the command does.
+        epilog: examples and exit statuses.
+        usage: the first line of the command's help; by default argparse's.
     """
-    parser: argparse.ArgumentParser = commands.add_parser(
+    parser = commands.add_parser(
         name,
         help=help,
         usage=usage,
@@ -41,12 +57,12 @@ def command(
 
 
 def no_settings(command: str, settings: Mapping[str, str]) -> None:
-    """Refuse settings of a configuration where there is none.
+    """Reject settings of a configuration for a command that takes no configuration.
 
     Raises:
-        ConfigurationError: there are some.
+        ConfigurationError: there is a setting.
     """
     for name in settings:
         raise ConfigurationError(
-            f"--{name}: {command} has no such option; those of a configuration are for train, config, lr-find and fork"
+            f"--{name}: {command} has no such option; train, config, lr-find and fork take settings of a configuration"
         )

@@ -1,4 +1,4 @@
-"""`pulsetrain completion`: a script that lets a shell complete this command line."""
+"""`pulsetrain completion`: prints a script with which a shell completes this command line."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import argparse
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from importlib import import_module
-from typing import Any
 
-from pulsetrain.cli.command import command, no_settings
+from pulsetrain.cli.command import Subparsers, command, no_settings
 from pulsetrain.cli.pipe import until_closed
 from pulsetrain.cli.reports import OK
 from pulsetrain.config import PRECISIONS, TrainingConfig
@@ -21,8 +20,8 @@ from pulsetrain.engine.schedules.named import NAMES as SCHEDULES
 __all__ = ["add_parser"]
 
 SHELLS = ("bash", "zsh", "fish")
-CONFIGURED = ("train", "config", "lr-find", "fork")  # commands that take settings of the configuration
-FILES, FOLDERS = ("config",), ("folder", "runs", "a", "b", "into", "plot")  # arguments, as the commands call them
+CONFIGURED = ("train", "config", "lr-find", "fork")  # commands that take settings of a configuration
+FILES, FOLDERS = ("config",), ("folder", "runs", "a", "b", "into", "plot")  # arguments, by their names in the commands
 CHOICES: dict[str, Iterable[str]] = {
     "training.optimizer": OPTIMIZERS,
     "training.schedule": SCHEDULES,
@@ -31,8 +30,8 @@ CHOICES: dict[str, Iterable[str]] = {
     "strategy": STRATEGIES,
 }
 DESCRIPTION = """\
-Print a script for the shell: commands, their options, files, and the settings of the
-configuration, such as --training.learning_rate, with their choices.
+Print a completion script for the shell. It completes commands, options, files, and the
+settings of a configuration, such as --training.learning_rate, with their choices.
 Needs shtab: pip install 'pulsetrain[completion]'.
 """
 EPILOG = """\
@@ -45,34 +44,32 @@ exit status: 0 done; 2 wrong input
 """
 
 
-def add_parser(commands: Any) -> None:
+def add_parser(commands: Subparsers) -> None:
     """Add the command."""
     parser = command(
-        commands, "completion", run, help="print a script for the shell's completion", description=DESCRIPTION,
+        commands, "completion", run, help="print a completion script for the shell", description=DESCRIPTION,
         epilog=EPILOG,
     )  # fmt: skip
-    parser.add_argument("shell", choices=SHELLS, help="for which shell")
+    parser.add_argument("shell", choices=SHELLS, help="the shell")
 
 
 def run(arguments: argparse.Namespace, settings: Mapping[str, str]) -> int:
-    """Print it."""
-    from pulsetrain.cli.parser import make_parser  # which is made of this, too
-
+    """Print the script."""
     no_settings("completion", settings)
     try:
         shtab = import_module("shtab")
     except ImportError as error:
         raise ConfigurationError(
-            f"completion: needs a package that is not there ({error}); pip install 'pulsetrain[completion]'"
+            f"completion: needs a package that is not installed ({error}); pip install 'pulsetrain[completion]'"
         ) from error
-    parser = make_parser()
-    for name, each in _subparsers(parser):
+    parser: argparse.ArgumentParser = arguments.program
+    for name, each in arguments.commands.items():
         if name in CONFIGURED:
             for setting, choices in _settings():
                 each.add_argument(f"--{setting}", metavar="VALUE", choices=choices)
         for action in each._actions:
             if action.dest in (*FILES, *FOLDERS) and action.choices is None:
-                action.complete = shtab.FILE if action.dest in FILES else shtab.DIRECTORY  # type: ignore[attr-defined]
+                action.complete = shtab.FILE if action.dest in FILES else shtab.DIRECTORY
     script = shtab.complete(parser, arguments.shell)
     with until_closed():
         print(script)
@@ -80,16 +77,10 @@ def run(arguments: argparse.Namespace, settings: Mapping[str, str]) -> int:
 
 
 def _settings() -> Iterator[tuple[str, Sequence[str] | None]]:
-    """The settings that every configuration has, with what may stand behind them."""
+    """The settings that every configuration has, with the values to choose from."""
     names = [f"training.{each.name}" for each in fields(TrainingConfig)]
     names += [section for section in SECTIONS if section not in ("run", "training")]
     names += [f"{section}.class_path" for section in NAMED]
     for name in names:
         choices = CHOICES.get(name.removesuffix(".class_path"))
         yield name, None if choices is None else sorted(choices)
-
-
-def _subparsers(parser: argparse.ArgumentParser) -> Iterator[tuple[str, argparse.ArgumentParser]]:
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            yield from action.choices.items()

@@ -1,4 +1,4 @@
-"""`pulsetrain config`: the configuration that a run would have, with every default."""
+"""`pulsetrain config`: prints the configuration that a run would use, with every default."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import argparse
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from pulsetrain.cli.command import command
+from pulsetrain.cli.command import Subparsers, command
 from pulsetrain.cli.pipe import until_closed
 from pulsetrain.cli.reports import OK, logs_on_stderr
 from pulsetrain.configuration.resolve import resolve
@@ -17,9 +16,9 @@ __all__ = ["add_parser"]
 
 DESCRIPTION = """\
 Print the configuration with every default filled in: the training settings, the
-arguments of each class path, the handlers that are added. `pulsetrain train` takes
-what is printed, and gives the same run. Comments mark what is a default and what came
-from the command line; defaults that YAML cannot write are named, and stay as they are.
+arguments of each class path, and the standard handlers. `pulsetrain train` accepts the
+output and trains the same run. Comments mark defaults and values from the command line.
+A default that YAML cannot write, such as a lambda, is left out and named in a comment.
 """
 EPILOG = """\
 examples:
@@ -30,7 +29,7 @@ exit status: 0 done; 2 wrong input
 """
 
 
-def add_parser(commands: Any) -> None:
+def add_parser(commands: Subparsers) -> None:
     """Add the command."""
     parser = command(
         commands,
@@ -41,12 +40,14 @@ def add_parser(commands: Any) -> None:
         epilog=EPILOG,
         usage="pulsetrain config CONFIG [--format yaml|json] [--SECTION.SETTING VALUE ...]",
     )
-    parser.add_argument("config", metavar="CONFIG", type=Path, help="the configuration, YAML")
-    parser.add_argument("--format", choices=("yaml", "json"), default="yaml", help="json has no comments")
+    parser.add_argument("config", metavar="CONFIG", type=Path, help="the configuration file, in YAML")
+    parser.add_argument(
+        "--format", choices=("yaml", "json"), default="yaml", help="output format; json has no comments"
+    )
 
 
 def run(arguments: argparse.Namespace, settings: Mapping[str, str]) -> int:
-    """Fill it in and print it."""
+    """Fill in the defaults and print the configuration."""
     with logs_on_stderr():
         resolved = resolve(arguments.config, settings)
     with until_closed():

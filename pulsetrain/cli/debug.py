@@ -1,4 +1,4 @@
-"""`pulsetrain debug`: a prompt that steps through a recorded run, forward and back."""
+"""`pulsetrain debug`: steps through a recorded run, forward and back, at a prompt."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from pulsetrain.cli.command import command, no_settings
+from pulsetrain.cli.command import Subparsers, command, no_settings
 from pulsetrain.cli.pipe import until_closed
 from pulsetrain.cli.reports import OK, logs_on_stderr, report
 from pulsetrain.debugger.bundle import bundle_commands, bundle_summary, open_recorded
@@ -26,11 +26,12 @@ DAMAGED = 3
 PROMPT = "(debug) "
 HISTORY = "debug_history"
 DESCRIPTION = """\
-Step through what a run has recorded, forward and back, with breaks and watched
-values. After a run that ended in an exception, or with a loss that is no number, it
-opens right before that and says what happened; else at the beginning. `help` lists the
-commands. From a pipe, each line is a command. The run itself is only read.
-A crash bundle, which the handler CrashBundle writes, adds `traceback`, `batch` and `norms`.
+Step through a recorded run, forward and back, with breakpoints and watched values.
+If the run ended in an exception or with a loss that is NaN, the debugger opens just
+before that and reports what happened; otherwise it opens at the start. `help` lists the
+commands. From a pipe, each line is a command. The run's folder is only read.
+For a crash bundle, written by the handler CrashBundle, there are also the commands
+`traceback`, `batch` and `norms`.
 """
 EPILOG = """\
 examples:
@@ -39,13 +40,13 @@ examples:
   pulsetrain debug runs/a --live --at 48210
   printf 'break on validation_completed if metrics["val/loss"] > 3\\ncontinue\\nstate\\n' | pulsetrain debug runs/a
 
-exit status: 0 done; 2 wrong input, also a command from a pipe that could not be done; 3 the log is damaged
+exit status: 0 done; 2 wrong input, or a command from a pipe that failed; 3 the log is damaged
 """
 
-Read = Callable[[str], str]  # the next line behind a prompt; EOFError for none
+Read = Callable[[str], str]  # reads the next line after a prompt; EOFError at the end
 
 
-def add_parser(commands: Any) -> None:
+def add_parser(commands: Subparsers) -> None:
     """Add the command."""
     parser = command(
         commands,
@@ -56,25 +57,25 @@ def add_parser(commands: Any) -> None:
         epilog=EPILOG,
     )
     parser.add_argument("folder", metavar="RUN", type=Path, help="a run folder, or a crash bundle: RUN/crash/NAME")
-    parser.add_argument("--engine", help="whose state and iterations count; by default the trainer")
+    parser.add_argument("--engine", help="the engine to follow; by default the trainer")
     parser.add_argument(
         "--live",
         action="store_true",
-        help="make the trainer again at the checkpoint before the place, from the run's config.yaml, and compute",
+        help="rebuild the trainer from the run's config.yaml, at the checkpoint before --at, and compute",
     )
     parser.add_argument(
-        "--at", metavar="ITERATION", type=int, help="with --live: the place; by default where something went wrong"
+        "--at", metavar="ITERATION", type=int, help="with --live: where to start; by default where something went wrong"
     )
 
 
 def run(arguments: argparse.Namespace, settings: Mapping[str, str]) -> int:
-    """Open the run, and do as the lines say until there are no more."""
+    """Open the run, and run commands until there are no more."""
     no_settings("debug", settings)
     debugger, bundle = open_recorded(arguments.folder, arguments.engine)
     if arguments.at is not None and not arguments.live:
-        raise ConfigurationError("--at: needs --live; at the prompt it is: goto iteration N")
+        raise ConfigurationError("--at: needs --live; at the prompt, use: goto iteration N")
     status = OK
-    gc.freeze()  # else a collection goes over all that torch has imported, which takes longer than any answer
+    gc.freeze()  # otherwise each collection walks all that torch has imported, which takes longer than any command
     try:
         with until_closed():
             extra = {} if bundle is None else bundle_commands(bundle)
@@ -89,39 +90,39 @@ def run(arguments: argparse.Namespace, settings: Mapping[str, str]) -> int:
 
 
 def _live(arguments: argparse.Namespace, recorded: Debugger, extra: Mapping[str, Command]) -> int:
-    """The same over the computation itself, from the checkpoint before the place."""
+    """Step through the computation itself, from the last checkpoint before an iteration."""
     from pulsetrain.configuration.rebuild import rebuild
     from pulsetrain.debugger.live import LiveDebugger
     from pulsetrain.reproduce.rerun import nearest_checkpoint
 
-    folder, place = recorded.folder, arguments.at
+    folder, iteration = recorded.folder, arguments.at
     if (folder / FACTS).exists():
         raise ConfigurationError(f"--live: {folder} is a crash bundle, which has no checkpoints; name its run folder")
-    if place is None and recorded.faults:
-        place = recorded.faults[-1].event.iteration  # where it began
-    if place is not None and place < 1:
-        raise ConfigurationError(f"--at {place}: needs the number of an iteration, at least 1")
-    checkpoint = nearest_checkpoint(folder, place, or_none=True) if place is not None else None
+    if iteration is None and recorded.faults:
+        iteration = recorded.faults[-1].event.iteration  # where the fault started
+    if iteration is not None and iteration < 1:
+        raise ConfigurationError(f"--at {iteration}: needs the number of an iteration, at least 1")
+    checkpoint = nearest_checkpoint(folder, iteration, or_none=True) if iteration is not None else None
     with logs_on_stderr():
         live = LiveDebugger(lambda temporary: rebuild(folder, temporary).trainer, checkpoint, folder)
         try:
-            if place is not None:
-                live.goto(iteration=place)
+            if iteration is not None:
+                live.goto(iteration=iteration)
             return converse(Commands(live, {**extra, **live.commands()}))
         finally:
             live.close()
 
 
 def converse(commands: Commands) -> int:
-    """Read commands and print what they say, at a terminal or from a pipe, to `quit` or the end of input.
+    """Read commands and print their results, at a terminal or from a pipe, until `quit` or the end of input.
 
-    Ctrl-C breaks off a command, or the line that is being typed, and leaves the program alone; Ctrl-D ends it.
+    At a terminal Ctrl-C interrupts the command, or clears the line, and the program continues; Ctrl-D ends it.
 
     Returns:
-        The exit status: 0, or 2 where a command from a pipe could not be done.
+        The exit status: 0, or 2 where a command from a pipe failed.
 
     Raises:
-        ConfigurationError: it is a terminal, and prompt_toolkit is not installed.
+        ConfigurationError: input comes from a terminal, and prompt_toolkit is not installed.
     """
     at_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     read = _terminal(commands) if at_terminal else _pipe
@@ -141,7 +142,7 @@ def converse(commands: Commands) -> int:
 
 
 def _say(lines: Iterator[str], at_terminal: bool) -> int:
-    """Print lines as they come; an error among them is told, and is no end."""
+    """Print lines as they come; an error is reported, and more commands may follow."""
     try:
         for line in lines:
             print(line)
@@ -151,7 +152,7 @@ def _say(lines: Iterator[str], at_terminal: bool) -> int:
     except KeyboardInterrupt:
         if not at_terminal:
             raise
-        print("broken off")
+        print("interrupted")
     except Exception as error:
         sys.stdout.flush()
         return report(error)
@@ -172,8 +173,8 @@ def _terminal(commands: Commands) -> Read:
         history = import_module("prompt_toolkit.history")
     except ImportError as error:
         raise ConfigurationError(
-            f"debug: a prompt at a terminal needs a package that is not there ({error}); "
-            "pip install 'pulsetrain[debug]', or give the commands from a pipe"
+            f"debug: a prompt at a terminal needs a package that is not installed ({error}); "
+            "pip install 'pulsetrain[debug]', or pipe the commands in"
         ) from error
     kept = _history_file()
     session = toolkit.PromptSession(
@@ -185,9 +186,9 @@ def _terminal(commands: Commands) -> Read:
 
 
 class _Completer:
-    """What prompt_toolkit asks for the words that may come; made so that the package need not be there."""
+    """A completer for prompt_toolkit, with its interface instead of its base class: the package is optional."""
 
-    def __init__(self, commands: Commands, completion: Any) -> None:
+    def __init__(self, commands: Commands, completion: Callable[..., object]) -> None:
         self._commands, self._completion = commands, completion
 
     def get_completions(self, document: Any, event: Any) -> Iterable[Any]:
@@ -201,7 +202,7 @@ class _Completer:
 
 
 def _history_file() -> Path | None:
-    """In the user's folder for state; None where nothing can be written there."""
+    """The file in the user's state folder; None where it cannot be written."""
     state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
     path = Path(state) / "pulsetrain" / HISTORY
     try:

@@ -1,4 +1,4 @@
-"""`pulsetrain diff`: where two runs part, and how far."""
+"""`pulsetrain diff`: finds the first event in which two runs differ, and how the difference grows."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import argparse
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from pulsetrain.cli.command import command, no_settings
+from pulsetrain.cli.command import Subparsers, command, no_settings
 from pulsetrain.cli.pipe import until_closed
 from pulsetrain.cli.reports import FAILED, OK
 from pulsetrain.engine.recording import EventLog
@@ -18,21 +17,20 @@ __all__ = ["add_parser"]
 
 DAMAGED = 3
 DESCRIPTION = """\
-Compare the event logs of two runs: what must come again to the bit when a run is
-repeated. Times and throughput never count, nor does what a resumed run has
-computed again.
+Compare the event logs of two runs, bit for bit, in everything that a repeated run must
+reproduce. Times and throughput are not compared, nor are events that a resumed run
+has computed again.
 """
 EPILOG = """\
 examples:
   pulsetrain diff runs/a runs/b
   pulsetrain diff runs/cpu runs/gpu --rtol 1e-5
 
-exit status: 0 the logs agree; 1 they differ; 2 they cannot be compared; 3 they agree as far as they can be read, but
-one is damaged
+exit status: 0 the logs agree; 1 they differ; 2 they cannot be compared; 3 a log is damaged, the readable parts agree
 """
 
 
-def add_parser(commands: Any) -> None:
+def add_parser(commands: Subparsers) -> None:
     """Add the command."""
     parser = command(
         commands,
@@ -43,18 +41,16 @@ def add_parser(commands: Any) -> None:
         epilog=EPILOG,
     )
     parser.add_argument("a", metavar="A", type=Path, help="a run folder")
-    parser.add_argument("b", metavar="B", type=Path, help="another")
-    parser.add_argument("--rank", metavar="N", type=int, default=0, help="whose logs, where several processes recorded")
-    parser.add_argument("--rtol", type=float, default=0.0, help="floats agree that differ by at most this part of them")
-    parser.add_argument("--atol", type=float, default=0.0, help="or by at most this much")
-    parser.add_argument("--format", choices=("text", "json"), default="text", help="of what is printed")
-    parser.add_argument(
-        "--first", action="store_true", help="the first difference alone: what is behind it is not read"
-    )
+    parser.add_argument("b", metavar="B", type=Path, help="another run folder")
+    parser.add_argument("--rank", metavar="N", type=int, default=0, help="which process's logs, where several recorded")
+    parser.add_argument("--rtol", type=float, default=0.0, help="relative tolerance for floats [0]")
+    parser.add_argument("--atol", type=float, default=0.0, help="absolute tolerance for floats [0]")
+    parser.add_argument("--format", choices=("text", "json"), default="text", help="the format of the output")
+    parser.add_argument("--first", action="store_true", help="report only the first difference, and stop reading there")
 
 
 def run(arguments: argparse.Namespace, settings: Mapping[str, str]) -> int:
-    """Compare, print, and say by the exit status what came out."""
+    """Compare, print the result, and return it as the exit status."""
     no_settings("diff", settings)
     a, b = (EventLog(folder, arguments.rank) for folder in (arguments.a, arguments.b))
     found = diff(a, b, rtol=arguments.rtol, atol=arguments.atol)

@@ -1,4 +1,4 @@
-"""`pulsetrain events`: what a run's log holds, filtered, in the form that is wanted."""
+"""`pulsetrain events`: prints the events of a run's log, filtered, in several formats."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from pulsetrain.cli.command import command, no_settings
+from pulsetrain.cli.command import Subparsers, command, no_settings
 from pulsetrain.cli.pipe import until_closed
 from pulsetrain.cli.reports import OK
 from pulsetrain.engine.recording import EventLog, LoggedEvent
@@ -22,8 +22,8 @@ __all__ = ["add_parser", "follow"]
 DAMAGED = 3
 POLL = 0.5  # seconds
 DESCRIPTION = """\
-Print the events that a run has recorded, in their order. A condition is made of an
-event's fields (ord, engine, event, epoch, iteration, payload, output, metrics, lr,
+Print the events that a run has recorded, in order. A condition consists of an event's
+fields (ord, engine, event, epoch, iteration, payload, output, metrics, lr,
 error, observed, open, seq, t), constants, comparisons, and, or, not, arithmetic,
 [...], in, abs(), len() and isnan().
 """
@@ -34,11 +34,11 @@ examples:
   pulsetrain events runs/a --fields iteration,output.loss --format csv > loss.csv
   pulsetrain events runs/a --follow
 
-exit status: 0 done; 2 wrong input; 3 the log is damaged, and what can be read of it was
+exit status: 0 done; 2 wrong input; 3 the log is damaged, and its readable part was printed
 """
 
 
-def add_parser(commands: Any) -> None:
+def add_parser(commands: Subparsers) -> None:
     """Add the command."""
     parser = command(
         commands,
@@ -49,24 +49,40 @@ def add_parser(commands: Any) -> None:
         epilog=EPILOG,
     )
     parser.add_argument("folder", metavar="RUN", type=Path, help="a run folder")
-    parser.add_argument("--rank", metavar="N", type=int, default=0, help="whose log, where several processes recorded")
-    parser.add_argument("--engine", help="events of this engine alone, such as trainer")
-    parser.add_argument("--event", action="append", help="events of this type, such as epoch_completed; repeatable")
+    parser.add_argument("--rank", metavar="N", type=int, default=0, help="which process's log, where several recorded")
+    parser.add_argument("--engine", help="only events of this engine, such as trainer")
+    parser.add_argument(
+        "--event", action="append", help="only events of this type, such as epoch_completed; repeatable"
+    )
     parser.add_argument("--from", dest="first", type=int, metavar="ITERATION", help="from this iteration on")
     parser.add_argument("--to", dest="last", type=int, metavar="ITERATION", help="up to this iteration")
-    parser.add_argument("--epoch", type=_range, default=(None, None), metavar="N[-M]", help="of this epoch, or these")
-    parser.add_argument("--where", metavar="CONDITION", help="events of which this is true")
     parser.add_argument(
-        "--fields", type=lambda text: [name.strip() for name in text.split(",")], help="such as epoch,output.loss"
+        "--epoch",
+        type=_range,
+        default=(None, None),
+        metavar="N[-M]",
+        help="only events of this epoch, or of this range",
     )
-    parser.add_argument("--format", choices=FORMATS, default="table", help="json: an object a line")
-    parser.add_argument("--follow", action="store_true", help="go on as the run does, until it ends or Ctrl-C")
-    parser.add_argument("--superseded", action="store_true", help="also what a resumed run has computed again")
-    parser.add_argument("--check", action="store_true", help="read everything and list what is damaged, no events")
+    parser.add_argument("--where", metavar="CONDITION", help="only events for which this is true")
+    parser.add_argument(
+        "--fields",
+        type=lambda text: [name.strip() for name in text.split(",")],
+        help="the fields to print, such as epoch,output.loss",
+    )
+    parser.add_argument(
+        "--format", choices=FORMATS, default="table", help="the format of the output; json prints one object per line"
+    )
+    parser.add_argument(
+        "--follow", action="store_true", help="wait for new events until the run ends or Ctrl-C is pressed"
+    )
+    parser.add_argument("--superseded", action="store_true", help="also print events that a resumed run has replaced")
+    parser.add_argument(
+        "--check", action="store_true", help="read the whole log and list damaged parts; print no events"
+    )
 
 
 def run(arguments: argparse.Namespace, settings: Mapping[str, str]) -> int:
-    """Print the events; what is damaged goes to standard error."""
+    """Print the events, and damaged parts on standard error."""
     no_settings("events", settings)
     for name in arguments.fields or ():
         check_field(name)
@@ -94,7 +110,7 @@ def run(arguments: argparse.Namespace, settings: Mapping[str, str]) -> int:
             if not arguments.follow:
                 raise
     if silent and arguments.format == "table":
-        print(f"pulsetrain: no event of {log.folder} is so; its engines: {', '.join(log.engines)}", file=sys.stderr)
+        print(f"pulsetrain: no event of {log.folder} matches; its engines: {', '.join(log.engines)}", file=sys.stderr)
     for damage in log.damage:
         print(f"pulsetrain: damaged: {damage}", file=sys.stderr)
     return DAMAGED if log.damage else OK
@@ -105,13 +121,13 @@ def follow(
 ) -> Iterator[LoggedEvent]:
     """The events of a log that is still being written, until it ends.
 
-    One whose values are not known yet comes when they are, behind events that began later.
+    An event whose values are still to come is yielded once they are known, after events that started later.
 
     Args:
         log: the log.
-        where: says of an event whether it is wanted.
-        wait: called with a time in seconds between two looks.
-        filters: those of `EventLog.read`.
+        where: tells whether an event is wanted.
+        wait: called between two reads, with a time in seconds.
+        filters: the filters of `EventLog.read`.
     """
     last = -1
     unfinished: set[int] = set()
@@ -136,7 +152,7 @@ def follow(
 def _check(log: EventLog) -> int:
     damage = log.verify()
     with until_closed():
-        state = "ended" if log.ended else "not closed: the run is still going, was killed, or the end is missing"
+        state = "ended" if log.ended else "not closed: the run is still going or was killed, or the end is missing"
         print(f"{log.folder}: {len(log):,} events, {state}; {'damaged' if damage else 'no damage'}")
         for each in damage:
             print(f"  {each}")

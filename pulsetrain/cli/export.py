@@ -1,4 +1,4 @@
-"""`pulsetrain export`: a recorded run for Perfetto, TensorBoard or a spreadsheet."""
+"""`pulsetrain export`: writes a recorded run for Perfetto, TensorBoard or a spreadsheet."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-from pulsetrain.cli.command import command, no_settings
+from pulsetrain.cli.command import Subparsers, command, no_settings
 from pulsetrain.cli.reports import OK
 from pulsetrain.engine.errors import ConfigurationError, RunFolderError
 from pulsetrain.engine.recording import EventLog
@@ -24,43 +23,46 @@ DAMAGED = 3
 ENDINGS = {"perfetto": ".perfetto.json.gz", "tensorboard": ".tensorboard", "csv": ".csv"}
 EVENT_FILE = "events.out.tfevents"  # how the names of TensorBoard's files begin
 DESCRIPTION = """\
-Write what a run has recorded in a form that other tools read:
+Write a recorded run in a format that other tools read:
   perfetto     a trace for ui.perfetto.dev and chrome://tracing: engines as tracks; runs,
                epochs, iterations, validations and checkpoints as slices; losses, learning
-               rate and gradient norm as counters. Compressed where PATH ends with .gz
+               rate and gradient norm as counters; compressed where PATH ends with .gz
   tensorboard  a folder for tensorboard --logdir: every scalar at its iteration
-  csv          a row for each event that carries numbers, a column for each of them
-The run itself is only read.
+  csv          a row for each event that has numbers, a column for each number
+The run's folder is only read.
 """
 EPILOG = """\
 examples:
   pulsetrain export runs/a --format perfetto
   pulsetrain export runs/a --format csv --into a.csv --force
 
-exit status: 0 done; 2 wrong input; 3 the log is damaged, and what can be read of it was exported
+exit status: 0 done; 2 wrong input; 3 the log is damaged, and its readable part was exported
 """
 
 
-def add_parser(commands: Any) -> None:
+def add_parser(commands: Subparsers) -> None:
     """Add the command."""
     parser = command(
         commands,
         "export",
         run,
-        help="write a recorded run in a form for other tools",
+        help="write a recorded run for other tools",
         description=DESCRIPTION,
         epilog=EPILOG,
     )
     parser.add_argument("folder", metavar="RUN", type=Path, help="a run folder")
-    parser.add_argument("--format", choices=tuple(ENDINGS), required=True, help="for which tool")
+    parser.add_argument("--format", choices=tuple(ENDINGS), required=True, help="the format")
     parser.add_argument(
-        "--into", type=Path, metavar="PATH", help="file, or folder for tensorboard; by default here, by the run's name"
+        "--into",
+        type=Path,
+        metavar="PATH",
+        help="a file, or a folder for tensorboard; by default in this folder, named after the run",
     )
-    parser.add_argument("--force", action="store_true", help="write over what is there")
+    parser.add_argument("--force", action="store_true", help="overwrite existing files")
 
 
 def run(arguments: argparse.Namespace, settings: Mapping[str, str]) -> int:
-    """Write it, and say what was written; what is damaged goes to standard error."""
+    """Write the export, and print what was written, and damaged parts on standard error."""
     no_settings("export", settings)
     folder: Path = arguments.folder
     log = EventLog(folder)
@@ -72,48 +74,52 @@ def run(arguments: argparse.Namespace, settings: Mapping[str, str]) -> int:
     try:
         with _partial(into) as partial:
             if arguments.format == "perfetto":
-                told = f"{write_perfetto(log, partial, name):,} events; open it at https://ui.perfetto.dev"
+                written = f"{write_perfetto(log, partial, name):,} events; open it at https://ui.perfetto.dev"
             elif arguments.format == "csv":
                 rows, columns = write_csv(log, partial)
-                told = f"{rows:,} rows, {columns:,} columns"
+                written = f"{rows:,} rows, {columns:,} columns"
             else:
-                told = f"{write_tensorboard(log, partial):,} scalars; tensorboard --logdir {into}"
+                written = f"{write_tensorboard(log, partial):,} scalars; tensorboard --logdir {into}"
     except OSError as error:
         raise RunFolderError(
             f"--into {into}: cannot be written: {error.strerror or error}; choose another path"
         ) from error
-    print(f"{into}: {told}")
+    print(f"{into}: {written}")
     for damage in log.damage:
         print(f"pulsetrain: damaged: {damage}", file=sys.stderr)
     return DAMAGED if log.damage else OK
 
 
 def _check(into: Path, folder: Path, form: str, force: bool) -> None:
-    """Refuse a path that would change the run, or what somebody else has written."""
+    """Reject a path that would change the run, or overwrite files of another program."""
     run = folder.resolve()
     if into.resolve() == run or run in into.resolve().parents:
-        raise ConfigurationError(f"--into {into}: lies in the run {folder}, which is only read; choose another path")
+        raise ConfigurationError(
+            f"--into {into}: is in the run folder {folder}, which is only read; choose another path"
+        )
     if not into.exists() and not into.is_symlink():
         return
     if not force:
-        raise ConfigurationError(f"--into {into}: is there already; choose another path, or --force to write over it")
+        raise ConfigurationError(f"--into {into}: already exists; choose another path, or overwrite it with --force")
     if form == "tensorboard":
         others = [path.name for path in into.iterdir() if not path.name.startswith(EVENT_FILE)] if into.is_dir() else ""
         if not into.is_dir() or others:
-            what = f"holds {others[0]}, too" if others else "is no folder"
-            raise ConfigurationError(f"--into {into}: {what}, and --force replaces event files alone; choose another")
+            what = f"also holds {others[0]}" if others else "is not a folder"
+            raise ConfigurationError(
+                f"--into {into}: {what}, and --force replaces only event files; choose another path"
+            )
     elif not into.is_file():
-        raise ConfigurationError(f"--into {into}: is no file, and --force replaces files alone; choose another path")
+        raise ConfigurationError(f"--into {into}: is not a file, and --force replaces only files; choose another path")
 
 
 @contextmanager
 def _partial(into: Path) -> Iterator[Path]:
-    """A path beside the target, which takes its place when all is written, and goes where it was not.
+    """A path beside the target that replaces it once everything is written, and is deleted where writing fails.
 
-    Its name ends as the target's does: that says whether it is compressed.
+    It has the target's name: the ending says whether the file is compressed.
     """
     if not into.parent.is_dir():
-        raise ConfigurationError(f"--into {into}: there is no folder {into.parent}; make it first")
+        raise ConfigurationError(f"--into {into}: there is no folder {into.parent}; create it first")
     with tempfile.TemporaryDirectory(prefix=".export-", dir=into.parent) as beside:
         partial = Path(beside) / into.name
         yield partial

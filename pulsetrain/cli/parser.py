@@ -1,4 +1,4 @@
-"""The parser of every command."""
+"""The parser of the command line, with every command."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ COMMANDS = (train, config, lr_find, replay, events, diff, verify, fork, debug, r
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """With the commands in the order in which help lists them."""
+    """Make the parser; help lists the commands in this order."""
     parser = argparse.ArgumentParser(
         prog="pulsetrain",
-        description="Train models from a configuration file, and record what happens.",
+        description="Train models from a configuration file, and work with recorded runs.",
         epilog="Begin with: pulsetrain train examples/byte_lm/config.yaml",
         formatter_class=_Help,
         allow_abbrev=False,
@@ -25,11 +25,12 @@ def make_parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     for each in COMMANDS:
         each.add_parser(commands)
+    commands.choices["completion"].set_defaults(program=parser, commands=commands.choices)
     return parser
 
 
 class _Help(argparse.HelpFormatter):
-    """Lists commands in one column: argparse knows of their width too late."""
+    """Lists the commands in one column: argparse measures their width too late."""
 
     def __init__(self, prog: str) -> None:
         super().__init__(prog)

@@ -1,4 +1,4 @@
-"""Standard output that may be closed by its reader: `pulsetrain events runs/a | head`."""
+"""Printing to a reader that may close the pipe: `pulsetrain events runs/a | head`."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ __all__ = ["until_closed"]
 
 @contextmanager
 def until_closed() -> Iterator[None]:
-    """Print until the reader has had enough, and leave without a word then."""
+    """Print until the reader closes the pipe; then leave without an error."""
     try:
         yield
         sys.stdout.flush()
     except BrokenPipeError:
-        # what is still buffered would be written, and fail, when Python exits
+        # otherwise Python would write the buffered rest at exit, and fail
         silence = os.open(os.devnull, os.O_WRONLY)
         os.dup2(silence, sys.stdout.fileno())
         os.close(silence)

@@ -1,4 +1,4 @@
-"""`pulsetrain replay`: what other settings of a handler would have done in runs that were recorded."""
+"""`pulsetrain replay`: shows what a handler with other settings would have done in recorded runs."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from pulsetrain import handlers
-from pulsetrain.cli.command import command, no_settings
+from pulsetrain.cli.command import Subparsers, command, no_settings
 from pulsetrain.cli.pipe import until_closed
 from pulsetrain.cli.reports import OK, USAGE
 from pulsetrain.configuration.claim import holds_run
+from pulsetrain.configuration.class_paths import Factory
 from pulsetrain.configuration.instantiate import instantiate
 from pulsetrain.configuration.parse import load_yaml
 from pulsetrain.engine.errors import ConfigurationError, MetricNotFoundError, PulsetrainError
@@ -29,11 +30,11 @@ __all__ = ["add_parser", "parse_handler"]
 DAMAGED = 3
 
 DESCRIPTION = """\
-Play recorded runs through handlers, one at a time, and tell what each would have
-done: where it would have stopped the run, the best value that it would have kept,
-and how many iterations that saves. Nothing is trained, and the runs stay as they are.
+Replay recorded runs through handlers, one at a time, and show what each would have done:
+where it would have stopped the run, the best value that it would have kept, and how
+many iterations that saves. Nothing is trained, and the runs' folders are only read.
 
-A handler is given by its name, with its arguments behind a colon:
+A handler is given by its name, with its arguments after a colon:
   --handler early_stopping:patience=3,metric=val/loss
 """
 EPILOG = """\
@@ -41,19 +42,19 @@ examples:
   pulsetrain replay runs/a --handler early_stopping:patience=3
   pulsetrain replay runs/* --handler early_stopping:patience=3 --handler early_stopping:patience=10
 
-exit status: 0 done; 2 wrong input, such as a metric that a run does not have: its row says so, and the others are
-printed; 3 a log is damaged, and what can be read of it was played
+exit status: 0 done; 2 wrong input, such as a metric that a run lacks: its row says so, and the other rows are
+printed; 3 a log is damaged, and its readable part was replayed
 """
 COLUMNS = ("run", "handler", "stops at", "best", "iterations saved")
 
 
-def add_parser(commands: Any) -> None:
+def add_parser(commands: Subparsers) -> None:
     """Add the command."""
     parser = command(
         commands,
         "replay",
         run,
-        help="tell what other settings of a handler would have done",
+        help="show what a handler with other settings would have done",
         usage="pulsetrain replay RUN [RUN ...] --handler NAME[:ARGUMENT=VALUE,...] [--handler ...] [OPTION ...]",
         description=DESCRIPTION,
         epilog=EPILOG,
@@ -65,15 +66,15 @@ def add_parser(commands: Any) -> None:
         metavar="NAME[:ARGUMENT=VALUE,...]",
         action="append",
         required=True,
-        help="a handler, such as early_stopping, or the path of a class of your own",
+        help="a handler, such as early_stopping, or the class path of your own",
     )
-    parser.add_argument("--engine", metavar="NAME", help="attach to this engine; by default the trainer")
-    parser.add_argument("--rank", metavar="N", type=int, default=0, help="whose log, where several processes recorded")
-    parser.add_argument("--format", choices=("table", "json"), default="table", help="how to print")
+    parser.add_argument("--engine", metavar="NAME", help="the engine to attach to; by default the trainer")
+    parser.add_argument("--rank", metavar="N", type=int, default=0, help="which process's log, where several recorded")
+    parser.add_argument("--format", choices=("table", "json"), default="table", help="the format of the output")
 
 
 def run(arguments: argparse.Namespace, settings: Mapping[str, str]) -> int:
-    """Replay each run through each handler, and print what came of it."""
+    """Replay each run through each handler, and print the results."""
     no_settings("replay", settings)
     variants = [(text, parse_handler(text)) for text in arguments.handlers]
     for text, spec in variants:
@@ -97,32 +98,41 @@ def run(arguments: argparse.Namespace, settings: Mapping[str, str]) -> int:
 
 
 def parse_handler(text: str) -> dict[str, Any]:
-    """`early_stopping:patience=3,metric=val/loss` as a class path with its arguments, whose values are YAML.
+    """A class path with its arguments, whose values are YAML.
 
     Raises:
-        ConfigurationError: an argument without a value.
+        ConfigurationError: an argument has no value.
+
+    >>> parse_handler("early_stopping:patience=3,metric=val/loss")
+    {'class_path': 'early_stopping', 'init_args': {'patience': 3, 'metric': 'val/loss'}}
     """
     name, _, rest = text.partition(":")
     given: dict[str, Any] = {}
-    for part in re.split(r",(?![^\[{]*[\]}])", rest) if rest else ():  # not at those inside brackets
+    for part in re.split(r",(?![^\[{]*[\]}])", rest) if rest else ():  # not at commas inside brackets
         key, equals, value = part.partition("=")
         if not equals or not key.strip():
             raise ConfigurationError(
-                f"--handler {text}: {part!r} is no ARGUMENT=VALUE, such as patience=3 in early_stopping:patience=3"
+                f"--handler {text}: {part!r} is not ARGUMENT=VALUE, such as patience=3 in early_stopping:patience=3"
             )
         given[key.strip()] = load_yaml(value)
     return {"class_path": name, "init_args": given}
 
 
-def _make(text: str, spec: Mapping[str, Any]) -> Any:
-    handler = instantiate(spec, f"--handler {text}", _shipped(), settings=f"--handler {spec['class_path']}")
+class Handler(Protocol):
+    """What can be attached to a replayed run."""
+
+    def attach(self, engine: Replay) -> object: ...
+
+
+def _make(text: str, spec: Mapping[str, Any]) -> Handler:
+    handler: Handler = instantiate(spec, f"--handler {text}", _shipped(), settings=f"--handler {spec['class_path']}")
     if not callable(getattr(handler, "attach", None)):
-        raise ConfigurationError(f"--handler {text}: {type(handler).__name__} is no handler: it has no attach()")
+        raise ConfigurationError(f"--handler {text}: {type(handler).__name__} is not a handler: it has no attach()")
     return handler
 
 
-def _shipped() -> dict[str, Any]:
-    """Handlers by their classes' names and by these in lower case, such as `early_stopping`."""
+def _shipped() -> dict[str, Factory]:
+    """Handlers by the names of their classes, and by these in lower case, such as `early_stopping`."""
     found = {name: getattr(handlers, name) for name in handlers.__all__ if name not in ("Callback", "CallbackList")}
     return found | {_in_words(name): made_by for name, made_by in found.items()}
 
@@ -132,7 +142,7 @@ def _in_words(name: str) -> str:
     return re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
 
 
-def _what_if(folder: Path, log: EventLog, text: str, handler: Any, engine: str | None) -> dict[str, Any]:
+def _what_if(folder: Path, log: EventLog, text: str, handler: Handler, engine: str | None) -> dict[str, Any]:
     """One row: what the handler would have done in the run."""
     failed: str | None = None
     try:
@@ -163,21 +173,21 @@ def _what_if(folder: Path, log: EventLog, text: str, handler: Any, engine: str |
     }
 
 
-def _check_metric(log: EventLog, replay: Replay, handler: Any) -> None:
+def _check_metric(log: EventLog, replay: Replay, handler: object) -> None:
     metric = getattr(handler, "metric", None)
     if not isinstance(metric, str):
         return
-    place, known, has_rollouts = type(handler).__name__, dict[str, Any](), False
+    name, known, has_rollouts = type(handler).__name__, dict[str, object](), False
     for event in log.read(engine=replay.name, event={event.value for event in METRIC_EVENTS}):
         metrics = event.payload.get("metrics") if type(event.payload) is dict else None
         known |= metrics if type(metrics) is dict else {}
         has_rollouts = has_rollouts or event.event != Events.VALIDATION_COMPLETED.value
         if not has_rollouts or _flat(metric) in map(_flat, known):
-            return  # of what a validation lacks the handler will tell
-    if known:  # a rollout may lack a metric, but not each of them
-        canonical(metric, known, place=place)
+            return  # the handler itself reports a metric that a validation lacks
+    if known:  # one rollout may lack a metric, but not all of them
+        canonical(metric, known, place=name)
     raise MetricNotFoundError(
-        f"{place}(metric={metric!r}): this metric does not exist: no validation of {replay.name!r} is in the log"
+        f"this metric does not exist: no validation of {replay.name!r} is in the log", name, metric=metric
     )
 
 
@@ -186,21 +196,21 @@ def _flat(name: str) -> str:
 
 
 def _keep_apart(text: str, spec: Mapping[str, Any]) -> None:
-    """Refuse a handler that would write into a run: what is recorded stays as it is."""
-    given = _places(spec["init_args"].get)
+    """Reject a handler that would write into a run: recorded runs are only read."""
+    given = _paths(spec["init_args"].get)
     _refuse_runs(text, given)
     handler = _make(text, spec)  # it may make its folder
-    own = _places(lambda name: getattr(handler, name, None))
-    _refuse_runs(text, [place for place in own if not any(place.is_relative_to(folder) for folder in given)])
+    own = _paths(lambda name: getattr(handler, name, None))
+    _refuse_runs(text, [path for path in own if not any(path.is_relative_to(folder) for folder in given)])
 
 
-def _places(value_of: Callable[[str], Any]) -> list[Path]:
+def _paths(value_of: Callable[[str], object]) -> list[Path]:
     found = [value_of(name) for name in ("folder", "path")]
     return [Path(each).resolve() for each in found if isinstance(each, Path | str) and "://" not in str(each)]
 
 
-def _refuse_runs(text: str, places: Sequence[Path]) -> None:
-    for folder in (folder for place in places for folder in (place, *place.parents)):
+def _refuse_runs(text: str, paths: Sequence[Path]) -> None:
+    for folder in (folder for path in paths for folder in (path, *path.parents)):
         if holds_run(folder):
             raise ConfigurationError(f"--handler {text}: would write into the run {folder}; choose another folder")
 

@@ -1,4 +1,4 @@
-"""`pulsetrain report`: one page about recorded runs, to look at in a browser."""
+"""`pulsetrain report`: writes a page about recorded runs, for a browser."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import argparse
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from pulsetrain.cli.command import command, no_settings
+from pulsetrain.cli.command import Subparsers, command, no_settings
 from pulsetrain.cli.reports import OK
 from pulsetrain.report import write_report
 
@@ -16,9 +15,9 @@ __all__ = ["add_parser"]
 
 DAMAGED = 3
 DESCRIPTION = """\
-Write one HTML page about recorded runs, laid over each other: curves of every metric,
-a timeline of what happened, where each run ended and why, and where their settings
-and environments differ. The page needs no network, and the runs stay as they are.
+Write one HTML page that overlays recorded runs: curves of every metric, a timeline of
+events, where and why each run ended, and where their settings and environments differ.
+The page needs no network. The runs' folders are only read.
 Needs plotly: pip install 'pulsetrain[report]'.
 """
 EPILOG = """\
@@ -26,11 +25,11 @@ examples:
   pulsetrain report runs/a
   pulsetrain report runs/a runs/b runs/c --into compared.html
 
-exit status: 0 done; 2 wrong input; 3 a log is damaged, and the page shows what can be read of it
+exit status: 0 done; 2 wrong input; 3 a log is damaged, and the page shows its readable part
 """
 
 
-def add_parser(commands: Any) -> None:
+def add_parser(commands: Subparsers) -> None:
     """Add the command."""
     parser = command(
         commands,
@@ -41,14 +40,12 @@ def add_parser(commands: Any) -> None:
         epilog=EPILOG,
     )
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="a run folder")
-    parser.add_argument(
-        "--into", metavar="FILE", type=Path, default=Path("report.html"), help="the page; by default report.html here"
-    )
-    parser.add_argument("--force", action="store_true", help="write over a file that is there")
+    parser.add_argument("--into", metavar="FILE", type=Path, default=Path("report.html"), help="the page [report.html]")
+    parser.add_argument("--force", action="store_true", help="overwrite an existing file")
 
 
 def run(arguments: argparse.Namespace, settings: Mapping[str, str]) -> int:
-    """Write the page and say where it is; what is damaged goes to standard error."""
+    """Write the page and print its path, and damaged parts on standard error."""
     no_settings("report", settings)
     written = write_report(arguments.runs, arguments.into, force=arguments.force)
     counts = [_count(len(arguments.runs), "run"), _count(written.curves, "curve")]

@@ -1,4 +1,4 @@
-"""What the command line says: errors, results, and how to go on."""
+"""What the command line prints: errors, results, and the command that resumes a run."""
 
 from __future__ import annotations
 
@@ -24,62 +24,62 @@ OK, FAILED, USAGE, STOPPED = 0, 1, 2, 130
 
 
 def versions() -> str:
-    """Of this package and of what a run's numbers depend on most."""
+    """The versions of this package, torch and Python."""
     return f"pulsetrain {version('pulsetrain')} (torch {version('torch')}, Python {platform.python_version()})"
 
 
 def report(error: BaseException, status: int = USAGE) -> int:
-    """Say an error on standard error, without a traceback.
+    """Print an error on standard error, without a traceback.
 
-    What was noted on its way says where in the code it came from: of use where nobody foresaw the error.
+    Notes, which say where in the code the error was raised, are printed for errors that are not ours.
     """
     text = str(error) or type(error).__name__
-    foreseen = isinstance(error, PulsetrainError)
-    print(f"pulsetrain: error: {text if foreseen else f'{type(error).__name__}: {text}'}", file=sys.stderr)
-    for note in () if foreseen else getattr(error, "__notes__", ()):
+    expected = isinstance(error, PulsetrainError)
+    print(f"pulsetrain: error: {text if expected else f'{type(error).__name__}: {text}'}", file=sys.stderr)
+    for note in () if expected else getattr(error, "__notes__", ()):
         print(f"  {note}", file=sys.stderr)
     return status
 
 
 def summary(assembly: Assembly, seconds: float) -> str:
-    """What came out, and where it is."""
+    """The results of a run, and where they are."""
     trainer, folder = assembly.trainer, assembly.folder
     state = trainer.state
     unit = getattr(trainer.strategy, "loss_unit", "")
     counts = [_count(state.iteration, "iteration"), _count(state.update, "update"), _count(state.epoch, "epoch")]
     if state.tokens:
         counts.append(_count(state.tokens, "token"))
-    rows = [("stopped", state.stop_reason or "at its bound"), ("trained", f"{', '.join(counts)}, {seconds:.0f} s")]
+    rows = [("stopped", state.stop_reason or "at its end"), ("trained", f"{', '.join(counts)}, {seconds:.0f} s")]
     for name, value in state.metrics.items():
         rows.append((name, f"{value:.4f}{' ' + unit if unit and name.endswith('/loss') else ''}"))
     curve = folder / "plots" / "loss.png"
-    places = [("loss curve", str(curve))] if curve.exists() else []
-    places.append(("run folder", str(folder)))
-    width = max(len(name) for name, _ in rows + places) + 2
-    said = [handler.summary() for handler in trainer.handlers if callable(getattr(handler, "summary", None))]
+    paths = [("loss curve", str(curve))] if curve.exists() else []
+    paths.append(("run folder", str(folder)))
+    width = max(len(name) for name, _ in rows + paths) + 2
+    summaries = [handler.summary() for handler in trainer.handlers if callable(getattr(handler, "summary", None))]
     lines = ["", *_table(rows, width)]
-    for text in filter(None, said):
+    for text in filter(None, summaries):
         lines += ["", text, ""]
-    return "\n".join([*lines, *_table(places, width)])
+    return "\n".join([*lines, *_table(paths, width)])
 
 
 def _table(rows: list[tuple[str, str]], width: int) -> list[str]:
     return [f"{name:<{width}}{text}" for name, text in rows]
 
 
-def go_on(assembly: Assembly, config: Path, settings: Mapping[str, str]) -> str:
-    """The command that goes on with a run, ready to be copied."""
+def resume_command(assembly: Assembly, config: Path, settings: Mapping[str, str]) -> str:
+    """The command that resumes a run."""
     if not has_checkpoint(assembly.trainer):
-        return "go on: not possible, for no checkpoint was saved: there is no Checkpointer among the handlers"
+        return "resume: not possible, no checkpoint was saved; add a Checkpointer to the handlers"
     words = [*program(), "train", str(config), "--run", str(assembly.folder), "--resume", "latest"]
     for name, value in settings.items():
         words += [f"--{name}={value}"]
-    return f"go on: {shlex.join(words)}"
+    return f"resume: {shlex.join(words)}"
 
 
 @contextmanager
 def logs_on_stderr() -> Iterator[None]:
-    """Log lines go to standard error, round a progress bar, as long as this lasts."""
+    """Write log lines to standard error, without breaking a progress bar."""
     before = structlog.get_config()
     structlog.configure(
         processors=[
@@ -96,7 +96,7 @@ def logs_on_stderr() -> Iterator[None]:
 
 
 class _StandardError:
-    """Writes lines; a bar that is being drawn moves on below them."""
+    """Writes lines; a progress bar is drawn again below them."""
 
     def msg(self, line: str) -> None:
         tqdm.write(line, file=sys.stderr)
@@ -105,7 +105,7 @@ class _StandardError:
 
 
 def program() -> list[str]:
-    """How this program was called: its bare name only where the shell finds the same one."""
+    """The words that call this program: the bare name only where the shell finds this same one."""
     called = Path(sys.argv[0])
     if called.name == "__main__.py":
         return [sys.executable, "-m", "pulsetrain"]

@@ -13,12 +13,15 @@ EXAMPLE = "a setting is given as --training.learning_rate 3e-4"
 
 
 def split_settings(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """The words without the settings among them, and those as {"training.learning_rate": "3e-4"}.
+    """Separate settings of the configuration from the other words of a command line.
 
-    A setting is an option with a dot in its name, or the name of a section other than `run`.
+    A setting is an option with a dot in its name, or with the name of a section other than `run`.
 
     Raises:
-        ConfigurationError: a setting without a value.
+        ConfigurationError: a setting has no value.
+
+    >>> split_settings(["train", "config.yaml", "--training.seed", "1", "--run", "a"])
+    (['train', 'config.yaml', '--run', 'a'], {'training.seed': '1'})
     """
     others: list[str] = []
     found: dict[str, str] = {}
@@ -31,7 +34,7 @@ def split_settings(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
         if not equals:
             value = next(rest, "--")
         if value.startswith("--") or not value:
-            raise ConfigurationError(f"--{name}: needs a value; {EXAMPLE}, and null is none")
+            raise ConfigurationError(f"--{name}: needs a value; {EXAMPLE}; null means none")
         if "." not in name and name == "training" and ":" not in value:
             raise ConfigurationError(f"--{name} {value}: names a whole section; {EXAMPLE}")
         found[name] = value

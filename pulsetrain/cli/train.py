@@ -1,4 +1,4 @@
-"""`pulsetrain train`: a configuration file becomes a run."""
+"""`pulsetrain train`: trains a run from a configuration file."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pulsetrain.cli.command import command
-from pulsetrain.cli.reports import FAILED, STOPPED, go_on, logs_on_stderr, report, summary
+from pulsetrain.cli.command import Subparsers, command
+from pulsetrain.cli.reports import FAILED, STOPPED, logs_on_stderr, report, resume_command, summary
 from pulsetrain.configuration.assemble import Assembly, assemble
 from pulsetrain.configuration.claim import has_checkpoint
 from pulsetrain.configuration.messages import in_settings
@@ -26,17 +26,17 @@ from pulsetrain.signals import SignalWatch
 __all__ = ["add_parser"]
 
 DESCRIPTION = f"""\
-Train what a configuration file describes: YAML with the sections
+Train a run from a configuration file: YAML with the sections
 {", ".join(SECTIONS)}.
-model and data are needed; the others have defaults.
+model and data are required; the others have defaults.
 
-Any setting can be given here as well, in YAML, by its place in the file:
+Settings of the file can be overridden, by their dotted name, with a value in YAML:
   --training.learning_rate 3e-4        --model.init_args.width 64
-  --training.validate_every '{{updates: 20}}'        (a mapping, replaced whole)
-  --training.validate_every.updates 20             (one key of it; the others stay)
+  --training.validate_every '{{updates: 20}}'        (replaces the mapping)
+  --training.validate_every.updates 20             (changes one key of it)
 
-Ctrl-C, SIGTERM and SIGUSR1 stop at the next safe point with a checkpoint, and
-the command that goes on is printed; Ctrl-C or SIGTERM once more stops at once.
+Ctrl-C, SIGTERM and SIGUSR1 stop the run at the next safe point with a checkpoint, and
+print the command that resumes it. A second Ctrl-C or SIGTERM stops it immediately.
 """
 EPILOG = """\
 examples:
@@ -49,44 +49,44 @@ exit status: 0 done; 1 the run failed; 2 wrong input; 128 + n stopped by signal 
 """
 
 
-def add_parser(commands: Any) -> None:
+def add_parser(commands: Subparsers) -> None:
     """Add the command."""
     parser = command(
         commands,
         "train",
         run,
-        help="train what a configuration file describes",
+        help="train a run from a configuration file",
         usage="pulsetrain train CONFIG [--run FOLDER] [--resume latest|CHECKPOINT] [--dry-run]"
         " [--SECTION.SETTING VALUE ...]",
         description=DESCRIPTION,
         epilog=EPILOG,
     )
-    parser.add_argument("config", metavar="CONFIG", type=Path, help="the configuration, YAML")
+    parser.add_argument("config", metavar="CONFIG", type=Path, help="the configuration file, in YAML")
     parser.add_argument(
         "--run",
         dest="folder",
         metavar="FOLDER",
-        help="the run folder, in place of the configuration's; '{n}' in it is the next free number",
+        help="the run folder, instead of the configuration's; '{n}' in it is the next free number",
     )
     parser.add_argument(
         "--resume",
         metavar="latest|CHECKPOINT",
-        help="go on from the newest checkpoint of the run folder, or of the last numbered one (or start where there "
+        help="resume from the newest checkpoint of the run folder, or of the last numbered one (or start, where there "
         "is none yet); or from the checkpoint with this path or URL",
     )
     parser.add_argument(
         "--dry-run",
         action="store_true",
-        help="two batches through training, validation, handlers and a checkpoint; then everything is undone",
+        help="try two batches of training, validation, handlers and a checkpoint; keep nothing",
     )
     parser.add_argument("--traceback", action="store_true", help="show the Python traceback of an error")
 
 
 def run(arguments: argparse.Namespace, settings: Mapping[str, str]) -> int:
-    """Assemble the run, train, and say where the results are."""
+    """Assemble the run, train it, and print where the results are."""
     started = time.perf_counter()
     assembly: Assembly | None = None
-    updates = [0]  # the last one: how many had been made when the run began
+    updates = [0]  # the last item: the optimizer updates that had been made when this command started training
     with SignalWatch() as watch, logs_on_stderr():
         try:
             config = read_config(arguments.config, settings)
@@ -94,19 +94,19 @@ def run(arguments: argparse.Namespace, settings: Mapping[str, str]) -> int:
                 return _dry_run(arguments, config, watch)
             assembly = assemble(config, base_of(arguments.config.parent), arguments.folder, resume=arguments.resume)
             _announce(assembly, arguments.resume)
-            # the first time alone: a run that goes back to a checkpoint starts again
+            # only the first time: a run that goes back to a checkpoint fires STARTED again
             assembly.trainer.add_event_handler(
                 Events.STARTED, lambda engine: updates.append(engine.state.update) if len(updates) == 1 else None
             )
             watch.follow(assembly.trainer)
             assembly.trainer.train(resume=arguments.resume)
         except (KeyboardInterrupt, SystemExit) as stop:
-            if isinstance(stop, SystemExit) and not watch.status:  # something else's, such as the model's code
+            if isinstance(stop, SystemExit) and not watch.status:  # raised by other code, such as the model
                 raise
             if assembly is not None:
-                print(f"\npulsetrain: stopped at once; the run folder is {assembly.folder}", file=sys.stderr)
+                print(f"\npulsetrain: stopped; the run folder is {assembly.folder}", file=sys.stderr)
             else:
-                print("\npulsetrain: stopped before the run began; nothing was left behind", file=sys.stderr)
+                print("\npulsetrain: stopped before the run started; no files were left", file=sys.stderr)
             return watch.status or STOPPED
         except Exception as error:
             if arguments.traceback:
@@ -118,7 +118,7 @@ def run(arguments: argparse.Namespace, settings: Mapping[str, str]) -> int:
             return _failed(error, assembly, early=_learned_nothing(assembly, updates[-1]))
         print(summary(assembly, time.perf_counter() - started))
         if watch.status:
-            print(go_on(assembly, arguments.config, settings))
+            print(resume_command(assembly, arguments.config, settings))
         return watch.status
 
 
@@ -126,18 +126,17 @@ def _dry_run(arguments: argparse.Namespace, config: Mapping[str, Any], watch: Si
     from pulsetrain.configuration.dry_run import dry_run
 
     if arguments.resume is not None:
-        raise ConfigurationError("--dry-run: begins anew; leave --resume out")
-    for line in dry_run(config, base_of(arguments.config.parent), arguments.folder, begun=watch.follow):
+        raise ConfigurationError("--dry-run: starts a new run; leave --resume out")
+    for line in dry_run(config, base_of(arguments.config.parent), arguments.folder, started=watch.follow):
         print(line, flush=True)
     return watch.status
 
 
 def _announce(assembly: Assembly, resume: str | None) -> None:
     folder = assembly.folder
-    anew = resume == "latest" and not has_checkpoint(assembly.trainer)
-    fresh = ", which has no checkpoint yet: starting from the beginning" if anew else ""
+    starts = resume == "latest" and not has_checkpoint(assembly.trainer)
     print(
-        f"run folder: {folder}{fresh if resume == 'latest' and not has_checkpoint(assembly.trainer) else ''}",
+        f"run folder: {folder}{', which has no checkpoint yet: starting from the beginning' if starts else ''}",
         file=sys.stderr,
     )
 
@@ -148,7 +147,7 @@ def _learned_nothing(assembly: Assembly, updates: int) -> bool:
 
 
 def _failed(error: Exception, assembly: Assembly, *, early: bool) -> int:
-    """Say what happened. A run that has learned nothing leaves nothing: the corrected command finds its folder free."""
+    """Report the error. A run without an update leaves no files: the corrected command then finds its folder free."""
     if early:
         assembly.claim.release()
         forget_bundle(error)
@@ -157,10 +156,10 @@ def _failed(error: Exception, assembly: Assembly, *, early: bool) -> int:
         return report(error)
     if isinstance(error, PulsetrainError):
         status = report(error)
-        print(f"run folder {assembly.folder}: keeps what was done until the error", file=sys.stderr)
+        print(f"run folder {assembly.folder}: keeps the results up to the error", file=sys.stderr)
         return status
     if (bundle := bundle_of(error)) is not None:
-        error.add_note(f"pulsetrain debug {shlex.quote(str(bundle))} opens it")
+        error.add_note(f"pulsetrain debug {shlex.quote(str(bundle))} opens the crash bundle")
         return report(error, FAILED)
     crash = assembly.folder / "crash.txt"
     try:

@@ -1,13 +1,12 @@
-"""`pulsetrain verify`: run a recorded run again, and see whether the same comes."""
+"""`pulsetrain verify`: trains a recorded run again and compares the two."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from pulsetrain.cli.command import command, no_settings
+from pulsetrain.cli.command import Subparsers, command, no_settings
 from pulsetrain.cli.pipe import until_closed
 from pulsetrain.cli.reports import FAILED, OK, logs_on_stderr
 from pulsetrain.configuration.rebuild import rebuild
@@ -18,27 +17,27 @@ __all__ = ["add_parser"]
 
 DAMAGED = 3
 DESCRIPTION = """\
-Train a stretch of a recorded run again, from the nearest checkpoint before it, and
-compare every event with the recorded one as it comes, floats by their bits. It ends
-at the first difference and says what it is, in which batch, and the likely cause.
-The trainer is made from the run's config.yaml. The run's folder is only read.
+Train a part of a recorded run again, from the nearest checkpoint before it, and compare
+every event with the recorded one, floats bit for bit. The command stops at the first
+difference and reports it, with the batch and the likely cause. The trainer is built
+from the run's config.yaml. The run's folder is only read.
 """
 EPILOG = """\
 examples:
   pulsetrain verify runs/a
   pulsetrain verify runs/a --from 48000 --to 48300
 
-exit status: 0 the whole stretch came again to the bit; 1 it did not; 2 wrong input; 3 what could be read of the log did
+exit status: 0 reproduced bit for bit; 1 not reproduced; 2 wrong input; 3 the log is damaged, the rest reproduced
 """
 
 
-def add_parser(commands: Any) -> None:
+def add_parser(commands: Subparsers) -> None:
     """Add the command."""
     parser = command(
         commands,
         "verify",
         run,
-        help="run a recorded run again and compare",
+        help="train a recorded run again and compare",
         description=DESCRIPTION,
         epilog=EPILOG,
     )
@@ -48,15 +47,19 @@ def add_parser(commands: Any) -> None:
         dest="first",
         metavar="ITERATION",
         type=int,
-        help="the first that has to be compared; by default the run's beginning",
+        help="the first iteration to compare; by default the run's first",
     )
     parser.add_argument(
-        "--to", dest="last", metavar="ITERATION", type=int, help="the last; by default where the log ends"
+        "--to",
+        dest="last",
+        metavar="ITERATION",
+        type=int,
+        help="the last iteration to compare; by default the last in the log",
     )
 
 
 def run(arguments: argparse.Namespace, settings: Mapping[str, str]) -> int:
-    """Run again, print what came of it, and say it by the exit status."""
+    """Train again, print the result, and return it as the exit status."""
     no_settings("verify", settings)
 
     def build(folder: Path) -> Trainer:

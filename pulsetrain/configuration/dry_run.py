@@ -1,4 +1,4 @@
-"""Two batches through everything that a run is made of, in a temporary folder: `pulsetrain train --dry-run`."""
+"""`pulsetrain train --dry-run`: tries two batches of training, validation, handlers and a checkpoint."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import resource
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import fields
 from inspect import signature
@@ -19,7 +19,7 @@ import torch
 
 from pulsetrain.configuration.assemble import HANDLERS, assemble
 from pulsetrain.configuration.claim import resolve_folder
-from pulsetrain.configuration.class_paths import find, look_in
+from pulsetrain.configuration.class_paths import Factory, find, look_in
 from pulsetrain.configuration.instantiate import instantiate, spec_of
 from pulsetrain.engine import Events, Every, Phase
 from pulsetrain.engine.checkpoint import CheckpointManager
@@ -35,14 +35,14 @@ from pulsetrain.trainer import Trainer
 
 __all__ = ["Unattached", "dry_run"]
 
-BATCHES = 2  # of training, more where an update takes more; and of each validation set
-OUTWARD = (ServiceLogger, Alert)  # beside classes that say `reaches_out = True`
+BATCHES = 2  # of training, or more where an update needs more; and of each validation set
+OUTWARD = (ServiceLogger, Alert)  # and any class with `reaches_out = True`
 
 
 class Unattached:
-    """Stands for a handler that reaches out of this machine: it hears nothing."""
+    """Takes the position of a handler that would send something out of this machine."""
 
-    def attach(self, engine: Any) -> Self:
+    def attach(self, engine: object) -> Self:
         return self
 
     def detach(self) -> None: ...
@@ -54,33 +54,32 @@ def dry_run(
     folder: str | None = None,
     *,
     clock: Callable[[], float] = time.perf_counter,
-    begun: Callable[[Trainer], object] = lambda trainer: None,
+    started: Callable[[Trainer], object] = lambda trainer: None,
 ) -> Iterator[str]:
-    """Train, validate, save and load for two batches; nothing is left behind, whether it fails or not.
+    """Train, validate, save and load for two batches; no file is left, whether it fails or not.
 
-    Handlers write into a temporary folder in place of the run folder, and of a `folder` of their own. Those whose class
-    says `reaches_out = True`, the loggers of services and Alert are made, to have their arguments checked, and not
-    attached: nothing is sent. Cadences of handlers that are an `Every` become 1 of their units, and the sweep of an
-    LRFinder as short as one can be.
+    Handlers write into a temporary folder, also those that have a `folder` of their own. Loggers of services, Alert and
+    classes with `reaches_out = True` are made, which checks their arguments, and not attached: nothing is sent. Each
+    unit of a handler's `Every` becomes 1, and the sweep of an LRFinder as short as it can be.
 
     Args:
-        config: what `read_config` gave.
-        base: where class paths are looked up first.
-        folder: the run folder, in place of the configuration's.
-        clock: seconds.
-        begun: called with the trainer before it trains.
+        config: the configuration, as `read_config` returns it.
+        base: the folder in which class paths are looked up first.
+        folder: the run folder, instead of the configuration's.
+        clock: returns seconds.
+        started: called with the trainer before it trains.
 
-    Returns:
-        Lines that tell what was checked, and how long the run would take.
+    Yields:
+        Lines about what was checked, and how long the run would take.
 
     Raises:
-        Exception: whatever the run would raise.
+        Exception: any error that the run would raise.
     """
     pattern = str(folder or config["run"])
-    place = resolve_folder(pattern, chosen=folder is not None)
-    _check_writable(place)
+    run_folder = resolve_folder(pattern, chosen=folder is not None)
+    _check_writable(run_folder)
     look_in(base)
-    yield f"dry run; nothing is kept, and the run folder would be {place}"
+    yield f"dry run; nothing is kept, and the run folder would be {run_folder}"
     trainer: Trainer | None = None
     with tempfile.TemporaryDirectory(prefix="pulsetrain-dry-run-") as temporary:
         run = Path(temporary) / "run"
@@ -88,21 +87,21 @@ def dry_run(
             rehearsed, silent = _rehearsal(config, run)
             trainer = assemble(rehearsed, base, run).trainer
             timing = _Timing(trainer, clock)
-            begun(trainer)
+            started(trainer)
             yield from _train(trainer, timing)
-            yield from _told_of_handlers(trainer, silent)
+            yield from _handler_rows(trainer, silent)
             yield from _save(trainer, Path(temporary) / "saved", clock)
         except BaseException as error:
-            forget_bundle(error)  # it goes with the folder
+            forget_bundle(error)  # it is deleted with the folder
             raise
         finally:
             for handler in trainer.handlers if trainer is not None else ():
                 getattr(handler, "detach", lambda: None)()
-        yield from timing.told()
+        yield from timing.rows()
 
 
 def _rehearsal(config: Mapping[str, Any], run: Path) -> tuple[dict[str, Any], list[str]]:
-    """The configuration for the rehearsal, and the names of the handlers that hear nothing of it."""
+    """The configuration for the rehearsal, and the names of the handlers that are not attached."""
     rehearsed: dict[str, Any] = deepcopy(dict(config))
     training = rehearsed["training"] = {**(rehearsed.get("training") or {}), "log_every_n_steps": 1}
     if training.get("run_dir") is not None:
@@ -122,7 +121,7 @@ def _rehearsal(config: Mapping[str, Any], run: Path) -> tuple[dict[str, Any], li
             init_args["folder"] = str(run)
         rehearsed["handlers"][index] = {"class_path": class_path, "init_args": init_args}
         every = init_args.get("every", _default(made_by, "every"))
-        if every is None and "every" in signature(made_by).parameters:  # then the constructor says what it is
+        if every is None and "every" in signature(made_by).parameters:  # then the constructor chooses it
             tried = str(run.with_name(f"tried-{index}"))
             arguments = {**init_args, "folder": tried} if "folder" in init_args else init_args
             built = instantiate({"class_path": class_path, "init_args": arguments}, where, HANDLERS, folder=tried)
@@ -136,34 +135,34 @@ def _rehearsal(config: Mapping[str, Any], run: Path) -> tuple[dict[str, Any], li
     return rehearsed, silent
 
 
-def _units(every: Any) -> list[str]:
-    """Of a cadence, as the configuration writes it or as a default; none where it is no cadence."""
+def _units(every: object) -> list[str]:
+    """The units of a cadence, as a mapping of the configuration or as an Every; none for anything else."""
     names = [each.name for each in fields(Every)]
     given = every if isinstance(every, Mapping) else {name: getattr(every, name, None) for name in names}
     known = isinstance(every, Every) or (isinstance(every, Mapping) and every.keys() <= set(names))
     return [name for name in names if known and given.get(name) is not None]
 
 
-def _default(made_by: Any, name: str) -> Any:
+def _default(made_by: Factory, name: str) -> object:
     parameter = signature(made_by).parameters.get(name)
     return None if parameter is None else parameter.default
 
 
 class _First:
-    """The first batches of a loader, which keeps its other attributes."""
+    """The first batches of a loader, with its other attributes."""
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(self, loader: Iterable[object]) -> None:
         self._loader = loader
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         return islice(iter(self._loader), BATCHES)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Any:  # of the loader
         return getattr(self._loader, name)
 
 
 class _Timing:
-    """What a batch took: the wait for it, and its step."""
+    """Measures how long the wait for each batch and its step take."""
 
     def __init__(self, trainer: Trainer, clock: Callable[[], float]) -> None:
         self._trainer, self._clock = trainer, clock
@@ -171,13 +170,13 @@ class _Timing:
         self.waits: list[float] = []
         self.steps: list[float] = []
         self.batch = ""  # shapes
-        for event, hear, phase, order in (
+        for event, handler, phase, order in (
             (Events.GET_BATCH_STARTED, self._begin, Phase.PERSIST, LAST),
             (Events.GET_BATCH_COMPLETED, self._waited, Phase.COMPUTE, FIRST),
             (Events.ITERATION_STARTED, self._begin, Phase.PERSIST, LAST),
             (Events.ITERATION_COMPLETED, self._stepped, Phase.COMPUTE, FIRST),
         ):
-            trainer.bus.subscribe(event, hear, sender=trainer, phase=phase, order=order)
+            trainer.bus.subscribe(event, handler, sender=trainer, phase=phase, order=order)
 
     def _now(self) -> float:
         device = self._trainer.backend.device
@@ -195,8 +194,8 @@ class _Timing:
         self.steps.append(self._now() - self._since)
         self.batch = self.batch or describe(self._trainer.state.batch)
 
-    def told(self) -> Iterator[str]:
-        """Pace, memory, and how long the run would take; nothing where it was stopped before a batch."""
+    def rows(self) -> Iterator[str]:
+        """Pace, memory, and how long the run would take; nothing where the run ended before a batch."""
         if not self.steps:
             return
         pace = self.steps[-1] + self.waits[-1]
@@ -205,9 +204,9 @@ class _Timing:
         yield _row("memory", _memory(self._trainer.backend.device))
         total = self._trainer.total_iterations
         if total is None:
-            yield _row("the run", "its number of batches is not known before")
+            yield _row("the run", "the number of batches is not known in advance")
         else:
-            long = f"about {_duration(total * pace)} at this pace, validation and saving apart"
+            long = f"about {_duration(total * pace)} at this pace, without validation and saving"
             yield _row("the run", f"{total:,} batches, {long}")
 
 
@@ -225,7 +224,7 @@ def _train(trainer: Trainer, timing: _Timing) -> Iterator[str]:
     if not timing.steps:
         yield _row("stopped", f"before a batch was trained: {trainer.state.stop_reason}")
         return
-    trainer.validator.validate_once()  # where the run's bound came before the epoch's end
+    trainer.validator.validate_once()  # if the run ended before its first epoch did
     parameters = list(trainer.model.parameters())
     count = sum(each.numel() for each in parameters)
     trained = sum(each.numel() for each in parameters if each.requires_grad)
@@ -247,17 +246,17 @@ def _train(trainer: Trainer, timing: _Timing) -> Iterator[str]:
         yield _row("validated", f"{name}: {read}{of} batches, {', '.join(metrics)}")
 
 
-def _told_of_handlers(trainer: Trainer, silent: list[str]) -> Iterator[str]:
+def _handler_rows(trainer: Trainer, silent: list[str]) -> Iterator[str]:
     names = [type(each).__name__ for each in trainer.handlers if not isinstance(each, Unattached)]
-    yield _row("handlers", f"{', '.join(names) or 'none'}: heard it, and wrote to a temporary folder")
+    yield _row("handlers", f"{', '.join(names) or 'none'}: attached, and wrote to a temporary folder")
     if silent:
-        yield _row("not heard", f"{', '.join(silent)}: made, and not attached, so that nothing is sent")
+        yield _row("not attached", f"{', '.join(silent)}: only made, so that nothing is sent")
 
 
 def _save(trainer: Trainer, folder: Path, clock: Callable[[], float]) -> Iterator[str]:
     saver = next((each for each in trainer.handlers if isinstance(each, Checkpointer)), None)
     if saver is None:
-        yield _row("checkpoint", "none: there is no Checkpointer among the handlers")
+        yield _row("checkpoint", "none: no handler is a Checkpointer")
         return
     start = clock()
     manager = CheckpointManager(folder)
@@ -270,16 +269,16 @@ def _save(trainer: Trainer, folder: Path, clock: Callable[[], float]) -> Iterato
 
 
 def _check_writable(folder: Path) -> None:
-    """Refuse a run folder that could not be made; it is not made."""
-    there = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        why = "Permission denied" if there.is_dir() else "Not a directory"
+    """Reject a run folder that cannot be made, without making it."""
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+        why = "Permission denied" if existing.is_dir() else "Not a directory"
         raise RunFolderError(f"run folder {folder}: cannot be made: {why}; choose another with --run")
 
 
 def _memory(device: torch.device) -> str:
     unit = 1 if sys.platform == "darwin" else 1024
-    host = f"at most {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9:.2f} GB of this machine's"
+    host = f"at most {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9:.2f} GB of this machine's memory"
     if device.type != "cuda":
         return host
     return f"{host}, {torch.cuda.max_memory_allocated(device) / 1e9:.2f} GB of the device's"

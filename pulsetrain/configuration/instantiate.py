@@ -42,7 +42,7 @@ def instantiate(
     *,
     settings: str | None = None,
     **given: object,
-) -> Any:  # what the configuration names: nobody knows before it is called
+) -> Any:  # whatever the configuration names
     """Call what a `class_path` with `init_args` names, its arguments checked against their annotations.
 
     Args:

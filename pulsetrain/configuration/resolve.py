@@ -156,23 +156,25 @@ _NOT_WRITTEN = object()
 
 def _defaults(factory: Factory) -> dict[str, tuple[object, object]]:
     """Each parameter's default, and the value that YAML has for it; `_NOT_WRITTEN` where there is none."""
-    parser = signature_parser(factory)
+    named = {key: each for key, each in inspect.signature(factory).parameters.items() if each.kind not in _VARIABLE}
+    required = {key for key, each in named.items() if each.default is each.empty}
+    parser = signature_parser(factory, required)
     values = parser.get_defaults()
     return {
-        key: (each.default, _NOT_WRITTEN if each.default is each.empty else _written(parser, key, values[key]))
-        for key, each in inspect.signature(factory).parameters.items()
-        if each.kind not in _VARIABLE
+        key: (each.default, _NOT_WRITTEN if key in required else _written(parser, key, values[key]))
+        for key, each in named.items()
     }
 
 
 def _written(parser: ArgumentParser, key: str, value: object) -> object:
     """The value as jsonargparse writes it, where it reads the same value back."""
+    if value is None:  # also against its annotation, as `rate: float = None`
+        return None
     try:
-        written = load_yaml(parser.dump(Namespace(**{key: value}), skip_unset=False, skip_validation=True))[key]
+        one = Namespace(**{key: value})  # type: ignore[no-untyped-call]
+        written = load_yaml(parser.dump(one, skip_unset=False, skip_validation=True))[key]
         if isinstance(value, Namespace):  # of a dataclass
             return {name: each for name, each in written.items() if each is not None}
-        if value is None:  # also against its annotation, as `rate: float = None`
-            return None
         found = parser.parse_object({key: written}, defaults=False)[key]
     except Exception:  # of whatever the value or its type is
         return _NOT_WRITTEN

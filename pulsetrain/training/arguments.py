@@ -1,4 +1,4 @@
-"""What the Trainer's arguments may be, checked when it is made."""
+"""Checks the Trainer's arguments, and makes what names and settings describe."""
 
 from __future__ import annotations
 
@@ -31,25 +31,30 @@ __all__ = [
 ]
 
 
-def check_kinds(config: Any, metrics: Any, handlers: Any, callbacks: Any) -> None:
-    """Refuse what is not of the kind that the Trainer takes, by name."""
+def check_kinds(config: object, metrics: object, handlers: object, callbacks: object) -> None:
+    """Reject arguments of the wrong kind, by name.
+
+    Raises:
+        ArgumentTypeError: an argument has the wrong type.
+        ConfigurationError: a metric has the name of the loss.
+    """
     if config is not None and not isinstance(config, TrainingConfig):
         raise ArgumentTypeError(
             "needs a TrainingConfig, as TrainingConfig(max_epochs=3)", "Trainer", config=type(config)
         )
     if metrics is not None and not isinstance(metrics, Mapping):
         raise ArgumentTypeError("needs a mapping, as {'accuracy': Accuracy()}", "Trainer", metrics=type(metrics))
-    for name, metric in (metrics or {}).items():
+    for name, metric in metrics.items() if isinstance(metrics, Mapping) else ():
         if isinstance(metric, type):
             raise ArgumentTypeError(f"needs an object, as {metric.__name__}()", "Trainer", metrics={name: metric})
-        if name == "loss":  # whatever the strategy; see check_metric_names for its own
+        if name == "loss":  # of every strategy; check_metric_names knows further names
             raise ConfigurationError(
                 "the name of the strategy's loss; choose another", "Trainer", metrics={"loss": ...}
             )
     for argument, given in (("handlers", handlers), ("callbacks", callbacks)):
         if not isinstance(given, (list, tuple)):
             raise ArgumentTypeError(f"needs a list, as {argument}=[...]", "Trainer", **{argument: type(given)})
-    for handler in handlers:
+    for handler in handlers if isinstance(handlers, (list, tuple)) else ():
         if isinstance(handler, type):
             raise ArgumentTypeError(f"needs an object, as {handler.__name__}(...)", "Trainer", handlers=[handler])
         if not callable(getattr(handler, "attach", None)):
@@ -58,22 +63,22 @@ def check_kinds(config: Any, metrics: Any, handlers: Any, callbacks: Any) -> Non
             )
 
 
-def check_metric_names(metrics: Mapping[str, Any] | None, strategy: TrainingStrategy) -> None:
-    """Refuse a metric under a name that the strategy itself derives from the loss, such as perplexity."""
+def check_metric_names(metrics: Mapping[str, object] | None, strategy: TrainingStrategy) -> None:
+    """Reject a metric under a name that the strategy derives from the loss itself, such as perplexity."""
     derive = getattr(strategy, "derive_metrics", None)
     if not metrics or derive is None:
         return
     for name in derive(1.0):
         if name in metrics:
             raise ConfigurationError(
-                f"{type(strategy).__name__} reports one of that name itself; choose another",
+                f"{type(strategy).__name__} reports a metric of that name itself; choose another name",
                 "Trainer",
                 metrics={name: ...},
             )
 
 
-def resolve_strategy(strategy: Any) -> Any:
-    """The strategy that a name or an object stands for."""
+def resolve_strategy(strategy: object) -> Any:  # callers ask it for optional methods
+    """The strategy of this name, or the strategy itself."""
     if isinstance(strategy, str):
         if strategy not in STRATEGIES:
             raise unknown_name("Trainer", "strategy", strategy, STRATEGIES)
@@ -103,7 +108,7 @@ def resolve_model(model: object, strategy: Strategy) -> object:
 
 
 def resolve_optimizers(given: Any, model: nn.Module, strategy: Any, config: TrainingConfig) -> torch.optim.Optimizer:
-    """The optimizer; for a strategy that trains several modules in turns, one for each that can learn, by its name."""
+    """The optimizer; a strategy that trains several modules in turns gets one for each trainable module, by name."""
     options = optimizer_options(config)
 
     def resolve(one: Any, module: nn.Module) -> torch.optim.Optimizer:
@@ -139,20 +144,20 @@ def resolve_optimizers(given: Any, model: nn.Module, strategy: Any, config: Trai
     if given is not None and not isinstance(given, (str, Mapping)):
         raise ArgumentTypeError("needs one for each module, as {'actor': 'adam'}", "Trainer", optimizer=type(given))
     chosen = dict(given) if isinstance(given, Mapping) else {}
-    everyone = given if isinstance(given, str) else None
+    default = given if isinstance(given, str) else None
     assert isinstance(model, nn.ModuleDict)
     learning = {name: each for name, each in model.items() if any(p.requires_grad for p in each.parameters())}
     for name in chosen:
         if name not in learning:
             raise unknown_name("Trainer", "optimizer", name, list(learning))
-    return NamedOptimizers({name: resolve(chosen.get(name, everyone), each) for name, each in learning.items()})
+    return NamedOptimizers({name: resolve(chosen.get(name, default), each) for name, each in learning.items()})
 
 
-def named_loaders(val_loader: Any) -> dict[str, Iterable[Any]]:
-    """Validation sets by name; a single one is called "val"."""
+def named_loaders(val_loader: object) -> dict[str, Iterable[Any]]:  # batches of any kind
+    """The validation sets by name; a single one is called "val"."""
     if val_loader is None:
         return {}
-    loaders = dict(val_loader) if isinstance(val_loader, Mapping) else {"val": val_loader}
+    loaders: dict[str, Any] = dict(val_loader) if isinstance(val_loader, Mapping) else {"val": val_loader}
     for name, loader in loaders.items():
         if not isinstance(name, str) or not name or name == "train":
             raise ConfigurationError("needs a name for the set, other than 'train'", "Trainer", val_loader={name: ...})
@@ -187,9 +192,10 @@ def optimizer_options(config: TrainingConfig) -> dict[str, Any]:
 def configured_handlers(
     config: TrainingConfig, optimizer: torch.optim.Optimizer, length: RunLength, given: Sequence[Any]
 ) -> list[Any]:
-    """The handlers that settings stand for; one of a kind that is given as well is an error.
+    """The handlers that settings ask for.
 
-    So are two of the given ones that set the rate of one optimizer.
+    Raises:
+        ConfigurationError: a handler of the same kind is given as well, or two of them set the rate of one optimizer.
     """
     _refuse_two_schedulers(optimizer, given)
     added: list[Any] = []
@@ -199,7 +205,7 @@ def configured_handlers(
         for name, part in parts_of(optimizer).items():
             schedule = build_schedule(
                 config.schedule,
-                float(part.defaults.get("lr", config.learning_rate)),  # an instance brings its own, even as a tensor
+                float(part.defaults.get("lr", config.learning_rate)),  # an instance has its own rate, possibly a tensor
                 total_steps=length.total_updates,
                 warmup_steps=config.warmup_steps,
                 min_lr_ratio=config.min_lr_ratio,
@@ -216,7 +222,7 @@ def configured_handlers(
 
 
 def _refuse_two_schedulers(optimizer: torch.optim.Optimizer, given: Sequence[Any]) -> None:
-    scheduled: set[Any] = set()
+    scheduled: set[str | int] = set()
     for handler in given:
         if isinstance(handler, LRScheduler):
             followed = handler.optimizer or id(handler.given or optimizer)

@@ -1,4 +1,4 @@
-"""A small configuration to be trained at the command line."""
+"""A small configuration for the command line to train."""
 
 from __future__ import annotations
 
@@ -69,5 +69,5 @@ def train(*words: str) -> int:
 
 
 def files() -> list[str]:
-    """What lies in the current folder, caches apart."""
+    """The files in the current folder, without caches."""
     return sorted(str(path) for path in Path().rglob("*") if "__pycache__" not in path.parts)

@@ -32,14 +32,14 @@ def equal(one: dict[str, Any], other: dict[str, Any]) -> bool:
 class TestResults:
     def test_a_run_says_where_it_is_and_what_came_out(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert train() == 0
-        told = capsys.readouterr()
-        assert told.err == "run folder: runs/tiny-1\n"
-        rows = [line.split(maxsplit=1) for line in told.out.splitlines() if line]
-        assert rows[0] == ["stopped", "at its bound"]
+        output = capsys.readouterr()
+        assert output.err == "run folder: runs/tiny-1\n"
+        rows = [line.split(maxsplit=1) for line in output.out.splitlines() if line]
+        assert rows[0] == ["stopped", "at its end"]
         assert rows[1][1].startswith("10 iterations, 10 updates, 2 epochs, ")
         assert float(rows[2][1]) > 0
-        assert told.out.splitlines()[-1] == "run folder  runs/tiny-1"
-        assert all(line[10:12] == "  " and line[12] != " " for line in told.out.splitlines()[1:])
+        assert output.out.splitlines()[-1] == "run folder  runs/tiny-1"
+        assert all(line[10:12] == "  " and line[12] != " " for line in output.out.splitlines()[1:])
 
     def test_the_same_command_gives_the_same_run(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         losses = []
@@ -138,13 +138,13 @@ SPY = """
 from pulsetrain.engine.events.cadence import Every
 
 class Spy:
-    heard = []
+    seen = []
 
     def __init__(self, every: Every = Every(iterations=50), note: str | None = None):
         self.every, self.note = every, note
 
     def attach(self, engine):
-        engine.add_event_handler(self.every.events(), lambda engine: self.heard.append(engine.state.iteration))
+        engine.add_event_handler(self.every.events(), lambda engine: self.seen.append(engine.state.iteration))
         return self
 """
 
@@ -155,7 +155,7 @@ class TestHandlersBesideTheFile:
         assert train("--handlers", "[{class_path: beside.Spy, init_args: {every: {iterations: 4}}}]") == 0
         import beside  # type: ignore[import-not-found]
 
-        assert beside.Spy.heard == [4, 8]
+        assert beside.Spy.seen == [4, 8]
 
     def test_it_is_looked_for_beside_the_file_wherever_the_command_runs(
         self, folder: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
@@ -175,12 +175,12 @@ class TestBadInput:
         (folder / "beside.py").write_text(SPY)
         before = files()
         assert train(*shlex.split(words)) == 2
-        told = capsys.readouterr()
-        assert message in told.err
-        errors = [line for line in told.err.splitlines() if line.startswith("pulsetrain: error: ")]
+        output = capsys.readouterr()
+        assert message in output.err
+        errors = [line for line in output.err.splitlines() if line.startswith("pulsetrain: error: ")]
         assert len(errors) == 1
-        assert "Traceback" not in told.err + told.out
-        assert "<class" not in told.err
+        assert "Traceback" not in output.err + output.out
+        assert "<class" not in output.err
         assert files() == before
 
     @pytest.mark.parametrize("name", ["nothing.yaml", "broken.yaml", "."])
@@ -197,9 +197,9 @@ class TestBadInput:
 
     def test_the_traceback_is_there_for_who_asks(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert train("--model.init_args.width", "7", "--traceback") == 2
-        told = capsys.readouterr().err
-        assert "model.py" in told
-        assert told.count("pulsetrain: error: ") == 1
+        output = capsys.readouterr().err
+        assert "model.py" in output
+        assert output.count("pulsetrain: error: ") == 1
 
     def test_the_corrected_command_works_with_the_same_folder(self, folder: Path) -> None:
         (folder / "mine" / "run").mkdir(parents=True)
@@ -214,11 +214,11 @@ class TestBadInput:
     ) -> None:
         handlers = "[{class_path: EarlyStopping, init_args: {metric: val/accuracy}}, CSVLogger]"
         assert train("--handlers", handlers) == 2
-        told = capsys.readouterr().err.splitlines()
-        assert told[1] == (
+        output = capsys.readouterr().err.splitlines()
+        assert output[1] == (
             "pulsetrain: error: EarlyStopping(metric='val/accuracy'): this metric does not exist; there are: val/loss"
         )
-        assert told[2:] == ["run folder runs/tiny-1: keeps what was done until the error"]
+        assert output[2:] == ["run folder runs/tiny-1: keeps the results up to the error"]
 
     def test_a_failure_right_behind_a_rewind_keeps_the_run(
         self, folder: Path, capsys: pytest.CaptureFixture[str]
@@ -231,29 +231,29 @@ class TestBadInput:
                     def attach(self, engine):
                         @engine.on(Events.ITERATION_COMPLETED(once=4))
                         def back():
-                            engine.rewind(3, 4, "told to")
+                            engine.rewind(3, 4, "asked to")
 
                         @engine.on(Events.ITERATION_STARTED)
                         def fail():
                             if engine.rewinds:
-                                raise RuntimeError("it broke behind the rewind")
+                                raise RuntimeError("it broke after the rewind")
 
                         return self
             """)
         )
         saves = "{class_path: Checkpointer, init_args: {every: {iterations: 1}, keep_last: 9}}"
         assert train("--handlers", f"[{saves}, spoil.Spoil]") == 1
-        assert "it broke behind the rewind" in capsys.readouterr().err
+        assert "it broke after the rewind" in capsys.readouterr().err
         assert list((folder / "runs" / "tiny-1" / "checkpoints").glob("000000002-*"))
 
     def test_a_failure_in_the_middle_keeps_the_run_and_its_traceback(
         self, folder: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         assert train("--model", "model.Late") == 1
-        told = capsys.readouterr().err
-        assert "pulsetrain: error: RuntimeError: it broke in the middle" in told
-        assert "Traceback" not in told
-        assert "the traceback is in runs/tiny-1/crash.txt" in told
+        output = capsys.readouterr().err
+        assert "pulsetrain: error: RuntimeError: it broke in the middle" in output
+        assert "Traceback" not in output
+        assert "the traceback is in runs/tiny-1/crash.txt" in output
         assert "it broke in the middle" in (folder / "runs" / "tiny-1" / "crash.txt").read_text()
 
     @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

@@ -45,7 +45,7 @@ def printed(capsys: pytest.CaptureFixture[str], *words: str) -> str:
 
 
 def comments(text: str) -> dict[str, str]:
-    """What stands behind each key, where that is unique."""
+    """The comment after each key, where the key is unique."""
     marked = [line.partition("  # ") for line in text.splitlines()[1:]]
     return {line.strip().lstrip("- ").partition(":")[0]: comment for line, mark, comment in marked if mark}
 
@@ -154,10 +154,10 @@ def test_it_leaves_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
 )
 def test_bad_input_is_one_error(words: str, message: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "config.yaml", *words.split()]) == 2
-    told = capsys.readouterr()
-    assert message in told.err
-    assert "Traceback" not in told.err
-    assert told.out == ""
+    output = capsys.readouterr()
+    assert message in output.err
+    assert "Traceback" not in output.err
+    assert output.out == ""
 
 
 def test_a_file_that_is_not_there_is_named(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -24,7 +24,7 @@ class Strict(SupervisedStrategy):
     def compute_loss(self, outputs, batch):
         loss = super().compute_loss(outputs, batch)
         if not loss.isfinite():
-            raise IndexError("the loss is no number")
+            raise IndexError("the loss is NaN")
         return loss
 """
 DATA = """
@@ -55,21 +55,21 @@ def words(row: int, handlers: str) -> list[str]:
 
 def crash(row: int = 21, *more: str, handlers: str = HANDLERS) -> str:
     """What the failing command says."""
-    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()) as told:
+    with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()) as output:
         assert train(*words(row, handlers), *more) == 1
-    return told.getvalue()
+    return output.getvalue()
 
 
 def debug(path: str | Path, lines: str, *more: str) -> tuple[int, str]:
-    with redirect_stdout(io.StringIO()) as told, redirect_stderr(told), pytest.MonkeyPatch.context() as patch:
+    with redirect_stdout(io.StringIO()) as output, redirect_stderr(output), pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "stdin", Pipe(lines))
         status = main(["debug", str(path), *more])
-    return status, told.getvalue()
+    return status, output.getvalue()
 
 
 @pytest.fixture
 def failed(folder: Path) -> Path:
-    """A run whose row 21 is no number; it is in none of the first batches."""
+    """A run whose row 21 is NaN; none of the first batches has it."""
     crash()
     return folder / "failed"
 
@@ -82,10 +82,10 @@ def bundle_in(run: Path) -> Path:
 def test_a_command_that_failed_names_the_bundle_and_another_opens_it(folder: Path) -> None:
     done = warm_python.run("-m", "pulsetrain", "train", "config.yaml", *words(21, HANDLERS))
     assert done.returncode == 1
-    told, path = done.stderr, bundle_in(Path("failed"))
-    assert "pulsetrain: error: IndexError: the loss is no number" in told
-    assert f"crash bundle: {path}" in told
-    assert f"pulsetrain debug {path} opens it" in told
+    output, path = done.stderr, bundle_in(Path("failed"))
+    assert "pulsetrain: error: IndexError: the loss is NaN" in output
+    assert f"crash bundle: {path}" in output
+    assert f"pulsetrain debug {path} opens the crash bundle" in output
     assert not Path("failed/crash.txt").exists()
     opened = warm_python.run("-m", "pulsetrain", "debug", path, text="batch\ntraceback\n")
     assert opened.returncode == 0
@@ -97,18 +97,18 @@ def test_it_opens_right_before_the_fault_with_everything_at_hand(failed: Path) -
     bundle = read_bundle(bundle_in(failed))
     row = bundle.rows.index(21) if bundle.rows else -1
     lines = f"traceback\nlocals 1\nbatch\nbatch {row}\nnorms\nevents 1\n"
-    status, told = debug(bundle.folder, lines)
+    status, output = debug(bundle.folder, lines)
     assert status == 0
-    assert f"crash bundle {bundle.folder}: IndexError: the loss is no number" in told
-    assert "the run ended in: IndexError: the loss is no number" in told
-    assert 'raise IndexError("the loss is no number")' in told
-    assert "    loss = float32 () on cpu" in told
-    assert f"rows of the dataset: {', '.join(map(str, bundle.rows or ()))}" in told
-    assert f"1 NaN, in rows {row}" in told
-    assert f"row {row} is row 21 of the dataset" in told
-    assert ", nan, " in told
-    assert "weights: 4 tensors, 0 of them" in told
-    assert f"checkpoint {bundle.facts['iteration'] - 1:09d}-checkpoint" in told  # its run's, not the bundle's
+    assert f"crash bundle {bundle.folder}: IndexError: the loss is NaN" in output
+    assert "the run ended in: IndexError: the loss is NaN" in output
+    assert 'raise IndexError("the loss is NaN")' in output
+    assert "    loss = float32 () on cpu" in output
+    assert f"rows of the dataset: {', '.join(map(str, bundle.rows or ()))}" in output
+    assert f"1 NaN, in rows {row}" in output
+    assert f"row {row} is row 21 of the dataset" in output
+    assert ", nan, " in output
+    assert "weights: 4 tensors, 0 of them" in output
+    assert f"checkpoint {bundle.facts['iteration'] - 1:09d}-checkpoint" in output  # its run's, not the bundle's
 
 
 def test_the_batch_is_the_one_that_the_run_would_train_on(failed: Path) -> None:
@@ -120,22 +120,21 @@ def test_the_batch_is_the_one_that_the_run_would_train_on(failed: Path) -> None:
 
 
 def test_the_run_itself_has_its_bundle_at_hand(failed: Path) -> None:
-    status, told = debug(failed, "batch\n")
+    status, output = debug(failed, "batch\n")
     assert status == 0
-    assert "rows of the dataset: " in told
+    assert "rows of the dataset: " in output
 
 
 def test_a_bundle_that_was_taken_elsewhere_opens_with_its_own_events(failed: Path, tmp_path: Path) -> None:
     moved = Path(shutil.move(bundle_in(failed), tmp_path / "sent"))
-    status, told = debug(moved, "batch\nback to iteration_completed\n")
+    status, output = debug(moved, "batch\nback to iteration_completed\n")
     assert status == 0
-    assert "the run ended in: IndexError: the loss is no number" in told
-    assert "trainer's iteration_completed" in told
+    assert "the run ended in: IndexError: the loss is NaN" in output
+    assert "trainer's iteration_completed" in output
     assert debug(moved, "", "--live") == (
         2,
-        f"crash bundle {moved}: IndexError: the loss is no number\n  traceback, locals, batch, norms show its "
-        f"content\npulsetrain: error: --live: {moved} is a crash bundle, which has no checkpoints; name its "
-        "run folder\n",
+        f"crash bundle {moved}: IndexError: the loss is NaN\n  traceback, locals, batch, norms show what it "
+        f"holds\npulsetrain: error: --live: {moved} is a crash bundle, which has no checkpoints; name its run folder\n",
     )
 
 
@@ -145,17 +144,17 @@ def test_a_crash_that_the_run_got_over_opens_too(failed: Path, folder: Path) -> 
     folders = sorted((failed / "crash").iterdir())
     assert len(folders) == 2
     for each in folders:
-        status, told = debug(each, "state\n")
+        status, output = debug(each, "state\n")
         assert status == 0
-        assert f"crash bundle {each}" in told
+        assert f"crash bundle {each}" in output
     assert f"crash bundle {next(each for each in folders if each != path)}" in debug(failed, "")[1]
 
 
 def test_without_a_recorder_the_bundle_tells_the_events(folder: Path) -> None:
     crash(handlers="[CrashBundle]")
-    status, told = debug(bundle_in(Path("failed")), "goto start\nnext to iteration_completed\nstate\n")
+    status, output = debug(bundle_in(Path("failed")), "goto start\nnext to iteration_completed\nstate\n")
     assert status == 0
-    assert "output: loss" in told
+    assert "output: loss" in output
 
 
 @pytest.mark.parametrize(
@@ -167,9 +166,9 @@ def test_without_a_recorder_the_bundle_tells_the_events(folder: Path) -> None:
     ],
 )
 def test_wrong_words_are_said(line: str, message: str, failed: Path) -> None:
-    status, told = debug(bundle_in(failed), line + "\n")
+    status, output = debug(bundle_in(failed), line + "\n")
     assert status == 2
-    assert message in told
+    assert message in output
 
 
 def test_a_run_that_has_learned_nothing_leaves_no_bundle_and_no_word_of_one(
@@ -179,9 +178,9 @@ def test_a_run_that_has_learned_nothing_leaves_no_bundle_and_no_word_of_one(
         "from model import Net\n\nclass Early(Net):\n    def forward(self, x):\n        1/0\n"
     )
     assert train("--model", "early.Early", "--handlers", "[CrashBundle]") == 2
-    told = capsys.readouterr().err
-    assert "ZeroDivisionError" in told
-    assert "bundle" not in told
+    output = capsys.readouterr().err
+    assert "ZeroDivisionError" in output
+    assert "bundle" not in output
     assert not Path("runs").exists()
 
 

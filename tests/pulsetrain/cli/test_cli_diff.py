@@ -89,7 +89,7 @@ def test_equal_but_damaged_is_3(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "output"),
     [
         (["diff", "A", "nowhere"], "nowhere: holds no event log"),
         (["diff", "A", "A/events/events.jsonl.zst"], "holds no event log"),
@@ -98,9 +98,9 @@ def test_equal_but_damaged_is_3(tmp_path, capsys):
         (["diff", "A", "A", "--training.seed", "1"], "--training.seed: diff has no such option"),
     ],
 )
-def test_what_cannot_be_compared_is_2_with_one_line(logs, words, told, capsys):
+def test_what_cannot_be_compared_is_2_with_one_line(logs, words, output, capsys):
     assert main([word.replace("A", logs[0]) for word in words]) == 2
     said = capsys.readouterr()
     assert said.out == ""
-    assert told in said.err
+    assert output in said.err
     assert said.err.count("\n") == 1

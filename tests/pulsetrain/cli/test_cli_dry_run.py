@@ -16,7 +16,7 @@ from pulsetrain.engine import Events
 from pulsetrain.engine.events.cadence import Every
 
 class Spy:
-    heard, folders, due = [], [], []
+    seen, folders, due = [], [], []
 
     def __init__(self, folder, every: Every = Every(iterations=50)):
         self.folders.append(folder)
@@ -24,7 +24,7 @@ class Spy:
 
     def attach(self, engine):
         for event in Events:
-            engine.bus.subscribe(event, lambda engine, event: self.heard.append(event.type))
+            engine.bus.subscribe(event, lambda engine, event: self.seen.append(event.type))
         engine.add_event_handler(self.every.events(), lambda engine: self.due.append(engine.state.iteration))
         return self
 
@@ -33,7 +33,7 @@ class Unsaid(Spy):
         super().__init__(folder, Every(iterations=7, epochs=3) if every is None else every)
 
     def detach(self):
-        self.heard.append("detached")
+        self.seen.append("detached")
 
 class Quit:
     def attach(self, engine):
@@ -89,14 +89,14 @@ def test_it_tells_what_was_checked_and_leaves_nothing(
 ) -> None:
     before = files()
     assert dry() == 0
-    told = capsys.readouterr().out
-    assert told.splitlines()[0] == "dry run; nothing is kept, and the run folder would be runs/tiny-1"
-    found = rows(told)
+    output = capsys.readouterr().out
+    assert output.splitlines()[0] == "dry run; nothing is kept, and the run folder would be runs/tiny-1"
+    found = rows(output)
     assert found["model"] == "Net, 49 parameters, fp32 on cpu"
     assert found["batch"] == "(float32 (4, 4), float32 (4, 1))"
     assert found["trained"].startswith("2 batches, 2 updates, mean loss ")
     assert found["validated"].startswith("val: 2 of 5 batches, val/loss ")
-    assert found["handlers"].startswith("Checkpointer, CSVLogger: heard it")
+    assert found["handlers"].startswith("Checkpointer, CSVLogger: attached")
     assert found["checkpoint"].startswith("0.0")
     assert " s a batch, and " in found["speed"]
     assert "GB of this machine's" in found["memory"]
@@ -119,7 +119,7 @@ def test_handlers_hear_every_kind_of_event_and_their_cadence(folder: Path, tempo
         "started", "epoch_started", "iteration_completed", "gradients_ready", "optimizer_step_completed",
         "metrics_logged", "validation_completed", "epoch_completed", "checkpoint_saved", "checkpoint_loaded",
         "completed",
-    } <= set(spies.Spy.heard)  # fmt: skip
+    } <= set(spies.Spy.seen)  # fmt: skip
     assert spies.Spy.due == [1, 2]
     assert spies.Spy.folders[0].startswith(str(temporary))
 
@@ -146,12 +146,12 @@ def test_a_cadence_that_the_constructor_says_is_made_as_short(folder: Path, temp
 
 def test_handlers_that_publish_do_so(folder: Path, temporary: Path) -> None:
     (folder / "spies.py").write_text(
-        SPIES.replace("self.heard.append(event.type)", 'self.heard.extend(getattr(event.payload, "metrics", ()))')
+        SPIES.replace("self.seen.append(event.type)", 'self.seen.extend(getattr(event.payload, "metrics", ()))')
     )
     assert dry("--handlers", "[spies.Spy, GradientMonitor, Throughput, MemoryMonitor, LRMonitor]") == 0
     import spies  # type: ignore[import-not-found]
 
-    published = {name.partition("/")[0] for name in spies.Spy.heard}
+    published = {name.partition("/")[0] for name in spies.Spy.seen}
     assert {"grad_norm", "throughput", "memory", "learning_rate"} <= published
 
 
@@ -174,7 +174,7 @@ def test_handlers_are_detached_at_the_end(folder: Path, temporary: Path) -> None
     assert dry("--handlers", "[spies.Unsaid]") == 0
     import spies  # type: ignore[import-not-found]
 
-    assert spies.Spy.heard[-1] == "detached"
+    assert spies.Spy.seen[-1] == "detached"
 
 
 def test_only_two_batches_are_read_of_each_set(
@@ -185,11 +185,11 @@ def test_only_two_batches_are_read_of_each_set(
     import counted  # type: ignore[import-not-found]
 
     assert (counted.TRAIN.given, counted.VAL.given) == (2, 4)
-    told = capsys.readouterr().out
-    assert "clean: 2 of 30 batches" in told
-    assert "other: 2 of 30 batches" in told
-    assert "80 batches, about" in told
-    assert "none: there is no Checkpointer" in told
+    output = capsys.readouterr().out
+    assert "clean: 2 of 30 batches" in output
+    assert "other: 2 of 30 batches" in output
+    assert "80 batches, about" in output
+    assert "none: no handler is a Checkpointer" in output
 
 
 def test_accumulation_goes_on_to_an_update(folder: Path, temporary: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -223,7 +223,7 @@ def test_nothing_is_sent(folder: Path, temporary: Path, capsys: pytest.CaptureFi
     (folder / "spies.py").write_text(SPIES)
     alert = "{class_path: Alert, init_args: {command: [touch, alerted]}}"
     assert dry("--handlers", f"[spies.Service, {alert}, Checkpointer]") == 0
-    assert rows(capsys.readouterr().out)["not heard"].startswith("Service, Alert: made, and not attached")
+    assert rows(capsys.readouterr().out)["not attached"].startswith("Service, Alert: only made")
     assert not Path("alerted").exists()
 
 
@@ -266,11 +266,11 @@ def test_errors_are_those_of_the_run(
     (folder / "old" / "metrics.csv").touch()
     before = files()
     assert dry(*shlex.split(words)) == 2
-    told = [line for line in capsys.readouterr().err.splitlines() if "error: " in line]
+    output = [line for line in capsys.readouterr().err.splitlines() if "error: " in line]
     assert files() == before
     assert not list(temporary.glob("pulsetrain-*"))
     assert train(*shlex.split(words)) == 2
-    assert told == [line for line in capsys.readouterr().err.splitlines() if "error: " in line]
+    assert output == [line for line in capsys.readouterr().err.splitlines() if "error: " in line]
 
 
 def test_a_step_that_fails_leaves_no_bundle_and_no_word_of_one(
@@ -280,15 +280,15 @@ def test_a_step_that_fails_leaves_no_bundle_and_no_word_of_one(
         "from model import Net\n\nclass Early(Net):\n    def forward(self, x): return 1 / 0\n"
     )
     assert dry("--model", "early.Early", "--handlers", "[CrashBundle, EventRecorder]") == 2
-    told = capsys.readouterr().err
-    assert "ZeroDivisionError: division by zero" in told
-    assert "bundle" not in told
+    output = capsys.readouterr().err
+    assert "ZeroDivisionError: division by zero" in output
+    assert "bundle" not in output
     assert not list(temporary.glob("pulsetrain-*"))
 
 
 def test_it_begins_anew(folder: Path, temporary: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert dry("--resume", "latest") == 2
-    assert "--dry-run: begins anew; leave --resume out" in capsys.readouterr().err
+    assert "--dry-run: starts a new run; leave --resume out" in capsys.readouterr().err
 
 
 def test_the_run_afterwards_is_the_run_without_it(folder: Path, temporary: Path) -> None:

@@ -209,8 +209,8 @@ class TestDamage:
         writer = Writer(tmp_path)
         writer.add("trainer", "started", 0, 0)
         assert main(["events", str(tmp_path), "--check"]) == 0
-        told = "1 events, not closed: the run is still going, was killed, or the end is missing; no damage"
-        assert told in capsys.readouterr().out
+        output = "1 events, not closed: the run is still going or was killed, or the end is missing; no damage"
+        assert output in capsys.readouterr().out
         writer.end()
 
     def test_check_of_a_damaged_one(self, folder, capsys):
@@ -225,7 +225,7 @@ class TestDamage:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "output"),
     [
         (["nowhere"], "nowhere: holds no event log"),
         (["RUN", "--fields", "epoch,metric.x"], "--fields='metric.x'): unknown; choose one of"),
@@ -235,9 +235,9 @@ class TestDamage:
         (["RUN", "--model.x", "3"], "--model.x: events has no such option"),
     ],
 )
-def test_wrong_input_is_2(folder, words, told, capsys):
+def test_wrong_input_is_2(folder, words, output, capsys):
     assert main(["events", *(folder if word == "RUN" else word for word in words)]) == 2
     said = capsys.readouterr()
     assert said.out == ""
-    assert told in said.err
+    assert output in said.err
     assert "Traceback" not in said.err

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
+
 import pytest
 
 from pulsetrain.cli import main
@@ -17,34 +19,34 @@ class TestHelp:
         assert "train what a configuration file describes" in capsys.readouterr().err
 
     @pytest.mark.parametrize(
-        ("words", "status", "told"),
+        ("words", "status", "output"),
         [
             (["--help"], 0, "Begin with: pulsetrain train"),
             (["train", "--help"], 0, "--training.learning_rate 3e-4"),
-            (["--version"], 0, "pulsetrain 0.1.0 (torch "),
+            (["--version"], 0, f"pulsetrain {version('pulsetrain')} (torch "),
             (["nonsense"], 2, "invalid choice: 'nonsense'"),
             (["train"], 2, "the following arguments are required: CONFIG"),
             (["train", "a.yaml", "--bogus"], 2, "unrecognized arguments: --bogus"),
             (["train", "a.yaml", "--res", "latest"], 2, "unrecognized arguments: --res latest"),
         ],
     )
-    def test_answers(self, words: list[str], status: int, told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_answers(self, words: list[str], status: int, output: str, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(words) == status
         captured = capsys.readouterr()
-        assert told in captured.out + captured.err
+        assert output in captured.out + captured.err
 
     @pytest.mark.parametrize("command", NAMES)
     def test_every_command_has_an_example_and_its_exit_statuses(
         self, command: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
         assert main([command, "--help"]) == 0
-        told = capsys.readouterr().out
-        assert f"usage: pulsetrain {command} " in told
-        _, _, end = told.partition("\nexamples:\n")
+        output = capsys.readouterr().out
+        assert f"usage: pulsetrain {command} " in output
+        _, _, end = output.partition("\nexamples:\n")
         examples, _, statuses = end.partition("\nexit status: 0 ")
         assert f"pulsetrain {command} " in examples
         assert "2 " in statuses
-        assert not [line for line in told.splitlines() if len(line) > 130]
+        assert not [line for line in output.splitlines() if len(line) > 130]
 
     def test_the_list_has_a_line_for_each(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["--help"]) == 0
@@ -60,8 +62,11 @@ class TestHelp:
         self, command: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
         assert main([*command.split(), "--training.seed", "1"]) == 2
-        told = capsys.readouterr().err
-        assert f"--training.seed: {command.split()[0]} has no such option; those of a configuration are for" in told
+        output = capsys.readouterr().err
+        assert (
+            f"--training.seed: {command.split()[0]} has no such option; train, config, lr-find and fork take settings"
+            in output
+        )
 
     def test_settings_are_told_from_options(self) -> None:
         words = ["train", "--training.a", "-1", "c.yaml", "--run", "x.y", "--model=m.N", "--metrics.b.c={d: e=f}"]

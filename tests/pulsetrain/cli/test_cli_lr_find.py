@@ -1,4 +1,4 @@
-"""`pulsetrain lr-find`: what it prints, what it leaves behind, and that its advice can be followed as it stands."""
+"""`pulsetrain lr-find`: what it prints, which files it leaves, and that its advice can be followed as printed."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_the_table_shows_the_sweep_and_marks_the_suggestion(folder: Path, capsys
     assert 10 <= len(rows) <= 13
     (marked,) = [float(rate) for rate, _, _, mark in rows if mark]
     assert f"{marked:.2g}" == f"{suggestion(output):.2g}"
-    assert re.search(r"^the loss ran away after \d+ of 60 updates$", output, re.MULTILINE)
+    assert re.search(r"^the loss diverged after \d+ of 60 updates$", output, re.MULTILINE)
 
 
 def test_the_command_that_it_prints_trains_at_the_rate(folder: Path, capsys: Streams) -> None:

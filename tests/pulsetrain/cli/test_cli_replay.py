@@ -79,25 +79,25 @@ def test_the_table_says_where_the_best_and_how_much(recorded: Path, capsys: pyte
 
 
 @pytest.mark.parametrize(
-    ("variant", "told"),
+    ("variant", "output"),
     [
         ("early_stoping:patience=3", "did you mean 'early_stopping'?"),
         ("early_stopping:patient=3", "did you mean 'patience'?"),
         ("early_stopping:patience=0", "needs a whole number of at least 1"),
         ("early_stopping:patience=many", "patience"),
-        ("early_stopping:patience", "'patience' is no ARGUMENT=VALUE"),
+        ("early_stopping:patience", "'patience' is not ARGUMENT=VALUE"),
         ("checkpointer:folder=elsewhere", "has no 'checkpoint_state'"),
         ("ema", "has no 'model'"),
         ("json.JSONDecoder", "it has no attach()"),
     ],
 )
 def test_bad_handlers_are_one_line_and_status_2(
-    recorded: Path, variant: str, told: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    recorded: Path, variant: str, output: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(recorded.parent)
     assert main(["replay", str(recorded), "--handler", variant]) == 2
     said = capsys.readouterr()
-    assert told in said.err
+    assert output in said.err
     assert len(said.err.splitlines()) == 1
     assert said.out == ""
 
@@ -116,13 +116,13 @@ def test_a_run_that_never_validated_has_no_such_metric(tmp_path: Path, capsys: p
 
 
 def record_rollouts(folder: Path, validates: bool = False) -> Path:
-    """The log of a run of rollouts, the first of which tells no return."""
+    """The log of a run of rollouts, the first of which reports no return."""
     writer = LogWriter(folder / "events")
-    told: list[tuple[Events, dict[str, float]]] = [(Events.ROLLOUT_COMPLETED, {"rollout/length": 9.0})]
-    told += [(Events.ROLLOUT_COMPLETED, {"rollout/return": each}) for each in (3.0, 5.0, 4.0, 2.0, 1.0)]
+    output: list[tuple[Events, dict[str, float]]] = [(Events.ROLLOUT_COMPLETED, {"rollout/length": 9.0})]
+    output += [(Events.ROLLOUT_COMPLETED, {"rollout/return": each}) for each in (3.0, 5.0, 4.0, 2.0, 1.0)]
     if validates:
-        told.insert(1, (Events.VALIDATION_COMPLETED, {"val/loss": 1.0}))
-    for n, (event, metrics) in enumerate(told):
+        output.insert(1, (Events.VALIDATION_COMPLETED, {"val/loss": 1.0}))
+    for n, (event, metrics) in enumerate(output):
         fields = {"payload": {"metrics": metrics}, "observed": {"seconds": 0.5}}
         writer.add(LoggedEvent(n, "trainer", event.value, 1, 10 * n, seq=n, t=10**18 + n, **fields))
     writer.end()
@@ -231,7 +231,7 @@ def test_a_handler_that_would_write_into_a_run_is_refused(
 
 
 class Writer:
-    """A handler that writes where nobody told it to."""
+    """A handler that writes where nobody asked it to."""
 
     path = "other/file"
 

@@ -1,4 +1,4 @@
-"""The command line and signals: it saves, says how to go on, or stops at once."""
+"""The command line and signals: a run saves and prints how to resume it, or stops immediately."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from tests.support.warm_python import Program
 
 @pytest.fixture
 def start(folder: Path) -> Iterator[Callable[..., Program]]:
-    begun: list[Program] = []
+    started: list[Program] = []
 
     def begin(*words: str) -> Program:
-        begun.append(Program("-m", "pulsetrain", "train", "config.yaml", "--training.max_epochs=1000", *words))
-        return begun[-1]
+        started.append(Program("-m", "pulsetrain", "train", "config.yaml", "--training.max_epochs=1000", *words))
+        return started[-1]
 
     yield begin
-    for process in begun:
+    for process in started:
         process.close()
 
 
@@ -58,7 +58,7 @@ class TestSignals:
         assert f"{name}: stopping at the next safe point" in err
         assert "Traceback" not in err
         assert f"stopped     {name} was received" in out
-        command = shlex.split(out.splitlines()[-1].removeprefix("go on: "))
+        command = shlex.split(out.splitlines()[-1].removeprefix("resume: "))
         assert command[1:3] == ["-m", "pulsetrain"]
         done = CheckpointManager("a run/checkpoints").get_latest()
         assert done is not None
@@ -78,7 +78,7 @@ class TestSignals:
         process.send_signal(signal.SIGTERM)
         out, _ = process.communicate(timeout=60)
         assert process.returncode == 128 + signal.SIGTERM
-        assert out.splitlines()[-1].startswith("go on: not possible")
+        assert out.splitlines()[-1].startswith("resume: not possible")
 
     def test_a_second_interrupt_stops_at_once(self, folder: Path, start: Callable[..., Program]) -> None:
         words = ("--data=data.Stuck", "--training.max_epochs=null", "--training.max_updates=9999")
@@ -90,7 +90,7 @@ class TestSignals:
         _, err = process.communicate(timeout=30)
         assert process.returncode == 130
         assert "Traceback" not in err
-        assert "stopped at once; the run folder is runs/tiny-1" in err
+        assert "stopped; the run folder is runs/tiny-1" in err
 
     def test_a_script_that_calls_exit_is_not_taken_for_one(
         self, folder: Path, capsys: pytest.CaptureFixture[str]
@@ -104,5 +104,5 @@ class TestSignals:
         (folder / "model.py").write_text(model + (folder / "model.py").read_text())
         before = files()
         assert train("--run", "a/b") == 128 + signal.SIGTERM
-        assert "stopped before the run began; nothing was left behind" in capsys.readouterr().err
+        assert "stopped before the run started; no files were left" in capsys.readouterr().err
         assert files() == before

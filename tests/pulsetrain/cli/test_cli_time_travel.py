@@ -72,9 +72,9 @@ def test_a_configuration_that_was_changed_is_told(place: Path, capsys: pytest.Ca
     config["training"]["learning_rate"] = 0.02
     (place / "a" / "config.yaml").write_text(yaml.safe_dump(config))
     assert main(["verify", "a"]) == 1
-    told = capsys.readouterr().out
-    assert "not reproduced" in told
-    assert "likely cause: settings: learning_rate: 0.01 -> 0.02" in told
+    output = capsys.readouterr().out
+    assert "not reproduced" in output
+    assert "likely cause: settings: learning_rate: 0.01 -> 0.02" in output
 
 
 @pytest.mark.parametrize(
@@ -90,7 +90,7 @@ def test_a_configuration_that_was_changed_is_told(place: Path, capsys: pytest.Ca
         (["fork", "a", "--at", "20", "--into", "b", "--skip-batches", "300"], "it has none of these"),
         (["fork", "a", "--at", "9", "--into", "a"], "holds a run already"),
         (["fork", "a", "--at", "0", "--into", "b"], "--at 0"),
-        (["fork", "a", "--at", "9", "--into", "b", "--set", "training.learning_rate"], "is no KEY=VALUE"),
+        (["fork", "a", "--at", "9", "--into", "b", "--set", "training.learning_rate"], "is not KEY=VALUE"),
         (["fork", "a", "--at", "9", "--into", "b", "--set", "training.speed=3"], "training.speed"),
         (["fork", "a", "--at", "9", "--into", "b", "--set", "training.seed=3"], "cannot be changed in a fork"),
         (["fork", "a", "--at", "9", "--into", "b", "--skip-batches", "12-9"], "--skip-batches 12-9"),
@@ -102,9 +102,9 @@ def test_wrong_input_is_told_without_a_traceback_and_leaves_nothing(
     place: Path, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ):
     assert main(words) == 2
-    told = capsys.readouterr().err
-    assert said in told, told
-    assert "Traceback" not in told
+    output = capsys.readouterr().err
+    assert said in output, output
+    assert "Traceback" not in output
     assert [path.name for path in place.iterdir()] == ["a"]
 
 
@@ -127,12 +127,12 @@ def test_a_fork_without_a_change_is_the_same_run(place: Path, capsys: pytest.Cap
 def test_a_fork_leaves_batches_out_and_changes_the_rate(place: Path, capsys: pytest.CaptureFixture[str]):
     words = ["fork", "a", "--at", "16", "--into", "b", "--skip-batches", "18-19"]
     assert main([*words, "--set", "training.learning_rate=0.02"]) == 0
-    told = capsys.readouterr().out
-    assert "begins      behind iteration 16 of a" in told
-    assert "training.learning_rate: 0.01 -> 0.02" in told
-    assert "training.skip_batches: None -> [[18, 19]]" in told
-    go_on = next(line for line in told.splitlines() if line.startswith("go on: pulsetrain "))
-    assert main(go_on.removeprefix("go on: pulsetrain ").split()) == 0
+    output = capsys.readouterr().out
+    assert "starts      after iteration 16 of a" in output
+    assert "training.learning_rate: 0.01 -> 0.02" in output
+    assert "training.skip_batches: None -> [[18, 19]]" in output
+    command = next(line for line in output.splitlines() if line.startswith("train it: pulsetrain "))
+    assert main(command.removeprefix("train it: pulsetrain ").split()) == 0
 
     def batches(run: str) -> list[int]:
         return [event.payload["batch"] for event in EventLog(run).read(event="batch_fingerprinted")]
@@ -179,10 +179,10 @@ def test_the_computation_is_stepped_through_from_the_command_line(
     lines = b"where\nbackward\nprint model[0].weight.grad.shape\nback to iteration_started\nstate\nquit\n"
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(lines)))
     assert main(["debug", "a", "--live", "--at", "12"]) == 0
-    told = capsys.readouterr().out
-    assert told.startswith("live: trainer's ")
-    assert "iteration 12" in told
-    assert "torch.Size([8, 4])" in told
+    output = capsys.readouterr().out
+    assert output.startswith("live: trainer's ")
+    assert "iteration 12" in output
+    assert "torch.Size([8, 4])" in output
     assert main(["debug", "a", "--at", "12"]) == 2
     assert "needs --live" in capsys.readouterr().err
 
@@ -201,7 +201,7 @@ def test_a_whole_pass_can_be_left_out(place: Path):
 def test_a_fork_of_a_fork_counts_as_the_fork_does(place: Path):
     assert main(["fork", "a", "--at", "8", "--into", "b", "--skip-batches", "12-13", "--train"]) == 0
     assert main(["fork", "b", "--at", "16", "--into", "c", "--skip-batches", "18", "--train"]) == 0
-    older, newer = fingerprints("b")[8:], fingerprints("c")  # both behind iteration 16
+    older, newer = fingerprints("b")[8:], fingerprints("c")  # both after iteration 16
     assert newer[0] == older[0]
     assert newer[1] == older[2]  # the fork's 18th is gone
     config = yaml.safe_load((place / "c" / "config.yaml").read_text())

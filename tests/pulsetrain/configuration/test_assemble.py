@@ -234,7 +234,7 @@ class TestClassPaths:
     @pytest.mark.parametrize(
         ("name", "kind"), [("pretrain", PretrainStrategy), ("SupervisedStrategy", SupervisedStrategy)]
     )
-    def test_the_house_s_own_parts_need_none(self, tmp_path: Path, name: str, kind: type) -> None:
+    def test_parts_of_the_library_need_none(self, tmp_path: Path, name: str, kind: type) -> None:
         handlers = "[CSVLogger, {class_path: Checkpointer, init_args: {every: {epochs: 2}}}]"
         trainer = assembled(write(tmp_path), tmp_path / "run", strategy=name, handlers=handlers).trainer
         assert type(trainer.strategy) is kind

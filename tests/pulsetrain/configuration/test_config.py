@@ -69,7 +69,7 @@ class TestTrainingConfig:
             ({"run_dir": "runs/a", "save_every_n_epochs": 0}, "save_every_n_epochs=0"),
             ({"save_every_n_epochs": 1}, r"save_every_n_epochs=1\): needs run_dir"),
             ({"early_stopping_patience": 0}, "early_stopping_patience=0"),
-            ({"no_decay": "auto", "optimizer_options": {"no_decay": "auto"}}, "no_decay='auto'.*give one of both"),
+            ({"no_decay": "auto", "optimizer_options": {"no_decay": "auto"}}, "no_decay='auto'.*give one of the two"),
             ({"schedule": None, "warmup_steps": 5}, r"warmup_steps=5\): has no effect where schedule=None"),
             ({"schedule": None, "min_lr_ratio": 0}, r"min_lr_ratio=0\): has no effect where schedule=None"),
             ({"schedule": None, "schedule_options": {"gamma": 1}}, r"schedule_options={'gamma': 1}\): has no effect"),

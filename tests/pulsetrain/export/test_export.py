@@ -315,7 +315,7 @@ class TestCommand:
         files = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
         assert command(run, "--format", form) == 0
         assert [path.name for path in (tmp_path / "here").iterdir()] == [name]
-        with pytest.raises(ConfigurationError, match="is there already"):
+        with pytest.raises(ConfigurationError, match="already exists"):
             command(run / "events", "--format", form)
         assert command(run, "--format", form, "--force") == 0
         assert [path.name for path in (tmp_path / "here").iterdir()] == [name]
@@ -323,17 +323,17 @@ class TestCommand:
 
     def test_a_path_in_the_run_is_refused(self, run):
         for into in (run, run / "a.csv", run / "events" / "events.jsonl.zst"):
-            with pytest.raises(ConfigurationError, match="lies in the run"):
+            with pytest.raises(ConfigurationError, match="is in the run folder"):
                 command(run, "--format", "csv", "--into", into, "--force")
 
     def test_force_replaces_only_files_of_its_own_kind(self, run, tmp_path):
         (tmp_path / "folder").mkdir()
         (tmp_path / "folder" / "thesis.tex").write_text("")
-        for form, message in (("csv", "is no file"), ("tensorboard", r"holds thesis\.tex")):
+        for form, message in (("csv", "is not a file"), ("tensorboard", r"holds thesis\.tex")):
             with pytest.raises(ConfigurationError, match=message):
                 command(run, "--format", form, "--into", tmp_path / "folder", "--force")
         (tmp_path / "file").write_text("")
-        with pytest.raises(ConfigurationError, match="is no folder"):
+        with pytest.raises(ConfigurationError, match="is not a folder"):
             command(run, "--format", "tensorboard", "--into", tmp_path / "file", "--force")
         assert (tmp_path / "folder" / "thesis.tex").exists()
 
