@@ -172,6 +172,7 @@ class InPlaceBackend(Backend, Protocol):
         ...
 
 
+@runtime_checkable
 class ValueBackend(Backend, Protocol):
     """A backend whose states are values: pytrees of arrays that a step leaves unchanged."""
 

@@ -1,1 +1,1 @@
-"""When to save, what to keep, and which checkpoint is the best."""
+"""When to save a checkpoint, which ones to keep, and which one is the best."""

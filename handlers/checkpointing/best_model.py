@@ -19,6 +19,7 @@ from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import Event, Events
 from pulsetrain.engine.events.subscription import LAST, Phase
 from pulsetrain.engine.logs import get_logger
+from pulsetrain.engine.training_run import model_of, validation_contexts
 from pulsetrain.handlers.attachment.attachment import Attachment
 from pulsetrain.handlers.attachment.engine_queries import handlers_of, reject_replay
 from pulsetrain.handlers.metric_values.best_value import Mode, check_judged, is_better, judged_name, require_validation
@@ -29,28 +30,41 @@ __all__ = ["BestModel"]
 
 
 class BestModel:
-    """Copies the weights to the host whenever a validation, or a rollout, was better than all before; NaN never is.
+    """Copies the weights to the host after each validation or rollout that was better than all before; NaN never is.
 
-    What was validated is what is kept: with an EMA or a SWA the average, with a schedule-free optimizer its average.
-    Of a rollout it is the model's own weights, with which the policy has acted. An improvement costs one wait
-    for the device, and while it is copied two copies are held.
+    It keeps the weights that were validated: with EMA or SWA the average, with a schedule-free optimizer its average.
+    For a rollout these are the model's own weights, with which the policy acted. An improvement costs one wait for the
+    device, and two copies are held while it is copied.
 
-    With `restore` the model holds the best weights when the run has COMPLETED, also when it was ended early, behind the
-    last validation and the last checkpoint: checkpoints hold the weights that the run goes on from. Where it goes on in
-    this process, it takes these up again. A run that fails, or ends without COMPLETED, keeps its last weights. An EMA
-    that is still attached validates its own average afterwards; detach it to validate the best weights.
+    With `restore` the model holds the best weights once the run has COMPLETED, also if it was ended early. They are
+    restored after the last validation and the last checkpoint, so checkpoints hold the weights that training reached.
+    If the run continues in this process, it continues with those. A run that fails, or ends without COMPLETED, keeps
+    its last weights. An EMA that is still attached validates its own average afterwards; detach it to validate the
+    best weights.
 
-    A checkpoint holds the kept copy, too, and is as much larger.
+    A checkpoint also holds the kept copy, and grows by its size.
 
     Args:
-        metric: what VALIDATION_COMPLETED calls it, such as "val/loss" (or "val_loss"); or ROLLOUT_COMPLETED or
-            POLICY_UPDATED, such as "rollout/return": those that lack it are passed over.
+        metric: its name in VALIDATION_COMPLETED, such as "val/loss" (or "val_loss"), or in ROLLOUT_COMPLETED or
+            POLICY_UPDATED, such as "rollout/return": rollouts without it are passed over.
         mode: whether smaller ("min") or larger ("max") is better.
         folder: write FOLDER/best_model.pt at each improvement, for `torch.load(..., weights_only=True)`.
         restore: leave the best weights in the model at the end.
 
     Raises:
-        ConfigurationError: no metric's name, or an unknown mode.
+        ConfigurationError: not a metric's name, or an unknown mode.
+
+    >>> from pulsetrain.engine.events.payloads import ValidationCompleted
+    >>> engine, losses = Engine(lambda engine, batch: engine.model.weight.data.fill_(batch)), iter([0.3, 0.1, 0.2])
+    >>> engine.model = nn.Linear(1, 1)
+    >>> best = BestModel().attach(engine)
+    >>> @engine.on(Events.EPOCH_COMPLETED)
+    ... def validate(engine):
+    ...     metrics = {"val/loss": next(losses)}
+    ...     engine.fire(Events.VALIDATION_COMPLETED, ValidationCompleted(metrics=metrics, seconds=0.0))
+    >>> _ = engine.run([1.0], max_epochs=3)
+    >>> best.best_iteration, best.best_value
+    (2, 0.1)
     """
 
     def __init__(
@@ -67,8 +81,8 @@ class BestModel:
         self.restore = restore
         self.best_value: float | None = None
         self.best_iteration: int | None = None
-        self._weights: Mapping[str, Any] | None = None  # on the host
-        self._last: Mapping[str, Any] | None = None  # of a run whose model holds the best ones
+        self._weights: Mapping[str, object] | None = None  # on the host
+        self._last: Mapping[str, object] | None = None  # that training reached; the model holds the best
         self._attachment = Attachment("BestModel")
 
     def attach(self, engine: Engine) -> Self:
@@ -76,12 +90,12 @@ class BestModel:
 
         Raises:
             RecordingError: the engine is a replay.
-            ConfigurationError: it has no torch model; the trainer never validates; or another BestModel restores, too.
+            ConfigurationError: it has no torch model; the trainer never validates; or another BestModel restores.
             RunFolderError: the folder cannot be written.
         """
         with self._attachment.to(engine, whole_bus=False) as subscribe:
             reject_replay("BestModel", engine, "weights of its validations")
-            if not isinstance(getattr(engine, "model", None), nn.Module):
+            if model_of(engine) is None:
                 raise ConfigurationError(f"BestModel: {engine.name!r} has no torch model; set engine.model")
             require_validation("BestModel", self.metric, engine)
             if self.restore and any(other.restore for other in handlers_of(engine, Events.COMPLETED, BestModel)):
@@ -91,21 +105,21 @@ class BestModel:
                 )
             if self.folder is not None:
                 make_folder("BestModel", self.folder)
-            subscribe(Events.STARTED, self._take_up, phase=Phase.COMPUTE)
+            subscribe(Events.STARTED, self._on_started, phase=Phase.COMPUTE)
             subscribe(Events.CHECKPOINT_LOADED, self._on_loaded, phase=Phase.PERSIST)
             for event in METRIC_EVENTS:
                 subscribe(event, self._judge, phase=Phase.PERSIST)
-            # last of all: checkpoints of the end hold the weights that a run goes on from
+            # LAST: checkpoints of the end hold the weights that training reached
             subscribe(Events.COMPLETED, self._on_completed, phase=Phase.PERSIST, order=LAST)
         return self
 
     def detach(self) -> None:
-        """Judge no more; what was kept stays."""
+        """Stop judging; the kept weights stay."""
         self._attachment.cancel()
         self._last = None
 
     def load_into(self, model: nn.Module) -> None:
-        """Put the best weights into a model of the same kind.
+        """Load the best weights into a model of the same kind.
 
         Raises:
             ConfigurationError: they do not fit it; the message lists what is missing, unexpected or misshapen.
@@ -121,12 +135,12 @@ class BestModel:
             )
         model.load_state_dict(self._weights)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         return {"best_value": self.best_value, "best_iteration": self.best_iteration, "weights": self._weights}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.best_value, self.best_iteration = state["best_value"], state["best_iteration"]
-        self._weights = state["weights"]  # never changed in place: an improvement is a copy of its own
+        self._weights = state["weights"]  # never changed in place: an improvement is a new copy
 
     def _judge(self, engine: Any, event: Event) -> None:
         name = judged_name("BestModel", self.metric, engine, event)
@@ -137,13 +151,13 @@ class BestModel:
             return
         validated = event.type == Events.VALIDATION_COMPLETED.value
         with ExitStack() as stack:
-            for context in getattr(getattr(engine, "evaluator", None), "contexts", ()) if validated else ():
-                stack.enter_context(context())  # what was validated
-            self._weights = _copy_of(engine.model)
+            for context in (validation_contexts(engine) or ()) if validated else ():
+                stack.enter_context(context())  # the weights that were validated
+            self._weights = _copy_of(_model(engine))
         self.best_value, self.best_iteration = value, engine.state.iteration
         self._write()
 
-    def _on_completed(self, engine: Any) -> None:
+    def _on_completed(self, engine: Engine) -> None:
         if self._weights is None:
             if engine.state.iteration > 0:
                 get_logger("handlers").warning(
@@ -152,18 +166,18 @@ class BestModel:
                     metric=self.metric,
                 )
         elif self.restore:
-            self._last = _copy_of(engine.model)
-            self.load_into(engine.model)
+            self._last = _copy_of(_model(engine))
+            self.load_into(_model(engine))
 
-    def _take_up(self, engine: Any) -> None:
-        """A run goes on in this process: with its last weights, unless somebody has put others there since."""
+    def _on_started(self, engine: Engine) -> None:
+        """A run that continues in this process gets its last weights back, unless the model was changed since."""
         last, self._last = self._last, None
-        if last is not None and engine.state.iteration > 0 and _holds(engine.model, self._weights or {}):
-            engine.model.load_state_dict(last)
+        if last is not None and engine.state.iteration > 0 and _holds(_model(engine), self._weights or {}):
+            _model(engine).load_state_dict(last)
 
     def _on_loaded(self) -> None:
-        self._last = None  # the model holds the checkpoint's
-        self._write()  # the file may be of a validation that comes again
+        self._last = None  # the model holds the checkpoint's weights
+        self._write()  # the file may be of a validation after the checkpoint
 
     def _write(self) -> None:
         if self.folder is None or self._weights is None:
@@ -176,20 +190,26 @@ class BestModel:
 
         try:
             Disk().replace_by(path, write)
-        except (OSError, RuntimeError) as error:  # torch's writer raises the second on a full disk
-            # it costs this file, not the run
+        except (OSError, RuntimeError) as error:  # torch raises a RuntimeError on a full disk
+            # costs this file, not the run
             get_logger("handlers").warning(
                 "best weights not written; they are kept in memory", path=str(path), error=str(error)
             )
 
 
-def _copy_of(model: nn.Module) -> Mapping[str, Any]:
-    """The model's state on the host; copies from a device are under way at once, with one wait for all."""
-    copy: Mapping[str, Any] = Snapshot().take({"model": model.state_dict()})["model"]
+def _model(engine: Engine) -> nn.Module:
+    model = model_of(engine)
+    assert model is not None, "attach() has checked it"
+    return model
+
+
+def _copy_of(model: nn.Module) -> Mapping[str, object]:
+    """The model's state on the host; copies from a device run concurrently, with one wait for all."""
+    copy: Mapping[str, object] = Snapshot().take({"model": model.state_dict()})["model"]
     return copy
 
 
-def _holds(model: nn.Module, weights: Mapping[str, Any]) -> bool:
+def _holds(model: nn.Module, weights: Mapping[str, object]) -> bool:
     mine = model.state_dict()
     return mine.keys() == weights.keys() and all(
         torch.equal(mine[name].to("cpu"), value) for name, value in weights.items() if isinstance(value, Tensor)

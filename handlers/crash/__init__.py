@@ -1,1 +1,1 @@
-"""What is kept of a run that fails or hangs."""
+"""Evidence of a run that failed or hangs."""

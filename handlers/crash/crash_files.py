@@ -1,4 +1,4 @@
-"""A crash bundle's files, and what they tell whoever opens it."""
+"""The files of a crash bundle, and how to read them."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ __all__ = ["Bundle", "bundle_of", "forget_bundle", "read_bundle"]
 
 CRASHES = "crash"  # the bundles' folder in a run folder
 FACTS, BATCH, TRACEBACK, CONFIG, EVENTS = "bundle.json", "batch.pt", "traceback.txt", "config.yaml", "events"
-NOTE = "crash bundle: "  # how the note begins that an exception gets
+NOTE = "crash bundle: "  # the start of the note that the exception gets
 
 
 @dataclass(frozen=True)
 class Bundle:
-    """What a CrashBundle has written; files are read when they are asked for."""
+    """A bundle that a CrashBundle wrote; its files are read on access."""
 
     folder: Path
-    facts: Mapping[str, Any]  # bundle.json
+    facts: Mapping[str, Any]  # the values of bundle.json, as JSON gives them
 
     @property
     def what(self) -> str:
@@ -40,27 +40,27 @@ class Bundle:
 
     @property
     def batch(self) -> Any:
-        """The batch under way, its tensors on the host; None where there was none, or it is missing.
+        """The failing batch, its tensors on the host; None where there was none, or it is missing.
 
-        Of an anomaly that was found out later than at its iteration: its rows, as the dataset gives them again; what a
-        dataset draws, such as crops, is another draw. Then `facts["fetched_again"]` is true.
+        For an anomaly that was found after its iteration, these are its rows as read from the dataset again. A dataset
+        that draws random numbers, for crops for example, gives different ones. Then `facts["fetched_again"]` is true.
         """
         file = self.folder / BATCH
         return torch.load(file, weights_only=True, map_location="cpu") if file.exists() else None
 
     @property
     def rows(self) -> list[int] | None:
-        """The indices of `batch` into the dataset; None where they are not known."""
+        """The indices of `batch` in the dataset; None where they are not known."""
         rows = self.facts.get("rows")
         return list(rows) if rows else None
 
     @property
     def run(self) -> dict[str, Any]:
-        """What the run was made with: versions, command, settings, handlers."""
+        """The run's versions, command, settings and handlers."""
         return read_run_file(self.folder)
 
     def tensors(self, kind: str = "weights") -> list[dict[str, Any]]:
-        """Norm, NaN and infinity counts of each tensor; kind is weights, gradients or optimizer."""
+        """The norm, NaN count and infinity count of each tensor; `kind` is weights, gradients or optimizer."""
         return list(self.facts.get(kind) or ())
 
 
@@ -68,13 +68,13 @@ def read_bundle(folder: str | Path) -> Bundle:
     """Open a crash bundle.
 
     Raises:
-        RecordingError: there is none in this folder, or its facts are damaged.
+        RecordingError: there is no bundle in this folder, or its facts are damaged.
     """
     try:
         facts = json.loads((Path(folder) / FACTS).read_bytes())
     except FileNotFoundError:
         raise RecordingError(
-            f"{folder}: is no crash bundle, for it has no {FACTS}; a CrashBundle writes them to RUN/{CRASHES}"
+            f"{folder}: is not a crash bundle, for it has no {FACTS}; a CrashBundle writes them to RUN/{CRASHES}"
         ) from None
     except (OSError, ValueError) as error:
         raise RecordingError(f"{folder}: {FACTS} cannot be read: {error}") from error
@@ -84,12 +84,12 @@ def read_bundle(folder: str | Path) -> Bundle:
 
 
 def bundle_of(error: BaseException) -> Path | None:
-    """Where the exception's bundle is; None where none was written."""
+    """The folder of the exception's bundle; None where none was written."""
     notes = [note for note in getattr(error, "__notes__", ()) if note.startswith(NOTE)]
     return Path(notes[-1].removeprefix(NOTE)) if notes else None
 
 
 def forget_bundle(error: BaseException) -> None:
-    """Take the notes off that name bundles: they were deleted."""
+    """Remove the notes that name bundles, which were deleted."""
     notes: list[str] = getattr(error, "__notes__", [])
     notes[:] = [note for note in notes if not note.startswith(NOTE)]

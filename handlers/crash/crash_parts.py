@@ -1,4 +1,4 @@
-"""What a failed process can still tell: its frames, its batch, its weights, its environment."""
+"""What can be read of a failed process: its frames, batch, tensors, environment and last events."""
 
 from __future__ import annotations
 
@@ -6,72 +6,76 @@ import math
 import os
 import traceback
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import fields, is_dataclass
 from numbers import Real
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
 from pulsetrain.engine.data import rng
 from pulsetrain.engine.data.keyed_loader import can_be_keyed
+from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import Event
+from pulsetrain.engine.events.payloads import AnomalyDetected
 from pulsetrain.engine.recording import EventLog, LoggedEvent, LogWriter
 from pulsetrain.engine.step.protocols import describe
+from pulsetrain.engine.training_run import is_training_run
 from pulsetrain.handlers.metric_values.event_values import EventValues
 from pulsetrain.handlers.metric_values.step_values import to_host
 
 __all__ = [
-    "batch_again",
+    "KeptEvent",
     "environment_variables",
     "frames",
     "is_past",
     "plain_batch",
+    "read_batch_again",
     "recorded_tail",
     "tensor_table",
     "write_events",
 ]
 
-# all that is told of the environment: others may hold keys and passwords
+# no other variable is written: they may hold keys and passwords
 VARIABLES = (
     "CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "CUBLAS_WORKSPACE_CONFIG", "PYTORCH_CUDA_ALLOC_CONF",
     "PYTORCH_ALLOC_CONF", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR",
     "NCCL_DEBUG", "SLURM_JOB_ID", "SLURM_PROCID", "SLURM_NODELIST", "PYTHONHASHSEED",
 )  # fmt: skip
 MOST_FRAMES, MOST_LOCALS, MOST_DEPTH = 40, 40, 8
-Heard = tuple[Event, Mapping[str, Tensor | float] | None]  # an event, and the scalars of the step's output
+KeptEvent = tuple[Event, Mapping[str, Tensor | float] | None]  # an event, and the scalars of the step's output
 
 
 def environment_variables() -> dict[str, str]:
-    """Those that a failure may hang on, where they are set."""
+    """Those that a failure may depend on, where they are set."""
     return {name: os.environ[name] for name in VARIABLES if name in os.environ}
 
 
-def frames(error: BaseException) -> list[dict[str, Any]]:
-    """The innermost frames of an exception, outermost first, with what is known of their local variables.
+def frames(error: BaseException) -> list[dict[str, object]]:
+    """The innermost frames of an exception, outermost first, with their local variables.
 
-    Numbers are told, and shapes, dtypes and devices of tensors; of all else the type alone: a text may be a secret, and
-    a tensor's values may lie on a device that has failed.
+    Of these it gives numbers, and the shape, dtype and device of tensors; of all else only the type: a text may be a
+    secret, and a tensor's values may be on a device that failed.
     """
     walked = list(traceback.walk_tb(error.__traceback__))[-MOST_FRAMES:]
     lines = traceback.extract_tb(error.__traceback__)[-MOST_FRAMES:]
     return [
         {"file": line.filename, "line": line.lineno, "function": line.name, "code": line.line,
-         "locals": {name: _told(value) for name, value in list(frame.f_locals.items())[:MOST_LOCALS]}}
+         "locals": {name: _shown(value) for name, value in list(frame.f_locals.items())[:MOST_LOCALS]}}
         for (frame, _), line in zip(walked, lines, strict=True)
     ]  # fmt: skip
 
 
-def plain_batch(value: Any, depth: int = 0) -> Any:
+def plain_batch(value: object, depth: int = 0) -> object:
     """The batch as torch.load(weights_only=True) reads it: tensors on the host, in dicts, lists and tuples.
 
-    Of a dataclass or another object it is a dict of its fields; of what has none, its type as text.
+    A dataclass or another object becomes a dict of its fields; an object without fields its type as text.
     """
     if isinstance(value, Tensor):
-        return value.detach().cpu().clone()  # of a view, not the whole that it is cut from
+        return value.detach().cpu().clone()  # of a view, not of its whole storage
     if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
         return torch.from_numpy(value.copy())
     if value is None or isinstance(value, (bool, int, float, str, bytes)):
@@ -91,40 +95,41 @@ def plain_batch(value: Any, depth: int = 0) -> Any:
     return f"<{type(value).__module__}.{type(value).__qualname__}>"
 
 
-def is_past(engine: Any, anomaly: Any) -> bool:
-    """Whether an anomaly came of other rows than those of the batch under way."""
+def is_past(engine: Engine, anomaly: AnomalyDetected) -> bool:
+    """Whether an anomaly came from other rows than those of the present batch."""
     iteration = engine.state.iteration
     if anomaly.at_iteration not in (None, iteration):
         return True
-    position = getattr(engine, "position", None)
-    rows = None if position is None else position.rows(iteration)
+    rows = engine.data.rows(iteration) if is_training_run(engine) else None
     return bool(anomaly.batch_indices) and rows is not None and list(anomaly.batch_indices) != list(rows)
 
 
-def batch_again(engine: Any, rows: Sequence[int] | None, iteration: int | None) -> Any:
-    """Those rows as the loader of the trainer collates them, read again; nothing that the run draws changes by it.
+def read_batch_again(engine: object, rows: Sequence[int] | None, iteration: int | None) -> object:
+    """Read the rows again and collate them as the trainer's loader does; the run's random numbers stay as they are.
 
     Raises:
-        LookupError: the rows are not known, or the loader is none that can be asked for them.
+        LookupError: the rows are not known, or the loader cannot give them.
     """
-    loader: Any = getattr(engine, "train_loader", None)
-    if not rows or not can_be_keyed(loader) or loader.batch_sampler is None:
-        why = f"{type(loader).__name__} cannot be asked for its rows" if rows else "its rows are not known"
-        raise LookupError(f"the batch of iteration {iteration} is held no more, and {why}")
+    loader = engine.train_loader if is_training_run(engine) else None
+    if not rows or not isinstance(loader, DataLoader) or not can_be_keyed(loader) or loader.batch_sampler is None:
+        why = f"{type(loader).__name__} cannot give single rows" if rows else "its rows are not known"
+        raise LookupError(f"the batch of iteration {iteration} is not in memory any more, and {why}")
     dataset = loader.dataset
     with rng.preserve_rng():
         several = getattr(dataset, "__getitems__", None)
         return loader.collate_fn(several(list(rows)) if several else [dataset[row] for row in rows])
 
 
-def tensor_table(named: Iterable[tuple[str, Any]]) -> list[dict[str, Any]]:
+def tensor_table(named: Iterable[tuple[str, object]]) -> list[dict[str, object]]:
     """Each tensor's shape, dtype, device, L2 norm, and how many of its values are NaN or infinite.
 
-    The numbers of all are brought to the host together. Of a sharded tensor they are those of this process's part.
+    All numbers are copied to the host together. For a sharded tensor they are those of this process's part.
     """
-    rows, measured = list[dict[str, Any]](), list[Tensor]()
+    rows, measured = list[dict[str, object]](), list[Tensor]()
     for name, tensor in named:
-        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # no collective: other ranks are elsewhere
+        if not isinstance(tensor, Tensor):
+            continue
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # no collective: other ranks do not join
         if not isinstance(local, Tensor) or local.is_meta or not local.is_floating_point():
             continue
         local = local.detach()
@@ -141,18 +146,18 @@ def tensor_table(named: Iterable[tuple[str, Any]]) -> list[dict[str, Any]]:
 
 
 def recorded_tail(folder: Path, last: int, count: int) -> list[LoggedEvent]:
-    """The last events of a log that is being written, or was; as many as asked for where that many are near its end.
+    """The last events of a log, which may still be written; fewer than `count` if the end of the log has fewer.
 
     Args:
         folder: the log's.
-        last: the bus's last number.
-        count: of events.
+        last: the bus's last sequence number.
+        count: number of events.
     """
-    span = 8 * count  # the bus numbers also what nobody recorded
+    span = 8 * count  # the bus numbers events that are not recorded as well
     return list(deque(EventLog(folder).read(seq=(last - span, None)), maxlen=count))
 
 
-def write_events(folder: Path, events: Sequence[Heard | LoggedEvent]) -> int:
+def write_events(folder: Path, events: Sequence[KeptEvent | LoggedEvent]) -> int:
     """Write a log of these events; returns how many there are."""
     if not events:
         return 0
@@ -167,7 +172,7 @@ def write_events(folder: Path, events: Sequence[Heard | LoggedEvent]) -> int:
     return len(events)
 
 
-def _logged(events: Sequence[Heard | LoggedEvent]) -> Iterator[LoggedEvent]:
+def _logged(events: Sequence[KeptEvent | LoggedEvent]) -> Iterator[LoggedEvent]:
     values = EventValues()
     made = list[LoggedEvent]()
     for each in events:
@@ -185,7 +190,7 @@ def _logged(events: Sequence[Heard | LoggedEvent]) -> Iterator[LoggedEvent]:
     return iter(made)
 
 
-def _told(value: Any) -> Any:
+def _shown(value: object) -> object:
     try:
         if isinstance(value, Tensor):
             return f"{describe(value)} on {value.device}"
@@ -193,8 +198,8 @@ def _told(value: Any) -> Any:
             return value
         if type(value) is float:
             return value if math.isfinite(value) else str(value)
-        if type(value) in (list, tuple, dict) and len(value) <= MOST_DEPTH:
+        if type(value) in (list, tuple, dict) and isinstance(value, Sized) and len(value) <= MOST_DEPTH:
             return describe(value)
         return type(value).__qualname__
-    except Exception:  # an object may fail in any way when it is looked at
+    except Exception:  # an object may raise anything on access
         return "?"

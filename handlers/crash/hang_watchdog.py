@@ -1,4 +1,4 @@
-"""Notices a run that has stopped going on, and says where it stands."""
+"""Notices a run that hangs, and reports where."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 from pulsetrain.engine.errors import ConfigurationError, unknown_name
 from pulsetrain.engine.events.bus import EventBus
@@ -25,30 +25,40 @@ from pulsetrain.handlers.run_files.run_folder import make_folder
 __all__ = ["EXIT_STATUS", "HangWatchdog", "Silence"]
 
 EXIT_STATUS = 75  # EX_TEMPFAIL of sysexits.h: another attempt may succeed
-LOOKS = 10  # in the time after which silence is a hang; one that begins behind a look is noticed a look later
-_SAVING = f"{os.sep}engine{os.sep}checkpoint{os.sep}"  # in the path of what saves and loads
+LOOKS = 10  # per time limit: a hang is noticed at most two looks after the limit
+_SAVING = f"{os.sep}engine{os.sep}checkpoint{os.sep}"  # in the path of the code that saves and loads
 
 
 class HangWatchdog:
-    """Writes the stacks of all threads to FOLDER/hang-TIME.txt when no event comes for so many seconds of a run.
+    """Writes the stacks of all threads to FOLDER/hang-TIME.txt when a run fires no event for this many seconds.
 
-    A thread looks at the number of the bus's last event now and then: an event costs nothing more. Every event of every
-    engine on the bus is a sign of life, heard or not: those of a validation are. So is being in the midst of a
-    checkpoint's saving or loading. Outside of runs nothing is expected; time in which the process was stopped or the
+    A thread reads the number of the bus's last event at intervals: an event costs nothing more. Every event of every
+    engine on the bus is a sign of life, whether or not anything subscribes to it, and those of a validation too. So is
+    saving or loading a checkpoint. Outside of runs no event is expected. Time in which the process was stopped or the
     machine slept does not count.
 
-    It tells of a hang once, by a warning, and again when there has been life and silence anew. It works as long as what
-    hangs has let go of Python's lock, as waiting for a device, a lock, a file or the network does.
+    A hang is reported once, by a warning; another one after events have been fired in between. This works as long as
+    the code that hangs has released Python's global lock, as waiting for a device, a lock, a file or the network does.
 
     Args:
         folder: the run folder.
-        seconds: without an event; longer than the slowest step, first batches and compiling among them.
-        policy: what follows the report. "report": nothing. "stop": the run is to end at the next safe point, as by
-            `terminate()`, should it come to one. "exit": the process ends at once with status 75, without a checkpoint.
+        seconds: without an event; longer than the slowest step, including first batches and compilation.
+        policy: what follows the report. "report": nothing. "stop": the run ends at the next safe point, as after
+            `terminate()`, if it reaches one. "exit": the process ends at once with status 75, without a checkpoint.
         clock: seconds, never running backwards.
 
     Raises:
-        ConfigurationError: no positive number of seconds, or an unknown policy.
+        ConfigurationError: not a positive number of seconds, or an unknown policy.
+
+    >>> import tempfile
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> engine = Engine(lambda engine, batch: None)
+    >>> watchdog = HangWatchdog(folder.name, seconds=600).attach(engine)
+    >>> _ = engine.run([1, 2, 3])
+    >>> watchdog.detach()
+    >>> watchdog.reports
+    []
+    >>> folder.cleanup()
     """
 
     def __init__(
@@ -67,17 +77,17 @@ class HangWatchdog:
         self.folder = Path(folder)
         self.seconds, self.policy, self.clock = seconds, policy, clock
         self.reports: list[Path] = []
-        self._under_way: set[str] = set()  # names of engines that have said STARTED, and no end
-        self._engine: weakref.ref[Engine] | None = None  # None: every one of the bus
+        self._under_way: set[str] = set()  # names of engines between STARTED and their end
+        self._engine: weakref.ref[Engine] | None = None  # None for every engine of the bus
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         self._process = 0
         self._attachment = Attachment("HangWatchdog")
 
     def attach(self, engine_or_bus: Engine | EventBus) -> Self:
-        """Watch over the runs of one engine, or of all of a bus.
+        """Watch the runs of one engine, or of all engines of a bus.
 
-        Where the folder cannot be written, that is said, and the run goes on without it.
+        Where the folder cannot be written, a warning says so, and the run continues without the handler.
 
         Raises:
             RecordingError: it is a replay's.
@@ -86,7 +96,7 @@ class HangWatchdog:
             reject_replay("HangWatchdog", engine_or_bus, "process that trains")
             make_folder("HangWatchdog", self.folder)
             self._engine = None if isinstance(engine_or_bus, EventBus) else weakref.ref(engine_or_bus)
-            self._log = get_logger("handlers")  # now: getting one looks at Python's random generator
+            self._log = get_logger("handlers")  # here: making a logger reads Python's random generator
             subscribe(Events.STARTED, self._on_started, phase=Phase.COMPUTE, on_error="warn", order=FIRST)
             ends = Events.TERMINATE | Events.COMPLETED | Events.INTERRUPT
             subscribe(ends, self._on_end, phase=Phase.PERSIST, on_error="warn", order=LAST)
@@ -94,7 +104,7 @@ class HangWatchdog:
         return self
 
     def detach(self) -> None:
-        """Watch no more; the thread ends."""
+        """Stop watching; the thread ends."""
         self._attachment.cancel()
         self._stopped.set()
         self._thread = None
@@ -115,19 +125,18 @@ class HangWatchdog:
             self._thread.start()
 
     def _on_end(self, engine: Engine) -> None:
-        self._under_way.discard(
-            engine.name
-        )  # COMPLETED comes behind TERMINATE: until then the engine says that it runs
+        self._under_way.discard(engine.name)  # after TERMINATE, until COMPLETED, engine.is_running is still true
 
     def _on_failure(self, engine: Engine, event: Event) -> None:
         self._on_end(engine)
 
-    def _runs(self, bus: EventBus) -> list[Engine]:
-        """The engines that are expected to go on, in the order in which they joined the bus."""
+    def runs(self, bus: EventBus) -> list[Engine]:
+        """The watched engines that are running, in the order in which they joined the bus."""
         mine = bus.engines if self._engine is None else [self._engine()]
         return [each for each in mine if each is not None and (each.is_running or each.name in self._under_way)]
 
-    def _report(self, silent: float, runs: list[Engine]) -> None:
+    def report(self, silent: float, runs: list[Engine]) -> None:
+        """Write the stacks, and do what the policy says."""
         first = runs[0]
         where = f"{first.name!r} at epoch {first.state.epoch}, iteration {first.state.iteration}"
         message = f"no event for {silent:.1f} s: the run hangs"
@@ -140,20 +149,20 @@ class HangWatchdog:
                 file.flush()
                 os.fsync(file.fileno())
             self.reports.append(path)
-            told = str(path)
-        except OSError as error:  # a full disk must not cost what follows
-            told = f"could not be written: {error}"
-        if self.policy == "exit":  # not through the logger: what hangs may hold a lock of it
-            os.write(2, f"HangWatchdog: {message} ({where}); stacks: {told}; exit status {EXIT_STATUS}\n".encode())
+            written = str(path)
+        except OSError as error:  # on a full disk, the policy still applies
+            written = f"could not be written: {error}"
+        if self.policy == "exit":  # not through the logger: the code that hangs may hold its lock
+            os.write(2, f"HangWatchdog: {message} ({where}); stacks: {written}; exit status {EXIT_STATUS}\n".encode())
             os._exit(EXIT_STATUS)
         if self.policy == "stop":
             for each in runs:
                 each.terminate(reason=f"hang watchdog: no event for {silent:.1f} s")
-        self._log.warning(message, stacks=told, at=where)
+        self._log.warning(message, stacks=written, at=where)
 
 
 class Silence:
-    """Measures how long nothing has come, in looks: a gap between two of them counts as two intervals at most.
+    """Measures how long there was no sign of life; a gap between two looks counts as two intervals at most.
 
     Args:
         interval: seconds between two looks.
@@ -169,7 +178,7 @@ class Silence:
         """Seconds of silence so far.
 
         Args:
-            sign: what changes where there is life.
+            sign: a value that changes when there is life.
             now: seconds, by a clock that never runs backwards.
         """
         if self._last is None or sign != self._sign:
@@ -184,29 +193,30 @@ def _watch(
     watchdog: weakref.ref[HangWatchdog], bus: weakref.ref[EventBus], stopped: threading.Event, interval: float
 ) -> None:
     """The thread: ends when the watchdog is detached, or it or the bus is gone."""
-    silence, told = Silence(interval), False
+    silence, reported = Silence(interval), False
     while not stopped.wait(interval):
         mine, its_bus = watchdog(), bus()
         if mine is None or its_bus is None:
             return
         try:
-            runs = mine._runs(its_bus)
-        except RuntimeError:  # an engine has joined the bus or left it in this very moment
+            runs = mine.runs(its_bus)
+        except RuntimeError:  # an engine joined or left the bus at this moment
             continue
         alive = not runs or _is_saving()
-        sign: Any = object() if alive else its_bus.sequence.last
+        sign: object = object() if alive else its_bus.sequence.last
         silent = silence.look(sign, mine.clock())
         if silent == 0.0:
-            told = False
-        elif silent >= mine.seconds and not told:
-            told = True
-            mine._report(silent, runs)
+            reported = False
+        elif silent >= mine.seconds and not reported:
+            reported = True
+            mine.report(silent, runs)
         del mine, its_bus, runs
 
 
 def _is_saving() -> bool:
-    """Whether the main thread is in the midst of a checkpoint."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    """Whether the main thread is saving or loading a checkpoint."""
+    frames = sys._current_frames()  # public: the documentation describes it
+    frame = frames.get(threading.main_thread().ident or 0)
     while frame is not None:
         if _SAVING in frame.f_code.co_filename:
             return True

@@ -23,40 +23,51 @@ __all__ = ["LRMonitor"]
 class LRMonitor:
     """Fires METRICS_LOGGED with the rates of the last update: "learning_rate", or one for each group.
 
-    Several groups are "learning_rate/NAME" by what they keep as "name", where no two names are one; else
-    "learning_rate/0" and so on. In a replay it is always the number, since a log holds no names.
+    Several groups are "learning_rate/NAME" by their "name", where all names differ; else "learning_rate/0" and so on.
+    In a replay it is always the number, since a log holds no names.
 
     Args:
-        every: when to look.
-        momentum: tell each group's momentum as well, "momentum" or "momentum/..."; of Adam's kind the first beta.
-        weight_decay: tell each group's weight decay as well.
+        every: when to publish.
+        momentum: publish each group's momentum as well, "momentum" or "momentum/..."; of Adam and its like, beta1.
+        weight_decay: publish each group's weight decay as well.
 
     Raises:
-        TypeError: the cadence is no Every.
+        TypeError: the cadence is not an Every.
+
+    >>> import torch
+    >>> engine, published = Engine(lambda engine, batch: None), []
+    >>> engine.optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.5)
+    >>> _ = LRMonitor(Every(iterations=2)).attach(engine)
+    >>> @engine.on(Events.METRICS_LOGGED)
+    ... def note(engine, event):
+    ...     published.append((event.iteration, event.payload.metrics))
+    >>> _ = engine.run([1, 2, 3, 4])
+    >>> published
+    [(2, {'learning_rate': 0.5}), (4, {'learning_rate': 0.5})]
     """
 
     def __init__(self, every: Every | None = None, *, momentum: bool = False, weight_decay: bool = False) -> None:
         self.every = Every(iterations=50) if every is None else every
         check_every("LRMonitor", self.every)
         self.momentum, self.weight_decay = momentum, weight_decay
-        self._last_read = -1  # iteration
+        self._last_read = -1  # iteration at which it published last
         self._attachment = Attachment("LRMonitor")
 
     def attach(self, engine: Engine) -> Self:
-        """Look at the beginning of phase OBSERVE, behind what has changed the rates.
+        """Publish at the start of phase OBSERVE, after the handlers that set the rates.
 
         Raises:
             ConfigurationError: the engine has no optimizer.
-            RecordingError: the engine is a replay, and momentum or weight decay are asked for.
+            RecordingError: the engine is a replay, and momentum or weight decay is to be published.
         """
         with self._attachment.to(engine, whole_bus=False) as subscribe:
-            if not hasattr(getattr(engine, "optimizer", None), "param_groups"):
+            if _groups_of(engine) is None:
                 raise ConfigurationError(f"LRMonitor: {engine.name!r} has no optimizer; set engine.optimizer")
             if self.momentum or self.weight_decay:
                 reject_replay("LRMonitor", engine, "momentum and weight decay")
             self._last_read = -1
             subscribe(Events.STARTED, self._on_started, on_error="warn")
-            # before loggers look at the same event, as a replay has it
+            # FIRST: before loggers that read at the same event, also in a replay
             subscribe(reading_events(self.every), self._publish, phase=Phase.OBSERVE, order=FIRST, on_error="warn")
         return self
 
@@ -66,13 +77,13 @@ class LRMonitor:
     def _on_started(self) -> None:
         self._last_read = -1
 
-    def _publish(self, engine: Any) -> None:
+    def _publish(self, engine: Engine) -> None:
         iteration = engine.state.iteration
         if iteration == self._last_read or not engine.hears(Events.METRICS_LOGGED):
-            return  # two parts of the cadence met, or nobody wants to know
+            return  # two parts of the cadence met, or nothing subscribes
         self._last_read = iteration
-        found: dict[str, Any] = {}
-        groups: list[dict[str, Any]] = engine.optimizer.param_groups
+        found: dict[str, Tensor | float | None] = {}
+        groups = _groups_of(engine) or []
         labels = _labels(groups)
         for index, rate in enumerate(learning_rates(engine)):
             found[_named("learning_rate", labels, index)] = rate
@@ -81,11 +92,17 @@ class LRMonitor:
                 found[_named("momentum", labels, index)] = group.get("momentum", group.get("betas", (None,))[0])
             if self.weight_decay:
                 found[_named("weight_decay", labels, index)] = group.get("weight_decay")
-        publish(engine, _brought_to_host({name: value for name, value in found.items() if value is not None}))
+        publish(engine, _copied_to_host({name: value for name, value in found.items() if value is not None}))
+
+
+def _groups_of(engine: Engine) -> list[dict[str, Any]] | None:
+    """The parameter groups of the engine's optimizer, or of the recorded one of a replay; None without one."""
+    groups: list[dict[str, Any]] | None = getattr(getattr(engine, "optimizer", None), "param_groups", None)
+    return groups
 
 
 def _labels(groups: list[dict[str, Any]]) -> list[str]:
-    """Of several optimizers their names; else the groups' own names, or their numbers."""
+    """The names of several optimizers; else the groups' own names, or their numbers."""
     owners = [group.get("optimizer") for group in groups]
     if None not in owners and len(set(owners)) == len(owners):
         return [str(owner) for owner in owners]
@@ -94,12 +111,12 @@ def _labels(groups: list[dict[str, Any]]) -> list[str]:
 
 
 def _named(metric: str, labels: list[str], index: int) -> str:
-    # a group added since the last update has no rate in it yet: the others keep their names
+    # labelled by all groups: one that was added since the last update, and has no rate yet, does not rename the others
     return metric if len(labels) == 1 else f"{metric}/{labels[index]}"
 
 
-def _brought_to_host(values: dict[str, Any]) -> dict[str, float]:
-    """Numbers; tensors in one copy for a device and dtype."""
+def _copied_to_host(values: dict[str, Tensor | float]) -> dict[str, float]:
+    """The values as numbers; tensors take one copy per device and dtype."""
     tensors = {name: value.reshape(()) for name, value in values.items() if isinstance(value, Tensor)}
     host = dict(zip(tensors, to_host(list(tensors.values())), strict=True))
     return {name: host[name] if name in host else float(value) for name, value in values.items()}

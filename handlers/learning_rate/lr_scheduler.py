@@ -1,4 +1,4 @@
-"""Sets the optimizer's learning rate as training goes on."""
+"""Sets the optimizer's learning rate during training."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.optimizers import NamedOptimizers
 from pulsetrain.engine.schedules import Schedule
 from pulsetrain.engine.schedules.groups import GroupRates
+from pulsetrain.engine.training_run import optimizer_of
 from pulsetrain.handlers.attachment.attachment import Attachment
 
 __all__ = ["LRScheduler"]
@@ -31,11 +32,11 @@ _COUNTED = {
 
 
 class LRScheduler:
-    """Follows a schedule: the first update uses `get_lr(0)`, the one behind n others `get_lr(n)`.
+    """Follows a schedule: the first update uses `get_lr(0)`, the one after n others `get_lr(n)`.
 
-    A schedule of ours gives the rate of a group that has the optimizer's default rate; the other groups keep their
-    ratio to it. A torch scheduler is stepped. An fp16 update whose gradients overflowed, and which the device left out,
-    counts as an update like any other.
+    A schedule of this package gives the rate of the groups that have the optimizer's default rate; other groups keep
+    their ratio to it. A torch scheduler is stepped. An fp16 update that the device skipped for an overflow counts like
+    any other.
 
     Args:
         schedule: one of `pulsetrain.engine.schedules`, or a torch LRScheduler.
@@ -44,7 +45,14 @@ class LRScheduler:
 
     Raises:
         TypeError: the schedule is neither; or it is a ReduceLROnPlateau, which follows a metric.
-        ConfigurationError: `by` is unknown, or the optimizer is another than the torch scheduler's.
+        ConfigurationError: `by` is unknown, or the optimizer is not the torch scheduler's.
+
+    >>> import torch
+    >>> from pulsetrain.engine.schedules import Linear
+    >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    >>> scheduler = LRScheduler(Linear(initial_lr=1.0, total_steps=4), optimizer)
+    >>> [scheduler.get_last_lr(), scheduler.step(), scheduler.step()]
+    [1.0, 0.75, 0.5]
     """
 
     def __init__(
@@ -53,7 +61,7 @@ class LRScheduler:
         optimizer: Optimizer | str | None = None,
         by: Literal["update", "epoch", "iteration"] = "update",
     ) -> None:
-        if isinstance(getattr(schedule, "scheduler", schedule), ReduceLROnPlateau):  # perhaps behind a warm-up
+        if isinstance(getattr(schedule, "scheduler", schedule), ReduceLROnPlateau):  # perhaps inside a warm-up
             raise TypeError("LRScheduler(schedule=ReduceLROnPlateau): it follows a metric; step it on validation")
         if not isinstance(schedule, (TorchLRScheduler, Schedule)):
             raise TypeError(
@@ -66,7 +74,7 @@ class LRScheduler:
         self.by = by
         self.factor = 1.0  # of the schedule's rates, which ReduceLROnPlateau lowers
         self._count = 0
-        self._rates: GroupRates | None = None  # of a schedule of ours, once there is an optimizer
+        self._rates: GroupRates | None = None  # of a schedule of this package, once there is an optimizer
         self.optimizer = optimizer if isinstance(optimizer, str) else None  # its name
         self.given = None if isinstance(optimizer, str) else optimizer
         if isinstance(schedule, TorchLRScheduler):
@@ -74,7 +82,7 @@ class LRScheduler:
                 self._require_same(self.given, schedule.optimizer)
             self.given = schedule.optimizer
         if self.given is not None:
-            self._take(self.given)
+            self._adopt(self.given)
         self._follows: str | None = None  # of several optimizers, the name of this one
         self._attachment = Attachment("LRScheduler")
 
@@ -85,14 +93,14 @@ class LRScheduler:
             ConfigurationError: no optimizer was given and the engine has none.
         """
         with self._attachment.to(engine, whole_bus=False) as subscribe:
-            theirs, self._follows = self._part(engine, getattr(engine, "optimizer", None))
+            theirs, self._follows = self._part(engine, optimizer_of(engine))
             if self.given is None:
-                if not isinstance(theirs, Optimizer):
+                if theirs is None:
                     raise ConfigurationError(
                         f"LRScheduler(optimizer=None): {engine.name!r} has no torch optimizer; pass optimizer="
                     )
-                self._take(theirs)
-            elif isinstance(self.schedule, TorchLRScheduler) and isinstance(theirs, Optimizer):
+                self._adopt(theirs)
+            elif isinstance(self.schedule, TorchLRScheduler) and theirs is not None:
                 self._require_same(theirs, self.given)
             subscribe(Events.STARTED, self._write, phase=Phase.ACT)
             counted = self._advance if self._follows is None or self.by != "update" else self._advance_mine
@@ -104,46 +112,46 @@ class LRScheduler:
         self._attachment.cancel()
 
     def step(self) -> float:
-        """Go on by one step, by hand; returns the new rate, that of a group with the optimizer's default rate."""
+        """Advance the schedule by one step; returns the new rate of the groups with the optimizer's default rate."""
         self._advance()
         return self.get_last_lr()
 
     def get_last_lr(self) -> float:
-        """The rate in force (a torch scheduler's: of its first group)."""
+        """The current rate (of a torch scheduler, that of its first group)."""
         if isinstance(self.schedule, TorchLRScheduler):
             return float(self.schedule.get_last_lr()[0])
         return self.schedule.get_lr(self._count) * self.factor
 
     def multiply(self, factor: float) -> None:
-        """Set the rates to those of the schedule, one of ours, times this, from now on; no state holds it."""
+        """Multiply the rates of a schedule of this package from now on; the factor is not part of the state."""
         changed, self.factor = factor != self.factor, factor
         if changed:
             self._write()
 
     def scheduled(self) -> Optimizer | None:
-        """The optimizer whose rates it sets; None where there is none yet."""
+        """The optimizer whose rates it sets; None before there is one."""
         if isinstance(self.schedule, TorchLRScheduler):
             followed: Optimizer = self.schedule.optimizer
             return followed
         return None if self._rates is None else self._rates.optimizer
 
-    def state_dict(self) -> dict[str, Any]:
-        """In plain containers, so that a checkpoint takes it: a MultiStepLR keeps its milestones in a Counter."""
+    def state_dict(self) -> dict[str, object]:
+        """In plain containers, as checkpoints need them: a MultiStepLR keeps its milestones in a Counter."""
         return {"step": self._count, "schedule": _plain(self.schedule.state_dict())}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where another left off.
+        """Continue from a saved state.
 
         Raises:
-            CheckpointError: the state is of another schedule.
+            CheckpointError: the state is that of another schedule.
         """
         saved = dict(state["schedule"])
         if isinstance(self.schedule, TorchLRScheduler):
             mine = self.schedule.state_dict()
             if saved.keys() != mine.keys():
                 raise CheckpointError(
-                    f"LRScheduler(schedule={type(self.schedule).__name__}): the saved state is of another scheduler: "
-                    f"it holds {sorted(saved)}, this one {sorted(mine)}; use the schedule that it was saved from"
+                    f"LRScheduler(schedule={type(self.schedule).__name__}): the saved state is that of another "
+                    f"scheduler: it holds {sorted(saved)}, this one {sorted(mine)}; use the schedule it was saved from"
                 )
             saved = _like(saved, mine)
         self.schedule.load_state_dict(saved)
@@ -151,13 +159,13 @@ class LRScheduler:
         if self._rates is not None:
             self._write()
 
-    def _take(self, optimizer: Optimizer) -> None:
+    def _adopt(self, optimizer: Optimizer) -> None:
         if not isinstance(self.schedule, TorchLRScheduler):
             self._rates = GroupRates(optimizer, "LRScheduler")  # notes the first rates before anything changes them
 
     def _write(self) -> None:
         if isinstance(self.schedule, TorchLRScheduler):
-            return  # it writes for itself
+            return  # it sets the rates itself
         if self._rates is None:
             raise RuntimeError("LRScheduler.step(): no optimizer yet; pass optimizer= or attach to an engine first")
         self._rates.write(self.schedule.get_lr(self._count) * self.factor)
@@ -172,8 +180,8 @@ class LRScheduler:
         if event.payload.optimizer == self._follows:
             self._advance()
 
-    def _part(self, engine: Engine, optimizer: Any) -> tuple[Any, str | None]:
-        """Of an engine with several optimizers, the one that is followed, and its name."""
+    def _part(self, engine: Engine, optimizer: Optimizer | None) -> tuple[Optimizer | None, str | None]:
+        """The engine's optimizer; of several, the one to schedule, with its name."""
         if not isinstance(optimizer, NamedOptimizers):
             if self.optimizer is not None:
                 raise ConfigurationError(
@@ -192,7 +200,7 @@ class LRScheduler:
     def _check_was_stepped(self, engine: Engine) -> None:
         if self._count == 0 and self.by == "update" and engine.state.iteration > 0:
             get_logger("handlers").warning(
-                "LRScheduler(by='update') heard of no update: the learning rate has not changed. A custom step fires "
+                "LRScheduler(by='update') saw no update: the learning rate has not changed. A custom step fires "
                 "Events.OPTIMIZER_STEP_COMPLETED itself, or uses by='iteration'",
                 engine=engine.name,
             )
@@ -202,12 +210,12 @@ class LRScheduler:
         if optimizer is not scheduled:
             raise ConfigurationError(
                 f"LRScheduler(optimizer={type(optimizer).__name__}): the torch scheduler was made for another "
-                "optimizer and would move that one's rates; make it for this one"
+                "optimizer and would set its rates; make it for this one"
             )
 
 
-def _plain(value: Any) -> Any:
-    """A copy whose containers are dicts, lists and tuples themselves and not subclasses."""
+def _plain(value: object) -> object:
+    """A copy whose containers are plain dicts, lists and tuples, not subclasses."""
     if isinstance(value, Mapping):
         return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -215,10 +223,10 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _like(saved: Any, own: Any) -> Any:
-    """A copy of plain containers in which a dict is of the same subclass as its counterpart in `own`."""
+def _like(saved: Any, own: object) -> Any:
+    """A copy of plain containers in which each dict has the class of its counterpart in `own`."""
     if isinstance(saved, dict) and isinstance(own, dict):
-        made = copy(own)  # not type(own)(): a defaultdict has a factory
+        made = copy(own)  # not type(own)(), which loses the factory of a defaultdict
         made.clear()
         made.update({key: _like(item, own.get(key)) for key, item in saved.items()})
         return made

@@ -1,4 +1,4 @@
-"""Lowers the learning rate when a metric has stopped improving."""
+"""Lowers the learning rate when a metric stops improving."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import Event, Events
 from pulsetrain.engine.events.subscription import Phase
 from pulsetrain.engine.recording.replay.engine import ReplayedEngine
+from pulsetrain.engine.training_run import optimizer_of
 from pulsetrain.handlers.attachment.attachment import Attachment
 from pulsetrain.handlers.attachment.engine_queries import handlers_of
 from pulsetrain.handlers.learning_rate.lr_scheduler import LRScheduler
@@ -30,34 +31,39 @@ from pulsetrain.handlers.metric_values.step_values import METRIC_EVENTS
 
 __all__ = ["ReduceLROnPlateau"]
 
-_PROGRESS = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")  # of torch's
+_PROGRESS = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")  # attributes of torch's
 
 
 class ReduceLROnPlateau:
-    """Multiplies the learning rates by a factor after `patience` rounds without an improvement, and again.
+    """Multiplies the learning rates by a factor whenever `patience` rounds have passed without an improvement.
 
-    It judges and lowers as torch.optim.lr_scheduler.ReduceLROnPlateau does, to the bit, with rounds for epochs:
-    validations, or rollouts. NaN is never an improvement.
+    It gives the numbers of torch.optim.lr_scheduler.ReduceLROnPlateau, bit for bit, with rounds in place of epochs:
+    validations or rollouts. NaN is never an improvement.
 
-    Beside an LRScheduler over a schedule of ours, each update runs at the schedule's rate times what torch's would have
-    made of 1.0: `Warmup(...)` and this one warm up, and lower by the metric from there. A torch scheduler computes the
-    rates by itself and would undo it, or not, by its kind: that is an error.
+    Together with an LRScheduler over a schedule of this package, each update runs at the schedule's rate times the
+    rate that torch's would have made of 1.0: with `Warmup(...)`, the rate warms up and then falls by the metric. A
+    torch scheduler sets the rates itself and may undo the factor, so it is rejected.
 
     Args:
-        metric: what VALIDATION_COMPLETED calls it, such as "val/loss" (or "val_loss"); or ROLLOUT_COMPLETED or
-            POLICY_UPDATED, such as "rollout/return": those that lack it are passed over.
+        metric: its name in VALIDATION_COMPLETED, such as "val/loss" (or "val_loss"), or in ROLLOUT_COMPLETED or
+            POLICY_UPDATED, such as "rollout/return": rollouts without it are passed over.
         factor: at least 0, below 1.
-        patience: rounds in a row that may pass without an improvement; the one behind them lowers the rates.
+        patience: rounds in a row that may pass without an improvement; the next one lowers the rates.
         mode: whether smaller ("min") or larger ("max") is better.
         threshold: an improvement is larger than this, by `threshold_mode` a share of the best value or absolute.
         threshold_mode: "rel" or "abs".
-        cooldown: rounds behind a lowering that do not count.
-        min_lr: no rate becomes lower; 0 beside an LRScheduler, whose schedule has a lowest rate itself.
+        cooldown: rounds after a reduction that do not count.
+        min_lr: a lower bound of the rates; 0 with an LRScheduler, whose schedule has its own lowest rate.
         optimizer: by default the engine's.
 
     Raises:
         ConfigurationError: a value out of range.
-        TypeError: the optimizer is none of torch's.
+        TypeError: the optimizer is not a torch optimizer.
+
+    >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    >>> plateau = ReduceLROnPlateau(factor=0.5, patience=1, optimizer=optimizer)
+    >>> [plateau.step(loss) for loss in (0.9, 0.9, 0.9)], optimizer.param_groups[0]["lr"]
+    ([False, False, True], 0.5)
     """
 
     def __init__(
@@ -88,7 +94,7 @@ class ReduceLROnPlateau:
         self.mode: Mode = mode
         self.threshold_mode, self.cooldown, self.min_lr = threshold_mode, cooldown, min_lr
         self.optimizer = optimizer
-        # stands in for an optimizer whose rates a schedule sets: its own rate is what these are multiplied by
+        # its rate is the factor by which the rates of a schedule are multiplied
         self._scale = torch.optim.SGD([torch.zeros(0)], lr=1.0)
         self._torch = TorchReduceLROnPlateau(
             self._scale if optimizer is None else optimizer,
@@ -100,18 +106,18 @@ class ReduceLROnPlateau:
             cooldown=cooldown,
             min_lr=min_lr,
         )
-        self._schedulers: list[LRScheduler] = []  # that are multiplied
+        self.schedulers: list[LRScheduler] = []  # whose rates are multiplied
         self._has_optimizer = optimizer is not None
         self._attachment = Attachment(place)
 
     def attach(self, engine: Engine) -> Self:
         """Judge each validation or rollout of the engine, in phase ACT.
 
-        What does not go with an LRScheduler is refused here, and again when the run starts: one may have come since.
+        It is checked here against the LRSchedulers of the engine, and again when the run starts: one may be new.
 
         Raises:
             ConfigurationError: no optimizer was given and the engine has none; the trainer never validates; or there is
-                an LRScheduler that it does not go with.
+                an LRScheduler that it cannot work with.
             RecordingError: the engine is a replay, and no optimizer was given.
         """
         with self._attachment.to(engine, whole_bus=False) as subscribe:
@@ -124,11 +130,11 @@ class ReduceLROnPlateau:
         return self
 
     def detach(self) -> None:
-        """Judge no more; the rates stay as low as they are."""
+        """Stop judging; the rates stay as they are."""
         self._attachment.cancel()
 
     def step(self, value: float) -> bool:
-        """Judge one more value; returns whether the rates have become lower.
+        """Judge one more value; returns whether the rates were lowered.
 
         Raises:
             RuntimeError: there is no optimizer yet.
@@ -139,12 +145,12 @@ class ReduceLROnPlateau:
             )
         before = self._rates()
         self._torch.step(float(value))
-        for scheduler in self._schedulers:
+        for scheduler in self.schedulers:
             scheduler.multiply(self._scale.param_groups[0]["lr"])
         return self._rates() != before
 
-    def state_dict(self) -> dict[str, Any]:
-        """What was seen; the lowered rates are in the optimizer's own state."""
+    def state_dict(self) -> dict[str, object]:
+        """The values seen; the lowered rates are in the optimizer's own state."""
         progress = {name: getattr(self._torch, name) for name in _PROGRESS}
         return {**progress, "scale": self._scale.param_groups[0]["lr"]}
 
@@ -152,17 +158,17 @@ class ReduceLROnPlateau:
         for name in _PROGRESS:
             setattr(self._torch, name, state[name])
         self._scale.param_groups[0]["lr"] = float(state["scale"])
-        for scheduler in self._schedulers:
+        for scheduler in self.schedulers:
             scheduler.multiply(self._scale.param_groups[0]["lr"])
 
     def _join(self, engine: Engine) -> None:
-        """Find out whose rates are lowered: the optimizer's, or those of the schedules that set them."""
-        optimizer = self.optimizer if self.optimizer is not None else getattr(engine, "optimizer", None)
-        if not isinstance(optimizer, Optimizer):
+        """Find what to lower: the optimizer's rates, or those of the schedules that set them."""
+        optimizer = self.optimizer if self.optimizer is not None else optimizer_of(engine)
+        if optimizer is None:
             if isinstance(engine, ReplayedEngine):
                 raise RecordingError(
                     f"Replay: {engine.name!r} has no optimizer whose rates ReduceLROnPlateau could lower: an event log "
-                    "holds the rates alone; pass optimizer=, or attach it in training"
+                    "holds only the rates; pass optimizer=, or attach it in training"
                 )
             raise ConfigurationError(
                 f"ReduceLROnPlateau(optimizer=None): {engine.name!r} has no torch optimizer; pass optimizer="
@@ -177,32 +183,32 @@ class ReduceLROnPlateau:
                 scheduled |= groups
         if found:
             self._check_schedulers(engine, found, scheduled == mine)
-        self._schedulers = found
+        self.schedulers = found
         self._torch.optimizer = self._scale if found else optimizer
         self._has_optimizer = True
         for scheduler in found:
             scheduler.multiply(self._scale.param_groups[0]["lr"])
 
     def _check_schedulers(self, engine: Engine, found: list[LRScheduler], all_scheduled: bool) -> None:
-        place = "ReduceLROnPlateau beside"
+        place = "ReduceLROnPlateau with"
         for scheduler in found:
             if isinstance(scheduler.schedule, TorchLRScheduler):
                 kind = type(scheduler.schedule).__name__
                 raise ConfigurationError(
-                    f"{place} LRScheduler({kind}): a torch scheduler sets the rates by itself; use a schedule of "
-                    "pulsetrain.engine.schedules, or one of the two"
+                    f"{place} LRScheduler({kind}): a torch scheduler sets the rates itself; use a schedule of "
+                    "pulsetrain.engine.schedules, or only one of the two"
                 )
         if self.min_lr > 0.0:
             raise ConfigurationError(
-                f"{place} an LRScheduler (min_lr={self.min_lr!r}): the schedule moves the rate, perhaps below this; "
+                f"{place} an LRScheduler (min_lr={self.min_lr!r}): the schedule may set a rate below this; "
                 "pass min_lr=0.0, or leave the schedule out"
             )
         if not all_scheduled:
             raise ConfigurationError(
-                f"{place} an LRScheduler of some of its parameter groups: pass optimizer=, with those or the others"
+                f"{place} an LRScheduler of some of its parameter groups: pass optimizer= with those or the others"
             )
         for other in handlers_of(engine, Events.VALIDATION_COMPLETED, ReduceLROnPlateau):
-            if other is not self and not {*map(id, other._schedulers)}.isdisjoint(map(id, found)):
+            if other is not self and not {*map(id, other.schedulers)}.isdisjoint(map(id, found)):
                 raise ConfigurationError(
                     f"{place} another one and an LRScheduler (metric={self.metric!r} and {other.metric!r}): both would "
                     "multiply one schedule; use one of the two"
@@ -212,7 +218,7 @@ class ReduceLROnPlateau:
         return [float(group["lr"]) for group in self._torch.optimizer.param_groups]
 
     def _on_completed(self, engine: Engine) -> None:
-        if self._torch.last_epoch == 0:  # as many values as it has judged
+        if self._torch.last_epoch == 0:  # the number of values that it has judged
             warn_if_never_reported("ReduceLROnPlateau", self.metric, engine)
 
     def _judge(self, engine: Engine, event: Event) -> None:

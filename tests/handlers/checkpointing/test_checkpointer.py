@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 import structlog
 
-from pulsetrain.engine import CheckpointError, ConfigurationError, Engine, Events, Every, MetricNotFoundError, Preempted
+from pulsetrain.engine import (
+    CheckpointError,
+    ConfigurationError,
+    Engine,
+    Events,
+    Every,
+    MetricNotFoundError,
+    Preempted,
+    TorchBackend,
+)
 from pulsetrain.engine.errors import RunFolderError
 from pulsetrain.engine.events.payloads import CheckpointLoaded
 from pulsetrain.handlers import Checkpointer
@@ -31,6 +40,13 @@ class Trainer(Engine):
 
     def checkpoint_state(self) -> dict[str, Any]:
         return {"iteration": self.state.iteration, "handlers": [handler.state_dict() for handler in self.handlers]}
+
+
+class Run(Trainer):
+    """One with what a Checkpointer asks of a training run."""
+
+    is_resuming = is_stepping = is_rewinding = False
+    backend = TorchBackend("cpu")
 
 
 def saved(handler: Checkpointer) -> list[int]:
@@ -147,13 +163,13 @@ def test_best_by_hand_moves_the_pointer_alone_and_the_ranked_ones_stay(tmp_path:
 
 
 def test_saving_in_the_middle_of_a_step_is_refused(tmp_path: Path):
-    engine = Trainer()
+    engine = Run()
     handler = Checkpointer(tmp_path, every=Every(iterations=1)).attach(engine)
-    engine.in_step = True
+    engine.is_stepping = True
     with pytest.raises(RuntimeError, match="ITERATION_COMPLETED"):
         handler.save(engine)
     assert (saved(handler), handler.saved_at) == ([], -1)
-    engine.in_step = False
+    engine.is_stepping = False
     handler.save(engine)
     assert saved(handler) == [0]
 
@@ -180,7 +196,7 @@ def test_a_run_from_the_start_into_a_folder_with_checkpoints_is_refused_before_i
     engine.add_event_handler(Events.STARTED, lambda: heard.append("started"))
     engine.add_event_handler(Events.ITERATION_STARTED, lambda: heard.append("iteration"))
     Checkpointer(tmp_path).attach(engine)
-    with pytest.raises(RunFolderError, match=r"run folder .*: holds checkpoints already; go on with train\(resume="):
+    with pytest.raises(RunFolderError, match=r"run folder .*: holds checkpoints already; resume with train\(resume="):
         engine.run(range(3))
     assert heard == []
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == content
@@ -206,14 +222,14 @@ def test_a_run_that_goes_on_may_write_beside_what_is_there(tmp_path: Path):
     assert saved(handler) == [3, 6]
 
 
-@pytest.mark.parametrize("known_by", ["position", "loading"])
+@pytest.mark.parametrize("known_by", ["the run", "the event"])
 def test_a_checkpoint_from_before_the_first_iteration_can_be_gone_on_with(known_by: str, tmp_path: Path):
     first = Trainer()
     path = Checkpointer(tmp_path).attach(first).save(first)
-    engine = Trainer()
+    engine = Run()
     handler = Checkpointer(tmp_path).attach(engine)
-    if known_by == "position":
-        engine.position = type("Position", (), {"resuming": True})()
+    if known_by == "the run":
+        engine.is_resuming = True
     else:
         engine.fire(Events.CHECKPOINT_LOADED, CheckpointLoaded(path=path, iteration=0))
     engine.run(range(3))
@@ -327,7 +343,7 @@ def test_a_metric_that_no_validation_brings_is_named(tmp_path: Path):
 def test_detached_it_saves_no_more_and_attached_twice_is_an_error(tmp_path: Path):
     engine = Trainer()
     handler = Checkpointer(tmp_path).attach(engine)
-    with pytest.raises(RuntimeError, match="attached already"):
+    with pytest.raises(RuntimeError, match=r"Checkpointer.attach\(\): already attached to 'trainer'; detach\(\) first"):
         handler.attach(engine)
     handler.detach()
     engine.run(range(2))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from pulsetrain.engine import ConfigurationError, Events, Every
+from pulsetrain.engine.events.payloads import CheckpointLoaded
 from pulsetrain.handlers import Checkpointer
 from pulsetrain.handlers.checkpointing.save_interval import SaveInterval
 from tests.support.driving import ManualClock
@@ -45,7 +46,7 @@ def test_memory_for_the_first_save_is_made_behind_the_tenth_iteration_of_a_run(b
             background._preparing.join()
         held.append(background._snapshot.nbytes)
 
-    handler._goes_on()
+    engine.fire(Events.CHECKPOINT_LOADED, CheckpointLoaded(path=tmp_path, iteration=begun_at))
     engine.state.iteration = begun_at
     engine.run(range(begun_at + 20), max_epochs=1)
     assert [bytes > 0 for bytes in held[:20]] == [False] * 9 + [True] * 11

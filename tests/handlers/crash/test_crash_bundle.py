@@ -15,7 +15,7 @@ from pulsetrain.engine import ConfigurationError, Engine, Events
 from pulsetrain.engine.errors import RecordingError
 from pulsetrain.engine.recording import EventLog, Replay
 from pulsetrain.handlers import CrashBundle, EventRecorder
-from pulsetrain.handlers.crash import crash_bundle
+from pulsetrain.handlers.crash import bundle_writer
 from pulsetrain.handlers.crash.crash_bundle import read_bundle
 from pulsetrain.handlers.crash.crash_files import bundle_of
 from pulsetrain.handlers.crash.crash_parts import plain_batch
@@ -241,7 +241,7 @@ def test_a_bundle_that_cannot_be_finished_leaves_no_part(tmp_path, monkeypatch):
     def full(path, content):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(crash_bundle, "replace_file", full)
+    monkeypatch.setattr(bundle_writer, "replace_file", full)
     engine, data = breaking(0)
     CrashBundle(tmp_path).attach(engine)
     with capture_logs():

@@ -125,7 +125,7 @@ def test_rows_that_are_read_again_draw_nothing_of_the_runs(tmp_path):
     ("loader", "rows", "why"),
     [
         (None, (), "its rows are not known"),
-        ([(torch.ones(4, 3), torch.ones(4, 1))] * 5, (1, 2), "list cannot be asked for its rows"),
+        ([(torch.ones(4, 3), torch.ones(4, 1))] * 5, (1, 2), "list cannot give single rows"),
     ],
 )
 def test_a_batch_that_is_held_no_more_is_missing_and_it_is_said_why(loader, rows, why, tmp_path):
@@ -136,7 +136,9 @@ def test_a_batch_that_is_held_no_more_is_missing_and_it_is_said_why(loader, rows
     run.train()
     bundle = read_bundle(run.handlers[0].bundles[0])
     assert bundle.batch is None
-    assert bundle.facts["missing"] == {"batch": f"LookupError: the batch of iteration 2 is held no more, and {why}"}
+    assert bundle.facts["missing"] == {
+        "batch": f"LookupError: the batch of iteration 2 is not in memory any more, and {why}"
+    }
 
 
 def test_for_a_bundle_alone_nothing_is_read_and_nothing_drawn(tmp_path):

@@ -47,8 +47,8 @@ class Told(HangWatchdog):
 
     told = 0
 
-    def _report(self, silent, runs):
-        super()._report(silent, runs)
+    def report(self, silent, runs):
+        super().report(silent, runs)
         self.told += 1
 
 
@@ -136,21 +136,21 @@ def test_outside_of_runs_nothing_is_expected(tmp_path):
     engine = make_engine()
     watchdog = Told(tmp_path, SOON).attach(engine)
     engine.run([0])
-    assert watchdog._runs(engine.bus) == []
+    assert watchdog.runs(engine.bus) == []
     failing = make_engine(lambda iteration: 1 / 0)
     other = Told(tmp_path, SOON).attach(failing)
     with pytest.raises(ZeroDivisionError):
         failing.run([0])
-    assert other._runs(failing.bus) == []
+    assert other.runs(failing.bus) == []
     paused = make_engine()
     third = Told(tmp_path, SOON).attach(paused)
     paused.on(Events.ITERATION_COMPLETED(once=1))(paused.interrupt)
     paused.run([0] * 3)
-    assert third._runs(paused.bus) == []
+    assert third.runs(paused.bus) == []
     time.sleep(2 * SOON)
     assert [each.told for each in (watchdog, other, third)] == [0, 0, 0]
     seen = []
-    paused.on(Events.ITERATION_COMPLETED)(lambda: seen.append(third._runs(paused.bus)))
+    paused.on(Events.ITERATION_COMPLETED)(lambda: seen.append(third.runs(paused.bus)))
     paused.run([0] * 3)  # goes on, without STARTED
     assert seen == [[paused]] * 2
     for each in (watchdog, other, third):
@@ -173,7 +173,7 @@ def test_the_body_of_a_loop_by_hand_is_watched(tmp_path):
         for _ in loop.batches():
             until(lambda: watchdog.told)
     assert watchdog.told == 1
-    assert watchdog._runs(loop.bus) == []
+    assert watchdog.runs(loop.bus) == []
     watchdog.detach()
 
 
