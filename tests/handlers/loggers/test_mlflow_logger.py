@@ -287,7 +287,7 @@ def test_a_server_killed_in_mid_run_costs_what_comes_after_it_and_nothing_else(s
     assert all(torch.equal(weight, other) for weight, other in zip(weights, expected, strict=True))
     assert [entry["event"] for entry in logs if entry["log_level"] == "warning"] == [
         "MLflowLogger: cannot reach the service; training continues, and what it logs waits",
-        "MLflowLogger: gave up what could not be sent",
+        "MLflowLogger: discarded what could not be sent",
     ]
     assert [type(error).__name__ for error in failures] == ["MlflowException"]
     rows = (tmp_path / "metrics.csv").read_text().splitlines()

@@ -158,5 +158,5 @@ def test_wrong_arguments_and_a_replay_are_refused(tmp_path):
     with pytest.raises(ConfigurationError, match=r"Garbage\(generation=3\): needs 0, 1 or 2"):
         Garbage(generation=3)
     trainer({"max_epochs": 1}, handlers=[EventRecorder(tmp_path)]).train()
-    with pytest.raises(RecordingError, match=r"makes no steps.*attach it in training"):
+    with pytest.raises(RecordingError, match=r"Garbage.*no process that trains.*attach this handler to a run"):
         Garbage().attach(Replay(tmp_path))
