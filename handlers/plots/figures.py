@@ -66,9 +66,8 @@ def curves(panels: Sequence[Panel]) -> Figure:
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     labels = list(dict.fromkeys(label for panel in panels for label in panel.curves))
-    has_non_finite = any(
-        not math.isfinite(y) for panel in panels for points in panel.curves.values() for _, y in points
-    )
+    everything = [y for panel in panels for points in panel.curves.values() for _, y in points]
+    has_non_finite = not all(map(math.isfinite, everything))
     named = [*(labels if len(labels) > 1 else ()), *([_NON_FINITE] if has_non_finite else ())]
     columns = 1 if len(panels) == 1 else 2
     rows = math.ceil(len(panels) / columns)

@@ -38,7 +38,7 @@ EXPERIMENTS = count()
 
 
 class Server:
-    """One for the whole file; it is started anew where a test has killed it."""
+    """One for the whole file; started again after a test has killed it."""
 
     def __init__(self, folder):
         self.folder = folder

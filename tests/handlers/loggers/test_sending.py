@@ -13,7 +13,7 @@ from tests.support import warm_python
 
 
 class Service:
-    """Takes entries, once it is let; raises what it is told to."""
+    """Accepts entries while it is open; raises `error` if that is set."""
 
     def __init__(self, at_once=1):
         self.taken, self.reported, self.calls = [], [], 0
@@ -126,7 +126,7 @@ def test_an_outage_is_said_when_it_begins_and_when_it_ends_with_what_was_lost():
     ]
     assert logs[0]["error"] == "nobody there"
     assert sender.lost == 3
-    assert logs[1]["lost_entries"] <= 3  # those that were dropped before it was known are counted as well
+    assert logs[1]["lost_entries"] <= 3  # includes entries dropped before the outage was known
 
 
 def test_the_end_waits_as_long_as_it_is_told_and_says_what_it_gave_up():

@@ -72,7 +72,7 @@ def messages(server):
     return [message for _, _, message in server.posted]
 
 
-# ------------------------------------------------------------------------------------------------------ what is told
+# ------------------------------------------------------------------------------------------------------ contents
 
 
 def test_a_command_gets_the_event_on_its_input_and_in_its_environment(script):
@@ -196,7 +196,7 @@ def test_more_alerts_than_can_wait_are_dropped_and_told_of_once(server):
     assert [line["error"] for line in logs] == ["100 alerts are already waiting"]
     told = [each["iteration"] for each in messages(server)]
     assert told[:100] == list(range(1, 101))
-    assert len(told) in (100, 101)  # with the one that was under way
+    assert len(told) in (100, 101)  # including the one being sent
 
 
 # --------------------------------------------------------------------------------------------------------- what fails

@@ -142,7 +142,7 @@ def test_what_somebody_else_has_frozen_stays_frozen():
     engine = make_engine(litter)
     Garbage().attach(engine)
     engine.run([0, 1], max_epochs=1)
-    # what lived then and has died since is no longer counted
+    # objects that have been freed since are no longer counted
     assert 0 < gc.get_freeze_count() <= before
 
 
