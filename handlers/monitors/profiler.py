@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
@@ -16,9 +15,8 @@ from pulsetrain.engine.argument_checks import check_bool, check_whole_number
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import Event, Events
-from pulsetrain.engine.events.subscription import FIRST, LAST, Phase
 from pulsetrain.engine.logs import get_logger
-from pulsetrain.handlers.attachment.attachment import AnyEvent, Attachment, Subscribe
+from pulsetrain.handlers.attachment.attachment import Attachment, subscribe_first, subscribe_last
 from pulsetrain.handlers.attachment.engine_queries import reject_replay
 from pulsetrain.handlers.run_files.run_folder import make_folder
 
@@ -90,9 +88,9 @@ class Profiler:
         with self._attachment.to(engine, whole_bus=False) as subscribe:
             reject_replay("Profiler", engine, "process that trains")
             make_folder("Profiler", self.folder / "profile")
-            _last(subscribe, Events.STARTED, self._on_started)
-            _first(subscribe, Events.TERMINATE | Events.COMPLETED, self._on_end)
-            _first(subscribe, Events.EXCEPTION_RAISED, self._on_failure)
+            subscribe_last(subscribe, Events.STARTED, self._on_started)
+            subscribe_first(subscribe, Events.TERMINATE | Events.COMPLETED, self._on_end)
+            subscribe_first(subscribe, Events.EXCEPTION_RAISED, self._on_failure)
         return self
 
     def detach(self) -> None:
@@ -109,11 +107,11 @@ class Profiler:
         self._on_end(engine)  # of a run that was abandoned
         self._begun_at = engine.state.iteration
         with self._window.to(engine, whole_bus=False) as subscribe:
-            _last(subscribe, Events.GET_BATCH_STARTED, self._on_asking)
-            _first(subscribe, Events.GET_BATCH_COMPLETED, self._unmark)
-            _last(subscribe, Events.ITERATION_STARTED, self._on_step_begins)
-            _first(subscribe, Events.ITERATION_COMPLETED, self._unmark)
-            _last(subscribe, Events.ITERATION_COMPLETED, self._on_iteration)
+            subscribe_last(subscribe, Events.GET_BATCH_STARTED, self._on_asking)
+            subscribe_first(subscribe, Events.GET_BATCH_COMPLETED, self._unmark)
+            subscribe_last(subscribe, Events.ITERATION_STARTED, self._on_step_begins)
+            subscribe_first(subscribe, Events.ITERATION_COMPLETED, self._unmark)
+            subscribe_last(subscribe, Events.ITERATION_COMPLETED, self._on_iteration)
         self._move(engine)
 
     def _on_asking(self, engine: Engine) -> None:
@@ -199,11 +197,3 @@ class Profiler:
     def _unmark(self) -> None:
         while self._marks:
             self._marks.pop().__exit__(None, None, None)
-
-
-def _first(subscribe: Subscribe, event: AnyEvent, handler: Callable[..., None]) -> None:
-    subscribe(event, handler, phase=Phase.COMPUTE, on_error="warn", order=FIRST)
-
-
-def _last(subscribe: Subscribe, event: AnyEvent, handler: Callable[..., None]) -> None:
-    subscribe(event, handler, phase=Phase.PERSIST, on_error="warn", order=LAST)

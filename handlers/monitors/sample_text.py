@@ -143,10 +143,8 @@ class SampleText:
             replace_file(path, (rule.join(texts) + "\n").encode(errors="backslashreplace"))
 
     def _generator(self, engine: Engine) -> Generate:
-        if self.generate is not None:
-            return self.generate
-        model = attribute(engine, "model", object)
-        generate: Generate | None = getattr(model, "generate", None)
+        model = attribute(engine, "model", object)  # a replay without weights raises
+        generate: Generate | None = self.generate if self.generate is not None else getattr(model, "generate", None)
         if generate is None or not callable(generate):
             raise ConfigurationError(
                 f"SampleText(generate=None): the model of {engine.name!r}, {type(model).__name__}, has no "

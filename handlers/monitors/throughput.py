@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Self
 
 import torch
@@ -15,9 +16,8 @@ from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.events.cadence import Every
 from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import Event, Events
-from pulsetrain.engine.events.subscription import FIRST, LAST, Phase
 from pulsetrain.engine.logs import get_logger
-from pulsetrain.handlers.attachment.attachment import AnyEvent, Attachment
+from pulsetrain.handlers.attachment.attachment import Attachment, subscribe_first, subscribe_last
 from pulsetrain.handlers.attachment.cadence import check_every, reading_events
 from pulsetrain.handlers.attachment.engine_queries import attribute, device_of, reject_replay
 from pulsetrain.handlers.attachment.publishing import publish
@@ -101,12 +101,7 @@ class Throughput:
             self._flops_of.clear()
             self._counts, self._peak_missed = True, False
 
-            def first(event: AnyEvent, handler: Callable[..., None]) -> None:
-                subscribe(event, handler, phase=Phase.COMPUTE, on_error="warn", order=FIRST)
-
-            def last(event: AnyEvent, handler: Callable[..., None]) -> None:
-                subscribe(event, handler, phase=Phase.PERSIST, on_error="warn", order=LAST)
-
+            first, last = partial(subscribe_first, subscribe), partial(subscribe_last, subscribe)
             last(Events.STARTED, self._on_started)
             last(Events.GET_BATCH_STARTED, self._on_asking)
             first(Events.GET_BATCH_COMPLETED, self._on_batch)
@@ -117,7 +112,7 @@ class Throughput:
             last(Events.VALIDATION_COMPLETED, self._resume)
             last(Events.CHECKPOINT_SAVED, self._on_saved)
             subscribe(reading_events(self.every, self.clock), self._read, on_error="warn")
-            subscribe(Events.COMPLETED, self._read, phase=Phase.COMPUTE, on_error="warn", order=FIRST)
+            first(Events.COMPLETED, self._read)
             first(Events.INTERRUPT | Events.TERMINATE, self._stop_counting)
             first(Events.EXCEPTION_RAISED, self._on_failure)
         return self
