@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Protocol, Self
+from typing import Self
 
 import torch
 from torch import nn
@@ -25,12 +25,6 @@ from pulsetrain.handlers.attachment.publishing import publish_media
 from pulsetrain.handlers.run_files.run_folder import make_folder, replace_file
 
 __all__ = ["SampleText"]
-
-
-class Generate(Protocol):
-    """Continues a prompt; returns what follows it, as text, bytes or whatever `decode` accepts."""
-
-    def __call__(self, prompt: object, length: int, /, *, temperature: float, generator: torch.Generator) -> object: ...
 
 
 class SampleText:
@@ -74,7 +68,7 @@ class SampleText:
         length: int = 200,
         temperature: float = 1.0,
         seed: int = 0,
-        generate: Generate | None = None,
+        generate: Callable[..., object] | None = None,
         encode: Callable[[str], object] | None = None,
         decode: Callable[..., str] | None = None,
     ) -> None:
@@ -142,9 +136,11 @@ class SampleText:
             rule = f"\n{'-' * 80}\n"
             replace_file(path, (rule.join(texts) + "\n").encode(errors="backslashreplace"))
 
-    def _generator(self, engine: Engine) -> Generate:
+    def _generator(self, engine: Engine) -> Callable[..., object]:
         model = attribute(engine, "model", object)  # a replay without weights raises
-        generate: Generate | None = self.generate if self.generate is not None else getattr(model, "generate", None)
+        generate: Callable[..., object] | None = (
+            self.generate if self.generate is not None else getattr(model, "generate", None)
+        )
         if generate is None or not callable(generate):
             raise ConfigurationError(
                 f"SampleText(generate=None): the model of {engine.name!r}, {type(model).__name__}, has no "

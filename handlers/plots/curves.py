@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pulsetrain.handlers.plots import figures
 
@@ -25,13 +25,6 @@ class Point(NamedTuple):
 
     iteration: int
     value: float
-
-
-class CurveState(TypedDict):
-    """A curve in a checkpoint."""
-
-    iterations: list[int]
-    values: list[float]
 
 
 class Curve:
@@ -59,10 +52,10 @@ class Curve:
         """The largest finite value."""
         return max((each.value for each in self.points if math.isfinite(each.value)), default=-math.inf)
 
-    def state_dict(self) -> CurveState:
+    def state_dict(self) -> dict[str, Sequence[float]]:
         return {"iterations": [each.iteration for each in self.points], "values": [each.value for each in self.points]}
 
-    def load_state_dict(self, state: CurveState) -> None:
+    def load_state_dict(self, state: Mapping[str, Sequence[float]]) -> None:
         pairs = zip(state["iterations"], state["values"], strict=True)
         self.points = [Point(int(iteration), float(value)) for iteration, value in pairs]
 
