@@ -138,9 +138,7 @@ class SampleText:
 
     def _generator(self, engine: Engine) -> Callable[..., object]:
         model = attribute(engine, "model", object)  # a replay without weights raises
-        generate: Callable[..., object] | None = (
-            self.generate if self.generate is not None else getattr(model, "generate", None)
-        )
+        generate: Callable[..., object] | None = self.generate or getattr(model, "generate", None)
         if generate is None or not callable(generate):
             raise ConfigurationError(
                 f"SampleText(generate=None): the model of {engine.name!r}, {type(model).__name__}, has no "
