@@ -1,6 +1,6 @@
-"""Policies: each handler is one file, subscribes to events and can be taken off again."""
+"""Handlers: policies that subscribe to the events of a run and can be detached. Each is one file."""
 
-if __name__ != "pulsetrain.handlers":  # found in the checkout's root: it would be a second copy of every class
+if __name__ != "pulsetrain.handlers":  # found in the checkout's root, which would create a second copy of every class
     raise ImportError(f"{__name__!r} is not a package of its own; import pulsetrain.handlers", name=__name__)
 
 from pulsetrain.handlers.averaging.ema import EMA

@@ -1,10 +1,10 @@
-"""Hooks as methods, for those who prefer them to handlers."""
+"""Callbacks: hooks as methods of a class, an alternative to handlers."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Self
+from typing import Any, Self, TypeAlias
 
 from torch import Tensor
 
@@ -16,48 +16,60 @@ from pulsetrain.handlers.metric_values.step_values import scalars
 
 __all__ = ["Callback", "CallbackList"]
 
+Run: TypeAlias = Any  # a Trainer or any Engine; a callback annotates the one that it needs
+
 
 class Callback:
-    """Base of callbacks: override the hooks that you need; those you leave alone cost nothing."""
+    """Base class of callbacks. Override the hooks that you need; the others cost nothing.
 
-    def on_train_begin(self, trainer: Any) -> None:
+    >>> class Printer(Callback):
+    ...     def on_step_end(self, trainer, loss):
+    ...         print(trainer.state.iteration, loss)
+    >>> engine = Engine(lambda engine, batch: 1 / batch)
+    >>> callbacks = CallbackList([Printer()]).attach(engine)
+    >>> state = engine.run([1, 2])
+    1 1.0
+    2 0.5
+    """
+
+    def on_train_begin(self, trainer: Run) -> None:
         """The run starts."""
 
-    def on_train_end(self, trainer: Any) -> None:
-        """The run has ended, at its bound or before; after an exception it is not called."""
+    def on_train_end(self, trainer: Run) -> None:
+        """The run has ended, at its full length or before; not called after an exception."""
 
-    def on_epoch_begin(self, trainer: Any) -> None:
+    def on_epoch_begin(self, trainer: Run) -> None:
         """An epoch starts; `trainer.state.epoch` is its number, from 1."""
 
-    def on_epoch_end(self, trainer: Any) -> None:
+    def on_epoch_end(self, trainer: Run) -> None:
         """An epoch has ended, and its validation, if there was one."""
 
-    def on_step_begin(self, trainer: Any) -> None:
-        """A batch is there; `trainer.state.batch` holds it."""
+    def on_step_begin(self, trainer: Run) -> None:
+        """A batch has been loaded, as `trainer.state.batch`."""
 
-    def on_step_end(self, trainer: Any, loss: Any) -> None:
-        """A batch was trained on.
+    def on_step_end(self, trainer: Run, loss: Tensor | float | None) -> None:
+        """A training step has ended.
 
         Args:
             trainer: the engine.
-            loss: detached, shape (), on the device: `loss.item()` waits for the device. None where a custom step
-                returns no loss.
+            loss: detached, shape (), on the device: `loss.item()` waits for the device. None if a custom step returns
+                no loss.
         """
 
-    def on_validation_begin(self, trainer: Any) -> None:
+    def on_validation_begin(self, trainer: Run) -> None:
         """A round of validation starts."""
 
-    def on_validation_end(self, trainer: Any, metrics: Mapping[str, float]) -> None:
-        """A round of validation has ended; the metrics go by their full names, such as "val/loss"."""
+    def on_validation_end(self, trainer: Run, metrics: Mapping[str, float]) -> None:
+        """A round of validation has ended; metrics have their full names, such as "val/loss"."""
 
-    def on_rollout_begin(self, trainer: Any) -> None:
-        """The policy is about to act."""
+    def on_rollout_begin(self, trainer: Run) -> None:
+        """A rollout starts: the policy is about to act."""
 
-    def on_rollout_end(self, trainer: Any, metrics: Mapping[str, float]) -> None:
-        """The policy has acted; the metrics go by their full names, such as "rollout/return"."""
+    def on_rollout_end(self, trainer: Run, metrics: Mapping[str, float]) -> None:
+        """A rollout has ended; metrics have their full names, such as "rollout/return"."""
 
 
-def _bare(hook: Callable[..., None]) -> Callable[..., None]:
+def _with_engine(hook: Callable[..., None]) -> Callable[..., None]:
     return lambda engine: hook(engine)
 
 
@@ -80,15 +92,15 @@ def _with_metrics(hook: Callable[..., None]) -> Callable[..., None]:
 
 
 _HOOKS: dict[str, tuple[Events, Callable[..., Callable[..., None]]]] = {
-    "on_train_begin": (Events.STARTED, _bare),
-    "on_train_end": (Events.COMPLETED, _bare),
-    "on_epoch_begin": (Events.EPOCH_STARTED, _bare),
-    "on_epoch_end": (Events.EPOCH_COMPLETED, _bare),
-    "on_step_begin": (Events.ITERATION_STARTED, _bare),
+    "on_train_begin": (Events.STARTED, _with_engine),
+    "on_train_end": (Events.COMPLETED, _with_engine),
+    "on_epoch_begin": (Events.EPOCH_STARTED, _with_engine),
+    "on_epoch_end": (Events.EPOCH_COMPLETED, _with_engine),
+    "on_step_begin": (Events.ITERATION_STARTED, _with_engine),
     "on_step_end": (Events.ITERATION_COMPLETED, _with_loss),
-    "on_validation_begin": (Events.VALIDATION_STARTED, _bare),
+    "on_validation_begin": (Events.VALIDATION_STARTED, _with_engine),
     "on_validation_end": (Events.VALIDATION_COMPLETED, _with_metrics),
-    "on_rollout_begin": (Events.ROLLOUT_STARTED, _bare),
+    "on_rollout_begin": (Events.ROLLOUT_STARTED, _with_engine),
     "on_rollout_end": (Events.ROLLOUT_COMPLETED, _with_metrics),
 }
 
@@ -96,9 +108,12 @@ _HOOKS: dict[str, tuple[Events, Callable[..., Callable[..., None]]]] = {
 class CallbackList:
     """Subscribes the overridden hooks of callbacks, in the order of the list.
 
+    Args:
+        callbacks: the list, in order.
+
     Raises:
-        TypeError: one is no Callback.
-        ValueError: one is there twice.
+        TypeError: an item is not a Callback.
+        ValueError: an item occurs twice.
     """
 
     def __init__(self, callbacks: Iterable[Callback] = ()) -> None:
@@ -132,21 +147,21 @@ class CallbackList:
         self._trainer = None
 
     def add(self, callback: Callback) -> None:
-        """Add a callback; where the list is attached, its hooks are called from now on."""
+        """Add a callback; if the list is attached, its hooks are called from now on."""
         if not isinstance(callback, Callback):
             raise TypeError(f"CallbackList.add({callback!r}): needs a Callback")
         if callback in self._attachments:
-            raise ValueError(f"CallbackList.add({callback!r}): is in the list already")
+            raise ValueError(f"CallbackList.add({callback!r}): is already in the list")
         self._attachments[callback] = Attachment("CallbackList")
         trainer = self._trainer() if self._trainer is not None else None
         if trainer is not None:
             self._subscribe(callback, trainer)
 
     def remove(self, callback: Callback) -> None:
-        """Take a callback out; its hooks are called no more.
+        """Remove a callback; its hooks are no longer called.
 
         Raises:
-            ValueError: it is not in the list.
+            ValueError: the callback is not in the list.
         """
         if callback not in self._attachments:
             raise ValueError(f"CallbackList.remove({callback!r}): is not in the list")

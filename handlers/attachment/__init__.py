@@ -1,1 +1,1 @@
-"""How handlers subscribe and unsubscribe, and what they may ask an engine."""
+"""How handlers subscribe and unsubscribe, publish, and query their engine."""

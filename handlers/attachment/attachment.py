@@ -11,10 +11,10 @@ from pulsetrain.engine.errors import RunFolderError
 from pulsetrain.engine.events.bus import EventBus
 from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import EventEnum, EventsList, FilteredEvent
-from pulsetrain.engine.events.subscription import OnError, Order, Phase, Subscription
+from pulsetrain.engine.events.subscription import FIRST, LAST, OnError, Order, Phase, Subscription
 from pulsetrain.engine.logs import get_logger
 
-__all__ = ["AnyEvent", "Attachment", "Subscribe"]
+__all__ = ["AnyEvent", "Attachment", "Subscribe", "subscribe_first", "subscribe_last"]
 
 AnyEvent = str | EventEnum | FilteredEvent | EventsList
 
@@ -133,3 +133,13 @@ class Attachment:
             subscription.cancel()
         self._subscriptions.clear()
         self._bus = self._sender = None
+
+
+def subscribe_first(subscribe: Subscribe, event: AnyEvent, handler: Callable[..., object]) -> None:
+    """Subscribe before all other handlers of the event, to measure it; errors become warnings."""
+    subscribe(event, handler, phase=Phase.COMPUTE, on_error="warn", order=FIRST)
+
+
+def subscribe_last(subscribe: Subscribe, event: AnyEvent, handler: Callable[..., object]) -> None:
+    """Subscribe after all other handlers of the event, to measure it; errors become warnings."""
+    subscribe(event, handler, phase=Phase.PERSIST, on_error="warn", order=LAST)

@@ -1,4 +1,4 @@
-"""Loggers: each writes what is measured in a run to one kind of place, and any number of them serve one run."""
+"""Loggers: each writes what is measured in a run to one kind of destination. A run may have any number of them."""
 
 from pulsetrain.handlers.loggers.base import MetricLogger
 from pulsetrain.handlers.loggers.console import ConsoleLogger

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import csv
 import io
-import time
-from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from pulsetrain.engine.errors import RunFolderError
-from pulsetrain.engine.events.cadence import Every
 from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.payloads import ValidationCompleted
-from pulsetrain.engine.events.subscription import OnError
 from pulsetrain.handlers.loggers.text_file import TextFileLogger, drop_unfinished_line, write_end
 from pulsetrain.handlers.run_files.run_folder import make_folder, replace_file
 
@@ -39,6 +35,7 @@ class CSVLogger(TextFileLogger[_Cells]):
             "raise" ends the run.
 
     >>> import tempfile
+    >>> from pulsetrain.engine import Every
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     engine = Engine(lambda engine, batch: 1 / batch)
     ...     logger = CSVLogger(folder, Every(iterations=2)).attach(engine)
@@ -49,18 +46,9 @@ class CSVLogger(TextFileLogger[_Cells]):
 
     file_name = "metrics.csv"
 
-    def __init__(
-        self,
-        folder: str | Path,
-        every: Every | None = None,
-        *,
-        clock: Callable[[], float] = time.monotonic,
-        on_error: OnError = "warn",
-    ) -> None:
-        super().__init__(folder, every, clock=clock, on_error=on_error)
-        self._columns: list[str] = []
-        self._last: tuple[str, _Cells] | None = None  # the last row and its engine; None if the row may not grow
-        self._replaced: _Cells | None = None  # the table's last row, which the first waiting one will replace
+    _columns: Sequence[str] = ()
+    _last: tuple[str, _Cells] | None = None  # the last row and its engine; None if the row may not grow
+    _replaced: _Cells | None = None  # the table's last row, which the first waiting one will replace
 
     def prepare(self) -> None:
         make_folder("CSVLogger", self.folder)
@@ -183,7 +171,7 @@ class CSVLogger(TextFileLogger[_Cells]):
         rows = self._read_rows() if self._columns else []
         self._write_table(columns, [[*row, *[""] * (len(columns) - len(row))] for row in rows])
 
-    def _write_table(self, columns: list[str], rows: list[list[str]]) -> None:
+    def _write_table(self, columns: Sequence[str], rows: list[list[str]]) -> None:
         replace_file(self.path, _table([columns, *rows]))
         self._columns, self._written = columns, len(rows)
 

@@ -10,43 +10,37 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.events.cadence import Every
 from pulsetrain.engine.events.subscription import OnError
 from pulsetrain.handlers.loggers.base import Plain
 from pulsetrain.handlers.loggers.optional import load_optional
-from pulsetrain.handlers.loggers.service import Begin, End, Media, Metrics, ServiceLogger
+from pulsetrain.handlers.loggers.service import Begin, Deliver, End, Entry, Media, Metrics, ServiceLogger, check_text
 from pulsetrain.handlers.run_files.run_folder import make_folder
 
 __all__ = ["MLflowLogger"]
 
-# MLflow's own bounds of a request
+# MLflow's limits of one request
 _METRICS, _PARAMETERS = 1000, 100
-_KEY = "pulsetrain.run"  # the tag by which a run is found again
+_KEY = "pulsetrain.run"  # the tag by which a resumed run is found
 _STATUS = {"finished": "FINISHED", "interrupted": "KILLED", "failed": "FAILED"}
 
 
 class MLflowLogger(ServiceLogger):
     """Logs to a run of MLflow: metrics by iteration, hyperparameters as parameters, texts and pictures as artifacts.
 
-    Figures, histograms and matrices become images. A run that goes on from a checkpoint goes on in the same run; MLflow
-    keeps what was logged behind the checkpoint beside what comes again. For how a service that is down or slow is
-    borne see `ServiceLogger`. MLflow repeats a request by itself for minutes, and draws from Python's generator for it:
-    where they are not set, the constructor sets MLFLOW_HTTP_REQUEST_MAX_RETRIES=0 and MLFLOW_HTTP_REQUEST_TIMEOUT=10
+    Figures, histograms and matrices become images. A run that resumes from a checkpoint continues the same run of
+    MLflow, which keeps what was logged after the checkpoint beside what is logged again. For a service that is down or
+    slow see `ServiceLogger`. MLflow by default retries a request for minutes, and draws from Python's generator for it:
+    unless they are set, the constructor sets MLFLOW_HTTP_REQUEST_MAX_RETRIES=0 and MLFLOW_HTTP_REQUEST_TIMEOUT=10
     (seconds) for this process.
 
     Args:
         tracking_uri: such as "http://host:5000" or "sqlite:///mlflow.db"; by default MLFLOW_TRACKING_URI, else
-            FOLDER/mlflow.db with FOLDER/mlflow, and without a folder what MLflow takes.
-        experiment: its name; it is made where it is missing. By default MLFLOW_EXPERIMENT_NAME, else "pulsetrain".
-        run_name: by default the run folder's name, else "run-" and the key's beginning.
+            FOLDER/mlflow.db with FOLDER/mlflow, and without a folder MLflow's own default.
+        experiment: its name; created if missing. By default MLFLOW_EXPERIMENT_NAME, else "pulsetrain".
+        run_name: by default the run folder's name, else "run-" and the start of the key.
         folder: the run folder.
-        every: read `state.output` at this cadence in place of METRICS_LOGGED; each reading waits for the device.
-        hyperparameters: further ones beside the fields of `engine.config`, by name.
-        room: bytes that may wait for the service.
-        flush_seconds: for which a run's end waits for what has not been sent.
-        clock: seconds, for `Every(seconds=...)`.
-        on_error: for what goes wrong on the training thread.
+        every, hyperparameters, room, flush_seconds, clock, on_error: see `ServiceLogger`.
 
     Raises:
         ConfigurationError: mlflow is not installed, or a number is out of range.
@@ -62,7 +56,7 @@ class MLflowLogger(ServiceLogger):
         folder: str | Path | None = None,
         every: Every | None = None,
         *,
-        hyperparameters: Mapping[str, Any] | None = None,
+        hyperparameters: Mapping[str, object] | None = None,
         room: int = 64 * 2**20,
         flush_seconds: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
@@ -73,13 +67,13 @@ class MLflowLogger(ServiceLogger):
             on_error=on_error,
         )  # fmt: skip
         for name, value in (("tracking_uri", tracking_uri), ("experiment", experiment), ("run_name", run_name)):
-            if value is not None and (not isinstance(value, str) or not value):
-                raise ConfigurationError(f"MLflowLogger({name}={value!r}): needs a text, or None")
-        self._address = tracking_uri  # by no name that a checkpoint's settings would tell: it may hold a password
+            if value is not None:
+                check_text("MLflowLogger", name, value, "a text, or None")
+        self._address = tracking_uri  # not under the argument's name, which a checkpoint saves: it may have a password
         self.experiment = experiment
         self.run_name = run_name
         self.folder = None if folder is None else Path(folder)
-        self.run_id: str | None = None  # MLflow's, once it is known
+        self.run_id: str | None = None  # MLflow's, once known
         self._mlflow = load_optional("MLflowLogger", "mlflow", "mlflow")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
@@ -93,26 +87,26 @@ class MLflowLogger(ServiceLogger):
             return 400 <= error.get_http_status_code() < 500 and error.get_http_status_code() not in (408, 429)
         return super().is_refusal(error)
 
-    def connect(self, key: str, values: Mapping[str, Plain]) -> Callable[[Sequence[Any]], int]:
+    def connect(self, key: str, values: Mapping[str, Plain]) -> Deliver:
         client, experiment_id = self._connect_client()
         found = client.search_runs([experiment_id], f"tags.`{_KEY}` = '{key}'", max_results=1)
         if found:
             run = found[0]
         else:
-            # a name that MLflow would draw here would be drawn from Python's generator
+            # MLflow would draw a name from Python's generator
             name = self.run_name or (self.folder.resolve().name if self.folder is not None else f"run-{key[:8]}")
             run = client.create_run(experiment_id, run_name=name, tags={_KEY: key})
         self.run_id = run.info.run_id
         named = {_name(name): str(value) for name, value in values.items()}
-        new = {name: value for name, value in named.items() if name not in run.data.params}  # none can be changed
+        new = {name: value for name, value in named.items() if name not in run.data.params}  # MLflow cannot change one
         return _Run(client, run.info.run_id, self._mlflow.entities, new, self.is_refusal).deliver
 
     def _connect_client(self) -> tuple[Any, str]:
-        """A client, and the experiment's id."""
+        """A client and the experiment's id."""
         uri, files = self._address, None
         if uri is None and self.folder is not None and not os.environ.get("MLFLOW_TRACKING_URI"):
             uri = f"sqlite:///{(self.folder / 'mlflow.db').resolve()}"
-            files = (self.folder / "mlflow").resolve().as_uri()  # else they go to the working folder
+            files = (self.folder / "mlflow").resolve().as_uri()  # otherwise they go to the working directory
         client = self._mlflow.MlflowClient(tracking_uri=uri)
         name = self.experiment or os.environ.get("MLFLOW_EXPERIMENT_NAME") or "pulsetrain"
         found = client.get_experiment_by_name(name)
@@ -136,7 +130,7 @@ class _Run:
         self._parameters = [entities.Param(name, value) for name, value in parameters.items()]  # not sent yet
         self._at_once = _PARAMETERS
 
-    def deliver(self, entries: Sequence[Any]) -> int:
+    def deliver(self, entries: Sequence[Entry]) -> int:
         self._log_parameters()
         first = entries[0]
         if isinstance(first, Begin):
@@ -148,10 +142,11 @@ class _Run:
         if isinstance(first, Media):
             self._log_media(first)
             return 1
-        return self._log_metrics([*takewhile(lambda entry: isinstance(entry, Metrics), entries)])
+        first_metrics = takewhile(lambda entry: isinstance(entry, Metrics), entries)
+        return self._log_metrics([entry for entry in first_metrics if isinstance(entry, Metrics)])
 
     def _log_parameters(self) -> None:
-        """One that is refused costs no other: it is found by sending each by itself."""
+        """Send those not sent yet. After a rejection each is sent separately, so that only the rejected one is lost."""
         while self._parameters:
             sent = self._parameters[: self._at_once]
             try:
@@ -167,8 +162,8 @@ class _Run:
                 del self._parameters[: len(sent)]
 
     def _log_metrics(self, entries: Sequence[Metrics]) -> int:
-        """As many as fit into one request; of an entry with more numbers than that, one request for each part."""
-        found: list[Any] = []
+        """Send as many entries as fit into one request; a larger entry takes several requests."""
+        found: list[object] = []
         count = 0
         for entry in entries:
             new = [
@@ -195,5 +190,5 @@ class _Run:
 
 
 def _name(name: str) -> str:
-    """The name with what MLflow does not allow in one as underscores."""
+    """The name with underscores for characters that MLflow does not allow."""
     return re.sub(r"[^\w\-. :/]", "_", name)

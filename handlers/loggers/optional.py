@@ -1,26 +1,29 @@
-"""Imports the package of a service when a logger for it is made."""
+"""Imports the package of a service when a logger for it is constructed."""
 
 from __future__ import annotations
 
 import importlib
 import random
-from typing import Any
+from types import ModuleType
 
 from pulsetrain.engine.errors import ConfigurationError
 
 __all__ = ["load_optional"]
 
 
-def load_optional(place: str, module: str, extra: str) -> Any:
-    """The module, without an effect on Python's random numbers, which what it imports may draw.
+def load_optional(place: str, module: str, extra: str) -> ModuleType:
+    """Import the module. Python's random state stays as it is, though what the module imports may draw from it.
 
     Args:
         place: the logger's class name, for the message.
         module: such as "torch.utils.tensorboard".
-        extra: of this distribution, that installs it.
+        extra: the extra of this distribution that installs it.
 
     Raises:
-        ConfigurationError: it is not installed, or cannot be imported.
+        ConfigurationError: the module is not installed or cannot be imported.
+
+    >>> load_optional("JSONLinesLogger", "json", "all").loads("[1]")
+    [1]
     """
     state = random.getstate()
     try:

@@ -1,44 +1,52 @@
-"""Media as plain arrays: what a figure shows, and figures of what is none."""
+"""Media as plain arrays; histograms and matrices are drawn."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from pulsetrain.engine.errors import ConfigurationError, unknown_name
 from pulsetrain.engine.events.payloads import MediaLogged
 from pulsetrain.handlers.plots import figures
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 __all__ = ["as_array", "histogram_of", "picture_of"]
 
 
-def as_array(value: Any) -> NDArray[Any]:
-    """An array, or a tensor from wherever it is, as an array."""
-    return np.asarray(value.detach().cpu() if hasattr(value, "detach") else value)
+def as_array(value: object) -> NDArray[np.generic]:
+    """An array, or a tensor on any device, as an array."""
+    return np.asarray(value.detach().cpu() if isinstance(value, Tensor) else value)
 
 
 def histogram_of(media: MediaLogged) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Counts, shape (n,), and edges, shape (n + 1,).
+    """The counts, shape (n,), and the edges, shape (n + 1,).
 
     Raises:
-        ConfigurationError: the numbers do not fit.
+        ConfigurationError: the shapes do not fit.
+
+    >>> counts, edges = histogram_of(MediaLogged(name="grad", kind="histogram", value=([3, 1], [0.0, 0.5, 1.0])))
+    >>> counts.shape, edges.shape
+    ((2,), (3,))
     """
     counts, edges = (as_array(part).astype(np.float64) for part in media.value)
     if counts.ndim != 1 or edges.shape != (len(counts) + 1,) or not len(counts):
         raise ConfigurationError(
             f"MediaLogged(name={media.name!r}, kind='histogram'): counts have shape {counts.shape} and edges "
-            f"{edges.shape}; needs one edge more than counts, and a count at least"
+            f"{edges.shape}; needs one edge more than counts, and at least one count"
         )
     return counts, edges
 
 
 def picture_of(media: MediaLogged) -> NDArray[np.uint8]:
-    """What an image, figure, histogram or matrix looks like: shape (height, width, 3) or (height, width).
+    """An image, figure, histogram or matrix as pixels: shape (height, width, 3) or (height, width).
 
     Raises:
-        ConfigurationError: it cannot be shown.
+        ConfigurationError: the value does not fit its kind.
     """
     if media.kind == "image":
         return _image(media)
@@ -58,10 +66,10 @@ def _image(media: MediaLogged) -> NDArray[np.uint8]:
             f"MediaLogged(name={media.name!r}, kind='image'): has shape {image.shape} of {image.dtype}; needs uint8, "
             "(height, width, 3) or (height, width)"
         )
-    return image
+    return image.astype(np.uint8, copy=False)
 
 
-def _drawn(figure: Any) -> NDArray[np.uint8]:
+def _drawn(figure: Figure) -> NDArray[np.uint8]:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
 
     canvas, before = FigureCanvasAgg(figure), figure.canvas
@@ -69,11 +77,11 @@ def _drawn(figure: Any) -> NDArray[np.uint8]:
         canvas.draw()  # type: ignore[no-untyped-call]
         rgba: NDArray[np.uint8] = np.asarray(canvas.buffer_rgba())  # type: ignore[no-untyped-call]
     finally:
-        figure.set_canvas(before)  # whose it is may show it in a window
+        figure.set_canvas(before)  # the figure's owner may show it in a window
     return np.ascontiguousarray(rgba[..., :3])
 
 
-def _histogram_figure(media: MediaLogged) -> Any:
+def _histogram_figure(media: MediaLogged) -> Figure:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5, 3.5), layout="constrained")
@@ -85,7 +93,7 @@ def _histogram_figure(media: MediaLogged) -> Any:
     return figure
 
 
-def _matrix_figure(media: MediaLogged) -> Any:
+def _matrix_figure(media: MediaLogged) -> Figure:
     counts = figures.counts_of(media.value) if media.name.endswith("confusion_matrix") else None
     if counts is not None:
         return figures.confusion_matrix(counts, media.name)

@@ -1,11 +1,11 @@
-"""Shows how far a run is, on one line."""
+"""Shows the progress of a run on one line."""
 
 from __future__ import annotations
 
 import sys
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Self, TextIO
+from typing import Self, TextIO
 
 from tqdm import tqdm
 
@@ -14,31 +14,37 @@ from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import Event, Events
 from pulsetrain.engine.events.subscription import OnError
 from pulsetrain.handlers.attachment.attachment import Attachment
+from pulsetrain.handlers.attachment.engine_queries import attribute
 from pulsetrain.handlers.metric_values.step_values import METRIC_EVENTS
 
 __all__ = ["ProgressBar"]
 
-_SHOWN = ("loss", "return", "reward")  # ends of the names of metrics of validations and rollouts
+_SHOWN = ("loss", "return", "reward")  # metrics of validations and rollouts whose names end so
 
 
 class _Bar(tqdm):  # type: ignore[misc]  # tqdm has no types
-    monitor_interval = 0  # no thread that wakes up sleeping bars: this one looks at the time at each update
+    monitor_interval = 0  # no thread that wakes sleeping bars: this one checks the time at each update
 
 
 class ProgressBar:
     """A tqdm bar over the iterations of a run, with loss, learning rate, tokens/s, validation losses and returns.
 
-    The figures come from METRICS_LOGGED, validations and rollouts. Where the stream is no terminal, a plain line is
-    written every `interval` seconds instead, so that log files hold no carriage returns.
+    The values come from METRICS_LOGGED, validations and rollouts. If the stream is not a terminal, a plain line is
+    written every `interval` seconds instead, so that log files have no carriage returns.
 
     Args:
         stream: by default stderr, as it is when the run starts.
         interval: seconds between two plain lines.
-        clock: seconds, for the interval; the bar itself reads the system's.
-        on_error: "raise" ends the run when the stream cannot be written, "warn" goes on.
+        clock: seconds, for the interval; the bar itself reads the system's clock.
+        on_error: "raise" ends the run when the stream cannot be written, "warn" continues.
 
     Raises:
         ConfigurationError: the interval is not positive.
+
+    >>> engine = Engine(lambda engine, batch: batch)
+    >>> bar = ProgressBar(stream=sys.stdout).attach(engine)
+    >>> state = engine.run([1, 2], max_epochs=2)
+    epoch 2/2, iteration 4/4 (100%)
     """
 
     def __init__(
@@ -56,8 +62,8 @@ class ProgressBar:
         self._stream: TextIO = sys.stderr
         self._clock = clock
         self._on_error = on_error
-        self._bar: Any = None
-        self._next_line: float | None = None  # None: no plain lines are being written
+        self._bar: _Bar | None = None
+        self._next_line: float | None = None  # when the next plain line is due; None if none are written
         self._figures: dict[str, str] = {}
         self._attachment = Attachment("ProgressBar")
 
@@ -137,7 +143,7 @@ class ProgressBar:
         self._close()
 
     def _on_terminated(self, engine: Engine) -> None:
-        if engine.should_terminate == "skip_completed":  # else COMPLETED comes, perhaps with a last validation
+        if engine.should_terminate == "skip_completed":  # otherwise COMPLETED follows, perhaps after a last validation
             self._on_end(engine)
 
     def _on_exception(self, engine: Engine, event: Event) -> None:
@@ -166,11 +172,11 @@ def _epoch(engine: Engine) -> str:
     return f"epoch {engine.state.epoch}/{engine.state.max_epochs}" if known else f"epoch {engine.state.epoch}"
 
 
-def _total_iterations(engine: Any) -> int | None:
-    """How many iterations the run will make, where that is known."""
-    bound = getattr(engine, "total_iterations", None)  # the trainer knows bounds by updates and tokens, too
-    if bound is not None:
-        return int(bound)
+def _total_iterations(engine: Engine) -> int | None:
+    """How many iterations the run will take, None if unknown."""
+    total = attribute(engine, "total_iterations", int)  # of a trainer, whose length may be given in updates or tokens
+    if total is not None:
+        return total
     state = engine.state
     if state.max_iters is not None:
         return int(state.max_iters)

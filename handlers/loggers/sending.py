@@ -1,4 +1,4 @@
-"""Sends what is logged in a thread of its own: training waits for no service, whether that is slow or down."""
+"""Sends what is logged in a separate thread, so that training never waits for a slow or unreachable service."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import islice
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from pulsetrain.engine.logs import get_logger
 
@@ -16,25 +16,33 @@ __all__ = ["Sender"]
 
 Entry = TypeVar("Entry")
 
-_AT_ONCE = 200  # entries handed to `deliver`, at most
-_RETRIES = (0.2, 10.0)  # seconds to the first retry, doubled up to the longest
+_AT_ONCE = 200  # entries passed to `deliver`, at most
+_RETRIES = (0.2, 10.0)  # seconds before the first retry, doubled up to the longest
 
 
 class Sender(Generic[Entry]):
-    """Delivers entries in order. While the service is down they wait, up to a bound; then the oldest are lost.
+    """Delivers entries in order. While the service is down they wait, up to a limit; beyond it the oldest are lost.
 
-    What is wrong is said once when it begins, and once when it ends, with how much was lost. The thread begins with
-    the first entry, and keeps no process alive.
+    An outage is logged once when it starts and once when it ends, with the number of lost entries. The thread starts
+    with the first entry, and does not keep the process alive.
 
     Args:
         place: the logger's class name, for messages.
-        deliver: called in the thread with the first of those that wait; returns how many of them it has delivered, at
-            least 1, or raises.
-        is_refusal: whether an error is the service's answer to the first of them, which is then lost, and not an
-            outage.
-        tell: called in the thread with the first error of an outage, and with the first refusal.
+        deliver: called in the thread with the first waiting entries; returns how many it has delivered, at least 1, or
+            raises.
+        is_refusal: whether an error means that the service rejects the first of these entries, which is then lost. Any
+            other error is an outage.
+        report: called in the thread with the first error of an outage, and with the first refusal.
         room: bytes that may wait.
-        flush_seconds: that the end of the process waits for what has not been sent.
+        flush_seconds: how long the end of the process waits for unsent entries.
+
+    >>> sent = []
+    >>> sender = Sender("Example", lambda entries: sent.extend(entries) or len(entries), is_refusal=bool, report=print,
+    ...     room=1000, flush_seconds=1.0)
+    >>> sender.put("first", 5)
+    >>> sender.put("second", 6)
+    >>> sender.finish(seconds=5.0), sent
+    (0, ['first', 'second'])
     """
 
     def __init__(
@@ -43,31 +51,31 @@ class Sender(Generic[Entry]):
         deliver: Callable[[Sequence[Entry]], int],
         *,
         is_refusal: Callable[[Exception], bool],
-        tell: Callable[[Exception], None],
+        report: Callable[[Exception], None],
         room: int,
         flush_seconds: float,
     ) -> None:
         self.lost = 0  # entries that were never sent
-        self.told = False  # whether an error has been
+        self.reported = False  # whether an error has been reported
         self._place = place
         self._deliver = deliver
         self._is_refusal = is_refusal
-        self._tell = tell
+        self._report = report
         self._room = room
         self._flush_seconds = flush_seconds
-        # made here: get_logger puts Python's generator back to where it was, which another thread may have moved
-        self._log: Any = get_logger("handlers")
-        self._waiting: deque[tuple[int, Entry]] = deque()  # with their bytes
+        # created here: get_logger() restores Python's random state, which another thread may have advanced
+        self._log = get_logger("handlers")
+        self._waiting: deque[tuple[int, Entry]] = deque()  # (bytes, entry)
         self._bytes = 0
-        self._first = 0  # the number of the first that waits
+        self._first = 0  # number of the first waiting entry
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
-        self._ending = self._given_up = False
-        self._outage: tuple[float, int] | None = None  # since when, and what had been lost before
+        self._ending = self._abandoned = False
+        self._outage: tuple[float, int] | None = None  # start, and entries lost before
         self._has_refused = False
 
     def put(self, entry: Entry, size: int) -> None:
-        """Take an entry of so many bytes; never waits for the service."""
+        """Add an entry of so many bytes; never waits for the service."""
         with self._changed:
             self._waiting.append((size, entry))
             self._bytes += size
@@ -81,10 +89,10 @@ class Sender(Generic[Entry]):
             self._changed.notify_all()
 
     def finish(self, seconds: float) -> int:
-        """Wait for what has not been sent, then give it up; nothing is put behind this.
+        """Wait for unsent entries, then discard them. No entry may be added afterwards.
 
         Returns:
-            How many entries were given up.
+            How many entries were discarded.
         """
         atexit.unregister(self.finish)
         if self._thread is None:
@@ -94,16 +102,16 @@ class Sender(Generic[Entry]):
             self._changed.notify_all()
         self._thread.join(seconds)
         with self._changed:
-            given_up = len(self._waiting)
-            self._given_up = True
+            discarded = len(self._waiting)
+            self._abandoned = True
             self._waiting.clear()
             self._changed.notify_all()
-        self.lost += given_up
-        if given_up:
+        self.lost += discarded
+        if discarded:
             self._log.warning(
-                f"{self._place}: gave up what could not be sent", entries=given_up, waited_seconds=seconds
+                f"{self._place}: discarded what could not be sent", entries=discarded, waited_seconds=seconds
             )
-        return given_up
+        return discarded
 
     def _run(self) -> None:
         first_delay, longest = _RETRIES
@@ -112,14 +120,14 @@ class Sender(Generic[Entry]):
             with self._changed:
                 while not self._waiting and not self._ending:
                     self._changed.wait()
-                if not self._waiting:  # sent, or given up
+                if not self._waiting:  # all sent, or discarded
                     return
                 first = self._first
                 entries = [entry for _, entry in islice(self._waiting, _AT_ONCE)]
             try:
                 delivered = self._deliver(entries)
             except Exception as error:
-                if self._given_up:
+                if self._abandoned:
                     return
                 if not self._is_refusal(error):
                     self._begin_outage(error)
@@ -127,48 +135,48 @@ class Sender(Generic[Entry]):
                     delay = min(2 * delay, longest)
                     continue
                 delivered, refused = 1, 1
-                self._say_refused(error)
+                self._report_refusal(error)
             else:
-                if self._given_up:
+                if self._abandoned:
                     return
                 refused = 0
                 self._end_outage()
             delay = first_delay
             with self._changed:
-                # those that were dropped while they were delivered are not lost
+                # entries that were dropped while they were being delivered are not lost
                 self.lost += refused - min(self._first - first, delivered)
                 while self._waiting and self._first < first + delivered:
                     self._drop_first()
 
     def _pause(self, seconds: float) -> None:
-        """Before it is tried again; the end cuts it short."""
+        """Wait before the next attempt; `finish` cuts this short."""
         with self._changed:
             was_ending = self._ending
-            self._changed.wait_for(lambda: self._given_up or self._ending is not was_ending, seconds)
+            self._changed.wait_for(lambda: self._abandoned or self._ending is not was_ending, seconds)
 
     def _drop_first(self) -> None:
         size, _ = self._waiting.popleft()
         self._bytes -= size
         self._first += 1
 
-    def _say_refused(self, error: Exception) -> None:
+    def _report_refusal(self, error: Exception) -> None:
         if self._has_refused:
             return
-        self._has_refused = self.told = True
+        self._has_refused = self.reported = True
         self._log.warning(
-            f"{self._place}: the service refuses an entry; it and others like it are lost", error=_text(error)
+            f"{self._place}: the service rejects an entry; it and others like it are lost", error=_text(error)
         )
-        self._tell(error)
+        self._report(error)
 
     def _begin_outage(self, error: Exception) -> None:
         if self._outage is not None:
             return
         self._outage = time.monotonic(), self.lost
-        self.told = True
+        self.reported = True
         self._log.warning(
-            f"{self._place}: cannot reach the service; training goes on, and what it logs waits", error=_text(error)
+            f"{self._place}: cannot reach the service; training continues, and what it logs waits", error=_text(error)
         )
-        self._tell(error)
+        self._report(error)
 
     def _end_outage(self) -> None:
         if self._outage is None:

@@ -1,4 +1,4 @@
-"""Loggers to services: what is measured becomes entries, which a thread sends."""
+"""The base of loggers to services: measurements become entries, which a thread sends."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import uuid
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 from pulsetrain.engine.argument_checks import check_number, check_whole_number
+from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.events.cadence import Every
 from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import Events
@@ -19,17 +20,17 @@ from pulsetrain.handlers.loggers.base import MetricLogger, Plain, Status
 from pulsetrain.handlers.loggers.pictures import histogram_of, picture_of
 from pulsetrain.handlers.loggers.sending import Sender
 
-__all__ = ["Begin", "End", "Media", "Metrics", "ServiceLogger"]
+__all__ = ["Begin", "Deliver", "End", "Entry", "Media", "Metrics", "ServiceLogger", "check_text"]
 
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """The run begins, or goes on."""
+    """The run starts or resumes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Metrics:
-    """Numbers of one moment, by their full names."""
+    """Numbers measured at one time, by full name."""
 
     values: dict[str, float]
     iteration: int
@@ -56,32 +57,33 @@ class End:
     time_ns: int
 
 
-Entry = Begin | Metrics | Media | End
+Entry: TypeAlias = Begin | Metrics | Media | End
+Deliver: TypeAlias = Callable[[Sequence[Entry]], int]  # sends the first entries, at least one; returns how many
 
 
 class ServiceLogger(MetricLogger):
-    """What a logger to a service does on the training thread: it makes entries, and a thread sends them.
+    """Logs to a service: the training thread makes entries, and another thread sends them.
 
-    A subclass says how, by `connect`. A service that is down or slow never keeps
-    training waiting: entries wait for it, up to `room`, then the oldest are lost. That is said by one warning and one
-    HANDLER_FAILED when it begins and by a warning when it ends. The run's end waits at most `flush_seconds`.
+    A subclass defines `connect`. Training never waits for a service that is down or slow: entries wait, up to `room`;
+    beyond it the oldest are lost. An outage is reported by one warning and one HANDLER_FAILED when it starts, and by a
+    warning when it ends. The end of a run waits at most `flush_seconds`.
 
     Args:
-        every: read `state.output` at this cadence in place of METRICS_LOGGED; each reading waits for the device.
+        every: read `state.output` at this cadence instead of METRICS_LOGGED; each reading waits for the device.
         hyperparameters: further ones beside the fields of `engine.config`, by name.
         room: bytes that may wait for the service.
-        flush_seconds: for which a run's end waits for what has not been sent.
+        flush_seconds: how long the end of a run waits for unsent entries.
         clock: seconds, for `Every(seconds=...)`.
-        on_error: for what goes wrong on the training thread.
+        on_error: what to do about errors on the training thread: "warn" continues, "raise" ends the run.
     """
 
-    takes_histograms: ClassVar[bool] = True  # else they are drawn
+    takes_histograms: ClassVar[bool] = True  # if not, they are drawn
 
     def __init__(
         self,
         every: Every | None,
         *,
-        hyperparameters: Mapping[str, Any] | None,
+        hyperparameters: Mapping[str, object] | None,
         room: int,
         flush_seconds: float,
         clock: Callable[[], float] = time.monotonic,
@@ -92,27 +94,27 @@ class ServiceLogger(MetricLogger):
         check_number(self._place, "flush_seconds", flush_seconds)
         self.room = room
         self.flush_seconds = flush_seconds
-        self._key: str | None = None  # the run's, made here: the service need not be reached for it
-        self._ended = False  # that run
+        self._key: str | None = None  # of the run; made here, so that the service need not be reached for it
+        self._ended = False  # whether that run has ended
         self._sender: Sender[Entry] | None = None
         self._engine: weakref.ref[Engine] | None = None
         self._closing = False
-        self._failures: list[Exception] = []  # met while the training thread waits for the sender
+        self._failures: list[Exception] = []  # that occurred while the training thread waits for the sender
 
-    def connect(self, key: str, values: Mapping[str, Plain]) -> Callable[[Sequence[Any]], int]:
-        """Begin the service's run of this key with its hyperparameters, or go on with it; called in the thread.
+    def connect(self, key: str, values: Mapping[str, Plain]) -> Deliver:
+        """Start the service's run of this key with its hyperparameters, or resume it; called in the thread.
 
         Returns:
-            What sends the first of the entries (`Begin`, `Metrics` ...), at least one, and says how many it sent.
+            A function that sends the first of the entries it is given, at least one, and returns how many.
         """
         raise NotImplementedError
 
     def is_refusal(self, error: Exception) -> bool:
-        """Whether an error means that the service does not take an entry, and never will."""
+        """Whether an error means that the service rejects an entry for good."""
         return isinstance(error, TypeError | ValueError)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The run's key, by which a resumed run goes on in the same run of the service."""
+    def state_dict(self) -> dict[str, str | None]:
+        """The run's key, by which a resumed run continues the same run of the service."""
         return {"key": self._key}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -132,12 +134,12 @@ class ServiceLogger(MetricLogger):
             self._place,
             _Connection(self.connect, self._key, values).deliver,
             is_refusal=self.is_refusal,
-            tell=self._tell,
+            report=self._report,
             room=self.room,
             flush_seconds=self.flush_seconds,
         )
-        if self._running is not None:  # else it is a number measured outside of the run
-            self._put(Begin(), 100)  # at once: the run is seen before its first numbers
+        if self._running is not None:  # otherwise a number was measured outside of a run
+            self._put(Begin(), 100)  # now, so that the service shows the run before its first numbers
 
     def log_metrics(self, engine: Engine, metrics: Mapping[str, float]) -> None:
         values = {self.full_name(engine, name): float(value) for name, value in metrics.items()}
@@ -145,8 +147,8 @@ class ServiceLogger(MetricLogger):
         self._put(entry, 100 * (1 + len(values)))
 
     def log_media(self, engine: Engine, media: MediaLogged) -> None:
-        # drawn now: whoever fired it may change it as soon as this returns
-        kind, value = self._still(media)
+        # drawn now: the handler that fired it may change it as soon as this returns
+        kind, value = self._converted(media)
         size = len(value) if kind == "text" else value.nbytes if kind == "picture" else value[0].nbytes * 2
         name = self.full_name(engine, media.name)
         self._put(Media(name, kind, value, engine.state.iteration, self.event.time_ns), 200 + size)
@@ -157,15 +159,15 @@ class ServiceLogger(MetricLogger):
         if sender is None:
             return
         sender.put(End(status, self.event.time_ns), 100)
-        given_up = sender.finish(self.flush_seconds)
-        if given_up and not sender.told:
-            self._failures.append(TimeoutError(f"{self._place}: {given_up} entries were not sent in time"))
+        discarded = sender.finish(self.flush_seconds)
+        if discarded and not sender.reported:
+            self._failures.append(TimeoutError(f"{self._place}: {discarded} entries were not sent in time"))
         engine = self._engine() if self._engine is not None else None
         for error in self._failures:
             if engine is not None:
                 engine.fire(Events.HANDLER_FAILED, self._failed(error))
 
-    def _still(self, media: MediaLogged) -> tuple[str, Any]:
+    def _converted(self, media: MediaLogged) -> tuple[str, Any]:
         if media.kind == "text":
             return "text", str(media.value)
         if media.kind == "histogram" and self.takes_histograms:
@@ -176,8 +178,8 @@ class ServiceLogger(MetricLogger):
         assert self._sender is not None
         self._sender.put(entry, size)
 
-    def _tell(self, error: Exception) -> None:
-        """Called in the thread: what is posted once the run has ended would be delivered in the next one."""
+    def _report(self, error: Exception) -> None:
+        """Called in the thread. An event posted after the run's end would be delivered in the next run."""
         engine = self._engine() if self._engine is not None else None
         if self._closing or engine is None:
             self._failures.append(error)
@@ -188,17 +190,33 @@ class ServiceLogger(MetricLogger):
         return HandlerFailed(handler=f"handlers.{self._place}", event=Events.METRICS_LOGGED.value, error=error)
 
 
+def check_text(place: str, argument: str, value: object, needed: str) -> None:
+    """Reject anything but a text that is not empty.
+
+    Args:
+        place: the logger's class name, for the message.
+        argument: its argument's name.
+        value: what was passed.
+        needed: such as "a name".
+
+    Raises:
+        ConfigurationError: not such a text.
+    """
+    if not isinstance(value, str) or not value:
+        raise ConfigurationError(f"{place}({argument}={value!r}): needs {needed}")
+
+
 class _Connection:
-    """Connects with the first entry that it delivers, and again where it could not."""
+    """Connects before it delivers the first entry, and again after a failed attempt."""
 
     def __init__(
         self,
-        connect: Callable[[str, Mapping[str, Plain]], Callable[[Sequence[Any]], int]],
+        connect: Callable[[str, Mapping[str, Plain]], Deliver],
         key: str,
         values: Mapping[str, Plain],
     ) -> None:
         self._connect, self._key, self._values = connect, key, values
-        self._deliver: Callable[[Sequence[Any]], int] | None = None
+        self._deliver: Deliver | None = None
 
     def deliver(self, entries: Sequence[Entry]) -> int:
         if self._deliver is None:

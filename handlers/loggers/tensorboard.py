@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from pulsetrain.engine.events.cadence import Every
 from pulsetrain.engine.events.engine import Engine
@@ -24,19 +25,23 @@ __all__ = ["TensorBoardLogger"]
 class TensorBoardLogger(MetricLogger):
     """Writes FOLDER/tensorboard: scalars, texts, images and histograms by iteration, and the hyperparameters.
 
-    Figures and matrices become images. What is written reaches the disk within `flush_seconds`, and when the run ends.
-    A run that goes on from a checkpoint hides what was written of later iterations.
+    Figures and matrices become images. Values reach the disk within `flush_seconds`, and when the run ends. A run
+    that resumes from a checkpoint hides what was written for later iterations.
 
     Args:
         folder: the run folder.
-        every: read `state.output` at this cadence in place of METRICS_LOGGED; each reading waits for the device.
+        every: read `state.output` at this cadence instead of METRICS_LOGGED; each reading waits for the device.
         hyperparameters: further ones beside the fields of `engine.config`, by name.
-        flush_seconds: between two writings to the disk.
+        flush_seconds: between two writes to the disk.
         clock: seconds, for `Every(seconds=...)`.
-        on_error: "warn" says once that it fails, and goes on; "raise" ends the run.
+        on_error: "warn" logs one warning when writing fails, and the run continues; "raise" ends the run.
 
     Raises:
         ConfigurationError: tensorboard is not installed.
+
+    >>> logger = TensorBoardLogger("runs/first", Every(iterations=50), hyperparameters={"width": 64})
+    >>> str(logger.path)
+    'runs/first/tensorboard'
     """
 
     def __init__(
@@ -44,7 +49,7 @@ class TensorBoardLogger(MetricLogger):
         folder: str | Path,
         every: Every | None = None,
         *,
-        hyperparameters: Mapping[str, Any] | None = None,
+        hyperparameters: Mapping[str, object] | None = None,
         flush_seconds: int = 30,
         clock: Callable[[], float] = time.monotonic,
         on_error: OnError = "warn",
@@ -74,9 +79,9 @@ class TensorBoardLogger(MetricLogger):
         self._writer = None
 
     def log_hyperparameters(self, values: Mapping[str, Plain]) -> None:
-        told = {name: "None" if value is None else value for name, value in values.items()}
-        if told:
-            self._writer.add_hparams(told, {}, run_name=".")
+        shown = {name: "None" if value is None else value for name, value in values.items()}
+        if shown:
+            self._writer.add_hparams(shown, {}, run_name=".")
 
     def log_metrics(self, engine: Engine, metrics: Mapping[str, float]) -> None:
         step, seconds = engine.state.iteration, self.event.time_ns / 1e9
@@ -95,7 +100,9 @@ class TensorBoardLogger(MetricLogger):
             picture = picture_of(media)
             self._writer.add_image(name, picture, dataformats="HWC" if picture.ndim == 3 else "HW", **place)
 
-    def _add_histogram(self, name: str, counts: Any, edges: Any, **place: Any) -> None:
+    def _add_histogram(
+        self, name: str, counts: NDArray[np.float64], edges: NDArray[np.float64], **place: float
+    ) -> None:
         centres = (edges[:-1] + edges[1:]) / 2
         self._writer.add_histogram_raw(
             name,

@@ -6,33 +6,27 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.events.cadence import Every
 from pulsetrain.engine.events.subscription import OnError
 from pulsetrain.handlers.loggers.base import Plain
 from pulsetrain.handlers.loggers.optional import load_optional
-from pulsetrain.handlers.loggers.service import End, Media, Metrics, ServiceLogger
+from pulsetrain.handlers.loggers.service import Deliver, End, Entry, Media, Metrics, ServiceLogger, check_text
 
 __all__ = ["TrackioLogger"]
 
 
 class TrackioLogger(ServiceLogger):
-    """Logs to a run of Trackio by iteration: on this machine, where TRACKIO_DIR says, or to a server.
+    """Logs to a run of Trackio by iteration: on this machine, in TRACKIO_DIR, or to a server.
 
-    Figures and matrices become images. A run that goes on from a checkpoint goes on in the same run; what was logged
-    behind the checkpoint stays beside what comes again. For how a server that is down or slow is borne see
-    `ServiceLogger`. Trackio says on stdout where it writes.
+    Figures and matrices become images. A run that resumes from a checkpoint continues the same run of Trackio, which
+    keeps what was logged after the checkpoint beside what is logged again. For a server that is down or slow see
+    `ServiceLogger`. Trackio prints on stdout where it writes.
 
     Args:
         project: its name.
-        run_name: what the run's name begins with; its key follows, as Trackio knows a run by its name.
-        server_url: of a Trackio server, with its token; by default TRACKIO_SERVER_URL, else none.
-        every: read `state.output` at this cadence in place of METRICS_LOGGED; each reading waits for the device.
-        hyperparameters: further ones beside the fields of `engine.config`, by name.
-        room: bytes that may wait for the service.
-        flush_seconds: for which a run's end waits for what has not been sent.
-        clock: seconds, for `Every(seconds=...)`.
-        on_error: for what goes wrong on the training thread.
+        run_name: the start of the run's name; its key follows, since Trackio identifies a run by its name.
+        server_url: of a Trackio server, with its token; by default TRACKIO_SERVER_URL, if set.
+        every, hyperparameters, room, flush_seconds, clock, on_error: see `ServiceLogger`.
 
     Raises:
         ConfigurationError: trackio is not installed, or an argument cannot be used.
@@ -45,7 +39,7 @@ class TrackioLogger(ServiceLogger):
         server_url: str | None = None,
         every: Every | None = None,
         *,
-        hyperparameters: Mapping[str, Any] | None = None,
+        hyperparameters: Mapping[str, object] | None = None,
         room: int = 64 * 2**20,
         flush_seconds: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
@@ -56,19 +50,18 @@ class TrackioLogger(ServiceLogger):
             on_error=on_error,
         )  # fmt: skip
         for name, value in (("project", project), ("run_name", run_name)):
-            if not isinstance(value, str) or not value:
-                raise ConfigurationError(f"TrackioLogger({name}={value!r}): needs a name")
+            check_text("TrackioLogger", name, value, "a name")
         self.project = project
         self.run_name = run_name
-        self._address = server_url  # by no name that a checkpoint's settings would tell: it holds a token
+        self._address = server_url  # not under the argument's name, which a checkpoint saves: it has a token
         self._trackio = load_optional("TrackioLogger", "trackio", "trackio")
 
-    def connect(self, key: str, values: Mapping[str, Plain]) -> Callable[[Sequence[Any]], int]:
+    def connect(self, key: str, values: Mapping[str, Plain]) -> Deliver:
         run = self._trackio.init(
             project=self.project,
             name=f"{self.run_name}-{key[:8]}",
             server_url=self._address,
-            config={name.lstrip("_"): value for name, value in values.items()},  # those are Trackio's own
+            config={name.lstrip("_"): value for name, value in values.items()},  # Trackio reserves the _
             resume="allow",
             embed=False,
             auto_log_gpu=False,
@@ -83,7 +76,7 @@ class _Run:
     def __init__(self, run: Any, trackio: Any) -> None:
         self._run, self._trackio = run, trackio
 
-    def deliver(self, entries: Sequence[Any]) -> int:
+    def deliver(self, entries: Sequence[Entry]) -> int:
         first = entries[0]
         if isinstance(first, Metrics):
             self._run.log({**first.values, "epoch": first.epoch}, step=first.iteration)

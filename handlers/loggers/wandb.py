@@ -13,30 +13,25 @@ from pulsetrain.engine.events.subscription import OnError
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.handlers.loggers.base import Plain
 from pulsetrain.handlers.loggers.optional import load_optional
-from pulsetrain.handlers.loggers.service import End, Media, Metrics, ServiceLogger
+from pulsetrain.handlers.loggers.service import Deliver, End, Entry, Media, Metrics, ServiceLogger, check_text
 from pulsetrain.handlers.run_files.run_folder import make_folder
 
 __all__ = ["WandbLogger"]
 
 
 class WandbLogger(ServiceLogger):
-    """Logs to a run of Weights & Biases, online or into FOLDER/wandb: everything over the axis "iteration".
+    """Logs to a run of Weights & Biases, online or into FOLDER/wandb: all values by "iteration".
 
-    Texts become HTML, figures and matrices become images. A run that goes on from a checkpoint goes on in the same run;
-    what was logged behind the checkpoint stays beside what comes again. wandb's own process uploads, and keeps what it
-    cannot upload in FOLDER/wandb for `wandb sync`. For how a service that is down or slow is borne see `ServiceLogger`.
+    Texts become HTML, figures and matrices become images. A run that resumes from a checkpoint continues the same run,
+    which keeps what was logged after the checkpoint beside what is logged again. A process of wandb uploads, and keeps
+    what it cannot upload in FOLDER/wandb for `wandb sync`. For a service that is down or slow see `ServiceLogger`.
 
     Args:
         project: its name.
         folder: the run folder.
-        mode: "online", or "offline" for no network at all; by default what wandb takes: WANDB_MODE, else online.
+        mode: "online", or "offline" for no network access; by default WANDB_MODE, else online.
         run_name: by default the run folder's name.
-        every: read `state.output` at this cadence in place of METRICS_LOGGED; each reading waits for the device.
-        hyperparameters: further ones beside the fields of `engine.config`, by name.
-        room: bytes that may wait for the service.
-        flush_seconds: for which a run's end waits for what has not been sent.
-        clock: seconds, for `Every(seconds=...)`.
-        on_error: for what goes wrong on the training thread.
+        every, hyperparameters, room, flush_seconds, clock, on_error: see `ServiceLogger`.
 
     Raises:
         ConfigurationError: wandb is not installed, or an argument cannot be used.
@@ -50,7 +45,7 @@ class WandbLogger(ServiceLogger):
         run_name: str | None = None,
         every: Every | None = None,
         *,
-        hyperparameters: Mapping[str, Any] | None = None,
+        hyperparameters: Mapping[str, object] | None = None,
         room: int = 64 * 2**20,
         flush_seconds: float = 10.0,
         clock: Callable[[], float] = time.monotonic,
@@ -60,8 +55,7 @@ class WandbLogger(ServiceLogger):
             every, hyperparameters=hyperparameters, room=room, flush_seconds=flush_seconds, clock=clock,
             on_error=on_error,
         )  # fmt: skip
-        if not isinstance(project, str) or not project:
-            raise ConfigurationError(f"WandbLogger(project={project!r}): needs the project's name")
+        check_text("WandbLogger", "project", project, "the project's name")
         if mode not in (None, "online", "offline"):
             raise unknown_name("WandbLogger", "mode", mode, ("online", "offline"))
         self.project = project
@@ -69,7 +63,7 @@ class WandbLogger(ServiceLogger):
         self.mode = mode
         self.run_name = run_name
         self._wandb = load_optional("WandbLogger", "wandb", "wandb")
-        self._log = get_logger("handlers")  # here, as in `Sender`
+        self._log = get_logger("handlers")  # created here, as in `Sender`
 
     def prepare(self) -> None:
         make_folder("WandbLogger", self.folder)
@@ -77,7 +71,7 @@ class WandbLogger(ServiceLogger):
     def is_refusal(self, error: Exception) -> bool:
         return super().is_refusal(error) or isinstance(error, self._wandb.errors.UsageError)
 
-    def connect(self, key: str, values: Mapping[str, Plain]) -> Callable[[Sequence[Any]], int]:
+    def connect(self, key: str, values: Mapping[str, Plain]) -> Deliver:
         settings = self._wandb.Settings(
             silent=True, console="off", disable_git=True, init_timeout=30.0, login_timeout=1.0
         )
@@ -90,11 +84,11 @@ class WandbLogger(ServiceLogger):
             resume="allow",
             config=dict(values),
             settings=settings,
-            reinit="create_new",  # another run of this process is not ours to end
+            reinit="create_new",  # so that another run of this process is not ended
         )
-        if run.disabled:  # it has asked on a terminal in vain
+        if run.disabled:  # there is no key, and none was entered on the terminal
             raise ConfigurationError(
-                "WandbLogger: Weights & Biases has no key of yours; call `wandb login` once, or pass mode='offline'"
+                "WandbLogger: no key of Weights & Biases was found; call `wandb login` once, or pass mode='offline'"
             )
         self._log.info("logging to Weights & Biases", url=None if run.offline else run.url, folder=run.dir)
         run.define_metric("iteration", hidden=True)
@@ -108,7 +102,7 @@ class _Run:
     def __init__(self, run: Any, wandb: Any) -> None:
         self._run, self._wandb = run, wandb
 
-    def deliver(self, entries: Sequence[Any]) -> int:
+    def deliver(self, entries: Sequence[Entry]) -> int:
         first = entries[0]
         if isinstance(first, Metrics):
             place = {"iteration": first.iteration, "epoch": first.epoch, "time": first.time_ns / 1e9}

@@ -1,1 +1,1 @@
-"""Reading and judging metric values."""
+"""How metric values are read, converted and compared."""

@@ -1,4 +1,4 @@
-"""Tells somebody when something happens to the run: by a command, or by a web address."""
+"""Sends alerts about a run: to a command, to a web address, or both."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import urllib.error
 import urllib.request
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Self
+from typing import Self
 from urllib.parse import urlsplit
 
 from pulsetrain.engine.errors import ConfigurationError
@@ -23,45 +23,51 @@ from pulsetrain.engine.events.payloads import payload_fields
 from pulsetrain.engine.events.subscription import LAST, Phase
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.recording.replay.engine import ReplayedEngine
-from pulsetrain.handlers.attachment.attachment import Attachment
+from pulsetrain.engine.training_run import is_training_run
+from pulsetrain.handlers.attachment.attachment import AnyEvent, Attachment
 from pulsetrain.handlers.attachment.engine_queries import is_run_end
 
 __all__ = ["Alert"]
 
-_AT_MOST = 100  # alerts that wait: a run whose every step is an anomaly must not fill the memory with them
+_AT_MOST = 100  # waiting alerts: a run in which every step is an anomaly must not fill the memory
 _EVENTS = (Events.ANOMALY_DETECTED, Events.EXCEPTION_RAISED, Events.TERMINATE, Events.COMPLETED)
 
 
 class Alert:
-    """Runs a command, posts to a web address, or both, for each of some events.
+    """Runs a command, posts to a web address, or both, when one of the events fires.
 
-    What they get is JSON: {"event": "terminate", "engine": "trainer", "epoch": 3, "iteration": 1200, "time": seconds
-    since 1970, "payload": {"reason": ...}}. The command has it on its standard input, and finds PULSETRAIN_EVENT,
-    PULSETRAIN_ENGINE, PULSETRAIN_EPOCH and PULSETRAIN_ITERATION in its environment; it is run as it stands, by no
-    shell. The address gets it as the body of a POST.
+    An alert is JSON: {"event": "terminate", "engine": "trainer", "epoch": 3, "iteration": 1200, "time": seconds since
+    1970, "payload": {"reason": ...}}. The command reads it from its standard input, and has PULSETRAIN_EVENT,
+    PULSETRAIN_ENGINE, PULSETRAIN_EPOCH and PULSETRAIN_ITERATION in its environment; no shell is involved. The address
+    receives it as the body of a POST.
 
-    A thread of its own does so, one alert after the other: the run waits for none, but at its end, for at most
-    `timeout` seconds in all. An alert that fails, or finds 100 others waiting, costs itself; the first is told. In a
-    replay nobody is alerted, unless asked for. A run that goes back to a checkpoint has not terminated.
+    A separate thread sends the alerts one after the other. Only the end of the run waits for them, for at most
+    `timeout` seconds in all. An alert that fails, or finds 100 others waiting, is lost; the first loss is logged. A
+    replay sends no alerts, unless asked to. A run that returns to a checkpoint has not terminated.
 
     Args:
         command: the program and its arguments, such as ["notify-send", "training"].
-        webhook: an address that begins with https:// or http://; messages leave out all behind the host's name.
-        events: what to tell of.
+        webhook: an address that begins with https:// or http://; messages show only its host.
+        events: those that send an alert.
         timeout: seconds that one command or one request may take, and that the end of the run waits.
-        in_replay: alert in a replay, too.
+        in_replay: also send alerts in a replay.
 
     Raises:
-        ConfigurationError: neither is given, a command as one string, another kind of address, no events, or a timeout
-            that is not positive.
-        TypeError: what is no event.
+        ConfigurationError: neither command nor webhook is given, the command is a string, the address has another
+            scheme, there are no events, or the timeout is not positive.
+        TypeError: an event is not an event.
+
+    >>> import sys
+    >>> engine = Engine(lambda engine, batch: None)
+    >>> alert = Alert([sys.executable, "-c", "import json, sys; json.load(sys.stdin)"]).attach(engine)
+    >>> state = engine.run([1])  # waits at its end until the command is done
     """
 
     def __init__(
         self,
         command: Sequence[str] | None = None,
         webhook: str | None = None,
-        events: Iterable[Any] = _EVENTS,
+        events: Iterable[AnyEvent] = _EVENTS,
         timeout: float = 10.0,
         *,
         in_replay: bool = False,
@@ -70,31 +76,31 @@ class Alert:
             raise ConfigurationError("Alert(): needs a command or a webhook, such as Alert(command=['notify-send'])")
         if isinstance(command, str) or (command is not None and not (command and all(map(_is_text, command)))):
             raise ConfigurationError(
-                f"Alert(command={command!r}): needs a list of texts, the program and its arguments, as no shell runs it"
+                f"Alert(command={command!r}): needs a list of texts, the program and its arguments; no shell splits it"
             )
         if webhook is not None and not _is_address(webhook):
             raise ConfigurationError(
                 f"Alert(webhook={_shown(webhook)}): needs an address that begins with https:// or http://"
             )
         if isinstance(events, (str, EventEnum)):
-            raise TypeError(f"Alert(events={events!r}): needs several, as (Events.COMPLETED,)")
+            raise TypeError(f"Alert(events={events!r}): needs several, such as (Events.COMPLETED,)")
         if not isinstance(timeout, (int, float)) or isinstance(timeout, bool) or not 0.0 < timeout < math.inf:
             raise ConfigurationError(f"Alert(timeout={timeout!r}): needs a positive number of seconds")
         self.command = None if command is None else list(command)
         self.webhook = webhook
         self.events = tuple(events)
         if not self.events:
-            raise ConfigurationError("Alert(events=()): needs one event at least")
+            raise ConfigurationError("Alert(events=()): needs at least one event")
         self.timeout = timeout
         self.in_replay = in_replay
-        self._waiting: deque[dict[str, Any]] = deque()
-        self._working = False  # there is a thread
-        self._changed = threading.Condition()  # of the two
-        self._said = False
+        self._waiting: deque[dict[str, object]] = deque()
+        self._working = False  # whether the thread runs
+        self._changed = threading.Condition()  # guards both
+        self._warned = False
         self._attachment = Attachment("Alert")
 
     def attach(self, engine: Engine) -> Self:
-        """Hear the events in phase OBSERVE; at the run's end, wait last of all."""
+        """Subscribe to the events in phase OBSERVE; at the run's end, wait after all other handlers."""
         with self._attachment.to(engine, whole_bus=False) as subscribe:
             for event in self.events:
                 subscribe(event, self._on_event, on_error="warn")
@@ -103,14 +109,14 @@ class Alert:
         return self
 
     def detach(self) -> None:
-        """Alert no more; what waits is told, for which it waits at most `timeout` seconds."""
+        """Unsubscribe; wait for alerts not sent yet, for at most `timeout` seconds."""
         self._attachment.cancel()
         self._wait()
 
     def _on_event(self, engine: Engine, event: Event) -> None:
         if isinstance(engine, ReplayedEngine) and not self.in_replay:
             return
-        if event.type == Events.TERMINATE.value and getattr(engine, "rewinding", None) is not None:
+        if event.type == Events.TERMINATE.value and is_training_run(engine) and engine.is_rewinding:
             return
         message = _message(event)
         with self._changed:
@@ -121,9 +127,9 @@ class Alert:
                 threading.Thread(target=self._work, name="alert", daemon=True).start()
                 self._working = True
         if full:
-            self._tell("dropped", f"{_AT_MOST} alerts are waiting already")
+            self._warn("dropped", f"{_AT_MOST} alerts are already waiting")
 
-    def _on_end(self, engine: Any, event: Event) -> None:
+    def _on_end(self, engine: Engine, event: Event) -> None:
         if is_run_end(engine, event):
             self._wait()
 
@@ -132,7 +138,7 @@ class Alert:
             self._changed.wait_for(lambda: not self._working, self.timeout)
 
     def _work(self) -> None:
-        """The thread: until nothing waits."""
+        """Send alerts until none waits; runs in the thread."""
         while True:
             with self._changed:
                 if not self._waiting:
@@ -143,10 +149,10 @@ class Alert:
             for send in (self._run, self._post):
                 try:
                     send(message)
-                except Exception as error:  # whatever it was, the others have their chance
-                    self._tell("failed", f"{type(error).__name__}: {error}")
+                except Exception as error:  # the next alerts are still sent
+                    self._warn("failed", f"{type(error).__name__}: {error}")
 
-    def _run(self, message: Mapping[str, Any]) -> None:
+    def _run(self, message: Mapping[str, object]) -> None:
         command = self.command
         if command is None:
             return
@@ -158,19 +164,19 @@ class Alert:
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             env=environment,
-            start_new_session=True,  # so that what it has started ends with it
+            start_new_session=True,  # so that the processes it starts end with it
         ) as process:
             try:
-                _, said = process.communicate(json.dumps(message).encode(), timeout=self.timeout)
+                _, printed = process.communicate(json.dumps(message).encode(), timeout=self.timeout)
             except subprocess.TimeoutExpired:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
                 raise TimeoutError(f"{command[0]} took more than {self.timeout:g} s") from None
         if process.returncode:
-            text = said.decode(errors="replace").strip()
+            text = printed.decode(errors="replace").strip()
             raise RuntimeError(f"{command[0]} ended with {process.returncode}: {text[-500:]}")
 
-    def _post(self, message: Mapping[str, Any]) -> None:
+    def _post(self, message: Mapping[str, object]) -> None:
         webhook = self.webhook
         if webhook is None:
             return
@@ -182,19 +188,19 @@ class Alert:
         except urllib.error.HTTPError as error:
             error.close()
             raise RuntimeError(f"{_shown(webhook)} answered {error.code} {error.reason}") from None
-        except Exception as error:  # others than OSError may quote the address
+        except Exception as error:  # an error other than OSError may quote the address
             why = error if isinstance(error, OSError) else type(error).__name__
             raise RuntimeError(f"{_shown(webhook)} could not be reached: {why}") from None
 
-    def _tell(self, what: str, why: str) -> None:
-        if not self._said:
-            self._said = True
+    def _warn(self, what: str, why: str) -> None:
+        if not self._warned:
+            self._warned = True
             get_logger("handlers").warning(
-                f"an alert {what}; the run goes on, and further ones are not told of", error=why
+                f"an alert {what}; the run continues, and further failures are not reported", error=why
             )
 
 
-def _message(event: Event) -> dict[str, Any]:
+def _message(event: Event) -> dict[str, object]:
     payload = event.payload
     if hasattr(payload, "__dataclass_fields__"):
         payload = payload_fields(payload)
@@ -208,8 +214,8 @@ def _message(event: Event) -> dict[str, Any]:
     }
 
 
-def _plain(value: Any) -> Any:
-    """What JSON knows; nothing is brought from a device for it."""
+def _plain(value: object) -> object:
+    """The value as plain JSON; tensors are not copied from their device."""
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     if value is None or isinstance(value, (str, int)):
@@ -230,13 +236,13 @@ def _is_text(value: object) -> bool:
 def _is_address(value: object) -> bool:
     try:
         parts = urlsplit(value) if isinstance(value, str) else None
-    except ValueError:  # half an address of IPv6
+    except ValueError:  # an incomplete IPv6 address
         return False
     return parts is not None and parts.scheme in ("https", "http") and bool(parts.hostname)
 
 
 def _shown(webhook: object) -> str:
-    """The address without what may be a secret: whoever has the whole of it may post."""
+    """The address without the parts that may be secret: with the whole of it anyone may post."""
     if not isinstance(webhook, str):
         return repr(webhook)
     if not _is_address(webhook):

@@ -1,19 +1,23 @@
-"""How many floating-point operations one training step takes, counted while it is made."""
+"""Counts the floating-point operations of a training step while it runs."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from itertools import islice
-from typing import Any
+from typing import TypeAlias
 
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.hooks import RemovableHandle
 
 from pulsetrain.engine.optimizers import parts_of
 
-__all__ = ["FlopCount", "is_compiled", "peak_flops_of", "shapes_of"]
+__all__ = ["FlopCount", "Shapes", "is_compiled", "peak_flops_of", "shapes_of"]
 
-# dense matrix products in 16 bits, operations a second, as the makers' data sheets give them; the first that fits holds
+Shapes: TypeAlias = tuple[tuple[tuple[object, ...], object], ...]  # of pairs (path, shape or length)
+
+# dense matrix products in 16 bits, operations per second, from the makers' data sheets; the first name that fits counts
 PEAKS = (
     ("GB200", 2.5e15),
     ("B200", 2.25e15),
@@ -33,37 +37,47 @@ PEAKS = (
     ("RTX 3090", 71e12),
 )
 
-MOST_VALUES = 64  # of a batch that are looked at
+MOST_VALUES = 64  # of a batch that are visited
 _SCALARS = (int, float, str, bytes, type(None))
 
 
 def peak_flops_of(device_name: str) -> float | None:
-    """Operations a second that the device makes at best in 16 bits; None where the name is not known."""
+    """The device's peak in 16 bits, operations per second; None for an unknown name.
+
+    >>> peak_flops_of("NVIDIA H100 80GB HBM3"), peak_flops_of("unknown")
+    (989400000000000.0, None)
+    """
     words = device_name.replace("-", " ").split()
     text = f" {' '.join(words)} "
     return next((peak for name, peak in PEAKS if f" {name} " in text), None)
 
 
-def is_compiled(model: Any) -> bool:
-    """Whether the model runs as compiled: counting would make it run uncompiled for a step, to other last bits."""
-    modules = model.modules() if isinstance(model, nn.Module) else ()
+def is_compiled(model: nn.Module | None) -> bool:
+    """Whether the model is compiled: counting would run it uncompiled for a step, which may change the last bits."""
+    modules = model.modules() if model is not None else ()
+    # the attributes that torch.compile(module) and module.compile() set; there is no public way to ask
     return any(hasattr(each, "_orig_mod") or each._compiled_call_impl is not None for each in modules)
 
 
-def shapes_of(batch: Any, depth: int = 4) -> tuple[Any, ...]:
-    """The shapes of the tensors in a batch and the lengths of its lists: what the operations of its step depend on.
+def shapes_of(batch: object, depth: int = 4) -> Shapes:
+    """The shapes of the tensors in a batch and the lengths of its lists, which determine the operations of its step.
 
-    It looks as deep as that, outermost first, and at 64 values at most: a batch may carry lists of texts as well.
+    It visits at most 64 values, outermost first, down to that depth: a batch may also have lists of texts.
+
+    >>> import torch
+    >>> shapes_of({"inputs": torch.zeros(8, 4), "texts": ["a", "b"]})
+    ((('inputs',), (8, 4)), (('texts',), 2))
     """
-    found: list[Any] = []
-    level, left = [((), batch)], MOST_VALUES
+    found: list[tuple[tuple[object, ...], object]] = []
+    level: list[tuple[tuple[object, ...], object]] = [((), batch)]
+    left = MOST_VALUES
     for _ in range(depth + 1):
-        below: list[tuple[tuple[Any, ...], Any]] = []
+        below: list[tuple[tuple[object, ...], object]] = []
         for path, value in level:
             if isinstance(value, Tensor):
                 found.append((path, tuple(value.shape)))
                 continue
-            items: Iterable[tuple[Any, Any]] = ()
+            items: Iterable[tuple[object, object]] = ()
             if isinstance(value, Mapping):
                 items = value.items()
             elif isinstance(value, (list, tuple)):
@@ -82,38 +96,44 @@ def shapes_of(batch: Any, depth: int = 4) -> tuple[Any, ...]:
 
 
 class FlopCount:
-    """Counts matrix products, convolutions and attention, as torch.utils.flop_counter knows them.
+    """Counts matrix products, convolutions and attention, as torch.utils.flop_counter defines them.
 
-    The numbers that are computed stay the same to the bit. What the optimizer's own step computes is left out.
+    Results stay bit for bit the same. The optimizer's own computations are left out.
 
     Args:
-        optimizer: whose steps are left out, or those of each of its parts; None for none.
+        optimizer: its steps, or those of each of its parts, are left out; None if there is none.
+
+    >>> import torch
+    >>> count = FlopCount(None)
+    >>> product = torch.ones(2, 3) @ torch.ones(3, 4)
+    >>> count.end()
+    48
     """
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: Optimizer | None) -> None:
         self.flops = 0
         self._mode: FlopCounterMode | None = None
-        self._hooks = []
-        for part in parts_of(optimizer).values():  # a NamedOptimizers' own step() is not what a trainer calls
-            for name, hook in (("register_step_pre_hook", self._pause), ("register_step_post_hook", self._go_on)):
-                if callable(register := getattr(part, name, None)):
-                    self._hooks.append(register(hook))
-        self._go_on()
+        self._hooks: list[RemovableHandle] = []
+        # of each part: a trainer does not call the step() of a NamedOptimizers itself
+        for part in parts_of(optimizer).values() if optimizer is not None else ():
+            self._hooks.append(part.register_step_pre_hook(self._pause))
+            self._hooks.append(part.register_step_post_hook(self._resume))
+        self._resume()
 
     def end(self) -> int:
-        """Count no more; returns how many there were."""
+        """Stop counting; returns the number of operations."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
         self._pause()
         return self.flops
 
-    def _go_on(self, *_: Any) -> None:
+    def _resume(self, *_: object) -> None:
         if self._mode is None:
             self._mode = FlopCounterMode(display=False)
             self._mode.__enter__()
 
-    def _pause(self, *_: Any) -> None:
+    def _pause(self, *_: object) -> None:
         mode, self._mode = self._mode, None
         if mode is not None:
             mode.__exit__(None, None, None)

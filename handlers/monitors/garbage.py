@@ -1,81 +1,83 @@
-"""Python's garbage collection at points of the run where it disturbs nobody."""
+"""Runs Python's garbage collection at a cadence, not in the middle of steps."""
 
 from __future__ import annotations
 
 import gc
-from typing import Any, Self
+from typing import Self
 
-from pulsetrain.engine.errors import ConfigurationError, RecordingError
+from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.events.cadence import Every
 from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import Events
 from pulsetrain.engine.events.subscription import FIRST, Phase
-from pulsetrain.engine.recording.replay.engine import ReplayedEngine
 from pulsetrain.handlers.attachment.attachment import Attachment
+from pulsetrain.handlers.attachment.cadence import check_every
+from pulsetrain.handlers.attachment.engine_queries import reject_replay
 
 __all__ = ["Garbage"]
 
 
 class Garbage:
-    """Switches the automatic collection off while the engine runs, and collects at a cadence instead.
+    """Disables automatic collection while the engine runs, and collects at a cadence instead.
 
-    The automatic one comes in the middle of a step, and in a distributed run at another step on each process, for which
-    all the others wait. What is there at the start is frozen: no collection looks at it again. However the run ends,
-    and on `detach()`, the collector is as it was before; while an interrupted run pauses it stays off.
+    Automatic collection happens in the middle of a step, and in a distributed run at a different step on each process,
+    while all the others wait. Objects that exist at the start are frozen, so that no collection visits them. When the
+    run ends, in whatever way, and on `detach()`, the collector is restored; while an interrupted run pauses it stays
+    off.
 
-    Memory that only the collector frees, of objects that refer to each other, is held from one occasion to the next.
+    Memory that only the collector frees, of objects that refer to each other, is held until the next collection.
 
     Args:
-        every: when to collect; joined by `|` where one cadence is not enough.
+        every: when to collect; several cadences may be joined by `|`.
         generation: up to which one; 2 is everything.
 
     Raises:
-        TypeError: the cadence is no Every.
+        TypeError: the cadence is not an Every.
         ConfigurationError: there is no such generation.
+
+    >>> engine = Engine(lambda engine, batch: gc.isenabled())
+    >>> garbage = Garbage(Every(iterations=100)).attach(engine)
+    >>> engine.run([1]).output, gc.isenabled()
+    (False, True)
     """
 
     def __init__(self, every: Every | None = None, generation: int = 2) -> None:
         self.every = Every(epochs=1) if every is None else every
-        if not isinstance(self.every, Every):
-            raise TypeError(f"Garbage(every={every!r}): needs an Every, such as Every(iterations=1000)")
+        check_every("Garbage", self.every, "Every(iterations=1000)")
         if not isinstance(generation, int) or isinstance(generation, bool) or not 0 <= generation <= 2:
             raise ConfigurationError(f"Garbage(generation={generation!r}): needs 0, 1 or 2")
         self.generation = generation
         self._was_enabled = False
-        self._freezes = False  # what is frozen is ours
+        self._freezes = False  # whether this handler froze the objects
         self._active = False
         self._attachment = Attachment("Garbage")
 
     def attach(self, engine: Engine) -> Self:
-        """Collect behind loggers and checkpoints of the same event, in phase PERSIST.
+        """Collect after loggers and checkpoints of the same event, in phase PERSIST.
 
         Raises:
             RecordingError: the engine is a replay.
         """
         with self._attachment.to(engine, whole_bus=False) as subscribe:
-            if isinstance(engine, ReplayedEngine):
-                raise RecordingError(
-                    f"Replay: {engine.name!r} makes no steps whose garbage Garbage could collect: an event log is no "
-                    "process; attach it in training"
-                )
+            reject_replay("Garbage", engine, "process that trains")
             subscribe(Events.STARTED, self._begin, phase=Phase.PERSIST)
             subscribe(self.every.events(), self._collect, phase=Phase.PERSIST)
             subscribe(Events.COMPLETED, self._end, phase=Phase.PERSIST)
             subscribe(Events.TERMINATE, self._end_without_completed, phase=Phase.PERSIST)
-            # first of all: another handler may raise in turn
+            # before other handlers, which may raise in turn
             subscribe(Events.EXCEPTION_RAISED, self._end_failing, phase=Phase.COMPUTE, order=FIRST)
         return self
 
     def detach(self) -> None:
-        """Collect no more; the collector is as it was."""
+        """Stop collecting; the collector is restored."""
         self._attachment.cancel()
         self._end()
 
     def _begin(self) -> None:
-        if self._active:  # a paused run was given up for this one
+        if self._active:  # a paused run was abandoned for this one
             return
         self._active, self._was_enabled = True, gc.isenabled()
-        self._freezes = gc.get_freeze_count() == 0  # else somebody else's would be unfrozen with ours
+        self._freezes = gc.get_freeze_count() == 0  # otherwise objects that others froze would be unfrozen too
         gc.disable()
         gc.collect()
         if self._freezes:
@@ -85,7 +87,7 @@ class Garbage:
         if self._active:
             gc.collect(self.generation)
 
-    def _end_without_completed(self, engine: Any) -> None:
+    def _end_without_completed(self, engine: Engine) -> None:
         if engine.should_terminate == "skip_completed":
             self._end()
 

@@ -1,9 +1,9 @@
-"""Norms and distributions of the gradients, for each parameter or module."""
+"""Norms and histograms of the gradients of each parameter or module."""
 
 from __future__ import annotations
 
 import math
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -14,41 +14,51 @@ from pulsetrain.engine.events.cadence import Every
 from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import Event, Events
 from pulsetrain.engine.events.subscription import Phase
-from pulsetrain.engine.optimizers import parts_of
+from pulsetrain.engine.optimizers import NamedOptimizers
 from pulsetrain.handlers.attachment.attachment import Attachment
-from pulsetrain.handlers.attachment.engine_queries import reject_replay
+from pulsetrain.handlers.attachment.engine_queries import attribute, reject_replay
 from pulsetrain.handlers.attachment.publishing import publish, publish_media
 
 __all__ = ["GradientMonitor"]
 
-ROOT = "(root)"  # the module of parameters that lie in the model itself
+ROOT = "(root)"  # stands for the model itself, which may have parameters of its own
 
 
 class GradientMonitor:
-    """Publishes the norm of each gradient as it is before clipping, as "grad_norm/layer.weight".
+    """Publishes the norm of each gradient before clipping, as "grad_norm/layer.weight".
 
-    At the cadence alone something is computed, on the device, and one copy brings all of it to the host; the trainer
-    computes a gradient norm for it at these updates and no others. A histogram takes some 30 bytes for each value of
-    the gradient meanwhile, one gradient after the other.
+    Norms are computed on the device, only at the cadence, and copied to the host at once; the trainer computes a
+    gradient norm for this handler only at these updates. A histogram temporarily takes about 30 bytes for each value of
+    the gradient, one gradient at a time.
 
-    Of several optimizers each is looked at by the count of its own updates, from where the run begins or goes on, and
-    its own parameters alone are; there the trainer computes a gradient norm at every update.
+    With several optimizers, each one's own updates are counted, from where the run starts or resumes, and its own
+    parameters are measured; the trainer then computes a gradient norm at every update.
 
     Args:
-        every: a cadence of updates: gradients are whole at an update alone.
+        every: a cadence of updates: gradients are complete only at an update.
         by: "parameter", or "module" for the norm over all parameters of a module, without those of modules inside it;
             parameters of the model itself are "(root)".
-        histograms: fire MEDIA_LOGGED with a histogram "grad/layer.weight" each; what is not finite is left out of it.
-        bins: of a histogram, of one width from the least value to the greatest.
+        histograms: also fire MEDIA_LOGGED with a histogram "grad/layer.weight" of the finite values.
+        bins: of a histogram, of equal width from the smallest value to the largest.
         norm_type: 1, 2 or inf.
-        updates: publish "update_ratio/layer.weight" as well: the norm of what the update has added to the weights over
-            the norm of the weights before it. At the cadence this takes as much memory as the weights do.
-        top: publish those of the largest norms alone, so many.
+        updates: also publish "update_ratio/layer.weight": the norm of the update over the norm of the weights before
+            it. At the cadence this takes as much memory as the weights.
+        top: publish only this many, those with the largest norms.
         model: by default the engine's.
 
     Raises:
-        ConfigurationError: a value out of range, or a cadence of anything but updates.
-        TypeError: the model is no nn.Module.
+        ConfigurationError: a value is out of range, or the cadence is not one of updates.
+        TypeError: the model is not an nn.Module.
+
+    >>> import pulsetrain
+    >>> from pulsetrain.engine import SupervisedStrategy
+    >>> trainer = pulsetrain.Trainer(
+    ...     nn.Linear(2, 1, bias=False), [(torch.ones(1, 2), torch.ones(1, 1))], strategy=SupervisedStrategy("mse"),
+    ...     handlers=[GradientMonitor(Every(updates=1))])
+    >>> subscription = trainer.on(Events.METRICS_LOGGED)(lambda engine, event: print(*event.payload.metrics))
+    >>> history = trainer.train()
+    grad_norm/weight
+    train/loss learning_rate grad_norm samples_per_second
     """
 
     def __init__(
@@ -66,7 +76,7 @@ class GradientMonitor:
         every = Every(updates=50) if every is None else every
         if not isinstance(every, Every) or every != Every(updates=every.updates or 1):
             raise ConfigurationError(
-                f"GradientMonitor(every={every!r}): gradients are whole at an update alone; use Every(updates=50)"
+                f"GradientMonitor(every={every!r}): gradients are complete only at an update; use Every(updates=50)"
             )
         if by not in ("parameter", "module"):
             raise unknown_name("GradientMonitor", "by", by, ("parameter", "module"))
@@ -81,13 +91,13 @@ class GradientMonitor:
             raise TypeError(f"GradientMonitor(model={type(model).__name__}): needs a torch.nn.Module")
         self.every, self.by, self.histograms, self.bins = every, by, histograms, bins
         self.norm_type, self.updates, self.top, self.model = norm_type, updates, top, model
-        self._before: dict[str, list[tuple[Tensor, Tensor]]] | None = None  # parameters, and as they were
-        self._norms: dict[str, float] = {}  # that await what the update makes of the weights
+        self._before: dict[str, list[tuple[Tensor, Tensor]]] | None = None  # parameters, and copies before the update
+        self._norms: dict[str, float] = {}  # published with the ratios, after the update
         self._counts: dict[str, int] = {}  # updates of each of several optimizers
         self._attachment = Attachment("GradientMonitor")
 
     def attach(self, engine: Engine) -> Self:
-        """Look at this engine's gradients, in phase OBSERVE of GRADIENTS_READY.
+        """Measure this engine's gradients, in phase OBSERVE of GRADIENTS_READY.
 
         Raises:
             ConfigurationError: the engine has no model, and none was given.
@@ -95,14 +105,13 @@ class GradientMonitor:
         """
         with self._attachment.to(engine, whole_bus=False) as subscribe:
             reject_replay("GradientMonitor", engine, "gradients")
-            model = self.model if self.model is not None else getattr(engine, "model", None)
-            if not isinstance(model, nn.Module):
+            if self.model is None and attribute(engine, "model", nn.Module) is None:
                 raise ConfigurationError(
                     f"GradientMonitor(model=None): {engine.name!r} has no torch model; pass model="
                 )
             interval = self.every.updates
-            optimizer: Any = getattr(engine, "optimizer", None)
-            if len(parts_of(optimizer)) > 1:  # state.update counts those of all
+            optimizers = attribute(engine, "optimizer", NamedOptimizers)
+            if optimizers is not None and len(optimizers.parts) > 1:  # state.update counts the updates of all
                 subscribe(Events.STARTED, self._on_started, phase=Phase.OBSERVE, on_error="warn")
                 subscribe(Events.GRADIENTS_READY, self._on_gradients_of, phase=Phase.OBSERVE, on_error="warn")
                 interval = 1
@@ -123,21 +132,23 @@ class GradientMonitor:
     def _on_started(self) -> None:
         self._counts.clear()
 
-    def _on_gradients_of(self, engine: Any, event: Event) -> None:
-        name = event.payload.optimizer
+    def _on_gradients_of(self, engine: Engine, event: Event) -> None:
+        optimizers, name = attribute(engine, "optimizer", NamedOptimizers), event.payload.optimizer
         self._counts[name] = count = self._counts.get(name, 0) + 1
         assert self.every.updates is not None
+        assert optimizers is not None
         if count % self.every.updates == 0:
-            owned = {id(each) for group in engine.optimizer.parts[name].param_groups for each in group["params"]}
-            self._look(engine, owned)
+            owned = {id(each) for group in optimizers.parts[name].param_groups for each in group["params"]}
+            self._measure(engine, owned)
 
-    def _on_gradients(self, engine: Any) -> None:
-        self._look(engine)
+    def _on_gradients(self, engine: Engine) -> None:
+        self._measure(engine)
 
     @torch.no_grad()
-    def _look(self, engine: Any, owned: set[int] | None = None) -> None:
-        self._before, self._norms = None, {}  # of an update that failed
-        groups = self._groups(self.model if self.model is not None else engine.model, owned)
+    def _measure(self, engine: Engine, owned: set[int] | None = None) -> None:
+        self._before, self._norms = None, {}  # left by an update that failed
+        model = self.model if self.model is not None else attribute(engine, "model", nn.Module)
+        groups = self._groups(model, owned) if model is not None else {}
         if not groups:
             return
         gradients = {name: [_values(parameter.grad) for parameter in each] for name, each in groups.items()}
@@ -159,7 +170,7 @@ class GradientMonitor:
             publish(engine, {f"grad_norm/{name}": value for name, value in norms.items()})
 
     @torch.no_grad()
-    def _on_update(self, engine: Any) -> None:
+    def _on_update(self, engine: Engine) -> None:
         before, self._before = self._before, None
         norms, self._norms = self._norms, {}
         if before is None:
@@ -172,23 +183,23 @@ class GradientMonitor:
         host = _to_host({name: [added[name], was[name]] for name in before})
         metrics = {f"grad_norm/{name}": value for name, value in norms.items()}
         for name, (difference, size) in host.items():
-            if size > 0.0:  # else there is nothing to compare with
+            if size > 0.0:  # otherwise the ratio is undefined
                 metrics[f"update_ratio/{name}"] = difference / size
         publish(engine, metrics)
 
     def _groups(self, model: nn.Module, owned: set[int] | None) -> dict[str, list[nn.Parameter]]:
-        """The parameters that have a gradient, by the names under which they are published; of those ids, if given."""
+        """The parameters with a gradient, by the names under which they are published; only those with these ids."""
         groups: dict[str, list[nn.Parameter]] = {}
         for name, parameter in model.named_parameters():
             if parameter.grad is not None and parameter.numel() and (owned is None or id(parameter) in owned):
-                # a model of values has paths, "block/0/kernel"
+                # parameters of a functional model have paths such as "block/0/kernel"
                 module = name[: max(name.rfind("."), name.rfind("/"), 0)]
                 key = name if self.by == "parameter" else module or ROOT
                 groups.setdefault(key, []).append(parameter)
         return groups
 
     def _norms_of(self, tensors: dict[str, list[Tensor]]) -> dict[str, Tensor]:
-        """The norm over each group's tensors, shape (), on their device; of half precision in float32."""
+        """The norm over each group's tensors, shape (), on their device; half precision is computed in float32."""
         every = [tensor for parts in tensors.values() for tensor in parts]
         found: list[Tensor | None] = [None] * len(every)
         kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
@@ -196,7 +207,10 @@ class GradientMonitor:
             kinds.setdefault((tensor.device, tensor.dtype), []).append(index)
         for (_, kind), indices in kinds.items():
             dtype = torch.float32 if kind.itemsize < 4 else None
-            norms = torch._foreach_norm([every[index] for index in indices], self.norm_type, dtype=dtype)
+            # one kernel for all tensors, where a norm for each would be one launch per parameter
+            norms = torch._foreach_norm(  # what torch.nn.utils.get_total_norm calls; has no public name
+                [every[index] for index in indices], self.norm_type, dtype=dtype
+            )
             for index, norm in zip(indices, norms, strict=True):
                 found[index] = norm
         rest = iter(found)
@@ -215,7 +229,7 @@ def _values(gradient: Tensor | None) -> Tensor:
 
 
 def _histogram(parts: list[Tensor], bins: int) -> Tensor:
-    """The least finite value, the greatest, and how many lie in each bin: shape (2 + bins,)."""
+    """The smallest finite value, the largest, and the count of each bin: shape (2 + bins,)."""
     device = parts[0].device
     exact = torch.float32 if device.type == "mps" else torch.float64  # float32 counts up to 2**24
     flat = [part.reshape(-1).to(device) for part in parts]
@@ -233,8 +247,8 @@ def _histogram(parts: list[Tensor], bins: int) -> Tensor:
 
 
 def _counted(counts: list[float], least: float, greatest: float) -> tuple[list[int], list[float]]:
-    """Counts, and one edge more than those; where all values are one, its bin is 1 wide, as numpy makes it."""
-    if not least <= greatest:  # nothing was finite
+    """Counts and edges, of which there is one more. If all values are equal the range is 1 wide, as in numpy."""
+    if not least <= greatest:  # no value was finite
         least = greatest = 0.0
     if least == greatest:
         total = sum(counts)
@@ -247,7 +261,7 @@ def _counted(counts: list[float], least: float, greatest: float) -> tuple[list[i
 
 
 def _to_host(found: dict[str, list[Tensor]]) -> dict[str, list[float]]:
-    """The values of each name's tensors, one behind the other: one copy per device."""
+    """The values of each name's tensors, concatenated; one copy per device."""
     rows = {
         name: torch.cat([part.reshape(-1).to(_widest(part.device)) for part in parts]) for name, parts in found.items()
     }
@@ -267,6 +281,6 @@ def _widest(device: torch.device) -> torch.dtype:
 
 
 def _largest(norms: dict[str, float], top: int | None) -> set[str]:
-    """The names of the largest norms; NaN is larger than any number, for that is what one wants to see."""
+    """The names of the largest norms; NaN counts as the largest, so that it is always shown."""
     order = sorted(norms, key=lambda name: math.inf if math.isnan(norms[name]) else norms[name], reverse=True)
     return set(order[:top])

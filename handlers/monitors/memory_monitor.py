@@ -1,4 +1,4 @@
-"""How much memory the process and its device hold, and whether that grows without end."""
+"""Measures the memory of the process and its device, and warns when it keeps growing."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any, Self
+from typing import Self
 
 import torch
 
@@ -20,38 +20,43 @@ from pulsetrain.engine.events.subscription import FIRST
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.handlers.attachment.attachment import Attachment
 from pulsetrain.handlers.attachment.cadence import check_every, reading_events
-from pulsetrain.handlers.attachment.engine_queries import reject_replay
+from pulsetrain.handlers.attachment.engine_queries import device_of, reject_replay
 from pulsetrain.handlers.attachment.publishing import publish
 
 __all__ = ["MemoryMonitor"]
 
-_LASTING = ("memory/host_rss_bytes", "memory/device_allocated_bytes")  # of which growing means that something is kept
+_LASTING = ("memory/host_rss_bytes", "memory/device_allocated_bytes")  # growth of these means that something is kept
 _COUNTERS = {"allocated": "memory_allocated", "peak": "max_memory_allocated", "reserved": "memory_reserved"}
 _KEPT_ALIVE = "look for tensors kept with their graph (a loss without .detach()), and for lists and caches that grow"
 
 
 class MemoryMonitor:
-    """Publishes how many bytes are held, and never waits for the device.
+    """Publishes how many bytes are in use, without waiting for the device.
 
-    memory/host_rss_bytes: what this process holds of the machine's memory, its DataLoader's workers left out ("peak" in
-    place of "rss", the most so far, where the system does not tell);
-    memory/device_allocated_bytes, memory/device_peak_bytes, memory/device_reserved_bytes: tensors now, the most so far,
-    and what torch has taken from the device.
+    memory/host_rss_bytes: resident memory of this process, without its DataLoader's workers (memory/host_peak_bytes,
+    the maximum so far, on systems that do not report the current value);
+    memory/device_allocated_bytes, memory/device_peak_bytes, memory/device_reserved_bytes: tensors now, their maximum so
+    far, and what torch has reserved on the device.
 
-    Of what is now held it warns, once a run, and fires ANOMALY_DETECTED("memory_growth") with the bytes that came to
-    it, where each of `leak_after` readings in a row was above the one before and all together came to more than
-    `growth` of what was there. The first reading of a run comes before optimizers and allocators have what they need,
-    and does not count.
+    When `leak_after` readings in a row each exceed the one before, and together grow by more than the share `growth`,
+    it warns once a run and fires ANOMALY_DETECTED("memory_growth") with the growth in bytes. The first reading of a run
+    does not count: optimizers and allocators have not reached their full size then.
 
     Args:
-        every: how often.
-        leak_after: readings in a row.
+        every: when to read.
+        leak_after: growing readings in a row.
         growth: a share, such as 0.05.
-        read: gives the readings by their names, in place of those above.
+        read: returns the readings by name, instead of those above.
 
     Raises:
-        ConfigurationError: a number out of range.
-        TypeError: the cadence is no Every.
+        ConfigurationError: a number is out of range.
+        TypeError: the cadence is not an Every.
+
+    >>> engine = Engine(lambda engine, batch: None)
+    >>> monitor = MemoryMonitor(Every(iterations=1), read=lambda: {"memory/host_rss_bytes": 1024.0}).attach(engine)
+    >>> subscription = engine.on(Events.METRICS_LOGGED)(lambda engine, event: print(event.payload.metrics))
+    >>> state = engine.run([1])
+    {'memory/host_rss_bytes': 1024.0}
     """
 
     def __init__(
@@ -90,9 +95,8 @@ class MemoryMonitor:
     def _on_started(self) -> None:
         self._recent, self._warned, self._readings = {}, set(), 0
 
-    def _read(self, engine: Any) -> None:
-        device = getattr(getattr(engine, "backend", None), "device", None)
-        found = dict(self.read()) if self.read is not None else {**_of_host(), **_of_device(device)}
+    def _read(self, engine: Engine) -> None:
+        found = dict(self.read()) if self.read is not None else {**_of_host(), **_of_device(device_of(engine))}
         publish(engine, found, measured=True)
         self._readings += 1
         if self._readings == 1:
@@ -101,7 +105,7 @@ class MemoryMonitor:
             if (self.read is not None or name in _LASTING) and name not in self._warned:
                 self._judge(engine, name, value)
 
-    def _judge(self, engine: Any, name: str, value: float) -> None:
+    def _judge(self, engine: Engine, name: str, value: float) -> None:
         recent = self._recent.setdefault(name, deque())
         if recent and value <= recent[-1]:
             recent.clear()
@@ -130,14 +134,14 @@ def _of_host() -> dict[str, float]:
         return {"memory/host_rss_bytes": float(int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE"))}
     try:
         import resource
-    except ImportError:  # a system that is no Unix
+    except ImportError:  # not a Unix system
         return {}
     unit = 1 if sys.platform == "darwin" else 1024
     return {"memory/host_peak_bytes": float(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit)}
 
 
 def _of_device(device: torch.device | None) -> dict[str, float]:
-    """The allocator's own counters; nothing where the device is the CPU or does not tell."""
+    """The allocator's counters; empty if the device is the CPU or has none."""
     kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if kind is None or (device is not None and device.type != kind.type):
         return {}
@@ -146,9 +150,9 @@ def _of_device(device: torch.device | None) -> dict[str, float]:
             "memory/device_allocated_bytes": float(torch.mps.current_allocated_memory()),
             "memory/device_reserved_bytes": float(torch.mps.driver_allocated_memory()),
         }
-    tells: Any = getattr(torch, kind.type)
+    module = torch.get_device_module(kind)
     return {
-        f"memory/device_{name}_bytes": float(getattr(tells, function)(device))
+        f"memory/device_{name}_bytes": float(getattr(module, function)(device))
         for name, function in _COUNTERS.items()
-        if hasattr(tells, function)
+        if hasattr(module, function)
     }

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import uuid
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch.autograd.profiler import record_function
@@ -16,9 +15,8 @@ from pulsetrain.engine.argument_checks import check_bool, check_whole_number
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import Event, Events
-from pulsetrain.engine.events.subscription import FIRST, LAST, Phase
 from pulsetrain.engine.logs import get_logger
-from pulsetrain.handlers.attachment.attachment import Attachment
+from pulsetrain.handlers.attachment.attachment import Attachment, subscribe_first, subscribe_last
 from pulsetrain.handlers.attachment.engine_queries import reject_replay
 from pulsetrain.handlers.run_files.run_folder import make_folder
 
@@ -26,21 +24,29 @@ __all__ = ["Profiler"]
 
 
 class Profiler:
-    """Writes what a window of iterations does to FOLDER/profile/trace-ITERATION.json, once for each run() call.
+    """Writes a trace of a window of iterations to FOLDER/profile/trace-ITERATION.json, once for each run() call.
 
-    It is a trace as chrome://tracing and ui.perfetto.dev read it. Each iteration in it is marked "iteration N", and the
-    wait for its batch "batch N". A run that ends inside the window has what there was of it in the trace.
+    chrome://tracing and ui.perfetto.dev show the trace. Each iteration in it is marked "iteration N", and the wait for
+    its batch "batch N". If a run ends inside the window, the trace has the iterations up to there.
 
     Args:
         folder: the run folder.
-        start: the window's first iteration, counted from 1 where the run begins or goes on.
+        start: the window's first iteration, counted from 1 where the run starts or resumes.
         iterations: how many.
-        warmup: iterations before the window that are profiled as well and left out: at first that makes them slower.
-        memory: what each operation allocates, too.
-        stacks: the lines of Python from which operations were called, too; slower, and larger.
+        warmup: iterations before the window that are profiled and discarded, since profiling is slower at first.
+        memory: also record what each operation allocates.
+        stacks: also record the Python lines that called operations; slower, and larger.
 
     Raises:
-        ConfigurationError: a number out of range, or the warm-up would begin before the run does.
+        ConfigurationError: a number is out of range, or the warm-up would start before the run.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     engine = Engine(lambda engine, batch: torch.ones(2) * batch)
+    ...     profiler = Profiler(folder, start=2, iterations=1, warmup=0).attach(engine)
+    ...     state = engine.run([1, 2, 3])
+    ...     [path.name for path in (Path(folder) / "profile").iterdir()]
+    ['trace-2.json']
     """
 
     def __init__(
@@ -60,17 +66,17 @@ class Profiler:
         check_bool("Profiler", "stacks", stacks)
         if warmup >= start:
             raise ConfigurationError(
-                f"Profiler(start={start}, warmup={warmup}): the warm-up would begin before the run does; "
+                f"Profiler(start={start}, warmup={warmup}): the warm-up would start before the run; "
                 f"use start={warmup + 1} or more"
             )
         self.folder = Path(folder)
         self.start, self.iterations, self.warmup = start, iterations, warmup
         self.memory, self.stacks = memory, stacks
-        self._begun_at: int | None = None  # iterations behind us when the run began; None: nothing left to profile
-        self._profile: Any = None
-        self._marks: list[Any] = []
+        self._begun_at: int | None = None  # iterations done when the run started; None if nothing is left to profile
+        self._profile: profile | None = None
+        self._marks: list[record_function] = []
         self._attachment = Attachment("Profiler")
-        self._window = Attachment("Profiler")  # up to its end
+        self._window = Attachment("Profiler")  # until the window ends
 
     def attach(self, engine: Engine) -> Self:
         """Profile this engine's next run.
@@ -82,13 +88,13 @@ class Profiler:
         with self._attachment.to(engine, whole_bus=False) as subscribe:
             reject_replay("Profiler", engine, "process that trains")
             make_folder("Profiler", self.folder / "profile")
-            _last(subscribe, Events.STARTED, self._on_started)
-            _first(subscribe, Events.TERMINATE | Events.COMPLETED, self._on_end)
-            _first(subscribe, Events.EXCEPTION_RAISED, self._on_failure)
+            subscribe_last(subscribe, Events.STARTED, self._on_started)
+            subscribe_first(subscribe, Events.TERMINATE | Events.COMPLETED, self._on_end)
+            subscribe_first(subscribe, Events.EXCEPTION_RAISED, self._on_failure)
         return self
 
     def detach(self) -> None:
-        """Profile no more; a window under way is given up."""
+        """Stop profiling; a window in progress is discarded."""
         self._attachment.cancel()
         self._window.cancel()
         self._unmark()
@@ -98,14 +104,14 @@ class Profiler:
             profiled.stop()
 
     def _on_started(self, engine: Engine) -> None:
-        self._on_end(engine)  # of a run that was given up
+        self._on_end(engine)  # of a run that was abandoned
         self._begun_at = engine.state.iteration
         with self._window.to(engine, whole_bus=False) as subscribe:
-            _last(subscribe, Events.GET_BATCH_STARTED, self._on_asking)
-            _first(subscribe, Events.GET_BATCH_COMPLETED, self._unmark)
-            _last(subscribe, Events.ITERATION_STARTED, self._on_step_begins)
-            _first(subscribe, Events.ITERATION_COMPLETED, self._unmark)
-            _last(subscribe, Events.ITERATION_COMPLETED, self._on_iteration)
+            subscribe_last(subscribe, Events.GET_BATCH_STARTED, self._on_asking)
+            subscribe_first(subscribe, Events.GET_BATCH_COMPLETED, self._unmark)
+            subscribe_last(subscribe, Events.ITERATION_STARTED, self._on_step_begins)
+            subscribe_first(subscribe, Events.ITERATION_COMPLETED, self._unmark)
+            subscribe_last(subscribe, Events.ITERATION_COMPLETED, self._on_iteration)
         self._move(engine)
 
     def _on_asking(self, engine: Engine) -> None:
@@ -119,28 +125,28 @@ class Profiler:
             self._move(engine)
 
     def _move(self, engine: Engine) -> None:
-        """Behind an iteration, or before the first: begin, move on or end."""
+        """After an iteration, or before the first: start, advance or end."""
         assert self._begun_at is not None
-        behind = engine.state.iteration - self._begun_at
-        if behind == self.start - self.warmup - 1:
+        done = engine.state.iteration - self._begun_at
+        if done == self.start - self.warmup - 1:
             self._begin()
-        elif self._profile is not None and behind == self.start - 1 + self.iterations:
+        elif self._profile is not None and done == self.start - 1 + self.iterations:
             self._on_end(engine)
         elif self._profile is not None:
             self._profile.step()
 
     def _begin(self) -> None:
-        if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]  # a second one ends the process
+        if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]  # a second one would abort
             self._begun_at = None
             self._window.cancel()
-            raise RuntimeError("Profiler: another profiler is at work in this process; nothing is written")
+            raise RuntimeError("Profiler: another profiler is active in this process; nothing is written")
         kinds = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             kinds.append(ProfilerActivity.CUDA)
         if torch.xpu.is_available():
             kinds.append(ProfilerActivity.XPU)
         window = None
-        if self.warmup:  # else it would warn of what was asked for
+        if self.warmup:  # otherwise torch would warn about the missing warm-up
             window = torch.profiler.schedule(wait=0, warmup=self.warmup, active=self.iterations, repeat=1)
         profiled = profile(
             activities=kinds,
@@ -156,7 +162,7 @@ class Profiler:
         self._on_end(engine)
 
     def _on_end(self, engine: Engine) -> None:
-        """Write what there is of the window, and hear no more of the iterations."""
+        """Write the window as far as it got, and unsubscribe from the iterations."""
         self._window.cancel()
         self._unmark()
         profiled, self._profile = self._profile, None
@@ -167,7 +173,7 @@ class Profiler:
         profiled.stop()
         if engine.state.iteration < first:
             get_logger("handlers").warning(
-                "the run ended before the window that was to be profiled; nothing was written",
+                "the run ended before the window to profile; nothing was written",
                 window=f"iterations {first} to {first + self.iterations - 1}",
                 ended=engine.state.iteration,
             )
@@ -191,11 +197,3 @@ class Profiler:
     def _unmark(self) -> None:
         while self._marks:
             self._marks.pop().__exit__(None, None, None)
-
-
-def _first(subscribe: Callable[..., None], event: Any, handler: Any) -> None:
-    subscribe(event, handler, phase=Phase.COMPUTE, on_error="warn", order=FIRST)
-
-
-def _last(subscribe: Callable[..., None], event: Any, handler: Any) -> None:
-    subscribe(event, handler, phase=Phase.PERSIST, on_error="warn", order=LAST)

@@ -1,16 +1,16 @@
-"""Lets a language model write as it learns."""
+"""Samples text from a language model while it trains."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import nn
 
-from pulsetrain.engine.argument_checks import check_whole_number
+from pulsetrain.engine.argument_checks import check_number, check_whole_number
 from pulsetrain.engine.data import rng
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.events.cadence import Every
@@ -20,6 +20,7 @@ from pulsetrain.engine.events.subscription import FIRST
 from pulsetrain.engine.step.model_call import eval_mode
 from pulsetrain.handlers.attachment.attachment import Attachment
 from pulsetrain.handlers.attachment.cadence import check_every, reading_events
+from pulsetrain.handlers.attachment.engine_queries import attribute
 from pulsetrain.handlers.attachment.publishing import publish_media
 from pulsetrain.handlers.run_files.run_folder import make_folder, replace_file
 
@@ -29,25 +30,33 @@ __all__ = ["SampleText"]
 class SampleText:
     """Has the model continue each prompt, and fires MEDIA_LOGGED with the text, named "sample" ("sample/2" of several).
 
-    The model writes as it is validated: in eval mode, without gradients, and with the weights that its evaluator uses,
-    an average's, say. Afterwards modes and all random generators are as they were. Each time begins with the same seed,
-    so that texts differ by the weights alone.
+    The model is used as in validation: in eval mode, without gradients, and with the weights of the evaluator, for
+    example averaged ones. Afterwards modes and random generators are restored. Every sample starts from the same seed,
+    so that texts differ only because of the weights.
 
     Args:
-        prompts: what the texts begin with; one, or several.
+        prompts: the start of each text; one, or several.
         folder: the run folder, for FOLDER/samples/iteration-ITERATION.txt; None for no file.
-        every: how often; None for the run's end alone, where it writes in any case.
-        length: how many tokens (bytes of a byte model) to put behind a prompt.
-        temperature: below 1 the likelier ones are preferred; 0 takes the likeliest.
+        every: when to sample; None for only the end of the run, which always samples.
+        length: how many tokens (bytes of a byte model) to add to a prompt.
+        temperature: below 1 prefers likelier tokens; 0 takes the likeliest.
         seed: of the sampling.
-        generate: called as generate(prompt, length, temperature=..., generator=...), with a torch.Generator of the CPU;
-            it returns what follows the prompt. By default the model's own `generate`.
-        encode: makes of a prompt what `generate` takes; by default its bytes in UTF-8.
-        decode: makes text of what `generate` returns; by default text stays what it is, and bytes are UTF-8.
+        generate: called as generate(prompt, length, temperature=..., generator=...), with a CPU torch.Generator. By
+            default the model's method `generate`.
+        encode: turns a prompt into what `generate` accepts; by default its bytes in UTF-8.
+        decode: turns what `generate` returns into text; by default text is kept, and bytes are decoded as UTF-8.
 
     Raises:
-        ConfigurationError: no prompt or an empty one, or a number out of range.
-        TypeError: the cadence is no Every, or what is to be called is no callable.
+        ConfigurationError: no prompt or an empty one, or a number is out of range.
+        TypeError: the cadence is not an Every, or a function is not callable.
+
+    >>> def repeat(prompt, length, *, temperature, generator):
+    ...     return prompt * length
+    >>> engine = Engine(lambda engine, batch: None)
+    >>> sample = SampleText("ab", every=None, length=2, generate=repeat).attach(engine)
+    >>> state = engine.run([1])
+    >>> sample.texts
+    ['ababab']
     """
 
     def __init__(
@@ -59,9 +68,9 @@ class SampleText:
         length: int = 200,
         temperature: float = 1.0,
         seed: int = 0,
-        generate: Callable[..., Any] | None = None,
-        encode: Callable[[str], Any] | None = None,
-        decode: Callable[[Any], str] | None = None,
+        generate: Callable[..., object] | None = None,
+        encode: Callable[[str], object] | None = None,
+        decode: Callable[..., str] | None = None,
     ) -> None:
         self.prompts = [prompts] if isinstance(prompts, str) else list(prompts)
         if not self.prompts or not all(isinstance(prompt, str) and prompt for prompt in self.prompts):
@@ -69,23 +78,20 @@ class SampleText:
         if every is not None:
             check_every("SampleText", every, "Every(epochs=1)")
         check_whole_number("SampleText", "length", length)
-        number = isinstance(temperature, (int, float)) and not isinstance(temperature, bool)
-        if not number or not 0.0 <= temperature < float("inf"):
-            raise ConfigurationError(f"SampleText(temperature={temperature!r}): needs a finite number of at least 0")
-        if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63:
-            raise ConfigurationError(f"SampleText(seed={seed!r}): needs a whole number, at least 0 and below 2**63")
+        check_number("SampleText", "temperature", temperature)
+        check_whole_number("SampleText", "seed", seed, at_least=0, below=2**63)
         for name, function in (("generate", generate), ("encode", encode), ("decode", decode)):
             if function is not None and not callable(function):
                 raise TypeError(f"SampleText({name}={function!r}): needs a callable")
         self.folder = None if folder is None else Path(folder)
         self.every, self.length, self.temperature, self.seed = every, length, temperature, seed
         self.generate, self.encode, self.decode = generate, encode, decode
-        self.texts: list[str] = []  # the last ones, one a prompt
+        self.texts: list[str] = []  # the latest, one for each prompt
         self._written_at: int | None = None
         self._attachment = Attachment("SampleText")
 
     def attach(self, engine: Engine) -> Self:
-        """Write at this engine's cadence and at its run's end, in phase OBSERVE.
+        """Sample at this engine's cadence and at the end of its run, in phase OBSERVE.
 
         Raises:
             ConfigurationError: the engine's model cannot generate, and no `generate` was given.
@@ -93,12 +99,7 @@ class SampleText:
             RunFolderError: the folder cannot be written.
         """
         with self._attachment.to(engine, whole_bus=False) as subscribe:
-            model: Any = getattr(engine, "model", None)
-            if self.generate is None and not callable(getattr(model, "generate", None)):
-                raise ConfigurationError(
-                    f"SampleText(generate=None): the model of {engine.name!r}, {type(model).__name__}, has no "
-                    "generate(prompt, length, temperature, generator); give it one, or pass generate="
-                )
+            self._generator(engine)
             if self.folder is not None:
                 make_folder("SampleText", self.folder / "samples")
             subscribe(Events.STARTED, self._on_started, on_error="warn")
@@ -108,11 +109,11 @@ class SampleText:
         return self
 
     def detach(self) -> None:
-        """Write nothing more; the last texts stay."""
+        """Stop sampling; the latest texts are kept."""
         self._attachment.cancel()
 
     def summary(self) -> str:
-        """The last texts, for the end of the command's output; what is not printable is escaped."""
+        """The latest texts, for the end of the command's output; unprintable characters are escaped."""
         lines = [
             line for text in self.texts for line in ("sample", *(f"    {_printable(x)}" for x in text.split("\n")))
         ]
@@ -121,9 +122,9 @@ class SampleText:
     def _on_started(self) -> None:
         self._written_at = None
 
-    def _write(self, engine: Any) -> None:
+    def _write(self, engine: Engine) -> None:
         iteration = engine.state.iteration
-        if self._written_at == iteration:  # two cadences met
+        if self._written_at == iteration:  # two cadences coincide
             return
         self._written_at = iteration
         texts = self._texts(engine)
@@ -135,40 +136,50 @@ class SampleText:
             rule = f"\n{'-' * 80}\n"
             replace_file(path, (rule.join(texts) + "\n").encode(errors="backslashreplace"))
 
-    def _texts(self, engine: Any) -> list[str]:
-        model: Any = getattr(engine, "model", None)
-        generate = self.generate if self.generate is not None else model.generate
+    def _generator(self, engine: Engine) -> Callable[..., object]:
+        model = attribute(engine, "model", object)  # a replay without weights raises
+        generate: Callable[..., object] | None = self.generate or getattr(model, "generate", None)
+        if generate is None or not callable(generate):
+            raise ConfigurationError(
+                f"SampleText(generate=None): the model of {engine.name!r}, {type(model).__name__}, has no "
+                "generate(prompt, length, temperature, generator); give it one, or pass generate="
+            )
+        return generate
+
+    def _texts(self, engine: Engine) -> list[str]:
+        generate = self._generator(engine)
+        model = attribute(engine, "model", nn.Module)
         encode = self.encode if self.encode is not None else str.encode
         decode = self.decode if self.decode is not None else _text
-        contexts = getattr(getattr(engine, "evaluator", None), "contexts", ())
+        contexts = attribute(attribute(engine, "evaluator", Engine), "contexts", list) or ()
         texts = []
         with ExitStack() as stack:
             stack.enter_context(rng.preserve_rng())
             stack.enter_context(torch.no_grad())
-            if isinstance(model, nn.Module):
+            if model is not None:
                 stack.enter_context(eval_mode(model))
             for context in contexts:
                 stack.enter_context(context())
             for prompt in self.prompts:
-                rng.seed_everything(self.seed)  # for those that draw from the process's generators
+                rng.seed_everything(self.seed)  # for models that draw from the process's generators
                 generator = torch.Generator().manual_seed(self.seed)
                 given = encode(prompt)
                 written = generate(given, self.length, temperature=self.temperature, generator=generator)
                 if isinstance(given, bytes) and isinstance(written, bytes) and self.decode is None:
-                    texts.append(_text(given + written))  # a character may be cut in two between them
+                    texts.append(_text(given + written))  # a character may be split between them
                 else:
                     texts.append(prompt + decode(written))
         return texts
 
 
-def _text(written: Any) -> str:
+def _text(written: object) -> str:
     if isinstance(written, (bytes, bytearray)):
         return written.decode(errors="backslashreplace")
     if isinstance(written, str):
         return written
-    raise TypeError(f"SampleText: generate() returned {type(written).__name__}, no text or bytes; pass decode=")
+    raise TypeError(f"SampleText: generate() returned {type(written).__name__}, not text or bytes; pass decode=")
 
 
 def _printable(text: str) -> str:
-    r"""The text with \x1b in place of an escape character, and so on: a terminal would obey the real one."""
+    r"""The text with escape characters and the like spelled out, as \x1b, since a terminal would obey them."""
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)

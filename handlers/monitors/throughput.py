@@ -1,57 +1,64 @@
-"""How fast a run goes: iterations, waiting for data, and the share of what the device could do."""
+"""Measures a run's speed: iterations, waiting for data, and the share of the device's peak."""
 
 from __future__ import annotations
 
 import math
 import time
 from collections.abc import Callable
-from typing import Any, Self
+from functools import partial
+from typing import Self
 
 import torch
+from torch import nn
+from torch.optim import Optimizer
 
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.events.cadence import Every
 from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import Event, Events
-from pulsetrain.engine.events.subscription import FIRST, LAST, Phase
 from pulsetrain.engine.logs import get_logger
-from pulsetrain.handlers.attachment.attachment import Attachment
+from pulsetrain.handlers.attachment.attachment import Attachment, subscribe_first, subscribe_last
 from pulsetrain.handlers.attachment.cadence import check_every, reading_events
-from pulsetrain.handlers.attachment.engine_queries import reject_replay
+from pulsetrain.handlers.attachment.engine_queries import attribute, device_of, reject_replay
 from pulsetrain.handlers.attachment.publishing import publish
-from pulsetrain.handlers.monitors.flop_count import FlopCount, is_compiled, peak_flops_of, shapes_of
+from pulsetrain.handlers.monitors.flop_count import FlopCount, Shapes, is_compiled, peak_flops_of, shapes_of
 
 __all__ = ["Throughput"]
 
-MAX_SHAPES = 16  # of batches that are counted; where there are more the operations are left out
+MAX_SHAPES = 16  # of batches; with more of them operations are not counted
 
 
 class Throughput:
-    """Publishes what the trainer's own samples_per_second and tokens_per_second do not tell.
+    """Publishes speeds beside the trainer's own samples_per_second and tokens_per_second.
 
     throughput/iterations_per_second;
-    throughput/step_seconds: the mean of an iteration, with the wait for its batch;
+    throughput/step_seconds: mean time of an iteration, including the wait for its batch;
     throughput/data_share: the part of that time, from 0 to 1, in which the loop waited for batches;
     throughput/flops_per_second: floating-point operations of forward and backward passes;
-    throughput/mfu: these over `peak_flops`, the model's share of what the device could do ("hfu" where activations are
-    recomputed and that was counted as well).
+    throughput/mfu: these over `peak_flops`, the model FLOPs utilization ("hfu" if recomputed activations were counted).
 
-    Time that goes to validation, to checkpoints written in the training thread and to the counting itself is left out.
-    Nothing here waits for the device: an interval is as long as the host takes, which runs ahead of a device by a few
-    iterations at most where something is logged at the same cadence.
+    Time spent in validation, in checkpoints written by the training thread and in the counting itself is left out. This
+    handler never waits for the device: an interval is host time, and the host runs at most a few iterations ahead of
+    the device if something is logged at the same cadence.
 
     Args:
-        every: how often; at the run's end what is left is published as well.
-        flops_per_sample: of forward and backward passes; by default one step of each shape of batch is counted by
-            torch.utils.flop_counter, which takes that step several times as long and changes no number. A compiled
-            model is not counted: it would run uncompiled.
-        peak_flops: operations a second of the device at best; by default those of 16-bit matrix products of a device
-            whose name is known. Where that is not the precision of the run, give it.
-        clock: seconds, never running backwards.
+        every: when to publish; the end of the run publishes the rest.
+        flops_per_sample: of forward and backward passes; by default one step of each shape of batch is counted with
+            torch.utils.flop_counter, which makes that step several times slower and does not change results. A compiled
+            model is not counted, since it would run uncompiled.
+        peak_flops: of the device, operations per second; by default those of 16-bit matrix products, if the device's
+            name is known. Pass it if the run uses another precision.
+        clock: seconds, monotonic.
 
     Raises:
         ConfigurationError: a number is not positive.
-        TypeError: the cadence is no Every.
+        TypeError: the cadence is not an Every.
+
+    >>> engine = Engine(lambda engine, batch: None)
+    >>> throughput = Throughput(Every(iterations=2), flops_per_sample=None, peak_flops=1e12).attach(engine)
+    >>> subscription = engine.on(Events.METRICS_LOGGED)(lambda engine, event: print(*event.payload.metrics))
+    >>> state = engine.run([1, 2])
+    throughput/iterations_per_second throughput/step_seconds throughput/data_share
     """
 
     def __init__(
@@ -69,16 +76,16 @@ class Throughput:
             if value is not None and not (number and 0 < value < math.inf):
                 raise ConfigurationError(f"Throughput({name}={value!r}): needs a positive number")
         self.every, self.flops_per_sample, self.peak_flops, self.clock = every, flops_per_sample, peak_flops, clock
-        self._flops_of: dict[tuple[Any, ...], int] = {}  # a step, by the shapes of its batch
+        self._flops_of: dict[Shapes, int] = {}  # of a step, by the shapes of its batch
         self._counting: FlopCount | None = None
-        self._shapes: tuple[Any, ...] | None = None  # of the batch under way
-        self._counts = True  # steps, of shapes that are not known yet
+        self._shapes: Shapes | None = None  # of the current batch
+        self._counts = True  # whether steps with new shapes are counted
         self._peak_missed = False
         self._attachment = Attachment("Throughput")
         self._restart(0)
 
     def attach(self, engine: Engine) -> Self:
-        """Follow this engine's runs.
+        """Measure this engine's runs.
 
         Raises:
             ConfigurationError: flops_per_sample is given, and the engine counts no samples.
@@ -89,17 +96,12 @@ class Throughput:
             if self.flops_per_sample is not None and not hasattr(engine.state, "samples"):
                 raise ConfigurationError(
                     f"Throughput(flops_per_sample={self.flops_per_sample!r}): {engine.name!r} counts no state.samples, "
-                    "as a Trainer does; leave it out, and steps are counted"
+                    "as a Trainer does; leave it out to have steps counted"
                 )
             self._flops_of.clear()
             self._counts, self._peak_missed = True, False
 
-            def first(event: Any, handler: Callable[..., None]) -> None:
-                subscribe(event, handler, phase=Phase.COMPUTE, on_error="warn", order=FIRST)
-
-            def last(event: Any, handler: Callable[..., None]) -> None:
-                subscribe(event, handler, phase=Phase.PERSIST, on_error="warn", order=LAST)
-
+            first, last = partial(subscribe_first, subscribe), partial(subscribe_last, subscribe)
             last(Events.STARTED, self._on_started)
             last(Events.GET_BATCH_STARTED, self._on_asking)
             first(Events.GET_BATCH_COMPLETED, self._on_batch)
@@ -107,10 +109,10 @@ class Throughput:
                 last(Events.ITERATION_STARTED, self._on_step_begins)
             first(Events.ITERATION_COMPLETED, self._on_step_ended)
             first(Events.VALIDATION_STARTED | Events.INTERRUPT, self._pause)
-            last(Events.VALIDATION_COMPLETED, self._go_on)
+            last(Events.VALIDATION_COMPLETED, self._resume)
             last(Events.CHECKPOINT_SAVED, self._on_saved)
             subscribe(reading_events(self.every, self.clock), self._read, on_error="warn")
-            subscribe(Events.COMPLETED, self._read, phase=Phase.COMPUTE, on_error="warn", order=FIRST)
+            first(Events.COMPLETED, self._read)
             first(Events.INTERRUPT | Events.TERMINATE, self._stop_counting)
             first(Events.EXCEPTION_RAISED, self._on_failure)
         return self
@@ -122,10 +124,10 @@ class Throughput:
     def _restart(self, samples: int) -> None:
         self._since = self.clock()
         self._iterations, self._waited, self._paused = 0, 0.0, 0.0
-        self._flops: float | None = 0.0  # None: not known of some step
+        self._flops: float | None = 0.0  # None if unknown for some step
         self._samples = samples
         self._asked_at: float | None = None
-        self._wait = 0.0  # for the last batch
+        self._wait = 0.0  # for the latest batch
         self._paused_at: float | None = None
 
     def _on_started(self, engine: Engine) -> None:
@@ -133,7 +135,7 @@ class Throughput:
         self._restart(getattr(engine.state, "samples", 0))
 
     def _on_asking(self) -> None:
-        self._go_on()  # behind an interruption
+        self._resume()  # after an interruption
         self._asked_at = self.clock()
 
     def _on_batch(self) -> None:
@@ -146,35 +148,35 @@ class Throughput:
         if self._paused_at is None:
             self._paused_at = self.clock()
 
-    def _go_on(self) -> None:
+    def _resume(self) -> None:
         if self._paused_at is not None:
             self._paused += self.clock() - self._paused_at
             self._paused_at = None
 
     def _on_saved(self, engine: Engine, event: Event) -> None:
-        if not event.payload.background and self._paused_at is None:  # else it is in the pause
+        if not event.payload.background and self._paused_at is None:  # otherwise the pause includes it
             self._paused += event.payload.seconds
 
-    def _on_step_begins(self, engine: Any) -> None:
+    def _on_step_begins(self, engine: Engine) -> None:
         if not self._counts:
             return
         self._shapes = shapes_of(engine.state.batch)
         if self._shapes in self._flops_of or not self._may_count(engine):
             return
         self._pause()
-        self._counting = FlopCount(getattr(engine, "optimizer", None))
+        self._counting = FlopCount(attribute(engine, "optimizer", Optimizer))
 
-    def _may_count(self, engine: Any) -> bool:
+    def _may_count(self, engine: Engine) -> bool:
         if len(self._flops_of) >= MAX_SHAPES:
-            self._tell(f"batches have more than {MAX_SHAPES} shapes, and steps are counted no more")
-        elif is_compiled(getattr(engine, "model", None)):
-            self._tell("the model is compiled, and its steps are not counted")
+            self._warn(f"batches have more than {MAX_SHAPES} shapes, and steps are no longer counted")
+        elif is_compiled(attribute(engine, "model", nn.Module)):
+            self._warn("the model is compiled, and its steps are not counted")
         else:
             return True
         self._counts = False
         return False
 
-    def _tell(self, why: str) -> None:
+    def _warn(self, why: str) -> None:
         get_logger("handlers").warning(f"{why}: the share of the device's peak is left out; pass flops_per_sample=")
 
     def _on_step_ended(self) -> None:
@@ -182,8 +184,8 @@ class Throughput:
             assert self._shapes is not None
             count, self._counting = self._counting, None
             self._flops_of[self._shapes] = count.end()
-            self._go_on()
-            self._waited -= self._wait  # it took longer than others: it is no iteration to go by
+            self._resume()
+            self._waited -= self._wait  # it took longer than others and is not measured
             self._paused += self._wait
             return
         self._iterations += 1
@@ -192,7 +194,7 @@ class Throughput:
             self._flops = None if flops is None else self._flops + flops
 
     def _stop_counting(self) -> None:
-        """A step that has not ended as it should is not counted."""
+        """Discard the count of a step that did not complete."""
         if self._counting is not None:
             count, self._counting = self._counting, None
             count.end()
@@ -200,7 +202,7 @@ class Throughput:
     def _on_failure(self, engine: Engine, event: Event) -> None:
         self._stop_counting()
 
-    def _read(self, engine: Any) -> None:
+    def _read(self, engine: Engine) -> None:
         if not self._iterations:
             return
         now = self.clock()
@@ -225,20 +227,20 @@ class Throughput:
         self._restart(samples)
         self._paused_at = None if paused_at is None else self._since
 
-    def _share_name(self, engine: Any) -> str:
-        recomputes = getattr(getattr(engine, "backend", None), "activation_checkpointing", None) is not None
+    def _share_name(self, engine: Engine) -> str:
+        recomputes = attribute(attribute(engine, "backend", object), "activation_checkpointing", str) is not None
         return "hfu" if recomputes and self.flops_per_sample is None else "mfu"
 
-    def _peak(self, engine: Any) -> float | None:
+    def _peak(self, engine: Engine) -> float | None:
         if self.peak_flops is not None:
             return self.peak_flops
-        device = getattr(getattr(engine, "backend", None), "device", torch.device("cpu"))
+        device = device_of(engine) or torch.device("cpu")
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
         peak = peak_flops_of(name)
         if peak is None and not self._peak_missed:
             self._peak_missed = True
             get_logger("handlers").warning(
-                "what this device could do at best is not known: throughput/mfu is left out; pass peak_flops=",
+                "the peak of this device is not known: throughput/mfu is left out; pass peak_flops=",
                 device=name,
             )
         return peak

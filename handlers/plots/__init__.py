@@ -1,1 +1,1 @@
-"""Plots of a run."""
+"""Figures of a run, and the handler that draws them."""

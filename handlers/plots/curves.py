@@ -1,19 +1,22 @@
-"""What a run's figures show: values over its iterations, as many as a picture can show, and its last matrices."""
+"""The data of a run's figures: values over its iterations, thinned to what a figure can show, and matrices."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pulsetrain.handlers.plots import figures
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
 __all__ = ["MAX_POINTS", "Curve", "Point", "RunCurves", "thinned"]
 
-MAX_POINTS = 2048  # of one curve: more would not show, and memory stays flat
+MAX_POINTS = 2048  # of one curve: more would not be visible, and memory stays bounded
 MAX_PANELS = 24  # of metrics
-MAX_LAYERS = 6  # beside the total gradient norm
-_RATES = {"samples_per_second": "samples per second", "tokens_per_second": "tokens per second"}  # by the clock
+MAX_LAYERS = 6  # in addition to the total gradient norm
+_RATES = {"samples_per_second": "samples per second", "tokens_per_second": "tokens per second"}  # measured with a clock
 _BUCKET = 4  # points
 
 
@@ -25,13 +28,20 @@ class Point(NamedTuple):
 
 
 class Curve:
-    """One metric's values, in the order of their iterations."""
+    """One metric's values, in the order of their iterations.
+
+    >>> curve = Curve()
+    >>> for iteration, value in ((1, 0.9), (2, 0.8), (2, 0.7)):
+    ...     curve.add(iteration, value)
+    >>> curve.points
+    [Point(iteration=1, value=0.9), Point(iteration=2, value=0.7)]
+    """
 
     def __init__(self) -> None:
         self.points: list[Point] = []
 
     def add(self, iteration: int, value: float) -> None:
-        """One more, in place of what stands at this iteration and behind it: that comes again."""
+        """Add a value; it replaces those of this iteration and later ones, which a resumed run adds again."""
         while self.points and self.points[-1].iteration >= iteration:
             self.points.pop()
         self.points.append(Point(iteration, value))
@@ -39,21 +49,21 @@ class Curve:
             self.points = thinned(self.points)
 
     def largest(self) -> float:
-        """The greatest finite value."""
+        """The largest finite value."""
         return max((each.value for each in self.points if math.isfinite(each.value)), default=-math.inf)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Sequence[float]]:
         return {"iterations": [each.iteration for each in self.points], "values": [each.value for each in self.points]}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Sequence[float]]) -> None:
         pairs = zip(state["iterations"], state["values"], strict=True)
         self.points = [Point(int(iteration), float(value)) for iteration, value in pairs]
 
 
 def thinned(points: list[Point]) -> list[Point]:
-    """About half of the points, with every spike: of each four the least, the greatest and one that is not finite.
+    """About half of the points, with every spike: of each four the smallest, the largest and a non-finite one.
 
-    The first and the last stay as well.
+    The first and the last are kept too.
     """
     if len(points) <= 2:
         return list(points)
@@ -72,29 +82,30 @@ def _value(point: Point) -> float:
 
 
 class RunCurves:
-    """What there is to draw of one engine's run, by the names of its figures."""
+    """The data of one engine's figures."""
 
     def __init__(self) -> None:
         self.curves: dict[str, Curve] = {}
-        self.matrices: dict[str, tuple[int, list[list[float]]]] = {}  # name -> the iteration, and its counts
-        self.validated: set[str] = set()  # which curves come from validations, or rollouts
-        self.changed: set[str] = set()  # figures
+        self.matrices: dict[str, tuple[int, list[list[float]]]] = {}  # name -> (iteration, counts)
+        self.validated: set[str] = set()  # curves of validations or rollouts
+        self.changed: set[str] = set()  # figures to draw
 
     def add(self, iteration: int, metrics: Mapping[str, float]) -> None:
-        """Values of a training step, of which those that no figure shows are left out."""
+        """Add values of a training step; those that no figure shows are ignored."""
         for name, value in metrics.items():
             if name.startswith("train/") or _figure_of(name) not in ("loss", "metrics"):
                 self.curves.setdefault(name, Curve()).add(iteration, float(value))
                 self.changed.add(_figure_of(name))
 
     def add_round(self, iteration: int, metrics: Mapping[str, float]) -> None:
-        """All values of a validation or a rollout."""
+        """Add all values of a validation or a rollout."""
         for name, value in metrics.items():
             self.curves.setdefault(name, Curve()).add(iteration, float(value))
             self.changed.add(_figure_of(name))
         self.validated.update(metrics)
 
     def put(self, name: str, iteration: int, matrix: list[list[float]]) -> None:
+        """Set the latest matrix of that name."""
         self.matrices[name] = iteration, matrix
         self.changed.add(name)
 
@@ -106,7 +117,7 @@ class RunCurves:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.curves = {name: curve for name, curve in self.curves.items() if name in _RATES}  # of this process
+        self.curves = {name: curve for name, curve in self.curves.items() if name in _RATES}  # measured in this process
         for name, saved in state["curves"].items():
             self.curves[name] = Curve()
             self.curves[name].load_state_dict(saved)
@@ -114,8 +125,8 @@ class RunCurves:
         self.validated = set(state["validated"])
         self.changed = {_figure_of(name) for name in self.curves} | set(self.matrices)
 
-    def figure(self, name: str) -> Any:
-        """The figure of that name; None where nothing is in it."""
+    def figure(self, name: str) -> Figure | None:
+        """The figure of that name; None if it would be empty."""
         if name in self.matrices:
             iteration, matrix = self.matrices[name]
             return figures.confusion_matrix(matrix, f"{name}, iteration {iteration:,}")
@@ -124,7 +135,7 @@ class RunCurves:
         return figures.curves(panels) if panels else None
 
     def panel(self, title: str, unit: str, labels: Mapping[str, str]) -> figures.Panel:
-        """One of the curves with these labels, by their names."""
+        """A panel of the curves with these names, which get these labels."""
         curves = {label: self.curves[name].points for name, label in labels.items()}
         marked = frozenset(label for name, label in labels.items() if name in self.validated)
         return figures.Panel(title, unit, curves, marked)
@@ -134,7 +145,7 @@ class RunCurves:
 
     def metrics(self, names: list[str]) -> list[figures.Panel]:
         wanted = dict.fromkeys(_metric(name) for name in names if name in self.validated)
-        if not wanted:  # a run without validation
+        if not wanted:  # the run has no validation
             wanted = dict.fromkeys(map(_metric, names))
         panels = []
         for metric in sorted(wanted)[:MAX_PANELS]:
@@ -144,7 +155,7 @@ class RunCurves:
 
     def learning_rate(self, names: list[str]) -> list[figures.Panel]:
         groups = [name for name in names if "/" in name]
-        named = [name for name in groups if not name.rpartition("/")[2].isdigit()]  # by whoever knows what they are
+        named = [name for name in groups if not name.rpartition("/")[2].isdigit()]  # named by LRMonitor
         labels = {name: name.partition("/")[2] for name in named or groups}
         if not named:
             labels = {name: f"group {label}" for name, label in labels.items()}

@@ -1,7 +1,7 @@
 """Figures of a run's curves and matrices: pure functions from data to a matplotlib Figure, and to the bytes of a file.
 
-Equal data gives equal bytes. matplotlib takes 0.5 s to import, and is imported when the first figure is made; its
-object API leaves pyplot's global state alone.
+Equal data gives equal bytes. matplotlib takes 0.5 s to import and is imported when the first figure is made. Its object
+API does not touch pyplot's global state.
 """
 
 from __future__ import annotations
@@ -10,26 +10,28 @@ import io
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    import numpy as np
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
     from numpy.typing import NDArray
 
 __all__ = ["FORMATS", "Panel", "confusion_matrix", "counts_of", "curves", "matrix", "range_test", "render"]
 
 FORMATS = ("png", "svg")
-# Okabe and Ito 2008, without the yellow: told apart with any kind of colour vision
+# Okabe and Ito 2008, without yellow: distinguishable with any kind of colour vision
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
-LINES = ("-", "--", "-.", ":")  # 4 and 7 have no common factor: 28 pairs before one comes again
+LINES = ("-", "--", "-.", ":")  # 4 and 7 have no common factor: 28 different pairs
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<", ">")
-COUNTED_CLASSES = 20  # of a confusion matrix: more numbers could not be read
-_MARKED = 30  # points of a curve, at most, that are marked one by one
+COUNTED_CLASSES = 20  # of a confusion matrix: with more the numbers would be unreadable
+_MARKED = 30  # points of a curve, at most, that get a marker each
 _NAME = 60  # characters
 _WIDTH = 8.0  # inches
 _CHARACTERS = 96  # of a legend's line, at that width
-_ODD = "not finite: NaN a cross, infinity an arrow"
+_NON_FINITE = "not finite: NaN a cross, infinity an arrow"
 
 Points = Sequence[tuple[float, float]]
 
@@ -39,10 +41,10 @@ class Panel:
     """One pair of axes.
 
     Args:
-        title: what it shows.
+        title: above the axes.
         unit: of the vertical axis, in words.
         curves: label -> points (iteration, value); a label has one style in all panels of a figure.
-        marked: labels whose points are few and far between, such as validations.
+        marked: labels of curves with few points, such as validations, which get markers.
     """
 
     title: str
@@ -52,16 +54,21 @@ class Panel:
 
 
 def curves(panels: Sequence[Panel]) -> Figure:
-    """Panels of curves over iterations, with one legend below them.
+    r"""Panels of curves over iterations, with one legend below them.
 
-    An axis is logarithmic where its values are all positive and span more than two decades. Values that are not finite
-    are marked at the edge: NaN by a cross below, infinities by an arrow on their side.
+    An axis is logarithmic if its values are all positive and span more than two decades. Non-finite values are marked
+    at the edge: NaN by a cross at the bottom, infinities by an arrow on their side.
+
+    >>> figure = curves([Panel("loss", "loss", {"train/loss": [(1, 0.9), (2, 0.7)]})])
+    >>> render(figure, "png")[:4]
+    b'\x89PNG'
     """
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     labels = list(dict.fromkeys(label for panel in panels for label in panel.curves))
-    odd = any(not math.isfinite(y) for panel in panels for points in panel.curves.values() for _, y in points)
-    named = [*(labels if len(labels) > 1 else ()), *([_ODD] if odd else ())]
+    everything = [y for panel in panels for points in panel.curves.values() for _, y in points]
+    has_non_finite = not all(map(math.isfinite, everything))
+    named = [*(labels if len(labels) > 1 else ()), *([_NON_FINITE] if has_non_finite else ())]
     columns = 1 if len(panels) == 1 else 2
     rows = math.ceil(len(panels) / columns)
     width = _WIDTH * (1.0 if columns == 1 else 1.4)
@@ -69,7 +76,7 @@ def curves(panels: Sequence[Panel]) -> Figure:
     legend_columns = max(1, min(len(named), int(_CHARACTERS * width / _WIDTH) // (9 + longest)))
     legend_rows = math.ceil(len(named) / legend_columns)
     figure = _figure(width, (4.5 if rows == 1 else 3.2 * rows) + 0.22 * legend_rows)
-    handles: dict[str, Any] = {}
+    handles: dict[str, Line2D] = {}
     for index, panel in enumerate(panels):
         axes = figure.add_subplot(rows, columns, index + 1)
         values = [y for points in panel.curves.values() for _, y in points if math.isfinite(y)]
@@ -88,7 +95,7 @@ def curves(panels: Sequence[Panel]) -> Figure:
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
         alone = f": {_short(labels[0])}" if len(labels) == 1 and labels[0] not in (panel.title, panel.unit) else ""
         _dress(axes, panel.title + alone, "iteration", panel.unit)
-    handles[_ODD] = _odd_marker()
+    handles[_NON_FINITE] = _non_finite_marker()
     if named:
         figure.legend(
             [handles[label] for label in named],
@@ -103,11 +110,11 @@ def curves(panels: Sequence[Panel]) -> Figure:
 
 
 def confusion_matrix(counts: Sequence[Sequence[float]], title: str) -> Figure:
-    """A matrix of counts, rows the true classes: colours by each row's share, counts written in up to 20 classes.
+    """A confusion matrix, rows the true classes: colours show each row's shares; up to 20 classes show counts.
 
     Args:
         counts: as many rows as columns, none negative.
-        title: what it shows.
+        title: above the axes.
     """
     from matplotlib.ticker import MaxNLocator
 
@@ -117,7 +124,7 @@ def confusion_matrix(counts: Sequence[Sequence[float]], title: str) -> Figure:
     side = min(max(4.0, 0.42 * size), 9.0)
     figure = _figure(side + 1.6, side + 0.6)
     axes = figure.add_subplot()
-    image = axes.imshow(shares, cmap="Blues", vmin=0.0, vmax=1.0)  # by lightness alone: for any kind of colour vision
+    image = axes.imshow(shares, cmap="Blues", vmin=0.0, vmax=1.0)  # differs in lightness, for any kind of colour vision
     bar = figure.colorbar(image, ax=axes, shrink=0.85)
     bar.set_label("share of the true class", fontsize=11)
     if size <= COUNTED_CLASSES:
@@ -138,8 +145,12 @@ def confusion_matrix(counts: Sequence[Sequence[float]], title: str) -> Figure:
     return _laid_out(figure)
 
 
-def counts_of(value: Any) -> list[list[float]] | None:
-    """A square matrix of counts, such as a tensor, as lists; None for anything else."""
+def counts_of(value: object) -> list[list[float]] | None:
+    """A square matrix of counts, such as a tensor, as lists; None for anything else.
+
+    >>> counts_of([[3, 1], [0, 4]]), counts_of([[3, 1]])
+    ([[3.0, 1.0], [0.0, 4.0]], None)
+    """
     rows = value.tolist() if hasattr(value, "tolist") else value
     if (
         not isinstance(rows, list)
@@ -154,12 +165,12 @@ def counts_of(value: Any) -> list[list[float]] | None:
     return counts if all(0 <= count < float("inf") for row in counts for count in row) else None
 
 
-def matrix(values: NDArray[Any], title: str) -> Figure:
-    """Any matrix: colours by the values, which are written in up to 20 rows and columns.
+def matrix(values: NDArray[np.generic], title: str) -> Figure:
+    """Any matrix: colours show the values; up to 20 rows and columns show numbers.
 
     Args:
-        values: numbers, shape (rows, columns), neither of them 0.
-        title: what it shows.
+        values: numbers, shape (rows, columns), neither 0.
+        title: above the axes.
     """
     shown = values.astype(float)
     side = 2.5 + 0.35 * min(max(shown.shape), COUNTED_CLASSES)
@@ -184,8 +195,8 @@ def range_test(
 
     Args:
         rates: ascending, positive.
-        losses: one a rate; what is not finite is left out of the picture.
-        smoothed: one a rate.
+        losses: one for each rate; non-finite ones are not drawn.
+        smoothed: one for each rate.
         suggestion: a rate, or None.
     """
     figure = _figure(_WIDTH, 4.5)
@@ -196,7 +207,7 @@ def range_test(
     )
     axes.plot(rates, _finite(smoothed), color=COLOURS[0], linewidth=2.0, label="running mean")
     ends = [_until_least(values) for values in (losses, smoothed)]
-    if any(ends):  # where the loss runs away in the end it would flatten the rest
+    if any(ends):  # a loss that diverges at the end would flatten the rest
         low, high = min(map(min, filter(None, ends))), max(map(max, filter(None, ends)))
         room = 0.1 * ((high - low) or abs(high) or 1.0)
         axes.set_ylim(low - room, high + room)
@@ -210,16 +221,17 @@ def range_test(
 
 
 def render(figure: Figure, kind: str) -> bytes:
-    """The file's content.
+    """The content of the figure's file.
 
     Args:
+        figure: what to save.
         kind: one of FORMATS.
     """
     import matplotlib as mpl
 
     buffer = io.BytesIO()
     if kind == "svg":
-        # what would differ from one time to the next: the names of its parts, and the date
+        # the names of its parts and the date would differ each time
         with mpl.rc_context({"svg.hashsalt": "pulsetrain"}):
             figure.savefig(buffer, format="svg", metadata={"Date": None})
     else:
@@ -237,16 +249,16 @@ def _figure(width: float, height: float) -> Figure:
 
 
 def _laid_out(figure: Figure) -> Figure:
-    """Once for all formats: finding the places takes as long as drawing."""
+    """Compute the layout once for all formats, since it takes as long as drawing."""
     figure.draw_without_rendering()
     figure.set_layout_engine("none")
     return figure
 
 
-def _draw(axes: Axes, points: Points, style: int, marked: bool) -> Any:
-    """One curve; returns its handle for the legend."""
+def _draw(axes: Axes, points: Points, style: int, marked: bool) -> Line2D:
+    """Draw one curve; returns its handle for the legend."""
     colour = COLOURS[style % len(COLOURS)]
-    shown = marked or len(points) <= _MARKED or _has_lonely(points)
+    shown = marked or len(points) <= _MARKED or _has_isolated(points)
     (line,) = axes.plot(
         [x for x, _ in points],
         _finite([y for _, y in points]),
@@ -265,13 +277,13 @@ def _draw(axes: Axes, points: Points, style: int, marked: bool) -> Any:
     return line
 
 
-def _has_lonely(points: Points) -> bool:
-    """Whether a point has none beside it that a line could join it to."""
+def _has_isolated(points: Points) -> bool:
+    """Whether a point has no neighbour to draw a line to."""
     finite = [False, *(math.isfinite(y) for _, y in points), False]
     return any(finite[i] and not finite[i - 1] and not finite[i + 1] for i in range(1, len(finite) - 1))
 
 
-def _odd_marker() -> Any:
+def _non_finite_marker() -> Line2D:
     from matplotlib.lines import Line2D
 
     return Line2D([], [], color="0.3", marker="x", linestyle="none", markersize=6)
@@ -292,7 +304,7 @@ def _finite(values: Sequence[float]) -> list[float]:
 
 
 def _until_least(values: Sequence[float]) -> list[float]:
-    """The finite values up to the least."""
+    """The finite values up to the smallest."""
     finite = [value for value in values if math.isfinite(value)]
     return finite[: finite.index(min(finite)) + 1] if finite else []
 
@@ -306,6 +318,6 @@ def _count(value: float) -> str:
 
 
 def _short(name: str) -> str:
-    """A name that fits; of a long one the middle goes. A dollar sign would begin a formula."""
+    """The name, without its middle if it is long; a dollar sign, which would start a formula, is escaped."""
     text = name if len(name) <= _NAME else f"{name[: _NAME // 2 - 1]}...{name[-(_NAME // 2) + 2 :]}"
     return text.replace("$", r"\$")

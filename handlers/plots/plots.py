@@ -1,4 +1,4 @@
-"""Draws a run: losses, metrics, learning rates, gradient norms, throughput and confusion matrices."""
+"""Draws losses, metrics, learning rates, gradient norms, throughput and confusion matrices of a run."""
 
 from __future__ import annotations
 
@@ -28,31 +28,38 @@ from pulsetrain.handlers.run_files.run_folder import make_folder, replace_file
 
 __all__ = ["Plots"]
 
-SHARE = 0.05  # of the run's time, for drawing in mid-run
+SHARE = 0.05  # of the run's time that may be spent on drawing before its end
 
 
 class Plots:
-    """Writes figures into FOLDER/plots/ at validations, rollouts and the end of the run, those whose data has changed.
+    """Writes figures to FOLDER/plots/ at validations, rollouts and the end of the run, if their data has changed.
 
-    loss: training and validation. metrics: a panel for each other metric of validations
-    and rollouts. learning_rate: a line for each
-    parameter group. grad_norm: before clipping; of METRICS_LOGGED's "grad_norm/LAYER" the largest as well. throughput:
-    since the process began.
-    SET_confusion_matrix: the last that MEDIA_LOGGED brought. The first round is drawn in any case, later ones as
-    long as drawing takes a twentieth of the time. Of long curves points are left out, none of them a spike.
+    loss: training and validation. metrics: a panel for each other metric of validations and rollouts. learning_rate: a
+    line for each parameter group. grad_norm: before clipping, and the largest of the layers' norms that METRICS_LOGGED
+    reports as "grad_norm/LAYER". throughput: since the process started. SET_confusion_matrix: the latest from
+    MEDIA_LOGGED. The first round is always drawn, later ones only while drawing takes at most a twentieth of the time.
+    Long curves are thinned, but keep every spike.
 
-    On a bus each engine has a folder of its own, FOLDER/plots/ENGINE/.
+    On a bus each engine has its own folder, FOLDER/plots/ENGINE/.
 
     Args:
         folder: the run folder.
-        every: read the training loss and the rates from the engine at this cadence in place of METRICS_LOGGED; each
+        every: read the training loss and the rates from the engine at this cadence instead of METRICS_LOGGED; each
             reading waits for the device.
         formats: "png", "svg" or both.
         clock: seconds, for `Every(seconds=...)` and the time that drawing takes.
-        on_error: "warn" goes on when a figure cannot be written, "raise" ends the run.
+        on_error: "warn" continues when a figure cannot be written, "raise" ends the run.
 
     Raises:
-        ConfigurationError: no format, or an unknown one.
+        ConfigurationError: there is no format, or an unknown one.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     engine = Engine(lambda engine, batch: 1 / batch)
+    ...     plots = Plots(folder, Every(iterations=1), formats=["svg"]).attach(engine)
+    ...     state = engine.run([1, 2, 3])
+    ...     [path.name for path in (Path(folder) / "plots").iterdir()]
+    ['loss.svg']
     """
 
     def __init__(
@@ -76,9 +83,9 @@ class Plots:
         self.formats = tuple(formats)
         self._clock = clock
         self._on_error = on_error
-        self._runs: dict[str, RunCurves] = {}  # by engine; "" for the one attached to
-        self._next = -math.inf  # when a figure may be drawn in mid-run again
-        self._told = False  # of a matrix that cannot be drawn
+        self._runs: dict[str, RunCurves] = {}  # by engine; "" if attached to one engine
+        self._next = -math.inf  # when figures may be drawn again before the end
+        self._warned = False  # of a matrix that cannot be drawn
         self._place = self.folder / "plots"
         self._attachment = Attachment("Plots")
 
@@ -86,8 +93,8 @@ class Plots:
         """Follow one engine, or each of a bus.
 
         Raises:
-            RunFolderError: the folder cannot be written, with on_error="raise"; else that is said, and the run goes on
-                without it.
+            RunFolderError: the folder cannot be written, and on_error="raise". With on_error="warn" a warning is
+                logged, and the run continues without this handler.
         """
         with self._attachment.to(engine_or_bus, needed=self._on_error == "raise") as subscribe:
             make_folder("Plots", self._place)
@@ -107,11 +114,11 @@ class Plots:
         self._attachment.cancel()
 
     def draw(self) -> list[Path]:
-        """Draw each figure whose data has changed since it was drawn last; returns the files written."""
+        """Draw each figure whose data has changed since it was last drawn; returns the files written."""
         return [path for name in self._runs for path in self._draw(name)]
 
     def state_dict(self) -> dict[str, Any]:
-        """The curves, but for those of throughput: what a clock has measured, no run that goes on repeats."""
+        """The curves except those of throughput, which a resumed run does not repeat."""
         return {name: run.state_dict() for name, run in self._runs.items()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -133,7 +140,7 @@ class Plots:
                 for kind in self.formats:
                     replace_file(folder / f"{_file_name(name)}.{kind}", figures.render(figure, kind))
                     written.append(folder / f"{_file_name(name)}.{kind}")
-            run.changed.discard(name)  # one that could not be written stays, for the next time
+            run.changed.discard(name)  # one that could not be written is tried again next time
         now = self._clock()
         self._next = now + (now - started) * (1 / SHARE - 1)
         return written
@@ -166,10 +173,10 @@ class Plots:
         matrix = figures.counts_of(media.value)
         if matrix is not None:
             self._run_of(engine).put(media.name, engine.state.iteration, matrix)
-        elif not self._told:  # such as in a replay: a recording tells of an array's shape alone
-            self._told = True
+        elif not self._warned:  # for example in a replay: a log has only an array's shape
+            self._warned = True
             get_logger("handlers").warning(
-                "Plots: a confusion matrix is not drawn, since it is no square matrix of counts",
+                "Plots: a confusion matrix is not drawn, since it is not a square matrix of counts",
                 name=media.name,
                 given=type(media.value).__name__,
             )
@@ -187,7 +194,7 @@ def _is_read(name: str) -> bool:
 
 
 def _group_rates(engine: Engine) -> dict[str, float]:
-    """Each group's rate, where there are several."""
+    """The rate of each group, if there are several."""
     rates = learning_rates(engine)
     tensors = iter(to_host([rate for rate in rates if isinstance(rate, Tensor)]))
     values = [next(tensors) if isinstance(rate, Tensor) else rate for rate in rates]

@@ -63,7 +63,7 @@ class Saving(UpdatingEngine):
 
     def skip_update(self, where): ...
 
-    """With what an LRFinder needs of a trainer as well."""
+    """Also has what an LRFinder needs of a trainer."""
 
     strategy, config, seed = SupervisedStrategy("mse"), TrainingConfig(), 0
     train_loader = ((torch.ones(3, 2), torch.ones(3, 1)),) * 2
@@ -90,9 +90,9 @@ class EveryHook(Callback):
 
 
 def unconnected(package, make):
-    """A logger to a service without the service; their own tests connect."""
+    """A logger to a service, without the service, to which its own tests connect."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # such packages warn of their own affairs when they are imported
+        warnings.simplefilter("ignore")  # such packages emit warnings when they are imported
         pytest.importorskip(package)
     handler = make()
     handler.connect = lambda key, values: len
@@ -176,7 +176,7 @@ ON_A_BUS = ["ConsoleLogger", *LOGGERS, "Plots", "EventRecorder", "HangWatchdog"]
 
 
 def comparable(value):
-    """A state with its tensors as lists: `==` between tensors is no bool."""
+    """A state with its tensors as lists: `==` between tensors does not give a bool."""
     if isinstance(value, torch.Tensor):
         return value.tolist()
     if isinstance(value, dict):

@@ -32,7 +32,7 @@ def test_an_attach_that_fails_half_way_leaves_nothing_and_can_be_tried_again():
     assert subscriptions(engine.bus) != before
 
 
-def test_one_engine_is_heard_and_not_its_neighbours_on_the_bus():
+def test_it_subscribes_to_one_engine_and_not_to_others_on_the_bus():
     bus, seen = EventBus(), []
     mine, other = make_engine(bus=bus), Engine(lambda engine, batch: None, bus=bus)
     with Attachment("Place").to(mine) as subscribe:
@@ -42,7 +42,7 @@ def test_one_engine_is_heard_and_not_its_neighbours_on_the_bus():
     assert seen == ["trainer", "trainer"]
 
 
-def test_what_hears_an_exception_through_it_does_not_take_it():
+def test_a_handler_of_exceptions_does_not_swallow_them():
     engine = make_engine(lambda i: 1 / 0)
     with Attachment("Place").to(engine) as subscribe:
         subscribe(Events.EXCEPTION_RAISED, lambda engine, event: None)

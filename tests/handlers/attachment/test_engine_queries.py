@@ -1,4 +1,4 @@
-"""A run that goes back to a checkpoint has not ended: nobody who observes it says so."""
+"""A run that returns to a checkpoint has not ended, and no handler reports that it has."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ class Noting(MetricLogger):
 
 @pytest.fixture
 def rewound(tmp_path, monkeypatch):
-    """A trainer whose run has gone back once; its logger, what was alerted, and the iterations of its drawings."""
+    """A trainer that has returned to a checkpoint once, its logger, its alerts, and the iterations of its figures."""
     alerted, drawn = [], []
     monkeypatch.setattr(Alert, "_run", lambda self, message: alerted.append(message["event"]))
     monkeypatch.setattr(Plots, "_draw", lambda self, engine: drawn.append(trainer.state.iteration) or [])
@@ -71,7 +71,7 @@ def test_pictures_are_drawn_at_the_end_alone(rewound):
 
 
 @pytest.mark.parametrize(("should_terminate", "ends"), [(True, False), ("skip_completed", True)])
-def test_a_run_ends_at_terminate_where_nothing_comes_behind_it(should_terminate, ends):
+def test_terminate_is_the_end_of_a_run_if_completed_is_skipped(should_terminate, ends):
     engine = make_engine()
     engine.should_terminate = should_terminate
     event = Event(0, "trainer", Events.TERMINATE.value, 1, 1, None, 0)

@@ -52,7 +52,7 @@ def test_each_row_is_there_before_the_run_goes_on(tmp_path):
     CSVLogger(tmp_path).attach(engine)
     log_each_iteration(engine, lambda i: seen.append(len(rows(tmp_path))) or {})
     engine.run([0, 1, 2], max_epochs=1)
-    assert seen == [2, 3, 4]  # what an iteration logs later stands in the row that it has
+    assert seen == [2, 3, 4]  # values logged later in an iteration go to its row
 
 
 def test_a_new_metric_widens_the_table_and_leaves_no_other_file(tmp_path):
@@ -171,7 +171,7 @@ def test_a_run_that_goes_on_takes_out_the_rows_behind_its_checkpoint(tmp_path):
     at(engine, 1, 1, {"train/loss": 1.0})
     at(engine, 1, 2, {"train/loss": 2.0})
     checkpoint = logger.state_dict()
-    at(engine, 1, 2, {"val/loss": 9.0})  # behind the checkpoint, and of its very iteration: the row grows
+    at(engine, 1, 2, {"val/loss": 9.0})  # after the checkpoint, in the same iteration: the row grows
     at(engine, 1, 3, {"train/loss": 3.0})
     again = CSVLogger(tmp_path)
     engine = make_engine()
@@ -186,7 +186,7 @@ def test_a_run_that_goes_on_takes_out_the_rows_behind_its_checkpoint(tmp_path):
         ["2", "1", "2.0", ""],
     ]
     assert again.state_dict() == checkpoint
-    at(engine, 1, 2, {"val/loss": 8.0})  # it comes again, and the row grows again
+    at(engine, 1, 2, {"val/loss": 8.0})  # logged again, and the row grows again
     assert rows(tmp_path)[2:] == [["2", "1", "2.0", "8.0"]]
 
 
@@ -219,7 +219,7 @@ def test_what_an_iteration_logs_in_several_events_stands_in_one_row(tmp_path):
     at(engine, 1, 2, {"train/loss": 2.0})
     at(engine, 1, 2, {"throughput": 20.0, "train/loss": 2.0})
     validated(engine, {"val/loss": 3.0})
-    at(engine, 1, 2, {"memory": 7.0})  # behind a validation, which has a row of its own
+    at(engine, 1, 2, {"memory": 7.0})  # after a validation, which has its own row
     assert rows(tmp_path) == [
         ["iteration", "epoch", "train/loss", "learning_rate", "throughput", "val/loss", "memory"],
         ["1", "1", "1.0", "0.5", "10.0", "", ""],
@@ -286,7 +286,7 @@ def test_two_of_them_on_one_table_are_refused_on_one_bus_alone(tmp_path):
         RunFolderError, match=r"CSVLogger.attach\(\): another CSVLogger of this bus writes .*metrics\.csv"
     ):
         CSVLogger(tmp_path).attach(engine.bus)
-    CSVLogger(tmp_path).attach(make_engine())  # a trainer built anew, where the old one still stands in a notebook
+    CSVLogger(tmp_path).attach(make_engine())  # a new trainer, while a notebook still holds the old one
     first.detach()
     CSVLogger(tmp_path).attach(engine)
 

@@ -1,4 +1,4 @@
-"""What loggers hold of a run that failed and went on is what they hold of one that never did."""
+"""Loggers of a run that failed and resumed have the same content as those of a run that never failed."""
 
 import csv
 import json
@@ -38,7 +38,7 @@ def make(folder, handlers=()):
         value = float(next(trainer.model.parameters()).detach().norm())
         trainer.fire(Events.METRICS_LOGGED, MetricsLogged(metrics={name: value}))
 
-    # monitors; the last iteration's row of an epoch grows behind the checkpoint that counts it
+    # as monitors do; the row of an epoch's last iteration grows after the checkpoint that counts it
     trainer.add_event_handler(Events.ITERATION_COMPLETED(every=5), measure, "norm", phase=Phase.OBSERVE)
     trainer.add_event_handler(Events.EPOCH_COMPLETED, measure, "norm of the epoch", phase=Phase.OBSERVE)
 
@@ -50,7 +50,7 @@ def make(folder, handlers=()):
 
 
 def written(folder):
-    """The table's rows by column, and the lines, both without what a clock has measured."""
+    """The table's rows by column, and the lines, both without measured times."""
     clocked = ("time", "seconds", "samples_per_second")
     with (folder / "metrics.csv").open(newline="") as file:
         table = list(csv.DictReader(file))

@@ -1,4 +1,4 @@
-"""What all loggers share: when they are called, with what, and what they are told of the run."""
+"""What all loggers share: when they are called, with which values, and how they follow a run."""
 
 import io
 from dataclasses import dataclass, field

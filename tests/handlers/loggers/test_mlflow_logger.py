@@ -37,7 +37,7 @@ EXPERIMENTS = count()
 
 
 class Server:
-    """One for the whole file; it is started anew where a test has killed it."""
+    """One for the whole file; started again after a test has killed it."""
 
     def __init__(self, folder):
         self.folder = folder
@@ -151,7 +151,7 @@ def test_a_hyperparameter_that_is_refused_costs_nothing_else(server, experiment)
     logger = MLflowLogger(server.url, experiment, hyperparameters=settings, flush_seconds=30).attach(engine)
     with capture_logs() as logs:
         engine.run([0] * 2, max_epochs=1)
-    assert [entry["event"].partition(";")[0] for entry in logs] == ["MLflowLogger: the service refuses an entry"]
+    assert [entry["event"].partition(";")[0] for entry in logs] == ["MLflowLogger: the service rejects an entry"]
     client = mlflow.MlflowClient(server.url)
     run = client.get_run(logger.run_id)
     assert run.data.params == {"before": "1", "behind": "3", "same_name": "5"}
@@ -220,7 +220,7 @@ def test_a_server_that_does_not_answer_is_said_once_and_gets_all_of_it_later(ser
     with capture_logs() as logs:
         engine.run([0] * 301, max_epochs=1)
     assert [entry["event"] for entry in logs] == [
-        "MLflowLogger: cannot reach the service; training goes on, and what it logs waits",
+        "MLflowLogger: cannot reach the service; training continues, and what it logs waits",
         "MLflowLogger: reached the service again",
     ]
     assert "ReadTimeoutError" in logs[0]["error"]
@@ -285,8 +285,8 @@ def test_a_server_killed_in_mid_run_costs_what_comes_after_it_and_nothing_else(s
     assert all(weight.isfinite().all() for weight in weights)
     assert all(torch.equal(weight, other) for weight, other in zip(weights, expected, strict=True))
     assert [entry["event"] for entry in logs if entry["log_level"] == "warning"] == [
-        "MLflowLogger: cannot reach the service; training goes on, and what it logs waits",
-        "MLflowLogger: gave up what could not be sent",
+        "MLflowLogger: cannot reach the service; training continues, and what it logs waits",
+        "MLflowLogger: discarded what could not be sent",
     ]
     assert [type(error).__name__ for error in failures] == ["MlflowException"]
     rows = (tmp_path / "metrics.csv").read_text().splitlines()
@@ -311,7 +311,7 @@ def test_a_port_where_nobody_listens_costs_one_warning_and_the_wait_at_the_end(m
     MLflowLogger("http://127.0.0.1:9", flush_seconds=2.0).attach(engine)
     with capture_logs() as logs:
         engine.run([0] * 100, max_epochs=1)
-    assert [entry["event"].partition(": ")[2].partition(" ")[0] for entry in logs] == ["cannot", "gave"]
+    assert [entry["event"].partition(": ")[2].partition(" ")[0] for entry in logs] == ["cannot", "discarded"]
     assert logs[1]["entries"] == 102  # the beginning, 100 log points, the end
     assert len(failures) == 1
 

@@ -13,10 +13,10 @@ from tests.support import warm_python
 
 
 class Service:
-    """Takes entries, once it is let; raises what it is told to."""
+    """Accepts entries while it is open; raises `error` if that is set."""
 
     def __init__(self, at_once=1):
-        self.taken, self.told, self.calls = [], [], 0
+        self.taken, self.reported, self.calls = [], [], 0
         self.error = None
         self.open = threading.Event()
         self.open.set()
@@ -40,7 +40,7 @@ class Service:
             "Logger",
             self.deliver,
             is_refusal=lambda error: isinstance(error, ValueError),
-            tell=self.told.append,
+            report=self.reported.append,
             room=room,
             flush_seconds=5.0,
         )
@@ -61,7 +61,7 @@ def test_everything_arrives_in_order_before_the_end(at_once):
         sender.put(n, 1)
     assert sender.finish(10) == 0
     assert service.taken == list(range(500))
-    assert (sender.lost, sender.told, service.told) == (0, False, [])
+    assert (sender.lost, sender.reported, service.reported) == (0, False, [])
 
 
 def test_nothing_runs_before_the_first_entry_or_behind_the_end():
@@ -119,14 +119,14 @@ def test_an_outage_is_said_when_it_begins_and_when_it_ends_with_what_was_lost():
         service.error = None
         assert sender.finish(10) == 0
     assert service.taken == [3, 4, 5, 6, 7]
-    assert [str(error) for error in service.told] == ["nobody there"]
+    assert [str(error) for error in service.reported] == ["nobody there"]
     assert [entry["event"] for entry in logs] == [
-        "Logger: cannot reach the service; training goes on, and what it logs waits",
+        "Logger: cannot reach the service; training continues, and what it logs waits",
         "Logger: reached the service again",
     ]
     assert logs[0]["error"] == "nobody there"
     assert sender.lost == 3
-    assert logs[1]["lost_entries"] <= 3  # those that were dropped before it was known are counted as well
+    assert logs[1]["lost_entries"] <= 3  # includes entries dropped before the outage was known
 
 
 def test_the_end_waits_as_long_as_it_is_told_and_says_what_it_gave_up():
@@ -136,11 +136,11 @@ def test_the_end_waits_as_long_as_it_is_told_and_says_what_it_gave_up():
     with capture_logs() as logs:
         sender.put(1, 1)
         sender.put(2, 1)
-        wait_until(lambda: service.told)
+        wait_until(lambda: service.reported)
         begun = time.monotonic()
         assert sender.finish(0.3) == 2
         assert time.monotonic() - begun < 3
-    assert logs[-1]["event"] == "Logger: gave up what could not be sent"
+    assert logs[-1]["event"] == "Logger: discarded what could not be sent"
     assert logs[-1]["entries"] == 2
     wait_until(lambda: not any(thread.name == "Logger" for thread in threading.enumerate()))
 
@@ -151,7 +151,7 @@ def test_the_end_tries_once_more_at_once_however_long_the_outage_has_lasted(monk
     service.error = ConnectionError("nobody there")
     sender = service.sender()
     sender.put(1, 1)
-    wait_until(lambda: service.told)
+    wait_until(lambda: service.reported)
     service.error = None
     assert sender.finish(10) == 0
     assert service.taken == [1]
@@ -167,9 +167,9 @@ def test_what_is_refused_is_lost_alone_and_said_once():
     assert service.taken == [1, 2, 3]
     assert sender.lost == 2
     assert [entry["event"] for entry in logs] == [
-        "Logger: the service refuses an entry; it and others like it are lost"
+        "Logger: the service rejects an entry; it and others like it are lost"
     ]
-    assert [str(error) for error in service.told] == ["no such thing"]
+    assert [str(error) for error in service.reported] == ["no such thing"]
 
 
 def test_a_sender_that_has_ended_is_kept_by_nobody():
@@ -184,14 +184,15 @@ def test_a_sender_that_has_ended_is_kept_by_nobody():
 
 @pytest.mark.parametrize(
     ("deliver", "said"),
-    [("lambda entries: print(*entries) or len(entries)", "1 2"), ("lambda entries: time.sleep(1000)", "gave up")],
+    [("lambda entries: print(*entries) or len(entries)", "1 2"), ("lambda entries: time.sleep(1000)", "discarded")],
 )
 def test_the_end_of_the_process_waits_for_what_has_not_been_sent_but_not_for_ever(deliver, said):
     program = f"""
 import time
 from pulsetrain.handlers.loggers.sending import Sender
 from tests.support import warm_python
-sender = Sender("Logger", {deliver}, is_refusal=bool, tell=print, room=9, flush_seconds=2.0 if "1" in {said!r} else 0.3)
+seconds = 2.0 if "1" in {said!r} else 0.3
+sender = Sender("Logger", {deliver}, is_refusal=bool, report=print, room=9, flush_seconds=seconds)
 sender.put(1, 1)
 sender.put(2, 1)
 """
@@ -218,7 +219,7 @@ def test_an_outage_is_waited_out_for_longer_and_longer_and_the_next_one_anew(mon
         taken.append(entries[0])
         return 1
 
-    sender = Sender("Logger", deliver, is_refusal=lambda error: False, tell=print, room=100, flush_seconds=5.0)
+    sender = Sender("Logger", deliver, is_refusal=lambda error: False, report=print, room=100, flush_seconds=5.0)
     for n in (1, 2):
         sender.put(n, 1)
     wait_until(lambda: taken == [1, 2])

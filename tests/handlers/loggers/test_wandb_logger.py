@@ -1,4 +1,4 @@
-"""What stands in a run's file of Weights & Biases, written without any network."""
+"""The content of a run's file of Weights & Biases, written without any network."""
 
 import json
 import struct
@@ -51,7 +51,7 @@ def records(file):
 
 
 def written(folder):
-    """The run's settings, its rows, and its exit code; wandb's own process ends the file a moment behind the run."""
+    """The run's settings, its rows, and its exit code; wandb's process closes the file shortly after the run."""
     end = time.monotonic() + 10
     while (found := read(folder))[2] is None and time.monotonic() < end:
         time.sleep(0.02)

@@ -72,7 +72,7 @@ def messages(server):
     return [message for _, _, message in server.posted]
 
 
-# ------------------------------------------------------------------------------------------------------ what is told
+# ------------------------------------------------------------------------------------------------------ contents
 
 
 def test_a_command_gets_the_event_on_its_input_and_in_its_environment(script):
@@ -193,10 +193,10 @@ def test_more_alerts_than_can_wait_are_dropped_and_told_of_once(server):
     engine.add_event_handler(Events.EPOCH_COMPLETED, server.hold.set)
     with capture_logs() as logs:
         engine.run(range(300), max_epochs=1)
-    assert [line["error"] for line in logs] == ["100 alerts are waiting already"]
+    assert [line["error"] for line in logs] == ["100 alerts are already waiting"]
     told = [each["iteration"] for each in messages(server)]
     assert told[:100] == list(range(1, 101))
-    assert len(told) in (100, 101)  # with the one that was under way
+    assert len(told) in (100, 101)  # including the one being sent
 
 
 # --------------------------------------------------------------------------------------------------------- what fails
@@ -306,7 +306,7 @@ def test_what_waits_when_it_is_detached_is_told(server):
         ({"webhook": "http://["}, ConfigurationError, r"\(webhook=http://\[...\): needs an address that begins"),
         ({"webhook": 80}, ConfigurationError, r"\(webhook=80\): needs an address that begins"),
         ({"command": ["true"], "timeout": 0}, ConfigurationError, r"\(timeout=0\): needs a positive"),
-        ({"command": ["true"], "events": ()}, ConfigurationError, r"\(events=\(\)\): needs one event"),
+        ({"command": ["true"], "events": ()}, ConfigurationError, r"\(events=\(\)\): needs at least one event"),
         ({"command": ["true"], "events": Events.COMPLETED}, TypeError, r"\(events=.*\): needs several"),
     ],
 )

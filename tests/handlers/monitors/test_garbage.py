@@ -142,7 +142,7 @@ def test_what_somebody_else_has_frozen_stays_frozen():
     engine = make_engine(litter)
     Garbage().attach(engine)
     engine.run([0, 1], max_epochs=1)
-    # what lived then and has died since is no longer counted
+    # objects that have been freed since are no longer counted
     assert 0 < gc.get_freeze_count() <= before
 
 
@@ -158,5 +158,5 @@ def test_wrong_arguments_and_a_replay_are_refused(tmp_path):
     with pytest.raises(ConfigurationError, match=r"Garbage\(generation=3\): needs 0, 1 or 2"):
         Garbage(generation=3)
     trainer({"max_epochs": 1}, handlers=[EventRecorder(tmp_path)]).train()
-    with pytest.raises(RecordingError, match=r"makes no steps.*attach it in training"):
+    with pytest.raises(RecordingError, match=r"Garbage.*no process that trains.*attach this handler to a run"):
         Garbage().attach(Replay(tmp_path))

@@ -216,8 +216,8 @@ def test_an_engine_without_a_model_is_refused_and_so_is_a_replay(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"every": Every(iterations=5)}, r"every=Every\(iterations=5.*: gradients are whole at an update alone; use"),
-        ({"every": Every(updates=5, epochs=1)}, r"gradients are whole at an update alone"),
+        ({"every": Every(iterations=5)}, r"every=Every\(iterations=5.*: gradients are complete only at an update; use"),
+        ({"every": Every(updates=5, epochs=1)}, r"gradients are complete only at an update"),
         ({"every": 5}, r"every=5\): gradients"),
         ({"by": "layer"}, r"by='layer'\): unknown; choose one of module, parameter"),
         ({"norm_type": 3}, r"norm_type=3\): needs 1, 2 or inf"),

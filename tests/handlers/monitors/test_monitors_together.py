@@ -1,4 +1,4 @@
-"""All monitors on one trainer: what they watch stays as it is, in a run, through a failure, and in one that goes on."""
+"""All monitors on one trainer do not change what they measure, in a run, through a failure, and in a resumed run."""
 
 import pytest
 import torch

@@ -128,7 +128,7 @@ def test_two_windows_at_once_are_one_trace_and_one_warning(tmp_path):
     assert heard == [False]
     assert engine.state.iteration == 8
     assert [log["error"].partition("; ")[0] for log in logs] == [
-        "RuntimeError: Profiler: another profiler is at work in this process"
+        "RuntimeError: Profiler: another profiler is active in this process"
     ]
     assert files(tmp_path / "b") == []
     assert marks(trace(tmp_path / "a", 2), "iteration") == [2, 3]
@@ -181,7 +181,7 @@ def test_a_place_that_cannot_be_written_and_a_replay_are_refused(tmp_path):
         ({"start": 0}, r"start=0\): needs a whole number of at least 1"),
         ({"iterations": 0}, r"iterations=0\): needs"),
         ({"warmup": -1}, r"warmup=-1\): needs a whole number of at least 0"),
-        ({"start": 2, "warmup": 2}, r"start=2, warmup=2\): the warm-up would begin before the run does; use start=3"),
+        ({"start": 2, "warmup": 2}, r"start=2, warmup=2\): the warm-up would start before the run; use start=3"),
         ({"memory": 1}, r"memory=1\): needs True or False"),
     ],
 )

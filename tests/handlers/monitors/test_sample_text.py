@@ -166,7 +166,7 @@ def test_what_is_no_text_asks_for_decode():
     SampleText("ab", every=None, generate=lambda *_, **__: [1, 2]).attach(engine)
     with capture_logs() as logs:
         engine.run([0])
-    assert "returned list, no text or bytes; pass decode=" in logs[0]["error"]
+    assert "returned list, not text or bytes; pass decode=" in logs[0]["error"]
 
 
 def test_a_text_cannot_steer_the_terminal(tmp_path):

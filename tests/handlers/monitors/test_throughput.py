@@ -245,7 +245,7 @@ def test_where_there_are_too_many_shapes_it_says_so_once_and_leaves_them_out(mon
     with capture_logs() as logs:
         trainer.train()
     assert [log["event"] for log in logs if "shapes" in log["event"]] == [
-        "batches have more than 1 shapes, and steps are counted no more: the share of the device's peak is left out; "
+        "batches have more than 1 shapes, and steps are no longer counted: the share of the device's peak is left out; "
         "pass flops_per_sample="
     ]
     assert "mfu" not in seen[0]

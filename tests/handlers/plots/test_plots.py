@@ -187,7 +187,7 @@ def test_each_parameter_group_has_a_line(tmp_path):
     log(engine, {"train/loss": 1.0, "learning_rate": 0.1})
     assert points(plots, "learning_rate/1") == [(0, 0.5)]
     assert len(labels(plots, "learning_rate")[0]) == 2
-    log(engine, {"learning_rate/head": 0.5, "learning_rate/body": 0.1})  # by whoever knows their names
+    log(engine, {"learning_rate/head": 0.5, "learning_rate/body": 0.1})  # published under the names of the groups
     assert len(labels(plots, "learning_rate")[0]) == 2
 
 

@@ -1,4 +1,4 @@
-"""run.json says what a run was made with, and each time that it began or went on."""
+"""run.json has what a run was made with, and each time that it started or resumed."""
 
 import json
 import os
