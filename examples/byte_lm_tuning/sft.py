@@ -4,8 +4,8 @@
     python -m examples.byte_lm_tuning.sft [--start RUN] [--run FOLDER] [--epochs N] [--functions N]
 
 Run it from the folder that contains examples/. A prompt is a signature; the reply is the body followed by a byte 0.
-Prompts are not trained on. Functions are packed into rows of 129 bytes, and none sees another of its row. The loss of the
-replies is measured on functions of files that neither this run nor the demo's has seen. Takes a minute on 2 CPU cores.
+Prompts are not trained on. Functions are packed into rows of 129 bytes, and none sees another of its row. The loss of
+the replies is measured on functions of files that neither this run nor the demo's has seen. One minute on 2 cores.
 """
 
 import argparse
