@@ -58,7 +58,7 @@ REWARDS = [
     ([1.0, math.nan, 0.0, 0.0], ValueError, "TextRollouts: rewards[1]=nan: needs finite numbers, and 1 of 4 are not"),
     ([1.0, 0.0, math.inf, -math.inf], ValueError, "TextRollouts: rewards[2]=inf: needs finite numbers, and 2 of 4"),
     ([1e300, 0.0, 0.0, 0.0], ValueError, "TextRollouts: rewards[0]=inf"),
-    ([1.0, 2.0], ValueError, "TextRollouts: the reward returned numbers of shape (2,) for 4 texts; one for each"),
+    ([1.0, 2.0], ValueError, "TextRollouts: the reward returned numbers of shape (2,) for 4 texts; needs one for each"),
     ([[1.0]] * 4, ValueError, "TextRollouts: the reward returned numbers of shape (4, 1) for 4 texts"),
     (2.0, ValueError, "TextRollouts: the reward returned numbers of shape () for 4 texts"),
     (None, TypeError, "TextRollouts: the reward returned None; needs a list of numbers, one for each of the 4 texts"),
@@ -98,7 +98,7 @@ SAMPLES = [
     ([[1, 2], [], [1], [1]], ValueError, "the sampler returned 4 texts of 0 to 2 tokens; needs 4 of 1 to 3"),
     ([[1, 2, 3, 4]] * 4, ValueError, "the sampler returned 4 texts of 4 to 4 tokens; needs 4 of 1 to 3"),
     (None, TypeError, "TextRollouts: the sampler returned None; needs a list of token ids for each of the 4 prompts"),
-    ([1, 2, 3, 4], TypeError, "TextRollouts: the sampler returned [1, 2, 3, 4]; needs a list of token numbers"),
+    ([1, 2, 3, 4], TypeError, "TextRollouts: the sampler returned [1, 2, 3, 4]; needs a list of token ids"),
     (["one"] * 4, TypeError, "TextRollouts: the sampler returned ['one', 'one', 'one', 'one']"),
     (
         [[99]] * 4,
@@ -189,7 +189,7 @@ def test_rollouts_serve_one_trainer_which_learns_from_rollouts():
     assert told.startswith("GRPOStrategy(minibatch_size=3): a rollout of TextRollouts has 4 rows, which do not make")
     run_of(given, GRPOStrategy(2, minibatch_size=4))  # what was refused has left no trace
     told = refusal(lambda: run_of(given, GRPOStrategy(2)))
-    assert told == "TextRollouts: already belongs to another trainer; give each Trainer rollouts of its own"
+    assert told == "TextRollouts: already belongs to another trainer; give each Trainer its own rollouts"
 
 
 def test_groups_are_compared_over_texts_and_not_over_steps():
@@ -201,7 +201,7 @@ def test_texts_fit_the_models_context():
     told = refusal(lambda: run_of(TextRollouts([[1] * 4], good_reward, max_new_tokens=4), GRPOStrategy(2)))
     assert told.startswith("TextRollouts(max_new_tokens=4): with the longest prompt a text has 8 tokens, more than the")
     assert "context of 6" in told
-    assert told.endswith("cut the prompts, or ask for fewer tokens")
+    assert told.endswith("cut the prompts, or pass a smaller max_new_tokens")
     told = refusal(lambda: run_of(rollouts(pad_to=8), GRPOStrategy(2)))
     assert told.startswith("TextRollouts(pad_to=8): rows are longer than the model's context of 6")
     run_of(TextRollouts([[1] * 4], good_reward, max_new_tokens=3, pad_to=7), GRPOStrategy(2))

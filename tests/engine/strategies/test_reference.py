@@ -41,7 +41,7 @@ def test_one_strategy_refers_to_one_model(strategy, model, run):
     run(shared, first)
     run(shared, first)
     told = refusal(lambda: run(shared, model()))
-    assert told.startswith(f"{type(shared).__name__}: holds the reference of another model already; give each Trainer")
+    assert told.startswith(f"{type(shared).__name__}: already holds the reference of another model; give each Trainer")
 
 
 SELVES = {"itself": lambda model: model, "a part of it": lambda model: model.table}
@@ -137,7 +137,7 @@ def test_each_side_has_one_stored_number_for_each_pair():
 
 def test_nothing_is_measured_against_two_things():
     told = refusal(lambda: DPOStrategy(reference_free=True, reference=Short()))
-    assert told.startswith("DPOStrategy(reference_free=True, reference=...): measures against nothing")
+    assert told.startswith("DPOStrategy(reference_free=True, reference=...): uses no reference")
 
 
 def test_a_tie_prefers_nothing():
