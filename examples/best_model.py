@@ -1,4 +1,4 @@
-"""Validation decides: it lowers the rate, ends the run, and says which weights are left in the model.
+"""Validation lowers the learning rate, ends the run, and selects the weights that the model keeps.
 
 python examples/best_model.py        (the data comes with scikit-learn: pip install scikit-learn)
 """
@@ -14,7 +14,7 @@ from pulsetrain.handlers import BestModel, EarlyStopping, ReduceLROnPlateau
 
 
 def main(seed: int = 0) -> dict[str, list[float]]:
-    torch.manual_seed(seed)  # the model and the split are made here, before the trainer seeds its run
+    torch.manual_seed(seed)  # the model and the split are created before the trainer seeds its run
     pixels, labels = load_digits(return_X_y=True)
     digits = TensorDataset(torch.tensor(pixels / 16, dtype=torch.float32), torch.tensor(labels))
     training, validation = random_split(digits, [0.5, 0.5])

@@ -1,8 +1,8 @@
-"""A pole is balanced on a cart: PPO learns it in about ten seconds, and stops once it can.
+"""PPO learns to balance a pole on a cart in about ten seconds, and stops when it succeeds.
 
     python examples/cartpole.py [--seed N] [--rollouts N] [--run-dir FOLDER] [--resume]
 
-Needs gymnasium (pip install 'pulsetrain[gymnasium]'). An episode is at most 500 steps long, and each is worth 1.
+Needs gymnasium (pip install 'pulsetrain[gymnasium]'). An episode has at most 500 steps, each with reward 1.
 """
 
 import argparse
@@ -24,7 +24,7 @@ def net(inputs: int, outputs: int, width: int = 64) -> nn.Module:
 
 
 class ActorCritic(nn.Module):
-    """Two small networks over one observation: what to do, and what it is worth."""
+    """An actor and a critic, two small networks over one observation."""
 
     def __init__(self, observation: int, actions: int) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""Events of your own, with typed payloads: a policy learns to walk, and a handler decides when it is good enough.
+"""Custom events with typed payloads: a policy learns to walk, and a handler decides when to stop.
 
     python examples/custom_events.py
 
-64 walkers have 12 steps to reach a corridor's right end, 5 cells away. It learns by REINFORCE (Williams 1992).
+64 walkers have 12 steps to reach the right end of a corridor, 5 cells away; they learn by REINFORCE (Williams 1992).
 """
 
 from dataclasses import dataclass
@@ -23,19 +23,19 @@ class RolloutCompleted:
 
 
 class WalkEvents(EventEnum):
-    """Each event's value, and the type of what it carries, if it carries anything."""
+    """Each event's value and the type of its payload, if it has one."""
 
     ROLLOUT_STARTED = "rollout_started"
     ROLLOUT_COMPLETED = "rollout_completed", RolloutCompleted
 
 
 def walk(policy: nn.Module) -> tuple[Tensor, Tensor]:
-    """Let every walker walk; returns who arrived, and the log-probability of each one's steps, both (WALKERS,)."""
+    """Lets every walker walk; returns which arrived, and the log-probability of each walk, both (WALKERS,)."""
     cells, log_probability = torch.full((WALKERS,), START), torch.zeros(WALKERS)
     for _ in range(STEPS):
         choice = torch.distributions.Categorical(logits=policy(cells))
         steps = choice.sample()  # 0: to the left, 1: to the right
-        walking = cells < CELLS - 1  # whoever has arrived stays there
+        walking = cells < CELLS - 1  # walkers that have arrived stay there
         log_probability = log_probability + choice.log_prob(steps) * walking
         cells = torch.where(walking, (cells + 2 * steps - 1).clamp(min=0), cells)
     return cells == CELLS - 1, log_probability
@@ -56,7 +56,7 @@ def main() -> Engine:
         optimizer.step()
 
     engine = Engine(learn)
-    # Filters read state.rollout: it grows each time the first event of the two is fired, and the second shares it.
+    # Filters read state.rollout: the first of the two events increments it, and both share it.
     engine.register_events(*WalkEvents, event_to_attr=dict.fromkeys(WalkEvents, "rollout"))
 
     @engine.on(WalkEvents.ROLLOUT_STARTED(once=20))
@@ -65,7 +65,7 @@ def main() -> Engine:
 
     @engine.on(WalkEvents.ROLLOUT_COMPLETED(every=10))
     def judge(engine: Engine, event: Event) -> None:
-        share = event.payload.arrived.float().mean().item()  # the copy to the host, paid for by who wants it
+        share = event.payload.arrived.float().mean().item()  # copies to the host, so it waits for the device
         print(f"rollout {engine.state.rollout}: {share:.0%} arrive")
         if share > 0.95:
             engine.terminate(reason=f"{share:.0%} arrive after {engine.state.rollout} rollouts")

@@ -1,4 +1,4 @@
-"""When a handler runs: filters, phases, several events at once, and taking a handler off again.
+"""When a handler runs: filters, phases, several events at once, and removing a handler.
 
     python examples/decorators.py
 
@@ -25,7 +25,7 @@ def main() -> list[str]:
     def at_these() -> None:
         note("once=[1, 8]")
 
-    @engine.on(Events.ITERATION_COMPLETED(after=3, before=6))  # both ends are left out: 4 and 5
+    @engine.on(Events.ITERATION_COMPLETED(after=3, before=6))  # both ends are exclusive: 4 and 5
     def between() -> None:
         note("after=3, before=6")
 
@@ -36,7 +36,7 @@ def main() -> list[str]:
     def at_powers_of_two() -> None:
         note("event_filter=is_power_of_two")
 
-    # Within an event the phase decides, whatever was registered first: COMPUTE, ACT (the default), OBSERVE, PERSIST.
+    # Within an event the phase decides, not the order of registration: COMPUTE, ACT (the default), OBSERVE, PERSIST.
     @engine.on(Events.EPOCH_COMPLETED, phase=Phase.PERSIST)
     def save() -> None:
         note("phase=PERSIST")
@@ -53,10 +53,10 @@ def main() -> list[str]:
     def measure() -> None:
         note("phase=COMPUTE")
 
-    # One handler for several events; what stands behind the event is passed on to it.
+    # One handler for several events; further arguments are passed on to it.
     engine.add_event_handler(Events.STARTED | Events.COMPLETED | Events.EPOCH_STARTED(once=2), note, "joined")
 
-    # What registering returns takes the handler off again: here after the first epoch, by a handler that knows it.
+    # Registering returns a handle that removes the handler: here another handler does so after the first epoch.
     removable = engine.add_event_handler(Events.ITERATION_COMPLETED(every=2), note, "every=2, until removed")
     engine.add_event_handler(Events.EPOCH_COMPLETED(once=1), removable.remove)
 

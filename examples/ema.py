@@ -1,4 +1,4 @@
-"""A learning rate too high to settle leaves noise in the weights; their moving average is better than any of them.
+"""Too high a learning rate leaves noise in the weights; their moving average is better than any of them.
 
 python examples/ema.py        (the data comes with scikit-learn: pip install scikit-learn)
 """
@@ -14,24 +14,24 @@ from pulsetrain.handlers import EMA
 
 
 def main(seed: int = 0) -> dict[str, dict[str, float]]:
-    torch.manual_seed(seed)  # the model and the split are made here, before the trainer seeds its run
+    torch.manual_seed(seed)  # the model and the split are created before the trainer seeds its run
     pixels, labels = load_digits(return_X_y=True)
     digits = TensorDataset(torch.tensor(pixels / 16, dtype=torch.float32), torch.tensor(labels))
     training, validation = random_split(digits, [0.5, 0.5])
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     loaders = DataLoader(training, batch_size=8, shuffle=True), DataLoader(validation, batch_size=512)
     config = TrainingConfig(max_epochs=10, optimizer="adam", learning_rate=0.03, validate_every=None, seed=seed)
-    ema = EMA(decay=0.995)  # after each update; it goes back over about 200 of the 1,130
+    ema = EMA(decay=0.995)  # after each update; averages about the last 200 of the 1,130
     trainer = Trainer(model, *loaders, metrics={"accuracy": Accuracy()}, config=config, handlers=[ema])
     trainer.train()
 
-    results = {"averaged": trainer.validate()}  # as long as the handler is attached, this is what validation sees
+    results = {"averaged": trainer.validate()}  # validation uses the average while the handler is attached
     ema.detach()
     results["raw"] = trainer.validate()
     for weights in ("raw", "averaged"):
         loss, accuracy = results[weights]["val/loss"], results[weights]["val/accuracy"]
         print(f"{weights} weights: validation loss {loss:.4f}, accuracy {accuracy:.4f}")
-    ema.copy_to(model)  # for good: to save the averaged weights, or to go on with them
+    ema.copy_to(model)  # permanently: to save the averaged weights, or to train on from them
     return results
 
 

@@ -1,8 +1,8 @@
-"""A run whose loss leaps: find the iterations and the row, ask what another early stopping would have done, compare.
+"""A run whose loss jumps: find the iterations and the row, try a different early stopping, and compare two runs.
 
     python examples/flight_recorder.py          # trains twice for a second or two, in a temporary folder
 
-Nothing is trained again to answer: the log of the run is read, replayed and compared.
+The answers need no further training: the log of the run is read, replayed and compared.
 """
 
 import tempfile
@@ -21,9 +21,9 @@ BAD_ROW = 77
 
 
 class Seen(EventEnum):
-    """An event of our own."""
+    """A custom event."""
 
-    ROWS = "rows_seen", list  # which rows of the data an iteration was given
+    ROWS = "rows_seen", list  # the rows of the data in an iteration's batch
 
 
 def train(folder: Path, planted: bool) -> None:
@@ -43,7 +43,7 @@ def train(folder: Path, planted: bool) -> None:
 
     @trainer.on(Events.ITERATION_STARTED)
     def take_rows_out(engine: Trainer) -> None:
-        features, labels = engine.state.batch  # the last column says which row it is
+        features, labels = engine.state.batch  # the last column is the row's number
         engine.fire(Seen.ROWS, features[:, 4].int().tolist())
         engine.state.batch = features[:, :4], labels
 
@@ -61,7 +61,7 @@ def main(folder: Path) -> dict[str, object]:
     (row,) = set.intersection(*batches)
     print(f"loss above 1000 at iterations {[spike.iteration for spike in spikes]}; row {row} was in each of them")
 
-    # What would another early stopping have done?
+    # What would a different early stopping have done?
     stops = {}
     for patience in (1, 3):
         replay = Replay(folder / "planted")
@@ -69,7 +69,7 @@ def main(folder: Path) -> dict[str, object]:
         stops[patience] = replay.run().stop_reason
         print(f"patience {patience}: {stops[patience] or 'would have run to the end'}")
 
-    # Where does it part from a run without that row?
+    # Where does it first differ from a run without that row?
     print(difference := diff(folder / "planted", folder / "clean"))
     return {"row": row, "stops": stops, "difference": difference}
 

@@ -1,6 +1,6 @@
 """Two models that learn against each other, a generator and a discriminator, on the digits of scikit-learn.
 
-The strategy yields a loss and whose it is; the trainer makes that optimizer's update before it asks for the next.
+The strategy yields losses with the name of their optimizer; the trainer makes each update before it asks for the next.
 
     python examples/gan.py [FOLDER]
 """
@@ -43,7 +43,7 @@ class GANStrategy:
         fake = model["generator"](torch.randn(len(real), NOISE))
         told, seen = model["discriminator"](fake.detach()), model["discriminator"](real)
         yield "discriminator", cross_entropy(seen, ones) + cross_entropy(told, zeros)
-        yield "generator", cross_entropy(model["discriminator"](fake), ones)  # as the discriminator is by now
+        yield "generator", cross_entropy(model["discriminator"](fake), ones)  # with the updated discriminator
 
 
 def dense(a: int, b: int, end: nn.Module) -> nn.Sequential:

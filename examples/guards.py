@@ -1,6 +1,6 @@
-"""A row with a NaN and a batch with absurd targets: the run that would be lost tells of both, and learns.
+"""A row with a NaN and a batch with absurd targets: the guards report both, and the run still learns.
 
-NaNGuard leaves the update out on the device; LossSpikeGuard goes back to the last checkpoint and past the batch.
+NaNGuard skips the update on the device; LossSpikeGuard returns to the last checkpoint and skips the batch.
 
     python examples/guards.py [FOLDER]
 """
@@ -20,11 +20,11 @@ from pulsetrain.handlers import Checkpointer, LossSpikeGuard, NaNGuard
 
 
 def rows() -> TensorDataset:
-    """442 patients: 10 measurements each, and how far a disease has gone, both standardised."""
+    """442 patients: 10 measurements each and the progression of a disease, both standardised."""
     inputs, targets = (torch.tensor(part, dtype=torch.float32) for part in load_diabetes(return_X_y=True))
     inputs, targets = inputs / inputs.std(0), (targets - targets.mean()) / targets.std()
-    inputs[100, 3] = float("nan")  # a measurement that was lost
-    targets[300] = 1e4  # a unit that was mistaken
+    inputs[100, 3] = float("nan")  # a missing measurement
+    targets[300] = 1e4  # a wrong unit
     return TensorDataset(inputs, targets.unsqueeze(1))
 
 

@@ -1,4 +1,4 @@
-"""A learning rate found by a range test, and what training at it is worth beside the default.
+"""Finds a learning rate by a range test, and compares training with it and with the default.
 
 python examples/lr_finder.py        (the data comes with scikit-learn: pip install scikit-learn)
 
@@ -17,7 +17,7 @@ from pulsetrain.handlers import LRFinder
 
 
 def make_trainer(learning_rate: float = 1e-3) -> Trainer:
-    torch.manual_seed(0)  # the model and the split are made here, before the trainer seeds its run
+    torch.manual_seed(0)  # the model and the split are created before the trainer seeds its run
     pixels, labels = load_digits(return_X_y=True)
     digits = TensorDataset(torch.tensor(pixels / 16, dtype=torch.float32), torch.tensor(labels))
     training, validation = random_split(digits, [0.8, 0.2])
@@ -27,7 +27,7 @@ def make_trainer(learning_rate: float = 1e-3) -> Trainer:
 
 
 def main(folder: Path = Path("runs/lr_finder")) -> dict[float, float]:
-    found = LRFinder(folder=folder).run(make_trainer())  # the trainer is afterwards as if nothing had been
+    found = LRFinder(folder=folder).run(make_trainer())  # leaves the trainer unchanged
     if found.suggestion is None:
         raise SystemExit(f"no suggestion: {found.reason}")
     print(f"suggested learning rate: {found.suggestion:.2g}, after {len(found.rates)} updates")

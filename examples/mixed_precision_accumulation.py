@@ -1,9 +1,9 @@
-"""Half precision and accumulated gradients: less memory a batch, the same training.
+"""Half precision and accumulated gradients: less memory per batch, the same training.
 
 python examples/mixed_precision_accumulation.py        (the data comes with scikit-learn: pip install scikit-learn)
 
-The same 120 updates of 64 digits each, four ways. fp16 keeps a gradient scale: an update whose gradients overflow is
-left out, the scale is lowered, and ANOMALY_DETECTED says so.
+The same 120 updates of 64 digits each, in four ways. fp16 scales gradients: if they overflow, the update is
+skipped, the scale is lowered, and ANOMALY_DETECTED is fired.
 """
 
 from typing import Any
@@ -38,7 +38,7 @@ def train(batch_size: int, settings: dict[str, Any]) -> Trainer:
         nn.Sequential(nn.Sequential(nn.Linear(64, 128), nn.ReLU()), nn.Linear(128, 10)),
         DataLoader(Subset(digits, range(1536)), batch_size=batch_size, shuffle=True),
         DataLoader(Subset(digits, range(1536, 1797)), batch_size=261),
-        backend=TorchBackend(gradient_scale=2.0**30),  # far too high, to see fp16 overflow and recover
+        backend=TorchBackend(gradient_scale=2.0**30),  # far too high, so that fp16 overflows and recovers
         metrics={"accuracy": Accuracy()},
         config=TrainingConfig(max_updates=120, learning_rate=5e-3, clip_grad_norm=1.0, validate_every=None, **settings),
     )

@@ -2,7 +2,7 @@
 
     python examples/schedules.py            (or with a folder for schedules.png: python examples/schedules.py FOLDER)
 
-A schedule is a pure function of the updates already made: it needs no optimizer to be asked, composed or drawn.
+A schedule is a pure function of the updates already made: it can be evaluated, composed and drawn without an optimizer.
 """
 
 import sys
@@ -51,18 +51,18 @@ def main(folder: Path) -> None:
     for name, schedule in SCHEDULES.items():
         print(f"{name:24}", *(f"{schedule.get_lr(step):.6f}" for step in (0, 50, 100, 500, 999)))
 
-    # >> hands over when the first is over; the second one counts from 0.
+    # >> switches when the first one ends; the second one counts from 0.
     composed = Warmup(PEAK, 100) >> Linear(PEAK, 400, min_lr=5e-4) >> Cosine(5e-4, 500)
     print(f"{'composed':24}", *(f"{composed.get_lr(step):.6f}" for step in (0, 50, 100, 500, 999)))
 
-    # In a loop of one's own: write the rate, then make the update. Groups keep their ratio to the default rate.
+    # In a custom loop: set the rate, then make the update. Groups keep their ratio to the default rate.
     weight, bias = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
     groups: list[dict[str, Any]] = [{"params": [weight]}, {"params": [bias], "lr": PEAK / 10}]
     optimizer = torch.optim.AdamW(groups, lr=PEAK)
     update_optimizer(optimizer, composed.get_lr(50))
     print("two groups at update 50:", *(f"{group['lr']:.6f}" for group in optimizer.param_groups))
 
-    # Or as a scheduler of torch's, which any other trainer can step.
+    # Or as a torch scheduler, which any other trainer can step.
     scheduler = create_scheduler(torch.optim.SGD([weight], lr=PEAK), "cosine", 10, 100, warmup_steps=100)
     print("a torch scheduler:", isinstance(scheduler, torch.optim.lr_scheduler.LRScheduler))
 

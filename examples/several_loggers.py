@@ -20,15 +20,15 @@ RUN = Path("runs/digits")
 
 
 def main(seed: int = 0) -> None:
-    torch.manual_seed(seed)  # the model and the split are made here, before the trainer seeds its run
+    torch.manual_seed(seed)  # the model and the split are created before the trainer seeds its run
     pixels, labels = load_digits(return_X_y=True)
     digits = TensorDataset(torch.tensor(pixels / 16, dtype=torch.float32), torch.tensor(labels))
     training, validation = random_split(digits, [0.8, 0.2])
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     loaders = DataLoader(training, batch_size=32, shuffle=True), DataLoader(validation, batch_size=512)
 
-    # Each of them hears the same events. None keeps the training waiting, and one that fails stops neither the run nor
-    # the others. MLflow's run is sent by a thread: to a server with tracking_uri="http://...", else into the folder.
+    # All loggers receive the same events. None makes the training wait, and one that fails stops neither the run nor
+    # the others. A thread sends MLflow's data to a server with tracking_uri="http://...", or writes into the folder.
     loggers = [ConsoleLogger(stream=sys.stdout), CSVLogger(RUN), JSONLinesLogger(RUN)]
     places: dict[str, object] = {"table": RUN / "metrics.csv", "JSON lines": RUN / "metrics.jsonl"}
     if importlib.util.find_spec("tensorboard"):

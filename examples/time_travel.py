@@ -1,8 +1,8 @@
-"""A run whose loss becomes NaN: prove that it does so each time, leave the batch out, prove the run that results.
+"""A run whose loss becomes NaN: show that it is reproducible, skip the batch, and verify the new run.
 
-    python examples/time_travel.py          # trains some seconds in a temporary folder, and leaves report.html there
+    python examples/time_travel.py          # trains for some seconds in a temporary folder, and writes report.html
 
-Each step is what the command line does as well: the commands are printed.
+Each step is also available on the command line; the commands are printed.
 """
 
 import os
@@ -23,7 +23,7 @@ BAD_ROW = 300
 
 
 def data() -> tuple[DataLoader[Any], DataLoader[Any]]:
-    """512 rows for training, of which one has no target, and 64 for validation."""
+    """512 rows for training, one of them without a target, and 64 for validation."""
     inputs = torch.randn(576, 4)
     targets = inputs.sum(1, keepdim=True)
     targets[BAD_ROW] = torch.nan
@@ -34,34 +34,34 @@ def data() -> tuple[DataLoader[Any], DataLoader[Any]]:
 
 
 def model() -> nn.Module:
-    """A small one."""
+    """A small network."""
     return nn.Sequential(nn.Linear(4, 16), nn.ReLU(), nn.Linear(16, 1))
 
 
 def command(line: str) -> int:
-    """Run a command as the shell would, and say so."""
+    """Prints a command and runs it as the shell would."""
     print(f"$ pulsetrain {line}", flush=True)
     return pulsetrain(shlex.split(line))
 
 
 def main() -> dict[str, object]:
-    """Tell the story in the folder that the process is in."""
+    """Runs all steps in the current folder."""
     command(f"train {CONFIG} --run runs/a")
 
-    # Where did it begin? The log holds every step's loss.
+    # Where did it start? The log contains the loss of every step.
     is_bad = next(
         EventLog("runs/a").read(event="iteration_completed", where=lambda event: event.output["loss"] == "NaN")
     )
     bad = is_bad.iteration
     command(f"events runs/a --event iteration_completed --from {bad - 1} --to {bad + 1} --fields iteration,output.loss")
 
-    # Does it happen each time, or was it the machine? Train that stretch again, from the checkpoint before it.
+    # Is it reproducible, or was it the machine? Train that part again, from the checkpoint before it.
     proven = command(f"verify runs/a --from {bad - 1} --to {bad + 1}")
 
-    # It does: so it is the batch. Leave it out, in a run that begins where the first one was still well.
+    # It is, so the batch is the cause. Skip it, in a run that starts from a good checkpoint of the first one.
     command(f"fork runs/a --at {bad - 1} --skip-batches {bad} --into runs/b --train")
 
-    # The two agree up to that batch, and the new run is proven as a whole.
+    # The two runs agree up to that batch, and the whole new run is verified.
     print(difference := diff("runs/a", "runs/b"))
     mended = command("verify runs/b")
     command("report runs/a runs/b --into report.html")

@@ -1,8 +1,8 @@
-"""A trainer and an evaluator on one bus: one order over both, and four ways to listen.
+"""A trainer and an evaluator on one bus: one order of events, and four ways to subscribe.
 
     python examples/two_engines_one_bus.py
 
-Both are plain Engines; pulsetrain.Trainer is put together like this. The model learns y = 3x + 1 by gradient descent.
+Both are plain Engines; pulsetrain.Trainer is built like this. The model learns y = 3x + 1 by gradient descent.
 """
 
 import torch
@@ -34,7 +34,7 @@ def main() -> list[tuple[int, str, str]]:
     evaluator = Engine(evaluate, name="evaluator", bus=bus)
     heard: list[tuple[int, str, str]] = []
 
-    # 1. The whole bus: no sender given. `seq` counts what both engines fire, heard or not, in one order.
+    # 1. The whole bus: no sender given. `seq` counts the events of both engines in one order, with or without handlers.
     def note(engine: Engine, event: Event) -> None:
         heard.append((event.seq, event.engine, event.type))
         print(f"{event.seq:>4}  {event.engine:<10}{event.type}")
@@ -48,7 +48,7 @@ def main() -> list[tuple[int, str, str]]:
 
     bus.subscribe(Events.EPOCH_COMPLETED, start_evaluation, sender=trainer)
 
-    # 3. A plain blinker receiver, held weakly: gone with the last reference to it.
+    # 3. A plain blinker receiver, held weakly: removed with the last reference to it.
     def receive(sender: Engine, event: Event) -> None:
         print(f"      blinker: the {sender.name}'s mean squared error is {sender.state.output:.5f}")
 
@@ -56,9 +56,9 @@ def main() -> list[tuple[int, str, str]]:
 
     trainer.run(batches, max_epochs=2)
 
-    # 4. Nobody, for a while: the event's receivers are silenced on every engine, while `seq` counts on.
+    # 4. Muted for a while: the event's receivers are not called on any engine, but `seq` continues to count.
     with bus.signal(Events.EPOCH_COMPLETED).muted():
-        trainer.run(batches, max_epochs=3)  # goes on with a third epoch
+        trainer.run(batches, max_epochs=3)  # continues with a third epoch
     return heard
 
 

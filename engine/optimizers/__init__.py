@@ -1,4 +1,4 @@
-"""Optimizers by name: validated arguments, decay groups, rates per layer, and fused kernels where they pay."""
+"""Optimizers by name: validated arguments, weight-decay groups, rates per layer, and fused kernels where faster."""
 
 from pulsetrain.engine.optimizers.create import create_optimizer, resolve_optimizer
 from pulsetrain.engine.optimizers.functional import create_functional

@@ -1,4 +1,4 @@
-"""Makes optimizers, from a name or from what a user brings."""
+"""Creates optimizers from a name, an instance or a factory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pulsetrain.engine.optimizers.groups import (
     trainable_of,
 )
 from pulsetrain.engine.optimizers.kernels import fused_pays
-from pulsetrain.engine.optimizers.muon import MuonWithAdamW, part_for_muon
+from pulsetrain.engine.optimizers.muon import MuonWithAdamW, split_for_muon
 from pulsetrain.engine.optimizers.options import check_number, checked_options
 from pulsetrain.engine.optimizers.registry import NAMES, optimizer_class
 from pulsetrain.engine.optimizers.schedule_free import begin_training, is_schedule_free
@@ -42,44 +42,47 @@ def create_optimizer(
     layer_rates: LayerRates | None = None,
     **kwargs: Any,
 ) -> Optimizer:
-    """The optimizer of that name over the trainable parameters of the model; shared ones count once.
+    """The optimizer with a name over the trainable parameters of the model; shared parameters count once.
 
-    adamw, adam, sgd, rmsprop, adagrad, adadelta, nadam and radam are torch's; fused kernels are taken where they exist
-    and pay; `fused=False` gives torch's default, bit for bit. lion is lion-pytorch's; schedule_free_adamw and
-    schedule_free_sgd are schedulefree's, in train mode (see `averaged_weights`). muon is a `MuonWithAdamW`: torch's
-    Muon for the hidden matrices, AdamW for the rest; `muon_rule=(name, parameter) -> bool` decides otherwise.
+    adamw, adam, sgd, rmsprop, adagrad, adadelta, nadam and radam are torch's, with fused kernels where these exist and
+    are faster; `fused=False` gives torch's default, bit for bit. lion comes from lion-pytorch. schedule_free_adamw and
+    schedule_free_sgd come from schedulefree, and are in train mode (see `averaged_weights`). muon is a `MuonWithAdamW`:
+    torch's Muon for the hidden matrices and AdamW for the rest, or as `muon_rule=(name, parameter) -> bool` decides.
+
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 2))
+    >>> optimizer = create_optimizer(model, "adamw", 1e-3, 0.1, no_decay="auto", layer_rates={"2": 1e-2})
+    >>> [(len(group["params"]), group["lr"], group["weight_decay"]) for group in optimizer.param_groups]
+    [(1, 0.001, 0.1), (3, 0.001, 0.0), (1, 0.01, 0.1), (1, 0.01, 0.0)]
 
     Args:
-        weight_decay: of every parameter, unless no_decay spares some.
-        no_decay: "auto" spares biases, the parameters of normalisation layers and embeddings; a rule spares those that
-            it answers True for. Either makes a second parameter group, without decay.
-        layer_rates: learning rates of parts of the model, by module path or by the prefix of a parameter's name,
-            matched at dots (the longest match wins; shared parameters go by their first name), or by a rule that
-            answers None for the default rate. Each makes a parameter group, whose ratio to learning_rate a schedule
-            keeps.
-        kwargs: what the optimizer itself takes; `adam_beta1`, `adam_beta2` and `adam_epsilon` are understood as
-            parts of `betas` and `eps`, and are for the AdamW half of muon, whose `eps` is Muon's. SGD's momentum is
-            0.9 unless given.
+        weight_decay: applies to every parameter that no_decay does not exempt.
+        no_decay: "auto" exempts biases, parameters of normalisation layers and embeddings; a rule exempts the
+            parameters for which it returns True. Either makes a second parameter group, without decay.
+        layer_rates: learning rates for parts of the model, by module path or name prefix, matched at dots (the longest
+            match wins; shared parameters use their first name), or by a rule that returns None for the default rate.
+            Each makes a parameter group, whose ratio to learning_rate a schedule keeps.
+        kwargs: keywords of the optimizer. `adam_beta1`, `adam_beta2` and `adam_epsilon` set parts of `betas` and
+            `eps`; for muon they set the AdamW half, and `eps` is Muon's. SGD's momentum defaults to 0.9.
 
     Raises:
-        TypeError: the model is no module.
-        ConfigurationError: an unknown name or keyword, a value out of range, a package that is not installed, no
-            trainable parameter, or a part of the model that is not there.
+        TypeError: the model is not a module.
+        ConfigurationError: a name or keyword is unknown, a value is out of range, a package is not installed, nothing
+            is trainable, or a path in layer_rates matches nothing.
     """
     check_model("create_optimizer", model)
     options = checked_options(name, kwargs)
     check_number("learning_rate", learning_rate, lambda rate: 0 < rate < math.inf, "a positive number")
     check_number("weight_decay", weight_decay, lambda decay: 0 <= decay < math.inf, "a number that is not negative")
     trainable = trainable_of(model)
-    spares, rate_of = decay_rule(model, no_decay), rate_rule(model, trainable, layer_rates)
-    grouped = partial(build_groups, weight_decay=weight_decay, spares=spares, rate_of=rate_of)
+    exempt, rate_of = decay_rule(model, no_decay), rate_rule(model, trainable, layer_rates)
+    grouped = partial(build_groups, weight_decay=weight_decay, exempt=exempt, rate_of=rate_of)
     if name == "sgd":
         options.setdefault("momentum", 0.9)
     if name != "muon" and fused_pays(name, model, trainable, options):
         options["fused"] = True
     make: Callable[..., Optimizer]
     if name == "muon":
-        matrices, others = part_for_muon(model, trainable, options.pop("muon_rule", None))
+        matrices, others = split_for_muon(model, trainable, options.pop("muon_rule", None))
         make = partial(_muon, model, others, grouped(matrices), grouped(others))
     else:
         make = partial(optimizer_class(name), grouped(trainable))
@@ -99,23 +102,29 @@ def resolve_optimizer(
     weight_decay: float = 0.0,
     **kwargs: Any,
 ) -> Optimizer:
-    """An optimizer from its name, from an instance over the model's parameters, or from a factory.
+    """An optimizer from a name, from an instance over the model's parameters, or from a factory.
 
-    learning_rate and weight_decay are for a name alone: an instance keeps its own, and a factory, which is called with
-    `model.parameters()`, brings its own (`functools.partial(torch.optim.SGD, lr=0.1)`). A schedule-free optimizer is
-    put into train mode.
+    learning_rate and weight_decay apply only to a name. An instance keeps its own values, and a factory, which is
+    called with `model.parameters()`, sets its own (`functools.partial(torch.optim.SGD, lr=0.1)`). A schedule-free
+    optimizer is put into train mode.
+
+    >>> import torch
+    >>> model = nn.Linear(2, 2)
+    >>> optimizer = resolve_optimizer(partial(torch.optim.SGD, lr=0.5), model, learning_rate=0.1)
+    >>> optimizer.param_groups[0]["lr"]
+    0.5
 
     Raises:
-        TypeError: the model is no module.
-        ConfigurationError: nothing of the three, further keywords without a name, or an optimizer that misses trainable
-            parameters of the model.
+        TypeError: the model is not a module.
+        ConfigurationError: the argument is none of the three, keywords are given without a name, or the optimizer lacks
+            trainable parameters of the model.
     """
     place = "resolve_optimizer"
     check_model(place, model)
     if isinstance(optimizer, str):
         return create_optimizer(model, optimizer, learning_rate, weight_decay, **kwargs)
     if kwargs:
-        raise ConfigurationError("only an optimizer given by its name takes keywords", place, **kwargs)
+        raise ConfigurationError("only an optimizer given by name accepts keywords", place, **kwargs)
     made: object = optimizer
     if callable(optimizer) and not isinstance(optimizer, Optimizer):
         made = optimizer(model.parameters())
@@ -131,8 +140,8 @@ def resolve_optimizer(
     missing = [key for key, parameter in trainable_of(model) if id(parameter) not in held]
     if missing:
         raise ConfigurationError(
-            f"{place}: misses {len(missing)} trainable parameters of the model, {missing[0]!r} first; make it from "
-            "model.parameters() of this model, and call requires_grad_(False) on those that are not to be trained"
+            f"{place}: lacks {len(missing)} trainable parameters of the model, {missing[0]!r} first; create it from "
+            "model.parameters() of this model, and call requires_grad_(False) on parameters that should stay fixed"
         )
     if is_schedule_free(made):
         begin_training(made)
@@ -149,7 +158,7 @@ def _muon(
     weight_decay: float,
     **options: Any,
 ) -> MuonWithAdamW:
-    """Hands each half its keywords."""
+    """Gives each half its keywords."""
     muon = {key: options.pop(key) for key in _MUON_OPTIONS if key in options}
     if "adam_epsilon" in options:
         options["eps"] = options.pop("adam_epsilon")

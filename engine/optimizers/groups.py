@@ -1,4 +1,4 @@
-"""Parameter groups: which parameters are trained, which of them decay, and which have a learning rate of their own."""
+"""Parameter groups: which parameters are trained, which decay, and which have their own learning rate."""
 
 from __future__ import annotations
 
@@ -20,42 +20,49 @@ __all__ = [
     "check_model",
     "decay_rule",
     "rate_rule",
-    "spared_by_kind",
+    "exempt_by_kind",
     "trainable_of",
 ]
 
 DecayRule = Callable[[str, nn.Parameter], bool]
-"""`rule(name, parameter)`: whether weight decay spares the parameter."""
+"""`rule(name, parameter)`: whether the parameter is exempt from weight decay."""
 
 LayerRates = Mapping[str, float] | Callable[[str, nn.Parameter], float | None]
-"""Learning rates by module path or prefix of a parameter's name, or `rule(name, parameter)`: the rate, None for the
-default."""
+"""Learning rates by module path or name prefix, or `rule(name, parameter)`, which returns a rate or None (default)."""
 
 Named = Sequence[tuple[str, nn.Parameter]]
+"""Parameters with their names."""
 
 _RateRule = Callable[[str, nn.Parameter], tuple[str | float, float] | None]
-"""What the parameter's group is told apart by, and its rate; None for the default rate."""
+"""The key of the parameter's group, and its rate; None for the default rate."""
 
 _NORM_CLASS = re.compile(r"Norm(alization)?(?![a-z])")  # LayerNorm, BatchNorm2d, LlamaRMSNorm; not Normalizer
 
 
 def check_model(place: str, model: object) -> None:
-    """Raises TypeError unless it is a torch module."""
+    """Raises TypeError unless the model is a torch module."""
     if not isinstance(model, nn.Module):
         given = repr(model) if model is None else type(model).__name__
         raise TypeError(
-            f"{place}(model={given}): needs a torch.nn.Module, whose names and modules the groups are made by; "
-            "over bare parameters make one of torch.optim"
+            f"{place}(model={given}): needs a torch.nn.Module, since parameter groups use its names and modules; "
+            "for bare parameters use torch.optim directly"
         )
 
 
 def trainable_of(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Names and parameters that take gradients, each parameter once, under its first name."""
+    """The parameters that require gradients with their names, each parameter once, under its first name.
+
+    >>> [name for name, _ in trainable_of(nn.Linear(2, 2))]
+    ['weight', 'bias']
+
+    Raises:
+        ConfigurationError: there are none, or one is uninitialised.
+    """
     trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if not trainable:
         frozen = sum(1 for _ in model.parameters())
         raise ConfigurationError(
-            f"no trainable parameter ({frozen} frozen ones); call requires_grad_(True) on what is to be trained",
+            f"no trainable parameter ({frozen} frozen ones); call requires_grad_(True) on those to train",
             "create_optimizer",
             model=type(model),
         )
@@ -68,13 +75,13 @@ def trainable_of(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
 
 
 def build_groups(
-    trainable: Named, weight_decay: float, spares: DecayRule | None, rate_of: _RateRule
+    trainable: Named, weight_decay: float, exempt: DecayRule | None, rate_of: _RateRule
 ) -> list[dict[str, Any]]:
-    """Groups by rate, each parted into decayed and spared parameters; none is empty.
+    """Groups by learning rate, each split into decayed and exempt parameters; none is empty.
 
-    First those with the default rate, then the others in the order of the model. The rules alone decide, never the
-    values of rates given by name or of the decay, so that states fit when those are changed; a state that is loaded
-    then brings its own rates and decay along, over those that were asked for.
+    The groups with the default rate come first, then the others in the order of the model. The split depends on the
+    rules, not on the values of named rates or of the decay, so a saved state still fits after those change. Loading it
+    overwrites the rates and the decay with the saved ones.
     """
     rates: dict[str | float | None, float | None] = {None: None}
     members: dict[tuple[str | float | None, bool], list[nn.Parameter]] = {}
@@ -82,12 +89,12 @@ def build_groups(
         own = rate_of(name, parameter)
         key = None if own is None else own[0]
         rates.setdefault(key, None if own is None else own[1])
-        members.setdefault((key, spares is not None and spares(name, parameter)), []).append(parameter)
+        members.setdefault((key, exempt is not None and exempt(name, parameter)), []).append(parameter)
     groups = []
     for key, rate in rates.items():
-        for spared in (False, True):
-            if (key, spared) in members:
-                group = {"params": members[key, spared], "weight_decay": 0.0 if spared else weight_decay}
+        for is_exempt in (False, True):
+            if (key, is_exempt) in members:
+                group = {"params": members[key, is_exempt], "weight_decay": 0.0 if is_exempt else weight_decay}
                 groups.append(group if rate is None else {**group, "lr": rate})
     return groups
 
@@ -96,11 +103,11 @@ def build_groups(
 
 
 def decay_rule(model: nn.Module, no_decay: Literal["auto"] | DecayRule | None) -> DecayRule | None:
-    """The rule that no_decay stands for; None where every parameter decays."""
+    """The rule that no_decay means; None if every parameter decays."""
     if no_decay is None:
         return None
     if no_decay == "auto":
-        return spared_by_kind(model)
+        return exempt_by_kind(model)
     if callable(no_decay):
         return no_decay
     raise ConfigurationError(
@@ -108,31 +115,38 @@ def decay_rule(model: nn.Module, no_decay: Literal["auto"] | DecayRule | None) -
     )
 
 
-def spared_by_kind(model: nn.Module) -> DecayRule:
-    """The rule for biases, norms and embeddings; an embedding that is shared with another layer stays an embedding."""
-    spared = {
+def exempt_by_kind(model: nn.Module) -> DecayRule:
+    """The rule that exempts biases, norms and embeddings, also embeddings that share their weight with another layer.
+
+    >>> model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4))
+    >>> rule = exempt_by_kind(model)
+    >>> {name: rule(name, parameter) for name, parameter in model.named_parameters()}
+    {'0.weight': True, '1.weight': False, '1.bias': True}
+    """
+    exempt = {
         id(parameter)
         for module in model.modules()
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) or _NORM_CLASS.search(type(module).__name__)
         for parameter in module.parameters(recurse=False)
     }
     # "bias_hh_l0" of recurrent layers and "in_proj_bias" of attention are biases too
-    return lambda name, parameter: id(parameter) in spared or "bias" in name.rsplit(".", 1)[-1].split("_")
+    return lambda name, parameter: id(parameter) in exempt or "bias" in name.rsplit(".", 1)[-1].split("_")
 
 
 # ---------------------------------------------------------------------------------------------- learning rates
 
 
 def rate_rule(model: nn.Module, trainable: Named, layer_rates: LayerRates | None) -> _RateRule:
-    """The rule that layer_rates stands for.
+    """The rule that layer_rates means.
 
     Raises:
-        ConfigurationError: neither a mapping nor a rule, a rate out of range, or a prefix that nothing trainable has.
+        ConfigurationError: it is neither a mapping nor a rule, a rate is out of range, or a prefix matches no trainable
+            parameter.
     """
     if layer_rates is None:
         return lambda name, parameter: None
     if callable(layer_rates):
-        return _by_answer(layer_rates)
+        return _checked_rule(layer_rates)
     if not isinstance(layer_rates, Mapping):
         raise ConfigurationError(
             "needs a mapping from a module path or the prefix of a "
@@ -141,7 +155,7 @@ def rate_rule(model: nn.Module, trainable: Named, layer_rates: LayerRates | None
             layer_rates=layer_rates,
         )
     for prefix, rate in layer_rates.items():
-        if not isinstance(prefix, str):  # YAML reads the name of a layer in a Sequential as a number
+        if not isinstance(prefix, str):  # YAML parses the name of a layer in a Sequential as a number
             raise ConfigurationError(
                 f"needs the path as text; write {str(prefix)!r}",
                 "create_optimizer",
@@ -156,7 +170,7 @@ def rate_rule(model: nn.Module, trainable: Named, layer_rates: LayerRates | None
     return lambda name, parameter: _longest(name, rates)
 
 
-def _by_answer(rule: Callable[[str, nn.Parameter], float | None]) -> _RateRule:
+def _checked_rule(rule: Callable[[str, nn.Parameter], float | None]) -> _RateRule:
     def rate_of(name: str, parameter: nn.Parameter) -> tuple[float, float] | None:
         rate = rule(name, parameter)
         if rate is None:
@@ -185,11 +199,11 @@ def _why_without(prefix: str, model: nn.Module, trainable: Named) -> str:
     covered = [p for name, p in model.named_parameters(remove_duplicate=False) if _covers(prefix, name)]
     shared = [first_names[id(parameter)] for parameter in covered if id(parameter) in first_names]
     if shared:
-        return f"its parameters are shared; name them as they come first in the model, {shared[0]!r}"
+        return f"its parameters are shared; use their first name in the model, {shared[0]!r}"
     if covered:
         return "all its parameters are frozen; call requires_grad_(True) on them, or leave it out"
     parts = [name.split(".") for name, _ in trainable]
     paths = dict.fromkeys(".".join(part[: depth + 1]) for part in parts for depth in range(len(part)))
     near = get_close_matches(prefix, paths, n=3)
     listed = near or list(dict.fromkeys(part[0] for part in parts))[:12]
-    return f"matches no parameter; {'near it are' if near else 'the model has'} {', '.join(map(repr, listed))}"
+    return f"matches no parameter; {'similar names are' if near else 'the model has'} {', '.join(map(repr, listed))}"

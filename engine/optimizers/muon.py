@@ -1,4 +1,4 @@
-"""Muon for the hidden matrices and AdamW for everything else, as one optimizer."""
+"""Muon for the hidden matrices and AdamW for all other parameters, as one optimizer."""
 
 from __future__ import annotations
 
@@ -10,31 +10,36 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pulsetrain.engine.errors import CheckpointError, ConfigurationError
-from pulsetrain.engine.optimizers.groups import Named, spared_by_kind
+from pulsetrain.engine.optimizers.groups import Named, exempt_by_kind
 
-__all__ = ["MuonRule", "MuonWithAdamW", "hidden_matrices", "part_for_muon"]
+__all__ = ["MuonRule", "MuonWithAdamW", "hidden_matrices", "split_for_muon"]
 
 MuonRule = Callable[[str, nn.Parameter], bool]
-"""`rule(name, parameter)`: whether Muon updates the parameter; AdamW does otherwise."""
+"""`rule(name, parameter)`: whether Muon, instead of AdamW, updates the parameter."""
 
-_MARK = "ns_steps"  # every group of Muon's has it and no group of AdamW's, in saved states too
+_MARK = "ns_steps"  # every Muon group has it and no AdamW group has it, in saved states too
 
 
 class MuonWithAdamW(Optimizer):
-    """`torch.optim.Muon` over some groups and `torch.optim.AdamW` over the others, behind one list of groups.
+    """`torch.optim.Muon` over some groups and `torch.optim.AdamW` over the others, with one list of groups.
 
-    A group that is added later is Muon's if it says so by naming `ns_steps`, else AdamW's. torch's global step hooks
-    hear each half as well as the whole.
+    A group added later belongs to Muon if it contains `ns_steps`, else to AdamW. torch's global step hooks run for each
+    half as well as for the whole.
+
+    >>> model = nn.Linear(4, 4)
+    >>> optimizer = MuonWithAdamW([{"params": [model.weight]}], [{"params": [model.bias]}], lr=0.02)
+    >>> ["ns_steps" in group for group in optimizer.param_groups]
+    [True, False]
 
     Args:
         matrices: parameter groups for Muon, of shapes (rows, columns).
         others: parameter groups for AdamW.
         lr: for both halves; Muon's `adjust_lr_fn="match_rms_adamw"` scales its updates to the size of AdamW's.
-        muon: further keywords of Muon.
-        adamw: further keywords of AdamW.
+        muon: other keywords of Muon.
+        adamw: other keywords of AdamW.
 
     Raises:
-        ConfigurationError: a parameter for Muon that is no matrix.
+        ConfigurationError: a parameter for Muon is not a matrix.
     """
 
     def __init__(
@@ -47,7 +52,7 @@ class MuonWithAdamW(Optimizer):
         muon: Mapping[str, Any] | None = None,
         adamw: Mapping[str, Any] | None = None,
     ) -> None:
-        # each begins with an empty group; add_param_group hands them theirs
+        # each half starts with an empty group; add_param_group adds the real ones
         empty: list[dict[str, Any]] = [{"params": []}]
         options = {"adjust_lr_fn": "match_rms_adamw", **(muon or {})}
         self._muon = torch.optim.Muon(empty, lr=lr, weight_decay=weight_decay, **options)
@@ -62,7 +67,7 @@ class MuonWithAdamW(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._link()  # whoever moves or shards states may have put other groups or another state here; costs 1 us
+        self._link()  # code that moves or shards states may have replaced the groups or the state; takes 1 us
         self._muon.step()
         self._adamw.step()
         return loss
@@ -75,13 +80,13 @@ class MuonWithAdamW(Optimizer):
         if half is self._muon and wrong:
             del self.param_groups[-1]
             raise ConfigurationError(
-                f"MuonWithAdamW(matrices=...): Muon takes matrices alone, got a parameter of shape {wrong[0]}; "
+                f"MuonWithAdamW(matrices=...): Muon updates only matrices, got a parameter of shape {wrong[0]}; "
                 "give it to AdamW"
             )
         self._link()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on where another left off.
+        """Restores a saved state.
 
         Raises:
             CheckpointError: as `check_state_dict`.
@@ -90,11 +95,11 @@ class MuonWithAdamW(Optimizer):
         super().load_state_dict(state_dict)
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Refuse a state that does not fit, and change nothing.
+        """Rejects a state that does not fit, without changing anything.
 
         Raises:
-            CheckpointError: the state's groups are not Muon's and AdamW's in the same order, over as many parameters
-                each, or what it keeps of a parameter has another shape.
+            CheckpointError: the state's groups differ in kind, order or number of parameters, or a parameter's state
+                has a different shape.
         """
         place = "MuonWithAdamW.load_state_dict"
         if not isinstance(state_dict, Mapping) or not {"state", "param_groups"} <= state_dict.keys():
@@ -104,8 +109,7 @@ class MuonWithAdamW(Optimizer):
             mine, saved = [of(group) for group in self.param_groups], [of(group) for group in groups]
             if mine != saved:
                 raise CheckpointError(
-                    f"{place}({what}{saved}): this optimizer has {mine}; "
-                    "make it with the arguments that the saved one was made with"
+                    f"{place}({what}{saved}): this optimizer has {mine}; create it with the arguments of the saved one"
                 )
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         keys = [key for group in groups for key in group["params"]]
@@ -114,7 +118,7 @@ class MuonWithAdamW(Optimizer):
                 if name != "step" and isinstance(kept, Tensor) and kept.shape != parameter.shape:
                     raise CheckpointError(
                         f"{place}(state[{key!r}][{name!r}] of shape {tuple(kept.shape)}): this optimizer's parameter "
-                        f"has shape {tuple(parameter.shape)}; load it over the model that it was saved with"
+                        f"has shape {tuple(parameter.shape)}; load it with the model that it was saved with"
                     )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -123,39 +127,44 @@ class MuonWithAdamW(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._link()
-        self._adamw.__setstate__({})  # torch fills in what the groups of its older releases lack
+        self._adamw.__setstate__({})  # torch adds the keys that groups of its older releases lack
 
     def _link(self) -> None:
-        """Both halves work on the groups and the state of the whole: these very objects, not copies."""
+        """Lets both halves use the groups and the state of the whole: the same objects, not copies."""
         for half, name in ((self._muon, "Muon"), (self._adamw, "AdamW")):
             half.state = self.state
             half.param_groups = [group for group in self.param_groups if _half(group) == name]
 
 
 def hidden_matrices(model: nn.Module) -> MuonRule:
-    """The rule for what Muon is meant for: matrices that are no embedding, norm or bias, nor of an embedding's shape.
+    """The rule that selects matrices other than embeddings, norms and biases, and not of an embedding's shape.
 
-    An output layer that is not tied to the embedding has its shape; hidden matrices that happen to have it too, those
-    of a width that equals the number of positions, say, stay with AdamW.
+    The last condition excludes output layers that are not tied to the embedding. Hidden matrices that happen to have
+    the same shape, for example if the width equals the number of positions, are left to AdamW too.
+
+    >>> model = nn.Sequential(nn.Embedding(10, 4), nn.Linear(4, 8), nn.Linear(4, 10))
+    >>> rule = hidden_matrices(model)
+    >>> [name for name, parameter in model.named_parameters() if rule(name, parameter)]
+    ['1.weight']
     """
-    spared = spared_by_kind(model)
+    exempt = exempt_by_kind(model)
     embeddings = [module for module in model.modules() if isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
     shapes = {module.weight.shape for module in embeddings}
 
     def rule(name: str, parameter: nn.Parameter) -> bool:
         matrix = parameter.ndim == 2 and parameter.is_floating_point()
-        return matrix and parameter.shape not in shapes and not spared(name, parameter)
+        return matrix and parameter.shape not in shapes and not exempt(name, parameter)
 
     return rule
 
 
-def part_for_muon(
+def split_for_muon(
     model: nn.Module, trainable: Named, rule: MuonRule | None
 ) -> tuple[list[tuple[str, nn.Parameter]], list[tuple[str, nn.Parameter]]]:
-    """The parameters for Muon and those for AdamW, by the rule or by `hidden_matrices`.
+    """The parameters for Muon and those for AdamW, split by the rule or by `hidden_matrices`.
 
     Raises:
-        ConfigurationError: the rule picks something that is no matrix, or nothing is left for Muon.
+        ConfigurationError: the rule selects a parameter that is not a matrix, or there is none for Muon.
     """
     if rule is not None and not callable(rule):
         raise ConfigurationError("needs a rule (name, parameter) -> bool, or None", "create_optimizer", muon_rule=rule)
@@ -167,8 +176,8 @@ def part_for_muon(
     for name, parameter in matrices:
         if parameter.ndim != 2:
             raise ConfigurationError(
-                f"picks {name!r} of shape {tuple(parameter.shape)}, and Muon takes matrices alone; let the rule ask "
-                "for parameter.ndim == 2",
+                f"picks {name!r} of shape {tuple(parameter.shape)}, and Muon updates only matrices; let the rule "
+                "require parameter.ndim == 2",
                 "create_optimizer",
                 muon_rule=...,
             )

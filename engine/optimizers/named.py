@@ -1,4 +1,4 @@
-"""Several optimizers, each over the parameters of its own, as one."""
+"""Several optimizers, each over its own parameters, as one."""
 
 from __future__ import annotations
 
@@ -14,26 +14,34 @@ from pulsetrain.engine.errors import CheckpointError, ConfigurationError
 
 __all__ = ["NamedOptimizers", "parts_of"]
 
-_MARK = "optimizer"  # in each group: the name of the optimizer whose it is; in saved states too
+_MARK = "optimizer"  # in each group, also in saved states: the name of the optimizer it belongs to
 
 
 class NamedOptimizers(Optimizer):
-    """What holds optimizers by name, such as a generator's and a discriminator's: `optimizers["generator"]`.
+    """Optimizers by name, such as those of a generator and a discriminator.
 
-    Groups and state are those of its parts, so that one checkpoint, one fingerprint and one list of rates hold them
-    all; a part may be saved and loaded alone as well. A group that is added later names its optimizer:
+    Groups and state are those of the parts, so one checkpoint, one fingerprint and one list of rates cover all of them;
+    each part can also be saved and loaded separately. A group that is added later names its optimizer:
     `{"params": ..., "optimizer": "generator"}`.
 
+    >>> generator, discriminator = torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)
+    >>> optimizers = NamedOptimizers({
+    ...     "generator": torch.optim.SGD(generator.parameters(), lr=0.1),
+    ...     "discriminator": torch.optim.SGD(discriminator.parameters(), lr=0.2),
+    ... })
+    >>> optimizers["discriminator"].param_groups[0]["lr"], len(optimizers.param_groups)
+    (0.2, 2)
+
     Args:
-        optimizers: name -> optimizer; no parameter is in two of them.
+        optimizers: name -> optimizer; no two may share a parameter.
 
     Raises:
-        ConfigurationError: no optimizer, or one parameter in two.
+        ConfigurationError: there is no optimizer, or two share a parameter.
     """
 
     def __init__(self, optimizers: Mapping[str, Optimizer]) -> None:
         if not optimizers:
-            raise ConfigurationError("NamedOptimizers(optimizers={}): needs one optimizer at least")
+            raise ConfigurationError("NamedOptimizers(optimizers={}): needs at least 1 optimizer")
         owners: dict[int, str] = {}
         for name, part in optimizers.items():
             for parameter in (each for group in part.param_groups for each in group["params"]):
@@ -48,13 +56,13 @@ class NamedOptimizers(Optimizer):
             for group in part.param_groups:
                 group[_MARK] = name
                 groups.append(group)
-        self.parts: dict[str, Optimizer] = {}  # none while torch's constructor sets groups and state, which are theirs
+        self.parts: dict[str, Optimizer] = {}  # empty while torch's constructor sets groups and state
         super().__init__(groups, {})
         self.parts = dict(optimizers)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The groups of all parts, in their order: these very objects, in a new list."""
+        """The groups of all parts in order: the same objects, in a new list."""
         return [group for part in self.parts.values() for group in part.param_groups]
 
     @param_groups.setter
@@ -64,7 +72,7 @@ class NamedOptimizers(Optimizer):
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:
-        """What all parts keep of their parameters: these very objects, in a new dict."""
+        """The state of all parts: the same objects, in a new dict."""
         merged: defaultdict[Tensor, Any] = defaultdict(dict)
         for part in self.parts.values():
             merged.update(part.state)
@@ -83,12 +91,12 @@ class NamedOptimizers(Optimizer):
         return iter(self.parts)
 
     def name_of(self, optimizer: Optimizer) -> str | None:
-        """Under which name it is one of the parts."""
+        """The name of a part, or None if the optimizer is not a part."""
         return next((name for name, part in self.parts.items() if part is optimizer), None)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One step of each; the closure is evaluated once."""
+        """One step of each part; the closure is evaluated once."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -98,27 +106,27 @@ class NamedOptimizers(Optimizer):
         return loss
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        if not self.parts:  # they have theirs
+        if not self.parts:  # called by torch's constructor; the parts already have their groups
             return
         name = param_group.get(_MARK)
         if name not in self.parts:
             raise ConfigurationError(
-                f"names none of {', '.join(self.parts)}", "NamedOptimizers.add_param_group", optimizer=name
+                f"needs one of {', '.join(self.parts)}", "NamedOptimizers.add_param_group", optimizer=name
             )
         self.parts[name].add_param_group(param_group)
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Refuse a state that does not fit, and change nothing.
+        """Rejects a state that does not fit, without changing anything.
 
         Raises:
-            CheckpointError: it is of other optimizers.
+            CheckpointError: the state belongs to other optimizers.
         """
         mine = [group[_MARK] for group in self.param_groups]
         saved = [group.get(_MARK) for group in state_dict["param_groups"]]
         if mine != saved:
             raise CheckpointError(
-                f"NamedOptimizers.load_state_dict: the saved groups are of the optimizers {saved}, these of {mine}; "
-                "make them in the order in which the saved ones were made"
+                f"NamedOptimizers.load_state_dict: the saved groups belong to the optimizers {saved}, these to {mine}; "
+                "create them in the order of the saved ones"
             )
 
     def __getstate__(self) -> dict[str, Any]:
@@ -127,10 +135,14 @@ class NamedOptimizers(Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         of_parts = {name: state[name] for name in ("param_groups", "state") if name in state}
         super().__setstate__({name: value for name, value in state.items() if name not in of_parts})
-        for name, value in of_parts.items():  # groups first: they say whose a state is
+        for name, value in of_parts.items():  # groups first: they assign each state to its part
             setattr(self, name, value)
 
 
 def parts_of(optimizer: Optimizer) -> dict[str, Optimizer]:
-    """The optimizers by their names; a single one's name is ""."""
+    """The optimizers by name; a single optimizer has the name "".
+
+    >>> list(parts_of(torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1)))
+    ['']
+    """
     return dict(optimizer.parts) if isinstance(optimizer, NamedOptimizers) else {"": optimizer}

@@ -1,4 +1,4 @@
-"""Keywords of optimizers: familiar names translated, and values refused that torch would take in silence."""
+"""Keywords of optimizers: translates familiar names, and rejects values that torch would silently accept."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _BELOW_ONE: _Rule = (lambda value: 0 <= value < 1, "a number from 0 up to, but n
 _INSIDE: _Rule = (lambda value: 0 < value < 1, "a number between 0 and 1, since the average divides by it")
 _NOT_NEGATIVE: _Rule = (lambda value: 0 <= value < math.inf, "a number that is not negative")
 
-# torch takes each without a word where it is nan, infinite, or (momentum, alpha, rho) makes the averages grow
+# torch silently accepts nan and infinity for each, and values of momentum, alpha and rho that make averages grow
 _NUMBERS: dict[str, _Rule] = {
     "momentum": _BELOW_ONE,
     "alpha": _BELOW_ONE,
@@ -38,34 +38,43 @@ _NUMBERS: dict[str, _Rule] = {
     "warmup_steps": (lambda value: isinstance(value, int) and value >= 0, "a whole number, 0 or more"),
 }
 
-# they would take any other value for true, the text "false" too
+# torch would treat any other value as true, even the string "false"
 _SWITCHES = ("nesterov", "amsgrad", "centered", "maximize", "capturable", "differentiable", "decoupled_weight_decay",
              "use_triton")  # fmt: skip
 _OPEN_SWITCHES = ("fused", "foreach")
 
-# what of AdamW's the other half of "muon" takes; `maximize` and the like would hold for that half alone
-_BESIDE_MUON = ("betas", "amsgrad", "foreach", "fused")
+# AdamW's keywords for its half of "muon"; others, such as `maximize`, would apply to that half alone
+_ADAMW_HALF = ("betas", "amsgrad", "foreach", "fused")
 
 
 def check_number(argument: str, value: object, rule: Callable[[Any], bool], needs: str) -> None:
-    """Raises ConfigurationError unless the value is a number (True is none) and the rule holds."""
+    """Raises ConfigurationError unless the value is a number (not a bool) for which the rule holds.
+
+    >>> check_number("momentum", 1.5, lambda value: 0 <= value < 1, "a number below 1")
+    Traceback (most recent call last):
+        ...
+    pulsetrain.engine.errors.ConfigurationError: create_optimizer(momentum=1.5): needs a number below 1
+    """
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not rule(value):
         raise ConfigurationError(f"needs {needs}", "create_optimizer", **{argument: value})
 
 
 def checked_options(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The keywords under torch's names, checked against what the optimizer takes.
+    """The checked keywords under torch's names.
 
-    For "muon", `adam_epsilon` stays what it is, since Muon has an `eps` of its own.
+    For "muon", `adam_epsilon` keeps its name, since `eps` is Muon's.
+
+    >>> checked_options("adamw", {"adam_beta2": 0.95, "adam_epsilon": 1e-6})
+    {'eps': 1e-06, 'betas': (0.9, 0.95)}
 
     Raises:
-        ConfigurationError: an unknown name or keyword, or a value out of range.
+        ConfigurationError: a name or keyword is unknown, or a value is out of range.
     """
-    taken = _taken(name)
-    choices = list(taken)
-    if "betas" in taken:
+    accepted = _accepted(name)
+    choices = list(accepted)
+    if "betas" in accepted:
         choices += ["adam_beta1", "adam_beta2"]
-        if "eps" in taken:
+        if "eps" in accepted:
             choices.append("adam_epsilon")
     if name == "muon":
         choices.append("muon_rule")
@@ -76,23 +85,23 @@ def checked_options(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
             )
     options = dict(given)
     _check_values(name, options)
-    _translate(name, taken, options)
+    _translate(name, accepted, options)
     if "betas" in options:
         _check_betas(name, given, options)
     if isinstance(options.get("ns_coefficients"), list):
         options["ns_coefficients"] = tuple(options["ns_coefficients"])
     if options.get("use_triton") and find_spec("triton") is None:
-        # lion-pytorch would end the process
+        # lion-pytorch would exit the process
         raise ConfigurationError("needs the package triton; pip install triton", "create_optimizer", use_triton=True)
     return options
 
 
-def _taken(name: str) -> dict[str, Any]:
-    """The keywords that the optimizer takes, and their defaults."""
+def _accepted(name: str) -> dict[str, Any]:
+    """The keywords of the optimizer with their defaults."""
     parameters = dict(inspect.signature(optimizer_class(name)).parameters)
     if name == "muon":
         adamw = inspect.signature(torch.optim.AdamW).parameters
-        parameters.update({key: adamw[key] for key in _BESIDE_MUON})
+        parameters.update({key: adamw[key] for key in _ADAMW_HALF})
     return {key: each.default for key, each in parameters.items() if key not in ("params", "lr", "weight_decay")}
 
 
@@ -108,18 +117,20 @@ def _check_values(name: str, options: Mapping[str, Any]) -> None:
             raise ConfigurationError("needs to be True or False", "create_optimizer", **{key: value})
 
 
-def _translate(name: str, taken: Mapping[str, Any], options: dict[str, Any]) -> None:
-    """adam_beta1 and adam_beta2 become betas, adam_epsilon becomes eps."""
+def _translate(name: str, accepted: Mapping[str, Any], options: dict[str, Any]) -> None:
+    """Replaces adam_beta1 and adam_beta2 by betas, and adam_epsilon by eps."""
     pairs = [("betas", "adam_beta1"), ("betas", "adam_beta2")]
     if name != "muon":
         pairs.append(("eps", "adam_epsilon"))
     for new, old in pairs:
         if old in options and new in options:
-            raise ConfigurationError("pass one of both", "create_optimizer", **{old: options[old], new: options[new]})
+            raise ConfigurationError(
+                "pass only one of them", "create_optimizer", **{old: options[old], new: options[new]}
+            )
     if name != "muon" and "adam_epsilon" in options:
         options["eps"] = options.pop("adam_epsilon")
     if "adam_beta1" in options or "adam_beta2" in options:
-        default = taken["betas"]
+        default = accepted["betas"]
         options["betas"] = (options.pop("adam_beta1", default[0]), options.pop("adam_beta2", default[1]))
 
 

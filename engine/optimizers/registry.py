@@ -1,10 +1,9 @@
-"""The class behind each optimizer name; those of optional packages are imported when they are asked for."""
+"""The class of each optimizer name; optional packages are imported on first use."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -25,7 +24,7 @@ _TORCH = {
     "muon": "Muon",
 }
 
-# module, class, and the extra that installs what the module imports
+# module, class, and the extra that installs the package
 _OPTIONAL = {
     "lion": ("pulsetrain.engine.optimizers.lion", "Lion", "lion"),
     "schedule_free_adamw": ("schedulefree", "AdamWScheduleFree", "schedule-free"),
@@ -36,21 +35,24 @@ NAMES = (*_TORCH, *_OPTIONAL)
 
 
 def optimizer_class(name: str) -> Callable[..., Optimizer]:
-    """The class of that name; for "muon", the class that updates its matrices.
+    """The class of an optimizer name; for "muon", the class that updates the matrices.
+
+    >>> optimizer_class("adamw").__name__
+    'AdamW'
 
     Raises:
-        ConfigurationError: an unknown name, or one whose package is not installed.
+        ConfigurationError: the name is unknown, or its package is not installed.
     """
     if name in _TORCH:
-        made_by: Any = getattr(torch.optim, _TORCH[name], None)
-        if made_by is None:
+        found = getattr(torch.optim, _TORCH[name], None)
+        if found is None:
             raise ConfigurationError(
                 f"torch {torch.__version__} has no torch.optim.{_TORCH[name]}; "
                 "pip install --upgrade torch (2.9 is the first with Muon)",
                 "create_optimizer",
                 name=name,
             )
-        return made_by  # type: ignore[no-any-return]
+        return found  # type: ignore[no-any-return]
     if name not in _OPTIONAL:
         raise unknown_name("create_optimizer", "name", name, NAMES)
     module, kind, extra = _OPTIONAL[name]
@@ -58,7 +60,7 @@ def optimizer_class(name: str) -> Callable[..., Optimizer]:
         return getattr(import_module(module), kind)  # type: ignore[no-any-return]
     except ImportError as error:
         raise ConfigurationError(
-            f"needs a package that is not there ({error}); pip install 'pulsetrain[{extra}]'",
+            f"needs a package that is not installed ({error}); pip install 'pulsetrain[{extra}]'",
             "create_optimizer",
             name=name,
         ) from error

@@ -1,4 +1,4 @@
-"""Data that the policy makes itself: rollouts in environments and of texts, as batches for the one run loop."""
+"""Rollouts: batches that the policy generates itself, in environments or as texts, for the ordinary run loop."""
 
 from pulsetrain.engine.rollouts.base import Rollouts
 from pulsetrain.engine.rollouts.environment import EnvironmentRollouts

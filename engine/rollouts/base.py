@@ -1,94 +1,128 @@
-"""What every rollout shares: when the policy acts, how often its rows are learnt from, and what is told of it."""
+"""Base class of rollouts: when the policy acts, how often its rows are used, and which events report it."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from pulsetrain.engine.arrays import Array
 from pulsetrain.engine.errors import CheckpointError, ConfigurationError
 from pulsetrain.engine.events.names import Events
 from pulsetrain.engine.events.payloads import PolicyUpdated, RewardsComputed, RolloutCompleted
+from pulsetrain.engine.events.state import State
 from pulsetrain.engine.events.subscription import Phase
+from pulsetrain.engine.metrics import MetricTracker
 from pulsetrain.engine.step.model_call import call, eval_mode
 from pulsetrain.engine.step.precision import autocast_of
 from pulsetrain.engine.step.protocols import describe
 from pulsetrain.engine.strategies.policy import PolicyStrategy
 
-__all__ = ["Rollouts"]
+__all__ = ["PolicyTrainer", "Rollouts"]
+
+
+class PolicyTrainer(Protocol):
+    """The parts of a Trainer that rollouts use."""
+
+    model: nn.Module
+    backend: Any
+    strategy: Any  # a PolicyStrategy, once `Rollouts.attach` has checked it
+    seed: int
+    state: State
+    history: MetricTracker
+    in_step: bool
+
+    def fire(self, event: Events, payload: object = None) -> object: ...
+
+    def add_event_handler(self, event: Events, handler: Callable[..., object], *, phase: Phase) -> object: ...
 
 
 class _NoPolicyError(ConfigurationError, TypeError):
-    """There is no policy yet. It is a TypeError too, as of whatever has no length that one could ask for."""
+    """There is no policy yet. It is also a TypeError, the error of `len` for objects without a length."""
 
 
 class Rollouts:
-    """Batches without end: the policy acts, its rows are given out in shuffled batches, and it acts again.
+    """An endless loader: the policy acts, its rows are returned in shuffled batches, and the policy acts again.
 
-    It is a trainer's train_loader, and the trainer's strategy (a `PolicyStrategy`) says how its rows are learnt from.
-    Its length, an epoch, is what one rollout gives that is not ended early. The trainer fires ROLLOUT_STARTED,
-    REWARDS_COMPUTED and ROLLOUT_COMPLETED before the first batch of each rollout, and POLICY_UPDATED behind the last;
-    the metrics of the latter two are in `state.metrics` and in the history as well.
+    Pass it to a Trainer as train_loader, with a `PolicyStrategy`, which decides how often the rows are used. The length
+    (an epoch) is the number of batches of one full rollout. The trainer fires ROLLOUT_STARTED, REWARDS_COMPUTED and
+    ROLLOUT_COMPLETED before the first batch of each rollout, and POLICY_UPDATED after the last; the metrics of the
+    latter two are also in `state.metrics` and in the history.
 
-    A subclass writes `rows`, `collect` and, where it holds more than its rows, `progress` and `go_on`.
+    A subclass implements `rows`, `collect` and, if it has state besides its rows, `progress` and `resume`.
+
+    >>> class Bandit(Rollouts):  # one state, two actions; the second pays 1.0
+    ...     rows = 4
+    ...     def collect(self):
+    ...         observations = torch.zeros(4, 1)
+    ...         outputs = self.act(observations)
+    ...         actions = torch.multinomial(self.strategy.scores(outputs).softmax(-1), 1).squeeze(-1)
+    ...         log_probs = self.strategy.action_log_probs(outputs, actions)
+    ...         rewards = (actions == 1).float()
+    ...         rows = {"observations": observations, "actions": actions, "log_probs": log_probs}
+    ...         return {**rows, "rewards": rewards}, {}
+    >>> len(Bandit())
+    Traceback (most recent call last):
+        ...
+    pulsetrain.engine.rollouts.base._NoPolicyError: Bandit: has no policy yet; pass it to a Trainer as train_loader
     """
 
     fires_rollouts = True
 
     def __init__(self) -> None:
-        self._trainer: Any = None
-        self.seed = 0  # of what a rollout draws beside the policy: the run's, a resume's that of its checkpoint
+        self._trainer: PolicyTrainer | None = None
+        self.seed = 0  # for draws other than the policy's: the run's seed, after a resume that of the checkpoint
         self._restored = False
         self.restart()
 
     def restart(self) -> None:
-        """Stand before the first rollout."""
-        self.rollouts = 0  # begun
-        self.kl_coef: float | None = None  # the strategy's, unless it adapts
-        self._forget_rows()
+        """Returns to the state before the first rollout."""
+        self.rollouts = 0  # number of rollouts started
+        self.kl_coef: float | None = None  # the strategy's, unless adapted
+        self._drop_rows()
 
-    def _forget_rows(self) -> None:
+    def _drop_rows(self) -> None:
         self._rows: dict[str, Tensor] | None = None
-        self._order: Tensor | None = None  # of the rows, in one epoch over them
-        self._ordered = -1  # which epoch that is
-        self._given = 0  # batches of the rollout
-        self._done = False  # with the rollout
+        self._order: Tensor | None = None  # the order of the rows in the current epoch over them
+        self._ordered = -1  # the epoch that has this order
+        self._given = 0  # batches of this rollout that were returned
+        self._done = False  # whether the rollout has ended
 
-    # ------------------------------------------------------------------------------------------ what a subclass writes
+    # ------------------------------------------------------------------------------------------------ for subclasses
 
     @property
     def rows(self) -> int:
-        """Rows of a rollout."""
+        """The number of rows of a rollout."""
         raise NotImplementedError
 
     def collect(self) -> tuple[dict[str, Tensor], dict[str, float]]:
-        """Let the policy act: a rollout as the strategy learns from it, and metrics by their full names.
+        """Lets the policy act; returns the rollout's tensors, among them "rewards", and metrics by their full names.
 
-        It is called without gradients, the model in eval mode. "rewards" are among the tensors.
+        It runs without gradients and with the model in eval mode.
         """
         raise NotImplementedError
 
     def progress(self) -> dict[str, Any]:
-        """What the next rollout depends on, beside the weights, as tensors and plain containers."""
+        """The state besides the weights that the next rollout depends on, as tensors and plain containers."""
         return {}
 
-    def go_on(self, progress: Mapping[str, Any]) -> None:
-        """Take over what `progress` gave."""
+    def resume(self, progress: Mapping[str, Any]) -> None:
+        """Restores the result of `progress`."""
 
-    def begin(self, trainer: Any) -> None:
-        """The trainer is known; refuse what does not fit."""
+    def begin(self, trainer: PolicyTrainer) -> None:
+        """Called once the trainer is known; rejects a trainer that does not fit."""
 
-    # --------------------------------------------------------------------------------------------------- for a trainer
+    # ------------------------------------------------------------------------------------------------- for the trainer
 
-    def attach(self, trainer: Any) -> None:
-        """Act by this trainer's model, for its strategy; the trainer calls it.
+    def attach(self, trainer: PolicyTrainer) -> None:
+        """Uses this trainer's model and strategy; the Trainer calls it.
 
         Raises:
-            ConfigurationError: its strategy does not learn from rollouts, or the batches do not fit a rollout.
+            ConfigurationError: the strategy does not learn from rollouts, or a rollout does not make whole batches.
         """
         name, strategy = type(self).__name__, trainer.strategy
         if not isinstance(strategy, PolicyStrategy):
@@ -97,13 +131,13 @@ class Rollouts:
                 "another loader"
             )
         if self._trainer is not None and self._trainer is not trainer:
-            raise ConfigurationError(f"{name}: serves another trainer already; give each Trainer rollouts of its own")
+            raise ConfigurationError(f"{name}: already belongs to another trainer; give each Trainer its own rollouts")
         before, self._trainer = self._trainer, trainer
         try:
             self._check(strategy)
             self.begin(trainer)
         except Exception:
-            self._trainer = before  # that trainer is not made: another may have these rollouts
+            self._trainer = before  # this trainer was not created, so another one may use these rollouts
             raise
         self.seed = trainer.seed
         trainer.add_event_handler(Events.STARTED, self._on_started, phase=Phase.COMPUTE)
@@ -118,8 +152,8 @@ class Rollouts:
             )
 
     @property
-    def trainer(self) -> Any:
-        """Whose policy acts.
+    def trainer(self) -> PolicyTrainer:
+        """The trainer whose policy acts.
 
         Raises:
             ConfigurationError: there is none yet.
@@ -130,7 +164,7 @@ class Rollouts:
 
     @property
     def strategy(self) -> PolicyStrategy:
-        """How the trainer learns."""
+        """The trainer's strategy."""
         strategy: PolicyStrategy = self.trainer.strategy
         return strategy
 
@@ -139,12 +173,12 @@ class Rollouts:
 
     @property
     def _batches(self) -> int:
-        """Of one epoch over the rows."""
+        """The batches in one epoch over the rows."""
         return self.rows // (self.strategy.minibatch_size or self.rows)
 
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
         if not self._restored:
-            self._forget_rows()
+            self._drop_rows()
         self._restored = False
         return self._batches_without_end()
 
@@ -152,10 +186,10 @@ class Rollouts:
         while True:
             if self._rows is None or self._done or self._given == len(self):
                 trainer = self.trainer
-                trainer.in_step = True  # nothing is saved meanwhile: no run could go on exactly inside a rollout
+                trainer.in_step = True  # no checkpoint meanwhile: a run cannot resume inside a rollout
                 try:
                     if self._rows is not None and not self._done:
-                        self._end()  # its last batch was left out, and no iteration has come behind it
+                        self._end()  # its last batch was skipped, so no iteration has ended it
                     self._roll_out()
                 finally:
                     trainer.in_step = False
@@ -163,24 +197,24 @@ class Rollouts:
 
     def _next_batch(self) -> dict[str, Tensor]:
         assert self._rows is not None
-        epoch, place = divmod(self._given, self._batches)
+        epoch, index = divmod(self._given, self._batches)
         if self._order is None or epoch != self._ordered:
             self._order, self._ordered = torch.randperm(self.rows), epoch
         size = self.rows // self._batches
-        start = place * size
+        start = index * size
         self._given += 1
         return self._batch_of(self._order[start : start + size])
 
     def _batch_of(self, indices: Tensor) -> dict[str, Tensor]:
         assert self._rows is not None
-        indices = indices.to(self.trainer.backend.device)  # where the rows are; once, as it may wait
+        indices = indices.to(self.trainer.backend.device)  # the device of the rows; once, since the copy may wait
         return {name: each[indices] if each.ndim else each for name, each in self._rows.items()}
 
     # ------------------------------------------------------------------------------------------------------- a rollout
 
     def _roll_out(self) -> None:
         trainer = self.trainer
-        self._forget_rows()
+        self._drop_rows()
         if self.kl_coef is None:
             self.kl_coef = self.strategy.kl_coef
         trainer.fire(Events.ROLLOUT_STARTED)
@@ -191,39 +225,39 @@ class Rollouts:
                 rollout, metrics = self.collect()
             self._announce_rewards(rollout["rewards"])
         except BaseException:
-            self.rollouts -= 1  # nothing was learnt from it: whoever trains on begins it again
+            self.rollouts -= 1  # it was not used: if training continues, the rollout starts again
             raise
         self._rows = self.strategy.learn_from(rollout, self.kl_coef)
-        self._tell(Events.ROLLOUT_COMPLETED, metrics, seconds=time.perf_counter() - start)
+        self._report(Events.ROLLOUT_COMPLETED, metrics, seconds=time.perf_counter() - start)
 
     def _announce_rewards(self, rewards: Tensor) -> None:
-        """Refuse rewards that nothing can be learnt from, before anything is."""
+        """Reports the rewards, after rejecting any that are not finite."""
         wrong = (~rewards.isfinite()).nonzero()
         if len(wrong):
-            place = wrong[0].tolist()
+            index = wrong[0].tolist()
             raise ValueError(
-                f"{type(self).__name__}: rewards{place}={rewards[tuple(place)].item()}: needs finite numbers, and "
-                f"{len(wrong)} of {rewards.numel()} are not; mend the reward, or let it give 0.0 there"
+                f"{type(self).__name__}: rewards{index}={rewards[tuple(index)].item()}: needs finite numbers, and "
+                f"{len(wrong)} of {rewards.numel()} are not; fix the reward, or let it return 0.0 there"
             )
-        wide = rewards.cpu().double()  # there: not every accelerator has float64
+        wide = rewards.cpu().double()  # on the host: not every accelerator has float64
         computed = RewardsComputed(
             mean=wide.mean().item(), std=wide.std(correction=0).item(), minimum=wide.min().item(),
             maximum=wide.max().item(), count=wide.numel(),
         )  # fmt: skip
         self.trainer.fire(Events.REWARDS_COMPUTED, computed)
 
-    def _tell(self, event: Events, metrics: dict[str, float], **more: float) -> None:
+    def _report(self, event: Events, metrics: dict[str, float], **more: float) -> None:
         trainer = self.trainer
         trainer.state.metrics.update(metrics)
         trainer.history.update(metrics)
         payload = RolloutCompleted if event == Events.ROLLOUT_COMPLETED else PolicyUpdated
         trainer.fire(event, payload(metrics=metrics, **more))
 
-    def act(self, inputs: Any) -> Any:
-        """What the policy gives for such inputs, in the precision that it learns in.
+    def act(self, inputs: object) -> object:
+        """The policy's outputs for these inputs, in the precision that it is trained in.
 
         Raises:
-            Exception: what the model raises, with a note of what it was given.
+            Exception: the model's exception, with a note that describes the inputs.
         """
         try:
             with self.autocast():
@@ -232,17 +266,16 @@ class Rollouts:
             error.add_note(f"in {type(self).__name__}, where the policy acts, given {describe(inputs, ranges=True)}")
             raise
 
-    def autocast(self) -> AbstractContextManager[Any]:
-        """What the trainer's backend computes in, as a context: else a policy would act otherwise than it learns."""
-        context: AbstractContextManager[Any] = autocast_of(self.trainer.backend)()
-        return context
+    def autocast(self) -> AbstractContextManager[object]:
+        """The backend's precision as a context, so that the policy acts with the numbers it is trained with."""
+        return autocast_of(self.trainer.backend)()
 
     def _on_started(self) -> None:
         if self.trainer.state.iteration == 0:
             self.restart()
 
     def _on_iteration(self) -> None:
-        """Behind each epoch over the rows: whether the policy has gone far enough."""
+        """After each epoch over the rows: ends the rollout if it is complete or exceeds target_kl."""
         if self._rows is None or self._done or self._given % self._batches:
             return
         strategy = self.strategy
@@ -254,20 +287,20 @@ class Rollouts:
             self._end(metrics)
 
     def _end(self, metrics: dict[str, float] | None = None) -> None:
-        """The rollout is done with."""
+        """Ends the rollout and reports it."""
         metrics, epochs = self._measure() if metrics is None else metrics, self._given // self._batches
-        self._forget_rows()  # a checkpoint from here on need not hold them
+        self._drop_rows()  # later checkpoints need not contain them
         self._done = True
         assert self.kl_coef is not None
         divergence = self.trainer.state.metrics.get("rollout/reference_kl", metrics["policy/kl"])
         self.kl_coef = self.strategy.adapted(self.kl_coef, divergence)
-        self._tell(Events.POLICY_UPDATED, {**metrics, "policy/kl_coef": self.kl_coef, "policy/epochs": float(epochs)})
+        self._report(Events.POLICY_UPDATED, {**metrics, "policy/kl_coef": self.kl_coef, "policy/epochs": float(epochs)})
 
     def _measure(self) -> dict[str, float]:
-        """The strategy's metrics over all rows, means over actions: of texts, over what was generated."""
+        """The strategy's metrics over all rows, as means over actions; for texts, over generated tokens."""
         assert self._order is not None
-        totals: dict[str, Any] = {}
-        weight: Any = 0
+        totals: dict[str, Array] = {}
+        weight: int | Tensor = 0
         with torch.no_grad(), eval_mode(self.trainer.model):
             for indices in self._order.chunk(self._batches):
                 batch = self.strategy.prepare_batch(self._batch_of(indices))
@@ -277,18 +310,18 @@ class Rollouts:
                 weight = weight + size
         return {f"policy/{name}": float(total / weight) for name, total in totals.items()}
 
-    # ----------------------------------------------------------------------------------------------------- its position
+    # ---------------------------------------------------------------------------------------------------------- state
 
     def state_dict(self) -> dict[str, Any]:
-        """Rows and all else that the next batch depends on beside the weights."""
+        """The rows and everything else besides the weights that the next batch depends on."""
         return self.state_before(0)
 
     def state_before(self, batches: int) -> dict[str, Any]:
-        """The state as it would be had so many batches of this rollout not been given out."""
+        """The state before the last `batches` batches of this rollout were returned."""
         given = self._given - batches
         if given < 0:
             raise CheckpointError(
-                f"{type(self).__name__}: {batches} batches were given out that nothing was learnt from, more than the "
+                f"{type(self).__name__}: {batches} batches were returned without an update, more than the "
                 f"{self._given} of this rollout"
             )
         return {
@@ -305,17 +338,17 @@ class Rollouts:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there: the next pass begins in the midst of its rollout."""
+        """Restores the state; the next iteration continues inside its rollout."""
         rows = state["rows"]
         if state["size"] != self.rows:
             raise CheckpointError(
-                f"{type(self).__name__}: the checkpoint's rollout has {state['size']} rows, and one of these has "
-                f"{self.rows}; go on with the sizes that the run began with"
+                f"{type(self).__name__}: the checkpoint's rollout has {state['size']} rows, and this one has "
+                f"{self.rows}; resume with the sizes that the run started with"
             )
         self.seed, self.rollouts, self.kl_coef = state["seed"], state["rollouts"], state["kl_coef"]
         device = self.trainer.backend.device
         self._rows = None if rows is None else {name: each.to(device) for name, each in rows.items()}
         self._order, self._ordered = state["order"], state["ordered"]
         self._given, self._done = state["given"], state["done"]
-        self.go_on(state["progress"])
+        self.resume(state["progress"])
         self._restored = True

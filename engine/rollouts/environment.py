@@ -1,4 +1,4 @@
-"""Rollouts in environments of gymnasium's kind."""
+"""Rollouts in environments with gymnasium's interface."""
 
 from __future__ import annotations
 
@@ -11,38 +11,50 @@ from torch import Tensor
 
 from pulsetrain.engine.data import rng
 from pulsetrain.engine.errors import CheckpointError, ConfigurationError
-from pulsetrain.engine.rollouts.base import Rollouts
+from pulsetrain.engine.rollouts.base import PolicyTrainer, Rollouts
 from pulsetrain.engine.step.model_call import eval_mode
 from pulsetrain.engine.strategies.language import logits_of, values_of
 from pulsetrain.engine.strategies.ppo import PPOStrategy
 
 __all__ = ["EnvironmentRollouts"]
 
-_EVALUATION = 1 << 32  # where the numbers of environments for evaluation begin
+_EVALUATION = 1 << 32  # the first index of environments for evaluation
 
 
 class EnvironmentRollouts(Rollouts):
     """Steps of a policy with discrete actions in several environments.
 
-    A rollout is `steps` steps in each of the environments, whose episodes go on from one rollout to the next. The model
-    is given observations, float32 of shape (environments, ...), and gives logits and values, shapes (environments,
-    actions) and (environments,). An episode that is cut off is worth what its last observation was.
+    A rollout is `steps` steps in each environment; episodes continue from one rollout to the next. The model receives
+    observations, float32 of shape (environments, ...), and returns logits of shape (environments, actions) and values
+    of shape (environments,). A truncated episode is credited with the value of its last observation.
 
-    Each episode is reset with a seed of its own, made of the run's. A checkpoint keeps the actions of the episodes
-    under way, and a resume takes them again: environments that depend on seed and actions alone go on exactly.
+    Each episode is reset with its own seed, derived from the run's. A checkpoint stores the actions of unfinished
+    episodes, and resuming replays them: environments that depend only on seed and actions continue exactly.
 
-    ROLLOUT_COMPLETED tells "rollout/reward", a step; and where episodes have ended, "rollout/return" and
-    "rollout/length", their means, and "rollout/episodes".
+    ROLLOUT_COMPLETED reports "rollout/reward" per step, and if episodes have ended, the means "rollout/return" and
+    "rollout/length", and "rollout/episodes".
+
+    >>> class Corridor:  # observe the position, move right (1) or stay (0), five steps
+    ...     action_space = type("Discrete", (), {"n": 2})()
+    ...     observation_space = type("Box", (), {"shape": (1,), "dtype": "float32"})()
+    ...     def reset(self, seed=None):
+    ...         self.position, self.left = 0.0, 5
+    ...         return [self.position], {}
+    ...     def step(self, action):
+    ...         self.position, self.left = self.position + action, self.left - 1
+    ...         return [self.position], float(action), self.left == 0, False, {}
+    >>> EnvironmentRollouts(Corridor, environments=2, steps=16).rows
+    32
 
     Args:
-        environment: a name that gymnasium knows, or a function that makes one.
-        environments: how many are stepped side by side.
-        steps: in each of them, a rollout.
-        options: for gymnasium.make.
+        environment: a name registered with gymnasium, or a function that creates an environment.
+        environments: the number of environments that are stepped together.
+        steps: the steps of a rollout in each environment.
+        options: keywords for gymnasium.make.
 
     Raises:
-        ConfigurationError: a number out of range, gymnasium is not installed, or does not know the name; or spaces that
-            this does not serve.
+        ConfigurationError: a number is out of range, gymnasium is not installed or does not know the name, or the
+            environment's spaces are not supported.
     """
 
     def __init__(
@@ -63,8 +75,8 @@ class EnvironmentRollouts(Rollouts):
             _check_spaces(each)
         if len({id(each) for each in made}) < environments:
             raise ConfigurationError(
-                "EnvironmentRollouts(environment=...): the function gives the same environment again; let it make a "
-                "new one each time"
+                "EnvironmentRollouts(environment=...): the function returns the same environment again; let it create "
+                "a new one each time"
             )
         self._lanes = [_Lane(each, index) for index, each in enumerate(made)]
         self._actions = int(self._lanes[0].environment.action_space.n)
@@ -79,7 +91,7 @@ class EnvironmentRollouts(Rollouts):
         for lane in self._lanes:
             lane.restart()
 
-    def begin(self, trainer: Any) -> None:
+    def begin(self, trainer: PolicyTrainer) -> None:
         if not isinstance(trainer.strategy, PPOStrategy):
             raise ConfigurationError(
                 f"EnvironmentRollouts: {type(trainer.strategy).__name__} learns from texts; use PPOStrategy"
@@ -101,8 +113,8 @@ class EnvironmentRollouts(Rollouts):
             if not seen.isfinite().all():
                 index = int((~seen.flatten(1).isfinite()).any(1).nonzero()[0])
                 raise ValueError(
-                    f"EnvironmentRollouts: environment {index} gave an observation that is not finite: "
-                    f"{reprlib.repr(seen[index].tolist())}; mend the environment"
+                    f"EnvironmentRollouts: environment {index} returned an observation that is not finite: "
+                    f"{reprlib.repr(seen[index].tolist())}; fix the environment"
                 )
             observations = seen.to(device)
             outputs = self.act(observations)
@@ -121,7 +133,7 @@ class EnvironmentRollouts(Rollouts):
             step = {
                 "observations": observations, "actions": actions, "log_probs": log_probs,
                 "values": values_of(outputs, actions.shape), "rewards": rewards.to(device), "dones": dones.to(device),
-                "truncation_values": self._worth(cut_off, device),
+                "truncation_values": self._truncation_values(cut_off, device),
             }  # fmt: skip
             for name, value in step.items():
                 parts[name].append(value)
@@ -134,23 +146,23 @@ class EnvironmentRollouts(Rollouts):
             metrics["rollout/length"] = sum(lengths) / len(lengths)
         return rollout, {**metrics, "rollout/episodes": float(len(returns))}
 
-    def _choose(self, outputs: Any) -> tuple[Tensor, Tensor]:
+    def _choose(self, outputs: object) -> tuple[Tensor, Tensor]:
         """Actions drawn from the policy, and their log-probabilities."""
         logits = self.strategy.scores(outputs)
         if logits.ndim != 2 or logits.shape[1] != self._actions or not logits.isfinite().all():
             raise ValueError(
-                f"EnvironmentRollouts: the policy gave logits of shape {tuple(logits.shape)}"
+                f"EnvironmentRollouts: the policy returned logits of shape {tuple(logits.shape)}"
                 f"{'' if logits.isfinite().all() else ' that are not finite'}; needs finite numbers, shape "
                 f"(environments, actions), and this environment has {self._actions} actions"
             )
         actions = torch.multinomial(logits.float().softmax(-1), 1).squeeze(-1)
         return actions, self.strategy.action_log_probs(outputs, actions)
 
-    def _worth(self, cut_off: list[tuple[int, Tensor]], device: Any) -> Tensor:
-        """The values of the last observations of episodes that were cut off; 0 for the other environments."""
+    def _truncation_values(self, cut_off: list[tuple[int, Tensor]], device: torch.device) -> Tensor:
+        """The values of the last observations of truncated episodes; 0 for the other environments."""
         worth = torch.zeros(self.environments, device=device)
         if cut_off:
-            # all of them in one batch of the usual shape: what compiles for each shape has seen it
+            # one batch of the usual shape, for which a compiled model is already compiled
             last = torch.stack([lane.observation for lane in self._lanes])
             for index, observation in cut_off:
                 last[index] = observation
@@ -161,12 +173,12 @@ class EnvironmentRollouts(Rollouts):
 
     @torch.no_grad()
     def evaluate(self, episodes: int = 20, *, greedy: bool = True, seed: int | None = None) -> list[float]:
-        """Returns of whole episodes in an environment of their own; the rollouts go on as if nothing had been asked.
+        """The returns of whole episodes in a separate environment; it does not affect the rollouts.
 
         Args:
-            episodes: how many.
-            greedy: take the likeliest action, else draw.
-            seed: of the environment; None is another than any rollout's, made of the run's.
+            episodes: the number of episodes.
+            greedy: choose the most likely action instead of drawing one.
+            seed: the environment's seed; None derives one from the run's that no rollout uses.
         """
         if not isinstance(episodes, int) or isinstance(episodes, bool) or episodes < 1:
             raise ValueError(f"EnvironmentRollouts.evaluate(episodes={episodes!r}): needs a whole number of at least 1")
@@ -195,11 +207,11 @@ class EnvironmentRollouts(Rollouts):
     def progress(self) -> dict[str, Any]:
         return {"lanes": [lane.state_dict() for lane in self._lanes]}
 
-    def go_on(self, progress: Mapping[str, Any]) -> None:
+    def resume(self, progress: Mapping[str, Any]) -> None:
         if len(progress["lanes"]) != len(self._lanes):
             raise CheckpointError(
                 f"EnvironmentRollouts(environments={self.environments}): the checkpoint has {len(progress['lanes'])}; "
-                "go on with as many"
+                "resume with the same number"
             )
         for lane, state in zip(self._lanes, progress["lanes"], strict=True):
             if lane.seed != self.seed:
@@ -209,7 +221,7 @@ class EnvironmentRollouts(Rollouts):
 
 
 class _Lane:
-    """One environment, and what brings it back to where it is: the seed and the actions of its episode."""
+    """One environment with the seed and the actions of its episode, which restore it to its current state."""
 
     def __init__(self, environment: Any, index: int) -> None:
         self.environment, self.index = environment, index
@@ -217,12 +229,12 @@ class _Lane:
         self.restart()
 
     def restart(self) -> None:
-        """Stand before the first episode."""
+        """Returns to the state before the first episode."""
         self.episode = -1
         self.next_episode()
 
     def next_episode(self) -> None:
-        """The episode is over; `begin` begins the next."""
+        """Ends the episode; `begin` starts the next."""
         self.episode += 1
         self.actions: list[int] = []
         self.gained = 0.0
@@ -230,26 +242,26 @@ class _Lane:
 
     @property
     def observation(self) -> Tensor:
-        """The newest, float32."""
+        """The latest observation, float32."""
         self.begin()
-        # a copy: an environment may write the next one into the same array
+        # a copy: an environment may write the next observation into the same array
         return torch.as_tensor(self._observation).to(torch.float32, copy=True)
 
     def begin(self) -> None:
-        """Reset the environment, if the episode has not begun."""
+        """Resets the environment if the episode has not started."""
         if not self._begun:
-            # numpy, which seeds an environment, takes any whole number; some environments 32 bits alone
+            # numpy, which seeds most environments, accepts any whole number, but some environments only 32 bits
             seed = rng.derive(self.seed, self.index, self.episode) % 2**31
             self._observation, _ = self.environment.reset(seed=seed)
             self._begun = True
 
     def step(self, action: int) -> tuple[float, bool, bool]:
-        """Reward, whether the episode has ended, and whether it was cut off."""
+        """The reward, whether the episode has terminated, and whether it was truncated."""
         found = self.environment.step(action)
         if len(found) != 5:
             raise TypeError(
-                f"EnvironmentRollouts: the environment's step() gave {len(found)} things; needs (observation, reward, "
-                "terminated, truncated, info), as gymnasium's environments give"
+                f"EnvironmentRollouts: the environment's step() returned {len(found)} values; needs (observation, "
+                "reward, terminated, truncated, info), as in gymnasium"
             )
         self._observation, reward, terminated, truncated, _ = found
         self.actions.append(action)
@@ -261,15 +273,15 @@ class _Lane:
         return {"episode": self.episode, "actions": torch.tensor(self.actions, dtype=torch.int64), "observation": seen}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take the episode's actions again.
+        """Replays the episode's actions.
 
         Raises:
-            CheckpointError: they lead elsewhere: the environment depends on more than seed and actions.
+            CheckpointError: the observation differs: the environment depends on more than seed and actions.
         """
         actions, seen = state["actions"].tolist(), state["observation"]
         same = self._begun and seen is not None and (self.episode, self.actions) == (state["episode"], actions)
         if same and torch.equal(self.observation, seen):
-            return  # it is there: a resume loads a state several times, and an episode may be long
+            return  # already in this state: a resume loads a state several times, and an episode may be long
         self.episode = state["episode"] - 1
         self.next_episode()
         if seen is None:
@@ -279,31 +291,31 @@ class _Lane:
             self.step(action)
         if not torch.equal(self.observation, seen):
             raise CheckpointError(
-                f"EnvironmentRollouts: environment {self.index}, its episode {self.episode} begun with the same seed "
-                f"and taken the same {len(self.actions)} actions, is not where it was: it depends on more than those; "
-                "let its reset(seed=...) seed all that it draws from"
+                f"EnvironmentRollouts: environment {self.index} returned a different observation after the same seed "
+                f"and the same {len(self.actions)} actions of episode {self.episode}: it depends on more than those; "
+                "let its reset(seed=...) seed everything it draws from"
             )
 
 
-def _maker(environment: Any, options: dict[str, Any]) -> Callable[[], Any]:
+def _maker(environment: str | Callable[[], Any], options: dict[str, Any]) -> Callable[[], Any]:
     if not isinstance(environment, str):
         if not callable(environment):
             raise TypeError(
                 f"EnvironmentRollouts(environment={type(environment).__name__}): needs a name, or a function that "
-                "makes an environment, as each of them is one of its own"
+                "creates a new environment at each call"
             )
         if options:
             raise ConfigurationError(
-                f"EnvironmentRollouts(options={options!r}): are for gymnasium.make; give them to the function that "
-                "makes the environment"
+                f"EnvironmentRollouts(options={options!r}): only apply to gymnasium.make; use them in the function "
+                "that creates the environment"
             )
-        return environment  # type: ignore[no-any-return]
+        return environment
     try:
         import gymnasium
     except ImportError:
         raise ConfigurationError(
             f"EnvironmentRollouts(environment={environment!r}): gymnasium is not installed; "
-            "pip install 'pulsetrain[gymnasium]', or pass a function that makes an environment"
+            "pip install 'pulsetrain[gymnasium]', or pass a function that creates an environment"
         ) from None
     try:
         gymnasium.spec(environment)
@@ -318,17 +330,17 @@ def _check_spaces(environment: Any) -> None:
     ]
     if lacking:
         raise TypeError(
-            f"EnvironmentRollouts: {type(environment).__name__} has no {', '.join(lacking)}; needs an environment of "
-            "gymnasium's kind"
+            f"EnvironmentRollouts: {type(environment).__name__} has no {', '.join(lacking)}; needs an environment with "
+            "gymnasium's interface"
         )
     actions, observations = environment.action_space, environment.observation_space
-    # a space of several actions at a time may have an `n`, too
+    # a space of several simultaneous actions may have an `n` too
     if not hasattr(actions, "n") or getattr(actions, "shape", None) or int(getattr(actions, "start", 0)) != 0:
         raise ConfigurationError(
-            f"EnvironmentRollouts: the environment's actions are {actions}; serves discrete ones, numbered from 0"
+            f"EnvironmentRollouts: the environment's actions are {actions}; needs discrete actions numbered from 0"
         )
     if not getattr(observations, "shape", None) or getattr(observations, "dtype", None) is None:
         raise ConfigurationError(
-            f"EnvironmentRollouts: the environment's observations are {observations}; serves arrays of numbers "
-            "(gymnasium.wrappers.FlattenObservation makes such)"
+            f"EnvironmentRollouts: the environment's observations are {observations}; needs arrays of numbers "
+            "(use gymnasium.wrappers.FlattenObservation)"
         )

@@ -1,4 +1,4 @@
-"""Texts drawn from a language model."""
+"""Samplers that draw texts from a language model."""
 
 from __future__ import annotations
 
@@ -14,23 +14,28 @@ from pulsetrain.engine.strategies.language import logits_of
 __all__ = ["Sampler", "sampler_of"]
 
 Sampler = Callable[..., list[list[int]]]
-"""`sampler(prompts, max_new_tokens, temperature=..., end_token=...)`: what follows each prompt, as token numbers."""
+"""`sampler(prompts, max_new_tokens, temperature=..., end_token=...)`: the completion of each prompt, as token ids."""
 
 
 def sampler_of(
-    model: Any,
-    inputs_of: Callable[[Tensor], Any],
-    device: Any = "cpu",
+    model: Callable[..., Any],
+    inputs_of: Callable[[Tensor], object],
+    device: torch.device | str = "cpu",
     pad_token: int = 0,
     pad_to: int | None = None,
 ) -> Sampler:
-    """How a model's texts are drawn: by its own `sample`, by Hugging Face's `generate`, or token by token.
+    """The sampler for a model: its own `sample`, Hugging Face's `generate`, or a loop over tokens.
+
+    >>> def count(tokens):  # predicts the next number
+    ...     return torch.nn.functional.one_hot((tokens + 1) % 10, 10) * 100.0
+    >>> sampler_of(count, inputs_of=lambda tokens: tokens)([[3], [5, 6]], max_new_tokens=3, end_token=8)
+    [[4, 5, 6], [7, 8]]
 
     Args:
-        inputs_of: what the model is called with for tokens of shape (batch, length).
-        device: where the model is.
-        pad_token: stands where a row has nothing.
-        pad_to: length that the model is always called with; None takes what is needed.
+        inputs_of: maps tokens of shape (batch, length) to the model's inputs.
+        device: the model's device.
+        pad_token: fills the unused positions of a row.
+        pad_to: a fixed length for all calls of the model; None uses the length needed.
     """
     own = getattr(model, "sample", None)
     if callable(own):
@@ -41,8 +46,8 @@ def sampler_of(
     return _TokenByToken(model, inputs_of, device, pad_token, pad_to)
 
 
-# Some models come with settings of their own, and the defaults leave all but the likeliest 50 tokens out: either would
-# draw from another distribution than the one whose log-probabilities are learnt.
+# Some models have their own generation settings, and the default keeps only the 50 most likely tokens. Either would
+# draw from a different distribution than the one whose log-probabilities are trained.
 _PLAIN: dict[str, Any] = {
     "do_sample": True,
     "num_beams": 1,
@@ -73,9 +78,9 @@ _PLAIN: dict[str, Any] = {
 
 
 class _Generated:
-    """Hugging Face's `generate`, told to draw from the model's own distribution."""
+    """Hugging Face's `generate`, configured to draw from the model's own distribution."""
 
-    def __init__(self, model: Any, device: Any, pad_token: int) -> None:
+    def __init__(self, model: Any, device: torch.device | str, pad_token: int) -> None:
         self._model, self._device, self._pad = model, device, pad_token
 
     def __call__(
@@ -103,10 +108,15 @@ class _Generated:
 
 
 class _TokenByToken:
-    """The whole text through the model for each token: for models that keep no cache."""
+    """Calls the model on the whole text for each token; for models without a cache."""
 
     def __init__(
-        self, model: Any, inputs_of: Callable[[Tensor], Any], device: Any, pad_token: int, pad_to: int | None
+        self,
+        model: Callable[..., Any],
+        inputs_of: Callable[[Tensor], object],
+        device: torch.device | str,
+        pad_token: int,
+        pad_to: int | None,
     ) -> None:
         self._model, self._inputs_of, self._device = model, inputs_of, device
         self._pad, self._pad_to = pad_token, pad_to
@@ -128,7 +138,7 @@ class _TokenByToken:
         ends = lengths + max_new_tokens
         everyone = torch.arange(len(prompts))
         while running.any():
-            # of rows of one length the last is predicted alone, as in learning: one shape less to compile for
+            # with a fixed length, leave out the last position as in training: one shape less to compile for
             seen = texts[:, : int(lengths.max()) if self._pad_to is None else -1]
             logits = logits_of(call(self._model, self._inputs_of(seen.to(self._device))))
             last = logits[everyone.to(self._device), (lengths - 1).to(self._device)].float() / temperature
@@ -145,5 +155,5 @@ class _TokenByToken:
 
 
 def _until(tokens: list[int], end_token: int | None) -> list[int]:
-    """Up to the end token, which is a part of it."""
+    """The tokens up to and including the end token."""
     return tokens[: tokens.index(end_token) + 1] if end_token in tokens else tokens

@@ -1,11 +1,10 @@
-"""Rollouts of a language model: texts to prompts, and what a program says that they are worth."""
+"""Rollouts of a language model: completions of prompts, and their rewards from a function."""
 
 from __future__ import annotations
 
 import operator
 import reprlib
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,41 +12,47 @@ from torch import Tensor
 from pulsetrain.engine.data import rng
 from pulsetrain.engine.data.sequences import IGNORED, pad_examples
 from pulsetrain.engine.errors import ConfigurationError
-from pulsetrain.engine.rollouts.base import Rollouts
+from pulsetrain.engine.rollouts.base import PolicyTrainer, Rollouts
 from pulsetrain.engine.rollouts.sampling import Sampler, sampler_of
 from pulsetrain.engine.strategies.language import values_of
 
 __all__ = ["Reward", "TextRollouts"]
 
 Reward = Callable[[list[list[int]], list[list[int]]], Sequence[float]]
-"""Of prompts and what followed them, both as token numbers: one number for each text."""
+"""`reward(prompts, completions)`, both as token ids: one number for each text."""
 
-_LOOKED_AT = 64  # texts that are scored at a time
+_SCORED = 64  # texts that are scored at a time
 
 
 class TextRollouts(Rollouts):
-    """Texts that the policy writes to prompts, and their rewards.
+    """Texts that the policy writes for prompts, and their rewards.
 
-    A rollout is `prompts_per_rollout` prompts, each answered as often as the strategy's group is large. Prompts come in
-    a shuffled order, all of them before one comes again. A model that has `sample(prompts, max_new_tokens, *,
-    temperature, end_token)` draws its texts itself; one of Hugging Face's does by `generate`; any other is called
-    again for every token.
+    A rollout is `prompts_per_rollout` prompts, each with as many completions as the strategy's group size. Prompts are
+    used in shuffled order, each once before any is repeated. A model with `sample(prompts, max_new_tokens, *,
+    temperature, end_token)` draws its texts itself, a Hugging Face model uses `generate`, and any other model is called
+    once per token.
 
-    ROLLOUT_COMPLETED tells "rollout/reward" and "rollout/reward_std", "rollout/length" in tokens, "rollout/ended", the
-    share that came to the end token, and with a reference "rollout/reference_kl", nats a token.
+    ROLLOUT_COMPLETED reports "rollout/reward", "rollout/reward_std", "rollout/length" in tokens, "rollout/ended" (the
+    share of texts with an end token), and with a reference "rollout/reference_kl" in nats per token.
+
+    >>> def shortness(prompts, completions):
+    ...     return [-float(len(completion)) for completion in completions]
+    >>> rollouts = TextRollouts([[1, 2], [3]], shortness, max_new_tokens=8, prompts_per_rollout=2, end_token=0)
+    >>> rollouts.reward([[1, 2]], [[5, 0]])
+    [-2.0]
 
     Args:
-        prompts: token numbers.
-        reward: called with all prompts of a rollout and what followed them; gives as many numbers.
-        max_new_tokens: of each text.
-        prompts_per_rollout: that many prompts a rollout.
-        end_token: ends a text, and is a part of it; None lets all become max_new_tokens long.
-        pad_token: stands behind a text in a batch.
-        pad_to: length of all rows, for backends that compile for each; None takes that of the rollout's longest.
-        sampler: draws texts in place of the model.
+        prompts: token ids of each prompt.
+        reward: called with all prompts of a rollout and their completions; returns one number for each.
+        max_new_tokens: the largest number of tokens of a completion.
+        prompts_per_rollout: the number of prompts in a rollout.
+        end_token: ends a text and is part of it; None makes all completions max_new_tokens long.
+        pad_token: fills rows after the end of a text.
+        pad_to: a fixed length for all rows, for backends that compile per shape; None uses the longest text.
+        sampler: draws texts instead of the model.
 
     Raises:
-        ConfigurationError: no prompt, an empty one, or a number out of range.
+        ConfigurationError: there is no prompt, a prompt is empty, or a number is out of range.
     """
 
     def __init__(
@@ -69,9 +74,9 @@ class TextRollouts(Rollouts):
         empty = [index for index, prompt in enumerate(self.prompts) if not prompt]
         if empty or not self.prompts:
             what = f"prompts[{empty[0]}]=[]" if empty else "prompts=[]"
-            raise ConfigurationError(f"TextRollouts({what}): needs token numbers; a text begins with at least one")
+            raise ConfigurationError(f"TextRollouts({what}): needs token ids; a text starts with at least one")
         longest = max(map(len, self.prompts)) + max_new_tokens
-        numbers: dict[str, Any] = {"end_token": end_token, "pad_token": pad_token, "pad_to": pad_to}
+        numbers = {"end_token": end_token, "pad_token": pad_token, "pad_to": pad_to}
         for name, number in numbers.items():
             optional = number is None and name != "pad_token"
             if not optional and (not isinstance(number, int) or isinstance(number, bool) or number < 0):
@@ -81,7 +86,7 @@ class TextRollouts(Rollouts):
         if pad_to is not None and pad_to < longest:
             raise ConfigurationError(
                 f"TextRollouts(pad_to={pad_to}): the longest prompt and max_new_tokens={max_new_tokens} make {longest} "
-                "tokens; pad to as many at least"
+                f"tokens; pass at least pad_to={longest}"
             )
         if not callable(reward):
             raise TypeError(f"TextRollouts(reward={reward!r}): needs a function of prompts and completions")
@@ -94,29 +99,29 @@ class TextRollouts(Rollouts):
     def rows(self) -> int:
         return self.prompts_per_rollout * self.strategy.group_size
 
-    def begin(self, trainer: Any) -> None:
+    def begin(self, trainer: PolicyTrainer) -> None:
         context = trainer.strategy.context
         if context is not None and self.pad_to is not None and self.pad_to > context + 1:
             raise ConfigurationError(
-                f"TextRollouts(pad_to={self.pad_to}): rows are longer than the model's context of {context} and the "
-                f"token that follows; pad to {context + 1} at most"
+                f"TextRollouts(pad_to={self.pad_to}): rows are longer than the model's context of {context} plus the "
+                f"token that follows; pass at most pad_to={context + 1}"
             )
         if context is not None and self._longest > context + 1:
             raise ConfigurationError(
                 f"TextRollouts(max_new_tokens={self.max_new_tokens}): with the longest prompt a text has "
-                f"{self._longest} tokens, more than the model's context of {context} and the one that follows; cut the "
-                "prompts, or ask for fewer tokens"
+                f"{self._longest} tokens, more than the model's context of {context} plus the one that follows; cut "
+                "the prompts, or pass a smaller max_new_tokens"
             )
         strategy = trainer.strategy
         most = getattr(strategy, "max_length", None)
         if most is not None and most < self.max_new_tokens:
             raise ConfigurationError(
                 f"{type(strategy).__name__}(max_length={most}): a text may have max_new_tokens={self.max_new_tokens}; "
-                "give as many at least"
+                f"pass at least max_length={self.max_new_tokens}"
             )
         if strategy.kl_coef and not strategy.has_reference:
             raise ConfigurationError(
-                f"{type(strategy).__name__}(kl_coef={strategy.kl_coef!r}, reference=None): over texts it weighs the "
+                f"{type(strategy).__name__}(kl_coef={strategy.kl_coef!r}, reference=None): for texts it weights the "
                 "divergence from the reference; leave reference='copy', or set kl_coef=0.0"
             )
         if self._sampler is None:
@@ -125,16 +130,16 @@ class TextRollouts(Rollouts):
             )
 
     def _next_prompts(self) -> list[list[int]]:
-        """Those of the rollout under way: a place in the order of (seed, pass over the prompts)."""
+        """The prompts of the current rollout, from an order that is a function of (seed, pass over the prompts)."""
         chosen: list[list[int]] = []
         first = (self.rollouts - 1) * self.prompts_per_rollout
         orders: dict[int, list[int]] = {}
         for number in range(first, first + self.prompts_per_rollout):
-            turn, place = divmod(number, len(self.prompts))
+            turn, index = divmod(number, len(self.prompts))
             if turn not in orders:
                 generator = torch.Generator().manual_seed(rng.derive(self.seed, turn))
                 orders[turn] = torch.randperm(len(self.prompts), generator=generator).tolist()
-            chosen.append(self.prompts[orders[turn][place]])
+            chosen.append(self.prompts[orders[turn][index]])
         return chosen
 
     def collect(self) -> tuple[dict[str, Tensor], dict[str, float]]:
@@ -174,47 +179,45 @@ class TextRollouts(Rollouts):
                 )
         except Exception as error:
             low, high = min(map(min, prompts)), max(map(max, prompts))
-            error.add_note(
-                f"in TextRollouts, where texts are drawn to {len(prompts)} prompts of tokens {low} to {high}"
-            )
+            error.add_note(f"in TextRollouts, while drawing texts for {len(prompts)} prompts of tokens {low} to {high}")
             raise
         try:
             found = [[operator.index(token) for token in each] for each in found]
         except (TypeError, ValueError):
             raise TypeError(
-                f"TextRollouts: the sampler gave {reprlib.repr(found)}; needs a list of token numbers for each of the "
+                f"TextRollouts: the sampler returned {reprlib.repr(found)}; needs a list of token ids for each of the "
                 f"{len(prompts)} prompts"
             ) from None
         lengths = [len(each) for each in found]
         if len(found) != len(prompts) or not all(1 <= length <= self.max_new_tokens for length in lengths):
             raise ValueError(
-                f"TextRollouts: the sampler gave {len(found)} texts of {min(lengths, default=0)} to "
+                f"TextRollouts: the sampler returned {len(found)} texts of {min(lengths, default=0)} to "
                 f"{max(lengths, default=0)} tokens; needs {len(prompts)} of 1 to {self.max_new_tokens}"
             )
         return found
 
     def _rewards(self, prompts: list[list[int]], completions: list[list[int]]) -> Tensor:
-        # copies: what the reward does with them must not change what is learnt, nor the prompts
+        # copies: the reward may change its arguments, but not the texts that are trained on
         given = self.reward([list(each) for each in prompts], [list(each) for each in completions])
         try:
             rewards = torch.as_tensor(given, dtype=torch.float32, device="cpu").detach()
         except (TypeError, ValueError, RuntimeError):
             raise TypeError(
-                f"TextRollouts: the reward gave {reprlib.repr(given)}; needs a list of numbers, one for each of the "
-                f"{len(prompts)} texts"
+                f"TextRollouts: the reward returned {reprlib.repr(given)}; needs a list of numbers, one for each of "
+                f"the {len(prompts)} texts"
             ) from None
         if rewards.shape != (len(prompts),):
             raise ValueError(
-                f"TextRollouts: the reward gave numbers of shape {tuple(rewards.shape)} for {len(prompts)} texts; one "
-                "for each"
+                f"TextRollouts: the reward returned numbers of shape {tuple(rewards.shape)} for {len(prompts)} texts; "
+                "needs one for each"
             )
         return rewards
 
     def _scores(self, tokens: Tensor) -> dict[str, Tensor]:
-        """Log-probabilities of each token but the first: the policy's, the reference's; and the policy's values."""
+        """Log-probabilities of all tokens but the first under the policy and the reference, and the policy's values."""
         found: dict[str, list[Tensor]] = {"log_probs": []}
         strategy = self.strategy
-        for rows in tokens.split(strategy.minibatch_size or _LOOKED_AT):
+        for rows in tokens.split(strategy.minibatch_size or _SCORED):
             inputs, follow = strategy.model_inputs(rows[:, :-1]), rows[:, 1:]
             outputs = self.act(inputs)
             found["log_probs"].append(strategy.action_log_probs(outputs, follow))
@@ -226,11 +229,11 @@ class TextRollouts(Rollouts):
         return {name: torch.cat(parts) for name, parts in found.items()}
 
 
-def _token_numbers(prompts: Any) -> list[list[int]]:
+def _token_numbers(prompts: Sequence[Sequence[int]]) -> list[list[int]]:
     try:
         return [[operator.index(token) for token in prompt] for prompt in prompts]
     except TypeError:
         raise TypeError(
-            f"TextRollouts(prompts={reprlib.repr(prompts)}): needs a list of token numbers for each prompt; encode "
+            f"TextRollouts(prompts={reprlib.repr(prompts)}): needs a list of token ids for each prompt; encode "
             "texts with the model's tokenizer"
         ) from None

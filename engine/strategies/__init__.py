@@ -1,4 +1,4 @@
-"""Strategies: what is optimised."""
+"""Training strategies: each turns a batch into inputs and targets, and defines the loss that is optimised."""
 
 from collections.abc import Callable
 
@@ -22,6 +22,7 @@ __all__ = [
     "WithValueHead",
 ]
 
+# by the name that a configuration uses
 STRATEGIES: dict[str, Callable[[], TrainingStrategy]] = {
     "supervised": SupervisedStrategy,
     "pretrain": PretrainStrategy,

@@ -1,4 +1,4 @@
-"""Direct preference optimisation: to prefer the better of two answers, without a model of rewards."""
+"""Direct preference optimisation: learns to prefer the better of two answers, without a reward model."""
 
 from __future__ import annotations
 
@@ -28,24 +28,32 @@ _STORED_MEANS = "reference_chosen_mean_log_probs", "reference_rejected_mean_log_
 
 
 class DPOStrategy(WithReference):
-    """Raise the probability of chosen answers over that of rejected ones, measured against a reference model.
+    """Raises the probability of chosen answers over rejected ones, relative to a reference model.
 
     A batch is a mapping with "chosen_input_ids", "chosen_labels", "rejected_input_ids" and "rejected_labels", each of
-    shape (pairs, length), the labels -100 in prompts and padding. The reference's log-probabilities come from a frozen
-    model, or from the batch: "reference_chosen_log_probs" and "reference_rejected_log_probs", shape (pairs,), as
-    `store_reference` has computed them once.
+    shape (pairs, length), with labels of -100 in prompts and padding. The reference's log-probabilities come from a
+    frozen model or from the batch: "reference_chosen_log_probs" and "reference_rejected_log_probs", shape (pairs,), as
+    `store_reference` computes them.
+
+    >>> tokens = torch.tensor([[1, 2, 3]])
+    >>> pair = {"chosen_input_ids": tokens, "chosen_labels": torch.tensor([[-100, -100, 3]])}
+    >>> pair |= {"rejected_input_ids": tokens, "rejected_labels": torch.tensor([[-100, -100, 3]])}
+    >>> strategy = DPOStrategy(reference_free=True)
+    >>> batch = strategy.prepare_batch(pair)
+    >>> strategy.compute_loss(torch.zeros(2, 2, 5), batch)  # equal probabilities: log 2
+    tensor(0.6931)
 
     Args:
         beta: how closely the policy is held to the reference; the implicit reward is beta times the log-ratio.
         loss_type: "sigmoid" (Rafailov 2023), "hinge" (Zhao 2023) or "ipo" (Azar 2023, on means over the answers'
             tokens).
-        label_smoothing: the share of pairs that are taken to be the wrong way round (Mitchell 2023).
-        reference_free: measure against nothing.
-        reference: "copy" of the model as it is when training is set up (of a model with adapters: itself without
-            them), another model, or None where every batch brings what was stored.
+        label_smoothing: the assumed share of pairs with the wrong preference (Mitchell 2023).
+        reference_free: use no reference.
+        reference: "copy" of the model at the time training is set up (for a model with adapters: itself without
+            them), a model, or None if every batch contains stored log-probabilities.
 
     Raises:
-        ConfigurationError: a value out of range; the message names it.
+        ConfigurationError: a value is out of range; the message names it.
     """
 
     def __init__(
@@ -63,19 +71,19 @@ class DPOStrategy(WithReference):
         self._stored = _STORED_MEANS if loss_type == "ipo" else _STORED
         if reference_free and reference not in ("copy", None):
             raise ConfigurationError(
-                "DPOStrategy(reference_free=True, reference=...): measures against nothing; leave one of them out"
+                "DPOStrategy(reference_free=True, reference=...): uses no reference; leave one of them out"
             )
         self._reference = Reference(None if reference_free else reference, "DPOStrategy")
         zeros = torch.zeros(1)
-        dpo_loss(zeros, zeros, None, None, beta, loss_type, label_smoothing)  # refuses wrong values now
+        dpo_loss(zeros, zeros, None, None, beta, loss_type, label_smoothing)  # rejects wrong values now
 
     def prepare_batch(self, batch: Any, check: bool = False) -> TrainingBatch:
-        """Chosen rows first, then the rejected ones, in one forward pass; the reference's part with the targets.
+        """Stacks chosen rows and rejected rows for one forward pass; the targets include the reference's values.
 
         Raises:
-            TypeError: a field is missing, or is no tensor of token numbers.
-            ValueError: shapes that do not fit, an answer of which nothing is to be compared, rows longer than the
-                model's context, a reference of another vocabulary, or stored log-probabilities that are not finite.
+            TypeError: a field is missing, or is not a tensor of token ids.
+            ValueError: shapes do not fit, an answer has no labels, rows exceed the model's context, the reference has a
+                different vocabulary, or stored log-probabilities are not finite.
         """
         if isinstance(batch, TrainingBatch):
             return batch
@@ -99,8 +107,8 @@ class DPOStrategy(WithReference):
         tokens = self._tokens(name, self._field(batch, name, _REMEDY), check)
         if batch.get(f"{side}_position_ids") is not None:
             raise ValueError(
-                f"DPOStrategy: '{side}_position_ids' come with rows of several documents, and a row is one answer; do "
-                "not pack pairs"
+                f"DPOStrategy: '{side}_position_ids' mark rows of several documents, but a row needs to be one answer; "
+                "do not pack pairs"
             )
         labels = self._field(batch, f"{side}_labels", _REMEDY)
         if labels.shape == tokens.shape:  # else it is refused
@@ -109,7 +117,7 @@ class DPOStrategy(WithReference):
         return tokens, self._labels(f"{side}_labels", labels, tokens, remedy, check)
 
     def _reference_log_probs(self, batch: Mapping[str, Any], inputs: Any, labels: Tensor, check: bool) -> Tensor:
-        """Of each row, shape (2 pairs,)."""
+        """The reference's log-probability of each row, shape (2 pairs,)."""
         if not any(name in batch for name in self._stored):
             if self._reference.given is None:
                 self._field(batch, self._stored[0], "store_reference computes it; or let the strategy keep a reference")
@@ -124,23 +132,23 @@ class DPOStrategy(WithReference):
                 )
         stored = torch.cat(parts)
         if (check or on_host(stored)) and not stored.isfinite().all():
-            raise ValueError("DPOStrategy: stored log-probabilities of the reference are not finite; store them anew")
+            raise ValueError("DPOStrategy: stored log-probabilities of the reference are not finite; store them again")
         return stored
 
     def _sums(self, log_probs: Array, labels: Array) -> Array:
         return masked_sum_log_probs(log_probs, labels != IGNORED, average=self.loss_type == "ipo")
 
     def store_reference(self, batches: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-        """The batches with the reference's log-probabilities, computed once and for all epochs.
+        """The batches with the reference's log-probabilities, computed once for all epochs.
 
-        Train on them, in a list or in a dataset of one's own, with a strategy of reference=None and the same loss_type.
+        Train on them, as a list or a custom dataset, with a strategy with reference=None and the same loss_type.
 
         Raises:
             ConfigurationError: there is no reference.
         """
         if self.reference_free:
             raise ConfigurationError(
-                "DPOStrategy(reference_free=True).store_reference: measures against nothing, so there is nothing to "
+                "DPOStrategy(reference_free=True).store_reference: uses no reference, so there is nothing to "
                 "store; train on the batches as they are"
             )
         stored: list[dict[str, Any]] = []
@@ -150,27 +158,27 @@ class DPOStrategy(WithReference):
             stored.append({**batch, **dict(zip(self._stored, found.chunk(2), strict=True))})
         return stored
 
-    def check_batch(self, outputs: Any, batch: TrainingBatch) -> None:
-        """Refuse labels that are not in the vocabulary; it waits for the device.
+    def check_batch(self, outputs: object, batch: TrainingBatch) -> None:
+        """Rejects labels outside the vocabulary; it waits for the device.
 
         Raises:
-            ValueError: it names the first such label, where it stands, and how many there are.
+            ValueError: names the first such label, its index, and how many there are.
         """
         self._check_inputs(outputs, batch.inputs)
         self._check_tokens(outputs, batch.targets["labels"])
 
-    def compute_loss(self, outputs: Any, batch: TrainingBatch, check: bool = False) -> Array:
-        """The loss of the pairs, a mean of shape ()."""
+    def compute_loss(self, outputs: object, batch: TrainingBatch, check: bool = False) -> Array:
+        """The mean loss of the pairs, shape ()."""
         if check:
             self.check_batch(outputs, batch)
         (chosen, rejected), references = self._sides(outputs, batch)
         return dpo_loss(chosen, rejected, *references, self.beta, self.loss_type, self.label_smoothing)
 
-    def compute_metrics(self, outputs: Any, batch: TrainingBatch) -> Mapping[str, Array]:
+    def compute_metrics(self, outputs: object, batch: TrainingBatch) -> Mapping[str, Array]:
         """Means over the pairs.
 
-        `reward_accuracy`: how often the chosen answer has the larger implicit reward; `reward_margin`: by how much;
-        `chosen_reward` and `rejected_reward`: both, in nats times beta.
+        `reward_accuracy`: the share of pairs whose chosen answer has the larger implicit reward; `reward_margin`: the
+        difference; `chosen_reward` and `rejected_reward`: the rewards, in nats times beta.
         """
         policies, references = self._sides(outputs, batch)
         chosen, rejected = (implicit_rewards(p, r, self.beta) for p, r in zip(policies, references, strict=True))
@@ -182,14 +190,14 @@ class DPOStrategy(WithReference):
             "rejected_reward": xp.mean(rejected),
         }
 
-    def _sides(self, outputs: Any, batch: TrainingBatch) -> tuple[tuple[Array, Array], tuple[Any, Any]]:
-        """Log-probabilities of the chosen and of the rejected answers: the policy's, and the reference's."""
+    def _sides(self, outputs: object, batch: TrainingBatch) -> tuple[tuple[Array, Array], tuple[Any, Any]]:
+        """Log-probabilities of the chosen and the rejected answers under the policy and under the reference."""
         labels = batch.targets["labels"]
         xp = namespace(labels)
         found = self._sums(token_log_probs(logits_of(outputs), _looked_up(labels)), labels)
         pairs = labels.shape[0] // 2
         counts = xp.any(labels != IGNORED, axis=-1)
-        both = counts[:pairs] & counts[pairs:]  # else one answer alone would be learnt from: see prepare_batch
+        both = counts[:pairs] & counts[pairs:]  # a pair with one empty answer must not count: see prepare_batch
         found = xp.where(xp.concat([both, both]), found, 0.0)
         reference = batch.targets.get("reference")
         references = (None, None) if reference is None else (reference[:pairs], reference[pairs:])
@@ -197,7 +205,7 @@ class DPOStrategy(WithReference):
 
 
 def _looked_up(labels: Array) -> Array:
-    """Labels with a token in place of those that are ignored."""
+    """Labels with token 0 in place of ignored ones, so that they can be looked up."""
     return namespace(labels).where(labels == IGNORED, 0, labels)
 
 

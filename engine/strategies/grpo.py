@@ -1,4 +1,4 @@
-"""Group-relative policy optimisation (Shao 2024): answers to one prompt are judged against each other."""
+"""Group-relative policy optimisation (Shao 2024): compares the answers to one prompt with each other."""
 
 from __future__ import annotations
 
@@ -19,29 +19,35 @@ __all__ = ["GRPOStrategy"]
 
 
 class GRPOStrategy(PolicyStrategy):
-    """Raise the probability of texts that were better than the others to their prompt.
+    """Raises the probability of texts with a higher reward than the other texts for their prompt.
 
-    The model gives logits, shape (batch, length, vocabulary).
+    The model returns logits of shape (batch, length, vocabulary).
+
+    >>> strategy = GRPOStrategy(group_size=2, scale_rewards="none")
+    >>> rollout = {"rewards": torch.tensor([1.0, 0.0]), "log_probs": torch.zeros(2, 3)}
+    >>> rollout |= {"input_ids": torch.ones(2, 4).long(), "completion_mask": torch.ones(2, 4).bool()}
+    >>> strategy.learn_from(rollout, kl_coef=0.0)["advantages"]
+    tensor([ 0.5000, -0.5000])
 
     Args:
         group_size: texts for each prompt.
-        kl_coef: weight of the divergence from the reference, a part of the loss; 0 needs no reference.
-        clip_range: how far a probability may move, as a ratio, before it earns nothing more.
-        clip_range_high: the same upwards, where it is another (Yu 2025).
-        normalization: what the loss is a mean over: "sequence_mean" of each text's mean over its tokens (Shao 2024),
-            "token_mean" of all tokens (Yu 2025), or "dr_grpo", of texts, each divided by max_length whatever its own
-            (Liu 2025).
-        max_length: tokens that a text may have; for "dr_grpo".
-        scale_rewards: by the standard deviation of the "group", of the "batch", or by "none" (Liu 2025).
-        minibatch_epochs: how often each text of a rollout is learnt from.
-        minibatch_size: texts a batch; None takes a whole rollout.
-        target_kl: end a rollout's epochs early as soon as the policy is further than this from the one that acted, nats
-            a token.
-        temperature: what the logits are divided by, in acting and in learning.
+        kl_coef: weight of the divergence from the reference in the loss; 0 needs no reference.
+        clip_range: how far the probability ratio may move before its gradient is clipped.
+        clip_range_high: the same upwards, if different (Yu 2025).
+        normalization: the mean that the loss is: "sequence_mean", over texts, of each text's mean over its tokens (Shao
+            2024); "token_mean", over all tokens (Yu 2025); "dr_grpo", over texts, of sums divided by max_length (Liu
+            2025).
+        max_length: the largest number of tokens of a text; for "dr_grpo".
+        scale_rewards: divide by the standard deviation of the "group" or of the "batch", or "none" (Liu 2025).
+        minibatch_epochs: how often each text of a rollout is used.
+        minibatch_size: texts in a batch; None uses a whole rollout.
+        target_kl: ends a rollout's epochs early if the policy is further than this from the one that acted, in nats per
+            token.
+        temperature: divides the logits, in acting and in training.
         reference: "copy", a model, or None: see `PolicyStrategy`.
 
     Raises:
-        ConfigurationError: a value out of range; the message names it.
+        ConfigurationError: a value is out of range; the message names it.
     """
 
     def __init__(
@@ -72,13 +78,13 @@ class GRPOStrategy(PolicyStrategy):
         self._whole("group_size", group_size, 2)
         self.group_size, self.scale_rewards = group_size, scale_rewards
         self.normalization, self.max_length = normalization, max_length
-        grpo_advantages(torch.zeros(group_size), group_size, scale_rewards)  # refuses wrong ones now, as this does
+        grpo_advantages(torch.zeros(group_size), group_size, scale_rewards)  # rejects wrong values now, as does this:
         self._loss(torch.zeros(1, 1), {
             "log_probs": torch.zeros(1, 1), "advantages": torch.zeros(1), "mask": torch.ones(1, 1, dtype=torch.bool)
         })  # fmt: skip
 
     def learn_from(self, rollout: Mapping[str, Tensor], kl_coef: float) -> dict[str, Tensor]:
-        """Advantages within each group, a row for each text."""
+        """The rows of a rollout with advantages within each group, one row per text."""
         rows = {name: rollout[name] for name in ("input_ids", "completion_mask", "log_probs")}
         if "reference_log_probs" in rollout:
             rows["reference_log_probs"] = rollout["reference_log_probs"]
@@ -96,8 +102,8 @@ class GRPOStrategy(PolicyStrategy):
     def _weight(self, mask: Tensor) -> Any:
         return mask.sum() if self.normalization == "token_mean" else len(mask)
 
-    def compute_loss(self, outputs: Any, batch: TrainingBatch, check: bool = False) -> Array:
-        """The clipped objective of each token, and the divergence from the reference with its weight; shape ()."""
+    def compute_loss(self, outputs: object, batch: TrainingBatch, check: bool = False) -> Array:
+        """The clipped objective plus the weighted divergence from the reference, shape ()."""
         if check:
             self.check_batch(outputs, batch)
         return self._loss(self.action_log_probs(outputs, batch.targets["actions"]), batch.targets)

@@ -1,8 +1,8 @@
-"""What strategies for language models share: reading tokens from a batch, and logits from what a model gives.
+"""Shared by the strategies for language models: reads tokens from batches, and logits from model outputs.
 
-A batch is a mapping, as Hugging Face's data collators make it: "input_ids" of shape (batch, length), "labels" of that
-shape (-100 where nothing is to be learnt) and, where several documents share a row, "position_ids", which begin at 0
-with each document. What predicts is all but the last position, what is predicted all but the first.
+A batch is a mapping, as from Hugging Face's data collators: "input_ids" of shape (batch, length), "labels" of that
+shape (-100 where nothing is trained on) and, if several documents share a row, "position_ids", which restart at 0
+with each document. All positions but the last predict, and all but the first are predicted.
 """
 
 from __future__ import annotations
@@ -25,69 +25,70 @@ __all__ = ["LanguageStrategy", "logits_of", "values_of"]
 
 
 class LanguageStrategy:
-    """Base of the strategies that predict tokens: it knows the model's limits, and checks batches against them."""
+    """Base class of the strategies that predict tokens; it checks batches against the model's limits."""
 
     def __init__(self) -> None:
-        self._context: int | None = None  # positions that the model has; None where it does not say
-        self._options: dict[str, Any] = {}  # what the model's forward is to be told in any case
-        self._places_documents = True  # whether its forward takes position_ids
-        self._apart_in: Any = None  # the model, until it has shown that it keeps documents apart
-        self._vocabulary: int | None = None  # tokens that it knows; None where it does not say
+        self._context: int | None = None  # the model's number of positions; None if unknown
+        self._options: dict[str, bool] = {}  # keywords that the model's forward always gets
+        self._takes_positions = True  # whether its forward accepts position_ids
+        self._unproved: nn.Module | None = None  # the model, until it has been seen to keep documents apart
+        self._vocabulary: int | None = None  # the size of the model's vocabulary; None if unknown
 
     def bind(self, model: nn.Module, backend: Any = None) -> None:
-        """Learn what the model can take: `context` or Hugging Face's `config` say so, else it is not known.
+        """Reads the model's limits from its `context` or from Hugging Face's `config`.
 
-        A model of Hugging Face is told to keep no cache: it would not tell documents in a row apart beside one.
+        A Hugging Face model gets `use_cache=False`: with a cache it would not keep the documents of a row apart.
         """
         config = getattr(model, "config", None)
         context = getattr(config, "max_position_embeddings", getattr(model, "context", None))
         self._context = context if isinstance(context, int) and context > 0 else None
         self._options = {"use_cache": False} if hasattr(config, "use_cache") else {}
-        self._places_documents = _takes(model, "input_ids") and _takes(model, "position_ids")
-        self._apart_in = model
+        self._takes_positions = _takes(model, "input_ids") and _takes(model, "position_ids")
+        self._unproved = model
         vocabulary = getattr(config, "vocab_size", None)
         self._vocabulary = vocabulary if isinstance(vocabulary, int) and vocabulary > 0 else None
 
     @property
     def context(self) -> int | None:
-        """Positions that the model has; None where it does not say."""
+        """The model's number of positions; None if unknown."""
         return self._context
 
-    def _inputs(self, tokens: Tensor, positions: Tensor | None = None) -> Any:
-        """What the model is called with."""
+    def _inputs(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor | dict[str, Tensor | bool]:
+        """The model's inputs."""
         if positions is None:
             return tokens if not self._options else {"input_ids": tokens, **self._options}
-        if not self._places_documents:
+        if not self._takes_positions:
             raise ConfigurationError(
                 f"{self._place}: several documents share a row, and the model's forward does not take both "
-                "input_ids and position_ids, which would keep them apart; give each document a row of its own, or let "
+                "input_ids and position_ids, which would keep them apart; give each document its own row, or let "
                 "forward(input_ids, position_ids) attend inside documents alone"
             )
-        if self._apart_in is not None:
+        if self._unproved is not None:
             self._check_apart(tokens.device)
         return {"input_ids": tokens, "position_ids": positions, **self._options}
 
     @torch.no_grad()
     def _check_apart(self, device: torch.device) -> None:
-        """Once, before documents share a row: whether what one says changes what the model makes of the next.
+        """Checks once, before documents share a row, that a document does not change the logits of the next.
 
         Raises:
-            ConfigurationError: it does: many a model takes position_ids and attends to the whole row nevertheless.
+            ConfigurationError: it does: many models accept position_ids and still attend to the whole row.
         """
-        model, self._apart_in = self._apart_in, None
+        model, self._unproved = self._unproved, None
+        assert model is not None
         rows = torch.tensor([[0, 1, 0, 0, 1], [1, 0, 1, 0, 1]], device=device)
         positions = torch.tensor([[0, 1, 2, 0, 1]], device=device).expand(2, -1)
         with eval_mode(model):
             named = {"input_ids": rows, "position_ids": positions, **self._options}
             one, other = logits_of(call(model, named))
         moved = (one - other).abs()
-        if not moved.any():  # a head of zeros, say, tells nothing of what is before it: asked again once it has learnt
-            self._apart_in = model
+        if not moved.any():  # a head of zeros, for example, shows nothing: checked again after some training
+            self._unproved = model
         elif moved[3:].max() > 1e-3 * moved[:3].max():
-            self._apart_in = model
+            self._unproved = model
             raise ConfigurationError(
                 f"{self._place}: several documents share a row, and {type(model).__name__} lets each see the one "
-                "before it, whatever its position_ids say; give each document a row of its own: pad_examples in place "
+                "before it, whatever its position_ids say; give each document its own row: pad_examples instead "
                 "of pack, and no separator"
             )
 
@@ -99,10 +100,10 @@ class LanguageStrategy:
         """A field of the batch.
 
         Raises:
-            TypeError: the batch lacks it, or it is no torch tensor.
+            TypeError: the batch lacks it, or it is not a torch tensor.
         """
         if not isinstance(batch, Mapping):
-            raise TypeError(f"{self._place}: a batch of {describe(batch)} is no mapping with {name!r}; {remedy}")
+            raise TypeError(f"{self._place}: a batch of {describe(batch)} is not a mapping with {name!r}; {remedy}")
         if name not in batch:
             raise TypeError(
                 f"{self._place}: a batch with {', '.join(map(str, batch)) or 'no field'} lacks {name!r}; {remedy}"
@@ -110,23 +111,23 @@ class LanguageStrategy:
         value = batch[name]
         if not isinstance(value, Tensor):
             require_tensor(self._place, name, value)
-            raise TypeError(f"{self._place}: the batch's {name!r} is {type(value).__name__}, no tensor; {remedy}")
+            raise TypeError(f"{self._place}: the batch's {name!r} is {type(value).__name__}, not a tensor;  {remedy}")
         return value
 
-    def _tokens(self, name: str, tokens: Any, check: bool, predicts: int = 1) -> Tensor:
-        """Token numbers, shape (batch, length), which fit the model's context.
+    def _tokens(self, name: str, tokens: object, check: bool, predicts: int = 1) -> Tensor:
+        """The token ids, shape (batch, length), after checks against the model's context and vocabulary.
 
         Args:
             predicts: positions at the end that the model does not see.
 
         Raises:
-            TypeError: other numbers, or of another shape.
-            ValueError: they are too many.
+            TypeError: the tokens are not integers of this shape.
+            ValueError: there are too many, or one is outside the vocabulary.
         """
         require_tensor(self._place, name, tokens)
         if not isinstance(tokens, Tensor) or tokens.ndim != 2 or tokens.shape[1] < 2 or _is_real(tokens):
             raise TypeError(
-                f"{self._place}: {name!r} is {describe(tokens)}; needs a tensor of token numbers, shape "
+                f"{self._place}: {name!r} is {describe(tokens)}; needs a tensor of token ids, shape "
                 "(batch, length + 1), of which the last is only predicted"
             )
         seen = tokens.shape[1] - predicts
@@ -151,10 +152,10 @@ class LanguageStrategy:
             )
 
     def _positions(self, batch: Mapping[str, Any], tokens: Tensor) -> Tensor | None:
-        """The batch's position_ids, where it has some.
+        """The batch's position_ids, or None.
 
         Raises:
-            ValueError: they have another shape than the tokens.
+            ValueError: their shape differs from that of the tokens.
         """
         positions = batch.get("position_ids")
         if positions is None:
@@ -162,19 +163,19 @@ class LanguageStrategy:
         if not isinstance(positions, Tensor) or positions.shape != tokens.shape:
             raise ValueError(
                 f"{self._place}: 'position_ids' is {describe(positions)}, the tokens have shape {tuple(tokens.shape)}; "
-                "one position for each token, which begins at 0 with each document"
+                "one position for each token, which restarts at 0 with each document"
             )
         return positions
 
     def _without_padding(
         self, batch: Mapping[str, Any], labels: Tensor, check: bool, name: str = "attention_mask"
     ) -> Tensor:
-        """The labels, shape (batch, length), ignored where the batch's attention_mask is 0.
+        """The labels, shape (batch, length), with IGNORED where the batch's attention_mask is 0.
 
-        The model itself needs no mask: behind a text, padding changes nothing of what comes before it.
+        The model itself needs no mask: padding after a text does not affect the text.
 
         Raises:
-            ValueError: a mask of another shape, or of rows that are padded elsewhere.
+            ValueError: the mask has a different shape, or rows are padded on the left.
         """
         mask = batch.get(name)
         if mask is None:
@@ -182,7 +183,7 @@ class LanguageStrategy:
         if not isinstance(mask, Tensor) or mask.shape != labels.shape:
             raise ValueError(
                 f"{self._place}: {name!r} is {describe(mask)}, the tokens have shape {tuple(labels.shape)}; "
-                "one number for each token, 0 for padding; documents in one row are told apart by 'position_ids'"
+                "one number for each token, 0 for padding; documents in one row are separated by 'position_ids'"
             )
         mask = mask.bool()
         if (check or on_host(mask)) and (mask[:, 1:] & ~mask[:, :-1]).any():
@@ -193,42 +194,45 @@ class LanguageStrategy:
         return torch.where(mask, labels, IGNORED)
 
     def _labels(self, name: str, labels: Tensor, tokens: Tensor, remedy: str, check: bool) -> Tensor:
-        """What is to be learnt of each row, in the tokens' shape; at least one of each row on the host is.
+        """The labels of all positions but the first.
 
         Raises:
-            ValueError: another shape, or a row of which nothing is to be learnt.
+            ValueError: the shape differs from the tokens', or a row has no label (checked if that needs no waiting).
         """
         if labels.shape != tokens.shape:
             raise ValueError(
                 f"{self._place}: {name!r} has shape {tuple(labels.shape)}, the tokens {tuple(tokens.shape)}; one label "
-                f"for each token, {IGNORED} where nothing is to be learnt"
+                f"for each token, {IGNORED} where nothing is trained on"
             )
         predicted = labels[:, 1:]
         if check or on_host(predicted):
             lacking = (predicted == IGNORED).all(1).nonzero()
             if len(lacking):
                 raise ValueError(
-                    f"{self._place}: {name!r} of row {lacking[0].item()} mask all of it ({len(lacking)} of "
-                    f"{len(labels)} rows are so): nothing is to be learnt; {remedy}"
+                    f"{self._place}: {name!r} of row {lacking[0].item()} mask all of it (as do {len(lacking)} of "
+                    f"{len(labels)} rows): nothing is trained on; {remedy}"
                 )
         return predicted
 
-    def _check_inputs(self, outputs: Any, inputs: Any) -> None:
-        """Refuse tokens that the model has no logits for: where a loss is compiled, they would be taken for others."""
+    def _check_inputs(self, outputs: object, inputs: object) -> None:
+        """Rejects tokens that the model has no logits for: a compiled loss would use other tokens instead."""
         tokens = inputs.get("input_ids") if isinstance(inputs, Mapping) else inputs
         if isinstance(tokens, Tensor) and not _is_real(tokens) and tokens.ndim == 2:
             self._check_known("input_ids", tokens, logits_of(outputs).shape[-1])
 
-    def _check_tokens(self, outputs: Any, labels: Tensor) -> None:
-        """Refuse labels outside the vocabulary of the model's logits, where they can be looked at."""
+    def _check_tokens(self, outputs: object, labels: Tensor) -> None:
+        """Rejects labels outside the vocabulary of the model's logits, if their values can be read."""
         if has_values(labels):
             check_labels(self._place, logits_of(outputs), labels, IGNORED)
 
 
-def logits_of(outputs: Any) -> Array:
-    """The scores of the vocabulary, shape (batch, length, vocabulary), in whatever a model gives.
+def logits_of(outputs: object) -> Array:
+    """The logits, shape (batch, length, vocabulary), in the outputs of a model.
 
-    It may give them alone, first in a tuple, or under the name `logits`, as Hugging Face's models do.
+    A model may return them alone, first in a tuple, or under the name `logits`, as Hugging Face models do.
+
+    >>> logits_of({"logits": torch.zeros(1, 2, 5), "loss": None}).shape
+    torch.Size([1, 2, 5])
 
     Raises:
         TypeError: there are none.
@@ -240,17 +244,20 @@ def logits_of(outputs: Any) -> Array:
         logits = getattr(outputs, "logits", first)
     if not hasattr(logits, "shape"):
         raise TypeError(
-            f"the model gave {describe(outputs)}; needs logits of shape (batch, length, vocabulary), alone, first in a "
-            "tuple, or as `.logits`"
+            f"the model returned {describe(outputs)}; needs logits of shape (batch, length, vocabulary), alone, first "
+            "in a tuple, or as `.logits`"
         )
     return logits
 
 
-def values_of(outputs: Any, shape: Iterable[int]) -> Array:
-    """The values beside the logits, of this shape: second in a tuple, or under the name `values`.
+def values_of(outputs: object, shape: Iterable[int]) -> Array:
+    """The values of a critic, with this shape: second in a tuple, or under the name `values`.
+
+    >>> values_of((torch.zeros(1, 2, 5), torch.ones(1, 2, 1)), (1, 2))
+    tensor([[1., 1.]])
 
     Raises:
-        TypeError: there are none, or of another shape.
+        TypeError: there are none, or the shape differs.
     """
     values: Any = outputs.get("values") if isinstance(outputs, Mapping) else getattr(outputs, "values", None)
     if values is None and isinstance(outputs, (tuple, list)) and len(outputs) > 1:
@@ -260,7 +267,7 @@ def values_of(outputs: Any, shape: Iterable[int]) -> Array:
         values = values[..., 0]
     if not hasattr(values, "shape") or tuple(values.shape) != shape:
         raise TypeError(
-            f"the model gave {describe(outputs)}; needs a pair (logits, values), values of shape {shape}; "
+            f"the model returned {describe(outputs)}; needs a pair (logits, values), values of shape {shape}; "
             "pulsetrain.engine.strategies.WithValueHead gives a language model such"
         )
     return values
@@ -270,8 +277,8 @@ def _is_real(tokens: Tensor) -> bool:
     return tokens.is_floating_point() or tokens.is_complex() or tokens.dtype is torch.bool
 
 
-def _takes(model: Any, name: str) -> bool:
-    """Whether the model's forward takes a keyword of that name; where it cannot be told, yes."""
+def _takes(model: nn.Module, name: str) -> bool:
+    """Whether the model's forward accepts a keyword; True if that is unknown."""
     try:
         parameters = inspect.signature(model.forward).parameters.values()
     except (TypeError, ValueError, AttributeError):

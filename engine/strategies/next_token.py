@@ -1,4 +1,4 @@
-"""What the strategies share whose loss is the cross entropy of the next token."""
+"""Base class of the strategies whose loss is the cross entropy of the next token."""
 
 from __future__ import annotations
 
@@ -14,37 +14,37 @@ __all__ = ["NextTokenStrategy"]
 
 
 class NextTokenStrategy(LanguageStrategy):
-    """Base of pretraining and fine-tuning: targets are tokens, or -100 where nothing is to be learnt.
+    """Base class of pretraining and fine-tuning: targets are tokens, or -100 where nothing is trained on.
 
     Args:
         loss_options: keywords of `pulsetrain.engine.losses.cross_entropy`.
 
     Raises:
-        ConfigurationError: an unknown option.
+        ConfigurationError: an option is unknown.
     """
 
     def __init__(self, loss_options: Mapping[str, Any] | None) -> None:
         super().__init__()
         options = loss_options or {}
         self._loss = get_loss("cross_entropy", **options)
-        # whether the loss is the cross entropy alone, so that perplexity and bits follow from it
+        # whether the loss is only the cross entropy, so that perplexity and bits per byte follow from it
         self._plain = not any(options.get(name) for name in ("label_smoothing", "z_loss"))
 
-    def check_batch(self, outputs: Any, batch: TrainingBatch) -> None:
-        """Refuse tokens that are not in the vocabulary; it waits for the device.
+    def check_batch(self, outputs: object, batch: TrainingBatch) -> None:
+        """Rejects tokens outside the vocabulary; it waits for the device.
 
         Args:
-            outputs: of the model, or anything else with their `shape`: a backend that compiles `compute_loss`, where no
-                value can be looked at, asks beforehand.
+            outputs: the model's outputs, or any object with their `shape`: a backend that compiles `compute_loss`,
+                where values cannot be read, calls this beforehand.
 
         Raises:
-            ValueError: it names the first such token, where it stands, and how many there are.
+            ValueError: names the first such token, its index, and how many there are.
         """
         self._check_inputs(outputs, batch.inputs)
         check_first_batch(self._loss, logits_of(outputs), batch.targets)
 
-    def compute_loss(self, outputs: Any, batch: TrainingBatch, check: bool = False) -> Array:
-        """Cross entropy, nats a token that is to be learnt, shape ()."""
+    def compute_loss(self, outputs: object, batch: TrainingBatch, check: bool = False) -> Array:
+        """The cross entropy in nats per trained token, shape ()."""
         if check:
             self.check_batch(outputs, batch)
         return self._loss(logits_of(outputs), batch.targets)

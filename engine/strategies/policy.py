@@ -1,4 +1,4 @@
-"""What strategies share that learn from what the policy itself has done: PPO and GRPO."""
+"""Base class of the strategies that learn from the policy's own rollouts, PPO and GRPO."""
 
 from __future__ import annotations
 
@@ -27,25 +27,25 @@ _REMEDY = (
 
 
 class PolicyStrategy(WithReference):
-    """Learn from the rows of a rollout, several times over, as long as the policy stays near the one that acted.
+    """Uses the rows of a rollout several times, as long as the policy stays near the one that acted.
 
     Args:
         kl_coef: weight of the divergence from the reference.
-        clip_range: how far a probability may move, as a ratio, before it earns nothing more.
-        clip_range_high: the same upwards, where it is another.
-        minibatch_epochs: how often each row of a rollout is learnt from.
-        minibatch_size: rows a batch; None takes a whole rollout.
-        target_kl: a rollout is done with as soon as the policy is further than this from the one that acted, nats an
-            action; looked at behind each of the minibatch epochs. None never does so.
-        temperature: what the logits are divided by, in acting and in learning.
-        reference: "copy" of the model as it is when training is set up (of a model with adapters: itself without
-            them), another model, or None for none. It is asked where tokens are generated and kl_coef is not 0.
+        clip_range: how far the probability ratio may move before its gradient is clipped.
+        clip_range_high: the same upwards, if different.
+        minibatch_epochs: how often each row of a rollout is used.
+        minibatch_size: rows in a batch; None uses a whole rollout.
+        target_kl: ends a rollout if the policy is further than this from the one that acted, in nats per action; it is
+            checked after each of the minibatch epochs. None never ends one early.
+        temperature: divides the logits, in acting and in training.
+        reference: "copy" of the model at the time training is set up (for a model with adapters: itself without
+            them), a model, or None. It is used if tokens are generated and kl_coef is not 0.
 
     Raises:
-        ConfigurationError: a value out of range; the message names it.
+        ConfigurationError: a value is out of range; the message names it.
     """
 
-    needs_values = False  # whether the model gives a value beside the logits of each action
+    needs_values = False  # whether the model must return a value besides the logits of each action
     group_size = 1  # answers to one prompt
 
     def __init__(
@@ -75,7 +75,7 @@ class PolicyStrategy(WithReference):
         self.target_kl, self.temperature = target_kl, temperature
         self._reference = Reference(reference if kl_coef else None, self._place)
 
-    def _require(self, name: str, value: Any, least: float, *, above: bool = False, below: float = math.inf) -> None:
+    def _require(self, name: str, value: float, least: float, *, above: bool = False, below: float = math.inf) -> None:
         number = isinstance(value, Real) and not isinstance(value, bool)
         if not number or not (least < value if above else least <= value) or not value < below:
             bounds = f"{'above' if above else 'at least'} {least:g}" + (
@@ -83,57 +83,63 @@ class PolicyStrategy(WithReference):
             )
             raise ConfigurationError(f"{self._place}({name}={value!r}): needs a number, {bounds}")
 
-    def _whole(self, name: str, value: Any, least: int = 1) -> None:
+    def _whole(self, name: str, value: object, least: int = 1) -> None:
         if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
             raise ConfigurationError(f"{self._place}({name}={value!r}): needs a whole number of at least {least}")
 
-    # ------------------------------------------------------------------------------------------ for who makes rollouts
+    # --------------------------------------------------------------------------------------------------- for rollouts
 
-    def model_inputs(self, tokens: Tensor) -> Any:
-        """What a language model is called with to score what follows each of the tokens, shape (batch, length)."""
+    def model_inputs(self, tokens: Tensor) -> object:
+        """The inputs for a language model to score the tokens that follow `tokens`, shape (batch, length)."""
         return self._inputs(tokens)
 
-    def action_log_probs(self, outputs: Any, actions: Array) -> Array:
-        """Of actions or tokens, in nats, in their shape: logits have one dimension more."""
+    def action_log_probs(self, outputs: object, actions: Array) -> Array:
+        """The log-probabilities of actions or tokens, in nats, in their shape.
+
+        >>> from pulsetrain.engine.strategies import GRPOStrategy
+        >>> import torch
+        >>> GRPOStrategy().action_log_probs(torch.zeros(1, 2, 4), torch.tensor([[0, 3]]))
+        tensor([[-1.3863, -1.3863]])
+        """
         return token_log_probs(self.scores(outputs), actions)
 
-    def scores(self, outputs: Any) -> Array:
-        """The logits that actions are drawn by."""
+    def scores(self, outputs: object) -> Array:
+        """The logits from which actions are drawn, after the temperature."""
         logits = logits_of(outputs)
         return logits if self.temperature == 1.0 else logits / self.temperature
 
     @property
     def has_reference(self) -> bool:
-        """Whether there is a model that the policy is held to."""
+        """Whether there is a reference model."""
         return self._reference.given is not None
 
     def reference_log_probs(self, inputs: Any, tokens: Tensor) -> Tensor | None:
-        """The reference's, likewise; None where there is no reference."""
+        """The reference's log-probabilities of tokens; None if there is no reference."""
         if not self.has_reference:
             return None
         return self._reference.log_probs(inputs, tokens, self.temperature)
 
     def learn_from(self, rollout: Mapping[str, Tensor], kl_coef: float) -> dict[str, Tensor]:
-        """The rows that batches are taken from, each field with one entry a row.
+        """The rows that batches are made from; each field has one entry per row.
 
         Args:
             rollout: see `pulsetrain.engine.rollouts`.
-            kl_coef: the coefficient as it is now.
+            kl_coef: the current coefficient.
         """
         raise NotImplementedError
 
     def adapted(self, kl_coef: float, kl: float) -> float:
-        """The coefficient for the next rollout, behind one of this divergence."""
+        """The coefficient for the next rollout, after one with divergence `kl`."""
         return kl_coef
 
-    # ------------------------------------------------------------------------------------------------- what is learnt
+    # --------------------------------------------------------------------------------------------------- for training
 
     def prepare_batch(self, batch: Any, check: bool = False) -> TrainingBatch:
-        """Rows of a rollout: what the policy saw as inputs, all else as targets.
+        """Rows of a rollout: the policy's inputs as inputs, all other fields as targets.
 
         Raises:
-            TypeError: a field is missing, or is no tensor.
-            ValueError: shapes that do not fit, a text of which nothing was generated, numbers that are not finite.
+            TypeError: a field is missing, or is not a tensor.
+            ValueError: shapes do not fit, a row has no generated token, or numbers are not finite.
         """
         if isinstance(batch, TrainingBatch):
             return batch
@@ -151,7 +157,7 @@ class PolicyStrategy(WithReference):
             if value.is_floating_point() and (check or on_host(value)) and not value.isfinite().all():
                 wrong = int((~value.isfinite()).sum())
                 raise ValueError(
-                    f"{self._place}: {wrong} of {value.numel()} {name!r} are not finite; look at the rewards and at "
+                    f"{self._place}: {wrong} of {value.numel()} {name!r} are not finite; check the rewards and "
                     "what the model gives"
                 )
         mask = targets.get("mask")
@@ -159,11 +165,11 @@ class PolicyStrategy(WithReference):
         return TrainingBatch(inputs, targets, rows, 0 if mask is None else mask.numel(), weight)
 
     def _row_fields(self, text: bool) -> tuple[str, ...]:
-        """What a batch needs beside what the policy saw and did."""
+        """The fields that a batch needs besides inputs and actions."""
         return ("log_probs", "advantages")
 
-    def _weight(self, mask: Tensor) -> Any:
-        """What the loss over texts is a mean over."""
+    def _weight(self, mask: Tensor) -> int | Tensor:
+        """The number of items that the loss over texts is a mean over."""
         return mask.sum()
 
     def _seen(self, batch: Mapping[str, Any], targets: dict[str, Tensor], check: bool) -> tuple[int, Any]:
@@ -193,17 +199,17 @@ class PolicyStrategy(WithReference):
             )
         return observations.shape[0], observations
 
-    def check_batch(self, outputs: Any, batch: TrainingBatch) -> None:
-        """Refuse actions that the model has no logits for; it waits for the device.
+    def check_batch(self, outputs: object, batch: TrainingBatch) -> None:
+        """Rejects actions that the model has no logits for; it waits for the device.
 
         Raises:
-            ValueError: it names the first, where it stands, and how many there are.
+            ValueError: names the first one, its index, and how many there are.
         """
         if "mask" in batch.targets:  # texts
             self._check_inputs(outputs, batch.inputs)
         self._check_tokens(outputs, batch.targets["actions"])
 
-    def compute_metrics(self, outputs: Any, batch: TrainingBatch) -> Mapping[str, Array]:
+    def compute_metrics(self, outputs: object, batch: TrainingBatch) -> Mapping[str, Array]:
         """Means over actions: `kl` to the policy that acted, nats; `clip_fraction`; `entropy`, nats."""
         targets = batch.targets
         log_probs, old, mask = (
@@ -219,5 +225,5 @@ class PolicyStrategy(WithReference):
 
 
 def divergence(old: Array, log_probs: Array, mask: Array | None) -> Array:
-    """KL from the policy that acted to the one as it is, nats an action, shape ()."""
+    """KL from the policy that acted to the current one, in nats per action, shape ()."""
     return mean_of(kl_estimate(zero_outside(old, mask), zero_outside(log_probs, mask), "k3"), mask)

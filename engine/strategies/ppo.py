@@ -1,9 +1,8 @@
-"""Proximal policy optimisation (Schulman 2017): an actor and its critic, in environments and over texts."""
+"""Proximal policy optimisation (Schulman 2017) of an actor and its critic, in environments and over texts."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,34 +20,38 @@ __all__ = ["PPOStrategy"]
 
 
 class PPOStrategy(PolicyStrategy):
-    """Clipped policy and value losses over rollouts, with advantages by GAE.
+    """Clipped policy and value losses over rollouts, with advantages from GAE.
 
-    The model gives logits and values: of observations, shapes (batch, actions) and (batch,); of tokens, shapes (batch,
-    length, vocabulary) and (batch, length), as `WithValueHead` makes them of a language model. In environments the
-    divergence that `kl_coef` weighs is that from the policy that acted, a part of the loss; over texts it is that from
-    the reference, taken from each token's reward.
+    The model returns logits and values: for observations of shapes (batch, actions) and (batch,); for tokens of shapes
+    (batch, length, vocabulary) and (batch, length), which `WithValueHead` adds to a language model. In environments,
+    `kl_coef` weights the divergence from the policy that acted, as a term of the loss. Over texts it weights the
+    divergence from the reference, which is subtracted from each token's reward.
+
+    >>> strategy = PPOStrategy(adaptive_kl=0.1)
+    >>> strategy.adapted(kl_coef=0.2, kl=0.5), strategy.adapted(kl_coef=0.2, kl=0.1), strategy.adapted(0.2, kl=0.01)
+    (0.4, 0.2, 0.1)
 
     Args:
-        kl_coef: see there.
-        clip_range: how far a probability may move, as a ratio, before it earns nothing more.
-        clip_range_high: the same upwards, where it is another.
+        kl_coef: weight of the divergence, see above.
+        clip_range: how far the probability ratio may move before its gradient is clipped.
+        clip_range_high: the same upwards, if different.
         value_coef: weight of the value loss.
-        value_clip_range: how far a value may move; None lets it.
-        entropy_coef: weight of the entropy, which is rewarded.
+        value_clip_range: how far a value may move before its gradient is clipped; None disables clipping.
+        entropy_coef: weight of the entropy bonus.
         gamma: discount of later rewards; 1.0 is usual over texts.
-        lam: of GAE: 0 trusts the values, 1 the rewards.
-        minibatch_epochs: how often each row of a rollout is learnt from.
-        minibatch_size: rows a batch; None takes a whole rollout.
-        target_kl: end a rollout's epochs early as soon as the policy is further than this from the one that acted, nats
-            an action.
-        adaptive_kl: nats an action; `kl_coef` is doubled behind a rollout whose divergence is more than 1.5 times this,
-            and halved behind one where it is less than this divided by 1.5 (Schulman 2017, section 4). None lets it be.
+        lam: the lambda of GAE: 0 relies on the values, 1 on the rewards.
+        minibatch_epochs: how often each row of a rollout is used.
+        minibatch_size: rows in a batch; None uses a whole rollout.
+        target_kl: ends a rollout's epochs early if the policy is further than this from the one that acted, in nats per
+            action.
+        adaptive_kl: a target in nats per action. `kl_coef` doubles after a rollout whose divergence exceeds 1.5 times
+            the target, and halves if it is below the target divided by 1.5 (Schulman 2017, section 4). None keeps it.
         normalize_advantages: to mean 0 and standard deviation 1 over a rollout.
-        temperature: what the logits are divided by, in acting and in learning.
+        temperature: divides the logits, in acting and in training.
         reference: "copy", a model, or None: see `PolicyStrategy`.
 
     Raises:
-        ConfigurationError: a value out of range; the message names it.
+        ConfigurationError: a value is out of range; the message names it.
     """
 
     needs_values = True
@@ -84,26 +87,26 @@ class PPOStrategy(PolicyStrategy):
         if adaptive_kl is not None and not kl_coef:
             raise ConfigurationError(
                 f"PPOStrategy(kl_coef={kl_coef!r}, adaptive_kl={adaptive_kl!r}): 0 stays 0 when it is "
-                "doubled; begin with a kl_coef above 0, or leave adaptive_kl out"
+                "doubled; start with a kl_coef above 0, or leave adaptive_kl out"
             )
-        gae(torch.zeros(1), torch.zeros(2), torch.zeros(1, dtype=torch.bool), gamma, lam)  # refuses wrong ones now
+        gae(torch.zeros(1), torch.zeros(2), torch.zeros(1, dtype=torch.bool), gamma, lam)  # rejects wrong values now
         self.value_coef, self.value_clip_range, self.entropy_coef = value_coef, value_clip_range, entropy_coef
         self.gamma, self.lam, self.adaptive_kl = gamma, lam, adaptive_kl
         self.normalize_advantages = normalize_advantages
 
     def adapted(self, kl_coef: float, kl: float) -> float:
-        """Twice as much, half as much, or the same."""
+        """The coefficient doubled, halved or unchanged, see `adaptive_kl`."""
         if self.adaptive_kl is None:
             return kl_coef
         return kl_coef * 2 if kl > 1.5 * self.adaptive_kl else kl_coef / 2 if kl < self.adaptive_kl / 1.5 else kl_coef
 
     def learn_from(self, rollout: Mapping[str, Tensor], kl_coef: float) -> dict[str, Tensor]:
-        """Advantages and returns, and what they were computed of, a row for each step or text."""
+        """The rows of a rollout with advantages and returns, one row per step or text."""
         return self._texts(rollout, kl_coef) if "input_ids" in rollout else self._steps(rollout, kl_coef)
 
     def _steps(self, rollout: Mapping[str, Tensor], kl_coef: float) -> dict[str, Tensor]:
-        """Steps in environments: every field of shape (steps, environments, ...), values with one step more."""
-        # an episode that was cut off would have gone on: what it was worth then is put to its last reward
+        """Rows of steps in environments: fields of shape (steps, environments, ...), values with one step more."""
+        # a truncated episode would have continued: the value of its last observation is added to its last reward
         rewards = rollout["rewards"] + self.gamma * rollout["truncation_values"]
         advantages, returns = gae(rewards, rollout["values"], rollout["dones"], self.gamma, self.lam)
         rows = {name: rollout[name] for name in ("observations", "actions", "log_probs")}
@@ -114,16 +117,16 @@ class PPOStrategy(PolicyStrategy):
         return rows
 
     def _texts(self, rollout: Mapping[str, Tensor], kl_coef: float) -> dict[str, Tensor]:
-        """Texts: the reward is the last token's, and each token pays for its divergence from the reference."""
+        """Rows of texts: the last token gets the reward, minus each token's divergence from the reference."""
         mask = rollout["completion_mask"][:, 1:]
         log_probs, values = rollout["log_probs"], torch.where(mask, rollout["values"], 0.0)
-        behind = mask.long().flip(1).cumsum(1).flip(1)  # generated tokens from here on
-        last = mask & (behind == 1)
+        remaining = mask.long().flip(1).cumsum(1).flip(1)  # generated tokens from here on
+        last = mask & (remaining == 1)
         rewards = torch.where(last, rollout["rewards"].to(values.dtype).unsqueeze(1), 0.0)
         if "reference_log_probs" in rollout:
             rewards = rewards - torch.where(mask, kl_coef * (log_probs - rollout["reference_log_probs"]), 0.0)
         end = values.new_zeros(1, len(values))
-        # time comes first there
+        # gae has time as the first dimension
         found = gae(rewards.T, torch.cat([values.T, end]), last.T, self.gamma, self.lam)
         advantages, returns = (torch.where(mask, each.T, 0.0) for each in found)
         return {
@@ -145,8 +148,8 @@ class PPOStrategy(PolicyStrategy):
     def _row_fields(self, text: bool) -> tuple[str, ...]:
         return (*super()._row_fields(text), "values", "returns")
 
-    def compute_loss(self, outputs: Any, batch: TrainingBatch, check: bool = False) -> Array:
-        """Policy loss, value loss, entropy and, in environments, the divergence, each with its weight; shape ()."""
+    def compute_loss(self, outputs: object, batch: TrainingBatch, check: bool = False) -> Array:
+        """The weighted sum of policy loss, value loss, entropy and, in environments, divergence; shape ()."""
         if check:
             self.check_batch(outputs, batch)
         targets = batch.targets
@@ -161,11 +164,11 @@ class PPOStrategy(PolicyStrategy):
             loss = loss + targets["kl_coef"] * divergence(old, log_probs, mask)
         return loss
 
-    def _value_loss(self, outputs: Any, targets: Mapping[str, Array]) -> Array:
+    def _value_loss(self, outputs: object, targets: Mapping[str, Array]) -> Array:
         values = values_of(outputs, targets["actions"].shape)
         mask = targets.get("mask")
         return ppo_value_loss(values, targets["values"], targets["returns"], self.value_clip_range, mask)
 
-    def compute_metrics(self, outputs: Any, batch: TrainingBatch) -> Mapping[str, Array]:
-        """Those of every policy, and `value_loss`."""
+    def compute_metrics(self, outputs: object, batch: TrainingBatch) -> Mapping[str, Array]:
+        """The metrics of `PolicyStrategy`, and `value_loss`."""
         return {**super().compute_metrics(outputs, batch), "value_loss": self._value_loss(outputs, batch.targets)}

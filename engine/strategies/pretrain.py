@@ -23,27 +23,34 @@ Number = TypeVar("Number", float, Tensor)
 
 
 class PretrainStrategy(NextTokenStrategy):
-    """Predict each token from those before it.
+    """Predicts each token from those before it.
 
-    A batch is a tensor of token numbers, shape (batch, length + 1), or a mapping with one under "input_ids". The model
-    takes (batch, length) tokens and gives logits of shape (batch, length, vocabulary).
+    A batch is a tensor of token ids, shape (batch, length + 1), or a mapping with one under "input_ids". The model
+    receives (batch, length) tokens and returns logits of shape (batch, length, vocabulary).
 
-    Where rows hold several documents, they are kept apart: by "position_ids" in the mapping, which begin at 0 with each
-    (as `pulsetrain.engine.data.sequences.pack` makes them), or by the token that ends a document. The model gets
-    position_ids, so that no document sees another, and a document's first token is predicted from nothing.
+    If rows contain several documents, these are separated by "position_ids" in the mapping, which restart at 0 with
+    each document (as in the rows of `pulsetrain.engine.data.sequences.pack`), or by the token that ends a document. The
+    model receives position_ids, so that no document sees another, and a document's first token is not predicted.
 
-    Training and validation report the loss, perplexity, and bits_per_byte where the length of a token is known.
+    Training and validation report the loss, perplexity, and bits_per_byte if the length of a token is known.
+
+    >>> strategy = PretrainStrategy(unit="byte")
+    >>> batch = strategy.prepare_batch(torch.tensor([[5, 6, 7]]))
+    >>> batch.inputs, batch.targets
+    (tensor([[5, 6]]), tensor([[6, 7]]))
+    >>> strategy.compute_loss(torch.zeros(1, 2, 256), batch)  # log 256
+    tensor(5.5452)
 
     Args:
-        unit: what a token is, "token" or "byte"; the loss is in nats a unit.
-        bytes_per_token: mean length of a token in the text, bytes; 1 where the unit is a byte.
+        unit: the kind of token, "token" or "byte"; the loss is in nats per unit.
+        bytes_per_token: the mean length of a token in the text in bytes; 1 if the unit is a byte.
         loss_options: keywords of `pulsetrain.engine.losses.cross_entropy`, such as z_loss, or chunk_size for a large
             vocabulary.
-        separator: the token that ends each document; None takes each row for one, unless it comes with position_ids.
+        separator: the token that ends each document; None treats each row as one, unless it has position_ids.
 
     Raises:
-        ConfigurationError: another unit, a length that is no positive number, an unknown option, or a separator that is
-            no token.
+        ConfigurationError: the unit or an option is unknown, the length is not a positive number, or the separator is
+            not a token id.
     """
 
     def __init__(
@@ -55,31 +62,31 @@ class PretrainStrategy(NextTokenStrategy):
     ) -> None:
         super().__init__(loss_options)
         if separator is not None and (not isinstance(separator, int) or isinstance(separator, bool) or separator < 0):
-            raise ConfigurationError("needs the number of a token", "PretrainStrategy", separator=separator)
+            raise ConfigurationError("needs a token id", "PretrainStrategy", separator=separator)
         if unit not in ("token", "byte"):
             raise ConfigurationError("choose 'token' or 'byte'", "PretrainStrategy", unit=unit)
         if bytes_per_token is None and unit == "byte":
             bytes_per_token = 1.0
         if bytes_per_token is not None:
-            bits_per_byte(0.0, bytes_per_token)  # refuses a wrong length now, not at the first log point
+            bits_per_byte(0.0, bytes_per_token)  # rejects a wrong length now, not at the first log point
         self.unit, self.separator = unit, separator
         self.bytes_per_token = bytes_per_token
         self.loss_unit = f"nats/{unit}"
 
     def prepare_batch(self, batch: Any, check: bool = False) -> TrainingBatch:
-        """Inputs are all tokens but the last, targets all but the first: torch tensors, whatever computes afterwards.
+        """Inputs are all tokens but the last, targets all but the first; torch tensors, also for other backends.
 
         Raises:
-            TypeError: no tensor of such a shape, or an array of another library.
-            ValueError: rows longer than the model's context, fields of other shapes, or nothing to be learnt.
+            TypeError: the tokens are not a tensor of such a shape, or are an array of another library.
+            ValueError: rows exceed the model's context, fields differ in shape, or no token is trained on.
         """
         if isinstance(batch, TrainingBatch):
             return batch
         fields = batch if isinstance(batch, Mapping) else {"input_ids": batch}
         if "input_ids" not in fields:
             raise TypeError(
-                f"PretrainStrategy: a batch with {', '.join(map(str, batch)) or 'no field'} lacks 'input_ids'; let "
-                "the loader give the tokens under that name, or as a tensor"
+                f"PretrainStrategy: a batch with {', '.join(map(str, fields)) or 'no field'} lacks 'input_ids'; let "
+                "the loader return the tokens under that name, or as a tensor"
             )
         tokens = fields["input_ids"]
         if isinstance(tokens, (tuple, list)) and len(tokens) == 1:
@@ -98,13 +105,13 @@ class PretrainStrategy(NextTokenStrategy):
         learnt = targets != IGNORED
         if (check or on_host(learnt)) and not learnt.any():
             raise ValueError(
-                "PretrainStrategy: nothing is to be learnt of this batch: each of its tokens begins a document or is "
-                "padding; look at the separator and at the masks"
+                "PretrainStrategy: nothing is trained on in this batch: each of its tokens starts a document or is "
+                "padding; check the separator and the masks"
             )
         return TrainingBatch(self._inputs(tokens[:, :-1], seen), targets, rows, rows * (length - 1), learnt.sum())
 
-    def compute_metrics(self, outputs: Any, batch: TrainingBatch) -> Mapping[str, Tensor]:
-        """What `derive_metrics` cannot tell, where the loss is more than the cross entropy: that, and bits per byte."""
+    def compute_metrics(self, outputs: object, batch: TrainingBatch) -> Mapping[str, Tensor]:
+        """If the loss is more than the cross entropy: the cross entropy, and bits per byte."""
         if self._plain:
             return {}
         nats = cross_entropy(logits_of(outputs), batch.targets)
@@ -112,11 +119,12 @@ class PretrainStrategy(NextTokenStrategy):
         return {"cross_entropy": nats, **length}
 
     def derive_metrics(self, loss: Number) -> dict[str, Number]:
-        """What follows from the mean loss alone: perplexity a token, and bits per byte where a token's length is known.
+        """Metrics that follow from the mean loss: perplexity per token, and bits per byte if bytes_per_token is known.
 
-        Nothing does where label smoothing or a z-loss is a part of it.
+        There are none if the loss includes label smoothing or a z-loss. A loss on the device stays there.
 
-        A loss that is still on the device stays there.
+        >>> round(PretrainStrategy(unit="byte").derive_metrics(2.0)["bits_per_byte"], 4)
+        2.8854
         """
         if not self._plain:
             return {}

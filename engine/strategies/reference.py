@@ -1,4 +1,4 @@
-"""The model that a policy is held to: frozen, and asked for the probabilities that it gives to tokens."""
+"""The frozen reference model of a policy, which provides log-probabilities of tokens."""
 
 from __future__ import annotations
 
@@ -22,23 +22,31 @@ from pulsetrain.engine.strategies.language import LanguageStrategy, logits_of
 __all__ = ["Reference", "ReferenceModel"]
 
 ReferenceModel = str | nn.Module | Callable[..., Any] | None
-"""Who is the reference: "copy" of the policy as it is when training is set up, another model, or None for none."""
+"""The reference: "copy" of the policy at the time training is set up, a model, or None."""
 
 
 class Reference:
-    """Holds the reference of a strategy.
+    """Holds the reference model of a strategy.
 
-    A copy of a policy with adapters (of the peft package) is the policy itself with its adapters switched off, which
-    takes no memory. Of any other the weights are copied. Each checkpoint keeps a digest of a reference's weights: a run
-    goes on with the reference that it began with, or not at all.
+    The copy of a policy with adapters (of the peft package) is the policy itself with its adapters disabled, which
+    takes no memory; for any other policy the weights are copied. Each checkpoint stores a digest of the reference's
+    weights, so a run can only resume with the reference that it started with.
+
+    >>> reference = Reference("copy", "DPOStrategy")
+    >>> policy = nn.Embedding(4, 4)  # logits of the next token from the last one
+    >>> reference.bind(policy)
+    >>> before = reference.log_probs(torch.tensor([[1, 2]]), torch.tensor([[2, 3]]))
+    >>> _ = nn.init.zeros_(policy.weight)  # training changes the policy alone
+    >>> torch.equal(before, reference.log_probs(torch.tensor([[1, 2]]), torch.tensor([[2, 3]])))
+    True
 
     Args:
         given: see `ReferenceModel`.
-        place: what errors begin with.
+        place: the start of error messages.
 
     Raises:
-        ConfigurationError: another text than "copy".
-        TypeError: something that cannot be called.
+        ConfigurationError: it is a string other than "copy".
+        TypeError: it is not callable.
     """
 
     def __init__(self, given: ReferenceModel, place: str) -> None:
@@ -52,18 +60,18 @@ class Reference:
         self._switched_off: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
         self._compared = False  # the vocabularies
-        self._device: Any = None  # where it computes, if that is torch's
+        self._device: torch.device | None = None  # the device it computes on, if that is torch's
         self._digest: str | None = None
 
     def bind(self, policy: nn.Module, backend: Any = None) -> None:
-        """Take the policy as it is now as the reference, where a copy was asked for.
+        """Copies the policy as the reference, if "copy" was given.
 
         Raises:
-            ConfigurationError: it belongs to another policy already, or would learn with this one.
+            ConfigurationError: it belongs to another policy already, or shares trained weights with this one.
         """
         if self.given == "copy" and self._policy is not None and self._policy is not policy:
             raise ConfigurationError(
-                f"{self._place}: holds the reference of another model already; give each Trainer a strategy of its own"
+                f"{self._place}: already holds the reference of another model; give each Trainer its own strategy"
             )
         self._refuse_what_learns(policy)
         self._policy, self._compared = policy, False
@@ -87,27 +95,27 @@ class Reference:
         if self.given is policy or shared:
             what = "is the model that learns itself" if self.given is policy else f"shares {shared[0]!r} with the model"
             raise ConfigurationError(
-                f"{what}, so that it would move along; pass reference='copy', or copy.deepcopy(model)",
+                f"{what}, so it would be trained too; pass reference='copy', or copy.deepcopy(model)",
                 self._place,
                 reference=type(self.given),
             )
 
-    def placed(self, value: Any) -> Any:
-        """A tensor where the reference computes; anything else as it is."""
+    def placed(self, value: object) -> object:
+        """A tensor on the reference's device; anything else unchanged."""
         return value.to(self._device) if isinstance(value, Tensor) and self._device is not None else value
 
     @torch.no_grad()
     def log_probs(self, inputs: Any, tokens: Tensor, temperature: float = 1.0) -> Tensor:
-        """What it gives to each of the tokens, in nats, shape of the tokens, at least float32.
+        """The log-probability of each token, in nats, the shape of the tokens, at least float32.
 
         Args:
-            inputs: what a model is called with.
-            tokens: those that follow each position, shape (batch, length).
-            temperature: that the logits are divided by.
+            inputs: the model's inputs.
+            tokens: the token that follows each position, shape (batch, length).
+            temperature: divides the logits.
 
         Raises:
             ConfigurationError: there is no reference yet.
-            ValueError: it is a model of another vocabulary than the policy's.
+            ValueError: the vocabularies of the reference and the policy differ.
         """
         if self._model is None:
             raise ConfigurationError(
@@ -125,7 +133,7 @@ class Reference:
         return eval_mode(self._model) if isinstance(self._model, nn.Module) else nullcontext()
 
     def _compare(self, inputs: Any) -> None:
-        """Once: reference and policy score one token each, and have to score as many."""
+        """Checks once that the reference and the policy have logits for the same number of tokens."""
         if self._compared or self._policy is None or self._model is self._policy:
             return
         named = inputs if isinstance(inputs, Mapping) else {"": inputs}
@@ -141,7 +149,7 @@ class Reference:
         self._compared = True
 
     def state_dict(self) -> dict[str, Any]:
-        """A digest of the reference's weights; of a function, or a policy with adapters, none."""
+        """A digest of the reference's weights; None for a function or a policy with adapters."""
         if isinstance(self._model, nn.Module) and self._model is not self._policy:
             if self._digest is None:
                 self._digest = _digest(self._model)
@@ -149,29 +157,30 @@ class Reference:
         return {"reference": None}
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Refuse to go on with a reference of other weights than the run began with.
+        """Rejects a reference whose weights differ from those that the run started with.
 
         Raises:
-            CheckpointError: it has others.
+            CheckpointError: the weights differ.
         """
         theirs, mine = state.get("reference"), self.state_dict()["reference"]
         if theirs is not None and mine is not None and theirs != mine:
             raise CheckpointError(
-                f"{self._place}: the reference model has other weights than the one that the run began with; make the "
-                "model with the weights that it had then (the same seed or file), and load the checkpoint behind that"
+                f"{self._place}: the reference model has other weights than the one that the run started with; "
+                "create the model with the weights that it had then (the same seed or file), and load the "
+                "checkpoint after that"
             )
 
 
 class WithReference(LanguageStrategy):
-    """Base of the strategies that hold a policy to a reference."""
+    """Base class of the strategies with a reference model."""
 
     _reference: Reference
 
     def bind(self, model: nn.Module, backend: Any = None) -> None:
-        """Learn the model's limits, and take it as the reference where a copy was asked for.
+        """Reads the model's limits, and copies the model as the reference if "copy" was given.
 
         Raises:
-            ConfigurationError: the reference belongs to another policy already, or would learn with this one.
+            ConfigurationError: it belongs to another policy already, or shares trained weights with this one.
         """
         super().bind(model, backend)
         self._reference.bind(model, backend)
@@ -181,10 +190,10 @@ class WithReference(LanguageStrategy):
         return self._reference.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Refuse to go on with another reference.
+        """Rejects a different reference.
 
         Raises:
-            CheckpointError: it is one.
+            CheckpointError: the reference differs from the one of the saved run.
         """
         self._reference.check_state_dict(state)
 

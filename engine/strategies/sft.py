@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: to answer, given a prompt that is not learnt itself."""
+"""Supervised fine-tuning: learns the answers to prompts, not the prompts."""
 
 from __future__ import annotations
 
@@ -26,21 +26,28 @@ _REMEDY = (
 
 
 class SFTStrategy(NextTokenStrategy):
-    """Predict the tokens of answers from all tokens before them.
+    """Predicts the tokens of answers from all tokens before them.
 
-    A batch is a mapping with "input_ids" and "labels", both of shape (batch, length); a label is the token in its own
-    place, or -100 where nothing is to be learnt: prompts, padding. Rows that hold several documents have "position_ids"
-    as well, which begin at 0 with each: none sees another, and a document's first token is predicted from nothing.
+    A batch is a mapping with "input_ids" and "labels", both of shape (batch, length); a label is the token at its
+    position, or -100 where nothing is trained on: prompts and padding. Rows with several documents also have
+    "position_ids", which restart at 0 with each: no document sees another, and a document's first token is not
+    predicted.
 
-    The loss is the mean over the tokens to be learnt, and batches weigh by their number of them: gradients accumulated
-    over several batches are those of the mean over all their tokens, not of a mean of means.
+    The loss is the mean over the trained tokens, and a batch's weight is their number: gradients accumulated over
+    several batches are those of the mean over all their tokens, not of a mean of means.
+
+    >>> strategy = SFTStrategy()
+    >>> tokens, labels = torch.tensor([[1, 2, 3, 4]]), torch.tensor([[-100, -100, 3, 4]])
+    >>> batch = strategy.prepare_batch({"input_ids": tokens, "labels": labels})
+    >>> batch.targets, batch.weight
+    (tensor([[-100,    3,    4]]), tensor(2))
 
     Args:
         loss_options: keywords of `pulsetrain.engine.losses.cross_entropy`, such as label_smoothing, z_loss, or
             chunk_size for a large vocabulary.
 
     Raises:
-        ConfigurationError: an unknown option.
+        ConfigurationError: an option is unknown.
     """
 
     def __init__(self, loss_options: Mapping[str, Any] | None = None) -> None:
@@ -51,15 +58,15 @@ class SFTStrategy(NextTokenStrategy):
         """Inputs are all tokens but the last, targets the labels of all but the first.
 
         Raises:
-            TypeError: a field is missing, or is no tensor of token numbers.
-            ValueError: a row of which nothing is to be learnt, or rows longer than the model's context.
+            TypeError: a field is missing, or is not a tensor of token ids.
+            ValueError: a row has no trained token, or rows exceed the model's context.
         """
         if isinstance(batch, TrainingBatch):
             return batch
         tokens = self._tokens("input_ids", self._field(batch, "input_ids", _REMEDY), check)
         positions = self._positions(batch, tokens)
-        labels = self._field(batch, "labels", _REMEDY + "; to learn every token is PretrainStrategy's")
-        if labels.shape == tokens.shape:  # else it is refused
+        labels = self._field(batch, "labels", _REMEDY + "; to train on every token use PretrainStrategy")
+        if labels.shape == tokens.shape:  # otherwise _labels rejects it
             labels = self._without_padding(batch, labels, check)
             if positions is not None:
                 labels = torch.where(positions == 0, IGNORED, labels)
@@ -74,10 +81,10 @@ class SFTStrategy(NextTokenStrategy):
         inputs = self._inputs(seen, None if positions is None else positions[:, :-1])
         return TrainingBatch(inputs, labels, tokens.shape[0], seen.numel(), (labels != IGNORED).sum())
 
-    def compute_metrics(self, outputs: Any, batch: TrainingBatch) -> Mapping[str, Array]:
-        """`token_accuracy`: how many of the tokens to be learnt are the likeliest.
+    def compute_metrics(self, outputs: object, batch: TrainingBatch) -> Mapping[str, Array]:
+        """`token_accuracy`: the share of trained tokens that are the most likely ones.
 
-        Where label smoothing or a z-loss is a part of the loss, `cross_entropy` as well, nats a token.
+        If the loss includes label smoothing or a z-loss, also `cross_entropy`, in nats per token.
         """
         logits, labels = logits_of(outputs), batch.targets
         xp = namespace(logits, labels)
@@ -86,5 +93,5 @@ class SFTStrategy(NextTokenStrategy):
         return {**nats, "token_accuracy": masked_mean(xp.astype(right, xp.float32), labels != IGNORED)}
 
     def derive_metrics(self, loss: Number) -> dict[str, Number]:
-        """Perplexity a token, where the loss is the cross entropy alone."""
+        """The perplexity per token, if the loss is only the cross entropy."""
         return {"perplexity": perplexity(loss)} if self._plain else {}

@@ -1,4 +1,4 @@
-"""Inputs and targets in pairs, and a loss between the model's outputs and the targets."""
+"""Supervised learning: pairs of inputs and targets, and a loss between the model's outputs and the targets."""
 
 from __future__ import annotations
 
@@ -16,18 +16,24 @@ __all__ = ["SupervisedStrategy"]
 
 
 class SupervisedStrategy:
-    """Learn targets from inputs; a batch is a pair (inputs, targets).
+    """Learns targets from inputs; a batch is a pair (inputs, targets).
 
-    Batches weigh by what their losses are means over: the elements of the targets; of labels of more than one
-    dimension, such as tokens, and of labels whose `ignore_index` was given, those that are not ignored.
+    A batch's weight is the number of elements that its loss is a mean over: the elements of the targets, and for labels
+    with more than one dimension (such as tokens) or an explicit `ignore_index`, those that are not ignored.
+
+    >>> import torch
+    >>> strategy = SupervisedStrategy("mse")
+    >>> batch = strategy.prepare_batch((torch.ones(4, 2), torch.zeros(4, 1)))
+    >>> strategy.compute_loss(torch.full((4, 1), 3.0), batch)
+    tensor(9.)
 
     Args:
-        loss: a name (cross_entropy, mse ...), or a callable (outputs, targets) -> scalar mean over the targets. What is
-            given by name computes with torch tensors and with jax arrays.
+        loss: a name (cross_entropy, mse ...), or a callable (outputs, targets) -> scalar mean over the targets. Named
+            losses work with torch tensors and jax arrays.
         loss_options: keywords of a named loss, such as label_smoothing.
 
     Raises:
-        ConfigurationError: an unknown name or option; the message lists the choices.
+        ConfigurationError: a name or option is unknown; the message lists the choices.
     """
 
     def __init__(
@@ -40,17 +46,17 @@ class SupervisedStrategy:
         self._ignored = ignored_label(self._loss)
 
     def prepare_batch(self, batch: Any) -> TrainingBatch:
-        """The pair as inputs and targets, which are torch tensors here whatever computes afterwards.
+        """The pair as inputs and targets; torch tensors, also for other backends.
 
         Raises:
-            TypeError: no pair, or inputs or targets are an array of another library.
+            TypeError: the batch is not a pair, or contains an array of another library.
         """
         if isinstance(batch, TrainingBatch):
             return batch
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
             raise TypeError(
-                f"SupervisedStrategy: a batch of {type(batch).__name__} cannot be split; let the loader give pairs "
-                "(inputs, targets), or write a strategy whose prepare_batch knows its form"
+                f"SupervisedStrategy: a batch of {type(batch).__name__} cannot be split; let the loader return pairs "
+                "(inputs, targets), or write a strategy whose prepare_batch accepts it"
             )
         inputs, targets = batch
         if not isinstance(inputs, Tensor):
@@ -65,20 +71,20 @@ class SupervisedStrategy:
             return TrainingBatch(inputs, targets, samples, 0, (targets != self._ignored).sum())
         return TrainingBatch(inputs, targets, samples, 0, targets.numel())
 
-    def check_batch(self, outputs: Any, batch: TrainingBatch) -> None:
-        """Refuse targets whose values the loss cannot mean; it waits for the device.
+    def check_batch(self, outputs: object, batch: TrainingBatch) -> None:
+        """Rejects targets whose values are invalid for the loss; it waits for the device.
 
         Args:
-            outputs: of the model, or anything else with their `shape`: a backend that compiles `compute_loss`, where no
-                value can be looked at, asks beforehand.
+            outputs: the model's outputs, or any object with their `shape`: a backend that compiles `compute_loss`,
+                where values cannot be read, calls this beforehand.
 
         Raises:
-            ValueError: it names the first such target, where it stands, and how many there are.
+            ValueError: names the first such target, its index, and how many there are.
         """
         check_first_batch(self._loss, outputs, batch.targets)
 
-    def compute_loss(self, outputs: Any, batch: TrainingBatch, check: bool = False) -> Array:
-        """The loss between outputs and targets, shape (); `check` looks at the values of targets and loss."""
+    def compute_loss(self, outputs: object, batch: TrainingBatch, check: bool = False) -> Array:
+        """The loss between outputs and targets, shape (); `check` reads the values of targets and loss."""
         try:
             if check:  # before the loss: a label outside the classes brings a GPU down
                 self.check_batch(outputs, batch)
@@ -90,25 +96,25 @@ class SupervisedStrategy:
             raise
         if (not isinstance(loss, Tensor) or loss.ndim) and not _is_scalar_array(loss, batch.targets):
             raise TypeError(
-                f"SupervisedStrategy(loss={self.loss_name!r}): gave {describe(loss)}; a loss is a tensor of shape ()"
+                f"SupervisedStrategy(loss={self.loss_name!r}): returned {describe(loss)}; needs a tensor of shape ()"
             )
         if check:
             check_first_loss(loss, batch.targets, self.loss_name)
         return loss
 
-    def compute_metrics(self, outputs: Any, batch: TrainingBatch) -> Mapping[str, Tensor]:
-        """None of its own."""
+    def compute_metrics(self, outputs: object, batch: TrainingBatch) -> Mapping[str, Tensor]:
+        """No metrics besides the loss."""
         return {}
 
 
-def _is_scalar_array(loss: Any, targets: Any) -> bool:
-    """Whether it is a loss of another library; numpy's only beside numpy's targets, for else it has no gradient."""
+def _is_scalar_array(loss: Array, targets: object) -> bool:
+    """Whether it is a scalar of another library; numpy's only with numpy targets, since it has no gradient."""
     if isinstance(loss, (np.ndarray, np.generic)) and not isinstance(targets, np.ndarray):
         return False
     return is_array(loss) and not loss.ndim
 
 
-def _rows(value: Any) -> int:
+def _rows(value: object) -> int:
     if isinstance(value, Tensor):
         return value.shape[0] if value.ndim else 1
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""A critic on top of a language model."""
+"""Adds a critic to a language model."""
 
 from __future__ import annotations
 
@@ -14,20 +14,25 @@ __all__ = ["PolicyOutputs", "WithValueHead"]
 
 
 class PolicyOutputs(NamedTuple):
-    """What an actor with a critic gives."""
+    """The outputs of an actor with a critic."""
 
     logits: Tensor  # (..., actions)
     values: Tensor  # (...)
 
 
 class WithValueHead(nn.Module):
-    """A language model that gives a value beside its logits: one linear layer over what goes into its head.
+    """A language model that returns values besides its logits: a linear layer over the inputs of its head.
 
-    Values are 0 at first. Whatever else is asked of it (`context`, `config`, `generate`, `sample` ...) is the model's.
+    Values are 0 initially. All other attributes (`context`, `config`, `generate`, `sample` ...) are the model's.
+
+    >>> model = nn.Sequential(nn.Embedding(5, 8), nn.Linear(8, 5))
+    >>> logits, values = WithValueHead(model, head="1")(torch.tensor([[1, 2, 3]]))
+    >>> logits.shape, values
+    (torch.Size([1, 3, 5]), tensor([[0., 0., 0.]], grad_fn=<SqueezeBackward1>))
 
     Args:
-        model: a language model; of Hugging Face's the head is known.
-        head: name of the module that makes the logits of the last hidden states, as "head" or "lm_head".
+        model: a language model; for a Hugging Face model the head is found automatically.
+        head: the name of the module that computes the logits, such as "head" or "lm_head".
 
     Raises:
         ConfigurationError: there is no such module, or it has no `in_features`.
@@ -40,7 +45,7 @@ class WithValueHead(nn.Module):
         width = getattr(self._head(), "in_features", None)
         if not isinstance(width, int):
             raise ConfigurationError(
-                f"{type(self._head()).__name__} has no in_features; name the linear layer that makes the logits",
+                f"{type(self._head()).__name__} has no in_features; name the linear layer that computes the logits",
                 "WithValueHead",
                 head=head,
             )
@@ -80,6 +85,6 @@ class WithValueHead(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            if name == "model" or name.startswith("__"):  # how the model is copied, say, is not how this one is
+            if name == "model" or name.startswith("__"):  # such as __deepcopy__, which would copy the inner model
                 raise
             return getattr(super().__getattr__("model"), name)

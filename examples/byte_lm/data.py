@@ -33,7 +33,7 @@ def standard_library(folder: Path | None = None) -> tuple[list[Path], list[Path]
     validation: list[Path] = []
     for path in sorted(folder.glob("*.py")):
         if _is_readable(path):
-            # crc32 and not hash(): Python salts the hash of a string anew in every process.
+            # crc32 and not hash(): Python salts the hash of a string differently in every process.
             (validation if zlib.crc32(path.name.encode()) % 10 == 0 else training).append(path)
     if not training or not validation:
         raise FileNotFoundError(
@@ -44,7 +44,7 @@ def standard_library(folder: Path | None = None) -> tuple[list[Path], list[Path]
 
 
 class ByteWindows(Dataset[Tensor]):
-    """Files end to end, cut into windows of context + 1 bytes.
+    """Concatenated files, cut into windows of context + 1 bytes.
 
     Neighbours share one byte, so that every byte but the first is a target once; the rest at the end is left out.
 

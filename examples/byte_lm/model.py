@@ -26,7 +26,7 @@ class Cache:
         return memory[0, :, :, :read], memory[1, :, :, :read]
 
     def keep(self, rows: list[int]) -> None:
-        """Forget all other rows."""
+        """Drops all other rows."""
         kept = torch.tensor(rows, dtype=torch.int64, device=self.position_ids.device)
         self.position_ids = self.position_ids[kept]
         # index_select and not [:, kept]: it copies whole rows, four times as fast

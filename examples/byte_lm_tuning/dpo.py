@@ -1,9 +1,9 @@
-"""The demo's byte GPT learns to prefer: the body that somebody wrote to the same one with a mistake.
+"""The demo's byte GPT learns to prefer the real body of a function to the same body with a mistake.
 
     pulsetrain train examples/byte_lm/config.yaml        (makes the run that this one starts from)
     python -m examples.byte_lm_tuning.dpo [--start RUN] [--run FOLDER] [--epochs N] [--functions N]
 
-From the folder that holds examples/. The mistake is one operator or one name in the place of another. Whether the model
+Run it from the folder that contains examples/. The mistake is one wrong operator or name. Whether the model
 has learnt what mistakes look like is measured on functions of files that neither this run nor the demo's has seen: how
 often has the true body gained more probability than the false one, or lost less, since the start? What the start gives
 to both is computed once. About a minute on 2 CPU cores.
@@ -71,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, list[float]]:
     run = resolve_folder(options.run)
     print(f"from {checkpoint}: {len(pairs)} pairs to learn from; to {run}")
 
-    # The model as it is now is the reference; stored, what it says costs nothing more in training.
+    # The current model is the reference; its stored log-probabilities cost nothing during training.
     reference = DPOStrategy(reference=model)
     batches: Any = reference.store_reference(batches_of(pairs, 16))  # Any, as torch says Dataset and takes a list
     sets = {kind: reference.store_reference(batches_of(found, 32)) for kind, found in judged.items()}

@@ -1,4 +1,4 @@
-"""Functions and methods of Python's standard library, each as a signature that asks and a body that answers."""
+"""Functions and methods of Python's standard library, each as a prompt (signature) and a reply (body)."""
 
 import ast
 import textwrap
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from examples.byte_lm.data import standard_library
 
-END = 0  # the byte behind a body: no source holds it
+END = 0  # the byte after a body; no source contains it
 INDENT = "    "
 Definition = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -19,7 +19,7 @@ class Function:
     """The text of one function.
 
     Args:
-        file: name of the file that it stands in.
+        file: name of the file that contains it.
         signature: from "def" (or "async def") up to the end of the line with the colon, at no indentation.
         body: the lines below it at one level of indentation, without the docstring.
     """

@@ -1,11 +1,11 @@
-"""The demo's byte GPT learns by trial and error to write Python that parses: nobody shows it how.
+"""The demo's byte GPT learns by trial and error to write Python that parses, without examples.
 
     pulsetrain train examples/byte_lm/config.yaml        (makes the run that this one starts from)
     python -m examples.byte_lm_tuning.grpo [--start RUN] [--run FOLDER] [--rollouts N] [--samples N]
 
-From the folder that holds examples/. It is given the first line of a function and goes on for 88 bytes, eight times for
-each of eight functions a rollout; what it wrote is judged by Python's own parser, and what was better than the other
-seven becomes likelier. A text without an end is judged up to its last whole line.
+Run it from the folder that contains examples/. The model continues the first line of a function for 88 bytes, eight
+times for each of eight functions in a rollout. Python's own parser scores the texts, and those that are better than the
+others of their group become more likely. A text without an end is scored up to its last whole line.
 
 A text succeeds if it parses and has 3 statements or more, its `def` among them. The reward wants more, since whatever
 it allows is found, and `return` three times is easily written: it counts statements before a `return` that repeat no

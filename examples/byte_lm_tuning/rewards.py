@@ -1,4 +1,4 @@
-"""What a text is worth that is to be Python: Python's own parser is the judge."""
+"""Rewards for texts that should be Python, decided by Python's own parser."""
 
 import ast
 import builtins
@@ -6,13 +6,13 @@ import warnings
 from collections.abc import Iterator
 
 WANTED = 3  # statements
-LEAVING = (ast.Return, ast.Raise, ast.Break, ast.Continue)  # what stands behind one of them never runs
+LEAVING = (ast.Return, ast.Raise, ast.Break, ast.Continue)  # statements after one of them never run
 
 
 def parse(text: str) -> ast.Module | None:
-    """Return the module that the text is; None if it is none."""
+    """The text as a module; None if it does not parse."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # some of what it wrote is no error yet
+        warnings.simplefilter("ignore")  # some of the texts only cause warnings
         try:
             return ast.parse(text)
         except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last two of too many brackets
@@ -20,7 +20,7 @@ def parse(text: str) -> ast.Module | None:
 
 
 def succeeds(text: str) -> bool:
-    """Say whether it parses and has as many statements as are wanted."""
+    """Whether the text parses and has as many statements as wanted."""
     tree = parse(text)
     return tree is not None and sum(isinstance(node, ast.stmt) for node in ast.walk(tree)) >= WANTED
 

@@ -1,11 +1,11 @@
-"""The demo's byte GPT learns to answer: it reads the signature of a function, writes the body, and stops.
+"""The demo's byte GPT learns to read the signature of a function, write the body, and stop.
 
     pulsetrain train examples/byte_lm/config.yaml        (makes the run that this one starts from)
     python -m examples.byte_lm_tuning.sft [--start RUN] [--run FOLDER] [--epochs N] [--functions N]
 
-From the folder that holds examples/. A prompt is a signature, the reply is the body and a byte 0 behind it. Prompts are
-not learnt. Functions are laid end to end in rows of 129 bytes, and none sees another of its row. What the replies cost
-is measured on functions of files that neither this run nor the demo's has seen: about a minute on 2 CPU cores.
+Run it from the folder that contains examples/. A prompt is a signature; the reply is the body followed by a byte 0.
+Prompts are not trained on. Functions are packed into rows of 129 bytes, and none sees another of its row. The loss of
+the replies is measured on functions of files that neither this run nor the demo's has seen. One minute on 2 cores.
 """
 
 import argparse

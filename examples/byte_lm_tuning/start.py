@@ -1,4 +1,4 @@
-"""The model that tuning begins with: a ByteGPT with the weights that an earlier run has saved."""
+"""The model that tuning starts from: a ByteGPT with weights saved by an earlier run."""
 
 import re
 from argparse import ArgumentParser
@@ -31,7 +31,7 @@ def load_model(start: str | Path | None = None, context: int = CONTEXT) -> tuple
         raise FileNotFoundError(f"load_model(start={str(start)!r}): {run / 'checkpoints'} has no checkpoint; {REMEDY}")
     manager = CheckpointManager(run / "checkpoints")
     checkpoint = manager.get_best() or manager.get_latest()
-    assert isinstance(checkpoint, Path)  # it is no URL, and there is one
+    assert isinstance(checkpoint, Path)  # not a URL, and it exists
     model = ByteGPT(context=context)
     load_weights(model, checkpoint)
     return model, checkpoint

@@ -33,8 +33,8 @@ def environments(maker: Any = "CartPole-v1", number: int = 2, steps: int = 16) -
 @pytest.mark.parametrize(
     ("number", "steps", "match"),
     [
-        (4, 8, r"EnvironmentRollouts\(environments=4\): the checkpoint has 2; go on with as many"),
-        (2, 32, r"the checkpoint's rollout has 32 rows, and one of these has 64; go on with the sizes"),
+        (4, 8, r"EnvironmentRollouts\(environments=4\): the checkpoint has 2; resume with the same number"),
+        (2, 32, r"the checkpoint's rollout has 32 rows, and one of these has 64; resume with the sizes"),
     ],
 )
 @pytest.mark.parametrize("iteration", [4, 6])

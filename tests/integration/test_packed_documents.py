@@ -6,8 +6,8 @@ import torch
 from pulsetrain.engine import SFTStrategy
 from pulsetrain.engine.data.sequences import pack, pad_examples
 from pulsetrain.engine.errors import ConfigurationError
-from tests.engine.strategies.test_strategies_bad_input import assert_refused
 from tests.support.hugging_face import VOCABULARY, documents, model_of
+from tests.support.language_batches import assert_refused
 from tests.support.small import trainer
 
 transformers = pytest.importorskip("transformers", reason="transformers is not there: pip install transformers")

@@ -10,15 +10,13 @@ import structlog
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.data import DataLoader, TensorDataset
 
-from pulsetrain import Trainer, TrainingConfig
-from pulsetrain.engine import AnomalyDetected, Engine, Events, Every, Phase, SupervisedStrategy
+from pulsetrain import Trainer
+from pulsetrain.engine import AnomalyDetected, Engine, Events, Every, Phase
 from pulsetrain.engine.errors import ConfigurationError, RecordingError
 from pulsetrain.engine.recording.replay.playback import Replay
 from pulsetrain.handlers import Checkpointer, EventRecorder, LossSpikeGuard, NaNGuard
-
-ROWS, BATCH = 64, 4
+from tests.support.guarded_runs import data, make
 
 
 class Syncs(TorchDispatchMode):
@@ -31,35 +29,6 @@ class Syncs(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.count += func is torch.ops.aten._local_scalar_dense.default
         return func(*args, **(kwargs or {}))
-
-
-def data(bad_rows: tuple[int, ...] = (), scale: float = float("nan")) -> TensorDataset:
-    generator = torch.Generator().manual_seed(1)
-    inputs = torch.randn(ROWS, 4, generator=generator)
-    targets = inputs.sum(1, keepdim=True)
-    for row in bad_rows:
-        inputs[row, 2] = scale if scale != scale else inputs[row, 2]
-        targets[row] *= scale if scale == scale else 1.0
-    return TensorDataset(inputs, targets)
-
-
-def make(
-    *handlers: Any,
-    dataset: TensorDataset | None = None,
-    model: nn.Module | None = None,
-    shuffle: bool = False,
-    **settings: Any,
-) -> Trainer:
-    torch.manual_seed(0)
-    model = model or nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
-    options = {"max_epochs": 1, "optimizer": "adamw", "learning_rate": 0.01, "schedule": None, "seed": 3}
-    return Trainer(
-        model,
-        DataLoader(dataset or data(), batch_size=BATCH, shuffle=shuffle),
-        strategy=SupervisedStrategy("mse"),
-        config=TrainingConfig(**{**options, **settings}),
-        handlers=list(handlers),
-    )
 
 
 def anomalies(trainer: Trainer) -> list[AnomalyDetected]:

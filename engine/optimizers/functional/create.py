@@ -1,4 +1,4 @@
-"""Makes functional optimizers from their names."""
+"""Creates functional optimizers from their names."""
 
 from __future__ import annotations
 
@@ -29,23 +29,27 @@ FUNCTIONAL_NAMES = tuple(_KINDS)
 def create_functional(
     name: str, learning_rate: float, weight_decay: float = 0.0, *, decay_mask: DecayMask = None, **options: Any
 ) -> SGD | Adam | AdamW | RMSprop:
-    """The functional optimizer of that name, with the numbers of torch's own.
+    """The functional optimizer with a name; its numbers equal those of torch's.
 
     See `pulsetrain.engine.optimizers.functional`.
 
+    >>> create_functional("adamw", 1e-3, 0.1, adam_beta2=0.95)
+    AdamW(learning_rate=0.001, betas=(0.9, 0.95), eps=1e-08, weight_decay=0.1, decay_mask=None)
+
     Args:
         name: sgd, adam, adamw or rmsprop.
-        decay_mask: a pytree of bools like the parameters, or a function from them to one; None lets all decay.
-        options: those of `create_optimizer`; SGD's momentum is 0.9 unless given.
+        decay_mask: a pytree of bools like the parameters, or a function from them to one; None decays all.
+        options: those of `create_optimizer`; SGD's momentum defaults to 0.9.
 
     Raises:
-        ConfigurationError: an unknown name or keyword, a value out of range, or an option of optimizers in place alone.
+        ConfigurationError: a name or keyword is unknown, a value is out of range, or an option exists only for
+            optimizers that update in place.
     """
     place = "create_functional"
     if name not in _KINDS:
         others = ", ".join(sorted(set(NAMES) - set(_KINDS)))
         raise ConfigurationError(
-            f"{unknown_name(place, 'name', name, _KINDS)}; {others} are there in place: TorchBackend() without "
+            f"{unknown_name(place, 'name', name, _KINDS)}; {others} only update in place: use TorchBackend() without "
             "functional=True"
         )
     kind = _KINDS[name]
@@ -53,10 +57,10 @@ def create_functional(
     known = {field.name for field in fields(kind)}
     for key in [key for key in checked if key not in known]:
         value = checked.pop(key)
-        # functional ones can be differentiated through in any case, and have no kernels to choose from
+        # functional optimizers are always differentiable, and have no kernels to choose from
         if value and key != "differentiable":
             raise ConfigurationError(
-                f"{place}({key}={value!r}): {name!r} knows it in place alone; leave it out, or take TorchBackend() "
+                f"{place}({key}={value!r}): {name!r} only has it in place; leave it out, or use TorchBackend() "
                 "without functional=True"
             )
     if name == "sgd":

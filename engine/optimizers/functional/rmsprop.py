@@ -1,28 +1,35 @@
-"""RMSprop, as a pure function."""
+"""RMSprop as a pure function."""
 
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
 
 from pulsetrain.engine.optimizers.functional.rules import check, decayed, scaled
-from pulsetrain.engine.optimizers.functional.trees import DecayMask, OptimizerState, new_state, open_trees
+from pulsetrain.engine.optimizers.functional.trees import DecayMask, OptimizerState, PyTree, new_state, open_trees
 
 __all__ = ["RMSprop"]
 
 
 @dataclass(frozen=True, slots=True)
 class RMSprop:
-    """torch.optim.RMSprop's numbers: averages begin at 0, eps is beside the root, and momentum behind the division.
+    """RMSprop with the numbers of torch.optim.RMSprop.
+
+    Averages start at 0, eps is added to the root, and momentum applies after the division.
+
+    >>> import torch
+    >>> optimizer, params = RMSprop(0.1, alpha=0.75), torch.tensor([1.0])
+    >>> updates, state = optimizer.update(torch.tensor([2.0]), optimizer.init(params), params)
+    >>> updates, state["square_avg"]
+    (tensor([-0.2000]), tensor([1.]))
 
     Args:
-        learning_rate: of a new state; `update` goes by the state's.
-        centered: divide by the deviation of the gradients instead of their root mean square.
-        weight_decay: as an L2 penalty.
-        decay_mask: which parameters decay; None for all.
+        learning_rate: the rate of a new state; `update` uses the state's.
+        centered: divide by the standard deviation of the gradients instead of their root mean square.
+        weight_decay: an L2 penalty.
+        decay_mask: which parameters decay; None means all.
 
     Raises:
-        ConfigurationError: a value out of range.
+        ConfigurationError: a value is out of range.
     """
 
     learning_rate: float
@@ -38,10 +45,10 @@ class RMSprop:
         options = {"alpha": self.alpha, "eps": self.eps, "momentum": self.momentum, "centered": self.centered}
         check("RMSprop", "rmsprop", self.learning_rate, self.weight_decay, self.decay_mask, options)
 
-    def init(self, params: Any) -> OptimizerState:
+    def init(self, params: PyTree) -> OptimizerState:
         return new_state("RMSprop.init", params, self.learning_rate, self._averages(), self.decay_mask)
 
-    def update(self, grads: Any, opt_state: OptimizerState, params: Any) -> tuple[Any, OptimizerState]:
+    def update(self, grads: PyTree, opt_state: OptimizerState, params: PyTree) -> tuple[PyTree, OptimizerState]:
         trees = open_trees("RMSprop.update", grads, opt_state, params, self._averages(), self.decay_mask)
         directions = decayed(trees, self.weight_decay)
         state = {**opt_state, "step": opt_state["step"] + 1}

@@ -1,4 +1,4 @@
-"""What every functional optimizer has to obey, and the sums that all of them do."""
+"""Checks and computations that the functional optimizers share."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def check(
     learning_rate: float,
     weight_decay: float,
     decay_mask: DecayMask,
-    options: Mapping[str, Any],
+    options: Mapping[str, object],
 ) -> dict[str, Any]:
-    """The options under torch's names, by the very rules of `create_optimizer`.
+    """The options under torch's names, checked by the rules of `create_optimizer`.
 
     Raises:
-        ConfigurationError: an unknown keyword, or a value out of range.
+        ConfigurationError: a keyword is unknown, or a value is out of range.
     """
     try:
         checked = checked_options(name, options)
@@ -37,18 +37,18 @@ def check(
     if isinstance(decay_mask, (bool, str)):
         raise ConfigurationError(
             f"{place}(decay_mask={decay_mask!r}): needs a pytree of bools like the parameters, a function from them to "
-            "one, or None, which lets all decay"
+            "one, or None to decay all"
         )
     return checked
 
 
 def scaled(tensor: Tensor, factor: float | Tensor) -> Tensor:
-    """The product, in the tensor's own dtype: a rate that is a tensor would widen what has no dimension."""
+    """The product in the tensor's own dtype; a learning rate that is a tensor would widen tensors of shape ()."""
     return (tensor * factor).to(tensor.dtype)
 
 
 def decayed(trees: Trees, weight_decay: float) -> list[Tensor]:
-    """The gradients of the loss with the L2 penalty `weight_decay / 2 * |param|^2` of those that decay."""
+    """The gradients including those of the L2 penalty `weight_decay / 2 * |param|^2` for parameters that decay."""
     if not weight_decay:
         return trees.grads
     return [

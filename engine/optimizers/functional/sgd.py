@@ -1,28 +1,36 @@
-"""Stochastic gradient descent with momentum, as a pure function."""
+"""Stochastic gradient descent with momentum as a pure function."""
 
 from __future__ import annotations
 
 from dataclasses import KW_ONLY, dataclass
-from typing import Any
 
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.optimizers.functional.rules import check, decayed, scaled
-from pulsetrain.engine.optimizers.functional.trees import DecayMask, OptimizerState, new_state, open_trees
+from pulsetrain.engine.optimizers.functional.trees import DecayMask, OptimizerState, PyTree, new_state, open_trees
 
 __all__ = ["SGD"]
 
 
 @dataclass(frozen=True, slots=True)
 class SGD:
-    """torch.optim.SGD's numbers: buffer = momentum * buffer + (1 - dampening) * grad, the first buffer the gradient.
+    """SGD with the numbers of torch.optim.SGD: `buffer = momentum * buffer + (1 - dampening) * grad`.
+
+    The first buffer is the gradient.
+
+    >>> import torch
+    >>> optimizer, params = SGD(0.1, momentum=0.9), torch.tensor([1.0])
+    >>> updates, state = optimizer.update(torch.tensor([1.0]), optimizer.init(params), params)
+    >>> updates, state = optimizer.update(torch.tensor([1.0]), state, params)
+    >>> updates, state["momentum_buffer"]
+    (tensor([-0.1900]), tensor([1.9000]))
 
     Args:
-        learning_rate: of a new state; `update` goes by the state's.
-        weight_decay: as an L2 penalty.
-        decay_mask: which parameters decay; None for all.
+        learning_rate: the rate of a new state; `update` uses the state's.
+        weight_decay: an L2 penalty.
+        decay_mask: which parameters decay; None means all.
 
     Raises:
-        ConfigurationError: a value out of range.
+        ConfigurationError: a value is out of range.
     """
 
     learning_rate: float
@@ -42,10 +50,10 @@ class SGD:
                 "needs a momentum above 0, and dampening=0"
             )
 
-    def init(self, params: Any) -> OptimizerState:
+    def init(self, params: PyTree) -> OptimizerState:
         return new_state("SGD.init", params, self.learning_rate, self._averages(), self.decay_mask)
 
-    def update(self, grads: Any, opt_state: OptimizerState, params: Any) -> tuple[Any, OptimizerState]:
+    def update(self, grads: PyTree, opt_state: OptimizerState, params: PyTree) -> tuple[PyTree, OptimizerState]:
         trees = open_trees("SGD.update", grads, opt_state, params, self._averages(), self.decay_mask)
         step, rate = opt_state["step"], opt_state["learning_rate"]
         directions = decayed(trees, self.weight_decay)

@@ -1,29 +1,32 @@
-"""Pytrees that belong together (parameters, gradients, an optimizer's state): taken apart, compared, made anew."""
+"""Flattens, compares and rebuilds pytrees of equal structure: parameters, gradients, an optimizer's state."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-# what torch.func and torch.vmap take trees apart with, so that whatever they take is taken here
+# the module that torch.func and torch.vmap use, so every container that they accept is accepted here
 from torch.utils import _pytree as pytree
 
 from pulsetrain.engine.errors import ConfigurationError
 
-__all__ = ["DecayMask", "OptimizerState", "Trees", "apply_updates", "new_state", "open_trees"]
+__all__ = ["DecayMask", "OptimizerState", "PyTree", "Trees", "apply_updates", "new_state", "open_trees"]
+
+PyTree: TypeAlias = Any
+"""Nested containers (dicts, lists, tuples, registered classes) of tensors; no static type describes them."""
 
 OptimizerState = dict[str, Any]
 """`learning_rate`, `step` (updates made) and the optimizer's averages, each a pytree like the parameters."""
 
-DecayMask = Any
+DecayMask: TypeAlias = PyTree
 """A pytree of bools like the parameters, True where they decay; or a function from the parameters to one."""
 
 
 class Trees(NamedTuple):
-    """One update's trees as lists of their leaves, all in the order of the parameters."""
+    """The trees of one update as lists of leaves, all in the order of the parameters."""
 
     params: list[Tensor]
     grads: list[Tensor]
@@ -31,30 +34,33 @@ class Trees(NamedTuple):
     decays: list[bool]
     structure: pytree.TreeSpec
 
-    def whole(self, leaves: Sequence[Tensor]) -> Any:
-        """A pytree like the parameters."""
+    def whole(self, leaves: Sequence[Tensor]) -> PyTree:
+        """A pytree with the structure of the parameters."""
         return self.structure.unflatten(leaves)
 
 
 def new_state(
-    place: str, params: Any, learning_rate: float, averages: Sequence[str], mask: DecayMask
+    place: str, params: PyTree, learning_rate: float, averages: Sequence[str], mask: DecayMask
 ) -> OptimizerState:
     """The state before the first update.
 
+    >>> new_state("SGD.init", {"w": torch.ones(2)}, 0.1, ["momentum_buffer"], None)
+    {'learning_rate': 0.1, 'step': 0, 'momentum_buffer': {'w': tensor([0., 0.])}}
+
     Raises:
-        TypeError: a leaf is no tensor of floating-point numbers.
-        ConfigurationError: no leaf at all, or a mask that does not fit.
+        TypeError: a leaf is not a tensor of floating-point numbers.
+        ConfigurationError: there is no leaf, or the mask does not fit.
     """
     leaves, structure = pytree.tree_flatten(params)
     if not leaves:
-        raise ConfigurationError(f"{place}(params={params!r}): holds no tensor; pass what is to be trained")
+        raise ConfigurationError(f"{place}(params={params!r}): holds no tensor; pass the parameters to train")
     for index, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor):
             raise _no_tensor(place, "params", _path(params, index), leaf)
         if not leaf.is_floating_point():
             raise TypeError(
                 f"{place}(params{_path(params, index)} of {leaf.dtype}): needs floating-point numbers; "
-                "pass the parameters alone, without the model's buffers"
+                "pass only the parameters, without the model's buffers"
             )
     _decays(place, mask, params, leaves, structure)
     trees = {name: structure.unflatten([torch.zeros_like(leaf) for leaf in leaves]) for name in averages}
@@ -62,38 +68,43 @@ def new_state(
 
 
 def open_trees(
-    place: str, grads: Any, opt_state: OptimizerState, params: Any, averages: Sequence[str], mask: DecayMask
+    place: str, grads: PyTree, opt_state: OptimizerState, params: PyTree, averages: Sequence[str], mask: DecayMask
 ) -> Trees:
-    """The leaves of what an update is given.
+    """The leaves of the arguments of an update.
 
     Raises:
-        TypeError: a leaf is no torch tensor.
+        TypeError: a leaf is not a torch tensor.
         ConfigurationError: names, structure, shapes or dtypes differ.
     """
     needed = {"learning_rate", "step", *averages}
     if not isinstance(opt_state, dict) or opt_state.keys() != needed:
         given = f"={type(opt_state).__name__}" if not isinstance(opt_state, dict) else f" with {list(opt_state)}"
-        raise ConfigurationError(f"{place}(opt_state{given}): needs {sorted(needed)}; make it with init(params)")
+        raise ConfigurationError(f"{place}(opt_state{given}): needs {sorted(needed)}; create it with init(params)")
     leaves, structure = pytree.tree_flatten(params)
     for index, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor):
             raise _no_tensor(place, "params", _path(params, index), leaf)
-    kept = {name: _like(place, f"opt_state[{name!r}]", opt_state[name], params, leaves, structure) for name in averages}
+    found = {
+        name: _like(place, f"opt_state[{name!r}]", opt_state[name], params, leaves, structure) for name in averages
+    }
     return Trees(
         leaves,
         _like(place, "grads", grads, params, leaves, structure),
-        kept,
+        found,
         _decays(place, mask, params, leaves, structure),
         structure,
     )
 
 
-def apply_updates(params: Any, updates: Any) -> Any:
-    """New parameters, `params + updates`; both stay as they are.
+def apply_updates(params: PyTree, updates: PyTree) -> PyTree:
+    """New parameters, `params + updates`; the arguments do not change.
+
+    >>> apply_updates({"w": torch.tensor([1.0, 2.0])}, {"w": torch.tensor([0.5, 0.0])})
+    {'w': tensor([1.5000, 2.0000])}
 
     Raises:
-        TypeError: a leaf is no torch tensor.
-        ConfigurationError: the updates are of other parameters.
+        TypeError: a leaf is not a torch tensor.
+        ConfigurationError: the updates belong to other parameters.
     """
     leaves, structure = pytree.tree_flatten(params)
     changes = _like("apply_updates", "updates", updates, params, leaves, structure)
@@ -101,13 +112,13 @@ def apply_updates(params: Any, updates: Any) -> Any:
 
 
 def _like(
-    place: str, name: str, tree: Any, params: Any, leaves: Sequence[Any], structure: pytree.TreeSpec
+    place: str, name: str, tree: PyTree, params: PyTree, leaves: Sequence[Tensor], structure: pytree.TreeSpec
 ) -> list[Tensor]:
-    """The leaves of a tree that has to be like the parameters, in their order."""
+    """The leaves of a tree that must match the parameters, in their order."""
     found, own = pytree.tree_flatten(tree)
     if own != structure:
         try:
-            found = structure.flatten_up_to(tree)  # dicts are alike in any order, an OrderedDict beside a dict too
+            found = structure.flatten_up_to(tree)  # the order of dicts does not matter, nor OrderedDict against dict
         except ValueError:
             raise _difference(place, name, tree, params) from None
     for index, (leaf, param) in enumerate(zip(found, leaves, strict=True)):
@@ -121,9 +132,9 @@ def _like(
 
 
 def _decays(
-    place: str, mask: DecayMask, params: Any, leaves: Sequence[Tensor], structure: pytree.TreeSpec
+    place: str, mask: DecayMask, params: PyTree, leaves: Sequence[Tensor], structure: pytree.TreeSpec
 ) -> list[bool]:
-    """For each parameter whether it decays."""
+    """Whether each parameter decays."""
     if mask is None:
         return [True] * len(leaves)
     given = mask(params) if callable(mask) else mask
@@ -136,7 +147,7 @@ def _decays(
     for index, flag in enumerate(flags):
         if not isinstance(flag, bool):
             raise ConfigurationError(
-                f"{place}(decay_mask{_path(params, index)}={flag!r}): needs True where the parameter decays, else False"
+                f"{place}(decay_mask{_path(params, index)}={flag!r}): needs True if the parameter decays, else False"
             )
     return flags
 
@@ -144,30 +155,30 @@ def _decays(
 # ------------------------------------------------------------------------------------------------------ errors
 
 
-def _path(tree: Any, index: int) -> str:
+def _path(tree: PyTree, index: int) -> str:
     return pytree.keystr(pytree.tree_leaves_with_path(tree)[index][0])
 
 
 def _no_tensor(place: str, name: str, path: str, leaf: object) -> TypeError:
     kind = f"{type(leaf).__module__}.{type(leaf).__qualname__}"
-    remedy = "leave out what is not trained, and give zeros as the gradient of what the loss does not use"
+    remedy = "leave out what is not trained, and pass zeros as the gradient of parameters that the loss does not use"
     package = kind.partition(".")[0]
     if package in ("jax", "jaxlib"):
-        remedy = "jax's arrays belong to JaxBackend, with the same optimizer from create_optax()"
+        remedy = "for jax arrays use JaxBackend, with the same optimizer from create_optax()"
     elif package == "numpy":
-        remedy = "torch.from_numpy() makes one; numpy's arrays as they are belong to JaxBackend"
+        remedy = "convert it with torch.from_numpy(), or use JaxBackend"
     return TypeError(f"{place}({name}{path} of type {kind}): needs a torch.Tensor; {remedy}")
 
 
-def _difference(place: str, name: str, tree: Any, params: Any) -> ConfigurationError:
-    """The error for the first leaf in which a tree differs from the parameters."""
+def _difference(place: str, name: str, tree: PyTree, params: PyTree) -> ConfigurationError:
+    """The error for the first leaf where a tree differs from the parameters."""
     mine = {pytree.keystr(path): leaf for path, leaf in pytree.tree_leaves_with_path(tree)}
     theirs = {pytree.keystr(path): leaf for path, leaf in pytree.tree_leaves_with_path(params)}
-    remedy = "make a new state with init(params) when the parameters have changed"
+    remedy = "create a new state with init(params) when the parameters have changed"
     if name in ("grads", "updates"):
         remedy = "take them with respect to these parameters, and " + remedy
     elif name == "decay_mask":
-        remedy = "make the mask of these parameters"
+        remedy = "create the mask from these parameters"
     for path in (*theirs, *mine):
         here = _form(mine[path]) if path in mine else "nothing"
         there = _form(theirs[path]) if path in theirs else "nothing"

@@ -286,7 +286,7 @@ BINARY = r"for binary logits pass \(y_pred > 0\).long\(\) and y.long\(\)"
             torch.zeros(4, 3),
             torch.zeros(4, 3),
             ValueError,
-            rf"{BINARY}, for a row of probabilities each y.arg",
+            rf"{BINARY}, for rows of probabilities y.arg",
         ),
         (torch.tensor(0.0), torch.tensor(0), ValueError, r"y_pred of shape \(\), y of shape \(\)"),
         (torch.zeros(4, 3), torch.zeros(4), TypeError, r"\(y of torch.float32\): needs class indices; pass y.long\(\)"),
@@ -316,7 +316,7 @@ def test_only_accuracy_takes_predicted_classes(metric):
 
 def test_more_than_all_classes_cannot_be_the_best():
     with pytest.raises(
-        ValueError, match=r"TopKAccuracy\(k=5\): y_pred of shape \(4, 3\) has 3 classes only; choose a sm"
+        ValueError, match=r"TopKAccuracy\(k=5\): y_pred of shape \(4, 3\) has only 3 classes; choose a sm"
     ):
         TopKAccuracy().update(torch.zeros(4, 3), torch.zeros(4).long())
 

@@ -94,7 +94,7 @@ def test_a_group_that_is_added_later_says_whose_it_is():
 
 def test_bad_input():
     first, second = modules()
-    with pytest.raises(ConfigurationError, match="needs one optimizer at least"):
+    with pytest.raises(ConfigurationError, match="needs at least 1 optimizer"):
         NamedOptimizers({})
     one, two = (torch.optim.SGD(first.parameters(), lr=1.0) for _ in range(2))
     with pytest.raises(ConfigurationError, match=r"'a' and 'b' share a parameter of shape \(2, 3\)"):

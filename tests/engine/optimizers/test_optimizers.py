@@ -114,7 +114,11 @@ def test_sparse_gradients_still_work(name):
         ("adamw", {"betas": 0.9}, r"create_optimizer\(betas=0.9\): needs two numbers"),
         ("adamw", {"adam_beta1": -0.5}, r"create_optimizer\(adam_beta1=-0.5\)"),
         ("adamw", {"adam_epsilon": -1.0}, r"create_optimizer\(adam_epsilon=-1.0\)"),
-        ("adamw", {"adam_beta1": 0.9, "betas": (0.9, 0.9)}, r"adam_beta1=0.9, betas=\(0.9, 0.9\)\): pass one of both"),
+        (
+            "adamw",
+            {"adam_beta1": 0.9, "betas": (0.9, 0.9)},
+            r"adam_beta1=0.9, betas=\(0.9, 0.9\)\): pass only one",
+        ),
         (
             "adamw",
             {"momentum": 0.9},
@@ -226,14 +230,14 @@ def test_a_name_an_instance_and_a_factory_all_resolve():
 
 def test_an_instance_over_other_parameters_is_refused():
     other = torch.optim.SGD(small().parameters(), lr=0.1)
-    with pytest.raises(ConfigurationError, match=r"misses 4 trainable parameters of the model, '0.weight' first"):
+    with pytest.raises(ConfigurationError, match=r"lacks 4 trainable parameters of the model, '0.weight' first"):
         resolve_optimizer(other, small(), 0.1)
 
 
 def test_an_instance_over_a_part_is_accepted_once_the_rest_is_frozen():
     model = small()
     optimizer = torch.optim.SGD(model[2].parameters(), lr=0.1)
-    with pytest.raises(ConfigurationError, match=r"misses 2 trainable parameters.*requires_grad_\(False\)"):
+    with pytest.raises(ConfigurationError, match=r"lacks 2 trainable parameters.*requires_grad_\(False\)"):
         resolve_optimizer(optimizer, model, 0.1)
     model[0].requires_grad_(False)
     assert resolve_optimizer(optimizer, model, 0.1) is optimizer
@@ -260,9 +264,7 @@ def test_a_schedule_free_optimizer_from_a_factory_is_ready_to_train():
 
 
 def test_keywords_without_a_name_are_refused():
-    with pytest.raises(
-        ConfigurationError, match=r"resolve_optimizer\(momentum=0.9\): only an optimizer given by its name"
-    ):
+    with pytest.raises(ConfigurationError, match=r"resolve_optimizer\(momentum=0.9\): only an optimizer given by name"):
         resolve_optimizer(torch.optim.SGD, small(), 0.1, momentum=0.9)
 
 
@@ -270,7 +272,7 @@ def test_keywords_without_a_name_are_refused():
     ("model", "given"), [(None, "None"), ([torch.zeros(1)], "list"), (iter([torch.zeros(1)]), "list_iterator")]
 )
 def test_what_is_no_module_is_refused_with_a_remedy(model, given):
-    rule = rf"optimizer\(model={given}\): needs a torch.nn.Module, .*; over bare parameters make one of torch.optim"
+    rule = rf"optimizer\(model={given}\): needs a torch.nn.Module, .*; for bare parameters use torch.optim"
     with pytest.raises(TypeError, match=f"create_{rule}"):
         create_optimizer(model, "sgd", 0.1)
     for optimizer in ("sgd", torch.optim.SGD([torch.zeros(1)], lr=0.1), functools.partial(torch.optim.SGD, lr=0.1)):

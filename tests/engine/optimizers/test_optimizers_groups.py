@@ -194,12 +194,12 @@ def test_rates_come_from_yaml_through_the_configuration():
 @pytest.mark.parametrize(
     ("layer_rates", "message"),
     [
-        ({"haed": 0.1}, r"\(layer_rates\['haed'\]=0.1\): matches no parameter; near it are 'head'"),
+        ({"haed": 0.1}, r"\(layer_rates\['haed'\]=0.1\): matches no parameter; similar names are 'head'"),
         (
             {"xyz": 0.1},
             r"\['xyz'\]=0.1\): matches no parameter; the model has 'embedding', 'blocks', 'head'",
         ),
-        ({"block": 0.1}, r"\(layer_rates\['block'\]=0.1\): matches no parameter; near it are 'blocks'"),
+        ({"block": 0.1}, r"\(layer_rates\['block'\]=0.1\): matches no parameter; similar names are 'blocks'"),
         ({"": 0.1}, r"\(layer_rates\[''\]=0.1\): matches no parameter"),
         ({"frozen": 0.1}, r"\(layer_rates\['frozen'\]=0.1\): all its parameters are frozen; call requires_grad_"),
         ({0: 0.1}, r"\(layer_rates\[0\]=0.1\): needs the path as text; write '0'"),

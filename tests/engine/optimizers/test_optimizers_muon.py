@@ -216,7 +216,7 @@ def test_a_group_added_later_is_adamws_unless_it_says_it_is_muons():
     assert set(optimizer.state[late.bias]) == {"step", "exp_avg", "exp_avg_sq"}
     assert set(optimizer.state[late.weight]) == {"momentum_buffer"}
     assert optimizer.param_groups[-1].keys() == optimizer.param_groups[0].keys()
-    with pytest.raises(ConfigurationError, match=r"Muon takes matrices alone, got a parameter of shape \(2,\)"):
+    with pytest.raises(ConfigurationError, match=r"Muon updates only matrices, got a parameter of shape \(2,\)"):
         optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))], "ns_steps": 5})
     assert len(optimizer.param_groups) == 4
 

@@ -9,10 +9,9 @@ import torch
 from torch import nn
 
 from pulsetrain.engine import GRPOStrategy, PPOStrategy, SFTStrategy
-from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.rollouts import EnvironmentRollouts, TextRollouts
-from tests.engine.rollouts.test_rollouts_environment import Counting, Policy, Space
-from tests.engine.strategies.test_strategies_bad_input import Short, Valued, assert_refused
+from tests.support.environments import Counting, Policy, Space
+from tests.support.language_batches import Short, Valued, assert_refused, refusal
 from tests.support.small import trainer
 
 PROMPTS = [[1, 2], [3], [0]]
@@ -59,16 +58,20 @@ REWARDS = [
     ([1.0, math.nan, 0.0, 0.0], ValueError, "TextRollouts: rewards[1]=nan: needs finite numbers, and 1 of 4 are not"),
     ([1.0, 0.0, math.inf, -math.inf], ValueError, "TextRollouts: rewards[2]=inf: needs finite numbers, and 2 of 4"),
     ([1e300, 0.0, 0.0, 0.0], ValueError, "TextRollouts: rewards[0]=inf"),
-    ([1.0, 2.0], ValueError, "TextRollouts: the reward gave numbers of shape (2,) for 4 texts; one for each"),
-    ([[1.0]] * 4, ValueError, "TextRollouts: the reward gave numbers of shape (4, 1) for 4 texts"),
-    (2.0, ValueError, "TextRollouts: the reward gave numbers of shape () for 4 texts"),
-    (None, TypeError, "TextRollouts: the reward gave None; needs a list of numbers, one for each of the 4 texts"),
+    ([1.0, 2.0], ValueError, "TextRollouts: the reward returned numbers of shape (2,) for 4 texts; needs one for each"),
+    ([[1.0]] * 4, ValueError, "TextRollouts: the reward returned numbers of shape (4, 1) for 4 texts"),
+    (2.0, ValueError, "TextRollouts: the reward returned numbers of shape () for 4 texts"),
+    (None, TypeError, "TextRollouts: the reward returned None; needs a list of numbers, one for each of the 4 texts"),
     (
         ["good"] * 4,
         TypeError,
-        "TextRollouts: the reward gave ['good', 'good', 'good', 'good']; needs a list of numbers",
+        "TextRollouts: the reward returned ['good', 'good', 'good', 'good']; needs a list of numbers",
     ),
-    ([1.0, None, 2.0, 3.0], TypeError, "TextRollouts: the reward gave [1.0, None, 2.0, 3.0]; needs a list of numbers"),
+    (
+        [1.0, None, 2.0, 3.0],
+        TypeError,
+        "TextRollouts: the reward returned [1.0, None, 2.0, 3.0]; needs a list of",
+    ),
     ([[1.0], [1.0, 2.0], [], []], TypeError, "needs a list of numbers, one for each of the 4 texts"),
 ]
 
@@ -90,13 +93,13 @@ def test_rewards_may_be_any_numbers(given):
 
 
 SAMPLES = [
-    ([], ValueError, "TextRollouts: the sampler gave 0 texts of 0 to 0 tokens; needs 4 of 1 to 3"),
-    ([[1]] * 3, ValueError, "TextRollouts: the sampler gave 3 texts of 1 to 1 tokens; needs 4 of 1 to 3"),
-    ([[1, 2], [], [1], [1]], ValueError, "the sampler gave 4 texts of 0 to 2 tokens; needs 4 of 1 to 3"),
-    ([[1, 2, 3, 4]] * 4, ValueError, "the sampler gave 4 texts of 4 to 4 tokens; needs 4 of 1 to 3"),
-    (None, TypeError, "TextRollouts: the sampler gave None; needs a list of token numbers for each of the 4 prompts"),
-    ([1, 2, 3, 4], TypeError, "TextRollouts: the sampler gave [1, 2, 3, 4]; needs a list of token numbers"),
-    (["one"] * 4, TypeError, "TextRollouts: the sampler gave ['one', 'one', 'one', 'one']"),
+    ([], ValueError, "TextRollouts: the sampler returned 0 texts of 0 to 0 tokens; needs 4 of 1 to 3"),
+    ([[1]] * 3, ValueError, "TextRollouts: the sampler returned 3 texts of 1 to 1 tokens; needs 4 of 1 to 3"),
+    ([[1, 2], [], [1], [1]], ValueError, "the sampler returned 4 texts of 0 to 2 tokens; needs 4 of 1 to 3"),
+    ([[1, 2, 3, 4]] * 4, ValueError, "the sampler returned 4 texts of 4 to 4 tokens; needs 4 of 1 to 3"),
+    (None, TypeError, "TextRollouts: the sampler returned None; needs a list of token ids for each of the 4 prompts"),
+    ([1, 2, 3, 4], TypeError, "TextRollouts: the sampler returned [1, 2, 3, 4]; needs a list of token ids"),
+    (["one"] * 4, TypeError, "TextRollouts: the sampler returned ['one', 'one', 'one', 'one']"),
     (
         [[99]] * 4,
         ValueError,
@@ -115,7 +118,7 @@ def test_texts_that_are_none_are_refused(given, error, message):
 
 def test_prompts_of_another_vocabulary_are_told_of():
     run = texts(prompts=[[1], [70]])
-    assert_refused(run, IndexError, ["in TextRollouts, where texts are drawn to 4 prompts of tokens 1 to 70"])
+    assert_refused(run, IndexError, ["in TextRollouts, while drawing texts for 4 prompts of tokens 1 to 70"])
 
 
 def test_what_a_reward_raises_is_raised():
@@ -143,7 +146,7 @@ def test_a_policy_for_other_actions_is_refused():
             super().__init__()
             self.actor = nn.Linear(2, 3)
 
-    told = "EnvironmentRollouts: the policy gave logits of shape (2, 3); needs finite numbers, shape (environments, "
+    told = "EnvironmentRollouts: the policy returned logits of shape (2, 3); needs finite numbers, shape "
     assert_refused(steps(model=Other()), ValueError, [told, "this environment has 2 actions"])
 
 
@@ -167,12 +170,6 @@ def test_rewards_of_an_environment_that_are_not_finite_are_refused():
 # ----------------------------------------------------------------------------------------------- what does not fit
 
 
-def refusal(make, error=ConfigurationError):
-    with pytest.raises(error) as caught:
-        make()
-    return str(caught.value)
-
-
 def rollouts(**options):
     return TextRollouts(PROMPTS, good_reward, prompts_per_rollout=2, max_new_tokens=3, **options)
 
@@ -192,7 +189,7 @@ def test_rollouts_serve_one_trainer_which_learns_from_rollouts():
     assert told.startswith("GRPOStrategy(minibatch_size=3): a rollout of TextRollouts has 4 rows, which do not make")
     run_of(given, GRPOStrategy(2, minibatch_size=4))  # what was refused has left no trace
     told = refusal(lambda: run_of(given, GRPOStrategy(2)))
-    assert told == "TextRollouts: serves another trainer already; give each Trainer rollouts of its own"
+    assert told == "TextRollouts: already belongs to another trainer; give each Trainer its own rollouts"
 
 
 def test_groups_are_compared_over_texts_and_not_over_steps():
@@ -204,19 +201,22 @@ def test_texts_fit_the_models_context():
     told = refusal(lambda: run_of(TextRollouts([[1] * 4], good_reward, max_new_tokens=4), GRPOStrategy(2)))
     assert told.startswith("TextRollouts(max_new_tokens=4): with the longest prompt a text has 8 tokens, more than the")
     assert "context of 6" in told
-    assert told.endswith("cut the prompts, or ask for fewer tokens")
+    assert told.endswith("cut the prompts, or pass a smaller max_new_tokens")
     told = refusal(lambda: run_of(rollouts(pad_to=8), GRPOStrategy(2)))
     assert told.startswith("TextRollouts(pad_to=8): rows are longer than the model's context of 6")
     run_of(TextRollouts([[1] * 4], good_reward, max_new_tokens=3, pad_to=7), GRPOStrategy(2))
 
 
 TEXT_OPTIONS = [
-    (lambda: TextRollouts([], good_reward), "TextRollouts(prompts=[]): needs token numbers"),
-    (lambda: TextRollouts([[1], []], good_reward), "TextRollouts(prompts[1]=[]): needs token numbers"),
+    (lambda: TextRollouts([], good_reward), "TextRollouts(prompts=[]): needs token ids"),
+    (lambda: TextRollouts([[1], []], good_reward), "TextRollouts(prompts[1]=[]): needs token ids"),
     (lambda: TextRollouts(PROMPTS, good_reward, max_new_tokens=0), "TextRollouts(max_new_tokens=0): needs a whole"),
     (lambda: TextRollouts(PROMPTS, good_reward, max_new_tokens=2.0), "TextRollouts(max_new_tokens=2.0): needs a whole"),
     (lambda: TextRollouts(PROMPTS, good_reward, prompts_per_rollout=True), "TextRollouts(prompts_per_rollout=True)"),
-    (lambda: rollouts(pad_to=4), "TextRollouts(pad_to=4): the longest prompt and max_new_tokens=3 make 5 tokens; pad"),
+    (
+        lambda: rollouts(pad_to=4),
+        "TextRollouts(pad_to=4): the longest prompt and max_new_tokens=3 make 5 tokens; pass",
+    ),
 ]
 
 
@@ -286,7 +286,7 @@ def test_options_that_do_not_go_together_are_refused(make, parts):
 
 def test_an_environment_is_a_name_or_a_function_that_makes_one():
     told = refusal(lambda: EnvironmentRollouts(Counting()), TypeError)
-    assert told.startswith("EnvironmentRollouts(environment=Counting): needs a name, or a function that makes")
+    assert told.startswith("EnvironmentRollouts(environment=Counting): needs a name, or a function that creates")
     for name, value in (("environments", 0), ("steps", 1.5)):
         told = refusal(lambda name=name, value=value: EnvironmentRollouts(Counting, **{name: value}))
         assert told == f"EnvironmentRollouts({name}={value!r}): needs a whole number of at least 1"
@@ -331,7 +331,7 @@ def test_spaces_that_are_not_served_are_refused(actions, observations, message):
 
     told = refusal(lambda: EnvironmentRollouts(Other))
     assert f"EnvironmentRollouts: the environment's {message}" in told
-    assert "; serves " in told
+    assert "; needs " in told
 
 
 @pytest.mark.parametrize("name", ["Pendulum-v1", "MultiBinary"])
@@ -344,4 +344,4 @@ def test_continuous_actions_and_several_at_a_time_are_refused(name):
             self.action_space = gymnasium.spaces.MultiBinary(3)
 
     told = refusal(lambda: EnvironmentRollouts(name if name == "Pendulum-v1" else Several))
-    assert "serves discrete ones, numbered from 0" in told
+    assert "needs discrete actions numbered from 0" in told

@@ -5,70 +5,30 @@ import re
 import numpy
 import pytest
 import torch
-from torch import nn
 
-from pulsetrain.engine import DPOStrategy, Events, GRPOStrategy, PPOStrategy, PretrainStrategy, SFTStrategy
+from pulsetrain.engine import DPOStrategy, GRPOStrategy, PPOStrategy, PretrainStrategy, SFTStrategy
 from pulsetrain.engine.errors import ConfigurationError
+from tests.support.language_batches import (
+    CONTEXT,
+    GROUP,
+    LABELS,
+    NOT_A_NUMBER,
+    ONE_LABEL_OUT,
+    ONE_MASKED,
+    PAIRS,
+    ROWS,
+    STEPS,
+    TEXTS,
+    TOKENS,
+    Acting,
+    Placed,
+    Short,
+    Valued,
+    assert_refused,
+    without,
+)
 from tests.support.small import Tokens, trainer
 from tests.support.strategy_formulas import IGNORED, VOCABULARY
-
-CONTEXT = 6
-TOKENS = torch.tensor([[1, 2, 3, 4, 0, 1], [2, 2, 1, 0, 3, 4]])
-LABELS = torch.where(torch.arange(6) < 2, IGNORED, TOKENS)
-TEXTS = {"input_ids": TOKENS, "labels": LABELS}
-PAIRS = {f"{side}_{name}": value for side in ("chosen", "rejected") for name, value in TEXTS.items()}
-ROWS = {
-    "input_ids": TOKENS,
-    "completion_mask": LABELS != IGNORED,
-    **{name: torch.full((2, 5), -0.5) for name in ("log_probs", "advantages", "values", "returns")},
-}
-GROUP = {**ROWS, "advantages": torch.tensor([1.0, -1.0])}
-STEPS = {"observations": torch.ones(2, 3), "actions": torch.tensor([1, 0])} | {
-    name: torch.full((2,), -0.5) for name in ("log_probs", "advantages", "values", "returns")
-}
-ONE_LABEL_OUT = LABELS.clone()
-ONE_LABEL_OUT[1, 3] = 99
-ONE_MASKED = LABELS.clone()
-ONE_MASKED[1, 1:] = IGNORED
-NOT_A_NUMBER = torch.tensor([[0.0] * 5, [0.0, float("nan"), 0.0, float("inf"), 0.0]])
-
-
-class Short(Tokens):
-    """A language model of one table with a context."""
-
-    context = CONTEXT
-
-    def __init__(self):
-        super().__init__(VOCABULARY)
-
-
-class Placed(Short):
-    """That takes positions, too."""
-
-    def forward(self, input_ids, position_ids=None):
-        return self.table(input_ids)
-
-
-class Valued(Short):
-    """That gives values, too."""
-
-    def forward(self, tokens):
-        return self.table(tokens), self.table(tokens)[..., 0]
-
-
-class Acting(nn.Module):
-    """An actor and a critic."""
-
-    def __init__(self):
-        super().__init__()
-        self.actor, self.critic = nn.Linear(3, 2), nn.Linear(3, 1)
-
-    def forward(self, observations):
-        return self.actor(observations), self.critic(observations).squeeze(-1)
-
-
-def without(batch, *names):
-    return {name: value for name, value in batch.items() if name not in names}
 
 
 def case(name, strategy, model, good, bad, error, *parts):
@@ -87,38 +47,38 @@ CASES = [
     case("sft-nothing", SFTStrategy, Short, TEXTS, {}, TypeError,
          "SFTStrategy: a batch with no field lacks 'input_ids'", "pad_examples"),
     case("sft-no labels", SFTStrategy, Short, TEXTS, without(TEXTS, "labels"), TypeError,
-         "SFTStrategy: a batch with input_ids lacks 'labels'", "to learn every token is PretrainStrategy's"),
+         "SFTStrategy: a batch with input_ids lacks 'labels'", "to train on every token use PretrainStrategy"),
     case("sft-a tensor", SFTStrategy, Short, TEXTS, TOKENS, TypeError,
-         "SFTStrategy: a batch of int64 (2, 6) is no mapping with 'input_ids'"),
+         "SFTStrategy: a batch of int64 (2, 6) is not a mapping with 'input_ids'"),
     case("sft-a pair", SFTStrategy, Short, TEXTS, (TOKENS, LABELS), TypeError,
-         "SFTStrategy: a batch of (int64 (2, 6), int64 (2, 6)) is no mapping"),
+         "SFTStrategy: a batch of (int64 (2, 6), int64 (2, 6)) is not a mapping"),
     case("sft-lists", SFTStrategy, Short, TEXTS, {**TEXTS, "input_ids": TOKENS.tolist()}, TypeError,
-         "the batch's 'input_ids' is list, no tensor", "pad_examples"),
+         "the batch's 'input_ids' is list, not a tensor", "pad_examples"),
     case("sft-arrays", SFTStrategy, Short, TEXTS, {**TEXTS, "labels": LABELS.numpy()}, TypeError,
          "SFTStrategy(labels=numpy.ndarray int64 (2, 6)): needs torch tensors", "torch.from_numpy"),
     case("sft-fractions", SFTStrategy, Short, TEXTS, {**TEXTS, "input_ids": TOKENS.float()}, TypeError,
-         "SFTStrategy: 'input_ids' is float32 (2, 6); needs a tensor of token numbers, shape (batch, length + 1)"),
+         "SFTStrategy: 'input_ids' is float32 (2, 6); needs a tensor of token ids, shape (batch, length + 1)"),
     case("sft-one row", SFTStrategy, Short, TEXTS, {"input_ids": TOKENS[0], "labels": LABELS[0]}, TypeError,
-         "SFTStrategy: 'input_ids' is int64 (6,); needs a tensor of token numbers, shape (batch, length + 1)"),
+         "SFTStrategy: 'input_ids' is int64 (6,); needs a tensor of token ids, shape (batch, length + 1)"),
     case("sft-shapes", SFTStrategy, Short, TEXTS, {**TEXTS, "labels": LABELS[:, :-1]}, ValueError,
          "'labels' has shape (2, 5), the tokens (2, 6)", "one label for each token"),
     case("sft-all masked", SFTStrategy, Short, TEXTS, {**TEXTS, "labels": torch.full_like(LABELS, IGNORED)}, ValueError,
-         "'labels' of row 0 mask all of it (2 of 2 rows are so)", "cut prompts"),
+         "'labels' of row 0 mask all of it (as do 2 of 2 rows)", "cut prompts"),
     case("sft-a row masked", SFTStrategy, Short, TEXTS, {**TEXTS, "labels": ONE_MASKED}, ValueError,
-         "'labels' of row 1 mask all of it (1 of 2 rows are so)", "leave such rows out"),
+         "'labels' of row 1 mask all of it (as do 1 of 2 rows)", "leave such rows out"),
     case("sft-documents of a token", SFTStrategy, Placed, TEXTS, {**TEXTS, "position_ids": torch.zeros_like(TOKENS)},
-         ValueError, "'labels' of row 0 mask all of it (2 of 2 rows are so)"),
+         ValueError, "'labels' of row 0 mask all of it (as do 2 of 2 rows)"),
     case("sft-all padding", SFTStrategy, Short, TEXTS, {**TEXTS, "attention_mask": torch.zeros_like(TOKENS)},
-         ValueError, "'labels' of row 0 mask all of it (2 of 2 rows are so)"),
+         ValueError, "'labels' of row 0 mask all of it (as do 2 of 2 rows)"),
     case("sft-padded left", SFTStrategy, Short, TEXTS, {**TEXTS, "attention_mask": LEFT}, ValueError,
          "SFTStrategy: 'attention_mask' has padding before tokens", "pad on the right", "padding_side='right'"),
     case("sft-too long", SFTStrategy, Short, TEXTS, {"input_ids": LONG, "labels": LONG}, ValueError,
          "'input_ids' of shape (2, 8): 7 positions are more than the model's context of 6", "truncation='left'"),
     case("sft-positions' shape", SFTStrategy, Placed, TEXTS, {**TEXTS, "position_ids": torch.arange(6)}, ValueError,
-         "'position_ids' is int64 (6,), the tokens have shape (2, 6)", "begins at 0 with each document"),
+         "'position_ids' is int64 (6,), the tokens have shape (2, 6)", "restarts at 0 with each document"),
     case("sft-documents beside a model that mixes them", SFTStrategy, Short, TEXTS,
          {**TEXTS, "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2]] * 2)}, ConfigurationError,
-         "SFTStrategy: several documents share a row", "give each document a row of its own",
+         "SFTStrategy: several documents share a row", "give each document its own row",
          "forward(input_ids, position_ids)"),
     case("sft-no such label", SFTStrategy, Short, TEXTS, {**TEXTS, "labels": ONE_LABEL_OUT}, ValueError,
          "cross_entropy(targets[1, 2]=99): needs class indices from 0 to 4", "1 of 10 targets are outside",
@@ -127,7 +87,7 @@ CASES = [
          "index out of range", "from 50 to 54"),
     # ----------------------------------------------------------------------------------------------- PretrainStrategy
     case("pretrain-text", PretrainStrategy, Short, TOKENS, "a text", TypeError,
-         "PretrainStrategy: 'tokens' is str; needs a tensor of token numbers, shape (batch, length + 1)"),
+         "PretrainStrategy: 'tokens' is str; needs a tensor of token ids, shape (batch, length + 1)"),
     case("pretrain-no tokens", PretrainStrategy, Short, TOKENS, {"text": TOKENS}, TypeError,
          "PretrainStrategy: a batch with text lacks 'input_ids'"),
     case("pretrain-arrays", PretrainStrategy, Short, TOKENS, TOKENS.numpy(), TypeError,
@@ -135,8 +95,8 @@ CASES = [
     case("pretrain-too long", PretrainStrategy, Short, TOKENS, LONG, ValueError,
          "7 positions are more than the model's context of 6"),
     case("pretrain-separators alone", lambda: PretrainStrategy(separator=2), Placed, TOKENS,
-         torch.full_like(TOKENS, 2), ValueError, "PretrainStrategy: nothing is to be learnt of this batch",
-         "look at the separator"),
+         torch.full_like(TOKENS, 2), ValueError, "PretrainStrategy: nothing is trained on in this batch",
+         "check the separator"),
     case("pretrain-documents beside a model that mixes them", PretrainStrategy, Short, TOKENS,
          {"input_ids": TOKENS, "position_ids": torch.zeros_like(TOKENS) + torch.arange(6) % 3}, ConfigurationError,
          "PretrainStrategy: several documents share a row"),
@@ -154,7 +114,7 @@ CASES = [
     case("dpo-padded left", DPOStrategy, Short, PAIRS, {**PAIRS, "chosen_attention_mask": LEFT}, ValueError,
          "DPOStrategy: 'chosen_attention_mask' has padding before tokens"),
     case("dpo-packed", DPOStrategy, Placed, PAIRS, {**PAIRS, "chosen_position_ids": TOKENS}, ValueError,
-         "DPOStrategy: 'chosen_position_ids' come with rows of several documents", "do not pack pairs"),
+         "DPOStrategy: 'chosen_position_ids' mark rows of several documents", "do not pack pairs"),
     case("dpo-too long", DPOStrategy, Short, PAIRS, {**PAIRS, "chosen_input_ids": LONG, "chosen_labels": LONG},
          ValueError, "'chosen_input_ids' of shape (2, 8): 7 positions are more than"),
     case("dpo-no such label", DPOStrategy, Short, PAIRS, {**PAIRS, "rejected_labels": ONE_LABEL_OUT}, ValueError,
@@ -167,7 +127,7 @@ CASES = [
          "lacks 'reference_chosen_log_probs'; store_reference computes both"),
     case("dpo-stored nan", lambda: DPOStrategy(reference=None), Short, stored(),
          stored(reference_rejected_log_probs=torch.tensor([-1.0, float("nan")])), ValueError,
-         "DPOStrategy: stored log-probabilities of the reference are not finite", "store them anew"),
+         "DPOStrategy: stored log-probabilities of the reference are not finite", "store them again"),
     case("dpo-stored tokens", lambda: DPOStrategy(reference=None), Short, stored(),
          stored(reference_rejected_log_probs=torch.zeros(3)), ValueError,
          "'reference_rejected_log_probs' has shape (3,), and there are 2 pairs; one number for each"),
@@ -183,7 +143,7 @@ CASES = [
     case("ppo-shapes", PPOStrategy, Valued, ROWS, {**ROWS, "returns": torch.zeros(2, 6)}, ValueError,
          "PPOStrategy: 'returns' has shape (2, 6), the actions (2, 5)"),
     case("ppo-not finite", PPOStrategy, Valued, ROWS, {**ROWS, "advantages": NOT_A_NUMBER}, ValueError,
-         "PPOStrategy: 2 of 10 'advantages' are not finite", "look at the rewards"),
+         "PPOStrategy: 2 of 10 'advantages' are not finite", "check the rewards"),
     case("ppo-log-probs not finite", PPOStrategy, Valued, ROWS, {**ROWS, "log_probs": NOT_A_NUMBER}, ValueError,
          "PPOStrategy: 2 of 10 'log_probs' are not finite"),
     case("ppo-too long", PPOStrategy, Valued, ROWS,
@@ -200,25 +160,6 @@ CASES = [
     case("grpo-an advantage a token", lambda: GRPOStrategy(2), Short, GROUP, ROWS, ValueError,
          "advantages of shape (2, 5)", "needs log_probs (batch, length) and advantages (batch,)"),
 ]  # fmt: skip
-
-
-def assert_refused(run, error, parts):
-    """With these words, in the message or in a note of it; and all weights stay as they were."""
-    weights = {}
-
-    def keep():
-        weights.update({name: value.clone() for name, value in run.model.state_dict().items()})
-
-    keep()
-    run.add_event_handler(Events.ITERATION_COMPLETED, keep)
-    with pytest.raises(error) as caught:
-        run.train()
-    told = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
-    for part in parts:
-        assert part in told
-    for name, value in run.model.state_dict().items():
-        assert torch.equal(value, weights[name]), f"{name} has moved"
-    return told
 
 
 @pytest.mark.parametrize("at", [0, 4], ids=["first", "fifth"])
@@ -242,7 +183,10 @@ def test_what_waited_for_a_bad_batch_moves_no_weight_either(accumulate):
 
 def test_a_model_without_values_is_no_critic():
     run = trainer({"max_epochs": 1}, model=Short(), train_loader=[ROWS], strategy=PPOStrategy())
-    told = ["the model gave float32 (2, 5, 5); needs a pair (logits, values), values of shape (2, 5)", "WithValueHead"]
+    told = [
+        "the model returned float32 (2, 5, 5); needs a pair (logits, values), values of shape (2, 5)",
+        "WithValueHead",
+    ]
     assert_refused(run, TypeError, told)
 
 
@@ -252,7 +196,7 @@ def test_a_model_that_gives_no_logits_is_named():
             return {"scores": self.table(tokens)}
 
     run = trainer({"max_epochs": 1}, model=Silent(), train_loader=[TEXTS], strategy=SFTStrategy())
-    assert_refused(run, TypeError, ["the model gave {scores: float32 (2, 5, 5)}; needs logits of shape", "`.logits`"])
+    assert_refused(run, TypeError, ["the model returned {scores: float32 (2, 5, 5)}; needs logits", "`.logits`"])
 
 
 @pytest.mark.parametrize("kind", ["given", "function"])

@@ -6,12 +6,12 @@ import math
 import numpy
 import pytest
 import torch
-from torch import nn
 
 from pulsetrain.engine import DPOStrategy, JaxBackend, PretrainStrategy, SFTStrategy
 from pulsetrain.engine.data.sequences import pack, pad_examples
 from tests.support import strategy_formulas as formulas
 from tests.support.differentiation import assert_near
+from tests.support.language_batches import Attending, documents
 from tests.support.libraries import needs_jax
 from tests.support.small import Tokens, trainer
 from tests.support.strategy_formulas import IGNORED, LENGTH, ROWS, RUNS, VOCABULARY, assert_is
@@ -95,31 +95,6 @@ def test_fine_tuning_is_the_mean_over_the_tokens_of_answers(library, dtype, opti
     learnt = labels.numpy() != IGNORED
     assert_near(metrics["token_accuracy"], (logits.argmax(-1) == labels.numpy())[learnt].mean())
     assert strategy.prepare_batch(batch).size == learnt.sum()
-
-
-class Attending(nn.Module):
-    """A token sees those before it in its document: the mean of their embeddings, by position_ids."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.embedding, self.head = nn.Embedding(VOCABULARY, 8), nn.Linear(8, VOCABULARY)
-
-    def forward(self, input_ids, position_ids=None):
-        length = input_ids.shape[1]
-        place = torch.arange(length)
-        document = torch.zeros_like(input_ids) if position_ids is None else (position_ids == 0).cumsum(1)
-        seen = ((document[:, :, None] == document[:, None, :]) & (place[:, None] >= place)).to(self.head.weight.dtype)
-        return self.head(seen @ self.embedding(input_ids) / seen.sum(-1, keepdim=True))
-
-
-def documents():
-    """Of different lengths, each with a prompt."""
-    found = []
-    for number in range(5):
-        tokens = formulas.tokens_of(number, 1, 3 + number)[0]
-        found.append({"input_ids": tokens, "labels": torch.where(torch.arange(len(tokens)) < 2, IGNORED, tokens)})
-    return found
 
 
 def gradient_of(strategy, model, batch):

@@ -15,7 +15,9 @@ from tests.support.libraries import LIBRARIES, converted, needs_jax
 def test_an_array_in_a_batch_is_refused_with_its_type_and_the_remedy(library):
     kind, remedy = {"numpy": ("numpy.ndarray", "from_numpy"), "jax": ("jax.Array", "from_dlpack")}[library]
     (array,) = converted(library, torch.ones(4, 2))
-    rule = rf"{kind} float32 \(4, 2\)\): needs torch tensors; let the loader give torch.{remedy}\(...\), or train with"
+    rule = (
+        rf"{kind} float32 \(4, 2\)\): needs torch tensors; let the loader return torch.{remedy}\(...\), or train with"
+    )
     for name, pair in (("inputs", (array, torch.ones(4, 2))), ("targets", (torch.ones(4, 2), array))):
         with pytest.raises(TypeError, match=rf"SupervisedStrategy\({name}={rule}"):
             SupervisedStrategy("mse").prepare_batch(pair)
@@ -52,14 +54,14 @@ def test_a_loss_of_ones_own_may_give_any_librarys_array_of_shape_nothing(library
     batch = TrainingBatch(None, targets, 2)
     assert float(SupervisedStrategy(lambda o, t: abs(o - t).sum()).compute_loss(outputs, batch)) == 2.0
     for wrong in (lambda o, t: o - t, lambda o, t: 1.0):
-        with pytest.raises(TypeError, match="a loss is a tensor of shape"):
+        with pytest.raises(TypeError, match="needs a tensor of shape"):
             SupervisedStrategy(wrong).compute_loss(outputs, batch)
 
 
 @pytest.mark.parametrize("targets", [torch.zeros(2), ["a", "b"]], ids=["tensor", "list"])
 def test_a_number_of_numpy_made_of_tensors_is_no_loss_for_it_has_no_gradient(targets):
     strategy = SupervisedStrategy(lambda outputs, targets: numpy.float64(outputs.sum().item()))
-    with pytest.raises(TypeError, match=r"float64.*; a loss is a tensor of shape"):
+    with pytest.raises(TypeError, match=r"float64.*; needs a tensor of shape"):
         strategy.compute_loss(torch.ones(2), TrainingBatch(None, targets, 2))
 
 

@@ -5,8 +5,8 @@ import torch
 
 from pulsetrain.engine import DPOStrategy, GRPOStrategy, PPOStrategy, PretrainStrategy, SFTStrategy
 from pulsetrain.engine.data.sequences import pack, pad_examples
-from tests.engine.strategies.test_strategies_language import Attending, documents
 from tests.support import strategy_formulas as formulas
+from tests.support.language_batches import Attending, documents
 from tests.support.small import trainer
 from tests.support.strategy_formulas import IGNORED, VOCABULARY
 

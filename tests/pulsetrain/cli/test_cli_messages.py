@@ -88,7 +88,7 @@ CASES = {
     ),
     "both spellings": (
         "--training.optimizer adamw --training.optimizer_options '{adam_beta1: 0.9,betas: [0.9,0.99]}'",
-        "training.optimizer_options.adam_beta1=0.9, training.optimizer_options.betas=[0.9, 0.99]: pass one of both",
+        "training.optimizer_options.adam_beta1=0.9, training.optimizer_options.betas=[0.9, 0.99]: pass only one of",
     ),
     "layer rates": (
         "--training.optimizer_options.layer_rates '{\"7\": 0.1}'",

@@ -13,7 +13,7 @@ from pulsetrain import Trainer, verify
 from pulsetrain.engine import Events, Every
 from pulsetrain.engine.errors import CheckpointError, ConfigurationError
 from pulsetrain.handlers import Checkpointer, CSVLogger, EventRecorder, NaNGuard
-from tests.pulsetrain.test_guards import data, make
+from tests.support.guarded_runs import data, make
 
 
 def weights(trainer: Trainer) -> list[torch.Tensor]:
