@@ -14,7 +14,7 @@ from pulsetrain.engine.data.keyed_loader import can_be_read_once
 from pulsetrain.engine.errors import ConfigurationError, unknown_name
 from pulsetrain.engine.optimizers import NamedOptimizers, parts_of, resolve_optimizer
 from pulsetrain.engine.schedules import build_schedule
-from pulsetrain.engine.step.protocols import AlternatingStrategy, Strategy, TrainingStrategy
+from pulsetrain.engine.step.protocols import AlternatingStrategy, TrainingStrategy
 from pulsetrain.engine.strategies import STRATEGIES
 from pulsetrain.handlers import Checkpointer, EarlyStopping, LRScheduler
 from pulsetrain.training.run_length import Bound
@@ -83,15 +83,10 @@ def resolve_strategy(strategy: Any) -> Any:
     return strategy
 
 
-def resolve_model(model: object, strategy: Strategy) -> object:
+def resolve_model(model: object) -> object:
     """The model; a mapping of several modules as a ModuleDict."""
     if isinstance(model, Mapping) and all(isinstance(each, nn.Module) for each in model.values()):
         model = nn.ModuleDict(model)
-    if isinstance(strategy, AlternatingStrategy) and not isinstance(model, nn.ModuleDict):
-        raise TypeError(
-            f"Trainer(model={type(model).__name__}): {type(strategy).__name__} trains several modules in turns; give "
-            "them by name, as {'generator': ..., 'discriminator': ...}"
-        )
     return model
 
 
@@ -110,6 +105,11 @@ def resolve_optimizers(given: Any, model: nn.Module, strategy: Any, config: Trai
                 f"which loss is whose, by compute_losses; {type(strategy).__name__} has one loss"
             )
         return resolve(given, model)
+    if not isinstance(model, nn.ModuleDict):
+        raise TypeError(
+            f"Trainer(model={type(model).__name__}): {type(strategy).__name__} trains several modules in turns; give "
+            "them by name, as {'generator': ..., 'discriminator': ...}"
+        )
     if config.precision == "fp16" and config.accumulation.batches != 1:
         raise ConfigurationError(
             f"TrainingConfig(precision='fp16', accumulate={config.accumulate!r}): the gradient scale changes with each "
@@ -126,7 +126,6 @@ def resolve_optimizers(given: Any, model: nn.Module, strategy: Any, config: Trai
         raise TypeError(f"Trainer(optimizer={type(given).__name__}): needs one for each module, as {{'actor': 'adam'}}")
     chosen = dict(given) if isinstance(given, Mapping) else {}
     everyone = given if isinstance(given, str) else None
-    assert isinstance(model, nn.ModuleDict)
     learning = {name: each for name, each in model.items() if any(p.requires_grad for p in each.parameters())}
     for name in chosen:
         if name not in learning:
