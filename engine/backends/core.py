@@ -40,6 +40,7 @@ class TrainerCore:
     Raises:
         ConfigurationError: the backend computes in place, or cannot do what a setting asks for.
 
+    >>> import torch
     >>> from pulsetrain.engine import SupervisedStrategy, TorchBackend
     >>> core = TrainerCore(TorchBackend("cpu", functional=True), SupervisedStrategy("mse"))
     >>> state = core.init(torch.nn.Linear(2, 1), "sgd", learning_rate=0.1)

@@ -1,4 +1,4 @@
-"""Training steps in JAX: one compiled program an update, which reuses the memory of the state that it is given."""
+"""Training steps in JAX: one compiled program per update, which reuses the memory of the state it is given."""
 
 from __future__ import annotations
 
@@ -34,9 +34,10 @@ __all__ = ["JaxBackend"]
 class JaxBackend(JaxArrays, FunctionalBackend):
     """Plain functions, flax nnx and linen modules, and optax, on one device.
 
-    A program is compiled once for each shape of a batch, for training and for evaluation; `samples` and `tokens` of a
-    TrainingBatch count as its shape, so what differs from batch to batch belongs in `weight`. Batches may hold torch,
-    numpy or jax arrays; a strategy's `prepare_batch` gets torch tensors on the host, its `compute_loss` jax arrays.
+    A program is compiled once for each shape of a batch, for training and for evaluation. `samples` and `tokens` of a
+    TrainingBatch count as its shape, so a number that varies from batch to batch belongs in `weight`. Batches may hold
+    torch, numpy or jax arrays; a strategy's `prepare_batch` gets torch tensors on the host, its `compute_loss` jax
+    arrays.
 
     Args:
         device: "auto", "cpu", "cuda" ("gpu"), "tpu", also with a number, as "cuda:1"; None leaves it to the
@@ -56,7 +57,7 @@ class JaxBackend(JaxArrays, FunctionalBackend):
 
     def configure(self, settings: BackendSettings) -> None:
         super().configure(settings)
-        self._programs.clear()  # they clip as the settings say
+        self._programs.clear()  # they clip by the earlier settings
         device = settings.device if self.requested_device is None else self.requested_device
         self._use(find_jax_device(self._jax, str(device)))
 
@@ -65,7 +66,7 @@ class JaxBackend(JaxArrays, FunctionalBackend):
     def split(self, model: Any) -> dict[str, Any]:
         """The weights of a flax module, or of a pair of code and weights, copied to the device."""
         self.model: JaxModel = read_model(model)
-        self._programs.clear()  # they compute with the model before
+        self._programs.clear()  # they compute with the previous model
         weights = {"parameters": self.model.parameters, "buffers": self.model.buffers}
         for path, leaf in self.paths(weights).items():
             if isinstance(leaf, Tensor):
@@ -77,20 +78,20 @@ class JaxBackend(JaxArrays, FunctionalBackend):
             if not self._jax.numpy.issubdtype(self._jax.numpy.result_type(leaf), self._jax.numpy.inexact):
                 raise TypeError(
                     f"JaxBackend: weights['parameters/{path}'] of {self._jax.numpy.result_type(leaf)} has no gradient; "
-                    "keep whole numbers out of the weights, in the function itself"
+                    "keep integers out of the weights, in the function itself"
                 )
         # copies: the first step may reuse the memory of what it is given
         return self._placed(self.map(self.copy_of, weights))  # type: ignore[no-any-return]
 
     def init(self, model: Any, optimizer: Any, learning_rate: float | None = None) -> ModelState:
         state = super().init(model, optimizer, learning_rate)
-        # on the device as the next state will be: else the second step would be compiled anew
+        # on the device, as the next state will be: else the second step would be compiled again
         return replace(state, optimizer=self._placed(state.optimizer))
 
     def create_optimizer(self, model: Any, name: str, learning_rate: float, weight_decay: float, **options: Any) -> Any:
         """sgd, adam, adamw or rmsprop of optax, with torch's numbers.
 
-        no_decay="auto" spares what has fewer than two dimensions, and embeddings by their name.
+        no_decay="auto" spares arrays of fewer than two dimensions, and embeddings, which it knows by their name.
         """
         mask: Any = None
         rule = options.pop("no_decay", None)
@@ -105,7 +106,7 @@ class JaxBackend(JaxArrays, FunctionalBackend):
         return self.rebuilt(parameters, masks)
 
     def publish(self, weights: Mapping[str, Any]) -> None:
-        """An nnx module gets copies of its trained weights; functions and linen modules hold none."""
+        """Copy the trained weights into an nnx module; functions and linen modules hold none."""
         if self.model.publish is not None:
             self.model.publish(self.map(self.copy_of, weights))
 
@@ -172,14 +173,14 @@ class JaxBackend(JaxArrays, FunctionalBackend):
             return loss, buffers
 
         (loss, buffers), gradients = jax.value_and_grad(compute, has_aux=True)(weights["parameters"])
-        # what follows is computed as if it were a program of its own: whoever listens in between changes no bit
+        # what follows is computed as a separate program would: a receiver of GRADIENTS_READY changes no bit
         return jax.lax.optimization_barrier((loss, gradients, buffers))  # type: ignore[no-any-return]
 
     def norm(self, gradients: Any) -> Any:
         jnp = self._jax.numpy
         plain = super().norm
-        # A loop's body is compiled by itself. Beside what makes the gradients XLA would add their squares up in another
-        # order, which a barrier does not prevent on a CPU: with clipping, whoever listens in between would change bits.
+        # A loop's body is compiled separately. Fused with the gradients, XLA would add their squares up in a different
+        # order, which a barrier does not prevent on a CPU: with clipping, a receiver of gradients would change bits.
         filled = [leaf for leaf in self._jax.tree.leaves(gradients) if leaf.size]
         rounds = 1 + jnp.isinf(filled[0].ravel()[0] * 0).astype(
             int
@@ -193,7 +194,7 @@ class JaxBackend(JaxArrays, FunctionalBackend):
             function = make()
 
             def counted(*args: Any) -> Any:
-                self.compiled[kind] += 1  # while it is traced: a compiled program does not come by here
+                self.compiled[kind] += 1  # while it is traced: a compiled program does not run this line
                 return function(*args)
 
             self._programs[key] = self._jax.jit(counted, **options)
@@ -300,7 +301,7 @@ class JaxBackend(JaxArrays, FunctionalBackend):
         return self.to_torch(program(weights, self.to_native(inputs)))
 
     def _run(self, program: Any, batch: TrainingBatch, *arguments: Any) -> Any:
-        """A program of a batch and whatever more; an error tells what the batch was."""
+        """Run a program on a batch; an error carries a note of what the batch held."""
         arrays = batch.inputs, batch.targets, self.to_native(batch.weight)
         try:
             return program((batch.samples, batch.tokens), arrays, *arguments)
@@ -309,7 +310,7 @@ class JaxBackend(JaxArrays, FunctionalBackend):
             raise
 
     def _factor(self, value: Any) -> Any:
-        """A number to multiply by; None for 1."""
+        """A factor; None for 1."""
         return None if type(value) is float and value == 1.0 else self.to_native(value)
 
 

@@ -34,7 +34,7 @@ class JaxArrays(Trees):
         return self._jax.device_put(tree, self.jax_device)
 
     def copy_of(self, leaf: Any) -> Any:
-        # with its dtype said: one that is only likely (of 0.5, as jax has it) would be compiled for anew
+        # with an explicit dtype: a weak one (jax's of 0.5) would make jax compile again
         return self._jax.numpy.array(leaf, dtype=self._jax.numpy.asarray(leaf).dtype)
 
     def owns(self, leaf: Any) -> bool:
@@ -45,11 +45,11 @@ class JaxArrays(Trees):
         return None if found is None else int(found["bytes_in_use"])
 
     def to_host(self, batch: Any) -> Any:
-        """Torch tensors on the host in place of its arrays."""
+        """The batch in torch tensors on the host."""
         return self.map(lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf, self.to_torch(batch))
 
     def tensor_of(self, leaf: Any) -> Any:
-        """One array as a torch tensor, by DLPack where both are on one device."""
+        """One array as a torch tensor, by DLPack if both are on one device."""
         if isinstance(leaf, self._jax.Array):
             if self._jax.numpy.issubdtype(leaf.dtype, self._jax.dtypes.prng_key):
                 leaf = self._jax.random.key_data(leaf)
@@ -60,7 +60,7 @@ class JaxArrays(Trees):
 
     def from_torch(self, tensor: Tensor) -> Any:
         """One torch tensor as an array on the device."""
-        # a copy: the program reads it after the call is over, and a loader may fill its memory with the next batch
+        # a copy: the program reads it after the call has returned, when a loader may have put the next batch there
         copy = tensor.detach().clone(memory_format=torch.contiguous_format)
         array = self._jax.numpy.from_dlpack(copy)
         return array if array.devices() == {self.jax_device} else self._jax.device_put(array, self.jax_device)
@@ -91,10 +91,10 @@ class JaxArrays(Trees):
 
 
 def find_jax_device(jax: Any, name: str) -> Any:
-    """The device of that name, as jax knows it.
+    """The jax device of that name.
 
     Raises:
-        ConfigurationError: there is none; the message lists those that are there.
+        ConfigurationError: there is none; the message lists those that there are.
     """
     kind, colon, number = str(name).partition(":")
     wanted = {"cuda": "gpu", "mps": "metal"}.get(kind, kind)

@@ -1,4 +1,4 @@
-"""What a JaxBackend takes for a model: a flax module of either kind, or a function and its weights."""
+"""The models of a JaxBackend: flax modules, nnx or linen, and functions with their weights."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Apply = Callable[..., tuple[Any, Any]]
 
 @dataclass(frozen=True, slots=True)
 class JaxModel:
-    """A model as a pure function and the weights that it begins with."""
+    """A model as a pure function and its initial weights."""
 
     parameters: Any  # a pytree of arrays that learn
-    buffers: Any  # one of those that a forward pass may change: running statistics, keys and counts of what is drawn
+    buffers: Any  # arrays that a forward pass may change: running statistics, keys and counts of random draws
     apply: Apply  # (parameters, buffers, args, kwargs, training, key) -> (outputs, buffers)
-    publish: Callable[[Any], None] | None = None  # puts weights into the user's own object, where it holds some
+    publish: Callable[[Any], None] | None = None  # puts weights into the user's own object, if it holds any
 
 
 def read_model(model: Any) -> JaxModel:
@@ -29,8 +29,9 @@ def read_model(model: Any) -> JaxModel:
 
     Args:
         model: an instance of flax.nnx.Module; a pair (flax.linen.Module, variables) as its `init` gives them; or a pair
-            (function, weights) where function(weights, *inputs) gives the outputs. A linen module or function that
-            takes `train`, `training` or `deterministic` is told; a function that takes `key` gets a new one each step.
+            (function, weights) where function(weights, *inputs) returns the outputs. A linen module or function
+            is passed the mode if it takes `train`, `training` or `deterministic`; a function that takes `key` gets a
+            new one in each step.
 
     Raises:
         TypeError: it is none of these.
@@ -52,7 +53,7 @@ def read_model(model: Any) -> JaxModel:
 
 def _of_nnx(nnx: Any, model: Any) -> JaxModel:
     own = nnx.clone(model)  # its modes are changed here
-    nnx.pop(own, nnx.Intermediate)  # what a forward pass leaves to be looked at is no part of the weights
+    nnx.pop(own, nnx.Intermediate)  # intermediate values of a forward pass are not weights
     own.eval()
     graphs = {False: nnx.graphdef(own)}
     own.train()
@@ -109,7 +110,7 @@ def _of_function(function: Any, weights: Any) -> JaxModel:
 
 
 def _mode_of(function: Any) -> Callable[[bool], dict[str, bool]]:
-    """How it is told whether it trains; not at all where it has no such keyword."""
+    """The keyword by which the function learns whether it trains; none if it has no such keyword."""
     known = _parameters_of(function)
     for name in ("train", "training", "is_training"):
         if name in known:

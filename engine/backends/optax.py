@@ -1,4 +1,4 @@
-"""Optimizers of optax with the numbers of torch's own, and the learning rate in their state."""
+"""Optax optimizers that compute torch's numbers, and the learning rate in their state."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def jax_and_optax(place: str = "JaxBackend") -> tuple[Any, Any]:
 def create_optax(
     name: str, learning_rate: float, weight_decay: float = 0.0, *, decay_mask: DecayMask = None, **options: Any
 ) -> Any:
-    """The optax.GradientTransformation of that name, which computes what torch.optim's does.
+    """The optax.GradientTransformation of that name, with the numbers of torch.optim.
 
-    Optax's own of these names differ from torch's: rmsprop in the places of eps and of the rate, adam in float32 in the
-    first updates (by up to 1e-5, where it takes the power of beta2 from 1), adamw in the rounding of its decay. What is
-    left in float32 is that torch rounds a decayed parameter before it adds the update, and XLA does not.
+    Optax's own of these names differ from torch's: rmsprop in where eps and the rate enter, adam in the first updates
+    in float32 (by up to 1e-5, since it subtracts the power of beta2 from 1), adamw in the rounding of its decay. One
+    difference remains in float32: torch rounds a decayed parameter before it adds the update, and XLA does not.
 
     Args:
         name: sgd, adam, adamw or rmsprop.
@@ -44,7 +44,7 @@ def create_optax(
         options: those of `create_functional`, under torch's names.
 
     Raises:
-        ConfigurationError: as `create_functional`; a dampening, which optax has not; or jax or optax is not installed.
+        ConfigurationError: as `create_functional`; a dampening, which optax lacks; or jax or optax is not installed.
     """
     jax, optax = jax_and_optax("create_optax()")
     wanted = create_functional(name, learning_rate, weight_decay, decay_mask=decay_mask, **options)
@@ -54,19 +54,19 @@ def create_optax(
             "TorchBackend()"
         )
 
-    # the rate alone is injected: betas would become arrays, and in float32 1 - beta2 would be off by 1e-5
+    # only the rate is injected: betas would become arrays, and in float32 1 - beta2 would be off by 1e-5
     def chain(learning_rate: Any) -> Any:
         return optax.chain(*_steps(optax, wanted, learning_rate))
 
-    # where parameters are bfloat16, a rate of theirs would be off by up to 0.4%
+    # in bfloat16, the dtype of such parameters, the rate would be off by up to 0.4%
     dtype = jax.numpy.result_type(float)
     return optax.inject_hyperparams(chain, hyperparam_dtype=dtype)(learning_rate=wanted.learning_rate)
 
 
 def learning_rate_of(opt_state: Any) -> Any:
-    """The learning rate that a state holds, an array of shape (); None where none was injected.
+    """The learning rate that a state holds, an array of shape (); None if none was injected.
 
-    It is found at any depth, as inside optax.chain; of several, the first counts.
+    It is found at any depth, as inside optax.chain; if there are several, the first is returned.
     """
     jax, _ = jax_and_optax("learning_rate_of()")
     holders = filter(_holds_rate, jax.tree.leaves(opt_state, is_leaf=_holds_rate))
@@ -74,9 +74,9 @@ def learning_rate_of(opt_state: Any) -> Any:
 
 
 def with_learning_rate(opt_state: Any, rate: Any) -> Any:
-    """The state with another learning rate, in all places that hold one; unchanged where none was injected.
+    """The state with this learning rate wherever it holds one; unchanged if none was injected.
 
-    The array is of the old one's dtype and in its place, so that a compiled update takes it as it is.
+    The array has the old one's dtype and device, so that a compiled update accepts it without compiling again.
     """
     jax, _ = jax_and_optax("with_learning_rate()")
 
@@ -85,7 +85,7 @@ def with_learning_rate(opt_state: Any, rate: Any) -> Any:
             return node
         old = node.hyperparams[_RATE]
         new = jax.numpy.asarray(rate, dtype=old.dtype)
-        # an array that is put on a device takes another program than one that is not
+        # arrays committed to a device and uncommitted ones need different programs
         if not isinstance(old, jax.core.Tracer) and getattr(old, "committed", False):
             new = jax.device_put(new, old.sharding)
         return node._replace(hyperparams={**node.hyperparams, _RATE: new})
@@ -103,7 +103,7 @@ def _holds_rate(node: Any) -> bool:
 
 
 def _steps(optax: Any, wanted: SGD | Adam | AdamW | RMSprop, rate: Any) -> list[Any]:
-    """What happens to gradients until they are updates, in torch's order."""
+    """The transformations from gradients to updates, in torch's order."""
     scale = optax.stateless_with_tree_map(lambda update, _: (-rate * update).astype(update.dtype))
     if isinstance(wanted, AdamW):
         return [_moments(*wanted.betas, wanted.eps), scale, *_decoupled(optax, wanted, rate)]
@@ -120,11 +120,11 @@ def _steps(optax: Any, wanted: SGD | Adam | AdamW | RMSprop, rate: Any) -> list[
 
 
 def _decoupled(optax: Any, wanted: AdamW, rate: Any) -> list[Any]:
-    """The decay beside the averages."""
+    """The decoupled weight decay."""
     if not wanted.weight_decay:
         return []
 
-    # through the factor that torch multiplies by: in float32 it is rounded, by the same bit every time
+    # by the factor that torch multiplies with, whose rounding in float32 is the same in each update
     def shrink(update: Any, param: Any) -> Any:
         kept = (1 - rate * wanted.weight_decay).astype(param.dtype)
         return update + (param * kept - param)
@@ -134,7 +134,7 @@ def _decoupled(optax: Any, wanted: AdamW, rate: Any) -> list[Any]:
 
 
 def _moments(beta1: float, beta2: float, eps: float) -> Any:
-    """As optax.scale_by_adam, whose state it has, but exact in the first updates too."""
+    """optax.scale_by_adam, with its state, but exact in the first updates too."""
     jax, optax = jax_and_optax()
     empty = optax.scale_by_adam()
 
@@ -143,7 +143,7 @@ def _moments(beta1: float, beta2: float, eps: float) -> Any:
         means = jax.tree.map(lambda grad, mean: beta1 * mean + (1 - beta1) * grad, updates, state.mu)
         squares = jax.tree.map(lambda grad, square: beta2 * square + (1 - beta2) * grad**2, updates, state.nu)
 
-        # 1 - beta**count, without the loss of digits where the power is close to 1
+        # 1 - beta**count without the loss of digits when the power is close to 1
         first, second = (-jax.numpy.expm1(count * (math.log(beta) if beta else -math.inf)) for beta in (beta1, beta2))
 
         def direction(mean: Any, square: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Several batches, one update: how many, and what part of the update's gradient each of them is."""
+"""Accumulates the gradients of several batches for one update, weighted by the sizes of the batches."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TypedDict
 
 from torch import Tensor
 
@@ -19,16 +19,19 @@ Size = int | float | Tensor
 
 @dataclass(frozen=True, kw_only=True)
 class Accumulate:
-    """When the gradients of several batches make one update; exactly one of the three is given.
+    """When the gradients of several batches make one update; exactly one of the arguments is given.
 
     Args:
-        batches: after so many batches.
-        tokens: after the batch with which so many predicted tokens are together.
-        schedule: batches an update by the number of updates made: {0: 1, 1000: 4} accumulates four batches from the
+        batches: after this many batches.
+        tokens: after the batch that completes this many predicted tokens.
+        schedule: batches per update by the number of updates made: {0: 1, 1000: 4} accumulates four batches from the
             1001st update on.
 
     Raises:
         ConfigurationError: none or several are given, or a number is out of range.
+
+    >>> Accumulate(schedule={0: 1, 10: 4}).updates_in(30)
+    15
     """
 
     batches: int | None = None
@@ -56,14 +59,14 @@ class Accumulate:
         for update, batches in schedule.items():
             if not _whole(update, 0) or not _whole(batches, 1):
                 raise ConfigurationError(
-                    f"{update!r}: {batches!r} is no pair of an update (0 or more) and batches (1 or more)",
+                    f"{update!r}: {batches!r} is not a pair of an update (0 or more) and batches (1 or more)",
                     "Accumulate",
                     schedule=schedule,
                 )
         object.__setattr__(self, "schedule", dict(sorted(schedule.items())))
 
     def batches_at(self, update: int, tokens_a_batch: float | None = None) -> int | None:
-        """Batches for the update behind so many others; None where that hangs on tokens a batch, not known."""
+        """Batches for the update after this many others; None if an unknown number of tokens a batch decides."""
         if self.batches is not None:
             return self.batches
         if self.tokens is not None:
@@ -73,7 +76,7 @@ class Accumulate:
         return self.schedule[starts[bisect_right(starts, update) - 1]]
 
     def updates_in(self, batches: int, tokens_a_batch: float | None = None) -> int | None:
-        """Updates that so many batches make; batches left over make none."""
+        """Updates that this many batches make; batches left over make none."""
         update = 0
         starts = list(self.schedule or {})[1:]
         for start in [*starts, None]:
@@ -88,7 +91,7 @@ class Accumulate:
         raise AssertionError("the last piece has no end")
 
     def batches_in(self, updates: int, tokens_a_batch: float | None = None) -> int | None:
-        """Batches that so many updates take."""
+        """Batches that this many updates take."""
         batches, update = 0, 0
         starts = [start for start in list(self.schedule or {})[1:] if start < updates]
         for start in [*starts, updates]:
@@ -100,13 +103,32 @@ class Accumulate:
         return batches
 
 
+class AccumulationState(TypedDict):
+    """The state of an Accumulation in a checkpoint."""
+
+    batches: int
+    size: Size
+    tokens: int
+    expected: Size | None
+
+
 class Accumulation:
     """The batches whose gradients wait for the next update.
 
     An update's gradient is that of the mean over everything in its batches, as if they were one: a batch of twice
-    the size weighs twice as much. What a window will hold is not known when its first batch is weighed, so each weighs
-    `size / expected`, and the update corrects the sum by `expected / total`, which is 1 for batches of one size. Sizes
-    may be tensors of shape () on a device, such as a count of targets that are not ignored: none is waited for.
+    the size weighs twice as much. The total is not known when the first batch is weighed, so each batch weighs
+    `size / expected`, and the update corrects the sum by `expected / total`, which is 1 for batches of equal size.
+    Sizes may be tensors of shape () on a device, such as a count of targets that are not ignored: nothing waits for
+    them.
+
+    >>> accumulation = Accumulation(Accumulate(batches=2))
+    >>> weights = []
+    >>> for size in (3, 5):
+    ...     weights.append(accumulation.weigh(size, tokens=0, update=0))
+    ...     complete = accumulation.add(size, tokens=0, update=0)
+    >>> correction = accumulation.close()
+    >>> complete, [weight * correction for weight in weights]
+    (True, [0.375, 0.625])
     """
 
     def __init__(self, rule: Accumulate) -> None:
@@ -115,11 +137,11 @@ class Accumulation:
         self.restart()
 
     def restart(self) -> None:
-        """Nothing waits."""
+        """Forget the batches that wait."""
         self.batches = 0  # waiting
         self._tokens = 0
         self._size: Size = 0
-        self._expected: Size | None = None  # None where nothing need be weighed
+        self._expected: Size | None = None  # None if nothing needs to be weighed
 
     @property
     def nothing_waits(self) -> bool:
@@ -127,10 +149,10 @@ class Accumulation:
         return self._single and not self.batches
 
     def weigh(self, size: Size, tokens: int, update: int) -> Size:
-        """What the next batch's mean loss is to be multiplied by.
+        """The factor for the next batch's mean loss.
 
         Args:
-            size: what the batch's loss is a mean over.
+            size: the number that the batch's loss is a mean over.
             tokens: its predicted tokens.
             update: updates made so far.
 
@@ -153,7 +175,7 @@ class Accumulation:
         return size / self._expected
 
     def add(self, size: Size, tokens: int, update: int) -> bool:
-        """Count the batch in, now that its gradients are there; returns whether it is time for the update."""
+        """Count a batch whose gradients have been added; returns whether it is time for the update."""
         self.batches += 1
         if self._expected is None:
             return True
@@ -166,22 +188,22 @@ class Accumulation:
         return self.batches >= needed
 
     def close(self) -> Size:
-        """The update begins; returns what the gradients are to be multiplied by first, 1.0 for nothing to do."""
+        """Begin the update; returns the factor for the gradients, 1.0 if there is nothing to do."""
         expected, total = self._expected, self._size
         self.restart()
         if expected is None or (
             not isinstance(expected, Tensor) and not isinstance(total, Tensor) and expected == total
         ):
             return 1.0
-        if isinstance(total, Tensor):  # nothing counted in any of the batches: their gradients are 0, and stay so
+        if isinstance(total, Tensor):  # no batch counted anything: their gradients are 0, and stay 0
             total = total.clamp_min(1)
         return expected / total
 
-    def state_dict(self) -> dict[str, Any]:
-        """What waits; another rule may go on from it, since the correction knows what each batch has weighed."""
+    def state_dict(self) -> AccumulationState:
+        """What waits; a different rule may continue from it, since it holds what each batch has weighed."""
         return {"batches": self.batches, "size": self._size, "tokens": self._tokens, "expected": self._expected}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: AccumulationState) -> None:
         self.batches, self._tokens = state["batches"], state["tokens"]
         self._size, self._expected = state["size"], state["expected"]
 

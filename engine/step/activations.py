@@ -1,4 +1,4 @@
-"""Activation checkpointing: what a module computes is not kept for the backward pass but computed again there."""
+"""Activation checkpointing: activations are computed again in the backward pass instead of kept."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ class _Recomputed:
         self.module = module
         self.forward = module.forward
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # what is computed again in a compiled graph has no effects, and no contexts
+    def __call__(self, *args: object, **kwargs: Any) -> object:
+        if torch.compiler.is_compiling():  # a compiled graph has no side effects to undo, and takes no contexts
             return checkpoint(self.forward, *args, use_reentrant=False, **kwargs)
         return checkpoint(self.forward, *args, use_reentrant=False, context_fn=self._contexts, **kwargs)
 
-    def _contexts(self) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
         return nullcontext(), _statistics_kept(self.module)
 
 
 @contextmanager
 def _statistics_kept(module: nn.Module) -> Iterator[None]:
-    """Normalisation does not count a batch into its running statistics a second time: copies take it."""
+    """Normalisation updates copies of its running statistics, so that it does not count the batch twice."""
     counting = [each for each in module.modules() if getattr(each, "track_running_stats", False) and each.training]
     kept = [(each, dict(each.named_buffers(recurse=False))) for each in counting]
     for each, buffers in kept:
@@ -49,25 +49,28 @@ def _statistics_kept(module: nn.Module) -> Iterator[None]:
 
 
 def recompute_activations(model: nn.Module, pattern: str | None) -> list[str]:
-    """Let the modules of these names recompute their activations; what an earlier call arranged is undone first.
+    """Let the modules with these names recompute their activations; the effect of an earlier call is undone first.
 
-    Outputs, gradients, random draws (dropout) and running statistics stay the same to the bit.
+    Outputs, gradients, random draws (dropout) and running statistics stay the same bit for bit.
 
     Args:
-        pattern: a name, in which `*` stands for anything between two dots: "blocks.*"; None for no module.
+        pattern: a name, in which `*` matches anything between two dots: "blocks.*"; None for no module.
 
     Returns:
         The names of the modules.
 
     Raises:
         ConfigurationError: no module has such a name.
+
+    >>> recompute_activations(nn.Sequential(nn.Linear(2, 2), nn.ReLU()), "*")
+    ['0', '1']
     """
     modules = dict(model.named_modules())
     for module in modules.values():
         if isinstance(module.__dict__.get("forward"), _Recomputed):
             earlier = module.__dict__.pop("forward")
             if getattr(earlier.forward, "__func__", None) is not type(module).forward:
-                module.forward = earlier.forward  # somebody had put their own there
+                module.forward = earlier.forward  # which was the user's own
     if pattern is None:
         return []
     found = [name for name in modules if name and _fits(name, pattern)]

@@ -20,36 +20,46 @@ MultiAverage = Callable[[list[Tensor], list[Tensor], int], None]
 
 
 class WeightAverage:
-    """Averages of a model's parameters, on the model's device, with the buffers that the model had at the last one.
+    """Averages of a model's parameters, on the model's device, with the buffers that the model had at the last update.
 
-    The numbers are those of torch.optim.swa_utils.AveragedModel, but for equal averages in float64, where that one
-    rounds 1 / (n + 1) to float32. A parameter has one average, under however many names the model shares it.
-    Parameters of whole numbers are copied as buffers are; buffers that the model does not save are left alone.
+    The numbers are those of torch.optim.swa_utils.AveragedModel, except for equal averages in float64, where that class
+    rounds 1 / (n + 1) to float32. A shared parameter has one average. Integer parameters are copied, as buffers are;
+    buffers that the model does not save are ignored.
 
     Args:
-        model: whose weights are averaged. An update reads its modules again where any of them holds another parameter,
-            buffer or module, or a parameter is on another device or of another dtype or shape, than at the one before;
-            to ask takes a tenth of the time of reading.
+        model: whose weights are averaged. An update collects the tensors of its modules again if a parameter, buffer or
+            module has been replaced, or a parameter's device, dtype or shape has changed, since the last update; the
+            test takes a tenth of the time of collecting.
         average: what one update computes, as torch.optim.swa_utils.get_ema_multi_avg_fn(decay) and
             get_swa_multi_avg_fn() return it; called once for each device and dtype.
+
+    >>> from torch.optim.swa_utils import get_swa_multi_avg_fn
+    >>> model = nn.Linear(1, 1, bias=False)
+    >>> average = WeightAverage(model, get_swa_multi_avg_fn())
+    >>> for value in (1.0, 3.0):
+    ...     _ = nn.init.constant_(model.weight, value)
+    ...     average.update()
+    >>> with average.applied():
+    ...     print(model.weight.item())
+    2.0
     """
 
     def __init__(self, model: nn.Module, average: MultiAverage) -> None:
         self.model = model
         self.number_averaged = 0
-        self.buffers_kept = False  # whether the buffers are those of `keep_buffers`, not the last update's
+        self.buffers_kept = False  # whether the buffers come from `keep_buffers`, not from the last update
         self._average = average
-        self._weights: dict[str, Tensor] = {}  # none before the first update, so that they cost nothing until then
-        self._pairs: _Pairs | None = None  # of the last update, until the tensors in `_weights` are others
+        self._weights: dict[str, Tensor] = {}  # none before the first update, so no memory until then
+        self._pairs: _Pairs | None = None  # of the last update, while `_weights` holds the same tensors
         self._applied = False
 
     @torch.no_grad()
     def update(self) -> None:
-        """Average the model's weights in: the first are copied. Nothing here waits for the device.
+        """Add the model's weights to the average; the first are copied. Nothing here waits for the device.
 
         Raises:
-            ConfigurationError: the model's parameters are others than at the update before.
-            RuntimeError: inside `applied()`, where the model's weights are the average itself.
+            ConfigurationError: the model's parameters have changed since the last update.
+            RuntimeError: inside `applied()`, where the model holds the average itself.
         """
         self._refuse_while_applied("update")
         if self._pairs is None or not self._pairs.are_those_of_the_model():
@@ -63,14 +73,14 @@ class WeightAverage:
         self.buffers_kept = False
 
     def _pair(self) -> _Pairs:
-        """Our tensors beside the model's; those that are missing here are copied from the model."""
+        """Our tensors and the model's in pairs; missing ones are copied from the model."""
         parameters, copied = _split(self.model)
         if self.number_averaged:
             weights = {name: self._weights[name] for name in self._weights.keys() - copied.keys()}
             problems = _misfits(weights, parameters, "average")
             if problems:
-                raise ConfigurationError(f"WeightAverage.update(): the model has changed: {problems}; average it anew")
-            # a model that was moved takes its average along
+                raise ConfigurationError(f"WeightAverage.update(): the model has changed: {problems}; start a new one")
+            # the average follows a model that was moved
             weights = {name: weights[name].to(parameter.device) for name, parameter in parameters.items()}
         else:
             weights = {name: parameter.clone() for name, parameter in parameters.items()}
@@ -80,33 +90,33 @@ class WeightAverage:
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """The model with the averaged weights and buffers, by their values: its tensors stay the ones they were.
+        """The model with the values of the averaged weights and buffers, in the same tensors.
 
-        Afterwards, however the block ends, it holds what it held before. Inside, one more copy of the weights is kept
-        (between two updates the gradients, which are as large, are usually gone). A block inside another one changes
-        nothing, nor does one before the first update.
+        However the block ends, the model has its own values again afterwards. Inside, one more copy of the weights is
+        kept (between two updates the gradients, which are as large, are usually gone). A nested block changes nothing,
+        nor does one before the first update.
 
         Raises:
-            ConfigurationError: the model's weights are others than at the last update.
+            ConfigurationError: the model's weights have changed since the last update.
         """
         if self._applied or not self.number_averaged:
             yield
             return
         self._require_fit("applied", self.model)
-        held = {name: tensor.detach().clone() for name, tensor in _tensors(self.model).items()}
+        own = {name: tensor.detach().clone() for name, tensor in _tensors(self.model).items()}
         self._applied = True
         try:
             _copy(self._weights, self.model)
             yield
         finally:
             self._applied = False
-            _copy(held, self.model)
+            _copy(own, self.model)
 
     def keep_buffers(self) -> None:
-        """Inside `applied()`: take over the model's buffers, statistics estimated anew, until the next update.
+        """Inside `applied()`: adopt the model's buffers, such as statistics estimated again, until the next update.
 
         Raises:
-            RuntimeError: outside of it, or before the first update.
+            RuntimeError: outside of `applied()`, or before the first update.
         """
         if not self._applied:
             raise RuntimeError("WeightAverage.keep_buffers(): the model holds its own buffers; call it in applied()")
@@ -115,11 +125,11 @@ class WeightAverage:
         self.buffers_kept = True
 
     def copy_to(self, model: nn.Module) -> None:
-        """Put the averaged weights and buffers into a model of the same kind, for good.
+        """Copy the averaged weights and buffers into a model of the same structure.
 
         Raises:
-            ConfigurationError: they do not fit it.
-            RuntimeError: nothing has been averaged yet; or it is the averaged model, inside `applied()`.
+            ConfigurationError: they do not fit the model.
+            RuntimeError: nothing has been averaged yet, or the model is the averaged one, inside `applied()`.
         """
         if not self.number_averaged:
             raise RuntimeError("WeightAverage.copy_to(): nothing has been averaged yet; call update() first")
@@ -129,10 +139,10 @@ class WeightAverage:
         _copy(self._weights, model)
 
     def state_dict(self) -> dict[str, Any]:
-        """A copy on the host: the averaged weights and buffers by the model's names for them, and their number.
+        """A copy on the host: the averaged weights and buffers by the model's names, and the number of updates.
 
         Raises:
-            RuntimeError: inside `applied()`, where a checkpoint would take the average for the model's own weights.
+            RuntimeError: inside `applied()`, where a checkpoint would save the average as the model's own weights.
         """
         self._refuse_while_applied("state_dict")
         return {
@@ -142,10 +152,10 @@ class WeightAverage:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved average, on the model's device.
+        """Continue from a saved average, on the model's device.
 
         Raises:
-            CheckpointError: it does not fit the model; the message lists what is missing, unexpected or other.
+            CheckpointError: it does not fit the model; the message lists what is missing, unexpected or different.
             RuntimeError: inside `applied()`.
         """
         self._refuse_while_applied("load_state_dict")
@@ -155,7 +165,7 @@ class WeightAverage:
             problems = _misfits(saved, mine, "checkpoint")
             if problems:
                 raise CheckpointError(f"the checkpoint's averaged weights do not fit the model: {problems}")
-            # copies: whoever holds the state may load it once more
+            # copies: the same state may be loaded again
             self._weights = {name: saved[name].to(tensor.device, copy=True) for name, tensor in mine.items()}
         else:
             self._weights = {}
@@ -178,9 +188,9 @@ class WeightAverage:
 
 
 class _Pairs:
-    """An average's tensors beside the model's, by device and dtype, as torch's foreach kernels want them.
+    """An average's tensors and the model's in pairs, by device and dtype, as torch's foreach kernels want them.
 
-    They are the model's own tensors, not detached ones, which `model.half()` would leave behind.
+    They are the model's own tensors: `model.half()` would not change detached ones.
     """
 
     def __init__(
@@ -189,7 +199,7 @@ class _Pairs:
         self.averaged = _grouped(weights, parameters)
         self.copied = _grouped(weights, copied)
         self._parameters = list(parameters.values())
-        # where a module keeps what is put into it, another module too
+        # the dicts in which modules keep their tensors and submodules
         self._places: list[dict[str, Any]] = [
             place for module in model.modules() for place in (module._parameters, module._buffers, module._modules)
         ]
@@ -205,7 +215,7 @@ class _Pairs:
         return chain.from_iterable(map(dict.values, self._places))
 
     def _kinds_now(self) -> tuple[list[Any], ...]:
-        # model.to() and model.half() put other data into the same parameters
+        # model.to() and model.half() put new data into the same parameters
         kept = self._parameters
         return [each.device for each in kept], [each.dtype for each in kept], [each.shape for each in kept]
 
@@ -229,7 +239,7 @@ def _split(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         kind[name] = parameter
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
-            # the others are derived, may be large (masks, caches), and may change their shape as they please
+            # the others are derived, may be large (masks, caches), and may change their shape
             if name not in module._non_persistent_buffers_set:
                 copied[f"{prefix}.{name}" if prefix else name] = buffer
     return averaged, copied
@@ -242,13 +252,13 @@ def _tensors(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _copy(weights: Mapping[str, Tensor], model: nn.Module) -> None:
-    tensors = _tensors(model)  # looked up anew: a module may have put another buffer in a buffer's place
+    tensors = _tensors(model)  # looked up again: a module may have replaced a buffer
     for name, value in weights.items():
         tensors[name].copy_(value)
 
 
 def _misfits(weights: Mapping[str, Tensor], tensors: Mapping[str, Tensor], where: str) -> str:
-    """What keeps the weights from standing for the model's tensors; "" where nothing does."""
+    """Why the weights do not fit the model's tensors; "" if they do."""
     problems = [f"missing: {name} {_describe(tensors[name])}" for name in tensors.keys() - weights.keys()]
     problems += [f"unexpected: {name} {_describe(weights[name])}" for name in weights.keys() - tensors.keys()]
     for name in weights.keys() & tensors.keys():

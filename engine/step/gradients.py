@@ -1,4 +1,4 @@
-"""The size of gradients, and bounds on it; everything stays on the device, so nothing here waits for it."""
+"""The norm of gradients, and clipping; everything stays on the device, so nothing here waits for it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,13 @@ __all__ = ["clip_grad_norm", "clip_grad_value", "grad_norm", "scale_grads"]
 
 
 def grad_norm(parameters: Iterable[Tensor]) -> Tensor:
-    """L2 norm over all gradients as if they were one vector, shape (); 0 where there are none."""
+    """L2 norm over all gradients as if they were one vector, shape (); 0 if there are none.
+
+    >>> weight = torch.zeros(2, requires_grad=True)
+    >>> weight.grad = torch.tensor([3.0, 4.0])
+    >>> grad_norm([weight])
+    tensor(5.)
+    """
     parameters = [parameters] if isinstance(parameters, Tensor) else parameters
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     try:
@@ -26,20 +32,25 @@ def grad_norm(parameters: Iterable[Tensor]) -> Tensor:
             "grad_norm(): torch has no norm of sparse gradients, which nn.Embedding(sparse=True) makes; make it dense, "
             "or leave the norm out (no clipping by norm, no receiver of GRADIENTS_READY)"
         ) from error
-    # sharded gradients: each rank holds a part of the norm, and this collective call adds the parts up
+    # sharded gradients: each rank has a part of the norm, and this collective call adds the parts up
     return norm.full_tensor() if hasattr(norm, "full_tensor") else norm
 
 
 def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float, norm: Tensor | None = None) -> Tensor:
     """Scales all gradients by `min(1, max_norm / (norm + 1e-6))`, in place, and returns the norm before, shape ().
 
-    A gradient that is not finite makes the norm so, and the scaled gradients too: look at the norm before the update.
+    A gradient that is not finite makes the norm and all scaled gradients not finite: check the norm before the update.
 
     Args:
-        norm: what `grad_norm` has measured already, so that it need not be measured again.
+        norm: the result of `grad_norm`, if it has been measured already.
 
     Raises:
         ConfigurationError: max_norm is not positive.
+
+    >>> weight = torch.zeros(2, requires_grad=True)
+    >>> weight.grad = torch.tensor([3.0, 4.0])
+    >>> clip_grad_norm([weight], max_norm=1.0), weight.grad
+    (tensor(5.), tensor([0.6000, 0.8000]))
     """
     if not max_norm > 0:
         raise ConfigurationError("needs a positive number, or no clipping at all", "clip_grad_norm", max_norm=max_norm)
@@ -63,7 +74,7 @@ def clip_grad_value(parameters: Iterable[Tensor], max_value: float) -> None:
 
 
 def scale_grads(parameters: Iterable[Tensor], factor: float | Tensor) -> None:
-    """Multiplies all gradients by the factor, a number or of shape (), in place, in the storage that they have."""
+    """Multiplies all gradients in place by the factor, a number or a tensor of shape ()."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     if gradients:
         torch._foreach_mul_(gradients, factor.to(gradients[0].device) if isinstance(factor, Tensor) else factor)

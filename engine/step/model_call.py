@@ -1,18 +1,26 @@
-"""Calling a model: by whatever a batch holds for it, and in eval mode for a while."""
+"""Calling a model with the inputs of a batch, and running it in eval mode."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TypeVar
 
 from torch import Tensor, nn
 
+from pulsetrain.engine.step.protocols import Tree
+
 __all__ = ["call", "eval_mode"]
 
+T = TypeVar("T")
 
-def call(model: Callable[..., Any], inputs: Any) -> Any:
-    """What the model gives: a mapping goes to it as keyword arguments, a tuple or list as positional ones."""
+
+def call(model: Callable[..., T], inputs: Tree) -> T:
+    """Call the model: a mapping as keyword arguments, a tuple or list as positional ones.
+
+    >>> call(max, (1, 3)), call(dict, {"x": 1}), call(str, 2)
+    (3, {'x': 1}, '2')
+    """
     if isinstance(inputs, Tensor):
         return model(inputs)
     if isinstance(inputs, Mapping):
@@ -22,15 +30,15 @@ def call(model: Callable[..., Any], inputs: Any) -> Any:
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """The model in eval mode; afterwards each of its modules in the mode it was in."""
+    """The model in eval mode; afterwards each of its modules is in its previous mode."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
         yield
     finally:
-        for module, training in modes:  # by train(), which a module may override to do more, from the outside in
+        for module, training in modes:  # through train(), which a module may override; outer modules first
             if module.training != training:
                 module.train(training)
-        for module, training in modes:  # train() reaches into a module that several others share
+        for module, training in modes:  # train() also reaches modules that several others share
             if module.training != training:
                 module.training = training

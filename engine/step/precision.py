@@ -16,25 +16,29 @@ __all__ = ["Precision", "autocast_of"]
 
 _DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
-# One for all: it holds nothing, and entering it costs a tenth of entering an autocast.
-_NOTHING: AbstractContextManager[Any] = nullcontext()
+# shared: it holds nothing, and entering it takes a tenth of the time of entering an autocast
+_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
 class Precision:
-    """Full precision, or autocast to bf16 or fp16 on one kind of device; weights stay float32 in each.
+    """Full precision, or autocast to bf16 or fp16 on one kind of device; weights stay in float32.
 
     Args:
-        name: "fp32", "bf16" or "fp16"; fp16 brings a gradient scaler, since its small gradients underflow.
-        device: where the forward pass runs; only its kind matters.
-        gradient_scale: what fp16 multiplies gradients by at first; it is halved where they overflow.
+        name: "fp32", "bf16" or "fp16"; fp16 has a gradient scaler, since its small gradients underflow.
+        device: where the forward pass runs; only its type matters.
+        gradient_scale: the first factor by which fp16 multiplies gradients; it is halved when they overflow.
 
     Raises:
-        ConfigurationError: an unknown name, a scale that is no positive number, or a device that cannot autocast to
+        ConfigurationError: an unknown name, a scale that is not a positive number, or a device that cannot autocast to
             that type.
+
+    >>> with Precision("bf16", "cpu").autocast():
+    ...     print((torch.ones(2, 2) @ torch.ones(2, 2)).dtype)
+    torch.bfloat16
     """
 
     scaler: torch.amp.GradScaler | None
-    skipped: torch.Tensor | None  # fp16 updates that overflowed and were left out, shape (), on the device
+    skipped: torch.Tensor | None  # fp16 updates that overflowed and were skipped, shape (), on the device
 
     def __init__(
         self, name: Literal["fp32", "bf16", "fp16"], device: torch.device | str, gradient_scale: float = 65536.0
@@ -52,7 +56,7 @@ class Precision:
             return
         try:
             with warnings.catch_warnings():
-                # torch warns and then computes in float32, which would be another run than the one asked for
+                # torch warns and then computes in float32, which is not what was asked for
                 warnings.simplefilter("error")
                 torch.autocast(self.device.type, dtype=self.dtype)
                 if name == "fp16":
@@ -68,28 +72,28 @@ class Precision:
     def __repr__(self) -> str:
         return f"Precision(name={self.name!r}, device={str(self.device)!r})"
 
-    def autocast(self) -> AbstractContextManager[Any]:
+    def autocast(self) -> AbstractContextManager[object]:
         """The context for the forward pass and the loss; backward runs outside."""
         if self.dtype is None:
             return _NOTHING
-        # a new one each time: an autocast entered twice, one inside the other, leaves autocasting on behind it
+        # a new one each time: one autocast entered twice, nested, leaves autocasting switched on afterwards
         return torch.autocast(self.device.type, dtype=self.dtype)
 
     def unscale(self, optimizer: torch.optim.Optimizer) -> None:
-        """Bring gradients to their true size before they are measured or clipped; for fp16 alone."""
+        """Unscale the gradients before they are measured or clipped; only fp16 has anything to do."""
         if self.scaler is not None:
             self.scaler.unscale_(optimizer)
             self._unscaled = True
 
     def step(self, optimizer: torch.optim.Optimizer, skip: torch.Tensor | None = None) -> None:
-        """One optimizer step. An fp16 overflow leaves the weights as they are, lowers the scale and is counted.
+        """One optimizer step. An fp16 overflow leaves the weights unchanged, lowers the scale and is counted.
 
-        An optimizer whose fused kernel cannot leave a step out itself (Adam's, AdamW's and SGD's can) waits for the
-        device where it may have to: with fp16, in torch's own GradScaler, and with `skip`.
+        The fused kernels of Adam, AdamW and SGD can skip a step on the device. Other optimizers wait for the device if
+        a step may have to be skipped: with fp16, in torch's own GradScaler, and with `skip`.
 
         Args:
-            skip: of shape (), on the device: where it is true, weights and optimizer stay as they are. With fp16 it
-                counts as an overflow.
+            skip: of shape (), on the device; if true, weights and optimizer stay unchanged. With fp16 it counts as an
+                overflow.
         """
         if self.scaler is None:
             _step_unless(skip, optimizer)
@@ -102,13 +106,13 @@ class Precision:
                 torch.maximum(found, skip.to(found), out=found)  # 1 at most: kernels compare with 1
         self.scaler.step(optimizer)
         self._unscaled = False
-        found = self.scaler._found_inf_per_device(optimizer).values()  # one tensor a device, 0 where all was finite
+        found = self.scaler._found_inf_per_device(optimizer).values()  # one tensor per device, 0 if all were finite
         self.scaler.update()  # forgets them
         overflowed = sum(each.to(self.device) for each in found) > 0
         self.skipped = overflowed.long().sum() + (0 if self.skipped is None else self.skipped)
 
     def discard(self) -> None:
-        """An update was begun and is given up: what `unscale` found is forgotten, as if it had been made."""
+        """Abandon an update that was begun: forget what `unscale` found, as if the update had been made."""
         if self.scaler is not None and self._unscaled:
             self.scaler.update()
             self._unscaled = False
@@ -118,19 +122,19 @@ class Precision:
         self.skipped = None
 
     def skipped_updates(self) -> int:
-        """How many updates have been left out so far; for fp16 it waits for the device."""
+        """How many updates have been skipped so far; for fp16 it waits for the device."""
         return 0 if self.skipped is None else int(self.skipped.item())
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """The name, the scaler's scale and growth, the count of skipped updates; for fp16 it waits for the device."""
         scaler = None if self.scaler is None else self.scaler.state_dict()
         return {"name": self.name, "scaler": scaler, "skipped": self.skipped_updates()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes the scaler up where it was.
+        """Restore the scaler.
 
         Raises:
-            CheckpointError: the state is that of another precision.
+            CheckpointError: the state is of another precision.
         """
         if state["name"] != self.name:
             raise CheckpointError(
@@ -179,8 +183,8 @@ def _fill_momentum(optimizer: torch.optim.Optimizer) -> None:
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 
 
-def autocast_of(backend: Any) -> Callable[[], AbstractContextManager[Any]]:
-    """The precision that a backend computes in, as a context; of one without torch's, none."""
-    found: Callable[[], AbstractContextManager[Any]]
+def autocast_of(backend: object) -> Callable[[], AbstractContextManager[None]]:
+    """The context of the precision that a backend computes in; an empty one if that is not torch's."""
+    found: Callable[[], AbstractContextManager[None]]
     found = getattr(getattr(backend, "precision", None), "autocast", nullcontext)
     return found

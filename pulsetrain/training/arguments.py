@@ -14,7 +14,7 @@ from pulsetrain.engine.data.keyed_loader import can_be_read_once
 from pulsetrain.engine.errors import ArgumentTypeError, ConfigurationError, unknown_name
 from pulsetrain.engine.optimizers import NamedOptimizers, parts_of, resolve_optimizer
 from pulsetrain.engine.schedules import build_schedule
-from pulsetrain.engine.step.protocols import AlternatingStrategy, Strategy, TrainingStrategy
+from pulsetrain.engine.step.protocols import AlternatingStrategy, TrainingStrategy
 from pulsetrain.engine.strategies import STRATEGIES
 from pulsetrain.handlers import Checkpointer, EarlyStopping, LRScheduler
 from pulsetrain.training.run_length import RunLength
@@ -93,17 +93,10 @@ def resolve_strategy(strategy: object) -> Any:  # callers ask it for optional me
     return strategy
 
 
-def resolve_model(model: object, strategy: Strategy) -> object:
+def resolve_model(model: object) -> object:
     """The model; a mapping of several modules as a ModuleDict."""
     if isinstance(model, Mapping) and all(isinstance(each, nn.Module) for each in model.values()):
         model = nn.ModuleDict(model)
-    if isinstance(strategy, AlternatingStrategy) and not isinstance(model, nn.ModuleDict):
-        raise ArgumentTypeError(
-            f"{type(strategy).__name__} trains several modules in turns; pass them by name, as "
-            "{'generator': ..., 'discriminator': ...}",
-            "Trainer",
-            model=type(model),
-        )
     return model
 
 
@@ -124,6 +117,13 @@ def resolve_optimizers(given: Any, model: nn.Module, strategy: Any, config: Trai
                 optimizer=dict.fromkeys(given, ...),
             )
         return resolve(given, model)
+    if not isinstance(model, nn.ModuleDict):
+        raise ArgumentTypeError(
+            f"{type(strategy).__name__} trains several modules in turns; pass them by name, as "
+            "{'generator': ..., 'discriminator': ...}",
+            "Trainer",
+            model=type(model),
+        )
     if config.precision == "fp16" and config.accumulation.batches != 1:
         raise ConfigurationError(
             "the gradient scale changes with each optimizer's update, and the gradients that wait for the others have "
@@ -145,7 +145,6 @@ def resolve_optimizers(given: Any, model: nn.Module, strategy: Any, config: Trai
         raise ArgumentTypeError("needs one for each module, as {'actor': 'adam'}", "Trainer", optimizer=type(given))
     chosen = dict(given) if isinstance(given, Mapping) else {}
     default = given if isinstance(given, str) else None
-    assert isinstance(model, nn.ModuleDict)
     learning = {name: each for name, each in model.items() if any(p.requires_grad for p in each.parameters())}
     for name in chosen:
         if name not in learning:

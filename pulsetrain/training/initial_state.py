@@ -44,7 +44,7 @@ def make_store(
         options=optimizer_options(config),
     )
     try:
-        store = backend.make_store(resolve_model(model, strategy), request, strategy)
+        store = backend.make_store(resolve_model(model), request, strategy)
         scheduled = config.schedule not in (None, "constant") or config.warmup_steps
         if scheduled and any(_is_nan(group.get("lr")) for group in store.optimizer.param_groups):
             raise ConfigurationError(

@@ -180,8 +180,8 @@ class CountReads(TorchDispatchMode):
         ({"tokens": 1.5}, r"Accumulate\(tokens=1.5\): needs a whole number"),
         ({"schedule": {5: 2}}, r"Accumulate\(schedule={5: 2}\): needs a mapping .* begins at update 0"),
         ({"schedule": [1, 2]}, r"Accumulate\(schedule=\[1, 2\]\): needs a mapping"),
-        ({"schedule": {0: 1, 10: 0}}, r"10: 0 is no pair"),
-        ({"schedule": {0: 1, "10": 2}}, r"'10': 2 is no pair"),
+        ({"schedule": {0: 1, 10: 0}}, r"10: 0 is not a pair"),
+        ({"schedule": {0: 1, "10": 2}}, r"'10': 2 is not a pair"),
     ],
 )
 def test_a_bad_rule_is_refused_by_argument_and_value(arguments, message):

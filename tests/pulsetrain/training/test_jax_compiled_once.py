@@ -102,7 +102,7 @@ def test_settings(settings, expected, compiled):
     ("handler", "expected"),
     [
         (lambda folder: ReduceLROnPlateau(patience=1), ONCE),
-        (lambda folder: LRFinder(iterations=20), {**ONCE, "gradients": 1, "apply": 1}),
+        (lambda folder: LRFinder(iterations=20), ONCE),  # its steps are the trainer's
         (EventRecorder, IN_PARTS),  # it hears GRADIENTS_READY: an update is in three parts then
     ],
     ids=["plateau", "lr finder", "recorder"],
