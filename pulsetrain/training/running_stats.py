@@ -132,7 +132,7 @@ class Rate:
         """The rates since the last reading, given the run's totals so far."""
         seconds = max(time.perf_counter() - self._since - self.paused, 1e-9)
         rates = {"samples_per_second": (samples - self._samples) / seconds}
-        if tokens > self._tokens:
+        if tokens:  # of a run that counts them: also if it has trained nothing since it was resumed
             rates["tokens_per_second"] = (tokens - self._tokens) / seconds
         self.restart(samples, tokens)
         return rates

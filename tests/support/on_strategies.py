@@ -301,7 +301,7 @@ def differences(one: Trainer, other: Trainer) -> set[str]:
     """What is another, apart from how often it was saved and told: who was stopped has once more."""
     states = [whole_state(each) for each in (one, other)]
     found = {path for path in states[0] | states[1] if states[0].get(path) != states[1].get(path)}
-    return found - {"counters/save", "handlers/EventRecorder/ord"}
+    return found - {"counters/save", "handlers/EventRecorder/state/ord"}
 
 
 def told(folder: Path) -> list[tuple[Any, ...]]:
