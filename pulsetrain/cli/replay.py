@@ -156,7 +156,7 @@ def _what_if(folder: Path, log: EventLog, text: str, handler: Handler, engine: s
         finally:
             getattr(handler, "detach", lambda: None)()
     except PulsetrainError as error:
-        raise type(error)(f"{folder}: {error}") from error
+        raise error.with_text(f"{folder}: {error}") from error
     total = replay.last_iteration
     stop: Stop | None = replay.stops[0] if replay.stops and failed is None else None
     return {

@@ -16,7 +16,7 @@ NAMES = [each.__name__.rpartition(".")[2].replace("_", "-") for each in COMMANDS
 class TestHelp:
     def test_alone_it_shows_its_commands(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert main([]) == 2
-        assert "train what a configuration file describes" in capsys.readouterr().err
+        assert "train a run from a configuration file" in capsys.readouterr().err
 
     @pytest.mark.parametrize(
         ("words", "status", "output"),
@@ -63,12 +63,10 @@ class TestHelp:
     ) -> None:
         assert main([*command.split(), "--training.seed", "1"]) == 2
         output = capsys.readouterr().err
-        assert (
-            f"--training.seed: {command.split()[0]} has no such option; train, config, lr-find and fork take settings"
-            in output
-        )
+        name = command.split()[0]
+        assert f"--training.seed: {name} has no such option; train, config, lr-find and fork take settings" in output
 
-    def test_settings_are_told_from_options(self) -> None:
+    def test_settings_are_separated_from_options(self) -> None:
         words = ["train", "--training.a", "-1", "c.yaml", "--run", "x.y", "--model=m.N", "--metrics.b.c={d: e=f}"]
         assert split_settings(words) == (
             ["train", "c.yaml", "--run", "x.y"],
