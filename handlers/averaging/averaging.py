@@ -173,7 +173,7 @@ class Averaging:
             other = getattr(context, "__self__", None)
             if isinstance(other, Averaging) and other.averages(mine):
                 raise ConfigurationError(
-                    f"{self._place}(validate=True): {type(other).__name__} validates its average of these weights already; "
+                    f"{self._place}(validate=True): {type(other).__name__} validates its average of these weights; "
                     "pass validate=False to one of the two"
                 )
         self._contexts, self._entered = contexts, self.applied
