@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Self
 
@@ -100,6 +100,10 @@ class Averaging:
         """
         self._average_for("copy_to").copy_to(model)
 
+    def averages(self, parameters: Collection[nn.Parameter]) -> bool:
+        """Whether any of these parameters is averaged here."""
+        return self._weights is not None and any(each in parameters for each in self._weights.model.parameters())
+
     def state_dict(self) -> dict[str, object]:
         at = None if self._averaged_at is None else list(self._averaged_at)
         average = self._weights.state_dict() if self._weights is not None else self._awaiting
@@ -167,9 +171,9 @@ class Averaging:
             )
         for context in contexts:
             other = getattr(context, "__self__", None)
-            if isinstance(other, Averaging) and not mine.isdisjoint(other._average_for("attach").model.parameters()):
+            if isinstance(other, Averaging) and other.averages(mine):
                 raise ConfigurationError(
-                    f"{self._place}(validate=True): {other._place} validates its average of these weights already; "
+                    f"{self._place}(validate=True): {type(other).__name__} validates its average of these weights; "
                     "pass validate=False to one of the two"
                 )
         self._contexts, self._entered = contexts, self.applied
