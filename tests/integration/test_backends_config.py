@@ -34,7 +34,7 @@ PARTS = """
 CONFIG = {
     "model": "parts_on_jax.nnx_model",
     "data": "parts_on_jax.loaders",
-    "backend": {"class_path": "engine.JaxBackend", "init_args": {"device": "cpu"}},
+    "backend": {"class_path": "pulsetrain.engine.JaxBackend", "init_args": {"device": "cpu"}},
     "strategy": {"class_path": "supervised", "init_args": {"loss": "mse"}},
     "training": {
         "max_epochs": 2,
