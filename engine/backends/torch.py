@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -57,13 +56,25 @@ class TorchBackend(TorchComputation):
     True
     """
 
-    def __new__(cls, *arguments: Any, functional: bool = False, **options: Any) -> Any:
-        if functional and cls is TorchBackend:
-            return FunctionalTorchBackend(*arguments, **options)
-        return super().__new__(cls)
-
-    # of the constructor, which names the arguments
-    __signature__ = inspect.signature(TorchComputation)
+    def __new__(  # the arguments of the constructor, which jsonargparse reads here
+        cls,
+        device: str | torch.device | None = None,
+        *,
+        precision: str | None = None,
+        gradient_scale: float = 65536.0,
+        compile: bool = False,
+        activation_checkpointing: str | None = None,
+        functional: bool = False,
+    ) -> Any:
+        if not functional or cls is not TorchBackend:
+            return super().__new__(cls)
+        return FunctionalTorchBackend(
+            device,
+            precision=precision,
+            gradient_scale=gradient_scale,
+            compile=compile,
+            activation_checkpointing=activation_checkpointing,
+        )
 
     def _configure(self, settings: BackendSettings) -> None:
         super()._configure(settings)
