@@ -149,8 +149,8 @@ class Evaluation:
     def run(self, name: str, loader: Iterable[Any]) -> dict[str, float]:
         """The set's scalars as "name/metric"; those of a metric that gives a mapping as "name/metric/key".
 
-        What is no scalar stays in `engine.state.metrics`; a matrix, such as a confusion matrix, is put into `matrices`
-        as well, and anything else is warned about once.
+        Other values stay in `engine.state.metrics`. A matrix, such as a confusion matrix, is in `matrices` as well;
+        anything else is warned about once.
 
         Raises:
             ConfigurationError: the set gave no batch.
@@ -230,7 +230,7 @@ class Evaluation:
         self._reset()
 
     def _scalars(self, set_name: str) -> dict[str, float]:
-        """What the trainer is told: the metrics in numbers, mappings flattened; matrices go to `matrices`."""
+        """The metrics as numbers, mappings flattened; matrices go to `matrices`."""
         metrics = dict(self.engine.state.metrics)
         for value in list(metrics.values()):
             if isinstance(value, Mapping):
@@ -256,7 +256,7 @@ class Evaluation:
         if name not in self._left_out:
             self._left_out.add(name)
             get_logger("pulsetrain").warning(
-                "a metric is no scalar and is left out of the trainer's metrics; "
+                "a metric is not a scalar and is left out of the trainer's metrics; "
                 f"read it at the end of the set from trainer.evaluator.state.metrics[{name.split('/')[0]!r}]",
                 metric=name,
                 type=type(value).__name__,
