@@ -46,7 +46,7 @@ def test_the_dispatch_of_an_event_that_is_not_registered_is_a_value_error() -> N
         # a function cannot be asked in advance
         (Events.OPTIMIZER_STEP_COMPLETED(event_filter=lambda engine, value: value == 7), [1, 2, 3, 4, 5, 6, 7, 8]),
     ],
-    ids=str,
+    ids=["always", "every", "once", "window", "joined", "function"],
 )
 def test_wants_says_at_which_counts_a_handler_is_due(event: object, wanted: list[int]) -> None:
     engine = an_engine()

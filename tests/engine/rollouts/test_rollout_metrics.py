@@ -7,7 +7,7 @@ from structlog.testing import capture_logs
 
 from pulsetrain.engine import Events
 from pulsetrain.engine.errors import MetricNotFoundError
-from pulsetrain.handlers.metric_values.best_value import judged_name, tell_of_silence
+from pulsetrain.handlers.metric_values.best_value import judged_name, warn_if_never_reported
 
 
 def validated(rollouts, metrics):
@@ -27,8 +27,8 @@ def test_a_validation_before_the_first_rollout_need_not_tell_of_one():
 def test_a_run_without_rollouts_that_judged_nothing_ends_without_a_word():
     engine, _ = validated(False, {})
     with capture_logs() as logs:
-        tell_of_silence("EarlyStopping", "val/loss", engine)
+        warn_if_never_reported("EarlyStopping", "val/loss", engine)
         engine.state.rollout_round = 1
         assert logs == []
-        tell_of_silence("EarlyStopping", "val/loss", engine)
+        warn_if_never_reported("EarlyStopping", "val/loss", engine)
     assert [line["event"] for line in logs] == ["EarlyStopping has judged nothing"]
