@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from pulsetrain.engine.arrays import Array
 from pulsetrain.engine.errors import CheckpointError, ConfigurationError
 from pulsetrain.engine.losses.tokens import token_log_probs
-from pulsetrain.engine.step.backend import InPlaceBackend
 from pulsetrain.engine.step.model_call import call, eval_mode
 from pulsetrain.engine.step.precision import autocast_of
 from pulsetrain.engine.strategies.language import LanguageStrategy, logits_of
@@ -83,7 +82,7 @@ class Reference:
                 self._model, self._switched_off = policy, switched_off
             else:
                 self._model = copy.deepcopy(policy).requires_grad_(False)
-        self._device = backend.device if isinstance(backend, InPlaceBackend) else None
+        self._device: torch.device | None = getattr(backend, "batch_device", None)
         if isinstance(self._model, nn.Module) and self._model is not policy and self._device is not None:
             self._model.to(self._device)
 
