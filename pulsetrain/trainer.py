@@ -383,7 +383,7 @@ class Trainer(Engine):
         self.abandon()
 
     def set_counters(self, counters: Mapping[str, Any]) -> None:
-        """Set the run's counters; events that share one are told, or they would count a step twice."""
+        """Set the run's counters; events that share one are kept in step, or they would count twice."""
         for name, value in counters.items():
             setattr(self.state, name, value)
         for plan in self._plans.values():
