@@ -82,21 +82,16 @@ class Loop(Trainer):
         self.train(resume)
         while self.awaits_step:
             self.output = None
-            self.stepper.is_stepping = True
             try:
-                yield self._to_device(self.state.batch)
+                with self.as_step():
+                    yield self._to_device(self.state.batch)
             except GeneratorExit:
-                self.stepper.is_stepping = False
                 self.abandon()
                 self.state.stop_reason = "the loop was left"
                 self.fire(Events.TERMINATE, Terminated(reason=self.state.stop_reason))
                 raise
-            self.stepper.is_stepping = False
             self._read_output()
-            self.data.trained = self.state.iteration
-            reason = self.length.reached(self.state) if self.length.counted else None
-            if reason is not None:
-                self.terminate(reason=reason)
+            self._commit_iteration()
             self.proceed()
 
     @property

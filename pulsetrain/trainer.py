@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -65,12 +64,6 @@ __all__ = ["Trainer"]
 
 Loader = Iterable[Any]
 OptimizerChoice = str | torch.optim.Optimizer | Optimizer | Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
-
-
-def _alias(path: str) -> Any:
-    """A property that reads and writes an attribute of a part."""
-    owner, _, name = path.rpartition(".")
-    return property(attrgetter(path), lambda self, value: setattr(attrgetter(owner)(self), name, value))
 
 
 class Trainer(Engine):
@@ -274,6 +267,15 @@ class Trainer(Engine):
         """Whether a training step is in progress, so that the state is between two updates."""
         return self.stepper.is_stepping
 
+    @contextmanager
+    def as_step(self) -> Iterator[None]:
+        """Refuse checkpoints inside the block, as during a training step: the state is between two updates."""
+        self.stepper.is_stepping = True
+        try:
+            yield
+        finally:
+            self.stepper.is_stepping = False
+
     @property
     def is_rewinding(self) -> bool:
         """Whether this run ends only to continue from an earlier checkpoint."""
@@ -293,10 +295,6 @@ class Trainer(Engine):
     def learning_rates(self) -> tuple[float, ...]:
         """The learning rates of the last update, one per parameter group."""
         return self.stepper.learning_rates
-
-    @learning_rates.setter  # to go, with the names at the end
-    def learning_rates(self, rates: tuple[float, ...]) -> None:
-        self.stepper.learning_rates = rates
 
     @property
     def total_iterations(self) -> int | None:
@@ -506,8 +504,11 @@ class Trainer(Engine):
         self.stepper.check_first_batches()
 
     def _on_step(self, batch: TrainingBatch, result: TrainingResult) -> None:
-        """After each step: count its losses, and end the run at a bound that counts updates, samples or tokens."""
         self.reporter.add(result, batch.size)
+        self._commit_iteration()
+
+    def _commit_iteration(self) -> None:
+        """The iteration was trained; end the run at a bound that counts updates, samples or tokens."""
         self.data.trained = self.state.iteration
         if self.length.counted:
             reason = self.length.reached(self.state)
@@ -527,14 +528,3 @@ class Trainer(Engine):
 
     def _sets_learning_rates(self) -> bool:
         return any(isinstance(handler, (LRScheduler, ReduceLROnPlateau)) for handler in self.handlers)
-
-    # ------------------------------------------------------- names for today's step function and older handlers; to go
-
-    grad_norm = _alias("stepper.grad_norm")
-    grad_norms = _alias("stepper.grad_norms")
-    in_step = _alias("stepper.is_stepping")
-    losses = _alias("reporter.losses")
-    named_losses = _alias("reporter.named_losses")
-    rewinding = property(attrgetter("_rewind"))
-    position = property(attrgetter("data"))
-    bound = property(attrgetter("length"))

@@ -34,7 +34,8 @@ class PolicyTrainer(Protocol):
     seed: int
     state: State
     history: MetricTracker
-    in_step: bool
+
+    def as_step(self) -> AbstractContextManager[None]: ...
 
     def fire(self, event: Events, payload: object = None) -> object: ...
 
@@ -185,14 +186,10 @@ class Rollouts:
     def _batches_without_end(self) -> Iterator[dict[str, Tensor]]:
         while True:
             if self._rows is None or self._done or self._given == len(self):
-                trainer = self.trainer
-                trainer.in_step = True  # no checkpoint meanwhile: a run cannot resume inside a rollout
-                try:
+                with self.trainer.as_step():  # no checkpoint meanwhile: a run cannot resume inside a rollout
                     if self._rows is not None and not self._done:
                         self._end()  # its last batch was skipped, so no iteration has ended it
                     self._roll_out()
-                finally:
-                    trainer.in_step = False
             yield self._next_batch()
 
     def _next_batch(self) -> dict[str, Tensor]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pulsetrain.config import TrainingConfig
-from pulsetrain.engine.backends.model_store import optimizer_type
+from pulsetrain.engine.backends.model_store import check_optimizer_state, optimizer_type
 from pulsetrain.engine.checkpoint.snapshot import Snapshot
 from pulsetrain.engine.checkpoint.weights import compare_weights
 from pulsetrain.engine.environment import describe_environment, environment_differences
@@ -333,31 +333,6 @@ def check_optimizer_kind(optimizer: torch.optim.Optimizer, kind: str) -> None:
     mine = optimizer_type(optimizer)
     if mine != kind:
         raise CheckpointError(f"the checkpoint was made with {kind}, this trainer has {mine}; use the same optimizer")
-
-
-def check_optimizer_state(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """Refuse a state of other parameters.
-
-    Raises:
-        CheckpointError: it is one; the message names the difference.
-    """
-    groups = [len(group["params"]) for group in optimizer.param_groups]
-    others = [len(group["params"]) for group in state["param_groups"]]
-    if groups != others:
-        raise CheckpointError(
-            f"the optimizer's state does not fit: {others} parameters a group in the checkpoint, {groups} here"
-        )
-    check = getattr(optimizer, "check_state_dict", None)  # of several in one
-    if check is not None:
-        check(state)
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    for index, parameter in enumerate(parameters):
-        for name, value in state["state"].get(index, {}).items():
-            if isinstance(value, torch.Tensor) and value.ndim and value.shape != parameter.shape:
-                raise CheckpointError(
-                    f"the optimizer's state does not fit: {name} of parameter {index} is {tuple(value.shape)} in the "
-                    f"checkpoint, the parameter is {tuple(parameter.shape)} here"
-                )
 
 
 def _changed_settings(config: TrainingConfig) -> dict[str, str]:

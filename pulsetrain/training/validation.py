@@ -20,7 +20,7 @@ from pulsetrain.engine.events.cadence import Every
 from pulsetrain.engine.events.data_source import IterableSource
 from pulsetrain.engine.events.payloads import MediaLogged, ValidationCompleted
 from pulsetrain.engine.logs import get_logger
-from pulsetrain.engine.metrics import RunningMean
+from pulsetrain.engine.metrics import MetricTracker, RunningMean
 from pulsetrain.engine.step.backend import Backend, InPlaceBackend, ModelStore
 from pulsetrain.engine.step.first_batch import FirstBatch
 from pulsetrain.engine.step.model_call import eval_mode
@@ -31,7 +31,8 @@ __all__ = ["Evaluation", "Evaluator", "Validator", "check_sets", "eval_mode"]
 
 
 class _Metrics(Protocol):
-    history: Any
+    @property
+    def history(self) -> MetricTracker: ...
 
     def pause(self, seconds: float) -> None: ...
 

@@ -157,7 +157,6 @@ def test_an_update_that_was_to_be_skipped_when_a_handler_failed_is_forgotten() -
 
     with pytest.raises(RuntimeError, match="no"):
         trainer.train()
-    assert trainer.stepper.skip is not None
     before = weights(trainer)
     trainer.add_event_handler(
         Events.OPTIMIZER_STEP_COMPLETED, lambda engine: engine.terminate(reason="one update is enough")

@@ -61,7 +61,7 @@ def test_accumulated_tokens_make_the_gradient_of_all_of_them():
         strategy="pretrain",
         train_loader=texts(lengths),
     )
-    assert run.bound.total_updates == 2
+    assert run.length.total_updates == 2
     assert update_iterations(run) == [3, 5]
     assert run.state.stop_reason == "max_updates=2 was reached"
     assert run.state.iteration == 5
@@ -84,7 +84,7 @@ def test_a_schedule_accumulates_more_batches_as_the_run_goes_on():
     assert run.total_iterations == 1 + 1 + 3 + 2 + 2
     assert update_iterations(run) == [1, 2, 5, 7, 9]
     run = trainer({"max_iterations": 8, "accumulate": rule}, model=linear(), train_loader=split([4] * 20))
-    assert run.bound.total_updates == 4
+    assert run.length.total_updates == 4
     assert update_iterations(run) == [1, 2, 5, 7]
 
 
@@ -177,7 +177,7 @@ def test_the_number_of_updates_is_estimated_over_several_batches():
     lengths = [60, 4, 4, 4, 4, 4, 4, 4] * 2  # two rows each
     rule = Accumulate(tokens=22)
     run = trainer({"accumulate": rule}, model=language_model(), strategy="pretrain", train_loader=texts(lengths))
-    assert run.bound.total_updates == 16  # 22 a batch on average
+    assert run.length.total_updates == 16  # 22 a batch on average
     one_large = texts([1, *[40] * 15])
     run = trainer({"accumulate": rule}, model=language_model(), strategy="pretrain", train_loader=one_large)
     assert update_iterations(run) == list(range(2, 17))
