@@ -84,12 +84,11 @@ class EventRecorder:
             raise ConfigurationError(f"EventRecorder(max_bytes={max_bytes!r}): needs at least {LEAST_BYTES:,} bytes")
         if on_error not in ("warn", "raise"):
             raise ConfigurationError(f"EventRecorder(on_error={on_error!r}): choose 'warn' or 'raise'")
-        self.folder = Path(folder) / "events"
         self.include_batches = include_batches
         self.every = every
         self.rank, self.max_bytes = rank, max_bytes
         self.resumed_after: int | None = None  # seq in the log of the checkpoint that the run resumed from
-        self._log = LogSession(self.folder, rank, max_bytes, on_error)
+        self._log = LogSession(Path(folder) / "events", rank, max_bytes, on_error)
         self._known: set[str] = set()  # keys of the events subscribed to
         self._in_epoch: set[str] = set()  # names of engines
         self._resumed_in_epoch: set[str] = set()  # engines whose epoch a checkpoint interrupted
@@ -97,6 +96,15 @@ class EventRecorder:
         self._closed_at: dict[str, object] = {}  # this handler's state when the log was last closed
         self._saved: Mapping[str, Any] | None = None  # the state of a checkpoint that is being loaded
         self._attachment = Attachment("EventRecorder")
+
+    @property
+    def folder(self) -> Path:
+        """The folder of the log; it may be changed until the first event is recorded."""
+        return self._log.folder
+
+    @folder.setter
+    def folder(self, folder: Path) -> None:
+        self._log.folder = folder
 
     def attach(self, engine_or_bus: Engine | EventBus) -> Self:
         """Record every engine of the bus, or of the engine's bus.
