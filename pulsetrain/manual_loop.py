@@ -115,7 +115,7 @@ class Loop(Trainer):
         if not self.awaits_step:
             return
         norm = None
-        if self.dispatch(Events.GRADIENTS_READY).wants(self.state.update + 1):
+        if self.stepper.is_norm_wanted(self):
             norm = grad_norm(list(self.model.parameters()))
             self.fire(Events.GRADIENTS_READY, GradientsReady(grad_norm=norm))  # it advances state.update
         else:

@@ -41,14 +41,12 @@ def find_device(device: str | torch.device = "auto") -> torch.device:
     try:
         found = torch.device(device)
     except RuntimeError as error:
-        raise ConfigurationError(f"device={device!r}: no such device; {str(error).splitlines()[0]}") from None
+        raise ConfigurationError(f"no such device; {str(error).splitlines()[0]}", device=device) from None
     present = ["cpu"]
     if accelerator is not None:
         present += [accelerator.type, *(f"{accelerator.type}:{i}" for i in range(torch.accelerator.device_count()))]
     if str(found) not in present and found.type != "meta":
-        raise ConfigurationError(
-            f"device={str(device)!r}: not on this machine, which has {', '.join(present)}; or 'auto'"
-        )
+        raise ConfigurationError(f"not on this machine, which has {', '.join(present)}; or 'auto'", device=str(device))
     return found
 
 

@@ -225,8 +225,6 @@ class Dispatcher(EventRegistry):
             dispatch.count_by(counter, leads=leads, follows=follows)
             self.bus.signal(dispatch.event).compile(id(self), dispatch)  # the window was in the other counter's values
 
-    register_events.__doc__ = EventRegistry.register_events.__doc__
-
     def set_counters(self, counters: Mapping[str, Any]) -> None:
         """Set attributes of the state that count events, as a checkpoint does.
 

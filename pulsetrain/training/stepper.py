@@ -118,6 +118,13 @@ class Stepper:
         """How many batches wait for the next update."""
         return self.accumulation.batches
 
+    def is_norm_wanted(self, engine: Engine) -> bool:
+        """Whether a handler is due for the GRADIENTS_READY of the next update."""
+        ready = engine.dispatch(Events.GRADIENTS_READY)
+        if ready.counter != "update":  # a counter of the user's, which only firing advances
+            return ready.live
+        return ready.wants(engine.state.update + 1)
+
     def skip_update(self, where: Tensor) -> None:
         """Skip the current update where the condition, shape (), bool, holds; for receivers of GRADIENTS_READY."""
         self._skip = where if self._skip is None else self._skip | where
@@ -232,7 +239,7 @@ class Stepper:
             name: of the optimizer, if there are several.
         """
         backend, store = self.backend, self.store
-        measure = self._ready.wants(engine.state.update + 1) or self.clip_grad_norm is not None
+        measure = self.is_norm_wanted(engine) or self.clip_grad_norm is not None
         gradients = backend.all_reduce_gradients(gradients)
         gradients = backend.finish_gradients(store.part(name), gradients, correction, measure=measure)
         skip = None

@@ -94,7 +94,7 @@ class TestRunFolder:
         assert main(["train", "run/config.yaml", "--run", "run", "--resume", "latest"]) == 0
         said = capfd.readouterr()
         assert "15 iterations, 15 updates, 3 epochs" in said.out
-        assert "past the checkpoint" in said.err  # compared with the events that version 0.1 recorded
+        assert "after the checkpoint" in said.err  # compared with the events that version 0.1 recorded
 
     def test_verifies(self, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["verify", "run"]) in (
