@@ -82,7 +82,7 @@ bench: $(VENV)/installed-dev ## the benchmarks of docs/benchmarks.md
 	@$(BIN)/python -m benchmarks $(ARGS)
 
 install: $(VENV)/installed ## create .venv with what a run needs
-install-dev: $(VENV)/installed-dev ## the same, and what the checks need
+install-dev: $(VENV)/installed-dev ## create .venv with what the checks need as well
 
 clean: ## remove caches and builds; .venv and runs/ stay
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .coverage .coverage.* htmlcov
