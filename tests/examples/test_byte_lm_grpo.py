@@ -193,8 +193,8 @@ class TestScript:
     def test_it_runs_as_the_page_says(self, demo_run: Path, tmp_path: Path) -> None:
         script = ("-m", "examples.byte_lm_tuning.grpo", "--start", demo_run, "--rollouts", 1, "--samples", 5)
         output = run(EXAMPLES.parent, *script, "--run", tmp_path / "run").output
-        start = rf"from {demo_run}/checkpoints/0{{9}}-checkpoint: \d+ prompts to train on, \d+ held out; run folder \S+/run"
-        assert re.fullmatch(start, output[0])
+        start = rf"from {demo_run}/checkpoints/000000000-checkpoint: \d+ prompts to train on, \d+ held out"
+        assert re.fullmatch(rf"{start}; run folder \S+/run", output[0])
         *_, before, after, divergence = output
         assert before == "before: 0.0% +- 0.0% of 5 texts for held-out prompts succeed"
         assert after == "after: 0.0% +- 0.0% of 5 texts for held-out prompts succeed"
