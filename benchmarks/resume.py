@@ -4,7 +4,7 @@
 
 A shuffled DataLoader over a million samples, and a checkpoint in the middle of the epoch. The benchmark measures the
 time from CHECKPOINT_LOADED, when the weights are loaded, to the ITERATION_STARTED of the first batch; with workers,
-most of it is the time to start them. The other loader is the same DataLoader, read by torch itself up to the same batch.
+most of it is the time to start them. The other loader is the same DataLoader, read by torch up to the same batch.
 """
 
 from __future__ import annotations
