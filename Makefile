@@ -1,4 +1,4 @@
-# Everything happens in .venv, made from $(PYTHON) on first use. Paths are relative, so the checkout may lie anywhere.
+# Everything runs in .venv, which the first target creates with $(PYTHON). Paths are relative, so the checkout can be anywhere.
 
 PYTHON ?= python3
 ARGS ?=
@@ -7,14 +7,14 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet -c constraints.txt
 METADATA := pyproject.toml setup.cfg constraints.txt
-# examples and benchmarks are checked as soon as they hold Python
+# examples and benchmarks are checked if they contain Python
 SCRIPTS := $(patsubst %/,%,$(sort $(foreach folder,examples benchmarks,$(if $(shell find $(folder) -name '*.py' 2>/dev/null | head -n 1),$(folder)))))
 
-# What the caller's shell has set for another project must not leak into this one.
+# Settings that the caller's shell has for another project must not affect this one.
 unexport PYTHONPATH PYTHONHOME PYTHONSTARTUP VIRTUAL_ENV MYPYPATH PIP_USER PIP_TARGET PIP_PREFIX PIP_REQUIRE_VIRTUALENV
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-# A virtual environment holds absolute paths: one that was moved, or whose Python is gone, is made again; any other that works is kept.
+# A virtual environment holds absolute paths: if it was moved, or if its Python is gone, it is created again; otherwise it is kept.
 STALE := $(shell [ -e $(VENV)/place ] && { [ -x $(BIN)/python ] && [ "$$(cat $(VENV)/place)" = "$$(pwd -P)" ] || echo stale; })
 
 step = @printf '\n== %s\n'
@@ -43,7 +43,7 @@ types: $(VENV)/installed-dev ## mypy, strict
 	$(step) 'Types (mypy)'
 	@$(BIN)/python -m mypy pulsetrain $(SCRIPTS)
 
-contracts: $(VENV)/installed-dev ## import-linter: the arrows between the packages
+contracts: $(VENV)/installed-dev ## import-linter: which package may import which
 	$(step) 'Import contracts (import-linter)'
 	@$(BIN)/lint-imports --no-logo
 
@@ -58,42 +58,42 @@ test-slow: $(VENV)/installed-dev ## the slow tests: installs, services, benchmar
 architecture: $(VENV)/installed-dev ## draw docs/architecture.svg from the imports
 	@$(BIN)/python docs/draw_architecture.py
 
-coverage: $(VENV)/installed-dev ## all tests, and which lines they miss; fails under 90%
+coverage: $(VENV)/installed-dev ## all tests, and the lines that they miss; fails below 90%
 	$(step) 'Coverage'
 	@$(BIN)/python -m pytest -n 2 --dist worksteal --cov --cov-fail-under=90 $(ARGS)
 
-faults: $(VENV)/installed-dev ## the fault tests, and 1,000 kills of a run that is resumed each time; about ten minutes
+faults: $(VENV)/installed-dev ## the fault tests, and a run that is killed and resumed 1,000 times; about ten minutes
 	$(step) 'Fault tests'
 	@$(BIN)/python -m pytest tests/faults
 	$(step) 'A run killed 1,000 times'
 	@$(BIN)/python -m tests.faults.kills --kills 1000 $(ARGS)
 
-ignite-suite: $(VENV)/installed-dev ## pytorch-ignite's own tests on our Engine; fetches its sources, so it needs the package index
+ignite-suite: $(VENV)/installed-dev ## pytorch-ignite's own tests on our Engine; downloads its sources from the package index
 	$(step) "Pytorch-ignite's own tests"
 	@$(BIN)/python tests/ignite_suite.py $(ARGS)
 
-format: $(VENV)/installed-dev ## let ruff repair what it can
+format: $(VENV)/installed-dev ## let ruff fix what it can
 	$(step) 'Format (ruff)'
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-bench: $(VENV)/installed-dev ## the benchmarks behind the figures of the README
+bench: $(VENV)/installed-dev ## the benchmarks of docs/benchmarks.md
 	$(step) 'Benchmarks'
 	@$(BIN)/python -m benchmarks $(ARGS)
 
-install: $(VENV)/installed ## .venv with what a run needs
-install-dev: $(VENV)/installed-dev ## .venv with what the checks need as well
+install: $(VENV)/installed ## create .venv with what a run needs
+install-dev: $(VENV)/installed-dev ## create .venv with what the checks need as well
 
 clean: ## remove caches and builds; .venv and runs/ stay
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache .coverage .coverage.* htmlcov
 	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
-# Stamps: each is newer than what it was made from, so that a second call has nothing to do.
+# Stamp files: each is newer than its prerequisites, so a second call has nothing to do.
 
 $(VENV)/place: $(if $(STALE),FORCE)
 	@"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 		echo 'Pulsetrain needs Python 3.11 or newer; "$(PYTHON)" is' "$$("$(PYTHON)" --version 2>&1 || true)."; \
-		echo 'Name another one: make PYTHON=python3.11 ...'; exit 1; } >&2
+		echo 'Choose another one: make PYTHON=python3.11 ...'; exit 1; } >&2
 	@"$(PYTHON)" -c 'import ensurepip, venv' 2>/dev/null || { \
 		echo '"$(PYTHON)" cannot make virtual environments: its modules venv and ensurepip are missing'; \
 		echo '(on Debian and Ubuntu: apt-get install python3-venv).'; exit 1; } >&2
@@ -102,7 +102,7 @@ $(VENV)/place: $(if $(STALE),FORCE)
 		|| "$(PYTHON)" -m venv --clear $(VENV)
 	@pwd -P > $@
 
-# torch first and by itself: pip then takes the build that this machine's own index prefers, a CPU build where there is one.
+# torch is installed first and alone: pip then takes the build that this machine's index prefers, such as a CPU build.
 $(VENV)/torch: $(VENV)/place constraints.txt
 	$(step) 'Installing torch'
 	@$(PIP) torch

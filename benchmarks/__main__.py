@@ -13,7 +13,7 @@ def main() -> int:
     names = sys.argv[1:] or list(found)
     unknown = [name for name in names if name not in found]
     if unknown:
-        print(f"benchmarks: no {', '.join(unknown)}; there are {', '.join(found)}", file=sys.stderr)
+        print(f"benchmarks: unknown: {', '.join(unknown)}; choose from {', '.join(found)}", file=sys.stderr)
         return 2
     return max(subprocess.run([sys.executable, str(found[name])], check=False).returncode for name in names)
 

@@ -5,7 +5,7 @@
 
 With a tiny model: the microseconds that the Trainer and pytorch-ignite's supervised trainer add to a step of the bare
 loop. With the model of examples/byte_lm: the pure steps of TorchBackend(functional=True) and JaxBackend, compared with
-the step in place. All take turns in every round; a figure is the median of the rounds' differences or ratios.
+the step in place. All take turns in every round; each figure is the median of the differences or ratios of the rounds.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def main() -> int:
     else:
         for name, value in found.items():
             print(f"{name:<18}{value:10.2f}")
-        print("\n".join(missed) or "every bound holds")
+        print("\n".join(missed) or "all bounds hold")
     return 1 if missed else 0
 
 

@@ -3,8 +3,8 @@
     python benchmarks/cartpole.py            # prints a table and a JSON line, exits with 1 if the bound is missed
     python benchmarks/cartpole.py --seeds 0 1 2 3 4
 
-A seed decides weights, actions and episodes: 102,400 steps in 8 environments, on one thread. The return is the mean
-over 20 new episodes with the likeliest actions; 500 is the maximum. The model and its settings are those of
+A seed determines weights, actions and episodes: 102,400 steps in 8 environments, on one thread. The return is the mean
+over 20 new episodes with the most likely actions; 500 is the maximum. The model and its settings are those of
 examples/cartpole.py, which stops early; here every rollout is made. Needs gymnasium
 (pip install 'pulsetrain[gymnasium]').
 """
@@ -58,12 +58,12 @@ def measure(seed: int, rollouts: int) -> dict[str, float]:
 
 
 def main() -> int:
-    """Measure, print, and say by the exit status whether the bound holds for every seed."""
+    """Measure and print; the exit status is 1 if a seed misses the bound."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--rollouts", type=int, default=100, help="of 8 x 128 steps [%(default)s]")
+    parser.add_argument("--rollouts", type=int, default=100, help="rollouts of 8 x 128 steps [%(default)s]")
     arguments = parser.parse_args()
-    torch.set_num_threads(1)  # the matrices are small: threads would only wait for each other
+    torch.set_num_threads(1)  # the matrices are small: more threads would only wait for each other
     found = {}
     print(f"{'seed':>6}{'return':>10}{'least':>10}{'best rollout':>14}{'cpu, s':>10}")
     for seed in arguments.seeds:

@@ -1,4 +1,4 @@
-"""The cost of a checkpoint: written synchronously, written in the background, and in memory.
+"""The cost of a checkpoint in time and memory: written synchronously, and in the background.
 
     python benchmarks/checkpoint.py          # prints a table and a JSON line, exits with 1 if a bound is missed
 
@@ -70,9 +70,9 @@ def synchronous(folder: Path, megabytes: int, rounds: int) -> float:
 
     own_cost, peer_cost = [], []
     for number in range(rounds + 2):  # the first two warm up
-        own_cost.append(timed(lambda: manager.save(state)))  # includes deleting the checkpoint before
+        own_cost.append(timed(lambda: manager.save(state)))  # includes deleting the previous checkpoint
         peer_cost.append(timed(partial(peer, folder / f"theirs_{number}.pt")))
-        # now, not before: into memory just freed, the page cache writes twice as fast
+        # after the save, not before: the page cache writes twice as fast into memory that was just freed
         (folder / f"theirs_{number - 1}.pt").unlink(missing_ok=True)
     del own_cost[:2], peer_cost[:2]
     return statistics.median(own_cost) / statistics.median(peer_cost)
@@ -102,7 +102,7 @@ def stall(megabytes: int, rounds: int) -> tuple[float, float]:
 
 
 class Throughput:
-    """Trains with every="auto" in the background; from time to time, runs the same steps without checkpoints."""
+    """Trains with every="auto" in the background; at intervals, runs the same steps without checkpoints."""
 
     def __init__(self, folder: Path, seconds: float, megabytes: int) -> None:
         width = round((megabytes * MB / (2 * 4 * 3)) ** 0.5)  # two layers, float32, and two moments of each weight
@@ -111,9 +111,9 @@ class Throughput:
         self.batch = torch.randn(64, width)
         self.engine = Saving(self.step, self.state)
         self.bare = Saving(self.step, self.state)
-        self.paused = 0.0  # seconds of the steps without checkpoints
+        self.paused = 0.0  # seconds spent on steps without checkpoints
         self.saves: list[tuple[int, float, float, int]] = []  # iteration, clock, seconds and count of `paused`
-        self.count = 0  # of the steps without checkpoints
+        self.count = 0  # number of steps without checkpoints
         self.until = self.clock() + seconds
         self.engine.add_event_handler(Events.ITERATION_COMPLETED, self.look)
         self.checkpointer = Checkpointer(folder, "auto", keep_last=1, background=True, at_end=False, clock=self.clock)
@@ -142,9 +142,9 @@ class Throughput:
             self.count += 10
 
     def lost(self) -> tuple[float, int, float]:
-        """The throughput that the saves cost in percent; their number; the mean number of iterations between two."""
+        """The throughput that the saves cost, in percent; their number; the mean number of iterations between two."""
         self.engine.run(range(10**6), max_epochs=1)
-        # from the second save on: a longer interval follows the first, which writes into new memory
+        # from the second save on: the first writes into new memory, so a longer interval follows it
         begin, end = self.saves[1], self.saves[-1]
         iterations, taken, alone, count = (last - first for first, last in zip(begin, end, strict=True))
         lost = 1 - (alone / count) / (taken / iterations)

@@ -2,9 +2,9 @@
 
     python benchmarks/diff.py          # prints a table and a JSON line, exits with 1 if a bound is missed
 
-Two runs of a million events differ from an event in the middle on, or from one near the end. Measured is the time of
-`diff` from two paths to the first difference, opening both logs included: the median of several calls, with the files
-in the page cache. For comparison: reading both logs, and measuring how the difference grows after the middle.
+Two runs of a million events differ from an event in the middle on, or from one near the end. The benchmark measures the
+time that `diff` takes from two paths to the first difference, including opening both logs: the median of several calls,
+with the files in the page cache. For comparison: reading both logs, and measuring how the difference grows.
 """
 
 from __future__ import annotations
@@ -85,11 +85,11 @@ def measure(count: int) -> dict[str, float]:
             b = write_log(folder / where, count, ord)
             found = diff(a, b)
             assert found.divergence is not None, "no difference was found"
-            assert found.divergence.ord == ord == found.agreed, "another difference was found"
+            assert found.divergence.ord == ord == found.agreed, "a different event was found"
             results[f"first difference, {where}, ms"] = milliseconds(partial(diff, a, b))
         results["opening both, ms"] = milliseconds(lambda: (EventLog(a), EventLog(b)))
-        results["reading both up to it, near the end, ms"] = milliseconds(partial(reading_both, a, b), 1)
-        results["how it grows from the middle, ms"] = milliseconds(lambda: diff(a, folder / "in the middle").growth, 1)
+        results["reading both, to near the end, ms"] = milliseconds(partial(reading_both, a, b), 1)
+        results["growth from the middle, ms"] = milliseconds(lambda: diff(a, folder / "in the middle").growth, 1)
     return results
 
 

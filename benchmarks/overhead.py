@@ -73,7 +73,7 @@ def main() -> int:
     if arguments.json:
         print(json.dumps(results, indent=2))
     else:
-        print(f"{'an iteration with':<26}{'ours, us':>10}{'ignite, us':>12}{'times less':>12}{'bound':>8}")
+        print(f"{'an iteration with':<26}{'ours, us':>10}{'ignite, us':>12}{'ratio':>12}{'bound':>8}")
         for name, row in results.items():
             print(
                 f"{name:<26}{row['us']:>10.3f}{row['ignite_us']:>12.2f}"

@@ -3,7 +3,7 @@
     python benchmarks/recorder.py          # prints a table and a JSON line, exits with 1 if a bound is missed
 
 Recording is measured inside the recorder: the time of its receiver for an event with a payload of one float, sealing
-included. The fraction of a step is the time by which recording all its events prolongs an iteration of a running loop.
+included. The share of a step is the time that recording all its events adds to an iteration of a running loop.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from pulsetrain.engine.recording import EventLog, LoggedEvent, LogWriter
 from pulsetrain.handlers import EventRecorder
 
 BOUNDS = {
-    "recording, us an event": 1.2,
-    "recording, bytes an event": 30.0,
+    "recording, us per event": 1.2,
+    "recording, bytes per event": 30.0,
     "share of a 1 ms step, %": 0.7,
     "opening a log, ms": 20.0,
-    "opening it without its table, ms": 200.0,
+    "opening a log without table, ms": 200.0,
     "seek by seq, ms": 5.0,
     "seek by iteration, ms": 5.0,
     "memory while reading, MB": 16.0,
@@ -171,7 +171,7 @@ def reading(folder: Path, events: int) -> dict[str, float]:
     sealed = folder / "events.jsonl.zst"
     content = sealed.read_bytes()
     sealed.write_bytes(content[: content.rfind(b"PTLT") - 8])
-    results["opening it without its table, ms"] = 1e3 * statistics.median(
+    results["opening a log without table, ms"] = 1e3 * statistics.median(
         timed(lambda: EventLog(folder)) for _ in range(3)
     )
     sealed.write_bytes(content)
@@ -184,7 +184,7 @@ def measure(events: int, log_events: int, rounds: int) -> dict[str, float]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         cost, size = recording(folder / "recording", events, rounds)
-        results["recording, us an event"], results["recording, bytes an event"] = cost, size
+        results["recording, us per event"], results["recording, bytes per event"] = cost, size
         peer = summary_writer(folder / "peer", min(events, 5000))
         if peer is not None:
             results["SummaryWriter / recording"] = peer / cost

@@ -27,7 +27,7 @@ START = 1_700_000_000_000_000_000
 BOUNDS = {  # events per second, at least
     "through one handler of each iteration": 1_500_000.0,
     "through ten handlers of each iteration": 800_000.0,
-    "through ten of a trainer's": 800_000.0,
+    "through ten handlers of trainer events": 800_000.0,
     "through EarlyStopping": 1_500_000.0,
 }
 
@@ -94,7 +94,7 @@ def read_losses(replay: Replay) -> None:
 
 
 def hear_a_trainers(replay: Replay) -> None:
-    """Attaches ten handlers, of the events that a trainer's usual handlers subscribe to."""
+    """Attaches ten handlers of the events to which a trainer's usual handlers subscribe."""
     for event in (Events.ITERATION_COMPLETED, Events.EPOCH_COMPLETED, Events.VALIDATION_COMPLETED):
         for _ in range(3):
             replay.add_event_handler(event, lambda: None)
@@ -102,13 +102,13 @@ def hear_a_trainers(replay: Replay) -> None:
 
 
 def measure(folder: Path, iterations: int, passes: int) -> dict[str, float]:
-    """Every figure by its name, in events a second; those that have a bound are named as in BOUNDS."""
+    """All figures by name, in events per second; those with a bound have the names of BOUNDS."""
     write_log(folder, iterations)
     return {
         "through one handler of each iteration": rate(folder, hear_iterations(1), passes),
         "through ten handlers of each iteration": rate(folder, hear_iterations(10), passes),
-        "through ten of a trainer's": rate(folder, hear_a_trainers, passes),
-        "through one that reads the loss": rate(folder, read_losses, passes),
+        "through ten handlers of trainer events": rate(folder, hear_a_trainers, passes),
+        "through a handler that reads the loss": rate(folder, read_losses, passes),
         "through EarlyStopping": rate(folder, lambda replay: EarlyStopping(patience=10**9).attach(replay), passes),
     }
 

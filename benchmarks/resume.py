@@ -2,9 +2,9 @@
 
     python benchmarks/resume.py          # prints a table and a JSON line, exits with 1 if a bound is missed
 
-A shuffled DataLoader over a million samples, and a checkpoint after the epoch's middle. Measured is the time from
-CHECKPOINT_LOADED, when the weights are loaded, to the ITERATION_STARTED of the first batch; with workers, this is
-mostly the time to start them. The other loader is the same DataLoader, read by torch itself up to the same batch.
+A shuffled DataLoader over a million samples, and a checkpoint in the middle of the epoch. The benchmark measures the
+time from CHECKPOINT_LOADED, when the weights are loaded, to the ITERATION_STARTED of the first batch; with workers,
+most of it is the time to start them. The other loader is the same DataLoader, read by torch up to the same batch.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def make_loader(samples: int, workers: int) -> DataLoader[Any]:
 
 
 def make_trainer(folder: Path, samples: int, workers: int, iterations: int) -> Trainer:
-    """A run of this many iterations that saves no checkpoints by itself."""
+    """A run of this many iterations that saves checkpoints only when asked."""
     return Trainer(
         nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.ReLU(), nn.Linear(FEATURES, 1)),
         make_loader(samples, workers),
@@ -80,12 +80,12 @@ def first_batch(folder: Path, samples: int, workers: int, iteration: int) -> flo
 
     run.train(resume="latest")
     (loaded, at), (started, first) = marks
-    assert (at, first) == (iteration, iteration + 1), "it went on elsewhere"
+    assert (at, first) == (iteration, iteration + 1), "the run resumed at a different iteration"
     return started - loaded
 
 
 def reading_again(samples: int, workers: int, iteration: int) -> float:
-    """Seconds of torch's own loader to the same batch, after reading and discarding the earlier ones."""
+    """Seconds that torch's own loader takes to the same batch, reading and discarding the earlier ones."""
     start = time.perf_counter()
     batches = islice(make_loader(samples, workers), iteration, None)
     batch = next(batches)

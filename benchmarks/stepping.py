@@ -3,9 +3,9 @@
     python benchmarks/stepping.py          # prints a table and a JSON line, exits with 1 if a bound is missed
 
 The log is that of a trainer: four events per iteration, and every 1,000 iterations a validation by an evaluator, with
-its own events. Each response is a move from a random position, and what the prompt prints after it: the event and a
-watched metric. Each response is timed in several passes, and its best pass counts, since other processes may disturb a
-pass; the bound is on the slowest of all responses.
+its own events. Each response is a move from a random position, and the text that the prompt prints after it: the
+event and a watched metric. Each response is timed in several passes, and its best pass counts, since other processes
+may disturb a pass; the bound applies to the slowest response.
 """
 
 from __future__ import annotations

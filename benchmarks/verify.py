@@ -44,7 +44,7 @@ def build(folder: Path, iterations: int) -> Trainer:
 
 
 def measure(iterations: int, rounds: int) -> dict[str, float]:
-    """Seconds of both, and the additional time of verifying in percent."""
+    """Seconds of both, and the time that verifying takes in addition, in percent."""
     with tempfile.TemporaryDirectory() as name:
         run = Path(name) / "run"
         build(run, iterations).train()

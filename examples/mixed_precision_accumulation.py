@@ -45,7 +45,7 @@ def train(batch_size: int, settings: dict[str, Any]) -> Trainer:
 
     @trainer.on(Events.ANOMALY_DETECTED)
     def tell(engine: Engine, event: Event) -> None:
-        print(f"  by iteration {event.iteration}: {event.payload.value:.0f} updates left out ({event.payload.kind})")
+        print(f"  by iteration {event.iteration}: {event.payload.value:.0f} updates skipped ({event.payload.kind})")
 
     trainer.train()
     return trainer
@@ -56,7 +56,7 @@ def main() -> None:
         trainer = train(batch_size, settings)
         print(
             f"{name:<34} {trainer.state.iteration:>4} batches, {trainer.state.update} updates, "
-            f"{trainer.backend.skipped_updates()} left out, loss {trainer.history['train/loss'][-1]:.3f}, "
+            f"{trainer.backend.skipped_updates()} skipped, loss {trainer.history['train/loss'][-1]:.3f}, "
             f"accuracy {trainer.history['val/accuracy'][-1]:.3f}"
         )
 

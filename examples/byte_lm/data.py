@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset
 
-# Apart from the training batch size, so that runs of different batch sizes are judged on the same windows.
+# Independent of the training batch size, so that runs with different batch sizes are validated on the same windows.
 VALIDATION_BATCH_SIZE = 64
 
 
 def standard_library(folder: Path | None = None) -> tuple[list[Path], list[Path]]:
     """List the top-level modules of the standard library for training and, about one in ten, for validation.
 
-    The split depends on the file's name alone: whole files are held out, and those of one name always
-    fall on the same side.
+    The split depends only on the file's name: whole files are held out, and files of the same name are
+    always on the same side.
 
     Args:
         folder: where to look; None is the standard library of the running Python.
@@ -33,7 +33,7 @@ def standard_library(folder: Path | None = None) -> tuple[list[Path], list[Path]
     validation: list[Path] = []
     for path in sorted(folder.glob("*.py")):
         if _is_readable(path):
-            # crc32 and not hash(): Python salts the hash of a string differently in every process.
+            # crc32, not hash(): Python salts string hashes differently in every process.
             (validation if zlib.crc32(path.name.encode()) % 10 == 0 else training).append(path)
     if not training or not validation:
         raise FileNotFoundError(
@@ -46,7 +46,8 @@ def standard_library(folder: Path | None = None) -> tuple[list[Path], list[Path]
 class ByteWindows(Dataset[Tensor]):
     """Concatenated files, cut into windows of context + 1 bytes.
 
-    Neighbours share one byte, so that every byte but the first is a target once; the rest at the end is left out.
+    Neighbouring windows share one byte, so every byte except the first is a target once. An incomplete window at the
+    end is left out.
 
     Raises:
         ValueError: context is not positive, or the files are too short for one window.
@@ -61,7 +62,7 @@ class ByteWindows(Dataset[Tensor]):
                 f"ByteWindows(files={len(files)} with {len(text)} bytes, context={context}): one window needs "
                 f"{context + 1} bytes; give more files or a smaller context"
             )
-        # A view: 1 byte of memory per byte of text; the 8 bytes of an int64 are paid for one batch at a time.
+        # A view: 1 byte of memory per byte of text; only the current batch takes the 8 bytes of an int64.
         self._windows = torch.frombuffer(text, dtype=torch.uint8).unfold(0, context + 1, context)
 
     def __len__(self) -> int:
@@ -72,7 +73,7 @@ class ByteWindows(Dataset[Tensor]):
         return self._windows[index].long()
 
     def __getitems__(self, indices: list[int]) -> list[Tensor]:
-        """Return the windows of one batch; the DataLoader prefers this to one call a window."""
+        """Return the windows of one batch; the DataLoader prefers this to one call per window."""
         return list(self._windows[indices].long().unbind())
 
 
@@ -82,7 +83,7 @@ def loaders(
     """Build the training loader (shuffled) and the validation loader (the same windows in the same order every time).
 
     A batch is int64 of shape (batch_size, context + 1): inputs are batch[:, :-1], targets batch[:, 1:].
-    Validation takes validation_batches batches of 64 windows, spread evenly over the validation files.
+    Validation uses validation_batches batches of 64 windows, spread evenly over the validation files.
 
     Raises:
         ValueError: a size is not positive, or there are fewer windows than asked for.

@@ -9,15 +9,15 @@ from torch import Tensor, nn
 
 
 class Cache:
-    """The keys and values of what a model has read, so that it reads each token once; its memory is taken once too."""
+    """The keys and values of the tokens read so far, so that each token is read only once; memory is allocated once."""
 
     def __init__(self, *, rows: int, columns: int, device: torch.device) -> None:
         self.columns = columns
-        self.position_ids = torch.empty(rows, 0, dtype=torch.int64, device=device)  # of what was read
+        self.position_ids = torch.empty(rows, 0, dtype=torch.int64, device=device)  # of the tokens read so far
         self._memory: dict[Block, Tensor] = {}  # (2, rows, heads, columns, features)
 
     def add(self, block: "Block", keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Write those of the newest columns, (rows, heads, new columns, features); returns those of all so far."""
+        """Add those of new columns, (rows, heads, new columns, features); returns keys and values of all columns."""
         if block not in self._memory:
             self._memory[block] = keys.new_empty(2, *keys.shape[:2], self.columns, keys.shape[3])
         memory, read = self._memory[block], self.position_ids.shape[1]
@@ -29,7 +29,7 @@ class Cache:
         """Drops all other rows."""
         kept = torch.tensor(rows, dtype=torch.int64, device=self.position_ids.device)
         self.position_ids = self.position_ids[kept]
-        # index_select and not [:, kept]: it copies whole rows, four times as fast
+        # index_select, not [:, kept]: it copies whole rows, which is four times as fast
         self._memory = {block: memory.index_select(1, kept) for block, memory in self._memory.items()}
 
 
@@ -52,12 +52,12 @@ class Block(nn.Module):
     ) -> Tensor:
         """Map x (batch, length, width) to the same shape; cos and sin are (length, width / heads / 2).
 
-        Of several documents in a row they are (batch, 1, length, ...), and the mask (batch, 1, length, columns) says
-        what each position attends to; None is itself and all before it.
+        With several documents in a row, they are (batch, 1, length, ...), and the mask (batch, 1, length, columns) says
+        what each position attends to. Without a mask, it attends to itself and all earlier positions.
         """
         projected: Tensor = self.queries_keys_values(self.attention_norm(x))
         qkv = projected.unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)  # (3, batch, heads, length, features)
-        queries, keys = rotate(qkv[:2], cos, sin)  # both in one call: half the small kernels
+        queries, keys = rotate(qkv[:2], cos, sin)  # both in one call: half as many small kernels
         values = qkv[2]
         if cache is not None:
             keys, values = cache.add(self, keys, values)
@@ -92,7 +92,7 @@ class ByteGPT(nn.Module):
         for name, size in sizes.items():
             if size < 1:
                 raise ValueError(f"ByteGPT({name}={size}): must be at least 1")
-        if width % (2 * heads):  # rotary positions turn pairs of features
+        if width % (2 * heads):  # rotary positions rotate pairs of features
             rule = f"heads need equal, even sizes; choose a multiple of {2 * heads} as width"
             raise ValueError(f"ByteGPT(width={width}, heads={heads}): {rule}")
         if not 0.0 <= dropout < 1.0:
@@ -105,11 +105,11 @@ class ByteGPT(nn.Module):
         self.head = nn.Linear(width, vocabulary, bias=False)
         half = width // heads // 2
         angles = torch.outer(torch.arange(context), 10_000.0 ** (-torch.arange(half) / half))
-        self.register_buffer("cos", angles.cos(), persistent=False)  # a function of the sizes: not worth saving
+        self.register_buffer("cos", angles.cos(), persistent=False)  # depends only on the sizes: not worth saving
         self.register_buffer("sin", angles.sin(), persistent=False)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
-                # Two branches a layer add to the residual stream; scaled so that its variance does not grow with depth.
+                # Each layer adds two branches to the residual stream: scaled so that its variance stays the same.
                 adds_to_residual = name.endswith(("mix.weight", "contract.weight"))
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if adds_to_residual else 0.02)
 
@@ -117,13 +117,13 @@ class ByteGPT(nn.Module):
         """Score the byte that follows each position: int64 (batch, length) to logits (batch, length, vocabulary).
 
         Args:
-            position_ids: each token's place in its document, (batch, length), from 0 and below context. A document
-                begins wherever a position is not the one before plus 1, and sees nothing of the others in its row.
-                None is one document a row.
-            cache: what was read before, and where to add input_ids, which come behind it; it needs position_ids.
+            position_ids: each token's position in its document, (batch, length), from 0 and below context. A document
+                begins wherever a position is not the previous one plus 1, and does not attend to other documents in
+                its row. With None, each row is one document.
+            cache: the tokens read before; input_ids follow them and are added to it. It needs position_ids.
 
         Raises:
-            ValueError: input_ids are not of two dimensions, or longer than context, or position_ids do not fit them.
+            ValueError: input_ids do not have two dimensions or exceed the context, or position_ids do not fit them.
         """
         shape = tuple(input_ids.shape)
         if len(shape) != 2 or shape[1] > self.context:
@@ -149,23 +149,23 @@ class ByteGPT(nn.Module):
     def generate(
         self, prompt: bytes, length: int, temperature: float = 0.8, generator: torch.Generator | None = None
     ) -> bytes:
-        """Continue the prompt; returns the length new bytes, each drawn given at most the last `context` bytes.
+        """Continue the prompt; returns `length` new bytes, each sampled given at most the last `context` bytes.
 
-        Temperature 0 takes the likeliest byte. The generator is a CPU one, whatever device holds the model.
+        Temperature 0 takes the likeliest byte. The generator is a CPU generator, whatever the model's device.
 
         Raises:
             ValueError: the prompt is empty, or length or temperature is negative.
         """
         if not prompt:
             raise ValueError("ByteGPT.generate(prompt=b''): needs at least 1 byte to continue; b'\\n' starts a line")
-        if length < 0 or not temperature >= 0.0:  # written so that NaN is refused too
+        if length < 0 or not temperature >= 0.0:  # written so that NaN is rejected, too
             raise ValueError(f"ByteGPT.generate(length={length}, temperature={temperature}): must not be negative")
         text, was_training = bytearray(prompt), self.training
         self.eval()
         try:
             for _ in range(length):
                 window = torch.tensor([list(text[-self.context :])], device=self.head.weight.device)
-                logits = self(window)[0, -1, :256].float().cpu()  # one host sync a byte; tokens past 255 are no bytes
+                logits = self(window)[0, -1, :256].float().cpu()  # a host sync per byte; tokens above 255 are not bytes
                 if temperature == 0.0:
                     text.append(int(logits.argmax()))
                 else:
@@ -186,11 +186,11 @@ class ByteGPT(nn.Module):
     ) -> list[list[int]]:
         """Continue all prompts at once; returns what follows each, without the prompt.
 
-        A row ends with its end_token, with max_new_tokens, or when all that was read to draw its last token fills the
-        context. Temperature 0 takes the likeliest token. The generator is a CPU one, as of generate.
+        A row ends with end_token, after max_new_tokens, or when the tokens read to sample its last token fill the
+        context. Temperature 0 takes the likeliest token. The generator is a CPU generator.
 
         Raises:
-            ValueError: a prompt is empty, longer than context or not of the vocabulary, or another argument is no use.
+            ValueError: a prompt is empty, longer than context or outside the vocabulary, or a number is invalid.
         """
         if max_new_tokens < 0 or not temperature >= 0.0:
             numbers = f"max_new_tokens={max_new_tokens}, temperature={temperature}"
@@ -209,9 +209,9 @@ class ByteGPT(nn.Module):
         if not prompts or max_new_tokens == 0:
             return replies
         limits = [min(max_new_tokens, self.context + 1 - len(prompt)) for prompt in prompts]
-        rows = list(range(len(prompts)))  # those that have not ended
-        # All prompts end in one column, where the replies begin. The tokens that pad them on the left are at position 0
-        # each: documents of their own, which no prompt sees.
+        rows = list(range(len(prompts)))  # rows that have not ended
+        # All prompts end in the same column, where the replies begin. The tokens that pad them on the left all have
+        # position 0: each is a document of its own, to which no prompt attends.
         longest = max(map(len, prompts))
         padding = [[0] * (longest - len(prompt)) for prompt in prompts]
         tokens = torch.tensor([[*pad, *prompt] for pad, prompt in zip(padding, prompts, strict=True)], device=device)
@@ -221,7 +221,7 @@ class ByteGPT(nn.Module):
         self.eval()
         try:
             while rows:
-                logits = self(tokens, position_ids, cache)[:, -1].float().cpu()  # one host sync a column
+                logits = self(tokens, position_ids, cache)[:, -1].float().cpu()  # one host sync per column
                 if temperature == 0.0:
                     drawn = logits.argmax(-1)
                 else:
@@ -240,9 +240,9 @@ class ByteGPT(nn.Module):
 
 
 def within_documents(position_ids: Tensor, length: int) -> Tensor:
-    """Which columns the last `length` of (batch, columns) attend to: bool (batch, length, columns).
+    """The columns that each of the last `length` of (batch, columns) attends to: bool (batch, length, columns).
 
-    They are those of the same document, up to itself.
+    A column attends to itself and to earlier columns of the same document.
     """
     document = F.pad((position_ids.diff(dim=1) != 1).cumsum(1), (1, 0))
     column = torch.arange(position_ids.shape[1], device=position_ids.device)

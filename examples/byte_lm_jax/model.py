@@ -1,4 +1,4 @@
-"""The GPT over bytes of examples/byte_lm as a flax nnx module: the same numbers from the same weights."""
+"""The byte-level GPT of examples/byte_lm as a flax nnx module: the same weights give the same numbers."""
 
 import math
 from functools import partial
@@ -8,7 +8,7 @@ import numpy as np
 from flax import nnx
 from jax import Array
 
-# torch's epsilon, which is ten times flax's, and its variance, which takes the mean off before it squares.
+# torch's epsilon, which is ten times flax's, and its variance, which subtracts the mean before it squares.
 LayerNorm = partial(nnx.LayerNorm, epsilon=1e-5, use_fast_variance=False)
 
 
@@ -18,7 +18,7 @@ class Block(nnx.Module):  # type: ignore[misc]
     def __init__(self, *, layers: int, width: int, heads: int, dropout: float, rngs: nnx.Rngs) -> None:
         matrix = partial(nnx.Linear, use_bias=False, rngs=rngs)
         normal = nnx.initializers.normal(0.02)
-        # Two branches a layer add to the residual stream; scaled so that its variance does not grow with depth.
+        # Each layer adds two branches to the residual stream: scaled so that its variance stays the same.
         adds_to_residual = nnx.initializers.normal(0.02 / math.sqrt(2 * layers))
         self.heads = heads
         self.attention_norm = LayerNorm(width, rngs=rngs)
@@ -42,10 +42,10 @@ class Block(nnx.Module):  # type: ignore[misc]
 
 
 class ByteGPT(nnx.Module):  # type: ignore[misc]
-    """Next-byte language model; it begins in training mode, where dropout is at work.
+    """Next-byte language model; it starts in training mode, with dropout.
 
     Args:
-        seed: of the first weights and of dropout.
+        seed: for the initial weights and dropout.
 
     Raises:
         ValueError: a size is not positive, width does not divide into heads of even size, or dropout is not in [0, 1).
@@ -66,7 +66,7 @@ class ByteGPT(nnx.Module):  # type: ignore[misc]
         for name, size in sizes.items():
             if size < 1:
                 raise ValueError(f"ByteGPT({name}={size}): must be at least 1")
-        if width % (2 * heads):  # rotary positions turn pairs of features
+        if width % (2 * heads):  # rotary positions rotate pairs of features
             rule = f"heads need equal, even sizes; choose a multiple of {2 * heads} as width"
             raise ValueError(f"ByteGPT(width={width}, heads={heads}): {rule}")
         if not 0.0 <= dropout < 1.0:
@@ -83,10 +83,10 @@ class ByteGPT(nnx.Module):  # type: ignore[misc]
     def __call__(self, tokens: Array) -> Array:
         """Score the byte that follows each position: integers (batch, length) to logits (batch, length, vocabulary).
 
-        A token outside the vocabulary makes NaN of all that sees it: compiled code raises nothing.
+        Positions that attend to a token outside the vocabulary become NaN, since compiled code cannot raise an error.
 
         Raises:
-            ValueError: tokens are not of two dimensions, or longer than context.
+            ValueError: tokens do not have two dimensions, or are longer than context.
         """
         if tokens.ndim != 2 or tokens.shape[1] > self.context:
             rule = f"needs (batch, length), length at most {self.context}; cut the tokens or raise the model's context"
@@ -98,31 +98,31 @@ class ByteGPT(nnx.Module):  # type: ignore[misc]
         return self.head(self.norm(x))
 
     def generate(self, prompt: bytes, length: int, temperature: float = 0.8, seed: int = 0) -> bytes:
-        """Continue the prompt; returns the length new bytes, each drawn given at most the last `context` bytes.
+        """Continue the prompt; returns `length` new bytes, each sampled given at most the last `context` bytes.
 
-        Temperature 0 takes the likeliest byte. The seed decides the sample.
+        Temperature 0 takes the likeliest byte. The same seed gives the same sample.
 
         Raises:
-            ValueError: the prompt is empty or not of the vocabulary, or length or temperature is negative.
+            ValueError: the prompt is empty or outside the vocabulary, or length or temperature is negative.
         """
         if not prompt:
             raise ValueError("ByteGPT.generate(prompt=b''): needs at least 1 byte to continue; b'\\n' starts a line")
         if max(prompt) >= self.vocabulary:
             rule = f"has bytes past the vocabulary of {self.vocabulary}; leave them out, or use a model with all 256"
             raise ValueError(f"ByteGPT.generate(prompt={prompt!r}): {rule}")
-        if length < 0 or not temperature >= 0.0:  # written so that NaN is refused too
+        if length < 0 or not temperature >= 0.0:  # written so that NaN is rejected, too
             raise ValueError(f"ByteGPT.generate(length={length}, temperature={temperature}): must not be negative")
-        writer = nnx.merge(*nnx.split(self))  # the same arrays in another module, whose mode is its own
+        writer = nnx.merge(*nnx.split(self))  # the same arrays in a second module, with its own mode
         writer.eval()
         graph, weights = nnx.split(writer)
         text, key = bytearray(prompt), jax.random.key(seed)
-        window = np.zeros((1, self.context), np.int32)  # always as wide, or each length would be compiled anew
+        window = np.zeros((1, self.context), np.int32)  # of constant width, or each length would be compiled
         for _ in range(length):
             recent = text[-self.context :]
-            window[0, : len(recent)] = recent  # what lies behind is not seen from the last byte
-            logits = _logits_at(graph, weights, window, len(recent) - 1)[:256]  # tokens past 255 are no bytes
+            window[0, : len(recent)] = recent  # the last byte does not attend to what follows
+            logits = _logits_at(graph, weights, window, len(recent) - 1)[:256]  # tokens above 255 are not bytes
             if temperature == 0.0:
-                text.append(int(logits.argmax()))  # one host sync a byte
+                text.append(int(logits.argmax()))  # one host sync per byte
             else:
                 key, draw = jax.random.split(key)
                 text.append(int(jax.random.categorical(draw, logits / temperature)))
@@ -130,9 +130,9 @@ class ByteGPT(nnx.Module):  # type: ignore[misc]
 
 
 def rotation(length: int, features: int) -> tuple[np.ndarray, np.ndarray]:
-    """Cosines and sines of the angles that each position turns its features by, float32 (length, 1, features / 2).
+    """Cosines and sines of the angles by which each position rotates its features, float32 (length, 1, features / 2).
 
-    By NumPy, so that compiled code holds them as constants: they are no state, and no checkpoint has them.
+    Computed with NumPy, so that compiled code has them as constants: they are not state, and not in checkpoints.
     """
     half = features // 2
     frequencies = np.float32(10_000.0) ** (-np.arange(half, dtype=np.float32) / np.float32(half))
@@ -141,7 +141,7 @@ def rotation(length: int, features: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def rotate(x: Array, cos: Array, sin: Array) -> Array:
-    """Rotary position embedding (Su et al. 2021) of x (..., length, heads, features); cos, sin as of `rotation`."""
+    """Rotary position embedding (Su et al. 2021) of x (..., length, heads, features); cos, sin as from `rotation`."""
     cos, sin = cos.astype(x.dtype), sin.astype(x.dtype)
     first, second = jax.numpy.split(x, 2, axis=-1)
     return jax.numpy.concatenate((first * cos - second * sin, first * sin + second * cos), axis=-1)
@@ -151,4 +151,4 @@ def _score(graph: nnx.GraphDef, weights: nnx.State, tokens: Array, position: int
     return nnx.merge(graph, weights)(tokens)[0, position]
 
 
-_logits_at = jax.jit(_score, static_argnums=0)  # compiled once a shape of the model, not once a call of generate
+_logits_at = jax.jit(_score, static_argnums=0)  # compiled once per shape of the model, not once per call of generate

@@ -1,8 +1,8 @@
-"""The byte-level GPT learns Python's standard library on JAX: the same trainer and handlers, another backend.
+"""The byte-level GPT learns Python's standard library on JAX: the same trainer and handlers, a different backend.
 
     python -m examples.byte_lm_jax.train [--iterations N] [--run-dir FOLDER] [--resume]
 
-From the folder that holds examples/; needs jax, optax and flax (pip install 'pulsetrain[jax]').
+Run it from the folder that contains examples/. It needs jax, optax and flax (pip install 'pulsetrain[jax]').
 """
 
 import argparse
@@ -19,7 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, list[float]]:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--iterations", type=int, default=300, help="batches of 8 x 128 bytes [%(default)s]")
     parser.add_argument("--run-dir", default="runs/byte_lm_jax", help="log and checkpoints go there [%(default)s]")
-    parser.add_argument("--resume", action="store_true", help="go on with that run; give it the same --iterations")
+    parser.add_argument("--resume", action="store_true", help="continue that run; pass the same --iterations")
     options = parser.parse_args(arguments)
 
     training, validation = loaders(batch_size=8, context=128, validation_batches=4)

@@ -1,4 +1,4 @@
-"""The weights of examples/byte_lm's model in JAX's, and back."""
+"""Convert the weights of examples/byte_lm's model to JAX, and back."""
 
 from collections.abc import Mapping
 
@@ -15,10 +15,10 @@ def load_torch_weights(model: ByteGPT, state_dict: Mapping[str, Tensor]) -> None
     """Copy the weights of a torch ByteGPT of the same sizes into the model, which keeps its own dtypes.
 
     Args:
-        state_dict: what the torch model's `state_dict()` gives.
+        state_dict: the result of the torch model's `state_dict()`.
 
     Raises:
-        ValueError: names are missing or too many, or a shape differs; nothing has been copied then.
+        ValueError: a name is missing or unexpected, or a shape differs; nothing is copied.
     """
     parameters = _by_torch_name(model)
     missing, unexpected = parameters.keys() - state_dict.keys(), state_dict.keys() - parameters.keys()
@@ -36,12 +36,12 @@ def load_torch_weights(model: ByteGPT, state_dict: Mapping[str, Tensor]) -> None
             )
     for name, (parameter, is_transposed) in parameters.items():
         weights = state_dict[name].detach().cpu().float().numpy()
-        # array() copies; asarray() may share torch's memory, which torch's optimizer goes on to write
+        # array() copies; asarray() may share torch's memory, to which torch's optimizer continues to write
         parameter[...] = jax.numpy.array(weights.T if is_transposed else weights, dtype=parameter[...].dtype)
 
 
 def torch_weights(model: ByteGPT) -> dict[str, Tensor]:
-    """Copy the model's weights, float32, by the names and in the shapes of a torch ByteGPT's state dict."""
+    """Copy the model's weights, float32, with the names and shapes of a torch ByteGPT's state dict."""
     weights = {}
     for name, (parameter, is_transposed) in _by_torch_name(model).items():
         array = np.asarray(parameter[...], dtype=np.float32)
@@ -50,7 +50,7 @@ def torch_weights(model: ByteGPT) -> dict[str, Tensor]:
 
 
 def _by_torch_name(model: ByteGPT) -> dict[str, tuple[nnx.Param, bool]]:
-    """Each parameter by its name in torch, and whether it lies the other way: a kernel is (in, out), torch's (out, in).
+    """Each parameter by its name in torch, and whether it is transposed: a kernel is (in, out), torch's is (out, in).
 
     Kernel, scale and embedding are all called "weight" there.
     """

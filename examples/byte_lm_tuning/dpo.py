@@ -1,12 +1,11 @@
 """The demo's byte GPT learns to prefer the real body of a function to the same body with a mistake.
 
-    pulsetrain train examples/byte_lm/config.yaml        (makes the run that this one starts from)
+    pulsetrain train examples/byte_lm/config.yaml        (creates the run that this one starts from)
     python -m examples.byte_lm_tuning.dpo [--start RUN] [--run FOLDER] [--epochs N] [--functions N]
 
-Run it from the folder that contains examples/. The mistake is one wrong operator or name. Whether the model
-has learnt what mistakes look like is measured on functions of files that neither this run nor the demo's has seen: how
-often has the true body gained more probability than the false one, or lost less, since the start? What the start gives
-to both is computed once. About a minute on 2 CPU cores.
+Run it from the folder that contains examples/. The mistake is one wrong operator or name. The result is measured on
+functions in files that neither this run nor the demo has been trained on: how often has the true body gained more
+probability than the false one, or lost less? The initial probabilities are computed once. A minute on 2 CPU cores.
 """
 
 import argparse
@@ -29,7 +28,7 @@ from pulsetrain.handlers import Checkpointer, ConsoleLogger, EventRecorder
 
 
 class Pair(NamedTuple):
-    """Two bodies of one signature."""
+    """Two bodies for one signature."""
 
     signature: str
     chosen: str
@@ -37,13 +36,13 @@ class Pair(NamedTuple):
 
 
 def pairs_of(functions: Sequence[Function], kind: str) -> list[Pair]:
-    """Each function that a mistake of this kind can be made in, with one."""
+    """Every function in which this kind of mistake is possible, with one mistake."""
     found = [(function, mutate(function, kind, longest=CONTEXT)) for function in functions]
     return [Pair(function.signature, function.body, changed) for function, changed in found if changed is not None]
 
 
 def batches_of(pairs: Sequence[Pair], size: int) -> list[dict[str, Tensor]]:
-    """Pairs of like length together, which leaves little padding."""
+    """Batches of pairs of similar length, which need little padding."""
     by_length = sorted(pairs, key=lambda pair: len("".join(pair)))
     batches = []
     for begin in range(0, len(pairs), size):
@@ -58,10 +57,10 @@ def batches_of(pairs: Sequence[Pair], size: int) -> list[dict[str, Tensor]]:
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, list[float]]:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--start", help="run whose weights to begin with [the demo's newest in runs/]")
-    parser.add_argument("--run", default="runs/byte_lm_dpo-{n}", help="log and checkpoints go there [%(default)s]")
+    parser.add_argument("--start", help="run whose weights to start from [the demo's newest in runs/]")
+    parser.add_argument("--run", default="runs/byte_lm_dpo-{n}", help="folder for log and checkpoints [%(default)s]")
     parser.add_argument("--epochs", type=int, default=1, help="passes over the pairs [%(default)s]")
-    parser.add_argument("--functions", type=int, help="how many to learn from, and to judge by [all that fit]")
+    parser.add_argument("--functions", type=int, help="how many to train on, and to evaluate on [all that fit]")
     options = parser.parse_args(arguments)
 
     model, checkpoint = model_to_start_from(parser, options.start)
@@ -69,11 +68,11 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, list[float]]:
     pairs = [pair for kind in KINDS for pair in pairs_of(training, kind)]
     judged = {kind: found for kind in KINDS if (found := pairs_of(held_out, kind))}
     run = resolve_folder(options.run)
-    print(f"from {checkpoint}: {len(pairs)} pairs to learn from; to {run}")
+    print(f"from {checkpoint}: {len(pairs)} pairs to train on; run folder {run}")
 
     # The current model is the reference; its stored log-probabilities cost nothing during training.
     reference = DPOStrategy(reference=model)
-    batches: Any = reference.store_reference(batches_of(pairs, 16))  # Any, as torch says Dataset and takes a list
+    batches: Any = reference.store_reference(batches_of(pairs, 16))  # Any: torch declares Dataset but accepts a list
     sets = {kind: reference.store_reference(batches_of(found, 32)) for kind, found in judged.items()}
     trainer = Trainer(
         model,
@@ -94,7 +93,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, list[float]]:
     before = trainer.validate()
     history = trainer.train()
 
-    print("held-out pairs of which the true body has the larger implicit reward:")
+    print("held-out pairs in which the true body has the larger implicit reward:")
     for kind, found in judged.items():
         share = history[f"{kind}/reward_accuracy"][-1]
         error = math.sqrt(share * (1 - share) / len(found))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from examples.byte_lm.data import standard_library
 
-END = 0  # the byte after a body; no source contains it
+END = 0  # the byte after a body; it does not occur in source code
 INDENT = "    "
 Definition = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -19,9 +19,9 @@ class Function:
     """The text of one function.
 
     Args:
-        file: name of the file that contains it.
-        signature: from "def" (or "async def") up to the end of the line with the colon, at no indentation.
-        body: the lines below it at one level of indentation, without the docstring.
+        file: name of the file.
+        signature: from "def" (or "async def") to the end of the line with the colon, without indentation.
+        body: the lines after it, indented by one level, without the docstring.
     """
 
     file: str
@@ -30,29 +30,29 @@ class Function:
 
     @property
     def size(self) -> int:
-        """Bytes of both and of END."""
+        """The number of bytes of signature, body and END."""
         return len((self.signature + self.body).encode()) + 1
 
 
 def functions_of_library(context: int, folder: Path | None = None) -> tuple[list[Function], list[Function]]:
     """List the functions of the demo's training files and of its validation files that fit the context.
 
-    They stand in the order of the files and of their lines; of equal ones only the first is kept, so that no held-out
-    function is one that is trained on.
+    They are in the order of the files and lines. Of equal functions only the first is kept, so that no held-out
+    function is also a training function.
 
     Args:
-        context: most bytes of signature, body and END.
+        context: the maximum number of bytes of signature, body and END.
         folder: where to look; None is the standard library of the running Python.
 
     Raises:
-        ValueError: there are none of one side.
+        ValueError: there are no training functions, or no validation functions.
     """
     seen: set[tuple[str, str]] = set()
     sides: list[list[Function]] = []
     for files in standard_library(folder):
         found: list[Function] = []
         for path in files:
-            with tokenize.open(path) as file:  # in the encoding that the file declares
+            with tokenize.open(path) as file:  # with the encoding that the file declares
                 source = file.read()
             for function in functions_in(source, path.name, longest=context):
                 if (text := (function.signature, function.body)) not in seen:
@@ -71,18 +71,18 @@ def functions_of_library(context: int, folder: Path | None = None) -> tuple[list
 def functions_in(source: str, file: str = "", *, longest: int | None = None) -> list[Function]:
     """List the functions and methods of a module in the order of their lines.
 
-    Left out are functions inside others, those of which nothing remains without the docstring, bodies on the line of
-    the signature, and those that mean something else at another indentation, as texts of several lines do.
+    Nested functions are left out, and so are functions with only a docstring, functions whose body is on the line of
+    the signature, and those whose meaning depends on the indentation, such as functions with multi-line strings.
 
     Args:
-        file: what to call it.
-        longest: leave out those of a greater size; None takes all.
+        file: the module's file name.
+        longest: the maximum size; None means no maximum.
     """
     lines = source.split("\n")  # as ast counts them; splitlines would also split at form feeds
     found: list[Function] = []
     for node in _definitions(ast.parse(source)):
         read = _read(node, lines, file)
-        # the size first: it is known at once, and to compare syntax trees takes most of the time
+        # the size first: checking it is cheap, and comparing syntax trees takes most of the time
         if read is not None and (longest is None or read[0].size <= longest) and _means(*read):
             found.append(read[0])
     return found
@@ -101,7 +101,7 @@ def _read(node: Definition, lines: list[str], file: str) -> tuple[Function, list
     first = _first_line(node.body[0])
     if lines[first - 1].encode()[: node.body[0].col_offset].strip():
         return None  # on the signature's line
-    begin = first - 1  # how many lines are before the body, the comments above its first statement not counted
+    begin = first - 1  # lines before the body; comments above its first statement belong to the body
     while not lines[begin - 1].strip() or lines[begin - 1].lstrip().startswith("#"):
         begin -= 1
     kept = lines[begin : node.end_lineno]
@@ -116,7 +116,7 @@ def _read(node: Definition, lines: list[str], file: str) -> tuple[Function, list
 
 
 def _means(function: Function, statements: list[ast.stmt]) -> bool:
-    """Whether it is a definition with these statements."""
+    """Whether the source is a definition with these statements."""
     try:
         (definition,) = ast.parse(function.signature + function.body).body
     except SyntaxError:
@@ -126,11 +126,11 @@ def _means(function: Function, statements: list[ast.stmt]) -> bool:
 
 
 def _first_line(statement: ast.stmt) -> int:
-    """A decorated definition begins at its first decorator, whatever its lineno says."""
+    """The first line of a node; for a decorated definition, that of its first decorator."""
     decorators: list[ast.expr] = getattr(statement, "decorator_list", [])
     return min([statement.lineno, *(decorator.lineno for decorator in decorators)])
 
 
 def _moved_left(lines: list[str], columns: int) -> str:
-    """The lines without so much of their indentation; unlike textwrap.dedent, with comments that had less."""
+    """Remove this much indentation; unlike textwrap.dedent, comments may have less."""
     return "\n".join(line[min(columns, len(line) - len(line.lstrip())) :] for line in lines)

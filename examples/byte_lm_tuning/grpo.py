@@ -1,19 +1,19 @@
 """The demo's byte GPT learns by trial and error to write Python that parses, without examples.
 
-    pulsetrain train examples/byte_lm/config.yaml        (makes the run that this one starts from)
+    pulsetrain train examples/byte_lm/config.yaml        (creates the run that this one starts from)
     python -m examples.byte_lm_tuning.grpo [--start RUN] [--run FOLDER] [--rollouts N] [--samples N]
 
 Run it from the folder that contains examples/. The model continues the first line of a function for 88 bytes, eight
 times for each of eight functions in a rollout. Python's own parser scores the texts, and those that are better than the
-others of their group become more likely. A text without an end is scored up to its last whole line.
+others in their group become more likely. A text without an end is scored up to its last whole line.
 
-A text succeeds if it parses and has 3 statements or more, its `def` among them. The reward wants more, since whatever
-it allows is found, and `return` three times is easily written: it counts statements before a `return` that repeat no
-other and use known names. And it gives a part for a beginning that parses: of the demo's texts so few succeed that
-hardly a group would have one to learn from.
+A text succeeds if it parses and has at least 3 statements, including its `def`. The reward is stricter, since the model
+finds any shortcut, such as writing `return` three times: only statements before a `return` count, and only if they
+differ from each other and use known names. A text whose beginning parses gets part of the reward: so few of the demo's
+texts succeed that hardly any group would contain one.
 
-What it learns is form: short lines, closed brackets, one indentation. It writes `self._comp()` and `self._value = 0`;
-what stands behind `self.` it makes up, as nobody asks whether there is such a method. 90 seconds on a CPU core.
+The model learns form: short lines, closed brackets, consistent indentation. It writes `self._comp()` and
+`self._value = 0`, but invents the attributes, since the reward does not check them. 90 seconds on a CPU core.
 """
 
 import argparse
@@ -34,12 +34,12 @@ from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.rollouts import TextRollouts
 from pulsetrain.handlers import Checkpointer, EarlyStopping, EventRecorder
 
-WRITTEN = 88  # bytes of a text behind its prompt
-TEMPERATURE = 0.7  # of what the logits say: in acting, in learning, and in judging before and after
+WRITTEN = 88  # bytes of a text after its prompt
+TEMPERATURE = 0.7  # for sampling, for training, and for the evaluations before and after
 
 
 def text_of(prompt: Sequence[int], completion: Sequence[int]) -> str:
-    """The text up to its end; of one that was cut off, up to the end of its last whole line."""
+    """The text up to its end or, if it was cut off, up to the end of its last whole line."""
     if completion[-1] == END:
         return bytes([*prompt, *completion[:-1]]).decode(errors="replace")
     text = bytes([*prompt, *completion])
@@ -51,14 +51,14 @@ def rewards(prompts: list[list[int]], completions: list[list[int]]) -> list[floa
 
 
 def prompts_of_library() -> tuple[list[list[int]], list[list[int]]]:
-    """List the signatures, as bytes, of the demo's training files, and those of its validation files alone."""
+    """List the signatures, as bytes, in the demo's training files, and those only in its validation files."""
     sides = ((each.signature.encode() for each in side) for side in functions_of_library(CONTEXT))
     training, held_out = (dict.fromkeys(each for each in side if len(each) <= CONTEXT - WRITTEN) for side in sides)
     return list(map(list, training)), [list(each) for each in held_out if each not in training]
 
 
 def judge(model: ByteGPT, prompts: Sequence[list[int]]) -> tuple[list[list[int]], list[str], float]:
-    """Let the model write to each prompt; returns what follows, the texts, and the rate of those that succeed."""
+    """Let the model continue each prompt; returns the continuations, the texts, and the rate of those that succeed."""
     generator = torch.Generator().manual_seed(0)
     found = model.sample(prompts, WRITTEN, temperature=TEMPERATURE, end_token=END, generator=generator)
     texts = [text_of(prompt, completion) for prompt, completion in zip(prompts, found, strict=True)]
@@ -67,7 +67,7 @@ def judge(model: ByteGPT, prompts: Sequence[list[int]]) -> tuple[list[list[int]]
 
 @torch.no_grad()
 def divergence(strategy: GRPOStrategy, model: ByteGPT, prompts: Sequence[list[int]], found: list[list[int]]) -> float:
-    """KL(model || reference) over what the model wrote, nats a byte."""
+    """KL(model || reference) over the model's continuations, nats per byte."""
     rows = [(prompt + reply, [IGNORED] * len(prompt) + reply) for prompt, reply in zip(prompts, found, strict=True)]
     batch = pad_examples([{"input_ids": tokens, "labels": labels} for tokens, labels in rows])
     device = model.head.weight.device
@@ -81,22 +81,22 @@ def divergence(strategy: GRPOStrategy, model: ByteGPT, prompts: Sequence[list[in
 def tell(engine: Engine, event: Event) -> None:
     metrics = event.payload.metrics
     reward, kl = metrics["rollout/reward"], metrics["rollout/reference_kl"]
-    print(f"rollout {engine.state.rollout_round}: reward {reward:.3f}, KL {kl:.3f} nats a byte", flush=True)
+    print(f"rollout {engine.state.rollout_round}: reward {reward:.3f}, KL {kl:.3f} nats per byte", flush=True)
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, list[float]]:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--start", help="run whose weights to begin with [the demo's newest in runs/]")
-    parser.add_argument("--run", default="runs/byte_lm_grpo-{n}", help="log and checkpoints go there [%(default)s]")
-    parser.add_argument("--rollouts", type=int, default=30, help="of 64 texts each [%(default)s]")
-    parser.add_argument("--samples", type=int, default=400, help="texts to judge by, before and after [%(default)s]")
+    parser.add_argument("--start", help="run whose weights to start from [the demo's newest in runs/]")
+    parser.add_argument("--run", default="runs/byte_lm_grpo-{n}", help="folder for log and checkpoints [%(default)s]")
+    parser.add_argument("--rollouts", type=int, default=30, help="rollouts of 64 texts each [%(default)s]")
+    parser.add_argument("--samples", type=int, default=400, help="texts to evaluate, before and after [%(default)s]")
     options = parser.parse_args(arguments)
 
     model, checkpoint = model_to_start_from(parser, options.start)
     training, held_out = prompts_of_library()
     asked = [held_out[number % len(held_out)] for number in range(options.samples)]
     run = resolve_folder(options.run)
-    print(f"from {checkpoint}: {len(training)} prompts to learn from, {len(held_out)} held out; to {run}")
+    print(f"from {checkpoint}: {len(training)} prompts to train on, {len(held_out)} held out; run folder {run}")
 
     strategy = GRPOStrategy(group_size=8, kl_coef=0.05, minibatch_size=32, temperature=TEMPERATURE)
     trainer = Trainer(
@@ -104,9 +104,9 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, list[float]]:
         TextRollouts(training, rewards, max_new_tokens=WRITTEN, prompts_per_rollout=8, end_token=END),
         strategy=strategy,
         config=TrainingConfig(
-            max_epochs=options.rollouts,  # an epoch is a rollout, learnt from once
+            max_epochs=options.rollouts,  # an epoch is one rollout, used once
             learning_rate=6e-4,
-            warmup_steps=min(10, options.rollouts),  # Adam's first steps are long, and what they break stays broken
+            warmup_steps=min(10, options.rollouts),  # Adam's first steps are large and could do lasting damage
             optimizer_options={"betas": (0.9, 0.95)},
             clip_grad_norm=1.0,
         ),
@@ -124,8 +124,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, list[float]]:
     print("", *texts[:4], sep="\n")
     for name, rate in (("before", before), ("after", after)):
         error = (rate * (1 - rate) / options.samples) ** 0.5
-        print(f"{name}: {rate:.1%} +- {error:.1%} of {options.samples} texts to held-out prompts succeed")
-    print(f"KL to the start: {divergence(strategy, model, asked, found):.3f} nats a byte")
+        print(f"{name}: {rate:.1%} +- {error:.1%} of {options.samples} texts for held-out prompts succeed")
+    print(f"KL to the start: {divergence(strategy, model, asked, found):.3f} nats per byte")
     return history
 
 

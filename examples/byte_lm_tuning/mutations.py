@@ -1,4 +1,4 @@
-"""Bodies with one mistake, an operator or a name in the place of another, which are valid Python all the same."""
+"""Function bodies with one mistake, a wrong operator or name, that are still valid Python."""
 
 import ast
 import io
@@ -16,9 +16,9 @@ OPPOSITES = dict(_PAIRS) | {second: first for first, second in _PAIRS}
 
 
 class Token(NamedTuple):
-    """A token of a text, and where in the text it begins and ends; "is not" and "not in" are one."""
+    """A token of a text, with its start and end in the text; "is not" and "not in" are single tokens."""
 
-    kind: int  # as tokenize says: a part of an f-string may have the text of an operator
+    kind: int  # from tokenize: part of an f-string may look like an operator
     text: str
     begin: int
     end: int
@@ -28,12 +28,12 @@ def mutate(function: Function, kind: str, *, longest: int | None = None, seed: i
     """Change one token of the body.
 
     Args:
-        kind: "operator" changes one to its opposite, "name" a name to another of those that the function uses.
-        longest: most bytes that the changed function may have, END included; None is no limit.
-        seed: another one draws another change; of the same, a function gets the same wherever it is asked for.
+        kind: "operator" replaces an operator by its opposite, "name" a name by another one that the function uses.
+        longest: the maximum number of bytes of the changed function, END included; None means no maximum.
+        seed: selects the change. The same seed gives a function the same change in every call.
 
     Returns:
-        The changed body; None where there is no such change.
+        The changed body; None if no such change is possible.
     """
     whole = function.signature + function.body
     tokens = tokens_of(whole)
@@ -53,8 +53,8 @@ def mutate(function: Function, kind: str, *, longest: int | None = None, seed: i
 
 
 def tokens_of(source: str) -> list[Token]:
-    """List the tokens of a source in their order, without comments, line ends and indentation."""
-    begins = [0]  # of the lines
+    """List the tokens of a source in order, without comments, line ends and indentation."""
+    begins = [0]  # the start of each line
     for line in source.split("\n"):
         begins.append(begins[-1] + len(line) + 1)
     tokens: list[Token] = []

@@ -12,23 +12,23 @@ LEAVING = (ast.Return, ast.Raise, ast.Break, ast.Continue)  # statements after o
 def parse(text: str) -> ast.Module | None:
     """The text as a module; None if it does not parse."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # some of the texts only cause warnings
+        warnings.simplefilter("ignore")  # some texts parse with a warning
         try:
             return ast.parse(text)
-        except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last two of too many brackets
+        except (SyntaxError, ValueError, RecursionError, MemoryError):  # too many brackets raise the last two
             return None
 
 
 def succeeds(text: str) -> bool:
-    """Whether the text parses and has as many statements as wanted."""
+    """Whether the text parses and has at least WANTED statements."""
     tree = parse(text)
     return tree is not None and sum(isinstance(node, ast.stmt) for node in ast.walk(tree)) >= WANTED
 
 
 def reward_of(text: str) -> float:
-    """Mean of two shares: of the text's lines, and of the statements wanted, that its longest beginning has.
+    """Mean of two fractions: of the text's lines, and of WANTED statements, that are in its longest valid beginning.
 
-    The beginning is of whole lines and parses; the statements are sensible ones.
+    The beginning consists of whole lines and parses; only sensible statements count.
     """
     lines = text.splitlines(keepends=True)
     for end in range(len(lines), 0, -1):
@@ -39,11 +39,11 @@ def reward_of(text: str) -> float:
 
 
 def sensible_statements(tree: ast.Module) -> int:
-    """Count those behind the first that can be reached, repeat no other, and use known names alone.
+    """Count the statements after the first that can be reached, differ from all others, and use only known names.
 
-    Known are parameters, what is assigned to, and what Python has built in. Of a statement that holds others, its first
-    line is what must not repeat one. `return` and the like count for nothing: they would be the easiest first line, and
-    a model that begins with one never finds out that others are worth more.
+    Known names are parameters, assigned names and Python's builtins. For a compound statement, only the first line must
+    differ from others. `return` and the like do not count: they would be the easiest first line, and a model that
+    starts with one never learns that others are worth more.
     """
     nodes = list(ast.walk(tree))
     known = {*dir(builtins), *(node.arg for node in nodes if isinstance(node, ast.arg))}
@@ -57,7 +57,7 @@ def sensible_statements(tree: ast.Module) -> int:
 
 
 def reachable(node: ast.AST) -> Iterator[ast.stmt]:
-    """Yield the statements in the node, in order, but those behind a `return` or the like in their block."""
+    """Yield the statements in the node, in order, except those after a `return` or the like in their block."""
     for _, block in ast.iter_fields(node):
         for child in block if isinstance(block, list) else ():
             if isinstance(child, ast.stmt):

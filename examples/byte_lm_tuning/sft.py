@@ -1,11 +1,11 @@
 """The demo's byte GPT learns to read the signature of a function, write the body, and stop.
 
-    pulsetrain train examples/byte_lm/config.yaml        (makes the run that this one starts from)
+    pulsetrain train examples/byte_lm/config.yaml        (creates the run that this one starts from)
     python -m examples.byte_lm_tuning.sft [--start RUN] [--run FOLDER] [--epochs N] [--functions N]
 
 Run it from the folder that contains examples/. A prompt is a signature; the reply is the body followed by a byte 0.
-Prompts are not trained on. Functions are packed into rows of 129 bytes, and none sees another of its row. The loss of
-the replies is measured on functions of files that neither this run nor the demo's has seen. One minute on 2 cores.
+Prompts are masked. Functions are packed into rows of 129 bytes, in which none attends to another. The loss of the
+replies is measured on functions in files that neither this run nor the demo has been trained on. One minute on 2 cores.
 """
 
 import argparse
@@ -26,26 +26,26 @@ from pulsetrain.handlers import Checkpointer, ConsoleLogger, EventRecorder, Samp
 
 
 def example_of(function: Function, end: int | None = END) -> Example:
-    """Tokens, which are bytes, and labels, which leave the signature out."""
+    """Tokens, which are bytes, and labels, in which the signature is masked."""
     return tokenize_prompt(function.signature, function.body, str.encode, end=end)
 
 
 def main(arguments: Sequence[str] | None = None) -> dict[str, list[float]]:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--start", help="run whose weights to begin with [the demo's newest in runs/]")
-    parser.add_argument("--run", default="runs/byte_lm_sft-{n}", help="log and checkpoints go there [%(default)s]")
+    parser.add_argument("--start", help="run whose weights to start from [the demo's newest in runs/]")
+    parser.add_argument("--run", default="runs/byte_lm_sft-{n}", help="folder for log and checkpoints [%(default)s]")
     parser.add_argument("--epochs", type=int, default=3, help="passes over the functions [%(default)s]")
-    parser.add_argument("--functions", type=int, help="how many to learn from, and to judge by [all that fit]")
+    parser.add_argument("--functions", type=int, help="how many to train on, and to evaluate on [all that fit]")
     options = parser.parse_args(arguments)
 
     model, checkpoint = model_to_start_from(parser, options.start)
     training, held_out = (side[: options.functions] for side in functions_of_library(CONTEXT))
     run = resolve_folder(options.run)
-    print(f"from {checkpoint}: {len(training)} functions to learn from, {len(held_out)} held out; to {run}")
+    print(f"from {checkpoint}: {len(training)} functions to train on, {len(held_out)} held out; run folder {run}")
 
-    # A row predicts all its bytes but the first from those before: it may be longer than the context by one.
-    rows: Any = pack(map(example_of, training), CONTEXT + 1)  # Any, as torch says Dataset and takes a list
-    judged: dict[str, Any] = {  # the demo has never seen the byte that ends a reply: what that costs is told apart
+    # A row's first byte is not predicted, so a row may be longer than the context by one.
+    rows: Any = pack(map(example_of, training), CONTEXT + 1)  # Any: torch declares Dataset but accepts a list
+    judged: dict[str, Any] = {  # the demo has never seen the byte that ends a reply, so its loss is reported separately
         "replies": [example_of(function) for function in held_out],
         "bodies": [example_of(function, end=None) for function in held_out],
     }
@@ -76,13 +76,13 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, list[float]]:
     print("held out, before and after:")
     for name in judged:
         loss, right = f"{name}/loss", f"{name}/token_accuracy"
-        print(f"  {name}: {before[loss]:.3f} -> {history[loss][-1]:.3f} nats a byte, ", end="")
-        print(f"{before[right]:.1%} -> {history[right][-1]:.1%} of the bytes are the likeliest")
+        print(f"  {name}: {before[loss]:.3f} -> {history[loss][-1]:.3f} nats per byte, ", end="")
+        print(f"{before[right]:.1%} -> {history[right][-1]:.1%} of the bytes predicted")
     return history
 
 
 def answers(model: ByteGPT) -> Callable[..., bytes]:
-    """How a SampleText lets the model write: until it stops."""
+    """Generate for SampleText until the model stops."""
 
     def generate(prompt: bytes, length: int, **options: Any) -> bytes:
         return bytes(model.sample([prompt], length, end_token=END, **options)[0]).removesuffix(bytes([END]))

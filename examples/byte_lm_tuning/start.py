@@ -13,18 +13,18 @@ REMEDY = "`pulsetrain train examples/byte_lm/config.yaml` makes a run to start f
 
 
 def load_model(start: str | Path | None = None, context: int = CONTEXT) -> tuple[ByteGPT, Path]:
-    """Make a model of the demo's sizes, with the weights of a run's best checkpoint, or of its last where none is best.
+    """Make a model of the demo's sizes, with the weights of a run's best checkpoint or, if there is none, of its last.
 
     Args:
-        start: the run's folder; None is the demo's newest run in runs/ that has a checkpoint.
-        context: any will do, as positions are no weights.
+        start: the run's folder; None means the demo's newest run in runs/ that has a checkpoint.
+        context: any number, since positions are not weights.
 
     Returns:
-        The model, and the checkpoint that its weights are from.
+        The model, and the checkpoint with its weights.
 
     Raises:
         FileNotFoundError: there is no such run, or it has no checkpoint.
-        CheckpointError: it is damaged, or of a model of other sizes.
+        CheckpointError: it is damaged, or from a model of other sizes.
     """
     run = newest_demo_run() if start is None else Path(start)
     if not find_checkpoints(run / "checkpoints"):
@@ -38,7 +38,7 @@ def load_model(start: str | Path | None = None, context: int = CONTEXT) -> tuple
 
 
 def model_to_start_from(parser: ArgumentParser, start: str | None) -> tuple[ByteGPT, Path]:
-    """`load_model` for a script: where there is no such run, it ends with what to do."""
+    """`load_model` for a script: exits with a remedy if there is no such run."""
     try:
         return load_model(start)
     except (FileNotFoundError, CheckpointError) as error:
@@ -46,7 +46,7 @@ def model_to_start_from(parser: ArgumentParser, start: str | None) -> tuple[Byte
 
 
 def newest_demo_run(runs: Path = Path("runs")) -> Path:
-    """Find the run folder of the highest number that has a checkpoint.
+    """Find the run folder with the highest number that has a checkpoint.
 
     Raises:
         FileNotFoundError: there is none.
@@ -54,5 +54,7 @@ def newest_demo_run(runs: Path = Path("runs")) -> Path:
     numbered = {int(match[1]): path for path in runs.glob("*") if (match := re.fullmatch(r"byte_lm-(\d+)", path.name))}
     found = [number for number, path in numbered.items() if find_checkpoints(path / "checkpoints")]
     if not found:
-        raise FileNotFoundError(f"{runs / 'byte_lm-*'}: no run with a checkpoint; {REMEDY}, and --start names another")
+        raise FileNotFoundError(
+            f"{runs / 'byte_lm-*'}: no run with a checkpoint; {REMEDY}, or choose another with --start"
+        )
     return numbered[max(found)]

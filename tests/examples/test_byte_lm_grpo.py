@@ -193,14 +193,12 @@ class TestScript:
     def test_it_runs_as_the_page_says(self, demo_run: Path, tmp_path: Path) -> None:
         script = ("-m", "examples.byte_lm_tuning.grpo", "--start", demo_run, "--rollouts", 1, "--samples", 5)
         output = run(EXAMPLES.parent, *script, "--run", tmp_path / "run").output
-        start = (
-            rf"from {demo_run}/checkpoints/000000000-checkpoint: \d+ prompts to learn from, \d+ held out; to \S+/run"
-        )
-        assert re.fullmatch(start, output[0])
+        start = rf"from {demo_run}/checkpoints/000000000-checkpoint: \d+ prompts to train on, \d+ held out"
+        assert re.fullmatch(rf"{start}; run folder \S+/run", output[0])
         *_, before, after, divergence = output
-        assert before == "before: 0.0% +- 0.0% of 5 texts to held-out prompts succeed"
-        assert after == "after: 0.0% +- 0.0% of 5 texts to held-out prompts succeed"
-        assert divergence == "KL to the start: 0.000 nats a byte"
+        assert before == "before: 0.0% +- 0.0% of 5 texts for held-out prompts succeed"
+        assert after == "after: 0.0% +- 0.0% of 5 texts for held-out prompts succeed"
+        assert divergence == "KL to the start: 0.000 nats per byte"
         events = EventLog(tmp_path / "run").read(event="rollout_completed")
         (length,) = [event.payload["metrics"]["rollout/length"] for event in events]
         assert 60 < length < grpo.WRITTEN  # one byte in 256 ends a text

@@ -354,9 +354,9 @@ class TestScripts:
         script = ("-m", "examples.byte_lm_tuning.sft", "--start", demo_run, "--functions", 40, "--epochs", 6)
         output = run(EXAMPLES.parent, *script, "--run", tmp_path / "run").output
         text = "\n".join(output)
-        assert f"from {demo_run}/checkpoints/000000000-checkpoint: 40 functions to learn from, 40 held out" in text
+        assert f"from {demo_run}/checkpoints/000000000-checkpoint: 40 functions to train on, 40 held out" in text
         for name in ("replies", "bodies"):
-            found = re.search(rf"^  {name}: (\S+) -> (\S+) nats a byte, ", text, re.MULTILINE)
+            found = re.search(rf"^  {name}: (\S+) -> (\S+) nats per byte, ", text, re.MULTILINE)
             assert found is not None, text
             before, after = float(found[1]), float(found[2])
             assert after < 5.0 < 5.4 < before  # a guess among 256 bytes costs 5.55 nats

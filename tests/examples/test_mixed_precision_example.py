@@ -9,7 +9,7 @@ import pytest
 
 from tests.support.examples import EXAMPLES, run
 
-LINE = re.compile(r"(.+?) +(\d+) batches, (\d+) updates, (\d+) left out, loss ([\d.]+), accuracy ([\d.]+)")
+LINE = re.compile(r"(.+?) +(\d+) batches, (\d+) updates, (\d+) skipped, loss ([\d.]+), accuracy ([\d.]+)")
 
 
 def test_the_four_runs_train_alike_and_fp16_says_what_it_left_out(tmp_path: Path):
@@ -21,7 +21,7 @@ def test_the_four_runs_train_alike_and_fp16_says_what_it_left_out(tmp_path: Path
     assert float(parts[5]) == pytest.approx(float(whole[5]), abs=0.002)  # the same updates, up to rounding
     assert float(bf16[5]) == pytest.approx(float(whole[5]), abs=0.01)
     assert [int(each[4]) > 0 for each in found] == [False, False, False, True]
-    announced = sum(int(count) for count in re.findall(r"by iteration \d+: (\d+) updates left out", "\n".join(output)))
+    announced = sum(int(count) for count in re.findall(r"by iteration \d+: (\d+) updates skipped", "\n".join(output)))
     assert announced == int(fp16[4])
     assert all(float(each[6]) > 0.9 for each in found)
     assert not list(tmp_path.iterdir())
