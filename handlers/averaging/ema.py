@@ -47,6 +47,6 @@ class EMA(Averaging):
         self, decay: float = 0.999, model: nn.Module | None = None, every: Every | None = None, validate: bool = True
     ) -> None:
         if not isinstance(decay, (int, float)) or isinstance(decay, bool) or not 0.0 <= decay < 1.0:
-            raise ConfigurationError(f"EMA(decay={decay!r}): needs a number of at least 0 and below 1, such as 0.999")
+            raise ConfigurationError("needs a number of at least 0 and below 1, such as 0.999", "EMA", decay=decay)
         self.decay = decay
         super().__init__(get_ema_multi_avg_fn(decay), model, Every(updates=1) if every is None else every, validate)

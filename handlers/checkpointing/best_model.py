@@ -100,8 +100,10 @@ class BestModel:
             require_validation("BestModel", self.metric, engine)
             if self.restore and any(other.restore for other in handlers_of(engine, Events.COMPLETED, BestModel)):
                 raise ConfigurationError(
-                    f"BestModel(metric={self.metric!r}, restore=True): another BestModel restores its weights at the "
-                    "end; pass restore=False to one of the two"
+                    "another BestModel restores its weights at the end; pass restore=False to one of the two",
+                    "BestModel",
+                    restore=True,
+                    metric=self.metric,
                 )
             if self.folder is not None:
                 make_folder("BestModel", self.folder)

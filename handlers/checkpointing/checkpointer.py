@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, Literal, Self
 
 from pulsetrain.engine import Events, Every, Phase
+from pulsetrain.engine.argument_checks import check_whole_number
 from pulsetrain.engine.checkpoint import (
     CheckpointManager,
     Form,
@@ -93,12 +94,10 @@ class Checkpointer:
         form: Form | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        for argument, number in (("keep_last", keep_last), ("keep_best", keep_best)):
-            if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-                remedy = "; metric=None keeps no best" if argument == "keep_best" else ""
-                raise ConfigurationError(
-                    f"Checkpointer({argument}={number!r}): needs a whole number of at least 1{remedy}"
-                )
+        check_whole_number("Checkpointer", "keep_last", keep_last)
+        if keep_best == 0:
+            raise ConfigurationError("needs at least 1; metric=None keeps no best", "Checkpointer", keep_best=keep_best)
+        check_whole_number("Checkpointer", "keep_best", keep_best)
         if mode not in ("min", "max"):
             raise unknown_name("Checkpointer", "mode", mode, ("min", "max"))
         if isinstance(every, str) and every != "auto":

@@ -71,7 +71,7 @@ class HangWatchdog:
     ) -> None:
         number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
         if not number or not 0.0 < seconds < threading.TIMEOUT_MAX:
-            raise ConfigurationError(f"HangWatchdog(seconds={seconds!r}): needs a positive number, such as 600")
+            raise ConfigurationError("needs a positive number, such as 600", "HangWatchdog", seconds=seconds)
         if policy not in ("report", "stop", "exit"):
             raise unknown_name("HangWatchdog", "policy", policy, ("report", "stop", "exit"))
         self.folder = Path(folder)

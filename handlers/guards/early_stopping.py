@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, Self
 
-from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.argument_checks import check_number, check_whole_number
 from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import Event, Events
 from pulsetrain.engine.events.subscription import Phase
@@ -56,10 +55,8 @@ class EarlyStopping:
         min_delta: float = 0.0,
     ) -> None:
         check_judged("EarlyStopping", metric, mode)
-        if not isinstance(patience, int) or isinstance(patience, bool) or patience < 1:
-            raise ConfigurationError(f"EarlyStopping(patience={patience!r}): needs a whole number of at least 1")
-        if not 0.0 <= min_delta < math.inf:
-            raise ConfigurationError(f"EarlyStopping(min_delta={min_delta!r}): needs a finite number of at least 0")
+        check_whole_number("EarlyStopping", "patience", patience)
+        check_number("EarlyStopping", "min_delta", min_delta)
         self.metric = metric
         self.patience = patience
         self.mode: Mode = mode

@@ -152,8 +152,9 @@ class GuardAction:
         """
         if self.name == "rewind" and not isinstance(engine, _Rewindable):
             raise ConfigurationError(
-                f"{self._place}(policy='rewind'): {engine.name!r} cannot return to a checkpoint, which a Trainer can; "
-                "choose 'stop'"
+                f"{engine.name!r} cannot return to a checkpoint, which a Trainer can; choose 'stop'",
+                self._place,
+                policy=self.name,
             )
 
     def apply(self, engine: Engine, first: int, last: int, reason: str) -> None:

@@ -86,7 +86,7 @@ class LossSpikeGuard:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if not isinstance(threshold, (int, float)) or not 0.0 < threshold < math.inf:
-            raise ConfigurationError(f"LossSpikeGuard(threshold={threshold!r}): needs a positive number")
+            raise ConfigurationError("needs a positive number", "LossSpikeGuard", threshold=threshold)
         check_whole_number("LossSpikeGuard", "window", window, 8)
         check_whole_number("LossSpikeGuard", "patience", patience)
         check_whole_number("LossSpikeGuard", "margin", margin, 0)

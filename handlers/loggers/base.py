@@ -70,7 +70,7 @@ class MetricLogger:
             check_every(self._place, every)
         if hyperparameters is not None and not isinstance(hyperparameters, Mapping):
             raise ConfigurationError(
-                f"{self._place}(hyperparameters={hyperparameters!r}): needs a mapping, such as {{'width': 64}}"
+                "needs a mapping, such as {'width': 64}", self._place, hyperparameters=hyperparameters
             )
         if on_error not in ("raise", "warn"):
             raise unknown_name(self._place, "on_error", on_error, ("raise", "warn"))

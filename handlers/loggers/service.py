@@ -203,7 +203,7 @@ def check_text(place: str, argument: str, value: object, needed: str) -> None:
         ConfigurationError: not such a text.
     """
     if not isinstance(value, str) or not value:
-        raise ConfigurationError(f"{place}({argument}={value!r}): needs {needed}")
+        raise ConfigurationError(f"needs {needed}", place, **{argument: value})
 
 
 class _Connection:

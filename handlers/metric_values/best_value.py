@@ -50,7 +50,7 @@ def check_judged(place: str, metric: object, mode: object) -> None:
         ConfigurationError: one of them cannot be used.
     """
     if not isinstance(metric, str) or not metric:
-        raise ConfigurationError(f"{place}(metric={metric!r}): needs a metric's name, such as 'val/loss'")
+        raise ConfigurationError("needs a metric's name, such as 'val/loss'", place, metric=metric)
     if mode not in ("min", "max"):
         raise unknown_name(place, "mode", mode, ("min", "max"))
 
@@ -95,9 +95,7 @@ def require_validation(place: str, metric: str, engine: Engine) -> None:
     if has_rollouts and not _is_of(metric, ("val/",)):
         return
     remedy = "; name a metric of its rollouts, such as 'rollout/return'" if has_rollouts else ""
-    raise ConfigurationError(
-        f"{place}(metric={metric!r}): waits for a validation, and the Trainer has no val_loader{remedy}"
-    )
+    raise ConfigurationError(f"waits for a validation, and the Trainer has no val_loader{remedy}", place, metric=metric)
 
 
 def warn_if_never_reported(place: str, metric: str, engine: Engine) -> None:

@@ -66,8 +66,10 @@ class Profiler:
         check_bool("Profiler", "stacks", stacks)
         if warmup >= start:
             raise ConfigurationError(
-                f"Profiler(start={start}, warmup={warmup}): the warm-up would start before the run; "
-                f"use start={warmup + 1} or more"
+                f"the warm-up would start before the run; use start={warmup + 1} or more",
+                "Profiler",
+                start=start,
+                warmup=warmup,
             )
         self.folder = Path(folder)
         self.start, self.iterations, self.warmup = start, iterations, warmup

@@ -74,7 +74,7 @@ class Plots:
         if every is not None:
             check_every("Plots", every)
         if isinstance(formats, str) or not isinstance(formats, Sequence) or not formats:
-            raise ConfigurationError(f"Plots(formats={formats!r}): needs a list of formats, such as ['png', 'svg']")
+            raise ConfigurationError("needs a list of formats, such as ['png', 'svg']", "Plots", formats=formats)
         for each in formats:
             if each not in figures.FORMATS:
                 raise unknown_name("Plots", "formats", each, figures.FORMATS)

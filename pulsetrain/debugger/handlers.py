@@ -10,6 +10,7 @@ from pulsetrain.engine.checkpoint import Location, find_checkpoints, load_checkp
 from pulsetrain.engine.checkpoint.reader import size_of, step_of
 from pulsetrain.engine.errors import CheckpointError
 from pulsetrain.handlers.run_files.run_file import RUN_FILE, read_run_file
+from pulsetrain.state.older_formats import upgrade
 
 __all__ = ["RecordedHandlers", "recorded_handlers"]
 
@@ -58,17 +59,12 @@ def recorded_handlers(run: Path, iteration: int, max_bytes: int | None = None) -
         if max_bytes is not None and size > max_bytes:
             problem = f"`handlers` reads them from {checkpoint.name}, {size / 1e9:.1f} GB"
             return RecordedHandlers(names, checkpoint, step_of(checkpoint), problem=problem)
-        state = load_checkpoint(checkpoint)
+        saved = upgrade(load_checkpoint(checkpoint))["handlers"]
     except (CheckpointError, OSError) as error:
         return RecordedHandlers(names, checkpoint, step_of(checkpoint), problem=str(error))
-    states, settings = state.get("handlers"), state.get("handler_settings")
-    return RecordedHandlers(
-        names,
-        checkpoint,
-        step_of(checkpoint),
-        states if isinstance(states, Mapping) else {},
-        settings if isinstance(settings, Mapping) else {},
-    )
+    states = {name: each["state"] for name, each in saved.items()}
+    settings = {name: each["settings"] for name, each in saved.items()}
+    return RecordedHandlers(names, checkpoint, step_of(checkpoint), states, settings)
 
 
 def _shown(value: object) -> str:

@@ -11,10 +11,10 @@ from tests.support.driving import make_engine, rolled_out, validate_each_epoch
 from tests.support.small import loader, trainer
 
 JUDGES = {
-    "EarlyStopping": lambda folder: EarlyStopping("val/los", patience=50),
-    "ReduceLROnPlateau": lambda folder: ReduceLROnPlateau("val/los", patience=50),
-    "BestModel": lambda folder: BestModel("val/los"),
-    "Checkpointer": lambda folder: Checkpointer(folder, metric="val/los", every=Every(epochs=50)),
+    "EarlyStopping": lambda folder, metric="val/los": EarlyStopping(metric, patience=50),
+    "ReduceLROnPlateau": lambda folder, metric="val/los": ReduceLROnPlateau(metric, patience=50),
+    "BestModel": lambda folder, metric="val/los": BestModel(metric),
+    "Checkpointer": lambda folder, metric="val/los": Checkpointer(folder, metric=metric, every=Every(epochs=50)),
 }
 
 
@@ -123,9 +123,7 @@ def test_a_trainer_with_rollouts_may_be_judged_by_them(name, tmp_path, monkeypat
 @pytest.mark.parametrize("name", JUDGES)
 def test_a_metric_that_no_rollout_has_told_is_said_at_the_end(name, tmp_path):
     run = trainer({"max_epochs": 1}, train_loader=Acting())
-    handler = JUDGES[name](tmp_path)
-    handler.metric = "rollout/retrun"
-    handler.attach(run)
+    JUDGES[name](tmp_path, "rollout/retrun").attach(run)
     run.on(Events.EPOCH_STARTED)(lambda: rolled_out(run, {"rollout/return": 1.0}))
     with capture_logs() as logs:
         run.train()
