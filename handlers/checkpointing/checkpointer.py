@@ -31,8 +31,7 @@ from pulsetrain.handlers.attachment.cadence import reading_events
 from pulsetrain.handlers.checkpointing.background_save import BackgroundSave, SavedEngine
 from pulsetrain.handlers.checkpointing.ranking import Ranking
 from pulsetrain.handlers.checkpointing.save_interval import SaveInterval
-from pulsetrain.handlers.metric_values.best_value import Mode, require_validation
-from pulsetrain.handlers.metric_values.step_values import METRIC_EVENTS
+from pulsetrain.handlers.metric_values.best_value import Mode, subscribe_judge
 
 __all__ = ["Checkpointer"]
 
@@ -134,14 +133,11 @@ class Checkpointer:
                 "or use pulsetrain.engine.checkpoint.CheckpointManager in a handler of your own"
             )
         with self._attachment.to(engine, whole_bus=False) as subscribe:
-            if self.metric is not None:
-                require_validation("Checkpointer", self.metric, engine)
             # first, so that no handler writes anything for a run that may not start
             subscribe(Events.STARTED, self._on_started, phase=Phase.COMPUTE)
             subscribe(Events.CHECKPOINT_LOADED, self._on_loaded, phase=Phase.COMPUTE)
             if self.metric is not None:
-                for event in METRIC_EVENTS:
-                    subscribe(event, self._ranking.note, phase=Phase.PERSIST)
+                subscribe_judge(subscribe, self._ranking.note, "Checkpointer", self.metric, engine, Phase.PERSIST)
                 subscribe(Events.COMPLETED, self._ranking.warn_of_silence, phase=Phase.ACT)
             if self._background is not None:
                 # before the cadence: a save is announced before the next one starts

@@ -15,10 +15,9 @@ from pulsetrain.handlers.metric_values.best_value import (
     check_judged,
     is_better,
     judged_name,
-    require_validation,
+    subscribe_judge,
     warn_if_never_reported,
 )
-from pulsetrain.handlers.metric_values.step_values import METRIC_EVENTS
 
 __all__ = ["EarlyStopping"]
 
@@ -71,9 +70,7 @@ class EarlyStopping:
             ConfigurationError: the trainer never validates, and has no rollouts that could report the metric.
         """
         with self._attachment.to(engine, whole_bus=False) as subscribe:
-            require_validation("EarlyStopping", self.metric, engine)
-            for event in METRIC_EVENTS:
-                subscribe(event, self._judge, phase=Phase.ACT)
+            subscribe_judge(subscribe, self._judge, "EarlyStopping", self.metric, engine, Phase.ACT)
             subscribe(Events.STARTED, self._on_started, phase=Phase.ACT)
             subscribe(Events.COMPLETED, self._on_completed, phase=Phase.ACT)
         return self

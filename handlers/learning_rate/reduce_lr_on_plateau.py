@@ -24,10 +24,9 @@ from pulsetrain.handlers.metric_values.best_value import (
     Mode,
     check_judged,
     judged_name,
-    require_validation,
+    subscribe_judge,
     warn_if_never_reported,
 )
-from pulsetrain.handlers.metric_values.step_values import METRIC_EVENTS
 
 __all__ = ["ReduceLROnPlateau"]
 
@@ -121,10 +120,8 @@ class ReduceLROnPlateau:
             RecordingError: the engine is a replay, and no optimizer was given.
         """
         with self._attachment.to(engine, whole_bus=False) as subscribe:
-            require_validation("ReduceLROnPlateau", self.metric, engine)
             subscribe(Events.STARTED, self._join, phase=Phase.COMPUTE)
-            for event in METRIC_EVENTS:
-                subscribe(event, self._judge, phase=Phase.ACT)
+            subscribe_judge(subscribe, self._judge, "ReduceLROnPlateau", self.metric, engine, Phase.ACT)
             subscribe(Events.COMPLETED, self._on_completed, phase=Phase.ACT)
             self._join(engine)
         return self

@@ -187,7 +187,9 @@ class ServiceLogger(MetricLogger):
             engine.post(Events.HANDLER_FAILED, self._failed(error))
 
     def _failed(self, error: Exception) -> HandlerFailed:
-        return HandlerFailed(handler=f"handlers.{self._place}", event=Events.METRICS_LOGGED.value, error=error)
+        return HandlerFailed(
+            handler=f"pulsetrain.handlers.{self._place}", event=Events.METRICS_LOGGED.value, error=error
+        )
 
 
 def check_text(place: str, argument: str, value: object, needed: str) -> None:
