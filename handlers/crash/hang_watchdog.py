@@ -215,7 +215,7 @@ def _watch(
 
 def _is_saving() -> bool:
     """Whether the main thread is saving or loading a checkpoint."""
-    frames = sys._current_frames()  # public: the documentation describes it
+    frames = sys._current_frames()  # documented; only the name looks private
     frame = frames.get(threading.main_thread().ident or 0)
     while frame is not None:
         if _SAVING in frame.f_code.co_filename:

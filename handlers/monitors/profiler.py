@@ -138,7 +138,8 @@ class Profiler:
             self._profile.step()
 
     def _begin(self) -> None:
-        if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]  # a second one would abort
+        # a second profiler would abort the process, and torch has no public way to ask
+        if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
             self._begun_at = None
             self._window.cancel()
             raise RuntimeError("Profiler: another profiler is active in this process; nothing is written")
