@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, Literal, Self
 
 from pulsetrain.engine import Events, Every, Phase
-from pulsetrain.engine.argument_checks import check_whole_number
+from pulsetrain.engine.argument_checks import check_choice, check_whole_number
 from pulsetrain.engine.checkpoint import (
     CheckpointManager,
     Form,
@@ -97,8 +97,7 @@ class Checkpointer:
         if keep_best == 0:
             raise ConfigurationError("needs at least 1; metric=None keeps no best", "Checkpointer", keep_best=keep_best)
         check_whole_number("Checkpointer", "keep_best", keep_best)
-        if mode not in ("min", "max"):
-            raise unknown_name("Checkpointer", "mode", mode, ("min", "max"))
+        check_choice("Checkpointer", "mode", mode, ("min", "max"))
         if isinstance(every, str) and every != "auto":
             raise unknown_name("Checkpointer", "every", every, ("auto",))
         check_name("Checkpointer", name)

@@ -7,8 +7,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, Self
 
-from pulsetrain.engine.argument_checks import check_whole_number
-from pulsetrain.engine.errors import ConfigurationError, unknown_name
+from pulsetrain.engine.argument_checks import check_choice, check_whole_number
+from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import Event, Events
 from pulsetrain.engine.events.subscription import Phase
@@ -64,8 +64,7 @@ class TimeLimit:
             raise ConfigurationError(
                 "leaves nothing of {seconds}; give less", "TimeLimit", margin=margin, seconds=seconds
             )
-        if of not in ("run", "process"):
-            raise unknown_name("TimeLimit", "of", of, ("run", "process"))
+        check_choice("TimeLimit", "of", of, ("run", "process"))
         self.of = of
         self.clock = clock
         self._before = 0.0  # used in earlier runs and processes

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler as TorchLRScheduler
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from pulsetrain.engine.argument_checks import check_choice
 from pulsetrain.engine.errors import ArgumentTypeError, CheckpointError, ConfigurationError, unknown_name
 from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import Event, Events
@@ -73,8 +74,7 @@ class LRScheduler:
                 "LRScheduler",
                 schedule=schedule,
             )
-        if by not in _COUNTED:
-            raise unknown_name("LRScheduler", "by", by, _COUNTED)
+        check_choice("LRScheduler", "by", by, _COUNTED)
         self.schedule = schedule
         self.by = by
         self.factor = 1.0  # of the schedule's rates, which ReduceLROnPlateau lowers

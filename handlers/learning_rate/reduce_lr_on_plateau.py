@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler as TorchLRScheduler
 from torch.optim.lr_scheduler import ReduceLROnPlateau as TorchReduceLROnPlateau
 
-from pulsetrain.engine.argument_checks import check_number, check_whole_number
-from pulsetrain.engine.errors import ArgumentTypeError, ConfigurationError, RecordingError, unknown_name
+from pulsetrain.engine.argument_checks import check_choice, check_number, check_whole_number
+from pulsetrain.engine.errors import ArgumentTypeError, ConfigurationError, RecordingError
 from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import Event, Events
 from pulsetrain.engine.events.subscription import Phase
@@ -85,8 +85,7 @@ class ReduceLROnPlateau:
         check_whole_number(place, "cooldown", cooldown, at_least=0)
         check_number(place, "threshold", threshold)
         check_number(place, "min_lr", min_lr)
-        if threshold_mode not in ("rel", "abs"):
-            raise unknown_name(place, "threshold_mode", threshold_mode, ("rel", "abs"))
+        check_choice(place, "threshold_mode", threshold_mode, ("rel", "abs"))
         if optimizer is not None and not isinstance(optimizer, Optimizer):
             raise ArgumentTypeError("needs a torch.optim.Optimizer", place, optimizer=optimizer)
         self.metric, self.factor, self.patience, self.threshold = metric, factor, patience, threshold

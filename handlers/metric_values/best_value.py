@@ -6,7 +6,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
-from pulsetrain.engine.errors import ConfigurationError, MetricNotFoundError, unknown_name
+from pulsetrain.engine.argument_checks import check_choice
+from pulsetrain.engine.errors import ConfigurationError, MetricNotFoundError
 from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import Event, Events
 from pulsetrain.engine.events.subscription import Phase
@@ -61,8 +62,7 @@ def check_judged(place: str, metric: object, mode: object) -> None:
     """
     if not isinstance(metric, str) or not metric:
         raise ConfigurationError("needs a metric's name, such as 'val/loss'", place, metric=metric)
-    if mode not in ("min", "max"):
-        raise unknown_name(place, "mode", mode, ("min", "max"))
+    check_choice(place, "mode", mode, ("min", "max"))
 
 
 def judged_name(place: str, metric: str, engine: Engine, event: Event) -> str | None:

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Self
 from urllib.parse import urlsplit
 
+from pulsetrain.engine.argument_checks import check_positive
 from pulsetrain.engine.errors import ArgumentTypeError, ConfigurationError
 from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import Event, EventEnum, Events
@@ -85,8 +86,7 @@ class Alert:
             raise ConfigurationError("needs an address that begins with https:// or http://", "Alert", webhook=shown)
         if isinstance(events, (str, EventEnum)):
             raise ArgumentTypeError("needs several, such as (Events.COMPLETED,)", "Alert", events=events)
-        if not isinstance(timeout, (int, float)) or isinstance(timeout, bool) or not 0.0 < timeout < math.inf:
-            raise ConfigurationError("needs a positive number of seconds", "Alert", timeout=timeout)
+        check_positive("Alert", "timeout", timeout)
         self.command = None if command is None else list(command)
         self.webhook = webhook
         self.events = tuple(events)

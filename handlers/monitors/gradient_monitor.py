@@ -8,8 +8,8 @@ from typing import Literal, Self
 import torch
 from torch import Tensor, nn
 
-from pulsetrain.engine.argument_checks import check_bool, check_whole_number
-from pulsetrain.engine.errors import ArgumentTypeError, ConfigurationError, unknown_name
+from pulsetrain.engine.argument_checks import check_bool, check_choice, check_whole_number
+from pulsetrain.engine.errors import ArgumentTypeError, ConfigurationError
 from pulsetrain.engine.events.cadence import Every
 from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import Event, Events
@@ -78,8 +78,7 @@ class GradientMonitor:
             raise ConfigurationError(
                 "gradients are complete only at an update; use Every(updates=50)", "GradientMonitor", every=every
             )
-        if by not in ("parameter", "module"):
-            raise unknown_name("GradientMonitor", "by", by, ("parameter", "module"))
+        check_choice("GradientMonitor", "by", by, ("parameter", "module"))
         if isinstance(norm_type, bool) or norm_type not in (1, 2, math.inf):
             raise ConfigurationError("needs 1, 2 or inf", "GradientMonitor", norm_type=norm_type)
         check_bool("GradientMonitor", "histograms", histograms)

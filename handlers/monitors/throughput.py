@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from functools import partial
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from pulsetrain.engine.argument_checks import check_positive
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.events.cadence import Every
 from pulsetrain.engine.events.engine import Engine
@@ -72,9 +72,8 @@ class Throughput:
         every = Every(iterations=50) if every is None else every
         check_every("Throughput", every)
         for name, value in (("flops_per_sample", flops_per_sample), ("peak_flops", peak_flops)):
-            number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if value is not None and not (number and 0 < value < math.inf):
-                raise ConfigurationError("needs a positive number", "Throughput", **{name: value})
+            if value is not None:
+                check_positive("Throughput", name, value)
         self.every, self.flops_per_sample, self.peak_flops, self.clock = every, flops_per_sample, peak_flops, clock
         self._flops_of: dict[Shapes, int] = {}  # of a step, by the shapes of its batch
         self._counting: FlopCount | None = None

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from pulsetrain.engine.argument_checks import check_whole_number
-from pulsetrain.engine.errors import unknown_name
+from pulsetrain.engine.argument_checks import check_choice, check_whole_number
 from pulsetrain.engine.events.bus import EventBus
 from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import Event, EventEnum, Events, identify
@@ -82,8 +81,7 @@ class EventRecorder:
         check_whole_number("EventRecorder", "rank", rank, at_least=0)
         if max_bytes is not None:
             check_whole_number("EventRecorder", "max_bytes", max_bytes, LEAST_BYTES)
-        if on_error not in ("warn", "raise"):
-            raise unknown_name("EventRecorder", "on_error", on_error, ("warn", "raise"))
+        check_choice("EventRecorder", "on_error", on_error, ("warn", "raise"))
         self.folder = Path(folder) / "events"
         self.include_batches = include_batches
         self.every = every
