@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
-from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.errors import ConfigurationError, unknown_name
 
-__all__ = ["check_bool", "check_number", "check_whole_number"]
+__all__ = ["check_bool", "check_choice", "check_number", "check_positive", "check_whole_number"]
 
 
 def check_whole_number(place: str, argument: str, value: object, at_least: int = 1, below: int | None = None) -> None:
@@ -60,3 +61,29 @@ def check_bool(place: str, argument: str, value: object) -> None:
     """
     if not isinstance(value, bool):
         raise ConfigurationError("needs True or False", place, **{argument: value})
+
+
+def check_positive(place: str, argument: str, value: object, below: float = math.inf) -> None:
+    """Reject anything but a finite number above 0.
+
+    Raises:
+        ConfigurationError: not such a number.
+    """
+    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < below:
+        raise ConfigurationError("needs a positive number", place, **{argument: value})
+
+
+def check_choice(place: str, argument: str, value: object, choices: Iterable[str]) -> None:
+    """Reject anything but one of the names.
+
+    Raises:
+        ConfigurationError: another name; the message lists the choices.
+
+    >>> check_choice("BestModel", "mode", "best", ("min", "max"))
+    Traceback (most recent call last):
+    ...
+    pulsetrain.engine.errors.ConfigurationError: BestModel(mode='best'): unknown; choose one of max, min
+    """
+    choices = list(choices)
+    if value not in choices:
+        raise unknown_name(place, argument, value, choices)

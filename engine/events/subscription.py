@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import sys
 import weakref
 from collections.abc import Callable, Mapping
 from enum import IntEnum
@@ -185,7 +186,7 @@ class Subscription:
         handler = self.handler
         if isinstance(handler, MethodType):  # the method may be inherited: the object's class says more
             owner = handler.__self__ if isinstance(handler.__self__, type) else type(handler.__self__)
-            return f"{owner.__module__}.{owner.__qualname__}.{handler.__name__}"
+            return f"{_public_name(owner)}.{handler.__name__}"
         name: str = getattr(handler, "__qualname__", type(handler).__name__)
         module = getattr(handler, "__module__", None)
         return f"{module}.{name}" if module else name
@@ -258,3 +259,12 @@ class Subscription:
                 Events.HANDLER_FAILED,
                 HandlerFailed(handler=self.description, event=self.signal.name, error=error),
             )
+
+
+def _public_name(kind: type) -> str:
+    """The name by which users import a class: of the nearest package that exports it, else of its own module."""
+    package = kind.__module__
+    while package := package.rpartition(".")[0]:
+        if getattr(sys.modules.get(package), "__dict__", {}).get(kind.__name__) is kind:
+            return f"{package}.{kind.__name__}"
+    return f"{kind.__module__}.{kind.__qualname__}"

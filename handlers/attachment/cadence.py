@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from pulsetrain.engine.errors import ArgumentTypeError
 from pulsetrain.engine.events.cadence import Every
 from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import Events, EventsList
@@ -20,7 +21,7 @@ def check_every(place: str, every: object, example: str = "Every(iterations=50)"
         TypeError: not an Every.
     """
     if not isinstance(every, Every):
-        raise TypeError(f"{place}(every={every!r}): needs an Every, such as {example}")
+        raise ArgumentTypeError(f"needs an Every, such as {example}", place, every=every)
 
 
 def reading_events(every: Every, clock: Callable[[], float] = time.monotonic) -> EventsList:

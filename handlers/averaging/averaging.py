@@ -8,7 +8,7 @@ from typing import Any, Self
 
 from torch import nn
 
-from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.errors import ArgumentTypeError, ConfigurationError
 from pulsetrain.engine.events.cadence import Every
 from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import Events
@@ -39,7 +39,7 @@ class Averaging:
     def __init__(self, average: MultiAverage, model: nn.Module | None, every: Every, validate: bool) -> None:
         self._place = type(self).__name__
         if model is not None and not isinstance(model, nn.Module):
-            raise TypeError(f"{self._place}(model={type(model).__name__}): needs a torch.nn.Module")
+            raise ArgumentTypeError("needs a torch.nn.Module", self._place, model=type(model))
         check_every(self._place, every, "Every(updates=10)")
         self.validate = validate
         self._function, self._given, self._every = average, model, every
@@ -64,7 +64,7 @@ class Averaging:
             own = model_of(engine)  # a replay without weights raises, though a model was given here
             model = self._given if self._given is not None else own
             if model is None:
-                raise ConfigurationError(f"{self._place}(model=None): {engine.name!r} has no torch model; pass model=")
+                raise ConfigurationError(f"{engine.name!r} has no torch model; pass model=", self._place, model=None)
             self._check_model(engine, model)
             subscribe(Events.STARTED, self._on_started, phase=Phase.COMPUTE)
             # FIRST: before the validation of the same phase
@@ -166,15 +166,19 @@ class Averaging:
         groups = optimizer.param_groups if optimizer is not None and is_schedule_free(optimizer) else ()
         if any(parameter in mine for group in groups for parameter in group["params"]):
             raise ConfigurationError(
-                f"{self._place}(validate=True): {type(optimizer).__name__} is schedule-free, and validation uses the "
-                "average that it keeps itself; pass validate=False, or train with another optimizer"
+                f"{type(optimizer).__name__} is schedule-free, and validation uses the average that it keeps itself; "
+                "pass validate=False, or train with another optimizer",
+                self._place,
+                validate=True,
             )
         for context in contexts:
             other = getattr(context, "__self__", None)
             if isinstance(other, Averaging) and other.averages(mine):
                 raise ConfigurationError(
-                    f"{self._place}(validate=True): {type(other).__name__} validates its average of these weights; "
-                    "pass validate=False to one of the two"
+                    f"{type(other).__name__} validates its average of these weights; "
+                    "pass validate=False to one of the two",
+                    self._place,
+                    validate=True,
                 )
         self._contexts, self._entered = contexts, self.applied
         contexts.append(self._entered)

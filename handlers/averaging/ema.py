@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.argument_checks import check_number
 from pulsetrain.engine.events.cadence import Every
 from pulsetrain.handlers.averaging.averaging import Averaging
 
@@ -46,7 +46,6 @@ class EMA(Averaging):
     def __init__(
         self, decay: float = 0.999, model: nn.Module | None = None, every: Every | None = None, validate: bool = True
     ) -> None:
-        if not isinstance(decay, (int, float)) or isinstance(decay, bool) or not 0.0 <= decay < 1.0:
-            raise ConfigurationError(f"EMA(decay={decay!r}): needs a number of at least 0 and below 1, such as 0.999")
+        check_number("EMA", "decay", decay, below=1.0)
         self.decay = decay
         super().__init__(get_ema_multi_avg_fn(decay), model, Every(updates=1) if every is None else every, validate)

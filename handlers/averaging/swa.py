@@ -11,10 +11,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import get_swa_multi_avg_fn, update_bn
 from torch.utils.data import DataLoader
 
+from pulsetrain.engine.argument_checks import check_whole_number
 from pulsetrain.engine.backends.module_view import ArraysView
 from pulsetrain.engine.data import rng
 from pulsetrain.engine.data.keyed_loader import length_of
-from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.errors import ArgumentTypeError, ConfigurationError
 from pulsetrain.engine.events.cadence import Every
 from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.logs import get_logger
@@ -70,25 +71,31 @@ class SWA(Averaging):
     ) -> None:
         if (after_epoch is None) == (after_update is None):
             raise ConfigurationError(
-                f"SWA({after_epoch=}, {after_update=}): needs exactly one of the two, such as after_epoch=10"
+                "needs exactly one of the two, such as after_epoch=10",
+                "SWA",
+                after_epoch=after_epoch,
+                after_update=after_update,
             )
         for argument, start in (("after_epoch", after_epoch), ("after_update", after_update)):
-            if start is not None and (not isinstance(start, int) or isinstance(start, bool) or start < 0):
-                raise ConfigurationError(f"SWA({argument}={start!r}): needs a whole number of at least 0")
+            if start is not None:
+                check_whole_number("SWA", argument, start, at_least=0)
         if bn_loader is not None and not isinstance(bn_loader, Iterable):
-            raise TypeError(f"SWA(bn_loader={bn_loader!r}): needs an iterable of batches, such as a DataLoader")
+            raise ArgumentTypeError("needs an iterable of batches, such as a DataLoader", "SWA", bn_loader=bn_loader)
         if isinstance(bn_loader, Iterator):
             raise ConfigurationError(
-                f"SWA(bn_loader={type(bn_loader).__name__}): is an iterator, which gives its batches once; "
-                "pass a DataLoader, a list or another iterable that gives them again"
+                "is an iterator, which gives its batches once; "
+                "pass a DataLoader, a list or another iterable that gives them again",
+                "SWA",
+                bn_loader=type(bn_loader),
             )
         if isinstance(bn_loader, (tuple, list)) and any(isinstance(each, DataLoader) for each in bn_loader):
             raise ConfigurationError(
-                f"SWA(bn_loader={type(bn_loader).__name__}): holds DataLoaders where batches are needed; "
-                "pass one of them, usually that of the training set"
+                "holds DataLoaders where batches are needed; pass one of them, usually that of the training set",
+                "SWA",
+                bn_loader=type(bn_loader),
             )
         if bn_loader is not None and length_of(bn_loader) == 0:
-            raise _no_batch()
+            raise _no_batch(bn_loader)
         self.after_epoch, self.after_update = after_epoch, after_update
         self.bn_loader = bn_loader
         super().__init__(get_swa_multi_avg_fn(), model, Every(epochs=1) if every is None else every, validate)
@@ -140,8 +147,10 @@ class SWA(Averaging):
         if shared and isinstance(self.bn_loader, DataLoader) and self.bn_loader.persistent_workers:
             # it has one iterator: a second pass would end the one that trains
             raise ConfigurationError(
-                "SWA(bn_loader=...): with persistent_workers=True the training loader cannot give two passes at once; "
-                "pass another DataLoader over the same set"
+                "with persistent_workers=True the training loader cannot give two passes at once; "
+                "pass another DataLoader over the same set",
+                "SWA",
+                bn_loader=DataLoader,
             )
 
     def _measure(self, average: WeightAverage, norms: list[_BatchNorm]) -> None:
@@ -164,14 +173,16 @@ def _inputs(loader: Iterable[object]) -> Iterator[Tensor]:
     for batch in loader:
         inputs = batch[0] if isinstance(batch, (list, tuple)) and batch else batch
         if not isinstance(inputs, Tensor):
-            raise TypeError(
-                f"SWA(bn_loader=...): gave {type(inputs).__name__} for the model's input; needs batches that are "
-                "tensors, or tuples that begin with one"
+            raise ArgumentTypeError(
+                f"gave {type(inputs).__name__} for the model's input; "
+                "needs batches that are tensors, or tuples that begin with one",
+                "SWA",
+                bn_loader=type(loader),
             )
         empty = False
         yield inputs
     if empty:
-        raise _no_batch()
+        raise _no_batch(loader)
 
 
 @contextmanager
@@ -207,12 +218,16 @@ def _order_restored(loader: Iterable[object]) -> Iterator[None]:
 
 def _loader_missing() -> ConfigurationError:
     return ConfigurationError(
-        "SWA(bn_loader=None): the model's batch normalisation has running statistics, which were not measured with "
-        "the averaged weights; pass bn_loader=, such as a DataLoader over the training set"
+        "the model's batch normalisation has running statistics, which were not measured with "
+        "the averaged weights; pass bn_loader=, such as a DataLoader over the training set",
+        "SWA",
+        bn_loader=None,
     )
 
 
-def _no_batch() -> ConfigurationError:
+def _no_batch(loader: object) -> ConfigurationError:
     return ConfigurationError(
-        "SWA(bn_loader=...): gave no batch; pass an iterable that gives batches in each pass, such as a DataLoader"
+        "gave no batch; pass an iterable that gives batches in each pass, such as a DataLoader",
+        "SWA",
+        bn_loader=type(loader),
     )

@@ -149,7 +149,9 @@ class BackgroundSave:
             error=str(error) or type(error).__name__,
         )
         # in place of the event that is missing
-        failed = HandlerFailed(handler="handlers.Checkpointer", event=Events.CHECKPOINT_SAVED.value, error=error)
+        failed = HandlerFailed(
+            handler="pulsetrain.handlers.Checkpointer", event=Events.CHECKPOINT_SAVED.value, error=error
+        )
         engine.fire(Events.HANDLER_FAILED, failed)
 
 

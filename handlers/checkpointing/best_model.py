@@ -22,8 +22,7 @@ from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.training_run import model_of, validation_contexts
 from pulsetrain.handlers.attachment.attachment import Attachment
 from pulsetrain.handlers.attachment.engine_queries import handlers_of, reject_replay
-from pulsetrain.handlers.metric_values.best_value import Mode, check_judged, is_better, judged_name, require_validation
-from pulsetrain.handlers.metric_values.step_values import METRIC_EVENTS
+from pulsetrain.handlers.metric_values.best_value import Mode, check_judged, is_better, judged_name, subscribe_judge
 from pulsetrain.handlers.run_files.run_folder import make_folder
 
 __all__ = ["BestModel"]
@@ -97,18 +96,18 @@ class BestModel:
             reject_replay("BestModel", engine, "weights of its validations")
             if model_of(engine) is None:
                 raise ConfigurationError(f"BestModel: {engine.name!r} has no torch model; set engine.model")
-            require_validation("BestModel", self.metric, engine)
+            subscribe_judge(subscribe, self._judge, "BestModel", self.metric, engine, Phase.PERSIST)
             if self.restore and any(other.restore for other in handlers_of(engine, Events.COMPLETED, BestModel)):
                 raise ConfigurationError(
-                    f"BestModel(metric={self.metric!r}, restore=True): another BestModel restores its weights at the "
-                    "end; pass restore=False to one of the two"
+                    "another BestModel restores its weights at the end; pass restore=False to one of the two",
+                    "BestModel",
+                    restore=True,
+                    metric=self.metric,
                 )
             if self.folder is not None:
                 make_folder("BestModel", self.folder)
             subscribe(Events.STARTED, self._on_started, phase=Phase.COMPUTE)
             subscribe(Events.CHECKPOINT_LOADED, self._on_loaded, phase=Phase.PERSIST)
-            for event in METRIC_EVENTS:
-                subscribe(event, self._judge, phase=Phase.PERSIST)
             # LAST: checkpoints of the end hold the weights that training reached
             subscribe(Events.COMPLETED, self._on_completed, phase=Phase.PERSIST, order=LAST)
         return self

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any, Literal, Self
 
 from pulsetrain.engine import Events, Every, Phase
+from pulsetrain.engine.argument_checks import check_choice, check_whole_number
 from pulsetrain.engine.checkpoint import (
     CheckpointManager,
     Form,
@@ -30,8 +31,7 @@ from pulsetrain.handlers.attachment.cadence import reading_events
 from pulsetrain.handlers.checkpointing.background_save import BackgroundSave, SavedEngine
 from pulsetrain.handlers.checkpointing.ranking import Ranking
 from pulsetrain.handlers.checkpointing.save_interval import SaveInterval
-from pulsetrain.handlers.metric_values.best_value import Mode, require_validation
-from pulsetrain.handlers.metric_values.step_values import METRIC_EVENTS
+from pulsetrain.handlers.metric_values.best_value import Mode, subscribe_judge
 
 __all__ = ["Checkpointer"]
 
@@ -93,14 +93,11 @@ class Checkpointer:
         form: Form | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        for argument, number in (("keep_last", keep_last), ("keep_best", keep_best)):
-            if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-                remedy = "; metric=None keeps no best" if argument == "keep_best" else ""
-                raise ConfigurationError(
-                    f"Checkpointer({argument}={number!r}): needs a whole number of at least 1{remedy}"
-                )
-        if mode not in ("min", "max"):
-            raise unknown_name("Checkpointer", "mode", mode, ("min", "max"))
+        check_whole_number("Checkpointer", "keep_last", keep_last)
+        if keep_best == 0:
+            raise ConfigurationError("needs at least 1; metric=None keeps no best", "Checkpointer", keep_best=keep_best)
+        check_whole_number("Checkpointer", "keep_best", keep_best)
+        check_choice("Checkpointer", "mode", mode, ("min", "max"))
         if isinstance(every, str) and every != "auto":
             raise unknown_name("Checkpointer", "every", every, ("auto",))
         check_name("Checkpointer", name)
@@ -135,14 +132,11 @@ class Checkpointer:
                 "or use pulsetrain.engine.checkpoint.CheckpointManager in a handler of your own"
             )
         with self._attachment.to(engine, whole_bus=False) as subscribe:
-            if self.metric is not None:
-                require_validation("Checkpointer", self.metric, engine)
             # first, so that no handler writes anything for a run that may not start
             subscribe(Events.STARTED, self._on_started, phase=Phase.COMPUTE)
             subscribe(Events.CHECKPOINT_LOADED, self._on_loaded, phase=Phase.COMPUTE)
             if self.metric is not None:
-                for event in METRIC_EVENTS:
-                    subscribe(event, self._ranking.note, phase=Phase.PERSIST)
+                subscribe_judge(subscribe, self._ranking.note, "Checkpointer", self.metric, engine, Phase.PERSIST)
                 subscribe(Events.COMPLETED, self._ranking.warn_of_silence, phase=Phase.ACT)
             if self._background is not None:
                 # before the cadence: a save is announced before the next one starts

@@ -82,7 +82,7 @@ class CrashBundle:
         check_whole_number("CrashBundle", "at_most", at_most)
         if isinstance(faults, str) or not faults:
             raise ConfigurationError(
-                f"CrashBundle(faults={faults!r}): needs a list of events, such as ['exception_raised']"
+                "needs a list of events, such as ['exception_raised']", "CrashBundle", faults=faults
             )
         known = {event.value: event for event in FAULTS}
         for each in faults:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, Self
 
-from pulsetrain.engine.errors import ConfigurationError, unknown_name
+from pulsetrain.engine.argument_checks import check_choice, check_positive
 from pulsetrain.engine.events.bus import EventBus
 from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import Event, Events
@@ -69,11 +69,8 @@ class HangWatchdog:
         *,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        number = isinstance(seconds, (int, float)) and not isinstance(seconds, bool)
-        if not number or not 0.0 < seconds < threading.TIMEOUT_MAX:
-            raise ConfigurationError(f"HangWatchdog(seconds={seconds!r}): needs a positive number, such as 600")
-        if policy not in ("report", "stop", "exit"):
-            raise unknown_name("HangWatchdog", "policy", policy, ("report", "stop", "exit"))
+        check_positive("HangWatchdog", "seconds", seconds, below=threading.TIMEOUT_MAX)
+        check_choice("HangWatchdog", "policy", policy, ("report", "stop", "exit"))
         self.folder = Path(folder)
         self.seconds, self.policy, self.clock = seconds, policy, clock
         self.reports: list[Path] = []
@@ -215,7 +212,7 @@ def _watch(
 
 def _is_saving() -> bool:
     """Whether the main thread is saving or loading a checkpoint."""
-    frames = sys._current_frames()  # public: the documentation describes it
+    frames = sys._current_frames()  # documented; only the name looks private
     frame = frames.get(threading.main_thread().ident or 0)
     while frame is not None:
         if _SAVING in frame.f_code.co_filename:

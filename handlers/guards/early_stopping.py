@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any, Self
 
-from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.argument_checks import check_number, check_whole_number
 from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import Event, Events
 from pulsetrain.engine.events.subscription import Phase
@@ -16,10 +15,9 @@ from pulsetrain.handlers.metric_values.best_value import (
     check_judged,
     is_better,
     judged_name,
-    require_validation,
+    subscribe_judge,
     warn_if_never_reported,
 )
-from pulsetrain.handlers.metric_values.step_values import METRIC_EVENTS
 
 __all__ = ["EarlyStopping"]
 
@@ -56,10 +54,8 @@ class EarlyStopping:
         min_delta: float = 0.0,
     ) -> None:
         check_judged("EarlyStopping", metric, mode)
-        if not isinstance(patience, int) or isinstance(patience, bool) or patience < 1:
-            raise ConfigurationError(f"EarlyStopping(patience={patience!r}): needs a whole number of at least 1")
-        if not 0.0 <= min_delta < math.inf:
-            raise ConfigurationError(f"EarlyStopping(min_delta={min_delta!r}): needs a finite number of at least 0")
+        check_whole_number("EarlyStopping", "patience", patience)
+        check_number("EarlyStopping", "min_delta", min_delta)
         self.metric = metric
         self.patience = patience
         self.mode: Mode = mode
@@ -74,9 +70,7 @@ class EarlyStopping:
             ConfigurationError: the trainer never validates, and has no rollouts that could report the metric.
         """
         with self._attachment.to(engine, whole_bus=False) as subscribe:
-            require_validation("EarlyStopping", self.metric, engine)
-            for event in METRIC_EVENTS:
-                subscribe(event, self._judge, phase=Phase.ACT)
+            subscribe_judge(subscribe, self._judge, "EarlyStopping", self.metric, engine, Phase.ACT)
             subscribe(Events.STARTED, self._on_started, phase=Phase.ACT)
             subscribe(Events.COMPLETED, self._on_completed, phase=Phase.ACT)
         return self

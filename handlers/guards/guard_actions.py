@@ -9,9 +9,9 @@ from typing import NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from torch import Tensor
 
-from pulsetrain.engine.argument_checks import check_whole_number
+from pulsetrain.engine.argument_checks import check_choice, check_whole_number
 from pulsetrain.engine.data import rng
-from pulsetrain.engine.errors import ConfigurationError, PulsetrainError, unknown_name
+from pulsetrain.engine.errors import ConfigurationError, PulsetrainError
 from pulsetrain.engine.events.cadence import Every
 from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import Events, EventsList
@@ -137,8 +137,7 @@ class GuardAction:
     """
 
     def __init__(self, place: str, name: str, continues: str, max_rewinds: int) -> None:
-        if name not in (continues, "stop", "rewind"):
-            raise unknown_name(place, "policy", name, (continues, "stop", "rewind"))
+        check_choice(place, "policy", name, (continues, "stop", "rewind"))
         check_whole_number(place, "max_rewinds", max_rewinds)
         self.name = name
         self.max_rewinds = max_rewinds
@@ -152,8 +151,9 @@ class GuardAction:
         """
         if self.name == "rewind" and not isinstance(engine, _Rewindable):
             raise ConfigurationError(
-                f"{self._place}(policy='rewind'): {engine.name!r} cannot return to a checkpoint, which a Trainer can; "
-                "choose 'stop'"
+                f"{engine.name!r} cannot return to a checkpoint, which a Trainer can; choose 'stop'",
+                self._place,
+                policy=self.name,
             )
 
     def apply(self, engine: Engine, first: int, last: int, reason: str) -> None:

@@ -7,7 +7,8 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, Self
 
-from pulsetrain.engine.errors import ConfigurationError, unknown_name
+from pulsetrain.engine.argument_checks import check_choice, check_whole_number
+from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import Event, Events
 from pulsetrain.engine.events.subscription import Phase
@@ -58,11 +59,12 @@ class TimeLimit:
         self.seconds = _duration("seconds", seconds)
         self.margin = _duration("margin", margin)
         if not self.seconds > 0.0:
-            raise ConfigurationError(f"TimeLimit(seconds={seconds!r}): needs a positive time")
+            raise ConfigurationError("needs a positive time", "TimeLimit", seconds=seconds)
         if self.margin >= self.seconds:
-            raise ConfigurationError(f"TimeLimit(margin={margin!r}): leaves nothing of {seconds!r}; give less")
-        if of not in ("run", "process"):
-            raise unknown_name("TimeLimit", "of", of, ("run", "process"))
+            raise ConfigurationError(
+                "leaves nothing of {seconds}; give less", "TimeLimit", margin=margin, seconds=seconds
+            )
+        check_choice("TimeLimit", "of", of, ("run", "process"))
         self.of = of
         self.clock = clock
         self._before = 0.0  # used in earlier runs and processes
@@ -139,10 +141,12 @@ class StepLimit:
 
     def __init__(self, iterations: int | None = None, updates: int | None = None) -> None:
         if iterations is None and updates is None:
-            raise ConfigurationError("StepLimit(): needs iterations or updates, such as StepLimit(iterations=1000)")
+            raise ConfigurationError(
+                "needs iterations or updates, such as iterations=1000", "StepLimit", iterations=None, updates=None
+            )
         for argument, number in (("iterations", iterations), ("updates", updates)):
-            if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
-                raise ConfigurationError(f"StepLimit({argument}={number!r}): needs a whole number of at least 1")
+            if number is not None:
+                check_whole_number("StepLimit", argument, number)
         self.iterations, self.updates = iterations, updates
         self._at_start: tuple[int, int] | None = None  # iteration and update
         self._made = (0, 0)  # of each, before a rewind
@@ -193,5 +197,5 @@ def _duration(argument: str, value: object) -> float:
     elif isinstance(value, (int, float)) and not isinstance(value, bool) and 0.0 <= value < math.inf:
         return float(value)
     raise ConfigurationError(
-        f"TimeLimit({argument}={value!r}): needs seconds, or a time such as '2h30m', '90s' or '1-12:00:00'"
+        "needs seconds, or a time such as '2h30m', '90s' or '1-12:00:00'", "TimeLimit", **{argument: value}
     )

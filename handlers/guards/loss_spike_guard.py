@@ -11,8 +11,7 @@ from typing import Any, Literal, Self
 
 from torch import Tensor
 
-from pulsetrain.engine.argument_checks import check_whole_number
-from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.argument_checks import check_positive, check_whole_number
 from pulsetrain.engine.events.cadence import Every
 from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import Events
@@ -85,8 +84,7 @@ class LossSpikeGuard:
         metric: str = "loss",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if not isinstance(threshold, (int, float)) or not 0.0 < threshold < math.inf:
-            raise ConfigurationError(f"LossSpikeGuard(threshold={threshold!r}): needs a positive number")
+        check_positive("LossSpikeGuard", "threshold", threshold)
         check_whole_number("LossSpikeGuard", "window", window, 8)
         check_whole_number("LossSpikeGuard", "patience", patience)
         check_whole_number("LossSpikeGuard", "margin", margin, 0)

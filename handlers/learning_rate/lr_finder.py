@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from pulsetrain.engine.argument_checks import check_number, check_positive, check_whole_number
 from pulsetrain.engine.data import rng
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.events.engine import Engine
@@ -124,18 +125,13 @@ class LRFinder:
         folder: str | Path | None = None,
     ) -> None:
         for name, value in (("start_lr", start_lr), ("end_lr", end_lr)):
-            if not _is_number(value) or not 0 < value < math.inf:
-                raise ConfigurationError(f"LRFinder({name}={value!r}): needs a positive number")
+            check_positive("LRFinder", name, value)
         if start_lr >= end_lr:
-            raise ConfigurationError(f"LRFinder(start_lr={start_lr!r}, end_lr={end_lr!r}): has to begin below its end")
-        if not isinstance(iterations, int) or isinstance(iterations, bool) or iterations < LEAST:
-            raise ConfigurationError(
-                f"LRFinder(iterations={iterations!r}): needs a whole number of at least {LEAST}, such as 100"
-            )
-        if not _is_number(smoothing) or not 0 <= smoothing < 1:
-            raise ConfigurationError(f"LRFinder(smoothing={smoothing!r}): needs a number from 0 to below 1")
-        if not _is_number(diverge) or not diverge > 1:
-            raise ConfigurationError(f"LRFinder(diverge={diverge!r}): needs a number above 1")
+            raise ConfigurationError("needs to be below {end_lr}", "LRFinder", start_lr=start_lr, end_lr=end_lr)
+        check_whole_number("LRFinder", "iterations", iterations, LEAST)
+        check_number("LRFinder", "smoothing", smoothing, below=1.0)
+        if not isinstance(diverge, (int, float)) or not diverge > 1:
+            raise ConfigurationError("needs a number above 1", "LRFinder", diverge=diverge)
         self.start_lr = start_lr
         self.end_lr = end_lr
         self.iterations = iterations
@@ -335,7 +331,3 @@ def _falls(losses: NDArray[np.float64], width: int) -> bool:
     means = np.convolve(losses[SETTLED:], np.full(width, 1 / width), "valid")
     fall = losses[:SETTLED].mean() - means.min()
     return bool(fall > 3 * deviation * math.sqrt(1 / SETTLED + 1 / width))
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

@@ -11,7 +11,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler as TorchLRScheduler
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
-from pulsetrain.engine.errors import CheckpointError, ConfigurationError, unknown_name
+from pulsetrain.engine.argument_checks import check_choice
+from pulsetrain.engine.errors import ArgumentTypeError, CheckpointError, ConfigurationError, unknown_name
 from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import Event, Events
 from pulsetrain.engine.events.subscription import Phase
@@ -62,14 +63,18 @@ class LRScheduler:
         by: Literal["update", "epoch", "iteration"] = "update",
     ) -> None:
         if isinstance(getattr(schedule, "scheduler", schedule), ReduceLROnPlateau):  # perhaps inside a warm-up
-            raise TypeError("LRScheduler(schedule=ReduceLROnPlateau): it follows a metric; step it on validation")
-        if not isinstance(schedule, (TorchLRScheduler, Schedule)):
-            raise TypeError(
-                f"LRScheduler(schedule={schedule!r}): needs a schedule of pulsetrain.engine.schedules or a "
-                "torch LRScheduler"
+            raise ArgumentTypeError(
+                "it follows a metric; use pulsetrain.handlers.ReduceLROnPlateau",
+                "LRScheduler",
+                schedule=ReduceLROnPlateau,
             )
-        if by not in _COUNTED:
-            raise unknown_name("LRScheduler", "by", by, _COUNTED)
+        if not isinstance(schedule, (TorchLRScheduler, Schedule)):
+            raise ArgumentTypeError(
+                "needs a schedule of pulsetrain.engine.schedules or a torch LRScheduler",
+                "LRScheduler",
+                schedule=schedule,
+            )
+        check_choice("LRScheduler", "by", by, _COUNTED)
         self.schedule = schedule
         self.by = by
         self.factor = 1.0  # of the schedule's rates, which ReduceLROnPlateau lowers
@@ -97,7 +102,7 @@ class LRScheduler:
             if self.given is None:
                 if theirs is None:
                     raise ConfigurationError(
-                        f"LRScheduler(optimizer=None): {engine.name!r} has no torch optimizer; pass optimizer="
+                        f"{engine.name!r} has no torch optimizer; pass optimizer=", "LRScheduler", optimizer=None
                     )
                 self._adopt(theirs)
             elif isinstance(self.schedule, TorchLRScheduler) and theirs is not None:
@@ -150,8 +155,10 @@ class LRScheduler:
             mine = self.schedule.state_dict()
             if saved.keys() != mine.keys():
                 raise CheckpointError(
-                    f"LRScheduler(schedule={type(self.schedule).__name__}): the saved state is that of another "
-                    f"scheduler: it holds {sorted(saved)}, this one {sorted(mine)}; use the schedule it was saved from"
+                    f"the saved state is that of another scheduler: it holds {sorted(saved)}, "
+                    f"this one {sorted(mine)}; use the schedule it was saved from",
+                    "LRScheduler",
+                    schedule=type(self.schedule),
                 )
             saved = _like(saved, mine)
         self.schedule.load_state_dict(saved)
@@ -185,7 +192,7 @@ class LRScheduler:
         if not isinstance(optimizer, NamedOptimizers):
             if self.optimizer is not None:
                 raise ConfigurationError(
-                    f"LRScheduler(optimizer={self.optimizer!r}): {engine.name!r} has no optimizers by name"
+                    f"{engine.name!r} has no optimizers by name", "LRScheduler", optimizer=self.optimizer
                 )
             return optimizer, None
         name = self.optimizer if self.given is None else optimizer.name_of(self.given)
@@ -193,7 +200,7 @@ class LRScheduler:
             raise unknown_name("LRScheduler", "optimizer", name, list(optimizer))
         if name is None and self.given is None:
             raise ConfigurationError(
-                f"LRScheduler(optimizer=None): {engine.name!r} has several, {', '.join(optimizer)}; name one"
+                f"{engine.name!r} has several, {', '.join(optimizer)}; name one", "LRScheduler", optimizer=None
             )
         return (optimizer[name], name) if name is not None else (self.given, None)
 
@@ -209,8 +216,9 @@ class LRScheduler:
     def _require_same(optimizer: Optimizer, scheduled: Optimizer) -> None:
         if optimizer is not scheduled:
             raise ConfigurationError(
-                f"LRScheduler(optimizer={type(optimizer).__name__}): the torch scheduler was made for another "
-                "optimizer and would set its rates; make it for this one"
+                "the torch scheduler was made for another optimizer and would set its rates; make it for this one",
+                "LRScheduler",
+                optimizer=type(optimizer),
             )
 
 

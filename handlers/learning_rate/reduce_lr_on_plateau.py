@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler as TorchLRScheduler
 from torch.optim.lr_scheduler import ReduceLROnPlateau as TorchReduceLROnPlateau
 
-from pulsetrain.engine.argument_checks import check_number, check_whole_number
-from pulsetrain.engine.errors import ConfigurationError, RecordingError, unknown_name
+from pulsetrain.engine.argument_checks import check_choice, check_number, check_whole_number
+from pulsetrain.engine.errors import ArgumentTypeError, ConfigurationError, RecordingError
 from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import Event, Events
 from pulsetrain.engine.events.subscription import Phase
@@ -24,10 +24,9 @@ from pulsetrain.handlers.metric_values.best_value import (
     Mode,
     check_judged,
     judged_name,
-    require_validation,
+    subscribe_judge,
     warn_if_never_reported,
 )
-from pulsetrain.handlers.metric_values.step_values import METRIC_EVENTS
 
 __all__ = ["ReduceLROnPlateau"]
 
@@ -86,10 +85,9 @@ class ReduceLROnPlateau:
         check_whole_number(place, "cooldown", cooldown, at_least=0)
         check_number(place, "threshold", threshold)
         check_number(place, "min_lr", min_lr)
-        if threshold_mode not in ("rel", "abs"):
-            raise unknown_name(place, "threshold_mode", threshold_mode, ("rel", "abs"))
+        check_choice(place, "threshold_mode", threshold_mode, ("rel", "abs"))
         if optimizer is not None and not isinstance(optimizer, Optimizer):
-            raise TypeError(f"{place}(optimizer={optimizer!r}): needs a torch.optim.Optimizer")
+            raise ArgumentTypeError("needs a torch.optim.Optimizer", place, optimizer=optimizer)
         self.metric, self.factor, self.patience, self.threshold = metric, factor, patience, threshold
         self.mode: Mode = mode
         self.threshold_mode, self.cooldown, self.min_lr = threshold_mode, cooldown, min_lr
@@ -121,10 +119,8 @@ class ReduceLROnPlateau:
             RecordingError: the engine is a replay, and no optimizer was given.
         """
         with self._attachment.to(engine, whole_bus=False) as subscribe:
-            require_validation("ReduceLROnPlateau", self.metric, engine)
             subscribe(Events.STARTED, self._join, phase=Phase.COMPUTE)
-            for event in METRIC_EVENTS:
-                subscribe(event, self._judge, phase=Phase.ACT)
+            subscribe_judge(subscribe, self._judge, "ReduceLROnPlateau", self.metric, engine, Phase.ACT)
             subscribe(Events.COMPLETED, self._on_completed, phase=Phase.ACT)
             self._join(engine)
         return self
@@ -167,11 +163,13 @@ class ReduceLROnPlateau:
         if optimizer is None:
             if isinstance(engine, ReplayedEngine):
                 raise RecordingError(
-                    f"Replay: {engine.name!r} has no optimizer whose rates ReduceLROnPlateau could lower: an event log "
-                    "holds only the rates; pass optimizer=, or attach it in training"
+                    f"Replay {engine.name!r} has no optimizer whose rates could be lowered: an event log "
+                    "holds only the rates; pass optimizer=, or attach it in training",
+                    "ReduceLROnPlateau",
+                    optimizer=None,
                 )
             raise ConfigurationError(
-                f"ReduceLROnPlateau(optimizer=None): {engine.name!r} has no torch optimizer; pass optimizer="
+                f"{engine.name!r} has no torch optimizer; pass optimizer=", "ReduceLROnPlateau", optimizer=None
             )
         mine = {id(group) for group in optimizer.param_groups}
         found, scheduled = [], set()
@@ -190,28 +188,35 @@ class ReduceLROnPlateau:
             scheduler.multiply(self._scale.param_groups[0]["lr"])
 
     def _check_schedulers(self, engine: Engine, found: list[LRScheduler], all_scheduled: bool) -> None:
-        place = "ReduceLROnPlateau with"
+        place = "ReduceLROnPlateau"
         for scheduler in found:
             if isinstance(scheduler.schedule, TorchLRScheduler):
                 kind = type(scheduler.schedule).__name__
                 raise ConfigurationError(
-                    f"{place} LRScheduler({kind}): a torch scheduler sets the rates itself; use a schedule of "
-                    "pulsetrain.engine.schedules, or only one of the two"
+                    f"LRScheduler(schedule={kind}) sets the rates itself, as torch schedulers do; use a schedule of "
+                    "pulsetrain.engine.schedules, or only one of the two",
+                    place,
+                    metric=self.metric,
                 )
         if self.min_lr > 0.0:
             raise ConfigurationError(
-                f"{place} an LRScheduler (min_lr={self.min_lr!r}): the schedule may set a rate below this; "
-                "pass min_lr=0.0, or leave the schedule out"
+                "the schedule of an LRScheduler may set a rate below this; pass min_lr=0.0, or leave the schedule out",
+                place,
+                min_lr=self.min_lr,
             )
         if not all_scheduled:
             raise ConfigurationError(
-                f"{place} an LRScheduler of some of its parameter groups: pass optimizer= with those or the others"
+                "an LRScheduler sets the rates of some parameter groups; pass optimizer= with those or the others",
+                place,
+                optimizer=self.optimizer and type(self.optimizer),
             )
         for other in handlers_of(engine, Events.VALIDATION_COMPLETED, ReduceLROnPlateau):
             if other is not self and not {*map(id, other.schedulers)}.isdisjoint(map(id, found)):
                 raise ConfigurationError(
-                    f"{place} another one and an LRScheduler (metric={self.metric!r} and {other.metric!r}): both would "
-                    "multiply one schedule; use one of the two"
+                    f"ReduceLROnPlateau(metric={other.metric!r}) multiplies the schedule of the same LRScheduler; "
+                    "use one of the two",
+                    place,
+                    metric=self.metric,
                 )
 
     def _rates(self) -> list[float]:

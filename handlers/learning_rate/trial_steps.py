@@ -32,7 +32,7 @@ def copy_of_loader(loader: Any) -> Any:
         return loader
     remedy = "and training would miss the batches that are read now; pass loader="
     if can_be_read_once(loader):
-        raise ConfigurationError(f"train_loader={type(loader).__name__}: it can be read only once, {remedy}")
+        raise ConfigurationError(f"it can be read only once, {remedy}", train_loader=type(loader))
     try:
         if not isinstance(loader, DataLoader):
             return copy.deepcopy(loader)
@@ -42,9 +42,7 @@ def copy_of_loader(loader: Any) -> Any:
         vars(copied).update(copy.deepcopy(vars(copied), shared))
         return copied
     except Exception as error:  # a file, a socket, a lock ...
-        raise ConfigurationError(
-            f"train_loader={type(loader).__name__}: it cannot be copied ({error}), {remedy}"
-        ) from error
+        raise ConfigurationError(f"it cannot be copied ({error}), {remedy}", train_loader=type(loader)) from error
 
 
 def endless(loader: Any, seed: int) -> Iterator[Any]:
@@ -63,7 +61,7 @@ def endless(loader: Any, seed: int) -> Iterator[Any]:
             given = True
             yield batch
         if not given:
-            raise ConfigurationError(f"train_loader={type(loader).__name__}: gives no batch; give it data")
+            raise ConfigurationError("gives no batch; give it data", train_loader=type(loader))
 
 
 def _a_pass(loader: Iterable[Any], seed: int) -> Iterator[Any]:

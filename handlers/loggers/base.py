@@ -8,7 +8,8 @@ import weakref
 from collections.abc import Callable, Mapping
 from typing import ClassVar, Literal, Protocol, Self
 
-from pulsetrain.engine.errors import ConfigurationError, RunFolderError, unknown_name
+from pulsetrain.engine.argument_checks import check_choice
+from pulsetrain.engine.errors import ConfigurationError, RunFolderError
 from pulsetrain.engine.events.bus import EventBus
 from pulsetrain.engine.events.cadence import Every
 from pulsetrain.engine.events.engine import Engine
@@ -70,10 +71,9 @@ class MetricLogger:
             check_every(self._place, every)
         if hyperparameters is not None and not isinstance(hyperparameters, Mapping):
             raise ConfigurationError(
-                f"{self._place}(hyperparameters={hyperparameters!r}): needs a mapping, such as {{'width': 64}}"
+                "needs a mapping, such as {'width': 64}", self._place, hyperparameters=hyperparameters
             )
-        if on_error not in ("raise", "warn"):
-            raise unknown_name(self._place, "on_error", on_error, ("raise", "warn"))
+        check_choice(self._place, "on_error", on_error, ("raise", "warn"))
         self.every = every
         self.hyperparameters = hyperparameters
         self.on_error: OnError = on_error

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TextIO
 
 from tqdm import tqdm
 
-from pulsetrain.engine.errors import unknown_name
+from pulsetrain.engine.argument_checks import check_choice
 from pulsetrain.engine.events.cadence import Every
 from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import Event, Events
@@ -60,8 +60,7 @@ class ConsoleLogger(MetricLogger):
         on_error: OnError = "raise",
     ) -> None:
         super().__init__(every, clock=clock, on_error=on_error)
-        if format not in ("key_value", "json"):
-            raise unknown_name("ConsoleLogger", "format", format, ("key_value", "json"))
+        check_choice("ConsoleLogger", "format", format, ("key_value", "json"))
         self.format = format
         self._given_stream = stream
         self._stream: TextIO = sys.stderr

@@ -131,8 +131,10 @@ class CSVLogger(TextFileLogger[_Cells]):
                 columns = []
         if columns[: len(_LEADING)] != _LEADING or len(set(columns)) != len(columns):
             raise RunFolderError(
-                f"CSVLogger(folder={str(self.path.parent)!r}): {self.path.name} there was not written by this "
-                f"logger: its first columns are not {', '.join(_LEADING)}; move it or choose another folder"
+                f"{self.path.name} there was not written by this "
+                f"logger: its first columns are not {', '.join(_LEADING)}; move it or choose another folder",
+                "CSVLogger",
+                folder=str(self.path.parent),
             )
         drop_unfinished_line(self.path)
         return columns, len(self._read_rows())

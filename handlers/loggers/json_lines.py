@@ -96,9 +96,11 @@ class JSONLinesLogger(TextFileLogger[bytes]):
             known = False
         if not known:
             raise RunFolderError(
-                f"JSONLinesLogger(folder={str(self.folder)!r}): {self.path.name} there was not written by this "
+                f"{self.path.name} there was not written by this "
                 "logger: its first line is not an object with event, engine and iteration; move it or "
-                "choose another folder"
+                "choose another folder",
+                "JSONLinesLogger",
+                folder=str(self.folder),
             )
         return lines
 

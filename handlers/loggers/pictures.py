@@ -36,8 +36,11 @@ def histogram_of(media: MediaLogged) -> tuple[NDArray[np.float64], NDArray[np.fl
     counts, edges = (as_array(part).astype(np.float64) for part in media.value)
     if counts.ndim != 1 or edges.shape != (len(counts) + 1,) or not len(counts):
         raise ConfigurationError(
-            f"MediaLogged(name={media.name!r}, kind='histogram'): counts have shape {counts.shape} and edges "
-            f"{edges.shape}; needs one edge more than counts, and at least one count"
+            f"counts have shape {counts.shape} and edges {edges.shape}; "
+            "needs one edge more than counts, and at least one count",
+            "MediaLogged",
+            name=media.name,
+            kind="histogram",
         )
     return counts, edges
 
@@ -63,8 +66,10 @@ def _image(media: MediaLogged) -> NDArray[np.uint8]:
     image = as_array(media.value)
     if image.dtype != np.uint8 or image.ndim not in (2, 3) or (image.ndim == 3 and image.shape[2] != 3):
         raise ConfigurationError(
-            f"MediaLogged(name={media.name!r}, kind='image'): has shape {image.shape} of {image.dtype}; needs uint8, "
-            "(height, width, 3) or (height, width)"
+            f"has shape {image.shape} of {image.dtype}; needs uint8, (height, width, 3) or (height, width)",
+            "MediaLogged",
+            name=media.name,
+            kind="image",
         )
     return image.astype(np.uint8, copy=False)
 
@@ -100,6 +105,6 @@ def _matrix_figure(media: MediaLogged) -> Figure:
     matrix = as_array(media.value)
     if matrix.ndim != 2 or not matrix.size:
         raise ConfigurationError(
-            f"MediaLogged(name={media.name!r}, kind='matrix'): has shape {matrix.shape}; needs (rows, columns)"
+            f"has shape {matrix.shape}; needs (rows, columns)", "MediaLogged", name=media.name, kind="matrix"
         )
     return figures.matrix(matrix, media.name)

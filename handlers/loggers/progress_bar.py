@@ -56,7 +56,7 @@ class ProgressBar:
         on_error: OnError = "raise",
     ) -> None:
         if not interval > 0:
-            raise ConfigurationError(f"ProgressBar(interval={interval!r}): needs a positive number of seconds")
+            raise ConfigurationError("needs a positive number of seconds", "ProgressBar", interval=interval)
         self.interval = interval
         self._given_stream = stream
         self._stream: TextIO = sys.stderr

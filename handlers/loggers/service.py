@@ -187,7 +187,9 @@ class ServiceLogger(MetricLogger):
             engine.post(Events.HANDLER_FAILED, self._failed(error))
 
     def _failed(self, error: Exception) -> HandlerFailed:
-        return HandlerFailed(handler=f"handlers.{self._place}", event=Events.METRICS_LOGGED.value, error=error)
+        return HandlerFailed(
+            handler=f"pulsetrain.handlers.{self._place}", event=Events.METRICS_LOGGED.value, error=error
+        )
 
 
 def check_text(place: str, argument: str, value: object, needed: str) -> None:
@@ -203,7 +205,7 @@ def check_text(place: str, argument: str, value: object, needed: str) -> None:
         ConfigurationError: not such a text.
     """
     if not isinstance(value, str) or not value:
-        raise ConfigurationError(f"{place}({argument}={value!r}): needs {needed}")
+        raise ConfigurationError(f"needs {needed}", place, **{argument: value})
 
 
 class _Connection:

@@ -3,17 +3,28 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
-from pulsetrain.engine.errors import ConfigurationError, MetricNotFoundError, unknown_name
+from pulsetrain.engine.argument_checks import check_choice
+from pulsetrain.engine.errors import ConfigurationError, MetricNotFoundError
 from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import Event, Events
+from pulsetrain.engine.events.subscription import Phase
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.metrics import canonical
+from pulsetrain.handlers.attachment.attachment import Subscribe
 from pulsetrain.handlers.attachment.engine_queries import attribute
+from pulsetrain.handlers.metric_values.step_values import METRIC_EVENTS
 
-__all__ = ["Mode", "check_judged", "is_better", "judged_name", "require_validation", "warn_if_never_reported"]
+__all__ = [
+    "Mode",
+    "check_judged",
+    "is_better",
+    "judged_name",
+    "subscribe_judge",
+    "warn_if_never_reported",
+]
 
 Mode = Literal["min", "max"]
 
@@ -50,9 +61,8 @@ def check_judged(place: str, metric: object, mode: object) -> None:
         ConfigurationError: one of them cannot be used.
     """
     if not isinstance(metric, str) or not metric:
-        raise ConfigurationError(f"{place}(metric={metric!r}): needs a metric's name, such as 'val/loss'")
-    if mode not in ("min", "max"):
-        raise unknown_name(place, "mode", mode, ("min", "max"))
+        raise ConfigurationError("needs a metric's name, such as 'val/loss'", place, metric=metric)
+    check_choice(place, "mode", mode, ("min", "max"))
 
 
 def judged_name(place: str, metric: str, engine: Engine, event: Event) -> str | None:
@@ -82,22 +92,38 @@ def judged_name(place: str, metric: str, engine: Engine, event: Event) -> str | 
         return None
 
 
-def require_validation(place: str, metric: str, engine: Engine) -> None:
-    """Reject a trainer that never measures such a metric: it has no validation set, and no rollouts that report it.
+def subscribe_judge(
+    subscribe: Subscribe,
+    judge: Callable[[Engine, Event], object],
+    place: str,
+    metric: str,
+    engine: Engine,
+    phase: Phase,
+) -> None:
+    """Subscribe the method that judges to METRIC_EVENTS.
+
+    A trainer that never measures such a metric is rejected: it has no validation set, and no rollouts that report it.
+
+    Args:
+        subscribe: of the handler's `Attachment`.
+        judge: the method.
+        place: the handler's class name, for messages.
+        metric: the name that the user gave.
+        engine: the engine being attached to.
+        phase: of the method.
 
     Raises:
         ConfigurationError: the trainer has no validation set.
     """
     val_loaders = attribute(engine, "val_loaders", object)
-    if val_loaders or val_loaders is None:  # an engine without such an attribute may validate in its own way
-        return
+    validates = val_loaders or val_loaders is None  # an engine without such an attribute may validate in its own way
     has_rollouts = _fires_rollouts(engine)
-    if has_rollouts and not _is_of(metric, ("val/",)):
-        return
-    remedy = "; name a metric of its rollouts, such as 'rollout/return'" if has_rollouts else ""
-    raise ConfigurationError(
-        f"{place}(metric={metric!r}): waits for a validation, and the Trainer has no val_loader{remedy}"
-    )
+    if not validates and (not has_rollouts or _is_of(metric, ("val/",))):
+        remedy = "; name a metric of its rollouts, such as 'rollout/return'" if has_rollouts else ""
+        rule = f"waits for a validation, and the Trainer has no val_loader{remedy}"
+        raise ConfigurationError(rule, place, metric=metric)
+    for event in METRIC_EVENTS:
+        subscribe(event, judge, phase=phase)
 
 
 def warn_if_never_reported(place: str, metric: str, engine: Engine) -> None:

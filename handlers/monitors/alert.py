@@ -16,7 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Self
 from urllib.parse import urlsplit
 
-from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.argument_checks import check_positive
+from pulsetrain.engine.errors import ArgumentTypeError, ConfigurationError
 from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import Event, EventEnum, Events
 from pulsetrain.engine.events.payloads import payload_fields
@@ -73,24 +74,24 @@ class Alert:
         in_replay: bool = False,
     ) -> None:
         if command is None and webhook is None:
-            raise ConfigurationError("Alert(): needs a command or a webhook, such as Alert(command=['notify-send'])")
+            raise ConfigurationError(
+                "needs a command or a webhook, such as command=['notify-send']", "Alert", command=None, webhook=None
+            )
         if isinstance(command, str) or (command is not None and not (command and all(map(_is_text, command)))):
             raise ConfigurationError(
-                f"Alert(command={command!r}): needs a list of texts, the program and its arguments; no shell splits it"
+                "needs a list of texts, the program and its arguments; no shell splits it", "Alert", command=command
             )
         if webhook is not None and not _is_address(webhook):
-            raise ConfigurationError(
-                f"Alert(webhook={_shown(webhook)}): needs an address that begins with https:// or http://"
-            )
+            shown = _shown(webhook) if isinstance(webhook, str) else webhook
+            raise ConfigurationError("needs an address that begins with https:// or http://", "Alert", webhook=shown)
         if isinstance(events, (str, EventEnum)):
-            raise TypeError(f"Alert(events={events!r}): needs several, such as (Events.COMPLETED,)")
-        if not isinstance(timeout, (int, float)) or isinstance(timeout, bool) or not 0.0 < timeout < math.inf:
-            raise ConfigurationError(f"Alert(timeout={timeout!r}): needs a positive number of seconds")
+            raise ArgumentTypeError("needs several, such as (Events.COMPLETED,)", "Alert", events=events)
+        check_positive("Alert", "timeout", timeout)
         self.command = None if command is None else list(command)
         self.webhook = webhook
         self.events = tuple(events)
         if not self.events:
-            raise ConfigurationError("Alert(events=()): needs at least one event")
+            raise ConfigurationError("needs at least one event", "Alert", events=self.events)
         self.timeout = timeout
         self.in_replay = in_replay
         self._waiting: deque[dict[str, object]] = deque()
@@ -241,10 +242,8 @@ def _is_address(value: object) -> bool:
     return parts is not None and parts.scheme in ("https", "http") and bool(parts.hostname)
 
 
-def _shown(webhook: object) -> str:
+def _shown(webhook: str) -> str:
     """The address without the parts that may be secret: with the whole of it anyone may post."""
-    if not isinstance(webhook, str):
-        return repr(webhook)
     if not _is_address(webhook):
         return f"{webhook[:8]}..."
     parts = urlsplit(webhook)

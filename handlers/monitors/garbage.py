@@ -45,7 +45,7 @@ class Garbage:
         self.every = Every(epochs=1) if every is None else every
         check_every("Garbage", self.every, "Every(iterations=1000)")
         if not isinstance(generation, int) or isinstance(generation, bool) or not 0 <= generation <= 2:
-            raise ConfigurationError(f"Garbage(generation={generation!r}): needs 0, 1 or 2")
+            raise ConfigurationError("needs 0, 1 or 2", "Garbage", generation=generation)
         self.generation = generation
         self._was_enabled = False
         self._freezes = False  # whether this handler froze the objects

@@ -8,8 +8,8 @@ from typing import Literal, Self
 import torch
 from torch import Tensor, nn
 
-from pulsetrain.engine.argument_checks import check_bool, check_whole_number
-from pulsetrain.engine.errors import ConfigurationError, unknown_name
+from pulsetrain.engine.argument_checks import check_bool, check_choice, check_whole_number
+from pulsetrain.engine.errors import ArgumentTypeError, ConfigurationError
 from pulsetrain.engine.events.cadence import Every
 from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import Event, Events
@@ -76,19 +76,18 @@ class GradientMonitor:
         every = Every(updates=50) if every is None else every
         if not isinstance(every, Every) or every != Every(updates=every.updates or 1):
             raise ConfigurationError(
-                f"GradientMonitor(every={every!r}): gradients are complete only at an update; use Every(updates=50)"
+                "gradients are complete only at an update; use Every(updates=50)", "GradientMonitor", every=every
             )
-        if by not in ("parameter", "module"):
-            raise unknown_name("GradientMonitor", "by", by, ("parameter", "module"))
+        check_choice("GradientMonitor", "by", by, ("parameter", "module"))
         if isinstance(norm_type, bool) or norm_type not in (1, 2, math.inf):
-            raise ConfigurationError(f"GradientMonitor(norm_type={norm_type!r}): needs 1, 2 or inf")
+            raise ConfigurationError("needs 1, 2 or inf", "GradientMonitor", norm_type=norm_type)
         check_bool("GradientMonitor", "histograms", histograms)
         check_bool("GradientMonitor", "updates", updates)
         check_whole_number("GradientMonitor", "bins", bins)
         if top is not None:
             check_whole_number("GradientMonitor", "top", top)
         if model is not None and not isinstance(model, nn.Module):
-            raise TypeError(f"GradientMonitor(model={type(model).__name__}): needs a torch.nn.Module")
+            raise ArgumentTypeError("needs a torch.nn.Module", "GradientMonitor", model=type(model))
         self.every, self.by, self.histograms, self.bins = every, by, histograms, bins
         self.norm_type, self.updates, self.top, self.model = norm_type, updates, top, model
         self._before: dict[str, list[tuple[Tensor, Tensor]]] | None = None  # parameters, and copies before the update
@@ -107,7 +106,7 @@ class GradientMonitor:
             reject_replay("GradientMonitor", engine, "gradients")
             if self.model is None and attribute(engine, "model", nn.Module) is None:
                 raise ConfigurationError(
-                    f"GradientMonitor(model=None): {engine.name!r} has no torch model; pass model="
+                    f"{engine.name!r} has no torch model; pass model=", "GradientMonitor", model=None
                 )
             interval = self.every.updates
             optimizers = attribute(engine, "optimizer", NamedOptimizers)

@@ -66,8 +66,10 @@ class Profiler:
         check_bool("Profiler", "stacks", stacks)
         if warmup >= start:
             raise ConfigurationError(
-                f"Profiler(start={start}, warmup={warmup}): the warm-up would start before the run; "
-                f"use start={warmup + 1} or more"
+                f"the warm-up would start before the run; use start={warmup + 1} or more",
+                "Profiler",
+                start=start,
+                warmup=warmup,
             )
         self.folder = Path(folder)
         self.start, self.iterations, self.warmup = start, iterations, warmup
@@ -136,7 +138,8 @@ class Profiler:
             self._profile.step()
 
     def _begin(self) -> None:
-        if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]  # a second one would abort
+        # a second profiler would abort the process, and torch has no public way to ask
+        if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
             self._begun_at = None
             self._window.cancel()
             raise RuntimeError("Profiler: another profiler is active in this process; nothing is written")

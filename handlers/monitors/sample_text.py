@@ -12,7 +12,7 @@ from torch import nn
 
 from pulsetrain.engine.argument_checks import check_number, check_whole_number
 from pulsetrain.engine.data import rng
-from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.errors import ArgumentTypeError, ConfigurationError
 from pulsetrain.engine.events.cadence import Every
 from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import Events
@@ -74,7 +74,7 @@ class SampleText:
     ) -> None:
         self.prompts = [prompts] if isinstance(prompts, str) else list(prompts)
         if not self.prompts or not all(isinstance(prompt, str) and prompt for prompt in self.prompts):
-            raise ConfigurationError(f"SampleText(prompts={prompts!r}): needs a text, or several, none of them empty")
+            raise ConfigurationError("needs a text, or several, none of them empty", "SampleText", prompts=prompts)
         if every is not None:
             check_every("SampleText", every, "Every(epochs=1)")
         check_whole_number("SampleText", "length", length)
@@ -82,7 +82,7 @@ class SampleText:
         check_whole_number("SampleText", "seed", seed, at_least=0, below=2**63)
         for name, function in (("generate", generate), ("encode", encode), ("decode", decode)):
             if function is not None and not callable(function):
-                raise TypeError(f"SampleText({name}={function!r}): needs a callable")
+                raise ArgumentTypeError("needs a callable", "SampleText", **{name: function})
         self.folder = None if folder is None else Path(folder)
         self.every, self.length, self.temperature, self.seed = every, length, temperature, seed
         self.generate, self.encode, self.decode = generate, encode, decode
@@ -141,8 +141,10 @@ class SampleText:
         generate: Callable[..., object] | None = self.generate or getattr(model, "generate", None)
         if generate is None or not callable(generate):
             raise ConfigurationError(
-                f"SampleText(generate=None): the model of {engine.name!r}, {type(model).__name__}, has no "
-                "generate(prompt, length, temperature, generator); give it one, or pass generate="
+                f"the model of {engine.name!r}, {type(model).__name__}, has no "
+                "generate(prompt, length, temperature, generator); give it one, or pass generate=",
+                "SampleText",
+                generate=None,
             )
         return generate
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from functools import partial
@@ -12,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from pulsetrain.engine.argument_checks import check_positive
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.events.cadence import Every
 from pulsetrain.engine.events.engine import Engine
@@ -72,9 +72,8 @@ class Throughput:
         every = Every(iterations=50) if every is None else every
         check_every("Throughput", every)
         for name, value in (("flops_per_sample", flops_per_sample), ("peak_flops", peak_flops)):
-            number = isinstance(value, (int, float)) and not isinstance(value, bool)
-            if value is not None and not (number and 0 < value < math.inf):
-                raise ConfigurationError(f"Throughput({name}={value!r}): needs a positive number")
+            if value is not None:
+                check_positive("Throughput", name, value)
         self.every, self.flops_per_sample, self.peak_flops, self.clock = every, flops_per_sample, peak_flops, clock
         self._flops_of: dict[Shapes, int] = {}  # of a step, by the shapes of its batch
         self._counting: FlopCount | None = None
@@ -95,8 +94,9 @@ class Throughput:
             reject_replay("Throughput", engine, "process that trains")
             if self.flops_per_sample is not None and not hasattr(engine.state, "samples"):
                 raise ConfigurationError(
-                    f"Throughput(flops_per_sample={self.flops_per_sample!r}): {engine.name!r} counts no state.samples, "
-                    "as a Trainer does; leave it out to have steps counted"
+                    f"{engine.name!r} counts no state.samples, as a Trainer does; leave it out to have steps counted",
+                    "Throughput",
+                    flops_per_sample=self.flops_per_sample,
                 )
             self._flops_of.clear()
             self._counts, self._peak_missed = True, False

@@ -11,7 +11,8 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from pulsetrain.engine.errors import ConfigurationError, unknown_name
+from pulsetrain.engine.argument_checks import check_choice
+from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.events.bus import EventBus
 from pulsetrain.engine.events.cadence import Every
 from pulsetrain.engine.events.engine import Engine
@@ -74,10 +75,9 @@ class Plots:
         if every is not None:
             check_every("Plots", every)
         if isinstance(formats, str) or not isinstance(formats, Sequence) or not formats:
-            raise ConfigurationError(f"Plots(formats={formats!r}): needs a list of formats, such as ['png', 'svg']")
+            raise ConfigurationError("needs a list of formats, such as ['png', 'svg']", "Plots", formats=formats)
         for each in formats:
-            if each not in figures.FORMATS:
-                raise unknown_name("Plots", "formats", each, figures.FORMATS)
+            check_choice("Plots", "formats", each, figures.FORMATS)
         self.folder = Path(folder)
         self.every = every
         self.formats = tuple(formats)

@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from pulsetrain.engine.argument_checks import check_whole_number
-from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.argument_checks import check_choice, check_whole_number
 from pulsetrain.engine.events.bus import EventBus
 from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import Event, EventEnum, Events, identify
@@ -80,10 +79,9 @@ class EventRecorder:
         if every is not None:
             check_whole_number("EventRecorder", "every", every)
         check_whole_number("EventRecorder", "rank", rank, at_least=0)
-        if max_bytes is not None and (not isinstance(max_bytes, int) or max_bytes < LEAST_BYTES):
-            raise ConfigurationError(f"EventRecorder(max_bytes={max_bytes!r}): needs at least {LEAST_BYTES:,} bytes")
-        if on_error not in ("warn", "raise"):
-            raise ConfigurationError(f"EventRecorder(on_error={on_error!r}): choose 'warn' or 'raise'")
+        if max_bytes is not None:
+            check_whole_number("EventRecorder", "max_bytes", max_bytes, LEAST_BYTES)
+        check_choice("EventRecorder", "on_error", on_error, ("warn", "raise"))
         self.include_batches = include_batches
         self.every = every
         self.rank, self.max_bytes = rank, max_bytes

@@ -105,7 +105,7 @@ class Fingerprints:
             ConfigurationError: the engine has no model, and none was given.
         """
         if self.model is None and model_of(engine) is None:
-            raise ConfigurationError(f"Fingerprints(model=None): {engine.name!r} has no torch model; pass model=")
+            raise ConfigurationError(f"{engine.name!r} has no torch model; pass model=", "Fingerprints", model=None)
         with self._attachment.to(engine, whole_bus=False) as subscribe:
             engine.register_events(*FingerprintEvents)
             subscribe(self.every.events(), self._digest_state, phase=Phase.OBSERVE)

@@ -28,8 +28,9 @@ def make_folder(place: str, folder: Path) -> Path:
             pass
     except OSError as error:
         raise RunFolderError(
-            f"{place}(folder={str(folder)!r}): cannot be written ({error.strerror or error}); "
-            "choose another folder or change its permissions"
+            f"cannot be written ({error.strerror or error}); choose another folder or change its permissions",
+            place,
+            folder=str(folder),
         ) from error
     return folder
 

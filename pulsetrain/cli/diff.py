@@ -33,12 +33,7 @@ exit status: 0 the logs agree; 1 they differ; 2 they cannot be compared; 3 a log
 def add_parser(commands: Subparsers) -> None:
     """Add the command."""
     parser = command(
-        commands,
-        "diff",
-        run,
-        help="compare two runs event by event",
-        description=DESCRIPTION,
-        epilog=EPILOG,
+        commands, "diff", run, help="compare two runs event by event", description=DESCRIPTION, epilog=EPILOG
     )
     parser.add_argument("a", metavar="A", type=Path, help="a run folder")
     parser.add_argument("b", metavar="B", type=Path, help="another run folder")

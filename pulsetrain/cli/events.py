@@ -41,12 +41,7 @@ exit status: 0 done; 2 wrong input; 3 the log is damaged, and its readable part 
 def add_parser(commands: Subparsers) -> None:
     """Add the command."""
     parser = command(
-        commands,
-        "events",
-        run,
-        help="print the events that a run has recorded",
-        description=DESCRIPTION,
-        epilog=EPILOG,
+        commands, "events", run, help="print the events that a run has recorded", description=DESCRIPTION, epilog=EPILOG
     )
     parser.add_argument("folder", metavar="RUN", type=Path, help="a run folder")
     parser.add_argument("--rank", metavar="N", type=int, default=0, help="which process's log, where several recorded")

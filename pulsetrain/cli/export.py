@@ -43,12 +43,7 @@ exit status: 0 done; 2 wrong input; 3 the log is damaged, and its readable part 
 def add_parser(commands: Subparsers) -> None:
     """Add the command."""
     parser = command(
-        commands,
-        "export",
-        run,
-        help="write a recorded run for other tools",
-        description=DESCRIPTION,
-        epilog=EPILOG,
+        commands, "export", run, help="write a recorded run for other tools", description=DESCRIPTION, epilog=EPILOG
     )
     parser.add_argument("folder", metavar="RUN", type=Path, help="a run folder")
     parser.add_argument("--format", choices=tuple(ENDINGS), required=True, help="the format")

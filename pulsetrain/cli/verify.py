@@ -34,12 +34,7 @@ exit status: 0 reproduced bit for bit; 1 not reproduced; 2 wrong input; 3 the lo
 def add_parser(commands: Subparsers) -> None:
     """Add the command."""
     parser = command(
-        commands,
-        "verify",
-        run,
-        help="train a recorded run again and compare",
-        description=DESCRIPTION,
-        epilog=EPILOG,
+        commands, "verify", run, help="train a recorded run again and compare", description=DESCRIPTION, epilog=EPILOG
     )
     parser.add_argument("folder", metavar="RUN", type=Path, help="a run folder")
     parser.add_argument(

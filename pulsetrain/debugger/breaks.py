@@ -47,7 +47,8 @@ class Breaks(dict[int, Break]):
             ConfigurationError: there is neither an event nor a condition, or the condition is invalid.
         """
         if event is None and condition is None:
-            raise ConfigurationError("add_break(): needs an event or a condition; next() stops at each event")
+            rule = "needs one of the two; next() stops at each event"
+            raise ConfigurationError(rule, "add_break", event=event, condition=condition)
         is_true = _always if condition is None else predicate(condition)
         number = max(self, default=0) + 1
         self[number] = made = Break(number, event, condition, is_true)
@@ -61,7 +62,7 @@ class Breaks(dict[int, Break]):
         """
         if number not in self:
             there = ", ".join(map(str, self)) or "none"
-            raise ConfigurationError(f"delete_break({number}): no such break; there are {there}")
+            raise ConfigurationError(f"no such break; there are {there}", "delete_break", number=number)
         del self[number]
 
     def first_at(self, event: LoggedEvent | None) -> Break | None:

@@ -59,11 +59,11 @@ def recorded_handlers(run: Path, iteration: int, max_bytes: int | None = None) -
         if max_bytes is not None and size > max_bytes:
             problem = f"`handlers` reads them from {checkpoint.name}, {size / 1e9:.1f} GB"
             return RecordedHandlers(names, checkpoint, step_of(checkpoint), problem=problem)
-        handlers = upgrade(load_checkpoint(checkpoint))["handlers"]
+        saved = upgrade(load_checkpoint(checkpoint))["handlers"]
     except (CheckpointError, OSError) as error:
         return RecordedHandlers(names, checkpoint, step_of(checkpoint), problem=str(error))
-    states = {key: each["state"] for key, each in handlers.items()}
-    settings = {key: each["settings"] for key, each in handlers.items()}
+    states = {name: each["state"] for name, each in saved.items()}
+    settings = {name: each["settings"] for name, each in saved.items()}
     return RecordedHandlers(names, checkpoint, step_of(checkpoint), states, settings)
 
 

@@ -196,7 +196,7 @@ class LiveDebugger(SteppingDebugger):
                 recorded runs have.
         """
         if seq is not None:
-            raise ConfigurationError(f"goto(seq={seq}): a live run has other numbers than the log; choose an iteration")
+            raise ConfigurationError("a live run has other numbers than the log; choose an iteration", "goto", seq=seq)
         if start:
             return self._restart(0)
         if end:
@@ -204,13 +204,15 @@ class LiveDebugger(SteppingDebugger):
         name, value = ("iteration", iteration) if iteration is not None else ("epoch", epoch)
         first = self._rerun.start if name == "iteration" else 0
         if value is None or value <= first:
-            raise ConfigurationError(f"goto({name}={value}): this run starts after {name} {first}; choose a later one")
+            raise ConfigurationError(
+                f"this run starts after {name} {first}; choose a later one", "goto", **{name: value}
+            )
         here = getattr(self.event, name, 0)
         if here >= value:
             self._begin()
         found = self._advance(lambda each: each.engine == self.trainer.name and getattr(each, name) >= value)
         if found is None:
-            raise ConfigurationError(f"goto({name}={value}): the run ended before; choose an earlier one")
+            raise ConfigurationError("the run ended before; choose an earlier one", "goto", **{name: value})
         return found
 
     def check_watch(self, caller: str, name: str) -> None:

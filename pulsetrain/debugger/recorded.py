@@ -10,6 +10,7 @@ from pulsetrain.debugger.faults import Fault, find_faults
 from pulsetrain.debugger.handlers import RecordedHandlers, recorded_handlers
 from pulsetrain.debugger.navigation import BEFORE_FIRST, Navigator
 from pulsetrain.debugger.stepping import SteppingDebugger
+from pulsetrain.engine.argument_checks import check_whole_number
 from pulsetrain.engine.errors import ConfigurationError, unknown_name
 from pulsetrain.engine.recording import EventLog, LoggedEvent, Replay
 from pulsetrain.engine.recording.log.records import Json
@@ -91,12 +92,14 @@ class Debugger(SteppingDebugger):
 
     def next(self, count: int = 1) -> LoggedEvent | None:
         """Move forward by this many events, or to the last; returns it, or None if it already was the current one."""
-        found = self._navigator.ahead(self._at, _whole("next", "count", count, 1))
+        check_whole_number("next", "count", count)
+        found = self._navigator.ahead(self._at, count)
         return None if found is None else self._move(found)
 
     def back(self, count: int = 1) -> LoggedEvent | None:
         """Move back by this many events, or to the beginning; returns the event, or None at the beginning."""
-        return self._move(self._navigator.before(self._at, _whole("back", "count", count, 1)))
+        check_whole_number("back", "count", count)
+        return self._move(self._navigator.before(self._at, count))
 
     def goto(
         self,
@@ -120,20 +123,22 @@ class Debugger(SteppingDebugger):
         targets = {"iteration": iteration, "epoch": epoch, "seq": seq, "start": start or None, "end": end or None}
         given = {name: value for name, value in targets.items() if value is not None}
         if len(given) != 1:
-            raise ConfigurationError(f"goto({', '.join(given)}): needs one of iteration, epoch, seq, start, end")
+            raise ConfigurationError("needs exactly one of iteration, epoch, seq, start, end", "goto", **given)
         [(name, value)] = given.items()
         if name == "start":
             return self._move(None)
         last = self._navigator.last_event
-        found = last if name == "end" else self._navigator.first(name, _whole("goto", name, value, 0))
+        if name != "end":
+            check_whole_number("goto", name, value, at_least=0)
+        found = last if name == "end" else self._navigator.first(name, value)
         if found is not None:
             return self._move(found)
         if last is None:
-            raise ConfigurationError(f"goto({name}={value}): the log of {self.folder} holds no events")
+            raise ConfigurationError(f"the log of {self.folder} holds no events", "goto", **{name: value})
         if name == "epoch":
             last = self._navigator.past.last(self.engine, None, last.seq) or last
         reached = self.replay.last_iteration if name == "iteration" else getattr(last, name)
-        raise ConfigurationError(f"goto({name}={value}): the log ends before; its last {name} is {reached}")
+        raise ConfigurationError(f"the log ends before; its last {name} is {reached}", "goto", **{name: value})
 
     def search(
         self, wanted: Callable[[LoggedEvent], bool], types: set[str] | None, *, forward: bool, or_end: bool
@@ -145,7 +150,8 @@ class Debugger(SteppingDebugger):
 
     def around(self, count: int = 5) -> tuple[list[LoggedEvent], list[LoggedEvent]]:
         """The last events up to the current one, and the next ones."""
-        return self._navigator.around(self._at, _whole("around", "count", count, 0))
+        check_whole_number("around", "count", count, at_least=0)
+        return self._navigator.around(self._at, count)
 
     def watched(self) -> dict[str, Json]:
         """The current values of what is watched, by name."""
@@ -232,9 +238,3 @@ class Debugger(SteppingDebugger):
         if full is None:
             raise unknown_name(caller, "name", name, [*self.metric_names, *_FIELDS])
         return full
-
-
-def _whole(caller: str, name: str, value: object, least: int) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ConfigurationError(f"{caller}({name}={value!r}): needs a whole number of at least {least}")
-    return value

@@ -68,7 +68,7 @@ def write_report(
         replace_file(path, content)
     except OSError as error:
         raise RunFolderError(
-            f"report(into={str(path)!r}): cannot be written ({error.strerror}); choose another file"
+            f"cannot be written ({error.strerror}); choose another file", "report", into=str(path)
         ) from error
     damage = tuple(f"{run.name}: {each}" for run in found for each in run.record.damage)
     return Report(path, len(content), sum(len(run.record.curves) for run in found), damage)
@@ -77,33 +77,33 @@ def write_report(
 def _names(folders: Sequence[Path]) -> list[str]:
     """The folders' own names; whole paths if two have the same name."""
     if not folders:
-        raise ConfigurationError("report(runs=[]): names no run; name at least one run folder")
+        raise ConfigurationError("names no run; name at least one run folder", "report", runs=[])
     paths = [folder.resolve() for folder in folders]
     for index, path in enumerate(paths):
         if path in paths[:index]:
-            raise ConfigurationError(f"report(runs=...): {folders[index]} is named twice; name each run once")
+            raise ConfigurationError(
+                f"{folders[index]} is named twice; name each run once", "report", runs=[*map(str, folders)]
+            )
     names = [path.name or str(path) for path in paths]
     return [name if names.count(name) == 1 else str(folder) for name, folder in zip(names, folders, strict=True)]
 
 
 def _check_target(path: Path, folders: Sequence[Path], force: bool) -> None:
     """Raise if the file cannot be written; called before the logs are read, which may take minutes."""
-    argument = f"report(into={str(path)!r})"
-    if path.is_dir():
-        raise RunFolderError(f"{argument}: is a folder; name a file in it, such as {path / NAME}")
-    if not path.parent.is_dir():
-        raise RunFolderError(f"{argument}: {path.parent} is not a folder; create it first, or choose another file")
     inside = [folder for folder in folders if folder.resolve() in path.resolve().parents]
-    if inside and path.resolve() != inside[0].resolve() / NAME:
-        raise RunFolderError(
-            f"{argument}: is in the run {inside[0]}, which is only read; choose another file, or {inside[0] / NAME}"
-        )
-    if path.exists() and not force:
-        raise RunFolderError(f"{argument}: exists; choose another file, or overwrite it with --force (force=True)")
-    if not os.access(path.parent, os.W_OK):
-        raise RunFolderError(
-            f"{argument}: {path.parent} cannot be written; choose another folder or fix its permissions"
-        )
+    if path.is_dir():
+        rule = f"is a folder; name a file in it, such as {path / NAME}"
+    elif not path.parent.is_dir():
+        rule = f"{path.parent} is not a folder; create it first, or choose another file"
+    elif inside and path.resolve() != inside[0].resolve() / NAME:
+        rule = f"is in the run {inside[0]}, which is only read; choose another file, or {inside[0] / NAME}"
+    elif path.exists() and not force:
+        rule = "exists; choose another file, or overwrite it with --force (force=True)"
+    elif not os.access(path.parent, os.W_OK):
+        rule = f"{path.parent} cannot be written; choose another folder or fix its permissions"
+    else:
+        return
+    raise RunFolderError(rule, "report", into=str(path))
 
 
 def _plotly() -> Callable[[Plotly], str]:

@@ -387,3 +387,16 @@ def test_firing_outside_a_run_raises_to_the_one_who_fired(engine, recorder):
     with pytest.raises(MineError):
         engine.fire(Custom.HAPPENED)
     assert recorder.events == []
+
+
+class Reporter:
+    def report(self, engine):
+        pass
+
+
+def test_a_method_is_named_by_the_shortest_name_that_imports_its_class(engine):
+    from pulsetrain.handlers import EarlyStopping
+
+    exported = engine.bus.subscribe(Events.STARTED, EarlyStopping().detach)
+    assert exported.description == "pulsetrain.handlers.EarlyStopping.detach"
+    assert engine.bus.subscribe(Events.STARTED, Reporter().report).description == f"{__name__}.Reporter.report"

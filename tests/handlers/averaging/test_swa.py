@@ -243,10 +243,10 @@ def test_a_training_loader_whose_workers_stay_cannot_give_a_second_pass():
         (
             Counted([]),
             ConfigurationError,
-            r"SWA\(bn_loader=...\): gave no batch; pass an iterable that gives batches in each pass",
+            r"SWA\(bn_loader=Counted\): gave no batch; pass an iterable that gives batches in each pass",
         ),
-        ([{"x": torch.zeros(2, 4)}], TypeError, r"SWA\(bn_loader=...\): gave dict for the model's input"),
-        ([()], TypeError, r"SWA\(bn_loader=...\): gave tuple for the model's input"),
+        ([{"x": torch.zeros(2, 4)}], TypeError, r"SWA\(bn_loader=list\): gave dict for the model's input"),
+        ([()], TypeError, r"SWA\(bn_loader=list\): gave tuple for the model's input"),
     ],
 )
 def test_a_loader_that_gives_nothing_to_estimate_with_is_refused_when_it_does(data, error, message):
@@ -399,7 +399,7 @@ def test_other_arguments_of_the_wrong_kind_are_refused():
         SWA(after_epoch=1, every="epoch")
     with pytest.raises(TypeError, match=r"SWA\(bn_loader=3\): needs an iterable"):
         SWA(after_epoch=1, bn_loader=3)
-    with pytest.raises(ConfigurationError, match=r"SWA\(bn_loader=...\): gave no batch"):
+    with pytest.raises(ConfigurationError, match=r"SWA\(bn_loader=list\): gave no batch"):
         SWA(after_epoch=1, bn_loader=[])
     with pytest.raises(TypeError, match=r"SWA\(model=str\): needs a torch.nn.Module"):
         SWA(after_epoch=1, model="net")

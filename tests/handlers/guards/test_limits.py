@@ -52,7 +52,7 @@ def test_a_time_is_a_number_of_seconds_or_a_text(text, seconds):
         ({"seconds": True}, r"\(seconds=True\): needs seconds"),
         ({"seconds": None}, r"\(seconds=None\): needs seconds"),
         ({"seconds": "0s"}, r"\(seconds='0s'\): needs a positive time"),
-        ({"seconds": "1h", "margin": "60m"}, r"\(margin='60m'\): leaves nothing of '1h'; give less"),
+        ({"seconds": "1h", "margin": "60m"}, r"\(margin='60m'\): leaves nothing of seconds='1h'; give less"),
         ({"seconds": "1h", "margin": "soon"}, r"\(margin='soon'\): needs seconds"),
         ({"seconds": "1h", "of": "job"}, r"\(of='job'\): unknown; choose one of process, run"),
     ],
@@ -304,7 +304,7 @@ def test_a_replay_of_a_run_that_went_on_is_ended_once_by_each_run_of_it(order, t
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({}, r"\(\): needs iterations or updates"),
+        ({}, r"\(iterations=None, updates=None\): needs iterations or updates"),
         ({"iterations": 0}, r"\(iterations=0\): needs a whole number"),
         ({"updates": 1.5}, r"\(updates=1.5\): needs a whole number"),
         ({"iterations": True}, r"\(iterations=True\): needs a whole number"),

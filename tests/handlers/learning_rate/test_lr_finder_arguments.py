@@ -66,10 +66,10 @@ def test_what_is_no_trainer_is_refused(tmp_path: Path):
         ({"start_lr": 0.0}, r"LRFinder\(start_lr=0.0\): needs a positive number"),
         ({"start_lr": "1e-3"}, r"LRFinder\(start_lr='1e-3'\): needs"),
         ({"end_lr": math.inf}, r"LRFinder\(end_lr=inf\): needs"),
-        ({"start_lr": 1.0, "end_lr": 1.0}, r"LRFinder\(start_lr=1.0, end_lr=1.0\): has to begin below its end"),
+        ({"start_lr": 1.0, "end_lr": 1.0}, r"LRFinder\(start_lr=1.0\): needs to be below end_lr=1.0"),
         ({"iterations": 19}, r"LRFinder\(iterations=19\): needs a whole number of at least 20"),
         ({"iterations": 50.0}, r"LRFinder\(iterations=50.0\): needs"),
-        ({"smoothing": 1.0}, r"LRFinder\(smoothing=1.0\): needs a number from 0 to below 1"),
+        ({"smoothing": 1.0}, r"LRFinder\(smoothing=1.0\): needs a number of at least 0 and below 1"),
         ({"diverge": 1.0}, r"LRFinder\(diverge=1.0\): needs a number above 1"),
     ],
 )

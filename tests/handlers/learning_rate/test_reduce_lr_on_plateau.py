@@ -142,12 +142,16 @@ def torch_scheduler(engine):
 @pytest.mark.parametrize(
     ("plateau", "others", "message"),
     [
-        ({}, lambda engine: [torch_scheduler(engine)], r"LRScheduler\(StepLR\): a torch scheduler.*use a schedule of"),
+        (
+            {},
+            lambda engine: [torch_scheduler(engine)],
+            r"LRScheduler\(schedule=StepLR\) sets the rates itself.*use a schedule",
+        ),
         ({"min_lr": 0.01}, lambda engine: [LRScheduler(Constant(1.0))], r"min_lr=0.01.*pass min_lr=0.0"),
         (
             {},
             lambda engine: [LRScheduler(Constant(1.0)), ReduceLROnPlateau("val/error")],
-            r"metric='val/loss' and 'val/error'.*use one of the two",
+            r"\(metric='val/loss'\): ReduceLROnPlateau\(metric='val/error'\) .*use one of the two",
         ),
     ],
 )
@@ -184,7 +188,7 @@ def test_a_schedule_of_some_of_its_groups_is_refused():
     part.param_groups[0] = optimizer.param_groups[0]
     engine = UpdatingEngine(optimizer)
     LRScheduler(Constant(1.0), part).attach(engine)
-    with pytest.raises(ConfigurationError, match="of some of its parameter groups: pass optimizer="):
+    with pytest.raises(ConfigurationError, match=r"\(optimizer=None\): .* of some parameter groups; pass optimizer="):
         ReduceLROnPlateau().attach(engine)
 
 

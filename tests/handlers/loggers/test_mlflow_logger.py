@@ -225,7 +225,7 @@ def test_a_server_that_does_not_answer_is_said_once_and_gets_all_of_it_later(ser
     ]
     assert "ReadTimeoutError" in logs[0]["error"]
     assert logs[1]["lost_entries"] == 0
-    assert [(each.handler, each.event) for each in failures] == [("handlers.MLflowLogger", "metrics_logged")]
+    assert [(each.handler, each.event) for each in failures] == [("pulsetrain.handlers.MLflowLogger", "metrics_logged")]
     client = mlflow.MlflowClient(server.store)
     found = history(client, logger.run_id, "a")
     # what was on its way when the server stopped answering may have come twice

@@ -297,13 +297,13 @@ def test_what_waits_when_it_is_detached_is_told(server):
 @pytest.mark.parametrize(
     ("arguments", "kind", "message"),
     [
-        ({}, ConfigurationError, r"\(\): needs a command or a webhook"),
+        ({}, ConfigurationError, r"\(command=None, webhook=None\): needs a command or a webhook"),
         ({"command": "mail me"}, ConfigurationError, r"\(command='mail me'\): needs a list of texts"),
         ({"command": []}, ConfigurationError, r"\(command=\[\]\): needs a list of texts"),
         ({"command": ["mail", 3]}, ConfigurationError, r"\(command=\['mail', 3\]\): needs a list"),
-        ({"webhook": "file:///etc/passwd"}, ConfigurationError, r"\(webhook=file:///...\): needs an address that"),
-        ({"webhook": "example.org"}, ConfigurationError, r"\(webhook=example....\): needs an address that begins"),
-        ({"webhook": "http://["}, ConfigurationError, r"\(webhook=http://\[...\): needs an address that begins"),
+        ({"webhook": "file:///etc/passwd"}, ConfigurationError, r"\(webhook='file:///...'\): needs an address that"),
+        ({"webhook": "example.org"}, ConfigurationError, r"\(webhook='example....'\): needs an address that begins"),
+        ({"webhook": "http://["}, ConfigurationError, r"\(webhook='http://\[...'\): needs an address that begins"),
         ({"webhook": 80}, ConfigurationError, r"\(webhook=80\): needs an address that begins"),
         ({"command": ["true"], "timeout": 0}, ConfigurationError, r"\(timeout=0\): needs a positive"),
         ({"command": ["true"], "events": ()}, ConfigurationError, r"\(events=\(\)\): needs at least one event"),

@@ -133,9 +133,8 @@ def test_a_bundle_that_was_taken_elsewhere_opens_with_its_own_events(failed: Pat
     assert "trainer's iteration_completed" in output
     assert debug(moved, "", "--live") == (
         2,
-        f"crash bundle {moved}: IndexError: the loss is NaN\n  traceback, locals, batch, norms show its "
-        f"content\npulsetrain: error: --live: {moved} is a crash bundle, which has no checkpoints; name its "
-        "run folder\n",
+        f"crash bundle {moved}: IndexError: the loss is NaN\n  traceback, locals, batch, norms show its content\n"
+        f"pulsetrain: error: --live: {moved} is a crash bundle, which has no checkpoints; name its run folder\n",
     )
 
 

@@ -50,7 +50,7 @@ CASES = {
     ),
     "milestones": (
         "--training.schedule multi_step --training.schedule_options.milestones [4,2]",
-        "training.schedule_options.milestones=[4, 2]: needs ascending milestones",
+        "training.schedule_options.milestones=[4, 2]: needs ascending milestones; sort them",
     ),
     "min_lr": (
         "--training.schedule cosine --training.schedule_options.min_lr 0.5",

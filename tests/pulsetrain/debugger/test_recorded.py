@@ -116,8 +116,8 @@ class TestMoving:
             ({"seq": 10**9}, "its last seq is 42"),
             ({"iteration": -1}, "whole number"),
             ({"iteration": True}, "whole number"),
-            ({}, "needs one of iteration"),
-            ({"iteration": 1, "epoch": 1}, "needs one of iteration"),
+            ({}, "needs exactly one of iteration"),
+            ({"iteration": 1, "epoch": 1}, "needs exactly one of iteration"),
         ],
     )
     def test_a_position_outside_the_log_is_refused_without_a_move(self, debugger, places, message):
@@ -332,6 +332,7 @@ def test_a_real_run_that_failed(tmp_path):
     assert handlers.names == ("Fingerprints", "EventRecorder", "Checkpointer", "EarlyStopping")
     assert handlers.iteration == 10
     assert handlers.states["EarlyStopping(val/loss)"]["counter"] == 0
+    assert any("patience=2" in line for line in handlers.lines())
     debugger.goto(iteration=3)
     assert "no checkpoint before iteration 3" in "\n".join(debugger.handlers().lines())
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == files
