@@ -15,7 +15,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.installs import BUILD, ROOT, checked, copy_tree, make_environment, modules, run, source_files
+from tests.support.programs_installs import (
+    BUILD,
+    ROOT,
+    checked,
+    copy_tree,
+    make_environment,
+    modules,
+    run,
+    source_files,
+)
 
 slow = pytest.mark.slow
 

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from pulsetrain import handlers
-from tests.support import warm_python
+from tests.support import programs
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 
 
 def run(code: str, folder: Path) -> list[str]:
-    done = warm_python.run("-c", code, cwd=folder)
+    done = programs.run("-c", code, cwd=folder)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 

@@ -24,7 +24,7 @@ from pulsetrain.engine.arrays import (
     stop_gradient,
     take_last,
 )
-from tests.support.libraries import converted, needs_jax
+from tests.support.losses import converted, needs_jax
 
 LIBRARIES = ["torch", "numpy", pytest.param("jax", marks=needs_jax)]
 

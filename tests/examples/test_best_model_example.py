@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from tests.support.examples import EXAMPLES, run
+from tests.support.programs_examples import EXAMPLES, run
 
 
 def test_best_model_lowers_the_rate_stops_early_and_keeps_the_best_weights(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from examples.byte_lm_tuning.start import CONTEXT, load_model
 from pulsetrain.engine.checkpoint import CheckpointManager
 from pulsetrain.engine.recording import EventLog
 from pulsetrain.engine.strategies import GRPOStrategy
-from tests.support.examples import EXAMPLES, run
+from tests.support.programs_examples import EXAMPLES, run
 
 DEF = "def f(self, a):\n"
 

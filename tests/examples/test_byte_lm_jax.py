@@ -21,7 +21,7 @@ from pulsetrain import Trainer, TrainingConfig
 from pulsetrain.engine import Events, JaxBackend, PretrainStrategy
 from pulsetrain.engine.backends import TorchBackend
 from pulsetrain.engine.recording import EventLog
-from tests.support.examples import EXAMPLES, run
+from tests.support.programs_examples import EXAMPLES, run
 
 jax = pytest.importorskip("jax", reason="jax is not installed")
 optax = pytest.importorskip("optax", reason="optax is not installed")

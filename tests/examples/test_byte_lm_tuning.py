@@ -20,7 +20,7 @@ from examples.byte_lm_tuning.start import load_model, newest_demo_run
 from pulsetrain.engine.checkpoint import CheckpointManager
 from pulsetrain.engine.errors import CheckpointError
 from pulsetrain.engine.recording import EventLog
-from tests.support.examples import EXAMPLES, run
+from tests.support.programs_examples import EXAMPLES, run
 
 CONTEXT = 128
 

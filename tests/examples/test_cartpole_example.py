@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pulsetrain.engine.recording import EventLog
-from tests.support.examples import EXAMPLES, run
+from tests.support.programs_examples import EXAMPLES, run
 
 pytest.importorskip("gymnasium", reason="gymnasium is not installed")
 

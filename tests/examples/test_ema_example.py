@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from tests.support.examples import EXAMPLES, run
+from tests.support.programs_examples import EXAMPLES, run
 
 
 def test_ema_prints_a_smaller_loss_and_a_higher_accuracy_for_the_averaged_weights(tmp_path: Path) -> None:

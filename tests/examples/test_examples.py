@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from pulsetrain.engine.checkpoint import CheckpointManager
-from tests.support.examples import EXAMPLES, run
+from tests.support.programs_examples import EXAMPLES, run
 
 SCRIPTS = sorted(EXAMPLES.glob("*.py"))
 

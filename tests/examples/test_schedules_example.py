@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pulsetrain.engine import schedules
-from tests.support.examples import EXAMPLES, run
+from tests.support.programs_examples import EXAMPLES, run
 
 EXAMPLE = EXAMPLES / "schedules.py"
 

@@ -20,7 +20,7 @@ from pulsetrain.engine.checkpoint import CheckpointManager, disk, find_checkpoin
 from pulsetrain.engine.errors import RunFolderError
 from pulsetrain.engine.recording import EventLog
 from pulsetrain.handlers import Checkpointer, CSVLogger, EventRecorder, Plots
-from tests.support.small import loader, regression_model, trainer
+from tests.support.models import loader, regression_model, trainer
 
 CHANGING = ("write", "fsync", "mkdir", "rename", "replace")  # and `open`, where it makes a file
 

@@ -16,7 +16,7 @@ from pulsetrain.engine.errors import CheckpointError
 from pulsetrain.state.older_formats import upgrade
 from pulsetrain.state.run_state import FORMAT
 from tests.faults.everything import bits, leaves, make
-from tests.support.older_states import downgraded
+from tests.support.checkpoints import downgraded
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "checkpoints"
 RUNS = GOLDEN.parent / "trainer"  # a trainer's state in each of its formats: `everything.make`, cut at iteration 13

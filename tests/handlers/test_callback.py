@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from pulsetrain.handlers import Callback, CallbackList
-from tests.support.driving import make_engine, roll_out_before_each_batch, subscriptions, validate_each_epoch
+from tests.support.engines import make_engine, roll_out_before_each_batch, subscriptions, validate_each_epoch
 
 
 class Told(Callback):

@@ -51,7 +51,7 @@ from pulsetrain.handlers import (
     WandbLogger,
 )
 from pulsetrain.training.stepper import Stepper
-from tests.support.driving import UpdatingEngine, log_each_iteration, subscriptions, validate_each_epoch
+from tests.support.engines import UpdatingEngine, log_each_iteration, subscriptions, validate_each_epoch
 
 
 class Saving(UpdatingEngine):

@@ -19,8 +19,8 @@ from pulsetrain.engine.recording import EventLog
 from pulsetrain.engine.recording.replay.playback import Replay
 from pulsetrain.handlers import CSVLogger, EarlyStopping, EventRecorder, JSONLinesLogger, LRScheduler
 from tests.faults.everything import logged, table
-from tests.support.cutting import cut_after
-from tests.support.on_backends import BACKENDS, PATIENCE, TORCH, On, make, programs_kept, saved, whole_state
+from tests.support.runs import cut_after
+from tests.support.runs_backends import BACKENDS, PATIENCE, TORCH, On, make, programs_kept, saved, whole_state
 
 Whole = Callable[[On], tuple[Trainer, Path]]
 

@@ -15,7 +15,7 @@ from pulsetrain import Trainer
 from pulsetrain.engine import CheckpointError, Events, Every, Phase
 from pulsetrain.engine.checkpoint import CheckpointManager, load_checkpoint, load_safetensors, save_safetensors
 from tests.faults.everything import bits, leaves
-from tests.support.on_backends import (
+from tests.support.runs_backends import (
     BACKENDS,
     JAX,
     On,

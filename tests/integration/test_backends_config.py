@@ -15,7 +15,7 @@ import yaml
 from pulsetrain.cli import main
 from pulsetrain.engine.recording import EventLog, diff
 from tests.faults.everything import logged
-from tests.support.on_backends import programs_kept
+from tests.support.runs_backends import programs_kept
 
 jax = pytest.importorskip("jax", reason="jax is not installed")
 pytest.importorskip("optax", reason="optax is not installed")
@@ -24,7 +24,7 @@ pytest.importorskip("flax", reason="flax is not installed")
 PARTS = """
     import torch
     from torch.utils.data import DataLoader, TensorDataset
-    from tests.support.on_backends import nnx_model
+    from tests.support.runs_backends import nnx_model
 
     def loaders():
         inputs = torch.randn(24, 4, generator=torch.Generator().manual_seed(1))

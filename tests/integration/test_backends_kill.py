@@ -9,14 +9,14 @@ from signal import SIGKILL
 
 from pulsetrain.handlers import EventRecorder
 from tests.faults.everything import logged
-from tests.support.on_backends import JAX_FUNCTION, make, needs_jax, programs_kept, saved, whole_state
+from tests.support.runs_backends import JAX_FUNCTION, make, needs_jax, programs_kept, saved, whole_state
 
 VICTIM = """
 import os, signal, sys
 from pathlib import Path
 import torch
 from pulsetrain.engine import Events
-from tests.support.on_backends import JAX_FUNCTION, make
+from tests.support.runs_backends import JAX_FUNCTION, make
 
 torch.set_num_threads(1)
 trainer = make(JAX_FUNCTION, Path(sys.argv[1]))

@@ -19,7 +19,7 @@ from pulsetrain.engine import Every
 from pulsetrain.engine.recording import EventLog, diff
 from pulsetrain.handlers import Fingerprints
 from tests.faults.everything import logged
-from tests.support.on_backends import BACKENDS, On, make, programs_kept
+from tests.support.runs_backends import BACKENDS, On, make, programs_kept
 
 
 @pytest.fixture(autouse=True, scope="module")

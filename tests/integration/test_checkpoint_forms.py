@@ -19,8 +19,8 @@ from pulsetrain.engine import CheckpointError, Events
 from pulsetrain.engine.checkpoint import CheckpointManager, Form, check_checkpoint, load_checkpoint
 from pulsetrain.handlers import Checkpointer
 from tests.faults.everything import leaves
-from tests.support.cutting import cut_after
-from tests.support.on_backends import (
+from tests.support.runs import cut_after
+from tests.support.runs_backends import (
     BACKENDS,
     FUNCTIONAL,
     JAX,

@@ -13,8 +13,8 @@ import torch
 from pulsetrain.engine import Events
 from pulsetrain.engine.errors import CheckpointError
 from pulsetrain.engine.rollouts import EnvironmentRollouts
-from tests.support.on_backends import saved, whole_state
-from tests.support.on_strategies import CARTPOLE, TORCH, differences, make, needs_gymnasium
+from tests.support.runs_backends import saved, whole_state
+from tests.support.runs_strategies import CARTPOLE, TORCH, differences, make, needs_gymnasium
 
 
 @pytest.fixture(scope="module")

@@ -12,7 +12,7 @@ from pulsetrain.engine.rollouts.sampling import sampler_of
 from pulsetrain.engine.strategies import DPOStrategy, SFTStrategy, WithValueHead
 from pulsetrain.engine.strategies.language import logits_of
 from pulsetrain.handlers import Checkpointer
-from tests.support.hugging_face import (
+from tests.support.models_hugging_face import (
     ATTENTION,
     FAMILIES,
     STRATEGIES,

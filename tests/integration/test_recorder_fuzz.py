@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pulsetrain.engine.recording import EventLog
-from tests.support.recorded_programs import Driver, Expected, Plan, check_ords, model, plans, shown
-from tests.support.recorded_values import SAMPLED
+from tests.support.recordings_programs import Driver, Expected, Plan, check_ords, model, plans, shown
+from tests.support.recordings_values import SAMPLED
 
 common = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 

@@ -37,8 +37,8 @@ from pulsetrain.handlers import (
 )
 from pulsetrain.handlers.metric_values.step_values import METRIC_EVENTS
 from pulsetrain.handlers.recorder.event_recorder import MEASURED
-from tests.support.older_states import downgraded
-from tests.support.small import loader, trainer
+from tests.support.checkpoints import downgraded
+from tests.support.models import loader, trainer
 
 BATCHES = 3  # of a rollout; an epoch has those of two
 EACH_ROLLOUT = Every(iterations=BATCHES)

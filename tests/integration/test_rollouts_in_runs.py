@@ -22,8 +22,8 @@ from pulsetrain.engine.errors import CheckpointError
 from pulsetrain.engine.recording import EventLog, diff
 from pulsetrain.engine.recording.replay.playback import Replay
 from pulsetrain.handlers import EarlyStopping, JSONLinesLogger, NaNGuard
-from tests.support.on_backends import programs_kept, saved, whole_state
-from tests.support.on_strategies import (
+from tests.support.runs_backends import programs_kept, saved, whole_state
+from tests.support.runs_strategies import (
     CARTPOLE,
     COPIED,
     GROUPS,
@@ -265,13 +265,13 @@ def test_another_reference_is_refused(task: Task, on: str, tmp_path: Path) -> No
 
 PARTS = """
     from pulsetrain.engine.rollouts import EnvironmentRollouts
-    from tests.support.on_strategies import ActorCritic
+    from tests.support.runs_strategies import ActorCritic
 
     def cartpole(environments: int = 2) -> EnvironmentRollouts:
         return EnvironmentRollouts("CartPole-v1", environments=environments, steps=16)
 """
 CONFIG = {
-    "model": "tests.support.on_strategies.ActorCritic",
+    "model": "tests.support.runs_strategies.ActorCritic",
     "data": {"class_path": "parts_of_rollouts.cartpole", "init_args": {"environments": 2}},
     "strategy": {"class_path": "PPOStrategy", "init_args": {"minibatch_size": 16, "minibatch_epochs": 2}},
     "training": {"max_epochs": 3, "learning_rate": 0.02, "seed": 3, "device": "cpu", "log_every_n_steps": 2},

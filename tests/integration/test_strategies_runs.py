@@ -16,9 +16,9 @@ from pulsetrain.engine import Events, Every
 from pulsetrain.engine.recording import diff
 from pulsetrain.handlers import EventRecorder
 from tests.faults.everything import logged
-from tests.support import warm_python
-from tests.support.on_backends import programs_kept, saved, whole_state
-from tests.support.on_strategies import (
+from tests.support import programs
+from tests.support.runs_backends import programs_kept, saved, whole_state
+from tests.support.runs_strategies import (
     CARTPOLE,
     COPIED,
     FUNCTIONAL,
@@ -144,7 +144,7 @@ import os, signal, sys
 from pathlib import Path
 import torch
 from pulsetrain.engine import Every
-from tests.support.on_strategies import GROUPS, TORCH, make, reward, text_rollouts
+from tests.support.runs_strategies import GROUPS, TORCH, make, reward, text_rollouts
 
 torch.set_num_threads(1)
 rollouts = 0
@@ -165,7 +165,7 @@ def test_a_run_that_was_killed_in_a_rollout_ends_as_if_it_had_not_been(
 ) -> None:
     """In the third, behind iteration 8, so that it goes on behind 6: in the second, and behind two of three batches."""
     trainer, folder = whole(GROUPS, TORCH, Every(iterations=3))
-    died = warm_python.run("-c", VICTIM, tmp_path, cwd=Path(__file__).parents[2])
+    died = programs.run("-c", VICTIM, tmp_path, cwd=Path(__file__).parents[2])
     assert died.returncode == -signal.SIGKILL, died.stderr
     assert max(path.name for path in (tmp_path / "checkpoints").glob("0*")) == "000000006-checkpoint"
     again = make(GROUPS, TORCH, tmp_path, every=Every(iterations=3))

@@ -10,7 +10,7 @@ from pulsetrain.engine import DPOStrategy, GRPOStrategy, SFTStrategy
 from pulsetrain.engine.data.sequences import IGNORED
 from pulsetrain.engine.step.model_call import call
 from tests.support import trl_trainers
-from tests.support.hugging_face import VOCABULARY, model_of
+from tests.support.models_hugging_face import VOCABULARY, model_of
 
 pytest.importorskip("transformers", reason="transformers is not there: pip install transformers")
 pytest.importorskip("trl", reason="trl is not there: pip install trl")

@@ -12,7 +12,7 @@ from pulsetrain.engine.recording import EventLog, Replay
 from pulsetrain.engine.step.backend import Backend
 from pulsetrain.handlers import Callback, CallbackList, Checkpointer, EarlyStopping, EventRecorder
 from tests.plugins.numpy_backend import Linear, NumpyBackend, NumpySGD
-from tests.support.cutting import cut_after
+from tests.support.runs import cut_after
 
 LOSSES = ["mse", "cross_entropy"]
 SETTINGS = {

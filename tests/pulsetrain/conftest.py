@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import structlog
 
-from tests.support.command_line import CONFIG, DATA, MODEL
+from tests.support.programs_command_line import CONFIG, DATA, MODEL
 
 
 @pytest.fixture

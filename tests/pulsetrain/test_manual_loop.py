@@ -13,7 +13,7 @@ from pulsetrain import Loop, TrainingConfig
 from pulsetrain.engine import ConfigurationError, Events, Every, SupervisedStrategy, TorchBackend
 from pulsetrain.engine.recording import EventLog
 from pulsetrain.handlers import EMA, Checkpointer, CSVLogger, EventRecorder
-from tests.support.small import loader, regression_model
+from tests.support.models import loader, regression_model
 
 
 def make(folder: Path, **config: Any) -> Loop:

@@ -20,8 +20,8 @@ from pulsetrain.engine.checkpoint import CheckpointManager
 from pulsetrain.engine.data.workers import workers_outlive_signals
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.events.payloads import Preempted
-from tests.support.small import loader, trainer
-from tests.support.warm_python import Program
+from tests.support.models import loader, trainer
+from tests.support.programs import Program
 
 NAMES = ("SIGINT", "SIGTERM", "SIGUSR1")
 SCRIPT = """

@@ -24,7 +24,7 @@ from pulsetrain.engine import (
 )
 from pulsetrain.handlers import Callback
 from pulsetrain.training.running_stats import Losses
-from tests.support.small import Tokens, loader, pairs, regression_model, trainer
+from tests.support.models import Tokens, loader, pairs, regression_model, trainer
 
 
 def test_a_run_lowers_the_loss_and_returns_its_history():

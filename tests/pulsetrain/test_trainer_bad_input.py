@@ -19,7 +19,7 @@ from pulsetrain.engine.metrics import Accuracy
 from pulsetrain.engine.schedules import Constant
 from pulsetrain.handlers import Callback, ConsoleLogger, EarlyStopping, LRScheduler
 from pulsetrain.training.arguments import check_metric_names
-from tests.support.small import Tokens, loader, regression_model, trainer
+from tests.support.models import Tokens, loader, regression_model, trainer
 
 
 @pytest.mark.parametrize(

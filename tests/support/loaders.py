@@ -1,4 +1,4 @@
-"""Loaders of every kind, and runs over them that are cut off and gone on with."""
+"""Data loaders of every kind, and runs over them that are interrupted and resumed."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from torch.utils.data import (
 from pulsetrain import Trainer
 from pulsetrain.engine import Every
 from pulsetrain.handlers import Checkpointer
-from tests.support.cutting import cut_after
-from tests.support.small import loader, pairs, regression_model, trainer
+from tests.support.models import loader, pairs, regression_model, trainer
+from tests.support.runs import cut_after
 
 ROWS, BATCH_SIZE = 40, 4  # 10 batches a pass
 CONFIG = {"max_epochs": 3, "optimizer": "adamw", "seed": 7}

@@ -13,7 +13,7 @@ from pulsetrain.engine.backends.core import TrainerCore
 from pulsetrain.engine.optimizers.functional import SGD
 from pulsetrain.engine.step.backend import Backend
 from pulsetrain.engine.step.protocols import BackendSettings
-from tests.support.libraries import needs_jax
+from tests.support.losses import needs_jax
 
 NUMBERS = ("step", "learning_rate")  # of an optimizer's state: one for the whole ensemble
 

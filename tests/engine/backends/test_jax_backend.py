@@ -16,8 +16,8 @@ pytest.importorskip("flax", reason="pip install 'pulsetrain[jax]'")
 import jax
 import jax.numpy as jnp
 
-from tests.support.jax_models import batches, bits, core_of, function_model, linen_model, nnx_model, torch_model
-from tests.support.on_backends import programs_kept
+from tests.support.models import batches, bits, core_of, function_model, linen_model, nnx_model, torch_model
+from tests.support.runs_backends import programs_kept
 
 
 @pytest.fixture(scope="module", autouse=True)

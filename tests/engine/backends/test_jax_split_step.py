@@ -8,8 +8,8 @@ import pytest
 pytest.importorskip("jax", reason="pip install 'pulsetrain[jax]'")
 pytest.importorskip("flax", reason="pip install 'pulsetrain[jax]'")
 
-from tests.support.jax_models import batches, bits, core_of, function_model, linen_model, nnx_model, torch_model
-from tests.support.on_backends import programs_kept
+from tests.support.models import batches, bits, core_of, function_model, linen_model, nnx_model, torch_model
+from tests.support.runs_backends import programs_kept
 
 DECAY = 0.1
 

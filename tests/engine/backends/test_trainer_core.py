@@ -16,8 +16,8 @@ from pulsetrain.engine.backends.jax import JaxBackend
 from pulsetrain.engine.schedules import Cosine
 from pulsetrain.engine.step.protocols import BackendSettings, ModelState, TrainingBatch
 from tests.plugins.numpy_backend import Linear, NumpyBackend
-from tests.support.libraries import needs_jax
-from tests.support.on_backends import programs_kept
+from tests.support.losses import needs_jax
+from tests.support.runs_backends import programs_kept
 
 ALL = ["torch", pytest.param("jax", marks=needs_jax), "numpy"]
 MAKE = {"torch": lambda: TorchBackend(functional=True), "jax": JaxBackend, "numpy": NumpyBackend}

@@ -10,8 +10,8 @@ from pulsetrain.engine.arrays import namespace
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.losses import gae, grpo_advantages
 from tests.support import trl_trainers
-from tests.support.differentiation import arrays_of, assert_near, rounded, runs, value_and_gradients
-from tests.support.libraries import LIBRARIES, needs_jax
+from tests.support.formulas import arrays_of, assert_near, rounded, runs, value_and_gradients
+from tests.support.losses import LIBRARIES, needs_jax
 
 EVERY = ["torch", *LIBRARIES]
 

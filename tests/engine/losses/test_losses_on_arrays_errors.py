@@ -18,7 +18,7 @@ from pulsetrain.engine.losses import (
     l1,
     mse,
 )
-from tests.support.libraries import ALL, LIBRARIES, batch_of, converted, name_of, needs_jax
+from tests.support.losses import ALL, LIBRARIES, batch_of, converted, name_of, needs_jax
 
 
 def message_of(loss, *arguments, **options):

@@ -12,8 +12,8 @@ import torch
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.losses import dpo_loss, entropy, implicit_rewards, masked_sum_log_probs, token_log_probs
 from tests.support import trl_trainers
-from tests.support.differentiation import RUNS, arrays_of, assert_near, differences, rounded, runs, value_and_gradients
-from tests.support.libraries import LIBRARIES, needs_jax
+from tests.support.formulas import RUNS, arrays_of, assert_near, differences, rounded, runs, value_and_gradients
+from tests.support.losses import LIBRARIES, needs_jax
 
 EVERY = ["torch", *LIBRARIES]
 SHAPES = [(), (5,), (2, 3)]

@@ -18,8 +18,8 @@ from torchmetrics.classification import MulticlassAccuracy
 from pulsetrain.engine import SupervisedStrategy
 from pulsetrain.engine.errors import ConfigurationError, MetricNotFoundError
 from pulsetrain.engine.metrics import Accuracy, RunningMean, TokenAccuracy, TopKAccuracy
-from tests.support.scores import CLASSES, LABELS, PADDED, ROWS, SCORES, VALUES, WEIGHTS, Reads
-from tests.support.small import trainer
+from tests.support.metrics import CLASSES, LABELS, PADDED, ROWS, SCORES, VALUES, WEIGHTS, Reads
+from tests.support.models import trainer
 
 
 @dataclass(frozen=True)

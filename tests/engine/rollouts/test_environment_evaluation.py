@@ -7,9 +7,9 @@ from torch import nn
 
 from pulsetrain.engine import PPOStrategy
 from pulsetrain.engine.rollouts import EnvironmentRollouts
-from tests.support.environments import Counting, Policy
-from tests.support.language_batches import assert_refused, refusal
-from tests.support.small import trainer
+from tests.support.models import trainer
+from tests.support.models_language import assert_refused, refusal
+from tests.support.rollouts import Counting, Policy
 
 
 def steps(environment=Counting, model=None, updates=2):

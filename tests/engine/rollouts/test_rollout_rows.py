@@ -9,11 +9,11 @@ from torch import nn
 from pulsetrain.engine import Events, Every, GRPOStrategy
 from pulsetrain.engine.rollouts import TextRollouts
 from pulsetrain.handlers import Checkpointer
-from tests.support import strategy_formulas as formulas
-from tests.support.on_backends import saved
-from tests.support.on_strategies import differences
-from tests.support.small import Tokens, trainer
-from tests.support.text_rollouts import PROMPTS, VOCABULARY, Reward, texts
+from tests.support import formulas
+from tests.support.models import Tokens, trainer
+from tests.support.rollouts import PROMPTS, VOCABULARY, Reward, texts
+from tests.support.runs_backends import saved
+from tests.support.runs_strategies import differences
 
 
 def greedy_sampler(prompts, count, **options):

@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from pulsetrain.engine import Events, GRPOStrategy, PPOStrategy
-from tests.support import strategy_formulas as formulas
-from tests.support.text_rollouts import PROMPTS, VOCABULARY, texts
+from tests.support import formulas
+from tests.support.rollouts import PROMPTS, VOCABULARY, texts
 
 
 class Headed(nn.Module):

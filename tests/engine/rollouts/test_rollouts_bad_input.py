@@ -10,9 +10,9 @@ from torch import nn
 
 from pulsetrain.engine import GRPOStrategy, PPOStrategy, SFTStrategy
 from pulsetrain.engine.rollouts import EnvironmentRollouts, TextRollouts
-from tests.support.environments import Counting, Policy, Space
-from tests.support.language_batches import Short, Valued, assert_refused, refusal
-from tests.support.small import trainer
+from tests.support.models import trainer
+from tests.support.models_language import Short, Valued, assert_refused, refusal
+from tests.support.rollouts import Counting, Policy, Space
 
 PROMPTS = [[1, 2], [3], [0]]
 

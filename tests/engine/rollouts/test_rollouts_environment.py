@@ -8,9 +8,9 @@ import torch
 
 from pulsetrain.engine import Events, PPOStrategy
 from pulsetrain.engine.rollouts import EnvironmentRollouts
-from tests.support import strategy_formulas as formulas
-from tests.support.environments import LENGTH, LIMIT, Counting, Policy
-from tests.support.small import trainer
+from tests.support import formulas
+from tests.support.models import trainer
+from tests.support.rollouts import LENGTH, LIMIT, Counting, Policy
 
 
 def run_of(strategy=None, *, environments=2, steps=6, updates=2, **config):

@@ -29,7 +29,7 @@ from pulsetrain.engine.schedules import (
     Step,
     Warmup,
 )
-from tests.support.torch_rates import rates_of
+from tests.support.schedulers import rates_of
 
 STEPS = 10_000
 

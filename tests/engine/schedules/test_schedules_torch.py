@@ -22,7 +22,7 @@ from pulsetrain.engine.schedules import (
     update_optimizer,
 )
 from pulsetrain.engine.schedules.groups import GroupRates
-from tests.support.torch_rates import first_group, optimizer_at, rates_of, through_a_checkpoint, used_rates
+from tests.support.schedulers import first_group, optimizer_at, rates_of, through_a_checkpoint, used_rates
 
 REQUIRED = {"step": {"step_size": 3}, "multi_step": {"milestones": (3, 6)}, "exponential": {"gamma": 0.9}}
 NAMES = (

@@ -11,7 +11,7 @@ from torch.optim import lr_scheduler
 
 from pulsetrain.engine.errors import CheckpointError, ConfigurationError
 from pulsetrain.engine.schedules import Cosine, add_warmup, create_scheduler
-from tests.support.torch_rates import first_group, optimizer_at, rates_of, through_a_checkpoint, used_rates
+from tests.support.schedulers import first_group, optimizer_at, rates_of, through_a_checkpoint, used_rates
 
 INNER = {
     "LambdaLR": lambda it: lr_scheduler.LambdaLR(it, lambda step: 0.5 / (1 + step)),  # begins at half the rate

@@ -12,7 +12,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_m
 
 from pulsetrain.engine.errors import CheckpointError, ConfigurationError
 from pulsetrain.engine.step.averaging import WeightAverage
-from tests.support.averages import RULES, Mixed, averaged, same, snapshot, train
+from tests.support.models_averaged import RULES, Mixed, averaged, same, snapshot, train
 
 
 @pytest.fixture

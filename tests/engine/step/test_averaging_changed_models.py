@@ -12,7 +12,7 @@ from torch.optim.swa_utils import AveragedModel
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.step import averaging
 from pulsetrain.engine.step.averaging import WeightAverage
-from tests.support.averages import RULES, Mixed, averaged, same, snapshot, train
+from tests.support.models_averaged import RULES, Mixed, averaged, same, snapshot, train
 
 
 @pytest.fixture

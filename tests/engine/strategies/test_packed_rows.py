@@ -5,13 +5,7 @@ import torch
 
 from pulsetrain.engine import PretrainStrategy, SFTStrategy
 from pulsetrain.engine.errors import ConfigurationError
-from tests.support.language_batches import (
-    TEXTS,
-    TOKENS,
-    Mean,
-    assert_refused,
-    run_of,
-)
+from tests.support.models_language import TEXTS, TOKENS, Mean, assert_refused, run_of
 
 POSITIONS = torch.tensor([[0, 1, 2, 0, 1, 2]] * 2)
 

@@ -9,18 +9,9 @@ from pulsetrain.engine.errors import CheckpointError
 from pulsetrain.engine.rollouts import TextRollouts
 from pulsetrain.engine.strategies import WithValueHead, dpo, language
 from pulsetrain.handlers import Checkpointer
-from tests.support.language_batches import (
-    PAIRS,
-    TOKENS,
-    Mean,
-    Short,
-    Valued,
-    assert_refused,
-    refusal,
-    run_of,
-)
-from tests.support.small import trainer
-from tests.support.strategy_formulas import IGNORED
+from tests.support.formulas import IGNORED
+from tests.support.models import trainer
+from tests.support.models_language import PAIRS, TOKENS, Mean, Short, Valued, assert_refused, refusal, run_of
 
 
 def texts(strategy, model):

@@ -8,7 +8,9 @@ import torch
 
 from pulsetrain.engine import DPOStrategy, GRPOStrategy, PPOStrategy, PretrainStrategy, SFTStrategy
 from pulsetrain.engine.errors import ConfigurationError
-from tests.support.language_batches import (
+from tests.support.formulas import IGNORED, VOCABULARY
+from tests.support.models import Tokens, trainer
+from tests.support.models_language import (
     CONTEXT,
     GROUP,
     LABELS,
@@ -27,8 +29,6 @@ from tests.support.language_batches import (
     assert_refused,
     without,
 )
-from tests.support.small import Tokens, trainer
-from tests.support.strategy_formulas import IGNORED, VOCABULARY
 
 
 def case(name, strategy, model, good, bad, error, *parts):

@@ -8,7 +8,7 @@ import torch
 
 from pulsetrain.engine import PretrainStrategy, SupervisedStrategy
 from pulsetrain.engine.step.protocols import TrainingBatch
-from tests.support.libraries import LIBRARIES, converted, needs_jax
+from tests.support.losses import LIBRARIES, converted, needs_jax
 
 
 @pytest.mark.parametrize("library", LIBRARIES)

@@ -7,18 +7,11 @@ import torch
 from torch import nn
 
 from pulsetrain.engine import DPOStrategy, JaxBackend, PretrainStrategy, SFTStrategy
-from tests.support.language_batches import (
-    LABELS,
-    PAIRS,
-    TOKENS,
-    Short,
-    assert_refused,
-    run_of,
-)
-from tests.support.libraries import needs_jax
-from tests.support.on_strategies import jax_language_model
-from tests.support.small import trainer
-from tests.support.strategy_formulas import IGNORED, VOCABULARY
+from tests.support.formulas import IGNORED, VOCABULARY
+from tests.support.losses import needs_jax
+from tests.support.models import trainer
+from tests.support.models_language import LABELS, PAIRS, TOKENS, Short, assert_refused, run_of
+from tests.support.runs_strategies import jax_language_model
 
 
 class Wide(Short):

@@ -9,7 +9,7 @@ from pulsetrain.engine import Engine, EventBus, Events
 from pulsetrain.engine.errors import RunFolderError
 from pulsetrain.handlers import CrashBundle, CSVLogger, HangWatchdog, JSONLinesLogger, Plots, TensorBoardLogger
 from pulsetrain.handlers.attachment.attachment import Attachment
-from tests.support.driving import make_engine, subscriptions
+from tests.support.engines import make_engine, subscriptions
 
 
 def nothing(engine):

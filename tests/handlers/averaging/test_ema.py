@@ -8,8 +8,8 @@ from pulsetrain.engine import CheckpointError, ConfigurationError, Engine, Event
 from pulsetrain.engine.checkpoint import load_checkpoint
 from pulsetrain.engine.optimizers import is_schedule_free
 from pulsetrain.handlers import EMA, SWA, Checkpointer
-from tests.support.driving import UpdatingEngine
-from tests.support.small import loader, regression_model, trainer
+from tests.support.engines import UpdatingEngine
+from tests.support.models import loader, regression_model, trainer
 
 TRAINING = {"optimizer": "adamw", "learning_rate": 0.05, "max_epochs": 3, "seed": 7}
 

@@ -10,7 +10,7 @@ from torch.optim.swa_utils import AveragedModel, get_swa_multi_avg_fn, update_bn
 from pulsetrain.engine import ConfigurationError, Engine, Events, Every, OptimizerStepCompleted, Phase
 from pulsetrain.engine.checkpoint import load_checkpoint
 from pulsetrain.handlers import EMA, SWA, Checkpointer
-from tests.support.small import loader, pairs, regression_model, trainer
+from tests.support.models import loader, pairs, regression_model, trainer
 
 TRAINING = {"optimizer": "adamw", "learning_rate": 0.05, "max_epochs": 4, "seed": 7}
 

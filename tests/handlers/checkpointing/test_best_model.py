@@ -11,8 +11,8 @@ from pulsetrain.engine.errors import RecordingError, RunFolderError
 from pulsetrain.engine.events.payloads import CheckpointLoaded
 from pulsetrain.engine.recording.replay.playback import Replay
 from pulsetrain.handlers import EMA, SWA, BestModel, Checkpointer, EarlyStopping, EventRecorder
-from tests.support.driving import validate_each_epoch
-from tests.support.small import loader, pairs, regression_model, trainer
+from tests.support.engines import validate_each_epoch
+from tests.support.models import loader, pairs, regression_model, trainer
 
 NAN = math.nan
 

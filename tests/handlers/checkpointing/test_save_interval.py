@@ -11,8 +11,7 @@ from pulsetrain.engine import ConfigurationError, Events, Every
 from pulsetrain.engine.events.payloads import CheckpointLoaded
 from pulsetrain.handlers import Checkpointer
 from pulsetrain.handlers.checkpointing.save_interval import SaveInterval
-from tests.support.driving import ManualClock
-from tests.support.saving import Gate, Trainer, heard, join_writers, saved
+from tests.support.engines import Gate, ManualClock, SavingEngine, join_writers, payloads_of, saved
 
 
 def iterate(interval: SaveInterval, clock: ManualClock, seconds: float, at_most: int = 100_000) -> int | None:
@@ -31,7 +30,7 @@ def save(interval: SaveInterval, clock: ManualClock, seconds: float) -> None:
 
 @pytest.mark.parametrize("begun_at", [0, 500])
 def test_memory_for_the_first_save_is_made_behind_the_tenth_iteration_of_a_run(begun_at: int, tmp_path: Path):
-    engine = Trainer()
+    engine = SavingEngine()
     handler = Checkpointer(tmp_path, Every(iterations=1000), at_end=False, background=True).attach(engine)
     background = handler._background
     held = []
@@ -149,7 +148,7 @@ def test_a_clock_that_stands_still_is_no_reason_to_fail(clock: ManualClock):
 
 @pytest.mark.parametrize("background", [False, True])
 def test_the_checkpointer_saves_where_its_interval_says(background: bool, tmp_path: Path, clock: ManualClock):
-    engine = Trainer()
+    engine = SavingEngine()
     handler = Checkpointer(tmp_path, "auto", keep_last=99, at_end=False, background=background, clock=clock)
     handler.attach(engine)
     checkpoint_state = engine.checkpoint_state
@@ -170,12 +169,12 @@ def test_the_checkpointer_saves_where_its_interval_says(background: bool, tmp_pa
 
 
 def test_where_auto_fails_it_waits_and_goes_on(tmp_path: Path, clock: ManualClock):
-    engine = Trainer()
+    engine = SavingEngine()
     handler = Checkpointer(tmp_path, "auto", background=True, at_end=False, clock=clock).attach(engine)
     gate = Gate(handler.manager, opened=True)
     gate.error = OSError(13, "Permission denied")
     engine.add_event_handler(Events.ITERATION_COMPLETED, join_writers)
-    failures = heard(engine, Events.HANDLER_FAILED)
+    failures = payloads_of(engine, Events.HANDLER_FAILED)
 
     @engine.on(Events.ITERATION_STARTED)
     def tick() -> None:

@@ -13,8 +13,8 @@ from pulsetrain.engine.errors import ConfigurationError, RecordingError
 from pulsetrain.engine.recording.replay.playback import Replay
 from pulsetrain.handlers import EventRecorder, HangWatchdog
 from pulsetrain.handlers.crash.hang_watchdog import EXIT_STATUS, Silence
-from tests.support import warm_python
-from tests.support.driving import make_engine, subscriptions
+from tests.support import programs
+from tests.support.engines import make_engine, subscriptions
 
 SOON = 0.2  # seconds of silence that are a hang
 PATIENCE = 20.0  # for what has to come
@@ -108,7 +108,7 @@ engine = Engine(never)
 HangWatchdog({str(tmp_path)!r}, 0.2, "exit").attach(engine)
 engine.run([0])
 """
-    done = warm_python.run("-c", code)
+    done = programs.run("-c", code)
     assert done.returncode == EXIT_STATUS == 75
     (path,) = tmp_path.iterdir()
     assert "in never" in path.read_text()

@@ -6,7 +6,7 @@ from structlog.testing import capture_logs
 
 from pulsetrain.engine.errors import ConfigurationError, MetricNotFoundError
 from pulsetrain.handlers import EarlyStopping
-from tests.support.driving import (
+from tests.support.engines import (
     make_engine,
     policy_updated,
     roll_out_before_each_batch,
@@ -14,7 +14,7 @@ from tests.support.driving import (
     validate_each_epoch,
     validated,
 )
-from tests.support.small import trainer
+from tests.support.models import trainer
 
 NAN = math.nan
 

@@ -19,7 +19,7 @@ from pulsetrain.engine import Events, SupervisedStrategy
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.recording import diff
 from pulsetrain.handlers import EMA, Checkpointer, CSVLogger, EarlyStopping, EventRecorder, LRFinder
-from tests.support.small import loader, pairs, regression_model, trainer
+from tests.support.models import loader, pairs, regression_model, trainer
 
 SWEEP = {"start_lr": 1e-5, "end_lr": 1.0, "iterations": 20}
 

@@ -16,7 +16,7 @@ from pulsetrain import Trainer, TrainingConfig
 from pulsetrain.engine import Accumulate, Events, SupervisedStrategy
 from pulsetrain.engine.schedules import Exponential
 from pulsetrain.handlers import LRFinder, LRScheduler
-from tests.support.small import regression_model, trainer
+from tests.support.models import regression_model, trainer
 
 SWEEP = {"start_lr": 1e-5, "end_lr": 1.0, "iterations": 20}
 

@@ -7,8 +7,8 @@ from pulsetrain.engine.errors import RecordingError
 from pulsetrain.engine.recording.replay.playback import Replay
 from pulsetrain.engine.schedules import Cosine
 from pulsetrain.handlers import EventRecorder, LRMonitor, LRScheduler
-from tests.support.driving import UpdatingEngine, make_engine
-from tests.support.small import trainer
+from tests.support.engines import UpdatingEngine, make_engine
+from tests.support.models import trainer
 
 
 def groups(*options, kind=torch.optim.SGD):

@@ -10,7 +10,7 @@ from pulsetrain.engine.checkpoint import CheckpointManager
 from pulsetrain.engine.errors import CheckpointError, ConfigurationError
 from pulsetrain.engine.schedules import Cosine, Exponential, Linear, Step, Warmup, add_warmup, create_scheduler
 from pulsetrain.handlers import LRScheduler
-from tests.support.driving import UpdatingEngine, make_engine
+from tests.support.engines import UpdatingEngine, make_engine
 
 
 class Halving:

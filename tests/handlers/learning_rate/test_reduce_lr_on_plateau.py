@@ -12,8 +12,8 @@ from pulsetrain.engine.errors import RecordingError
 from pulsetrain.engine.recording.replay.playback import Replay
 from pulsetrain.engine.schedules import Constant, Cosine, Warmup
 from pulsetrain.handlers import Checkpointer, EventRecorder, LRScheduler, ReduceLROnPlateau
-from tests.support.driving import UpdatingEngine, validate_each_epoch
-from tests.support.small import loader, regression_model, trainer
+from tests.support.engines import UpdatingEngine, validate_each_epoch
+from tests.support.models import loader, regression_model, trainer
 
 NAN = math.nan
 

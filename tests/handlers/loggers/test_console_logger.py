@@ -9,7 +9,7 @@ from structlog.testing import capture_logs
 
 from pulsetrain.engine import Engine, Events, Every
 from pulsetrain.handlers import ConsoleLogger, ProgressBar
-from tests.support.driving import (
+from tests.support.engines import (
     UpdatingEngine,
     log,
     log_each_iteration,

@@ -10,7 +10,7 @@ from pulsetrain.engine import Engine, Events, Every
 from pulsetrain.engine.errors import RunFolderError
 from pulsetrain.engine.events.payloads import CheckpointLoaded
 from pulsetrain.handlers import CSVLogger
-from tests.support.driving import (
+from tests.support.engines import (
     UpdatingEngine,
     log,
     log_each_iteration,

@@ -11,7 +11,7 @@ from pulsetrain.engine import Events, Every
 from pulsetrain.engine.errors import RunFolderError
 from pulsetrain.engine.events.payloads import CheckpointLoaded, MediaLogged
 from pulsetrain.handlers import JSONLinesLogger
-from tests.support.driving import (
+from tests.support.engines import (
     log,
     log_each_iteration,
     make_engine,

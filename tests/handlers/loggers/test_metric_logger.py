@@ -14,7 +14,7 @@ from pulsetrain.engine import Engine, Events, Every
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.events.payloads import MediaLogged
 from pulsetrain.handlers import ConsoleLogger, CSVLogger, JSONLinesLogger, MetricLogger, TensorBoardLogger
-from tests.support.driving import UpdatingEngine, log, log_each_iteration, make_engine, validate_each_epoch, validated
+from tests.support.engines import UpdatingEngine, log, log_each_iteration, make_engine, validate_each_epoch, validated
 
 
 class Noting(MetricLogger):

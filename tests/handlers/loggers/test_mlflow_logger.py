@@ -25,7 +25,7 @@ from pulsetrain.engine import Events, SupervisedStrategy
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.events.payloads import MediaLogged
 from pulsetrain.handlers import CSVLogger, MLflowLogger
-from tests.support.driving import log, log_each_iteration, make_engine
+from tests.support.engines import log, log_each_iteration, make_engine
 
 os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
 with warnings.catch_warnings():

@@ -9,7 +9,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from pulsetrain.handlers.loggers.sending import Sender
-from tests.support import warm_python
+from tests.support import programs
 
 
 class Service:
@@ -190,13 +190,13 @@ def test_the_end_of_the_process_waits_for_what_has_not_been_sent_but_not_for_eve
     program = f"""
 import time
 from pulsetrain.handlers.loggers.sending import Sender
-from tests.support import warm_python
+from tests.support import programs
 seconds = 2.0 if "1" in {said!r} else 0.3
 sender = Sender("Logger", {deliver}, is_refusal=bool, report=print, room=9, flush_seconds=seconds)
 sender.put(1, 1)
 sender.put(2, 1)
 """
-    done = warm_python.run("-c", program, timeout=60)
+    done = programs.run("-c", program, timeout=60)
     assert done.returncode == 0, done.stderr
     assert said in done.stdout.replace("\n", " ")
 

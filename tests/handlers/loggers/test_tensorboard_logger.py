@@ -14,7 +14,7 @@ from pulsetrain.engine import Events
 from pulsetrain.engine.errors import ConfigurationError, RunFolderError
 from pulsetrain.engine.events.payloads import CheckpointLoaded, MediaLogged
 from pulsetrain.handlers import TensorBoardLogger
-from tests.support.driving import log, log_each_iteration, make_engine, validate_each_epoch
+from tests.support.engines import log, log_each_iteration, make_engine, validate_each_epoch
 
 EventAccumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator").EventAccumulator
 

@@ -12,7 +12,7 @@ from pulsetrain.engine import Events
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.events.payloads import MediaLogged
 from pulsetrain.handlers import TrackioLogger
-from tests.support.driving import log_each_iteration, make_engine, validate_each_epoch
+from tests.support.engines import log_each_iteration, make_engine, validate_each_epoch
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

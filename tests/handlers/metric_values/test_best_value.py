@@ -7,8 +7,8 @@ from pulsetrain.engine import Events, Every
 from pulsetrain.engine.errors import ConfigurationError, MetricNotFoundError
 from pulsetrain.handlers import BestModel, Checkpointer, EarlyStopping, ReduceLROnPlateau
 from pulsetrain.handlers.metric_values.best_value import is_better
-from tests.support.driving import make_engine, rolled_out, validate_each_epoch
-from tests.support.small import loader, trainer
+from tests.support.engines import make_engine, rolled_out, validate_each_epoch
+from tests.support.models import loader, trainer
 
 JUDGES = {
     "EarlyStopping": lambda folder: EarlyStopping("val/los", patience=50),

@@ -13,8 +13,8 @@ from pulsetrain.engine.events.payloads import AnomalyDetected
 from pulsetrain.engine.recording.replay.playback import Replay
 from pulsetrain.handlers import Alert, EventRecorder
 from pulsetrain.handlers.monitors.alert import _shown
-from tests.support.driving import make_engine
-from tests.support.small import trainer
+from tests.support.engines import make_engine
+from tests.support.models import trainer
 
 NOTE = """
 import json, os, sys

@@ -6,8 +6,8 @@ from pulsetrain.engine import ConfigurationError, Events, Every
 from pulsetrain.engine.errors import RecordingError
 from pulsetrain.engine.recording.replay.playback import Replay
 from pulsetrain.handlers import EventRecorder, Garbage
-from tests.support.driving import make_engine
-from tests.support.small import loader, trainer
+from tests.support.engines import make_engine
+from tests.support.models import loader, trainer
 
 
 class Collections:

@@ -14,7 +14,7 @@ from pulsetrain.engine.backends import torch as torch_backend
 from pulsetrain.engine.errors import ConfigurationError, RecordingError
 from pulsetrain.engine.recording.replay.playback import Replay
 from pulsetrain.handlers import EventRecorder, GradientMonitor
-from tests.support.driving import make_engine
+from tests.support.engines import make_engine
 
 
 class Model(nn.Module):

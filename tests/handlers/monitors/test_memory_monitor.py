@@ -14,7 +14,7 @@ from pulsetrain.engine.recording import EventLog
 from pulsetrain.engine.recording.replay.playback import Replay
 from pulsetrain.handlers import EventRecorder, MemoryMonitor
 from pulsetrain.handlers.monitors import memory_monitor
-from tests.support.driving import make_engine, subscriptions
+from tests.support.engines import make_engine, subscriptions
 
 RSS = "memory/host_rss_bytes"
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/statm")

@@ -11,7 +11,7 @@ from pulsetrain.engine import Engine, Events
 from pulsetrain.engine.errors import ConfigurationError, RecordingError, RunFolderError
 from pulsetrain.engine.recording.replay.playback import Replay
 from pulsetrain.handlers import EventRecorder, Profiler
-from tests.support.driving import make_engine, subscriptions
+from tests.support.engines import make_engine, subscriptions
 
 
 def make(step=lambda iteration: None, bus=None):

@@ -15,7 +15,7 @@ from pulsetrain.engine.data import rng
 from pulsetrain.engine.errors import ConfigurationError, RecordingError, RunFolderError
 from pulsetrain.engine.recording.replay.playback import Replay
 from pulsetrain.handlers import EMA, EventRecorder, SampleText
-from tests.support.driving import make_engine, subscriptions
+from tests.support.engines import make_engine, subscriptions
 
 
 class Writer(nn.Module):

@@ -14,7 +14,7 @@ from pulsetrain.engine.recording import EventLog
 from pulsetrain.engine.recording.replay.playback import Replay
 from pulsetrain.handlers import EventRecorder, Throughput
 from pulsetrain.handlers.monitors.flop_count import shapes_of
-from tests.support.driving import make_engine, validated
+from tests.support.engines import make_engine, validated
 
 ROWS, BATCH, INPUTS, OUTPUTS = 32, 4, 6, 3
 

@@ -9,8 +9,8 @@ from pulsetrain.engine.events.payloads import MediaLogged
 from pulsetrain.engine.recording.replay.playback import Replay
 from pulsetrain.handlers import EventRecorder, Plots
 from pulsetrain.handlers.plots.curves import MAX_LAYERS, MAX_PANELS, RunCurves
-from tests.support import warm_python
-from tests.support.driving import (
+from tests.support import programs
+from tests.support.engines import (
     log,
     log_each_iteration,
     make_engine,
@@ -19,7 +19,7 @@ from tests.support.driving import (
     validate_each_epoch,
     validated,
 )
-from tests.support.small import loader, regression_model, trainer
+from tests.support.models import loader, regression_model, trainer
 
 
 def drawn(tmp_path, kind="png"):
@@ -335,7 +335,7 @@ def test_pyplot_and_even_matplotlib_are_left_alone(tmp_path):
         "plots.attach(Engine(lambda engine, batch: None)); plots.draw(); "
         "print(before, 'matplotlib.pyplot' in sys.modules)"
     )
-    done = warm_python.run("-c", code)
+    done = programs.run("-c", code)
     assert done.stdout.split() == ["False", "False"], done.stderr
 
 

@@ -16,7 +16,7 @@ from pulsetrain.engine.events.payloads import GradientsReady
 from pulsetrain.engine.recording import EventLog
 from pulsetrain.handlers import EventRecorder
 from pulsetrain.handlers.recorder.log_session import BATCH
-from tests.support.driving import UpdatingEngine, log, make_engine, validated
+from tests.support.engines import UpdatingEngine, log, make_engine, validated
 from tests.support.recordings import recorded, types
 
 

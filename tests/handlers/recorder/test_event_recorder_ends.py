@@ -11,7 +11,7 @@ from pulsetrain.engine import Engine, Events, Phase
 from pulsetrain.engine.events.payloads import CheckpointLoaded
 from pulsetrain.engine.recording import EventLog
 from pulsetrain.handlers import EventRecorder
-from tests.support.driving import log, make_engine
+from tests.support.engines import log, make_engine
 from tests.support.recordings import recorded, types
 
 

@@ -17,8 +17,8 @@ from pulsetrain.engine import ConfigurationError, Events, Every
 from pulsetrain.engine.recording import EventLog
 from pulsetrain.handlers import EventRecorder, Fingerprints
 from pulsetrain.handlers.recorder.fingerprints import BatchFingerprint, FingerprintEvents, StateFingerprint
-from tests.support.driving import make_engine
-from tests.support.small import trainer
+from tests.support.engines import make_engine
+from tests.support.models import trainer
 
 
 def record(folder: Path, disturb: Any = None, **options: Any) -> EventLog:

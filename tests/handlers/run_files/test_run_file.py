@@ -14,8 +14,8 @@ from pulsetrain.handlers import EventRecorder
 from pulsetrain.handlers.run_files import run_file as module
 from pulsetrain.handlers.run_files.run_file import note_start, run_facts, write_run_file
 from pulsetrain.handlers.run_files.run_folder import replace_file
-from tests.support.driving import make_engine
-from tests.support.small import trainer
+from tests.support.engines import make_engine
+from tests.support.models import trainer
 
 
 def run_file(folder):

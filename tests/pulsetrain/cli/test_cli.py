@@ -15,7 +15,7 @@ import torch
 
 from pulsetrain.cli import main
 from pulsetrain.engine.checkpoint import CheckpointManager, find_checkpoints
-from tests.support.command_line import files, train
+from tests.support.programs_command_line import files, train
 
 
 def weights(run: str | Path) -> dict[str, Any]:

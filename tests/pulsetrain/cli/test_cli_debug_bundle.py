@@ -13,8 +13,8 @@ import torch
 
 from pulsetrain.cli import main
 from pulsetrain.handlers.crash.crash_bundle import read_bundle
-from tests.support import warm_python
-from tests.support.command_line import train
+from tests.support import programs
+from tests.support.programs_command_line import train
 
 HANDLERS = "[EventRecorder, CrashBundle, {class_path: Checkpointer, init_args: {every: {iterations: 1}}}]"
 STRATEGY = """
@@ -80,14 +80,14 @@ def bundle_in(run: Path) -> Path:
 
 
 def test_a_command_that_failed_names_the_bundle_and_another_opens_it(folder: Path) -> None:
-    done = warm_python.run("-m", "pulsetrain", "train", "config.yaml", *words(21, HANDLERS))
+    done = programs.run("-m", "pulsetrain", "train", "config.yaml", *words(21, HANDLERS))
     assert done.returncode == 1
     output, path = done.stderr, bundle_in(Path("failed"))
     assert "pulsetrain: error: IndexError: the loss is NaN" in output
     assert f"crash bundle: {path}" in output
     assert f"pulsetrain debug {path} opens the crash bundle" in output
     assert not Path("failed/crash.txt").exists()
-    opened = warm_python.run("-m", "pulsetrain", "debug", path, text="batch\ntraceback\n")
+    opened = programs.run("-m", "pulsetrain", "debug", path, text="batch\ntraceback\n")
     assert opened.returncode == 0
     assert "1 NaN, in rows" in opened.stdout
     assert opened.stdout.splitlines()[-1] == "given inputs float32 (4, 4), targets float32 (4, 1)"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pulsetrain.cli import main
-from tests.support.command_line import files, train
+from tests.support.programs_command_line import files, train
 
 SPIES = """
 from pulsetrain.engine import Events

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pulsetrain.cli import main
-from tests.support.command_line import files
+from tests.support.programs_command_line import files
 
 Streams = pytest.CaptureFixture[str]
 # few and large batches: single losses of four rows differ by more than a sweep finds

@@ -12,7 +12,7 @@ from pulsetrain.cli import main
 from pulsetrain.cli.replay import parse_handler
 from pulsetrain.engine import Events
 from pulsetrain.engine.recording import LoggedEvent, LogWriter
-from tests.support.warm_python import Program
+from tests.support.programs import Program
 
 LOSSES = [4.0, 3.0, 3.5, 3.25, 2.0, 2.5, 2.75]
 PER_EPOCH = 10

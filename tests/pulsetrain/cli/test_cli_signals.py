@@ -13,8 +13,8 @@ import pytest
 
 from pulsetrain.cli import main
 from pulsetrain.engine.checkpoint import CheckpointManager
-from tests.support.command_line import files, train
-from tests.support.warm_python import Program
+from tests.support.programs import Program
+from tests.support.programs_command_line import files, train
 
 
 @pytest.fixture

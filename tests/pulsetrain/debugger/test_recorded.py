@@ -13,8 +13,8 @@ from pulsetrain.engine import Events, Every
 from pulsetrain.engine.errors import ConfigurationError, PulsetrainError, RecordingError
 from pulsetrain.engine.recording import LoggedEvent, LogWriter
 from pulsetrain.handlers import Checkpointer, EarlyStopping, EventRecorder, Fingerprints
-from tests.support import warm_python
-from tests.support.small import loader, trainer
+from tests.support import programs
+from tests.support.models import loader, trainer
 
 BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "stepping.py"
 T = 1_763_000_000_000_000_000
@@ -339,7 +339,7 @@ def test_a_real_run_that_failed(tmp_path):
 
 @pytest.mark.slow
 def test_the_benchmark_measures_every_answer_and_says_whether_the_bound_holds():
-    done = warm_python.run(BENCHMARK, "--events", 10_000, "--rounds", 2, "--passes", 1, timeout=300)
+    done = programs.run(BENCHMARK, "--events", 10_000, "--rounds", 2, "--passes", 1, timeout=300)
     result = json.loads(done.stdout.splitlines()[-1])
     assert {"next", "back", "goto iteration", "goto seq", "break"} <= result["ms"].keys()
     assert result["at_most"] == 100.0

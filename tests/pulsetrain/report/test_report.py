@@ -14,7 +14,7 @@ from pulsetrain.report.curve import POINTS, Curve
 from pulsetrain.report.facts import compared, read_facts, settings_of
 from pulsetrain.report.figure import figure_of
 from pulsetrain.report.marks import LIMIT, Marks
-from tests.support.reported_runs import ERROR, Run, T, record, reported, small_run, texts, values
+from tests.support.recordings_report import ERROR, Run, T, record, reported, small_run, texts, values
 
 
 class TestCurve:

@@ -15,7 +15,7 @@ from pulsetrain.cli import main
 from pulsetrain.engine.errors import ConfigurationError, RecordingError, RunFolderError
 from pulsetrain.report import write_report
 from pulsetrain.report.figure import figure_of
-from tests.support.reported_runs import Run, reported, small_run
+from tests.support.recordings_report import Run, reported, small_run
 
 
 class TestPage:

@@ -15,13 +15,13 @@ from pulsetrain import Trainer
 from pulsetrain.engine import CheckpointError, ConfigurationError, Events, Every, Preempted
 from pulsetrain.engine.checkpoint import CheckpointManager
 from pulsetrain.handlers import Checkpointer, EarlyStopping
-from tests.support.cutting import CONFIG, cut_after, make, weights
-from tests.support.small import loader, regression_model, trainer
+from tests.support.models import loader, regression_model, trainer
+from tests.support.runs import RESUMABLE_CONFIG, cut_after, resumable_run, weights
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
-    run = make(tmp_path_factory.mktemp("whole"))
+    run = resumable_run(tmp_path_factory.mktemp("whole"))
     run.train()
     return run
 
@@ -29,9 +29,9 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
 # an epoch has 10 batches, an update 3: first, inside an update, at an update, at an epoch's last batch, in later epochs
 @pytest.mark.parametrize("iteration", [1, 5, 6, 10, 11, 20, 25, 39])
 def test_a_resumed_run_equals_the_uninterrupted_one(iteration: int, uninterrupted: Trainer, tmp_path: Path):
-    cut_after(make(tmp_path), iteration)
+    cut_after(resumable_run(tmp_path), iteration)
     torch.manual_seed(999)  # another process
-    again = make(tmp_path)
+    again = resumable_run(tmp_path)
     history = again.train(resume="latest")
     expected = weights(uninterrupted)
     assert all(torch.equal(expected[name], value) for name, value in weights(again).items())
@@ -41,10 +41,10 @@ def test_a_resumed_run_equals_the_uninterrupted_one(iteration: int, uninterrupte
 
 
 def test_a_checkpoint_of_an_epochs_end_goes_on_with_the_next_epoch(uninterrupted: Trainer, tmp_path: Path):
-    run = make(tmp_path, every=Every(epochs=1))
+    run = resumable_run(tmp_path, every=Every(epochs=1))
     run.add_event_handler(Events.EPOCH_STARTED(once=3), lambda engine: engine.terminate())
     run.train()
-    again = make(tmp_path, every=Every(epochs=1))
+    again = resumable_run(tmp_path, every=Every(epochs=1))
     epochs: list[int] = []
     again.add_event_handler(Events.EPOCH_COMPLETED, lambda engine: epochs.append(engine.state.epoch))
     again.train(resume="latest")
@@ -54,7 +54,7 @@ def test_a_checkpoint_of_an_epochs_end_goes_on_with_the_next_epoch(uninterrupted
 
 def test_a_preempted_run_saves_and_goes_on(uninterrupted: Trainer, tmp_path: Path):
     run = trainer(
-        CONFIG,
+        RESUMABLE_CONFIG,
         model=regression_model(dropout=0.3),
         val_loader=loader(12, shuffle=False),
         handlers=[Checkpointer(tmp_path, every=Every(epochs=9)), EarlyStopping(patience=50)],
@@ -65,27 +65,27 @@ def test_a_preempted_run_saves_and_goes_on(uninterrupted: Trainer, tmp_path: Pat
     run.train()
     assert run.state.stop_reason == "SIGTERM was received"
     assert run.state.iteration == 17
-    again = make(tmp_path)
+    again = resumable_run(tmp_path)
     again.train(resume="latest")
     assert all(torch.equal(weights(uninterrupted)[name], value) for name, value in weights(again).items())
 
 
 def test_a_termination_between_a_batch_and_its_step_does_not_count_the_batch(uninterrupted: Trainer, tmp_path: Path):
-    run = make(tmp_path, every=Every(epochs=9))
+    run = resumable_run(tmp_path, every=Every(epochs=9))
     run.handlers[0].detach()
     run.handlers[0].at_end = True
     run.handlers[0].attach(run)
     run.add_event_handler(Events.ITERATION_STARTED(once=17), lambda engine: engine.terminate())
     run.train()
-    again = make(tmp_path)
+    again = resumable_run(tmp_path)
     again.train(resume="latest")
     assert all(torch.equal(weights(uninterrupted)[name], value) for name, value in weights(again).items())
 
 
 def test_resuming_a_finished_run_trains_nothing_more(tmp_path: Path):
-    run = make(tmp_path)
+    run = resumable_run(tmp_path)
     history = run.train()
-    again = make(tmp_path)
+    again = resumable_run(tmp_path)
     steps: list[int] = []
     again.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: steps.append(1))
     assert again.train(resume="latest") == history
@@ -93,22 +93,22 @@ def test_resuming_a_finished_run_trains_nothing_more(tmp_path: Path):
 
 
 def test_a_finished_run_goes_on_to_a_larger_bound(tmp_path: Path):
-    make(tmp_path, config={"schedule": None, "warmup_steps": 0}).train()
-    again = make(tmp_path, config={"schedule": None, "warmup_steps": 0, "max_epochs": 6})
+    resumable_run(tmp_path, config={"schedule": None, "warmup_steps": 0}).train()
+    again = resumable_run(tmp_path, config={"schedule": None, "warmup_steps": 0, "max_epochs": 6})
     again.train(resume="latest")
     assert (again.state.epoch, again.state.iteration) == (6, 60)
 
 
 def test_resume_latest_starts_where_there_is_no_checkpoint_yet(tmp_path: Path):
-    run = make(tmp_path, config={"max_epochs": 2})
+    run = resumable_run(tmp_path, config={"max_epochs": 2})
     run.train(resume="latest")
     assert run.state.iteration == 20
 
 
 def test_resume_takes_a_path(uninterrupted: Trainer, tmp_path: Path):
-    cut_after(make(tmp_path), 12)
+    cut_after(resumable_run(tmp_path), 12)
     path = sorted((tmp_path / "checkpoints").glob("000000004-*"))[0]
-    again = make(tmp_path / "elsewhere")
+    again = resumable_run(tmp_path / "elsewhere")
     loaded: list[Any] = []
 
     @again.on(Events.CHECKPOINT_LOADED)
@@ -121,10 +121,10 @@ def test_resume_takes_a_path(uninterrupted: Trainer, tmp_path: Path):
 
 
 def test_the_newest_damaged_checkpoint_is_passed_over(uninterrupted: Trainer, tmp_path: Path):
-    cut_after(make(tmp_path), 12)
+    cut_after(resumable_run(tmp_path), 12)
     newest = sorted((tmp_path / "checkpoints").glob("0*"))[-1] / "state.pt"
     newest.write_bytes(newest.read_bytes()[:-100])
-    again = make(tmp_path)
+    again = resumable_run(tmp_path)
     again.train(resume="latest")
     assert all(torch.equal(weights(uninterrupted)[name], value) for name, value in weights(again).items())
 
@@ -141,9 +141,9 @@ def test_weights_that_do_not_fit_are_listed_by_name(tmp_path: Path):
 
 
 def test_a_changed_schedule_is_refused(tmp_path: Path):
-    make(tmp_path).train()
+    resumable_run(tmp_path).train()
     with pytest.raises(CheckpointError, match="total_steps"):
-        make(tmp_path, config={"max_epochs": 9}).train(resume="latest")
+        resumable_run(tmp_path, config={"max_epochs": 9}).train(resume="latest")
 
 
 def test_saving_by_hand_needs_one_checkpointer(tmp_path: Path):
@@ -176,11 +176,11 @@ STEADY = {"schedule": "constant", "warmup_steps": 0}  # fits a run of any length
 
 
 def test_another_environment_than_the_checkpoints_is_told_of(tmp_path: Path):
-    make(tmp_path, config={**STEADY, "max_epochs": 1}).train()
+    resumable_run(tmp_path, config={**STEADY, "max_epochs": 1}).train()
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + 1)
     try:
-        run = make(tmp_path, config={**STEADY, "max_epochs": 2})
+        run = resumable_run(tmp_path, config={**STEADY, "max_epochs": 2})
         with structlog.testing.capture_logs() as logs:
             run.train(resume="latest")
     finally:
@@ -190,13 +190,13 @@ def test_another_environment_than_the_checkpoints_is_told_of(tmp_path: Path):
 
 
 def test_other_settings_than_the_checkpoints_are_told_of_but_for_a_longer_run(tmp_path: Path):
-    make(tmp_path, config={**STEADY, "max_epochs": 1}).train()
+    resumable_run(tmp_path, config={**STEADY, "max_epochs": 1}).train()
     with structlog.testing.capture_logs() as logs:
-        make(tmp_path, config={**STEADY, "max_epochs": 2}).train(resume="latest")
+        resumable_run(tmp_path, config={**STEADY, "max_epochs": 2}).train(resume="latest")
     assert not told(logs, "the run resumes with other settings")
     assert not told(logs, "the environment differs")
     with structlog.testing.capture_logs() as logs:
-        make(tmp_path, config={**STEADY, "max_epochs": 3, "clip_grad_norm": 2.0}).train(resume="latest")
+        resumable_run(tmp_path, config={**STEADY, "max_epochs": 3, "clip_grad_norm": 2.0}).train(resume="latest")
     assert told(logs, "the run resumes with other settings") == [["clip_grad_norm: 1.0 -> 2.0"]]
 
 
@@ -219,7 +219,7 @@ class Counting:
 @pytest.mark.parametrize("iteration", [3, 10, 14])
 def test_what_listens_to_the_trainer_by_its_own_methods_goes_on_too(iteration: int, tmp_path: Path):
     def listening(folder: str) -> tuple[Trainer, Counting, list[float]]:
-        run = make(tmp_path / folder, config={"schedule": None, "warmup_steps": 0, "max_epochs": 2})
+        run = resumable_run(tmp_path / folder, config={"schedule": None, "warmup_steps": 0, "max_epochs": 2})
         counting, averages = Counting(), []
         run.add_event_handler(Events.ITERATION_COMPLETED, counting.note)
         Average(output_transform=lambda output: output["loss"].item()).attach(run, "average")

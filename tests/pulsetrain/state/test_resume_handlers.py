@@ -12,7 +12,7 @@ from pulsetrain import Trainer
 from pulsetrain.engine import Events, Every
 from pulsetrain.engine.checkpoint import CheckpointManager
 from pulsetrain.handlers import Checkpointer
-from tests.support.small import trainer
+from tests.support.models import trainer
 
 
 class Adding:

@@ -14,8 +14,8 @@ from pulsetrain import Trainer
 from pulsetrain.engine import CheckpointError, Events, Every, SupervisedStrategy
 from pulsetrain.engine.checkpoint import CheckpointManager, load_checkpoint
 from pulsetrain.handlers import EMA, Checkpointer
-from tests.support.cutting import cut_after, make, weights
-from tests.support.small import trainer
+from tests.support.models import trainer
+from tests.support.runs import cut_after, resumable_run, weights
 
 
 class Warming(SupervisedStrategy):
@@ -151,8 +151,8 @@ def test_where_a_handler_refuses_its_state_all_others_are_as_they_were(strategy:
 
 @pytest.mark.parametrize("part", ["counters", "data"])
 def test_a_state_with_a_piece_missing_inside_is_refused_before_anything_is_loaded(part: str, tmp_path: Path):
-    make(tmp_path).train()
-    run = make(tmp_path)
+    resumable_run(tmp_path).train()
+    run = resumable_run(tmp_path)
     before = weights(run)
     with pytest.raises(CheckpointError, match=f"the checkpoint's state lacks .*{part}.epoch"):
         run.load_checkpoint(altered(tmp_path, **{part: {}}))
@@ -163,11 +163,11 @@ def test_a_state_with_a_piece_missing_inside_is_refused_before_anything_is_loade
 
 
 def test_generators_of_devices_that_are_not_seen_are_told_of_and_the_run_goes_on(tmp_path: Path):
-    cut_after(make(tmp_path), 12)
+    cut_after(resumable_run(tmp_path), 12)
     state = load_checkpoint(CheckpointManager(tmp_path / "checkpoints").get_latest())
     count = torch.cuda.device_count() + 2
     states = [torch.get_rng_state() if count == 2 else torch.cuda.get_rng_state()] * count
-    run = make(tmp_path)
+    run = resumable_run(tmp_path)
     with structlog.testing.capture_logs() as logs:
         run.train(resume=altered(tmp_path, rng={**state["rng"], "cuda": states}))
     assert [line["devices"] for line in logs if "fewer devices than the checkpoint" in line["event"]] == [
@@ -177,8 +177,8 @@ def test_generators_of_devices_that_are_not_seen_are_told_of_and_the_run_goes_on
 
 
 def test_a_state_without_a_generator_is_refused_before_anything_is_loaded(tmp_path: Path):
-    make(tmp_path).train()
-    run = make(tmp_path)
+    resumable_run(tmp_path).train()
+    run = resumable_run(tmp_path)
     before = weights(run)
     with pytest.raises(CheckpointError, match="lacks python, numpy, torch, cuda"):
         run.load_checkpoint(altered(tmp_path, rng={}))

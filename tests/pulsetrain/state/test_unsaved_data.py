@@ -15,15 +15,14 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, S
 from pulsetrain import Trainer
 from pulsetrain.engine import Every
 from pulsetrain.handlers import Checkpointer
-from tests.support.cutting import cut_after
-from tests.support.messages import make, told
-from tests.support.small import loader, pairs, trainer
+from tests.support.models import loader, pairs, trainer
+from tests.support.runs import cut_after, saving_run, warnings_of
 
 
 def iterator_warnings(data: Any, folder: Path) -> list[str]:
     checkpointer = Checkpointer(folder, every=Every(epochs=9), at_end=False)
     run = trainer({"max_iterations": 3}, train_loader=data, handlers=[checkpointer])
-    return [each["loader"] for each in told(run) if "can be read once" in each["event"]]
+    return [each["loader"] for each in warnings_of(run) if "can be read once" in each["event"]]
 
 
 def test_an_iterator_is_told_of_and_what_can_be_read_again_is_not(tmp_path: Path):
@@ -99,7 +98,10 @@ def generator_warnings(data: Any, folder: Path) -> list[str]:
         {"max_iterations": 2}, train_loader=data, handlers=[Checkpointer(folder, every=Every(epochs=9), at_end=False)]
     )
     return [
-        path for each in told(run) if "random generators of its own" in each["event"] for path in each["generators"]
+        path
+        for each in warnings_of(run)
+        if "random generators of its own" in each["event"]
+        for path in each["generators"]
     ]
 
 
@@ -162,7 +164,7 @@ def test_a_generator_in_a_batch_samplers_sampler_is_seeded_for_each_pass(iterati
     def run(folder: str, seed: int) -> Trainer:
         sampler = RandomSampler(range(40), generator=torch.Generator().manual_seed(seed))
         data = Own(Noisy(), batch_sampler=BatchSampler(sampler, 4, False))
-        return make(tmp_path / folder, epochs=2, every=Every(iterations=1), train_loader=data)
+        return saving_run(tmp_path / folder, epochs=2, every=Every(iterations=1), train_loader=data)
 
     whole = run("whole", 1)
     whole.train()

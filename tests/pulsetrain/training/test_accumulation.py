@@ -13,7 +13,7 @@ from pulsetrain import Trainer
 from pulsetrain.engine import ConfigurationError, Events, Every, TorchBackend
 from pulsetrain.engine.step.accumulation import Accumulate
 from pulsetrain.handlers import Checkpointer
-from tests.support.small import Tokens, trainer
+from tests.support.models import Tokens, trainer
 
 
 def split(sizes: list[int], seed: int = 3) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -18,8 +18,8 @@ pytest.importorskip("flax", reason="pip install 'pulsetrain[jax]'")
 
 import jax.monitoring
 
-from tests.support.jax_models import batches, function_model, linen_model, nnx_model, torch_model
-from tests.support.on_backends import programs_kept
+from tests.support.models import batches, function_model, linen_model, nnx_model, torch_model
+from tests.support.runs_backends import programs_kept
 
 ONCE = {"train": 1, "evaluate": 1}
 IN_PARTS = {"gradients": 1, "finish": 1, "apply": 1, "evaluate": 1}

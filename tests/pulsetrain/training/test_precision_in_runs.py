@@ -29,7 +29,7 @@ from pulsetrain.engine.losses import mse
 from pulsetrain.engine.schedules import Linear
 from pulsetrain.engine.step.backend import OptimizerRequest
 from pulsetrain.handlers import Checkpointer, LRScheduler
-from tests.support.small import loader, regression_model, trainer
+from tests.support.models import loader, regression_model, trainer
 
 
 def fp16(scale: float = 1024.0) -> TorchBackend:

@@ -7,7 +7,7 @@ from torch import nn
 from pulsetrain.engine import Accumulate, Engine, Events, SupervisedStrategy, TorchBackend
 from pulsetrain.engine.backends.model_store import InPlaceStore
 from pulsetrain.training.stepper import Stepper
-from tests.support.small import loader, regression_model
+from tests.support.models import loader, regression_model
 
 
 def make(accumulate=1, **options):

@@ -23,7 +23,7 @@ from pulsetrain.engine.step.model_call import eval_mode
 from pulsetrain.handlers import EventRecorder
 from pulsetrain.handlers.metric_values.step_values import step_metrics
 from pulsetrain.training.validation import Evaluation, check_sets
-from tests.support.small import loader, regression_model, trainer
+from tests.support.models import loader, regression_model, trainer
 
 
 def modes(model: nn.Module) -> list[bool]:

@@ -10,7 +10,7 @@ from pulsetrain.engine import Events, Phase
 from pulsetrain.engine.errors import ConfigurationError, RecordingError
 from pulsetrain.engine.recording import EventLog
 from pulsetrain.engine.recording.replay.playback import Replay
-from tests.support.replays import START, evaluate, hear, train
+from tests.support.recordings import START, evaluate, hear, train
 
 
 class TestOrder:

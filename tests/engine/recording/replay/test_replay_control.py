@@ -9,7 +9,7 @@ from pulsetrain.engine.errors import ConfigurationError, RecordingError
 from pulsetrain.engine.events import payloads
 from pulsetrain.engine.recording import EventLog
 from pulsetrain.engine.recording.replay.playback import Replay
-from tests.support.replays import hear, train
+from tests.support.recordings import hear, train
 
 
 class TestTerminate:

@@ -5,7 +5,7 @@ import pytest
 from pulsetrain.engine import Events
 from pulsetrain.engine.events import payloads
 from pulsetrain.engine.recording.replay.playback import Replay
-from tests.support.replays import hear, train
+from tests.support.recordings import hear, train
 
 
 class TestHandlers:

@@ -11,7 +11,7 @@ from pulsetrain.engine import EventEnum, Events
 from pulsetrain.engine.errors import RecordingError
 from pulsetrain.engine.events import payloads
 from pulsetrain.engine.recording.replay.playback import Replay
-from tests.support.replays import hear, train
+from tests.support.recordings import hear, train
 
 
 class Colour(Enum):
