@@ -116,7 +116,7 @@ class ByteGPT(nnx.Module):  # type: ignore[misc]
         writer.eval()
         graph, weights = nnx.split(writer)
         text, key = bytearray(prompt), jax.random.key(seed)
-        window = np.zeros((1, self.context), np.int32)  # always as wide, or each length would be compiled anew
+        window = np.zeros((1, self.context), np.int32)  # always as wide, or each length would be compiled again
         for _ in range(length):
             recent = text[-self.context :]
             window[0, : len(recent)] = recent  # what lies behind is not seen from the last byte

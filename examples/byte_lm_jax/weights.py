@@ -36,7 +36,7 @@ def load_torch_weights(model: ByteGPT, state_dict: Mapping[str, Tensor]) -> None
             )
     for name, (parameter, is_transposed) in parameters.items():
         weights = state_dict[name].detach().cpu().float().numpy()
-        # array() copies; asarray() may share torch's memory, which torch's optimizer goes on to write
+        # array() copies; asarray() may share torch's memory, which torch's optimizer keeps writing to
         parameter[...] = jax.numpy.array(weights.T if is_transposed else weights, dtype=parameter[...].dtype)
 
 
