@@ -69,7 +69,7 @@ class TestLikeliestTokens:
         assert [model.sample([prompt], 12, temperature=0.0)[0] for prompt in PROMPTS] == together
         assert model.sample(PROMPTS[::-1], 12, temperature=0.0) == together[::-1]
 
-    def test_a_row_ends_behind_its_end_token_and_the_others_go_on(self, model: ByteGPT) -> None:
+    def test_a_row_ends_after_its_end_token_and_the_others_continue(self, model: ByteGPT) -> None:
         without = model.sample(PROMPTS, 12, temperature=0.0)
         end_token = without[1][3]
         replies = model.sample(PROMPTS, 12, temperature=0.0, end_token=end_token)

@@ -383,7 +383,7 @@ class TestScripts:
         assert losses[-1] < losses[0]
         assert CheckpointManager(tmp_path / "run" / "checkpoints").get_latest() is not None
 
-    def test_a_run_folder_is_numbered_and_dpo_goes_on_from_sft(
+    def test_a_run_folder_is_numbered_and_dpo_starts_from_sft(
         self, demo_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.chdir(tmp_path)

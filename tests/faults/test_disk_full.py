@@ -265,7 +265,7 @@ def test_a_folder_that_cannot_be_made_is_refused_before_the_run(small_disk: Path
         make(small_disk / "run")
 
 
-def test_an_error_of_whoever_hears_the_announcement_is_not_taken_for_a_full_disk(tmp_path: Path):
+def test_an_error_of_a_receiver_of_the_announcement_is_not_taken_for_a_full_disk(tmp_path: Path):
     run = make(tmp_path)
 
     @run.on(Events.CHECKPOINT_SAVED)

@@ -99,7 +99,7 @@ def test_a_file_that_grew_or_is_gone_is_noticed(name: str, checkpoint: Path):
         assert noticed(checkpoint)
 
 
-def test_a_damaged_one_is_passed_over_whichever_byte_it_is(checkpoint: Path, form: Form):
+def test_a_damaged_checkpoint_is_skipped_whichever_byte_it_is(checkpoint: Path, form: Form):
     manager = CheckpointManager(checkpoint.parent)
     newer = manager.save({"w": torch.ones(3), "n": 8}, "c", step=13, form=form)
     for name in FILES:

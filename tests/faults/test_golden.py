@@ -31,7 +31,7 @@ def test_every_format_has_its_golden_checkpoint():
 
 
 @pytest.mark.parametrize("number", FORMATS)
-def test_a_checkpoint_of_each_format_loads_to_the_bit(number: int):
+def test_a_checkpoint_of_each_format_loads_bit_for_bit(number: int):
     loaded = load_checkpoint(GOLDEN / f"format_{number}" / "000000003-golden")
     weights, half = loaded.pop("weights"), loaded.pop("half")
     assert torch.equal(weights, torch.tensor([[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]))
@@ -42,7 +42,7 @@ def test_a_checkpoint_of_each_format_loads_to_the_bit(number: int):
 
 
 @pytest.mark.parametrize("number", FORMATS)
-def test_a_folder_of_each_format_is_gone_on_with(number: int, tmp_path: Path):
+def test_a_folder_of_each_format_takes_new_checkpoints(number: int, tmp_path: Path):
     folder = tmp_path / "checkpoints"
     shutil.copytree(GOLDEN / f"format_{number}", folder)
     manager = CheckpointManager(folder, keep_last_n=1)
@@ -79,7 +79,7 @@ def test_the_state_of_an_older_format_is_read_without_a_loss(number: int):
 
 
 @pytest.mark.parametrize("number", [3, 4, FORMAT])
-def test_a_trainer_goes_on_from_a_state_of_each_format(number: int, tmp_path: Path):
+def test_a_trainer_resumes_from_a_state_of_each_format(number: int, tmp_path: Path):
     shutil.copytree(RUNS / f"format_{number}", tmp_path / "checkpoints")
     saved = load_checkpoint(tmp_path / "checkpoints" / "000000013-checkpoint")
     run = make(tmp_path)

@@ -145,7 +145,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(on: On, iteration: int, whol
 
 
 @pytest.mark.parametrize("on", BACKENDS)
-def test_a_run_that_failed_goes_on_from_its_last_epochs_end(on: On, whole: Whole, tmp_path: Path):
+def test_a_failed_run_resumes_from_its_last_epochs_end(on: On, whole: Whole, tmp_path: Path):
     trainer, folder = whole(on)
     cut_after(make(on, tmp_path, *loggers(tmp_path), every=Every(epochs=1)), 13)
     torch.manual_seed(999)

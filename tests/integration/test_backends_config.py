@@ -89,7 +89,7 @@ def test_a_dry_run_tries_everything_and_leaves_nothing(place: Path, capsys: pyte
     assert sorted(place.rglob("*")) == before
 
 
-def test_a_run_goes_on_from_the_command_line(place: Path):
+def test_a_run_is_resumed_from_the_command_line(place: Path):
     assert main(["train", "config.yaml", "--run", "parts", "--training.max_epochs", "1"]) == 0
     assert main(["train", "config.yaml", "--run", "parts", "--resume", "latest"]) == 0
     assert dict(logged(place / "parts")) == dict(logged(place / "a"))
@@ -117,7 +117,7 @@ def test_a_run_is_debugged(
     assert state[state.index("update") + 1] == "3"
 
 
-def test_a_fork_goes_on_with_what_was_changed(place: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_fork_continues_with_the_change(place: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["fork", "a", "--at", "5", "--into", "same", "--train"]) == 0
     assert not diff(place / "a", place / "same")
     changed = ["--set", "training.learning_rate=1e-3", "--set", "training.weight_decay=0.5"]

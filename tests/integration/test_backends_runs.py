@@ -74,7 +74,7 @@ def nudged(on: On) -> On:
 
 
 @pytest.mark.parametrize("on", BACKENDS)
-def test_one_other_bit_is_found_where_it_first_shows(on: On, recorded: Callable[[On], Path], tmp_path: Path):
+def test_a_single_flipped_bit_is_found_where_it_first_shows(on: On, recorded: Callable[[On], Path], tmp_path: Path):
     folder = recorded(on)
     found = verify(folder, lambda: build(nudged(on), folder), to_iteration=4)
     assert not found

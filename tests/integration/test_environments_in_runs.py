@@ -80,7 +80,7 @@ class Walk:
         """It holds nothing."""
 
 
-def test_an_environment_that_is_not_where_it_was_is_refused(tmp_path: Path) -> None:
+def test_an_environment_that_cannot_be_restored_is_rejected(tmp_path: Path) -> None:
     """The seed does not say all that it draws from."""
     run = make(CARTPOLE, TORCH, tmp_path / "run", data=environments(Walk))
     run.train()
@@ -89,7 +89,7 @@ def test_an_environment_that_is_not_where_it_was_is_refused(tmp_path: Path) -> N
         other.train(resume=saved(tmp_path / "run", 3))
 
 
-def test_an_environment_of_ones_own_goes_on_exactly(tmp_path: Path) -> None:
+def test_a_custom_environment_resumes_exactly(tmp_path: Path) -> None:
     """And is led back once, though a resume loads its state several times."""
     run = make(CARTPOLE, TORCH, tmp_path / "run", data=environments(Walk))
     run.train()
@@ -106,7 +106,7 @@ def test_an_environment_of_ones_own_goes_on_exactly(tmp_path: Path) -> None:
     assert [each.taken for each in made] == [32 % 7 + 16] * 2
 
 
-def test_what_a_cut_off_episode_is_worth_is_asked_of_its_last_observation(tmp_path: Path) -> None:
+def test_the_value_of_a_truncated_episode_is_that_of_its_last_observation(tmp_path: Path) -> None:
     """Though the environment writes the next episode's first one into the same array."""
     asked: list[torch.Tensor] = []
     rollouts = environments(Walk, number=1, steps=16)

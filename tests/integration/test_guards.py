@@ -77,7 +77,7 @@ def test_weights_optimizer_and_buffers_stay_as_they_were() -> None:
     assert any(not torch.equal(a, b) for a, b in zip(seen[4], seen[5], strict=True))
 
 
-def test_it_tells_the_rows_and_which_of_them_are_odd() -> None:
+def test_it_reports_the_rows_and_which_of_them_are_bad() -> None:
     trainer = guarded_run(NaNGuard(), dataset=guarded_data((13,)), shuffle=True)
     found = anomalies(trainer)
     rows: dict[int, list[int]] = {}
@@ -94,7 +94,7 @@ def test_it_tells_the_rows_and_which_of_them_are_odd() -> None:
     ]
 
 
-def test_accumulated_batches_are_told_together() -> None:
+def test_accumulated_batches_are_reported_together() -> None:
     trainer = guarded_run(NaNGuard(), dataset=guarded_data((13,)), accumulate=4)
     found = anomalies(trainer)
     trainer.train()
@@ -139,7 +139,7 @@ def test_too_many_in_a_row_end_the_run_whatever_the_policy() -> None:
     assert "3 updates in a row" in str(trainer.state.stop_reason)
 
 
-def test_good_updates_between_bad_ones_are_no_row() -> None:
+def test_good_updates_between_bad_ones_break_the_row() -> None:
     trainer = guarded_run(NaNGuard(every=Every(iterations=1), max_in_a_row=2), dataset=guarded_data((1, 9, 17, 25)))
     trainer.train()
     assert trainer.state.stop_reason is None
@@ -158,7 +158,7 @@ def test_rewind_goes_back_and_leaves_the_batch_out(tmp_path: Path) -> None:
         assert torch.equal(a, b)
 
 
-def test_a_run_resumed_behind_a_rewind_leaves_the_batch_out_too(tmp_path: Path) -> None:
+def test_a_run_resumed_after_a_rewind_leaves_the_batch_out_too(tmp_path: Path) -> None:
     def begin(bound: int, folder: Path) -> Trainer:
         saver = Checkpointer(folder, every=Every(iterations=2), keep_last=9)
         guard = NaNGuard("rewind", Every(iterations=3))
@@ -193,7 +193,7 @@ def test_going_back_too_often_ends_the_run(tmp_path: Path) -> None:
     assert "has been rewound 2 times already" in str(trainer.state.stop_reason)
 
 
-def test_what_was_left_out_and_not_told_survives_a_resume(tmp_path: Path) -> None:
+def test_skipped_updates_not_yet_reported_survive_a_resume(tmp_path: Path) -> None:
     def begin(bound: int) -> tuple[Trainer, NaNGuard]:
         guard = NaNGuard(every=Every(iterations=100))
         saver = Checkpointer(tmp_path, every=Every(iterations=5))
@@ -214,7 +214,7 @@ def test_what_was_left_out_and_not_told_survives_a_resume(tmp_path: Path) -> Non
     assert guard.skipped == 1
 
 
-def test_fp16_is_left_to_its_scaler_and_told_as_well() -> None:
+def test_fp16_is_left_to_its_scaler_and_reported_as_well() -> None:
     guard = NaNGuard(every=Every(iterations=1))
     trainer = guarded_run(guard, dataset=guarded_data((13,)), precision="fp16")
     trainer.train()
@@ -254,7 +254,7 @@ class TestLossSpikeGuard:
         engine.run(losses, max_epochs=1)
         return found
 
-    def test_it_tells_the_spikes_by_the_median_and_its_deviation(self) -> None:
+    def test_it_detects_spikes_by_the_median_and_its_deviation(self) -> None:
         generator = torch.Generator().manual_seed(0)
         losses = (1.0 + 0.1 * torch.randn(200, generator=generator)).tolist()
         losses[60], losses[150] = 3.0, float("inf")
@@ -263,11 +263,11 @@ class TestLossSpikeGuard:
     def test_a_falling_loss_is_none(self) -> None:
         assert self.drive(LossSpikeGuard(threshold=5), [10 * 0.98**i for i in range(300)]) == []
 
-    def test_a_new_level_is_told_once_and_then_taken_for_it(self) -> None:
+    def test_a_new_level_is_reported_once_and_then_accepted(self) -> None:
         guard = LossSpikeGuard(patience=5)
         assert self.drive(guard, [1.0, 1.01] * 30 + [4.0, 4.02] * 30 + [9.0] + [4.0]) == [61, 121]
 
-    def test_too_few_losses_are_no_ground_to_tell(self) -> None:
+    def test_too_few_losses_report_nothing(self) -> None:
         assert self.drive(LossSpikeGuard(), [1.0] * 10 + [50.0]) == []
 
     def test_stop(self) -> None:
@@ -293,7 +293,7 @@ class TestLossSpikeGuard:
         plain.train()
         assert torch.equal(trainer.model.weight, plain.model.weight)
 
-    def test_state_goes_round(self) -> None:
+    def test_the_state_round_trips(self) -> None:
         guard = LossSpikeGuard(every=Every(iterations=1000))
         engine = Engine(lambda engine, loss: torch.tensor(loss), name="trainer")
         guard.attach(engine)
@@ -325,7 +325,7 @@ def test_on_a_device_the_update_is_left_out_without_waiting_for_it() -> None:
     assert all(p.isfinite().all() for p in trainer.model.parameters())
 
 
-def test_a_guard_that_is_attached_in_the_midst_blames_nothing_before() -> None:
+def test_a_guard_attached_during_a_run_reports_nothing_before_it() -> None:
     guard = NaNGuard(every=Every(iterations=1))
     trainer = guarded_run(dataset=guarded_data((29,)))
     found = anomalies(trainer)
@@ -334,7 +334,7 @@ def test_a_guard_that_is_attached_in_the_midst_blames_nothing_before() -> None:
     assert [a.batch_indices for a in found] == [(28, 29, 30, 31)]
 
 
-def test_what_was_left_out_is_told_before_an_exception_ends_the_run() -> None:
+def test_skipped_updates_are_reported_before_an_exception_ends_the_run() -> None:
     trainer = guarded_run(NaNGuard(every=Every(iterations=100)), dataset=guarded_data((13,)))
     found = anomalies(trainer)
 
@@ -347,7 +347,7 @@ def test_what_was_left_out_is_told_before_an_exception_ends_the_run() -> None:
     assert [a.at_iteration for a in found] == [4]
 
 
-def test_many_at_once_are_told_in_few_words() -> None:
+def test_many_at_once_are_summarised() -> None:
     trainer = guarded_run(NaNGuard(every=Every(iterations=100)), dataset=guarded_data((1, 5, 9, 13, 17, 21)))
     with structlog.testing.capture_logs() as logs:
         trainer.train()
@@ -369,7 +369,7 @@ class TestARowOfSpikes:
         assert guard.spikes == 500
         assert guard.state_dict()["in_a_row"] == []
 
-    def test_leaves_out_as_many_batches_before_it_as_it_is_told_to(self) -> None:
+    def test_leaves_out_the_configured_number_of_batches_before_it(self) -> None:
         asked: list[tuple[int, int]] = []
 
         class Going(Engine):

@@ -167,7 +167,7 @@ def test_a_crash_leaves_a_bundle_with_the_batch(on, tmp_path):
 
 @needs_jax
 @pytest.mark.parametrize("iteration", [7, 10])
-def test_a_run_of_linen_with_dropout_and_batch_norm_goes_on_to_the_bit(iteration, tmp_path):
+def test_a_run_of_linen_with_dropout_and_batch_norm_resumes_bit_for_bit(iteration, tmp_path):
     whole = trainer("jax", accumulate=2)
     history = whole.train()
     cut_after(trainer("jax", [Checkpointer(tmp_path, Every(iterations=iteration))], accumulate=2), iteration)

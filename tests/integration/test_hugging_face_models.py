@@ -181,7 +181,7 @@ def test_a_text_ends_with_the_token_that_ends_it():
     ("strategy", "form"),
     [("sft", "torch"), ("sft", "safetensors"), ("dpo", "torch"), ("ppo", "safetensors"), ("grpo", "torch")],
 )
-def test_a_run_goes_on_to_the_bit(tmp_path, kind, form, strategy):
+def test_a_run_resumes_bit_for_bit(tmp_path, kind, form, strategy):
     def make():
         if kind == "tied":
             model = model_of("gpt2")

@@ -66,7 +66,7 @@ CLOSED_LATER = ("epoch_completed", "validation_completed", "completed", "termina
 @pytest.mark.slow
 @settings(max_examples=60, **common)  # type: ignore[arg-type]
 @given(plan=plans(), second=plans(), data=st.data())
-def test_a_run_killed_anywhere_leaves_what_came_before_and_the_next_goes_on(
+def test_a_run_killed_anywhere_leaves_the_events_before_and_the_next_continues(
     plan: Plan, second: Plan, data: st.DataObject
 ) -> None:
     with tempfile.TemporaryDirectory() as name:

@@ -161,7 +161,7 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_rollouts_stand_in_the_log_between_the_iterations_and_policy_updates_in_them(run: Path) -> None:
+def test_the_log_has_rollouts_between_iterations_and_policy_updates_inside_them(run: Path) -> None:
     own = [event for event in EventLog(run).read(engine="trainer") if event.event not in ("metrics_logged", "started")]
     started = [index for index, event in enumerate(own) if event.event == "rollout_started"]
     assert len(started) == len(RETURNS)
@@ -252,7 +252,7 @@ class TestEarlyStopping:
         EarlyStopping("policy/kl", patience=2).attach(replay)
         assert replay.run().iteration == 3 * BATCHES
 
-    def test_a_stopped_run_stays_stopped_behind_its_checkpoint(self, tmp_path: Path) -> None:
+    def test_a_stopped_run_stays_stopped_after_its_checkpoint(self, tmp_path: Path) -> None:
         def stopped(**resume: Any) -> Trainer:
             stopping = EarlyStopping("rollout/return", patience=3, mode="max")
             run = acting(handlers=[Checkpointer(tmp_path), stopping])
@@ -262,7 +262,7 @@ class TestEarlyStopping:
         reasons = [stopped().state.stop_reason, stopped(resume="latest").state.stop_reason]
         assert reasons == ["early stopping: rollout/return has not improved on 2 for 3 rollouts"] * 2
 
-    def test_a_checkpoint_behind_the_rollout_that_ended_the_run_knows_of_it(self, tmp_path: Path) -> None:
+    def test_a_checkpoint_after_the_rollout_that_ended_the_run_includes_the_end(self, tmp_path: Path) -> None:
         def stopped(**resume: Any) -> Trainer:
             stopping = EarlyStopping("rollout/return", patience=3, mode="max")
             run = acting(handlers=[Checkpointer(tmp_path), stopping])
@@ -274,7 +274,7 @@ class TestEarlyStopping:
         assert again.state.stop_reason == first.state.stop_reason
         assert (again.state.rollout_round, again.train_loader.rollouts, again.state.iteration) == (7, 7, 18)
 
-    def test_validations_beside_rollouts_need_not_tell_what_a_rollout_does(self) -> None:
+    def test_validations_beside_rollouts_need_not_report_the_metrics_of_rollouts(self) -> None:
         run = acting(val_loader=loader(8), handlers=[EarlyStopping("rollout_return", patience=3, mode="max")])
         run.train()
         assert run.state.iteration == 18
@@ -329,7 +329,7 @@ class TestCheckpointer:
         assert len(keeping.best) == run.state.validation_round == 4
         assert sorted(value for value, _ in keeping.best) == sorted(run.history["val/loss"])
 
-    def test_the_ranking_goes_on_behind_a_checkpoint(self, tmp_path: Path) -> None:
+    def test_the_ranking_continues_after_a_checkpoint(self, tmp_path: Path) -> None:
         def keeping() -> Checkpointer:
             return Checkpointer(tmp_path, EACH_ROLLOUT, keep_last=1, keep_best=3, metric="rollout/return", mode="max")
 
@@ -338,7 +338,7 @@ class TestCheckpointer:
         acting(handlers=[second]).train(resume="latest")
         assert [value for value, _ in second.best] == [2.0, 2.0, 1.5]
 
-    def test_a_state_of_before_knows_of_no_rollouts(self, tmp_path: Path) -> None:
+    def test_a_state_of_an_earlier_version_has_no_rollouts(self, tmp_path: Path) -> None:
         first, second = Checkpointer(tmp_path / "a"), Checkpointer(tmp_path / "b")
         state = first.state_dict()
         del state["rollouts"]
@@ -364,7 +364,7 @@ class TestResume:
         return [EventRecorder(folder), *loggers, Checkpointer(folder, Every(iterations=2))]
 
     @pytest.mark.parametrize("at", [5, 7, 9])
-    def test_a_run_that_went_on_is_the_run_that_was_never_stopped(self, tmp_path: Path, at: int) -> None:
+    def test_a_resumed_run_equals_the_run_that_was_never_stopped(self, tmp_path: Path, at: int) -> None:
         whole = acting(handlers=self.handlers(tmp_path / "whole"))
         whole.train()
         self.fails(tmp_path / "run", at)
@@ -377,7 +377,7 @@ class TestResume:
         replay = Replay(tmp_path / "run")
         assert replay.run().rollout_round == 7
 
-    def test_a_filter_on_rollouts_counts_on(self, tmp_path: Path) -> None:
+    def test_a_filter_on_rollouts_continues_its_count(self, tmp_path: Path) -> None:
         self.fails(tmp_path, 9)
         run = acting(handlers=self.handlers(tmp_path))
         heard: list[int] = []
@@ -386,7 +386,7 @@ class TestResume:
         assert heard == [6]  # the last checkpoint was made behind the eighth iteration, in the third rollout
 
     @pytest.mark.parametrize("form", [3, 4])
-    def test_a_checkpoint_of_before_has_made_none(self, form: int) -> None:
+    def test_a_checkpoint_of_an_earlier_version_has_counted_none(self, form: int) -> None:
         state = acting(1).checkpoint_state()
         del state["counters"]["rollout_round"]
         run = acting(1)
@@ -394,7 +394,7 @@ class TestResume:
         run.load_checkpoint_state(downgraded(state, form))
         assert run.state.rollout_round == 0
 
-    def test_another_counter_that_is_not_there_is_still_an_error(self) -> None:
+    def test_a_counter_that_does_not_exist_is_still_an_error(self) -> None:
         state = acting(1).checkpoint_state()
         del state["counters"]["validation_round"]
         with pytest.raises(CheckpointError, match=r"lacks counters\.validation_round"):
@@ -402,7 +402,7 @@ class TestResume:
 
 
 class TestDebugger:
-    def test_tells_the_round_and_the_metrics(self, run: Path) -> None:
+    def test_shows_the_round_and_the_metrics(self, run: Path) -> None:
         debugger = Debugger(run)
         debugger.add_break("rollout_completed", 'payload["metrics"]["rollout/return"] == 1.5')
         assert debugger.continue_() is not None

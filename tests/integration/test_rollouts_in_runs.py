@@ -98,7 +98,7 @@ def test_handlers_find_in_a_replay_what_they_found_in_the_run(task: Task, on: st
 
 
 @on_each([CARTPOLE, TEXTS, GROUPS], ON_TORCH)
-def test_each_event_of_a_rollout_stands_in_the_log_once_and_in_order(task: Task, on: str, tmp_path: Path) -> None:
+def test_each_event_of_a_rollout_is_in_the_log_once_and_in_order(task: Task, on: str, tmp_path: Path) -> None:
     heard = Heard()
     make(task, on, tmp_path, heard).train()
     events = list(EventLog(tmp_path).read(event={event.value for event in ROLLOUT}))
@@ -128,7 +128,7 @@ def without_a_folder(task: Task, folder: Path) -> Trainer:
 
 
 @on_each([CARTPOLE, TEXTS], ON_TORCH)
-def test_a_second_train_begins_anew(task: Task, on: str, tmp_path: Path) -> None:
+def test_a_second_train_starts_over(task: Task, on: str, tmp_path: Path) -> None:
     """Rollouts, prompts, episodes and the coefficient too; weights and optimizer are as the first has left them."""
     twice, other = without_a_folder(task, tmp_path / "twice"), without_a_folder(task, tmp_path / "other")
     twice.train()
@@ -142,7 +142,7 @@ def test_a_second_train_begins_anew(task: Task, on: str, tmp_path: Path) -> None
 
 
 @on_each([CARTPOLE, TEXTS], ON_TORCH)
-def test_a_run_goes_on_behind_its_termination_with_a_new_rollout(task: Task, on: str, tmp_path: Path) -> None:
+def test_a_run_continues_after_its_termination_with_a_new_rollout(task: Task, on: str, tmp_path: Path) -> None:
     """And whoever resumes behind that comes to the same."""
     run = make(task, on, tmp_path / "run")
     run.add_event_handler(Events.ITERATION_COMPLETED(once=5), run.terminate)
@@ -177,7 +177,7 @@ class Spoilt:
 
 @pytest.mark.parametrize("at", [6, 8])
 @on_each([CARTPOLE, GROUPS], ON_TORCH)
-def test_a_run_goes_back_past_what_a_guard_found(task: Task, on: str, at: int, tmp_path: Path) -> None:
+def test_a_run_rewinds_past_an_anomaly_that_a_guard_found(task: Task, on: str, at: int, tmp_path: Path) -> None:
     """In the midst of a rollout, and past its last batch: it ends all the same."""
     strategy = task.strategy()
     handlers = [Spoilt(strategy, at), NaNGuard("rewind", Every(iterations=1))]
@@ -197,7 +197,7 @@ def test_a_run_goes_back_past_what_a_guard_found(task: Task, on: str, at: int, t
 
 
 @on_each([CARTPOLE, TEXTS], ON_TORCH)
-def test_an_epoch_at_a_time_goes_on_exactly_as_well(task: Task, on: str, tmp_path: Path) -> None:
+def test_training_epoch_by_epoch_resumes_exactly_as_well(task: Task, on: str, tmp_path: Path) -> None:
     by_epochs = make(task, on, tmp_path / "by epochs")
     state = by_epochs.train_epoch()
     for _ in range(2):
@@ -244,7 +244,7 @@ def test_a_resume_draws_by_the_seed_that_the_run_began_with(task: Task, on: str,
 
 
 @on_each([COPIED, GROUPS], [TORCH, JAX])
-def test_another_reference_is_refused(task: Task, on: str, tmp_path: Path) -> None:
+def test_a_changed_reference_is_rejected(task: Task, on: str, tmp_path: Path) -> None:
     place = make(task, on, tmp_path / "run").save_checkpoint()
     make(task, on, tmp_path / "same").load_checkpoint(place)
     if on == JAX:

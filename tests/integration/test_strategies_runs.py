@@ -67,7 +67,7 @@ EACH = [case(task, on) for task in TASKS for on in (TORCH, FUNCTIONAL, JAX) if (
 
 
 @pytest.mark.parametrize(("task", "on"), EACH)
-def test_a_run_goes_on_behind_any_iteration_as_if_it_had_not_been_cut_off(
+def test_a_run_resumes_after_any_iteration_as_if_it_had_not_been_interrupted(
     task: Task, on: str, whole: Callable[..., Run], tmp_path: Path
 ) -> None:
     trainer, folder = whole(task, on)
@@ -99,7 +99,7 @@ STOPS = [
         *(case(TEXTS, on, Events.ROLLOUT_COMPLETED, 2) for on in (FUNCTIONAL, JAX)),
     ],
 )
-def test_a_run_that_was_stopped_between_a_batch_and_its_step_goes_on_exactly(
+def test_a_run_stopped_between_a_batch_and_its_step_resumes_exactly(
     task: Task, on: str, event: Any, at: int, whole: Callable[..., Run], tmp_path: Path
 ) -> None:
     trainer, folder = whole(task, on, SELDOM)
@@ -122,7 +122,7 @@ def signalled(prompts: Any, completions: Any) -> list[float]:
     return reward(prompts, completions)
 
 
-def test_a_signal_during_a_rollout_ends_the_run_where_it_can_go_on_exactly(
+def test_a_signal_during_a_rollout_ends_the_run_where_it_can_resume_exactly(
     whole: Callable[..., Run], tmp_path: Path
 ) -> None:
     trainer, folder = whole(TEXTS, TORCH, SELDOM)
@@ -197,7 +197,9 @@ def test_a_stretch_is_reproducible_where_states_are_values(task: Task, on: str, 
 
 
 @on_each(backends=[TORCH])
-def test_one_other_bit_in_a_weight_is_found(task: Task, on: str, whole: Callable[..., Run], tmp_path: Path) -> None:
+def test_a_single_flipped_bit_in_a_weight_is_found(
+    task: Task, on: str, whole: Callable[..., Run], tmp_path: Path
+) -> None:
     _, folder = whole(task, on)
     make(task, on, tmp_path / "same", every=None).train()
     assert not diff(folder, tmp_path / "same")

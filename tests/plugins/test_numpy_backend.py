@@ -116,7 +116,7 @@ def test_a_recording_is_replayed(tmp_path):
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("settings", [{}, {"accumulate": 3}], ids=str)
-def test_a_run_that_is_cut_off_goes_on_to_the_bit(tmp_path, loss, settings):
+def test_an_interrupted_run_resumes_bit_for_bit(tmp_path, loss, settings):
     settings = {**settings, "max_epochs": 4}
     whole = trainer(NumpyBackend(), loss, settings=settings)
     history = whole.train()
@@ -137,7 +137,7 @@ def leaves(run):
     return [np.asarray(array) for tree in trees for array in tree.values()]
 
 
-def test_what_goes_in_and_comes_out_is_not_the_runs_own_memory():
+def test_inputs_and_outputs_do_not_share_memory_with_the_run():
     model = as_numpy(layer())
     run = Trainer(model, data("mse"), strategy="supervised", backend=NumpyBackend(), config=TrainingConfig(**SETTINGS))
     before = [array.copy() for array in model]

@@ -118,7 +118,7 @@ def send(name: str) -> None:
 
 class TestAScript:
     @pytest.mark.parametrize("name", NAMES)
-    def test_ends_with_a_checkpoint_and_the_signals_status_and_goes_on(self, name, start, tmp_path):
+    def test_ends_with_a_checkpoint_and_the_signals_status_and_resumes(self, name, start, tmp_path):
         process = start("plain")
         wait_for(process, "batch")
         process.send_signal(signal.Signals[name])
@@ -130,7 +130,7 @@ class TestAScript:
         trained = out.count("batch") + 1  # the one that was waited for
         assert int(saved.name.partition("-")[0]) == trained
 
-    def test_that_comes_to_its_end_exits_with_0(self, start):
+    def test_a_run_that_completes_exits_with_0(self, start):
         process = start("short")
         out, err = process.communicate(timeout=120)
         assert process.returncode == 0, err
@@ -163,7 +163,7 @@ class TestAllProcesses:
         assert CheckpointManager(tmp_path / "run" / "checkpoints").get_latest() is not None
 
     @pytest.mark.parametrize("kind", ["late", "late-stream", "late-validation"])
-    def test_a_signal_that_finds_workers_not_ready_yet_lets_them_work(self, kind, start, tmp_path):
+    def test_a_signal_before_workers_are_ready_lets_them_work(self, kind, start, tmp_path):
         process = start(kind)
         wait_for(process, "forked")
         os.killpg(process.pid, signal.SIGTERM)
@@ -182,7 +182,7 @@ class TestAllProcesses:
         # 1 where something at exit evaluates a string: Python 3.11 then forgets what ended it
         assert process.returncode in (-signal.SIGINT, 1)
 
-    def test_workers_left_at_the_end_of_a_process_do_not_hold_it_up(self, start):
+    def test_workers_left_at_the_end_of_a_process_do_not_delay_its_exit(self, start):
         process = start("persistent")
         wait_for(process, "batch")
         process.send_signal(signal.SIGTERM)
@@ -192,14 +192,14 @@ class TestAllProcesses:
 
 class TestOnceMore:
     @pytest.mark.parametrize("first", NAMES)
-    def test_an_interrupt_behind_any_signal_ends_the_run_at_once(self, first):
+    def test_an_interrupt_after_any_signal_ends_the_run_at_once(self, first):
         with SignalWatch(trainer({"max_epochs": 1})) as watch:
             send(first)
             with pytest.raises(KeyboardInterrupt):
                 send("SIGINT")
         assert watch.status == 130
 
-    def test_a_second_sigterm_does_unless_a_launcher_may_have_passed_it_on(self):
+    def test_a_second_sigterm_does_too_unless_a_launcher_may_have_forwarded_it(self):
         now = [100.0]
         with SignalWatch(trainer({"max_epochs": 1}), clock=lambda: now[0]) as watch:
             send("SIGTERM")
@@ -211,7 +211,7 @@ class TestOnceMore:
                 send("SIGTERM")
         assert ended.value.code == watch.status == 143
 
-    def test_a_sigterm_behind_the_warning_that_it_will_come_is_a_first_one(self):
+    def test_a_sigterm_after_its_warning_signal_counts_as_the_first(self):
         now = [100.0]
         with SignalWatch(trainer({"max_epochs": 1}), clock=lambda: now[0]) as watch:
             send("SIGUSR1")
@@ -274,7 +274,7 @@ class TestSignalWatch:
             run.train()
         assert (watch.status, run.state.stop_reason) == (0, "SIGTERM was received")
 
-    def test_a_forked_child_is_ended_by_sigterm_as_ever(self):
+    def test_a_forked_child_is_ended_by_sigterm_as_usual(self):
         fork = multiprocessing.get_context("fork")
         begun = fork.Event()
 
@@ -303,7 +303,7 @@ class TestWorkers:
             for name, handler in zip(NAMES, before, strict=True):
                 signal.signal(signal.Signals[name], handler)
 
-    def test_a_loader_is_given_back_as_it_was(self):
+    def test_a_loader_is_restored_afterwards(self):
         own: list[int] = []
         data = loader(num_workers=1, worker_init_fn=own.append)
         with SignalWatch(), workers_outlive_signals(data) as numbers:

@@ -331,7 +331,7 @@ def test_the_optimizer_may_be_an_instance_or_a_factory():
     assert isinstance(made, torch.optim.Adagrad)
 
 
-def test_a_backend_of_ones_own_device_wins_over_the_configuration():
+def test_a_backends_own_device_wins_over_the_configuration():
     run = trainer({"device": "auto"}, backend=TorchBackend("cpu"))
     assert run.backend.device.type == "cpu"
 
@@ -347,7 +347,7 @@ def test_memory_of_unread_losses_is_bounded():
     assert losses.consume("epoch").item() == pytest.approx(1249.5)
 
 
-def test_each_reader_takes_the_losses_since_its_own_last_time_in_the_order_of_their_coming():
+def test_each_reader_gets_the_losses_since_its_own_last_read_in_order():
     whole, read, saved = Losses(), Losses(), Losses()
     values = torch.rand(1000, generator=torch.Generator().manual_seed(0)).unbind()
     log_means = []
@@ -371,14 +371,14 @@ def test_each_reader_takes_the_losses_since_its_own_last_time_in_the_order_of_th
     assert read.count("log") == 10
 
 
-def test_a_batch_of_which_nothing_counts_leaves_the_mean_alone():
+def test_a_batch_of_weight_zero_leaves_the_mean_alone():
     losses = Losses()
     for value, size in ((1.0, torch.tensor(3)), (math.nan, torch.tensor(0)), (2.0, torch.tensor(1))):
         losses.add(torch.tensor(value), size)
     assert losses.consume("log").item() == pytest.approx(1.25)
 
 
-def test_saved_losses_go_on_where_the_next_ones_are():
+def test_saved_losses_continue_on_the_device_of_the_next_ones():
     losses = Losses()
     losses.add(torch.tensor(1.0), torch.tensor(2))
     resumed = Losses()

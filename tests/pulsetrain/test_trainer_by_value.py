@@ -48,7 +48,7 @@ def test_a_pure_step_of_a_trainer_changes_neither_its_arguments_nor_the_trainer(
 
 
 @each_backend
-def test_an_epoch_of_a_trainer_goes_on_from_any_state_and_leaves_it(on):
+def test_an_epoch_of_a_trainer_starts_from_any_state_and_leaves_it_unchanged(on):
     run = trainer(on)
     start = run.model_state
     before, batch_bits = bits(run.backend, start), [bits(run.backend, list(each)) for each in run.train_loader]
@@ -176,7 +176,7 @@ def test_an_optimizer_of_optax_trains_and_its_rate_can_be_set_where_it_is_inject
 
 
 @needs_jax
-def test_jax_weights_under_torchs_names_train_and_go_on(tmp_path):
+def test_jax_weights_under_torchs_names_train_and_resume(tmp_path):
     def make(handlers=()):
         return Trainer(
             function_model(torch_model().state_dict()),

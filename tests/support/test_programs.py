@@ -24,7 +24,7 @@ PROGRAMS = {
 
 @pytest.mark.parametrize("way", ["code", "script", "module"])
 @pytest.mark.parametrize("code", PROGRAMS.values(), ids=[*PROGRAMS])
-def test_it_prints_and_ends_as_any_python(way: str, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_it_prints_and_exits_like_any_python(way: str, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("OF_THE_TEST", "a value")
     monkeypatch.setenv("PYTHONIOENCODING", "utf-8")
     (tmp_path / "program.py").write_text(code, encoding="utf-8")
@@ -50,7 +50,7 @@ def test_two_programs_share_nothing():
     assert first.stdout != second.stdout
 
 
-def test_one_that_takes_too_long_is_killed_with_what_it_has_begun():
+def test_a_program_that_takes_too_long_is_killed_with_its_children():
     program = Program("-c", "import os, time; os.fork(); print(flush=True); time.sleep(600)")
     program.stdout.readline()
     with pytest.raises(TimeoutError):

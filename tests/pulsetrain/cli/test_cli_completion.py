@@ -76,7 +76,7 @@ def test_other_shells_read_their_script(shell: str, capsys: pytest.CaptureFixtur
         subprocess.run([shell, "-n", str(tmp_path / "script")], check=True, timeout=30)
 
 
-def test_a_shell_that_is_not_known_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_shell_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["completion", "powershell"]) == 2
     assert "choose from 'bash', 'zsh', 'fish'" in capsys.readouterr().err
 

@@ -112,7 +112,7 @@ def slices_of(events: list[dict[str, Any]]) -> dict[str, list[tuple[str, float, 
 
 
 class TestPerfetto:
-    def test_engines_are_tracks_and_what_lasts_are_slices(self, run, tmp_path):
+    def test_engines_are_tracks_and_intervals_are_slices(self, run, tmp_path):
         events = trace_of(run, tmp_path / "trace.json")
         slices = slices_of(events)
         assert set(slices) == {"trainer", "evaluator", "trainer: checkpoints"}
@@ -133,23 +133,23 @@ class TestPerfetto:
         assert counters["learning_rate"] == [0.1]
         assert counters["val/loss"] == [0.0, 3.0, 1.5]  # the epoch's repetition is left out
 
-    def test_other_events_are_instants_with_what_they_carry(self, run, tmp_path):
+    def test_other_events_are_instants_with_their_payload(self, run, tmp_path):
         instants = [each for each in trace_of(run, tmp_path / "trace.json") if each["ph"] == "i"]
         reward = next(each for each in instants if each["name"] == "reward_measured")
         assert reward["args"] == {"seq": 33, "epoch": 2, "iteration": 4, "mean": 0.7, "name": "x", "done": True}
         assert "gradients_ready" not in [each["name"] for each in instants]
 
-    def test_compressed_where_the_name_says_so(self, run, tmp_path):
+    def test_compressed_if_the_name_says_so(self, run, tmp_path):
         assert trace_of(run, tmp_path / "a.json.gz") == trace_of(run, tmp_path / "a.json")
 
-    def test_a_run_that_was_cut_off_ends_where_the_log_does(self, tmp_path):
+    def test_an_interrupted_run_ends_where_the_log_does(self, tmp_path):
         run = Run(tmp_path / "run").add("started").add("epoch_started", 1).iterations(1, 1, 2)
         run.add("iteration_started", 1, 3)
         slices = slices_of(trace_of(run.end(), tmp_path / "trace.json"))["trainer"]
         assert [name for name, _, _ in slices] == ["iteration", "iteration", "iteration", "epoch", "run"]
         assert {end for _, _, end in slices[2:]} == {8.0}
 
-    def test_an_exception_and_a_new_start_end_what_lasted(self, tmp_path):
+    def test_an_exception_and_a_new_start_end_open_slices(self, tmp_path):
         run = Run(tmp_path / "run").add("started").add("epoch_started", 1).iterations(1, 1, 1)
         run.add("exception_raised", 1, 1, payload={"error": {"__type__": "ValueError"}})
         run.add("started").add("epoch_started", 1, 1).add("started").iterations(1, 2, 2)
@@ -187,7 +187,7 @@ class TestTensorBoard:
         assert scalars["reward_measured/mean"][0][:2] == (4, pytest.approx(0.7))
         assert scalars["tokens_per_second"][0][:2] == (2, 7.5)
 
-    def test_an_evaluators_iterations_are_counted_on(self, run, tmp_path):
+    def test_an_evaluators_iterations_count_continuously(self, run, tmp_path):
         pytest.importorskip("tensorboard")
         write_tensorboard(EventLog(run), tmp_path / "board")
         assert [each[:2] for each in self.read(tmp_path / "board")["evaluator/loss"]] == [
@@ -197,7 +197,7 @@ class TestTensorBoard:
             (4, 4),
         ]
 
-    def test_its_absence_names_the_extra(self, run, tmp_path, monkeypatch):
+    def test_if_it_is_missing_the_extra_is_named(self, run, tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, "tensorboard.summary.writer.event_file_writer", None)
         with pytest.raises(ConfigurationError, match=r"pulsetrain\[tensorboard\]"):
             write_tensorboard(EventLog(run), tmp_path / "board")
@@ -308,7 +308,9 @@ class TestCommand:
         ("form", "name"),
         [("perfetto", "run.perfetto.json.gz"), ("tensorboard", "run.tensorboard"), ("csv", "run.csv")],
     )
-    def test_writes_beside_by_the_runs_name_and_leaves_the_run_as_it_is(self, run, tmp_path, form, name, monkeypatch):
+    def test_writes_next_to_the_run_under_its_name_and_leaves_it_unchanged(
+        self, run, tmp_path, form, name, monkeypatch
+    ):
         pytest.importorskip("tensorboard")
         (tmp_path / "here").mkdir()
         monkeypatch.chdir(tmp_path / "here")
@@ -355,7 +357,7 @@ class TestCommand:
             command(tmp_path, "--format", "csv", "--into", tmp_path / "a.csv")
 
     @pytest.mark.parametrize("form", ["perfetto", "csv", "tensorboard"])
-    def test_of_a_damaged_log_what_can_be_read_is_written(self, tmp_path, form, capsys):
+    def test_the_readable_part_of_a_damaged_log_is_written(self, tmp_path, form, capsys):
         pytest.importorskip("tensorboard")
         run = Run(tmp_path / "run").iterations(1, 1, 1000).end()
         sealed = run / "events" / "events.jsonl.zst"

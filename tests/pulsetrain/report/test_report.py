@@ -93,7 +93,7 @@ class TestCurve:
 
 
 class TestMarks:
-    def test_they_are_counted_however_many_there_are(self):
+    def test_any_number_of_marks_is_counted(self):
         marks = Marks()
         for n in range(50_000):
             marks.add(n, f"checkpoint {n}")
@@ -231,7 +231,7 @@ class TestFacts:
         assert plain.environment == {"threads": "2"}
 
     @pytest.mark.parametrize("text", ["{", "a: 1\na: 2", "just text", "\x00"])
-    def test_a_broken_configuration_is_said_on_the_page(self, tmp_path, text):
+    def test_a_broken_configuration_is_reported_on_the_page(self, tmp_path, text):
         (tmp_path / "config.yaml").write_text(text)
         (tmp_path / "run.json").write_text('"text"')
         facts = read_facts(tmp_path)

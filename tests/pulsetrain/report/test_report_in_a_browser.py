@@ -175,7 +175,7 @@ def test_the_legend_hides_a_run_everywhere_and_smoothing_does_not_bring_it_back(
     assert browser.execute_script(count) == 3
 
 
-def test_nothing_comes_from_the_network_and_nothing_is_complained_of(browser):
+def test_nothing_is_loaded_from_the_network_and_no_error_is_logged(browser):
     assert browser.execute_script("return performance.getEntriesByType('resource').map(e => e.name)") == []
     assert browser.get_log("browser") == []
     titles = browser.find_elements("css selector", ".modebar-btn")

@@ -22,7 +22,7 @@ def iterations(run: Trainer) -> list[int]:
     return seen
 
 
-def test_after_an_interruption_it_goes_on_with_the_next_batch():
+def test_after_an_interruption_it_continues_with_the_next_batch():
     run = trainer({"max_epochs": 2})
     run.add_event_handler(Events.ITERATION_COMPLETED(once=15), lambda engine: engine.interrupt())
     seen = iterations(run)
@@ -49,7 +49,7 @@ def test_a_resumed_run_that_is_interrupted_before_its_first_batch_loses_no_epoch
     assert (seen, again.state.epoch, again.is_resuming) == (list(range(15, 31)), 3, False)
 
 
-def test_a_run_cut_twice_inside_an_epoch_ends_as_one_that_was_not(tmp_path: Path):
+def test_a_run_interrupted_twice_inside_an_epoch_ends_like_an_uninterrupted_one(tmp_path: Path):
     def make(folder: Path) -> Trainer:
         return trainer({"max_epochs": 2}, handlers=[Checkpointer(folder, every=Every(iterations=1), at_end=False)])
 
@@ -72,7 +72,7 @@ def test_a_finished_run_continues_to_a_higher_bound():
 
 
 @pytest.mark.parametrize("how", ["terminate", "raise"])
-def test_after_a_termination_or_an_error_it_goes_on_with_the_next_epoch(how: str):
+def test_after_a_termination_or_an_error_it_continues_with_the_next_epoch(how: str):
     run = trainer({"max_epochs": 3})
     seen = iterations(run)
 
@@ -92,7 +92,7 @@ def test_after_a_termination_or_an_error_it_goes_on_with_the_next_epoch(how: str
     assert (run.state.epoch, seen) == (3, list(range(1, 26)))
 
 
-def test_a_second_run_of_a_finished_trainer_begins_everything_but_the_weights_anew():
+def test_a_second_run_of_a_finished_trainer_resets_everything_but_the_weights():
     model = regression_model()
     schedule = LRScheduler(Cosine(0.01, 10))
     config = {"max_iterations": 10, "accumulate": 4, "schedule": None}
@@ -110,7 +110,7 @@ def test_a_second_run_of_a_finished_trainer_begins_everything_but_the_weights_an
     assert rates[0] == pytest.approx(0.01)  # the schedule's beginning, not its end
 
 
-def test_an_earlier_checkpoint_loaded_into_a_trained_trainer_is_where_it_goes_on(tmp_path: Path):
+def test_a_trained_trainer_continues_from_an_earlier_checkpoint_loaded_into_it(tmp_path: Path):
     def make(folder: Path) -> Trainer:
         checkpointer = Checkpointer(folder, every=Every(iterations=1), keep_last=99)
         return trainer({"max_epochs": 2}, val_loader=loader(8, shuffle=False), handlers=[checkpointer])
@@ -131,7 +131,7 @@ def test_saving_changes_no_figure(tmp_path: Path):
     assert saved == plain
 
 
-def test_the_half_epoch_of_a_stopped_run_is_taken_back_when_it_goes_on(tmp_path: Path):
+def test_the_half_epoch_of_a_stopped_run_is_discarded_when_it_resumes(tmp_path: Path):
     whole = {name: list(values) for name, values in trainer({"max_epochs": 3}).train().items()}
     run = trainer({"max_epochs": 3}, handlers=[Checkpointer(tmp_path, every=Every(epochs=9))])
     run.add_event_handler(Events.ITERATION_COMPLETED(once=15), lambda engine: engine.terminate())
@@ -140,7 +140,7 @@ def test_the_half_epoch_of_a_stopped_run_is_taken_back_when_it_goes_on(tmp_path:
     assert again.train(resume="latest") == whole
 
 
-def test_a_run_cut_off_behind_its_last_checkpoint_still_ends_as_it_should(tmp_path: Path):
+def test_a_run_interrupted_after_its_last_checkpoint_still_ends_as_it_should(tmp_path: Path):
     config = {"max_iterations": 15, "validate_every": None}
 
     def make() -> Trainer:
@@ -202,7 +202,7 @@ def test_a_checkpoint_that_does_not_fit_changes_nothing(tmp_path: Path):
         trainer({"optimizer": "adamw", "schedule": "cosine", "max_epochs": 2}).load_checkpoint(path)
 
 
-def test_states_of_two_early_stoppings_are_told_apart(tmp_path: Path):
+def test_states_of_two_early_stoppings_are_distinguished(tmp_path: Path):
     class Accuracy:
         def reset(self) -> None: ...
 
@@ -280,7 +280,7 @@ def test_ignites_handlers_read_a_step_as_a_mapping():
         ({"early_stopping_patience": 2}, {"handlers": [EarlyStopping()]}, "early_stopping_patience=None"),
     ],
 )
-def test_runs_that_could_not_go_well_are_refused(config: dict[str, Any], arguments: dict[str, Any], says: str):
+def test_runs_that_could_not_succeed_are_rejected(config: dict[str, Any], arguments: dict[str, Any], says: str):
     with pytest.raises(ConfigurationError, match=says):
         trainer(config, val_loader=loader(8), **arguments)
 
@@ -292,7 +292,7 @@ def test_compiling_by_configuration_reaches_the_backend(monkeypatch: pytest.Monk
     assert asked == [run.model]
 
 
-def test_a_refused_second_run_leaves_the_finished_one_as_it_is(tmp_path: Path):
+def test_a_rejected_second_run_leaves_the_finished_one_unchanged(tmp_path: Path):
     run = trainer({"max_epochs": 2}, handlers=[Checkpointer(tmp_path)])
     history = run.train()
     with pytest.raises(RunFolderError, match="holds checkpoints already"):
@@ -328,7 +328,7 @@ def test_a_run_killed_at_its_very_end_ends_alike_when_resumed(bound: dict[str, i
     assert (again.state.epoch, again.state.stop_reason) == (whole.state.epoch, whole.state.stop_reason)
 
 
-def test_a_log_point_behind_a_resume_still_has_the_norm(tmp_path: Path):
+def test_a_log_point_after_a_resume_still_has_the_norm(tmp_path: Path):
     def logged(run: Trainer) -> list[set[str]]:
         names: list[set[str]] = []
         run.add_event_handler(Events.METRICS_LOGGED, lambda engine, event: names.append(set(event.payload.metrics)))

@@ -40,7 +40,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(iteration: int, uninterrupte
     assert again.handlers[1].state_dict() == uninterrupted.handlers[1].state_dict()
 
 
-def test_a_checkpoint_of_an_epochs_end_goes_on_with_the_next_epoch(uninterrupted: Trainer, tmp_path: Path):
+def test_a_checkpoint_at_an_epochs_end_resumes_with_the_next_epoch(uninterrupted: Trainer, tmp_path: Path):
     run = resumable_run(tmp_path, every=Every(epochs=1))
     run.add_event_handler(Events.EPOCH_STARTED(once=3), lambda engine: engine.terminate())
     run.train()
@@ -52,7 +52,7 @@ def test_a_checkpoint_of_an_epochs_end_goes_on_with_the_next_epoch(uninterrupted
     assert all(torch.equal(weights(uninterrupted)[name], value) for name, value in weights(again).items())
 
 
-def test_a_preempted_run_saves_and_goes_on(uninterrupted: Trainer, tmp_path: Path):
+def test_a_preempted_run_saves_and_resumes(uninterrupted: Trainer, tmp_path: Path):
     run = trainer(
         RESUMABLE_CONFIG,
         model=regression_model(dropout=0.3),
@@ -92,14 +92,14 @@ def test_resuming_a_finished_run_trains_nothing_more(tmp_path: Path):
     assert steps == []
 
 
-def test_a_finished_run_goes_on_to_a_larger_bound(tmp_path: Path):
+def test_a_finished_run_continues_to_a_larger_bound(tmp_path: Path):
     resumable_run(tmp_path, config={"schedule": None, "warmup_steps": 0}).train()
     again = resumable_run(tmp_path, config={"schedule": None, "warmup_steps": 0, "max_epochs": 6})
     again.train(resume="latest")
     assert (again.state.epoch, again.state.iteration) == (6, 60)
 
 
-def test_resume_latest_starts_where_there_is_no_checkpoint_yet(tmp_path: Path):
+def test_resume_latest_starts_a_run_if_there_is_no_checkpoint(tmp_path: Path):
     run = resumable_run(tmp_path, config={"max_epochs": 2})
     run.train(resume="latest")
     assert run.state.iteration == 20
@@ -120,7 +120,7 @@ def test_resume_takes_a_path(uninterrupted: Trainer, tmp_path: Path):
     assert all(torch.equal(weights(uninterrupted)[name], value) for name, value in weights(again).items())
 
 
-def test_the_newest_damaged_checkpoint_is_passed_over(uninterrupted: Trainer, tmp_path: Path):
+def test_the_newest_checkpoint_is_skipped_if_damaged(uninterrupted: Trainer, tmp_path: Path):
     cut_after(resumable_run(tmp_path), 12)
     newest = sorted((tmp_path / "checkpoints").glob("0*"))[-1] / "state.pt"
     newest.write_bytes(newest.read_bytes()[:-100])
@@ -175,7 +175,7 @@ def told(logs: list[Any], start: str) -> list[Any]:
 STEADY = {"schedule": "constant", "warmup_steps": 0}  # fits a run of any length
 
 
-def test_another_environment_than_the_checkpoints_is_told_of(tmp_path: Path):
+def test_a_changed_environment_is_reported(tmp_path: Path):
     resumable_run(tmp_path, config={**STEADY, "max_epochs": 1}).train()
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + 1)
@@ -189,7 +189,7 @@ def test_another_environment_than_the_checkpoints_is_told_of(tmp_path: Path):
     assert run.made_with.environment_changes == [f"threads: {threads} -> {threads + 1}"]
 
 
-def test_other_settings_than_the_checkpoints_are_told_of_but_for_a_longer_run(tmp_path: Path):
+def test_changed_settings_are_reported_unless_the_run_only_gets_longer(tmp_path: Path):
     resumable_run(tmp_path, config={**STEADY, "max_epochs": 1}).train()
     with structlog.testing.capture_logs() as logs:
         resumable_run(tmp_path, config={**STEADY, "max_epochs": 2}).train(resume="latest")
@@ -217,7 +217,7 @@ class Counting:
 
 
 @pytest.mark.parametrize("iteration", [3, 10, 14])
-def test_what_listens_to_the_trainer_by_its_own_methods_goes_on_too(iteration: int, tmp_path: Path):
+def test_objects_subscribed_by_their_own_methods_resume_too(iteration: int, tmp_path: Path):
     def listening(folder: str) -> tuple[Trainer, Counting, list[float]]:
         run = resumable_run(tmp_path / folder, config={"schedule": None, "warmup_steps": 0, "max_epochs": 2})
         counting, averages = Counting(), []

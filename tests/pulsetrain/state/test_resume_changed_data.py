@@ -60,7 +60,7 @@ def goes_on(data: Any, folder: Path) -> tuple[Trainer, list[int], list[list[str]
     return run, ends, [line["differences"] for line in logs if "training data differs" in line["event"]]
 
 
-def test_the_same_data_is_not_told_of(tmp_path: Path):
+def test_the_same_data_is_not_reported(tmp_path: Path):
     for name in ("draws", "batch_sampler", "subclass", "stream", "generating", "list", "state of its own"):
         cut(LOADERS[name](), tmp_path / name, 17)
         assert goes_on(LOADERS[name](), tmp_path / name)[1:] == ([20, 30], [])
@@ -69,7 +69,7 @@ def test_the_same_data_is_not_told_of(tmp_path: Path):
 @pytest.mark.parametrize(
     ("batch_size", "drop_last", "ends"), [(8, False, [19, 24]), (3, True, [21, 34]), (40, False, [18, 19])]
 )
-def test_inside_a_pass_batches_of_another_size_go_on_behind_the_samples_that_it_has_given(
+def test_inside_a_pass_batches_of_another_size_continue_after_the_samples_already_read(
     batch_size: int, drop_last: bool, ends: list[int], tmp_path: Path
 ):
     before = sized()
@@ -85,7 +85,7 @@ def test_inside_a_pass_batches_of_another_size_go_on_behind_the_samples_that_it_
     assert len(after.dataset.read) == ROWS - len(given) + (ROWS // batch_size * batch_size if drop_last else ROWS)
 
 
-def test_a_run_that_went_on_with_another_batch_size_can_be_cut_again(tmp_path: Path):
+def test_a_run_resumed_with_another_batch_size_can_be_interrupted_again(tmp_path: Path):
     cut(sized(), tmp_path, 17)
     run = make(sized(batch_size=8), tmp_path, Every(iterations=1))
     run.add_event_handler(
@@ -112,9 +112,7 @@ def others_of_a_length(rows: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("rows", [20, 80])
 @pytest.mark.parametrize("name", ["draws", "batch_sampler", "sampler"])
-def test_inside_a_pass_over_other_rows_a_loader_that_is_asked_for_a_position_is_refused(
-    name: str, rows: int, tmp_path: Path
-):
+def test_inside_a_pass_over_other_rows_a_loader_that_seeks_is_rejected(name: str, rows: int, tmp_path: Path):
     cut(others_of_a_length(ROWS)[name], tmp_path, 17)
     run = make(others_of_a_length(rows)[name], tmp_path)
     before = {key: value.clone() for key, value in run.model.state_dict().items()}
@@ -129,7 +127,7 @@ def test_inside_a_pass_over_other_rows_a_loader_that_is_asked_for_a_position_is_
 @pytest.mark.parametrize("every", ["the last batch", "the epoch"])
 @pytest.mark.parametrize("rows", [20, 80])
 @pytest.mark.parametrize("name", ["draws", "batch_sampler", "sampler", "subclass", "list"])
-def test_between_two_epochs_the_next_begins_a_pass_over_the_new_data(name: str, rows: int, every: str, tmp_path: Path):
+def test_between_two_epochs_the_next_starts_a_pass_over_the_new_data(name: str, rows: int, every: str, tmp_path: Path):
     run = make(
         others_of_a_length(ROWS)[name], tmp_path, Every(iterations=10) if every == "the last batch" else Every(epochs=1)
     )
@@ -153,7 +151,7 @@ def test_between_two_epochs_the_next_begins_a_pass_over_the_new_data(name: str, 
 
 
 @pytest.mark.parametrize("name", ["subclass", "list"])
-def test_inside_a_pass_a_loader_that_is_read_again_goes_on_behind_as_many_batches(name: str, tmp_path: Path):
+def test_inside_a_pass_a_loader_that_is_read_again_skips_as_many_batches(name: str, tmp_path: Path):
     cut(others_of_a_length(ROWS)[name], tmp_path, 17)
     run, ends, (told,) = goes_on(others_of_a_length(80)[name], tmp_path)
     assert "batches: 10 -> 20" in told
@@ -163,7 +161,7 @@ def test_inside_a_pass_a_loader_that_is_read_again_goes_on_behind_as_many_batche
         fewer.train(resume="latest")
 
 
-def test_another_kind_of_loader_is_told_of_or_refused(tmp_path: Path):
+def test_another_kind_of_loader_is_reported_or_rejected(tmp_path: Path):
     cut(sized(), tmp_path, 17)
     assert goes_on(sized(kind=Subclass), tmp_path)[2] == [["loader: DataLoader -> Subclass", "samples: 40 -> None"]]
     cut(sized(kind=Subclass), tmp_path / "back", 17)

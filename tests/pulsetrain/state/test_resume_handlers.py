@@ -57,14 +57,14 @@ def test_two_of_a_class_in_another_order_get_their_own_states(tmp_path: Path):
     assert (one.total, hundred.total) == (20, 2000)
 
 
-def test_where_the_first_of_two_is_gone_the_other_keeps_its_state(tmp_path: Path):
+def test_if_the_first_of_two_is_removed_the_other_keeps_its_state(tmp_path: Path):
     told_on_resume(tmp_path, Adding(1), Adding(100), epochs=1)
     hundred = Adding(100)
     assert told_on_resume(tmp_path, hundred, epochs=2) == [(GONE, "Adding")]
     assert hundred.total == 2000
 
 
-def test_where_one_is_added_before_it_the_other_keeps_its_state(tmp_path: Path):
+def test_if_one_is_added_before_it_the_other_keeps_its_state(tmp_path: Path):
     told_on_resume(tmp_path, Adding(100), epochs=1)
     one, hundred = Adding(1), Adding(100)
     assert told_on_resume(tmp_path, one, hundred, epochs=2) == [(NEW, "Adding")]
@@ -78,7 +78,7 @@ def test_one_of_a_class_keeps_its_state_under_other_settings(tmp_path: Path):
     assert other.total == 1010
 
 
-def test_what_only_the_order_tells_apart_is_told_of(tmp_path: Path):
+def test_handlers_that_differ_only_in_order_are_reported(tmp_path: Path):
     class Number:  # no plain setting
         def __init__(self, value: int) -> None:
             self.value = value
@@ -99,7 +99,7 @@ def test_what_only_the_order_tells_apart_is_told_of(tmp_path: Path):
     assert (a.total, b.total) == (20, 2000)
 
 
-def test_settings_that_change_as_the_run_goes_on_tell_apart_as_they_were_at_first(tmp_path: Path):
+def test_settings_that_change_during_the_run_distinguish_by_their_first_values(tmp_path: Path):
     """A torch scheduler's last_epoch is an argument of its constructor."""
 
     def scheduled(folder: Path, *sizes: int) -> tuple[Trainer, dict[int, Any]]:
@@ -120,7 +120,7 @@ def test_settings_that_change_as_the_run_goes_on_tell_apart_as_they_were_at_firs
     assert {size: (each.step_size, each.last_epoch) for size, each in made.items()} == {4: (4, 20), 3: (3, 20)}
 
 
-def test_the_run_folder_may_be_another(tmp_path: Path):
+def test_the_run_folder_may_have_changed(tmp_path: Path):
     def run(folder: Path) -> Trainer:
         in_two_places = [Adding(folder), Adding(folder / "inside")]
         for each in in_two_places:

@@ -50,7 +50,7 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[
     ("name", "iteration"),
     [(name, iteration) for name in LOADERS for iteration in (4, 10, 17) if iteration != 4 or "worker" not in name],
 )
-def test_a_run_cut_in_the_middle_of_an_epoch_ends_as_the_uncut_one(
+def test_a_run_interrupted_inside_an_epoch_ends_like_the_uninterrupted_one(
     name: str, iteration: int, tmp_path: Path, whole_run: Callable[[str], dict[str, Any]]
 ):
     expected = whole_run(name)
@@ -59,7 +59,7 @@ def test_a_run_cut_in_the_middle_of_an_epoch_ends_as_the_uncut_one(
 
 
 @pytest.mark.parametrize(("before", "after"), [(0, 2), (2, 0), (2, 1)])
-def test_another_number_of_workers_from_the_cut_on_changes_nothing(
+def test_another_number_of_workers_after_the_interruption_changes_nothing(
     before: int, after: int, tmp_path: Path, whole_run: Callable[[str], dict[str, Any]]
 ):
     expected = whole_run("draws")
@@ -92,7 +92,7 @@ def reread(logs: list[Any]) -> list[tuple[str, int]]:
 
 
 @pytest.mark.parametrize(("name", "told"), [("subclass", [("Subclass", 7)]), ("list", []), ("draws", [])])
-def test_reading_a_pass_again_is_told_of(name: str, told: list[tuple[str, int]], tmp_path: Path):
+def test_reading_a_pass_again_is_reported(name: str, told: list[tuple[str, int]], tmp_path: Path):
     cut(LOADERS[name](), tmp_path, 17)
     with structlog.testing.capture_logs() as logs:
         resumed(LOADERS[name](), tmp_path)
@@ -101,7 +101,7 @@ def test_reading_a_pass_again_is_told_of(name: str, told: list[tuple[str, int]],
 
 @pytest.mark.parametrize("event", [Events.GET_BATCH_COMPLETED, Events.ITERATION_STARTED])
 @pytest.mark.parametrize("name", ["draws", "generating", "state of its own", "torchdata's"])
-def test_a_batch_that_was_given_and_not_trained_on_comes_again(
+def test_a_batch_that_was_read_but_not_trained_on_is_repeated(
     name: str, event: Events, tmp_path: Path, whole_run: Callable[[str], dict[str, Any]]
 ):
     expected = whole_run(name)
@@ -135,7 +135,7 @@ def test_a_checkpoint_that_was_loaded_and_saved_at_once_is_the_same_position(
     assert resumed(LOADERS[name](), tmp_path / "between") == expected
 
 
-def test_kept_workers_end_before_a_garbage_collection_takes_their_loader():
+def test_persistent_workers_end_before_their_loader_is_garbage_collected():
     keyed = KeyedLoader(augmented(1, persistent_workers=True), 0)
     list(keyed.begin(1))
     keyed.itself = keyed  # type: ignore[attr-defined]  # as a trainer is part of a cycle

@@ -58,7 +58,7 @@ def with_strategy(folder: Path, strategy: Any, *handlers: Any) -> Trainer:
 
 
 @pytest.mark.parametrize("kind", [Warming, WarmingModule])
-def test_a_strategys_state_goes_on(kind: Any, tmp_path: Path):
+def test_a_strategys_state_is_resumed(kind: Any, tmp_path: Path):
     whole = with_strategy(tmp_path / "whole", kind())
     whole.train()
     cut_after(with_strategy(tmp_path / "cut", kind()), 13)
@@ -68,7 +68,7 @@ def test_a_strategys_state_goes_on(kind: Any, tmp_path: Path):
     assert all(torch.equal(weights(whole)[name], value) for name, value in weights(again).items())
 
 
-def test_a_strategy_that_cannot_take_the_saved_state_is_refused_before_anything_is_loaded(tmp_path: Path):
+def test_a_strategy_that_cannot_load_the_saved_state_is_rejected_before_anything_is_loaded(tmp_path: Path):
     with_strategy(tmp_path, Warming()).train()
     other = with_strategy(tmp_path, SupervisedStrategy("mse"))
     before = weights(other)
@@ -80,7 +80,7 @@ def test_a_strategy_that_cannot_take_the_saved_state_is_refused_before_anything_
     assert other.state.iteration == 0
 
 
-def test_a_strategy_without_a_saved_state_begins_anew_and_says_so(tmp_path: Path):
+def test_a_strategy_without_a_saved_state_starts_over_and_says_so(tmp_path: Path):
     with_strategy(tmp_path, SupervisedStrategy("mse")).train()
     with structlog.testing.capture_logs() as logs:
         with_strategy(tmp_path, Warming()).train(resume="latest")
@@ -127,7 +127,7 @@ class Refusing(Averaging):
 
 
 @pytest.mark.parametrize("strategy", [Warming, WarmingModule])
-def test_where_a_handler_refuses_its_state_all_others_are_as_they_were(strategy: Any, tmp_path: Path):
+def test_if_a_handler_rejects_its_state_all_others_stay_unchanged(strategy: Any, tmp_path: Path):
     run = with_strategy(tmp_path, strategy(), Averaging(), EMA(decay=0.9), Refusing())
     run.train()
     saved = load_checkpoint(CheckpointManager(tmp_path / "checkpoints").get_latest())
@@ -162,7 +162,7 @@ def test_a_state_with_a_piece_missing_inside_is_refused_before_anything_is_loade
 # ------------------------------------------------------------------------------------ generators of devices
 
 
-def test_generators_of_devices_that_are_not_seen_are_told_of_and_the_run_goes_on(tmp_path: Path):
+def test_generators_of_missing_devices_are_reported_and_the_run_continues(tmp_path: Path):
     cut_after(resumable_run(tmp_path), 12)
     state = load_checkpoint(CheckpointManager(tmp_path / "checkpoints").get_latest())
     count = torch.cuda.device_count() + 2

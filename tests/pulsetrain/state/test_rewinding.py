@@ -55,7 +55,7 @@ def test_it_goes_back_twice_past_what_it_left_out_before(tmp_path: Path, backgro
     assert same(trainer, plain(max_epochs=2, skip_batches=[(14, 15), (19, 19)]))
 
 
-def test_what_lies_behind_the_checkpoint_is_its_past_no_more(tmp_path: Path) -> None:
+def test_events_after_the_checkpoint_are_superseded(tmp_path: Path) -> None:
     checkpoints = saver(tmp_path)
     trainer = going_back(guarded_run(checkpoints), (11, 8, 8))
     kept: list[list[str]] = []
@@ -66,7 +66,7 @@ def test_what_lies_behind_the_checkpoint_is_its_past_no_more(tmp_path: Path) -> 
     assert kept[1] == ["000000003-checkpoint", "000000006-checkpoint", "000000006-checkpoint~2"]
 
 
-def test_a_run_killed_right_behind_it_knows_of_it(tmp_path: Path) -> None:
+def test_a_run_killed_right_after_it_resumes_with_it(tmp_path: Path) -> None:
     trainer = going_back(guarded_run(saver(tmp_path)), (11, 8, 8))
 
     @trainer.on(Events.ITERATION_COMPLETED)
@@ -82,7 +82,7 @@ def test_a_run_killed_right_behind_it_knows_of_it(tmp_path: Path) -> None:
     assert same(again, plain(skip_batches=[(8, 8)]))
 
 
-def test_batches_are_numbered_as_they_are_where_others_are_left_out_behind_them(tmp_path: Path) -> None:
+def test_batches_keep_their_numbers_if_later_ones_are_left_out(tmp_path: Path) -> None:
     trainer = going_back(guarded_run(saver(tmp_path), skip_batches=[(6, 7)]), (9, 4, 4))
     trainer.train()
     assert trainer.data.left_out_since == [(4, 4)]
@@ -100,14 +100,14 @@ def test_numbers_survive_a_resume(tmp_path: Path) -> None:
     assert same(again, whole)
 
 
-def test_a_save_at_the_same_point_does_not_delete_where_it_goes_back_to(tmp_path: Path) -> None:
+def test_a_save_at_the_same_point_does_not_delete_the_checkpoint_to_rewind_to(tmp_path: Path) -> None:
     trainer = going_back(guarded_run(saver(tmp_path, every=4, keep_last=1)), (8, 7, 7))
     trainer.train()
     assert trainer.rewinds == 1
     assert same(trainer, plain(skip_batches=[(7, 7)]))
 
 
-def test_one_that_keeps_too_few_is_told_so(tmp_path: Path) -> None:
+def test_a_checkpointer_that_keeps_too_few_is_warned_about(tmp_path: Path) -> None:
     trainer = guarded_run(saver(tmp_path, every=2, keep_last=1))
 
     @trainer.on(Events.ITERATION_COMPLETED(once=9))
@@ -127,7 +127,7 @@ class TestARunThatEnds:
         assert (trainer.state.iteration, trainer.state.stop_reason, trainer.rewinds) == (10, "enough", 0)
         assert any("does not rewind" in line["event"] for line in logs)
 
-    def test_for_another_reason_behind_it_ends(self, tmp_path: Path) -> None:
+    def test_a_termination_for_another_reason_afterwards_ends_the_run(self, tmp_path: Path) -> None:
         trainer = going_back(guarded_run(saver(tmp_path)), (8, 7, 7))
         trainer.add_event_handler(Events.ITERATION_COMPLETED(once=8), lambda e: e.terminate(reason="enough"))
         trainer.train()

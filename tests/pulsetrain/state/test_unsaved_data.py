@@ -25,13 +25,13 @@ def iterator_warnings(data: Any, folder: Path) -> list[str]:
     return [each["loader"] for each in warnings_of(run) if "can be read once" in each["event"]]
 
 
-def test_an_iterator_is_told_of_and_what_can_be_read_again_is_not(tmp_path: Path):
+def test_an_iterator_is_reported_and_data_that_can_be_read_again_is_not(tmp_path: Path):
     assert iterator_warnings((batch for batch in loader()), tmp_path) == ["generator"]
     for data in (loader(), list(loader()), loader(num_workers=1)):
         assert iterator_warnings(data, tmp_path) == []
 
 
-def test_an_iterator_that_keeps_its_state_is_not_told_of(tmp_path: Path):
+def test_an_iterator_that_keeps_its_state_is_not_reported(tmp_path: Path):
     class Keeping:
         def __init__(self) -> None:
             self.batches = iter(loader())
@@ -113,7 +113,7 @@ def collate_with_default(batch: Any, generator: Any = np.random.default_rng(1)) 
     "generator", [np.random.default_rng(0), np.random.RandomState(0), random.Random(0), torch.Generator()]
 )
 @pytest.mark.parametrize("kind", [DataLoader, Own])
-def test_a_generator_of_the_datas_own_is_named_wherever_it_is(kind: Any, generator: Any, tmp_path: Path):
+def test_a_generator_in_the_data_is_named_wherever_it_is(kind: Any, generator: Any, tmp_path: Path):
     def closing(batch: Any) -> Any:
         return torch.utils.data.default_collate(batch) if generator else None
 

@@ -110,7 +110,7 @@ def named(warnings: list[dict[str, Any]]) -> list[tuple[str, list[str]]]:
     [0, 0.0, False, [], {}, set(), deque(), Counter(), np.zeros(2), torch.zeros(2)],
     ids=lambda v: type(v).__name__,
 )
-def test_a_handler_with_what_may_be_progress_and_no_state_is_named_once(value: Any, tmp_path: Path):
+def test_a_handler_with_possible_progress_and_no_state_is_named_once(value: Any, tmp_path: Path):
     assert named(warnings_of(saving_run(tmp_path, Holding(seen=value, name="mine", best=None), epochs=3))) == [
         ("Holding", ["seen"])
     ]
@@ -126,7 +126,7 @@ def test_attributes_in_slots_are_seen(tmp_path: Path):
     assert named(warnings_of(saving_run(tmp_path, Slotted()))) == [("Slotted", ["count"])]
 
 
-def test_callbacks_and_what_listens_by_a_method_or_as_a_callable_are_seen(tmp_path: Path):
+def test_callbacks_and_objects_subscribed_by_a_method_or_as_a_callable_are_seen(tmp_path: Path):
     class Called(Counting):
         def __call__(self, engine: Any) -> None:
             self.steps += 1
@@ -185,7 +185,7 @@ def test_without_a_checkpointer_nothing_is_said(tmp_path: Path):
     ("handler", "there", "lacking"),
     [(OnlySaves(), "state_dict", "load_state_dict"), (OnlyLoads(), "load_state_dict", "state_dict")],
 )
-def test_half_a_state_is_told_of(handler: Any, there: str, lacking: str, tmp_path: Path):
+def test_half_a_state_is_reported(handler: Any, there: str, lacking: str, tmp_path: Path):
     (warning,) = warnings_of(saving_run(tmp_path, handler))
     assert warning["handler"] == type(handler).__name__
     assert f"has {there}() and no {lacking}()" in warning["event"]
@@ -231,7 +231,7 @@ def test_a_state_dict_that_raises_is_named(tmp_path: Path):
 
 
 @pytest.mark.parametrize("callback", [True, False], ids=["a callback", "a callable"])
-def test_a_callback_and_a_callable_with_a_state_go_on(callback: bool, tmp_path: Path):
+def test_a_callback_and_a_callable_with_a_state_are_resumed(callback: bool, tmp_path: Path):
     def counted() -> tuple[Trainer, SavedCounting]:
         counting = SavedCounting() if callback else Called()
         run = saving_run(tmp_path, epochs=2, every=Every(iterations=1), callbacks=[counting] if callback else [])
@@ -246,7 +246,7 @@ def test_a_callback_and_a_callable_with_a_state_go_on(callback: bool, tmp_path: 
     assert counting.steps == 20
 
 
-def test_a_handler_with_slots_and_a_state_goes_on(tmp_path: Path):
+def test_a_handler_with_slots_and_a_state_is_resumed(tmp_path: Path):
     class Keeping(Slotted):
         __slots__ = ()
 
@@ -269,7 +269,7 @@ def reached(run: Trainer) -> list[str]:
     return [each["object"] for each in warnings_of(run) if "a function that subscribes uses" in each["event"]]
 
 
-def test_a_function_that_reaches_a_state_that_is_not_saved_is_told_of_once(tmp_path: Path):
+def test_a_function_that_reaches_an_unsaved_state_is_reported_once(tmp_path: Path):
     run = saving_run(tmp_path)
     scheduler = StepLR(run.optimizer, 2)
     step = scheduler.step

@@ -70,7 +70,7 @@ def test_numbers_that_a_state_holds_are_not_named(tmp_path: Path):
     assert changed(saving_run(tmp_path, epochs=2, model=CountsInItsState(), strategy=SavedStrategy())) == []
 
 
-def test_a_strategy_with_half_a_state_is_told_of(tmp_path: Path):
+def test_a_strategy_with_half_a_state_is_reported(tmp_path: Path):
     class Half(CountingStrategy):
         def state_dict(self) -> Any:
             return {}

@@ -66,7 +66,7 @@ def test_the_rate_of_the_state_is_the_epochs(on):
 
 
 @each_backend
-def test_the_rates_that_are_told_of_a_state_with_a_schedule_are_those_of_its_updates(on):
+def test_the_reported_rates_of_a_state_with_a_schedule_are_those_of_its_updates(on):
     run, schedule = make(on, schedule=None), Cosine(initial_lr=0.1, total_steps=10)
     told, used = [], []
 
@@ -97,7 +97,7 @@ def test_a_state_without_metadata_is_one_before_the_first_update(on):
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_a_state_in_place_that_was_given_stays_what_it_is(optimizer):
+def test_an_in_place_state_that_is_passed_in_stays_unchanged(optimizer):
     run = make("in place", optimizer=optimizer, schedule=None)
     start = run.train_epoch()  # there are momenta now
     before = in_bits(run, start)
@@ -107,7 +107,7 @@ def test_a_state_in_place_that_was_given_stays_what_it_is(optimizer):
 
 
 @EVERY_KIND
-def test_gradients_that_wait_are_not_taken_to_another_state(on):
+def test_accumulated_gradients_are_not_carried_to_another_state(on):
     run = make(on, data=batches(4), accumulate=3, schedule=None)
     start = run.model_state
     found = [in_bits(run, run.train_epoch(model_state=start)) for _ in range(3)]
@@ -166,7 +166,7 @@ def test_a_state_that_does_not_fit_is_refused_and_nothing_changes(on, wrong):
 
 
 @EVERY_KIND
-def test_epochs_by_hand_are_saved_and_recorded_and_a_checkpoint_of_theirs_goes_on(on, tmp_path):
+def test_epochs_by_hand_are_saved_and_recorded_and_their_checkpoint_resumes(on, tmp_path):
     def run_in(folder):
         every = Every(iterations=5)
         return make(on, [Checkpointer(folder, every=every, keep_last=9), EventRecorder(folder)], schedule=None)
@@ -191,7 +191,7 @@ def test_epochs_by_hand_are_saved_and_recorded_and_a_checkpoint_of_theirs_goes_o
 
 @needs_jax
 @pytest.mark.parametrize("iteration", [7, 8])
-def test_the_last_batch_of_an_update_draws_behind_a_resume_what_it_would_have(iteration, tmp_path):
+def test_the_last_batch_of_an_update_draws_the_same_after_a_resume(iteration, tmp_path):
     every = Every(iterations=iteration)
     whole = trainer("jax", accumulate=3)
     history = whole.train()

@@ -143,7 +143,7 @@ def test_weights_written_between_two_epochs(compiled):
     was_compiled(run, compiled, ONCE)
 
 
-def test_a_run_that_goes_on_from_its_checkpoint_twice(compiled, tmp_path):
+def test_a_run_that_is_resumed_from_its_checkpoint_twice(compiled, tmp_path):
     trainer([Checkpointer(tmp_path)]).train()
     del compiled[:]
     run = trainer([Checkpointer(tmp_path)], max_epochs=4)
@@ -155,7 +155,7 @@ def test_a_run_that_goes_on_from_its_checkpoint_twice(compiled, tmp_path):
     was_compiled(run, compiled, ONCE)
 
 
-def test_states_of_a_core_from_another_hand():
+def test_states_of_a_core_from_other_sources():
     """An ensemble's member, a state that went to the host and back, an optimizer's own state: as good as the first."""
     run = trainer()
     run.train()

@@ -273,7 +273,7 @@ def test_a_strategy_looks_at_the_first_batches_of_each_run_and_each_validation()
         first.evaluation.run("val", bad)
 
 
-def test_bad_targets_behind_the_first_batch_are_found_as_long_as_there_was_no_update():
+def test_bad_targets_after_the_first_batch_are_found_until_the_first_update():
     good = (torch.ones(2, 4), torch.ones(2, 1))
     bad = (torch.ones(2, 4), torch.tensor([[1.0], [float("nan")]]))
     run = trainer({"accumulate": 2}, train_loader=[good, bad])
@@ -286,7 +286,7 @@ def test_bad_targets_behind_the_first_batch_are_found_as_long_as_there_was_no_up
 # ------------------------------------------------------------------------------------------------------ rates
 
 
-def test_rates_that_are_tensors_are_told_as_they_were_in_each_update():
+def test_rates_that_are_tensors_are_reported_as_they_were_in_each_update():
     model = regression_model()
     optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.1))
     told: list[float] = []
@@ -299,7 +299,7 @@ def test_rates_that_are_tensors_are_told_as_they_were_in_each_update():
     assert all(type(rate) is float for rate in told)
 
 
-def test_other_rates_than_the_checkpoints_are_told_of_where_no_schedule_writes_them(tmp_path: Path):
+def test_rates_that_differ_from_the_checkpoints_are_reported_unless_a_schedule_sets_them(tmp_path: Path):
     path = saved_by(tmp_path, {"learning_rate": 0.01})
     run = trainer({"learning_rate": 0.5})
     with structlog.testing.capture_logs() as logs:

@@ -157,7 +157,7 @@ def test_a_bound_of_updates_and_the_schedule_of_the_settings() -> None:
     assert [handler.get_last_lr() for handler in trainer.handlers] == [0.0, 0.0]
 
 
-def test_a_resumed_run_is_the_same_to_the_bit(tmp_path: Path) -> None:
+def test_a_resumed_run_is_bit_for_bit_the_same(tmp_path: Path) -> None:
     def begin(folder: Path, epochs: int) -> Trainer:
         saver = Checkpointer(folder, every=Every(iterations=5))
         optimizer = {"actor": "adamw", "critic": "sgd"}
@@ -180,7 +180,7 @@ def test_a_resumed_run_is_the_same_to_the_bit(tmp_path: Path) -> None:
         assert torch.equal(mine, theirs)
 
 
-def test_a_recorded_run_is_proven(tmp_path: Path) -> None:
+def test_a_recorded_run_is_verified(tmp_path: Path) -> None:
     make(EventRecorder(tmp_path), Checkpointer(tmp_path, every=Every(iterations=6))).train()
     found = verify(
         tmp_path, lambda folder: make(EventRecorder(folder), Checkpointer(folder, every=Every(iterations=6)))

@@ -98,7 +98,7 @@ def test_a_step_makes_the_tensors_of_the_loop_written_by_hand_and_no_other(
     assert made_by_trainer(optimizer, max_norm) - by_hand == Counter()
 
 
-def test_the_watch_sees_a_tensor_that_is_made_in_a_step() -> None:
+def test_the_monitor_sees_a_tensor_that_is_made_in_a_step() -> None:
     with Made() as watch:
         first = torch.ones(3)
         _ = first.detach(), first.view(1, 3)
