@@ -1,4 +1,4 @@
-"""The Python of the README and of the guide runs as it stands, and says what its comments promise."""
+"""The Python of the README and of the guides runs unchanged, and prints what its comments promise."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ def test_the_table_of_handlers_names_what_there_is(name: str):
 
 
 def test_the_table_of_handlers_leaves_none_out():
-    told = set(re.findall(r"`([A-Z]\w+)\(", HANDLERS))
-    assert set(handlers.__all__) - told == {"Callback", "CallbackList", "MetricLogger"}
+    reported = set(re.findall(r"`([A-Z]\w+)\(", HANDLERS))
+    assert set(handlers.__all__) - reported == {"Callback", "CallbackList", "MetricLogger"}
 
 
 STRATEGIES = (Path(__file__).parent.parent / "docs" / "strategies.md").read_text()

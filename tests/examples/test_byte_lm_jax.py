@@ -1,4 +1,4 @@
-"""The GPT of examples/byte_lm_jax: from the same weights it is the torch one, number by number and update by update."""
+"""The GPT of examples/byte_lm_jax: from the same weights it matches the torch one in every number and update."""
 
 from __future__ import annotations
 

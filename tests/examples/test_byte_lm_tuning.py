@@ -1,4 +1,4 @@
-"""The parts of examples/byte_lm_tuning: what it learns from, where it starts, and short runs of its scripts."""
+"""The parts of examples/byte_lm_tuning: its data, its starting point, and short runs of its scripts."""
 
 from __future__ import annotations
 
@@ -333,12 +333,12 @@ class TestStart:
                 script.main(arguments)
             assert ended.value.code == 2
             assert f"{what}; {command}" in capsys.readouterr().err
-        assert list(tmp_path.iterdir()) == [], "it should leave nothing behind"
+        assert list(tmp_path.iterdir()) == [], "it should leave no files"
 
 
 @pytest.fixture(scope="module")
 def demo_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of a model that knows nothing yet, from which steps go down fast."""
+    """A run of an untrained model, from which the loss falls fast."""
     torch.manual_seed(0)
     return save(tmp_path_factory.mktemp("runs"), "byte_lm-1", ByteGPT())
 

@@ -1,4 +1,4 @@
-"""examples/time_travel.py finds the batch, proves that it is to blame, and proves the run without it."""
+"""examples/time_travel.py finds the batch, proves that it is the cause, and verifies the run without it."""
 
 from __future__ import annotations
 

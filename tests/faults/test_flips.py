@@ -1,4 +1,4 @@
-"""No change of any byte of a checkpoint, and no cut of any of its files, goes unnoticed."""
+"""Any changed byte and any truncated file of a checkpoint is noticed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def file_of(checkpoint: Path, name: str) -> Path:
 
 @contextmanager
 def restored(file: Path) -> Iterator[bytes]:
-    """The file's content, which is put back at the end; the checkpoint then loads again."""
+    """The file's content, which is restored at the end; the checkpoint then loads again."""
     content = file.read_bytes()
     yield content
     file.write_bytes(content)

@@ -1,4 +1,4 @@
-"""Checkpoints as each version of the formats wrote them, kept as files: all of them still load, and runs go on."""
+"""Golden checkpoints of every format version: all of them still load, and runs resume from them."""
 
 from __future__ import annotations
 
@@ -99,8 +99,8 @@ def test_a_trainer_resumes_from_a_state_of_each_format(number: int, tmp_path: Pa
     with structlog.testing.capture_logs() as logs:
         again.train(resume="latest")
     assert (again.state.iteration, again.state.epoch) == (32, 4)
-    told = {entry["event"] for entry in logs if entry["log_level"] == "warning"}
-    assert told <= {
+    reported = {entry["event"] for entry in logs if entry["log_level"] == "warning"}
+    assert reported <= {
         "the environment differs from the checkpoint's: results may differ in their last bits",
         *(["the checkpoint has no state for the strategy, which starts from its beginning"] if number == 3 else []),
     }

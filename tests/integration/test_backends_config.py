@@ -1,4 +1,4 @@
-"""A configuration names what computes: dry runs, training, going on and forking from it."""
+"""A configuration names the backend: dry runs, training, resuming and forking from it."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _programs() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder with the configuration in it, where the process stands, and in it the whole run "a"."""
+    """The current folder, with the configuration and the complete run "a"."""
     folder, path = tmp_path_factory.mktemp("configured"), list(sys.path)
     (folder / "parts_on_jax.py").write_text(textwrap.dedent(PARTS))
     (folder / "config.yaml").write_text(yaml.safe_dump(CONFIG))
@@ -110,10 +110,10 @@ def test_a_run_is_debugged(
     lines = b"goto iteration 8\nnext to gradients_ready\nback to iteration_started\nstate\nquit\n"
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(lines)))
     assert main(["debug", "a", *words]) == 0
-    told = capsys.readouterr().out
+    reported = capsys.readouterr().out
     (event,) = EventLog(place / "a").read(event="gradients_ready", engine="trainer", iteration=(8, 8))
-    assert f"gradients_ready, epoch {event.epoch}, iteration 8" in told
-    state = told[told.rindex("iteration_started, epoch 2, iteration 8") :].split()
+    assert f"gradients_ready, epoch {event.epoch}, iteration 8" in reported
+    state = reported[reported.rindex("iteration_started, epoch 2, iteration 8") :].split()
     assert state[state.index("update") + 1] == "3"
 
 

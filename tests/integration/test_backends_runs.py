@@ -1,4 +1,4 @@
-"""What is done with a recorded run, whatever computed it: verified, compared, reported, debugged, made and forked."""
+"""Recorded runs of every backend are verified, compared, reported, debugged and forked."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_run_is_reproducible(on: On, stretch: dict[str, int], recorded: Callab
 
 
 def nudged(on: On) -> On:
-    """With another last bit in one weight at the start."""
+    """With the last bit of one weight flipped at the start."""
 
     def model() -> Any:
         made = on.model()

@@ -1,4 +1,4 @@
-"""The form of a run's checkpoints follows its backend: other tools read the arrays, and a run goes on from either."""
+"""A run's backend chooses the checkpoint format: other tools read the arrays, and a run resumes from either."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def files(folder: Path) -> list[str]:
 
 
 def begun(on: On, folder: Path, form: Form | None = None) -> None:
-    """A run that is cut behind its first checkpoint, which is of this form."""
+    """A run that is interrupted after its first checkpoint, which has this format."""
     trainer = make(on, folder)
     saver_of(trainer).form = form
     cut_after(trainer, CUT + 1)
@@ -87,12 +87,12 @@ def test_what_is_saved_by_hand_and_by_a_dry_run_has_the_same_form(
 ):
     asked: list[Form] = []
 
-    class Told(CheckpointManager):
+    class Spy(CheckpointManager):
         def save(self, *args: Any, **kwargs: Any) -> Any:
             asked.append(kwargs["form"])
             return super().save(*args, **kwargs)
 
-    monkeypatch.setattr("pulsetrain.configuration.dry_run.CheckpointManager", Told)
+    monkeypatch.setattr("pulsetrain.configuration.dry_run.CheckpointManager", Spy)
     trainer = make(on, tmp_path / "run")
     list(dry_run._save(trainer, tmp_path / "dry", lambda: 0.0))
     expected = "torch" if on is TORCH else "safetensors"
@@ -152,7 +152,7 @@ def test_the_weights_of_a_checkpoint_are_a_modules_variables_by_their_paths(tmp_
 @pytest.mark.parametrize("on", ON_VALUES)
 @pytest.mark.parametrize("form", ALL)
 def test_a_run_resumes_from_either_format_bit_for_bit(on: On, form: Form, tmp_path: Path):
-    """Also from what an earlier version has left, which knew torch's alone."""
+    """Also from a checkpoint of an earlier version, which knew only torch's format."""
     whole = make(on, tmp_path / "whole")
     whole.train()
     begun(on, tmp_path / "cut", form)

@@ -1,4 +1,4 @@
-"""NaNGuard and LossSpikeGuard in a trainer's run: what is left out, what is told, and what goes back."""
+"""NaNGuard and LossSpikeGuard in a trainer's run: skipped updates, reported anomalies, and rewinds."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.support.runs import guarded_data, guarded_run
 
 
 class Syncs(TorchDispatchMode):
-    """Counts what would wait for a device."""
+    """Counts the operations that would wait for a device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,8 +72,8 @@ def test_weights_optimizer_and_buffers_stay_as_they_were() -> None:
     )
     trainer.train()
     counts = [index for index, value in enumerate(seen[3]) if value.dtype == torch.int64]
-    for index, (before, behind) in enumerate(zip(seen[3], seen[4], strict=True)):
-        assert torch.equal(before, behind) or index in counts
+    for index, (before, after) in enumerate(zip(seen[3], seen[4], strict=True)):
+        assert torch.equal(before, after) or index in counts
     assert any(not torch.equal(a, b) for a, b in zip(seen[4], seen[5], strict=True))
 
 
@@ -162,7 +162,7 @@ def test_a_run_resumed_after_a_rewind_leaves_the_batch_out_too(tmp_path: Path) -
     def begin(bound: int, folder: Path) -> Trainer:
         saver = Checkpointer(folder, every=Every(iterations=2), keep_last=9)
         guard = NaNGuard("rewind", Every(iterations=3))
-        # a second pass comes to the bad row again: numbers, and not rows, are left out
+        # a second pass reaches the bad row again: batch numbers, not rows, are left out
         return guarded_run(
             guard, saver, dataset=guarded_data((13,)), max_iterations=bound, max_epochs=None, optimizer="sgd"
         )

@@ -1,4 +1,4 @@
-"""Handlers that look at weights, gradients or rates, beside a backend that computes with values."""
+"""Handlers that read weights, gradients or rates, on by-value backends."""
 
 import math
 
@@ -67,13 +67,13 @@ def test_nan_guard_leaves_an_update_out_and_no_bit_changes(on, optimizer):
     data = batches(4)
     data[2] = (data[2][0] * math.nan, data[2][1])
     run = trainer(on, [NaNGuard()], data, max_epochs=1, optimizer=optimizer)
-    states, told = {}, []
+    states, reported = {}, []
     run.add_event_handler(Events.ITERATION_COMPLETED, lambda: states.update({run.state.iteration: state_of(run)}))
-    run.add_event_handler(Events.ANOMALY_DETECTED, lambda engine, event: told.append(event.payload.kind))
+    run.add_event_handler(Events.ANOMALY_DETECTED, lambda engine, event: reported.append(event.payload.kind))
     run.train()
-    assert told == ["nan_gradient"]
+    assert reported == ["nan_gradient"]
     changed = {path for path, value in states[3].items() if states[2][path] != value}
-    # how often was drawn, or a pass was made, are no numbers that nan could get into
+    # counts of draws and of passes cannot become nan
     assert all(path.endswith(("count", "num_batches_tracked")) for path in changed), changed
     assert states[4] != states[3] != states[1]
 
@@ -135,7 +135,7 @@ def test_a_rate_that_a_handler_sets_is_the_updates(on):
     torchs = trainer(on)
     LRScheduler(torch.optim.lr_scheduler.StepLR(torchs.optimizer, 10, 0.5)).attach(torchs)
     torchs.train()
-    # the rate of an epoch is that of its last update; the schedule has set the next one behind it
+    # the rate of an epoch is that of its last update; the schedule has set the next one since
     assert torchs.history.get_history()["learning_rate"] == pytest.approx([0.05, 0.025, 0.0125])
     assert torchs.model_store.state.metadata["learning_rate"] == pytest.approx(0.00625)
 

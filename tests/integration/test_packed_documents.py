@@ -1,4 +1,4 @@
-"""Models of transformers that let documents of one row see each other are refused, whatever their forward takes."""
+"""transformers models that let documents of one row attend to each other are rejected, whatever their forward takes."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Whatever a run fires and wherever it is killed, the recorder writes it, stops nothing, and the log gives it back."""
+"""The recorder writes whatever a run fires, never stops the run, and loses nothing before a kill."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_a_run_killed_anywhere_leaves_the_events_before_and_the_next_continues(
             seq = each.event.seq
             if seq in found and not found[seq].open:
                 assert shown(found[seq]) == expected
-            elif seq in found:  # with its values still on a device, or under way, or its last line cut off
+            elif seq in found:  # with its values still on a device or in transfer, or its last line truncated
                 assert each.late or not over or each.event.type in CLOSED_LATER
                 event = found[seq]
                 same = (event.engine, event.event, event.epoch, event.iteration, event.t)

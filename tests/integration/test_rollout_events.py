@@ -1,4 +1,4 @@
-"""The events of rollouts in a Trainer's run: judged, logged, recorded, replayed, and gone on with when resumed."""
+"""The events of rollouts in a Trainer's run: evaluated, logged, recorded, replayed and resumed."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ COUNTERS = ("epoch", "iteration", "update", "validation_round", "rollout_round")
 
 
 class Acting:
-    """Stands for a policy that acts: each rollout brings the next of the returns, and batches to learn from."""
+    """Replaces an acting policy: each rollout gives the next of the returns, and batches to learn from."""
 
     fires_rollouts = True
 
@@ -83,8 +83,8 @@ class Acting:
         self.rollouts, self.left = self.rollouts + 1, BATCHES
         rewards = RewardsComputed(mean=0.5 * self.rollouts, std=0.0, minimum=0.0, maximum=1.0, count=4)
         self.trainer.fire(Events.REWARDS_COMPUTED, rewards)
-        told = {} if gained is None else {"rollout/return": gained}
-        metrics = {"rollout/reward": 0.5 * self.rollouts, **told}
+        reported = {} if gained is None else {"rollout/return": gained}
+        metrics = {"rollout/reward": 0.5 * self.rollouts, **reported}
         self._tell(metrics)
         self.trainer.fire(Events.ROLLOUT_COMPLETED, RolloutCompleted(metrics=metrics, seconds=0.25))
 
@@ -176,8 +176,8 @@ def test_the_log_has_rollouts_between_iterations_and_policy_updates_inside_them(
 
 def test_the_log_holds_their_metrics_and_what_was_measured_beside_them(run: Path) -> None:
     rollouts = list(EventLog(run).read(event="rollout_completed"))
-    told = [event.payload["metrics"].get("rollout/return") for event in rollouts]
-    assert told == list(RETURNS)
+    reported = [event.payload["metrics"].get("rollout/return") for event in rollouts]
+    assert reported == list(RETURNS)
     assert {event.payload["seconds"] for event in rollouts} == {0.25}
     assert all(event.observed == {"seconds": 0.25} and event.ord >= 0 for event in rollouts)
     assert rollouts[3].metrics["rollout/return"] == 2.0  # state.metrics: of the one before
@@ -229,8 +229,8 @@ def test_the_files_of_loggers_hold_the_metrics(tmp_path: Path) -> None:
         [0.01 * n for n in range(1, 8)]
     )
     assert {"metrics.svg", "loss.svg"} <= set(files(tmp_path))
-    told = [line for line in _without_times(stream)[0] if line["event"] in ("rollout", "policy")]
-    assert [line["event"] for line in told] == ["rollout", "policy"] * len(RETURNS)
+    reported = [line for line in _without_times(stream)[0] if line["event"] in ("rollout", "policy")]
+    assert [line["event"] for line in reported] == ["rollout", "policy"] * len(RETURNS)
     assert "rollout/return 0.5" in _without_times(stream)[1][-1]
 
 
@@ -239,7 +239,7 @@ class TestEarlyStopping:
         stopping = EarlyStopping("rollout/return", patience=3, mode="max")
         live = acting(handlers=[EventRecorder(tmp_path), stopping])
         live.train()
-        # 2.0 in the third rollout is the best; the fourth tells no return, and does not count
+        # 2.0 in the third rollout is the best; the fourth reports no return, and does not count
         assert (live.state.rollout_round, live.state.iteration) == (7, 18)
         assert live.state.stop_reason == "early stopping: rollout/return has not improved on 2 for 3 rollouts"
         replay = Replay(tmp_path, obey_terminate=True)
@@ -289,7 +289,7 @@ class TestEarlyStopping:
 def test_the_rate_falls_where_returns_do_not_rise() -> None:
     run = acting(5, handlers=[ReduceLROnPlateau("rollout/return", factor=0.5, patience=0, mode="max")])
     run.train()
-    # 1.0 and 2.0 are improvements, 1.5 is none
+    # 1.0 and 2.0 are improvements, 1.5 is not
     assert run.optimizer.param_groups[0]["lr"] == 0.005
 
 
@@ -311,14 +311,14 @@ class TestCheckpointer:
     def test_each_return_is_ranked_once(self, tmp_path: Path) -> None:
         keeping = Checkpointer(tmp_path, EACH_ROLLOUT, keep_last=1, keep_best=3, metric="rollout/return", mode="max")
         acting(handlers=[keeping]).train()
-        # saved behind each rollout's batches; the first and the fourth rollout told no return
+        # saved after each rollout's batches; the first and the fourth rollout reported no return
         found = [(value, int(folder.split("-")[0])) for value, folder in keeping.best]
         assert found == [(2.0, 9), (2.0, 18), (1.5, 15)]
         assert keeping.manager.get_best().name == keeping.best[0][1]
 
     def test_validations_do_not_rank_a_return_again(self, tmp_path: Path) -> None:
         keeping = Checkpointer(tmp_path, EACH_ROLLOUT, keep_last=1, keep_best=9, metric="rollout/return", mode="max")
-        # the first of them, and a save behind it, come before any return
+        # the first of them, and a save after it, come before any return
         acting(val_loader=loader(8), config={"validate_every": Every(iterations=2)}, handlers=[keeping]).train()
         assert sorted(value for value, _ in keeping.best) == sorted(value for value in RETURNS if value is not None)
 
@@ -383,7 +383,7 @@ class TestResume:
         heard: list[int] = []
         run.on(Events.ROLLOUT_COMPLETED(every=3))(lambda: heard.append(run.state.rollout_round))
         run.train(resume="latest")
-        assert heard == [6]  # the last checkpoint was made behind the eighth iteration, in the third rollout
+        assert heard == [6]  # the last checkpoint was made after the eighth iteration, in the third rollout
 
     @pytest.mark.parametrize("form", [3, 4])
     def test_a_checkpoint_of_an_earlier_version_has_counted_none(self, form: int) -> None:
@@ -411,7 +411,7 @@ class TestDebugger:
         assert debugger.value("policy/kl") == 0.04
         debugger.back_to("policy_updated")
         assert debugger.facts()["rollout_round"] == 4
-        assert debugger.value("rollout/return") == 2.0  # told by the third
+        assert debugger.value("rollout/return") == 2.0  # reported by the third
 
     def test_a_live_one_stops_at_them(self) -> None:
         live = LiveDebugger(lambda folder: acting(3, handlers=[EventRecorder(folder)]))

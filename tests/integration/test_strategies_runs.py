@@ -1,4 +1,4 @@
-"""Runs of every strategy: cut off anywhere, stopped anywhere, killed or begun again, they come to the same bits."""
+"""Runs of every strategy, interrupted, stopped or killed anywhere and resumed, end with the same bits."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from tests.support.runs_strategies import (
     TORCH,
     Task,
     case,
+    detach_recorder,
     differences,
-    let_go,
+    logged_steps,
     make,
     on_each,
     reward,
     text_rollouts,
-    told,
 )
 
 Run = tuple[Trainer, Path]
@@ -50,7 +50,7 @@ def _programs() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
-    """A run that was never cut off, and its folder."""
+    """An uninterrupted run, and its folder."""
 
     @cache
     def run(task: Task, on: str, every: Every | None = None) -> Run:
@@ -77,7 +77,7 @@ def test_a_run_resumes_after_any_iteration_as_if_it_had_not_been_interrupted(
         again.train(resume=saved(folder, iteration))
         found = whole_state(again)
         assert {path for path in expected | found if found.get(path) != expected.get(path)} == set(), iteration
-    if task is TEXTS:  # else nothing was cut off that ends its epochs early, or adapts
+    if task is TEXTS:  # otherwise no interrupted run would end its epochs early, or adapt
         assert set(trainer.history["policy/epochs"]) == {1.0, 2.0}
         assert len(set(trainer.history["policy/kl_coef"])) > 1
 
@@ -107,11 +107,11 @@ def test_a_run_stopped_between_a_batch_and_its_step_resumes_exactly(
     stopped.add_event_handler(event(once=at), stopped.terminate)
     stopped.train()
     assert stopped.state.stop_reason == "terminate() was called"
-    let_go(stopped)
+    detach_recorder(stopped)
     again = make(task, on, tmp_path, every=SELDOM)
     again.train(resume="latest")
     assert differences(again, trainer) == set()
-    assert told(tmp_path) == told(folder)
+    assert logged_steps(tmp_path) == logged_steps(folder)
 
 
 def signalled(prompts: Any, completions: Any) -> list[float]:
@@ -132,11 +132,11 @@ def test_a_signal_during_a_rollout_ends_the_run_where_it_can_resume_exactly(
         stopped.train()
     assert (stopped.state.stop_reason, watch.status) == ("SIGTERM was received", 128 + signal.SIGTERM)
     assert stopped.state.rollout_round == 3
-    let_go(stopped)
+    detach_recorder(stopped)
     again = make(TEXTS, TORCH, tmp_path, every=SELDOM)
     again.train(resume="latest")
     assert differences(again, trainer) == set()
-    assert told(tmp_path) == told(folder)
+    assert logged_steps(tmp_path) == logged_steps(folder)
 
 
 VICTIM = """
@@ -163,7 +163,7 @@ make(GROUPS, TORCH, Path(sys.argv[1]), every=Every(iterations=3), data=text_roll
 def test_a_run_that_was_killed_in_a_rollout_ends_as_if_it_had_not_been(
     whole: Callable[..., Run], tmp_path: Path
 ) -> None:
-    """In the third, behind iteration 8, so that it goes on behind 6: in the second, and behind two of three batches."""
+    """In the third, after iteration 8, so that it resumes after 6: in the second, after two of three batches."""
     trainer, folder = whole(GROUPS, TORCH, Every(iterations=3))
     died = programs.run("-c", VICTIM, tmp_path, cwd=Path(__file__).parents[2])
     assert died.returncode == -signal.SIGKILL, died.stderr

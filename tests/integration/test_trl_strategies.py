@@ -1,4 +1,4 @@
-"""A model's losses and gradients by our strategies and by TRL's trainers, each from the batch in its own form."""
+"""Losses and gradients by our strategies and by TRL's trainers, each from the batch in its own format."""
 
 import copy
 from types import SimpleNamespace
@@ -15,7 +15,7 @@ from tests.support.models_hugging_face import VOCABULARY, model_of
 pytest.importorskip("transformers", reason="transformers is not there: pip install transformers")
 pytest.importorskip("trl", reason="trl is not there: pip install trl")
 
-# trl asks models of transformers for what these will drop
+# trl uses attributes of transformers models that are deprecated
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 PROMPT = 3

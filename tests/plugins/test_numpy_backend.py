@@ -1,4 +1,4 @@
-"""A backend that somebody else writes: the events, files and resumes of a run are those of any other."""
+"""A third-party backend: the events, files and resumes of a run are those of any other."""
 
 import msgspec
 import numpy as np
@@ -27,7 +27,7 @@ SETTINGS = {
 
 
 def data(loss, rows=40, size=4):
-    """Batches of so many rows; the last has what is left over."""
+    """Batches of this many rows; the last has the remainder."""
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(rows, 4, generator=generator)
     targets = inputs @ torch.randn(4, 3, generator=generator)

@@ -1,4 +1,4 @@
-"""A loop written by hand has the events, the recording and the exact resume of a Trainer."""
+"""A manual loop has the events, the recording and the exact resume of a Trainer."""
 
 from __future__ import annotations
 

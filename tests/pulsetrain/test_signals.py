@@ -1,4 +1,4 @@
-"""Signals: to a run of one's own script, to all its processes, and once more."""
+"""Signals: to a run of a script, to all its processes, and a second time."""
 
 from __future__ import annotations
 
@@ -90,12 +90,12 @@ SCRIPT = """
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[[str], Program]]:
-    """Begins the script as the leader of a process group of its own."""
+    """Starts the script as the leader of its own process group."""
     (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
     begun: list[Program] = []
 
     def begin(kind: str) -> Program:
-        paths = [os.getcwd(), os.environ.get("PYTHONPATH", "")]  # for workers that are begun anew
+        paths = [os.getcwd(), os.environ.get("PYTHONPATH", "")]  # for workers that are started from nothing
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
         begun.append(Program("script.py", kind, cwd=tmp_path, env=environment))
         return begun[-1]
@@ -106,7 +106,7 @@ def start(tmp_path: Path) -> Iterator[Callable[[str], Program]]:
 
 
 def wait_for(process: Program, text: str) -> None:
-    """Read on until a line begins so; the process's end is the end of what it says."""
+    """Read until a line starts with this; the output ends when the process ends."""
     stream: Any = process.stderr if text.startswith("SIG") else process.stdout
     while not (line := stream.readline()).startswith(text):
         assert line, f"it ended before it said {text!r}: {process.communicate()}"
@@ -127,7 +127,7 @@ class TestAScript:
         assert f"stopped: {name} was received" in out
         saved = CheckpointManager(tmp_path / "run" / "checkpoints").get_latest()
         assert saved is not None
-        trained = out.count("batch") + 1  # the one that was waited for
+        trained = out.count("batch") + 1  # the one waited for
         assert int(saved.name.partition("-")[0]) == trained
 
     def test_a_run_that_completes_exits_with_0(self, start):
@@ -138,7 +138,7 @@ class TestAScript:
 
 
 class TestAllProcesses:
-    """What systemd, scancel and a terminal do."""
+    """Sends the signal as systemd, scancel and a terminal do."""
 
     @pytest.mark.parametrize(
         ("name", "kind"),
@@ -177,9 +177,9 @@ class TestAllProcesses:
         os.killpg(process.pid, signal.SIGTERM)
         wait_for(process, "SIGTERM: stopping")
         os.killpg(process.pid, signal.SIGINT)
-        _, err = process.communicate(timeout=120)  # the pipes are the workers', too: they are gone
+        _, err = process.communicate(timeout=120)  # the workers share the pipes: they have ended
         assert err.rstrip().endswith("KeyboardInterrupt"), err
-        # 1 where something at exit evaluates a string: Python 3.11 then forgets what ended it
+        # 1 if something evaluates a string at exit: Python 3.11 then loses the reason for the exit
         assert process.returncode in (-signal.SIGINT, 1)
 
     def test_workers_left_at_the_end_of_a_process_do_not_delay_its_exit(self, start):

@@ -1,4 +1,4 @@
-"""The trainer: bounds, history, validation, accumulation, clipping, precision, and what it refuses."""
+"""The trainer: bounds, history, validation, accumulation, clipping, precision, and rejected input."""
 
 from __future__ import annotations
 
@@ -366,7 +366,7 @@ def test_each_reader_gets_the_losses_since_its_own_last_read_in_order():
         for i in range(0, 990, 90)
     ]
     assert log_means == pytest.approx(expected, rel=1e-6)
-    assert whole.peek("epoch").item() == read.peek("epoch").item() == saved.peek("epoch").item()  # to the bit
+    assert whole.peek("epoch").item() == read.peek("epoch").item() == saved.peek("epoch").item()  # bit for bit
     assert whole.count("epoch") == saved.count("log") == 1000
     assert read.count("log") == 10
 

@@ -1,4 +1,4 @@
-"""What the trainer refuses, and what it says: one clear error at the earliest moment."""
+"""Input that the trainer rejects: one clear error as early as possible."""
 
 from __future__ import annotations
 

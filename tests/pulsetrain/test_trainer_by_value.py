@@ -1,4 +1,4 @@
-"""A Trainer whose backend computes with values: its pure steps, and what it refuses."""
+"""A Trainer on a by-value backend: its pure steps, and the input it rejects."""
 
 from dataclasses import replace
 

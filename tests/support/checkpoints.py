@@ -18,20 +18,20 @@ STATE = {"weights": torch.arange(5.0), "step": 3, "nested": {"rates": [0.1, floa
 
 
 def relabel(path: Path, **labels: Any) -> None:
-    """Another manifest that vouches for itself; None takes a label away."""
+    """Change labels of the manifest and seal it again; None removes a label."""
     manifest = {**unseal((path / "manifest.json").read_bytes()), **labels}
     (path / "manifest.json").write_bytes(seal({name: value for name, value in manifest.items() if value is not None}))
 
 
 def vouch(path: Path) -> None:
-    """Have the manifest vouch for the state that is there now."""
+    """Update the manifest to match the present state file."""
     name = state_file(path).name
     state = (path / name).read_bytes()
     relabel(path, files={name: {"bytes": len(state), "sha256": hashlib.sha256(state).hexdigest()}})
 
 
 def state_file(path: Path) -> Path:
-    """The file with a checkpoint's state, of whichever form."""
+    """The file with a checkpoint's state, in either format."""
     (file,) = path.glob("state.*")
     return file
 
@@ -40,7 +40,7 @@ def state_file(path: Path) -> Path:
 
 
 def downgraded(state: Mapping[str, Any], number: int) -> dict[str, Any]:
-    """A state of format 5 as format 3 or 4 had it."""
+    """A state of format 5 converted to format 3 or 4."""
     made_with, stepper, reporter = state["made_with"], state["stepper"], state["reporter"]
     older = {
         "format": number,
@@ -88,7 +88,7 @@ DTYPES = (
 
 @st.composite
 def _tensors(draw: st.DrawFn) -> torch.Tensor:
-    """Of any bits, shape and dtype; some are views, turned or strided."""
+    """Tensors with any bits, shape and dtype; some are permuted or strided views."""
     dtype, shape = draw(st.sampled_from(DTYPES)), draw(st.lists(st.integers(0, 3), max_size=3))
     step = draw(st.sampled_from((1, 2)))
     count = torch.Size([*shape, step]).numel() * dtype.itemsize
@@ -104,7 +104,7 @@ TENSORS = _tensors()
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two values are of the same types throughout, in the same order, and the same to the bit."""
+    """Whether two values have the same types throughout, in the same order, and are bit for bit the same."""
     if type(a) is not type(b):
         return False
     if isinstance(a, torch.Tensor):

@@ -31,7 +31,7 @@ class ManualClock:
 
 
 class UpdatingEngine(Engine):
-    """Makes one optimizer step an iteration, at the rates that the optimizer then holds."""
+    """Makes one optimizer step per iteration, at the optimizer's current rates."""
 
     def __init__(self, optimizer: torch.optim.Optimizer | None = None, *, accumulate: int = 1) -> None:
         super().__init__(self._step, name="trainer")
@@ -99,7 +99,7 @@ def subscriptions(bus: EventBus) -> dict[str, int]:
 
 
 class SavingEngine(Engine):
-    """An engine whose step adds 1 to each weight, in place, and whose validation says what it is told."""
+    """An engine whose step adds 1 to each weight, in place, and whose validation reports the given values."""
 
     def __init__(self, values: list[float] | None = None) -> None:
         super().__init__(self.step, name="trainer")
@@ -125,7 +125,7 @@ class SavingEngine(Engine):
 
 
 class Gate:
-    """Holds up each write of a manager until it is opened; knows in which threads they were made."""
+    """Blocks each write of a manager until it is opened; records the threads that write."""
 
     def __init__(self, manager: CheckpointManager, *, opened: bool = False) -> None:
         self.opened = threading.Event()
@@ -138,7 +138,7 @@ class Gate:
 
     def save(self, *args: Any, **kwargs: Any) -> Path:
         self.threads.append(threading.current_thread().name)
-        assert self.opened.wait(60), "nobody opened the gate"
+        assert self.opened.wait(60), "the gate was not opened"
         if self.error is not None:
             raise self.error
         return self._save(*args, **kwargs)
@@ -147,7 +147,7 @@ class Gate:
         self.opened.set()
 
     def pass_through(self) -> None:
-        """Open it, and wait until the write behind it has ended."""
+        """Open it, and wait until the blocked write has ended."""
         self.opened.set()
         join_writers()
 

@@ -32,7 +32,7 @@ def runs(cases, by_jax):
 
 
 def arrays_of(library, *arrays):
-    """NumPy arrays as those of the library; what is none stays as it is."""
+    """Converts NumPy arrays to the library's; other values stay unchanged."""
     given = [each for each in arrays if isinstance(each, (numpy.ndarray, numpy.generic))]
     tensors = [torch.from_numpy(numpy.array(each)) for each in given]
     made = iter(tensors if library == "torch" else converted(library, *tensors))
@@ -40,12 +40,12 @@ def arrays_of(library, *arrays):
 
 
 def rounded(dtype, *arrays):
-    """The arrays as that dtype holds them."""
+    """The arrays rounded to that dtype."""
     return [numpy.asarray(each, dtype) for each in arrays]
 
 
 def value_and_gradients(library, function, *arrays, wrt=(0,)):
-    """What the function gives, and the gradients of the sum of it, as NumPy arrays; in jax inside `jit`."""
+    """The function's value, and the gradients of its sum, as NumPy arrays; in jax inside `jit`."""
     if library == "torch":
         tensors = arrays_of("torch", *arrays)
         for index in wrt:
@@ -65,7 +65,7 @@ def value_and_gradients(library, function, *arrays, wrt=(0,)):
 
 @functools.lru_cache(maxsize=8)
 def _jitted(function, wrt, fixed):
-    """Kept, so that arrays of the same shapes are given to the program that there is."""
+    """Cached, so that arrays of the same shapes use the compiled program."""
     import jax
 
     def total(*given):
@@ -89,7 +89,7 @@ def differences(formula, *arrays, wrt=0, step=1e-6):
 
 
 def assert_near(found, expected, tolerance=1e-6):
-    """Within the tolerance of the largest that is expected, or of 1 where all are smaller."""
+    """Within the tolerance relative to the largest expected value, at least 1."""
     expected = numpy.asarray(expected)
     largest = max(1.0, float(abs(expected).max(initial=0.0)))
     numpy.testing.assert_allclose(found, expected, rtol=0, atol=tolerance * largest)
@@ -113,13 +113,13 @@ def tokens_of(seed, rows=ROWS, length=LENGTH):
 
 
 def logits_of(seed, dtype="float64", rows=ROWS, length=LENGTH):
-    """Of all positions but the last."""
+    """Logits of all positions but the last."""
     generator = numpy.random.default_rng(seed)
     return (2 * generator.standard_normal((rows, length - 1, VOCABULARY))).astype(dtype)
 
 
 def answers_of(seed, rows=ROWS, length=LENGTH):
-    """Where a row's answer stands: behind a prompt, and before padding; no two rows alike."""
+    """The mask of each row's answer: after a prompt and before padding; no two rows alike."""
     mask = torch.zeros(rows, length, dtype=torch.bool)
     for row in range(rows):
         first = 1 + (row + seed) % 3
@@ -139,7 +139,7 @@ def log_softmax(logits):
 
 
 def log_probs_of(logits, tokens):
-    """Of the tokens that follow each position."""
+    """Log-probabilities of the tokens that follow each position."""
     tokens = numpy.asarray(tokens)
     return numpy.take_along_axis(log_softmax(logits), tokens[..., None], -1)[..., 0]
 
@@ -174,7 +174,7 @@ def kl_k3(policy, other):
 
 
 def gae_by_loop(rewards, values, dones, gamma, lam):
-    """Of one environment: lists over time, the values with one more."""
+    """For one environment: lists over time, the values with one more entry."""
     advantages, following = [0.0] * len(rewards), 0.0
     for t in reversed(range(len(rewards))):
         alive = 0.0 if dones[t] else 1.0
@@ -205,7 +205,7 @@ def found_by(strategy, batch, library, *outputs):
 
 
 def assert_is(formula, strategy, batch, library, *outputs):
-    """The strategy's loss is the formula of its outputs, and so are the gradients; gives its metrics."""
+    """Asserts that the strategy's loss and gradients equal the formula's; returns its metrics."""
     value, gradients, metrics = found_by(strategy, batch, library, *outputs)
     assert value.shape == ()
     assert_near(value, formula(*outputs))

@@ -33,7 +33,7 @@ def name_of(value):
 
 
 def batch_of(loss, shape=(4, 6), scale=1.0, dtype=torch.float64):
-    """Outputs of 7 classes and targets that the loss takes, a sixth of the labels ignored; from one seed."""
+    """Outputs of 7 classes and targets for the loss, a sixth of the labels ignored; from one seed."""
     generator = torch.Generator().manual_seed(len(shape))
     outputs = scale * torch.randn(*shape, 7, generator=generator, dtype=torch.float64)
     if loss in (cross_entropy, focal_loss):
@@ -54,7 +54,7 @@ def converted(library, *tensors):
 
 
 def with_options(loss, options, library="torch"):
-    """The loss with these options; weights of classes as an array of that library."""
+    """The loss with these options; class weights as an array of that library."""
     if isinstance(options.get("alpha"), tuple):
         weights = torch.tensor(options["alpha"], dtype=torch.float64)
         options = {**options, "alpha": weights if library == "torch" else converted(library, weights)[0]}

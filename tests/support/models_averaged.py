@@ -28,7 +28,7 @@ class Mixed(nn.Module):
 
 
 def train(model, steps=1):
-    """Other weights, other statistics."""
+    """Changes the weights and the statistics."""
     with torch.no_grad():
         for _ in range(steps):
             model(torch.randn(8, 4))

@@ -41,14 +41,14 @@ class Short(Tokens):
 
 
 class Placed(Short):
-    """That takes positions, too."""
+    """Also takes positions."""
 
     def forward(self, input_ids, position_ids=None):
         return self.table(input_ids)
 
 
 class Valued(Short):
-    """That gives values, too."""
+    """Also returns values."""
 
     def forward(self, tokens):
         return self.table(tokens), self.table(tokens)[..., 0]
@@ -70,7 +70,7 @@ def without(batch, *names):
 
 
 def assert_refused(run, error, parts):
-    """With these words, in the message or in a note of it; and all weights stay as they were."""
+    """With these words in the message or its notes, and without a change of any weight."""
     weights = {}
 
     def keep():
@@ -80,16 +80,16 @@ def assert_refused(run, error, parts):
     run.add_event_handler(Events.ITERATION_COMPLETED, keep)
     with pytest.raises(error) as caught:
         run.train()
-    told = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
+    message = "\n".join([str(caught.value), *getattr(caught.value, "__notes__", ())])
     for part in parts:
-        assert part in told
+        assert part in message
     for name, value in run.model.state_dict().items():
         assert torch.equal(value, weights[name]), f"{name} has moved"
-    return told
+    return message
 
 
 class Attending(nn.Module):
-    """A token sees those before it in its document: the mean of their embeddings, by position_ids."""
+    """Each token attends to those before it in its document: the mean of their embeddings, by position_ids."""
 
     def __init__(self):
         super().__init__()
@@ -120,7 +120,7 @@ def run_of(data, strategy, model=None):
 
 
 class Mean(Tokens):
-    """Each position sees the mean of all before it, in its document alone if `apart`; counts its calls."""
+    """Each position sees the mean of all before it, within its document if `apart`; counts its calls."""
 
     def __init__(self, apart, zero=False):
         super().__init__(VOCABULARY)

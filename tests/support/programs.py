@@ -2,7 +2,7 @@
 
 Importing them takes four seconds of a core, several times what most of these programs do. Each program is a process of
 its own all the same, the leader of its process group, with the pipes, signals, exit functions and status of any other.
-What is claimed of importing, or of a start from nothing, is tested with `subprocess`.
+Claims about importing, or about a start from nothing, are tested with `subprocess`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ IMPORTED = (
 
 
 class Program:
-    """To a test what `subprocess.Popen` with text in its pipes is.
+    """Replaces `subprocess.Popen` with text pipes.
 
     Args:
         arguments: Python's: a script, "-m" and a module, or "-c" and code; then the program's own.
@@ -66,7 +66,7 @@ class Program:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """End it with all processes that it has begun."""
+        """End it with all its child processes."""
         try:
             os.killpg(self.pid, signal.SIGKILL)
         except ProcessLookupError:
@@ -82,7 +82,7 @@ class Program:
         return self.returncode
 
     def communicate(self, text: str = "", *, timeout: float = 120) -> tuple[str, str]:
-        """Write what it reads, and read all that it writes until nobody holds its pipes any longer."""
+        """Write its input, and read its output until all its pipes are closed."""
         with ThreadPoolExecutor(3) as readers:
             texts = [readers.submit(stream.read) for stream in (self.stdout, self.stderr)]
             readers.submit(self._write, text)
@@ -98,11 +98,11 @@ class Program:
         try:
             with self.stdin:
                 self.stdin.write(text)
-        except (BrokenPipeError, ValueError):  # it has ended or reads no more; it was told all already
+        except (BrokenPipeError, ValueError):  # it has ended or stopped reading
             pass
 
     def close(self) -> None:
-        """Kill what is left of it."""
+        """Kill its remaining processes."""
         self.kill()
         self.wait(60)
         for stream in (self.stdout, self.stderr, self._told):
@@ -111,7 +111,7 @@ class Program:
 
 
 def run(*arguments: object, text: str = "", timeout: float = 120, **options: Any) -> subprocess.CompletedProcess[str]:
-    """The program's status and what it wrote, when it has ended; takes what `Program` takes."""
+    """The program's status and output after it has ended; takes the arguments of `Program`."""
     program = Program(*arguments, **options)
     try:
         out, err = program.communicate(text, timeout=timeout)
@@ -122,7 +122,7 @@ def run(*arguments: object, text: str = "", timeout: float = 120, **options: Any
 
 @functools.cache
 def _warm() -> socket.socket:
-    """What a process of ours listens to from here on until this one ends."""
+    """The socket of the warm process, which serves requests until this process ends."""
     mine, its = socket.socketpair()
     with its:
         warm = subprocess.Popen(
@@ -147,7 +147,7 @@ def _warm() -> socket.socket:
 
 
 def _serve(requests: socket.socket) -> list[str]:
-    """Fork a process for each request; returns in the processes alone, with the arguments of the program."""
+    """Fork a process for each request; returns only in the forked processes, with the program's arguments."""
     running: dict[int, socket.socket] = {}
     wakeup, woken = socket.socketpair()
     woken.setblocking(False)
@@ -178,7 +178,7 @@ def _serve(requests: socket.socket) -> list[str]:
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             os.setsid()
             with socket.socket(fileno=number) as teller:
-                _tell(teller, os.getpid())  # by itself: its group is there to be killed
+                _tell(teller, os.getpid())  # sent by the child: its group exists and can be killed
             selector.close()
             for opened in (requests, wakeup, woken, *running.values()):
                 opened.close()
@@ -191,7 +191,7 @@ def _serve(requests: socket.socket) -> list[str]:
 def _tell(teller: socket.socket, number: int) -> None:
     try:
         teller.send(b"%8d" % number)
-    except BrokenPipeError:  # whoever asked is gone
+    except BrokenPipeError:  # the requesting process has ended
         pass
 
 
@@ -200,7 +200,7 @@ def _become(request: dict[str, Any], pipes: list[int]) -> list[str]:
         os.dup2(pipe, target)
         os.close(pipe)
     for number, name, errors in ((0, "stdin", "strict"), (1, "stdout", "strict"), (2, "stderr", "backslashreplace")):
-        # made anew: those of the warm process know theirs for files
+        # new streams: those of the warm process belong to its files
         stream = os.fdopen(number, "w" if number else "r", encoding="utf-8", errors=errors, closefd=False)
         stream.reconfigure(line_buffering=number == 2)
         setattr(sys, name, stream)
@@ -208,7 +208,7 @@ def _become(request: dict[str, Any], pipes: list[int]) -> list[str]:
     os.environ.clear()
     os.environ.update(request["env"])
     os.chdir(request["cwd"])
-    sys.modules["numpy"].random.seed()  # as in a Python that has just begun
+    sys.modules["numpy"].random.seed()  # as in a Python that has just started
     arguments: list[str] = request["arguments"]
     return arguments
 
@@ -234,6 +234,6 @@ def _be_python(first: str, *rest: str) -> None:
 if __name__ == "__main__":
     for each in IMPORTED:
         importlib.import_module(each)
-    gc.freeze()  # else each program's last collection copies the pages of all that was imported: a second of a core
-    # at the level of the module: the program ends as Python ends, with the status that Python gives it
+    gc.freeze()  # otherwise each program's last collection copies the pages of all imports: a second of CPU
+    # at module level: the program exits as Python does, with the status that Python sets
     _be_python(*_serve(socket.socket(fileno=int(sys.argv[1]))))

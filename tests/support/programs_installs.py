@@ -14,7 +14,7 @@ BUILD = ("-m", "pip", "--disable-pip-version-check", "-q")
 
 
 def run(*command: object, cwd: Path | None = None, **environment: str) -> subprocess.CompletedProcess[str]:
-    """A program's result; nothing of the caller's PYTHONPATH reaches it."""
+    """A program's result; it does not inherit the caller's PYTHONPATH."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "GIT_"))}
     return subprocess.run(
         [str(each) for each in command],
@@ -28,14 +28,14 @@ def run(*command: object, cwd: Path | None = None, **environment: str) -> subpro
 
 
 def checked(*command: object, cwd: Path | None = None, **environment: str) -> str:
-    """What the program printed; it must succeed."""
+    """The program's output; it must succeed."""
     done = run(*command, cwd=cwd, **environment)
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
     return done.stdout
 
 
 def source_files() -> list[str]:
-    """The files of the working tree that belong to the project, links among them."""
+    """The project's files in the working tree, including links."""
     listed = checked("git", "ls-files", "--cached", "--others", "--exclude-standard", "-z", cwd=ROOT).split("\0")
     return sorted(name for name in listed if name and os.path.lexists(ROOT / name))
 

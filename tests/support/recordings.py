@@ -10,7 +10,7 @@ from pulsetrain.engine.recording import EventLog, LoggedEvent, LogWriter
 
 
 def recorded(folder):
-    """The log's events as plain values, those fields left out that they have not."""
+    """The log's events as plain values, without absent fields."""
     events = msgspec.to_builtins(list(EventLog(folder).read()))
     return [{"epoch": 0, "iteration": 0, **event} for event in events]
 
@@ -27,7 +27,7 @@ SECOND = 1_000_000_000
 
 
 class Writing:
-    """A log that is being written, an event a second."""
+    """A log under construction, with one event per second."""
 
     def __init__(self, folder: Path) -> None:
         self.writer = LogWriter(folder)
@@ -57,7 +57,7 @@ class Writing:
 
 
 def train(log: Writing, epochs: int = 2, length: int = 3, validate: bool = True) -> None:
-    """A run as a trainer's: updates in iterations, validations in epochs' ends."""
+    """A run like a trainer's: updates in iterations, validations at the ends of epochs."""
     log.add(Events.STARTED, 0, 0, is_observed=True)
     for epoch in range(1, epochs + 1):
         log.add(Events.EPOCH_STARTED, epoch, (epoch - 1) * length)
@@ -87,7 +87,7 @@ def evaluate(log: Writing, batches: int = 2) -> None:
 
 
 def hear(replay: Any, *events: Any, **options: Any) -> list[Any]:
-    """What these events' handlers are given."""
+    """Collects what handlers of these events receive."""
     heard: list[Any] = []
     for each in events:
 

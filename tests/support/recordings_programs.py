@@ -32,7 +32,7 @@ from tests.support.recordings_values import (
 
 @dataclass(frozen=True)
 class Plan:
-    """A run, drawn as a whole: what each iteration gives and fires."""
+    """A random run: what each iteration returns and fires."""
 
     epochs: int
     outputs: list[Case]  # of the iterations of an epoch
@@ -41,7 +41,7 @@ class Plan:
     rates: list[float]
     evaluated: bool
     warns: bool  # a receiver of TICKED raises, and only warns
-    fails_at: int  # the iteration in which, or behind it the epoch in which, a receiver raises; 0 for never
+    fails_at: int  # the iteration or the later epoch in which a receiver raises; 0 for never
     fails_in: Any
     off: tuple[int, int]  # the recorder is detached before the first's step and attached before the second's
     every: int | None
@@ -73,7 +73,7 @@ def plans(draw: st.DrawFn, max_bytes: st.SearchStrategy[int | None] = st.none())
 
 @dataclass
 class Expected:
-    """What an event is to be in the log."""
+    """The expected form of an event in the log."""
 
     event: Event
     fields: dict[str, Any]
@@ -83,10 +83,10 @@ class Expected:
 
 
 class Driver:
-    """Runs a plan, and notes beside the recorder what is to be recorded.
+    """Runs a plan, and notes independently what the recorder should record.
 
     Args:
-        look: called in each event that is recorded, behind all its receivers.
+        look: called in each recorded event, after all its receivers.
     """
 
     def __init__(self, plan: Plan, folder: Path, look: Callable[[Driver], None] = lambda driver: None) -> None:
@@ -218,7 +218,7 @@ class Driver:
 
 
 def shown(event: LoggedEvent) -> str:
-    """The event's values, told apart to the bit: 1 from 1.0 and from true, 0.0 from -0.0."""
+    """The event's values, distinguished bit for bit: 1 from 1.0 and from true, 0.0 from -0.0."""
     fields = {name: getattr(event, name) for name in ("payload", "output", "metrics", "lr", "error")}
     if event.event in ("started", "epoch_started"):
         fields["payload"] = None  # the run's bounds, which its state says
@@ -233,7 +233,7 @@ def model(each: Expected) -> str:
 
 
 def check_ords(found: list[LoggedEvent]) -> None:
-    """Deterministic events are counted without gaps, observed ones have no place."""
+    """Deterministic events are numbered without gaps, observed ones are not numbered."""
     places = [each.ord for each in found if each.event not in OBSERVED and not each.event.startswith("log_")]
     assert places == list(range(places[0], places[0] + len(places))) if places else True
     assert all(each.ord == -1 for each in found if each.event in OBSERVED)

@@ -26,7 +26,7 @@ SAMPLED = {"get_batch_started", "get_batch_completed", "iteration_started", "ite
 
 
 class Case:
-    """A value, and what stands for it in the log when it lies so deep.
+    """A value, and its form in the log at this depth.
 
     Args:
         on_device: it is a tensor or holds one: its value comes later.
@@ -36,7 +36,7 @@ class Case:
         self.value, self.plain, self.on_device = value, plain, on_device
 
     def __repr__(self) -> str:
-        return f"<{self.plain(0)!r}>"  # not every value has a text
+        return f"<{self.plain(0)!r}>"  # not every value can be printed
 
 
 def is_now(value: Any, plain: Any) -> Case:
@@ -72,7 +72,7 @@ class Packed(msgspec.Struct):
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A payload that says it holds numbers and text alone."""
+    """A payload that is annotated with numbers and text only."""
 
     count: int
     share: float

@@ -16,7 +16,7 @@ PROMPTS = [[0, 1], [2], [3, 4, 5], [1], [5, 5]]
 
 
 class Valued(nn.Module):
-    """A language model of one table, with a value of each token."""
+    """A language model of one table, with a value for each token."""
 
     def __init__(self, vocabulary=VOCABULARY):
         super().__init__()
@@ -27,18 +27,18 @@ class Valued(nn.Module):
 
 
 class Observed:
-    """The batches that a run learns from, with the metrics of the policy before each; and what rollouts tell."""
+    """The batches that a run learns from, the metrics of the policy before each, and the payloads of rollouts."""
 
     def __init__(self, run):
         self.run, self.batches, self.metrics = run, [], []
         self.rollouts, self.rewards, self.updates = [], [], []
         run.add_event_handler(Events.ITERATION_STARTED, self._look)
-        for event, told in (
+        for event, payloads in (
             (Events.ROLLOUT_COMPLETED, self.rollouts),
             (Events.REWARDS_COMPUTED, self.rewards),
             (Events.POLICY_UPDATED, self.updates),
         ):
-            run.add_event_handler(event, lambda engine, event, told=told: told.append(event.payload))
+            run.add_event_handler(event, lambda engine, event, payloads=payloads: payloads.append(event.payload))
 
     def _look(self):
         batch = self.run.strategy.prepare_batch(self.run.state.batch)
@@ -49,7 +49,7 @@ class Observed:
 
 
 class Reward:
-    """Keeps what it was asked, and says what a text is worth."""
+    """Records its arguments, and scores texts."""
 
     def __init__(self):
         self.prompts, self.completions, self.given = [], [], []
@@ -62,7 +62,7 @@ class Reward:
 
 
 def texts(strategy, *, model=None, updates=1, config=None, **options):
-    """A run over texts to the five prompts, and what was heard of it."""
+    """A run over texts to the five prompts, and what was observed of it."""
     torch.manual_seed(0)
     model = model or (Valued() if isinstance(strategy, PPOStrategy) else Tokens(VOCABULARY))
     reward = options.setdefault("reward", Reward())
@@ -84,7 +84,7 @@ class Space:
 
 
 class Counting:
-    """Counts its steps: an episode ends behind the fourth, when time is over too; every other is cut off behind 3."""
+    """Counts its steps: an episode ends after the fourth, its time limit; every other one is truncated after 3."""
 
     made = 0
 

@@ -31,7 +31,7 @@ RESUMABLE_CONFIG = {
 
 
 class PlugPulled(Exception):  # noqa: N818
-    """The plug is pulled."""
+    """Raised to interrupt a run."""
 
 
 def resumable_run(folder: Path, *, every: Every | None = None, config: dict[str, Any] | None = None) -> Trainer:
@@ -121,7 +121,7 @@ BAD_ROW = 13
 
 
 class RejectsNonFinite(SupervisedStrategy):
-    """Raises where the loss is no number."""
+    """Raises if the loss is not finite."""
 
     def compute_loss(self, outputs, batch):
         password = SECRET

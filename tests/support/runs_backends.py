@@ -25,7 +25,7 @@ from tests.faults.everything import bits, leaves
 from tests.plugins.numpy_backend import Linear, NumpyBackend
 from tests.support.models import loader, regression_model
 
-# An epoch has 10 batches, an update 2: what is saved behind 5 is inside an update, behind 10 at an epoch's end.
+# An epoch has 10 batches, an update 2: a save after 5 is inside an update, after 10 at an epoch's end.
 SETTINGS = {
     "max_epochs": 4,
     "learning_rate": 0.05,
@@ -37,7 +37,7 @@ SETTINGS = {
     "seed": 7,
     "device": "cpu",
 }
-# no validation is so much better than the first: the third epoch is the last, on every backend
+# no validation is enough better than the first: the third epoch is the last, on every backend
 PATIENCE = {"patience": 2, "min_delta": 1000.0}
 
 needs_jax = pytest.mark.skipif(
@@ -112,7 +112,7 @@ def make(
     background: bool = False,
     **settings: Any,
 ) -> Trainer:
-    """The same run whenever it is made on one backend.
+    """Always the same run on one backend.
 
     Args:
         folder: of its log and its checkpoints.
@@ -141,25 +141,25 @@ def make(
 
 
 def saved(folder: Path, iteration: int) -> Path:
-    """The checkpoint behind an iteration."""
+    """The checkpoint of an iteration."""
     return folder / "checkpoints" / f"{iteration:09d}-checkpoint"
 
 
 def whole_state(trainer: Trainer) -> dict[str, Any]:
-    """Everything that a checkpoint would hold, by its place and in bits."""
+    """Everything that a checkpoint would contain, by path and as bits."""
     return comparable(trainer.checkpoint_state())
 
 
 def comparable(state: Any) -> dict[str, Any]:
-    """A checkpoint's state, by its place and in bits; without what counts the events that only a resume fires."""
+    """A checkpoint's state, by path and as bits; without the count of events that only a resume fires."""
     return {path: bits(value) for path, value in leaves(state) if "EventRecorder/state/seq" not in path}
 
 
 @contextmanager
 def programs_kept() -> Iterator[None]:
-    """One thread for torch, and XLA's programs compiled once for all trainers: each would take seconds for the same.
+    """One thread for torch, and XLA programs compiled once for all trainers, which saves seconds each.
 
-    Where JAX is not installed, the first alone.
+    Without JAX, only the former.
     """
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -172,7 +172,7 @@ def programs_kept() -> Iterator[None]:
 
 @cache
 def _folder() -> str:
-    """Of this process, for all its tests."""
+    """A cache for all tests of this process."""
     folder = tempfile.mkdtemp(prefix="pulsetrain-xla-")
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
@@ -192,7 +192,7 @@ def _kept_in(folder: str) -> Iterator[None]:
     try:
         for name, value in wanted.items():
             jax.config.update(name, value)
-        compilation_cache.reset_cache()  # it looks at its folder once
+        compilation_cache.reset_cache()  # it reads its folder only once
         yield
     finally:
         for name, value in before.items():

@@ -48,7 +48,7 @@ def trainer(
     optimizer_object: Any = None,
     **settings: Any,
 ) -> Trainer:
-    """The same run whenever it is made: three epochs of ten batches, each with a validation."""
+    """Always the same run: three epochs of ten batches, each with a validation."""
     make_backend, model = MAKE[on]
     return Trainer(
         model(torch_model().state_dict()),
@@ -63,5 +63,5 @@ def trainer(
 
 
 def state_of(run: Trainer) -> dict[str, Any]:
-    """Weights and optimizer state, in bits."""
+    """Weights and optimizer state, as bits."""
     return bits(run.backend, run.model_state)

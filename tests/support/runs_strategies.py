@@ -37,8 +37,8 @@ needs_gymnasium = pytest.mark.skipif(find_spec("gymnasium") is None, reason="gym
 
 VOCABULARY, END, WIDTH = 12, 0, 16
 PROMPTS = [[3, 4], [5], [6, 7, 8], [9], [10, 3], [4]]
-NEW_TOKENS, LENGTH = 5, 9  # of a text behind its prompt, and of all rows: programs are compiled for one shape
-# a rate at which a policy goes further than target_kl in some rollouts, and not in others
+NEW_TOKENS, LENGTH = 5, 9  # of a text after its prompt, and of all rows: programs are compiled for one shape
+# a rate at which a policy exceeds target_kl in some rollouts, and not in others
 SETTINGS = {"max_epochs": 2, "learning_rate": 0.02, "clip_grad_norm": 1.0, "log_every_n_steps": 3, "seed": 7}
 
 TORCH, FUNCTIONAL, JAX = "torch", "torch-functional", "jax"
@@ -53,7 +53,7 @@ MAKE_BACKEND: dict[str, Callable[[], Any]] = {
 
 
 class ActorCritic(nn.Module):
-    """Of CartPole's four numbers."""
+    """A policy and a value of CartPole's four numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,11 +66,11 @@ class ActorCritic(nn.Module):
 
 
 def language_model(dropout: float = 0.0) -> ByteGPT:
-    """The demo's, at its smallest."""
+    """The model of the demo, at its smallest."""
     torch.manual_seed(2)
     model = ByteGPT(layers=1, width=WIDTH, heads=2, context=32, vocabulary=VOCABULARY, dropout=dropout)
     with torch.no_grad():
-        model.head.weight.mul_(20.0)  # else all tokens are as likely as each other
+        model.head.weight.mul_(20.0)  # otherwise all tokens are equally likely
     return model
 
 
@@ -95,7 +95,7 @@ def jax_language_model(values: bool = False) -> tuple[Any, dict[str, Any]]:
 
     shapes = {"table": (VOCABULARY, WIDTH), "mix": (WIDTH, WIDTH), "head": (WIDTH, VOCABULARY)}
     weights = _weights(**shapes, **({"value": (WIDTH,)} if values else {}))
-    return net, {**weights, "table": 4 * weights["table"]}  # its policy, too, goes further than target_kl at first
+    return net, {**weights, "table": 4 * weights["table"]}  # its policy also exceeds target_kl at first
 
 
 def jax_actor_critic() -> tuple[Any, dict[str, Any]]:
@@ -145,7 +145,7 @@ def packed() -> list[dict[str, Tensor]]:
 
 
 def windows() -> list[Tensor]:
-    """Five batches of two windows of a text, in which a document ends here and there."""
+    """Five batches of two windows of a text, in which some documents end."""
     draw = torch.Generator().manual_seed(1)
     return [torch.randint(0, 5, (2, LENGTH), generator=draw) for _ in range(5)]
 
@@ -168,14 +168,14 @@ def _stored() -> list[dict[str, Tensor]]:
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """What is trained: a strategy, its data, and models for torch and JAX."""
+    """A training task: a strategy, its data, and models for torch and JAX."""
 
     name: str
     strategy: Callable[[], Any]
     data: Callable[[], Any]
     model: Callable[[], nn.Module]
     jax_model: Callable[[], Any]
-    cuts: tuple[int, ...]  # iterations behind which runs are cut off
+    cuts: tuple[int, ...]  # iterations after which runs are interrupted
     settings: Mapping[str, Any] = field(default_factory=dict)
     metric: str = "val/loss"
 
@@ -196,8 +196,8 @@ def text_rollouts(prompts_per_rollout: int, judge: Callable[..., Any] = reward) 
     )  # fmt: skip
 
 
-# An epoch has 5 batches; of two accumulated, what is cut behind 3 is inside an update, and behind 5 at an epoch's end.
-# A rollout has 4: 2 batches, twice. It is cut inside its first epoch (5), between both (6), at its end (8).
+# An epoch has 5 batches; with two accumulated, 3 is inside an update, and 5 at an epoch's end.
+# A rollout has 4: 2 batches, twice. Runs are interrupted inside its first epoch (5), between both (6), at its end (8).
 PRETRAIN = Task(
     "pretrain", lambda: PretrainStrategy(separator=0), windows, _dropping_out, jax_language_model, cuts=(2, 5)
 )
@@ -236,7 +236,7 @@ GROUPS = Task(
     language_model,
     jax_language_model,
     cuts=(3, 5, 6, 8),
-    settings={"max_epochs": 3, "accumulate": 3},  # updates go over the ends of rollouts
+    settings={"max_epochs": 3, "accumulate": 3},  # updates span the ends of rollouts
     metric="rollout/reward",
 )
 TASKS = (PRETRAIN, PADDED, PACKED, COPIED, STORED, CARTPOLE, TEXTS, GROUPS)
@@ -265,12 +265,12 @@ def make(
     strategy: Any = None,
     **settings: Any,
 ) -> Trainer:
-    """The same run whenever it is made.
+    """Always the same run.
 
     Args:
         folder: of its log and its checkpoints.
         handlers: in front of those that it has in any case.
-        every: when to save; by default behind each iteration.
+        every: when to save; by default after each iteration.
         model: another one; likewise data and strategy.
         settings: other ones than the task's.
     """
@@ -292,23 +292,23 @@ def make(
     )
 
 
-# ------------------------------------------------------------------------------------------------- what is left of it
+# ------------------------------------------------------------------------------------------------- comparisons
 
-TOLD = {"iteration_completed", "rollout_started", "rewards_computed", "rollout_completed", "policy_updated"}
+STEP_EVENTS = {"iteration_completed", "rollout_started", "rewards_computed", "rollout_completed", "policy_updated"}
 
 
 def differences(one: Trainer, other: Trainer) -> set[str]:
-    """What is another, apart from how often it was saved and told: who was stopped has once more."""
+    """The paths that differ, without the counts of saves and events: a resumed run has one more of each."""
     states = [whole_state(each) for each in (one, other)]
     found = {path for path in states[0] | states[1] if states[0].get(path) != states[1].get(path)}
     return found - {"counters/save", "handlers/EventRecorder/state/ord"}
 
 
-def told(folder: Path) -> list[tuple[Any, ...]]:
-    """What the log holds of rollouts and steps, floats by their digits, what was computed again once."""
+def logged_steps(folder: Path) -> list[tuple[Any, ...]]:
+    """The log's events of rollouts and steps, floats by their digits, without superseded events."""
     return [
         (event.event, event.epoch, event.iteration, repr(_without_times(event.payload)), repr(event.output))
-        for event in EventLog(folder).read(event=TOLD)
+        for event in EventLog(folder).read(event=STEP_EVENTS)
         if event.ord >= 0
     ]
 
@@ -317,8 +317,8 @@ def _without_times(payload: Any) -> Any:
     return {name: value for name, value in payload.items() if name != "seconds"} if payload else payload
 
 
-def let_go(trainer: Trainer) -> None:
-    """Of the log, which another one is to go on with."""
+def detach_recorder(trainer: Trainer) -> None:
+    """Release the log, so that a resumed run can continue it."""
     for handler in trainer.handlers:
         if isinstance(handler, EventRecorder):
             handler.detach()

@@ -11,7 +11,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 
 def optimizer_at(*rates: float, default: float | torch.Tensor | None = None) -> torch.optim.Optimizer:
-    """An SGD with one group for each rate; its default rate is the first one's unless told otherwise."""
+    """An SGD with one group for each rate; its default rate is the first one's unless given."""
     groups = [{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": rate} for rate in rates]
     return torch.optim.SGD(groups, lr=rates[0] if default is None else default, momentum=0.9)
 

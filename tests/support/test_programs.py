@@ -1,4 +1,4 @@
-"""A program forked from the warm Python is to a test what a Python that it has started is."""
+"""A program forked from the warm Python behaves like one started from nothing."""
 
 from __future__ import annotations
 
@@ -54,6 +54,6 @@ def test_a_program_that_takes_too_long_is_killed_with_its_children():
     program = Program("-c", "import os, time; os.fork(); print(flush=True); time.sleep(600)")
     program.stdout.readline()
     with pytest.raises(TimeoutError):
-        program.communicate(timeout=0.2)  # returns when nobody holds the pipes any longer
+        program.communicate(timeout=0.2)  # returns when all pipes are closed
     assert program.wait(60) == -signal.SIGKILL
     program.close()

@@ -260,7 +260,7 @@ def test_an_average_beside_that_of_a_schedule_free_optimizer_is_not_for_validati
 
 
 class PlugPulled(Exception):  # noqa: N818
-    """The plug is pulled."""
+    """Raised to interrupt a run."""
 
 
 def saving_run(folder, every, iteration):

@@ -300,7 +300,7 @@ def test_a_second_average_of_the_same_weights_in_validation_is_refused():
 
 
 class PlugPulled(Exception):  # noqa: N818
-    """The plug is pulled."""
+    """Raised to interrupt a run."""
 
 
 # 10 batches an epoch: before the start, at it, an epoch's last batch before and behind its end, before an estimate

@@ -1,4 +1,4 @@
-"""`pulsetrain completion`: what a shell offers with the script."""
+"""`pulsetrain completion`: the completions that a shell offers with the script."""
 
 from __future__ import annotations
 

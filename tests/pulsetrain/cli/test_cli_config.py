@@ -1,4 +1,4 @@
-"""`pulsetrain config`: what it prints is what the run would have, and gives the same run."""
+"""`pulsetrain config`: it prints the configuration of the run, and training from its output gives the same run."""
 
 from __future__ import annotations
 

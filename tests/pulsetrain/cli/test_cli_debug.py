@@ -57,7 +57,7 @@ def said(commands: Commands, line: str) -> str:
 
 
 class Pipe(io.StringIO):
-    """Standard input with these bytes in it."""
+    """Standard input that contains these bytes."""
 
     def __init__(self, content: bytes) -> None:
         super().__init__()
@@ -235,7 +235,7 @@ class TestPipe:
 
 
 class Terminal:
-    """A terminal on which keys are pressed."""
+    """A terminal with simulated key presses."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, commands: Commands) -> None:
         self.commands, self._monkeypatch = commands, monkeypatch

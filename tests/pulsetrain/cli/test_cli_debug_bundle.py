@@ -39,7 +39,7 @@ def planted(row: int):
 
 
 class Pipe(io.StringIO):
-    """Standard input with this text in it."""
+    """Standard input that contains this text."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def words(row: int, handlers: str) -> list[str]:
 
 
 def crash(row: int = 21, *more: str, handlers: str = HANDLERS) -> str:
-    """What the failing command says."""
+    """The output of the failing command."""
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()) as output:
         assert train(*words(row, handlers), *more) == 1
     return output.getvalue()
@@ -69,7 +69,7 @@ def debug(path: str | Path, lines: str, *more: str) -> tuple[int, str]:
 
 @pytest.fixture
 def failed(folder: Path) -> Path:
-    """A run whose row 21 is NaN; none of the first batches has it."""
+    """A run whose row 21 is NaN; the first batches do not contain it."""
     crash()
     return folder / "failed"
 

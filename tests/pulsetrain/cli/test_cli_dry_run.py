@@ -1,4 +1,4 @@
-"""`pulsetrain train --dry-run`: everything is done, and nothing is left."""
+"""`pulsetrain train --dry-run`: it runs every part and leaves no files."""
 
 from __future__ import annotations
 

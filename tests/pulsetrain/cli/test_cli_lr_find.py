@@ -1,4 +1,4 @@
-"""`pulsetrain lr-find`: what it prints, which files it leaves, and that its advice can be followed as printed."""
+"""`pulsetrain lr-find`: its output, the files it writes, and that the command it prints works as printed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pulsetrain.cli import main
 from tests.support.programs_command_line import files
 
 Streams = pytest.CaptureFixture[str]
-# few and large batches: single losses of four rows differ by more than a sweep finds
+# few and large batches: losses of four rows vary by more than a sweep can detect
 SETTINGS = ("--data.init_args.rows", "400", "--training.accumulate", "10")
 QUICK = ("--start", "1e-4", "--end", "100", "--iterations", "60", *SETTINGS)
 

@@ -1,4 +1,4 @@
-"""`pulsetrain replay`: what another early stopping would have done, and what is refused."""
+"""`pulsetrain replay`: the effect of other early stopping settings, and the input it rejects."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_a_damaged_log_is_replayed_as_far_as_it_can_be_read(
     log.write_bytes(data)
     other = record(tmp_path / "b")
     runs = ["replay", str(recorded), str(other)]
-    assert main([*runs, "--handler", "early_stopping:patience=2"]) == 2  # of the metric nothing is left
+    assert main([*runs, "--handler", "early_stopping:patience=2"]) == 2  # no value of the metric remains
     said = capsys.readouterr()
     assert f"{recorded}: damaged: events.jsonl.zst" in said.err
     assert len(said.err.splitlines()) == 2
@@ -231,7 +231,7 @@ def test_a_handler_that_would_write_into_a_run_is_rejected(
 
 
 class Writer:
-    """A handler that writes where nobody asked it to."""
+    """A handler that writes to an unexpected path."""
 
     path = "other/file"
 

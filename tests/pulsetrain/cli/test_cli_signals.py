@@ -31,7 +31,7 @@ def start(folder: Path) -> Iterator[Callable[..., Program]]:
 
 
 def wait_for(stream: Any, text: str) -> None:
-    """Read on until a line begins so; the process's end is the end of the stream."""
+    """Read until a line starts with this; the stream ends when the process ends."""
     deadline = time.monotonic() + 60
     while not (line := stream.readline()).startswith(text):
         assert line, f"it ended before it said {text!r}"

@@ -1,4 +1,4 @@
-"""`pulsetrain verify` and `pulsetrain fork` on runs that were made from a configuration."""
+"""`pulsetrain verify` and `pulsetrain fork` on runs made from a configuration."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def place(recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the run "a" in it, where the process stands."""
+    """The current folder, which contains the run "a"."""
     shutil.copytree(recorded / "a", tmp_path / "a")
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -203,6 +203,6 @@ def test_a_fork_of_a_fork_counts_as_the_fork_does(place: Path):
     assert main(["fork", "b", "--at", "16", "--into", "c", "--skip-batches", "18", "--train"]) == 0
     older, newer = fingerprints("b")[8:], fingerprints("c")  # both after iteration 16
     assert newer[0] == older[0]
-    assert newer[1] == older[2]  # the fork's 18th is gone
+    assert newer[1] == older[2]  # the fork has no 18th
     config = yaml.safe_load((place / "c" / "config.yaml").read_text())
     assert config["training"]["skip_batches"] == [[12, 13], [20, 20]]

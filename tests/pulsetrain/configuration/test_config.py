@@ -1,4 +1,4 @@
-"""TrainingConfig: its rules and its documentation; and configuration files: reading, overriding, comparing."""
+"""TrainingConfig, its rules and its documentation; reading, overriding and comparing configuration files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`pulsetrain export`: its files are read back by the tools that they are for."""
+"""`pulsetrain export`: the tools that its files are made for read them back."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MS = 1_000_000
 
 
 class Run:
-    """Writes a log in which an event comes each millisecond."""
+    """Writes a log with one event per millisecond."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.log = folder, LogWriter(folder / "events")
@@ -94,7 +94,7 @@ def trace_of(run: Path, path: Path) -> list[dict[str, Any]]:
 
 
 def slices_of(events: list[dict[str, Any]]) -> dict[str, list[tuple[str, float, float]]]:
-    """Name, start and end in ms of each slice by its track; every one has to end, and what begins later ends first."""
+    """Name, start and end in ms of each slice by its track; every slice must end, and slices must nest."""
     tracks = {each["tid"]: each["args"]["name"] for each in events if each["name"] == "thread_name"}
     lasting, found = defaultdict(list), defaultdict(list)
     for each in events:
@@ -131,7 +131,7 @@ class TestPerfetto:
         assert counters["train/loss"] == [1.0, 0.5, 0.25]
         assert counters["grad_norm"] == [0.5, 1.0, 1.5, 2.0]
         assert counters["learning_rate"] == [0.1]
-        assert counters["val/loss"] == [0.0, 3.0, 1.5]  # the epoch's repetition is left out
+        assert counters["val/loss"] == [0.0, 3.0, 1.5]  # without the repetition of the epoch
 
     def test_other_events_are_instants_with_their_payload(self, run, tmp_path):
         instants = [each for each in trace_of(run, tmp_path / "trace.json") if each["ph"] == "i"]
@@ -253,32 +253,32 @@ class TestRollouts:
         run = Run(tmp_path / "run").add("started").add("epoch_started", 1)
         known: dict[str, float] = {}
 
-        def told(event: str, n: int, **metrics: float) -> None:
+        def record(event: str, n: int, **metrics: float) -> None:
             named = {name.replace("__", "/"): value for name, value in metrics.items()}
             known.update(named)
             run.add(event, 1, n, payload={"metrics": named}, metrics={**known})
 
         for n, returns in ((0, {"rollout__return": 7.0}), (1, {})):
             run.add("rollout_started", 1, n).add("rewards_computed", 1, n, payload={"mean": 0.5, "count": 3})
-            told("rollout_completed", n, rollout__reward=0.5 + n, **returns)
+            record("rollout_completed", n, rollout__reward=0.5 + n, **returns)
             run.iterations(1, n + 1, n + 1)
-            told("policy_updated", n + 1, policy__kl=0.25 + n)
-        told("validation_completed", 2, val__loss=3.0)
+            record("policy_updated", n + 1, policy__kl=0.25 + n)
+        record("validation_completed", 2, val__loss=3.0)
         return run.add("epoch_completed", 1, 2, metrics={**known}).add("completed", 1, 2).end()
 
     def test_each_event_exports_only_what_it_measured(self, run):
         sources = FirstSources()
-        told = [(event.event, sources.scalars(event, "trainer")) for event in EventLog(run).read()]
-        assert [scalars for event, scalars in told if event == "rollout_completed"] == [
+        exported = [(event.event, sources.scalars(event, "trainer")) for event in EventLog(run).read()]
+        assert [scalars for event, scalars in exported if event == "rollout_completed"] == [
             {"rollout/reward": 0.5, "rollout/return": 7.0},
             {"rollout/reward": 1.5},
         ]
-        assert [scalars for event, scalars in told if event == "policy_updated"] == [
+        assert [scalars for event, scalars in exported if event == "policy_updated"] == [
             {"policy/kl": 0.25},
             {"policy/kl": 1.25},
         ]
-        assert [scalars for event, scalars in told if event == "validation_completed"] == [{"val/loss": 3.0}]
-        assert [scalars for event, scalars in told if event == "epoch_completed"] == [{}]
+        assert [scalars for event, scalars in exported if event == "validation_completed"] == [{"val/loss": 3.0}]
+        assert [scalars for event, scalars in exported if event == "epoch_completed"] == [{}]
 
     def test_metrics_computed_by_receivers_are_exported_with_each_validation(self):
         sources = FirstSources()

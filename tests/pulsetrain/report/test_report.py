@@ -1,4 +1,4 @@
-"""`pulsetrain report`: curves that keep their extremes, timelines, and the figure."""
+"""`pulsetrain report`: curves that preserve extremes, timelines, and the figure."""
 
 from __future__ import annotations
 
@@ -126,8 +126,8 @@ class TestRecord:
 
     def test_rollouts_are_curves_and_marks(self, tmp_path):
         run = Run(tmp_path)
-        for n, told in enumerate([{}, {"rollout/return": 2.5}]):
-            run.add("rollout_completed", n, payload={"metrics": {"rollout/reward": 0.5, **told}, "seconds": 1.0})
+        for n, returns in enumerate([{}, {"rollout/return": 2.5}]):
+            run.add("rollout_completed", n, payload={"metrics": {"rollout/reward": 0.5, **returns}, "seconds": 1.0})
             run.step(n + 1, 1.0)
             run.add("policy_updated", n + 1, payload={"metrics": {"policy/kl": 0.25}})
         found = record(run.end())

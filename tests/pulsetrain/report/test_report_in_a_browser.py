@@ -80,7 +80,7 @@ def until(browser: Any, true: Callable[[], Any]) -> Any:
 
 
 def over(browser: Any, subplot: str, right: float) -> Any:
-    """The mouse over a part of a panel, so far from its left edge."""
+    """Move the mouse over a panel, to this distance from its left edge."""
     panel = browser.find_element("css selector", f".nsewdrag[data-subplot={subplot}]")
     browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", panel)
     at = int(panel.rect["width"] * (right - 0.5))
@@ -95,7 +95,7 @@ def hovered(browser: Any) -> str:
 
 
 def opacities(browser: Any) -> list[str]:
-    """Of the lines of the panel with each iteration's loss, as they are drawn."""
+    """The lines of the panel with each iteration's loss, as they are drawn."""
     script = "return [...document.querySelectorAll('.subplot.x2y2 .scatterlayer .trace')].map(e => e.style.opacity)"
     return browser.execute_script(script)
 

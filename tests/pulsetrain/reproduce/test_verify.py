@@ -91,7 +91,7 @@ def test_a_function_that_takes_a_folder_gets_a_temporary_one(run: Path):
 
 
 class Swapped(torch.utils.data.Dataset):
-    """Two rows have changed places."""
+    """Two rows have been swapped."""
 
     def __init__(self) -> None:
         self.rows = pairs()
@@ -211,7 +211,7 @@ def test_a_flipped_bit_in_weights_with_recomputed_digests_is_found(run: Path):
 
 
 class Dot(torch.nn.Module):
-    """A long sum, which threads share."""
+    """A long sum that is split among threads."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Calling train() again: behind a pause, an end, an error or a bound, and behind a loaded checkpoint."""
+"""Calling train() again: after a pause, an end, an error or a bound, and after a loaded checkpoint."""
 
 from __future__ import annotations
 
@@ -254,7 +254,7 @@ def test_the_norm_is_measured_only_when_a_filtered_receiver_is_due(monkeypatch: 
     monkeypatch.setattr(module, "grad_norm", lambda ps: (measured.append(run.state.update + 1), real(ps))[1])
     run.add_event_handler(Events.GRADIENTS_READY(every=5), lambda engine: None)
     run.train()
-    assert measured == [1, 5, 10]  # the first finds out when the next is due
+    assert measured == [1, 5, 10]  # the first call determines when the next is due
 
 
 def test_ignites_handlers_read_a_step_as_a_mapping():
@@ -313,7 +313,7 @@ def test_a_second_runs_history_is_another_object():
 def test_a_run_killed_at_its_very_end_ends_alike_when_resumed(bound: dict[str, int], tmp_path: Path):
     def make(folder: Path) -> Trainer:
         checkpointer = Checkpointer(folder, every=Every(iterations=1), at_end=False)
-        shuffled = loader(12, shuffle=True)  # its order is drawn: the generators have to be as they were
+        shuffled = loader(12, shuffle=True)  # its order is random: the generators have to be restored
         return trainer({**bound, "validate_every": None}, val_loader=shuffled, handlers=[checkpointer])
 
     whole = make(tmp_path / "whole")

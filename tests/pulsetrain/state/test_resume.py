@@ -1,4 +1,4 @@
-"""A run cut off anywhere and gone on with ends with the weights of the run that was never cut, to the bit."""
+"""A run interrupted anywhere and resumed ends with bit for bit the weights of the uninterrupted run."""
 
 from __future__ import annotations
 
@@ -168,11 +168,11 @@ def test_ignites_state_dict_stays_three_keys():
     assert set(trainer().state_dict()) == {"epoch_length", "iteration", "max_epochs"}
 
 
-def told(logs: list[Any], start: str) -> list[Any]:
+def warnings_starting(logs: list[Any], start: str) -> list[Any]:
     return [entry["differences"] for entry in logs if entry["event"].startswith(start)]
 
 
-STEADY = {"schedule": "constant", "warmup_steps": 0}  # fits a run of any length
+STEADY = {"schedule": "constant", "warmup_steps": 0}  # suits a run of any length
 
 
 def test_a_changed_environment_is_reported(tmp_path: Path):
@@ -185,7 +185,7 @@ def test_a_changed_environment_is_reported(tmp_path: Path):
             run.train(resume="latest")
     finally:
         torch.set_num_threads(threads)
-    assert told(logs, "the environment differs") == [[f"threads: {threads} -> {threads + 1}"]]
+    assert warnings_starting(logs, "the environment differs") == [[f"threads: {threads} -> {threads + 1}"]]
     assert run.made_with.environment_changes == [f"threads: {threads} -> {threads + 1}"]
 
 
@@ -193,15 +193,15 @@ def test_changed_settings_are_reported_unless_the_run_only_gets_longer(tmp_path:
     resumable_run(tmp_path, config={**STEADY, "max_epochs": 1}).train()
     with structlog.testing.capture_logs() as logs:
         resumable_run(tmp_path, config={**STEADY, "max_epochs": 2}).train(resume="latest")
-    assert not told(logs, "the run resumes with other settings")
-    assert not told(logs, "the environment differs")
+    assert not warnings_starting(logs, "the run resumes with other settings")
+    assert not warnings_starting(logs, "the environment differs")
     with structlog.testing.capture_logs() as logs:
         resumable_run(tmp_path, config={**STEADY, "max_epochs": 3, "clip_grad_norm": 2.0}).train(resume="latest")
-    assert told(logs, "the run resumes with other settings") == [["clip_grad_norm: 1.0 -> 2.0"]]
+    assert warnings_starting(logs, "the run resumes with other settings") == [["clip_grad_norm: 1.0 -> 2.0"]]
 
 
 class Counting:
-    """Listens by its own methods and holds progress, in nobody's list of handlers."""
+    """Subscribes its own methods and keeps progress, without being in a list of handlers."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []

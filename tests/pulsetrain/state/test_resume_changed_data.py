@@ -1,4 +1,4 @@
-"""A run that goes on over other data than before: what is told, what is refused, and where it goes on."""
+"""Resuming on changed data: what is reported, what is rejected, and where the run continues."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.support.runs import cut_after
 
 
 class Sized(Augmented):
-    """As many rows as asked for, each of which knows its number."""
+    """A given number of rows, each of which contains its number."""
 
     def __init__(self, rows: int = ROWS) -> None:
         super().__init__()
@@ -50,8 +50,8 @@ def sized(rows: int = ROWS, batch_size: int = BATCH_SIZE, kind: Callable[..., An
     return kind(Sized(rows), **{"batch_size": batch_size, "shuffle": True, **options})
 
 
-def goes_on(data: Any, folder: Path) -> tuple[Trainer, list[int], list[list[str]]]:
-    """The run, the iterations at its epochs' ends, and how its data is told to differ."""
+def resume_on(data: Any, folder: Path) -> tuple[Trainer, list[int], list[list[str]]]:
+    """The run, the iterations at its epochs' ends, and the reported differences of its data."""
     run = make(data, folder)
     ends: list[int] = []
     run.add_event_handler(Events.EPOCH_COMPLETED, lambda engine: ends.append(engine.state.iteration))
@@ -63,7 +63,7 @@ def goes_on(data: Any, folder: Path) -> tuple[Trainer, list[int], list[list[str]
 def test_the_same_data_is_not_reported(tmp_path: Path):
     for name in ("draws", "batch_sampler", "subclass", "stream", "generating", "list", "state of its own"):
         cut(LOADERS[name](), tmp_path / name, 17)
-        assert goes_on(LOADERS[name](), tmp_path / name)[1:] == ([20, 30], [])
+        assert resume_on(LOADERS[name](), tmp_path / name)[1:] == ([20, 30], [])
 
 
 @pytest.mark.parametrize(
@@ -76,9 +76,9 @@ def test_inside_a_pass_batches_of_another_size_continue_after_the_samples_alread
     cut(before, tmp_path, 17)
     given = before.dataset.read[-7 * BATCH_SIZE :]
     after = sized(batch_size=batch_size, drop_last=drop_last)
-    run, epochs, told = goes_on(after, tmp_path)
+    run, epochs, reported = resume_on(after, tmp_path)
     batches = ROWS // batch_size
-    assert told == [[f"batches: 10 -> {batches}", f"batch_size: 4 -> {batch_size}"]]
+    assert reported == [[f"batches: 10 -> {batches}", f"batch_size: 4 -> {batch_size}"]]
     assert (epochs, run.state.epoch, run.state.epoch_length) == (ends, 3, batches)
     rest = after.dataset.read[: ROWS - len(given)]
     assert sorted(given + rest) == list(range(ROWS))  # no sample of the pass twice, none left out
@@ -93,8 +93,8 @@ def test_a_run_resumed_with_another_batch_size_can_be_interrupted_again(tmp_path
     )
     run.train(resume="latest")
     data = sized(batch_size=8)
-    run, ends, told = goes_on(data, tmp_path)
-    assert (ends, told) == ([19, 24], [])
+    run, ends, reported = resume_on(data, tmp_path)
+    assert (ends, reported) == ([19, 24], [])
     assert len(data.dataset.read) == ROWS - 7 * BATCH_SIZE - 8 + ROWS
 
 
@@ -141,11 +141,11 @@ def test_between_two_epochs_the_next_starts_a_pass_over_the_new_data(name: str, 
     with pytest.raises(KeyboardInterrupt):
         run.train()
     data = others_of_a_length(rows)[name]
-    run, ends, (told,) = goes_on(data, tmp_path)
+    run, ends, (reported,) = resume_on(data, tmp_path)
     last = 20 + rows // BATCH_SIZE
     assert ends == ([20, last] if every == "the last batch" else [last])
     assert (run.state.iteration, run.state.epoch_length) == (last, rows // BATCH_SIZE)
-    assert f"batches: 10 -> {rows // BATCH_SIZE}" in told
+    assert f"batches: 10 -> {rows // BATCH_SIZE}" in reported
     if name in ("draws", "batch_sampler", "subclass"):
         assert sorted(data.dataset.read) == list(range(rows))  # one whole pass
 
@@ -153,8 +153,8 @@ def test_between_two_epochs_the_next_starts_a_pass_over_the_new_data(name: str, 
 @pytest.mark.parametrize("name", ["subclass", "list"])
 def test_inside_a_pass_a_loader_that_is_read_again_skips_as_many_batches(name: str, tmp_path: Path):
     cut(others_of_a_length(ROWS)[name], tmp_path, 17)
-    run, ends, (told,) = goes_on(others_of_a_length(80)[name], tmp_path)
-    assert "batches: 10 -> 20" in told
+    run, ends, (reported,) = resume_on(others_of_a_length(80)[name], tmp_path)
+    assert "batches: 10 -> 20" in reported
     assert (ends, run.state.epoch_length) == ([30, 50], 20)
     fewer = make(others_of_a_length(20)[name], tmp_path)
     with pytest.raises(CheckpointError, match="the checkpoint is 7 batches inside an epoch, which has fewer now"):
@@ -163,7 +163,7 @@ def test_inside_a_pass_a_loader_that_is_read_again_skips_as_many_batches(name: s
 
 def test_another_kind_of_loader_is_reported_or_rejected(tmp_path: Path):
     cut(sized(), tmp_path, 17)
-    assert goes_on(sized(kind=Subclass), tmp_path)[2] == [["loader: DataLoader -> Subclass", "samples: 40 -> None"]]
+    assert resume_on(sized(kind=Subclass), tmp_path)[2] == [["loader: DataLoader -> Subclass", "samples: 40 -> None"]]
     cut(sized(kind=Subclass), tmp_path / "back", 17)
     with pytest.raises(CheckpointError, match="loader: Subclass -> DataLoader"):
         make(sized(), tmp_path / "back").train(resume="latest")

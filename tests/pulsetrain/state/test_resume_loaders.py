@@ -1,4 +1,4 @@
-"""A run cut in the middle of an epoch and gone on with ends as the uncut one, whatever gives it its batches."""
+"""A run interrupted inside an epoch and resumed ends like the uninterrupted one, with every kind of loader."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[
 
 
 # a pass has 10 batches (13 of 3, 7 of 6): in the first pass, at its end, and in a later one; the first without workers
-# alone, which are begun anew in any pass that is gone on with
+# only, which are restarted in any resumed pass
 @pytest.mark.parametrize(
     ("name", "iteration"),
     [(name, iteration) for name in LOADERS for iteration in (4, 10, 17) if iteration != 4 or "worker" not in name],
@@ -91,12 +91,12 @@ def reread(logs: list[Any]) -> list[tuple[str, int]]:
     return [(entry["loader"], entry["batches"]) for entry in logs if "read again" in entry["event"]]
 
 
-@pytest.mark.parametrize(("name", "told"), [("subclass", [("Subclass", 7)]), ("list", []), ("draws", [])])
-def test_reading_a_pass_again_is_reported(name: str, told: list[tuple[str, int]], tmp_path: Path):
+@pytest.mark.parametrize(("name", "reported"), [("subclass", [("Subclass", 7)]), ("list", []), ("draws", [])])
+def test_reading_a_pass_again_is_reported(name: str, reported: list[tuple[str, int]], tmp_path: Path):
     cut(LOADERS[name](), tmp_path, 17)
     with structlog.testing.capture_logs() as logs:
         resumed(LOADERS[name](), tmp_path)
-    assert reread(logs) == told
+    assert reread(logs) == reported
 
 
 @pytest.mark.parametrize("event", [Events.GET_BATCH_COMPLETED, Events.ITERATION_STARTED])
@@ -105,7 +105,7 @@ def test_a_batch_that_was_read_but_not_trained_on_is_repeated(
     name: str, event: Events, tmp_path: Path, whole_run: Callable[[str], dict[str, Any]]
 ):
     expected = whole_run(name)
-    for stop in (17, 25):  # the second time behind a resume
+    for stop in (17, 25):  # the second time after a resume
         run = make(LOADERS[name](), tmp_path, Every(epochs=100))
         run.handlers[0].detach()
         run.handlers[0].at_end = True

@@ -1,4 +1,4 @@
-"""The states of strategies, handlers and generators go on with a run, or are refused before anything is loaded."""
+"""The states of strategies, handlers and generators are resumed, or rejected before anything is loaded."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Warming(SupervisedStrategy):
 
 
 class WarmingModule(nn.Module):
-    """The same, in a buffer that is loaded in place."""
+    """The same count, in a buffer that is loaded in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class Averaging:
 
 
 class Refusing(Averaging):
-    """Takes no negative sum."""
+    """Rejects a negative sum."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)

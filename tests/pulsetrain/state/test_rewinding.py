@@ -1,4 +1,4 @@
-"""Runs that go back to a checkpoint: which one, what they leave out, and what a resume and a proof make of them."""
+"""Rewinding to a checkpoint: to which one, which batches are left out, and how such runs resume and verify."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def saver(folder: Path, every: int = 3, keep_last: int = 20, **options: Any) -> 
 
 
 def going_back(trainer: Trainer, *when: tuple[int, int, int]) -> Trainer:
-    """Each once: at an iteration, the first and the last one that is left out."""
+    """Rewinds once per entry: at an iteration, leaving out the batches from the first to the last given."""
     left = list(when)
 
     def act(engine: Any) -> None:
         if left and engine.state.iteration == left[0][0]:
-            engine.rewind(*left.pop(0)[1:], "told to")
+            engine.rewind(*left.pop(0)[1:], "requested")
 
     trainer.add_event_handler(Events.ITERATION_COMPLETED, act)
     return trainer
@@ -112,7 +112,7 @@ def test_a_checkpointer_that_keeps_too_few_is_warned_about(tmp_path: Path) -> No
 
     @trainer.on(Events.ITERATION_COMPLETED(once=9))
     def back(engine: Any) -> None:
-        engine.rewind(5, 5, "told to")
+        engine.rewind(5, 5, "requested")
 
     with pytest.raises(CheckpointError, match=r"kept was made after iteration 8; look more often, or raise keep_last"):
         trainer.train()

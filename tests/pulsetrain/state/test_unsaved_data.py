@@ -1,4 +1,4 @@
-"""What a checkpoint cannot hold of the data is told when a run starts: data read once or with generators of its own."""
+"""A run warns at its start about data that a checkpoint cannot capture: read once, or with its own generators."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ PAIRS = pairs()
 
 
 class Noisy(Dataset[Any]):
-    """Holds what its attributes say."""
+    """Has the given attributes."""
 
     def __init__(self, **attributes: Any) -> None:
         vars(self).update(attributes)
@@ -90,7 +90,7 @@ class Jitter:
 
 
 class Own(DataLoader[Any]):
-    """Is not taken over."""
+    """A subclass, which is not rebuilt."""
 
 
 def generator_warnings(data: Any, folder: Path) -> list[str]:

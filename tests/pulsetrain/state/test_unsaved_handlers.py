@@ -1,4 +1,4 @@
-"""What a checkpoint cannot hold is told when a run starts: handlers without a state or half of one, objects that
+"""A run warns at its start about what a checkpoint cannot capture: handlers without a state or half of one, objects that
 functions reach.
 """
 
@@ -24,7 +24,7 @@ from tests.support.runs import cut_after, saving_run, warnings_of
 
 
 class Handler:
-    """A user's: hears by one of its methods."""
+    """A user's handler, subscribed by one of its methods."""
 
     def attach(self, engine: Any) -> Self:
         self.handles = [engine.add_event_handler(Events.ITERATION_COMPLETED, self.look)]
@@ -54,7 +54,7 @@ class Slotted:
 
 
 class Saved(Handler):
-    """Has a state, of any kind."""
+    """Has a state of any type."""
 
     def __init__(self, state: Any) -> None:
         self.state, self.calls = state, 0
@@ -93,7 +93,7 @@ class SavedCounting(Counting):
 
 
 class Called(SavedCounting):
-    """Hears by being called."""
+    """Subscribed as a callable."""
 
     def __call__(self, engine: Any) -> None:
         self.steps += 1
@@ -227,7 +227,7 @@ def test_a_state_dict_that_raises_is_named(tmp_path: Path):
     assert any("Failing.state_dict()" in note for note in caught.value.__notes__)
 
 
-# ----------------------------------------------------------------------------------------- what is saved
+# ----------------------------------------------------------------------------------------- saved state
 
 
 @pytest.mark.parametrize("callback", [True, False], ids=["a callback", "a callable"])

@@ -1,4 +1,4 @@
-"""Of the model, the strategy, the data and the optimizer: numbers that change without being saved are told at the save,
+"""The model, strategy, data and optimizer: numbers that change without being saved are reported at the first save,
 states that no checkpoint can hold end the run before its first batch.
 """
 
@@ -136,4 +136,4 @@ def test_what_no_checkpoint_can_hold_ends_the_run_before_its_first_batch(part: s
         run.train()
     assert str(caught.value).startswith(f"checkpoint{part}: set: could not be loaded again")
     assert run.state.iteration == 0
-    saving_run(None, **made()).train()  # who saves nothing is not bothered
+    saving_run(None, **made()).train()  # no warning without a checkpointer

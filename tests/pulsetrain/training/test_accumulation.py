@@ -95,7 +95,7 @@ def test_a_window_keeps_its_gradients_in_one_place():
 
     def note(engine: Trainer) -> None:
         grads = [p.grad for p in engine.model.parameters()]
-        if grads[0] is not None:  # behind an update they are gone
+        if grads[0] is not None:  # after an update they are None
             places.append(tuple(grad.data_ptr() for grad in grads))
 
     run.add_event_handler(Events.ITERATION_COMPLETED, note)
@@ -192,7 +192,7 @@ def padded(rows: int, length: int, ignored: int, seed: int) -> tuple[torch.Tenso
 
 
 def test_ignored_targets_do_not_weigh_in_accumulation_history_and_validation():
-    parts = [padded(2, 5, 7, 0), padded(2, 5, 1, 1), padded(2, 5, 10, 2)]  # of the last nothing counts
+    parts = [padded(2, 5, 7, 0), padded(2, 5, 1, 1), padded(2, 5, 10, 2)]  # the last batch has weight zero
     whole = [tuple(torch.cat(each) for each in zip(*parts[:2], strict=True))]
     split_run = trainer(
         {"max_updates": 1, "accumulate": 2, "learning_rate": 1.0},

@@ -1,4 +1,4 @@
-"""Epochs of a trainer from a state that is given: what is taken over, what stays, what is refused."""
+"""Epochs of a trainer from a given state: what is adopted, what stays, and what is rejected."""
 
 from dataclasses import replace
 
@@ -26,7 +26,7 @@ def _programs_kept():
 
 
 def make(on, handlers=(), data=None, **settings):
-    """A trainer on values, or one in place."""
+    """A by-value trainer, or an in-place one."""
     if on != "in place":
         return trainer(on, handlers, data, **settings)
     return Trainer(
@@ -46,7 +46,7 @@ def in_bits(run, state):
     return {path: leaf.numpy().tobytes() if isinstance(leaf, torch.Tensor) else leaf for path, leaf in parts.items()}
 
 
-# ---------------------------------------------------------------------------------------------------- what is taken
+# ---------------------------------------------------------------------------------------------------- adopted state
 
 
 @each_backend
@@ -54,11 +54,13 @@ def test_the_rate_of_the_state_is_the_epochs(on):
     run = make(on, schedule=None)
     start = run.model_state
     usual = in_bits(run, run.train_epoch(model_state=start))
-    told = []
-    run.add_event_handler(Events.OPTIMIZER_STEP_COMPLETED, lambda e, event: told.extend(event.payload.learning_rates))
+    reported = []
+    run.add_event_handler(
+        Events.OPTIMIZER_STEP_COMPLETED, lambda e, event: reported.extend(event.payload.learning_rates)
+    )
     slow = replace(start, metadata={**start.metadata, "learning_rate": 0.001})
     last = run.train_epoch(model_state=slow)
-    assert told == [0.001] * 10
+    assert reported == [0.001] * 10
     assert last.metadata["learning_rate"] == 0.001
     assert run.backend.learning_rate(last.optimizer) == pytest.approx(0.001)
     assert in_bits(run, last) != usual
@@ -68,19 +70,19 @@ def test_the_rate_of_the_state_is_the_epochs(on):
 @each_backend
 def test_the_reported_rates_of_a_state_with_a_schedule_are_those_of_its_updates(on):
     run, schedule = make(on, schedule=None), Cosine(initial_lr=0.1, total_steps=10)
-    told, used = [], []
+    reported, used = [], []
 
     @run.on(Events.OPTIMIZER_STEP_COMPLETED)
     def follow(engine, event):
-        told.extend(event.payload.learning_rates)
+        reported.extend(event.payload.learning_rates)
         used.append(run.backend.learning_rate(run.model_store._state.optimizer))
 
     state = run.model_state
     run.train_epoch(model_state=replace(state, metadata={**state.metadata, "schedule": schedule}))
     expected = [schedule.get_lr(update) for update in range(10)]
-    assert told == expected
+    assert reported == expected
     assert used == pytest.approx(expected)
-    assert len(set(told)) == 10
+    assert len(set(reported)) == 10
 
 
 @each_backend
@@ -114,7 +116,7 @@ def test_accumulated_gradients_are_not_carried_to_another_state(on):
     assert found[0] == found[1] == found[2] != in_bits(run, start)
 
 
-# ------------------------------------------------------------------------------------------------- what is refused
+# ------------------------------------------------------------------------------------------------- rejected state
 
 
 def surplus(on, state):

@@ -1,4 +1,4 @@
-"""How often a run in JAX is compiled: once for training and once for evaluation, whoever listens.
+"""How often a run in JAX is compiled: once for training and once for evaluation, with any handlers.
 
 Counted by the backend, which counts what is traced; by the caches of the compiled functions; and by what JAX itself
 reports of its compiler.
@@ -103,7 +103,7 @@ def test_settings(settings, expected, compiled):
     [
         (lambda folder: ReduceLROnPlateau(patience=1), ONCE),
         (lambda folder: LRFinder(iterations=20), ONCE),  # its steps are the trainer's
-        (EventRecorder, IN_PARTS),  # it hears GRADIENTS_READY: an update is in three parts then
+        (EventRecorder, IN_PARTS),  # it subscribes to GRADIENTS_READY: an update then has three parts
     ],
     ids=["plateau", "lr finder", "recorder"],
 )

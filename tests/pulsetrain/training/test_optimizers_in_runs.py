@@ -1,4 +1,4 @@
-"""Optimizers with habits of their own, in a run: exact resume, and validation on the weights that count."""
+"""Unusual optimizers in a run: exact resume, and validation on the averaged weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The step in place makes no tensor that the loop written by hand does not make."""
+"""The in-place step creates no tensor that a hand-written loop does not create."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def optimizer(request: pytest.FixtureRequest) -> MakeOptimizer:
 
 
 def made_by_hand(optimizer: MakeOptimizer, max_norm: float | None) -> Counter[tuple[str, int]]:
-    """Over the last three steps: the first make the optimizer's state."""
+    """Over the last three steps: the first ones create the optimizer's state."""
     module = model().train()
     steps = optimizer(module.parameters())
     watch = Made()

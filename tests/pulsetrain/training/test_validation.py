@@ -38,7 +38,7 @@ def evaluation(bus: EventBus | None = None, trainer_name: str = "trainer") -> Ev
 
 
 class Stream(IterableDataset[Any]):
-    """Says nothing of its length; gives nothing."""
+    """An empty iterable without a length."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter(())
@@ -318,7 +318,7 @@ def test_a_window_found_by_the_old_counter_is_not_used_for_the_new_one():
     run.register_events(*Rollout, event_to_attr={Rollout.BEGUN: "one"})
     seen: list[int] = []
     run.add_event_handler(Rollout.BEGUN(every=1000), lambda e: seen.append(e.state.two))
-    run.fire(Rollout.BEGUN)  # nobody is due before 1000 now
+    run.fire(Rollout.BEGUN)  # no receiver is due before 1000 now
     run.state.two = 1999
     run.register_events(Rollout.BEGUN, event_to_attr={Rollout.BEGUN: "two"})
     run.fire(Rollout.BEGUN)
