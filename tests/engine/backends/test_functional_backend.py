@@ -111,7 +111,7 @@ def test_no_value_of_a_state_hangs_on_a_graph():
     assert not any(tensor.requires_grad for tensor in tensors)
 
 
-def test_clipping_bounds_the_update_and_not_the_norm_that_is_told():
+def test_clipping_bounds_the_update_and_not_the_norm_that_is_reported():
     free, bounded = core_of(), core_of(clip_grad_norm=0.01)
     results = []
     for core in (free, bounded):

@@ -26,7 +26,7 @@ def _programs_kept():
         yield
 
 
-def test_a_function_is_told_that_it_trains_and_given_a_key():
+def test_a_function_gets_the_training_flag_and_a_key():
     def noisy(weights, inputs, key, train):
         return inputs @ weights["w"] + (jax.random.normal(key, (3,)) if train else 100.0)
 

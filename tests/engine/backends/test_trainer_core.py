@@ -106,7 +106,7 @@ def test_steps_are_pure_for_every_shape(library, rows, inputs, outputs):
 
 
 @pytest.mark.parametrize("library", ALL)
-def test_a_step_tells_loss_norm_seconds_memory_and_communication(library):
+def test_a_step_reports_loss_norm_seconds_memory_and_communication(library):
     core = core_of(library)
     state = core.init(model_of(library), "sgd", learning_rate=0.1)
     result = core.train_step(batch_of(), state)

@@ -91,7 +91,7 @@ def test_gae_of_long_rollouts_is_the_sum_back_through_time(library, often):
 
 
 @pytest.mark.parametrize("library", EVERY)
-def test_an_end_behind_the_last_step_needs_no_value_of_what_follows(library):
+def test_an_end_after_the_last_step_needs_no_value_of_what_follows(library):
     rewards, values, dones = rollout_of((5,), 0)
     dones[:] = [False, True, False, False, True]
     expected = gae_by_loop(rewards, values, dones, 0.99, 0.95)

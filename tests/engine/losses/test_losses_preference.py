@@ -175,7 +175,7 @@ def test_shapes_that_do_not_fit_are_refused_with_what_to_pass(library, logits, t
 
 
 @pytest.mark.parametrize("library", EVERY)
-def test_what_is_no_token_and_no_logit_is_refused(library):
+def test_what_is_neither_a_token_nor_a_logit_is_refused(library):
     logits, halves, ids = arrays_of(library, numpy.zeros((2, 7)), numpy.zeros(2), numpy.zeros((2, 7), "int32"))
     with pytest.raises(TypeError, match=r"token_log_probs\(tokens: .* float\d\d \(2,\)\): needs whole numbers"):
         token_log_probs(logits, halves)

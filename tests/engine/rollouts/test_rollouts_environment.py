@@ -38,7 +38,7 @@ def places(steps, first=0):
     return found[first:]
 
 
-def test_episodes_go_on_from_one_rollout_to_the_next():
+def test_episodes_continue_from_one_rollout_to_the_next():
     run, kept, _ = run_of(updates=3)
     run.train()
     for rollout, first in zip(kept, (0, 6, 12), strict=True):

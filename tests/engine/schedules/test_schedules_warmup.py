@@ -55,7 +55,7 @@ def test_after_its_warm_up_a_scheduler_begins_at_its_own_step_zero(name):
 @let_torch_warn
 @pytest.mark.parametrize("stop", [0, 2, 4, 7])
 @pytest.mark.parametrize("name", INNER)
-def test_a_warmed_scheduler_goes_on_from_its_state(name, stop):
+def test_a_warmed_scheduler_continues_from_its_state(name, stop):
     def make():
         return add_warmup(INNER[name](two_groups()), 4)
 

@@ -58,7 +58,7 @@ def test_the_first_token_of_a_document_is_predicted_from_nothing(library, dtype,
     assert strategy.prepare_batch(batch).size == (labels != IGNORED).sum() < labels.numel()
 
 
-def test_a_separator_tells_the_model_where_documents_begin():
+def test_a_separator_shows_the_model_where_documents_begin():
     tokens = torch.tensor([[3, 2, 1, 1, 2, 4], [2, 2, 3, 0, 0, 0]])
     inputs = PretrainStrategy(separator=2).prepare_batch(tokens).inputs
     assert inputs["input_ids"].tolist() == tokens[:, :-1].tolist()
@@ -128,7 +128,7 @@ def pairs_of(seed, length=LENGTH):
 
 
 def of_sides(batch, log_probs_of_tokens, average):
-    """Sums or means over each answer's tokens, of (side, row, place behind the first)."""
+    """Sums or means over each answer's tokens, of (side, row, position after the first)."""
     found = []
     for number, side in enumerate(("chosen", "rejected")):
         labels = batch[f"{side}_labels"].numpy()[:, 1:]

@@ -25,7 +25,7 @@ def tensors(dtype, **arrays):
 
 
 def steps_of(seed, dtype="float64"):
-    """A rollout in which episodes end, and some are cut off."""
+    """A rollout in which episodes end, and some are truncated."""
     generator = numpy.random.default_rng(seed)
     shape = (STEPS, ENVIRONMENTS)
     dones = generator.random(shape) < 0.3
@@ -45,7 +45,7 @@ def steps_of(seed, dtype="float64"):
 
 
 def advantages_of(rollout, gamma, lam):
-    """An environment after the other; an episode that was cut off is worth what its last observation was."""
+    """One environment after the other; the value of a truncated episode is that of its last observation."""
     found = numpy.zeros((STEPS, ENVIRONMENTS))
     for number in range(ENVIRONMENTS):
         series = {

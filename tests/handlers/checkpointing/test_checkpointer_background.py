@@ -1,4 +1,4 @@
-"""Saving beside the training: what is written, when it is announced, who waits, and what a failure costs."""
+"""Saving in the background: what is written, when it is announced, what waits, and what a failure costs."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_what_it_writes_equals_what_the_synchronous_form_writes(tmp_path: Path):
     assert [state["handlers"][0]["saved_at"] for state in written[1][0]] == [12, 12]
 
 
-def test_it_is_announced_on_the_training_thread_behind_the_iteration_in_which_the_writing_ended(tmp_path: Path):
+def test_it_is_announced_on_the_training_thread_after_the_iteration_in_which_the_writing_ended(tmp_path: Path):
     engine = SavingEngine()
     handler = in_background(engine, tmp_path, Every(iterations=4), at_end=False)
     gate = Gate(handler.manager)
@@ -174,7 +174,7 @@ def test_the_error_of_a_failing_run_hides_no_failed_save_nor_the_other_way_round
     assert "of the save" in [line.get("error") for line in logs]
 
 
-def test_what_is_saved_when_preempted_is_written_at_once_behind_the_one_under_way(tmp_path: Path):
+def test_what_is_saved_when_preempted_is_written_at_once_after_the_one_under_way(tmp_path: Path):
     engine = SavingEngine()
     handler = in_background(engine, tmp_path, Every(iterations=4))
     gate = Gate(handler.manager)
@@ -202,7 +202,7 @@ def test_a_save_by_hand_waits_and_is_written_at_once(tmp_path: Path):
     assert gate.threads == ["checkpoint", "MainThread"]
 
 
-def test_a_full_disk_costs_that_checkpoint_alone_and_its_ranking_is_taken_back(tmp_path: Path):
+def test_a_full_disk_costs_that_checkpoint_alone_and_its_ranking_is_undone(tmp_path: Path):
     engine = SavingEngine([2.0, 1.0, 3.0])
     handler = in_background(engine, tmp_path, Every(epochs=1), metric="val/loss")
     gate = Gate(handler.manager, opened=True)
@@ -244,7 +244,7 @@ def test_the_last_save_is_tried_again_at_the_end_where_it_failed(tmp_path: Path)
     assert saved(handler) == [3]
 
 
-def test_an_error_that_is_no_full_disk_ends_the_run_at_the_next_iteration(tmp_path: Path):
+def test_an_error_that_is_not_a_full_disk_ends_the_run_at_the_next_iteration(tmp_path: Path):
     engine = SavingEngine()
     handler = in_background(engine, tmp_path, Every(iterations=2))
     engine.checkpoint_state = lambda: {"handlers": {"Mine": [{3}]}}

@@ -1,4 +1,4 @@
-"""What a crash leaves behind, whatever has raised."""
+"""The bundle of a crash, whatever has raised."""
 
 import json
 from dataclasses import dataclass
@@ -69,7 +69,7 @@ def test_the_weights_table_agrees_with_torch(tmp_path):
     assert (bias["norm"], bias["infinite"]) == ("inf", 1)
 
 
-def test_the_state_of_the_optimizer_and_the_gradients_are_told(tmp_path):
+def test_the_state_of_the_optimizer_and_the_gradients_are_reported(tmp_path):
     def step(engine, batch):
         if engine.state.iteration == 2:
             raise ValueError("boom")
@@ -111,7 +111,7 @@ def test_a_handler_that_fails_before_there_is_a_batch_is_laid_to_none(event, tmp
     assert bundle.facts["missing"] == {}
 
 
-def test_a_validation_that_fails_tells_its_own_batch_and_set(tmp_path):
+def test_a_validation_that_fails_reports_its_own_batch_and_set(tmp_path):
     validation = {"clean": DataLoader(BrokenRows(), batch_size=5), "dirty": DataLoader(planted(), batch_size=5)}
     run = crashing_trainer(BrokenRows(), CrashBundle(tmp_path), validation=validation, learning_rate=1e-6)
     crashed(run.train, FloatingPointError)
@@ -317,7 +317,7 @@ def test_bad_input(arguments, message, tmp_path):
 
 
 @pytest.mark.parametrize("content", [None, b"{", b"[]"])
-def test_what_is_no_bundle_is_said(content, tmp_path):
+def test_what_is_not_a_bundle_is_said(content, tmp_path):
     if content is not None:
         (tmp_path / "bundle.json").write_bytes(content)
     with pytest.raises(RecordingError, match=r"bundle\.json"):

@@ -16,7 +16,7 @@ from tests.support.engines import make_engine
 from tests.support.runs import BrokenRows, crashing_trainer
 
 
-def test_an_anomaly_is_bundled_where_asked_for_and_the_run_goes_on(tmp_path):
+def test_an_anomaly_is_bundled_where_asked_for_and_the_run_continues(tmp_path):
     anomaly = AnomalyDetected(kind="loss_spike", value=9.0, batch_indices=(4, 2))
     for faults, count in ((["exception_raised"], 0), ([Events.ANOMALY_DETECTED], 2), (["anomaly_detected"], 2)):
         engine = make_engine()
@@ -33,7 +33,7 @@ def test_an_anomaly_is_bundled_where_asked_for_and_the_run_goes_on(tmp_path):
 
 
 def announcing(data, folder, anomaly, at=6, **loading):
-    """A trainer that tells of the anomaly behind an iteration, its bundle, and the rows of its batches by iteration."""
+    """A trainer that reports an anomaly after an iteration, its bundle, and the rows of its batches by iteration."""
     torch.manual_seed(0)
     run = Trainer(
         nn.Linear(3, 1),

@@ -1,4 +1,4 @@
-"""HangWatchdog: silence in a run is told with the stacks, and nothing else is."""
+"""HangWatchdog: silence in a run is reported with the stacks, and nothing else is."""
 
 import gc
 import threading
@@ -52,7 +52,7 @@ class Told(HangWatchdog):
         self.told += 1
 
 
-def test_a_step_that_hangs_is_told_once_with_the_stacks(tmp_path):
+def test_a_step_that_hangs_is_reported_once_with_the_stacks(tmp_path):
     watchdog = Told(tmp_path, SOON)
     engine = hanging_at_2(watchdog)
     watchdog.attach(engine)
@@ -69,7 +69,7 @@ def test_a_step_that_hangs_is_told_once_with_the_stacks(tmp_path):
     assert [log["stacks"] for log in logs] == [str(path)]
 
 
-def test_a_second_hang_is_told_again(tmp_path):
+def test_a_second_hang_is_reported_again(tmp_path):
     watchdog = Told(tmp_path, SOON)
 
     def step(iteration):
@@ -151,7 +151,7 @@ def test_outside_of_runs_nothing_is_expected(tmp_path):
     assert [each.told for each in (watchdog, other, third)] == [0, 0, 0]
     seen = []
     paused.on(Events.ITERATION_COMPLETED)(lambda: seen.append(third.runs(paused.bus)))
-    paused.run([0] * 3)  # goes on, without STARTED
+    paused.run([0] * 3)  # continues, without STARTED
     assert seen == [[paused]] * 2
     for each in (watchdog, other, third):
         each.detach()
@@ -255,7 +255,7 @@ def test_a_replay_is_refused(tmp_path):
             HangWatchdog(tmp_path).attach(target)
 
 
-def test_a_report_that_cannot_be_written_is_said_and_the_run_goes_on(tmp_path):
+def test_a_report_that_cannot_be_written_is_said_and_the_run_continues(tmp_path):
     watchdog = Told(tmp_path / "run", SOON)
     engine = make_engine(lambda iteration: until(lambda: watchdog.told))
     watchdog.attach(engine)

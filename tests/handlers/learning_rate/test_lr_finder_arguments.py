@@ -46,7 +46,7 @@ def test_data_without_a_batch_is_refused():
         LRFinder(**SWEEP).run(trainer({"device": "cpu"}), loader=[])
 
 
-def test_what_is_no_trainer_is_refused(tmp_path: Path):
+def test_what_is_not_a_trainer_is_refused(tmp_path: Path):
     with pytest.raises(TypeError, match=r"LRFinder\(Engine\): needs a pulsetrain.Trainer; .* no model, held, strategy"):
         LRFinder().run(Engine(lambda engine, batch: None))
     with pytest.raises(TypeError, match="LRFinder"):

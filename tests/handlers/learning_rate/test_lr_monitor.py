@@ -60,7 +60,7 @@ def test_the_rate_is_that_of_the_last_update_of_a_trainer():
     assert len(set(used)) == 10
 
 
-def test_momentum_and_weight_decay_are_told_where_asked_for():
+def test_momentum_and_weight_decay_are_reported_where_asked_for():
     monitor = LRMonitor(Every(iterations=4), momentum=True, weight_decay=True)
     assert published(monitor, groups({"momentum": 0.9, "weight_decay": 0.25})) == [
         (4, {"learning_rate": 1.0, "momentum": 0.9, "weight_decay": 0.25})

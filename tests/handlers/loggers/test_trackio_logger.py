@@ -72,7 +72,7 @@ def test_a_run_on_this_machine_has_its_metrics_hyperparameters_and_media(place):
     assert sum((picture == image).all() for picture in pictures) == 1
 
 
-def test_a_run_that_goes_on_goes_on_in_the_same_run():
+def test_a_resumed_run_continues_in_the_same_run():
     engine = make_engine()
     log_each_iteration(engine, lambda i: {"a": float(i)})
     first = TrackioLogger("digits", flush_seconds=60).attach(engine)

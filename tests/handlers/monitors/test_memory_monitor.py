@@ -60,7 +60,7 @@ def test_little_growth_counts_in_the_end_where_the_share_is_small():
     assert len(anomalies) == 1
 
 
-def test_the_next_run_is_judged_anew():
+def test_the_next_run_is_evaluated_again():
     engine = make_engine()
     numbers = iter(range(100, 200))
     MemoryMonitor(Every(iterations=1), 3, 0.0, read=lambda: {"memory/x": float(next(numbers))}).attach(engine)
@@ -110,7 +110,7 @@ def test_the_host_reading_is_the_kernels():
     assert seen[-1][RSS] == pytest.approx(kilobytes * 1024, rel=0.05)
 
 
-def test_where_the_kernel_does_not_tell_it_is_the_peak(monkeypatch):
+def test_where_the_kernel_does_not_report_it_is_the_peak(monkeypatch):
     def no_file(*_, **__):
         raise FileNotFoundError
 
@@ -198,6 +198,6 @@ def test_wrong_arguments_are_refused_when_constructing(arguments, message):
         MemoryMonitor(**arguments)
 
 
-def test_what_is_no_cadence_is_refused():
+def test_what_is_not_a_cadence_is_refused():
     with pytest.raises(TypeError, match=r"MemoryMonitor\(every=50\): needs an Every"):
         MemoryMonitor(50)

@@ -217,7 +217,7 @@ def test_no_other_engine_of_the_bus_mixes_its_curves_in(tmp_path):
     "value",
     [[[1, 2, 3], [4, 5, 6]], [1, 2], [[-1, 0], [0, 1]], [[math.nan, 0], [0, 1]], "matrix", {"shape": [2, 2]}, []],
 )
-def test_what_is_no_confusion_matrix_is_left_out(tmp_path, value):
+def test_what_is_not_a_confusion_matrix_is_left_out(tmp_path, value):
     engine = make_engine()
     plots = Plots(tmp_path).attach(engine)
     media(engine, "val/confusion_matrix", value)

@@ -1,5 +1,5 @@
-"""A run warns at its start about what a checkpoint cannot capture: handlers without a state or half of one, objects that
-functions reach.
+"""A run warns at its start about what a checkpoint cannot capture: handlers without a state or with half of one, and
+state that functions use.
 """
 
 from __future__ import annotations
