@@ -1,4 +1,4 @@
-"""What all tests share: one thread for torch, in this process and in those that tests begin."""
+"""Common to all tests: one thread for torch, in this process and its children."""
 
 import gc
 import os

@@ -76,7 +76,7 @@ if "IGNITE_SUITE_MODE" in os.environ:
         _outcomes[report.nodeid] = max(report.outcome, _outcomes.get(report.nodeid, "passed"), key=order.index)
 
     def pytest_sessionfinish(session: Any) -> None:
-        """Hand the outcomes over, once: from the process that hears of them all."""
+        """Write the outcomes, once: from the process that collects them all."""
         if not hasattr(session.config, "workerinput"):
             Path(os.environ["IGNITE_SUITE_OUTCOMES"]).write_text(json.dumps(_outcomes))
 

@@ -1,4 +1,4 @@
-"""Importing does nothing but import, and brings along nothing optional."""
+"""Importing has no side effects and loads nothing optional."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every way of installing gives one package, `pulsetrain`, whole and under no second name."""
+"""Every way of installing gives one complete package, `pulsetrain`, under no second name."""
 
 from __future__ import annotations
 
@@ -15,7 +15,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.installs import BUILD, ROOT, checked, copy_tree, make_environment, modules, run, source_files
+from tests.support.programs_installs import (
+    BUILD,
+    ROOT,
+    checked,
+    copy_tree,
+    make_environment,
+    modules,
+    run,
+    source_files,
+)
 
 slow = pytest.mark.slow
 
@@ -31,7 +40,7 @@ def test_setup_cfg_lists_every_folder_of_modules_and_no_other():
 
 
 def as_zip(tree: Path, folder: Path) -> Path:
-    """As hosts of repositories make them: a link is a file that holds its target."""
+    """As repository hosts create archives: a link is a file that contains its target."""
     with zipfile.ZipFile(folder / "pulsetrain-main.zip", "w") as archive:
         for name in source_files():
             source = tree / name

@@ -1,4 +1,4 @@
-"""The Python of the README and of the guide runs as it stands, and says what its comments promise."""
+"""The Python of the README and of the guides runs unchanged, and prints what its comments promise."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from pulsetrain import handlers
-from tests.support import warm_python
+from tests.support import programs
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
 BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 
 
 def run(code: str, folder: Path) -> list[str]:
-    done = warm_python.run("-c", code, cwd=folder)
+    done = programs.run("-c", code, cwd=folder)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
 
@@ -77,8 +77,8 @@ def test_the_table_of_handlers_names_what_there_is(name: str):
 
 
 def test_the_table_of_handlers_leaves_none_out():
-    told = set(re.findall(r"`([A-Z]\w+)\(", HANDLERS))
-    assert set(handlers.__all__) - told == {"Callback", "CallbackList", "MetricLogger"}
+    reported = set(re.findall(r"`([A-Z]\w+)\(", HANDLERS))
+    assert set(handlers.__all__) - reported == {"Callback", "CallbackList", "MetricLogger"}
 
 
 STRATEGIES = (Path(__file__).parent.parent / "docs" / "strategies.md").read_text()

@@ -85,7 +85,7 @@ class Engine(EngineEvents, IgniteEngine):  # type: ignore[misc]  # _event_handle
         self.state = State(self)
         self.register_events(*Events, event_to_attr=COUNTERS)
 
-    # The loop looks at these three at the next safe point, whoever sets them; ignite's handlers do.
+    # The loop looks at these three at the next safe point, no matter what sets them; handlers of pytorch-ignite do.
 
     @property
     def should_terminate(self) -> bool | str:

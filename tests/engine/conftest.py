@@ -18,7 +18,7 @@ class Recorder:
         self.events: list[Event] = []
 
     def attach(self, target: Any, *events: Any) -> Recorder:
-        """Hear these events of an engine or a bus, or all of them."""
+        """Subscribe to these events of an engine or a bus, or to all of them."""
         for event in events or Events:
             if isinstance(target, EventBus):
                 target.subscribe(event, self._take)

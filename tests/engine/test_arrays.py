@@ -24,7 +24,7 @@ from pulsetrain.engine.arrays import (
     stop_gradient,
     take_last,
 )
-from tests.support.libraries import converted, needs_jax
+from tests.support.losses import converted, needs_jax
 
 LIBRARIES = ["torch", "numpy", pytest.param("jax", marks=needs_jax)]
 
@@ -78,7 +78,7 @@ def test_torch_beside_numpy_names_both_kinds_and_the_remedy():
         namespace(numpy.zeros(3), torch.tensor(0))
 
 
-def test_what_is_no_array_has_no_namespace():
+def test_what_is_not_an_array_has_no_namespace():
     for given in ((), ([1.0],), ("text",)):
         with pytest.raises(TypeError):
             namespace(*given)

@@ -1,11 +1,11 @@
-"""The weights left in the model are those of the best validation, run as a user runs it: by its path, elsewhere."""
+"""The model ends with the weights of the best validation; run as a user runs it, by its path from another folder."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path
 
-from tests.support.examples import EXAMPLES, run
+from tests.support.programs_examples import EXAMPLES, run
 
 
 def test_best_model_lowers_the_rate_stops_early_and_keeps_the_best_weights(tmp_path: Path) -> None:
@@ -26,4 +26,4 @@ def test_best_model_lowers_the_rate_stops_early_and_keeps_the_best_weights(tmp_p
     batches = 57  # of an epoch
     assert kept == f"kept: iteration {batches * (marked + 1)}, validation loss {losses[marked]:.4f}"
     assert losses[marked] < 0.15
-    assert not list(tmp_path.iterdir()), "it should leave nothing behind"
+    assert not list(tmp_path.iterdir()), "it should leave no files"

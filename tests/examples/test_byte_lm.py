@@ -28,7 +28,7 @@ def random_bytes(*shape: int) -> Tensor:
 
 
 def taken_gradients(model: ByteGPT) -> dict[str, Tensor]:
-    """The gradients, which the model then no longer has."""
+    """The gradients, removed from the model."""
     gradients = {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
     assert len(gradients) == len(list(model.parameters()))
     model.zero_grad()

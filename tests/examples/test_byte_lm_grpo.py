@@ -1,4 +1,4 @@
-"""examples/byte_lm_tuning/grpo.py: what it takes for good Python, and that what is rewarded becomes likelier."""
+"""examples/byte_lm_tuning/grpo.py: what counts as good Python, and that rewarded texts become likelier."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from examples.byte_lm_tuning.start import CONTEXT, load_model
 from pulsetrain.engine.checkpoint import CheckpointManager
 from pulsetrain.engine.recording import EventLog
 from pulsetrain.engine.strategies import GRPOStrategy
-from tests.support.examples import EXAMPLES, run
+from tests.support.programs_examples import EXAMPLES, run
 
 DEF = "def f(self, a):\n"
 
@@ -140,7 +140,7 @@ def test_held_out_prompts_are_short_signatures_that_none_is_trained_on(monkeypat
 
 @pytest.fixture(scope="module")
 def demo_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of a model that knows nothing yet."""
+    """A run of an untrained model."""
     torch.manual_seed(0)
     folder = tmp_path_factory.mktemp("runs") / "byte_lm-1"
     CheckpointManager(folder / "checkpoints").save({"model": ByteGPT().state_dict()}, step=0)

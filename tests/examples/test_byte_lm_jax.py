@@ -1,4 +1,4 @@
-"""The GPT of examples/byte_lm_jax: from the same weights it is the torch one, number by number and update by update."""
+"""The GPT of examples/byte_lm_jax: from the same weights it matches the torch one in every number and update."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pulsetrain import Trainer, TrainingConfig
 from pulsetrain.engine import Events, JaxBackend, PretrainStrategy
 from pulsetrain.engine.backends import TorchBackend
 from pulsetrain.engine.recording import EventLog
-from tests.support.examples import EXAMPLES, run
+from tests.support.programs_examples import EXAMPLES, run
 
 jax = pytest.importorskip("jax", reason="jax is not installed")
 optax = pytest.importorskip("optax", reason="optax is not installed")

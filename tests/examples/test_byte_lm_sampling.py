@@ -1,4 +1,4 @@
-"""ByteGPT.sample of examples/byte_lm: a batch of prompts with a cache writes what each would without."""
+"""ByteGPT.sample of examples/byte_lm: a batch of prompts with a cache gives the texts of each prompt without one."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def model() -> ByteGPT:
 
 @torch.no_grad()
 def likeliest(model: ByteGPT, prompt: list[int], max_new_tokens: int, end_token: int | None = None) -> list[int]:
-    """The loop without a cache: the whole text is read anew for each token."""
+    """The loop without a cache: the whole text is read again for each token."""
     text = list(prompt)
     while len(text) < len(prompt) + max_new_tokens and len(text) <= model.context:
         text.append(int(model(torch.tensor([text]))[0, -1].argmax()))
@@ -45,7 +45,7 @@ def likeliest(model: ByteGPT, prompt: list[int], max_new_tokens: int, end_token:
 
 @contextmanager
 def recorded_logits(model: ByteGPT) -> Iterator[list[Tensor]]:
-    """What the model says of the last column, each time that it is called."""
+    """The model's logits of the last column, for each call."""
     logits: list[Tensor] = []
     handle = model.register_forward_hook(lambda module, inputs, output: logits.append(output[:, -1]))
     try:
@@ -69,7 +69,7 @@ class TestLikeliestTokens:
         assert [model.sample([prompt], 12, temperature=0.0)[0] for prompt in PROMPTS] == together
         assert model.sample(PROMPTS[::-1], 12, temperature=0.0) == together[::-1]
 
-    def test_a_row_ends_behind_its_end_token_and_the_others_go_on(self, model: ByteGPT) -> None:
+    def test_a_row_ends_after_its_end_token_and_the_others_continue(self, model: ByteGPT) -> None:
         without = model.sample(PROMPTS, 12, temperature=0.0)
         end_token = without[1][3]
         replies = model.sample(PROMPTS, 12, temperature=0.0, end_token=end_token)
@@ -94,7 +94,7 @@ class TestLikeliestTokens:
 class TestDraws:
     def test_come_from_the_logits_of_a_model_without_a_cache(self, model: ByteGPT) -> None:
         with recorded_logits(model) as columns:
-            replies = model.sample(PROMPTS, 4, generator=generator())  # all rows go on to the end
+            replies = model.sample(PROMPTS, 4, generator=generator())  # all rows continue to the end
         cached = torch.stack(columns, dim=1)  # (rows, new tokens, vocabulary)
         assert cached.shape == (len(PROMPTS), 4, 256)
         with torch.no_grad():

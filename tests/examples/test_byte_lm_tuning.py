@@ -1,4 +1,4 @@
-"""The parts of examples/byte_lm_tuning: what it learns from, where it starts, and short runs of its scripts."""
+"""The parts of examples/byte_lm_tuning: its data, its starting point, and short runs of its scripts."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from examples.byte_lm_tuning.start import load_model, newest_demo_run
 from pulsetrain.engine.checkpoint import CheckpointManager
 from pulsetrain.engine.errors import CheckpointError
 from pulsetrain.engine.recording import EventLog
-from tests.support.examples import EXAMPLES, run
+from tests.support.programs_examples import EXAMPLES, run
 
 CONTEXT = 128
 
@@ -333,12 +333,12 @@ class TestStart:
                 script.main(arguments)
             assert ended.value.code == 2
             assert f"{what}; {command}" in capsys.readouterr().err
-        assert list(tmp_path.iterdir()) == [], "it should leave nothing behind"
+        assert list(tmp_path.iterdir()) == [], "it should leave no files"
 
 
 @pytest.fixture(scope="module")
 def demo_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of a model that knows nothing yet, from which steps go down fast."""
+    """A run of an untrained model, from which the loss falls fast."""
     torch.manual_seed(0)
     return save(tmp_path_factory.mktemp("runs"), "byte_lm-1", ByteGPT())
 
@@ -383,7 +383,7 @@ class TestScripts:
         assert losses[-1] < losses[0]
         assert CheckpointManager(tmp_path / "run" / "checkpoints").get_latest() is not None
 
-    def test_a_run_folder_is_numbered_and_dpo_goes_on_from_sft(
+    def test_a_run_folder_is_numbered_and_dpo_starts_from_sft(
         self, demo_run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.chdir(tmp_path)

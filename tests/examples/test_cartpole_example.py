@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pulsetrain.engine.recording import EventLog
-from tests.support.examples import EXAMPLES, run
+from tests.support.programs_examples import EXAMPLES, run
 
 pytest.importorskip("gymnasium", reason="gymnasium is not installed")
 
@@ -20,5 +20,5 @@ def test_the_pole_is_balanced(seed: int, tmp_path: Path) -> None:
     assert returned is not None
     assert float(returned[1]) >= 475.0
     rollouts = sum(1 for _ in EventLog(tmp_path / "run").read(event="rollout_completed"))
-    told = [line for line in output if line.startswith("rollout ")]
-    assert len(told) == rollouts // 5 >= 2
+    reported = [line for line in output if line.startswith("rollout ")]
+    assert len(reported) == rollouts // 5 >= 2

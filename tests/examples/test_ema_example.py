@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from tests.support.examples import EXAMPLES, run
+from tests.support.programs_examples import EXAMPLES, run
 
 
 def test_ema_prints_a_smaller_loss_and_a_higher_accuracy_for_the_averaged_weights(tmp_path: Path) -> None:
@@ -18,4 +18,4 @@ def test_ema_prints_a_smaller_loss_and_a_higher_accuracy_for_the_averaged_weight
     assert loss < 0.9 * raw_loss
     assert accuracy > raw_accuracy
     assert accuracy > 0.93
-    assert not list(tmp_path.iterdir()), "it should leave nothing behind"
+    assert not list(tmp_path.iterdir()), "it should leave no files"

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from pulsetrain.engine.checkpoint import CheckpointManager
-from tests.support.examples import EXAMPLES, run
+from tests.support.programs_examples import EXAMPLES, run
 
 SCRIPTS = sorted(EXAMPLES.glob("*.py"))
 
@@ -56,9 +56,9 @@ def test_minimal_reaches_95_percent_in_20_lines_and_20_seconds(tmp_path: Path) -
     assert found is not None, done.stdout
     assert 0.95 < float(found[1]) <= 1.0
     seconds = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    assert seconds < 20  # not by the wall clock: the machine may have other things to do
+    assert seconds < 20  # not wall-clock time: the machine may be busy
     assert lines_of_code(EXAMPLES / "minimal.py") == 20
-    assert not list(tmp_path.iterdir()), "it should leave nothing behind"
+    assert not list(tmp_path.iterdir()), "it should leave no files"
 
 
 def test_decorators_prints_what_ran_in_order(tmp_path: Path) -> None:
@@ -115,7 +115,7 @@ def test_two_engines_share_one_order(tmp_path: Path) -> None:
 
     seq = [line[0] for line in heard]
     assert seq == sorted(set(seq))
-    assert seq[-1] - seq[-2] == seq[1] - seq[0] + 1  # an epoch that nobody hears takes its numbers all the same
+    assert seq[-1] - seq[-2] == seq[1] - seq[0] + 1  # an epoch without subscribers uses its numbers all the same
     errors = [float(line.split()[-1]) for line in output if "blinker" in line]
     assert len(errors) == 2
     assert errors[1] < errors[0] < 0.1
@@ -186,12 +186,12 @@ class TestByteLM:
 
 def test_guards_lose_nothing_where_the_unguarded_run_is_lost(tmp_path: Path) -> None:
     output = run(tmp_path, EXAMPLES / "guards.py").output
-    told = [line.split(":")[0].strip() for line in output if " at iteration " in line and line.startswith("  ")]
+    reported = [line.split(":")[0].strip() for line in output if " at iteration " in line and line.startswith("  ")]
     errors = [line.rpartition(" ")[2] for line in output if "mean squared error" in line]
     assert errors[0] == "nan"
     assert float(errors[1]) < 1.0  # the targets' variance
-    assert any(line.startswith("nan_gradient") for line in told)
-    assert any(line.startswith("loss_spike") for line in told)
+    assert any(line.startswith("nan_gradient") for line in reported)
+    assert any(line.startswith("loss_spike") for line in reported)
     rows = "".join(line.partition("rows ")[2] for line in output if line.startswith("  nan_gradient"))
     assert "100" in re.findall(r"\d+", rows)
     assert "went back 2 time(s)" in output[-1]

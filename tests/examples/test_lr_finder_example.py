@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from tests.support.examples import EXAMPLES, run
+from tests.support.programs_examples import EXAMPLES, run
 
 
 def test_lr_finder_suggests_a_rate_that_trains_better_than_the_default_and_draws_it(tmp_path: Path) -> None:

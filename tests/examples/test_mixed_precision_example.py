@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.examples import EXAMPLES, run
+from tests.support.programs_examples import EXAMPLES, run
 
 LINE = re.compile(r"(.+?) +(\d+) batches, (\d+) updates, (\d+) skipped, loss ([\d.]+), accuracy ([\d.]+)")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from pulsetrain.engine import schedules
-from tests.support.examples import EXAMPLES, run
+from tests.support.programs_examples import EXAMPLES, run
 
 EXAMPLE = EXAMPLES / "schedules.py"
 
@@ -39,7 +39,7 @@ def test_writes_the_rates_of_two_groups_and_makes_a_torch_scheduler(drawn: tuple
     ]
 
 
-def test_draws_into_the_current_folder_or_the_one_it_is_told(drawn: tuple[Path, list[str]], tmp_path: Path) -> None:
+def test_draws_into_the_current_folder_or_the_given_one(drawn: tuple[Path, list[str]], tmp_path: Path) -> None:
     folder, _ = drawn
     target = tmp_path / "target"
     target.mkdir()

@@ -9,7 +9,7 @@ import re
 import sqlite3
 from pathlib import Path
 
-from tests.support.examples import EXAMPLES, run
+from tests.support.programs_examples import EXAMPLES, run
 
 
 def test_all_places_hold_the_same_validations(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""examples/time_travel.py finds the batch, proves that it is to blame, and proves the run without it."""
+"""examples/time_travel.py finds the batch, proves that it is the cause, and verifies the run without it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pulsetrain.engine.recording import EventLog
-from tests.support.examples import EXAMPLES, run
+from tests.support.programs_examples import EXAMPLES, run
 
 EXAMPLE = EXAMPLES / "time_travel.py"
 CODE = f"""

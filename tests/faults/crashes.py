@@ -1,4 +1,4 @@
-"""A disk that may crash: the calls of a save as they were made, and every state that a crash among them may leave.
+"""A disk that may crash: the calls of a save in order, and every state that a crash between them may leave.
 
 The rules are those of POSIX, without the kindness of any one file system: what was written is there for certain once
 its file was synced, a name once its folder was synced after the call; before, each of them may be there or not,
@@ -138,7 +138,7 @@ def _edited(names: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
 
 
 class Disk:
-    """A folder that was there, and durable, before the first call."""
+    """A folder that existed, durably, before the first call."""
 
     def __init__(self, content: Content) -> None:
         self.root = _durable(content)
@@ -186,7 +186,7 @@ def crashes(before: Content, calls: Sequence[Call]) -> Iterator[tuple[int, Conte
 
 
 def content_of(path: Path) -> Content:
-    """What is on the real disk."""
+    """The content of the real disk."""
     if path.is_file():
         return path.read_bytes()
     return tuple((inner.name, content_of(inner)) for inner in sorted(path.iterdir()))

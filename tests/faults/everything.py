@@ -1,4 +1,4 @@
-"""A run that has everything in use that its next iteration may depend on, and what there is of it when it has ended."""
+"""A run that uses everything its next iteration may depend on, and its outcome for comparisons."""
 
 from __future__ import annotations
 
@@ -91,11 +91,11 @@ def make(
     schedule: str | None = "cosine",
     loader: Any = None,
 ) -> Trainer:
-    """The same run whenever it is made: another folder and another number of workers change nothing."""
+    """Always the same run: another folder or number of workers changes nothing."""
     trainer = Trainer(
         Disturbed(),
         loader or DataLoader(Augmented(), BATCH, shuffle=True, num_workers=workers),
-        # what is to be learnt, turned round: the first validation stays the best
+        # the target with its sign reversed: the first validation stays the best
         DataLoader([(torch.full((6,), 0.1 * n), torch.full((1,), -0.6 * n)) for n in range(6)], 3),
         strategy=CountsTokens("mse"),
         backend=TorchBackend(gradient_scale=2.0**18),  # fp16 overflows at first, and then learns
@@ -138,7 +138,7 @@ def make(
 
 
 def outcome(folder: Path) -> dict[str, Any]:
-    """What a run has left in its folder, each piece by a name: its checkpoints' whole states, its log, its metrics."""
+    """The named contents of a run's folder: its checkpoints' whole states, its log, its metrics."""
     checkpoints = {}
     for saved in CheckpointManager(folder / "checkpoints").valid():
         for path, value in leaves(load_checkpoint(saved)):

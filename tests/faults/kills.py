@@ -1,4 +1,4 @@
-"""Kills a run again and again, resumes it each time, and compares what it leaves with the run that was never killed.
+"""Kills a run repeatedly, resumes it each time, and compares its files with those of a run that was never killed.
 
     python -m tests.faults.kills --kills 1000
 
@@ -60,7 +60,7 @@ class Tally:
 
     kills: int = 0
     inside_saves: int = 0  # by the number of the call; others may have come inside one as well
-    runs: int = 0  # that came to their end
+    runs: int = 0  # that completed
     by_workers: list[int] = field(default_factory=lambda: [0, 0, 0])  # kills of runs with 0, 1 and 2 workers
     differences: list[str] = field(default_factory=list)
 
@@ -74,7 +74,7 @@ SAVES = (
 
 
 def victim(folder: Path, workers: int, saves: dict[str, Any], dies_at_call: int | None) -> None:
-    """Train, going on from the newest checkpoint; does not return."""
+    """Train, resuming from the newest checkpoint; does not return."""
     os.setpgid(0, 0)  # with its workers, so that they die together
     status = FAILED
     try:
@@ -117,12 +117,12 @@ def attempt(
 
 
 def told_by_clock_left_out(left: dict[str, Any]) -> dict[str, Any]:
-    """Without what hangs on when a save in the background ended: how many have been announced."""
+    """Without the values that depend on when a background save ended: the number of announcements."""
     return {name: value for name, value in left.items() if not name.endswith("counters/save")}
 
 
 def differences(expected: dict[str, Any], left: dict[str, Any]) -> list[str]:
-    """The names of what is not the same; one killed before it deleted an old checkpoint may have that one more."""
+    """The names of differing pieces; a run killed before deleting an old checkpoint may have one checkpoint more."""
     kept = {name.split("/")[0] for name in expected if name[0].isdigit()}
     old = {name for name in left if name.split("/")[0] not in kept and name < max(kept)}
     return [name for name in sorted((expected.keys() | left) - old) if expected.get(name) != left.get(name)]

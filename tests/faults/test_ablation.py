@@ -1,4 +1,4 @@
-"""Any piece of a checkpoint, dropped alone, shows: what resumes without it is not the run that was never stopped.
+"""Dropping any single piece of a checkpoint is noticed: a run resumed without it differs from the uninterrupted one.
 
 The pieces are whatever a checkpoint holds; nobody lists them. A piece that no case notices is one that the
 checks cannot see, or that nothing needs.
@@ -55,12 +55,12 @@ class Drawn:
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """A run, and the iteration of the checkpoint that it goes on from."""
+    """A run, and the iteration of the checkpoint that it resumes from."""
 
     name: str
     cut: int
     options: dict[str, Any] = field(default_factory=dict)
-    killed: bool = False  # in the very event in which it saved: nothing behind it is in the log
+    killed: bool = False  # in the event in which it saved: the log contains nothing after it
     every: Every = Every(iterations=1)  # noqa: RUF009  # it is frozen
 
     def make(self, folder: Path) -> Trainer:
@@ -71,10 +71,10 @@ class Case:
 CASES = (
     Case("inside the second epoch and an accumulation", 13),
     Case("in the warm-up", 5),
-    Case("behind an epoch's last update", 24),
-    Case("behind an epoch and its validation", 16, every=Every(epochs=1)),
+    Case("after an epoch's last update", 24),
+    Case("after an epoch and its validation", 16, every=Every(epochs=1)),
     Case("killed in the event at an epoch's end", 16, killed=True, every=Every(epochs=1)),
-    Case("behind the last validation", 32, every=Every(epochs=1)),
+    Case("after the last validation", 32, every=Every(epochs=1)),
     Case("fp16, updates by tokens", 13, {"precision": "fp16", "accumulate": Accumulate(tokens=50)}),
     Case("a rate set by hand, batches that are drawn", 13, {"schedule": None, "loader": Drawn}),
 )
@@ -85,7 +85,7 @@ class OtherEventError(Exception):
 
 
 class Ablation:
-    """One case's uninterrupted run, and what comes of resuming it without a piece of its checkpoint."""
+    """One case's uninterrupted run, and the result of resuming it without a piece of its checkpoint."""
 
     def __init__(self, case: Case, folder: Path) -> None:
         self.case, self.folder = case, folder
@@ -101,7 +101,7 @@ class Ablation:
         self.source = folder / "whole" / "checkpoints" / f"{case.cut:09d}-checkpoint"
         self.at_first = dict(leaves(case.make(folder / "fresh").checkpoint_state()))
         self.pieces: dict[str, list[str]] = {}  # numbered ones together: each parameter's exp_avg
-        self.in_use: set[str] = set()  # what is not as in a new trainer
+        self.in_use: set[str] = set()  # values that differ from those of a new trainer
         for path, value in leaves(self.load()):
             piece = re.sub(r"/\d+(?=/|$)", "/*", path)
             self.pieces.setdefault(piece, []).append(path)
@@ -115,7 +115,7 @@ class Ablation:
         """What the resumed run leaves, its trainer, and what was warned of.
 
         Args:
-            to_its_end: else it ends at the first iteration behind another event than the uninterrupted run's.
+            to_its_end: otherwise it ends at the first iteration after a differing event.
 
         Raises:
             OtherEventError: it did so.
@@ -132,7 +132,7 @@ class Ablation:
 
         @trainer.on(Events.ITERATION_STARTED)
         def stop_at_last(engine: Trainer) -> None:
-            assert engine.state.iteration < 100, "goes on for ever"
+            assert engine.state.iteration < 100, "does not end"
             check = trainer.handlers[3].resume_check
             if not to_its_end and check is not None and check.difference is not None:
                 raise OtherEventError
@@ -153,7 +153,7 @@ class Ablation:
         return left != expected
 
     def _before(self, name: str) -> bool:
-        """Whether it is of a checkpoint before the one gone on from, which was not taken along."""
+        """Whether it belongs to a checkpoint before the resumed one, which was not copied."""
         return name.split("/")[0].split("-")[0] < f"{self.case.cut:09d}"
 
     def _drop(self, state: Any, path: str, rest: str) -> bool:
@@ -184,13 +184,13 @@ def ablate(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_with_every_piece_there_is_no_difference(ablate: Any, case: Case):
-    """Else what follows would prove nothing."""
+    """Otherwise the tests below would prove nothing."""
     ablation = ablate(case)
     left, trainer, warned = ablation.resume_without(None)
     expected = {name: value for name, value in ablation.expected.items() if name in left or not ablation._before(name)}
     assert left == expected
     check = trainer.handlers[3].resume_check
-    if case.killed or case.cut == 32:  # the log held nothing to compare
+    if case.killed or case.cut == 32:  # the log has nothing to compare
         assert check is None
     else:
         assert check.agreed > 10
@@ -225,7 +225,7 @@ def test_the_parts_are_those_of_a_checkpoint(ablate: Any):
     "part", ["model", "optimizer", "stepper/accumulation", "stepper/gradients", "reporter/losses", "rng"]
 )
 def test_the_comparison_with_the_log_notices_alone(ablate: Any, part: str):
-    """What the next iterations compute with shows in their events; nobody needs the uninterrupted run for that."""
+    """Events reveal the inputs of the next iterations, so the uninterrupted run is not needed."""
     ablation = ablate(CASES[0])
     unnoticed = set()
     for piece in ablation.in_use:

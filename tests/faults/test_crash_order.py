@@ -1,4 +1,4 @@
-"""A crash between any two calls of a save, whatever of the unsynced ones the disk then has: nothing whole is lost.
+"""A crash between any two calls of a save, with any unsynced calls on disk: no complete checkpoint is lost.
 
 Every fsync is needed for it: without any one of them, one of these states breaks a claim.
 """

@@ -1,4 +1,4 @@
-"""A disk that is full, read-only or gone costs the checkpoints that it cannot take; the run and the older ones stay."""
+"""A full, read-only or missing disk costs only the checkpoints it cannot store; the run and older ones survive."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from pulsetrain.engine.checkpoint import CheckpointManager, disk, find_checkpoin
 from pulsetrain.engine.errors import RunFolderError
 from pulsetrain.engine.recording import EventLog
 from pulsetrain.handlers import Checkpointer, CSVLogger, EventRecorder, Plots
-from tests.support.small import loader, regression_model, trainer
+from tests.support.models import loader, regression_model, trainer
 
 CHANGING = ("write", "fsync", "mkdir", "rename", "replace")  # and `open`, where it makes a file
 
 
 class FullDisk:
-    """The module `os` on a disk where the calls that change something fail, from one of them on, or that one alone."""
+    """The module `os` on a disk where the calls that write fail, from a given one on, or only that one."""
 
     def __init__(self, fails_at: int | None = None, *, alone: bool = False) -> None:
         self.fails_at, self.alone, self.count = fails_at, alone, 0
@@ -186,7 +186,7 @@ def test_a_disk_that_is_full_for_a_while_costs_no_event_and_no_row(small_disk: P
             Checkpointer(folder, every=Every(epochs=20), metric="val/loss"),
             EventRecorder(folder),
             CSVLogger(folder),
-            Plots(folder, formats=["svg"]),  # pictures of all kinds would fill it
+            Plots(folder, formats=["svg"]),  # figures would fill it
         ],
     )
     filler = small_disk / "filler"
@@ -265,7 +265,7 @@ def test_a_folder_that_cannot_be_made_is_refused_before_the_run(small_disk: Path
         make(small_disk / "run")
 
 
-def test_an_error_of_whoever_hears_the_announcement_is_not_taken_for_a_full_disk(tmp_path: Path):
+def test_an_error_of_a_receiver_of_the_announcement_is_not_taken_for_a_full_disk(tmp_path: Path):
     run = make(tmp_path)
 
     @run.on(Events.CHECKPOINT_SAVED)

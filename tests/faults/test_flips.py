@@ -1,4 +1,4 @@
-"""No change of any byte of a checkpoint, and no cut of any of its files, goes unnoticed."""
+"""Any changed byte and any truncated file of a checkpoint is noticed."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def file_of(checkpoint: Path, name: str) -> Path:
 
 @contextmanager
 def restored(file: Path) -> Iterator[bytes]:
-    """The file's content, which is put back at the end; the checkpoint then loads again."""
+    """The file's content, which is restored at the end; the checkpoint then loads again."""
     content = file.read_bytes()
     yield content
     file.write_bytes(content)
@@ -99,7 +99,7 @@ def test_a_file_that_grew_or_is_gone_is_noticed(name: str, checkpoint: Path):
         assert noticed(checkpoint)
 
 
-def test_a_damaged_one_is_passed_over_whichever_byte_it_is(checkpoint: Path, form: Form):
+def test_a_damaged_checkpoint_is_skipped_whichever_byte_it_is(checkpoint: Path, form: Form):
     manager = CheckpointManager(checkpoint.parent)
     newer = manager.save({"w": torch.ones(3), "n": 8}, "c", step=13, form=form)
     for name in FILES:

@@ -1,4 +1,4 @@
-"""Checkpoints as each version of the formats wrote them, kept as files: all of them still load, and runs go on."""
+"""Golden checkpoints of every format version: all of them still load, and runs resume from them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pulsetrain.engine.errors import CheckpointError
 from pulsetrain.state.older_formats import upgrade
 from pulsetrain.state.run_state import FORMAT
 from tests.faults.everything import bits, leaves, make
-from tests.support.older_states import downgraded
+from tests.support.checkpoints import downgraded
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "checkpoints"
 RUNS = GOLDEN.parent / "trainer"  # a trainer's state in each of its formats: `everything.make`, cut at iteration 13
@@ -31,7 +31,7 @@ def test_every_format_has_its_golden_checkpoint():
 
 
 @pytest.mark.parametrize("number", FORMATS)
-def test_a_checkpoint_of_each_format_loads_to_the_bit(number: int):
+def test_a_checkpoint_of_each_format_loads_bit_for_bit(number: int):
     loaded = load_checkpoint(GOLDEN / f"format_{number}" / "000000003-golden")
     weights, half = loaded.pop("weights"), loaded.pop("half")
     assert torch.equal(weights, torch.tensor([[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]))
@@ -42,7 +42,7 @@ def test_a_checkpoint_of_each_format_loads_to_the_bit(number: int):
 
 
 @pytest.mark.parametrize("number", FORMATS)
-def test_a_folder_of_each_format_is_gone_on_with(number: int, tmp_path: Path):
+def test_a_folder_of_each_format_takes_new_checkpoints(number: int, tmp_path: Path):
     folder = tmp_path / "checkpoints"
     shutil.copytree(GOLDEN / f"format_{number}", folder)
     manager = CheckpointManager(folder, keep_last_n=1)
@@ -79,7 +79,7 @@ def test_the_state_of_an_older_format_is_read_without_a_loss(number: int):
 
 
 @pytest.mark.parametrize("number", [3, 4, FORMAT])
-def test_a_trainer_goes_on_from_a_state_of_each_format(number: int, tmp_path: Path):
+def test_a_trainer_resumes_from_a_state_of_each_format(number: int, tmp_path: Path):
     shutil.copytree(RUNS / f"format_{number}", tmp_path / "checkpoints")
     saved = load_checkpoint(tmp_path / "checkpoints" / "000000013-checkpoint")
     run = make(tmp_path)
@@ -99,8 +99,8 @@ def test_a_trainer_goes_on_from_a_state_of_each_format(number: int, tmp_path: Pa
     with structlog.testing.capture_logs() as logs:
         again.train(resume="latest")
     assert (again.state.iteration, again.state.epoch) == (32, 4)
-    told = {entry["event"] for entry in logs if entry["log_level"] == "warning"}
-    assert told <= {
+    reported = {entry["event"] for entry in logs if entry["log_level"] == "warning"}
+    assert reported <= {
         "the environment differs from the checkpoint's: results may differ in their last bits",
         *(["the checkpoint has no state for the strategy, which starts from its beginning"] if number == 3 else []),
     }

@@ -1,4 +1,4 @@
-"""A run killed at any instant, inside a save too, and resumed each time ends as the run that was never killed."""
+"""A run killed at any moment, even inside a save, and resumed each time ends like a run that was never killed."""
 
 from __future__ import annotations
 

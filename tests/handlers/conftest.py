@@ -1,6 +1,6 @@
 import pytest
 
-from tests.support.driving import ManualClock
+from tests.support.engines import ManualClock
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from pulsetrain.handlers import Callback, CallbackList
-from tests.support.driving import make_engine, roll_out_before_each_batch, subscriptions, validate_each_epoch
+from tests.support.engines import make_engine, roll_out_before_each_batch, subscriptions, validate_each_epoch
 
 
 class Told(Callback):
@@ -106,7 +106,7 @@ def test_only_overridden_hooks_are_subscribed():
     assert sum(subscriptions(engine.bus).values()) == 2
 
 
-def test_a_hook_set_on_the_instance_is_heard():
+def test_a_hook_set_on_the_instance_is_called():
     engine, seen = make_engine(), []
     callback = Callback()
     callback.on_epoch_end = lambda trainer: seen.append(trainer.state.epoch)
@@ -131,7 +131,7 @@ def test_callbacks_are_called_in_the_order_of_the_list():
     assert order == ["first", "second"]
 
 
-def test_one_added_during_the_run_is_heard_from_then_on_and_one_removed_no_more():
+def test_one_added_during_the_run_is_called_from_then_on_and_one_removed_no_more():
     engine, late, early = make_engine(), StepEnd(), StepEnd()
     callbacks = CallbackList([early]).attach(engine)
 
@@ -147,7 +147,7 @@ def test_one_added_during_the_run_is_heard_from_then_on_and_one_removed_no_more(
     assert (len(callbacks), early in list(callbacks)) == (2, False)
 
 
-def test_what_is_no_callback_or_there_twice_or_not_there_is_refused():
+def test_what_is_not_a_callback_or_there_twice_or_not_there_is_refused():
     callback = StepEnd()
     with pytest.raises(TypeError, match=r"CallbackList.add\(.*needs a Callback"):
         CallbackList([print])

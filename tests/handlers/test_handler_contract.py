@@ -51,7 +51,7 @@ from pulsetrain.handlers import (
     WandbLogger,
 )
 from pulsetrain.training.stepper import Stepper
-from tests.support.driving import UpdatingEngine, log_each_iteration, subscriptions, validate_each_epoch
+from tests.support.engines import UpdatingEngine, log_each_iteration, subscriptions, validate_each_epoch
 
 
 class Saving(UpdatingEngine):
@@ -237,7 +237,7 @@ def test_attaching_twice_is_an_error_and_changes_nothing(fitting, engine):
     fitting.detach()
 
 
-def test_detaching_twice_is_once_and_attaching_anew_works(fitting, engine):
+def test_detaching_twice_is_once_and_attaching_again_works(fitting, engine):
     fitting.detach()
     fitting.attach(engine)
     fitting.detach()
@@ -247,7 +247,7 @@ def test_detaching_twice_is_once_and_attaching_anew_works(fitting, engine):
     fitting.detach()
 
 
-def test_a_detached_handler_hears_nothing(fitting, engine):
+def test_a_detached_handler_receives_nothing(fitting, engine):
     fitting.attach(engine)
     fitting.detach()
     before = comparable(fitting.state_dict()) if hasattr(fitting, "state_dict") else None
@@ -255,7 +255,7 @@ def test_a_detached_handler_hears_nothing(fitting, engine):
     assert before is None or comparable(fitting.state_dict()) == before
 
 
-def test_what_is_no_engine_is_refused_and_leaves_no_trace(make):
+def test_what_is_not_an_engine_is_refused_and_leaves_no_trace(make):
     handler = make()
     with pytest.raises(TypeError, match=type(handler).__name__):
         handler.attach("trainer")

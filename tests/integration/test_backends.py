@@ -1,4 +1,4 @@
-"""A run is recorded, replayed and gone on with in the same way whatever computes it."""
+"""A run is recorded, replayed and resumed in the same way on every backend."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from pulsetrain.engine.recording import EventLog
 from pulsetrain.engine.recording.replay.playback import Replay
 from pulsetrain.handlers import CSVLogger, EarlyStopping, EventRecorder, JSONLinesLogger, LRScheduler
 from tests.faults.everything import logged, table
-from tests.support.cutting import cut_after
-from tests.support.on_backends import BACKENDS, PATIENCE, TORCH, On, make, programs_kept, saved, whole_state
+from tests.support.runs import cut_after
+from tests.support.runs_backends import BACKENDS, PATIENCE, TORCH, On, make, programs_kept, saved, whole_state
 
 Whole = Callable[[On], tuple[Trainer, Path]]
 
@@ -50,13 +50,13 @@ def loggers(folder: Path) -> list[Any]:
 
 
 def of(trainer: Trainer, kind: type) -> Any:
-    """Its only handler of that kind."""
+    """Its only handler of that type."""
     (found,) = (handler for handler in trainer.handlers if isinstance(handler, kind))
     return found
 
 
 def shape_of(value: Any) -> Any:
-    """Names and kinds without numbers: what a backend computes is its own."""
+    """Names and types without numbers, which differ between backends."""
     if isinstance(value, dict):
         return {name: shape_of(item) for name, item in value.items()}
     if isinstance(value, list):
@@ -68,7 +68,7 @@ def shape_of(value: Any) -> Any:
 
 
 def recorded(folder: Path) -> list[Any]:
-    """Everything about the events that does not hang on numbers that were computed."""
+    """Everything about the events that does not depend on computed numbers."""
     return [
         (each.engine, each.event, each.epoch, each.iteration, each.ord, each.lr, *map(shape_of, payloads(each)))
         for each in EventLog(folder).read()
@@ -89,7 +89,7 @@ def test_the_events_are_those_of_torch_in_place(on: On, whole: Whole):
 
 @pytest.mark.parametrize("on", BACKENDS)
 def test_the_run_is_whole(on: On, whole: Whole):
-    """Else the comparisons would be of nothing: it learns, saves by its cadence, and early stopping ends it."""
+    """Otherwise the comparisons would be empty: it learns, saves by its cadence, and early stopping ends it."""
     trainer, folder = whole(on)
     history = trainer.history.get_history()
     assert history["train/loss"][-1] < history["train/loss"][0]
@@ -127,7 +127,7 @@ def test_handlers_do_over_the_recording_what_they_did_in_the_run(on: On, whole: 
 @pytest.mark.parametrize("on", BACKENDS)
 def test_a_resumed_run_equals_the_uninterrupted_one(on: On, iteration: int, whole: Whole, tmp_path: Path):
     trainer, folder = whole(on)
-    left = tmp_path / "left"  # as a kill leaves it behind the run's last event
+    left = tmp_path / "left"  # as a kill leaves it after the run's last event
     shutil.copytree(folder / "events", left / "events")
     shutil.copytree(saved(folder, iteration), saved(left, iteration))
     shutil.copy(folder / "metrics.csv", left)
@@ -145,7 +145,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(on: On, iteration: int, whol
 
 
 @pytest.mark.parametrize("on", BACKENDS)
-def test_a_run_that_failed_goes_on_from_its_last_epochs_end(on: On, whole: Whole, tmp_path: Path):
+def test_a_failed_run_resumes_from_its_last_epochs_end(on: On, whole: Whole, tmp_path: Path):
     trainer, folder = whole(on)
     cut_after(make(on, tmp_path, *loggers(tmp_path), every=Every(epochs=1)), 13)
     torch.manual_seed(999)

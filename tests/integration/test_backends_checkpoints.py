@@ -1,4 +1,4 @@
-"""What a checkpoint of a run on JAX holds: all of it is needed, and nothing that comes later is in it."""
+"""A checkpoint of a run on JAX: every piece is needed, and later steps do not change it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pulsetrain import Trainer
 from pulsetrain.engine import CheckpointError, Events, Every, Phase
 from pulsetrain.engine.checkpoint import CheckpointManager, load_checkpoint, load_safetensors, save_safetensors
 from tests.faults.everything import bits, leaves
-from tests.support.on_backends import (
+from tests.support.runs_backends import (
     BACKENDS,
     JAX,
     On,
@@ -80,7 +80,7 @@ def test_later_steps_change_nothing_in_a_checkpoint_that_is_still_being_written(
 
 # ------------------------------------------------------------------------------------------------------- ablation
 
-# what a backend has a share in; tests/faults has the other parts
+# the parts that depend on the backend; tests/faults has the others
 PARTS = ("model/", "optimizer/", "stepper/accumulation/", "stepper/gradients/", "backend/")
 # the schedule writes the rates; tokens count for an accumulation by tokens; a new trainer has the others
 RESTATED = {"optimizer/state/hyperparams/learning_rate", "optimizer/param_groups/0/lr", "stepper/accumulation/tokens"}
@@ -88,7 +88,7 @@ ARRAYS = ("model/", "optimizer/state/", "stepper/gradients/")
 
 
 class Spare:
-    """One trainer that goes on from any state, to the next checkpoint; its programs are compiled once."""
+    """One trainer that continues from any state to the next checkpoint; its programs are compiled once."""
 
     def __init__(self, source: Path, folder: Path) -> None:
         self.state = dict(load_checkpoint(source))
@@ -156,7 +156,7 @@ def test_an_array_that_is_missing_is_named_and_nothing_is_loaded(spare: Spare, p
 
 @needs_jax
 def test_no_piece_can_be_lost_unnoticed(spare: Spare, whole: tuple[Trainer, Path]):
-    """With what a new trainer has in its place, the run stands elsewhere at the next checkpoint, or is refused."""
+    """With a new trainer's value in its place, the run differs at the next checkpoint or is rejected."""
     expected = spare.go_on(spare.state)
     theirs = comparable(load_checkpoint(saved(whole[1], 2 * CUT)))
     assert expected == {path: value for path, value in theirs.items() if path.startswith(PARTS)}
@@ -183,8 +183,8 @@ def test_weights_are_exchanged_by_safetensors(whole: tuple[Trainer, Path], tmp_p
     flax_form = pytest.importorskip("safetensors.flax", reason="safetensors is not installed")
     numpy_form = pytest.importorskip("safetensors.numpy", reason="safetensors is not installed")
     file = save_safetensors(whole[0].model, tmp_path / "weights.safetensors")
-    held = whole[0].model_state.weights
-    arrays = whole[0].backend.paths({**held["parameters"]}) | whole[0].backend.paths(held["buffers"])
+    weights = whole[0].model_state.weights
+    arrays = whole[0].backend.paths({**weights["parameters"]}) | whole[0].backend.paths(weights["buffers"])
     expected = {path: value.numpy() for path, value in whole[0].model.state_dict().items()}
     assert expected.keys() == arrays.keys()
     for found in (numpy_form.load_file(file), flax_form.load_file(file)):
@@ -198,7 +198,7 @@ def test_weights_are_exchanged_by_safetensors(whole: tuple[Trainer, Path], tmp_p
 @needs_jax
 @pytest.mark.parametrize("trained", [0, 2])
 def test_the_next_step_is_made_of_weights_that_were_loaded(whole: tuple[Trainer, Path], tmp_path: Path, trained: int):
-    """Also into a trainer that has gone some steps."""
+    """Also in a trainer that has made some steps."""
     pytest.importorskip("safetensors", reason="safetensors is not installed")
     file = save_safetensors(whole[0].model, tmp_path / "weights.safetensors")
     losses: dict[str, list[float]] = {}

@@ -1,4 +1,4 @@
-"""A configuration names what computes: dry runs, training, going on and forking from it."""
+"""A configuration names the backend: dry runs, training, resuming and forking from it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import yaml
 from pulsetrain.cli import main
 from pulsetrain.engine.recording import EventLog, diff
 from tests.faults.everything import logged
-from tests.support.on_backends import programs_kept
+from tests.support.runs_backends import programs_kept
 
 jax = pytest.importorskip("jax", reason="jax is not installed")
 pytest.importorskip("optax", reason="optax is not installed")
@@ -24,7 +24,7 @@ pytest.importorskip("flax", reason="flax is not installed")
 PARTS = """
     import torch
     from torch.utils.data import DataLoader, TensorDataset
-    from tests.support.on_backends import nnx_model
+    from tests.support.runs_backends import nnx_model
 
     def loaders():
         inputs = torch.randn(24, 4, generator=torch.Generator().manual_seed(1))
@@ -60,7 +60,7 @@ def _programs() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder with the configuration in it, where the process stands, and in it the whole run "a"."""
+    """The current folder, with the configuration and the complete run "a"."""
     folder, path = tmp_path_factory.mktemp("configured"), list(sys.path)
     (folder / "parts_on_jax.py").write_text(textwrap.dedent(PARTS))
     (folder / "config.yaml").write_text(yaml.safe_dump(CONFIG))
@@ -89,7 +89,7 @@ def test_a_dry_run_tries_everything_and_leaves_nothing(place: Path, capsys: pyte
     assert sorted(place.rglob("*")) == before
 
 
-def test_a_run_goes_on_from_the_command_line(place: Path):
+def test_a_run_is_resumed_from_the_command_line(place: Path):
     assert main(["train", "config.yaml", "--run", "parts", "--training.max_epochs", "1"]) == 0
     assert main(["train", "config.yaml", "--run", "parts", "--resume", "latest"]) == 0
     assert dict(logged(place / "parts")) == dict(logged(place / "a"))
@@ -110,14 +110,14 @@ def test_a_run_is_debugged(
     lines = b"goto iteration 8\nnext to gradients_ready\nback to iteration_started\nstate\nquit\n"
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(lines)))
     assert main(["debug", "a", *words]) == 0
-    told = capsys.readouterr().out
+    reported = capsys.readouterr().out
     (event,) = EventLog(place / "a").read(event="gradients_ready", engine="trainer", iteration=(8, 8))
-    assert f"gradients_ready, epoch {event.epoch}, iteration 8" in told
-    state = told[told.rindex("iteration_started, epoch 2, iteration 8") :].split()
+    assert f"gradients_ready, epoch {event.epoch}, iteration 8" in reported
+    state = reported[reported.rindex("iteration_started, epoch 2, iteration 8") :].split()
     assert state[state.index("update") + 1] == "3"
 
 
-def test_a_fork_goes_on_with_what_was_changed(place: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_fork_continues_with_the_change(place: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["fork", "a", "--at", "5", "--into", "same", "--train"]) == 0
     assert not diff(place / "a", place / "same")
     changed = ["--set", "training.learning_rate=1e-3", "--set", "training.weight_decay=0.5"]

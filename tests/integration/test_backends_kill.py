@@ -1,4 +1,4 @@
-"""A process that trains on JAX is killed, and another one goes on: each has compiled its programs itself."""
+"""A process that trains on JAX is killed and another one resumes; each compiles its own programs."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from signal import SIGKILL
 
 from pulsetrain.handlers import EventRecorder
 from tests.faults.everything import logged
-from tests.support.on_backends import JAX_FUNCTION, make, needs_jax, programs_kept, saved, whole_state
+from tests.support.runs_backends import JAX_FUNCTION, make, needs_jax, programs_kept, saved, whole_state
 
 VICTIM = """
 import os, signal, sys
 from pathlib import Path
 import torch
 from pulsetrain.engine import Events
-from tests.support.on_backends import JAX_FUNCTION, make
+from tests.support.runs_backends import JAX_FUNCTION, make
 
 torch.set_num_threads(1)
 trainer = make(JAX_FUNCTION, Path(sys.argv[1]))
@@ -32,7 +32,7 @@ trainer.train(resume="latest")
 
 @needs_jax
 def test_the_run_ends_as_if_it_had_not_been_killed(tmp_path: Path):
-    """In iteration 18, so that it goes on behind the checkpoint of 15, which is inside an update."""
+    """In iteration 18, so that it resumes from the checkpoint of 15, which is inside an update."""
     with programs_kept():
         whole = make(JAX_FUNCTION, tmp_path / "whole")
         whole.train()

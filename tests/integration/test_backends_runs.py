@@ -1,4 +1,4 @@
-"""What is done with a recorded run, whatever computed it: verified, compared, reported, debugged, made and forked."""
+"""Recorded runs of every backend are verified, compared, reported, debugged and forked."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pulsetrain.engine import Every
 from pulsetrain.engine.recording import EventLog, diff
 from pulsetrain.handlers import Fingerprints
 from tests.faults.everything import logged
-from tests.support.on_backends import BACKENDS, On, make, programs_kept
+from tests.support.runs_backends import BACKENDS, On, make, programs_kept
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -57,7 +57,7 @@ def test_a_run_is_reproducible(on: On, stretch: dict[str, int], recorded: Callab
 
 
 def nudged(on: On) -> On:
-    """With another last bit in one weight at the start."""
+    """With the last bit of one weight flipped at the start."""
 
     def model() -> Any:
         made = on.model()
@@ -74,7 +74,7 @@ def nudged(on: On) -> On:
 
 
 @pytest.mark.parametrize("on", BACKENDS)
-def test_one_other_bit_is_found_where_it_first_shows(on: On, recorded: Callable[[On], Path], tmp_path: Path):
+def test_a_single_flipped_bit_is_found_where_it_first_shows(on: On, recorded: Callable[[On], Path], tmp_path: Path):
     folder = recorded(on)
     found = verify(folder, lambda: build(nudged(on), folder), to_iteration=4)
     assert not found

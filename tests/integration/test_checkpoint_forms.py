@@ -1,4 +1,4 @@
-"""The form of a run's checkpoints follows its backend: other tools read the arrays, and a run goes on from either."""
+"""A run's backend chooses the checkpoint format: other tools read the arrays, and a run resumes from either."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from pulsetrain.engine import CheckpointError, Events
 from pulsetrain.engine.checkpoint import CheckpointManager, Form, check_checkpoint, load_checkpoint
 from pulsetrain.handlers import Checkpointer
 from tests.faults.everything import leaves
-from tests.support.cutting import cut_after
-from tests.support.on_backends import (
+from tests.support.runs import cut_after
+from tests.support.runs_backends import (
     BACKENDS,
     FUNCTIONAL,
     JAX,
@@ -56,7 +56,7 @@ def files(folder: Path) -> list[str]:
 
 
 def begun(on: On, folder: Path, form: Form | None = None) -> None:
-    """A run that is cut behind its first checkpoint, which is of this form."""
+    """A run that is interrupted after its first checkpoint, which has this format."""
     trainer = make(on, folder)
     saver_of(trainer).form = form
     cut_after(trainer, CUT + 1)
@@ -67,7 +67,7 @@ def begun(on: On, folder: Path, form: Form | None = None) -> None:
 
 @pytest.mark.parametrize("on", BACKENDS)
 @pytest.mark.parametrize("background", [False, True], ids=["at once", "in the background"])
-def test_what_computes_with_values_leaves_safetensors(on: On, background: bool, tmp_path: Path):
+def test_by_value_backends_write_safetensors(on: On, background: bool, tmp_path: Path):
     trainer = make(on, tmp_path, background=background)
     trainer.add_event_handler(Events.ITERATION_COMPLETED(once=CUT), lambda: trainer.terminate())
     trainer.train()
@@ -87,12 +87,12 @@ def test_what_is_saved_by_hand_and_by_a_dry_run_has_the_same_form(
 ):
     asked: list[Form] = []
 
-    class Told(CheckpointManager):
+    class Spy(CheckpointManager):
         def save(self, *args: Any, **kwargs: Any) -> Any:
             asked.append(kwargs["form"])
             return super().save(*args, **kwargs)
 
-    monkeypatch.setattr("pulsetrain.configuration.dry_run.CheckpointManager", Told)
+    monkeypatch.setattr("pulsetrain.configuration.dry_run.CheckpointManager", Spy)
     trainer = make(on, tmp_path / "run")
     list(dry_run._save(trainer, tmp_path / "dry", lambda: 0.0))
     expected = "torch" if on is TORCH else "safetensors"
@@ -151,8 +151,8 @@ def test_the_weights_of_a_checkpoint_are_a_modules_variables_by_their_paths(tmp_
 
 @pytest.mark.parametrize("on", ON_VALUES)
 @pytest.mark.parametrize("form", ALL)
-def test_a_run_goes_on_from_either_form_to_the_bit(on: On, form: Form, tmp_path: Path):
-    """Also from what an earlier version has left, which knew torch's alone."""
+def test_a_run_resumes_from_either_format_bit_for_bit(on: On, form: Form, tmp_path: Path):
+    """Also from a checkpoint of an earlier version, which knew only torch's format."""
     whole = make(on, tmp_path / "whole")
     whole.train()
     begun(on, tmp_path / "cut", form)
@@ -163,7 +163,7 @@ def test_a_run_goes_on_from_either_form_to_the_bit(on: On, form: Form, tmp_path:
     assert (saved(tmp_path / "cut", 2 * CUT) / ALL["safetensors"]).exists()
 
 
-def test_where_the_newest_is_damaged_one_of_the_other_form_is_gone_on_from(tmp_path: Path):
+def test_if_the_newest_is_damaged_an_older_one_of_the_other_format_is_used(tmp_path: Path):
     begun(FUNCTIONAL, tmp_path, "torch")
     manager = CheckpointManager(tmp_path / "checkpoints", keep_last_n=9)
     older = manager.get_latest()
@@ -184,7 +184,7 @@ def test_the_debugger_finds_the_handlers_in_either_form(on: On, tmp_path: Path):
         assert "reads them from" in str(recorded_handlers(tmp_path / form, CUT + 1, max_bytes=1000).problem)
 
 
-def test_an_older_version_is_told_that_it_is_too_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_older_version_reports_that_it_is_too_old(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     begun(FUNCTIONAL, tmp_path)
     checkpoint = saved(tmp_path, CUT)
     assert json.loads((checkpoint / "manifest.json").read_text())["format"] == 3

@@ -1,4 +1,4 @@
-"""Environments in runs that go on: led back to where they were, or refused."""
+"""Environments in resumed runs: restored by replaying their actions, or rejected."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 from pulsetrain.engine import Events
 from pulsetrain.engine.errors import CheckpointError
 from pulsetrain.engine.rollouts import EnvironmentRollouts
-from tests.support.on_backends import saved, whole_state
-from tests.support.on_strategies import CARTPOLE, TORCH, differences, make, needs_gymnasium
+from tests.support.runs_backends import saved, whole_state
+from tests.support.runs_strategies import CARTPOLE, TORCH, differences, make, needs_gymnasium
 
 
 @pytest.fixture(scope="module")
@@ -54,10 +54,10 @@ def test_other_sizes_are_refused(
 
 
 class Walk:
-    """Four numbers that are pushed about; of episodes that are cut off at some length. It uses one array for all.
+    """Four numbers moved by the actions; episodes are truncated at some length. It reuses one array.
 
     Args:
-        drift: what is added to each step beside what the seed says.
+        drift: added to each step, independent of the seed.
     """
 
     def __init__(self, drift: float = 0.0, length: int = 7) -> None:
@@ -77,11 +77,11 @@ class Walk:
         return self._place, 1.0, False, self._steps == self._length, {}
 
     def close(self) -> None:
-        """It holds nothing."""
+        """It has no resources."""
 
 
-def test_an_environment_that_is_not_where_it_was_is_refused(tmp_path: Path) -> None:
-    """The seed does not say all that it draws from."""
+def test_an_environment_that_cannot_be_restored_is_rejected(tmp_path: Path) -> None:
+    """The seed does not determine all its random numbers."""
     run = make(CARTPOLE, TORCH, tmp_path / "run", data=environments(Walk))
     run.train()
     other = make(CARTPOLE, TORCH, tmp_path / "other", data=environments(lambda: Walk(drift=0.001)))
@@ -92,8 +92,8 @@ def test_an_environment_that_is_not_where_it_was_is_refused(tmp_path: Path) -> N
         other.train(resume=saved(tmp_path / "run", 3))
 
 
-def test_an_environment_of_ones_own_goes_on_exactly(tmp_path: Path) -> None:
-    """And is led back once, though a resume loads its state several times."""
+def test_a_custom_environment_resumes_exactly(tmp_path: Path) -> None:
+    """And it is restored once, although a resume loads its state several times."""
     run = make(CARTPOLE, TORCH, tmp_path / "run", data=environments(Walk))
     run.train()
     made: list[Walk] = []
@@ -105,12 +105,12 @@ def test_an_environment_of_ones_own_goes_on_exactly(tmp_path: Path) -> None:
     again = make(CARTPOLE, TORCH, tmp_path / "again", data=environments(remembered))
     again.train(resume=saved(tmp_path / "run", 5))
     assert differences(again, run) == set()
-    # behind 32 steps each is in its fifth episode of 7 steps, and 16 more follow
+    # after 32 steps each is in its fifth episode of 7 steps, and 16 more follow
     assert [each.taken for each in made] == [32 % 7 + 16] * 2
 
 
-def test_what_a_cut_off_episode_is_worth_is_asked_of_its_last_observation(tmp_path: Path) -> None:
-    """Though the environment writes the next episode's first one into the same array."""
+def test_the_value_of_a_truncated_episode_is_that_of_its_last_observation(tmp_path: Path) -> None:
+    """Although the environment writes the next episode's first one into the same array."""
     asked: list[torch.Tensor] = []
     rollouts = environments(Walk, number=1, steps=16)
     run = make(CARTPOLE, TORCH, tmp_path, data=rollouts)
@@ -123,7 +123,7 @@ def test_what_a_cut_off_episode_is_worth_is_asked_of_its_last_observation(tmp_pa
     rollouts.act = act_and_keep  # type: ignore[method-assign]
     run.add_event_handler(Events.ROLLOUT_COMPLETED, run.terminate)
     run.train()
-    # 16 steps, the 7th and the 14th of which end episodes, and the value behind the last
+    # 16 steps, the 7th and the 14th of which end episodes, and the value after the last
     assert len(asked) == 16 + 2 + 1
     assert asked[7].abs().sum() > 0
     assert not asked[8].any()

@@ -1,4 +1,4 @@
-"""Models of Hugging Face's and their adapters learn by every strategy unchanged, and write what they are asked to."""
+"""Hugging Face models and their adapters learn by every strategy unchanged, and generate as requested."""
 
 import copy
 import math
@@ -12,7 +12,7 @@ from pulsetrain.engine.rollouts.sampling import sampler_of
 from pulsetrain.engine.strategies import DPOStrategy, SFTStrategy, WithValueHead
 from pulsetrain.engine.strategies.language import logits_of
 from pulsetrain.handlers import Checkpointer
-from tests.support.hugging_face import (
+from tests.support.models_hugging_face import (
     ATTENTION,
     FAMILIES,
     STRATEGIES,
@@ -25,7 +25,7 @@ from tests.support.hugging_face import (
 
 pytest.importorskip("transformers", reason="transformers is not there: pip install transformers")
 
-# peft asks models of transformers for what these will drop
+# peft uses attributes of transformers models that are deprecated
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 
@@ -47,7 +47,7 @@ def test_a_model_learns_unchanged(family, attention, strategy):
     history = run.train()
     assert run.state.update == 2
     assert all(math.isfinite(value) for value in history["train/loss"])
-    # the projection of keys has a bias whose gradient is 0, for what is added to all scores of a row changes nothing
+    # the bias of the key projection has gradient 0: a constant added to all scores of a row changes nothing
     still = {name for name in before if name not in changed(before, model)}
     assert len(still) <= len(before) // 4
     assert all(value.isfinite().all() for value in model.state_dict().values())
@@ -89,7 +89,7 @@ def test_adapters_alone_learn(adapted, strategy):
     if strategy == "ppo":
         assert run.model.value.weight.any()
     if strategy in ("dpo", "ppo", "grpo"):
-        assert run.strategy._reference._model is run.model, "the reference is no copy"
+        assert run.strategy._reference._model is run.model, "the reference is not a copy"
 
 
 def test_the_reference_of_adapters_is_the_model_without_them(adapted):
@@ -181,7 +181,7 @@ def test_a_text_ends_with_the_token_that_ends_it():
     ("strategy", "form"),
     [("sft", "torch"), ("sft", "safetensors"), ("dpo", "torch"), ("ppo", "safetensors"), ("grpo", "torch")],
 )
-def test_a_run_goes_on_to_the_bit(tmp_path, kind, form, strategy):
+def test_a_run_resumes_bit_for_bit(tmp_path, kind, form, strategy):
     def make():
         if kind == "tied":
             model = model_of("gpt2")

@@ -1,4 +1,4 @@
-"""Models of transformers that let documents of one row see each other are refused, whatever their forward takes."""
+"""transformers models that let documents of one row attend to each other are rejected, whatever their forward takes."""
 
 import pytest
 import torch
@@ -6,9 +6,9 @@ import torch
 from pulsetrain.engine import SFTStrategy
 from pulsetrain.engine.data.sequences import pack, pad_examples
 from pulsetrain.engine.errors import ConfigurationError
-from tests.support.hugging_face import VOCABULARY, documents, model_of
-from tests.support.language_batches import assert_refused
-from tests.support.small import trainer
+from tests.support.models import trainer
+from tests.support.models_hugging_face import VOCABULARY, documents, model_of
+from tests.support.models_language import assert_refused
 
 transformers = pytest.importorskip("transformers", reason="transformers is not there: pip install transformers")
 

@@ -1,4 +1,4 @@
-"""Whatever a run fires and wherever it is killed, the recorder writes it, stops nothing, and the log gives it back."""
+"""The recorder writes whatever a run fires, never stops the run, and loses nothing before a kill."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pulsetrain.engine.recording import EventLog
-from tests.support.recorded_programs import Driver, Expected, Plan, check_ords, model, plans, shown
-from tests.support.recorded_values import SAMPLED
+from tests.support.recordings_programs import Driver, Expected, Plan, check_ords, model, plans, shown
+from tests.support.recordings_values import SAMPLED
 
 common = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 
@@ -66,7 +66,7 @@ CLOSED_LATER = ("epoch_completed", "validation_completed", "completed", "termina
 @pytest.mark.slow
 @settings(max_examples=60, **common)  # type: ignore[arg-type]
 @given(plan=plans(), second=plans(), data=st.data())
-def test_a_run_killed_anywhere_leaves_what_came_before_and_the_next_goes_on(
+def test_a_run_killed_anywhere_leaves_the_events_before_and_the_next_continues(
     plan: Plan, second: Plan, data: st.DataObject
 ) -> None:
     with tempfile.TemporaryDirectory() as name:
@@ -98,7 +98,7 @@ def test_a_run_killed_anywhere_leaves_what_came_before_and_the_next_goes_on(
             seq = each.event.seq
             if seq in found and not found[seq].open:
                 assert shown(found[seq]) == expected
-            elif seq in found:  # with its values still on a device, or under way, or its last line cut off
+            elif seq in found:  # with its values still on a device or in transfer, or its last line truncated
                 assert each.late or not over or each.event.type in CLOSED_LATER
                 event = found[seq]
                 same = (event.engine, event.event, event.epoch, event.iteration, event.t)

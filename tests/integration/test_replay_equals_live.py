@@ -1,4 +1,4 @@
-"""What a handler does in a replay equals what it did in the run: its calls, the state it ends with, its files."""
+"""A handler does in a replay what it did in the run: the same calls, final state and files."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ MAKE: dict[str, Callable[[Path, io.StringIO], Any]] = {
     "StepLimit": lambda folder, stream: StepLimit(iterations=1000),
     "TimeLimit": lambda folder, stream: TimeLimit("2h"),
 }
-# a run that validates, saves and logs by other cadences; one that a handler ends; one that fails and goes on
+# a run that validates, saves and logs by other cadences; one that a handler ends; one that fails and continues
 SCENARIOS: dict[str, dict[str, Any]] = {
     "epochs": {"log_every_n_steps": 5},
     "iterations": {"log_every_n_steps": 2, "validate_every": Every(iterations=4), "accumulate": 2},
@@ -117,7 +117,7 @@ SCENARIOS: dict[str, dict[str, Any]] = {
 
 @dataclass
 class Played:
-    """What a handler did."""
+    """The actions of a handler."""
 
     handler: Any
     folder: Path
@@ -175,7 +175,7 @@ def subscribe_noting(subscribe: Any, calls: list[Any], event: Any, handler: Any,
 
 
 def seen(handler: Any, given: tuple[Any, ...]) -> Any:
-    """A call: whose, and what it was given, with the state as it was."""
+    """A call: its handler, its arguments, and the state at that time."""
     name = getattr(handler, "__qualname__", "")
     if not given:
         return name
@@ -224,7 +224,7 @@ def make_trainer(folder: Path, played: list[Played], options: dict[str, Any]) ->
 
 @pytest.fixture(scope="module", params=SCENARIOS)
 def live(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Any]]:
-    """A run with every handler, and what each did in it; where it fails and goes on, what they did behind that."""
+    """A run with every handler, and their actions; if it fails and continues, their actions after that."""
     place, options = tmp_path_factory.mktemp(request.param), SCENARIOS[request.param]
     folder = place / "run"
     with pytest.MonkeyPatch.context() as monkeypatch:
@@ -272,7 +272,7 @@ def replayed(folder: Path, names: list[str], place: Path, monkeypatch: pytest.Mo
 
 def assert_equal(name: str, found: Played, expected: Played, scenario: str) -> None:
     assert found.state == expected.state
-    if scenario != "resumed":  # else the calls and lines of the first process are those of another object
+    if scenario != "resumed":  # otherwise the calls and lines of the first process belong to another object
         assert found.calls == expected.calls
         assert found.findings == expected.findings
         assert found.lines == expected.lines

@@ -1,4 +1,4 @@
-"""The events of rollouts in a Trainer's run: judged, logged, recorded, replayed, and gone on with when resumed."""
+"""The events of rollouts in a Trainer's run: evaluated, logged, recorded, replayed and resumed."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ from pulsetrain.handlers import (
 )
 from pulsetrain.handlers.metric_values.step_values import METRIC_EVENTS
 from pulsetrain.handlers.recorder.event_recorder import MEASURED
-from tests.support.older_states import downgraded
-from tests.support.small import loader, trainer
+from tests.support.checkpoints import downgraded
+from tests.support.models import loader, trainer
 
 BATCHES = 3  # of a rollout; an epoch has those of two
 EACH_ROLLOUT = Every(iterations=BATCHES)
@@ -53,7 +53,7 @@ COUNTERS = ("epoch", "iteration", "update", "validation_round", "rollout_round")
 
 
 class Acting:
-    """Stands for a policy that acts: each rollout brings the next of the returns, and batches to learn from."""
+    """Replaces an acting policy: each rollout gives the next of the returns, and batches to learn from."""
 
     fires_rollouts = True
 
@@ -83,8 +83,8 @@ class Acting:
         self.rollouts, self.left = self.rollouts + 1, BATCHES
         rewards = RewardsComputed(mean=0.5 * self.rollouts, std=0.0, minimum=0.0, maximum=1.0, count=4)
         self.trainer.fire(Events.REWARDS_COMPUTED, rewards)
-        told = {} if gained is None else {"rollout/return": gained}
-        metrics = {"rollout/reward": 0.5 * self.rollouts, **told}
+        reported = {} if gained is None else {"rollout/return": gained}
+        metrics = {"rollout/reward": 0.5 * self.rollouts, **reported}
         self._tell(metrics)
         self.trainer.fire(Events.ROLLOUT_COMPLETED, RolloutCompleted(metrics=metrics, seconds=0.25))
 
@@ -161,7 +161,7 @@ def run(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_rollouts_stand_in_the_log_between_the_iterations_and_policy_updates_in_them(run: Path) -> None:
+def test_the_log_has_rollouts_between_iterations_and_policy_updates_inside_them(run: Path) -> None:
     own = [event for event in EventLog(run).read(engine="trainer") if event.event not in ("metrics_logged", "started")]
     started = [index for index, event in enumerate(own) if event.event == "rollout_started"]
     assert len(started) == len(RETURNS)
@@ -176,8 +176,8 @@ def test_rollouts_stand_in_the_log_between_the_iterations_and_policy_updates_in_
 
 def test_the_log_holds_their_metrics_and_what_was_measured_beside_them(run: Path) -> None:
     rollouts = list(EventLog(run).read(event="rollout_completed"))
-    told = [event.payload["metrics"].get("rollout/return") for event in rollouts]
-    assert told == list(RETURNS)
+    reported = [event.payload["metrics"].get("rollout/return") for event in rollouts]
+    assert reported == list(RETURNS)
     assert {event.payload["seconds"] for event in rollouts} == {0.25}
     assert all(event.observed == {"seconds": 0.25} and event.ord >= 0 for event in rollouts)
     assert rollouts[3].metrics["rollout/return"] == 2.0  # state.metrics: of the one before
@@ -229,8 +229,8 @@ def test_the_files_of_loggers_hold_the_metrics(tmp_path: Path) -> None:
         [0.01 * n for n in range(1, 8)]
     )
     assert {"metrics.svg", "loss.svg"} <= set(files(tmp_path))
-    told = [line for line in _without_times(stream)[0] if line["event"] in ("rollout", "policy")]
-    assert [line["event"] for line in told] == ["rollout", "policy"] * len(RETURNS)
+    reported = [line for line in _without_times(stream)[0] if line["event"] in ("rollout", "policy")]
+    assert [line["event"] for line in reported] == ["rollout", "policy"] * len(RETURNS)
     assert "rollout/return 0.5" in _without_times(stream)[1][-1]
 
 
@@ -239,7 +239,7 @@ class TestEarlyStopping:
         stopping = EarlyStopping("rollout/return", patience=3, mode="max")
         live = acting(handlers=[EventRecorder(tmp_path), stopping])
         live.train()
-        # 2.0 in the third rollout is the best; the fourth tells no return, and does not count
+        # 2.0 in the third rollout is the best; the fourth reports no return, and does not count
         assert (live.state.rollout_round, live.state.iteration) == (7, 18)
         assert live.state.stop_reason == "early stopping: rollout/return has not improved on 2 for 3 rollouts"
         replay = Replay(tmp_path, obey_terminate=True)
@@ -252,7 +252,7 @@ class TestEarlyStopping:
         EarlyStopping("policy/kl", patience=2).attach(replay)
         assert replay.run().iteration == 3 * BATCHES
 
-    def test_a_stopped_run_stays_stopped_behind_its_checkpoint(self, tmp_path: Path) -> None:
+    def test_a_stopped_run_stays_stopped_after_its_checkpoint(self, tmp_path: Path) -> None:
         def stopped(**resume: Any) -> Trainer:
             stopping = EarlyStopping("rollout/return", patience=3, mode="max")
             run = acting(handlers=[Checkpointer(tmp_path), stopping])
@@ -262,7 +262,7 @@ class TestEarlyStopping:
         reasons = [stopped().state.stop_reason, stopped(resume="latest").state.stop_reason]
         assert reasons == ["early stopping: rollout/return has not improved on 2 for 3 rollouts"] * 2
 
-    def test_a_checkpoint_behind_the_rollout_that_ended_the_run_knows_of_it(self, tmp_path: Path) -> None:
+    def test_a_checkpoint_after_the_rollout_that_ended_the_run_includes_the_end(self, tmp_path: Path) -> None:
         def stopped(**resume: Any) -> Trainer:
             stopping = EarlyStopping("rollout/return", patience=3, mode="max")
             run = acting(handlers=[Checkpointer(tmp_path), stopping])
@@ -274,7 +274,7 @@ class TestEarlyStopping:
         assert again.state.stop_reason == first.state.stop_reason
         assert (again.state.rollout_round, again.train_loader.rollouts, again.state.iteration) == (7, 7, 18)
 
-    def test_validations_beside_rollouts_need_not_tell_what_a_rollout_does(self) -> None:
+    def test_validations_beside_rollouts_need_not_report_the_metrics_of_rollouts(self) -> None:
         run = acting(val_loader=loader(8), handlers=[EarlyStopping("rollout_return", patience=3, mode="max")])
         run.train()
         assert run.state.iteration == 18
@@ -289,7 +289,7 @@ class TestEarlyStopping:
 def test_the_rate_falls_where_returns_do_not_rise() -> None:
     run = acting(5, handlers=[ReduceLROnPlateau("rollout/return", factor=0.5, patience=0, mode="max")])
     run.train()
-    # 1.0 and 2.0 are improvements, 1.5 is none
+    # 1.0 and 2.0 are improvements, 1.5 is not
     assert run.optimizer.param_groups[0]["lr"] == 0.005
 
 
@@ -311,14 +311,14 @@ class TestCheckpointer:
     def test_each_return_is_ranked_once(self, tmp_path: Path) -> None:
         keeping = Checkpointer(tmp_path, EACH_ROLLOUT, keep_last=1, keep_best=3, metric="rollout/return", mode="max")
         acting(handlers=[keeping]).train()
-        # saved behind each rollout's batches; the first and the fourth rollout told no return
+        # saved after each rollout's batches; the first and the fourth rollout reported no return
         found = [(value, int(folder.split("-")[0])) for value, folder in keeping.best]
         assert found == [(2.0, 9), (2.0, 18), (1.5, 15)]
         assert keeping.manager.get_best().name == keeping.best[0][1]
 
     def test_validations_do_not_rank_a_return_again(self, tmp_path: Path) -> None:
         keeping = Checkpointer(tmp_path, EACH_ROLLOUT, keep_last=1, keep_best=9, metric="rollout/return", mode="max")
-        # the first of them, and a save behind it, come before any return
+        # the first of them, and a save after it, come before any return
         acting(val_loader=loader(8), config={"validate_every": Every(iterations=2)}, handlers=[keeping]).train()
         assert sorted(value for value, _ in keeping.best) == sorted(value for value in RETURNS if value is not None)
 
@@ -329,7 +329,7 @@ class TestCheckpointer:
         assert len(keeping.best) == run.state.validation_round == 4
         assert sorted(value for value, _ in keeping.best) == sorted(run.history["val/loss"])
 
-    def test_the_ranking_goes_on_behind_a_checkpoint(self, tmp_path: Path) -> None:
+    def test_the_ranking_continues_after_a_checkpoint(self, tmp_path: Path) -> None:
         def keeping() -> Checkpointer:
             return Checkpointer(tmp_path, EACH_ROLLOUT, keep_last=1, keep_best=3, metric="rollout/return", mode="max")
 
@@ -338,7 +338,7 @@ class TestCheckpointer:
         acting(handlers=[second]).train(resume="latest")
         assert [value for value, _ in second.best] == [2.0, 2.0, 1.5]
 
-    def test_a_state_of_before_knows_of_no_rollouts(self, tmp_path: Path) -> None:
+    def test_a_state_of_an_earlier_version_has_no_rollouts(self, tmp_path: Path) -> None:
         first, second = Checkpointer(tmp_path / "a"), Checkpointer(tmp_path / "b")
         state = first.state_dict()
         del state["rollouts"]
@@ -364,7 +364,7 @@ class TestResume:
         return [EventRecorder(folder), *loggers, Checkpointer(folder, Every(iterations=2))]
 
     @pytest.mark.parametrize("at", [5, 7, 9])
-    def test_a_run_that_went_on_is_the_run_that_was_never_stopped(self, tmp_path: Path, at: int) -> None:
+    def test_a_resumed_run_equals_the_run_that_was_never_stopped(self, tmp_path: Path, at: int) -> None:
         whole = acting(handlers=self.handlers(tmp_path / "whole"))
         whole.train()
         self.fails(tmp_path / "run", at)
@@ -377,16 +377,16 @@ class TestResume:
         replay = Replay(tmp_path / "run")
         assert replay.run().rollout_round == 7
 
-    def test_a_filter_on_rollouts_counts_on(self, tmp_path: Path) -> None:
+    def test_a_filter_on_rollouts_continues_its_count(self, tmp_path: Path) -> None:
         self.fails(tmp_path, 9)
         run = acting(handlers=self.handlers(tmp_path))
         heard: list[int] = []
         run.on(Events.ROLLOUT_COMPLETED(every=3))(lambda: heard.append(run.state.rollout_round))
         run.train(resume="latest")
-        assert heard == [6]  # the last checkpoint was made behind the eighth iteration, in the third rollout
+        assert heard == [6]  # the last checkpoint was made after the eighth iteration, in the third rollout
 
     @pytest.mark.parametrize("form", [3, 4])
-    def test_a_checkpoint_of_before_has_made_none(self, form: int) -> None:
+    def test_a_checkpoint_of_an_earlier_version_has_counted_none(self, form: int) -> None:
         state = acting(1).checkpoint_state()
         del state["counters"]["rollout_round"]
         run = acting(1)
@@ -394,7 +394,7 @@ class TestResume:
         run.load_checkpoint_state(downgraded(state, form))
         assert run.state.rollout_round == 0
 
-    def test_another_counter_that_is_not_there_is_still_an_error(self) -> None:
+    def test_a_counter_that_does_not_exist_is_still_an_error(self) -> None:
         state = acting(1).checkpoint_state()
         del state["counters"]["validation_round"]
         with pytest.raises(CheckpointError, match=r"lacks counters\.validation_round"):
@@ -402,7 +402,7 @@ class TestResume:
 
 
 class TestDebugger:
-    def test_tells_the_round_and_the_metrics(self, run: Path) -> None:
+    def test_shows_the_round_and_the_metrics(self, run: Path) -> None:
         debugger = Debugger(run)
         debugger.add_break("rollout_completed", 'payload["metrics"]["rollout/return"] == 1.5')
         assert debugger.continue_() is not None
@@ -411,7 +411,7 @@ class TestDebugger:
         assert debugger.value("policy/kl") == 0.04
         debugger.back_to("policy_updated")
         assert debugger.facts()["rollout_round"] == 4
-        assert debugger.value("rollout/return") == 2.0  # told by the third
+        assert debugger.value("rollout/return") == 2.0  # reported by the third
 
     def test_a_live_one_stops_at_them(self) -> None:
         live = LiveDebugger(lambda folder: acting(3, handlers=[EventRecorder(folder)]))

@@ -1,4 +1,4 @@
-"""Rollouts in a Trainer's run: replayed, begun anew, gone back in, left out, trained by the epoch, and refused."""
+"""Rollouts in a Trainer's run: replayed, started over, rewound, skipped, trained by the epoch, and rejected."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from pulsetrain.engine.errors import CheckpointError
 from pulsetrain.engine.recording import EventLog, diff
 from pulsetrain.engine.recording.replay.playback import Replay
 from pulsetrain.handlers import EarlyStopping, JSONLinesLogger, NaNGuard
-from tests.support.on_backends import programs_kept, saved, whole_state
-from tests.support.on_strategies import (
+from tests.support.runs_backends import programs_kept, saved, whole_state
+from tests.support.runs_strategies import (
     CARTPOLE,
     COPIED,
     GROUPS,
@@ -32,12 +32,12 @@ from tests.support.on_strategies import (
     TEXTS,
     TORCH,
     Task,
+    detach_recorder,
     differences,
     language_model,
-    let_go,
+    logged_steps,
     make,
     on_each,
-    told,
 )
 
 ROLLOUT = (Events.ROLLOUT_STARTED, Events.REWARDS_COMPUTED, Events.ROLLOUT_COMPLETED, Events.POLICY_UPDATED)
@@ -54,7 +54,7 @@ def _programs() -> Iterator[None]:
 
 
 class Heard:
-    """What a handler is told at the events of rollouts."""
+    """The payloads that a handler gets at the events of rollouts."""
 
     def __init__(self) -> None:
         self.found: list[Any] = []
@@ -75,7 +75,7 @@ class Heard:
 @on_each([CARTPOLE, TEXTS, GROUPS, PRETRAIN], ON_TORCH)
 def test_handlers_find_in_a_replay_what_they_found_in_the_run(task: Task, on: str, tmp_path: Path) -> None:
     def stopping() -> EarlyStopping:
-        # none of the values is so much better than the first: the second to be judged ends the run
+        # no value is enough better than the first: the second evaluation ends the run
         return EarlyStopping(metric=task.metric, patience=1, min_delta=1000.0, mode="max" if task.acts else "min")
 
     mine, heard = stopping(), Heard()
@@ -98,7 +98,7 @@ def test_handlers_find_in_a_replay_what_they_found_in_the_run(task: Task, on: st
 
 
 @on_each([CARTPOLE, TEXTS, GROUPS], ON_TORCH)
-def test_each_event_of_a_rollout_stands_in_the_log_once_and_in_order(task: Task, on: str, tmp_path: Path) -> None:
+def test_each_event_of_a_rollout_is_in_the_log_once_and_in_order(task: Task, on: str, tmp_path: Path) -> None:
     heard = Heard()
     make(task, on, tmp_path, heard).train()
     events = list(EventLog(tmp_path).read(event={event.value for event in ROLLOUT}))
@@ -116,11 +116,11 @@ def test_each_event_of_a_rollout_stands_in_the_log_once_and_in_order(task: Task,
     assert whole_rounds >= 3
 
 
-# --------------------------------------------------------------------------------------- begun anew, gone on, gone back
+# --------------------------------------------------------------------------------------- started over, resumed, rewound
 
 
 def without_a_folder(task: Task, folder: Path) -> Trainer:
-    """A run that leaves nothing, and so can be begun anew."""
+    """A run that writes no files and can therefore start over."""
     trainer = make(task, TORCH, folder)
     for handler in trainer.handlers[-2:]:
         handler.detach()
@@ -128,8 +128,8 @@ def without_a_folder(task: Task, folder: Path) -> Trainer:
 
 
 @on_each([CARTPOLE, TEXTS], ON_TORCH)
-def test_a_second_train_begins_anew(task: Task, on: str, tmp_path: Path) -> None:
-    """Rollouts, prompts, episodes and the coefficient too; weights and optimizer are as the first has left them."""
+def test_a_second_train_starts_over(task: Task, on: str, tmp_path: Path) -> None:
+    """Rollouts, prompts, episodes and the coefficient too; weights and optimizer stay as the first run left them."""
     twice, other = without_a_folder(task, tmp_path / "twice"), without_a_folder(task, tmp_path / "other")
     twice.train()
     learnt = copy.deepcopy([twice.model.state_dict(), twice.optimizer.state_dict()])
@@ -142,8 +142,8 @@ def test_a_second_train_begins_anew(task: Task, on: str, tmp_path: Path) -> None
 
 
 @on_each([CARTPOLE, TEXTS], ON_TORCH)
-def test_a_run_goes_on_behind_its_termination_with_a_new_rollout(task: Task, on: str, tmp_path: Path) -> None:
-    """And whoever resumes behind that comes to the same."""
+def test_a_run_continues_after_its_termination_with_a_new_rollout(task: Task, on: str, tmp_path: Path) -> None:
+    """And resuming after that gives the same result."""
     run = make(task, on, tmp_path / "run")
     run.add_event_handler(Events.ITERATION_COMPLETED(once=5), run.terminate)
     run.train()
@@ -157,7 +157,7 @@ def test_a_run_goes_on_behind_its_termination_with_a_new_rollout(task: Task, on:
 
 
 class Spoilt:
-    """Makes the loss of one iteration no number, the first time that it comes by."""
+    """Makes the loss of one iteration NaN, the first time."""
 
     def __init__(self, strategy: Any, at: int) -> None:
         self.strategy, self.at, self.spoils = strategy, at, False
@@ -177,8 +177,8 @@ class Spoilt:
 
 @pytest.mark.parametrize("at", [6, 8])
 @on_each([CARTPOLE, GROUPS], ON_TORCH)
-def test_a_run_goes_back_past_what_a_guard_found(task: Task, on: str, at: int, tmp_path: Path) -> None:
-    """In the midst of a rollout, and past its last batch: it ends all the same."""
+def test_a_run_rewinds_past_an_anomaly_that_a_guard_found(task: Task, on: str, at: int, tmp_path: Path) -> None:
+    """Inside a rollout and past its last batch: it still ends."""
     strategy = task.strategy()
     handlers = [Spoilt(strategy, at), NaNGuard("rewind", Every(iterations=1))]
     back = make(task, on, tmp_path / "back", *handlers, strategy=strategy, every=Every(iterations=2), accumulate=1)
@@ -197,7 +197,7 @@ def test_a_run_goes_back_past_what_a_guard_found(task: Task, on: str, at: int, t
 
 
 @on_each([CARTPOLE, TEXTS], ON_TORCH)
-def test_an_epoch_at_a_time_goes_on_exactly_as_well(task: Task, on: str, tmp_path: Path) -> None:
+def test_training_epoch_by_epoch_resumes_exactly_as_well(task: Task, on: str, tmp_path: Path) -> None:
     by_epochs = make(task, on, tmp_path / "by epochs")
     state = by_epochs.train_epoch()
     for _ in range(2):
@@ -224,7 +224,9 @@ def test_nothing_is_saved_inside_of_a_rollout(tmp_path: Path) -> None:
     run.train()
     again = make(TEXTS, TORCH, tmp_path / "again", every=Every(epochs=9))
     again.train(resume=places[0])
-    assert told(tmp_path / "again") == told(tmp_path / "updated")[-len(told(tmp_path / "again")) :]
+    assert (
+        logged_steps(tmp_path / "again") == logged_steps(tmp_path / "updated")[-len(logged_steps(tmp_path / "again")) :]
+    )
     assert {path for path in differences(again, run) if path.split("/")[0] in ("model", "optimizer", "rng")} == set()
 
 
@@ -233,10 +235,10 @@ def test_nothing_is_saved_inside_of_a_rollout(tmp_path: Path) -> None:
 
 @on_each([CARTPOLE, TEXTS], ON_TORCH)
 def test_a_resume_draws_by_the_seed_that_the_run_began_with(task: Task, on: str, tmp_path: Path) -> None:
-    """One that nobody has named, so that each process has another."""
+    """A random one, so that each process has its own."""
     run = make(task, on, tmp_path, seed=None)
     run.train()
-    let_go(run)
+    detach_recorder(run)
     again = make(task, on, tmp_path / "again", seed=None)
     assert again.seed != run.seed
     again.train(resume=saved(tmp_path, 5))
@@ -244,7 +246,7 @@ def test_a_resume_draws_by_the_seed_that_the_run_began_with(task: Task, on: str,
 
 
 @on_each([COPIED, GROUPS], [TORCH, JAX])
-def test_another_reference_is_refused(task: Task, on: str, tmp_path: Path) -> None:
+def test_a_changed_reference_is_rejected(task: Task, on: str, tmp_path: Path) -> None:
     place = make(task, on, tmp_path / "run").save_checkpoint()
     make(task, on, tmp_path / "same").load_checkpoint(place)
     if on == JAX:
@@ -265,13 +267,13 @@ def test_another_reference_is_refused(task: Task, on: str, tmp_path: Path) -> No
 
 PARTS = """
     from pulsetrain.engine.rollouts import EnvironmentRollouts
-    from tests.support.on_strategies import ActorCritic
+    from tests.support.runs_strategies import ActorCritic
 
     def cartpole(environments: int = 2) -> EnvironmentRollouts:
         return EnvironmentRollouts("CartPole-v1", environments=environments, steps=16)
 """
 CONFIG = {
-    "model": "tests.support.on_strategies.ActorCritic",
+    "model": "tests.support.runs_strategies.ActorCritic",
     "data": {"class_path": "parts_of_rollouts.cartpole", "init_args": {"environments": 2}},
     "strategy": {"class_path": "PPOStrategy", "init_args": {"minibatch_size": 16, "minibatch_epochs": 2}},
     "training": {"max_epochs": 3, "learning_rate": 0.02, "seed": 3, "device": "cpu", "log_every_n_steps": 2},

@@ -1,4 +1,4 @@
-"""Runs of every strategy: cut off anywhere, stopped anywhere, killed or begun again, they come to the same bits."""
+"""Runs of every strategy, interrupted, stopped or killed anywhere and resumed, end with the same bits."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from pulsetrain.engine import Events, Every
 from pulsetrain.engine.recording import diff
 from pulsetrain.handlers import EventRecorder
 from tests.faults.everything import logged
-from tests.support import warm_python
-from tests.support.on_backends import programs_kept, saved, whole_state
-from tests.support.on_strategies import (
+from tests.support import programs
+from tests.support.runs_backends import programs_kept, saved, whole_state
+from tests.support.runs_strategies import (
     CARTPOLE,
     COPIED,
     FUNCTIONAL,
@@ -30,13 +30,13 @@ from tests.support.on_strategies import (
     TORCH,
     Task,
     case,
+    detach_recorder,
     differences,
-    let_go,
+    logged_steps,
     make,
     on_each,
     reward,
     text_rollouts,
-    told,
 )
 
 Run = tuple[Trainer, Path]
@@ -50,7 +50,7 @@ def _programs() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
-    """A run that was never cut off, and its folder."""
+    """An uninterrupted run, and its folder."""
 
     @cache
     def run(task: Task, on: str, every: Every | None = None) -> Run:
@@ -67,7 +67,7 @@ EACH = [case(task, on) for task in TASKS for on in (TORCH, FUNCTIONAL, JAX) if (
 
 
 @pytest.mark.parametrize(("task", "on"), EACH)
-def test_a_run_goes_on_behind_any_iteration_as_if_it_had_not_been_cut_off(
+def test_a_run_resumes_after_any_iteration_as_if_it_had_not_been_interrupted(
     task: Task, on: str, whole: Callable[..., Run], tmp_path: Path
 ) -> None:
     trainer, folder = whole(task, on)
@@ -77,7 +77,7 @@ def test_a_run_goes_on_behind_any_iteration_as_if_it_had_not_been_cut_off(
         again.train(resume=saved(folder, iteration))
         found = whole_state(again)
         assert {path for path in expected | found if found.get(path) != expected.get(path)} == set(), iteration
-    if task is TEXTS:  # else nothing was cut off that ends its epochs early, or adapts
+    if task is TEXTS:  # otherwise no interrupted run would end its epochs early, or adapt
         assert set(trainer.history["policy/epochs"]) == {1.0, 2.0}
         assert len(set(trainer.history["policy/kl_coef"])) > 1
 
@@ -99,7 +99,7 @@ STOPS = [
         *(case(TEXTS, on, Events.ROLLOUT_COMPLETED, 2) for on in (FUNCTIONAL, JAX)),
     ],
 )
-def test_a_run_that_was_stopped_between_a_batch_and_its_step_goes_on_exactly(
+def test_a_run_stopped_between_a_batch_and_its_step_resumes_exactly(
     task: Task, on: str, event: Any, at: int, whole: Callable[..., Run], tmp_path: Path
 ) -> None:
     trainer, folder = whole(task, on, SELDOM)
@@ -107,11 +107,11 @@ def test_a_run_that_was_stopped_between_a_batch_and_its_step_goes_on_exactly(
     stopped.add_event_handler(event(once=at), stopped.terminate)
     stopped.train()
     assert stopped.state.stop_reason == "terminate() was called"
-    let_go(stopped)
+    detach_recorder(stopped)
     again = make(task, on, tmp_path, every=SELDOM)
     again.train(resume="latest")
     assert differences(again, trainer) == set()
-    assert told(tmp_path) == told(folder)
+    assert logged_steps(tmp_path) == logged_steps(folder)
 
 
 def signalled(prompts: Any, completions: Any) -> list[float]:
@@ -122,7 +122,7 @@ def signalled(prompts: Any, completions: Any) -> list[float]:
     return reward(prompts, completions)
 
 
-def test_a_signal_during_a_rollout_ends_the_run_where_it_can_go_on_exactly(
+def test_a_signal_during_a_rollout_ends_the_run_where_it_can_resume_exactly(
     whole: Callable[..., Run], tmp_path: Path
 ) -> None:
     trainer, folder = whole(TEXTS, TORCH, SELDOM)
@@ -132,11 +132,11 @@ def test_a_signal_during_a_rollout_ends_the_run_where_it_can_go_on_exactly(
         stopped.train()
     assert (stopped.state.stop_reason, watch.status) == ("SIGTERM was received", 128 + signal.SIGTERM)
     assert stopped.state.rollout_round == 3
-    let_go(stopped)
+    detach_recorder(stopped)
     again = make(TEXTS, TORCH, tmp_path, every=SELDOM)
     again.train(resume="latest")
     assert differences(again, trainer) == set()
-    assert told(tmp_path) == told(folder)
+    assert logged_steps(tmp_path) == logged_steps(folder)
 
 
 VICTIM = """
@@ -144,7 +144,7 @@ import os, signal, sys
 from pathlib import Path
 import torch
 from pulsetrain.engine import Every
-from tests.support.on_strategies import GROUPS, TORCH, make, reward, text_rollouts
+from tests.support.runs_strategies import GROUPS, TORCH, make, reward, text_rollouts
 
 torch.set_num_threads(1)
 rollouts = 0
@@ -163,9 +163,9 @@ make(GROUPS, TORCH, Path(sys.argv[1]), every=Every(iterations=3), data=text_roll
 def test_a_run_that_was_killed_in_a_rollout_ends_as_if_it_had_not_been(
     whole: Callable[..., Run], tmp_path: Path
 ) -> None:
-    """In the third, behind iteration 8, so that it goes on behind 6: in the second, and behind two of three batches."""
+    """In the third, after iteration 8, so that it resumes after 6: in the second, after two of three batches."""
     trainer, folder = whole(GROUPS, TORCH, Every(iterations=3))
-    died = warm_python.run("-c", VICTIM, tmp_path, cwd=Path(__file__).parents[2])
+    died = programs.run("-c", VICTIM, tmp_path, cwd=Path(__file__).parents[2])
     assert died.returncode == -signal.SIGKILL, died.stderr
     assert max(path.name for path in (tmp_path / "checkpoints").glob("0*")) == "000000006-checkpoint"
     again = make(GROUPS, TORCH, tmp_path, every=Every(iterations=3))
@@ -197,7 +197,9 @@ def test_a_stretch_is_reproducible_where_states_are_values(task: Task, on: str, 
 
 
 @on_each(backends=[TORCH])
-def test_one_other_bit_in_a_weight_is_found(task: Task, on: str, whole: Callable[..., Run], tmp_path: Path) -> None:
+def test_a_single_flipped_bit_in_a_weight_is_found(
+    task: Task, on: str, whole: Callable[..., Run], tmp_path: Path
+) -> None:
     _, folder = whole(task, on)
     make(task, on, tmp_path / "same", every=None).train()
     assert not diff(folder, tmp_path / "same")

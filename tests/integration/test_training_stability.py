@@ -1,4 +1,4 @@
-"""A thousand updates in each precision: finite, alike, through an overflow, and to convergence on real data."""
+"""A thousand updates in each precision: finite, similar, through an overflow, and to convergence on real data."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def test_the_loss_falls_to_convergence_on_real_digits(runs: dict[str, Any], prec
     curve = torch.stack(losses).float().cpu()
     hundreds = curve.view(10, 100).mean(1)
     assert hundreds[-1] < 0.05 * hundreds[0]
-    assert (hundreds.diff() < 0.01).all()  # no hundred of updates loses what the one before has won
+    assert (hundreds.diff() < 0.01).all()  # no hundred updates undo the progress of the hundred before
     assert run.history.get_latest("val/accuracy") > 0.97
 
 
@@ -171,7 +171,7 @@ def test_an_fp16_overflow_is_recovered_from_counted_and_announced(device: str):
     assert skipped >= len(spikes)
     assert {payload.kind for _, payload in announced} == {"update_skipped"}
     assert sum(payload.value for _, payload in announced) == skipped  # each is announced once
-    assert {250, 500} <= {iteration for iteration, _ in announced}  # at the log point behind it
+    assert {250, 500} <= {iteration for iteration, _ in announced}  # at the next log point
     assert logged[-1] == skipped
     assert all_finite(run)
     usual = [loss for number, loss in enumerate(losses, 1) if number not in spikes]

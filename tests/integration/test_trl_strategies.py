@@ -1,4 +1,4 @@
-"""A model's losses and gradients by our strategies and by TRL's trainers, each from the batch in its own form."""
+"""Losses and gradients by our strategies and by TRL's trainers, each from the batch in its own format."""
 
 import copy
 from types import SimpleNamespace
@@ -10,12 +10,12 @@ from pulsetrain.engine import DPOStrategy, GRPOStrategy, SFTStrategy
 from pulsetrain.engine.data.sequences import IGNORED
 from pulsetrain.engine.step.model_call import call
 from tests.support import trl_trainers
-from tests.support.hugging_face import VOCABULARY, model_of
+from tests.support.models_hugging_face import VOCABULARY, model_of
 
 pytest.importorskip("transformers", reason="transformers is not there: pip install transformers")
 pytest.importorskip("trl", reason="trl is not there: pip install trl")
 
-# trl asks models of transformers for what these will drop
+# trl uses attributes of transformers models that are deprecated
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 
 PROMPT = 3

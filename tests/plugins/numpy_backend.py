@@ -1,4 +1,4 @@
-"""A backend in NumPy, as a plug-in would bring it: a linear model, whose gradients are written down."""
+"""A backend in NumPy, like one of a plug-in: a linear model with hand-written gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A backend that somebody else writes: the events, files and resumes of a run are those of any other."""
+"""A third-party backend: the events, files and resumes of a run are those of any other."""
 
 import msgspec
 import numpy as np
@@ -12,7 +12,7 @@ from pulsetrain.engine.recording import EventLog, Replay
 from pulsetrain.engine.step.backend import Backend
 from pulsetrain.handlers import Callback, CallbackList, Checkpointer, EarlyStopping, EventRecorder
 from tests.plugins.numpy_backend import Linear, NumpyBackend, NumpySGD
-from tests.support.cutting import cut_after
+from tests.support.runs import cut_after
 
 LOSSES = ["mse", "cross_entropy"]
 SETTINGS = {
@@ -27,7 +27,7 @@ SETTINGS = {
 
 
 def data(loss, rows=40, size=4):
-    """Batches of so many rows; the last has what is left over."""
+    """Batches of this many rows; the last has the remainder."""
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(rows, 4, generator=generator)
     targets = inputs @ torch.randn(4, 3, generator=generator)
@@ -116,7 +116,7 @@ def test_a_recording_is_replayed(tmp_path):
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("settings", [{}, {"accumulate": 3}], ids=str)
-def test_a_run_that_is_cut_off_goes_on_to_the_bit(tmp_path, loss, settings):
+def test_an_interrupted_run_resumes_bit_for_bit(tmp_path, loss, settings):
     settings = {**settings, "max_epochs": 4}
     whole = trainer(NumpyBackend(), loss, settings=settings)
     history = whole.train()
@@ -137,7 +137,7 @@ def leaves(run):
     return [np.asarray(array) for tree in trees for array in tree.values()]
 
 
-def test_what_goes_in_and_comes_out_is_not_the_runs_own_memory():
+def test_inputs_and_outputs_do_not_share_memory_with_the_run():
     model = as_numpy(layer())
     run = Trainer(model, data("mse"), strategy="supervised", backend=NumpyBackend(), config=TrainingConfig(**SETTINGS))
     before = [array.copy() for array in model]

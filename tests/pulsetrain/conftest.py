@@ -1,4 +1,4 @@
-"""What the tests of the command line share."""
+"""Fixtures of the tests of the command line."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import structlog
 
-from tests.support.command_line import CONFIG, DATA, MODEL
+from tests.support.programs_command_line import CONFIG, DATA, MODEL
 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The current folder, with a small configuration in it; what it imports is forgotten afterwards."""
+    """The current folder, with a small configuration; modules it imports are removed afterwards."""
     for name, text in {"model.py": MODEL, "data.py": DATA, "config.yaml": CONFIG}.items():
         (tmp_path / name).write_text(textwrap.dedent(text))
     monkeypatch.chdir(tmp_path)

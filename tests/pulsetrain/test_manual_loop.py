@@ -1,4 +1,4 @@
-"""A loop written by hand has the events, the recording and the exact resume of a Trainer."""
+"""A manual loop has the events, the recording and the exact resume of a Trainer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pulsetrain import Loop, TrainingConfig
 from pulsetrain.engine import ConfigurationError, Events, Every, SupervisedStrategy, TorchBackend
 from pulsetrain.engine.recording import EventLog
 from pulsetrain.handlers import EMA, Checkpointer, CSVLogger, EventRecorder
-from tests.support.small import loader, regression_model
+from tests.support.models import loader, regression_model
 
 
 def make(folder: Path, **config: Any) -> Loop:
@@ -69,7 +69,7 @@ def test_every_event_of_a_trainer_is_fired_around_the_body(tmp_path: Path):
 
 
 @pytest.mark.parametrize("cut", [2, 5, 12, 30])
-def test_a_loop_that_was_left_goes_on_to_the_same_weights(cut: int, tmp_path: Path):
+def test_a_loop_that_was_left_resumes_to_the_same_weights(cut: int, tmp_path: Path):
     whole = make(tmp_path / "whole")
     train(whole)
     loop = make(tmp_path / "cut")
@@ -86,7 +86,7 @@ def test_a_loop_that_was_left_goes_on_to_the_same_weights(cut: int, tmp_path: Pa
     assert [e.output for e in logs[0]] == [e.output for e in logs[1]]
 
 
-def test_an_error_in_the_body_leaves_a_log_and_checkpoints_to_go_on_from(tmp_path: Path):
+def test_an_error_in_the_body_leaves_a_log_and_checkpoints_to_resume_from(tmp_path: Path):
     loop = make(tmp_path)
 
     def body() -> None:
@@ -129,6 +129,6 @@ def test_settings_of_the_step_are_refused(setting: dict[str, Any], tmp_path: Pat
         make(tmp_path, **setting)
 
 
-def test_a_backend_of_values_is_refused_for_its_body_computes_in_place():
+def test_a_by_value_backend_is_rejected_because_the_body_computes_in_place():
     with pytest.raises(ConfigurationError, match=r"Loop\(backend=FunctionalTorchBackend\).*use a Trainer"):
         Loop(regression_model(), loader(), strategy=SupervisedStrategy("mse"), backend=TorchBackend(functional=True))

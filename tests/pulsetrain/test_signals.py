@@ -1,4 +1,4 @@
-"""Signals: to a run of one's own script, to all its processes, and once more."""
+"""Signals: to a run of a script, to all its processes, and a second time."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from pulsetrain.engine.checkpoint import CheckpointManager
 from pulsetrain.engine.data.workers import workers_outlive_signals
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.events.payloads import Preempted
-from tests.support.small import loader, trainer
-from tests.support.warm_python import Program
+from tests.support.models import loader, trainer
+from tests.support.programs import Program
 
 NAMES = ("SIGINT", "SIGTERM", "SIGUSR1")
 SCRIPT = """
@@ -90,12 +90,12 @@ SCRIPT = """
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Callable[[str], Program]]:
-    """Begins the script as the leader of a process group of its own."""
+    """Starts the script as the leader of its own process group."""
     (tmp_path / "script.py").write_text(textwrap.dedent(SCRIPT))
     begun: list[Program] = []
 
     def begin(kind: str) -> Program:
-        paths = [os.getcwd(), os.environ.get("PYTHONPATH", "")]  # for workers that are begun anew
+        paths = [os.getcwd(), os.environ.get("PYTHONPATH", "")]  # for workers that are started from nothing
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
         begun.append(Program("script.py", kind, cwd=tmp_path, env=environment))
         return begun[-1]
@@ -106,7 +106,7 @@ def start(tmp_path: Path) -> Iterator[Callable[[str], Program]]:
 
 
 def wait_for(process: Program, text: str) -> None:
-    """Read on until a line begins so; the process's end is the end of what it says."""
+    """Read until a line starts with this; the output ends when the process ends."""
     stream: Any = process.stderr if text.startswith("SIG") else process.stdout
     while not (line := stream.readline()).startswith(text):
         assert line, f"it ended before it said {text!r}: {process.communicate()}"
@@ -118,7 +118,7 @@ def send(name: str) -> None:
 
 class TestAScript:
     @pytest.mark.parametrize("name", NAMES)
-    def test_ends_with_a_checkpoint_and_the_signals_status_and_goes_on(self, name, start, tmp_path):
+    def test_ends_with_a_checkpoint_and_the_signals_status_and_resumes(self, name, start, tmp_path):
         process = start("plain")
         wait_for(process, "batch")
         process.send_signal(signal.Signals[name])
@@ -127,10 +127,10 @@ class TestAScript:
         assert f"stopped: {name} was received" in out
         saved = CheckpointManager(tmp_path / "run" / "checkpoints").get_latest()
         assert saved is not None
-        trained = out.count("batch") + 1  # the one that was waited for
+        trained = out.count("batch") + 1  # the one waited for
         assert int(saved.name.partition("-")[0]) == trained
 
-    def test_that_comes_to_its_end_exits_with_0(self, start):
+    def test_a_run_that_completes_exits_with_0(self, start):
         process = start("short")
         out, err = process.communicate(timeout=120)
         assert process.returncode == 0, err
@@ -138,7 +138,7 @@ class TestAScript:
 
 
 class TestAllProcesses:
-    """What systemd, scancel and a terminal do."""
+    """Sends the signal as systemd, scancel and a terminal do."""
 
     @pytest.mark.parametrize(
         ("name", "kind"),
@@ -163,7 +163,7 @@ class TestAllProcesses:
         assert CheckpointManager(tmp_path / "run" / "checkpoints").get_latest() is not None
 
     @pytest.mark.parametrize("kind", ["late", "late-stream", "late-validation"])
-    def test_a_signal_that_finds_workers_not_ready_yet_lets_them_work(self, kind, start, tmp_path):
+    def test_a_signal_before_workers_are_ready_lets_them_work(self, kind, start, tmp_path):
         process = start(kind)
         wait_for(process, "forked")
         os.killpg(process.pid, signal.SIGTERM)
@@ -177,12 +177,12 @@ class TestAllProcesses:
         os.killpg(process.pid, signal.SIGTERM)
         wait_for(process, "SIGTERM: stopping")
         os.killpg(process.pid, signal.SIGINT)
-        _, err = process.communicate(timeout=120)  # the pipes are the workers', too: they are gone
+        _, err = process.communicate(timeout=120)  # the workers share the pipes: they have ended
         assert err.rstrip().endswith("KeyboardInterrupt"), err
-        # 1 where something at exit evaluates a string: Python 3.11 then forgets what ended it
+        # 1 if something evaluates a string at exit: Python 3.11 then loses the reason for the exit
         assert process.returncode in (-signal.SIGINT, 1)
 
-    def test_workers_left_at_the_end_of_a_process_do_not_hold_it_up(self, start):
+    def test_workers_left_at_the_end_of_a_process_do_not_delay_its_exit(self, start):
         process = start("persistent")
         wait_for(process, "batch")
         process.send_signal(signal.SIGTERM)
@@ -192,14 +192,14 @@ class TestAllProcesses:
 
 class TestOnceMore:
     @pytest.mark.parametrize("first", NAMES)
-    def test_an_interrupt_behind_any_signal_ends_the_run_at_once(self, first):
+    def test_an_interrupt_after_any_signal_ends_the_run_at_once(self, first):
         with SignalWatch(trainer({"max_epochs": 1})) as watch:
             send(first)
             with pytest.raises(KeyboardInterrupt):
                 send("SIGINT")
         assert watch.status == 130
 
-    def test_a_second_sigterm_does_unless_a_launcher_may_have_passed_it_on(self):
+    def test_a_second_sigterm_does_too_unless_a_launcher_may_have_forwarded_it(self):
         now = [100.0]
         with SignalWatch(trainer({"max_epochs": 1}), clock=lambda: now[0]) as watch:
             send("SIGTERM")
@@ -211,7 +211,7 @@ class TestOnceMore:
                 send("SIGTERM")
         assert ended.value.code == watch.status == 143
 
-    def test_a_sigterm_behind_the_warning_that_it_will_come_is_a_first_one(self):
+    def test_a_sigterm_after_its_warning_signal_counts_as_the_first(self):
         now = [100.0]
         with SignalWatch(trainer({"max_epochs": 1}), clock=lambda: now[0]) as watch:
             send("SIGUSR1")
@@ -274,7 +274,7 @@ class TestSignalWatch:
             run.train()
         assert (watch.status, run.state.stop_reason) == (0, "SIGTERM was received")
 
-    def test_a_forked_child_is_ended_by_sigterm_as_ever(self):
+    def test_a_forked_child_is_ended_by_sigterm_as_usual(self):
         fork = multiprocessing.get_context("fork")
         begun = fork.Event()
 
@@ -303,7 +303,7 @@ class TestWorkers:
             for name, handler in zip(NAMES, before, strict=True):
                 signal.signal(signal.Signals[name], handler)
 
-    def test_a_loader_is_given_back_as_it_was(self):
+    def test_a_loader_is_restored_afterwards(self):
         own: list[int] = []
         data = loader(num_workers=1, worker_init_fn=own.append)
         with SignalWatch(), workers_outlive_signals(data) as numbers:

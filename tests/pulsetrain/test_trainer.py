@@ -1,4 +1,4 @@
-"""The trainer: bounds, history, validation, accumulation, clipping, precision, and what it refuses."""
+"""The trainer: bounds, history, validation, accumulation, clipping, precision, and rejected input."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from pulsetrain.engine import (
 )
 from pulsetrain.handlers import Callback
 from pulsetrain.training.running_stats import Losses
-from tests.support.small import Tokens, loader, pairs, regression_model, trainer
+from tests.support.models import Tokens, loader, pairs, regression_model, trainer
 
 
 def test_a_run_lowers_the_loss_and_returns_its_history():
@@ -331,7 +331,7 @@ def test_the_optimizer_may_be_an_instance_or_a_factory():
     assert isinstance(made, torch.optim.Adagrad)
 
 
-def test_a_backend_of_ones_own_device_wins_over_the_configuration():
+def test_a_backends_own_device_wins_over_the_configuration():
     run = trainer({"device": "auto"}, backend=TorchBackend("cpu"))
     assert run.backend.device.type == "cpu"
 
@@ -347,7 +347,7 @@ def test_memory_of_unread_losses_is_bounded():
     assert losses.consume("epoch").item() == pytest.approx(1249.5)
 
 
-def test_each_reader_takes_the_losses_since_its_own_last_time_in_the_order_of_their_coming():
+def test_each_reader_gets_the_losses_since_its_own_last_read_in_order():
     whole, read, saved = Losses(), Losses(), Losses()
     values = torch.rand(1000, generator=torch.Generator().manual_seed(0)).unbind()
     log_means = []
@@ -366,19 +366,19 @@ def test_each_reader_takes_the_losses_since_its_own_last_time_in_the_order_of_th
         for i in range(0, 990, 90)
     ]
     assert log_means == pytest.approx(expected, rel=1e-6)
-    assert whole.peek("epoch").item() == read.peek("epoch").item() == saved.peek("epoch").item()  # to the bit
+    assert whole.peek("epoch").item() == read.peek("epoch").item() == saved.peek("epoch").item()  # bit for bit
     assert whole.count("epoch") == saved.count("log") == 1000
     assert read.count("log") == 10
 
 
-def test_a_batch_of_which_nothing_counts_leaves_the_mean_alone():
+def test_a_batch_of_weight_zero_leaves_the_mean_alone():
     losses = Losses()
     for value, size in ((1.0, torch.tensor(3)), (math.nan, torch.tensor(0)), (2.0, torch.tensor(1))):
         losses.add(torch.tensor(value), size)
     assert losses.consume("log").item() == pytest.approx(1.25)
 
 
-def test_saved_losses_go_on_where_the_next_ones_are():
+def test_saved_losses_continue_on_the_device_of_the_next_ones():
     losses = Losses()
     losses.add(torch.tensor(1.0), torch.tensor(2))
     resumed = Losses()

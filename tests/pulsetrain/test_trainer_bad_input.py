@@ -1,4 +1,4 @@
-"""What the trainer refuses, and what it says: one clear error at the earliest moment."""
+"""Input that the trainer rejects: one clear error as early as possible."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pulsetrain.engine.metrics import Accuracy
 from pulsetrain.engine.schedules import Constant
 from pulsetrain.handlers import Callback, ConsoleLogger, EarlyStopping, LRScheduler
 from pulsetrain.training.arguments import check_metric_names
-from tests.support.small import Tokens, loader, regression_model, trainer
+from tests.support.models import Tokens, loader, regression_model, trainer
 
 
 @pytest.mark.parametrize(
@@ -101,12 +101,12 @@ def test_a_loss_that_cannot_take_the_output_says_both_shapes():
     assert "SupervisedStrategy(loss='cross_entropy')" in text
 
 
-def test_a_batch_that_is_no_pair_says_what_is_needed():
+def test_a_batch_that_is_not_a_pair_says_what_is_needed():
     with pytest.raises(TypeError, match="pairs"):
         trainer(train_loader=DataLoader(torch.zeros(8, 4), batch_size=2)).train()
 
 
-def test_a_metric_that_never_comes_is_named_at_the_first_validation():
+def test_a_missing_metric_is_named_at_the_first_validation():
     run = trainer(val_loader=loader(8), handlers=[EarlyStopping(metric="val/acuracy")])
     with pytest.raises(MetricNotFoundError, match="val/loss"):
         run.train()
@@ -225,7 +225,7 @@ def test_an_empty_batch_in_validation_is_an_error_too():
         run.validate()
 
 
-def test_targets_that_a_loss_of_ones_own_takes_for_missing_are_let_through():
+def test_targets_that_a_custom_loss_treats_as_missing_are_accepted():
     def masked(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return torch.where(targets.isnan(), 0.0, outputs - targets.nan_to_num()).square().mean()
 

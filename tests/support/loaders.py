@@ -1,4 +1,4 @@
-"""Loaders of every kind, and runs over them that are cut off and gone on with."""
+"""Data loaders of every kind, and runs over them that are interrupted and resumed."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from torch.utils.data import (
 from pulsetrain import Trainer
 from pulsetrain.engine import Every
 from pulsetrain.handlers import Checkpointer
-from tests.support.cutting import cut_after
-from tests.support.small import loader, pairs, regression_model, trainer
+from tests.support.models import loader, pairs, regression_model, trainer
+from tests.support.runs import cut_after
 
 ROWS, BATCH_SIZE = 40, 4  # 10 batches a pass
 CONFIG = {"max_epochs": 3, "optimizer": "adamw", "seed": 7}
@@ -36,12 +36,12 @@ INPUTS, TARGETS = pairs(ROWS).tensors
 
 
 def noise() -> float:
-    """From all three generators that a dataset may draw from."""
+    """Noise from all three generators that a dataset may use."""
     return 0.1 * (random.random() + float(np.random.rand()) + torch.rand(()).item())
 
 
 class Augmented(Dataset[Pair]):
-    """Draws for each sample, and knows which were read in this process."""
+    """Draws random numbers for each sample, and records which were read in this process."""
 
     def __init__(self) -> None:
         self.read: list[int] = []
@@ -55,11 +55,11 @@ class Augmented(Dataset[Pair]):
 
 
 class Subclass(DataLoader[Any]):
-    """May do anything, so nothing is taken over."""
+    """A subclass may do anything, so its loader is not rebuilt."""
 
 
 class Stream(IterableDataset[Pair]):
-    """Each worker gives its share, in an order that it draws."""
+    """Each worker yields its share in random order."""
 
     def __iter__(self) -> Iterator[Pair]:
         worker = get_worker_info()
@@ -70,7 +70,7 @@ class Stream(IterableDataset[Pair]):
 
 
 class Generating:
-    """No loader of torch's: draws what it gives."""
+    """Not a DataLoader: draws its batches."""
 
     def __iter__(self) -> Iterator[Pair]:
         for _ in range(ROWS // BATCH_SIZE):
@@ -89,7 +89,7 @@ class Chunked:
 
 
 class Stateful:
-    """Keeps its position and its order itself; a sample's noise is not part of its state."""
+    """Saves its position and its order; a sample's noise is not part of its state."""
 
     def __init__(self) -> None:
         self.order: list[int] = []
@@ -114,7 +114,7 @@ class Stateful:
 
 
 class Shuffling(Sampler[int]):
-    """Has no generator of its own: shuffles by python's."""
+    """Shuffles with Python's generator, without its own."""
 
     def __iter__(self) -> Iterator[int]:
         order = list(range(ROWS))
@@ -184,7 +184,7 @@ LOADERS: dict[str, Callable[[], Any]] = {
 
 
 def make(data: Any, folder: Path, every: Every | None = None) -> Trainer:
-    """As in a process of its own: the generators stand elsewhere each time."""
+    """As in a new process: the generators have other states each time."""
     checkpointer = Checkpointer(folder, every=every or Every(epochs=100), at_end=False)
     run = trainer(CONFIG, model=regression_model(dropout=0.3), train_loader=data, handlers=[checkpointer])
     random.seed()
@@ -194,7 +194,7 @@ def make(data: Any, folder: Path, every: Every | None = None) -> Trainer:
 
 
 def end_workers(run: Trainer) -> None:
-    """Now, and not in a garbage collection, in which torch would wait 5 s for each that its loader has kept."""
+    """Now, not during garbage collection, where torch would wait 5 s for each persistent worker."""
     if isinstance(run.train_loader, DataLoader):
         run.train_loader._iterator = None
 

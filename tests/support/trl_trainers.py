@@ -8,7 +8,7 @@ import torch
 
 
 class OneProcess:
-    """What the methods ask of accelerate, where there is one process."""
+    """The parts of accelerate that the methods use, for one process."""
 
     device = torch.device("cpu")
     process_index, num_processes, sync_gradients = 0, 1, True
@@ -43,7 +43,7 @@ def metrics():
 
 
 def dpo_trainer(policy, reference, beta, loss_type, label_smoothing=0.0):
-    """What the loss of DPOTrainer asks of its trainer."""
+    """The attributes that the loss of DPOTrainer reads."""
     return SimpleNamespace(
         model=policy,
         ref_model=reference,
@@ -93,7 +93,7 @@ def dpo_loss(log_probs, reference_log_probs, mask, beta, loss_type, label_smooth
 def grpo_loss(
     log_probs, old, advantages, mask, loss_type, low=0.2, high=0.2, beta=0.0, reference=None, max_length=None
 ):
-    """The loss of GRPOTrainer, and what it logs."""
+    """The loss of GRPOTrainer, and the metrics it logs."""
     from trl.trainer.grpo_trainer import GRPOTrainer
 
     logged = metrics()
@@ -132,7 +132,7 @@ def grpo_loss(
 
 
 def grpo_advantages(rewards, group_size, scale):
-    """The advantages that GRPOTrainer makes of rewards."""
+    """The advantages that GRPOTrainer computes from rewards."""
     from trl.trainer.grpo_trainer import GRPOTrainer
 
     replies = len(rewards)

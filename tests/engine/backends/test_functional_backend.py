@@ -13,7 +13,7 @@ from pulsetrain.engine.backends.core import TrainerCore
 from pulsetrain.engine.optimizers.functional import SGD
 from pulsetrain.engine.step.backend import Backend
 from pulsetrain.engine.step.protocols import BackendSettings
-from tests.support.libraries import needs_jax
+from tests.support.losses import needs_jax
 
 NUMBERS = ("step", "learning_rate")  # of an optimizer's state: one for the whole ensemble
 
@@ -111,7 +111,7 @@ def test_no_value_of_a_state_hangs_on_a_graph():
     assert not any(tensor.requires_grad for tensor in tensors)
 
 
-def test_clipping_bounds_the_update_and_not_the_norm_that_is_told():
+def test_clipping_bounds_the_update_and_not_the_norm_that_is_reported():
     free, bounded = core_of(), core_of(clip_grad_norm=0.01)
     results = []
     for core in (free, bounded):

@@ -16,8 +16,8 @@ pytest.importorskip("flax", reason="pip install 'pulsetrain[jax]'")
 import jax
 import jax.numpy as jnp
 
-from tests.support.jax_models import batches, bits, core_of, function_model, linen_model, nnx_model, torch_model
-from tests.support.on_backends import programs_kept
+from tests.support.models import batches, bits, core_of, function_model, linen_model, nnx_model, torch_model
+from tests.support.runs_backends import programs_kept
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -26,7 +26,7 @@ def _programs_kept():
         yield
 
 
-def test_a_function_is_told_that_it_trains_and_given_a_key():
+def test_a_function_gets_the_training_flag_and_a_key():
     def noisy(weights, inputs, key, train):
         return inputs @ weights["w"] + (jax.random.normal(key, (3,)) if train else 100.0)
 

@@ -1,4 +1,4 @@
-"""What the JAX backend makes of a model: what it draws, how it is told its mode, what the user's own object gets."""
+"""Models on the JAX backend: random numbers, the training flag, and updates of the user's object."""
 
 import numpy as np
 import pytest
@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 from flax import linen
 
-from tests.support.jax_models import batches, bits, core_of, function_model, linen_model, nnx_model, torch_model
-from tests.support.on_backends import programs_kept
+from tests.support.models import batches, bits, core_of, function_model, linen_model, nnx_model, torch_model
+from tests.support.runs_backends import programs_kept
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -27,7 +27,7 @@ def _programs_kept():
 
 
 def dropping(weights, inputs, train, key):
-    """A layer behind dropout."""
+    """A layer after dropout."""
     if train:
         inputs = inputs * jax.random.bernoulli(key, 0.5, inputs.shape)
     return inputs @ weights
@@ -58,7 +58,7 @@ def test_each_batch_of_an_update_has_a_mask_of_its_own(model):
 
 
 class Deterministic(linen.Module):
-    """Is told by `deterministic`."""
+    """Takes the flag `deterministic`."""
 
     @linen.compact
     def __call__(self, inputs, deterministic):
@@ -103,7 +103,7 @@ def nnx_trainer(model, **settings):
 
 
 @pytest.mark.parametrize("how", ["train", "train_epoch"])
-def test_an_nnx_module_has_its_weights_and_statistics_behind_training(how):
+def test_an_nnx_module_has_its_weights_and_statistics_after_training(how):
     model = nnx_model(torch_model().state_dict(), norm=True)
     run = nnx_trainer(model)
     getattr(run, how)()
@@ -134,7 +134,7 @@ def test_calling_the_trainers_model_gives_the_models_outputs(norm):
 
 
 class Words(nn.Module):
-    """Every kind of weight that no_decay="auto" tells apart."""
+    """Every kind of weight that no_decay="auto" distinguishes."""
 
     def __init__(self):
         super().__init__()

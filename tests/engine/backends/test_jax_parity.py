@@ -10,8 +10,8 @@ from pulsetrain.engine.backends.core import TrainerCore
 pytest.importorskip("jax", reason="pip install 'pulsetrain[jax]'")
 pytest.importorskip("flax", reason="pip install 'pulsetrain[jax]'")
 
-from tests.support.jax_models import KINDS, batches, core_of, linen_model, nnx_model, torch_model
-from tests.support.on_backends import programs_kept
+from tests.support.models import KINDS, batches, core_of, linen_model, nnx_model, torch_model
+from tests.support.runs_backends import programs_kept
 
 STEPS = 100
 OPTIMIZERS = {"sgd": 0.05, "adam": 0.01, "adamw": 0.01, "rmsprop": 0.01}

@@ -1,4 +1,4 @@
-"""An update in JAX is one program, or several where somebody hears of its gradients: the bits are the same."""
+"""An update in JAX is one program, or several if a handler reads its gradients: the bits are the same."""
 
 import itertools
 from dataclasses import replace
@@ -8,8 +8,8 @@ import pytest
 pytest.importorskip("jax", reason="pip install 'pulsetrain[jax]'")
 pytest.importorskip("flax", reason="pip install 'pulsetrain[jax]'")
 
-from tests.support.jax_models import batches, bits, core_of, function_model, linen_model, nnx_model, torch_model
-from tests.support.on_backends import programs_kept
+from tests.support.models import batches, bits, core_of, function_model, linen_model, nnx_model, torch_model
+from tests.support.runs_backends import programs_kept
 
 DECAY = 0.1
 
@@ -21,7 +21,7 @@ def _programs_kept():
 
 
 def split_step(core, state, batch):
-    """As a trainer does where somebody hears GRADIENTS_READY."""
+    """As a trainer does with a subscriber to GRADIENTS_READY."""
     backend = core.backend
     prepared = backend.prepare_batch(batch, core.strategy)
     found = backend.forward_backward(state, prepared, core.strategy)
@@ -43,7 +43,7 @@ CLIPPED = {"clip_grad_norm": 0.1, "clip_grad_value": 0.02}
     ],
     ids=["function", "function, clipped", "nnx", "linen, clipped"],
 )
-def test_whoever_listens_in_between_changes_no_bit(make, settings):
+def test_receivers_in_between_change_no_bit(make, settings):
     core = core_of(**settings)
     whole = parts = core.init(make(torch_model().state_dict()), "adamw", learning_rate=0.01, weight_decay=DECAY)
     for batch in batches(5):
@@ -58,7 +58,7 @@ def test_whoever_listens_in_between_changes_no_bit(make, settings):
 
 
 @pytest.mark.parametrize("make", [nnx_model, linen_model], ids=["nnx", "linen"])
-def test_dropout_draws_anew_each_step_and_the_same_for_the_same_state(make):
+def test_dropout_draws_again_each_step_and_the_same_for_the_same_state(make):
     core = core_of()
     state = core.init(make(torch_model().state_dict(), 0.5), "sgd", learning_rate=1e-30)
     losses = []

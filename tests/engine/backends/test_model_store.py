@@ -1,4 +1,4 @@
-"""What stands for weights that are values: a module and an optimizer of torch, read and written as any other."""
+"""The interface to by-value weights: a torch module and optimizer, read and written like any other."""
 
 import math
 

@@ -30,7 +30,7 @@ def step(store):
 
 
 def weight_of(store):
-    """The state's own, as a tensor that nobody else has."""
+    """The state's value, as a copy."""
     return torch.tensor(store._state.weights["parameters"]["weight"])
 
 

@@ -1,4 +1,4 @@
-"""The PyTorch backend: where it computes, how batches reach the model, and what a step leaves behind."""
+"""The PyTorch backend: its device, how batches reach the model, and the results of a step."""
 
 from __future__ import annotations
 

@@ -16,8 +16,8 @@ from pulsetrain.engine.backends.jax import JaxBackend
 from pulsetrain.engine.schedules import Cosine
 from pulsetrain.engine.step.protocols import BackendSettings, ModelState, TrainingBatch
 from tests.plugins.numpy_backend import Linear, NumpyBackend
-from tests.support.libraries import needs_jax
-from tests.support.on_backends import programs_kept
+from tests.support.losses import needs_jax
+from tests.support.runs_backends import programs_kept
 
 ALL = ["torch", pytest.param("jax", marks=needs_jax), "numpy"]
 MAKE = {"torch": lambda: TorchBackend(functional=True), "jax": JaxBackend, "numpy": NumpyBackend}
@@ -106,7 +106,7 @@ def test_steps_are_pure_for_every_shape(library, rows, inputs, outputs):
 
 
 @pytest.mark.parametrize("library", ALL)
-def test_a_step_tells_loss_norm_seconds_memory_and_communication(library):
+def test_a_step_reports_loss_norm_seconds_memory_and_communication(library):
     core = core_of(library)
     state = core.init(model_of(library), "sgd", learning_rate=0.1)
     result = core.train_step(batch_of(), state)

@@ -15,7 +15,7 @@ import torch
 from pulsetrain.engine.checkpoint import CheckpointManager, find_checkpoints, manager
 from pulsetrain.engine.checkpoint.reader import damage_of
 from pulsetrain.engine.errors import CheckpointError, ConfigurationError, RunFolderError
-from tests.support.manifests import STATE, relabel
+from tests.support.checkpoints import STATE, relabel
 
 
 def names(manager: CheckpointManager) -> list[str]:

@@ -14,8 +14,7 @@ from hypothesis import given
 
 from pulsetrain.engine.checkpoint import CheckpointManager
 from pulsetrain.engine.errors import CheckpointError
-from tests.support.manifests import STATE, vouch
-from tests.support.plain_values import PLAIN
+from tests.support.checkpoints import PLAIN, STATE, vouch
 
 
 class Evil:

@@ -19,8 +19,7 @@ from hypothesis import strategies as st
 from pulsetrain.engine.checkpoint import CheckpointManager, load_checkpoint, safetensors_file
 from pulsetrain.engine.checkpoint.safetensors_file import read_file
 from pulsetrain.engine.errors import CheckpointError, ConfigurationError
-from tests.support.manifests import state_file, vouch
-from tests.support.plain_values import PLAIN, TENSORS, same
+from tests.support.checkpoints import PLAIN, TENSORS, same, state_file, vouch
 
 
 def save(state: dict[str, Any], folder: Path) -> Path:

@@ -49,7 +49,7 @@ DIALOGUE = [
 
 @pytest.fixture(scope="module")
 def bpe():
-    """Pairs of bytes, learnt from a few words; encoding puts <s> before a text unless it is told not to."""
+    """Pairs of bytes, learnt from a few words; encoding puts <s> before a text by default."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -167,7 +167,7 @@ class Keywords:
         Tiktoken(),
         Keywords(),
         str.encode,
-        functools.partial(bytes, encoding="utf-8"),  # whose parameters inspect cannot tell
+        functools.partial(bytes, encoding="utf-8"),  # whose parameters inspect cannot read
         lambda text: torch.tensor(encode_bytes(text)),
         lambda text: list(np.frombuffer(text.encode(), dtype=np.uint8)),
         lambda text: {"input_ids": encode_bytes(text), "attention_mask": [1] * len(text)},
@@ -223,7 +223,7 @@ def test_trained_on_all_every_token_of_the_chat_template_is_learnt(bpe, make_fas
     assert texts(example, reader(bpe)) == (WHOLE, [WHOLE])
 
 
-def test_turns_behind_the_last_reply_are_given(bpe, make_fast):
+def test_turns_after_the_last_reply_are_given(bpe, make_fast):
     example = tokenize_chat(DIALOGUE[:4], make_fast(CHATML))
     assert texts(example, reader(bpe)) == (
         WHOLE[: WHOLE.index("<|im_start|>assistant\nFine, too")],
@@ -397,7 +397,7 @@ def test_an_unknown_choice_of_turns_lists_the_choices():
         (lambda text: None, "returned None; needs a list of integers"),
     ],
 )
-def test_what_is_no_tokenizer_is_refused(tokenizer, message):
+def test_what_is_not_a_tokenizer_is_refused(tokenizer, message):
     with pytest.raises(TypeError, match=re.escape(message)):
         tokenize_chat(DIALOGUE, tokenizer)
 

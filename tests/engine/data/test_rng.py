@@ -21,7 +21,7 @@ def leave_no_trace():
 
 
 def draw():
-    """Numbers from each generator; an odd count of normals leaves a cached one behind in python and numpy."""
+    """Numbers from each generator; an odd count of normals leaves a cached one in python and numpy."""
     numbers = [random.random(), random.gauss(0, 1), np.random.rand(), np.random.randn(), *torch.randn(3).tolist()]
     if torch.cuda.is_initialized():
         numbers += torch.randn(3, device="cuda").tolist()
@@ -55,13 +55,13 @@ def test_a_small_seed_is_the_one_that_each_library_would_take():
 
 
 @pytest.mark.parametrize("seed", [-1, 2**63, 1.5, True, None, "0"])
-def test_what_is_no_seed_is_refused(seed):
+def test_what_is_not_a_seed_is_refused(seed):
     with pytest.raises(ConfigurationError, match=r"seed_everything\(seed=.*\): needs a whole number"):
         seed_everything(seed)
 
 
 @pytest.mark.parametrize("drawn_before", [0, 1, 2])
-def test_restore_goes_on_where_capture_was_even_with_cached_normals(drawn_before):
+def test_restore_continues_where_capture_was_even_with_cached_normals(drawn_before):
     seed_everything(3)
     for _ in range(drawn_before):
         draw()
@@ -105,7 +105,7 @@ def test_a_state_that_lacks_a_generator_is_refused_and_changes_nothing():
 
 
 class Devices:
-    """Stands for torch.cuda, torch.xpu or torch.mps: as many generators as it is made with."""
+    """Replaces torch.cuda, torch.xpu or torch.mps, with the given number of generators."""
 
     def __init__(self, *states):
         self.states = list(states)
@@ -221,7 +221,7 @@ def test_numpys_whole_numbers_derive_the_same_and_fractions_are_refused():
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-def test_restore_goes_on_where_every_cuda_generator_was():
+def test_restore_continues_where_every_cuda_generator_was():
     seed_everything(3)
     torch.randn(3, device="cuda")
     state = capture()

@@ -105,7 +105,7 @@ def test_examples_are_not_changed():
     assert (tokens.tolist(), given[0]["labels"] is tokens, given[1]["labels"]) == ([1, 2, 3], True, [4, 5])
 
 
-def test_it_is_a_collate_function_for_workers_that_begin_anew():
+def test_it_is_a_collate_function_for_spawned_workers():
     loader = DataLoader(
         [example([1, 2]), example([3, 4, 5]), example([6, 7])],
         batch_size=2,
@@ -159,7 +159,7 @@ def test_a_document_that_is_too_long_is_cut_when_asked(truncation, tokens, label
 
 
 def test_a_split_document_becomes_several_of_which_each_has_something_to_learn():
-    # 4 tokens that are all given, 4 to learn, and 1 that nothing stands before
+    # 4 tokens that are all given, 4 to learn, and 1 without a predecessor
     rows = pack([example(list(range(1, 10)), [X, X, X, X, 5, 6, 7, 8, 9]), example([11, 12, 13, 14])], 4, split=True)
     assert list(map(plain, rows)) == [
         {"input_ids": [5, 6, 7, 8], "labels": [X, 6, 7, 8], "position_ids": [0, 1, 2, 3]},
@@ -207,7 +207,7 @@ def test_packing_leaves_no_two_rows_that_would_fit_into_one(corpus):
 
 
 @given(corpora(), st.integers(2, 12))
-def test_split_documents_lose_only_the_labels_that_nothing_stands_before(corpus, length):
+def test_split_documents_lose_only_the_labels_that_nothing_comes_before(corpus, length):
     _, documents = corpus
     expected = []
     for document in documents:
@@ -227,7 +227,7 @@ def test_split_documents_lose_only_the_labels_that_nothing_stands_before(corpus,
 
 
 @given(corpora())
-def test_padded_rows_hold_the_packed_ones_and_nothing_to_learn_behind_them(corpus):
+def test_padded_rows_hold_the_packed_ones_and_nothing_to_learn_after_them(corpus):
     length, documents = corpus
     rows = pack(documents, length)
     batch = pad_examples(rows, length=length, pad_token=9999)
@@ -243,7 +243,7 @@ def test_padded_rows_hold_the_packed_ones_and_nothing_to_learn_behind_them(corpu
 # -------------------------------------------------------------------------------------------------- positions
 
 
-def test_a_document_begins_behind_each_separator():
+def test_a_document_begins_after_each_separator():
     tokens = torch.tensor([[5, 6, 0, 7, 8, 0], [0, 0, 5, 6, 7, 8]])
     assert restart_positions(tokens, 0).tolist() == [[0, 1, 2, 0, 1, 2], [0, 0, 0, 1, 2, 3]]
     assert restart_positions(tokens[0], 0).tolist() == [0, 1, 2, 0, 1, 2]

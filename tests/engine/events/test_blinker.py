@@ -264,7 +264,7 @@ def test_receivers_for_leaves_out_what_hears_other_engines(make_engine):
     assert list(bus.signal(Events.STARTED).receivers_for(second)) == [everyone]
 
 
-def test_a_receiver_of_one_engine_on_a_signal_is_no_handler_of_the_engine(engine):
+def test_a_receiver_of_one_engine_on_a_signal_is_not_a_handler_of_the_engine(engine):
     def receiver(sender, event):
         pass
 

@@ -27,7 +27,7 @@ def test_two_engines_on_one_bus_share_one_order_of_events(make_engine, recorder)
     assert [event.seq for event in recorder.events] == sorted({event.seq for event in recorder.events})
     story = [(event.engine, event.type) for event in recorder.events]
     cause = story.index(("trainer", "epoch_completed"))
-    assert story[cause + 1] == ("evaluator", "started")  # what a handler causes stands behind its cause
+    assert story[cause + 1] == ("evaluator", "started")  # an event caused by a handler follows its cause
     assert story.count(("evaluator", "completed")) == 2
 
 
@@ -185,7 +185,7 @@ def test_the_bus_takes_ignites_events_and_names_too(engine):
 
 
 @pytest.mark.parametrize("event", [None, 3, Events], ids=str)
-def test_subscribing_to_what_is_no_event_is_a_type_error(event):
+def test_subscribing_to_what_is_not_an_event_is_a_type_error(event):
     with pytest.raises(TypeError, match="not an event"):
         EventBus().subscribe(event, lambda: None)
 

@@ -89,7 +89,7 @@ def test_setting_counters_makes_the_next_event_of_a_step_advance_them() -> None:
     assert engine.state.update == 2
     engine.set_counters({"update": 10, "iteration": 40})
     assert (engine.state.update, engine.state.iteration) == (10, 40)
-    engine.fire(Events.OPTIMIZER_STEP_COMPLETED, done)  # nobody fired GRADIENTS_READY: this one counts the step
+    engine.fire(Events.OPTIMIZER_STEP_COMPLETED, done)  # GRADIENTS_READY was not fired: this event counts the step
     assert engine.state.update == 11
     engine.fire(Events.GRADIENTS_READY, ready)
     engine.fire(Events.OPTIMIZER_STEP_COMPLETED, done)

@@ -97,7 +97,7 @@ def test_counters_of_ignites_events_are_those_that_ignite_reads():
 
 
 @pytest.mark.parametrize("value", [None, 3, 2.5, object()])
-def test_what_is_no_event_has_no_key(value):
+def test_what_is_not_an_event_has_no_key(value):
     with pytest.raises(TypeError, match="not an event"):
         identify(value)
 
@@ -114,14 +114,14 @@ def test_a_custom_member_is_a_value_or_a_value_and_the_type_of_its_payload():
     assert RolloutEvents("reward_measured") is RolloutEvents.REWARD_MEASURED
 
 
-def test_a_payload_that_is_no_type_is_refused_when_the_enum_is_made():
+def test_a_payload_that_is_not_a_type_is_refused_when_the_enum_is_made():
     with pytest.raises(TypeError, match=r"Wrong\.a: the payload needs to be a type, not 3"):
 
         class Wrong(EventEnum):
             A = "a", 3
 
 
-def test_a_value_that_is_no_string_is_refused_when_the_enum_is_made():
+def test_a_value_that_is_not_a_string_is_refused_when_the_enum_is_made():
     with pytest.raises(TypeError, match="needs to be a string, not 3"):
 
         class Wrong(EventEnum):
@@ -195,7 +195,7 @@ def test_members_join_filtered_events_lists_and_ignites_own():
     assert len(IgniteEvents.STARTED | Events.COMPLETED) == 2
 
 
-def test_joining_what_is_no_event_is_a_type_error():
+def test_joining_what_is_not_an_event_is_a_type_error():
     with pytest.raises(TypeError, match="should be Events or CallableEventWithFilter"):
         Events.STARTED | "COMPLETED"
 

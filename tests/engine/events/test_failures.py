@@ -1,4 +1,4 @@
-"""Handlers and steps that fail: who learns of it, what the caller gets, and how the next run goes on."""
+"""Handlers and steps that fail: which receivers are called, what the caller gets, and how the next run continues."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_handler_added_in_mid_fire_is_named_too(engine):
     assert f"{__name__}.broken" in caught.value.__notes__[0]
 
 
-def test_handlers_behind_a_failing_one_do_not_run(engine):
+def test_handlers_after_a_failing_one_do_not_run(engine):
     seen = []
     engine.on(Events.STARTED)(broken)
     engine.on(Events.STARTED, phase=Phase.PERSIST)(lambda: seen.append(1))
@@ -75,7 +75,7 @@ def test_handlers_behind_a_failing_one_do_not_run(engine):
 # ------------------------------------------------------------------------------------------- on_error="warn"
 
 
-def test_with_warn_the_run_goes_on_and_the_failure_is_logged_once(engine):
+def test_with_warn_the_run_continues_and_the_failure_is_logged_once(engine):
     seen = []
     engine.on(Events.ITERATION_COMPLETED, on_error="warn")(broken)
     engine.on(Events.ITERATION_COMPLETED)(lambda: seen.append(1))
@@ -280,7 +280,7 @@ def test_keyboard_interrupt_and_system_exit_are_taken_by_a_handler_that_terminat
     assert heard.types == ["exception_raised"]
 
 
-def test_after_a_failure_the_next_run_goes_on_as_after_terminate(make_engine, make_recorder):
+def test_after_a_failure_the_next_run_continues_as_after_terminate(make_engine, make_recorder):
     stories = []
     for fail in (True, False):
         engine = make_engine()

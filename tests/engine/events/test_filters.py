@@ -27,7 +27,7 @@ def test_every_three_is_due_at_three_six_nine():
     assert due(10, every=3) == [0, 3, 6, 9]  # 0 too: only GET_BATCH_STARTED and STARTED ever stand there
 
 
-def test_every_one_is_no_filter():
+def test_every_one_is_not_a_filter():
     assert Events.ITERATION_COMPLETED(every=1).filter is None
     assert due(3, every=1) == [0, 1, 2, 3]
 
@@ -51,7 +51,7 @@ def test_before_and_after_bound_a_window():
     assert due(after=3, before=4) == []
 
 
-def test_every_with_a_bound_is_anchored_behind_after():
+def test_every_with_a_bound_is_anchored_after_after():
     assert due(12, every=3, after=4) == [5, 8, 11]
     assert due(every=3, before=8) == [1, 4, 7]
     assert due(25, every=5, after=8, before=25) == [9, 14, 19, 24]
@@ -235,7 +235,7 @@ def test_a_bad_filter_is_a_value_error_that_names_argument_and_value(arguments, 
         assert word in str(caught.value)
 
 
-def test_an_event_filter_that_is_no_callable_is_a_type_error():
+def test_an_event_filter_that_is_not_a_callable_is_a_type_error():
     with pytest.raises(TypeError, match="event_filter=3"):
         Events.ITERATION_COMPLETED(event_filter=3)
 

@@ -189,7 +189,7 @@ def test_fire_event_leaves_the_counter_to_the_caller_as_ignite_does(rollout):
     assert rollout.state.rollout == 6
 
 
-def test_a_handler_that_moves_the_counter_is_seen_by_the_filters_behind_it(rollout):
+def test_a_handler_that_moves_the_counter_is_seen_by_the_filters_after_it(rollout):
     seen = []
     event = RolloutEvents.ROLLOUT_STARTED
 

@@ -261,7 +261,7 @@ def test_a_callable_without_a_signature_is_a_value_error(engine):
 
 
 @pytest.mark.parametrize("handler", [None, 3, "print"])
-def test_a_handler_that_is_no_callable_is_a_type_error(engine, handler):
+def test_a_handler_that_is_not_a_callable_is_a_type_error(engine, handler):
     with pytest.raises(TypeError, match=r"started: handler=.*needs a callable"):
         engine.add_event_handler(Events.STARTED, handler)
 

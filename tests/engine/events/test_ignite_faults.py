@@ -34,7 +34,7 @@ def both(scenario):
 # ------------------------------------------------------------------------- a. the run after one that failed
 
 
-def test_after_an_exception_the_next_run_goes_on():
+def test_after_an_exception_the_next_run_continues():
     def scenario(kind, events):
         seen = []
 
@@ -234,7 +234,7 @@ def test_a_filter_on_an_event_without_a_counter_fails_when_it_is_registered():
 
 
 class SpyFilter:
-    """Stands in for a filter and counts how often it is asked."""
+    """Replaces a filter and counts its calls."""
 
     def __init__(self, genuine):
         self.genuine = genuine
@@ -282,7 +282,7 @@ def test_firing_where_nothing_is_due_calls_no_handler_code(monkeypatch):
 # ------------------------------------------------------------------------------------- once, in ignite's #3625
 
 
-def test_once_is_once_though_the_counter_stands_still():
+def test_once_is_once_though_the_counter_does_not_advance():
     def scenario(kind, events):
         engine = kind(lambda engine, batch: None)
         calls = []
@@ -301,7 +301,7 @@ def test_once_is_once_though_the_counter_stands_still():
     assert theirs == [12, 12]
 
 
-def test_once_is_once_in_a_run_and_comes_again_in_the_next_one():
+def test_once_is_once_in_a_run_and_is_repeated_in_the_next_one():
     def scenario(kind, events):
         engine = kind(lambda engine, batch: None)
         calls = []

@@ -179,7 +179,7 @@ def test_wrapping_a_filtered_handler_and_putting_it_back_is_what_profilers_do(ei
 
     engine._event_handlers[event][0] = (wrapper, args, kwargs)
     engine.run(range(4))
-    assert wrapped_calls == [1, 2, 3, 4]  # the wrapper stands before the filter, as with ignite
+    assert wrapped_calls == [1, 2, 3, 4]  # the wrapper comes before the filter, as with ignite
     assert seen == [2, 4]
     engine._event_handlers[event][0] = (genuine, args, kwargs)
     engine.run(range(4))

@@ -21,7 +21,7 @@ def nothing(engine, batch):
     return None
 
 
-def test_interrupt_pauses_and_the_next_run_goes_on_with_the_next_batch(either):
+def test_interrupt_pauses_and_the_next_run_continues_with_the_next_batch(either):
     seen = []
     engine = either(lambda engine, batch: seen.append(batch))
     engine.on(IgniteEvents.ITERATION_COMPLETED(once=5))(lambda engine: engine.interrupt())

@@ -1,4 +1,4 @@
-"""The run loop: order of events, ends and pauses of a run, and how the next run goes on."""
+"""The run loop: order of events, ends and pauses of a run, and how the next run continues."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_the_order_of_events_in_a_run(engine, recorder):
             *STEP,
             "EPOCH_COMPLETED",
             "EPOCH_STARTED",
-            "GET_BATCH_STARTED",  # the iterator of the first epoch is exhausted: it is made anew
+            "GET_BATCH_STARTED",  # the iterator of the first epoch is exhausted: a new one is made
             "DATALOADER_STOP_ITERATION",
             *STEP[1:],
             *STEP,
@@ -239,7 +239,7 @@ def test_a_finished_engine_starts_over_from_zero(engine):
     assert engine.run_number == 2
 
 
-def test_a_larger_max_epochs_goes_on(either):
+def test_a_larger_max_epochs_continues(either):
     seen = []
     engine = either(lambda engine, batch: seen.append(engine.state.iteration))
     engine.run(range(3), max_epochs=2)

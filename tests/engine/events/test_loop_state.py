@@ -92,7 +92,7 @@ def test_a_missing_or_wrong_process_function_is_a_value_error():
         Engine(lambda batch: None)
 
 
-def test_data_that_is_no_iterable_is_a_type_error(engine):
+def test_data_that_is_not_an_iterable_is_a_type_error(engine):
     with pytest.raises(TypeError, match="data should be iterable"):
         engine.run(3)
 
@@ -175,7 +175,7 @@ def test_memory_stays_flat_over_a_hundred_thousand_iterations(engine):
     assert second - first < 2_000  # bytes: the list of sizes itself, and counters that have left the small integers
 
 
-def test_a_thousand_short_runs_leave_nothing_behind(make_engine):
+def test_a_thousand_short_runs_leaves_nothing(make_engine):
     trainer, evaluator = make_engine(), make_engine()
     evaluator.on(Events.COMPLETED)(lambda engine, event: None)
     trainer.on(Events.ITERATION_COMPLETED)(lambda: evaluator.run([1, 2]))

@@ -10,8 +10,8 @@ from pulsetrain.engine.arrays import namespace
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.losses import gae, grpo_advantages
 from tests.support import trl_trainers
-from tests.support.differentiation import arrays_of, assert_near, rounded, runs, value_and_gradients
-from tests.support.libraries import LIBRARIES, needs_jax
+from tests.support.formulas import arrays_of, assert_near, rounded, runs, value_and_gradients
+from tests.support.losses import LIBRARIES, needs_jax
 
 EVERY = ["torch", *LIBRARIES]
 
@@ -91,7 +91,7 @@ def test_gae_of_long_rollouts_is_the_sum_back_through_time(library, often):
 
 
 @pytest.mark.parametrize("library", EVERY)
-def test_an_end_behind_the_last_step_needs_no_value_of_what_follows(library):
+def test_an_end_after_the_last_step_needs_no_value_of_what_follows(library):
     rewards, values, dones = rollout_of((5,), 0)
     dones[:] = [False, True, False, False, True]
     expected = gae_by_loop(rewards, values, dones, 0.99, 0.95)

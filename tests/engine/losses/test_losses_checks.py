@@ -41,7 +41,7 @@ class Ordinal(nn.CrossEntropyLoss):
         (10, "(targets=10): needs class indices from 0 to 9"),
     ],
 )
-def test_a_label_that_is_no_class_is_named_with_its_place_and_a_remedy(loss, targets, message):
+def test_a_label_that_is_not_a_class_is_named_with_its_place_and_a_remedy(loss, targets, message):
     targets = torch.tensor(targets)
     with pytest.raises(ValueError, match=re.escape(message)):
         check_first_batch(loss, torch.zeros(*targets.shape, 10), targets)
@@ -85,7 +85,7 @@ def test_targets_of_bce_that_are_no_probabilities_are_named(value):
         (nn.CrossEntropyLoss(), torch.zeros(2, 3), torch.tensor([[0.0, 2.0, 9.0], [1.0, 1.0, 1.0]])),  # weights
         (Ordinal(), torch.zeros(2, 10), torch.tensor([0, 10])),
         (lambda outputs, targets: 0, torch.zeros(2), torch.tensor([1.0, math.nan])),  # NaN may be a sign of its own
-        # what the loss refuses by itself, or what is no tensor
+        # values that the loss rejects, or that are not tensors
         ("cross_entropy", torch.zeros(4, 10), torch.full((5,), 77)),
         ("cross_entropy", torch.zeros(4, 10), torch.full((4,), math.nan)),
         ("cross_entropy", {"logits": torch.zeros(4, 10)}, torch.full((4,), 77)),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from pulsetrain.engine.losses import cross_entropy, focal_loss, get_loss, huber, ignored_label, l1, mse
-from tests.support.libraries import (
+from tests.support.losses import (
     ALL,
     LIBRARIES,
     OF_LABELS,

@@ -18,7 +18,7 @@ from pulsetrain.engine.losses import (
     l1,
     mse,
 )
-from tests.support.libraries import ALL, LIBRARIES, batch_of, converted, name_of, needs_jax
+from tests.support.losses import ALL, LIBRARIES, batch_of, converted, name_of, needs_jax
 
 
 def message_of(loss, *arguments, **options):
@@ -54,7 +54,7 @@ def test_whole_number_targets_are_refused(library, loss):
 
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("loss", [cross_entropy, focal_loss])
-def test_what_is_no_class_index_and_no_logit_is_refused(library, loss):
+def test_what_is_neither_a_class_index_nor_a_logit_is_refused(library, loss):
     for dtype in (torch.float32, torch.bool):
         name = str(dtype).removeprefix("torch.")
         with pytest.raises(TypeError, match=rf"\(targets of {name}\): needs class indices; pass targets.astype\('int"):
@@ -126,7 +126,7 @@ def test_tensors_and_other_arrays_do_not_mix(library, loss, options):
 @pytest.mark.parametrize("library", LIBRARIES)
 @pytest.mark.parametrize("loss", [cross_entropy, focal_loss])
 @pytest.mark.parametrize("label", [10, -3])
-def test_a_label_that_is_no_class_is_named_with_its_place(library, loss, label):
+def test_a_label_that_is_not_a_class_is_named_with_its_place(library, loss, label):
     logits, targets = converted(library, torch.zeros(2, 2, 10), torch.tensor([[0, 1], [label, 2]]))
     with pytest.raises(ValueError, match=rf"{loss.__name__}\(targets\[1, 0\]={label}\): needs class indices from 0 to"):
         loss(logits, targets)
@@ -135,7 +135,7 @@ def test_a_label_that_is_no_class_is_named_with_its_place(library, loss, label):
 @needs_jax
 @pytest.mark.parametrize("label", [10, -1, -3])
 @pytest.mark.parametrize("loss", [cross_entropy, functools.partial(cross_entropy, label_smoothing=0.1), focal_loss])
-def test_inside_jit_a_label_that_is_no_class_makes_the_loss_nan_instead_of_another_class(loss, label):
+def test_inside_jit_a_label_that_is_not_a_class_makes_the_loss_nan_instead_of_another_class(loss, label):
     import jax
 
     logits, targets = converted("jax", torch.zeros(2, 10), torch.tensor([0, label]))

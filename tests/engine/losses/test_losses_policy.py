@@ -9,8 +9,8 @@ import torch
 
 from pulsetrain.engine.losses import clip_fraction, grpo_loss, kl_estimate, ppo_policy_loss, ppo_value_loss
 from tests.support import trl_trainers
-from tests.support.differentiation import RUNS, arrays_of, assert_near, differences, rounded, runs, value_and_gradients
-from tests.support.libraries import LIBRARIES, needs_jax
+from tests.support.formulas import RUNS, arrays_of, assert_near, differences, rounded, runs, value_and_gradients
+from tests.support.losses import LIBRARIES, needs_jax
 
 EVERY = ["torch", *LIBRARIES]
 

@@ -8,8 +8,8 @@ import torch
 
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.losses import clip_fraction, grpo_loss, kl_estimate, ppo_policy_loss, ppo_value_loss
-from tests.support.differentiation import arrays_of
-from tests.support.libraries import LIBRARIES
+from tests.support.formulas import arrays_of
+from tests.support.losses import LIBRARIES
 
 EVERY = ["torch", *LIBRARIES]
 

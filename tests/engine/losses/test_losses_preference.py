@@ -12,8 +12,8 @@ import torch
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.losses import dpo_loss, entropy, implicit_rewards, masked_sum_log_probs, token_log_probs
 from tests.support import trl_trainers
-from tests.support.differentiation import RUNS, arrays_of, assert_near, differences, rounded, runs, value_and_gradients
-from tests.support.libraries import LIBRARIES, needs_jax
+from tests.support.formulas import RUNS, arrays_of, assert_near, differences, rounded, runs, value_and_gradients
+from tests.support.losses import LIBRARIES, needs_jax
 
 EVERY = ["torch", *LIBRARIES]
 SHAPES = [(), (5,), (2, 3)]
@@ -175,7 +175,7 @@ def test_shapes_that_do_not_fit_are_refused_with_what_to_pass(library, logits, t
 
 
 @pytest.mark.parametrize("library", EVERY)
-def test_what_is_no_token_and_no_logit_is_refused(library):
+def test_what_is_neither_a_token_nor_a_logit_is_refused(library):
     logits, halves, ids = arrays_of(library, numpy.zeros((2, 7)), numpy.zeros(2), numpy.zeros((2, 7), "int32"))
     with pytest.raises(TypeError, match=r"token_log_probs\(tokens: .* float\d\d \(2,\)\): needs whole numbers"):
         token_log_probs(logits, halves)

@@ -18,8 +18,8 @@ from torchmetrics.classification import MulticlassAccuracy
 from pulsetrain.engine import SupervisedStrategy
 from pulsetrain.engine.errors import ConfigurationError, MetricNotFoundError
 from pulsetrain.engine.metrics import Accuracy, RunningMean, TokenAccuracy, TopKAccuracy
-from tests.support.scores import CLASSES, LABELS, PADDED, ROWS, SCORES, VALUES, WEIGHTS, Reads
-from tests.support.small import trainer
+from tests.support.metrics import CLASSES, LABELS, PADDED, ROWS, SCORES, VALUES, WEIGHTS, Reads
+from tests.support.models import trainer
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def test_reset_forgets(case):
 
 
 @each
-def test_a_saved_state_goes_on_to_the_last_bit(case):
+def test_a_saved_state_continues_to_the_last_bit(case):
     metric = fed(case, slice(0, 11), slice(11, 12))
     file = io.BytesIO()
     torch.save(metric.state_dict(), file)
@@ -194,7 +194,7 @@ def validated(**metrics):
         strategy=SupervisedStrategy("cross_entropy"),
         metrics=metrics,
     )
-    run.validate()  # a second round has to begin anew
+    run.validate()  # a second round has to start from zero
     found = run.validate()
     inputs, targets = classes_loader().dataset.tensors
     return {name: found[f"val/{name}"] for name in metrics}, run.model(inputs).detach(), targets
@@ -225,7 +225,7 @@ def test_ours_ignites_and_torchmetrics_accuracies_agree_in_one_trainer():
 # ------------------------------------------------------------------------------------------- accuracies
 
 
-def test_predicted_classes_may_stand_in_for_scores():
+def test_predicted_classes_may_replace_scores():
     metric = Accuracy(ignore_index=-100)
     metric.update(SCORES.argmax(-1).int(), PADDED)
     assert metric.compute() == token_accuracy()

@@ -9,7 +9,7 @@ from torchmetrics.functional.text import perplexity as torchmetrics_perplexity
 
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.metrics import RunningMean, bits_per_byte, perplexity
-from tests.support.scores import PADDED, SCORES, Reads
+from tests.support.metrics import PADDED, SCORES, Reads
 
 
 def test_numbers_and_tensors_are_averaged_together():

@@ -119,7 +119,7 @@ def test_reset_forgets_names_and_values():
         (torch.ones(2), ValueError, r"MetricTracker.update\('bad' of shape \(2,\)\): needs one number; pass its mean"),
     ],
 )
-def test_what_is_no_number_is_refused_and_nothing_beside_it_is_kept(value, error, message):
+def test_what_is_not_a_number_is_refused_and_nothing_beside_it_is_kept(value, error, message):
     tracker = MetricTracker()
     with pytest.raises(error, match=message):
         tracker.update({"good": 1.0, "bad": value})
@@ -185,7 +185,7 @@ def test_a_tensor_that_changes_later_does_not_change_the_history():
 
 
 @pytest.mark.parametrize("kind", [float, torch.tensor])
-def test_a_provisional_value_is_taken_back_by_the_next_of_its_name(kind):
+def test_a_provisional_value_is_undone_by_the_next_of_its_name(kind):
     tracker = tracker_of(loss=[kind(3.0)], other=[kind(7.0)])
     tracker.update({"loss": kind(2.5), "other": kind(6.5)}, provisional=True)
     assert tracker.get_history() == {"loss": [3.0, 2.5], "other": [7.0, 6.5]}
@@ -195,7 +195,7 @@ def test_a_provisional_value_is_taken_back_by_the_next_of_its_name(kind):
 
 
 @pytest.mark.parametrize("kind", [float, torch.tensor])
-def test_a_provisional_value_is_no_part_of_the_state(kind):
+def test_a_provisional_value_is_not_part_of_the_state(kind):
     tracker = tracker_of(loss=[kind(3.0)])
     tracker.update({"loss": kind(2.5), "new": kind(1.0)}, provisional=True)
     assert tracker.state_dict() == {"loss": [3.0]}
@@ -214,7 +214,7 @@ def test_a_provisional_value_that_is_kept_is_like_any_other(kind):
 # ------------------------------------------------------------------------------------------- states
 
 
-def test_a_saved_state_goes_on_where_it_was():
+def test_a_saved_state_continues_where_it_was():
     tracker = tracker_of(loss=[3.0, torch.tensor(0.1), math.inf], rate=[0.1])
     state = tracker.state_dict()
     assert state == {"loss": [3.0, torch.tensor(0.1).item(), math.inf], "rate": [0.1]}

@@ -145,7 +145,7 @@ def deviation(ours, theirs):
 
 
 def in_both_dtypes(cases):
-    """Each in float64, in which the numbers tell formulas apart best, and one of each kind in float32 too."""
+    """Each in float64, which distinguishes formulas best, and one of each kind in float32 too."""
     return [
         pytest.param(case, dtype, id=f"{shown(case)}-{dtype}")
         for dtype, its in ((torch.float64, cases), (torch.float32, ONE_OF_EACH))
@@ -229,7 +229,7 @@ def test_the_state_holds_all_that_changes_and_the_optimizer_nothing():
         optimizer.learning_rate = 0.2
 
 
-def test_a_saved_state_goes_on_bit_for_bit(tmp_path):
+def test_a_saved_state_continues_bit_for_bit(tmp_path):
     params, grads = problem(torch.float32)
     now = pytree.tree_map(lambda grad: grad[0], grads)
     optimizer = create_functional("adamw", 0.1, 0.1)
@@ -250,7 +250,7 @@ def jax():
     return pytest.importorskip("jax", reason="needs the extra pulsetrain[jax]")
 
 
-def test_another_rate_is_no_new_program(jax):
+def test_another_rate_is_not_a_new_program(jax):
     params = {"w": jax.numpy.ones(3)}
     optimizer = create_optax("adamw", 0.1)
     traced = []

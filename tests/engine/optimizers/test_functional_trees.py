@@ -177,7 +177,7 @@ def test_a_state_with_more_than_the_optimizer_keeps_is_refused(optimizer):
         optimizer.update(PARAMS, state, PARAMS)
 
 
-def test_what_is_no_tensor_is_refused_with_its_place_and_its_backend(optimizer):
+def test_what_is_not_a_tensor_is_refused_with_its_place_and_its_backend(optimizer):
     jnp = pytest.importorskip("jax.numpy", reason="needs the extra pulsetrain[jax]")
     state = optimizer.init(PARAMS)
     for leaf, message in (

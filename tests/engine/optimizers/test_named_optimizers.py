@@ -63,7 +63,7 @@ def test_groups_and_state_are_those_of_the_parts():
 
 
 @pytest.mark.parametrize("optimizer", ["muon", "sgd", "adamw"])
-def test_a_saved_state_goes_on_to_the_bit(optimizer):
+def test_a_saved_state_resumes_bit_for_bit(optimizer):
     def begin():
         first, second = modules()
         parts = {"actor": create_optimizer(first, optimizer, 0.1), "critic": create_optimizer(second, "adam", 0.1)}

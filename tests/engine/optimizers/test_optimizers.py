@@ -271,7 +271,7 @@ def test_keywords_without_a_name_are_refused():
 @pytest.mark.parametrize(
     ("model", "given"), [(None, "None"), ([torch.zeros(1)], "list"), (iter([torch.zeros(1)]), "list_iterator")]
 )
-def test_what_is_no_module_is_refused_with_a_remedy(model, given):
+def test_what_is_not_a_module_is_refused_with_a_remedy(model, given):
     rule = rf"optimizer\(model={given}\): needs a torch.nn.Module, .*; for bare parameters use torch.optim"
     with pytest.raises(TypeError, match=f"create_{rule}"):
         create_optimizer(model, "sgd", 0.1)

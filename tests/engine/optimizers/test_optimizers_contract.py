@@ -99,7 +99,7 @@ def test_it_lowers_the_loss(name):
     assert loss_of(model).item() < 0.7 * before
 
 
-def test_a_saved_state_goes_on_bit_for_bit_in_a_fresh_optimizer(name):
+def test_a_saved_state_continues_bit_for_bit_in_a_fresh_optimizer(name):
     model, optimizer = made(name, no_decay="auto", layer_rates={"2": 0.3 * RATES[name]}, weight_decay=0.01)
     train(model, optimizer, steps=5)
     file = io.BytesIO()
@@ -269,7 +269,7 @@ def test_a_step_skipped_for_overflow_leaves_no_trace(name):
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
-def test_a_copy_goes_on_as_the_original_and_apart_from_it(name, duplicate):
+def test_a_copy_continues_as_the_original_and_apart_from_it(name, duplicate):
     model, optimizer = made(name, weight_decay=0.01, no_decay="auto")
     train(model, optimizer, steps=3)
     before = weights(model)

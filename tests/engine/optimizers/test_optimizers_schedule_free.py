@@ -104,7 +104,7 @@ def test_the_names_stand_for_the_packages_classes_in_train_mode():
 # ------------------------------------------------------------------------------------------- averaged weights
 
 
-def test_inside_are_the_averaged_weights_and_behind_the_trained_ones_bit_for_bit(trained):
+def test_inside_are_the_averaged_weights_and_after_the_trained_ones_bit_for_bit(trained):
     model, optimizer = trained
     before = weights(model)
     with averaged_weights(optimizer):
@@ -115,7 +115,7 @@ def test_inside_are_the_averaged_weights_and_behind_the_trained_ones_bit_for_bit
     assert torch.equal(inside, weights(model))
 
 
-def test_training_goes_on_as_if_nothing_had_been_lent(trained):
+def test_training_continues_as_if_nothing_had_been_lent(trained):
     model, optimizer = trained
     other = network()
     plain = create_optimizer(other, "schedule_free_sgd", 0.05)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.support.replays import Writing
+from tests.support.recordings import Writing
 
 
 @pytest.fixture

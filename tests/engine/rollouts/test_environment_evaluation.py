@@ -7,9 +7,9 @@ from torch import nn
 
 from pulsetrain.engine import PPOStrategy
 from pulsetrain.engine.rollouts import EnvironmentRollouts
-from tests.support.environments import Counting, Policy
-from tests.support.language_batches import assert_refused, refusal
-from tests.support.small import trainer
+from tests.support.models import trainer
+from tests.support.models_language import assert_refused, refusal
+from tests.support.rollouts import Counting, Policy
 
 
 def steps(environment=Counting, model=None, updates=2):
@@ -38,7 +38,7 @@ def test_a_step_of_four_things_is_refused():
     assert_refused(steps(Old), TypeError, told)
 
 
-def test_an_observation_that_is_no_number_names_its_environment():
+def test_an_observation_that_is_not_a_number_names_its_environment():
     class Lost(Counting):
         def _seen(self):
             seen = super()._seen()
@@ -58,7 +58,7 @@ def test_an_evaluation_needs_an_episode(episodes):
 
 
 class Closing(Counting):
-    """Knows which have been closed, and fails where it is told to."""
+    """Records which have been closed, and fails on request."""
 
     closed, fails = [], False
 

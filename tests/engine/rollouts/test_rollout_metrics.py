@@ -17,14 +17,14 @@ def validated(rollouts, metrics):
     return engine, types.SimpleNamespace(type=Events.VALIDATION_COMPLETED.value, payload=payload)
 
 
-def test_a_validation_before_the_first_rollout_need_not_tell_of_one():
+def test_a_validation_before_the_first_rollout_need_not_report_one():
     metrics = {"val/loss": 1.0}
     assert judged_name("EarlyStopping", "rollout/return", *validated(True, metrics)) is None
     with pytest.raises(MetricNotFoundError, match="rollout/return"):
         judged_name("EarlyStopping", "rollout/return", *validated(False, metrics))
 
 
-def test_a_run_without_rollouts_that_judged_nothing_ends_without_a_word():
+def test_a_run_without_rollouts_that_evaluated_nothing_ends_without_a_word():
     engine, _ = validated(False, {})
     with capture_logs() as logs:
         warn_if_never_reported("EarlyStopping", "val/loss", engine)

@@ -9,11 +9,11 @@ from torch import nn
 from pulsetrain.engine import Events, Every, GRPOStrategy
 from pulsetrain.engine.rollouts import TextRollouts
 from pulsetrain.handlers import Checkpointer
-from tests.support import strategy_formulas as formulas
-from tests.support.on_backends import saved
-from tests.support.on_strategies import differences
-from tests.support.small import Tokens, trainer
-from tests.support.text_rollouts import PROMPTS, VOCABULARY, Reward, texts
+from tests.support import formulas
+from tests.support.models import Tokens, trainer
+from tests.support.rollouts import PROMPTS, VOCABULARY, Reward, texts
+from tests.support.runs_backends import saved
+from tests.support.runs_strategies import differences
 
 
 def greedy_sampler(prompts, count, **options):
@@ -108,7 +108,7 @@ def test_a_rollout_is_let_go_before_the_next_is_collected(learns):
     run.on(Events.ROLLOUT_COMPLETED)(lambda: rows.extend(weakref.ref(each) for each in run.train_loader._rows.values()))
     if learns:
         run.train()
-    else:  # no iteration comes behind its last batch: nothing ends it but the next
+    else:  # no iteration follows its last batch: only the next rollout ends it
         batches = iter(run.train_loader)
         for _ in range(3):
             next(batches)
@@ -167,7 +167,7 @@ def test_texts_are_drawn_in_the_precision_that_is_learnt_in(precision):
     assert seen == [precision == "bf16"]
 
 
-def test_what_is_told_of_texts_is_a_mean_over_generated_tokens():
+def test_metrics_of_texts_are_means_over_generated_tokens():
     completions = [[2, 0], [1, 1, 1, 1], [0], [4, 4, 0], [3], [5, 1, 0], [0, 2], [1], [4, 5, 5, 2], [3, 3]]
     strategy = GRPOStrategy(2, minibatch_size=5, temperature=0.8)
     run, heard, _ = texts(

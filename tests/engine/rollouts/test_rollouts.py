@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from pulsetrain.engine import Events, GRPOStrategy, PPOStrategy
-from tests.support import strategy_formulas as formulas
-from tests.support.text_rollouts import PROMPTS, VOCABULARY, texts
+from tests.support import formulas
+from tests.support.rollouts import PROMPTS, VOCABULARY, texts
 
 
 class Headed(nn.Module):
@@ -28,7 +28,7 @@ class Headed(nn.Module):
 
 
 @pytest.mark.parametrize("prompts_per_rollout", [1, 2, 5, 7])
-def test_all_prompts_come_once_before_one_comes_again(prompts_per_rollout):
+def test_all_prompts_come_once_before_one_is_repeated(prompts_per_rollout):
     turns = 4
     updates = -(-turns * len(PROMPTS) // prompts_per_rollout)
     run, _, reward = texts(GRPOStrategy(2), updates=updates, prompts_per_rollout=prompts_per_rollout)
@@ -51,7 +51,7 @@ def test_another_seed_asks_in_another_order():
     assert len({str(asked(seed)) for seed in range(4)}) > 1
 
 
-def test_texts_stand_behind_their_prompts_and_the_mask_shows_them():
+def test_texts_come_after_their_prompts_and_the_mask_shows_them():
     run, heard, reward = texts(GRPOStrategy(2), prompts_per_rollout=5, end_token=0, pad_token=3)
     run.train()
     (batch,) = heard.batches
@@ -156,7 +156,7 @@ def test_advantages_over_texts_are_those_of_each_text_by_itself():
         numpy.testing.assert_allclose(batch["returns"][number].numpy()[places], returns, atol=2e-6)
 
 
-# ------------------------------------------------------------------------------------------------------- what is told
+# ----------------------------------------------------------------------------------------------------- reported metrics
 
 
 def test_the_metrics_of_a_rollout_of_texts_are_right_by_hand():
@@ -183,7 +183,7 @@ def test_the_metrics_of_a_rollout_of_texts_are_right_by_hand():
     assert heard.rollouts[0].seconds > 0
 
 
-def test_what_is_told_of_an_update_is_the_mean_over_all_rows_and_epochs_are_counted():
+def test_metrics_of_an_update_are_means_over_all_rows_and_epochs_are_counted():
     strategy = PPOStrategy(minibatch_size=5, minibatch_epochs=2)
     run, heard, _ = texts(strategy, updates=2, prompts_per_rollout=5)
     run.train()

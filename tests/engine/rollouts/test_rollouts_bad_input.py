@@ -10,9 +10,9 @@ from torch import nn
 
 from pulsetrain.engine import GRPOStrategy, PPOStrategy, SFTStrategy
 from pulsetrain.engine.rollouts import EnvironmentRollouts, TextRollouts
-from tests.support.environments import Counting, Policy, Space
-from tests.support.language_batches import Short, Valued, assert_refused, refusal
-from tests.support.small import trainer
+from tests.support.models import trainer
+from tests.support.models_language import Short, Valued, assert_refused, refusal
+from tests.support.rollouts import Counting, Policy, Space
 
 PROMPTS = [[1, 2], [3], [0]]
 
@@ -116,7 +116,7 @@ def test_texts_that_are_none_are_refused(given, error, message):
     assert run.state.update == 1
 
 
-def test_prompts_of_another_vocabulary_are_told_of():
+def test_prompts_of_another_vocabulary_are_reported():
     run = texts(prompts=[[1], [70]])
     assert_refused(run, IndexError, ["in TextRollouts, while drawing texts for 4 prompts of tokens 1 to 70"])
 
@@ -128,7 +128,7 @@ def test_what_a_reward_raises_is_raised():
     assert_refused(texts(reward=fail), KeyError, ["no score"])
 
 
-def test_a_model_without_values_is_no_critic_of_texts_nor_of_steps():
+def test_a_model_without_values_is_not_a_critic_of_texts_nor_of_steps():
     told = ["needs a pair (logits, values), values of shape (2, ", "WithValueHead"]
     run = texts(PPOStrategy(), reward=lambda prompts, completions: [1.0, 2.0])
     assert_refused(run, TypeError, told)

@@ -8,9 +8,9 @@ import torch
 
 from pulsetrain.engine import Events, PPOStrategy
 from pulsetrain.engine.rollouts import EnvironmentRollouts
-from tests.support import strategy_formulas as formulas
-from tests.support.environments import LENGTH, LIMIT, Counting, Policy
-from tests.support.small import trainer
+from tests.support import formulas
+from tests.support.models import trainer
+from tests.support.rollouts import LENGTH, LIMIT, Counting, Policy
 
 
 def run_of(strategy=None, *, environments=2, steps=6, updates=2, **config):
@@ -38,7 +38,7 @@ def places(steps, first=0):
     return found[first:]
 
 
-def test_episodes_go_on_from_one_rollout_to_the_next():
+def test_episodes_continue_from_one_rollout_to_the_next():
     run, kept, _ = run_of(updates=3)
     run.train()
     for rollout, first in zip(kept, (0, 6, 12), strict=True):

@@ -1,4 +1,4 @@
-"""What a model writes: tokens drawn by its probabilities, behind prompts of any length, up to the end token."""
+"""Sampling from a model: tokens drawn by its probabilities, after prompts of any length, up to the end token."""
 
 import itertools
 import math
@@ -11,7 +11,7 @@ from pulsetrain.engine.rollouts.sampling import sampler_of
 
 
 class Chain(nn.Module):
-    """The next token of two by the sum of the tokens so far: whoever sees padding, or not all of a text, errs."""
+    """Predicts the next token of two by the sum of the tokens so far: padding or a truncated text gives an error."""
 
     def __init__(self, context=None):
         super().__init__()
@@ -72,7 +72,7 @@ def test_the_longest_text_fits_a_model_whose_context_lacks_its_last_token():
     assert [len(each) for each in found] == [4, 4]
 
 
-def test_a_text_that_has_ended_stays_as_it_is_while_others_go_on():
+def test_a_text_that_has_ended_stays_as_it_is_while_others_continue():
     torch.manual_seed(1)
     found = sampler_of(Chain(), lambda tokens: tokens)([[1]] * 200, 12, end_token=0)
     assert all(0 not in each[:-1] and (each[-1] == 0 or len(each) == 12) for each in found)

@@ -4,10 +4,9 @@ import pytest
 
 from pulsetrain.engine import GRPOStrategy, PPOStrategy
 from pulsetrain.engine.rollouts import EnvironmentRollouts, TextRollouts
-from tests.support.environments import Counting, Policy
-from tests.support.language_batches import refusal
-from tests.support.small import Tokens, trainer
-from tests.support.text_rollouts import Valued
+from tests.support.models import Tokens, trainer
+from tests.support.models_language import refusal
+from tests.support.rollouts import Counting, Policy, Valued
 
 
 def judge(prompts, completions):

@@ -196,7 +196,7 @@ def test_a_refused_state_names_both_sides_inside_a_scaled_schedule():
     assert "factor is 0.25 in the state and 0.5 here" in str(caught.value)
 
 
-def test_what_is_no_state_is_refused():
+def test_what_is_not_a_state_is_refused():
     with pytest.raises(CheckpointError, match="needs what state_dict"):
         Constant(0.1).load_state_dict(None)
 
@@ -250,7 +250,7 @@ def test_a_schedule_written_elsewhere_composes():
     assert schedule.length is None
 
 
-def test_composing_with_what_is_no_schedule_is_an_error():
+def test_composing_with_what_is_not_a_schedule_is_an_error():
     with pytest.raises(TypeError, match="unsupported operand"):
         Warmup(0.1, 10) >> 0.1
     with pytest.raises(ConfigurationError, match=r"Sequential\(\): needs at least 1 part"):

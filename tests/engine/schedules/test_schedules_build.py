@@ -177,13 +177,13 @@ def test_a_bad_request_is_refused_by_argument_and_value(name, arguments, message
 
 
 @pytest.mark.parametrize("rate", [0, -1.0, math.inf, math.nan, "0.1", None])
-def test_a_learning_rate_that_is_no_positive_number_is_refused(rate):
+def test_a_learning_rate_that_is_not_a_positive_number_is_refused(rate):
     with pytest.raises(ConfigurationError, match=r"build_schedule\(learning_rate="):
         build_schedule("cosine", rate, total_steps=10)
 
 
 @pytest.mark.parametrize("total_steps", [5, 7, 51, 999])
-def test_the_last_update_of_an_odd_run_with_restarts_is_no_restart(total_steps):
+def test_the_last_update_of_an_odd_run_with_restarts_is_not_a_restart(total_steps):
     schedule = build_schedule("cosine_with_restarts", 1.0, total_steps=total_steps)
     restarts = [step for step in range(total_steps) if schedule.get_lr(step) == 1.0]
     assert restarts == [0, total_steps // 2 + 1]

@@ -29,7 +29,7 @@ from pulsetrain.engine.schedules import (
     Step,
     Warmup,
 )
-from tests.support.torch_rates import rates_of
+from tests.support.schedulers import rates_of
 
 STEPS = 10_000
 
@@ -74,7 +74,7 @@ def assert_equal_rates(schedule, theirs):
                 optimizer, 0.1, STEPS, None, None, 0.17, "linear", div_factor=10.0, final_div_factor=1e3
             ),
         ),
-        # torch refuses to go on past total_steps, where ours stays at the last rate
+        # torch raises past total_steps, where ours stays at the last rate
         (OneCycle(0.1, STEPS, 0.0), lambda optimizer: lr_scheduler.OneCycleLR(optimizer, 0.1, STEPS, pct_start=0.0)),
         (
             OneCycle(0.1, STEPS, 0.00005),

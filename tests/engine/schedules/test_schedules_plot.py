@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.schedules import Constant, Cosine, Linear, Step, Warmup, plot
-from tests.support import warm_python
+from tests.support import programs
 
 
 def curves(figure):
@@ -93,5 +93,5 @@ def test_importing_the_schedules_leaves_matplotlib_alone_and_drawing_leaves_pypl
         "import sys; from pulsetrain.engine.schedules import Constant, plot; assert 'matplotlib' not in sys.modules\n"
         "plot(Constant(0.1)); assert 'matplotlib.figure' in sys.modules and 'matplotlib.pyplot' not in sys.modules"
     )
-    done = warm_python.run("-c", code)
+    done = programs.run("-c", code)
     assert done.returncode == 0, done.stderr

@@ -22,7 +22,7 @@ from pulsetrain.engine.schedules import (
     update_optimizer,
 )
 from pulsetrain.engine.schedules.groups import GroupRates
-from tests.support.torch_rates import first_group, optimizer_at, rates_of, through_a_checkpoint, used_rates
+from tests.support.schedulers import first_group, optimizer_at, rates_of, through_a_checkpoint, used_rates
 
 REQUIRED = {"step": {"step_size": 3}, "multi_step": {"milestones": (3, 6)}, "exponential": {"gamma": 0.9}}
 NAMES = (
@@ -121,7 +121,7 @@ def test_torchs_names_of_the_cosine_parameters_are_understood():
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_created_scheduler_goes_on_from_its_state(name):
+def test_a_created_scheduler_continues_from_its_state(name):
     def make():
         return create_scheduler(optimizer_at(0.5, 0.05, default=0.5), name, 5, 4, **REQUIRED.get(name, {}))
 
@@ -175,7 +175,7 @@ def test_a_bad_request_is_refused_by_argument_and_value(arguments, message):
         create_scheduler(**request)
 
 
-def test_what_is_no_optimizer_is_refused():
+def test_what_is_not_an_optimizer_is_refused():
     with pytest.raises(TypeError, match=r"create_scheduler\(optimizer='adam'\): needs a torch.optim.Optimizer"):
         create_scheduler("adam", "cosine", 2, 5)
 
@@ -236,7 +236,7 @@ def test_a_rate_beyond_the_range_of_floats_is_named_with_its_remedy():
 
 
 @pytest.mark.parametrize("optimizer", [None, "adam", [torch.zeros(1)]])
-def test_rates_of_what_is_no_optimizer_are_refused(optimizer):
+def test_rates_of_what_is_not_an_optimizer_are_refused(optimizer):
     for ask in (lambda: update_optimizer(optimizer, 0.1), lambda: group_ratios(optimizer)):
         with pytest.raises(TypeError, match=r"update_optimizer\(optimizer=.*\): needs a torch.optim.Optimizer"):
             ask()
@@ -247,7 +247,7 @@ def test_kept_ratios_are_those_of_the_groups_as_they_are_now():
     rates = GroupRates(optimizer)
     rates.write(2.0)
     assert group_rates(optimizer) == [2.0, 1.0]
-    optimizer.param_groups[1]["initial_lr"] = 0.25  # as a scheduler made anew, or a user, does
+    optimizer.param_groups[1]["initial_lr"] = 0.25  # as a new scheduler, or a user, does
     rates.write(2.0)
     assert group_rates(optimizer) == [2.0, 0.5]
     optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(1))], "lr": 4.0})

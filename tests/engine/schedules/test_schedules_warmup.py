@@ -11,7 +11,7 @@ from torch.optim import lr_scheduler
 
 from pulsetrain.engine.errors import CheckpointError, ConfigurationError
 from pulsetrain.engine.schedules import Cosine, add_warmup, create_scheduler
-from tests.support.torch_rates import first_group, optimizer_at, rates_of, through_a_checkpoint, used_rates
+from tests.support.schedulers import first_group, optimizer_at, rates_of, through_a_checkpoint, used_rates
 
 INNER = {
     "LambdaLR": lambda it: lr_scheduler.LambdaLR(it, lambda step: 0.5 / (1 + step)),  # begins at half the rate
@@ -55,7 +55,7 @@ def test_after_its_warm_up_a_scheduler_begins_at_its_own_step_zero(name):
 @let_torch_warn
 @pytest.mark.parametrize("stop", [0, 2, 4, 7])
 @pytest.mark.parametrize("name", INNER)
-def test_a_warmed_scheduler_goes_on_from_its_state(name, stop):
+def test_a_warmed_scheduler_continues_from_its_state(name, stop):
     def make():
         return add_warmup(INNER[name](two_groups()), 4)
 

@@ -78,7 +78,7 @@ def test_a_schedule_changes_the_number_of_batches_at_its_updates():
     ],
     ids=repr,
 )
-def test_what_is_foretold_is_what_happens(rule):
+def test_the_forecast_is_what_happens(rule):
     for batches in range(40):
         made = len(windows(rule, [8] * batches, [8] * batches))
         assert rule.updates_in(batches, 8) == made
@@ -94,7 +94,7 @@ def test_what_hangs_on_unknown_tokens_is_not_known():
 
 
 @pytest.mark.parametrize("rule", [Accumulate(batches=3), Accumulate(tokens=20), Accumulate(schedule={0: 2, 1: 4})])
-def test_a_state_taken_anywhere_goes_on_exactly(rule):
+def test_a_state_taken_anywhere_continues_exactly(rule):
     sizes = [3, 5, 2, 8, 1, 9, 4, 4, 7, 6]
     whole = windows(rule, sizes, sizes)
     accumulation, done, update, weights = Accumulation(rule), [], 0, []
@@ -137,7 +137,7 @@ def test_a_window_begun_under_another_rule_is_finished_and_weighed_right(before,
     assert done == [False] * (more - 1) + [True]
     correction = resumed.close()
     assert [weight * correction for weight in weights] == pytest.approx([size / sum(sizes) for size in sizes])
-    assert len(windows(after, [4] * 8, [4] * 8)) == len(_from(resumed, [4] * 8))  # and the windows behind it are plain
+    assert len(windows(after, [4] * 8, [4] * 8)) == len(_from(resumed, [4] * 8))  # and the windows after it are plain
 
 
 def _from(accumulation, sizes):

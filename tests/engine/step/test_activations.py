@@ -67,7 +67,7 @@ def kept_bytes(model):
     return sum(sizes.values())
 
 
-def test_losses_gradients_draws_and_statistics_are_the_same_to_the_bit():
+def test_losses_gradients_draws_and_statistics_are_the_same_bit_for_bit():
     plain, recomputed = model(), model()
     assert recompute_activations(recomputed, "blocks.*") == ["blocks.0", "blocks.1", "blocks.2"]
     losses, gradients, state = train(plain)

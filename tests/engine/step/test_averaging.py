@@ -1,4 +1,4 @@
-"""Averages of weights: torch's own numbers, and a model that is left as it was, to the bit."""
+"""Averages of weights: torch's own numbers, and a model that stays bit for bit unchanged."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, get_swa_m
 
 from pulsetrain.engine.errors import CheckpointError, ConfigurationError
 from pulsetrain.engine.step.averaging import WeightAverage
-from tests.support.averages import RULES, Mixed, averaged, same, snapshot, train
+from tests.support.models_averaged import RULES, Mixed, averaged, same, snapshot, train
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def model():
 
 
 @pytest.mark.parametrize("rule", list(RULES))
-def test_the_numbers_are_those_of_torchs_averaged_model_to_the_bit(rule, model):
+def test_the_numbers_are_those_of_torchs_averaged_model_bit_for_bit(rule, model):
     theirs = AveragedModel(model, multi_avg_fn=RULES[rule])
     mine = WeightAverage(model, RULES[rule])
     for number in range(50):
@@ -232,7 +232,7 @@ def test_copy_to_gives_another_model_the_average_for_good(model):
     assert same(snapshot(model), snapshot(other))
 
 
-def test_the_state_goes_through_safe_loading_and_the_average_goes_on_to_the_bit(model):
+def test_the_state_goes_through_safe_loading_and_the_average_resumes_bit_for_bit(model):
     average = averaged(model)
     file = io.BytesIO()
     torch.save(average.state_dict(), file)
@@ -262,7 +262,7 @@ def test_a_state_is_a_copy_that_later_updates_leave_alone_and_that_loads_twice(m
     assert same(state["weights"], kept["weights"])
 
 
-def test_the_state_of_before_the_first_update_begins_the_average_anew(model):
+def test_the_state_of_before_the_first_update_begins_the_average_again(model):
     first = WeightAverage(model, RULES["ema"]).state_dict()
     average = averaged(model)
     average.load_state_dict(first)

@@ -1,4 +1,4 @@
-"""Averages of a model whose tensors are replaced: what is read once, and what anew."""
+"""Averages of a model whose tensors are replaced: which are read once, and which again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.optim.swa_utils import AveragedModel
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.step import averaging
 from pulsetrain.engine.step.averaging import WeightAverage
-from tests.support.averages import RULES, Mixed, averaged, same, snapshot, train
+from tests.support.models_averaged import RULES, Mixed, averaged, same, snapshot, train
 
 
 @pytest.fixture
@@ -105,7 +105,7 @@ def test_a_buffer_added_later_is_copied_and_one_of_another_shape_too(model):
     assert weights["norm.running_mean"].tolist() == [5.0] * 7
 
 
-def test_an_average_goes_on_behind_a_loaded_state_and_kept_buffers(model):
+def test_an_average_continues_after_a_loaded_state_and_kept_buffers(model):
     average = averaged(model)
     state = average.state_dict()
     with average.applied():

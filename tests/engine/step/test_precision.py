@@ -81,7 +81,7 @@ def test_training_on_the_cpu_follows_full_precision(name, optimizer_name):
     assert curves[name] == pytest.approx(curves["fp32"], abs=0.03)
 
 
-def test_the_scaler_goes_on_where_it_was_saved():
+def test_the_scaler_continues_where_it_was_saved():
     precision = Precision("fp16", CPU)
     model = nn.Linear(4, 3)
     optimizer = create_optimizer(model, "sgd", 0.01)

@@ -5,13 +5,7 @@ import torch
 
 from pulsetrain.engine import PretrainStrategy, SFTStrategy
 from pulsetrain.engine.errors import ConfigurationError
-from tests.support.language_batches import (
-    TEXTS,
-    TOKENS,
-    Mean,
-    assert_refused,
-    run_of,
-)
+from tests.support.models_language import TEXTS, TOKENS, Mean, assert_refused, run_of
 
 POSITIONS = torch.tensor([[0, 1, 2, 0, 1, 2]] * 2)
 
@@ -45,7 +39,7 @@ def test_a_model_that_sees_the_document_before_is_refused(make, strategy, batch)
     told = ["several documents share a row, and", f"{type(model).__name__} lets each see the one before it", "no separ"]
     run = run_of([batch], strategy(), model)
     assert_refused(run, ConfigurationError, told)
-    assert_refused(run, ConfigurationError, told)  # a second try is no way past it
+    assert_refused(run, ConfigurationError, told)  # a second attempt fails too
     assert run.state.update == 0
 
 

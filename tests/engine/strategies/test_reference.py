@@ -9,18 +9,9 @@ from pulsetrain.engine.errors import CheckpointError
 from pulsetrain.engine.rollouts import TextRollouts
 from pulsetrain.engine.strategies import WithValueHead, dpo, language
 from pulsetrain.handlers import Checkpointer
-from tests.support.language_batches import (
-    PAIRS,
-    TOKENS,
-    Mean,
-    Short,
-    Valued,
-    assert_refused,
-    refusal,
-    run_of,
-)
-from tests.support.small import trainer
-from tests.support.strategy_formulas import IGNORED
+from tests.support.formulas import IGNORED
+from tests.support.models import trainer
+from tests.support.models_language import PAIRS, TOKENS, Mean, Short, Valued, assert_refused, refusal, run_of
 
 
 def texts(strategy, model):
@@ -66,7 +57,7 @@ def test_a_reference_that_would_move_along_is_refused(make, kind):
     assert all(each.requires_grad for each in model.parameters())
 
 
-def test_a_model_beneath_a_value_head_is_no_reference_of_it():
+def test_a_model_beneath_a_value_head_is_not_a_reference_of_it():
     beneath = Mean(apart=True)
     strategy = PPOStrategy(0.1, reference=beneath)
     assert "shares 'table.weight' with the model" in refusal(lambda: texts(strategy, WithValueHead(beneath, "head")))
@@ -93,7 +84,7 @@ def test_a_reference_is_asked_in_eval_mode_and_put_back():
     assert reference.training
 
 
-def test_a_run_goes_on_with_the_reference_that_was_given_to_it(tmp_path):
+def test_a_run_continues_with_the_reference_that_was_given_to_it(tmp_path):
     def run(seed, folder):
         torch.manual_seed(seed)
         reference = Short()
@@ -120,7 +111,7 @@ def test_means_that_were_stored_are_not_taken_for_sums(storing, reading):
     assert_refused(run, TypeError, [f"lacks '{name}'; store_reference computes it"])
 
 
-def test_means_that_were_stored_already_are_computed_anew():
+def test_means_that_were_stored_already_are_computed_again():
     (first,) = DPOStrategy(loss_type=IPO, reference=Short()).store_reference([PAIRS])
     strategy = DPOStrategy(loss_type=IPO, reference=Short())
     (found,), (again,) = strategy.store_reference([PAIRS]), strategy.store_reference([first])

@@ -28,7 +28,7 @@ def test_a_prepared_batch_passes_through(strategy: SupervisedStrategy):
 
 
 @pytest.mark.parametrize("batch", [torch.ones(3), (1, 2, 3), {"x": 1}])
-def test_a_batch_that_is_no_pair_is_refused(batch: object):
+def test_a_batch_that_is_not_a_pair_is_refused(batch: object):
     with pytest.raises(TypeError, match="pairs"):
         SupervisedStrategy().prepare_batch(batch)
 
@@ -57,7 +57,7 @@ def test_the_next_token_is_the_target():
 
 
 @pytest.mark.parametrize("batch", [torch.ones(3), torch.ones(2, 1), "text", (torch.ones(2, 2), 1)])
-def test_what_is_no_batch_of_tokens_is_refused(batch: object):
+def test_what_is_not_a_batch_of_tokens_is_refused(batch: object):
     with pytest.raises(TypeError, match=r"shape \(batch, length \+ 1\)"):
         PretrainStrategy().prepare_batch(batch)
 
@@ -70,7 +70,7 @@ def test_knowing_nothing_costs_the_logarithm_of_the_vocabulary():
     assert strategy.derive_metrics(loss) == pytest.approx({"perplexity": 256.0, "bits_per_byte": 8.0}, rel=1e-5)
 
 
-def test_a_perplexity_beyond_all_numbers_is_no_crash():
+def test_a_perplexity_beyond_all_numbers_is_not_a_crash():
     assert PretrainStrategy().derive_metrics(5000.0)["perplexity"] == math.inf
 
 

@@ -8,7 +8,9 @@ import torch
 
 from pulsetrain.engine import DPOStrategy, GRPOStrategy, PPOStrategy, PretrainStrategy, SFTStrategy
 from pulsetrain.engine.errors import ConfigurationError
-from tests.support.language_batches import (
+from tests.support.formulas import IGNORED, VOCABULARY
+from tests.support.models import Tokens, trainer
+from tests.support.models_language import (
     CONTEXT,
     GROUP,
     LABELS,
@@ -27,8 +29,6 @@ from tests.support.language_batches import (
     assert_refused,
     without,
 )
-from tests.support.small import Tokens, trainer
-from tests.support.strategy_formulas import IGNORED, VOCABULARY
 
 
 def case(name, strategy, model, good, bad, error, *parts):
@@ -181,7 +181,7 @@ def test_what_waited_for_a_bad_batch_moves_no_weight_either(accumulate):
     assert run.state.update == 1
 
 
-def test_a_model_without_values_is_no_critic():
+def test_a_model_without_values_is_not_a_critic():
     run = trainer({"max_epochs": 1}, model=Short(), train_loader=[ROWS], strategy=PPOStrategy())
     told = [
         "the model returned float32 (2, 5, 5); needs a pair (logits, values), values of shape (2, 5)",
@@ -208,7 +208,7 @@ def test_a_reference_of_another_vocabulary_is_refused(kind):
     assert_refused(run, ValueError, told)
 
 
-def test_a_reference_that_nobody_has_made_is_told_of():
+def test_a_reference_that_nobody_has_made_is_reported():
     with pytest.raises(ConfigurationError, match=r"DPOStrategy\(reference='copy'\): has no reference model yet.*bind"):
         DPOStrategy().prepare_batch(PAIRS)
     with pytest.raises(ConfigurationError, match=r"reference_free=True\)\.store_reference: .*nothing to store"):
@@ -217,7 +217,7 @@ def test_a_reference_that_nobody_has_made_is_told_of():
         DPOStrategy(reference=None).store_reference([PAIRS])
 
 
-def test_what_is_stored_already_is_computed_anew():
+def test_what_is_stored_already_is_computed_again():
     strategy = DPOStrategy(reference=Short())
     strategy.bind(Short())
     (found,), (again,) = strategy.store_reference([PAIRS]), strategy.store_reference([stored()])

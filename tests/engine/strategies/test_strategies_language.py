@@ -9,12 +9,11 @@ import torch
 
 from pulsetrain.engine import DPOStrategy, JaxBackend, PretrainStrategy, SFTStrategy
 from pulsetrain.engine.data.sequences import pack, pad_examples
-from tests.support import strategy_formulas as formulas
-from tests.support.differentiation import assert_near
-from tests.support.language_batches import Attending, documents
-from tests.support.libraries import needs_jax
-from tests.support.small import Tokens, trainer
-from tests.support.strategy_formulas import IGNORED, LENGTH, ROWS, RUNS, VOCABULARY, assert_is
+from tests.support import formulas
+from tests.support.formulas import IGNORED, LENGTH, ROWS, STRATEGY_RUNS, VOCABULARY, assert_is, assert_near
+from tests.support.losses import needs_jax
+from tests.support.models import Tokens, trainer
+from tests.support.models_language import Attending, documents
 
 OPTIONS = [{}, {"z_loss": 0.01}, {"z_loss": 0.1, "label_smoothing": 0.3}]
 POSITIONS = torch.tensor([[0, 1, 2, 3, 4, 5], [0, 1, 0, 1, 2, 0], [3, 4, 0, 0, 1, 2]])
@@ -27,7 +26,7 @@ def with_options(options):
 # ------------------------------------------------------------------------------------------------------ pretraining
 
 
-@pytest.mark.parametrize(("library", "dtype"), RUNS)
+@pytest.mark.parametrize(("library", "dtype"), STRATEGY_RUNS)
 @pytest.mark.parametrize("options", OPTIONS, ids=with_options)
 def test_pretraining_is_the_mean_over_all_tokens_but_the_first(library, dtype, options):
     tokens = formulas.tokens_of(0)
@@ -38,7 +37,7 @@ def test_pretraining_is_the_mean_over_all_tokens_but_the_first(library, dtype, o
     assert_is(formula, PretrainStrategy(loss_options=options), tokens, library, formulas.logits_of(0, dtype))
 
 
-@pytest.mark.parametrize(("library", "dtype"), RUNS)
+@pytest.mark.parametrize(("library", "dtype"), STRATEGY_RUNS)
 @pytest.mark.parametrize("options", OPTIONS[::2], ids=with_options)
 @pytest.mark.parametrize("kept_apart_by", ["separator", "position_ids"])
 def test_the_first_token_of_a_document_is_predicted_from_nothing(library, dtype, options, kept_apart_by):
@@ -59,7 +58,7 @@ def test_the_first_token_of_a_document_is_predicted_from_nothing(library, dtype,
     assert strategy.prepare_batch(batch).size == (labels != IGNORED).sum() < labels.numel()
 
 
-def test_a_separator_tells_the_model_where_documents_begin():
+def test_a_separator_shows_the_model_where_documents_begin():
     tokens = torch.tensor([[3, 2, 1, 1, 2, 4], [2, 2, 3, 0, 0, 0]])
     inputs = PretrainStrategy(separator=2).prepare_batch(tokens).inputs
     assert inputs["input_ids"].tolist() == tokens[:, :-1].tolist()
@@ -77,7 +76,7 @@ def test_bits_per_byte_are_nats_over_the_bytes_of_a_token(unit, length, expected
 # ------------------------------------------------------------------------------------------------------- fine-tuning
 
 
-@pytest.mark.parametrize(("library", "dtype"), RUNS)
+@pytest.mark.parametrize(("library", "dtype"), STRATEGY_RUNS)
 @pytest.mark.parametrize("options", OPTIONS, ids=with_options)
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
 def test_fine_tuning_is_the_mean_over_the_tokens_of_answers(library, dtype, options, packed):
@@ -129,7 +128,7 @@ def pairs_of(seed, length=LENGTH):
 
 
 def of_sides(batch, log_probs_of_tokens, average):
-    """Sums or means over each answer's tokens, of (side, row, place behind the first)."""
+    """Sums or means over each answer's tokens, of (side, row, position after the first)."""
     found = []
     for number, side in enumerate(("chosen", "rejected")):
         labels = batch[f"{side}_labels"].numpy()[:, 1:]
@@ -151,7 +150,7 @@ def dpo(policies, references, beta, loss_type, smoothing):
 PREFERENCES = [("sigmoid", 0.0), ("sigmoid", 0.2), ("hinge", 0.0), ("ipo", 0.0)]
 
 
-@pytest.mark.parametrize(("library", "dtype"), RUNS)
+@pytest.mark.parametrize(("library", "dtype"), STRATEGY_RUNS)
 @pytest.mark.parametrize(("loss_type", "smoothing"), PREFERENCES)
 @pytest.mark.parametrize("reference_free", [False, True], ids=["stored", "reference_free"])
 def test_preferences_are_the_formula_of_log_ratios(library, dtype, loss_type, smoothing, reference_free):

@@ -8,7 +8,7 @@ import torch
 
 from pulsetrain.engine import PretrainStrategy, SupervisedStrategy
 from pulsetrain.engine.step.protocols import TrainingBatch
-from tests.support.libraries import LIBRARIES, converted, needs_jax
+from tests.support.losses import LIBRARIES, converted, needs_jax
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
@@ -59,7 +59,7 @@ def test_a_loss_of_ones_own_may_give_any_librarys_array_of_shape_nothing(library
 
 
 @pytest.mark.parametrize("targets", [torch.zeros(2), ["a", "b"]], ids=["tensor", "list"])
-def test_a_number_of_numpy_made_of_tensors_is_no_loss_for_it_has_no_gradient(targets):
+def test_a_number_of_numpy_made_of_tensors_is_not_a_loss_for_it_has_no_gradient(targets):
     strategy = SupervisedStrategy(lambda outputs, targets: numpy.float64(outputs.sum().item()))
     with pytest.raises(TypeError, match=r"float64.*; needs a tensor of shape"):
         strategy.compute_loss(torch.ones(2), TrainingBatch(None, targets, 2))

@@ -5,9 +5,8 @@ import pytest
 import torch
 
 from pulsetrain.engine import GRPOStrategy, PPOStrategy
-from tests.support import strategy_formulas as formulas
-from tests.support.differentiation import assert_near
-from tests.support.strategy_formulas import ROWS, RUNS, assert_is
+from tests.support import formulas
+from tests.support.formulas import ROWS, STRATEGY_RUNS, assert_is, assert_near
 
 STEPS, ENVIRONMENTS, ACTIONS = 7, 3, 4
 
@@ -26,7 +25,7 @@ def tensors(dtype, **arrays):
 
 
 def steps_of(seed, dtype="float64"):
-    """A rollout in which episodes end, and some are cut off."""
+    """A rollout in which episodes end, and some are truncated."""
     generator = numpy.random.default_rng(seed)
     shape = (STEPS, ENVIRONMENTS)
     dones = generator.random(shape) < 0.3
@@ -46,7 +45,7 @@ def steps_of(seed, dtype="float64"):
 
 
 def advantages_of(rollout, gamma, lam):
-    """An environment after the other; an episode that was cut off is worth what its last observation was."""
+    """One environment after the other; the value of a truncated episode is that of its last observation."""
     found = numpy.zeros((STEPS, ENVIRONMENTS))
     for number in range(ENVIRONMENTS):
         series = {
@@ -103,7 +102,7 @@ def ppo(options, log_probs, entropies, values, rows, mask=None):
     return loss + (options["kl_coef"] * metrics["kl"] if "kl_coef" in rows else 0.0), metrics
 
 
-@pytest.mark.parametrize(("library", "dtype"), RUNS)
+@pytest.mark.parametrize(("library", "dtype"), STRATEGY_RUNS)
 @pytest.mark.parametrize("options", PPO, ids=str)
 def test_steps_are_learnt_by_the_clipped_losses_the_entropy_and_the_divergence(library, dtype, options):
     strategy = PPOStrategy(**options)
@@ -171,7 +170,7 @@ def near_by(rollout, logits, temperature):
     return torch.from_numpy(here + noise).to(rollout["log_probs"].dtype)
 
 
-@pytest.mark.parametrize(("library", "dtype"), RUNS)
+@pytest.mark.parametrize(("library", "dtype"), STRATEGY_RUNS)
 @pytest.mark.parametrize("options", PPO, ids=str)
 def test_texts_are_learnt_by_the_means_over_generated_tokens(library, dtype, options):
     strategy, temperature = PPOStrategy(**options), options.get("temperature", 1.0)
@@ -201,7 +200,7 @@ GRPO = [
 ]
 
 
-@pytest.mark.parametrize(("library", "dtype"), RUNS)
+@pytest.mark.parametrize(("library", "dtype"), STRATEGY_RUNS)
 @pytest.mark.parametrize("options", GRPO, ids=str)
 def test_groups_are_learnt_by_each_normalisation(library, dtype, options):
     strategy, temperature = GRPOStrategy(3, **options), options.get("temperature", 1.0)

@@ -5,10 +5,10 @@ import torch
 
 from pulsetrain.engine import DPOStrategy, GRPOStrategy, PPOStrategy, PretrainStrategy, SFTStrategy
 from pulsetrain.engine.data.sequences import pack, pad_examples
-from tests.support import strategy_formulas as formulas
-from tests.support.language_batches import Attending, documents
-from tests.support.small import trainer
-from tests.support.strategy_formulas import IGNORED, VOCABULARY
+from tests.support import formulas
+from tests.support.formulas import IGNORED, VOCABULARY
+from tests.support.models import trainer
+from tests.support.models_language import Attending, documents
 
 
 class Acting(torch.nn.Module):

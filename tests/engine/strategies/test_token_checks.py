@@ -7,18 +7,11 @@ import torch
 from torch import nn
 
 from pulsetrain.engine import DPOStrategy, JaxBackend, PretrainStrategy, SFTStrategy
-from tests.support.language_batches import (
-    LABELS,
-    PAIRS,
-    TOKENS,
-    Short,
-    assert_refused,
-    run_of,
-)
-from tests.support.libraries import needs_jax
-from tests.support.on_strategies import jax_language_model
-from tests.support.small import trainer
-from tests.support.strategy_formulas import IGNORED, VOCABULARY
+from tests.support.formulas import IGNORED, VOCABULARY
+from tests.support.losses import needs_jax
+from tests.support.models import trainer
+from tests.support.models_language import LABELS, PAIRS, TOKENS, Short, assert_refused, run_of
+from tests.support.runs_strategies import jax_language_model
 
 
 class Wide(Short):
@@ -62,7 +55,7 @@ def test_a_function_in_jax_is_given_no_prompts_token_that_it_would_take_for_anot
     data = [batch(with_prompt_token(token))]
     run = trainer({"max_epochs": 1}, model=jax_language_model(), train_loader=data, strategy=strategy(),
                   backend=JaxBackend())  # fmt: skip
-    row = "[1, 1]" if strategy is SFTStrategy else "[3, 1]"  # rejected rows stand behind the chosen ones
+    row = "[1, 1]" if strategy is SFTStrategy else "[3, 1]"  # rejected rows follow the chosen ones
     told = [f"{strategy.__name__}: input_ids{row}={token}: the model's vocabulary has 12 tokens"]
     assert_refused(run, ValueError, told)
 
@@ -85,7 +78,7 @@ def test_what_follows_from_a_cross_entropy_alone_is_left_out_beside_more(options
         assert abs(run.history["val/loss"][-1] - nats) > 1e-3
 
 
-def test_the_cross_entropy_of_answers_is_told_beside_a_z_loss():
+def test_the_cross_entropy_of_answers_is_reported_beside_a_z_loss():
     torch.manual_seed(0)
     data = [{"input_ids": TOKENS, "labels": LABELS}]
     run = trainer({"max_epochs": 1, "learning_rate": 0.1}, model=Short(), train_loader=data, val_loader=data,

@@ -9,7 +9,7 @@ from pulsetrain.engine import Engine, EventBus, Events
 from pulsetrain.engine.errors import RunFolderError
 from pulsetrain.handlers import CrashBundle, CSVLogger, HangWatchdog, JSONLinesLogger, Plots, TensorBoardLogger
 from pulsetrain.handlers.attachment.attachment import Attachment
-from tests.support.driving import make_engine, subscriptions
+from tests.support.engines import make_engine, subscriptions
 
 
 def nothing(engine):
@@ -67,7 +67,7 @@ def test_it_keeps_no_engine_alive():
     [CSVLogger, JSONLinesLogger, TensorBoardLogger, Plots, HangWatchdog, CrashBundle],
     ids=lambda make: make.__name__,
 )
-def test_an_observer_without_its_folder_is_left_out_and_the_run_goes_on(make, tmp_path):
+def test_an_observer_without_its_folder_is_left_out_and_the_run_continues(make, tmp_path):
     (tmp_path / "file").touch()
     engine = Engine(lambda engine, batch: 1.0, name="trainer")
     before = subscriptions(engine.bus)

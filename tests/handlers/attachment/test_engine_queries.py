@@ -8,8 +8,8 @@ from pulsetrain import Trainer, TrainingConfig
 from pulsetrain.engine import Event, Events, Every, SupervisedStrategy
 from pulsetrain.handlers import Alert, Checkpointer, MetricLogger, NaNGuard, Plots
 from pulsetrain.handlers.attachment.engine_queries import is_run_end
-from tests.support.driving import make_engine
-from tests.support.small import regression_model
+from tests.support.engines import make_engine
+from tests.support.models import regression_model
 
 
 class Noting(MetricLogger):

@@ -8,8 +8,8 @@ from pulsetrain.engine import CheckpointError, ConfigurationError, Engine, Event
 from pulsetrain.engine.checkpoint import load_checkpoint
 from pulsetrain.engine.optimizers import is_schedule_free
 from pulsetrain.handlers import EMA, SWA, Checkpointer
-from tests.support.driving import UpdatingEngine
-from tests.support.small import loader, regression_model, trainer
+from tests.support.engines import UpdatingEngine
+from tests.support.models import loader, regression_model, trainer
 
 TRAINING = {"optimizer": "adamw", "learning_rate": 0.05, "max_epochs": 3, "seed": 7}
 
@@ -54,7 +54,7 @@ def run_of(*handlers, **config):
     )
 
 
-# ------------------------------------------------------------------------------------------------- what is averaged
+# ------------------------------------------------------------------------------------------------- averaged values
 
 
 def test_the_average_of_one_weight_follows_the_formula():
@@ -66,7 +66,7 @@ def test_the_average_of_one_weight_follows_the_formula():
     assert engine.model.weight.item() == 0.0
 
 
-def test_a_trainers_average_is_torchs_to_the_bit():
+def test_a_trainers_average_is_torchs_bit_for_bit():
     ema = EMA(decay=0.9)
     run = run_of(ema, accumulate=3)
     theirs = AveragedModel(run.model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
@@ -106,7 +106,7 @@ def test_the_cadence_says_which_weights_are_averaged(every, weights):
     assert seen == dict(enumerate(weights, start=1))
 
 
-def test_a_second_run_of_an_engine_goes_on_with_the_average_from_its_first_iteration_on():
+def test_a_second_run_of_an_engine_continues_with_the_average_from_its_first_iteration_on():
     model = nn.Linear(1, 1, bias=False)
     engine = Engine(lambda engine, batch: nn.init.constant_(model.weight, batch))
     ema = EMA(decay=0.5, model=model, every=Every(iterations=1)).attach(engine)
@@ -116,7 +116,7 @@ def test_a_second_run_of_an_engine_goes_on_with_the_average_from_its_first_itera
         assert model.weight.item() == 6.0
 
 
-def test_attached_to_another_model_the_average_begins_anew():
+def test_attached_to_another_model_the_average_starts_over():
     first, second = Setting(), Setting()
     ema = EMA(decay=0.5).attach(first)
     first.run([8.0], max_epochs=1)
@@ -128,7 +128,7 @@ def test_attached_to_another_model_the_average_begins_anew():
     assert averaged_weight(ema, second) == 4.0
 
 
-def test_attached_again_to_its_model_the_average_goes_on():
+def test_attached_again_to_its_model_the_average_continues():
     engine = Setting()
     ema = EMA(decay=0.5).attach(engine)
     engine.run([8.0], max_epochs=1)
@@ -256,11 +256,11 @@ def test_an_average_beside_that_of_a_schedule_free_optimizer_is_not_for_validati
     assert ema.number_averaged == run.state.update
 
 
-# ------------------------------------------------------------------------------------- checkpoints, resuming, anew
+# --------------------------------------------------------------------------------- checkpoints, resuming, repeated runs
 
 
 class PlugPulled(Exception):  # noqa: N818
-    """The plug is pulled."""
+    """Raised to interrupt a run."""
 
 
 def saving_run(folder, every, iteration):
@@ -323,7 +323,7 @@ def test_an_average_of_another_model_is_refused_and_the_trainer_is_as_it_was(tmp
     assert again.handlers[0].number_averaged == 0
 
 
-def test_training_begun_anew_begins_the_average_anew():
+def test_training_from_the_start_resets_the_average():
     ema = EMA(decay=0.9)
     run = run_of(ema)
     first = snapshot(run.model)
@@ -357,7 +357,7 @@ def test_a_decay_out_of_range_is_refused(decay):
         EMA(decay=decay)
 
 
-def test_a_cadence_that_is_no_every_and_a_model_that_is_none_are_refused():
+def test_a_cadence_that_is_not_an_every_and_a_model_that_is_none_are_refused():
     with pytest.raises(TypeError, match=r"EMA\(every=10\): needs an Every"):
         EMA(every=10)
     with pytest.raises(TypeError, match=r"EMA\(model=dict\): needs a torch.nn.Module"):

@@ -10,7 +10,7 @@ from torch.optim.swa_utils import AveragedModel, get_swa_multi_avg_fn, update_bn
 from pulsetrain.engine import ConfigurationError, Engine, Events, Every, OptimizerStepCompleted, Phase
 from pulsetrain.engine.checkpoint import load_checkpoint
 from pulsetrain.handlers import EMA, SWA, Checkpointer
-from tests.support.small import loader, pairs, regression_model, trainer
+from tests.support.models import loader, pairs, regression_model, trainer
 
 TRAINING = {"optimizer": "adamw", "learning_rate": 0.05, "max_epochs": 4, "seed": 7}
 
@@ -69,7 +69,7 @@ def batches(number=4):
     return list(loader(4 * number, shuffle=False))
 
 
-# ------------------------------------------------------------------------------------------------- what is averaged
+# ------------------------------------------------------------------------------------------------- averaged values
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def batches(number=4):
         ({"after_update": 9, "every": Every(iterations=1, epochs=1, updates=1)}, [3.0, 2.0, 1.0]),
     ],
 )
-def test_the_average_is_the_mean_over_the_occasions_behind_the_start(arguments, weights):
+def test_the_average_is_the_mean_over_the_occasions_after_the_start(arguments, weights):
     engine = Setting()
     swa = SWA(**arguments).attach(engine)
     engine.run(iter(range(12, 0, -1)), max_epochs=4, epoch_length=3)
@@ -94,7 +94,7 @@ def test_the_average_is_the_mean_over_the_occasions_behind_the_start(arguments, 
     assert engine.model.weight.item() == 1.0
 
 
-def test_weights_and_statistics_are_those_of_torchs_own_recipe_to_the_bit():
+def test_weights_and_statistics_are_those_of_torchs_own_recipe_bit_for_bit():
     swa = SWA(after_epoch=1, bn_loader=loader(shuffle=False))
     run = run_of(swa, validated=False)
     theirs = AveragedModel(run.model, multi_avg_fn=get_swa_multi_avg_fn())
@@ -158,7 +158,7 @@ def test_statistics_are_estimated_once_for_each_average_and_only_when_needed():
     swa.copy_to(regression_model())
     assert data.passes == 1
     assert same(first, second)
-    run.train()  # anew
+    run.train()  # again
     averaged(swa, run.model)
     assert data.passes == 2
 
@@ -300,10 +300,10 @@ def test_a_second_average_of_the_same_weights_in_validation_is_refused():
 
 
 class PlugPulled(Exception):  # noqa: N818
-    """The plug is pulled."""
+    """Raised to interrupt a run."""
 
 
-# 10 batches an epoch: before the start, at it, an epoch's last batch before and behind its end, before an estimate
+# 10 batches an epoch: before the start, at it, an epoch's last batch before and after its end, before an estimate
 @pytest.mark.parametrize("shuffle", ["global", "own generator", "the training loader"])
 @pytest.mark.parametrize("saving", [Every(iterations=n) for n in (3, 20, 23, 24)] + [Every(epochs=3)], ids=str)
 def test_a_resumed_run_equals_the_uninterrupted_one(saving, shuffle, tmp_path):
@@ -345,7 +345,7 @@ def test_a_checkpoint_keeps_the_raw_weights_and_estimated_statistics_apart(tmp_p
     assert saved["handlers"]["SWA"]["state"]["average"]["buffers_kept"]
 
 
-def test_training_begun_anew_begins_the_average_anew():
+def test_training_from_the_start_resets_the_average():
     swa = SWA(after_epoch=1, bn_loader=loader(shuffle=False))
     run = run_of(swa)
     first = snapshot(run.model)
@@ -369,7 +369,7 @@ def test_there_is_exactly_one_start(arguments):
 
 @pytest.mark.parametrize("argument", ["after_epoch", "after_update"])
 @pytest.mark.parametrize("start", [-1, 1.5, True, "3"])
-def test_a_start_that_is_no_whole_number_is_refused(argument, start):
+def test_a_start_that_is_not_a_whole_number_is_refused(argument, start):
     with pytest.raises(ConfigurationError, match=rf"SWA\({argument}=.*\): needs a whole number of at least 0"):
         SWA(**{argument: start})
 

@@ -11,8 +11,8 @@ from pulsetrain.engine.errors import RecordingError, RunFolderError
 from pulsetrain.engine.events.payloads import CheckpointLoaded
 from pulsetrain.engine.recording.replay.playback import Replay
 from pulsetrain.handlers import EMA, SWA, BestModel, Checkpointer, EarlyStopping, EventRecorder
-from tests.support.driving import validate_each_epoch
-from tests.support.small import loader, pairs, regression_model, trainer
+from tests.support.engines import validate_each_epoch
+from tests.support.models import loader, pairs, regression_model, trainer
 
 NAN = math.nan
 
@@ -65,7 +65,7 @@ def best_of(seen):
     return min(seen, key=lambda each: each[0])
 
 
-# ------------------------------------------------------------------------------------------------------ what is kept
+# ------------------------------------------------------------------------------------------------------ kept weights
 
 
 def test_the_weights_of_the_best_validation_are_in_the_model_when_the_run_has_completed():
@@ -184,7 +184,7 @@ def test_the_last_checkpoint_holds_the_last_weights_whichever_was_attached_first
         assert not same(snapshot(run.model), run.seen[-1][1])
 
 
-def test_a_resumed_run_goes_on_from_the_last_weights_and_knows_the_best_ones(tmp_path):
+def test_a_resumed_run_continues_from_the_last_weights_and_knows_the_best_ones(tmp_path):
     whole, kept = run_of(BestModel()), BestModel()
     history = whole.train()
 
@@ -199,7 +199,7 @@ def test_a_resumed_run_goes_on_from_the_last_weights_and_knows_the_best_ones(tmp
     assert same(snapshot(resumed.model), snapshot(whole.model))
 
 
-def test_a_run_that_goes_on_in_this_process_takes_up_its_last_weights():
+def test_a_resumed_run_in_this_process_continues_with_its_last_weights():
     plain, kept = run_of(), run_of(BestModel())
     for run in (plain, kept):
         run.add_event_handler(Events.EPOCH_COMPLETED(once=6), run.terminate)
@@ -223,7 +223,7 @@ def test_weights_that_were_put_into_the_model_meanwhile_stay():
     assert seen == [7.0]
 
 
-def test_behind_a_checkpoint_the_run_goes_on_from_its_weights_even_where_those_are_the_best():
+def test_after_a_checkpoint_the_run_continues_from_its_weights_even_where_those_are_the_best():
     best, engine = BestModel(), Setting()
     engine.add_event_handler(Events.EPOCH_COMPLETED(once=2), engine.terminate)
     driven(best, [1.0, 2.0, 3.0], engine)
@@ -247,7 +247,7 @@ def test_the_file_holds_the_best_weights_for_safe_loading(tmp_path):
     assert other.weight.item() == engine.weight == 2.0
 
 
-def test_a_run_that_goes_on_from_a_checkpoint_takes_the_file_back_to_it(tmp_path):
+def test_a_run_resumed_from_a_checkpoint_restores_its_file(tmp_path):
     run = run_of(BestModel(folder=tmp_path), Checkpointer(tmp_path, keep_last=50))
     run.train()
     file, final = tmp_path / "best_model.pt", snapshot(run.model)

@@ -25,7 +25,7 @@ from pulsetrain.handlers import Checkpointer
 
 
 class Trainer(Engine):
-    """An engine with a state to save, and a validation that says what it is told."""
+    """An engine with a state to save, and a validation that reports the given values."""
 
     def __init__(self, values: list[float] | None = None) -> None:
         super().__init__(lambda engine, batch: None, name="trainer")
@@ -60,7 +60,7 @@ def test_it_saves_by_its_cadences_and_once_where_they_meet(tmp_path: Path):
     assert saved(handler) == [2, 4, 6, 8]
 
 
-def test_the_end_of_a_run_is_saved_too_unless_told_otherwise(tmp_path: Path):
+def test_the_end_of_a_run_is_saved_too_by_default(tmp_path: Path):
     for at_end, expected in ((True, [3]), (False, [])):
         engine = Trainer()
         handler = Checkpointer(tmp_path / str(at_end), every=Every(epochs=9), at_end=at_end).attach(engine)
@@ -102,7 +102,7 @@ def test_one_validation_is_ranked_once(tmp_path: Path):
     handler = Checkpointer(tmp_path, every=Every(iterations=1), metric="val/loss", keep_best=3, keep_last=9)
     handler.attach(engine)
     engine.run(range(3), max_epochs=2)
-    # epoch 1 ends behind iteration 3: its own save takes the metric, those of epoch 2 do not take it again
+    # epoch 1 ends after iteration 3: its own save uses the metric, those of epoch 2 do not use it again
     assert [value for value, _ in handler.best] == [1.0, 2.0]
 
 
@@ -205,14 +205,14 @@ def test_a_run_from_the_start_into_a_folder_with_checkpoints_is_refused_before_i
 def test_a_second_run_from_the_start_in_the_same_process_is_refused_alike(tmp_path: Path):
     engine = Trainer()
     handler = Checkpointer(tmp_path).attach(engine)
-    handler.save(engine, "initial")  # one's own beginning is in nobody's way
+    handler.save(engine, "initial")  # its own beginning is not in the way
     engine.run(range(3))
     assert saved(handler) == [0, 3]
     with pytest.raises(RunFolderError, match="holds checkpoints already"):
         engine.run(range(3))
 
 
-def test_a_run_that_goes_on_may_write_beside_what_is_there(tmp_path: Path):
+def test_a_resumed_run_may_write_beside_what_is_there(tmp_path: Path):
     Checkpointer(tmp_path).attach(first := Trainer())
     first.run(range(3))
     engine = Trainer()
@@ -223,7 +223,7 @@ def test_a_run_that_goes_on_may_write_beside_what_is_there(tmp_path: Path):
 
 
 @pytest.mark.parametrize("known_by", ["the run", "the event"])
-def test_a_checkpoint_from_before_the_first_iteration_can_be_gone_on_with(known_by: str, tmp_path: Path):
+def test_a_checkpoint_from_before_the_first_iteration_can_be_resumed(known_by: str, tmp_path: Path):
     first = Trainer()
     path = Checkpointer(tmp_path).attach(first).save(first)
     engine = Run()
@@ -266,7 +266,7 @@ def test_it_announces_when_all_is_there_and_before_it_deletes(by_hand: bool, tmp
     assert saved(handler) == [3]
 
 
-def test_an_announcement_that_fails_is_no_failed_save(tmp_path: Path):
+def test_an_announcement_that_fails_is_not_a_failed_save(tmp_path: Path):
     engine = Trainer([1.0])
     handler = Checkpointer(tmp_path, metric="val/loss").attach(engine)
 
@@ -290,7 +290,7 @@ def test_what_a_crash_left_is_removed_when_a_run_begins_not_when_its_handler_is_
     assert not leftover.exists()
 
 
-def test_checkpoints_go_behind_a_url_too():
+def test_checkpoints_may_be_at_a_url():
     engine = Trainer([2.0, 1.0, 3.0])
     handler = Checkpointer("memory://test_checkpointer/run", metric="val/loss", keep_last=1).attach(engine)
     events: list[Any] = []

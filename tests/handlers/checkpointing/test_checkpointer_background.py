@@ -1,4 +1,4 @@
-"""Saving beside the training: what is written, when it is announced, who waits, and what a failure costs."""
+"""Saving in the background: what is written, when it is announced, what waits, and what a failure costs."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from pulsetrain.engine import CheckpointError, Engine, Events, Every, Phase, Pre
 from pulsetrain.engine.checkpoint import CheckpointManager
 from pulsetrain.handlers import Checkpointer
 from pulsetrain.handlers.checkpointing.background_save import BackgroundSave
-from tests.support.saving import Gate, Trainer, heard, in_background, join_writers, saved
-from tests.support.warm_python import Program
+from tests.support.engines import Gate, SavingEngine, in_background, join_writers, payloads_of, saved
+from tests.support.programs import Program
 
 
 def test_it_writes_the_weights_of_the_moment_while_training_changes_them(tmp_path: Path):
-    engine = Trainer()
+    engine = SavingEngine()
     handler = in_background(engine, tmp_path, Every(iterations=2), at_end=False)
     gate = Gate(handler.manager)
     engine.add_event_handler(Events.ITERATION_COMPLETED(once=3), gate.open)
@@ -33,7 +33,7 @@ def test_it_writes_the_weights_of_the_moment_while_training_changes_them(tmp_pat
 def test_what_it_writes_equals_what_the_synchronous_form_writes(tmp_path: Path):
     written = []
     for background in (False, True):
-        engine = Trainer([3.0, 1.0, 2.0, 0.5])
+        engine = SavingEngine([3.0, 1.0, 2.0, 0.5])
         handler = Checkpointer(
             tmp_path / str(background),
             Every(iterations=2, epochs=1),
@@ -42,7 +42,7 @@ def test_what_it_writes_equals_what_the_synchronous_form_writes(tmp_path: Path):
             background=background,
         ).attach(engine)
         engine.handlers.append(handler)
-        payloads = heard(engine, Events.CHECKPOINT_SAVED)
+        payloads = payloads_of(engine, Events.CHECKPOINT_SAVED)
         engine.run(range(3), max_epochs=4)
         loaded = [handler.manager.load(path) for path in handler.manager.valid()]
         states = [{**state, "weight": state["weight"].tolist()} for state in loaded]
@@ -53,8 +53,8 @@ def test_what_it_writes_equals_what_the_synchronous_form_writes(tmp_path: Path):
     assert [state["handlers"][0]["saved_at"] for state in written[1][0]] == [12, 12]
 
 
-def test_it_is_announced_on_the_training_thread_behind_the_iteration_in_which_the_writing_ended(tmp_path: Path):
-    engine = Trainer()
+def test_it_is_announced_on_the_training_thread_after_the_iteration_in_which_the_writing_ended(tmp_path: Path):
+    engine = SavingEngine()
     handler = in_background(engine, tmp_path, Every(iterations=4), at_end=False)
     gate = Gate(handler.manager)
     announced: list[tuple[int, int, str]] = []
@@ -71,7 +71,7 @@ def test_it_is_announced_on_the_training_thread_behind_the_iteration_in_which_th
 
 
 def test_no_two_saves_are_under_way_at_once_and_none_is_left_out(tmp_path: Path):
-    engine = Trainer()
+    engine = SavingEngine()
     handler = in_background(engine, tmp_path, Every(iterations=1))
     active, most = 0, 0
     save = handler.manager.save
@@ -93,7 +93,7 @@ def test_no_two_saves_are_under_way_at_once_and_none_is_left_out(tmp_path: Path)
 
 
 def test_the_time_that_training_waits_for_a_save_is_measured_and_logged():
-    engine, gate, times = Trainer(), threading.Event(), iter([1.0, 3.5])
+    engine, gate, times = SavingEngine(), threading.Event(), iter([1.0, 3.5])
 
     def clock() -> float:  # who asks for the time is about to wait
         gate.set()
@@ -111,7 +111,7 @@ def test_the_time_that_training_waits_for_a_save_is_measured_and_logged():
     assert not background.writing
 
 
-def opened_at(event: Events, engine: Trainer, gate: Gate) -> None:
+def opened_at(event: Events, engine: SavingEngine, gate: Gate) -> None:
     engine.bus.subscribe(event, lambda *_: gate.open(), phase=Phase.COMPUTE)
 
 
@@ -127,10 +127,10 @@ def opened_at(event: Events, engine: Trainer, gate: Gate) -> None:
     ids=["bound", "terminate", "terminate without COMPLETED", "interrupt"],
 )
 def test_the_end_of_the_run_waits_for_it(end: Callable[[Engine], None], event: Events, at_end: bool, tmp_path: Path):
-    engine = Trainer()
+    engine = SavingEngine()
     handler = in_background(engine, tmp_path, Every(iterations=4), at_end=at_end)
     gate = Gate(handler.manager)
-    payloads = heard(engine, Events.CHECKPOINT_SAVED)
+    payloads = payloads_of(engine, Events.CHECKPOINT_SAVED)
     engine.add_event_handler(Events.ITERATION_COMPLETED(once=5), lambda: end(engine))
     opened_at(event, engine, gate)
     engine.run(range(5))
@@ -140,10 +140,10 @@ def test_the_end_of_the_run_waits_for_it(end: Callable[[Engine], None], event: E
 
 
 def test_a_run_that_fails_waits_for_it_and_the_caller_gets_the_runs_own_error(tmp_path: Path):
-    engine = Trainer()
+    engine = SavingEngine()
     handler = in_background(engine, tmp_path, Every(iterations=2))
     gate = Gate(handler.manager)
-    payloads = heard(engine, Events.CHECKPOINT_SAVED)
+    payloads = payloads_of(engine, Events.CHECKPOINT_SAVED)
     opened_at(Events.EXCEPTION_RAISED, engine, gate)
 
     @engine.on(Events.ITERATION_STARTED(once=3))
@@ -157,11 +157,11 @@ def test_a_run_that_fails_waits_for_it_and_the_caller_gets_the_runs_own_error(tm
 
 
 def test_the_error_of_a_failing_run_hides_no_failed_save_nor_the_other_way_round(tmp_path: Path):
-    engine = Trainer()
+    engine = SavingEngine()
     handler = in_background(engine, tmp_path, Every(iterations=2))
     gate = Gate(handler.manager)
     gate.error = CheckpointError("of the save")
-    failures = heard(engine, Events.HANDLER_FAILED)
+    failures = payloads_of(engine, Events.HANDLER_FAILED)
     opened_at(Events.EXCEPTION_RAISED, engine, gate)
 
     @engine.on(Events.ITERATION_STARTED(once=3))
@@ -174,8 +174,8 @@ def test_the_error_of_a_failing_run_hides_no_failed_save_nor_the_other_way_round
     assert "of the save" in [line.get("error") for line in logs]
 
 
-def test_what_is_saved_when_preempted_is_written_at_once_behind_the_one_under_way(tmp_path: Path):
-    engine = Trainer()
+def test_what_is_saved_when_preempted_is_written_at_once_after_the_one_under_way(tmp_path: Path):
+    engine = SavingEngine()
     handler = in_background(engine, tmp_path, Every(iterations=4))
     gate = Gate(handler.manager)
     engine.add_event_handler(Events.PREEMPTED, lambda: engine.terminate(skip_completed=True))
@@ -183,7 +183,7 @@ def test_what_is_saved_when_preempted_is_written_at_once_behind_the_one_under_wa
         Events.ITERATION_COMPLETED(once=5), lambda: engine.post(Events.PREEMPTED, Preempted(signal="SIGTERM"))
     )
     opened_at(Events.PREEMPTED, engine, gate)
-    payloads = heard(engine, Events.CHECKPOINT_SAVED)
+    payloads = payloads_of(engine, Events.CHECKPOINT_SAVED)
     engine.run(range(9))
     assert saved(handler) == [4, 5]
     assert gate.threads == ["checkpoint", "MainThread"]
@@ -191,7 +191,7 @@ def test_what_is_saved_when_preempted_is_written_at_once_behind_the_one_under_wa
 
 
 def test_a_save_by_hand_waits_and_is_written_at_once(tmp_path: Path):
-    engine = Trainer()
+    engine = SavingEngine()
     handler = in_background(engine, tmp_path, Every(iterations=2), at_end=False)
     gate = Gate(handler.manager, opened=True)
     paths: list[Path] = []
@@ -202,8 +202,8 @@ def test_a_save_by_hand_waits_and_is_written_at_once(tmp_path: Path):
     assert gate.threads == ["checkpoint", "MainThread"]
 
 
-def test_a_full_disk_costs_that_checkpoint_alone_and_its_ranking_is_taken_back(tmp_path: Path):
-    engine = Trainer([2.0, 1.0, 3.0])
+def test_a_full_disk_costs_that_checkpoint_alone_and_its_ranking_is_undone(tmp_path: Path):
+    engine = SavingEngine([2.0, 1.0, 3.0])
     handler = in_background(engine, tmp_path, Every(epochs=1), metric="val/loss")
     gate = Gate(handler.manager, opened=True)
 
@@ -212,7 +212,7 @@ def test_a_full_disk_costs_that_checkpoint_alone_and_its_ranking_is_taken_back(t
         join_writers()
         gate.error = OSError(28, "No space left on device") if engine.state.epoch == 2 else None
 
-    failures = heard(engine, Events.HANDLER_FAILED)
+    failures = payloads_of(engine, Events.HANDLER_FAILED)
     with structlog.testing.capture_logs() as logs:
         engine.run(range(2), max_epochs=3)
     assert saved(handler) == [2, 6]
@@ -229,7 +229,7 @@ def test_a_full_disk_costs_that_checkpoint_alone_and_its_ranking_is_taken_back(t
 
 
 def test_the_last_save_is_tried_again_at_the_end_where_it_failed(tmp_path: Path):
-    engine = Trainer()
+    engine = SavingEngine()
     handler = in_background(engine, tmp_path, Every(iterations=3))
     gate = Gate(handler.manager)
     gate.error = OSError(28, "No space left on device")
@@ -244,8 +244,8 @@ def test_the_last_save_is_tried_again_at_the_end_where_it_failed(tmp_path: Path)
     assert saved(handler) == [3]
 
 
-def test_an_error_that_is_no_full_disk_ends_the_run_at_the_next_iteration(tmp_path: Path):
-    engine = Trainer()
+def test_an_error_that_is_not_a_full_disk_ends_the_run_at_the_next_iteration(tmp_path: Path):
+    engine = SavingEngine()
     handler = in_background(engine, tmp_path, Every(iterations=2))
     engine.checkpoint_state = lambda: {"handlers": {"Mine": [{3}]}}
     engine.add_event_handler(Events.ITERATION_COMPLETED(once=3), join_writers)
@@ -257,10 +257,10 @@ def test_an_error_that_is_no_full_disk_ends_the_run_at_the_next_iteration(tmp_pa
 
 
 def test_detached_it_has_written_what_it_began_and_keeps_no_thread(tmp_path: Path):
-    engine = Trainer()
+    engine = SavingEngine()
     handler = in_background(engine, tmp_path, Every(iterations=2))
     gate = Gate(handler.manager)
-    payloads = heard(engine, Events.CHECKPOINT_SAVED)
+    payloads = payloads_of(engine, Events.CHECKPOINT_SAVED)
 
     @engine.on(Events.ITERATION_COMPLETED(once=3))
     def detach() -> None:

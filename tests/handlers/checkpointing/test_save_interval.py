@@ -1,4 +1,4 @@
-"""With every="auto" a save comes when its cost is no more than a share of the time that training takes."""
+"""With every="auto", the cost of saving stays below a share of the training time."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from pulsetrain.engine import ConfigurationError, Events, Every
 from pulsetrain.engine.events.payloads import CheckpointLoaded
 from pulsetrain.handlers import Checkpointer
 from pulsetrain.handlers.checkpointing.save_interval import SaveInterval
-from tests.support.driving import ManualClock
-from tests.support.saving import Gate, Trainer, heard, join_writers, saved
+from tests.support.engines import Gate, ManualClock, SavingEngine, join_writers, payloads_of, saved
 
 
 def iterate(interval: SaveInterval, clock: ManualClock, seconds: float, at_most: int = 100_000) -> int | None:
@@ -30,8 +29,8 @@ def save(interval: SaveInterval, clock: ManualClock, seconds: float) -> None:
 
 
 @pytest.mark.parametrize("begun_at", [0, 500])
-def test_memory_for_the_first_save_is_made_behind_the_tenth_iteration_of_a_run(begun_at: int, tmp_path: Path):
-    engine = Trainer()
+def test_memory_for_the_first_save_is_made_after_the_tenth_iteration_of_a_run(begun_at: int, tmp_path: Path):
+    engine = SavingEngine()
     handler = Checkpointer(tmp_path, Every(iterations=1000), at_end=False, background=True).attach(engine)
     background = handler._background
     held = []
@@ -64,7 +63,7 @@ def test_the_interval_is_the_cost_shared_out_over_iterations_of_which_it_takes_t
     assert iterate(interval, clock, 0.25) == 229  # 2 s / (3.5% of 0.25 s) = 228.6
 
 
-def test_each_save_is_paid_for_anew(clock: ManualClock):
+def test_each_save_is_paid_for_again(clock: ManualClock):
     interval = SaveInterval(clock=clock, share=0.125, window=4)
     iterate(interval, clock, 0.5)
     save(interval, clock, 16.0)
@@ -129,7 +128,7 @@ def test_the_iteration_in_which_the_writing_ended_is_part_of_the_cost_and_a_vali
         assert interval.interval == cost / (0.125 * 0.5)
 
 
-def test_behind_a_save_that_failed_it_does_not_try_again_at_each_iteration(clock: ManualClock):
+def test_after_a_save_that_failed_it_does_not_try_again_at_each_iteration(clock: ManualClock):
     interval = SaveInterval(clock=clock, window=20)
     iterate(interval, clock, 0.5)
     clock.now += 0.001
@@ -140,7 +139,7 @@ def test_behind_a_save_that_failed_it_does_not_try_again_at_each_iteration(clock
     assert iterate(interval, clock, 0.5) == 1
 
 
-def test_a_clock_that_stands_still_is_no_reason_to_fail(clock: ManualClock):
+def test_a_clock_that_does_not_advance_is_not_a_reason_to_fail(clock: ManualClock):
     interval = SaveInterval(clock=clock, window=8)
     assert iterate(interval, clock, 0.0) == 9
     save(interval, clock, 0.0)
@@ -149,7 +148,7 @@ def test_a_clock_that_stands_still_is_no_reason_to_fail(clock: ManualClock):
 
 @pytest.mark.parametrize("background", [False, True])
 def test_the_checkpointer_saves_where_its_interval_says(background: bool, tmp_path: Path, clock: ManualClock):
-    engine = Trainer()
+    engine = SavingEngine()
     handler = Checkpointer(tmp_path, "auto", keep_last=99, at_end=False, background=background, clock=clock)
     handler.attach(engine)
     checkpoint_state = engine.checkpoint_state
@@ -169,13 +168,13 @@ def test_the_checkpointer_saves_where_its_interval_says(background: bool, tmp_pa
     assert saved(handler) == [51, 51 + 67, 51 + 134]  # 0.5 s / (3% of 0.25 s) = 66.7
 
 
-def test_where_auto_fails_it_waits_and_goes_on(tmp_path: Path, clock: ManualClock):
-    engine = Trainer()
+def test_where_auto_fails_it_waits_and_continues(tmp_path: Path, clock: ManualClock):
+    engine = SavingEngine()
     handler = Checkpointer(tmp_path, "auto", background=True, at_end=False, clock=clock).attach(engine)
     gate = Gate(handler.manager, opened=True)
     gate.error = OSError(13, "Permission denied")
     engine.add_event_handler(Events.ITERATION_COMPLETED, join_writers)
-    failures = heard(engine, Events.HANDLER_FAILED)
+    failures = payloads_of(engine, Events.HANDLER_FAILED)
 
     @engine.on(Events.ITERATION_STARTED)
     def tick() -> None:

@@ -1,4 +1,4 @@
-"""What a crash leaves behind, whatever has raised."""
+"""The bundle of a crash, whatever has raised."""
 
 import json
 from dataclasses import dataclass
@@ -19,12 +19,12 @@ from pulsetrain.handlers.crash import bundle_writer
 from pulsetrain.handlers.crash.crash_bundle import read_bundle
 from pulsetrain.handlers.crash.crash_files import bundle_of
 from pulsetrain.handlers.crash.crash_parts import plain_batch
-from tests.support.crashing import BAD_ROW, SECRET, Rows, breaking, crashed, planted, trainer
+from tests.support.runs import BAD_ROW, SECRET, BrokenRows, breaking, crashed, crashing_trainer, planted
 
 
 def test_a_planted_row_is_in_the_batch_and_named(tmp_path):
     data = planted()
-    run = trainer(data, CrashBundle(tmp_path))
+    run = crashing_trainer(data, CrashBundle(tmp_path))
     error = crashed(run.train, FloatingPointError)
     (folder,) = run.handlers[0].bundles
     assert folder == tmp_path / "crash" / f"iteration-{run.state.iteration:09d}" == bundle_of(error)
@@ -51,7 +51,7 @@ def test_the_exception_stays_the_one_that_was_raised(tmp_path):
 
 
 def test_the_weights_table_agrees_with_torch(tmp_path):
-    run = trainer(planted(), CrashBundle(tmp_path))
+    run = crashing_trainer(planted(), CrashBundle(tmp_path))
     with torch.no_grad():
         run.model.bias.fill_(float("inf"))
     crashed(run.train)
@@ -69,7 +69,7 @@ def test_the_weights_table_agrees_with_torch(tmp_path):
     assert (bias["norm"], bias["infinite"]) == ("inf", 1)
 
 
-def test_the_state_of_the_optimizer_and_the_gradients_are_told(tmp_path):
+def test_the_state_of_the_optimizer_and_the_gradients_are_reported(tmp_path):
     def step(engine, batch):
         if engine.state.iteration == 2:
             raise ValueError("boom")
@@ -90,7 +90,7 @@ def test_the_state_of_the_optimizer_and_the_gradients_are_told(tmp_path):
 
 
 def test_a_row_that_cannot_be_fetched_is_among_those_named(tmp_path):
-    run = trainer(Rows(broken=7), CrashBundle(tmp_path))
+    run = crashing_trainer(BrokenRows(broken=7), CrashBundle(tmp_path))
     crashed(run.train, IndexError)
     bundle = read_bundle(run.handlers[0].bundles[0])
     assert 7 in bundle.rows
@@ -103,7 +103,7 @@ def test_a_handler_that_fails_before_there_is_a_batch_is_laid_to_none(event, tmp
     def fail():
         raise ValueError("boom")
 
-    run = trainer(Rows(), CrashBundle(tmp_path))
+    run = crashing_trainer(BrokenRows(), CrashBundle(tmp_path))
     run.add_event_handler(event, fail)
     crashed(run.train, ValueError)
     bundle = read_bundle(run.handlers[0].bundles[0])
@@ -111,9 +111,9 @@ def test_a_handler_that_fails_before_there_is_a_batch_is_laid_to_none(event, tmp
     assert bundle.facts["missing"] == {}
 
 
-def test_a_validation_that_fails_tells_its_own_batch_and_set(tmp_path):
-    validation = {"clean": DataLoader(Rows(), batch_size=5), "dirty": DataLoader(planted(), batch_size=5)}
-    run = trainer(Rows(), CrashBundle(tmp_path), validation=validation, learning_rate=1e-6)
+def test_a_validation_that_fails_reports_its_own_batch_and_set(tmp_path):
+    validation = {"clean": DataLoader(BrokenRows(), batch_size=5), "dirty": DataLoader(planted(), batch_size=5)}
+    run = crashing_trainer(BrokenRows(), CrashBundle(tmp_path), validation=validation, learning_rate=1e-6)
     crashed(run.train, FloatingPointError)
     (folder,) = run.handlers[0].bundles
     bundle = read_bundle(folder)
@@ -124,7 +124,7 @@ def test_a_validation_that_fails_tells_its_own_batch_and_set(tmp_path):
 
 
 def test_a_validation_of_its_own_that_fails_leaves_a_bundle_too(tmp_path):
-    run = trainer(Rows(), CrashBundle(tmp_path))
+    run = crashing_trainer(BrokenRows(), CrashBundle(tmp_path))
     crashed(lambda: run.evaluator.run(DataLoader(planted(), batch_size=5)))
     assert read_bundle(run.handlers[0].bundles[0]).facts["engine"] == "evaluator"
 
@@ -133,7 +133,7 @@ def test_a_validation_of_its_own_that_fails_leaves_a_bundle_too(tmp_path):
 def test_the_last_events_are_a_log_with_the_losses(recorded, tmp_path):
     losses = []
     recorder = [EventRecorder(tmp_path / "run")] if recorded else []
-    run = trainer(planted(), *recorder, CrashBundle(tmp_path / "run", events=12), max_epochs=30)
+    run = crashing_trainer(planted(), *recorder, CrashBundle(tmp_path / "run", events=12), max_epochs=30)
     run.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: losses.append(engine.state.output["loss"].item()))
     run.train_loader.dataset.tensors[0][BAD_ROW] = 0.0
     run.add_event_handler(Events.EPOCH_STARTED(once=9), lambda: run.train_loader.dataset.tensors[0].fill_(float("nan")))
@@ -156,8 +156,8 @@ def test_the_last_events_are_a_log_with_the_losses(recorded, tmp_path):
 
 
 def test_with_a_recorder_an_iteration_costs_nothing(tmp_path):
-    run = trainer(Rows(), EventRecorder(tmp_path), CrashBundle(tmp_path))
-    alone = trainer(Rows(), EventRecorder(tmp_path / "b"))
+    run = crashing_trainer(BrokenRows(), EventRecorder(tmp_path), CrashBundle(tmp_path))
+    alone = crashing_trainer(BrokenRows(), EventRecorder(tmp_path / "b"))
     counts = [len(each.bus.signal(Events.ITERATION_COMPLETED).receivers) for each in (run, alone)]
     assert counts[0] == counts[1]
 
@@ -176,7 +176,7 @@ def test_a_second_crash_gets_its_own_folder(tmp_path):
 def test_nothing_secret_is_written(tmp_path, monkeypatch):
     monkeypatch.setenv("API_KEY", SECRET)
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    run = trainer(planted(), CrashBundle(tmp_path))
+    run = crashing_trainer(planted(), CrashBundle(tmp_path))
     crashed(run.train)
     (folder,) = run.handlers[0].bundles
     assert not [path for path in folder.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
@@ -261,7 +261,9 @@ def test_a_validation_whose_error_was_taken_has_no_part_in_a_later_one(tmp_path)
     def fail():
         raise ValueError("boom")
 
-    run = trainer(Rows(), CrashBundle(tmp_path), validation=DataLoader(planted(), batch_size=5), validate_every=None)
+    run = crashing_trainer(
+        BrokenRows(), CrashBundle(tmp_path), validation=DataLoader(planted(), batch_size=5), validate_every=None
+    )
     run.add_event_handler(Events.ITERATION_COMPLETED(once=2), validate)
     run.add_event_handler(Events.ITERATION_COMPLETED(once=3), fail)
     crashed(run.train, ValueError)
@@ -315,7 +317,7 @@ def test_bad_input(arguments, message, tmp_path):
 
 
 @pytest.mark.parametrize("content", [None, b"{", b"[]"])
-def test_what_is_no_bundle_is_said(content, tmp_path):
+def test_what_is_not_a_bundle_is_said(content, tmp_path):
     if content is not None:
         (tmp_path / "bundle.json").write_bytes(content)
     with pytest.raises(RecordingError, match=r"bundle\.json"):
@@ -324,7 +326,7 @@ def test_what_is_no_bundle_is_said(content, tmp_path):
 
 def test_the_run_and_its_configuration_are_in_it(tmp_path):
     (tmp_path / "config.yaml").write_text("run: here\n")
-    run = trainer(planted(), CrashBundle(tmp_path))
+    run = crashing_trainer(planted(), CrashBundle(tmp_path))
     crashed(run.train)
     bundle = read_bundle(run.handlers[0].bundles[0])
     assert (bundle.folder / "config.yaml").read_text() == "run: here\n"

@@ -12,11 +12,11 @@ from pulsetrain.engine.recording import EventLog
 from pulsetrain.engine.strategies import SupervisedStrategy
 from pulsetrain.handlers import CrashBundle, EventRecorder
 from pulsetrain.handlers.crash.crash_bundle import read_bundle
-from tests.support.crashing import Rows, trainer
-from tests.support.driving import make_engine
+from tests.support.engines import make_engine
+from tests.support.runs import BrokenRows, crashing_trainer
 
 
-def test_an_anomaly_is_bundled_where_asked_for_and_the_run_goes_on(tmp_path):
+def test_an_anomaly_is_bundled_where_asked_for_and_the_run_continues(tmp_path):
     anomaly = AnomalyDetected(kind="loss_spike", value=9.0, batch_indices=(4, 2))
     for faults, count in ((["exception_raised"], 0), ([Events.ANOMALY_DETECTED], 2), (["anomaly_detected"], 2)):
         engine = make_engine()
@@ -33,7 +33,7 @@ def test_an_anomaly_is_bundled_where_asked_for_and_the_run_goes_on(tmp_path):
 
 
 def announcing(data, folder, anomaly, at=6, **loading):
-    """A trainer that tells of the anomaly behind an iteration, its bundle, and the rows of its batches by iteration."""
+    """A trainer that reports an anomaly after an iteration, its bundle, and the rows of its batches by iteration."""
     torch.manual_seed(0)
     run = Trainer(
         nn.Linear(3, 1),
@@ -56,7 +56,7 @@ def announcing(data, folder, anomaly, at=6, **loading):
     return read_bundle(path), rows, run
 
 
-class Noisy(Rows):
+class Noisy(BrokenRows):
     """Draws, as augmentation does, and counts in what it gives which rows were asked for."""
 
     def __getitem__(self, index):
@@ -68,7 +68,7 @@ class Noisy(Rows):
 def test_an_anomaly_found_out_later_has_the_batch_of_its_own_rows(loading, tmp_path):
     if loading:
         rows = [4, 11, 2]
-        run = trainer(Rows(), CrashBundle(tmp_path, faults=["anomaly_detected"]))
+        run = crashing_trainer(BrokenRows(), CrashBundle(tmp_path, faults=["anomaly_detected"]))
         run.train_loader.collate_fn = loading["collate_fn"]
         run.fire(
             Events.ANOMALY_DETECTED, AnomalyDetected(kind="nan", value=1.0, batch_indices=(4, 11, 2), at_iteration=3)
@@ -77,7 +77,7 @@ def test_an_anomaly_found_out_later_has_the_batch_of_its_own_rows(loading, tmp_p
         inputs = bundle.batch["x"]
     else:
         bundle, known, _ = announcing(
-            Rows(), tmp_path,
+            BrokenRows(), tmp_path,
             lambda rows: AnomalyDetected(kind="nan", value=1.0, batch_indices=tuple(rows[3]), at_iteration=3),
         )  # fmt: skip
         rows, (inputs, _) = known[3], bundle.batch
@@ -89,7 +89,7 @@ def test_an_anomaly_found_out_later_has_the_batch_of_its_own_rows(loading, tmp_p
 
 def test_rows_of_several_batches_that_made_an_update_are_all_in_the_batch(tmp_path):
     bundle, rows, _ = announcing(
-        Rows(), tmp_path,
+        BrokenRows(), tmp_path,
         lambda rows: AnomalyDetected(kind="nan", value=1.0, batch_indices=(*rows[5], *rows[6]), at_iteration=6),
     )  # fmt: skip
     assert bundle.batch[0][:, 0].tolist() == [float(row) for row in (*rows[5], *rows[6])]
@@ -101,7 +101,7 @@ def test_an_anomaly_of_the_batch_under_way_has_that_very_batch(tmp_path):
         lambda rows: AnomalyDetected(kind="nan", value=1.0, batch_indices=tuple(rows[6]), at_iteration=6),
     )  # fmt: skip
     seen = []
-    run = trainer(Noisy(), learning_rate=1e-6)
+    run = crashing_trainer(Noisy(), learning_rate=1e-6)
     run.add_event_handler(Events.ITERATION_STARTED(once=6), lambda e: seen.append(e.state.batch[0].clone()))
     run.train()
     assert bundle.facts["fetched_again"] is False
@@ -129,7 +129,7 @@ def test_rows_that_are_read_again_draw_nothing_of_the_runs(tmp_path):
     ],
 )
 def test_a_batch_that_is_held_no_more_is_missing_and_it_is_said_why(loader, rows, why, tmp_path):
-    run = trainer(Rows(), CrashBundle(tmp_path, faults=["anomaly_detected"]), max_epochs=1)
+    run = crashing_trainer(BrokenRows(), CrashBundle(tmp_path, faults=["anomaly_detected"]), max_epochs=1)
     run.train_loader = run.train_loader if loader is None else loader
     anomaly = AnomalyDetected(kind="nan", value=1.0, batch_indices=rows, at_iteration=2)
     run.add_event_handler(Events.ITERATION_COMPLETED(once=4), lambda e: e.fire(Events.ANOMALY_DETECTED, anomaly))
@@ -142,7 +142,7 @@ def test_a_batch_that_is_held_no_more_is_missing_and_it_is_said_why(loader, rows
 
 
 def test_for_a_bundle_alone_nothing_is_read_and_nothing_drawn(tmp_path):
-    run = trainer(Rows(), CrashBundle(tmp_path))
+    run = crashing_trainer(BrokenRows(), CrashBundle(tmp_path))
     assert not run.hears(Events.METRICS_LOGGED)
     assert not run.hears(Events.MEDIA_LOGGED)
     assert not run.hears(Events.GRADIENTS_READY)
@@ -151,7 +151,7 @@ def test_for_a_bundle_alone_nothing_is_read_and_nothing_drawn(tmp_path):
 
 def test_an_anomaly_is_the_last_event_of_the_log_and_losses_that_the_recorder_still_held_are_in_it(tmp_path):
     handlers = [EventRecorder(tmp_path), CrashBundle(tmp_path, faults=["anomaly_detected"])]
-    run = trainer(Rows(), *handlers, max_epochs=1)
+    run = crashing_trainer(BrokenRows(), *handlers, max_epochs=1)
     losses = []
     run.add_event_handler(Events.ITERATION_COMPLETED, lambda e: losses.append(e.state.output["loss"].item()))
     anomaly = AnomalyDetected(kind="nan", value=1.0, batch_indices=())

@@ -1,4 +1,4 @@
-"""HangWatchdog: silence in a run is told with the stacks, and nothing else is."""
+"""HangWatchdog: silence in a run is reported with the stacks, and nothing else is."""
 
 import gc
 import threading
@@ -13,8 +13,8 @@ from pulsetrain.engine.errors import ConfigurationError, RecordingError
 from pulsetrain.engine.recording.replay.playback import Replay
 from pulsetrain.handlers import EventRecorder, HangWatchdog
 from pulsetrain.handlers.crash.hang_watchdog import EXIT_STATUS, Silence
-from tests.support import warm_python
-from tests.support.driving import make_engine, subscriptions
+from tests.support import programs
+from tests.support.engines import make_engine, subscriptions
 
 SOON = 0.2  # seconds of silence that are a hang
 PATIENCE = 20.0  # for what has to come
@@ -52,7 +52,7 @@ class Told(HangWatchdog):
         self.told += 1
 
 
-def test_a_step_that_hangs_is_told_once_with_the_stacks(tmp_path):
+def test_a_step_that_hangs_is_reported_once_with_the_stacks(tmp_path):
     watchdog = Told(tmp_path, SOON)
     engine = hanging_at_2(watchdog)
     watchdog.attach(engine)
@@ -69,7 +69,7 @@ def test_a_step_that_hangs_is_told_once_with_the_stacks(tmp_path):
     assert [log["stacks"] for log in logs] == [str(path)]
 
 
-def test_a_second_hang_is_told_again(tmp_path):
+def test_a_second_hang_is_reported_again(tmp_path):
     watchdog = Told(tmp_path, SOON)
 
     def step(iteration):
@@ -108,7 +108,7 @@ engine = Engine(never)
 HangWatchdog({str(tmp_path)!r}, 0.2, "exit").attach(engine)
 engine.run([0])
 """
-    done = warm_python.run("-c", code)
+    done = programs.run("-c", code)
     assert done.returncode == EXIT_STATUS == 75
     (path,) = tmp_path.iterdir()
     assert "in never" in path.read_text()
@@ -151,7 +151,7 @@ def test_outside_of_runs_nothing_is_expected(tmp_path):
     assert [each.told for each in (watchdog, other, third)] == [0, 0, 0]
     seen = []
     paused.on(Events.ITERATION_COMPLETED)(lambda: seen.append(third.runs(paused.bus)))
-    paused.run([0] * 3)  # goes on, without STARTED
+    paused.run([0] * 3)  # continues, without STARTED
     assert seen == [[paused]] * 2
     for each in (watchdog, other, third):
         each.detach()
@@ -255,7 +255,7 @@ def test_a_replay_is_refused(tmp_path):
             HangWatchdog(tmp_path).attach(target)
 
 
-def test_a_report_that_cannot_be_written_is_said_and_the_run_goes_on(tmp_path):
+def test_a_report_that_cannot_be_written_is_said_and_the_run_continues(tmp_path):
     watchdog = Told(tmp_path / "run", SOON)
     engine = make_engine(lambda iteration: until(lambda: watchdog.told))
     watchdog.attach(engine)

@@ -6,7 +6,7 @@ from structlog.testing import capture_logs
 
 from pulsetrain.engine.errors import ConfigurationError, MetricNotFoundError
 from pulsetrain.handlers import EarlyStopping
-from tests.support.driving import (
+from tests.support.engines import (
     make_engine,
     policy_updated,
     roll_out_before_each_batch,
@@ -14,13 +14,13 @@ from tests.support.driving import (
     validate_each_epoch,
     validated,
 )
-from tests.support.small import trainer
+from tests.support.models import trainer
 
 NAN = math.nan
 
 
 def stops_after(stopping, values, engine=None):
-    """The epoch behind which a run with these validation losses ends."""
+    """The epoch after which a run with these validation losses ends."""
     engine = engine or make_engine()
     stopping.attach(engine)
     validate_each_epoch(engine, [{"val/loss": value} for value in values])
@@ -34,11 +34,11 @@ def test_stops_when_patience_validations_brought_no_improvement():
     assert engine.state.stop_reason == "early stopping: val/loss has not improved on 1.23 for 2 validations"
 
 
-def test_an_improvement_starts_the_count_anew():
+def test_an_improvement_starts_the_count_again():
     assert stops_after(EarlyStopping(patience=2), [3.0, 4.0, 2.0, 4.0, 1.0, 4.0]).state.stop_reason is None
 
 
-def test_an_equal_value_is_no_improvement():
+def test_an_equal_value_is_not_an_improvement():
     assert stops_after(EarlyStopping(patience=2), [1.0, 1.0, 1.0, 0.0]).state.epoch == 3
 
 
@@ -97,7 +97,7 @@ def test_a_metric_that_does_not_come_ends_the_first_validation_with_those_that_e
     assert engine.state.epoch == 1
 
 
-def test_rollouts_are_judged_and_those_without_the_metric_are_passed_over():
+def test_rollouts_are_evaluated_and_those_without_the_metric_are_passed_over():
     engine = make_engine()
     EarlyStopping("rollout/return", patience=2, mode="max").attach(engine)
     told = [{}, {"rollout/return": 3.0}, {"rollout/length": 9.0}, {"rollout/return": 2.0}, {"rollout/return": 1.0}]
@@ -107,7 +107,7 @@ def test_rollouts_are_judged_and_those_without_the_metric_are_passed_over():
     assert engine.state.stop_reason == "early stopping: rollout/return has not improved on 3 for 2 rollouts"
 
 
-def test_what_updates_of_the_policy_tell_is_judged():
+def test_metrics_of_policy_updates_are_evaluated():
     engine, stopping = make_engine(), EarlyStopping("policy_kl", patience=9)
     stopping.attach(engine)
     for value in (0.5, 0.25, 0.75):
@@ -115,7 +115,7 @@ def test_what_updates_of_the_policy_tell_is_judged():
     assert (stopping.best_value, stopping.counter) == (0.25, 1)
 
 
-def test_a_metric_that_no_rollout_has_told_is_said_at_the_end():
+def test_a_metric_that_no_rollout_has_reported_is_said_at_the_end():
     engine = make_engine()
     EarlyStopping("rollout/retrun", mode="max").attach(engine)
     roll_out_before_each_batch(engine, [{"rollout/return": 1.0}] * 2)
@@ -126,7 +126,7 @@ def test_a_metric_that_no_rollout_has_told_is_said_at_the_end():
     assert "did you mean 'rollout/return'?" in line["reason"]
 
 
-def test_a_validation_lacks_what_a_rollout_tells_and_not_what_is_its_own():
+def test_a_validation_lacks_what_a_rollout_reports_and_not_what_is_its_own():
     engine, stopping = make_engine(), EarlyStopping("rollout/return", mode="max")
     stopping.attach(engine)
     rolled_out(engine, {"rollout/return": 1.0})
@@ -150,7 +150,7 @@ def test_a_loop_of_ones_own_steps_it_by_hand():
     assert (stopping.best_value, stopping.counter, stopping.is_best) == (2.0, 2, False)
 
 
-def test_a_restored_count_goes_on():
+def test_a_restored_count_continues():
     first, second = EarlyStopping(patience=3), EarlyStopping(patience=3)
     for value in (1.0, 2.0, 2.0):
         first.step(value)

@@ -5,8 +5,8 @@ import pytest
 from pulsetrain.engine import ConfigurationError, Engine, Events, Every, Phase
 from pulsetrain.engine.recording.replay.playback import Replay
 from pulsetrain.handlers import Checkpointer, EventRecorder, StepLimit, TimeLimit
-from tests.support.driving import ManualClock, UpdatingEngine, make_engine
-from tests.support.small import trainer
+from tests.support.engines import ManualClock, UpdatingEngine, make_engine
+from tests.support.models import trainer
 
 # ---------------------------------------------------------------------------------------------------------- TimeLimit
 
@@ -57,12 +57,12 @@ def test_a_time_is_a_number_of_seconds_or_a_text(text, seconds):
         ({"seconds": "1h", "of": "job"}, r"\(of='job'\): unknown; choose one of process, run"),
     ],
 )
-def test_what_is_no_time_is_refused(arguments, message):
+def test_what_is_not_a_time_is_refused(arguments, message):
     with pytest.raises(ConfigurationError, match=r"TimeLimit" + message):
         TimeLimit(**arguments)
 
 
-def test_the_run_ends_behind_the_iteration_that_used_the_time_up_and_says_why():
+def test_the_run_ends_after_the_iteration_that_used_the_time_up_and_says_why():
     limit = TimeLimit("10s", clock=ManualClock())
     engine = ticking(limit, 4.0)
     engine.run([0] * 9, max_epochs=1)
@@ -115,7 +115,7 @@ def test_a_limit_that_has_run_takes_over_a_loaded_time_and_gives_none_of_its_own
 
 
 class Back:
-    """Makes a trainer go back from iteration 9 to the checkpoint behind 4, so many times, and counts what is made."""
+    """Makes a trainer rewind from iteration 9 to the checkpoint of 4, this many times, and counts its updates."""
 
     def __init__(self, times, clock=None):
         self.times, self.clock, self.made = times, clock, 0
@@ -164,7 +164,7 @@ def test_of_a_process_that_begins_again_all_its_time_counts():
         assert (engine.state.iteration, limit.used) == (iterations, used)
 
 
-def test_a_run_that_goes_on_behind_its_limit_makes_no_iteration():
+def test_a_resumed_run_after_its_limit_makes_no_iteration():
     limit = TimeLimit(3, clock=ManualClock())
     engine = ticking(limit)
     engine.run([0] * 9, max_epochs=1)
@@ -249,7 +249,7 @@ def test_so_many_more_iterations_wherever_the_run_began():
 
 
 @pytest.mark.parametrize(("limits", "iterations"), [((None, 2), 6), ((5, 2), 5), ((7, 2), 6)])
-def test_updates_end_it_behind_their_iteration_and_what_comes_first_counts(limits, iterations):
+def test_updates_end_it_after_their_iteration_and_what_comes_first_counts(limits, iterations):
     engine = UpdatingEngine(accumulate=3)
     StepLimit(*limits).attach(engine)
     engine.run([0] * 20, max_epochs=1)
@@ -285,7 +285,7 @@ def test_attached_in_the_middle_of_a_run_it_counts_from_there():
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_a_replay_of_a_run_that_went_on_is_ended_once_by_each_run_of_it(order, tmp_path):
+def test_a_replay_of_a_run_that_continued_is_ended_once_by_each_run_of_it(order, tmp_path):
     recorder = EventRecorder(tmp_path)
     engine = Engine(lambda engine, batch: 0.0, name="trainer")
     recorder.attach(engine)

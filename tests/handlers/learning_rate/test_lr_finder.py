@@ -1,4 +1,4 @@
-"""The run behind a range test is to the bit the run without it."""
+"""The run after a range test is bit for bit the run without it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from pulsetrain.engine import Events, SupervisedStrategy
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.recording import diff
 from pulsetrain.handlers import EMA, Checkpointer, CSVLogger, EarlyStopping, EventRecorder, LRFinder
-from tests.support.small import loader, pairs, regression_model, trainer
+from tests.support.models import loader, pairs, regression_model, trainer
 
 SWEEP = {"start_lr": 1e-5, "end_lr": 1.0, "iterations": 20}
 
@@ -55,7 +55,7 @@ class Drawing(SupervisedStrategy):
 
 
 class Stateful:
-    """No loader of torch's: where it stands is its own."""
+    """Not a DataLoader: it keeps its own position."""
 
     def __init__(self) -> None:
         self.position = 0
@@ -172,12 +172,12 @@ def without_files(state: Any) -> Any:
 
 
 @pytest.mark.parametrize("settings", RUNS.values(), ids=list(RUNS))
-def test_the_run_behind_a_sweep_is_the_run_without_one(tmp_path: Path, settings: dict[str, Any]):
+def test_the_run_after_a_sweep_is_the_run_without_one(tmp_path: Path, settings: dict[str, Any]):
     assert_same_runs(tmp_path, lambda folder: make(folder, settings), LRFinder(**SWEEP).run)
 
 
 @pytest.mark.parametrize("data", LOADERS.values(), ids=list(LOADERS))
-def test_no_batch_is_missing_behind_a_sweep(tmp_path: Path, data: Callable[[], Any]):
+def test_no_batch_is_missing_after_a_sweep(tmp_path: Path, data: Callable[[], Any]):
     assert_same_runs(tmp_path, lambda folder: make(folder, data=data()), LRFinder(**SWEEP).run)
 
 
@@ -214,7 +214,7 @@ def test_a_resumed_run_is_not_swept(tmp_path: Path):
     assert finder.result is None
 
 
-def test_nobody_hears_of_the_sweep(tmp_path: Path):
+def test_no_receiver_sees_the_sweep(tmp_path: Path):
     run, heard = make(tmp_path), []
     for event in Events:
         run.bus.subscribe(event, lambda engine, event: heard.append(event.type))

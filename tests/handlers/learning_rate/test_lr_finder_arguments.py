@@ -14,7 +14,7 @@ from pulsetrain.engine import Engine, EventBus
 from pulsetrain.engine.errors import RecordingError
 from pulsetrain.engine.recording.replay.playback import Replay
 from pulsetrain.handlers import EventRecorder, LRFinder
-from tests.support.small import loader, regression_model, trainer
+from tests.support.models import loader, regression_model, trainer
 
 SWEEP = {"start_lr": 1e-5, "end_lr": 1.0, "iterations": 20}
 
@@ -46,7 +46,7 @@ def test_data_without_a_batch_is_refused():
         LRFinder(**SWEEP).run(trainer({"device": "cpu"}), loader=[])
 
 
-def test_what_is_no_trainer_is_refused(tmp_path: Path):
+def test_what_is_not_a_trainer_is_refused(tmp_path: Path):
     with pytest.raises(TypeError, match=r"LRFinder\(Engine\): needs a pulsetrain.Trainer; .* no model, .*, stepper"):
         LRFinder().run(Engine(lambda engine, batch: None))
     with pytest.raises(TypeError, match="LRFinder"):

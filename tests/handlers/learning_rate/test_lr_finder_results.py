@@ -16,7 +16,7 @@ from pulsetrain import Trainer, TrainingConfig
 from pulsetrain.engine import Accumulate, Events, SupervisedStrategy
 from pulsetrain.engine.schedules import Exponential
 from pulsetrain.handlers import LRFinder, LRScheduler
-from tests.support.small import regression_model, trainer
+from tests.support.models import regression_model, trainer
 
 SWEEP = {"start_lr": 1e-5, "end_lr": 1.0, "iterations": 20}
 
@@ -131,7 +131,7 @@ class Broken(SupervisedStrategy):
         (lambda n: 1000.0 - n**3 / 100, "falls fastest at the very last rates; choose a larger end_lr", 30),
     ],
 )
-def test_where_there_is_no_suggestion_it_says_why(losses: Callable[[int], float], reason: str, entries: int):
+def test_without_a_suggestion_it_says_why(losses: Callable[[int], float], reason: str, entries: int):
     found = LRFinder(iterations=30, smoothing=0.5, diverge=1e9).run(trainer({"device": "cpu"}, strategy=Broken(losses)))
     assert found.suggestion is None
     assert reason in found.reason

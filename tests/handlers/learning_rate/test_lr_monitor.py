@@ -7,8 +7,8 @@ from pulsetrain.engine.errors import RecordingError
 from pulsetrain.engine.recording.replay.playback import Replay
 from pulsetrain.engine.schedules import Cosine
 from pulsetrain.handlers import EventRecorder, LRMonitor, LRScheduler
-from tests.support.driving import UpdatingEngine, make_engine
-from tests.support.small import trainer
+from tests.support.engines import UpdatingEngine, make_engine
+from tests.support.models import trainer
 
 
 def groups(*options, kind=torch.optim.SGD):
@@ -60,7 +60,7 @@ def test_the_rate_is_that_of_the_last_update_of_a_trainer():
     assert len(set(used)) == 10
 
 
-def test_momentum_and_weight_decay_are_told_where_asked_for():
+def test_momentum_and_weight_decay_are_reported_where_asked_for():
     monitor = LRMonitor(Every(iterations=4), momentum=True, weight_decay=True)
     assert published(monitor, groups({"momentum": 0.9, "weight_decay": 0.25})) == [
         (4, {"learning_rate": 1.0, "momentum": 0.9, "weight_decay": 0.25})

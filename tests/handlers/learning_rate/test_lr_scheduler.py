@@ -10,7 +10,7 @@ from pulsetrain.engine.checkpoint import CheckpointManager
 from pulsetrain.engine.errors import CheckpointError, ConfigurationError
 from pulsetrain.engine.schedules import Cosine, Exponential, Linear, Step, Warmup, add_warmup, create_scheduler
 from pulsetrain.handlers import LRScheduler
-from tests.support.driving import UpdatingEngine, make_engine
+from tests.support.engines import UpdatingEngine, make_engine
 
 
 class Halving:
@@ -74,7 +74,7 @@ def test_groups_keep_their_ratio_to_the_default_rate():
     assert engine.used == [pytest.approx([1.0, 0.1]), pytest.approx([0.5, 0.05])]
 
 
-def test_attaching_anew_keeps_the_ratios_of_the_groups_first_rates():
+def test_attaching_again_keeps_the_ratios_of_the_groups_first_rates():
     engine = UpdatingEngine(sgd(1.0, 0.5))
     LRScheduler(Halving()).attach(engine).detach()
     engine.optimizer.param_groups[1]["lr"] = 123.0
@@ -191,7 +191,7 @@ def types_of(state):
 @pytest.mark.filterwarnings(r"ignore:The epoch parameter in `scheduler.step\(\)`:UserWarning")  # torch's SequentialLR
 @pytest.mark.parametrize("warmup_steps", [0, 4])
 @pytest.mark.parametrize("name", TORCHS)
-def test_every_scheduler_of_torchs_goes_on_from_a_checkpoint(name, warmup_steps, tmp_path):
+def test_every_scheduler_of_torchs_continues_from_a_checkpoint(name, warmup_steps, tmp_path):
     def make():
         engine = UpdatingEngine()
         scheduler = TORCHS[name](engine.optimizer)
@@ -299,7 +299,7 @@ def test_groups_with_rates_of_their_own_need_a_default_rate():
     assert optimizer.param_groups[0]["lr"] == 0.5
 
 
-def test_a_step_that_reports_no_update_is_told_at_the_end():
+def test_a_step_that_reports_no_update_is_reported_at_the_end():
     engine = make_engine()
     LRScheduler(Halving(), sgd(1.0)).attach(engine)
     with capture_logs() as logs:

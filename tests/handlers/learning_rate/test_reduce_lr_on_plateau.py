@@ -12,8 +12,8 @@ from pulsetrain.engine.errors import RecordingError
 from pulsetrain.engine.recording.replay.playback import Replay
 from pulsetrain.engine.schedules import Constant, Cosine, Warmup
 from pulsetrain.handlers import Checkpointer, EventRecorder, LRScheduler, ReduceLROnPlateau
-from tests.support.driving import UpdatingEngine, validate_each_epoch
-from tests.support.small import loader, regression_model, trainer
+from tests.support.engines import UpdatingEngine, validate_each_epoch
+from tests.support.models import loader, regression_model, trainer
 
 NAN = math.nan
 
@@ -41,7 +41,7 @@ def driven(handler, values, *others, rates=(1.0,)):
 
 @pytest.mark.parametrize("mode", ["min", "max"])
 @pytest.mark.parametrize("threshold_mode", ["rel", "abs"])
-def test_the_rates_and_the_progress_are_torchs_to_the_bit(mode, threshold_mode):
+def test_the_rates_and_the_progress_are_torchs_bit_for_bit(mode, threshold_mode):
     draw = random.Random(f"{mode} {threshold_mode}")
     for _ in range(40):
         options = {
@@ -129,7 +129,7 @@ def test_a_warm_up_is_followed_by_lowering_and_the_scheduler_knows_the_rate_in_f
     assert scheduler.get_last_lr() == rates_of(engine.optimizer)[0]
 
 
-def test_without_a_lowering_the_schedules_rates_are_the_schedules_to_the_bit():
+def test_without_a_lowering_the_schedules_rates_are_the_schedules_bit_for_bit():
     schedule = Cosine(initial_lr=0.3, total_steps=7)
     engine = driven(ReduceLROnPlateau(patience=9), [1.0] * 5, LRScheduler(schedule), rates=(0.3,))
     assert [used[0] for used in engine.used] == [schedule.get_lr(step) for step in range(5)]
@@ -241,7 +241,7 @@ def test_a_resumed_run_has_the_lowered_rate_and_the_weights_of_the_run_never_cut
         assert torch.equal(resumed.model.state_dict()[name], tensor)
 
 
-def test_a_run_that_begins_anew_judges_anew(tmp_path):
+def test_a_run_from_the_start_resets_the_best_value(tmp_path):
     run = trainer(
         {"max_epochs": 3, "schedule": "cosine"},
         val_loader=loader(8),
@@ -274,7 +274,7 @@ def test_wrong_arguments_are_refused_when_constructing(arguments, message):
         ReduceLROnPlateau(**arguments)
 
 
-def test_what_is_no_optimizer_is_refused():
+def test_what_is_not_an_optimizer_is_refused():
     with pytest.raises(TypeError, match=r"ReduceLROnPlateau\(optimizer='adam'\): needs a torch.optim.Optimizer"):
         ReduceLROnPlateau(optimizer="adam")
 

@@ -9,7 +9,7 @@ from structlog.testing import capture_logs
 
 from pulsetrain.engine import Engine, Events, Every
 from pulsetrain.handlers import ConsoleLogger, ProgressBar
-from tests.support.driving import (
+from tests.support.engines import (
     UpdatingEngine,
     log,
     log_each_iteration,
@@ -74,7 +74,7 @@ def test_json_lines_are_exact_and_valid_even_for_nan():
     }
 
 
-def test_the_end_says_why_behind_everything_else():
+def test_the_end_says_why_after_everything_else():
     engine = make_engine()
     engine.add_event_handler(Events.ITERATION_COMPLETED, lambda: engine.terminate(reason="that will do"))
     engine.add_event_handler(Events.COMPLETED, lambda: log(engine, {"train/loss": 1.0}))
@@ -84,13 +84,13 @@ def test_the_end_says_why_behind_everything_else():
     ]
 
 
-def test_the_end_is_told_once_where_completed_is_skipped():
+def test_the_end_is_reported_once_where_completed_is_skipped():
     engine = make_engine()
     engine.add_event_handler(Events.ITERATION_COMPLETED, lambda: engine.terminate(skip_completed=True, reason="enough"))
     assert without_time(logged(engine, {}))[1:] == ["run stopped epoch=1 iteration=1 reason=enough"]
 
 
-def test_an_exception_is_told_and_still_reaches_the_caller():
+def test_an_exception_is_reported_and_still_reaches_the_caller():
     def fail(iteration):
         raise ArithmeticError("too large")
 

@@ -10,7 +10,7 @@ from pulsetrain.engine import Engine, Events, Every
 from pulsetrain.engine.errors import RunFolderError
 from pulsetrain.engine.events.payloads import CheckpointLoaded
 from pulsetrain.handlers import CSVLogger
-from tests.support.driving import (
+from tests.support.engines import (
     UpdatingEngine,
     log,
     log_each_iteration,
@@ -46,7 +46,7 @@ def test_a_row_for_each_log_point_and_validation_and_a_column_for_each_metric(tm
     ]
 
 
-def test_each_row_is_there_before_the_run_goes_on(tmp_path):
+def test_each_row_is_there_before_the_run_continues(tmp_path):
     engine, seen = make_engine(), []
     log_each_iteration(engine, lambda i: {"train/loss": float(i)})
     CSVLogger(tmp_path).attach(engine)
@@ -70,7 +70,7 @@ def test_a_new_metric_widens_the_table_and_leaves_no_other_file(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.csv"]
 
 
-def test_a_rollout_stands_in_the_row_of_its_iteration(tmp_path):
+def test_a_rollout_is_in_the_row_of_its_iteration(tmp_path):
     engine = make_engine()
     CSVLogger(tmp_path).attach(engine)
     at(engine, 1, 1, {"train/loss": 2.0})
@@ -84,7 +84,7 @@ def test_a_rollout_stands_in_the_row_of_its_iteration(tmp_path):
     ]
 
 
-def test_what_is_no_number_is_written_as_such(tmp_path):
+def test_what_is_not_a_number_is_written_as_such(tmp_path):
     engine = make_engine()
     CSVLogger(tmp_path).attach(engine)
     at(engine, 1, 1, {"a": math.nan, "b": math.inf})
@@ -110,13 +110,13 @@ def test_another_table_is_refused_and_left_as_it_is(tmp_path):
     assert (tmp_path / "metrics.csv").read_text() == "step,loss\n1,2\n"
 
 
-def test_a_file_that_is_no_table_at_all_is_refused(tmp_path):
+def test_a_file_that_is_not_a_table_at_all_is_refused(tmp_path):
     (tmp_path / "metrics.csv").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(RunFolderError, match=r"metrics\.csv there was not written by this logger"):
         CSVLogger(tmp_path).attach(make_engine())
 
 
-def test_a_row_that_a_killed_run_left_unfinished_is_dropped_and_told(tmp_path):
+def test_a_row_that_a_killed_run_left_unfinished_is_dropped_and_reported(tmp_path):
     (tmp_path / "metrics.csv").write_text("iteration,epoch,a\r\n1,1,1.0\r\n2,1,1.2")
     engine = make_engine()
     with capture_logs() as logs:
@@ -144,7 +144,7 @@ def test_its_own_cadence_reads_the_output_once_an_iteration(tmp_path):
     ]
 
 
-def test_a_table_that_cannot_be_written_ends_the_run_unless_told_otherwise(tmp_path):
+def test_a_table_that_cannot_be_written_ends_the_run_by_default(tmp_path):
     for on_error in ("raise", "warn"):
         engine = make_engine()
         log_each_iteration(engine, lambda i: {"a": 1.0})
@@ -160,12 +160,12 @@ def test_a_table_that_cannot_be_written_ends_the_run_unless_told_otherwise(tmp_p
             assert len(logs) == 1
 
 
-def test_a_cadence_that_is_no_cadence_is_refused(tmp_path):
+def test_an_invalid_cadence_is_refused(tmp_path):
     with pytest.raises(TypeError, match=r"CSVLogger\(every=10\): needs an Every"):
         CSVLogger(tmp_path, every=10)
 
 
-def test_a_run_that_goes_on_takes_out_the_rows_behind_its_checkpoint(tmp_path):
+def test_a_resumed_run_takes_out_the_rows_after_its_checkpoint(tmp_path):
     engine = make_engine()
     logger = CSVLogger(tmp_path).attach(engine)
     at(engine, 1, 1, {"train/loss": 1.0})
@@ -211,7 +211,7 @@ def test_the_checkpoint_of_an_older_version_counts_rows_alone(tmp_path):
     assert [row[0] for row in rows(tmp_path)] == ["iteration", "1", "2"]
 
 
-def test_what_an_iteration_logs_in_several_events_stands_in_one_row(tmp_path):
+def test_what_an_iteration_logs_in_several_events_is_in_one_row(tmp_path):
     engine = make_engine()
     CSVLogger(tmp_path).attach(engine)
     at(engine, 1, 1, {"train/loss": 1.0, "learning_rate": 0.5})
@@ -246,7 +246,7 @@ def test_engines_of_one_bus_share_no_row(tmp_path):
     assert rows(tmp_path)[1:] == [["1", "1", "1.0", ""], ["1", "1", "", "2.0"]]
 
 
-def test_a_row_that_has_been_changed_by_another_hand_is_not_overwritten(tmp_path):
+def test_a_row_that_has_been_changed_by_others_is_not_overwritten(tmp_path):
     engine = make_engine()
     CSVLogger(tmp_path).attach(engine)
     at(engine, 1, 1, {"a": 1.0, "b": 1.0})
@@ -370,7 +370,7 @@ def test_a_checkpoint_counts_the_rows_that_wait(tmp_path, full):
 
 
 @pytest.mark.parametrize("kept", [1, 2, 3])
-def test_rows_that_wait_behind_a_checkpoint_are_not_written(tmp_path, full, kept):
+def test_rows_that_wait_after_a_checkpoint_are_not_written(tmp_path, full, kept):
     engine, states = make_engine(), {}
     logger = CSVLogger(tmp_path).attach(engine)
     at(engine, 1, 1, {"a": 1.0, "b": 1.0})

@@ -11,7 +11,7 @@ from pulsetrain.engine import Events, Every
 from pulsetrain.engine.errors import RunFolderError
 from pulsetrain.engine.events.payloads import CheckpointLoaded, MediaLogged
 from pulsetrain.handlers import JSONLinesLogger
-from tests.support.driving import (
+from tests.support.engines import (
     log,
     log_each_iteration,
     make_engine,
@@ -99,7 +99,7 @@ def test_its_own_cadence_reads_the_output(tmp_path):
     ]
 
 
-def test_a_run_that_goes_on_takes_out_the_lines_behind_its_checkpoint(tmp_path):
+def test_a_resumed_run_takes_out_the_lines_after_its_checkpoint(tmp_path):
     engine = make_engine()
     logger = JSONLinesLogger(tmp_path).attach(engine)
     at(engine, 1, 1, {"a": 1.0})
@@ -129,7 +129,7 @@ def test_a_run_that_begins_again_takes_its_lines_out(tmp_path):
     assert [line["a"] for line in lines(tmp_path)] == [2.0]
 
 
-def test_a_line_that_a_killed_run_left_unfinished_is_dropped_and_told(tmp_path):
+def test_a_line_that_a_killed_run_left_unfinished_is_dropped_and_reported(tmp_path):
     engine = make_engine()
     JSONLinesLogger(tmp_path).attach(engine)
     at(engine, 1, 1, {"a": 1.0})
@@ -201,7 +201,7 @@ def test_a_disk_that_stays_full_costs_the_oldest_lines_and_not_the_memory(tmp_pa
 
 
 @pytest.mark.parametrize("kept", [1, 2, 3])
-def test_lines_that_wait_behind_a_checkpoint_are_not_written(tmp_path, full, kept):
+def test_lines_that_wait_after_a_checkpoint_are_not_written(tmp_path, full, kept):
     engine, states = make_engine(), {}
     logger = JSONLinesLogger(tmp_path).attach(engine)
     for iteration in (1, 2, 3, 4):

@@ -59,7 +59,7 @@ def written(folder):
 
 
 @pytest.mark.parametrize("fails_at", [3, 11, 19, 20, 25])
-def test_a_run_that_failed_and_went_on_has_logged_what_one_did_that_never_failed(tmp_path, fails_at):
+def test_a_run_that_failed_and_was_resumed_has_logged_what_one_did_that_never_failed(tmp_path, fails_at):
     def loggers(folder):
         return [CSVLogger(folder), JSONLinesLogger(folder)]
 

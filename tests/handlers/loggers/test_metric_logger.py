@@ -14,7 +14,7 @@ from pulsetrain.engine import Engine, Events, Every
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.events.payloads import MediaLogged
 from pulsetrain.handlers import ConsoleLogger, CSVLogger, JSONLinesLogger, MetricLogger, TensorBoardLogger
-from tests.support.driving import UpdatingEngine, log, log_each_iteration, make_engine, validate_each_epoch, validated
+from tests.support.engines import UpdatingEngine, log, log_each_iteration, make_engine, validate_each_epoch, validated
 
 
 class Noting(MetricLogger):
@@ -62,7 +62,7 @@ def test_a_logger_of_ones_own_takes_one_method():
     assert said == ["train/loss is 1.00", "train/loss is 0.50", "val/loss is 3.00"]
 
 
-def test_a_run_is_opened_told_of_and_closed():
+def test_a_run_is_opened_described_and_closed():
     engine = make_engine()
     engine.config = Config()
     log_each_iteration(engine, lambda i: {"a": float(i)})
@@ -152,7 +152,7 @@ def test_pictures_are_drawn_for_those_alone_who_show_them(tmp_path):
     assert engine.hears(Events.MEDIA_LOGGED)
 
 
-def test_a_logger_that_fails_does_so_once_and_the_run_goes_on():
+def test_a_logger_that_fails_does_so_once_and_the_run_continues():
     class Failing(MetricLogger):
         def log_metrics(self, engine, metrics):
             raise OSError("the printer is on fire")

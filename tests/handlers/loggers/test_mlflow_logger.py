@@ -25,7 +25,7 @@ from pulsetrain.engine import Events, SupervisedStrategy
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.events.payloads import MediaLogged
 from pulsetrain.handlers import CSVLogger, MLflowLogger
-from tests.support.driving import log, log_each_iteration, make_engine
+from tests.support.engines import log, log_each_iteration, make_engine
 
 os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
 with warnings.catch_warnings():
@@ -158,7 +158,7 @@ def test_a_hyperparameter_that_is_refused_costs_nothing_else(server, experiment)
     assert (run.info.status, history(client, logger.run_id, "a")) == ("FINISHED", [(1, 1.0), (2, 2.0)])
 
 
-def test_a_run_that_goes_on_goes_on_in_the_same_run(server, experiment):
+def test_a_resumed_run_continues_in_the_same_run(server, experiment):
     def logger():
         return MLflowLogger(server.url, experiment, hyperparameters={"width": 3}, flush_seconds=30)
 
@@ -294,7 +294,7 @@ def test_a_server_killed_in_mid_run_costs_what_comes_after_it_and_nothing_else(s
 
     client = mlflow.MlflowClient(server.store)  # the server's own database
     run = client.get_run(logger.run_id)
-    assert run.info.status == "RUNNING"  # nobody could say how it ended
+    assert run.info.status == "RUNNING"  # its end was never reported
     assert run.data.params["learning_rate"] == "0.01"
     logged = history(client, logger.run_id, "train/loss")
     assert [step for step, _ in logged] == list(range(1, len(logged) + 1))
@@ -331,7 +331,7 @@ def test_without_a_server_the_run_folder_holds_the_store(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]
 
 
-def test_a_checkpoint_does_not_tell_the_password_in_the_address():
+def test_a_checkpoint_does_not_report_the_password_in_the_address():
     logger = MLflowLogger("http://me:secret@127.0.0.1:9", "digits")
     trainer = Trainer(nn.Linear(1, 1), [torch.zeros(1, 1)] * 2, config=TrainingConfig(max_epochs=1), handlers=[logger])
     settings = trainer.registry.settings()["MLflowLogger"]

@@ -4,7 +4,7 @@ import pytest
 
 from pulsetrain.engine import Engine, Events, Phase
 from pulsetrain.handlers import ProgressBar
-from tests.support.driving import (
+from tests.support.engines import (
     log,
     log_each_iteration,
     make_engine,

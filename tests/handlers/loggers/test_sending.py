@@ -9,7 +9,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from pulsetrain.handlers.loggers.sending import Sender
-from tests.support import warm_python
+from tests.support import programs
 
 
 class Service:
@@ -64,7 +64,7 @@ def test_everything_arrives_in_order_before_the_end(at_once):
     assert (sender.lost, sender.reported, service.reported) == (0, False, [])
 
 
-def test_nothing_runs_before_the_first_entry_or_behind_the_end():
+def test_nothing_runs_before_the_first_entry_or_after_the_end():
     before = threading.active_count()
     sender = Service().sender()
     assert threading.active_count() == before
@@ -129,7 +129,7 @@ def test_an_outage_is_said_when_it_begins_and_when_it_ends_with_what_was_lost():
     assert logs[1]["lost_entries"] <= 3  # includes entries dropped before the outage was known
 
 
-def test_the_end_waits_as_long_as_it_is_told_and_says_what_it_gave_up():
+def test_the_end_waits_as_long_as_configured_and_says_what_it_gave_up():
     service = Service()
     service.error = ConnectionError("nobody there")
     sender = service.sender()
@@ -190,13 +190,13 @@ def test_the_end_of_the_process_waits_for_what_has_not_been_sent_but_not_for_eve
     program = f"""
 import time
 from pulsetrain.handlers.loggers.sending import Sender
-from tests.support import warm_python
+from tests.support import programs
 seconds = 2.0 if "1" in {said!r} else 0.3
 sender = Sender("Logger", {deliver}, is_refusal=bool, report=print, room=9, flush_seconds=seconds)
 sender.put(1, 1)
 sender.put(2, 1)
 """
-    done = warm_python.run("-c", program, timeout=60)
+    done = programs.run("-c", program, timeout=60)
     assert done.returncode == 0, done.stderr
     assert said in done.stdout.replace("\n", " ")
 
@@ -209,7 +209,7 @@ def paused(monkeypatch, longest=4.0):
     return pauses
 
 
-def test_an_outage_is_waited_out_for_longer_and_longer_and_the_next_one_anew(monkeypatch):
+def test_an_outage_is_waited_out_with_growing_pauses_and_the_next_one_starts_over(monkeypatch):
     pauses, taken = paused(monkeypatch), []
     answers = iter([False] * 4 + [True] + [False] * 2 + [True])
 

@@ -14,7 +14,7 @@ from pulsetrain.engine import Events
 from pulsetrain.engine.errors import ConfigurationError, RunFolderError
 from pulsetrain.engine.events.payloads import CheckpointLoaded, MediaLogged
 from pulsetrain.handlers import TensorBoardLogger
-from tests.support.driving import log, log_each_iteration, make_engine, validate_each_epoch
+from tests.support.engines import log, log_each_iteration, make_engine, validate_each_epoch
 
 EventAccumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator").EventAccumulator
 
@@ -103,7 +103,7 @@ def test_media_of_each_kind_are_shown(tmp_path):
     assert text.step == 1
 
 
-def test_a_run_that_goes_on_hides_what_was_written_behind_its_checkpoint(tmp_path):
+def test_a_resumed_run_hides_what_was_written_after_its_checkpoint(tmp_path):
     def logging_engine(scale):
         engine = make_engine()
         log_each_iteration(engine, lambda i: {"a": scale * i})
@@ -162,7 +162,7 @@ def test_two_of_them_in_one_folder_are_refused(tmp_path):
         ("video", None, r"MediaLogged\(kind='video'\): unknown; choose one of figure, histogram, image, matrix"),
     ],
 )
-def test_media_that_cannot_be_shown_are_told(tmp_path, kind, value, message):
+def test_media_that_cannot_be_shown_are_reported(tmp_path, kind, value, message):
     engine = make_engine()
     TensorBoardLogger(tmp_path, on_error="raise").attach(engine)
     with pytest.raises(ConfigurationError, match=message):

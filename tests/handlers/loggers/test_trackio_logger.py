@@ -12,7 +12,7 @@ from pulsetrain.engine import Events
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.events.payloads import MediaLogged
 from pulsetrain.handlers import TrackioLogger
-from tests.support.driving import log_each_iteration, make_engine, validate_each_epoch
+from tests.support.engines import log_each_iteration, make_engine, validate_each_epoch
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -72,7 +72,7 @@ def test_a_run_on_this_machine_has_its_metrics_hyperparameters_and_media(place):
     assert sum((picture == image).all() for picture in pictures) == 1
 
 
-def test_a_run_that_goes_on_goes_on_in_the_same_run():
+def test_a_resumed_run_continues_in_the_same_run():
     engine = make_engine()
     log_each_iteration(engine, lambda i: {"a": float(i)})
     first = TrackioLogger("digits", flush_seconds=60).attach(engine)

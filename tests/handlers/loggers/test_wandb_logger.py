@@ -14,7 +14,7 @@ from pulsetrain.engine import Events
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.events.payloads import MediaLogged
 from pulsetrain.handlers import WandbLogger
-from tests.support.driving import log_each_iteration, make_engine, validate_each_epoch
+from tests.support.engines import log_each_iteration, make_engine, validate_each_epoch
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -102,7 +102,7 @@ def test_a_run_without_network_is_a_file_with_everything_in_it(tmp_path):
     assert len([*tmp_path.glob("wandb/offline-run-*/files/media/images/a/*.png")]) == 2
 
 
-def test_a_run_that_goes_on_goes_on_under_the_same_id_and_says_that_it_failed(tmp_path):
+def test_a_resumed_run_continues_under_the_same_id_and_says_that_it_failed(tmp_path):
     def fail(iteration):
         raise ArithmeticError("too large")
 

@@ -7,8 +7,8 @@ from pulsetrain.engine import Events, Every
 from pulsetrain.engine.errors import ConfigurationError, MetricNotFoundError
 from pulsetrain.handlers import BestModel, Checkpointer, EarlyStopping, ReduceLROnPlateau
 from pulsetrain.handlers.metric_values.best_value import is_better
-from tests.support.driving import make_engine, rolled_out, validate_each_epoch
-from tests.support.small import loader, trainer
+from tests.support.engines import make_engine, rolled_out, validate_each_epoch
+from tests.support.models import loader, trainer
 
 JUDGES = {
     "EarlyStopping": lambda folder, metric="val/los": EarlyStopping(metric, patience=50),
@@ -106,14 +106,14 @@ JUDGE = {
 
 @pytest.mark.parametrize("name", JUDGE)
 @pytest.mark.parametrize("metric", ["val/loss", "val_loss"])
-def test_rollouts_tell_no_metric_of_a_validation(name, metric, tmp_path, monkeypatch):
+def test_rollouts_report_no_metric_of_a_validation(name, metric, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigurationError, match=r"waits for a validation.*'rollout/return'"):
         trainer({"max_epochs": 3}, train_loader=Acting(), handlers=[JUDGE[name](metric)])
 
 
 @pytest.mark.parametrize("name", JUDGE)
-def test_a_trainer_with_rollouts_may_be_judged_by_them(name, tmp_path, monkeypatch):
+def test_a_trainer_with_rollouts_may_be_evaluated_by_them(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = trainer({"max_epochs": 3}, train_loader=Acting(), handlers=[JUDGE[name]("rollout/return")])
     assert run.hears(Events.ROLLOUT_COMPLETED)
@@ -121,7 +121,7 @@ def test_a_trainer_with_rollouts_may_be_judged_by_them(name, tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("name", JUDGES)
-def test_a_metric_that_no_rollout_has_told_is_said_at_the_end(name, tmp_path):
+def test_a_metric_that_no_rollout_has_reported_is_said_at_the_end(name, tmp_path):
     run = trainer({"max_epochs": 1}, train_loader=Acting())
     JUDGES[name](tmp_path, "rollout/retrun").attach(run)
     run.on(Events.EPOCH_STARTED)(lambda: rolled_out(run, {"rollout/return": 1.0}))

@@ -160,7 +160,7 @@ def test_a_list_that_holds_itself_many_times_costs_next_to_nothing() -> None:
     assert max(map(len, texts)) < 100 * MAX_VALUES
 
 
-def test_a_payload_has_room_for_many_values_and_the_next_has_it_anew() -> None:
+def test_a_payload_has_room_for_many_values_and_the_next_has_it_again() -> None:
     values, place = EventValues(), dict[str, Any]()
     for name in ("a", "b"):
         values.put(place, name, list(range(MAX_VALUES)))
@@ -200,7 +200,7 @@ def test_measured_values_on_a_device_come_where_measured_values_belong() -> None
         ({}, {}, None),
     ],
 )
-def test_payloads_are_split_in_what_must_come_again_and_what_is_measured(
+def test_payloads_are_split_in_what_must_be_reproduced_and_what_is_measured(
     payload: Any, left: Any, observed: Any
 ) -> None:
     values, logged = EventValues(), LoggedEvent()

@@ -7,7 +7,7 @@ import torch
 from pulsetrain.engine import Engine, Events, Every
 from pulsetrain.handlers.attachment.cadence import reading_events
 from pulsetrain.handlers.metric_values.step_values import scalars, step_metrics
-from tests.support.driving import ManualClock, UpdatingEngine, make_engine
+from tests.support.engines import ManualClock, UpdatingEngine, make_engine
 
 
 @dataclass
@@ -55,7 +55,7 @@ def test_step_metrics_of_an_evaluator_are_validation_metrics():
     assert step_metrics(evaluator) == {"val/loss": 1.0}
 
 
-def test_a_cadence_in_updates_reads_behind_the_iteration_where_there_is_an_output():
+def test_a_cadence_in_updates_reads_after_the_iteration_where_there_is_an_output():
     engine, seen = UpdatingEngine(accumulate=2), []
     engine.add_event_handler(
         reading_events(Every(updates=2)), lambda e: seen.append((e.state.iteration, e.state.output))

@@ -13,8 +13,8 @@ from pulsetrain.engine.events.payloads import AnomalyDetected
 from pulsetrain.engine.recording.replay.playback import Replay
 from pulsetrain.handlers import Alert, EventRecorder
 from pulsetrain.handlers.monitors.alert import _shown
-from tests.support.driving import make_engine
-from tests.support.small import trainer
+from tests.support.engines import make_engine
+from tests.support.models import trainer
 
 NOTE = """
 import json, os, sys
@@ -108,7 +108,7 @@ def test_an_address_gets_it_as_a_post_of_json(server):
     assert [each["event"] for each in messages(server)] == ["anomaly_detected", "completed"]
 
 
-def test_an_error_of_the_run_is_told_before_the_caller_has_it(server):
+def test_an_error_of_the_run_is_reported_before_the_caller_has_it(server):
     def fail(iteration):
         raise OSError("the disk is full")
 
@@ -120,7 +120,7 @@ def test_an_error_of_the_run_is_told_before_the_caller_has_it(server):
     assert (message["event"], message["payload"]) == ("exception_raised", {"error": "OSError: the disk is full"})
 
 
-def test_only_the_events_asked_for_are_told_and_filters_hold(server):
+def test_only_the_events_asked_for_are_reported_and_filters_hold(server):
     engine = make_engine()
     Alert(webhook=server.address, events=[Events.EPOCH_COMPLETED(every=2)], timeout=30).attach(engine)
     engine.run([0], max_epochs=5)
@@ -130,7 +130,7 @@ def test_only_the_events_asked_for_are_told_and_filters_hold(server):
     ]
 
 
-def test_of_a_trainer_the_end_of_a_validation_is_no_end(server):
+def test_of_a_trainer_the_end_of_a_validation_is_not_an_end(server):
     run = trainer({"max_epochs": 2}, val_loader=[(each, each.sum(1, keepdim=True)) for each in batches()])
     Alert(webhook=server.address, timeout=30).attach(run)
     run.train()
@@ -146,11 +146,11 @@ def batches():
 # --------------------------------------------------------------------------------------------------- nothing is stalled
 
 
-def test_the_run_goes_on_while_an_alert_is_under_way_and_waits_at_its_end(server):
+def test_the_run_continues_while_an_alert_is_under_way_and_waits_at_its_end(server):
     engine = make_engine()
     Alert(webhook=server.address, events=[Events.EPOCH_STARTED(once=1)], timeout=30).attach(engine)
     server.hold.clear()
-    engine.add_event_handler(Events.EPOCH_COMPLETED(once=3), server.hold.set)  # else nobody would answer
+    engine.add_event_handler(Events.EPOCH_COMPLETED(once=3), server.hold.set)  # otherwise there would be no answer
     engine.run([0], max_epochs=3)
     assert [each["epoch"] for each in messages(server)] == [1]
 
@@ -186,7 +186,7 @@ def wait_until(condition):
         time.sleep(0.01)
 
 
-def test_more_alerts_than_can_wait_are_dropped_and_told_of_once(server):
+def test_more_alerts_than_can_wait_are_dropped_and_reported_once(server):
     engine = make_engine()
     Alert(webhook=server.address, events=[Events.ITERATION_COMPLETED], timeout=30).attach(engine)
     server.hold.clear()
@@ -209,7 +209,7 @@ def test_more_alerts_than_can_wait_are_dropped_and_told_of_once(server):
         (["/no/such/program"], "No such file or directory: '/no/such/program'"),
     ],
 )
-def test_a_command_that_fails_is_told_of_once_and_the_run_goes_on(command, error):
+def test_a_command_that_fails_is_reported_once_and_the_run_continues(command, error):
     engine = make_engine()
     Alert(command, events=[Events.EPOCH_COMPLETED], timeout=30).attach(engine)
     with capture_logs() as logs:
@@ -219,7 +219,7 @@ def test_a_command_that_fails_is_told_of_once_and_the_run_goes_on(command, error
     assert error in line["error"]
 
 
-def test_an_address_that_answers_with_an_error_is_told_of_without_its_secret(server):
+def test_an_address_that_answers_with_an_error_is_reported_without_its_secret(server):
     server.status = 500
     engine = make_engine()
     Alert(webhook=server.address, events=[Events.EPOCH_COMPLETED], timeout=30).attach(engine)
@@ -231,7 +231,7 @@ def test_an_address_that_answers_with_an_error_is_told_of_without_its_secret(ser
     assert "secret" not in str(line)
 
 
-def test_an_address_where_nobody_is_is_told_of(server):
+def test_an_address_without_a_server_is_reported(server):
     server.shutdown()
     server.server_close()
     engine = make_engine()
@@ -242,7 +242,7 @@ def test_an_address_where_nobody_is_is_told_of(server):
     assert "secret" not in str(logs)
 
 
-def test_an_address_that_cannot_be_asked_is_told_of_without_its_secret():
+def test_an_address_that_cannot_be_asked_is_reported_without_its_secret():
     engine = make_engine()
     Alert(webhook="http://127.0.0.1/the secret", timeout=30).attach(engine)
     with capture_logs() as logs:
@@ -273,7 +273,7 @@ def test_a_replay_alerts_nobody_unless_asked_to(tmp_path, server):
         assert [each["event"] for each in messages(server)] == events
 
 
-def test_its_thread_lives_as_long_as_there_is_something_to_tell(server):
+def test_its_thread_lives_as_long_as_there_is_something_to_report(server):
     alert, engine = Alert(webhook=server.address, timeout=30), make_engine()
     for number in (1, 2):
         alert.attach(engine)
@@ -283,7 +283,7 @@ def test_its_thread_lives_as_long_as_there_is_something_to_tell(server):
     wait_until(lambda: not [thread for thread in threading.enumerate() if thread.name == "alert"])
 
 
-def test_what_waits_when_it_is_detached_is_told(server):
+def test_what_waits_when_it_is_detached_is_reported(server):
     engine = make_engine()
     alert = Alert(webhook=server.address, events=[Events.ITERATION_COMPLETED], timeout=30).attach(engine)
     engine.add_event_handler(Events.ITERATION_COMPLETED(once=3), alert.detach, phase=3)

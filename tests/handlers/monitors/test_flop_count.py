@@ -1,4 +1,4 @@
-"""What is known of devices, batches and models, and the count itself; what becomes of it is in test_throughput."""
+"""Facts about devices, batches and models, and the count itself; its use is tested in test_throughput."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def test_peaks_are_found_by_the_whole_name(name, peak):
     assert peak_flops_of(name) == peak
 
 
-def test_shapes_tell_batches_apart_and_end_in_what_holds_itself():
+def test_shapes_distinguish_batches_and_end_in_what_holds_itself():
     class Own:
         def __init__(self, rows):
             self.x, self.me = torch.ones(rows, 2), self

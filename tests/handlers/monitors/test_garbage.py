@@ -6,8 +6,8 @@ from pulsetrain.engine import ConfigurationError, Events, Every
 from pulsetrain.engine.errors import RecordingError
 from pulsetrain.engine.recording.replay.playback import Replay
 from pulsetrain.handlers import EventRecorder, Garbage
-from tests.support.driving import make_engine
-from tests.support.small import loader, trainer
+from tests.support.engines import make_engine
+from tests.support.models import loader, trainer
 
 
 class Collections:
@@ -136,7 +136,7 @@ def test_detached_in_the_middle_of_a_run_it_gives_the_collector_back():
     assert seen == [(False, True), (True, False), (True, False)]
 
 
-def test_what_somebody_else_has_frozen_stays_frozen():
+def test_objects_frozen_by_others_stay_frozen():
     gc.freeze()
     before = gc.get_freeze_count()
     engine = make_engine(litter)

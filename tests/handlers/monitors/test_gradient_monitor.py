@@ -14,7 +14,7 @@ from pulsetrain.engine.backends import torch as torch_backend
 from pulsetrain.engine.errors import ConfigurationError, RecordingError
 from pulsetrain.engine.recording.replay.playback import Replay
 from pulsetrain.handlers import EventRecorder, GradientMonitor
-from tests.support.driving import make_engine
+from tests.support.engines import make_engine
 
 
 class Model(nn.Module):
@@ -185,7 +185,7 @@ def engine_with(engine, model):
     return engine
 
 
-def test_a_model_of_its_own_stands_in_for_the_engines():
+def test_a_model_of_its_own_replaces_the_engines():
     model = nn.Linear(1, 1)
     model.bias.grad = torch.tensor([2.0])
     engine = make_engine()
@@ -232,6 +232,6 @@ def test_wrong_arguments_are_refused_when_constructing(arguments, message):
         GradientMonitor(**arguments)
 
 
-def test_what_is_no_model_is_refused():
+def test_what_is_not_a_model_is_refused():
     with pytest.raises(TypeError, match=r"GradientMonitor\(model=int\): needs a torch.nn.Module"):
         GradientMonitor(model=3)

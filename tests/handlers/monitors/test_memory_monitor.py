@@ -14,7 +14,7 @@ from pulsetrain.engine.recording import EventLog
 from pulsetrain.engine.recording.replay.playback import Replay
 from pulsetrain.handlers import EventRecorder, MemoryMonitor
 from pulsetrain.handlers.monitors import memory_monitor
-from tests.support.driving import make_engine, subscriptions
+from tests.support.engines import make_engine, subscriptions
 
 RSS = "memory/host_rss_bytes"
 linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc/self/statm")
@@ -60,7 +60,7 @@ def test_little_growth_counts_in_the_end_where_the_share_is_small():
     assert len(anomalies) == 1
 
 
-def test_the_next_run_is_judged_anew():
+def test_the_next_run_is_evaluated_again():
     engine = make_engine()
     numbers = iter(range(100, 200))
     MemoryMonitor(Every(iterations=1), 3, 0.0, read=lambda: {"memory/x": float(next(numbers))}).attach(engine)
@@ -110,7 +110,7 @@ def test_the_host_reading_is_the_kernels():
     assert seen[-1][RSS] == pytest.approx(kilobytes * 1024, rel=0.05)
 
 
-def test_where_the_kernel_does_not_tell_it_is_the_peak(monkeypatch):
+def test_where_the_kernel_does_not_report_it_is_the_peak(monkeypatch):
     def no_file(*_, **__):
         raise FileNotFoundError
 
@@ -198,6 +198,6 @@ def test_wrong_arguments_are_refused_when_constructing(arguments, message):
         MemoryMonitor(**arguments)
 
 
-def test_what_is_no_cadence_is_refused():
+def test_what_is_not_a_cadence_is_refused():
     with pytest.raises(TypeError, match=r"MemoryMonitor\(every=50\): needs an Every"):
         MemoryMonitor(50)

@@ -83,7 +83,7 @@ def test_a_watched_run_ends_with_the_same_weights(tmp_path, plain):
     assert {path.name for path in tmp_path.iterdir()} >= {"profile", "samples", "metrics.csv"}
 
 
-def test_a_run_that_fails_and_goes_on_ends_with_them_and_repeats_what_it_had_told(tmp_path, plain):
+def test_a_run_that_fails_and_continues_ends_with_them_and_repeats_what_it_had_reported(tmp_path, plain):
     trainer = make_trainer(tmp_path)
 
     @trainer.on(Events.ITERATION_COMPLETED(once=11))

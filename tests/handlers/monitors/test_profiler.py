@@ -11,7 +11,7 @@ from pulsetrain.engine import Engine, Events
 from pulsetrain.engine.errors import ConfigurationError, RecordingError, RunFolderError
 from pulsetrain.engine.recording.replay.playback import Replay
 from pulsetrain.handlers import EventRecorder, Profiler
-from tests.support.driving import make_engine, subscriptions
+from tests.support.engines import make_engine, subscriptions
 
 
 def make(step=lambda iteration: None, bus=None):
@@ -50,7 +50,7 @@ def test_the_trace_holds_the_windows_iterations_and_what_they_computed(tmp_path)
 
 
 @pytest.mark.parametrize("begins", [2, 50])
-def test_behind_its_window_and_its_run_it_hears_nothing_of_an_iteration_until_the_next_run(begins, tmp_path):
+def test_after_its_window_and_its_run_it_receives_nothing_of_an_iteration_until_the_next_run(begins, tmp_path):
     engine = make()
     Profiler(tmp_path, start=begins, iterations=2, warmup=1).attach(engine)
     heard = []
@@ -76,7 +76,7 @@ def test_without_a_warm_up_it_may_begin_with_the_first(tmp_path):
     assert marks(trace(tmp_path, 1), "iteration") == [1, 2]
 
 
-def test_a_run_that_goes_on_is_profiled_by_its_own_iterations(tmp_path):
+def test_a_resumed_run_is_profiled_by_its_own_iterations(tmp_path):
     engine = make()
     engine.state.iteration, engine.state.epoch = 10, 1
     engine.state.max_epochs, engine.state.epoch_length = 2, 10
@@ -153,7 +153,7 @@ def test_memory_and_stacks_are_in_the_trace_where_asked_for(tmp_path):
     assert any("test_profiler.py" in name for name in names)
 
 
-def test_detached_inside_the_window_it_leaves_nothing_behind(tmp_path):
+def test_detached_inside_the_window_it_leaves_nothing(tmp_path):
     engine = make()
     profiler = Profiler(tmp_path, start=2, iterations=50, warmup=0).attach(engine)
     engine.on(Events.ITERATION_COMPLETED(once=4))(profiler.detach)

@@ -15,7 +15,7 @@ from pulsetrain.engine.data import rng
 from pulsetrain.engine.errors import ConfigurationError, RecordingError, RunFolderError
 from pulsetrain.engine.recording.replay.playback import Replay
 from pulsetrain.handlers import EMA, EventRecorder, SampleText
-from tests.support.driving import make_engine, subscriptions
+from tests.support.engines import make_engine, subscriptions
 
 
 class Writer(nn.Module):
@@ -87,7 +87,7 @@ def test_the_end_is_written_once_and_a_cadence_of_its_own_is_not_needed(tmp_path
     assert sample.texts == [files(tmp_path)["iteration-00000008.txt"].rstrip("\n")]
 
 
-def test_a_run_that_goes_on_writes_over_what_comes_again(tmp_path):
+def test_a_resumed_run_writes_over_repeated_text(tmp_path):
     for _ in range(2):
         engine = make_engine_with(Writer())
         SampleText("a", tmp_path, Every(iterations=2), length=3).attach(engine)
@@ -113,7 +113,7 @@ def test_generators_modes_and_gradients_are_left_as_they_were():
     assert after["torch"].equal(before["torch"])
 
 
-def test_a_generate_that_fails_leaves_them_too_and_the_run_goes_on():
+def test_a_generate_that_fails_leaves_them_too_and_the_run_continues():
     model = Writer()
     engine = make_engine_with(model)
 
@@ -142,7 +142,7 @@ def test_a_trainer_ends_with_the_same_weights_and_writes_with_those_that_it_vali
     assert sampled.model.seen[-1][3] == averaged != sampled.model.weight.weight.item()
 
 
-def test_a_function_with_tokens_of_its_own_stands_in_for_the_models_method():
+def test_a_function_with_tokens_of_its_own_replaces_the_models_method():
     def generate(tokens, length, *, temperature, generator):
         assert isinstance(generator, torch.Generator)
         return [tokens[-1] + 1] * length + [int(temperature * 10)]
@@ -161,7 +161,7 @@ def test_a_function_with_tokens_of_its_own_stands_in_for_the_models_method():
     assert sample.texts == ["ab<99><99><5>"]
 
 
-def test_what_is_no_text_asks_for_decode():
+def test_what_is_not_a_text_asks_for_decode():
     engine = make_engine()
     SampleText("ab", every=None, generate=lambda *_, **__: [1, 2]).attach(engine)
     with capture_logs() as logs:

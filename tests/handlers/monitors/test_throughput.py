@@ -14,7 +14,7 @@ from pulsetrain.engine.recording import EventLog
 from pulsetrain.engine.recording.replay.playback import Replay
 from pulsetrain.handlers import EventRecorder, Throughput
 from pulsetrain.handlers.monitors.flop_count import shapes_of
-from tests.support.driving import make_engine, validated
+from tests.support.engines import make_engine, validated
 
 ROWS, BATCH, INPUTS, OUTPUTS = 32, 4, 6, 3
 
@@ -29,7 +29,7 @@ def make_trainer(*handlers, model=None, rows=ROWS, epochs=1, optimizer="sgd", **
 
 
 def published(engine):
-    """What is published under "throughput/" from now on, by names without that."""
+    """Metrics published under "throughput/" from now on, by names without the prefix."""
     seen = []
 
     @engine.on(Events.METRICS_LOGGED)
@@ -165,7 +165,7 @@ def test_the_optimizers_own_operations_are_no_part_of_them():
     assert list(throughput._flops_of.values()) == [2 * 2 * BATCH * INPUTS * OUTPUTS]
 
 
-def test_flops_per_sample_stands_in_for_counting(clock):
+def test_flops_per_sample_replaces_counting(clock):
     throughput = Throughput(Every(iterations=4), flops_per_sample=100.0, peak_flops=4e3, clock=clock)
     trainer = make_trainer(throughput)
     trainer.on(Events.ITERATION_STARTED)(lambda: setattr(clock, "now", clock.now + 0.5))
@@ -196,7 +196,7 @@ def test_each_shape_of_batch_is_counted_once():
     assert sorted(throughput._flops_of.values()) == [full // BATCH, full]
 
 
-def test_another_model_is_counted_anew():
+def test_another_model_is_counted_again():
     throughput = Throughput()
     counted = []
     for outputs in (OUTPUTS, 2 * OUTPUTS):
@@ -270,7 +270,7 @@ def test_a_device_that_is_not_known_has_no_share_and_it_is_said_once():
     assert len([log for log in logs if "peak_flops=" in log["event"]]) == 1
 
 
-def test_a_step_that_fails_while_it_is_counted_leaves_nothing_behind():
+def test_a_step_that_fails_while_it_is_counted_leaves_nothing():
     model = nn.Linear(INPUTS, OUTPUTS)
     throughput = Throughput()
     trainer = make_trainer(throughput, model=model)
@@ -283,7 +283,7 @@ def test_a_step_that_fails_while_it_is_counted_leaves_nothing_behind():
     assert len(throughput._flops_of) == 1
 
 
-def test_one_that_is_detached_in_mid_step_leaves_nothing_behind():
+def test_one_that_is_detached_in_mid_step_leaves_nothing():
     model = nn.Linear(INPUTS, OUTPUTS)
     throughput = Throughput()
     trainer = make_trainer(throughput, model=model)
@@ -327,7 +327,7 @@ def test_wrong_numbers_are_refused_when_constructing(name, value):
         Throughput(**{name: value})
 
 
-def test_what_is_no_cadence_is_refused():
+def test_what_is_not_a_cadence_is_refused():
     with pytest.raises(TypeError, match=r"Throughput\(every=5\): needs an Every"):
         Throughput(5)
 
@@ -346,7 +346,7 @@ def test_where_activations_are_recomputed_that_is_counted_and_the_share_has_the_
     assert counted["0"] - counted[None] == 2 * BATCH * INPUTS * 16
 
 
-def test_an_interruption_in_mid_count_leaves_nothing_behind():
+def test_an_interruption_in_mid_count_leaves_nothing():
     throughput = Throughput()
     trainer = make_trainer(throughput)
     trainer.on(Events.ITERATION_STARTED(once=1))(trainer.interrupt)

@@ -89,7 +89,7 @@ def test_ten_sets_differ_in_more_than_colour():
     assert legend(one_panel(train=[(1, 3.0)], **sets)) == ["train", *sets]
 
 
-def test_a_label_has_one_style_in_all_panels_and_stands_in_the_legend_once():
+def test_a_label_has_one_style_in_all_panels_and_is_in_the_legend_once():
     a, b = [(1, 0.5), (2, 0.6)], [(1, 0.1), (2, 0.2)]
     figure = figures.curves([Panel("accuracy", "accuracy", {"val": a, "code": b}), Panel("f1", "f1", {"code": a})])
     first, second = figure.axes

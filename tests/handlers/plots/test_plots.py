@@ -9,8 +9,8 @@ from pulsetrain.engine.events.payloads import MediaLogged
 from pulsetrain.engine.recording.replay.playback import Replay
 from pulsetrain.handlers import EventRecorder, Plots
 from pulsetrain.handlers.plots.curves import MAX_LAYERS, MAX_PANELS, RunCurves
-from tests.support import warm_python
-from tests.support.driving import (
+from tests.support import programs
+from tests.support.engines import (
     log,
     log_each_iteration,
     make_engine,
@@ -19,7 +19,7 @@ from tests.support.driving import (
     validate_each_epoch,
     validated,
 )
-from tests.support.small import loader, regression_model, trainer
+from tests.support.models import loader, regression_model, trainer
 
 
 def drawn(tmp_path, kind="png"):
@@ -217,7 +217,7 @@ def test_no_other_engine_of_the_bus_mixes_its_curves_in(tmp_path):
     "value",
     [[[1, 2, 3], [4, 5, 6]], [1, 2], [[-1, 0], [0, 1]], [[math.nan, 0], [0, 1]], "matrix", {"shape": [2, 2]}, []],
 )
-def test_what_is_no_confusion_matrix_is_left_out(tmp_path, value):
+def test_what_is_not_a_confusion_matrix_is_left_out(tmp_path, value):
     engine = make_engine()
     plots = Plots(tmp_path).attach(engine)
     media(engine, "val/confusion_matrix", value)
@@ -335,7 +335,7 @@ def test_pyplot_and_even_matplotlib_are_left_alone(tmp_path):
         "plots.attach(Engine(lambda engine, batch: None)); plots.draw(); "
         "print(before, 'matplotlib.pyplot' in sys.modules)"
     )
-    done = warm_python.run("-c", code)
+    done = programs.run("-c", code)
     assert done.stdout.split() == ["False", "False"], done.stderr
 
 

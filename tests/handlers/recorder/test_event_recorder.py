@@ -16,7 +16,7 @@ from pulsetrain.engine.events.payloads import GradientsReady
 from pulsetrain.engine.recording import EventLog
 from pulsetrain.handlers import EventRecorder
 from pulsetrain.handlers.recorder.log_session import BATCH
-from tests.support.driving import UpdatingEngine, log, make_engine, validated
+from tests.support.engines import UpdatingEngine, log, make_engine, validated
 from tests.support.recordings import recorded, types
 
 
@@ -72,7 +72,7 @@ def test_a_line_says_what_when_and_where(tmp_path):
     assert {"payload": {"learning_rates": [1.0], "optimizer": ""}}.items() <= recorded(tmp_path)[3].items()
 
 
-def test_an_event_fired_by_a_receiver_stands_behind_its_cause_whenever_the_receiver_was_registered(tmp_path):
+def test_an_event_fired_by_a_receiver_comes_after_its_cause_whenever_the_receiver_was_registered(tmp_path):
     engine = make_engine()
     engine.register_events(*Custom)
     for phase in (Phase.COMPUTE, Phase.PERSIST):
@@ -299,6 +299,6 @@ def test_an_empty_bus_can_be_recorded(tmp_path):
 
 
 @pytest.mark.parametrize("every", [0, -1, 1.5, True])
-def test_a_sampling_that_is_no_positive_whole_number_is_refused(tmp_path, every):
+def test_a_sampling_that_is_not_a_positive_whole_number_is_refused(tmp_path, every):
     with pytest.raises(ValueError, match=r"EventRecorder\(every=.*needs a whole number of at least 1"):
         EventRecorder(tmp_path, every=every)

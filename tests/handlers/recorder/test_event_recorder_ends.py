@@ -1,4 +1,4 @@
-"""What is recorded where a run fails, is stopped or killed, and where the log goes on behind that."""
+"""What is recorded when a run fails, is stopped or killed, and how the log continues after that."""
 
 import contextlib
 import shutil
@@ -11,7 +11,7 @@ from pulsetrain.engine import Engine, Events, Phase
 from pulsetrain.engine.events.payloads import CheckpointLoaded
 from pulsetrain.engine.recording import EventLog
 from pulsetrain.handlers import EventRecorder
-from tests.support.driving import log, make_engine
+from tests.support.engines import log, make_engine
 from tests.support.recordings import recorded, types
 
 
@@ -61,7 +61,7 @@ def test_a_terminated_run_is_written_to_its_end(tmp_path):
     assert recorded(tmp_path)[-1]["payload"] == {"reason": "enough"}
 
 
-def test_a_log_that_is_there_is_continued_and_a_cut_line_told(tmp_path):
+def test_a_log_that_is_there_is_continued_and_a_cut_line_reported(tmp_path):
     for _ in range(2):
         engine = make_engine()
         recorder = EventRecorder(tmp_path).attach(engine)
@@ -106,7 +106,7 @@ def test_a_process_killed_in_the_event_in_which_it_saved_leaves_that_event_with_
     assert [found] == expected
 
 
-def test_behind_a_checkpoint_the_log_goes_on_and_what_comes_again_is_superseded(tmp_path):
+def test_after_a_checkpoint_the_log_continues_and_repeated_events_supersede_earlier_ones(tmp_path):
     engine = make_engine()
     recorder = EventRecorder(tmp_path).attach(engine)
     log(engine, {"train/loss": 1.0})
@@ -130,7 +130,7 @@ def test_behind_a_checkpoint_the_log_goes_on_and_what_comes_again_is_superseded(
     assert [event.payload["metrics"]["train/loss"] for event in everything] == [1.0, 2.0, 3.0, 2.0, 2.0]
 
 
-def test_a_run_that_goes_on_in_another_folder_counts_on(tmp_path):
+def test_a_resumed_run_in_another_folder_counts_on(tmp_path):
     engine = make_engine()
     recorder = EventRecorder(tmp_path / "a").attach(engine)
     for loss in (1.0, 2.0):
@@ -149,7 +149,7 @@ def test_a_run_that_goes_on_in_another_folder_counts_on(tmp_path):
     ]
 
 
-def test_behind_a_failure_that_somebody_took_values_from_a_device_are_recorded_as_before(tmp_path):
+def test_after_a_handled_failure_values_from_a_device_are_recorded_as_before(tmp_path):
     engine = make_engine(lambda i: {"loss": torch.tensor(float(i))})
     evaluator = Engine(lambda engine, batch: {"loss": torch.tensor(1.0)}, name="evaluator", bus=engine.bus)
     evaluator.state.metrics = {"accuracy": 0.5}

@@ -1,4 +1,4 @@
-"""The recorder goes on, and loses nothing, whatever it is given and wherever it is attached."""
+"""The recorder continues and loses nothing, whatever it is given and wherever it is attached."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_an_output_that_cannot_be_looked_at_is_summarised(output: Any, tmp_path:
     assert "__type__" in str(found[0])
 
 
-def test_an_event_whose_name_is_no_text_is_recorded_under_another(tmp_path: Path):
+def test_an_event_whose_name_is_not_a_text_is_recorded_under_another(tmp_path: Path):
     trainer = Engine(lambda engine, batch: engine.fire("odd\udc80"), name="trainer")
     trainer.register_events("odd\udc80")
     EventRecorder(tmp_path).attach(trainer)
@@ -44,7 +44,7 @@ def test_an_event_whose_name_is_no_text_is_recorded_under_another(tmp_path: Path
     assert len(list(EventLog(tmp_path).read(event="odd\\udc80"))) == 2
 
 
-def test_attached_in_mid_run_the_log_goes_on_to_the_outer_runs_end(tmp_path: Path):
+def test_attached_in_mid_run_the_log_continues_to_the_outer_runs_end(tmp_path: Path):
     trainer = Engine(lambda engine, batch: 0.5, name="trainer")
     evaluator = Engine(lambda engine, batch: 1.0, name="evaluator", bus=trainer.bus)
     recorder = EventRecorder(tmp_path)
@@ -63,7 +63,7 @@ def test_attached_in_mid_run_the_log_goes_on_to_the_outer_runs_end(tmp_path: Pat
     assert next(log.read(engine="trainer", event="completed"), None) is not None
 
 
-def test_a_run_that_begins_anew_where_one_was_killed_supersedes_it(tmp_path: Path):
+def test_a_run_that_starts_over_where_one_was_killed_supersedes_it(tmp_path: Path):
     def run(batches: Any) -> None:
         trainer = Engine(lambda engine, batch: float(batch), name="trainer")
         EventRecorder(tmp_path / "run").attach(trainer)

@@ -17,8 +17,8 @@ from pulsetrain.engine import ConfigurationError, Events, Every
 from pulsetrain.engine.recording import EventLog
 from pulsetrain.handlers import EventRecorder, Fingerprints
 from pulsetrain.handlers.recorder.fingerprints import BatchFingerprint, FingerprintEvents, StateFingerprint
-from tests.support.driving import make_engine
-from tests.support.small import trainer
+from tests.support.engines import make_engine
+from tests.support.models import trainer
 
 
 def record(folder: Path, disturb: Any = None, **options: Any) -> EventLog:
@@ -41,7 +41,7 @@ def test_two_equal_runs_have_equal_fingerprints_and_one_for_each_update_and_batc
     for event in ("state_fingerprinted", "batch_fingerprinted"):
         assert taken(a, event) == taken(b, event)
         assert len(taken(a, event)) == 10
-        assert len({str(each) for each in taken(a, event)}) == 10  # each is another
+        assert len({str(each) for each in taken(a, event)}) == 10  # all are different
 
 
 @pytest.mark.parametrize("part", ["weights", "buffers", "optimizer", "rng"])
@@ -168,7 +168,7 @@ def test_small_whole_numbers_do_not_cancel_each_other():
     assert len(set(digests)) == len(digests)
 
 
-def test_where_a_tensor_stands_counts():
+def test_the_position_of_a_tensor_counts():
     a, b = torch.tensor([1.0, 2.0]), torch.tensor([3.0])
     assert state_of(a, b) != state_of(b, a)
     assert batch_of([a, b]) != batch_of([a.flip(0), b])

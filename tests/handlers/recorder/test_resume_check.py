@@ -89,7 +89,7 @@ def test_the_end_of_a_finished_run_is_compared_too(tmp_path: Path):
     assert run.handlers[1].resume_check.waiting is False
 
 
-def test_an_event_that_does_not_come_again_is_a_difference(tmp_path: Path):
+def test_an_event_that_is_not_repeated_is_a_difference(tmp_path: Path):
     first = make(tmp_path)
     first.register_events("spike_seen")
     first.add_event_handler(Events.ITERATION_COMPLETED(once=16), lambda engine: engine.fire("spike_seen"))
@@ -116,7 +116,7 @@ def test_of_several_attempts_the_longest_counts(tmp_path: Path):
     done = "iteration_completed"
     for event in logged([(done, 4, 9.0), (done, 5, 1.0), (done, 6, 2.0)]):
         writer.add(event)
-    writer.rewind(after=0, ord=1, seq=3, t=0)  # from the checkpoint behind the first
+    writer.rewind(after=0, ord=1, seq=3, t=0)  # from the checkpoint after the first
     for event in logged([(done, 5, 1.0)], seq=4, ord=1):
         writer.add(event)
     writer.rewind(after=-1, ord=0, seq=5, t=0)  # from one before

@@ -14,8 +14,8 @@ from pulsetrain.handlers import EventRecorder
 from pulsetrain.handlers.run_files import run_file as module
 from pulsetrain.handlers.run_files.run_file import note_start, run_facts, write_run_file
 from pulsetrain.handlers.run_files.run_folder import replace_file
-from tests.support.driving import make_engine
-from tests.support.small import trainer
+from tests.support.engines import make_engine
+from tests.support.models import trainer
 
 
 def run_file(folder):
@@ -34,7 +34,7 @@ def test_a_recorded_run_says_what_it_was_made_with(tmp_path):
     assert [start["iteration"] for start in facts["starts"]] == [0]
 
 
-def test_a_run_that_goes_on_adds_a_start_and_changes_nothing_else(tmp_path):
+def test_a_resumed_run_adds_a_start_and_changes_nothing_else(tmp_path):
     for _ in range(2):
         engine = make_engine()
         recorder = EventRecorder(tmp_path).attach(engine)
@@ -48,7 +48,7 @@ def test_a_run_that_goes_on_adds_a_start_and_changes_nothing_else(tmp_path):
     assert len(starts) == 2
 
 
-def test_a_validation_is_no_start(tmp_path):
+def test_a_validation_is_not_a_start(tmp_path):
     engine = make_engine()
     evaluator = Engine(lambda engine, batch: None, name="evaluator", bus=engine.bus)
     engine.add_event_handler(Events.EPOCH_COMPLETED, lambda: evaluator.run([0]))
@@ -108,7 +108,7 @@ def test_rank_0_writes_for_all(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"[1", b"5", b'"\xff"', b"", b'{"starts": 5}'])
-def test_a_file_that_says_nothing_is_written_anew(tmp_path, content):
+def test_a_file_that_says_nothing_is_written_again(tmp_path, content):
     (tmp_path / "run.json").write_bytes(content)
     note_start(tmp_path, make_engine(), 3)
     assert [start["iteration"] for start in run_file(tmp_path)["starts"]] == [3]

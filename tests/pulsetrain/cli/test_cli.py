@@ -15,7 +15,7 @@ import torch
 
 from pulsetrain.cli import main
 from pulsetrain.engine.checkpoint import CheckpointManager, find_checkpoints
-from tests.support.command_line import files, train
+from tests.support.programs_command_line import files, train
 
 
 def weights(run: str | Path) -> dict[str, Any]:
@@ -195,7 +195,7 @@ class TestBadInput:
         assert train("--data.init_args.features", "3") == 2
         assert "given inputs float32 (4, 3), targets float32 (4, 1)" in capsys.readouterr().err
 
-    def test_the_traceback_is_there_for_who_asks(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_the_traceback_is_shown_on_request(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert train("--model.init_args.width", "7", "--traceback") == 2
         output = capsys.readouterr().err
         assert "model.py" in output
@@ -209,7 +209,7 @@ class TestBadInput:
             assert train("--run", run) == 0
         assert (folder / "mine" / "run" / "notes.txt").exists()
 
-    def test_a_metric_that_never_comes_is_said_at_the_first_validation(
+    def test_a_missing_metric_is_reported_at_the_first_validation(
         self, folder: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         handlers = "[{class_path: EarlyStopping, init_args: {metric: val/accuracy}}, CSVLogger]"
@@ -220,7 +220,7 @@ class TestBadInput:
         )
         assert output[2:] == ["run folder runs/tiny-1: keeps the results up to the error"]
 
-    def test_a_failure_right_behind_a_rewind_keeps_the_run(
+    def test_a_failure_right_after_a_rewind_keeps_the_run(
         self, folder: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         (folder / "spoil.py").write_text(
@@ -264,7 +264,9 @@ class TestBadInput:
 
 
 class TestResuming:
-    def test_latest_goes_on_with_the_last_number(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_latest_resumes_the_run_with_the_last_number(
+        self, folder: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         assert train("--training.max_epochs", "4") == 0
         assert train() == 0
         assert train("--resume", "latest", "--training.max_epochs", "4") == 0
@@ -275,20 +277,18 @@ class TestResuming:
         )
         assert "max_epochs: 2" in (folder / "runs" / "tiny-2" / "config.yaml").read_text()
 
-    def test_an_unchanged_configuration_is_not_spoken_of(
-        self, folder: Path, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_an_unchanged_configuration_is_not_reported(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert train() == train("--resume", "latest") == 0
         assert "changed" not in capsys.readouterr().err
 
     @pytest.mark.parametrize("words", [[], ["--run", "fixed"]])
-    def test_latest_starts_where_there_is_nothing_yet(
+    def test_latest_starts_a_run_if_there_is_none(
         self, words: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         assert train("--resume", "latest", *words) == 0
         assert "which has no checkpoint yet: starting from the beginning" in capsys.readouterr().err
 
-    def test_a_run_that_saved_nothing_begins_anew_under_the_present_configuration(self, folder: Path) -> None:
+    def test_a_run_without_a_checkpoint_starts_over_under_the_present_configuration(self, folder: Path) -> None:
         (folder / "fixed" / "checkpoints").mkdir(parents=True)
         (folder / "fixed" / "config.yaml").write_text("training: {seed: 99}\n")
         assert train("--run", "fixed", "--resume", "latest") == 0

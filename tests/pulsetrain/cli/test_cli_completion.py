@@ -1,4 +1,4 @@
-"""`pulsetrain completion`: what a shell offers with the script."""
+"""`pulsetrain completion`: the completions that a shell offers with the script."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_other_shells_read_their_script(shell: str, capsys: pytest.CaptureFixtur
         subprocess.run([shell, "-n", str(tmp_path / "script")], check=True, timeout=30)
 
 
-def test_a_shell_that_is_not_known_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_unknown_shell_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["completion", "powershell"]) == 2
     assert "choose from 'bash', 'zsh', 'fish'" in capsys.readouterr().err
 

@@ -1,4 +1,4 @@
-"""`pulsetrain config`: what it prints is what the run would have, and gives the same run."""
+"""`pulsetrain config`: it prints the configuration of the run, and training from its output gives the same run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pulsetrain import TrainingConfig
 from pulsetrain.cli import main
 from pulsetrain.configuration.parse import STANDARD_HANDLERS, load_yaml
 from pulsetrain.engine.checkpoint import CheckpointManager
-from tests.support.command_line import files, train
+from tests.support.programs_command_line import files, train
 
 ODD = """
 import torch

@@ -57,7 +57,7 @@ def said(commands: Commands, line: str) -> str:
 
 
 class Pipe(io.StringIO):
-    """Standard input with these bytes in it."""
+    """Standard input that contains these bytes."""
 
     def __init__(self, content: bytes) -> None:
         super().__init__()
@@ -194,13 +194,13 @@ class TestPipe:
         assert piped(monkeypatch, run, "quit\nnext\n") == 0
         assert "seq 0" not in capsys.readouterr().out
 
-    def test_a_line_that_cannot_be_done_is_told_and_shows_in_the_status(self, run, monkeypatch, capsys):
+    def test_a_line_that_fails_is_reported_and_shows_in_the_status(self, run, monkeypatch, capsys):
         assert piped(monkeypatch, run, "nxt\nnext\n") == 2
         output = capsys.readouterr()
         assert "did you mean 'next'" in output.err
         assert "seq 0" in output.out
 
-    def test_bytes_that_are_no_text(self, run, monkeypatch, capsys):
+    def test_bytes_that_are_not_text(self, run, monkeypatch, capsys):
         draw = random.Random(1)
         junk = b"\n".join(draw.randbytes(draw.randrange(80)) for _ in range(200))
         assert piped(monkeypatch, run, junk) == 2
@@ -215,7 +215,7 @@ class TestPipe:
         assert "\nseq 18: trainer's exception_raised" in out
         assert "\x1b" not in out
 
-    def test_a_damaged_log_is_told_and_shows_in_the_status(self, run, monkeypatch, capsys):
+    def test_a_damaged_log_is_reported_and_shows_in_the_status(self, run, monkeypatch, capsys):
         sealed = run / "events" / "events.jsonl.zst"
         content = bytearray(sealed.read_bytes())
         content[-300] ^= 1
@@ -223,7 +223,7 @@ class TestPipe:
         assert piped(monkeypatch, run, "next\ncontinue") == 3
         assert "damaged" in capsys.readouterr().err
 
-    def test_another_engine_than_there_is(self, run, monkeypatch):
+    def test_an_engine_that_does_not_exist(self, run, monkeypatch):
         with pytest.raises(Exception, match="there are trainer"):
             piped(monkeypatch, run, "", "--engine", "generator")
 
@@ -235,7 +235,7 @@ class TestPipe:
 
 
 class Terminal:
-    """A terminal on which keys are pressed."""
+    """A terminal with simulated key presses."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, commands: Commands) -> None:
         self.commands, self._monkeypatch = commands, monkeypatch
@@ -279,11 +279,11 @@ class TestTerminal:
             found = {each.text: each.start_position for each in completer.get_completions(Document(text), None)}
             assert found[word] == -len(text.rpartition(" ")[2])
 
-    def test_what_cannot_be_done_is_no_end_and_no_status(self, terminal, capsys):
+    def test_a_command_that_fails_neither_ends_the_prompt_nor_sets_the_status(self, terminal, capsys):
         assert terminal.type("nothing\rnext\rquit\r") == 0
         assert "\nseq 0: " in capsys.readouterr().out
 
-    def test_the_history_lies_in_the_users_folder(self, terminal, tmp_path):
+    def test_the_history_is_in_the_users_folder(self, terminal, tmp_path):
         terminal.type("goto iteration 7\r\x04")
         terminal.type("next\r\x04")
         kept = (tmp_path / "state" / "pulsetrain" / "debug_history").read_text(encoding="utf-8")
@@ -294,7 +294,7 @@ class TestTerminal:
         monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "file"))
         assert terminal.type("next\r\x04") == 0
 
-    def test_ctrl_c_breaks_off_a_command(self, terminal, monkeypatch, capsys):
+    def test_ctrl_c_interrupts_a_command(self, terminal, monkeypatch, capsys):
         def interrupted() -> None:
             raise KeyboardInterrupt
 
@@ -304,7 +304,7 @@ class TestTerminal:
         assert "interrupted" in out
         assert "\nseq 0: " in out
 
-    def test_its_absence_names_the_extra(self, terminal, monkeypatch):
+    def test_if_it_is_missing_the_extra_is_named(self, terminal, monkeypatch):
         monkeypatch.setitem(sys.modules, "prompt_toolkit", None)
         with pytest.raises(ConfigurationError, match=r"pulsetrain\[debug\]"):
             terminal.converse()

@@ -13,8 +13,8 @@ import torch
 
 from pulsetrain.cli import main
 from pulsetrain.handlers.crash.crash_bundle import read_bundle
-from tests.support import warm_python
-from tests.support.command_line import train
+from tests.support import programs
+from tests.support.programs_command_line import train
 
 HANDLERS = "[EventRecorder, CrashBundle, {class_path: Checkpointer, init_args: {every: {iterations: 1}}}]"
 STRATEGY = """
@@ -39,7 +39,7 @@ def planted(row: int):
 
 
 class Pipe(io.StringIO):
-    """Standard input with this text in it."""
+    """Standard input that contains this text."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def words(row: int, handlers: str) -> list[str]:
 
 
 def crash(row: int = 21, *more: str, handlers: str = HANDLERS) -> str:
-    """What the failing command says."""
+    """The output of the failing command."""
     with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()) as output:
         assert train(*words(row, handlers), *more) == 1
     return output.getvalue()
@@ -69,7 +69,7 @@ def debug(path: str | Path, lines: str, *more: str) -> tuple[int, str]:
 
 @pytest.fixture
 def failed(folder: Path) -> Path:
-    """A run whose row 21 is NaN; none of the first batches has it."""
+    """A run whose row 21 is NaN; the first batches do not contain it."""
     crash()
     return folder / "failed"
 
@@ -79,21 +79,21 @@ def bundle_in(run: Path) -> Path:
     return found
 
 
-def test_a_command_that_failed_names_the_bundle_and_another_opens_it(folder: Path) -> None:
-    done = warm_python.run("-m", "pulsetrain", "train", "config.yaml", *words(21, HANDLERS))
+def test_a_failed_command_names_the_bundle_and_debug_opens_it(folder: Path) -> None:
+    done = programs.run("-m", "pulsetrain", "train", "config.yaml", *words(21, HANDLERS))
     assert done.returncode == 1
     output, path = done.stderr, bundle_in(Path("failed"))
     assert "pulsetrain: error: IndexError: the loss is NaN" in output
     assert f"crash bundle: {path}" in output
     assert f"pulsetrain debug {path} opens the crash bundle" in output
     assert not Path("failed/crash.txt").exists()
-    opened = warm_python.run("-m", "pulsetrain", "debug", path, text="batch\ntraceback\n")
+    opened = programs.run("-m", "pulsetrain", "debug", path, text="batch\ntraceback\n")
     assert opened.returncode == 0
     assert "1 NaN, in rows" in opened.stdout
     assert opened.stdout.splitlines()[-1] == "given inputs float32 (4, 4), targets float32 (4, 1)"
 
 
-def test_it_opens_right_before_the_fault_with_everything_at_hand(failed: Path) -> None:
+def test_it_opens_right_before_the_fault_with_everything_available(failed: Path) -> None:
     bundle = read_bundle(bundle_in(failed))
     row = bundle.rows.index(21) if bundle.rows else -1
     lines = f"traceback\nlocals 1\nbatch\nbatch {row}\nnorms\nevents 1\n"
@@ -111,7 +111,7 @@ def test_it_opens_right_before_the_fault_with_everything_at_hand(failed: Path) -
     assert f"checkpoint {bundle.facts['iteration'] - 1:09d}-checkpoint" in output  # its run's, not the bundle's
 
 
-def test_the_batch_is_the_one_that_the_run_would_train_on(failed: Path) -> None:
+def test_the_batch_is_the_one_the_run_would_train_on(failed: Path) -> None:
     bundle = read_bundle(bundle_in(failed))
     inputs, _ = bundle.batch
     assert inputs.isnan().any(1).nonzero().flatten().tolist() == [(bundle.rows or []).index(21)]
@@ -119,13 +119,13 @@ def test_the_batch_is_the_one_that_the_run_would_train_on(failed: Path) -> None:
     assert torch.equal(state[1], torch.ones(4, 1))
 
 
-def test_the_run_itself_has_its_bundle_at_hand(failed: Path) -> None:
+def test_the_run_itself_offers_its_bundle(failed: Path) -> None:
     status, output = debug(failed, "batch\n")
     assert status == 0
     assert "rows of the dataset: " in output
 
 
-def test_a_bundle_that_was_taken_elsewhere_opens_with_its_own_events(failed: Path, tmp_path: Path) -> None:
+def test_a_bundle_that_was_moved_opens_with_its_own_events(failed: Path, tmp_path: Path) -> None:
     moved = Path(shutil.move(bundle_in(failed), tmp_path / "sent"))
     status, output = debug(moved, "batch\nback to iteration_completed\n")
     assert status == 0
@@ -138,7 +138,7 @@ def test_a_bundle_that_was_taken_elsewhere_opens_with_its_own_events(failed: Pat
     )
 
 
-def test_a_crash_that_the_run_got_over_opens_too(failed: Path, folder: Path) -> None:
+def test_a_crash_that_the_run_survived_opens_too(failed: Path, folder: Path) -> None:
     path = bundle_in(failed)
     assert "IndexError" in crash(21, "--resume=latest", "--data.init_args.row=0")
     folders = sorted((failed / "crash").iterdir())
@@ -150,7 +150,7 @@ def test_a_crash_that_the_run_got_over_opens_too(failed: Path, folder: Path) -> 
     assert f"crash bundle {next(each for each in folders if each != path)}" in debug(failed, "")[1]
 
 
-def test_without_a_recorder_the_bundle_tells_the_events(folder: Path) -> None:
+def test_without_a_recorder_the_bundle_contains_the_events(folder: Path) -> None:
     crash(handlers="[CrashBundle]")
     status, output = debug(bundle_in(Path("failed")), "goto start\nnext to iteration_completed\nstate\n")
     assert status == 0
@@ -165,13 +165,13 @@ def test_without_a_recorder_the_bundle_tells_the_events(folder: Path) -> None:
         ("norms weight", "norms weight: choose one of weights, gradients, optimizer"),
     ],
 )
-def test_wrong_words_are_said(line: str, message: str, failed: Path) -> None:
+def test_wrong_arguments_are_reported(line: str, message: str, failed: Path) -> None:
     status, output = debug(bundle_in(failed), line + "\n")
     assert status == 2
     assert message in output
 
 
-def test_a_run_that_has_learned_nothing_leaves_no_bundle_and_no_word_of_one(
+def test_a_run_without_an_update_leaves_no_bundle_and_mentions_none(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "early.py").write_text(

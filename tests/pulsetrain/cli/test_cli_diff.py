@@ -63,7 +63,7 @@ def test_within_a_tolerance_it_is_0(logs):
     assert main(["diff", *logs, "--rtol", "0.1"]) == 1
 
 
-def test_first_leaves_out_what_is_behind(logs, capsys):
+def test_first_leaves_out_what_follows(logs, capsys):
     assert main(["diff", *logs, "--first"]) == 1
     assert "largest difference" not in capsys.readouterr().out
 
@@ -98,7 +98,7 @@ def test_equal_but_damaged_is_3(tmp_path, capsys):
         (["diff", "A", "A", "--training.seed", "1"], "--training.seed: diff has no such option"),
     ],
 )
-def test_what_cannot_be_compared_is_2_with_one_line(logs, words, output, capsys):
+def test_runs_that_cannot_be_compared_give_2_and_one_line(logs, words, output, capsys):
     assert main([word.replace("A", logs[0]) for word in words]) == 2
     said = capsys.readouterr()
     assert said.out == ""

@@ -1,4 +1,4 @@
-"""`pulsetrain train --dry-run`: everything is done, and nothing is left."""
+"""`pulsetrain train --dry-run`: it runs every part and leaves no files."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pulsetrain.cli import main
-from tests.support.command_line import files, train
+from tests.support.programs_command_line import files, train
 
 SPIES = """
 from pulsetrain.engine import Events
@@ -84,7 +84,7 @@ def rows(text: str) -> dict[str, str]:
     return {line[:12].strip(): line[12:] for line in text.splitlines()[1:]}
 
 
-def test_it_tells_what_was_checked_and_leaves_nothing(
+def test_it_reports_what_was_checked_and_leaves_nothing(
     folder: Path, temporary: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = files()
@@ -110,7 +110,7 @@ def test_no_number_is_used_up(folder: Path, temporary: Path) -> None:
     assert [path.name for path in Path("runs").iterdir()] == ["tiny-1"]
 
 
-def test_handlers_hear_every_kind_of_event_and_their_cadence(folder: Path, temporary: Path) -> None:
+def test_handlers_receive_every_kind_of_event_and_their_cadence(folder: Path, temporary: Path) -> None:
     (folder / "spies.py").write_text(SPIES)
     assert dry("--handlers", "[spies.Spy, Checkpointer]") == 0
     import spies  # type: ignore[import-not-found]
@@ -135,7 +135,7 @@ def test_a_cadence_is_due_at_each_of_its_units(every: str, due: list[int], folde
     assert spies.Spy.due == due
 
 
-def test_a_cadence_that_the_constructor_says_is_made_as_short(folder: Path, temporary: Path) -> None:
+def test_a_cadence_in_the_constructor_is_shortened_too(folder: Path, temporary: Path) -> None:
     (folder / "spies.py").write_text(SPIES)
     for spec in ("spies.Unsaid", "{class_path: spies.Unsaid, init_args: {every: null}}"):
         assert dry("--handlers", f"[{spec}]") == 0
@@ -155,7 +155,7 @@ def test_handlers_that_publish_do_so(folder: Path, temporary: Path) -> None:
     assert {"grad_norm", "throughput", "memory", "learning_rate"} <= published
 
 
-def test_a_sweep_of_learning_rates_is_as_short_as_can_be(
+def test_a_sweep_of_learning_rates_is_as_short_as_possible(
     folder: Path, temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     swept: list[int] = []
@@ -192,7 +192,7 @@ def test_only_two_batches_are_read_of_each_set(
     assert "none: no handler is a Checkpointer" in output
 
 
-def test_accumulation_goes_on_to_an_update(folder: Path, temporary: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_accumulation_continues_to_an_update(folder: Path, temporary: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert dry("--training.accumulate", "4") == 0
     assert rows(capsys.readouterr().out)["trained"].startswith("4 batches, 1 update, ")
 
@@ -204,14 +204,14 @@ def test_a_bound_that_comes_before_is_kept(folder: Path, temporary: Path, capsys
     assert found["validated"].startswith("val: 2 of 5")
 
 
-def test_what_a_handler_ends_before_is_validated_nevertheless(
+def test_a_run_that_a_handler_ends_early_is_validated_nevertheless(
     folder: Path, temporary: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert dry("--handlers", "[{class_path: StepLimit, init_args: {iterations: 1}}]") == 0
     assert rows(capsys.readouterr().out)["validated"].startswith("val: 2 of 5 batches, val/loss ")
 
 
-def test_one_that_is_stopped_before_a_batch_says_so(
+def test_a_run_that_is_stopped_before_a_batch_says_so(
     folder: Path, temporary: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "spies.py").write_text(SPIES)
@@ -227,7 +227,7 @@ def test_nothing_is_sent(folder: Path, temporary: Path, capsys: pytest.CaptureFi
     assert not Path("alerted").exists()
 
 
-def test_arguments_of_what_is_not_attached_are_checked_nevertheless(
+def test_arguments_of_handlers_that_are_not_attached_are_checked_too(
     folder: Path, temporary: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "spies.py").write_text(SPIES)
@@ -273,7 +273,7 @@ def test_errors_are_those_of_the_run(
     assert output == [line for line in capsys.readouterr().err.splitlines() if "error: " in line]
 
 
-def test_a_step_that_fails_leaves_no_bundle_and_no_word_of_one(
+def test_a_step_that_fails_leaves_no_bundle_and_mentions_none(
     folder: Path, temporary: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "early.py").write_text(
@@ -286,7 +286,7 @@ def test_a_step_that_fails_leaves_no_bundle_and_no_word_of_one(
     assert not list(temporary.glob("pulsetrain-*"))
 
 
-def test_it_begins_anew(folder: Path, temporary: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_starts_from_the_beginning(folder: Path, temporary: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert dry("--resume", "latest") == 2
     assert "--dry-run: starts a new run; leave --resume out" in capsys.readouterr().err
 

@@ -122,7 +122,7 @@ class TestHow:
         assert said.out == ""
         assert "evaluator" in said.err
 
-    def test_a_reader_that_has_had_enough(self, folder):
+    def test_a_reader_that_closes_the_pipe_early(self, folder):
         command = [sys.executable, "-m", "pulsetrain", "events", folder, "--format", "json"]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         process.stdout.close()
@@ -159,7 +159,7 @@ class TestFollow:
             (3, "completed", None),
         ]
 
-    def test_a_condition_sees_an_event_once_it_is_whole(self, tmp_path):
+    def test_a_condition_sees_an_event_once_it_is_complete(self, tmp_path):
         writer = Writer(tmp_path)
         event = writer.add("trainer", "epoch_completed", 1, 2, open=True)
         looks: list[float] = []
@@ -217,7 +217,7 @@ class TestDamage:
         assert main(["events", self.flipped(folder), "--check"]) == 3
         assert "12 events, seq 0 to 11" in capsys.readouterr().out
 
-    def test_what_was_left_out_is_told(self, folder, capsys):
+    def test_dropped_events_are_reported(self, folder, capsys):
         assert main(["events", self.flipped(folder), "--format", "json"]) == 3
         said = capsys.readouterr()
         assert said.out == ""

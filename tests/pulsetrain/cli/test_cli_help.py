@@ -14,7 +14,7 @@ NAMES = [each.__name__.rpartition(".")[2].replace("_", "-") for each in COMMANDS
 
 
 class TestHelp:
-    def test_alone_it_shows_its_commands(self, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_without_a_command_it_lists_the_commands(self, capsys: pytest.CaptureFixture[str]) -> None:
         assert main([]) == 2
         assert "train a run from a configuration file" in capsys.readouterr().err
 
@@ -58,7 +58,7 @@ class TestHelp:
     @pytest.mark.parametrize(
         "command", ["events RUN", "diff A B", "verify RUN", "debug RUN", "export RUN --format csv"]
     )
-    def test_settings_of_a_configuration_are_refused_where_there_is_none(
+    def test_settings_of_a_configuration_are_rejected_without_one(
         self, command: str, capsys: pytest.CaptureFixture[str]
     ) -> None:
         assert main([*command.split(), "--training.seed", "1"]) == 2

@@ -1,4 +1,4 @@
-"""`pulsetrain lr-find`: what it prints, which files it leaves, and that its advice can be followed as printed."""
+"""`pulsetrain lr-find`: its output, the files it writes, and that the command it prints works as printed."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from pulsetrain.cli import main
-from tests.support.command_line import files
+from tests.support.programs_command_line import files
 
 Streams = pytest.CaptureFixture[str]
-# few and large batches: single losses of four rows differ by more than a sweep finds
+# few and large batches: losses of four rows vary by more than a sweep can detect
 SETTINGS = ("--data.init_args.rows", "400", "--training.accumulate", "10")
 QUICK = ("--start", "1e-4", "--end", "100", "--iterations", "60", *SETTINGS)
 
@@ -28,7 +28,7 @@ def suggestion(output: str) -> float:
     return float(found[1])
 
 
-def test_it_suggests_a_rate_and_leaves_nothing_behind(
+def test_it_suggests_a_rate_and_leaves_no_files(
     folder: Path, capsys: Streams, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     temporary = tmp_path_factory.mktemp("temporary")
@@ -70,7 +70,7 @@ def test_the_command_that_it_prints_trains_at_the_rate(folder: Path, capsys: Str
     assert "width: 4" in config
 
 
-def test_a_run_behind_it_is_numbered_as_if_there_had_been_none(folder: Path, capsys: Streams) -> None:
+def test_the_next_run_is_numbered_as_if_there_had_been_no_sweep(folder: Path, capsys: Streams) -> None:
     assert find(*QUICK) == 0
     assert main(["train", "config.yaml"]) == 0
     assert [path.name for path in (folder / "runs").iterdir()] == ["tiny-1"]
@@ -119,7 +119,9 @@ def test_the_same_command_gives_the_same_answer(folder: Path, capsys: Streams) -
         (["--resume", "latest"], "unrecognized arguments: --resume latest"),
     ],
 )
-def test_bad_input_is_told_without_a_traceback(folder: Path, capsys: Streams, words: list[str], message: str) -> None:
+def test_bad_input_is_reported_without_a_traceback(
+    folder: Path, capsys: Streams, words: list[str], message: str
+) -> None:
     before = files()
     assert find(*words) == 2
     captured = capsys.readouterr()

@@ -1,4 +1,4 @@
-"""What the command line says of settings that the parts of a trainer refuse: it names the setting, not the part."""
+"""Messages about settings that the parts of a trainer reject: they name the setting, not the part."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ training: {{max_epochs: 2, learning_rate: 1e-2, optimizer: sgd}}
 handlers: []
 """
 
-# what is added to the command -> how the message begins
+# arguments added to the command -> the start of the message
 CASES = {
     "schedule without its parameter": (
         "--training.schedule exponential",

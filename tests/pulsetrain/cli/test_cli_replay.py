@@ -1,4 +1,4 @@
-"""`pulsetrain replay`: what another early stopping would have done, and what is refused."""
+"""`pulsetrain replay`: the effect of other early stopping settings, and the input it rejects."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pulsetrain.cli import main
 from pulsetrain.cli.replay import parse_handler
 from pulsetrain.engine import Events
 from pulsetrain.engine.recording import LoggedEvent, LogWriter
-from tests.support.warm_python import Program
+from tests.support.programs import Program
 
 LOSSES = [4.0, 3.0, 3.5, 3.25, 2.0, 2.5, 2.75]
 PER_EPOCH = 10
@@ -102,7 +102,7 @@ def test_bad_handlers_are_one_line_and_status_2(
     assert said.out == ""
 
 
-def test_a_folder_that_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_is_not_a_run_is_rejected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", str(tmp_path / "nothing"), "--handler", "early_stopping"]) == 2
     error = capsys.readouterr().err
     assert "holds no event log" in error
@@ -131,7 +131,7 @@ def record_rollouts(folder: Path, validates: bool = False) -> Path:
 
 
 @pytest.mark.parametrize("validates", [False, True])
-def test_runs_of_rollouts_are_judged_by_what_these_tell(
+def test_runs_of_rollouts_are_judged_by_the_metrics_of_rollouts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], validates: bool
 ) -> None:
     folder = record_rollouts(tmp_path / "a", validates)
@@ -146,7 +146,7 @@ def test_runs_of_rollouts_are_judged_by_what_these_tell(
     assert "did you mean 'rollout/return'?" in said.err
 
 
-def test_a_metric_that_is_not_there_has_a_row_of_its_own(
+def test_a_missing_metric_has_a_row_of_its_own(
     recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     other = record(tmp_path / "b", [])
@@ -168,7 +168,7 @@ def test_a_metric_that_is_not_there_has_a_row_of_its_own(
     ]
 
 
-def test_a_damaged_log_is_played_as_far_as_it_can_be_read(
+def test_a_damaged_log_is_replayed_as_far_as_it_can_be_read(
     recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log = recorded / "events" / "events.jsonl.zst"
@@ -177,7 +177,7 @@ def test_a_damaged_log_is_played_as_far_as_it_can_be_read(
     log.write_bytes(data)
     other = record(tmp_path / "b")
     runs = ["replay", str(recorded), str(other)]
-    assert main([*runs, "--handler", "early_stopping:patience=2"]) == 2  # of the metric nothing is left
+    assert main([*runs, "--handler", "early_stopping:patience=2"]) == 2  # no value of the metric remains
     said = capsys.readouterr()
     assert f"{recorded}: damaged: events.jsonl.zst" in said.err
     assert len(said.err.splitlines()) == 2
@@ -199,7 +199,7 @@ def test_the_log_of_a_rank(recorded: Path, capsys: pytest.CaptureFixture[str]) -
     assert main([*words, "1"]) == 2
 
 
-def test_a_reader_that_has_had_enough(recorded: Path) -> None:
+def test_a_reader_that_closes_the_pipe_early(recorded: Path) -> None:
     program = Program("-m", "pulsetrain", "replay", recorded, "--handler", "early_stopping")
     program.stdout.close()
     assert program.stderr.read() == ""
@@ -207,7 +207,7 @@ def test_a_reader_that_has_had_enough(recorded: Path) -> None:
     program.close()
 
 
-def test_an_engine_that_is_not_there_is_refused(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_engine_that_does_not_exist_is_rejected(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["replay", str(recorded), "--handler", "early_stopping", "--engine", "critic"]) == 2
     assert "the log has no such engine; there are trainer" in capsys.readouterr().err
 
@@ -217,7 +217,7 @@ def test_an_engine_that_is_not_there_is_refused(recorded: Path, capsys: pytest.C
     ["csv_logger:folder={}", "csv_logger:folder={}/plots/more", "checkpointer:folder={}", "event_recorder:folder={}"],
 )
 @pytest.mark.parametrize("run", ["a", "other"])
-def test_a_handler_that_would_write_into_a_run_is_refused(
+def test_a_handler_that_would_write_into_a_run_is_rejected(
     variant: str, run: str, recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     record(tmp_path / "other")
@@ -231,7 +231,7 @@ def test_a_handler_that_would_write_into_a_run_is_refused(
 
 
 class Writer:
-    """A handler that writes where nobody asked it to."""
+    """A handler that writes to an unexpected path."""
 
     path = "other/file"
 
@@ -239,7 +239,7 @@ class Writer:
         raise AssertionError("played")
 
 
-def test_a_place_that_is_the_handlers_own_is_looked_at_as_well(
+def test_a_path_inside_the_handler_is_checked_as_well(
     recorded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record(tmp_path / "other")

@@ -13,8 +13,8 @@ import pytest
 
 from pulsetrain.cli import main
 from pulsetrain.engine.checkpoint import CheckpointManager
-from tests.support.command_line import files, train
-from tests.support.warm_python import Program
+from tests.support.programs import Program
+from tests.support.programs_command_line import files, train
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def start(folder: Path) -> Iterator[Callable[..., Program]]:
 
 
 def wait_for(stream: Any, text: str) -> None:
-    """Read on until a line begins so; the process's end is the end of the stream."""
+    """Read until a line starts with this; the stream ends when the process ends."""
     deadline = time.monotonic() + 60
     while not (line := stream.readline()).startswith(text):
         assert line, f"it ended before it said {text!r}"
@@ -40,7 +40,7 @@ def wait_for(stream: Any, text: str) -> None:
 
 class TestSignals:
     @pytest.mark.parametrize("name", ["SIGINT", "SIGUSR1"])
-    def test_the_first_one_saves_and_says_how_to_go_on(
+    def test_the_first_signal_saves_and_says_how_to_resume(
         self, name: str, folder: Path, start: Callable[..., Program]
     ) -> None:
         process = start(
@@ -68,7 +68,7 @@ class TestSignals:
         assert latest is not None
         assert int(latest.name.partition("-")[0]) == step + 2
 
-    def test_without_a_checkpointer_it_says_that_there_is_no_going_on(
+    def test_without_a_checkpointer_it_says_that_the_run_cannot_be_resumed(
         self, folder: Path, start: Callable[..., Program]
     ) -> None:
         process = start(
@@ -92,14 +92,16 @@ class TestSignals:
         assert "Traceback" not in err
         assert "stopped; the run folder is runs/tiny-1" in err
 
-    def test_a_script_that_calls_exit_is_not_taken_for_one(
+    def test_a_script_that_calls_exit_is_not_mistaken_for_a_signal(
         self, folder: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
         (folder / "model.py").write_text("import sys\nsys.exit(7)\n")
         assert train() == 7
         assert "stopped" not in capsys.readouterr().err
 
-    def test_before_the_run_has_begun_it_leaves_nothing(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_before_the_run_has_started_a_signal_leaves_nothing(
+        self, folder: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         model = "import os, signal\nos.kill(os.getpid(), signal.SIGTERM)\n"
         (folder / "model.py").write_text(model + (folder / "model.py").read_text())
         before = files()

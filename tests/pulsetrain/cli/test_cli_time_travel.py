@@ -1,4 +1,4 @@
-"""`pulsetrain verify` and `pulsetrain fork` on runs that were made from a configuration."""
+"""`pulsetrain verify` and `pulsetrain fork` on runs made from a configuration."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def place(recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the run "a" in it, where the process stands."""
+    """The current folder, which contains the run "a"."""
     shutil.copytree(recorded / "a", tmp_path / "a")
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -67,7 +67,7 @@ def test_a_run_is_verified_from_its_own_configuration(place: Path, capsys: pytes
     assert [path.name for path in place.iterdir()] == ["a"]
 
 
-def test_a_configuration_that_was_changed_is_told(place: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_changed_configuration_is_reported(place: Path, capsys: pytest.CaptureFixture[str]):
     config = yaml.safe_load((place / "a" / "config.yaml").read_text())
     config["training"]["learning_rate"] = 0.02
     (place / "a" / "config.yaml").write_text(yaml.safe_dump(config))
@@ -98,7 +98,7 @@ def test_a_configuration_that_was_changed_is_told(place: Path, capsys: pytest.Ca
         (["fork", "a", "--at", "9", "--into", "b", "--set", "handlers=[EventRecorder]"], "Checkpointer"),
     ],
 )
-def test_wrong_input_is_told_without_a_traceback_and_leaves_nothing(
+def test_wrong_input_is_reported_without_a_traceback_and_leaves_nothing(
     place: Path, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ):
     assert main(words) == 2
@@ -108,7 +108,7 @@ def test_wrong_input_is_told_without_a_traceback_and_leaves_nothing(
     assert [path.name for path in place.iterdir()] == ["a"]
 
 
-def test_a_run_that_was_made_in_python_is_refused_with_the_other_way(place: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_run_made_in_python_is_rejected_with_the_alternative(place: Path, capsys: pytest.CaptureFixture[str]):
     (place / "a" / "config.yaml").unlink()
     assert main(["verify", "a"]) == 2
     assert "pulsetrain.verify(run, build_trainer)" in capsys.readouterr().err
@@ -144,7 +144,7 @@ def test_a_fork_leaves_batches_out_and_changes_the_rate(place: Path, capsys: pyt
     assert "learning_rates" in str(diff("a", "b"))
 
 
-def test_a_fork_that_leaves_batches_out_resumes_to_the_bit(place: Path):
+def test_a_fork_that_leaves_batches_out_resumes_bit_for_bit(place: Path):
     assert main(["fork", "a", "--at", "8", "--into", "b", "--skip-batches", "12-13", "--train"]) == 0
     shutil.copytree("b", "c")
     for checkpoint in Path("c/checkpoints").iterdir():
@@ -154,7 +154,7 @@ def test_a_fork_that_leaves_batches_out_resumes_to_the_bit(place: Path):
     assert not diff("b", "c")
 
 
-def test_a_schedule_goes_on_at_its_step_with_the_new_rate(
+def test_a_schedule_continues_at_its_step_with_the_new_rate(
     recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
@@ -203,6 +203,6 @@ def test_a_fork_of_a_fork_counts_as_the_fork_does(place: Path):
     assert main(["fork", "b", "--at", "16", "--into", "c", "--skip-batches", "18", "--train"]) == 0
     older, newer = fingerprints("b")[8:], fingerprints("c")  # both after iteration 16
     assert newer[0] == older[0]
-    assert newer[1] == older[2]  # the fork's 18th is gone
+    assert newer[1] == older[2]  # the fork has no 18th
     config = yaml.safe_load((place / "c" / "config.yaml").read_text())
     assert config["training"]["skip_batches"] == [[12, 13], [20, 20]]

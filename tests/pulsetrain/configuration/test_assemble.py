@@ -117,7 +117,7 @@ class TestBuild:
         inner = {"class_path": f"{__name__}.Part", "init_args": {"number": 2}}
         assert made(other=inner).other.number == 2
 
-    def test_what_is_given_fills_in_where_it_is_taken_and_missing(self) -> None:
+    def test_provided_arguments_fill_in_missing_parameters(self) -> None:
         spec = {"class_path": Part, "init_args": {"number": 1}}
         assert instantiate(spec, "part", folder="runs/a", unasked=1).folder == "runs/a"
         assert instantiate({**spec, "init_args": {"number": 1, "folder": "b"}}, "part", folder="runs/a").folder == "b"
@@ -144,7 +144,7 @@ class TestBuild:
             ({"nmber": 3}, "unknown argument of Part; choose one of flag, folder, mode, names, number"),
         ],
     )
-    def test_what_does_not_fit_is_said_in_the_words_of_the_file(self, arguments: dict[str, Any], message: str) -> None:
+    def test_errors_name_the_settings_of_the_file(self, arguments: dict[str, Any], message: str) -> None:
         with pytest.raises(ConfigurationError) as caught:
             made(**arguments)
         assert message in str(caught.value)
@@ -178,11 +178,11 @@ class TestBuild:
             ("torch.nn.Linaer", r"unknown name in torch.nn; there are \d+ others; did you mean 'Linear'"),
         ],
     )
-    def test_what_names_nothing_is_refused(self, spec: Any, message: str) -> None:
+    def test_names_of_nothing_are_rejected(self, spec: Any, message: str) -> None:
         with pytest.raises(ConfigurationError, match=message):
             instantiate(spec, "part")
 
-    def test_an_error_of_the_callable_keeps_its_text_and_gains_its_place(self) -> None:
+    def test_an_error_of_the_callable_keeps_its_text_and_gains_its_location(self) -> None:
         with pytest.raises(ConfigurationError, match=r"^in data: ZeroDivisionError: ") as caught:
             instantiate({"class_path": lambda: 1 // 0}, "data")
         assert isinstance(caught.value.__cause__, ZeroDivisionError)
@@ -213,7 +213,7 @@ class TestClassPaths:
             trainer = assembled(path, tmp_path / f"run{width}", model="parts.model.Net").trainer
             assert trainer.model.width == width
 
-    def test_modules_that_were_there_before_are_left_alone(self, tmp_path: Path) -> None:
+    def test_modules_that_were_imported_before_are_left_alone(self, tmp_path: Path) -> None:
         here = sys.modules[__name__]
         look_in(Path(__file__).parent)
         look_in(tmp_path)
@@ -261,7 +261,7 @@ class TestMessages:
         with pytest.raises(ConfigurationError, match=r"^handlers\[0\]\.init_args\.schedule\.init_args\.step_size=0: "):
             assembled(write(tmp_path), tmp_path / "run", handlers=handlers, training__schedule="null")
 
-    def test_two_schedulers_are_refused_under_the_section_they_stand_in(self, tmp_path: Path) -> None:
+    def test_two_schedulers_are_rejected_under_the_section_they_are_in(self, tmp_path: Path) -> None:
         constant = "{class_path: pulsetrain.engine.schedules.Constant, init_args: {initial_lr: 0.1}}"
         one = f"{{class_path: LRScheduler, init_args: {{schedule: {constant}}}}}"
         with pytest.raises(ConfigurationError, match=r"^handlers=\[LRScheduler, LRScheduler\]: .*composed by >>"):
@@ -321,7 +321,7 @@ class TestReproducibility:
         two = assembled(path, tmp_path / "two", model__init_args__bias="false").trainer
         assert torch.equal(one.train_loader[0][0], two.train_loader[0][0])
 
-    def test_a_drawn_seed_is_written_down_and_holds_when_resuming(self, tmp_path: Path) -> None:
+    def test_a_drawn_seed_is_recorded_and_used_when_resuming(self, tmp_path: Path) -> None:
         path = write(tmp_path)
         seeds = {assembled(path, tmp_path / f"run{i}", training__seed="null").trainer.seed for i in range(2)}
         assert len(seeds) == 2
@@ -346,7 +346,7 @@ class TestFolders:
         (tmp_path / "runs" / "a-11").mkdir()
         assert resolve_folder(pattern, resume="latest") == tmp_path / "runs" / "a-10"
 
-    def test_a_checkpoint_by_its_path_stays_in_its_run_unless_told_otherwise(self, tmp_path: Path) -> None:
+    def test_a_checkpoint_by_its_path_stays_in_its_run_by_default(self, tmp_path: Path) -> None:
         checkpoint = tmp_path / "a-1" / "checkpoints" / "000000004-checkpoint"
         checkpoint.mkdir(parents=True)
         (checkpoint / "manifest.json").write_text("{}")
@@ -362,7 +362,7 @@ class TestFolders:
         with pytest.raises(RunFolderError, match=r"is not a checkpoint; .*checkpoints has 000000004-checkpoint"):
             resolve_folder(pattern, resume=str(checkpoint.with_name("000000005-checkpoint")))
 
-    def test_a_number_that_another_process_takes_meanwhile_is_passed_over(
+    def test_a_number_that_another_process_takes_meanwhile_is_skipped(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         def claim(folder: Path, *, new: bool = False) -> Claim:
@@ -383,7 +383,7 @@ class TestFolders:
         with pytest.raises(RunFolderError, match=message):
             assembled(path, tmp_path / pattern)
 
-    def test_giving_back_removes_what_was_made_and_nothing_else(self, tmp_path: Path) -> None:
+    def test_releasing_a_folder_removes_what_was_created_and_nothing_else(self, tmp_path: Path) -> None:
         (tmp_path / "mine").mkdir()
         (tmp_path / "mine" / "plots").mkdir()
         (tmp_path / "mine" / "notes.txt").touch()
@@ -395,7 +395,7 @@ class TestFolders:
             claim.release()
             assert sorted(tmp_path.rglob("*")) == before
 
-    def test_a_parent_that_somebody_else_uses_by_now_stays(self, tmp_path: Path) -> None:
+    def test_a_parent_that_something_else_uses_by_now_stays(self, tmp_path: Path) -> None:
         claim = Claim(tmp_path / "a" / "b")
         (tmp_path / "a" / "other").touch()
         claim.release()

@@ -1,4 +1,4 @@
-"""TrainingConfig: its rules and its documentation; and configuration files: reading, overriding, comparing."""
+"""TrainingConfig, its rules and its documentation; reading, overriding and comparing configuration files."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class TestNumbers:
     @pytest.mark.parametrize(
         ("text", "value"), [("3", 3), ("1_000", 1000), ("3e", "3e"), ("e4", "e4"), ("3.1.2", "3.1.2")]
     )
-    def test_other_words_stay_what_they_are(self, text: str, value: Any) -> None:
+    def test_other_words_stay_unchanged(self, text: str, value: Any) -> None:
         assert load_yaml(text) == value
         assert type(load_yaml(text)) is type(value)
 
@@ -149,7 +149,7 @@ class TestReading:
         config = read(tmp_path, LEAST, training__save_every_n_epochs="2")
         assert config["handlers"] == [name for name in STANDARD_HANDLERS if name != "Checkpointer"]
 
-    def test_an_override_reaches_any_depth_and_keeps_what_stands_beside_it(self, tmp_path: Path) -> None:
+    def test_an_override_reaches_any_depth_and_keeps_its_siblings(self, tmp_path: Path) -> None:
         text = LEAST + "training: {validate_every: {epochs: 1}, seed: 1}\n"
         config = read(tmp_path, text, training__validate_every__updates="20", model__init_args__width="8")
         assert config["training"] == {"validate_every": {"epochs": 1, "updates": 20}, "seed": 1}

@@ -1,4 +1,4 @@
-"""What version 0.1 wrote, with its names: class paths, run folders, and users' imports."""
+"""The names of version 0.1: in class paths, in run folders, and in users' imports."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GOLDEN = ROOT / "tests" / "golden" / "runs" / "0.1"
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A copy of a run that version 0.1 has trained; its newest checkpoint is that of iteration 5 of 15."""
+    """A copy of a run that version 0.1 trained; its newest checkpoint is from iteration 5 of 15."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     shutil.copytree(GOLDEN, tmp_path / "run")
     monkeypatch.chdir(tmp_path)

@@ -16,7 +16,7 @@ from pulsetrain.engine import Events, Every
 from pulsetrain.engine.checkpoint import find_checkpoints
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.handlers import Checkpointer, EventRecorder
-from tests.support.small import trainer
+from tests.support.models import trainer
 
 
 def build(folder: Path) -> Trainer:

@@ -13,8 +13,8 @@ from pulsetrain.engine import Events, Every
 from pulsetrain.engine.errors import ConfigurationError, PulsetrainError, RecordingError
 from pulsetrain.engine.recording import LoggedEvent, LogWriter
 from pulsetrain.handlers import Checkpointer, EarlyStopping, EventRecorder, Fingerprints
-from tests.support import warm_python
-from tests.support.small import loader, trainer
+from tests.support import programs
+from tests.support.models import loader, trainer
 
 BENCHMARK = Path(__file__).parents[3] / "benchmarks" / "stepping.py"
 T = 1_763_000_000_000_000_000
@@ -80,7 +80,7 @@ class TestMoving:
         assert debugger.facts() == state
 
     @pytest.mark.parametrize("count", [1, 2, 1023, 1024, 1025, 3000, 5000])
-    def test_so_many_on_and_back_over_blocks(self, tmp_path, count):
+    def test_several_events_forward_and_back_across_blocks(self, tmp_path, count):
         run = Run(tmp_path)
         run.add("started", 0, 0)
         for iteration in range(1, 4001):
@@ -126,7 +126,7 @@ class TestMoving:
             debugger.goto(**places)
         assert debugger.event.seq == 9
 
-    def test_what_a_resumed_run_has_computed_again_is_passed_over(self, tmp_path):
+    def test_events_superseded_by_a_resume_are_skipped(self, tmp_path):
         run = Run(tmp_path)
         for iteration in range(1, 6):
             run.add("iteration_completed", 1, iteration, output={"loss": 1.0})
@@ -144,7 +144,7 @@ class TestMoving:
         assert [iteration for iteration in passed if iteration][-2:] == [2, 1]
         assert debugger.next(3).seq > 4
 
-    def test_an_empty_log_has_a_beginning_alone(self, tmp_path):
+    def test_an_empty_log_has_only_a_beginning(self, tmp_path):
         writer = LogWriter(tmp_path / "events")
         writer.close()
         debugger = Debugger(tmp_path)
@@ -216,7 +216,7 @@ class TestLooking:
         assert debugger.facts()["output"] == {"loss": 1 / 8}
         assert debugger.facts()["learning_rate"] == 0.1
 
-    def test_watched_values_are_the_last_there_were(self, debugger):
+    def test_watched_values_are_the_latest(self, debugger):
         for name in ("train/loss", "val/loss", "grad_norm", "payload.grad_norm", "event"):
             debugger.add_watch(name)
         assert set(debugger.watched().values()) == {None}
@@ -340,14 +340,14 @@ def test_a_real_run_that_failed(tmp_path):
 
 @pytest.mark.slow
 def test_the_benchmark_measures_every_answer_and_says_whether_the_bound_holds():
-    done = warm_python.run(BENCHMARK, "--events", 10_000, "--rounds", 2, "--passes", 1, timeout=300)
+    done = programs.run(BENCHMARK, "--events", 10_000, "--rounds", 2, "--passes", 1, timeout=300)
     result = json.loads(done.stdout.splitlines()[-1])
     assert {"next", "back", "goto iteration", "goto seq", "break"} <= result["ms"].keys()
     assert result["at_most"] == 100.0
     assert done.returncode == int(result["worst"] > result["at_most"])
 
 
-def test_a_damaged_checkpoint_is_said_and_no_end(tmp_path):
+def test_a_damaged_checkpoint_is_reported_and_does_not_end_the_session(tmp_path):
     Run(tmp_path).epochs(2).end()
     (tmp_path / "checkpoints" / "000000002-checkpoint").mkdir(parents=True)
     (tmp_path / "checkpoints" / "000000002-checkpoint" / "manifest.json").write_text("{")
@@ -356,7 +356,7 @@ def test_a_damaged_checkpoint_is_said_and_no_end(tmp_path):
     assert debugger.handlers().problem is not None
 
 
-def test_a_damaged_block_is_passed_over(tmp_path):
+def test_a_damaged_block_is_skipped(tmp_path):
     run = Run(tmp_path)
     for iteration in range(1, 3501):
         run.add("iteration_completed", 1, iteration, output={"loss": 1.0})

@@ -1,4 +1,4 @@
-"""`pulsetrain export`: its files are read back by the tools that they are for."""
+"""`pulsetrain export`: the tools that its files are made for read them back."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MS = 1_000_000
 
 
 class Run:
-    """Writes a log in which an event comes each millisecond."""
+    """Writes a log with one event per millisecond."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.log = folder, LogWriter(folder / "events")
@@ -94,7 +94,7 @@ def trace_of(run: Path, path: Path) -> list[dict[str, Any]]:
 
 
 def slices_of(events: list[dict[str, Any]]) -> dict[str, list[tuple[str, float, float]]]:
-    """Name, start and end in ms of each slice by its track; every one has to end, and what begins later ends first."""
+    """Name, start and end in ms of each slice by its track; every slice must end, and slices must nest."""
     tracks = {each["tid"]: each["args"]["name"] for each in events if each["name"] == "thread_name"}
     lasting, found = defaultdict(list), defaultdict(list)
     for each in events:
@@ -112,7 +112,7 @@ def slices_of(events: list[dict[str, Any]]) -> dict[str, list[tuple[str, float, 
 
 
 class TestPerfetto:
-    def test_engines_are_tracks_and_what_lasts_are_slices(self, run, tmp_path):
+    def test_engines_are_tracks_and_intervals_are_slices(self, run, tmp_path):
         events = trace_of(run, tmp_path / "trace.json")
         slices = slices_of(events)
         assert set(slices) == {"trainer", "evaluator", "trainer: checkpoints"}
@@ -131,25 +131,25 @@ class TestPerfetto:
         assert counters["train/loss"] == [1.0, 0.5, 0.25]
         assert counters["grad_norm"] == [0.5, 1.0, 1.5, 2.0]
         assert counters["learning_rate"] == [0.1]
-        assert counters["val/loss"] == [0.0, 3.0, 1.5]  # the epoch's repetition is left out
+        assert counters["val/loss"] == [0.0, 3.0, 1.5]  # without the repetition of the epoch
 
-    def test_other_events_are_instants_with_what_they_carry(self, run, tmp_path):
+    def test_other_events_are_instants_with_their_payload(self, run, tmp_path):
         instants = [each for each in trace_of(run, tmp_path / "trace.json") if each["ph"] == "i"]
         reward = next(each for each in instants if each["name"] == "reward_measured")
         assert reward["args"] == {"seq": 33, "epoch": 2, "iteration": 4, "mean": 0.7, "name": "x", "done": True}
         assert "gradients_ready" not in [each["name"] for each in instants]
 
-    def test_compressed_where_the_name_says_so(self, run, tmp_path):
+    def test_compressed_if_the_name_says_so(self, run, tmp_path):
         assert trace_of(run, tmp_path / "a.json.gz") == trace_of(run, tmp_path / "a.json")
 
-    def test_a_run_that_was_cut_off_ends_where_the_log_does(self, tmp_path):
+    def test_an_interrupted_run_ends_where_the_log_does(self, tmp_path):
         run = Run(tmp_path / "run").add("started").add("epoch_started", 1).iterations(1, 1, 2)
         run.add("iteration_started", 1, 3)
         slices = slices_of(trace_of(run.end(), tmp_path / "trace.json"))["trainer"]
         assert [name for name, _, _ in slices] == ["iteration", "iteration", "iteration", "epoch", "run"]
         assert {end for _, _, end in slices[2:]} == {8.0}
 
-    def test_an_exception_and_a_new_start_end_what_lasted(self, tmp_path):
+    def test_an_exception_and_a_new_start_end_open_slices(self, tmp_path):
         run = Run(tmp_path / "run").add("started").add("epoch_started", 1).iterations(1, 1, 1)
         run.add("exception_raised", 1, 1, payload={"error": {"__type__": "ValueError"}})
         run.add("started").add("epoch_started", 1, 1).add("started").iterations(1, 2, 2)
@@ -187,7 +187,7 @@ class TestTensorBoard:
         assert scalars["reward_measured/mean"][0][:2] == (4, pytest.approx(0.7))
         assert scalars["tokens_per_second"][0][:2] == (2, 7.5)
 
-    def test_an_evaluators_iterations_are_counted_on(self, run, tmp_path):
+    def test_an_evaluators_iterations_count_continuously(self, run, tmp_path):
         pytest.importorskip("tensorboard")
         write_tensorboard(EventLog(run), tmp_path / "board")
         assert [each[:2] for each in self.read(tmp_path / "board")["evaluator/loss"]] == [
@@ -197,7 +197,7 @@ class TestTensorBoard:
             (4, 4),
         ]
 
-    def test_its_absence_names_the_extra(self, run, tmp_path, monkeypatch):
+    def test_if_it_is_missing_the_extra_is_named(self, run, tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, "tensorboard.summary.writer.event_file_writer", None)
         with pytest.raises(ConfigurationError, match=r"pulsetrain\[tensorboard\]"):
             write_tensorboard(EventLog(run), tmp_path / "board")
@@ -253,32 +253,32 @@ class TestRollouts:
         run = Run(tmp_path / "run").add("started").add("epoch_started", 1)
         known: dict[str, float] = {}
 
-        def told(event: str, n: int, **metrics: float) -> None:
+        def record(event: str, n: int, **metrics: float) -> None:
             named = {name.replace("__", "/"): value for name, value in metrics.items()}
             known.update(named)
             run.add(event, 1, n, payload={"metrics": named}, metrics={**known})
 
         for n, returns in ((0, {"rollout__return": 7.0}), (1, {})):
             run.add("rollout_started", 1, n).add("rewards_computed", 1, n, payload={"mean": 0.5, "count": 3})
-            told("rollout_completed", n, rollout__reward=0.5 + n, **returns)
+            record("rollout_completed", n, rollout__reward=0.5 + n, **returns)
             run.iterations(1, n + 1, n + 1)
-            told("policy_updated", n + 1, policy__kl=0.25 + n)
-        told("validation_completed", 2, val__loss=3.0)
+            record("policy_updated", n + 1, policy__kl=0.25 + n)
+        record("validation_completed", 2, val__loss=3.0)
         return run.add("epoch_completed", 1, 2, metrics={**known}).add("completed", 1, 2).end()
 
     def test_each_event_exports_only_what_it_measured(self, run):
         sources = FirstSources()
-        told = [(event.event, sources.scalars(event, "trainer")) for event in EventLog(run).read()]
-        assert [scalars for event, scalars in told if event == "rollout_completed"] == [
+        exported = [(event.event, sources.scalars(event, "trainer")) for event in EventLog(run).read()]
+        assert [scalars for event, scalars in exported if event == "rollout_completed"] == [
             {"rollout/reward": 0.5, "rollout/return": 7.0},
             {"rollout/reward": 1.5},
         ]
-        assert [scalars for event, scalars in told if event == "policy_updated"] == [
+        assert [scalars for event, scalars in exported if event == "policy_updated"] == [
             {"policy/kl": 0.25},
             {"policy/kl": 1.25},
         ]
-        assert [scalars for event, scalars in told if event == "validation_completed"] == [{"val/loss": 3.0}]
-        assert [scalars for event, scalars in told if event == "epoch_completed"] == [{}]
+        assert [scalars for event, scalars in exported if event == "validation_completed"] == [{"val/loss": 3.0}]
+        assert [scalars for event, scalars in exported if event == "epoch_completed"] == [{}]
 
     def test_metrics_computed_by_receivers_are_exported_with_each_validation(self):
         sources = FirstSources()
@@ -308,7 +308,9 @@ class TestCommand:
         ("form", "name"),
         [("perfetto", "run.perfetto.json.gz"), ("tensorboard", "run.tensorboard"), ("csv", "run.csv")],
     )
-    def test_writes_beside_by_the_runs_name_and_leaves_the_run_as_it_is(self, run, tmp_path, form, name, monkeypatch):
+    def test_writes_next_to_the_run_under_its_name_and_leaves_it_unchanged(
+        self, run, tmp_path, form, name, monkeypatch
+    ):
         pytest.importorskip("tensorboard")
         (tmp_path / "here").mkdir()
         monkeypatch.chdir(tmp_path / "here")
@@ -355,7 +357,7 @@ class TestCommand:
             command(tmp_path, "--format", "csv", "--into", tmp_path / "a.csv")
 
     @pytest.mark.parametrize("form", ["perfetto", "csv", "tensorboard"])
-    def test_of_a_damaged_log_what_can_be_read_is_written(self, tmp_path, form, capsys):
+    def test_the_readable_part_of_a_damaged_log_is_written(self, tmp_path, form, capsys):
         pytest.importorskip("tensorboard")
         run = Run(tmp_path / "run").iterations(1, 1, 1000).end()
         sealed = run / "events" / "events.jsonl.zst"

@@ -1,4 +1,4 @@
-"""`pulsetrain report`: curves that keep their extremes, timelines, and the figure."""
+"""`pulsetrain report`: curves that preserve extremes, timelines, and the figure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pulsetrain.report.curve import POINTS, Curve
 from pulsetrain.report.facts import compared, read_facts, settings_of
 from pulsetrain.report.figure import figure_of
 from pulsetrain.report.marks import LIMIT, Marks
-from tests.support.reported_runs import ERROR, Run, T, record, reported, small_run, texts, values
+from tests.support.recordings_report import ERROR, Run, T, record, reported, small_run, texts, values
 
 
 class TestCurve:
@@ -93,7 +93,7 @@ class TestCurve:
 
 
 class TestMarks:
-    def test_they_are_counted_however_many_there_are(self):
+    def test_any_number_of_marks_is_counted(self):
         marks = Marks()
         for n in range(50_000):
             marks.add(n, f"checkpoint {n}")
@@ -126,8 +126,8 @@ class TestRecord:
 
     def test_rollouts_are_curves_and_marks(self, tmp_path):
         run = Run(tmp_path)
-        for n, told in enumerate([{}, {"rollout/return": 2.5}]):
-            run.add("rollout_completed", n, payload={"metrics": {"rollout/reward": 0.5, **told}, "seconds": 1.0})
+        for n, returns in enumerate([{}, {"rollout/return": 2.5}]):
+            run.add("rollout_completed", n, payload={"metrics": {"rollout/reward": 0.5, **returns}, "seconds": 1.0})
             run.step(n + 1, 1.0)
             run.add("policy_updated", n + 1, payload={"metrics": {"policy/kl": 0.25}})
         found = record(run.end())
@@ -231,7 +231,7 @@ class TestFacts:
         assert plain.environment == {"threads": "2"}
 
     @pytest.mark.parametrize("text", ["{", "a: 1\na: 2", "just text", "\x00"])
-    def test_a_broken_configuration_is_said_on_the_page(self, tmp_path, text):
+    def test_a_broken_configuration_is_reported_on_the_page(self, tmp_path, text):
         (tmp_path / "config.yaml").write_text(text)
         (tmp_path / "run.json").write_text('"text"')
         facts = read_facts(tmp_path)

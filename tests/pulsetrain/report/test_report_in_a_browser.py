@@ -80,7 +80,7 @@ def until(browser: Any, true: Callable[[], Any]) -> Any:
 
 
 def over(browser: Any, subplot: str, right: float) -> Any:
-    """The mouse over a part of a panel, so far from its left edge."""
+    """Move the mouse over a panel, to this distance from its left edge."""
     panel = browser.find_element("css selector", f".nsewdrag[data-subplot={subplot}]")
     browser.execute_script("arguments[0].scrollIntoView({block: 'center'})", panel)
     at = int(panel.rect["width"] * (right - 0.5))
@@ -95,7 +95,7 @@ def hovered(browser: Any) -> str:
 
 
 def opacities(browser: Any) -> list[str]:
-    """Of the lines of the panel with each iteration's loss, as they are drawn."""
+    """The lines of the panel with each iteration's loss, as they are drawn."""
     script = "return [...document.querySelectorAll('.subplot.x2y2 .scatterlayer .trace')].map(e => e.style.opacity)"
     return browser.execute_script(script)
 
@@ -175,7 +175,7 @@ def test_the_legend_hides_a_run_everywhere_and_smoothing_does_not_bring_it_back(
     assert browser.execute_script(count) == 3
 
 
-def test_nothing_comes_from_the_network_and_nothing_is_complained_of(browser):
+def test_nothing_is_loaded_from_the_network_and_no_error_is_logged(browser):
     assert browser.execute_script("return performance.getEntriesByType('resource').map(e => e.name)") == []
     assert browser.get_log("browser") == []
     titles = browser.find_elements("css selector", ".modebar-btn")

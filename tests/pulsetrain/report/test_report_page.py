@@ -15,7 +15,7 @@ from pulsetrain.cli import main
 from pulsetrain.engine.errors import ConfigurationError, RecordingError, RunFolderError
 from pulsetrain.report import write_report
 from pulsetrain.report.figure import figure_of
-from tests.support.reported_runs import Run, reported, small_run
+from tests.support.recordings_report import Run, reported, small_run
 
 
 class TestPage:
@@ -105,7 +105,7 @@ class TestPage:
         assert '<div class="damage">' in page
         assert "iteration 3,999" in page
 
-    def test_a_log_of_which_nothing_can_be_read(self, tmp_path):
+    def test_an_unreadable_log(self, tmp_path):
         sealed = small_run(tmp_path / "run") / "events" / "events.jsonl.zst"
         content = bytearray(sealed.read_bytes())
         magic = content.rindex(b"\x28\xb5\x2f\xfd")

@@ -20,7 +20,7 @@ from pulsetrain.engine import Events, Every
 from pulsetrain.engine.checkpoint import CheckpointManager, find_checkpoints, load_checkpoint
 from pulsetrain.engine.errors import CheckpointError, ConfigurationError, RecordingError
 from pulsetrain.handlers import Checkpointer, ConsoleLogger, CSVLogger, EventRecorder, Fingerprints
-from tests.support.small import loader, pairs, regression_model, trainer
+from tests.support.models import loader, pairs, regression_model, trainer
 
 SETTINGS = {"max_epochs": 3, "optimizer": "adamw", "seed": 3, "log_every_n_steps": 5}
 
@@ -67,7 +67,7 @@ def contents(folder: Path) -> dict[str, tuple[bytes, int]]:
 
 
 @pytest.mark.parametrize("stretch", [{}, {"from_iteration": 12}, {"from_iteration": 12, "to_iteration": 20}])
-def test_the_same_run_is_reproduced_and_its_folder_stays_as_it_was(run: Path, stretch: dict[str, int]):
+def test_the_same_run_is_reproduced_and_its_folder_stays_unchanged(run: Path, stretch: dict[str, int]):
     before = contents(run)
     found = verify(run, lambda: build(run), **stretch)
     assert found, str(found)
@@ -77,7 +77,7 @@ def test_the_same_run_is_reproduced_and_its_folder_stays_as_it_was(run: Path, st
     assert contents(run) == before
 
 
-def test_a_function_that_takes_a_folder_is_given_one_that_is_gone_afterwards(run: Path):
+def test_a_function_that_takes_a_folder_gets_a_temporary_one(run: Path):
     given: list[Path] = []
 
     def make(folder: Path) -> Trainer:
@@ -91,7 +91,7 @@ def test_a_function_that_takes_a_folder_is_given_one_that_is_gone_afterwards(run
 
 
 class Swapped(torch.utils.data.Dataset):
-    """Two rows have changed places."""
+    """Two rows have been swapped."""
 
     def __init__(self) -> None:
         self.rows = pairs()
@@ -211,7 +211,7 @@ def test_a_flipped_bit_in_weights_with_recomputed_digests_is_found(run: Path):
 
 
 class Dot(torch.nn.Module):
-    """A long sum, which threads share."""
+    """A long sum that is split among threads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -258,7 +258,7 @@ def test_without_fingerprints_the_report_recommends_them(tmp_path: Path):
     assert "Fingerprints(Every(updates=1), batches=True)" in str(found)
 
 
-def test_a_run_that_was_resumed_is_verified_across_the_seam(tmp_path: Path):
+def test_a_resumed_run_is_verified_across_the_resume(tmp_path: Path):
     folder = tmp_path / "run"
     first = build(folder)
 
@@ -362,7 +362,7 @@ def test_wrong_input_is_refused_with_the_remedy(run: Path, tmp_path: Path):
         verify(run, lambda: trainer({"max_epochs": 1}))
 
 
-def test_run_json_may_be_gone(run: Path):
+def test_run_json_may_be_missing(run: Path):
     (run / "run.json").unlink()
     assert verify(run, lambda: build(run), from_iteration=20)
     (run / "run.json").write_text(json.dumps([]))

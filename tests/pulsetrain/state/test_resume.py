@@ -1,4 +1,4 @@
-"""A run cut off anywhere and gone on with ends with the weights of the run that was never cut, to the bit."""
+"""A run interrupted anywhere and resumed ends with bit for bit the weights of the uninterrupted run."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from pulsetrain import Trainer
 from pulsetrain.engine import CheckpointError, ConfigurationError, Events, Every, Preempted
 from pulsetrain.engine.checkpoint import CheckpointManager
 from pulsetrain.handlers import Checkpointer, EarlyStopping
-from tests.support.cutting import CONFIG, cut_after, make, weights
-from tests.support.small import loader, regression_model, trainer
+from tests.support.models import loader, regression_model, trainer
+from tests.support.runs import RESUMABLE_CONFIG, cut_after, resumable_run, weights
 
 
 @pytest.fixture(scope="module")
 def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
-    run = make(tmp_path_factory.mktemp("whole"))
+    run = resumable_run(tmp_path_factory.mktemp("whole"))
     run.train()
     return run
 
@@ -29,9 +29,9 @@ def uninterrupted(tmp_path_factory: pytest.TempPathFactory) -> Trainer:
 # an epoch has 10 batches, an update 3: first, inside an update, at an update, at an epoch's last batch, in later epochs
 @pytest.mark.parametrize("iteration", [1, 5, 6, 10, 11, 20, 25, 39])
 def test_a_resumed_run_equals_the_uninterrupted_one(iteration: int, uninterrupted: Trainer, tmp_path: Path):
-    cut_after(make(tmp_path), iteration)
+    cut_after(resumable_run(tmp_path), iteration)
     torch.manual_seed(999)  # another process
-    again = make(tmp_path)
+    again = resumable_run(tmp_path)
     history = again.train(resume="latest")
     expected = weights(uninterrupted)
     assert all(torch.equal(expected[name], value) for name, value in weights(again).items())
@@ -40,11 +40,11 @@ def test_a_resumed_run_equals_the_uninterrupted_one(iteration: int, uninterrupte
     assert again.handlers[1].state_dict() == uninterrupted.handlers[1].state_dict()
 
 
-def test_a_checkpoint_of_an_epochs_end_goes_on_with_the_next_epoch(uninterrupted: Trainer, tmp_path: Path):
-    run = make(tmp_path, every=Every(epochs=1))
+def test_a_checkpoint_at_an_epochs_end_resumes_with_the_next_epoch(uninterrupted: Trainer, tmp_path: Path):
+    run = resumable_run(tmp_path, every=Every(epochs=1))
     run.add_event_handler(Events.EPOCH_STARTED(once=3), lambda engine: engine.terminate())
     run.train()
-    again = make(tmp_path, every=Every(epochs=1))
+    again = resumable_run(tmp_path, every=Every(epochs=1))
     epochs: list[int] = []
     again.add_event_handler(Events.EPOCH_COMPLETED, lambda engine: epochs.append(engine.state.epoch))
     again.train(resume="latest")
@@ -52,9 +52,9 @@ def test_a_checkpoint_of_an_epochs_end_goes_on_with_the_next_epoch(uninterrupted
     assert all(torch.equal(weights(uninterrupted)[name], value) for name, value in weights(again).items())
 
 
-def test_a_preempted_run_saves_and_goes_on(uninterrupted: Trainer, tmp_path: Path):
+def test_a_preempted_run_saves_and_resumes(uninterrupted: Trainer, tmp_path: Path):
     run = trainer(
-        CONFIG,
+        RESUMABLE_CONFIG,
         model=regression_model(dropout=0.3),
         val_loader=loader(12, shuffle=False),
         handlers=[Checkpointer(tmp_path, every=Every(epochs=9)), EarlyStopping(patience=50)],
@@ -65,50 +65,50 @@ def test_a_preempted_run_saves_and_goes_on(uninterrupted: Trainer, tmp_path: Pat
     run.train()
     assert run.state.stop_reason == "SIGTERM was received"
     assert run.state.iteration == 17
-    again = make(tmp_path)
+    again = resumable_run(tmp_path)
     again.train(resume="latest")
     assert all(torch.equal(weights(uninterrupted)[name], value) for name, value in weights(again).items())
 
 
 def test_a_termination_between_a_batch_and_its_step_does_not_count_the_batch(uninterrupted: Trainer, tmp_path: Path):
-    run = make(tmp_path, every=Every(epochs=9))
+    run = resumable_run(tmp_path, every=Every(epochs=9))
     run.handlers[0].detach()
     run.handlers[0].at_end = True
     run.handlers[0].attach(run)
     run.add_event_handler(Events.ITERATION_STARTED(once=17), lambda engine: engine.terminate())
     run.train()
-    again = make(tmp_path)
+    again = resumable_run(tmp_path)
     again.train(resume="latest")
     assert all(torch.equal(weights(uninterrupted)[name], value) for name, value in weights(again).items())
 
 
 def test_resuming_a_finished_run_trains_nothing_more(tmp_path: Path):
-    run = make(tmp_path)
+    run = resumable_run(tmp_path)
     history = run.train()
-    again = make(tmp_path)
+    again = resumable_run(tmp_path)
     steps: list[int] = []
     again.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: steps.append(1))
     assert again.train(resume="latest") == history
     assert steps == []
 
 
-def test_a_finished_run_goes_on_to_a_larger_bound(tmp_path: Path):
-    make(tmp_path, config={"schedule": None, "warmup_steps": 0}).train()
-    again = make(tmp_path, config={"schedule": None, "warmup_steps": 0, "max_epochs": 6})
+def test_a_finished_run_continues_to_a_larger_bound(tmp_path: Path):
+    resumable_run(tmp_path, config={"schedule": None, "warmup_steps": 0}).train()
+    again = resumable_run(tmp_path, config={"schedule": None, "warmup_steps": 0, "max_epochs": 6})
     again.train(resume="latest")
     assert (again.state.epoch, again.state.iteration) == (6, 60)
 
 
-def test_resume_latest_starts_where_there_is_no_checkpoint_yet(tmp_path: Path):
-    run = make(tmp_path, config={"max_epochs": 2})
+def test_resume_latest_starts_a_run_if_there_is_no_checkpoint(tmp_path: Path):
+    run = resumable_run(tmp_path, config={"max_epochs": 2})
     run.train(resume="latest")
     assert run.state.iteration == 20
 
 
 def test_resume_takes_a_path(uninterrupted: Trainer, tmp_path: Path):
-    cut_after(make(tmp_path), 12)
+    cut_after(resumable_run(tmp_path), 12)
     path = sorted((tmp_path / "checkpoints").glob("000000004-*"))[0]
-    again = make(tmp_path / "elsewhere")
+    again = resumable_run(tmp_path / "elsewhere")
     loaded: list[Any] = []
 
     @again.on(Events.CHECKPOINT_LOADED)
@@ -120,11 +120,11 @@ def test_resume_takes_a_path(uninterrupted: Trainer, tmp_path: Path):
     assert all(torch.equal(weights(uninterrupted)[name], value) for name, value in weights(again).items())
 
 
-def test_the_newest_damaged_checkpoint_is_passed_over(uninterrupted: Trainer, tmp_path: Path):
-    cut_after(make(tmp_path), 12)
+def test_the_newest_checkpoint_is_skipped_if_damaged(uninterrupted: Trainer, tmp_path: Path):
+    cut_after(resumable_run(tmp_path), 12)
     newest = sorted((tmp_path / "checkpoints").glob("0*"))[-1] / "state.pt"
     newest.write_bytes(newest.read_bytes()[:-100])
-    again = make(tmp_path)
+    again = resumable_run(tmp_path)
     again.train(resume="latest")
     assert all(torch.equal(weights(uninterrupted)[name], value) for name, value in weights(again).items())
 
@@ -141,9 +141,9 @@ def test_weights_that_do_not_fit_are_listed_by_name(tmp_path: Path):
 
 
 def test_a_changed_schedule_is_refused(tmp_path: Path):
-    make(tmp_path).train()
+    resumable_run(tmp_path).train()
     with pytest.raises(CheckpointError, match="total_steps"):
-        make(tmp_path, config={"max_epochs": 9}).train(resume="latest")
+        resumable_run(tmp_path, config={"max_epochs": 9}).train(resume="latest")
 
 
 def test_saving_by_hand_needs_one_checkpointer(tmp_path: Path):
@@ -168,40 +168,40 @@ def test_ignites_state_dict_stays_three_keys():
     assert set(trainer().state_dict()) == {"epoch_length", "iteration", "max_epochs"}
 
 
-def told(logs: list[Any], start: str) -> list[Any]:
+def warnings_starting(logs: list[Any], start: str) -> list[Any]:
     return [entry["differences"] for entry in logs if entry["event"].startswith(start)]
 
 
-STEADY = {"schedule": "constant", "warmup_steps": 0}  # fits a run of any length
+STEADY = {"schedule": "constant", "warmup_steps": 0}  # suits a run of any length
 
 
-def test_another_environment_than_the_checkpoints_is_told_of(tmp_path: Path):
-    make(tmp_path, config={**STEADY, "max_epochs": 1}).train()
+def test_a_changed_environment_is_reported(tmp_path: Path):
+    resumable_run(tmp_path, config={**STEADY, "max_epochs": 1}).train()
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + 1)
     try:
-        run = make(tmp_path, config={**STEADY, "max_epochs": 2})
+        run = resumable_run(tmp_path, config={**STEADY, "max_epochs": 2})
         with structlog.testing.capture_logs() as logs:
             run.train(resume="latest")
     finally:
         torch.set_num_threads(threads)
-    assert told(logs, "the environment differs") == [[f"threads: {threads} -> {threads + 1}"]]
+    assert warnings_starting(logs, "the environment differs") == [[f"threads: {threads} -> {threads + 1}"]]
     assert run.made_with.environment_changes == [f"threads: {threads} -> {threads + 1}"]
 
 
-def test_other_settings_than_the_checkpoints_are_told_of_but_for_a_longer_run(tmp_path: Path):
-    make(tmp_path, config={**STEADY, "max_epochs": 1}).train()
+def test_changed_settings_are_reported_unless_the_run_only_gets_longer(tmp_path: Path):
+    resumable_run(tmp_path, config={**STEADY, "max_epochs": 1}).train()
     with structlog.testing.capture_logs() as logs:
-        make(tmp_path, config={**STEADY, "max_epochs": 2}).train(resume="latest")
-    assert not told(logs, "the run resumes with other settings")
-    assert not told(logs, "the environment differs")
+        resumable_run(tmp_path, config={**STEADY, "max_epochs": 2}).train(resume="latest")
+    assert not warnings_starting(logs, "the run resumes with other settings")
+    assert not warnings_starting(logs, "the environment differs")
     with structlog.testing.capture_logs() as logs:
-        make(tmp_path, config={**STEADY, "max_epochs": 3, "clip_grad_norm": 2.0}).train(resume="latest")
-    assert told(logs, "the run resumes with other settings") == [["clip_grad_norm: 1.0 -> 2.0"]]
+        resumable_run(tmp_path, config={**STEADY, "max_epochs": 3, "clip_grad_norm": 2.0}).train(resume="latest")
+    assert warnings_starting(logs, "the run resumes with other settings") == [["clip_grad_norm: 1.0 -> 2.0"]]
 
 
 class Counting:
-    """Listens by its own methods and holds progress, in nobody's list of handlers."""
+    """Subscribes its own methods and keeps progress, without being in a list of handlers."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -217,9 +217,9 @@ class Counting:
 
 
 @pytest.mark.parametrize("iteration", [3, 10, 14])
-def test_what_listens_to_the_trainer_by_its_own_methods_goes_on_too(iteration: int, tmp_path: Path):
+def test_objects_subscribed_by_their_own_methods_resume_too(iteration: int, tmp_path: Path):
     def listening(folder: str) -> tuple[Trainer, Counting, list[float]]:
-        run = make(tmp_path / folder, config={"schedule": None, "warmup_steps": 0, "max_epochs": 2})
+        run = resumable_run(tmp_path / folder, config={"schedule": None, "warmup_steps": 0, "max_epochs": 2})
         counting, averages = Counting(), []
         run.add_event_handler(Events.ITERATION_COMPLETED, counting.note)
         Average(output_transform=lambda output: output["loss"].item()).attach(run, "average")

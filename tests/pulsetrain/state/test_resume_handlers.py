@@ -1,4 +1,4 @@
-"""Several handlers of one class: when a run goes on, each gets its own state, or it is told."""
+"""Several handlers of one class: on resume, each gets its own state or is reported."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pulsetrain import Trainer
 from pulsetrain.engine import Events, Every
 from pulsetrain.engine.checkpoint import CheckpointManager
 from pulsetrain.handlers import Checkpointer
-from tests.support.small import trainer
+from tests.support.models import trainer
 
 
 class Adding:
@@ -36,7 +36,7 @@ class Adding:
         self.total = state["total"]
 
 
-def told_on_resume(folder: Path, *handlers: Any, epochs: int) -> list[tuple[str, Any]]:
+def reported_on_resume(folder: Path, *handlers: Any, epochs: int) -> list[tuple[str, Any]]:
     run = trainer({"max_epochs": epochs, "seed": 7}, handlers=[Checkpointer(folder), *handlers])
     with structlog.testing.capture_logs() as logs:
         run.train(resume="latest")
@@ -51,34 +51,34 @@ NEW = "the checkpoint has no state for a handler, which starts from its beginnin
 
 
 def test_two_of_a_class_in_another_order_get_their_own_states(tmp_path: Path):
-    told_on_resume(tmp_path, Adding(1), Adding(100), epochs=1)
+    reported_on_resume(tmp_path, Adding(1), Adding(100), epochs=1)
     one, hundred = Adding(1), Adding(100)
-    assert told_on_resume(tmp_path, hundred, one, epochs=2) == []
+    assert reported_on_resume(tmp_path, hundred, one, epochs=2) == []
     assert (one.total, hundred.total) == (20, 2000)
 
 
-def test_where_the_first_of_two_is_gone_the_other_keeps_its_state(tmp_path: Path):
-    told_on_resume(tmp_path, Adding(1), Adding(100), epochs=1)
+def test_if_the_first_of_two_is_removed_the_other_keeps_its_state(tmp_path: Path):
+    reported_on_resume(tmp_path, Adding(1), Adding(100), epochs=1)
     hundred = Adding(100)
-    assert told_on_resume(tmp_path, hundred, epochs=2) == [(GONE, "Adding")]
+    assert reported_on_resume(tmp_path, hundred, epochs=2) == [(GONE, "Adding")]
     assert hundred.total == 2000
 
 
-def test_where_one_is_added_before_it_the_other_keeps_its_state(tmp_path: Path):
-    told_on_resume(tmp_path, Adding(100), epochs=1)
+def test_if_one_is_added_before_it_the_other_keeps_its_state(tmp_path: Path):
+    reported_on_resume(tmp_path, Adding(100), epochs=1)
     one, hundred = Adding(1), Adding(100)
-    assert told_on_resume(tmp_path, one, hundred, epochs=2) == [(NEW, "Adding")]
+    assert reported_on_resume(tmp_path, one, hundred, epochs=2) == [(NEW, "Adding")]
     assert (one.total, hundred.total) == (10, 2000)
 
 
 def test_one_of_a_class_keeps_its_state_under_other_settings(tmp_path: Path):
-    told_on_resume(tmp_path, Adding(1), epochs=1)
+    reported_on_resume(tmp_path, Adding(1), epochs=1)
     other = Adding(100)
-    assert told_on_resume(tmp_path, other, epochs=2) == []
+    assert reported_on_resume(tmp_path, other, epochs=2) == []
     assert other.total == 1010
 
 
-def test_what_only_the_order_tells_apart_is_told_of(tmp_path: Path):
+def test_handlers_that_differ_only_in_order_are_reported(tmp_path: Path):
     class Number:  # no plain setting
         def __init__(self, value: int) -> None:
             self.value = value
@@ -86,20 +86,20 @@ def test_what_only_the_order_tells_apart_is_told_of(tmp_path: Path):
         def __int__(self) -> int:
             return self.value
 
-    told_on_resume(tmp_path / "alike", Adding(Number(1)), Adding(Number(100)), epochs=1)
-    told = told_on_resume(tmp_path / "alike", Adding(Number(1)), Adding(Number(100)), epochs=2)
-    assert told == [("by order", ["Adding", "Adding_2"])]
+    reported_on_resume(tmp_path / "alike", Adding(Number(1)), Adding(Number(100)), epochs=1)
+    reported = reported_on_resume(tmp_path / "alike", Adding(Number(1)), Adding(Number(100)), epochs=2)
+    assert reported == [("by order", ["Adding", "Adding_2"])]
 
-    told_on_resume(tmp_path / "changed", Adding(1), Adding(100), epochs=1)
-    assert told_on_resume(tmp_path / "changed", Adding(1), Adding(50), epochs=2) == [("by order", ["Adding_2"])]
+    reported_on_resume(tmp_path / "changed", Adding(1), Adding(100), epochs=1)
+    assert reported_on_resume(tmp_path / "changed", Adding(1), Adding(50), epochs=2) == [("by order", ["Adding_2"])]
 
-    told_on_resume(tmp_path / "named", Adding(Number(1), "a"), Adding(Number(100), "b"), epochs=1)
+    reported_on_resume(tmp_path / "named", Adding(Number(1), "a"), Adding(Number(100), "b"), epochs=1)
     a, b = Adding(Number(1), "a"), Adding(Number(100), "b")
-    assert told_on_resume(tmp_path / "named", b, a, epochs=2) == []
+    assert reported_on_resume(tmp_path / "named", b, a, epochs=2) == []
     assert (a.total, b.total) == (20, 2000)
 
 
-def test_settings_that_change_as_the_run_goes_on_tell_apart_as_they_were_at_first(tmp_path: Path):
+def test_settings_that_change_during_the_run_distinguish_by_their_first_values(tmp_path: Path):
     """A torch scheduler's last_epoch is an argument of its constructor."""
 
     def scheduled(folder: Path, *sizes: int) -> tuple[Trainer, dict[int, Any]]:
@@ -120,7 +120,7 @@ def test_settings_that_change_as_the_run_goes_on_tell_apart_as_they_were_at_firs
     assert {size: (each.step_size, each.last_epoch) for size, each in made.items()} == {4: (4, 20), 3: (3, 20)}
 
 
-def test_the_run_folder_may_be_another(tmp_path: Path):
+def test_the_run_folder_may_have_changed(tmp_path: Path):
     def run(folder: Path) -> Trainer:
         in_two_places = [Adding(folder), Adding(folder / "inside")]
         for each in in_two_places:

@@ -1,4 +1,4 @@
-"""A run cut in the middle of an epoch and gone on with ends as the uncut one, whatever gives it its batches."""
+"""A run interrupted inside an epoch and resumed ends like the uninterrupted one, with every kind of loader."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[
 
 
 # a pass has 10 batches (13 of 3, 7 of 6): in the first pass, at its end, and in a later one; the first without workers
-# alone, which are begun anew in any pass that is gone on with
+# only, which are restarted in any resumed pass
 @pytest.mark.parametrize(
     ("name", "iteration"),
     [(name, iteration) for name in LOADERS for iteration in (4, 10, 17) if iteration != 4 or "worker" not in name],
 )
-def test_a_run_cut_in_the_middle_of_an_epoch_ends_as_the_uncut_one(
+def test_a_run_interrupted_inside_an_epoch_ends_like_the_uninterrupted_one(
     name: str, iteration: int, tmp_path: Path, whole_run: Callable[[str], dict[str, Any]]
 ):
     expected = whole_run(name)
@@ -59,7 +59,7 @@ def test_a_run_cut_in_the_middle_of_an_epoch_ends_as_the_uncut_one(
 
 
 @pytest.mark.parametrize(("before", "after"), [(0, 2), (2, 0), (2, 1)])
-def test_another_number_of_workers_from_the_cut_on_changes_nothing(
+def test_another_number_of_workers_after_the_interruption_changes_nothing(
     before: int, after: int, tmp_path: Path, whole_run: Callable[[str], dict[str, Any]]
 ):
     expected = whole_run("draws")
@@ -91,21 +91,21 @@ def reread(logs: list[Any]) -> list[tuple[str, int]]:
     return [(entry["loader"], entry["batches"]) for entry in logs if "read again" in entry["event"]]
 
 
-@pytest.mark.parametrize(("name", "told"), [("subclass", [("Subclass", 7)]), ("list", []), ("draws", [])])
-def test_reading_a_pass_again_is_told_of(name: str, told: list[tuple[str, int]], tmp_path: Path):
+@pytest.mark.parametrize(("name", "reported"), [("subclass", [("Subclass", 7)]), ("list", []), ("draws", [])])
+def test_reading_a_pass_again_is_reported(name: str, reported: list[tuple[str, int]], tmp_path: Path):
     cut(LOADERS[name](), tmp_path, 17)
     with structlog.testing.capture_logs() as logs:
         resumed(LOADERS[name](), tmp_path)
-    assert reread(logs) == told
+    assert reread(logs) == reported
 
 
 @pytest.mark.parametrize("event", [Events.GET_BATCH_COMPLETED, Events.ITERATION_STARTED])
 @pytest.mark.parametrize("name", ["draws", "generating", "state of its own", "torchdata's"])
-def test_a_batch_that_was_given_and_not_trained_on_comes_again(
+def test_a_batch_that_was_read_but_not_trained_on_is_repeated(
     name: str, event: Events, tmp_path: Path, whole_run: Callable[[str], dict[str, Any]]
 ):
     expected = whole_run(name)
-    for stop in (17, 25):  # the second time behind a resume
+    for stop in (17, 25):  # the second time after a resume
         run = make(LOADERS[name](), tmp_path, Every(epochs=100))
         run.handlers[0].detach()
         run.handlers[0].at_end = True
@@ -135,7 +135,7 @@ def test_a_checkpoint_that_was_loaded_and_saved_at_once_is_the_same_position(
     assert resumed(LOADERS[name](), tmp_path / "between") == expected
 
 
-def test_kept_workers_end_before_a_garbage_collection_takes_their_loader():
+def test_persistent_workers_end_before_their_loader_is_garbage_collected():
     keyed = KeyedLoader(augmented(1, persistent_workers=True), 0)
     list(keyed.begin(1))
     keyed.itself = keyed  # type: ignore[attr-defined]  # as a trainer is part of a cycle

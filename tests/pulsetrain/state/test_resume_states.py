@@ -1,4 +1,4 @@
-"""The states of strategies, handlers and generators go on with a run, or are refused before anything is loaded."""
+"""The states of strategies, handlers and generators are resumed, or rejected before anything is loaded."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from pulsetrain import Trainer
 from pulsetrain.engine import CheckpointError, Events, Every, SupervisedStrategy
 from pulsetrain.engine.checkpoint import CheckpointManager, load_checkpoint
 from pulsetrain.handlers import EMA, Checkpointer
-from tests.support.cutting import cut_after, make, weights
-from tests.support.small import trainer
+from tests.support.models import trainer
+from tests.support.runs import cut_after, resumable_run, weights
 
 
 class Warming(SupervisedStrategy):
@@ -39,7 +39,7 @@ class Warming(SupervisedStrategy):
 
 
 class WarmingModule(nn.Module):
-    """The same, in a buffer that is loaded in place."""
+    """The same count, in a buffer that is loaded in place."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ def with_strategy(folder: Path, strategy: Any, *handlers: Any) -> Trainer:
 
 
 @pytest.mark.parametrize("kind", [Warming, WarmingModule])
-def test_a_strategys_state_goes_on(kind: Any, tmp_path: Path):
+def test_a_strategys_state_is_resumed(kind: Any, tmp_path: Path):
     whole = with_strategy(tmp_path / "whole", kind())
     whole.train()
     cut_after(with_strategy(tmp_path / "cut", kind()), 13)
@@ -68,7 +68,7 @@ def test_a_strategys_state_goes_on(kind: Any, tmp_path: Path):
     assert all(torch.equal(weights(whole)[name], value) for name, value in weights(again).items())
 
 
-def test_a_strategy_that_cannot_take_the_saved_state_is_refused_before_anything_is_loaded(tmp_path: Path):
+def test_a_strategy_that_cannot_load_the_saved_state_is_rejected_before_anything_is_loaded(tmp_path: Path):
     with_strategy(tmp_path, Warming()).train()
     other = with_strategy(tmp_path, SupervisedStrategy("mse"))
     before = weights(other)
@@ -80,7 +80,7 @@ def test_a_strategy_that_cannot_take_the_saved_state_is_refused_before_anything_
     assert other.state.iteration == 0
 
 
-def test_a_strategy_without_a_saved_state_begins_anew_and_says_so(tmp_path: Path):
+def test_a_strategy_without_a_saved_state_starts_over_and_says_so(tmp_path: Path):
     with_strategy(tmp_path, SupervisedStrategy("mse")).train()
     with structlog.testing.capture_logs() as logs:
         with_strategy(tmp_path, Warming()).train(resume="latest")
@@ -118,7 +118,7 @@ class Averaging:
 
 
 class Refusing(Averaging):
-    """Takes no negative sum."""
+    """Rejects a negative sum."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
@@ -127,7 +127,7 @@ class Refusing(Averaging):
 
 
 @pytest.mark.parametrize("strategy", [Warming, WarmingModule])
-def test_where_a_handler_refuses_its_state_all_others_are_as_they_were(strategy: Any, tmp_path: Path):
+def test_if_a_handler_rejects_its_state_all_others_stay_unchanged(strategy: Any, tmp_path: Path):
     run = with_strategy(tmp_path, strategy(), Averaging(), EMA(decay=0.9), Refusing())
     run.train()
     saved = load_checkpoint(CheckpointManager(tmp_path / "checkpoints").get_latest())
@@ -151,8 +151,8 @@ def test_where_a_handler_refuses_its_state_all_others_are_as_they_were(strategy:
 
 @pytest.mark.parametrize("part", ["counters", "data"])
 def test_a_state_with_a_piece_missing_inside_is_refused_before_anything_is_loaded(part: str, tmp_path: Path):
-    make(tmp_path).train()
-    run = make(tmp_path)
+    resumable_run(tmp_path).train()
+    run = resumable_run(tmp_path)
     before = weights(run)
     with pytest.raises(CheckpointError, match=f"the checkpoint's state lacks .*{part}.epoch"):
         run.load_checkpoint(altered(tmp_path, **{part: {}}))
@@ -162,12 +162,12 @@ def test_a_state_with_a_piece_missing_inside_is_refused_before_anything_is_loade
 # ------------------------------------------------------------------------------------ generators of devices
 
 
-def test_generators_of_devices_that_are_not_seen_are_told_of_and_the_run_goes_on(tmp_path: Path):
-    cut_after(make(tmp_path), 12)
+def test_generators_of_missing_devices_are_reported_and_the_run_continues(tmp_path: Path):
+    cut_after(resumable_run(tmp_path), 12)
     state = load_checkpoint(CheckpointManager(tmp_path / "checkpoints").get_latest())
     count = torch.cuda.device_count() + 2
     states = [torch.get_rng_state() if count == 2 else torch.cuda.get_rng_state()] * count
-    run = make(tmp_path)
+    run = resumable_run(tmp_path)
     with structlog.testing.capture_logs() as logs:
         run.train(resume=altered(tmp_path, rng={**state["rng"], "cuda": states}))
     assert [line["devices"] for line in logs if "fewer devices than the checkpoint" in line["event"]] == [
@@ -177,8 +177,8 @@ def test_generators_of_devices_that_are_not_seen_are_told_of_and_the_run_goes_on
 
 
 def test_a_state_without_a_generator_is_refused_before_anything_is_loaded(tmp_path: Path):
-    make(tmp_path).train()
-    run = make(tmp_path)
+    resumable_run(tmp_path).train()
+    run = resumable_run(tmp_path)
     before = weights(run)
     with pytest.raises(CheckpointError, match="lacks python, numpy, torch, cuda"):
         run.load_checkpoint(altered(tmp_path, rng={}))

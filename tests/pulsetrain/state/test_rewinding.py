@@ -1,4 +1,4 @@
-"""Runs that go back to a checkpoint: which one, what they leave out, and what a resume and a proof make of them."""
+"""Rewinding to a checkpoint: to which one, which batches are left out, and how such runs resume and verify."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pulsetrain import Trainer, verify
 from pulsetrain.engine import Events, Every
 from pulsetrain.engine.errors import CheckpointError, ConfigurationError
 from pulsetrain.handlers import Checkpointer, CSVLogger, EventRecorder, NaNGuard
-from tests.support.guarded_runs import data, make
+from tests.support.runs import guarded_data, guarded_run
 
 
 def weights(trainer: Trainer) -> list[torch.Tensor]:
@@ -29,35 +29,35 @@ def saver(folder: Path, every: int = 3, keep_last: int = 20, **options: Any) -> 
 
 
 def going_back(trainer: Trainer, *when: tuple[int, int, int]) -> Trainer:
-    """Each once: at an iteration, the first and the last one that is left out."""
+    """Rewinds once per entry: at an iteration, leaving out the batches from the first to the last given."""
     left = list(when)
 
     def act(engine: Any) -> None:
         if left and engine.state.iteration == left[0][0]:
-            engine.rewind(*left.pop(0)[1:], "told to")
+            engine.rewind(*left.pop(0)[1:], "requested")
 
     trainer.add_event_handler(Events.ITERATION_COMPLETED, act)
     return trainer
 
 
 def plain(**settings: Any) -> Trainer:
-    trainer = make(**settings)
+    trainer = guarded_run(**settings)
     trainer.train()
     return trainer
 
 
 @pytest.mark.parametrize("background", [False, True])
 def test_it_goes_back_twice_past_what_it_left_out_before(tmp_path: Path, background: bool) -> None:
-    trainer = going_back(make(saver(tmp_path, background=background), max_epochs=2), (16, 14, 15), (18, 17, 17))
+    trainer = going_back(guarded_run(saver(tmp_path, background=background), max_epochs=2), (16, 14, 15), (18, 17, 17))
     trainer.train()
     assert trainer.data.left_out_since == [(14, 15), (19, 19)]
     assert trainer.rewinds == 2
     assert same(trainer, plain(max_epochs=2, skip_batches=[(14, 15), (19, 19)]))
 
 
-def test_what_lies_behind_the_checkpoint_is_its_past_no_more(tmp_path: Path) -> None:
+def test_events_after_the_checkpoint_are_superseded(tmp_path: Path) -> None:
     checkpoints = saver(tmp_path)
-    trainer = going_back(make(checkpoints), (11, 8, 8))
+    trainer = going_back(guarded_run(checkpoints), (11, 8, 8))
     kept: list[list[str]] = []
     trainer.add_event_handler(
         Events.STARTED, lambda: kept.append([place.name for place in checkpoints.manager.valid()])
@@ -66,8 +66,8 @@ def test_what_lies_behind_the_checkpoint_is_its_past_no_more(tmp_path: Path) -> 
     assert kept[1] == ["000000003-checkpoint", "000000006-checkpoint", "000000006-checkpoint~2"]
 
 
-def test_a_run_killed_right_behind_it_knows_of_it(tmp_path: Path) -> None:
-    trainer = going_back(make(saver(tmp_path)), (11, 8, 8))
+def test_a_run_killed_right_after_it_resumes_with_it(tmp_path: Path) -> None:
+    trainer = going_back(guarded_run(saver(tmp_path)), (11, 8, 8))
 
     @trainer.on(Events.ITERATION_COMPLETED)
     def fail(engine: Any) -> None:
@@ -76,43 +76,43 @@ def test_a_run_killed_right_behind_it_knows_of_it(tmp_path: Path) -> None:
 
     with pytest.raises(RuntimeError, match="the power went"):
         trainer.train()
-    again = make(saver(tmp_path))
+    again = guarded_run(saver(tmp_path))
     again.train(resume="latest")
     assert (again.rewinds, again.data.left_out_since) == (1, [(8, 8)])
     assert same(again, plain(skip_batches=[(8, 8)]))
 
 
-def test_batches_are_numbered_as_they_are_where_others_are_left_out_behind_them(tmp_path: Path) -> None:
-    trainer = going_back(make(saver(tmp_path), skip_batches=[(6, 7)]), (9, 4, 4))
+def test_batches_keep_their_numbers_if_later_ones_are_left_out(tmp_path: Path) -> None:
+    trainer = going_back(guarded_run(saver(tmp_path), skip_batches=[(6, 7)]), (9, 4, 4))
     trainer.train()
     assert trainer.data.left_out_since == [(4, 4)]
     assert same(trainer, plain(skip_batches=[(4, 4), (6, 7)]))
 
 
 def test_numbers_survive_a_resume(tmp_path: Path) -> None:
-    whole = going_back(make(saver(tmp_path / "a"), skip_batches=[(2, 3)]), (12, 10, 10))
+    whole = going_back(guarded_run(saver(tmp_path / "a"), skip_batches=[(2, 3)]), (12, 10, 10))
     whole.train()
-    parts = make(saver(tmp_path / "b"), skip_batches=[(2, 3)], max_iterations=6, max_epochs=None)
+    parts = guarded_run(saver(tmp_path / "b"), skip_batches=[(2, 3)], max_iterations=6, max_epochs=None)
     parts.train()
-    again = going_back(make(saver(tmp_path / "b"), skip_batches=[(2, 3)]), (12, 10, 10))
+    again = going_back(guarded_run(saver(tmp_path / "b"), skip_batches=[(2, 3)]), (12, 10, 10))
     again.train(resume="latest")
     assert again.data.left_out_since == whole.data.left_out_since == [(12, 12)]
     assert same(again, whole)
 
 
-def test_a_save_at_the_same_point_does_not_delete_where_it_goes_back_to(tmp_path: Path) -> None:
-    trainer = going_back(make(saver(tmp_path, every=4, keep_last=1)), (8, 7, 7))
+def test_a_save_at_the_same_point_does_not_delete_the_checkpoint_to_rewind_to(tmp_path: Path) -> None:
+    trainer = going_back(guarded_run(saver(tmp_path, every=4, keep_last=1)), (8, 7, 7))
     trainer.train()
     assert trainer.rewinds == 1
     assert same(trainer, plain(skip_batches=[(7, 7)]))
 
 
-def test_one_that_keeps_too_few_is_told_so(tmp_path: Path) -> None:
-    trainer = make(saver(tmp_path, every=2, keep_last=1))
+def test_a_checkpointer_that_keeps_too_few_is_warned_about(tmp_path: Path) -> None:
+    trainer = guarded_run(saver(tmp_path, every=2, keep_last=1))
 
     @trainer.on(Events.ITERATION_COMPLETED(once=9))
     def back(engine: Any) -> None:
-        engine.rewind(5, 5, "told to")
+        engine.rewind(5, 5, "requested")
 
     with pytest.raises(CheckpointError, match=r"kept was made after iteration 8; look more often, or raise keep_last"):
         trainer.train()
@@ -120,27 +120,27 @@ def test_one_that_keeps_too_few_is_told_so(tmp_path: Path) -> None:
 
 class TestARunThatEnds:
     def test_does_not_go_back(self, tmp_path: Path) -> None:
-        trainer = make(saver(tmp_path), NaNGuard("rewind", Every(iterations=100)), dataset=data((29,)))
+        trainer = guarded_run(saver(tmp_path), NaNGuard("rewind", Every(iterations=100)), dataset=guarded_data((29,)))
         trainer.add_event_handler(Events.ITERATION_COMPLETED(once=10), lambda engine: engine.terminate(reason="enough"))
         with structlog.testing.capture_logs() as logs:
             trainer.train()
         assert (trainer.state.iteration, trainer.state.stop_reason, trainer.rewinds) == (10, "enough", 0)
         assert any("does not rewind" in line["event"] for line in logs)
 
-    def test_for_another_reason_behind_it_ends(self, tmp_path: Path) -> None:
-        trainer = going_back(make(saver(tmp_path)), (8, 7, 7))
+    def test_a_termination_for_another_reason_afterwards_ends_the_run(self, tmp_path: Path) -> None:
+        trainer = going_back(guarded_run(saver(tmp_path)), (8, 7, 7))
         trainer.add_event_handler(Events.ITERATION_COMPLETED(once=8), lambda e: e.terminate(reason="enough"))
         trainer.train()
         assert (trainer.state.iteration, trainer.state.stop_reason, trainer.rewinds) == (8, "enough", 0)
 
     def test_at_its_bound_goes_back_all_the_same(self, tmp_path: Path) -> None:
-        trainer = make(saver(tmp_path), NaNGuard("rewind", Every(iterations=100)), dataset=data((29,)))
+        trainer = guarded_run(saver(tmp_path), NaNGuard("rewind", Every(iterations=100)), dataset=guarded_data((29,)))
         trainer.train()
         assert (trainer.rewinds, trainer.state.iteration) == (1, 16)
 
 
 def test_run_by_itself_just_ends_and_a_later_train_does_not_go_back(tmp_path: Path) -> None:
-    trainer = going_back(make(saver(tmp_path)), (8, 7, 7))
+    trainer = going_back(guarded_run(saver(tmp_path)), (8, 7, 7))
     trainer.run(trainer.train_loader, max_epochs=1)
     assert trainer.state.iteration == 8
     trainer.train(resume="latest")
@@ -148,7 +148,7 @@ def test_run_by_itself_just_ends_and_a_later_train_does_not_go_back(tmp_path: Pa
 
 
 def test_an_update_that_was_to_be_skipped_when_a_handler_failed_is_forgotten() -> None:
-    trainer = make()
+    trainer = guarded_run()
 
     @trainer.on(Events.GRADIENTS_READY(once=3))
     def fail(engine: Any) -> None:
@@ -167,14 +167,14 @@ def test_an_update_that_was_to_be_skipped_when_a_handler_failed_is_forgotten() -
 
 def test_without_a_checkpointer_it_says_so() -> None:
     with pytest.raises(ConfigurationError, match="needs exactly one Checkpointer"):
-        going_back(make(), (8, 7, 7)).train()
+        going_back(guarded_run(), (8, 7, 7)).train()
 
 
 def test_the_table_and_the_log_hold_one_run_and_the_proof_holds(tmp_path: Path) -> None:
     def build(folder: Path = tmp_path) -> Trainer:
         guard = NaNGuard("rewind", Every(iterations=3))
         handlers = [EventRecorder(folder), guard, CSVLogger(folder), saver(folder, every=2)]
-        return make(*handlers, dataset=data((13,)), log_every_n_steps=2)
+        return guarded_run(*handlers, dataset=guarded_data((13,)), log_every_n_steps=2)
 
     trainer = build()
     with structlog.testing.capture_logs() as logs:
@@ -190,11 +190,11 @@ def test_the_table_and_the_log_hold_one_run_and_the_proof_holds(tmp_path: Path) 
 
 
 def test_a_list_of_batches_goes_back_too(tmp_path: Path) -> None:
-    inputs, targets = data().tensors
+    inputs, targets = guarded_data().tensors
     batches = list(zip(inputs.split(4), targets.split(4), strict=True))
 
     def begin(*handlers: Any, **settings: Any) -> Trainer:
-        trainer = make(*handlers, **settings)
+        trainer = guarded_run(*handlers, **settings)
         trainer.train_loader = list(batches)
         return trainer
 

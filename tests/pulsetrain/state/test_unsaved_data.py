@@ -1,4 +1,4 @@
-"""What a checkpoint cannot hold of the data is told when a run starts: data read once or with generators of its own."""
+"""A run warns at its start about data that a checkpoint cannot capture: read once, or with its own generators."""
 
 from __future__ import annotations
 
@@ -15,24 +15,23 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, S
 from pulsetrain import Trainer
 from pulsetrain.engine import Every
 from pulsetrain.handlers import Checkpointer
-from tests.support.cutting import cut_after
-from tests.support.messages import make, told
-from tests.support.small import loader, pairs, trainer
+from tests.support.models import loader, pairs, trainer
+from tests.support.runs import cut_after, saving_run, warnings_of
 
 
 def iterator_warnings(data: Any, folder: Path) -> list[str]:
     checkpointer = Checkpointer(folder, every=Every(epochs=9), at_end=False)
     run = trainer({"max_iterations": 3}, train_loader=data, handlers=[checkpointer])
-    return [each["loader"] for each in told(run) if "can be read once" in each["event"]]
+    return [each["loader"] for each in warnings_of(run) if "can be read once" in each["event"]]
 
 
-def test_an_iterator_is_told_of_and_what_can_be_read_again_is_not(tmp_path: Path):
+def test_an_iterator_is_reported_and_data_that_can_be_read_again_is_not(tmp_path: Path):
     assert iterator_warnings((batch for batch in loader()), tmp_path) == ["generator"]
     for data in (loader(), list(loader()), loader(num_workers=1)):
         assert iterator_warnings(data, tmp_path) == []
 
 
-def test_an_iterator_that_keeps_its_state_is_not_told_of(tmp_path: Path):
+def test_an_iterator_that_keeps_its_state_is_not_reported(tmp_path: Path):
     class Keeping:
         def __init__(self) -> None:
             self.batches = iter(loader())
@@ -59,7 +58,7 @@ PAIRS = pairs()
 
 
 class Noisy(Dataset[Any]):
-    """Holds what its attributes say."""
+    """Has the given attributes."""
 
     def __init__(self, **attributes: Any) -> None:
         vars(self).update(attributes)
@@ -91,7 +90,7 @@ class Jitter:
 
 
 class Own(DataLoader[Any]):
-    """Is not taken over."""
+    """A subclass, which is not rebuilt."""
 
 
 def generator_warnings(data: Any, folder: Path) -> list[str]:
@@ -99,7 +98,10 @@ def generator_warnings(data: Any, folder: Path) -> list[str]:
         {"max_iterations": 2}, train_loader=data, handlers=[Checkpointer(folder, every=Every(epochs=9), at_end=False)]
     )
     return [
-        path for each in told(run) if "random generators of its own" in each["event"] for path in each["generators"]
+        path
+        for each in warnings_of(run)
+        if "random generators of its own" in each["event"]
+        for path in each["generators"]
     ]
 
 
@@ -111,7 +113,7 @@ def collate_with_default(batch: Any, generator: Any = np.random.default_rng(1)) 
     "generator", [np.random.default_rng(0), np.random.RandomState(0), random.Random(0), torch.Generator()]
 )
 @pytest.mark.parametrize("kind", [DataLoader, Own])
-def test_a_generator_of_the_datas_own_is_named_wherever_it_is(kind: Any, generator: Any, tmp_path: Path):
+def test_a_generator_in_the_data_is_named_wherever_it_is(kind: Any, generator: Any, tmp_path: Path):
     def closing(batch: Any) -> Any:
         return torch.utils.data.default_collate(batch) if generator else None
 
@@ -162,7 +164,7 @@ def test_a_generator_in_a_batch_samplers_sampler_is_seeded_for_each_pass(iterati
     def run(folder: str, seed: int) -> Trainer:
         sampler = RandomSampler(range(40), generator=torch.Generator().manual_seed(seed))
         data = Own(Noisy(), batch_sampler=BatchSampler(sampler, 4, False))
-        return make(tmp_path / folder, epochs=2, every=Every(iterations=1), train_loader=data)
+        return saving_run(tmp_path / folder, epochs=2, every=Every(iterations=1), train_loader=data)
 
     whole = run("whole", 1)
     whole.train()

@@ -1,4 +1,4 @@
-"""Of the model, the strategy, the data and the optimizer: numbers that change without being saved are told at the save,
+"""The model, strategy, data and optimizer: numbers that change without being saved are reported at the first save,
 states that no checkpoint can hold end the run before its first batch.
 """
 
@@ -14,8 +14,8 @@ from torch import nn
 
 from pulsetrain import Trainer
 from pulsetrain.engine import CheckpointError, Every, SupervisedStrategy
-from tests.support.messages import make, told
-from tests.support.small import loader, regression_model
+from tests.support.models import loader, regression_model
+from tests.support.runs import saving_run, warnings_of
 
 
 class Counts(nn.Module):
@@ -56,26 +56,26 @@ class SavedStrategy(CountingStrategy):
 
 
 def changed(run: Trainer) -> list[list[str]]:
-    return [each["attributes"] for each in told(run) if "attributes change during the run" in each["event"]]
+    return [each["attributes"] for each in warnings_of(run) if "attributes change during the run" in each["event"]]
 
 
 def test_numbers_that_change_and_are_in_no_checkpoint_are_named_once_at_the_first_save(tmp_path: Path):
     model = nn.Sequential(Counts())
-    run = make(tmp_path, epochs=3, every=Every(iterations=1), model=model, strategy=CountingStrategy())
+    run = saving_run(tmp_path, epochs=3, every=Every(iterations=1), model=model, strategy=CountingStrategy())
     assert changed(run) == [["model.0.rate", "model.0.started", "model.0.steps", "strategy.batches"]]
-    assert changed(make(None, model=Counts())) == []
+    assert changed(saving_run(None, model=Counts())) == []
 
 
 def test_numbers_that_a_state_holds_are_not_named(tmp_path: Path):
-    assert changed(make(tmp_path, epochs=2, model=CountsInItsState(), strategy=SavedStrategy())) == []
+    assert changed(saving_run(tmp_path, epochs=2, model=CountsInItsState(), strategy=SavedStrategy())) == []
 
 
-def test_a_strategy_with_half_a_state_is_told_of(tmp_path: Path):
+def test_a_strategy_with_half_a_state_is_reported(tmp_path: Path):
     class Half(CountingStrategy):
         def state_dict(self) -> Any:
             return {}
 
-    warnings = [each["event"] for each in told(make(tmp_path, strategy=Half()))]
+    warnings = [each["event"] for each in warnings_of(saving_run(tmp_path, strategy=Half()))]
     assert "the strategy has state_dict() and no load_state_dict(): its state is not saved; give it both" in warnings
 
 
@@ -131,9 +131,9 @@ def test_what_no_checkpoint_can_hold_ends_the_run_before_its_first_batch(part: s
     def made() -> dict[str, Any]:
         return {name: make_it() for name, make_it in arguments.items()}
 
-    run = make(tmp_path, **made())
+    run = saving_run(tmp_path, **made())
     with pytest.raises(CheckpointError) as caught:
         run.train()
     assert str(caught.value).startswith(f"checkpoint{part}: set: could not be loaded again")
     assert run.state.iteration == 0
-    make(None, **made()).train()  # who saves nothing is not bothered
+    saving_run(None, **made()).train()  # no warning without a checkpointer

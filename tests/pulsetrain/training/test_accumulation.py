@@ -13,7 +13,7 @@ from pulsetrain import Trainer
 from pulsetrain.engine import ConfigurationError, Events, Every, TorchBackend
 from pulsetrain.engine.step.accumulation import Accumulate
 from pulsetrain.handlers import Checkpointer
-from tests.support.small import Tokens, trainer
+from tests.support.models import Tokens, trainer
 
 
 def split(sizes: list[int], seed: int = 3) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -78,7 +78,7 @@ def test_accumulated_tokens_make_the_gradient_of_all_of_them():
     torch.testing.assert_close(run.model.table.weight, model.table.weight, rtol=1e-6, atol=1e-7)
 
 
-def test_a_schedule_accumulates_more_batches_as_the_run_goes_on():
+def test_a_schedule_accumulates_more_batches_during_the_run():
     rule = Accumulate(schedule={0: 1, 2: 3, 3: 2})
     run = trainer({"max_updates": 5, "accumulate": rule}, model=linear(), train_loader=split([4] * 20))
     assert run.total_iterations == 1 + 1 + 3 + 2 + 2
@@ -95,7 +95,7 @@ def test_a_window_keeps_its_gradients_in_one_place():
 
     def note(engine: Trainer) -> None:
         grads = [p.grad for p in engine.model.parameters()]
-        if grads[0] is not None:  # behind an update they are gone
+        if grads[0] is not None:  # after an update they are None
             places.append(tuple(grad.data_ptr() for grad in grads))
 
     run.add_event_handler(Events.ITERATION_COMPLETED, note)
@@ -145,7 +145,7 @@ def test_a_run_resumed_inside_a_window_equals_the_uninterrupted_one(rule: Accumu
         ({"accumulate": Accumulate(schedule={0: 41})}, {}, r"the run has 10 batches, which make no update"),
     ],
 )
-def test_a_rule_that_cannot_be_is_refused_when_the_trainer_is_made(
+def test_an_impossible_rule_is_rejected_when_the_trainer_is_made(
     config: dict[str, Any], arguments: dict[str, Any], message: str
 ):
     with pytest.raises(ConfigurationError, match=message):
@@ -162,7 +162,7 @@ def test_tokens_of_a_stream_are_accumulated_too():
     assert update_iterations(run) == [3, 5]
 
 
-def test_a_stream_whose_strategy_counts_no_tokens_is_refused_at_its_first_batch():
+def test_a_stream_whose_strategy_counts_no_tokens_is_rejected_at_its_first_batch():
     config = {"max_iterations": 4, "accumulate": Accumulate(tokens=8)}
     run = trainer(config, model=linear(), train_loader=iter(split([4, 4, 4, 4])))
     with pytest.raises(ConfigurationError, match="the strategy counts no tokens; accumulate batches"):
@@ -192,7 +192,7 @@ def padded(rows: int, length: int, ignored: int, seed: int) -> tuple[torch.Tenso
 
 
 def test_ignored_targets_do_not_weigh_in_accumulation_history_and_validation():
-    parts = [padded(2, 5, 7, 0), padded(2, 5, 1, 1), padded(2, 5, 10, 2)]  # of the last nothing counts
+    parts = [padded(2, 5, 7, 0), padded(2, 5, 1, 1), padded(2, 5, 10, 2)]  # the last batch has weight zero
     whole = [tuple(torch.cat(each) for each in zip(*parts[:2], strict=True))]
     split_run = trainer(
         {"max_updates": 1, "accumulate": 2, "learning_rate": 1.0},
@@ -248,7 +248,7 @@ def backend(precision: str) -> TorchBackend:
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_a_batch_that_fails_takes_the_waiting_gradients_with_it(precision: str):
+def test_a_batch_that_fails_discards_the_accumulated_gradients(precision: str):
     norms: list[float] = []
     batches = split([4] * 8)
     config = {"max_epochs": 2, "accumulate": 4}
@@ -266,7 +266,7 @@ def test_a_batch_that_fails_takes_the_waiting_gradients_with_it(precision: str):
 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_a_handler_that_fails_between_backward_and_update_leaves_no_gradient_behind(precision: str):
+def test_a_handler_that_fails_between_backward_and_update_leaves_no_gradient(precision: str):
     norms: list[float] = []
     config = {"max_epochs": 3, "learning_rate": 1e-6}
     run = trainer(config, model=linear(), train_loader=split([4]) * 2, backend=backend(precision))
@@ -283,7 +283,7 @@ def test_a_handler_that_fails_between_backward_and_update_leaves_no_gradient_beh
     assert norms == pytest.approx([norms[0]] * 6, rel=1e-2)  # always the same batch's
 
 
-def test_a_checkpoint_inside_a_window_goes_on_under_another_rule(tmp_path: Path):
+def test_a_checkpoint_inside_a_window_resumes_under_another_rule(tmp_path: Path):
     def make(accumulate: int) -> Trainer:
         return trainer(
             {"max_iterations": 12, "accumulate": accumulate},

@@ -1,4 +1,4 @@
-"""Torch on values makes the losses of torch in place, whatever the model and the settings."""
+"""Torch by value gives the losses of torch in place, for every model and setting."""
 
 import math
 
@@ -14,7 +14,7 @@ STEPS = 200
 
 
 class Tied(nn.Module):
-    """The way back goes through the weight of the way in."""
+    """The output layer uses the weight of the input layer."""
 
     def __init__(self):
         super().__init__()
@@ -44,7 +44,7 @@ class Counting(nn.Module):
 
 
 def mlp(dropout=0.0):
-    # no bias before the norm: its gradient is 0 but for what is rounded off, which Adam takes for a direction
+    # no bias before the norm: its gradient is only rounding error, which Adam would follow
     return nn.Sequential(
         nn.Linear(6, 16, bias=False),
         nn.BatchNorm1d(16),
@@ -132,7 +132,7 @@ def test_every_setting(settings):
 
 
 def test_no_decay_spares_what_it_spares_in_place():
-    """Decay so large that the weights that it holds for are gone, and the others are not."""
+    """A decay so large that decayed weights vanish and the others do not."""
     left = [
         run(functional, optimizer="adamw", learning_rate=0.01, weight_decay=50.0, no_decay="auto")[2]
         for functional in (True, False)

@@ -1,4 +1,4 @@
-"""How often a run in JAX is compiled: once for training and once for evaluation, whoever listens.
+"""How often a run in JAX is compiled: once for training and once for evaluation, with any handlers.
 
 Counted by the backend, which counts what is traced; by the caches of the compiled functions; and by what JAX itself
 reports of its compiler.
@@ -18,8 +18,8 @@ pytest.importorskip("flax", reason="pip install 'pulsetrain[jax]'")
 
 import jax.monitoring
 
-from tests.support.jax_models import batches, function_model, linen_model, nnx_model, torch_model
-from tests.support.on_backends import programs_kept
+from tests.support.models import batches, function_model, linen_model, nnx_model, torch_model
+from tests.support.runs_backends import programs_kept
 
 ONCE = {"train": 1, "evaluate": 1}
 IN_PARTS = {"gradients": 1, "finish": 1, "apply": 1, "evaluate": 1}
@@ -103,7 +103,7 @@ def test_settings(settings, expected, compiled):
     [
         (lambda folder: ReduceLROnPlateau(patience=1), ONCE),
         (lambda folder: LRFinder(iterations=20), ONCE),  # its steps are the trainer's
-        (EventRecorder, IN_PARTS),  # it hears GRADIENTS_READY: an update is in three parts then
+        (EventRecorder, IN_PARTS),  # it subscribes to GRADIENTS_READY: an update then has three parts
     ],
     ids=["plateau", "lr finder", "recorder"],
 )
@@ -143,7 +143,7 @@ def test_weights_written_between_two_epochs(compiled):
     was_compiled(run, compiled, ONCE)
 
 
-def test_a_run_that_goes_on_from_its_checkpoint_twice(compiled, tmp_path):
+def test_a_run_that_is_resumed_from_its_checkpoint_twice(compiled, tmp_path):
     trainer([Checkpointer(tmp_path)]).train()
     del compiled[:]
     run = trainer([Checkpointer(tmp_path)], max_epochs=4)
@@ -155,7 +155,7 @@ def test_a_run_that_goes_on_from_its_checkpoint_twice(compiled, tmp_path):
     was_compiled(run, compiled, ONCE)
 
 
-def test_states_of_a_core_from_another_hand():
+def test_states_of_a_core_from_other_sources():
     """An ensemble's member, a state that went to the host and back, an optimizer's own state: as good as the first."""
     run = trainer()
     run.train()

@@ -1,4 +1,4 @@
-"""Optimizers with habits of their own, in a run: exact resume, and validation on the weights that count."""
+"""Unusual optimizers in a run: exact resume, and validation on the averaged weights."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pulsetrain import Trainer
 from pulsetrain.engine import Events, Every
 from pulsetrain.engine.optimizers import averaged_weights
 from pulsetrain.handlers import Checkpointer
-from tests.support.small import loader, regression_model, trainer
+from tests.support.models import loader, regression_model, trainer
 
 NAMES = ["muon", "lion", "schedule_free_adamw", "schedule_free_sgd", "nadam", "adagrad"]
 

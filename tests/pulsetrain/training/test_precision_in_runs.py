@@ -1,4 +1,4 @@
-"""Precision, rates and backends in a run: true norms, counted overflows, exact resume, and nothing half restored."""
+"""Precision, rates and backends in a run: true norms, counted overflows, exact resume, and no partial restore."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from pulsetrain.engine.losses import mse
 from pulsetrain.engine.schedules import Linear
 from pulsetrain.engine.step.backend import OptimizerRequest
 from pulsetrain.handlers import Checkpointer, LRScheduler
-from tests.support.small import loader, regression_model, trainer
+from tests.support.models import loader, regression_model, trainer
 
 
 def fp16(scale: float = 1024.0) -> TorchBackend:
@@ -98,7 +98,7 @@ def test_an_fp16_run_resumed_equals_the_uninterrupted_one_in_scale_counts_and_an
     whole.train()
     assert whole.backend.skipped_updates() == 2
     begun, before = make("cut")
-    cut(begun, 7)  # behind the first overflow, which was announced at iteration 5
+    cut(begun, 7)  # after the first overflow, which was announced at iteration 5
     again, after = make("cut")
     again.strategy._loss.calls = 7  # type: ignore[attr-defined]
     again.train(resume="latest")
@@ -130,8 +130,8 @@ def test_a_second_run_counts_from_0_and_keeps_the_scale():
 def test_left_out_updates_are_logged_as_a_warning():
     with structlog.testing.capture_logs() as logs:
         trainer({"max_iterations": 5}, backend=fp16(2.0**100)).train()
-    told = [entry for entry in logs if entry["log_level"] == "warning"]
-    assert [entry["skipped"] for entry in told] == [5]
+    reported = [entry for entry in logs if entry["log_level"] == "warning"]
+    assert [entry["skipped"] for entry in reported] == [5]
 
 
 @pytest.mark.parametrize("given", ["name", "instance"])
@@ -273,7 +273,7 @@ def test_a_strategy_looks_at_the_first_batches_of_each_run_and_each_validation()
         first.evaluation.run("val", bad)
 
 
-def test_bad_targets_behind_the_first_batch_are_found_as_long_as_there_was_no_update():
+def test_bad_targets_after_the_first_batch_are_found_until_the_first_update():
     good = (torch.ones(2, 4), torch.ones(2, 1))
     bad = (torch.ones(2, 4), torch.tensor([[1.0], [float("nan")]]))
     run = trainer({"accumulate": 2}, train_loader=[good, bad])
@@ -286,26 +286,26 @@ def test_bad_targets_behind_the_first_batch_are_found_as_long_as_there_was_no_up
 # ------------------------------------------------------------------------------------------------------ rates
 
 
-def test_rates_that_are_tensors_are_told_as_they_were_in_each_update():
+def test_rates_that_are_tensors_are_reported_as_they_were_in_each_update():
     model = regression_model()
     optimizer = torch.optim.Adam(model.parameters(), lr=torch.tensor(0.1))
-    told: list[float] = []
+    reported: list[float] = []
     run = trainer({"max_iterations": 4}, model=model, optimizer=optimizer, handlers=[LRScheduler(Linear(0.1, 4))])
     run.add_event_handler(
-        Events.OPTIMIZER_STEP_COMPLETED, lambda engine, event: told.append(event.payload.learning_rates[0])
+        Events.OPTIMIZER_STEP_COMPLETED, lambda engine, event: reported.append(event.payload.learning_rates[0])
     )
     run.train()
-    assert told == pytest.approx([0.1, 0.075, 0.05, 0.025])
-    assert all(type(rate) is float for rate in told)
+    assert reported == pytest.approx([0.1, 0.075, 0.05, 0.025])
+    assert all(type(rate) is float for rate in reported)
 
 
-def test_other_rates_than_the_checkpoints_are_told_of_where_no_schedule_writes_them(tmp_path: Path):
+def test_rates_that_differ_from_the_checkpoints_are_reported_unless_a_schedule_sets_them(tmp_path: Path):
     path = saved_by(tmp_path, {"learning_rate": 0.01})
     run = trainer({"learning_rate": 0.5})
     with structlog.testing.capture_logs() as logs:
         run.load_checkpoint(path)
-    told = [entry for entry in logs if "configured" in entry]
-    assert [(entry["checkpoint"], entry["configured"]) for entry in told] == [([0.01], [0.5])]
+    reported = [entry for entry in logs if "configured" in entry]
+    assert [(entry["checkpoint"], entry["configured"]) for entry in reported] == [([0.01], [0.5])]
     with structlog.testing.capture_logs() as logs:
         trainer({"learning_rate": 0.01}).load_checkpoint(path)
     assert not [entry for entry in logs if "configured" in entry]
@@ -315,7 +315,7 @@ def test_other_rates_than_the_checkpoints_are_told_of_where_no_schedule_writes_t
 
 
 class Plain:
-    """What the protocol of a backend asks for, and nothing else."""
+    """The methods that the backend protocol requires, and nothing else."""
 
     skips_updates = False
     device = batch_device = torch.device("cpu")

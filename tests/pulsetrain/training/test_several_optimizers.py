@@ -1,4 +1,4 @@
-"""Several modules under one trainer, each with its optimizer and its schedule: a strategy that trains them in turns."""
+"""Several modules in one trainer, each with its optimizer and schedule, trained alternately by a strategy."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def make(*handlers: Any, strategy: Any = None, model: Any = None, optimizer: Any
 
 
 def by_hand(batches: list[Any], accumulate: int = 1) -> dict[str, nn.Module]:
-    """The same in a loop of its own, an update of each behind `accumulate` batches."""
+    """The same in a hand-written loop, with an update of each after `accumulate` batches."""
     model = modules()
     critic, actor = (torch.optim.SGD(model[name].parameters(), lr=0.1, momentum=0.9) for name in ("critic", "actor"))
     for number, (inputs, targets) in enumerate(batches, start=1):
@@ -157,7 +157,7 @@ def test_a_bound_of_updates_and_the_schedule_of_the_settings() -> None:
     assert [handler.get_last_lr() for handler in trainer.handlers] == [0.0, 0.0]
 
 
-def test_a_resumed_run_is_the_same_to_the_bit(tmp_path: Path) -> None:
+def test_a_resumed_run_is_bit_for_bit_the_same(tmp_path: Path) -> None:
     def begin(folder: Path, epochs: int) -> Trainer:
         saver = Checkpointer(folder, every=Every(iterations=5))
         optimizer = {"actor": "adamw", "critic": "sgd"}
@@ -180,7 +180,7 @@ def test_a_resumed_run_is_the_same_to_the_bit(tmp_path: Path) -> None:
         assert torch.equal(mine, theirs)
 
 
-def test_a_recorded_run_is_proven(tmp_path: Path) -> None:
+def test_a_recorded_run_is_verified(tmp_path: Path) -> None:
     make(EventRecorder(tmp_path), Checkpointer(tmp_path, every=Every(iterations=6))).train()
     found = verify(
         tmp_path, lambda folder: make(EventRecorder(folder), Checkpointer(folder, every=Every(iterations=6)))
@@ -215,7 +215,7 @@ def test_gradients_of_each_are_looked_at_by_its_own_count(
         own = {name: value for name, value in event.payload.metrics.items() if re.match(r"grad_norm/.+\.", name)}
         names = {name.removeprefix("grad_norm/").partition(".")[0] for name in own}
         if names & seen.keys():
-            (name,) = names  # nothing of the other, whose gradients may be half of a sum
+            (name,) = names  # not the other's, whose gradients may be incomplete
             ratios = [each for each in event.payload.metrics if each.startswith(f"update_ratio/{name}")]
             whole = sum(value**2 for value in own.values()) ** 0.5 == pytest.approx(norms[name], rel=1e-5)
             seen[name].append((len(ratios) == len(own), whole))

@@ -1,4 +1,4 @@
-"""The step in place makes no tensor that the loop written by hand does not make."""
+"""The in-place step creates no tensor that a hand-written loop does not create."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def optimizer(request: pytest.FixtureRequest) -> MakeOptimizer:
 
 
 def made_by_hand(optimizer: MakeOptimizer, max_norm: float | None) -> Counter[tuple[str, int]]:
-    """Over the last three steps: the first make the optimizer's state."""
+    """Over the last three steps: the first ones create the optimizer's state."""
     module = model().train()
     steps = optimizer(module.parameters())
     watch = Made()
@@ -98,7 +98,7 @@ def test_a_step_makes_the_tensors_of_the_loop_written_by_hand_and_no_other(
     assert made_by_trainer(optimizer, max_norm) - by_hand == Counter()
 
 
-def test_the_watch_sees_a_tensor_that_is_made_in_a_step() -> None:
+def test_the_monitor_sees_a_tensor_that_is_made_in_a_step() -> None:
     with Made() as watch:
         first = torch.ones(3)
         _ = first.detach(), first.view(1, 3)

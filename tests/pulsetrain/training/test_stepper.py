@@ -7,7 +7,7 @@ from torch import nn
 from pulsetrain.engine import Accumulate, Engine, Events, SupervisedStrategy, TorchBackend
 from pulsetrain.engine.backends.model_store import InPlaceStore
 from pulsetrain.training.stepper import Stepper
-from tests.support.small import loader, regression_model
+from tests.support.models import loader, regression_model
 
 
 def make(accumulate=1, **options):
@@ -36,7 +36,7 @@ def test_it_counts_in_the_engines_state_and_reports_each_step():
     assert stepper.learning_rates == (0.1,)
 
 
-def test_a_step_that_fails_drops_what_waited_and_is_over():
+def test_a_step_that_fails_discards_accumulated_gradients_and_ends():
     stepper = make(accumulate=4)
     engine = engine_of(stepper)
     before = weights(stepper)

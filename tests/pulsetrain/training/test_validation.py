@@ -23,7 +23,7 @@ from pulsetrain.engine.step.model_call import eval_mode
 from pulsetrain.handlers import EventRecorder
 from pulsetrain.handlers.metric_values.step_values import step_metrics
 from pulsetrain.training.validation import Evaluation, check_sets
-from tests.support.small import loader, regression_model, trainer
+from tests.support.models import loader, regression_model, trainer
 
 
 def modes(model: nn.Module) -> list[bool]:
@@ -38,7 +38,7 @@ def evaluation(bus: EventBus | None = None, trainer_name: str = "trainer") -> Ev
 
 
 class Stream(IterableDataset[Any]):
-    """Says nothing of its length; gives nothing."""
+    """An empty iterable without a length."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter(())
@@ -170,7 +170,7 @@ def test_a_terminated_evaluator_gives_the_means_of_what_it_saw_and_leaves_the_mo
     assert all(modes(run.model_store.module))
 
 
-def test_a_paused_evaluator_leaves_the_modes_and_goes_on_in_eval_mode():
+def test_a_paused_evaluator_leaves_the_modes_and_continues_in_eval_mode():
     run = trainer()
     data = loader(shuffle=False)
     run.evaluator.add_event_handler(Events.ITERATION_COMPLETED(once=4), lambda e: e.interrupt())
@@ -201,7 +201,7 @@ def test_step_metrics_of_a_named_trainers_evaluator_are_validation_metrics():
 # ----------------------------------------------------------------------------------- metrics that are no scalar
 
 
-def test_a_metric_that_is_no_scalar_stays_with_the_evaluator_and_is_warned_about_once(tmp_path: Any):
+def test_a_metric_that_is_not_a_scalar_stays_with_the_evaluator_and_is_warned_about_once(tmp_path: Any):
     def signs(output: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         predicted, true = ((output[name][:, 0] > 0).long() for name in ("y_pred", "y"))
         return torch.eye(2)[predicted], true
@@ -276,7 +276,7 @@ def test_a_loaders_own_error_is_not_taken_for_emptiness():
         evaluation().run("val", broken())
 
 
-def test_sets_of_length_nought_are_refused_before_the_run_and_those_without_a_length_are_not():
+def test_sets_of_length_zero_are_rejected_before_the_run_and_those_without_a_length_are_not():
     check_sets({"val": loader(), "stream": DataLoader(Stream(), batch_size=2), "lazy": iter(())})
     with pytest.raises(ConfigurationError, match="validation set 'far': gave no batch"):
         check_sets({"near": loader(), "far": loader(3, batch_size=4, drop_last=True)})
@@ -318,7 +318,7 @@ def test_a_window_found_by_the_old_counter_is_not_used_for_the_new_one():
     run.register_events(*Rollout, event_to_attr={Rollout.BEGUN: "one"})
     seen: list[int] = []
     run.add_event_handler(Rollout.BEGUN(every=1000), lambda e: seen.append(e.state.two))
-    run.fire(Rollout.BEGUN)  # nobody is due before 1000 now
+    run.fire(Rollout.BEGUN)  # no receiver is due before 1000 now
     run.state.two = 1999
     run.register_events(Rollout.BEGUN, event_to_attr={Rollout.BEGUN: "two"})
     run.fire(Rollout.BEGUN)
@@ -364,7 +364,7 @@ def test_the_recorder_finds_custom_events_by_the_public_accessor(tmp_path: Any):
     assert [event.event for event in EventLog(tmp_path).read()] == ["ended"]
 
 
-def test_a_validation_that_is_cut_short_is_said_to_be_over_a_part():
+def test_a_validation_that_is_cut_short_is_reported_as_partial():
     run = trainer(val_loader=loader(12, shuffle=False))
     run.evaluator.add_event_handler(
         Events.ITERATION_COMPLETED(once=2), lambda engine: engine.terminate(reason="enough")

@@ -191,7 +191,7 @@ class TestSealed:
     @few
     @given(data=st.data())
     def test_a_flipped_bit_is_found_and_costs_one_block(self, ended: Whole, data: st.DataObject):
-        closed = data.draw(st.booleans())  # else there is no table, and each block is found from the one before
+        closed = data.draw(st.booleans())  # otherwise without a table: each block is found from the one before
         content = bytearray(ended.sealed if closed else ended.sealed[: ended.starts[-1]])
         at = data.draw(places_in(ended).filter(lambda at: at < len(content)))
         content[at] ^= 1 << data.draw(st.integers(0, 7))

@@ -10,7 +10,7 @@ from pulsetrain.engine import Events, Phase
 from pulsetrain.engine.errors import ConfigurationError, RecordingError
 from pulsetrain.engine.recording import EventLog
 from pulsetrain.engine.recording.replay.playback import Replay
-from tests.support.replays import START, evaluate, hear, train
+from tests.support.recordings import START, evaluate, hear, train
 
 
 class TestOrder:
@@ -66,7 +66,7 @@ class TestOrder:
         replay.run()
         assert order == ["iteration", "validated"]
 
-    def test_another_engine_that_runs_behind_the_end_comes_behind_it(self, log, tmp_path):
+    def test_another_engine_that_runs_after_the_end_comes_after_it(self, log, tmp_path):
         train(log, epochs=1, validate=False)
         evaluate(log)
         log.close()
@@ -78,7 +78,7 @@ class TestOrder:
         assert order == ["completed", "tested"]
 
     @pytest.mark.parametrize("closed", [True, False])
-    def test_what_is_heard_is_what_the_log_holds_whatever_else_is_heard(self, log, tmp_path, closed):
+    def test_what_is_called_is_what_the_log_holds_whatever_else_is_called(self, log, tmp_path, closed):
         train(log, epochs=40, length=30)
         failed = {"handler": "h", "event": "epoch_completed", "error": {"__type__": "ValueError", "message": "m"}}
         log.add(Events.HANDLER_FAILED, payload=failed, is_observed=True)  # a line that names another event, too

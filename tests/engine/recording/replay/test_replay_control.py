@@ -9,7 +9,7 @@ from pulsetrain.engine.errors import ConfigurationError, RecordingError
 from pulsetrain.engine.events import payloads
 from pulsetrain.engine.recording import EventLog
 from pulsetrain.engine.recording.replay.playback import Replay
-from tests.support.replays import hear, train
+from tests.support.recordings import hear, train
 
 
 class TestTerminate:
@@ -74,7 +74,7 @@ class TestTerminate:
 
 class TestPausing:
     @pytest.mark.parametrize("heard", [(Events.ITERATION_COMPLETED,), tuple(Events)])
-    def test_until_pauses_behind_an_event_and_run_goes_on(self, log, tmp_path, heard):
+    def test_until_pauses_after_an_event_and_run_continues(self, log, tmp_path, heard):
         train(log, epochs=3)
         log.close()
         whole = Replay(tmp_path)
@@ -89,7 +89,7 @@ class TestPausing:
         replay.run()
         assert found == expected
 
-    def test_step_plays_one_event_whether_it_is_heard_or_not(self, log, tmp_path):
+    def test_step_plays_one_event_whether_it_is_called_or_not(self, log, tmp_path):
         train(log, epochs=2)
         log.close()
         replay = Replay(tmp_path)

@@ -5,13 +5,13 @@ import pytest
 from pulsetrain.engine import Events
 from pulsetrain.engine.events import payloads
 from pulsetrain.engine.recording.replay.playback import Replay
-from tests.support.replays import hear, train
+from tests.support.recordings import hear, train
 
 
 class TestHandlers:
     @pytest.mark.parametrize("also", [(), tuple(Events)])
     @pytest.mark.parametrize("asks_event", [True, False])
-    def test_one_that_raises_is_named_and_run_goes_on_behind_it(self, log, tmp_path, also, asks_event):
+    def test_one_that_raises_is_named_and_run_continues_after_it(self, log, tmp_path, also, asks_event):
         train(log, epochs=1)
         log.close()
         replay = Replay(tmp_path)
@@ -126,7 +126,7 @@ class TestHandlers:
         with pytest.raises(TypeError, match="this event carries MetricsLogged, not int"):
             replay.run()
 
-    def test_one_that_fails_with_a_warning_lets_it_go_on(self, log, tmp_path):
+    def test_one_that_fails_with_a_warning_lets_it_continue(self, log, tmp_path):
         train(log)
         log.close()
         replay = Replay(tmp_path)

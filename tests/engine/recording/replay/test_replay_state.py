@@ -11,7 +11,7 @@ from pulsetrain.engine import EventEnum, Events
 from pulsetrain.engine.errors import RecordingError
 from pulsetrain.engine.events import payloads
 from pulsetrain.engine.recording.replay.playback import Replay
-from tests.support.replays import hear, train
+from tests.support.recordings import hear, train
 
 
 class Colour(Enum):
@@ -137,7 +137,7 @@ class TestPayloads:
 
 
 class TestState:
-    def test_is_as_it_was_whoever_hears_what_it_is_made_of(self, log, tmp_path):
+    def test_is_unchanged_by_receivers_of_its_parts(self, log, tmp_path):
         train(log, epochs=3)
         log.close()
         replay = Replay(tmp_path)
@@ -156,7 +156,7 @@ class TestState:
             for epoch, rate in ((1, 0.1 / 3), (2, 0.1 / 6), (3, 0.1 / 9))
         ]
 
-    def test_there_is_no_output_in_a_step(self, log, tmp_path):
+    def test_a_step_has_no_output(self, log, tmp_path):
         train(log, epochs=1)
         log.close()
         replay = Replay(tmp_path)
@@ -205,7 +205,7 @@ class TestState:
         assert output.metrics == {"accuracy": 0.5}
         assert math.isnan(float(output))
 
-    def test_bounds_are_those_that_the_log_tells_or_that_are_set(self, log, tmp_path):
+    def test_bounds_are_those_that_the_log_reports_or_that_are_set(self, log, tmp_path):
         log.add(Events.STARTED, payload={"max_epochs": 3}, is_observed=True)
         log.close()
         replay = Replay(tmp_path)

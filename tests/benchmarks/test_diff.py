@@ -1,0 +1,21 @@
+"""The benchmark of comparing measures every figure that has a bound, and says by its exit status whether all hold."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support import programs
+
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "diff.py"
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_comparing_measures_every_figure_that_has_a_bound():
+    done = programs.run(BENCHMARK, "--events", 5000, timeout=300)
+    results = json.loads(done.stdout.splitlines()[-1])
+    assert set(results["bounds"].values()) == {50.0}
+    assert all(isinstance(results[name], float) for name in results["bounds"])
+    assert done.returncode == int(any(results[name] > bound for name, bound in results["bounds"].items()))
