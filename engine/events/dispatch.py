@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from types import MethodType
 from typing import Any, TypeAlias
 
 from pulsetrain.engine.events.bus import EventBus
@@ -180,7 +181,7 @@ class Dispatcher(EventRegistry):
         self._dispatches: dict[str, Dispatch] = {}
         self._posts: deque[tuple[EventLike, object]] = deque()
         self._attention = False
-        self._hooked = type(self)._fire_event is not Dispatcher._fire_event
+        self._hooked = self._fire_event != MethodType(Dispatcher._fire_event, self)
         self._in_flight: tuple[Dispatch, object, int] | None = None
         self._deliver: Callable[..., None] = Dispatcher._call_hook if self._hooked else deliver
 

@@ -103,7 +103,7 @@ class Engine(RunControl, IgniteEngine):  # type: ignore[misc]  # _event_handlers
     @property
     def is_done(self) -> bool:
         """Whether the run has reached its bound."""
-        return bool(IgniteEngine._is_done(self.state))
+        return bool(super()._is_done(self.state))
 
     def around_epoch(self, done: int) -> AbstractContextManager[object]:
         """Entered around the batches of each epoch; EPOCH_STARTED comes before it, EPOCH_COMPLETED after it.
@@ -196,7 +196,7 @@ class Engine(RunControl, IgniteEngine):  # type: ignore[misc]  # _event_handlers
             )
 
     def _is_done(self, state: Any) -> bool:  # type: ignore[override]  # ignite's is static, and its run() asks it
-        return self.is_done if state is self.state else bool(IgniteEngine._is_done(state))
+        return self.is_done if state is self.state else bool(super()._is_done(state))
 
     def _setup_dataloader_iter(self) -> None:
         state = self.state

@@ -6,7 +6,6 @@ from pulsetrain.engine.events.bus import EventBus
 from pulsetrain.engine.events.engine_events import EngineEvents
 from pulsetrain.engine.events.names import Events
 from pulsetrain.engine.events.payloads import ExceptionRaised
-from pulsetrain.engine.events.state import State
 
 __all__ = ["RunControl", "StepStopped", "StopEpoch", "StopRun"]
 
@@ -29,8 +28,6 @@ class StepStopped(Exception):  # noqa: N818
 
 class RunControl(EngineEvents):
     """The part of an engine that ends, pauses and fails a run."""
-
-    state: State
 
     def __init__(self, name: str | None, bus: EventBus | None) -> None:
         super().__init__(name, bus)

@@ -82,7 +82,7 @@ class Reference:
                 self._model, self._switched_off = policy, switched_off
             else:
                 self._model = copy.deepcopy(policy).requires_grad_(False)
-        self._device: torch.device | None = getattr(backend, "batch_device", None)
+        self._device = getattr(backend, "batch_device", None)
         if isinstance(self._model, nn.Module) and self._model is not policy and self._device is not None:
             self._model.to(self._device)
 
