@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
 
 from pulsetrain.engine.arrays import Array
 from pulsetrain.engine.backends.functional import FunctionalBackend
@@ -79,7 +78,7 @@ class TrainerCore:
         learning_rate: float = 1e-3,
         weight_decay: float = 0.0,
         schedule: Schedule | None = None,
-        **options: Any,
+        **options: object,
     ) -> ModelState:
         """The state before the first update.
 

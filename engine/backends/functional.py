@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,7 +75,7 @@ class FunctionalBackend(Trees):
         raise NotImplementedError
 
     def create_optimizer(
-        self, model: object, name: str, learning_rate: float, weight_decay: float, **options: Any
+        self, model: object, name: str, learning_rate: float, weight_decay: float, **options: object
     ) -> Optimizer:
         """The optimizer of that name, for this backend's arrays."""
         raise ConfigurationError(

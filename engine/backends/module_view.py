@@ -77,7 +77,7 @@ class ArraysView(nn.Module):
         """Itself."""
         return self
 
-    def forward(self, *inputs: Any, **named: Any) -> Any:
+    def forward(self, *inputs: Tree, **named: Tree) -> Tree:
         """The model's outputs for torch tensors, in order or by name, as in evaluation."""
         return self._backend.outputs(self.seen(self._weights), named or inputs)
 

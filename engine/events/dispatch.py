@@ -41,7 +41,7 @@ def new_event(engine: Dispatcher, dispatch: Dispatch, payload: object, seq: int)
     )
 
 
-def deliver(engine: Dispatcher, dispatch: Dispatch, source: Any, seq: int, record: Record = new_event) -> None:
+def deliver(engine: Dispatcher, dispatch: Dispatch, source: object, seq: int, record: Record = new_event) -> None:
     """Run every handler that is due, in order.
 
     Args:
@@ -87,7 +87,7 @@ def deliver_to(
     subscriptions: Iterable[Subscription],
     engine: Dispatcher,
     dispatch: Dispatch,
-    source: Any,
+    source: object,
     seq: int,
     record: Record,
     event: Event | None = None,
@@ -122,7 +122,7 @@ def deliver_added(
     engine: Dispatcher,
     dispatch: Dispatch,
     done: Calls,
-    source: Any,
+    source: object,
     seq: int,
     record: Record,
     event: Event | None = None,

@@ -195,7 +195,7 @@ class Engine(RunControl, IgniteEngine):  # type: ignore[misc]  # _event_handlers
                 f"{self.name!r}.{method}() was called from inside its own run; use another engine for that"
             )
 
-    def _is_done(self, state: Any) -> bool:  # type: ignore[override]  # ignite's is static, and its run() asks it
+    def _is_done(self, state: State) -> bool:  # type: ignore[override]  # ignite's is static, and its run() asks it
         return self.is_done if state is self.state else bool(super()._is_done(state))
 
     def _setup_dataloader_iter(self) -> None:

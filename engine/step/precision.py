@@ -116,8 +116,8 @@ class Precision:
         self._unscaled = False
         overflows = self.scaler.found_infinite(optimizer)
         self.scaler.update()
-        overflowed = sum(each.to(self.device) for each in overflows) > 0
-        self.skipped = overflowed.long().sum() + (0 if self.skipped is None else self.skipped)
+        overflowed = torch.stack([each.to(self.device) for each in overflows]).any()
+        self.skipped = overflowed.long() + (0 if self.skipped is None else self.skipped)
 
     def discard(self) -> None:
         """Abandon an update that was begun: forget what `unscale` found, as if the update had been made."""
@@ -156,7 +156,9 @@ class Precision:
             self.skipped = torch.tensor(state["skipped"], device=self.device)
 
 
-def _step_unless(skip: torch.Tensor | None, optimizer: Any) -> None:
+def _step_unless(
+    skip: torch.Tensor | None, optimizer: Any
+) -> None:  # of any class, with attributes for its fused kernels
     if skip is None:
         optimizer.step()
     elif getattr(optimizer, "_step_supports_amp_scaling", False):  # a fused kernel, which reads it on the device

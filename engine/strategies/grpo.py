@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -94,12 +93,12 @@ class GRPOStrategy(PolicyStrategy):
     def _row_fields(self, text: bool) -> tuple[str, ...]:
         return (*super()._row_fields(text), *(("reference_log_probs",) if self.kl_coef else ()))
 
-    def _observed(self, batch: Any, targets: dict[str, Tensor]) -> tuple[int, Any]:
+    def _observed(self, batch: Mapping[str, Tensor], targets: dict[str, Tensor]) -> tuple[int, Tensor]:
         raise TypeError(
             "GRPOStrategy: compares texts, and the batch has 'observations'; in environments use PPOStrategy"
         )
 
-    def _weight(self, mask: Tensor) -> Any:
+    def _weight(self, mask: Tensor) -> int | Tensor:
         return mask.sum() if self.normalization == "token_mean" else len(mask)
 
     def compute_loss(self, outputs: object, batch: TrainingBatch, check: bool = False) -> Array:

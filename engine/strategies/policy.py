@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from numbers import Integral, Real
-from typing import Any
 
 from torch import Tensor
 
@@ -14,7 +13,7 @@ from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.losses import clip_fraction, entropy, kl_estimate
 from pulsetrain.engine.losses.masks import mean_of, zero_outside
 from pulsetrain.engine.losses.tokens import token_log_probs
-from pulsetrain.engine.step.protocols import TrainingBatch, describe
+from pulsetrain.engine.step.protocols import TrainingBatch, Tree, describe
 from pulsetrain.engine.strategies.language import logits_of
 from pulsetrain.engine.strategies.reference import Reference, ReferenceModel, WithReference
 
@@ -113,7 +112,7 @@ class PolicyStrategy(WithReference):
         """Whether there is a reference model."""
         return self._reference.given is not None
 
-    def reference_log_probs(self, inputs: Any, tokens: Tensor) -> Tensor | None:
+    def reference_log_probs(self, inputs: Tree, tokens: Tensor) -> Tensor | None:
         """The reference's log-probabilities of tokens; None if there is no reference."""
         if not self.has_reference:
             return None
@@ -134,7 +133,7 @@ class PolicyStrategy(WithReference):
 
     # --------------------------------------------------------------------------------------------------- for training
 
-    def prepare_batch(self, batch: Any, check: bool = False) -> TrainingBatch:
+    def prepare_batch(self, batch: Mapping[str, Tensor] | TrainingBatch, check: bool = False) -> TrainingBatch:
         """Rows of a rollout: the policy's inputs as inputs, all other fields as targets.
 
         Raises:
@@ -172,7 +171,7 @@ class PolicyStrategy(WithReference):
         """The number of items that the loss over texts is a mean over."""
         return mask.sum()
 
-    def _seen(self, batch: Mapping[str, Any], targets: dict[str, Tensor], check: bool) -> tuple[int, Any]:
+    def _seen(self, batch: Mapping[str, Tensor], targets: dict[str, Tensor], check: bool) -> tuple[int, Tree]:
         tokens = self._tokens("input_ids", self._field(batch, "input_ids", _REMEDY), check)
         generated = self._field(batch, "completion_mask", _REMEDY)
         if generated.shape != tokens.shape:
@@ -190,7 +189,7 @@ class PolicyStrategy(WithReference):
         targets["actions"], targets["mask"] = tokens[:, 1:], mask
         return tokens.shape[0], self._inputs(tokens[:, :-1])
 
-    def _observed(self, batch: Any, targets: dict[str, Tensor]) -> tuple[int, Any]:
+    def _observed(self, batch: Mapping[str, Tensor], targets: dict[str, Tensor]) -> tuple[int, Tensor]:
         observations = self._field(batch, "observations", _REMEDY)
         targets["actions"] = actions = self._field(batch, "actions", _REMEDY)
         if actions.ndim != 1 or actions.is_floating_point():

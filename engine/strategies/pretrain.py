@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -57,7 +57,7 @@ class PretrainStrategy(NextTokenStrategy):
         self,
         unit: str = "token",
         bytes_per_token: float | None = None,
-        loss_options: Mapping[str, Any] | None = None,
+        loss_options: Mapping[str, object] | None = None,
         separator: int | None = None,
     ) -> None:
         super().__init__(loss_options)
@@ -73,7 +73,7 @@ class PretrainStrategy(NextTokenStrategy):
         self.bytes_per_token = bytes_per_token
         self.loss_unit = f"nats/{unit}"
 
-    def prepare_batch(self, batch: Any, check: bool = False) -> TrainingBatch:
+    def prepare_batch(self, batch: Tensor | Mapping[str, Tensor] | TrainingBatch, check: bool = False) -> TrainingBatch:
         """Inputs are all tokens but the last, targets all but the first; torch tensors, also for other backends.
 
         Raises:
@@ -82,7 +82,7 @@ class PretrainStrategy(NextTokenStrategy):
         """
         if isinstance(batch, TrainingBatch):
             return batch
-        fields = batch if isinstance(batch, Mapping) else {"input_ids": batch}
+        fields: Mapping[str, Tensor] = batch if isinstance(batch, Mapping) else {"input_ids": batch}
         if "input_ids" not in fields:
             raise TypeError(
                 f"PretrainStrategy: a batch with {', '.join(map(str, fields)) or 'no field'} lacks 'input_ids'; let "

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -50,11 +50,11 @@ class SFTStrategy(NextTokenStrategy):
         ConfigurationError: an option is unknown.
     """
 
-    def __init__(self, loss_options: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, loss_options: Mapping[str, object] | None = None) -> None:
         super().__init__(loss_options)
         self.loss_unit = "nats/token"
 
-    def prepare_batch(self, batch: Any, check: bool = False) -> TrainingBatch:
+    def prepare_batch(self, batch: Mapping[str, Tensor] | TrainingBatch, check: bool = False) -> TrainingBatch:
         """Inputs are all tokens but the last, targets the labels of all but the first.
 
         Raises:

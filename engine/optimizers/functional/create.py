@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any
 
 from pulsetrain.engine.errors import ConfigurationError, unknown_name
 from pulsetrain.engine.optimizers.functional.adam import Adam, AdamW
@@ -27,7 +26,7 @@ FUNCTIONAL_NAMES = tuple(_KINDS)
 
 
 def create_functional(
-    name: str, learning_rate: float, weight_decay: float = 0.0, *, decay_mask: DecayMask = None, **options: Any
+    name: str, learning_rate: float, weight_decay: float = 0.0, *, decay_mask: DecayMask = None, **options: object
 ) -> SGD | Adam | AdamW | RMSprop:
     """The functional optimizer with a name; its numbers equal those of torch's.
 
