@@ -58,8 +58,9 @@ class TrainerCore:
     ) -> None:
         if not isinstance(backend, FunctionalBackend):
             raise ConfigurationError(
-                f"TrainerCore(backend={type(backend).__name__}): computes in place, and a pure step does not "
-                "change its arguments; pass TorchBackend(functional=True)"
+                "computes in place, and a pure step does not change its arguments; pass TorchBackend(functional=True)",
+                "TrainerCore",
+                backend=type(backend),
             )
         if not isinstance(strategy, TrainingStrategy):
             raise TypeError(
@@ -106,8 +107,9 @@ class TrainerCore:
             optimizer = self.backend.create_optimizer(model, optimizer, learning_rate, weight_decay, **options)
         elif not isinstance(optimizer, Optimizer):
             raise ConfigurationError(
-                f"TrainerCore.init(optimizer={type(optimizer).__name__}): needs a name or an object with init(params) "
-                "and update(grads, opt_state, params)"
+                "needs a name or an object with init(params) and update(grads, opt_state, params)",
+                "TrainerCore.init",
+                optimizer=type(optimizer),
             )
         state = self.backend.init(model, optimizer, rate)
         if hasattr(self.strategy, "bind"):

@@ -120,8 +120,9 @@ class FunctionalBackend(Trees):
         name = type(self).__name__
         if isinstance(strategy, AlternatingStrategy):
             raise ConfigurationError(
-                f"Trainer(backend={name}): {type(strategy).__name__} trains several modules in turn, which works in "
-                "place; use TorchBackend()"
+                f"{type(strategy).__name__} trains several modules in turn, which works in place; use TorchBackend()",
+                "Trainer",
+                backend=name,
             )
         chosen, rate = optimizer.chosen, None
         if isinstance(chosen, str):
@@ -129,8 +130,10 @@ class FunctionalBackend(Trees):
             chosen = self.create_optimizer(model, chosen, rate, optimizer.weight_decay, **optimizer.options)
         elif not isinstance(chosen, Optimizer):
             raise ConfigurationError(
-                f"Trainer(optimizer={type(chosen).__name__}): {name} computes with values, and needs a name or an "
-                "object with init(params) and update(grads, opt_state, params)"
+                f"{name} computes with values, and needs a name or an "
+                "object with init(params) and update(grads, opt_state, params)",
+                "Trainer",
+                optimizer=type(chosen),
             )
         return ValueStore(self, model, self.init(model, chosen, rate))
 

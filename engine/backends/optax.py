@@ -52,8 +52,9 @@ def create_optax(
     wanted = create_functional(name, learning_rate, weight_decay, decay_mask=decay_mask, **options)
     if isinstance(wanted, SGD) and wanted.dampening:
         raise ConfigurationError(
-            f"create_optax(dampening={wanted.dampening}): optax's momentum has none; leave it out, or take "
-            "TorchBackend()"
+            "optax's momentum has none; leave it out, or take TorchBackend()",
+            "create_optax",
+            dampening=wanted.dampening,
         )
 
     # only the rate is injected: betas would become arrays, and in float32 1 - beta2 would be off by 1e-5

@@ -220,7 +220,5 @@ def _safetensors(caller: str) -> tuple[ModuleType, type[Exception]]:
 def _local(path: str | os.PathLike[str], caller: str) -> Path:
     file = location_of(path)
     if isinstance(file, CheckpointUrl):
-        raise ConfigurationError(
-            f"{caller}(path={str(path)!r}): only files of this machine are supported; copy the file"
-        )
+        raise ConfigurationError("only files of this machine are supported; copy the file", caller, path=str(path))
     return file

@@ -148,8 +148,10 @@ class Rollouts:
         size = strategy.minibatch_size
         if size is not None and self.rows % size:
             raise ConfigurationError(
-                f"{type(strategy).__name__}(minibatch_size={size}): a rollout of {type(self).__name__} has {self.rows} "
-                "rows, which do not make whole batches; choose a divisor"
+                f"a rollout of {type(self).__name__} has {self.rows} "
+                "rows, which do not make whole batches; choose a divisor",
+                type(strategy).__name__,
+                minibatch_size=size,
             )
 
     @property

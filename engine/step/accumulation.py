@@ -10,6 +10,7 @@ from typing import TypedDict
 
 from torch import Tensor
 
+from pulsetrain.engine.argument_checks import check_whole_number
 from pulsetrain.engine.errors import ConfigurationError
 
 __all__ = ["Accumulate", "Accumulation", "Size"]
@@ -46,8 +47,8 @@ class Accumulate:
             )
         for name in ("batches", "tokens"):
             value = getattr(self, name)
-            if value is not None and not _whole(value, 1):
-                raise ConfigurationError("needs a whole number of at least 1", "Accumulate", **{name: value})
+            if value is not None:
+                check_whole_number("Accumulate", name, value)
         if self.schedule is not None:
             self._check_schedule(self.schedule)
 
@@ -134,9 +135,9 @@ class Accumulation:
     def __init__(self, rule: Accumulate) -> None:
         self.rule = rule
         self._single = rule.batches == 1  # the usual case, and no arithmetic for it
-        self.restart()
+        self.reset()
 
-    def restart(self) -> None:
+    def reset(self) -> None:
         """Forget the batches that wait."""
         self.batches = 0  # waiting
         self._tokens = 0
@@ -190,7 +191,7 @@ class Accumulation:
     def close(self) -> Size:
         """Begin the update; returns the factor for the gradients, 1.0 if there is nothing to do."""
         expected, total = self._expected, self._size
-        self.restart()
+        self.reset()
         if expected is None or (
             not isinstance(expected, Tensor) and not isinstance(total, Tensor) and expected == total
         ):

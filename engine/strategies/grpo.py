@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from pulsetrain.engine.argument_checks import check_whole_number
 from pulsetrain.engine.arrays import Array
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.losses import grpo_advantages, grpo_loss
@@ -74,7 +75,7 @@ class GRPOStrategy(PolicyStrategy):
                 f"GRPOStrategy(kl_coef={kl_coef!r}, reference=None): nothing to diverge from; leave "
                 "reference='copy', or set kl_coef=0.0"
             )
-        self._whole("group_size", group_size, 2)
+        check_whole_number("GRPOStrategy", "group_size", group_size, at_least=2)
         self.group_size, self.scale_rewards = group_size, scale_rewards
         self.normalization, self.max_length = normalization, max_length
         grpo_advantages(torch.zeros(group_size), group_size, scale_rewards)  # rejects wrong values now, as does this:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from numbers import Integral, Real
+from numbers import Real
 
 from torch import Tensor
 
+from pulsetrain.engine.argument_checks import check_whole_number
 from pulsetrain.engine.arrays import Array, on_host
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.losses import clip_fraction, entropy, kl_estimate
@@ -66,9 +67,9 @@ class PolicyStrategy(WithReference):
         for name, value in (("clip_range_high", clip_range_high), ("target_kl", target_kl)):
             if value is not None:
                 self._require(name, value, 0.0, above=True)
-        self._whole("minibatch_epochs", minibatch_epochs)
+        check_whole_number(self._place, "minibatch_epochs", minibatch_epochs)
         if minibatch_size is not None:
-            self._whole("minibatch_size", minibatch_size)
+            check_whole_number(self._place, "minibatch_size", minibatch_size)
         self.kl_coef, self.clip_range, self.clip_range_high = kl_coef, clip_range, clip_range_high
         self.minibatch_epochs, self.minibatch_size = minibatch_epochs, minibatch_size
         self.target_kl, self.temperature = target_kl, temperature
@@ -80,11 +81,7 @@ class PolicyStrategy(WithReference):
             bounds = f"{'above' if above else 'at least'} {least:g}" + (
                 f", below {below:g}" if below < math.inf else ""
             )
-            raise ConfigurationError(f"{self._place}({name}={value!r}): needs a number, {bounds}")
-
-    def _whole(self, name: str, value: object, least: int = 1) -> None:
-        if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
-            raise ConfigurationError(f"{self._place}({name}={value!r}): needs a whole number of at least {least}")
+            raise ConfigurationError(f"needs a number, {bounds}", self._place, **{name: value})
 
     # --------------------------------------------------------------------------------------------------- for rollouts
 

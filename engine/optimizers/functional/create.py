@@ -59,8 +59,9 @@ def create_functional(
         # functional optimizers are always differentiable, and have no kernels to choose from
         if value and key != "differentiable":
             raise ConfigurationError(
-                f"{place}({key}={value!r}): {name!r} only has it in place; leave it out, or use TorchBackend() "
-                "without functional=True"
+                f"{name!r} only has it in place; leave it out, or use TorchBackend() without functional=True",
+                place,
+                **{key: value},
             )
     if name == "sgd":
         checked.setdefault("momentum", 0.9)
