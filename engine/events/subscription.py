@@ -53,28 +53,22 @@ class Sender(Protocol):
     @property
     def run_number(self) -> int:
         """How many runs have started from iteration 0."""
-        ...
 
     @property
     def registered_events(self) -> tuple[EventLike, ...]:
         """The events that may be fired."""
-        ...
 
     def has_registered_events(self, event: EventLike) -> bool:
         """Whether the event may be fired."""
-        ...
 
     def require_counter(self, event: EventLike) -> None:
         """Raise ValueError if the event has no counter."""
-        ...
 
     def counter_value(self, event: EventLike) -> int:
         """The event's counter."""
-        ...
 
     def fire(self, event: EventLike, payload: object = None, *, observed: bool = False) -> None:
         """Fire the event."""
-        ...
 
 
 class Signal(Protocol):
@@ -85,11 +79,9 @@ class Signal(Protocol):
 
     def disconnect(self, receiver: Subscription) -> None:
         """Drop the receiver."""
-        ...
 
     def rebuild(self) -> None:
         """Follow a changed filter or position."""
-        ...
 
 
 class Subscription:

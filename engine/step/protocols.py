@@ -157,15 +157,12 @@ class TrainingStrategy(Protocol):
 
     def prepare_batch(self, batch: Any) -> TrainingBatch:
         """The loader's batch, in torch tensors (on the device if torch computes), as inputs and targets."""
-        ...
 
     def compute_loss(self, outputs: Any, batch: TrainingBatch) -> Array:
         """The loss to differentiate, of the backend's arrays: shape (), a mean over `batch.size`."""
-        ...
 
     def compute_metrics(self, outputs: Any, batch: TrainingBatch) -> Mapping[str, Array]:
         """Further means over `batch.size` that validation reports, each of shape ()."""
-        ...
 
 
 @runtime_checkable
@@ -177,7 +174,6 @@ class AlternatingStrategy(Protocol):
 
     def prepare_batch(self, batch: Any) -> TrainingBatch:
         """The loader's batch, on the device, as the losses want it."""
-        ...
 
     def compute_losses(self, model: nn.ModuleDict, batch: TrainingBatch) -> Iterable[tuple[str, Tensor]]:
         """Pairs of an optimizer's name and its loss, shape (); most simply a generator.
@@ -185,7 +181,6 @@ class AlternatingStrategy(Protocol):
         Each loss is differentiated with respect to that optimizer's parameters, and its update is made, before the next
         pair is asked for: a later loss sees the weights that an earlier one has changed.
         """
-        ...
 
 
 Strategy = TrainingStrategy | AlternatingStrategy
@@ -197,11 +192,9 @@ class Optimizer(Protocol):
 
     def init(self, params: Tree) -> Tree:
         """The optimizer's state for these parameters."""
-        ...
 
     def update(self, grads: Tree, opt_state: Tree, params: Tree) -> tuple[Tree, Tree]:
         """What is to be added to the parameters, and the next state."""
-        ...
 
 
 def bind_strategy(strategy: Strategy, model: nn.Module, backend: object) -> None:

@@ -30,7 +30,6 @@ class Player(Playback, Protocol):
 
     def note_fired(self, engine: ReplayedEngine, dispatch: Dispatch, event: Event) -> None:
         """A handler has fired an event."""
-        ...
 
 
 class ReplayBus(EventBus):
