@@ -14,14 +14,7 @@ from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.step.activations import recompute_activations
 from pulsetrain.engine.step.model_call import call
 from pulsetrain.engine.step.precision import Precision
-from pulsetrain.engine.step.protocols import (
-    BackendSettings,
-    Strategy,
-    TrainingBatch,
-    TrainingStrategy,
-    Tree,
-    describe,
-)
+from pulsetrain.engine.step.protocols import BackendSettings, Strategy, TrainingBatch, TrainingStrategy, Tree, describe
 
 __all__ = ["TorchComputation", "explain", "find_device", "given", "no_gradient"]
 

@@ -154,12 +154,7 @@ def save_safetensors(
 
 
 def load_safetensors(
-    model: nn.Module,
-    path: str | os.PathLike[str],
-    *,
-    prefix: str = "",
-    new_prefix: str = "",
-    strict: bool = True,
+    model: nn.Module, path: str | os.PathLike[str], *, prefix: str = "", new_prefix: str = "", strict: bool = True
 ) -> Mismatch:
     """Load weights that any tool has written; `prefix`, `new_prefix` and `strict` as in `load_weights`.
 

@@ -56,11 +56,7 @@ class Engine(RunControl, IgniteEngine):  # type: ignore[misc]  # _event_handlers
     """Whether the caller makes the step between two calls of `proceed`, and sets `state.output`."""
 
     def __init__(
-        self,
-        process_function: Callable[[Any, Any], Any],
-        *,
-        name: str | None = None,
-        bus: EventBus | None = None,
+        self, process_function: Callable[[Any, Any], Any], *, name: str | None = None, bus: EventBus | None = None
     ) -> None:
         if process_function is None:
             raise ValueError("Engine must be given a processing function in order to run.")

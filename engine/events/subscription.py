@@ -247,6 +247,5 @@ class Subscription:
             )
         if self.signal.event != Events.HANDLER_FAILED:
             engine.fire(
-                Events.HANDLER_FAILED,
-                HandlerFailed(handler=self.description, event=self.signal.name, error=error),
+                Events.HANDLER_FAILED, HandlerFailed(handler=self.description, event=self.signal.name, error=error)
             )

@@ -93,12 +93,7 @@ def cross_entropy(
 
 
 def focal_loss(
-    logits: Array,
-    targets: Array,
-    *,
-    gamma: float = 2.0,
-    alpha: float | Array | None = None,
-    ignore_index: int = -100,
+    logits: Array, targets: Array, *, gamma: float = 2.0, alpha: float | Array | None = None, ignore_index: int = -100
 ) -> Array:
     """Mean of `-alpha (1 - p) ** gamma log p`, where p is the target's probability, in nats.
 

@@ -71,11 +71,7 @@ class SFTStrategy(NextTokenStrategy):
             if positions is not None:
                 labels = torch.where(positions == 0, IGNORED, labels)
         labels = self._labels(
-            "labels",
-            labels,
-            tokens,
-            "cut prompts so that some of the answer is left, or leave such rows out",
-            check,
+            "labels", labels, tokens, "cut prompts so that some of the answer is left, or leave such rows out", check
         )
         seen = tokens[:, :-1]
         inputs = self._inputs(seen, None if positions is None else positions[:, :-1])
