@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 from pulsetrain.engine.arrays import Array, at_least_float32, is_array, namespace
 from pulsetrain.engine.backends.model_store import ValueStore
 from pulsetrain.engine.backends.module_view import ArraysView
+from pulsetrain.engine.backends.torch_computation import not_empty
 from pulsetrain.engine.backends.trees import Trees
 from pulsetrain.engine.backends.value_states import next_state, rate_of, step_of, with_buffers
 from pulsetrain.engine.errors import CheckpointError, ConfigurationError
@@ -27,7 +28,6 @@ from pulsetrain.engine.step.protocols import (
     TrainingResult,
     TrainingStrategy,
     Tree,
-    describe,
 )
 
 __all__ = ["FunctionalBackend", "no_rate"]
@@ -163,12 +163,7 @@ class FunctionalBackend(Trees):
         Raises:
             ValueError: it has no samples, so its mean loss would be nan.
         """
-        prepared = strategy.prepare_batch(self.to_host(batch))
-        if not prepared.samples:
-            raise ValueError(
-                f"a batch of 0 samples, inputs {describe(prepared.inputs)}: its mean loss would be nan; "
-                "let the loader leave empty batches out"
-            )
+        prepared = not_empty(strategy.prepare_batch(self.to_host(batch)))
         # not the weight: accumulation and means are computed by torch
         return replace(prepared, inputs=self.to_native(prepared.inputs), targets=self.to_native(prepared.targets))
 

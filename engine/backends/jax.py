@@ -188,18 +188,16 @@ class JaxBackend(JaxArrays, FunctionalBackend):
         # A loop's body is compiled separately. Fused with the gradients, XLA would add their squares up in a different
         # order, which a barrier does not prevent on a CPU: with clipping, a receiver of gradients would change bits.
         filled = [leaf for leaf in self._jax.tree.leaves(gradients) if leaf.size]
-        rounds = 1 + jnp.isinf(filled[0].ravel()[0] * 0).astype(
-            int
-        )  # 1, but the compiler does not know: it would unroll
+        # 1, but the compiler does not know: it would unroll
+        rounds = 1 + jnp.isinf(filled[0].ravel()[0] * 0).astype(int)
         first = jnp.zeros((), self._jax.eval_shape(plain, gradients).dtype)
         return self._jax.lax.fori_loop(0, rounds, lambda _, norm: plain(gradients), first)
 
     def _program(
-        self, kind: str, owner: object, make: Callable[[], Callable[..., Tree]], **options: object
+        self, kind: str, owner: object, function: Callable[..., Tree], **options: object
     ) -> Callable[..., Tree]:
         key = (kind, id(owner), *options.items())
         if key not in self._programs:
-            function = make()
 
             def counted(*args: Tree) -> Tree:
                 self.compiled[kind] += 1  # while it is traced: a compiled program does not run this line
@@ -213,20 +211,17 @@ class JaxBackend(JaxArrays, FunctionalBackend):
     ) -> TrainingResult:
         strategy = self._checked(state, batch, strategy)
 
-        def make() -> Callable[..., Tree]:
-            def train(
-                counts: tuple[int, int], arrays: Tree, weights: Tree, opt_state: Tree, rate: Array, draw: Array
-            ) -> Tree:
-                loss, gradients, buffers = self._found(strategy, _batch_of(counts, arrays), weights, draw)
-                norm = self.norm(gradients)
-                gradients, norm = self._jax.lax.optimization_barrier((gradients, norm))
-                new, opt_state = self.updated(weights["parameters"], opt_state, gradients, norm, rate)
-                return {"parameters": new, "buffers": buffers}, opt_state, loss, norm
-
-            return train
+        def train(
+            counts: tuple[int, int], arrays: Tree, weights: Tree, opt_state: Tree, rate: Array, draw: Array
+        ) -> Tree:
+            loss, gradients, buffers = self._found(strategy, _batch_of(counts, arrays), weights, draw)
+            norm = self.norm(gradients)
+            gradients, norm = self._jax.lax.optimization_barrier((gradients, norm))
+            new, opt_state = self.updated(weights["parameters"], opt_state, gradients, norm, rate)
+            return {"parameters": new, "buffers": buffers}, opt_state, loss, norm
 
         program = self._program(
-            "train", strategy, make, static_argnums=0, **({"donate_argnums": (2, 3)} if donate else {})
+            "train", strategy, train, static_argnums=0, **({"donate_argnums": (2, 3)} if donate else {})
         )
         rate, draw = rate_of(state), (step_of(state), 0)
         weights, optimizer, loss, norm = self._run(program, batch, state.weights, state.optimizer, rate, draw)
@@ -242,20 +237,17 @@ class JaxBackend(JaxArrays, FunctionalBackend):
     ) -> GradientInfo:
         strategy = self._checked(state, batch, strategy)
 
-        def make() -> Callable[..., Tree]:
-            def compute(
-                counts: tuple[int, int], arrays: Tree, weights: Tree, draw: Array, scale: Array, waiting: Tree
-            ) -> Tree:
-                loss, gradients, buffers = self._found(strategy, _batch_of(counts, arrays), weights, draw)
-                if scale is not None:
-                    gradients = self.map(lambda each: each * scale, gradients)
-                if waiting is not None:
-                    gradients = self.map(lambda each, other: each + other, waiting, gradients)
-                return loss, gradients, buffers
+        def compute(
+            counts: tuple[int, int], arrays: Tree, weights: Tree, draw: Array, scale: Array, waiting: Tree
+        ) -> Tree:
+            loss, gradients, buffers = self._found(strategy, _batch_of(counts, arrays), weights, draw)
+            if scale is not None:
+                gradients = self.map(lambda each: each * scale, gradients)
+            if waiting is not None:
+                gradients = self.map(lambda each, other: each + other, waiting, gradients)
+            return loss, gradients, buffers
 
-            return compute
-
-        program = self._program("gradients", strategy, make, static_argnums=0)
+        program = self._program("gradients", strategy, compute, static_argnums=0)
         batches, added = (0, None) if waiting is None else (waiting.batches, waiting.gradients)
         draw = step_of(state), batches
         loss, gradients, buffers = self._run(program, batch, state.weights, draw, self._factor(scale), added)
@@ -272,7 +264,7 @@ class JaxBackend(JaxArrays, FunctionalBackend):
         factor = self._factor(correction)
         if factor is None and not measure:
             return gradients
-        found, norm = self._program("finish", None, lambda: finish)(gradients.gradients, factor)
+        found, norm = self._program("finish", None, finish)(gradients.gradients, factor)
         return replace(gradients, gradients=found, grad_norm=norm if measure else None)
 
     def apply_gradients(
@@ -285,7 +277,7 @@ class JaxBackend(JaxArrays, FunctionalBackend):
             return self.map(partial(self._jax.numpy.where, skip), (parameters, opt_state), new)
 
         rate = rate_of(state)
-        program = self._program("apply", None, lambda: apply, **({"donate_argnums": (0, 1)} if donate else {}))
+        program = self._program("apply", None, apply, **({"donate_argnums": (0, 1)} if donate else {}))
         parameters, optimizer = program(
             state.weights["parameters"], state.optimizer, gradients.gradients, gradients.grad_norm, rate,
             self.to_native(skip),
@@ -295,21 +287,18 @@ class JaxBackend(JaxArrays, FunctionalBackend):
     def eval_step(self, state: ModelState, batch: TrainingBatch, strategy: TrainingStrategy) -> tuple[Tree, Tree]:
         strategy = self._checked(state, batch, strategy)
 
-        def make() -> Callable[..., Tree]:
-            def evaluate(counts: tuple[int, int], arrays: Tree, weights: Tree) -> tuple[Tree, Tree]:
-                prepared = _batch_of(counts, arrays)
-                outputs = self._outputs(weights, prepared.inputs, False)
-                loss = strategy.compute_loss(outputs, prepared)
-                return outputs, {"loss": loss, **strategy.compute_metrics(outputs, prepared)}
+        def evaluate(counts: tuple[int, int], arrays: Tree, weights: Tree) -> tuple[Tree, Tree]:
+            prepared = _batch_of(counts, arrays)
+            outputs = self._outputs(weights, prepared.inputs, False)
+            loss = strategy.compute_loss(outputs, prepared)
+            return outputs, {"loss": loss, **strategy.compute_metrics(outputs, prepared)}
 
-            return evaluate
-
-        program = self._program("evaluate", strategy, make, static_argnums=0)
+        program = self._program("evaluate", strategy, evaluate, static_argnums=0)
         found: tuple[Tree, Tree] = self._run(program, batch, state.weights)
         return found
 
     def outputs(self, weights: Mapping[str, Tree], inputs: Tree) -> Tree:
-        program = self._program("evaluate", self, lambda: partial(self._outputs, training=False))
+        program = self._program("evaluate", self, partial(self._outputs, training=False))
         return self.to_torch(program(weights, self.to_native(inputs)))
 
     def _run(self, program: Callable[..., Tree], batch: TrainingBatch, *arguments: Tree) -> Tree:

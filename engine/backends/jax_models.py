@@ -49,7 +49,7 @@ def read_model(model: object) -> JaxModel:
         if callable(code) and not isinstance(code, type):
             return _of_function(code, weights)
     raise TypeError(
-        f"JaxBackend: model={_told(model)}: needs a flax nnx Module, a pair (linen module, variables), or a pair "
+        f"JaxBackend: model={_shown(model)}: needs a flax nnx Module, a pair (linen module, variables), or a pair "
         "(function, weights) where function(weights, *inputs) gives the outputs"
     )
 
@@ -80,7 +80,7 @@ def _of_nnx(nnx: ModuleType, model: object) -> JaxModel:
 def _of_linen(module: Any, variables: Tree) -> JaxModel:
     if not isinstance(variables, Mapping) or "params" not in variables:
         raise TypeError(
-            f"JaxBackend: variables={_told(variables)} of {type(module).__name__}: needs a mapping with 'params', as "
+            f"JaxBackend: variables={_shown(variables)} of {type(module).__name__}: needs a mapping with 'params', as "
             "module.init(key, inputs) gives it"
         )
     mode = _mode_of(type(module).__call__)
@@ -138,7 +138,7 @@ def _flax() -> tuple[ModuleType | None, ModuleType | None]:
     return nnx, linen
 
 
-def _told(model: object) -> str:
+def _shown(model: object) -> str:
     if isinstance(model, (tuple, list)):
         return f"({', '.join(type(each).__name__ for each in model)})"
     return repr(model) if isinstance(model, type) else type(model).__name__

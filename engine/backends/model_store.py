@@ -259,7 +259,7 @@ class OptimizerView(torch.optim.Optimizer):
         """Check that a state fits, and change nothing.
 
         Raises:
-            CheckpointError: it is another optimizer's, or of other weights; the message names the first difference.
+            CheckpointError: it is of a different optimizer or of other weights; the message names the first difference.
         """
         self._read(state_dict)
 

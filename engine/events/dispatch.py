@@ -100,7 +100,7 @@ def deliver_to(
             if filtering and subscription.filter is not None:
                 if not subscription.is_due(engine):
                     continue
-                if subscription.by_clock:
+                if subscription.observed:
                     if subscription.needs_event:
                         event = event or record(engine, dispatch, source, seq)
                     with dispatch.sequence.observing():

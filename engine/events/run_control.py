@@ -36,7 +36,7 @@ class RunControl(EngineEvents):
         self._interrupt = False
         self._termination_reason = ""
 
-    # The loop looks at these three at the next safe point, whoever sets them; ignite's handlers do.
+    # The loop looks at these three at the next safe point; ignite's handlers set them, too.
 
     @property
     def should_terminate(self) -> bool | str:

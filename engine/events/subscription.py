@@ -102,7 +102,6 @@ class Subscription:
     __slots__ = (
         "__weakref__",
         "args",
-        "by_clock",
         "by_engine",
         "call",
         "failures",
@@ -111,6 +110,7 @@ class Subscription:
         "handler",
         "kwargs",
         "needs_event",
+        "observed",
         "on_error",
         "order",
         "passive",
@@ -154,7 +154,7 @@ class Subscription:
         self.order = Order.REGISTERED if order is None else order
         self.position: float = self.serial  # among those of its phase and order
         self.filter = event_filter
-        self.by_clock = isinstance(event_filter, AfterSeconds)
+        self.observed = isinstance(event_filter, AfterSeconds)
         self.suspended: tuple[Filter | None, Handler] | None = None
         # by engine, since a subscription on a bus may follow several: its run and the counter's value
         self.fired_once: weakref.WeakKeyDictionary[Sender, tuple[int, int]] | None = None
