@@ -315,7 +315,7 @@ def test_a_batch_without_the_field_that_the_strategy_needs_names_it(library):
     state = core.init(model_of(library), "sgd")
     tokens = TrainerCore(core.backend, PretrainStrategy())
     refused(TypeError, "lacks 'input_ids'", lambda: tokens.train_step({"tokens": torch.ones(2, 3)}, state), core, state)
-    refused(TypeError, "tensor of token numbers", lambda: tokens.train_step(torch.ones(2), state), core, state)
+    refused(TypeError, "tensor of token ids", lambda: tokens.train_step(torch.ones(2), state), core, state)
 
 
 @pytest.mark.parametrize("library", ALL)

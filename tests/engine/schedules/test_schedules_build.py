@@ -151,7 +151,7 @@ def test_a_floor_is_refused_where_the_schedule_has_none(name):
         (
             "wsd",
             {"warmup_steps": 50, "decay_steps": 51},
-            r"WSD\(decay_steps=51\): is more than warmup_steps=0 leaves of total_steps=50",
+            r"build_schedule\(decay_steps=51\): is more than the 50 updates that warmup_steps=50 leaves",
         ),
         (
             "one_cycle",
