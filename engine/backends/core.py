@@ -15,12 +15,12 @@ from pulsetrain.engine.step.backend import Backend
 from pulsetrain.engine.step.first_batch import FirstBatch
 from pulsetrain.engine.step.protocols import (
     BackendSettings,
+    BindsModel,
     ModelState,
     Optimizer,
     TrainingResult,
     TrainingStrategy,
     Tree,
-    bind_strategy,
 )
 
 __all__ = ["TrainerCore"]
@@ -112,8 +112,8 @@ class TrainerCore:
                 optimizer=type(optimizer),
             )
         state = self.backend.init(model, optimizer, rate)
-        if hasattr(self.strategy, "bind"):
-            bind_strategy(self.strategy, self.backend.module_view(model, state.weights).module, self.backend)
+        if isinstance(self.strategy, BindsModel):
+            self.strategy.bind(self.backend.module_view(model, state.weights).module, self.backend)
         return state if schedule is None else replace(state, metadata={**state.metadata, "schedule": schedule})
 
     def train_step(self, batch: Tree, model_state: ModelState, optimizer_state: Tree = None) -> TrainingResult:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -13,13 +12,11 @@ from pulsetrain.engine.data.sequences import IGNORED, restart_positions
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.losses import cross_entropy
 from pulsetrain.engine.metrics import bits_per_byte, perplexity
-from pulsetrain.engine.step.protocols import TrainingBatch
+from pulsetrain.engine.step.protocols import Number, TrainingBatch
 from pulsetrain.engine.strategies.language import logits_of
 from pulsetrain.engine.strategies.next_token import NextTokenStrategy
 
 __all__ = ["PretrainStrategy"]
-
-Number = TypeVar("Number", float, Tensor)
 
 
 class PretrainStrategy(NextTokenStrategy):

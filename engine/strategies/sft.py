@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -12,13 +11,12 @@ from pulsetrain.engine.arrays import Array, masked_mean, namespace
 from pulsetrain.engine.data.sequences import IGNORED
 from pulsetrain.engine.losses import cross_entropy
 from pulsetrain.engine.metrics import perplexity
-from pulsetrain.engine.step.protocols import TrainingBatch
+from pulsetrain.engine.step.protocols import Number, TrainingBatch
 from pulsetrain.engine.strategies.language import logits_of
 from pulsetrain.engine.strategies.next_token import NextTokenStrategy
 
 __all__ = ["SFTStrategy"]
 
-Number = TypeVar("Number", float, Tensor)
 _REMEDY = (
     "pulsetrain.engine.data.chat.tokenize_chat and pulsetrain.engine.data.sequences.pad_examples or pack make such "
     "batches"
