@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from enum import IntEnum
 from types import MethodType
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypedDict
 
 from pulsetrain.engine.events.filters import AfterSeconds, EventFilter, Filter
 from pulsetrain.engine.events.handler_signature import Handler, HandlerSignature
@@ -15,7 +15,7 @@ from pulsetrain.engine.events.names import Event, EventLike, Events
 from pulsetrain.engine.events.payloads import HandlerFailed
 from pulsetrain.engine.logs import get_logger
 
-__all__ = ["FIRST", "LAST", "OnError", "Order", "Phase", "Sender", "Signal", "Subscription"]
+__all__ = ["FIRST", "LAST", "OnError", "Options", "Order", "Phase", "Sender", "Signal", "Subscription"]
 
 OnError = Literal["raise", "warn"]
 _serial = itertools.count(1)
@@ -82,6 +82,17 @@ class Signal(Protocol):
 
     def rebuild(self) -> None:
         """Follow a changed filter or position."""
+
+
+class Options(TypedDict, total=False):
+    """How a handler is subscribed; see `EventBus.subscribe` and `Engine.add_event_handler`."""
+
+    event_filter: Filter | None
+    phase: Phase
+    order: Order | None
+    on_error: OnError
+    passive: bool
+    by_engine: bool
 
 
 class Subscription:
