@@ -10,7 +10,7 @@ from typing import TypedDict
 
 from torch import Tensor
 
-from pulsetrain.engine.argument_checks import check_whole_number
+from pulsetrain.engine.argument_checks import check_whole_number, is_whole
 from pulsetrain.engine.errors import ConfigurationError
 
 __all__ = ["Accumulate", "Accumulation", "Size"]
@@ -58,7 +58,7 @@ class Accumulate:
                 "needs a mapping from update to batches that begins at update 0", "Accumulate", schedule=schedule
             )
         for update, batches in schedule.items():
-            if not _whole(update, 0) or not _whole(batches, 1):
+            if not (is_whole(update) and update >= 0 and is_whole(batches) and batches >= 1):
                 raise ConfigurationError(
                     f"{update!r}: {batches!r} is not a pair of an update (0 or more) and batches (1 or more)",
                     "Accumulate",
@@ -207,7 +207,3 @@ class Accumulation:
     def load_state_dict(self, state: AccumulationState) -> None:
         self.batches, self._tokens = state["batches"], state["tokens"]
         self._size, self._expected = state["size"], state["expected"]
-
-
-def _whole(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
