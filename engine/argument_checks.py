@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import TypeGuard
 
 from pulsetrain.engine.errors import ConfigurationError, unknown_name
 
-__all__ = ["check_bool", "check_choice", "check_number", "check_positive", "check_whole_number"]
+__all__ = ["check_bool", "check_choice", "check_number", "check_positive", "check_whole_number", "is_whole"]
+
+
+def is_whole(value: object) -> TypeGuard[int]:
+    """Whether the value is an int and not a bool.
+
+    >>> is_whole(3), is_whole(True), is_whole(3.0)
+    (True, False, False)
+    """
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def check_whole_number(place: str, argument: str, value: object, at_least: int = 1, below: int | None = None) -> None:
@@ -28,12 +38,7 @@ def check_whole_number(place: str, argument: str, value: object, at_least: int =
     ...
     pulsetrain.engine.errors.ConfigurationError: Checkpointer(keep_last=0): needs a whole number of at least 1
     """
-    if (
-        isinstance(value, int)
-        and not isinstance(value, bool)
-        and value >= at_least
-        and (below is None or value < below)
-    ):
+    if is_whole(value) and value >= at_least and (below is None or value < below):
         return
     bound = "" if below is None else f" and below {below}"
     raise ConfigurationError(f"needs a whole number of at least {at_least}{bound}", place, **{argument: value})

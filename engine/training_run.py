@@ -40,15 +40,12 @@ class BatchOrder(Protocol):
 
     def locate(self, iteration: int) -> tuple[int, int] | None:
         """Where in the data order a batch of the current pass is, for `rows_at`; None if the loader decides itself."""
-        ...
 
     def rows_at(self, location: tuple[int, int]) -> list[Any]:
         """The data set's indices of the batch at that location."""
-        ...
 
     def rows(self, iteration: int) -> list[Any] | None:
         """The data set's indices of a batch of the current pass; None if the loader decides itself."""
-        ...
 
 
 class TrainingRun(Protocol):
@@ -70,49 +67,39 @@ class TrainingRun(Protocol):
     @property
     def learning_rates(self) -> tuple[float, ...]:
         """The learning rates of the last update, one per parameter group."""
-        ...
 
     @property
     def accumulated(self) -> int:
         """How many batches wait for the next update."""
-        ...
 
     @property
     def total_iterations(self) -> int | None:
         """How many batches the run takes in all; None if that is not known."""
-        ...
 
     @property
     def is_resuming(self) -> bool:
         """Whether a checkpoint was loaded from which the run has not continued yet."""
-        ...
 
     @property
     def is_stepping(self) -> bool:
         """Whether a training step is in progress, so that the state is between two updates."""
-        ...
 
     @property
     def is_rewinding(self) -> bool:
         """Whether this run ends only to continue from an earlier checkpoint."""
-        ...
 
     @property
     def rewinds(self) -> int:
         """How often the run has returned to an earlier checkpoint."""
-        ...
 
     def skip_update(self, where: Tensor) -> None:
         """Skip the current update where the condition, shape (), bool, holds."""
-        ...
 
     def rewind(self, first: int, last: int, reason: str) -> None:
         """Return to a checkpoint before iteration `first` and leave out the batches up to `last`."""
-        ...
 
     def checkpoint_state(self) -> dict[str, Any]:
         """Everything that the next iteration depends on."""
-        ...
 
 
 def is_training_run(engine: object) -> TypeIs[TrainingRun]:

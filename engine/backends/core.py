@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
 
 from pulsetrain.engine.arrays import Array
 from pulsetrain.engine.backends.functional import FunctionalBackend
@@ -16,12 +15,12 @@ from pulsetrain.engine.step.backend import Backend
 from pulsetrain.engine.step.first_batch import FirstBatch
 from pulsetrain.engine.step.protocols import (
     BackendSettings,
+    BindsModel,
     ModelState,
     Optimizer,
     TrainingResult,
     TrainingStrategy,
     Tree,
-    bind_strategy,
 )
 
 __all__ = ["TrainerCore"]
@@ -59,8 +58,9 @@ class TrainerCore:
     ) -> None:
         if not isinstance(backend, FunctionalBackend):
             raise ConfigurationError(
-                f"TrainerCore(backend={type(backend).__name__}): computes in place, and a pure step does not "
-                "change its arguments; pass TorchBackend(functional=True)"
+                "computes in place, and a pure step does not change its arguments; pass TorchBackend(functional=True)",
+                "TrainerCore",
+                backend=type(backend),
             )
         if not isinstance(strategy, TrainingStrategy):
             raise TypeError(
@@ -79,7 +79,7 @@ class TrainerCore:
         learning_rate: float = 1e-3,
         weight_decay: float = 0.0,
         schedule: Schedule | None = None,
-        **options: Any,
+        **options: object,
     ) -> ModelState:
         """The state before the first update.
 
@@ -107,12 +107,13 @@ class TrainerCore:
             optimizer = self.backend.create_optimizer(model, optimizer, learning_rate, weight_decay, **options)
         elif not isinstance(optimizer, Optimizer):
             raise ConfigurationError(
-                f"TrainerCore.init(optimizer={type(optimizer).__name__}): needs a name or an object with init(params) "
-                "and update(grads, opt_state, params)"
+                "needs a name or an object with init(params) and update(grads, opt_state, params)",
+                "TrainerCore.init",
+                optimizer=type(optimizer),
             )
         state = self.backend.init(model, optimizer, rate)
-        if hasattr(self.strategy, "bind"):
-            bind_strategy(self.strategy, self.backend.module_view(model, state.weights).module, self.backend)
+        if isinstance(self.strategy, BindsModel):
+            self.strategy.bind(self.backend.module_view(model, state.weights).module, self.backend)
         return state if schedule is None else replace(state, metadata={**state.metadata, "schedule": schedule})
 
     def train_step(self, batch: Tree, model_state: ModelState, optimizer_state: Tree = None) -> TrainingResult:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,6 +12,7 @@ from torch.utils import _pytree as pytree
 from pulsetrain.engine.arrays import Array, at_least_float32, is_array, namespace
 from pulsetrain.engine.backends.model_store import ValueStore
 from pulsetrain.engine.backends.module_view import ArraysView
+from pulsetrain.engine.backends.torch_computation import not_empty
 from pulsetrain.engine.backends.trees import Trees
 from pulsetrain.engine.backends.value_states import next_state, rate_of, step_of, with_buffers
 from pulsetrain.engine.errors import CheckpointError, ConfigurationError
@@ -28,7 +28,6 @@ from pulsetrain.engine.step.protocols import (
     TrainingResult,
     TrainingStrategy,
     Tree,
-    describe,
 )
 
 __all__ = ["FunctionalBackend", "no_rate"]
@@ -76,7 +75,7 @@ class FunctionalBackend(Trees):
         raise NotImplementedError
 
     def create_optimizer(
-        self, model: object, name: str, learning_rate: float, weight_decay: float, **options: Any
+        self, model: object, name: str, learning_rate: float, weight_decay: float, **options: object
     ) -> Optimizer:
         """The optimizer of that name, for this backend's arrays."""
         raise ConfigurationError(
@@ -121,8 +120,9 @@ class FunctionalBackend(Trees):
         name = type(self).__name__
         if isinstance(strategy, AlternatingStrategy):
             raise ConfigurationError(
-                f"Trainer(backend={name}): {type(strategy).__name__} trains several modules in turn, which works in "
-                "place; use TorchBackend()"
+                f"{type(strategy).__name__} trains several modules in turn, which works in place; use TorchBackend()",
+                "Trainer",
+                backend=name,
             )
         chosen, rate = optimizer.chosen, None
         if isinstance(chosen, str):
@@ -130,8 +130,10 @@ class FunctionalBackend(Trees):
             chosen = self.create_optimizer(model, chosen, rate, optimizer.weight_decay, **optimizer.options)
         elif not isinstance(chosen, Optimizer):
             raise ConfigurationError(
-                f"Trainer(optimizer={type(chosen).__name__}): {name} computes with values, and needs a name or an "
-                "object with init(params) and update(grads, opt_state, params)"
+                f"{name} computes with values, and needs a name or an "
+                "object with init(params) and update(grads, opt_state, params)",
+                "Trainer",
+                optimizer=type(chosen),
             )
         return ValueStore(self, model, self.init(model, chosen, rate))
 
@@ -161,12 +163,7 @@ class FunctionalBackend(Trees):
         Raises:
             ValueError: it has no samples, so its mean loss would be nan.
         """
-        prepared = strategy.prepare_batch(self.to_host(batch))
-        if not prepared.samples:
-            raise ValueError(
-                f"a batch of 0 samples, inputs {describe(prepared.inputs)}: its mean loss would be nan; "
-                "let the loader leave empty batches out"
-            )
+        prepared = not_empty(strategy.prepare_batch(self.to_host(batch)))
         # not the weight: accumulation and means are computed by torch
         return replace(prepared, inputs=self.to_native(prepared.inputs), targets=self.to_native(prepared.targets))
 

@@ -6,11 +6,11 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from pulsetrain.engine.arrays import Array
 from pulsetrain.engine.backends.functional import FunctionalBackend, no_rate
 from pulsetrain.engine.backends.jax_arrays import JaxArrays, find_jax_device
 from pulsetrain.engine.backends.jax_models import JaxModel, read_model
@@ -23,9 +23,11 @@ from pulsetrain.engine.step.protocols import (
     BackendSettings,
     GradientInfo,
     ModelState,
+    Optimizer,
     TrainingBatch,
     TrainingResult,
     TrainingStrategy,
+    Tree,
 )
 
 __all__ = ["JaxBackend"]
@@ -52,7 +54,7 @@ class JaxBackend(JaxArrays, FunctionalBackend):
         self._jax, _ = jax_and_optax()
         self.requested_device = device
         self.compiled = {"train": 0, "evaluate": 0, "gradients": 0, "finish": 0, "apply": 0}  # programs so far
-        self._programs: dict[Any, Callable[..., Any]] = {}
+        self._programs: dict[object, Callable[..., Tree]] = {}
         self._use(find_jax_device(self._jax, device or "auto"))
 
     def configure(self, settings: BackendSettings) -> None:
@@ -63,7 +65,7 @@ class JaxBackend(JaxArrays, FunctionalBackend):
 
     # ------------------------------------------------------------------------------------------ models and arrays
 
-    def split(self, model: Any) -> dict[str, Any]:
+    def split(self, model: object) -> dict[str, Tree]:
         """The weights of a flax module, or of a pair of code and weights, copied to the device."""
         self.model: JaxModel = read_model(model)
         self._programs.clear()  # they compute with the previous model
@@ -83,17 +85,19 @@ class JaxBackend(JaxArrays, FunctionalBackend):
         # copies: the first step may reuse the memory of what it is given
         return self._placed(self.map(self.copy_of, weights))  # type: ignore[no-any-return]
 
-    def init(self, model: Any, optimizer: Any, learning_rate: float | None = None) -> ModelState:
+    def init(self, model: object, optimizer: Optimizer, learning_rate: float | None = None) -> ModelState:
         state = super().init(model, optimizer, learning_rate)
         # on the device, as the next state will be: else the second step would be compiled again
         return replace(state, optimizer=self._placed(state.optimizer))
 
-    def create_optimizer(self, model: Any, name: str, learning_rate: float, weight_decay: float, **options: Any) -> Any:
+    def create_optimizer(
+        self, model: object, name: str, learning_rate: float, weight_decay: float, **options: object
+    ) -> Optimizer:
         """sgd, adam, adamw or rmsprop of optax, with torch's numbers.
 
         no_decay="auto" spares arrays of fewer than two dimensions, and embeddings, which it knows by their name.
         """
-        mask: Any = None
+        mask: Callable[[Tree], Tree] | None = None
         rule = options.pop("no_decay", None)
         if callable(rule):
             mask = partial(self._masked, lambda path, leaf: not rule(path, leaf))
@@ -101,16 +105,16 @@ class JaxBackend(JaxArrays, FunctionalBackend):
             mask = partial(self._masked, lambda path, leaf: leaf.ndim >= 2 and "embed" not in path.lower())
         return create_optax(name, learning_rate, weight_decay, decay_mask=mask, **options)
 
-    def _masked(self, decays: Callable[[str, Any], bool], parameters: Any) -> Any:
+    def _masked(self, decays: Callable[[str, Array], bool], parameters: Tree) -> Tree:
         masks = [decays(path, leaf) for path, leaf in self.paths(parameters).items()]
         return self.rebuilt(parameters, masks)
 
-    def publish(self, weights: Mapping[str, Any]) -> None:
+    def publish(self, weights: Mapping[str, Tree]) -> None:
         """Copy the trained weights into an nnx module; functions and linen modules hold none."""
         if self.model.publish is not None:
             self.model.publish(self.map(self.copy_of, weights))
 
-    def environment(self) -> dict[str, Any]:
+    def environment(self) -> dict[str, Tree]:
         config = self._jax.config
         return {
             **{name: version_of(name) for name in ("jax", "jaxlib", "optax", "flax")},
@@ -121,11 +125,11 @@ class JaxBackend(JaxArrays, FunctionalBackend):
             "xla_flags": os.environ.get("XLA_FLAGS", ""),
         }
 
-    def learning_rate(self, opt_state: Any) -> float | None:
+    def learning_rate(self, opt_state: Tree) -> float | None:
         found = learning_rate_of(opt_state)
         return None if found is None else float(found)
 
-    def with_learning_rate(self, opt_state: Any, rate: Any) -> Any:
+    def with_learning_rate(self, opt_state: Tree, rate: Array) -> Tree:
         if learning_rate_of(opt_state) is None:
             raise no_rate("JaxBackend", "make it by optax.inject_hyperparams(optax.adam)(learning_rate=...)")
         return with_learning_rate(opt_state, rate)
@@ -150,24 +154,26 @@ class JaxBackend(JaxArrays, FunctionalBackend):
 
     # ---------------------------------------------------------------------------------------- what is computed
 
-    def _outputs(self, weights: Any, inputs: Any, training: bool, key: Any = None) -> Any:
+    def _outputs(self, weights: Tree, inputs: Tree, training: bool, key: Array | None = None) -> Tree:
         return self._apply(weights, inputs, training, key)[0]
 
-    def _apply(self, weights: Any, inputs: Any, training: bool, key: Any) -> tuple[Any, Any]:
-        args: tuple[Any, ...] = (inputs,)
-        kwargs: dict[str, Any] = {}
+    def _apply(self, weights: Tree, inputs: Tree, training: bool, key: Array) -> tuple[Tree, Tree]:
+        args: tuple[Tree, ...] = (inputs,)
+        kwargs: dict[str, Tree] = {}
         if isinstance(inputs, Mapping):
             args, kwargs = (), dict(inputs)
         elif isinstance(inputs, (tuple, list)):
             args = tuple(inputs)
         return self.model.apply(weights["parameters"], weights["buffers"], args, kwargs, training, key)
 
-    def _found(self, strategy: Any, batch: TrainingBatch, weights: Any, draw: Any) -> tuple[Any, Any, Any]:
+    def _found(
+        self, strategy: TrainingStrategy, batch: TrainingBatch, weights: Tree, draw: Array
+    ) -> tuple[Tree, Tree, Tree]:
         """Loss, gradients and buffers, traced."""
         jax = self._jax
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self.settings.seed % 2**32), draw[0]), draw[1])
 
-        def compute(parameters: Any) -> tuple[Any, Any]:
+        def compute(parameters: Tree) -> tuple[Tree, Tree]:
             outputs, buffers = self._apply({**weights, "parameters": parameters}, batch.inputs, True, key)
             loss = strategy.compute_loss(outputs, batch)
             return loss, buffers
@@ -176,24 +182,24 @@ class JaxBackend(JaxArrays, FunctionalBackend):
         # what follows is computed as a separate program would: a receiver of GRADIENTS_READY changes no bit
         return jax.lax.optimization_barrier((loss, gradients, buffers))  # type: ignore[no-any-return]
 
-    def norm(self, gradients: Any) -> Any:
+    def norm(self, gradients: Tree) -> Tree:
         jnp = self._jax.numpy
         plain = super().norm
         # A loop's body is compiled separately. Fused with the gradients, XLA would add their squares up in a different
         # order, which a barrier does not prevent on a CPU: with clipping, a receiver of gradients would change bits.
         filled = [leaf for leaf in self._jax.tree.leaves(gradients) if leaf.size]
-        rounds = 1 + jnp.isinf(filled[0].ravel()[0] * 0).astype(
-            int
-        )  # 1, but the compiler does not know: it would unroll
+        # 1, but the compiler does not know: it would unroll
+        rounds = 1 + jnp.isinf(filled[0].ravel()[0] * 0).astype(int)
         first = jnp.zeros((), self._jax.eval_shape(plain, gradients).dtype)
         return self._jax.lax.fori_loop(0, rounds, lambda _, norm: plain(gradients), first)
 
-    def _program(self, kind: str, strategy: Any, make: Callable[[], Callable[..., Any]], **options: Any) -> Any:
-        key = (kind, id(strategy), *options.items())
+    def _program(
+        self, kind: str, owner: object, function: Callable[..., Tree], **options: object
+    ) -> Callable[..., Tree]:
+        key = (kind, id(owner), *options.items())
         if key not in self._programs:
-            function = make()
 
-            def counted(*args: Any) -> Any:
+            def counted(*args: Tree) -> Tree:
                 self.compiled[kind] += 1  # while it is traced: a compiled program does not run this line
                 return function(*args)
 
@@ -205,18 +211,17 @@ class JaxBackend(JaxArrays, FunctionalBackend):
     ) -> TrainingResult:
         strategy = self._checked(state, batch, strategy)
 
-        def make() -> Callable[..., Any]:
-            def train(rest: Any, arrays: Any, weights: Any, opt_state: Any, rate: Any, draw: Any) -> Any:
-                loss, gradients, buffers = self._found(strategy, _batch_of(rest, arrays), weights, draw)
-                norm = self.norm(gradients)
-                gradients, norm = self._jax.lax.optimization_barrier((gradients, norm))
-                new, opt_state = self.updated(weights["parameters"], opt_state, gradients, norm, rate)
-                return {"parameters": new, "buffers": buffers}, opt_state, loss, norm
-
-            return train
+        def train(
+            counts: tuple[int, int], arrays: Tree, weights: Tree, opt_state: Tree, rate: Array, draw: Array
+        ) -> Tree:
+            loss, gradients, buffers = self._found(strategy, _batch_of(counts, arrays), weights, draw)
+            norm = self.norm(gradients)
+            gradients, norm = self._jax.lax.optimization_barrier((gradients, norm))
+            new, opt_state = self.updated(weights["parameters"], opt_state, gradients, norm, rate)
+            return {"parameters": new, "buffers": buffers}, opt_state, loss, norm
 
         program = self._program(
-            "train", strategy, make, static_argnums=0, **({"donate_argnums": (2, 3)} if donate else {})
+            "train", strategy, train, static_argnums=0, **({"donate_argnums": (2, 3)} if donate else {})
         )
         rate, draw = rate_of(state), (step_of(state), 0)
         weights, optimizer, loss, norm = self._run(program, batch, state.weights, state.optimizer, rate, draw)
@@ -227,32 +232,31 @@ class JaxBackend(JaxArrays, FunctionalBackend):
         state: ModelState,
         batch: TrainingBatch,
         strategy: TrainingStrategy,
-        scale: Any = 1.0,
+        scale: Array = 1.0,
         waiting: GradientInfo | None = None,
     ) -> GradientInfo:
         strategy = self._checked(state, batch, strategy)
 
-        def make() -> Callable[..., Any]:
-            def compute(rest: Any, arrays: Any, weights: Any, draw: Any, scale: Any, waiting: Any) -> Any:
-                loss, gradients, buffers = self._found(strategy, _batch_of(rest, arrays), weights, draw)
-                if scale is not None:
-                    gradients = self.map(lambda each: each * scale, gradients)
-                if waiting is not None:
-                    gradients = self.map(lambda each, other: each + other, waiting, gradients)
-                return loss, gradients, buffers
+        def compute(
+            counts: tuple[int, int], arrays: Tree, weights: Tree, draw: Array, scale: Array, waiting: Tree
+        ) -> Tree:
+            loss, gradients, buffers = self._found(strategy, _batch_of(counts, arrays), weights, draw)
+            if scale is not None:
+                gradients = self.map(lambda each: each * scale, gradients)
+            if waiting is not None:
+                gradients = self.map(lambda each, other: each + other, waiting, gradients)
+            return loss, gradients, buffers
 
-            return compute
-
-        program = self._program("gradients", strategy, make, static_argnums=0)
+        program = self._program("gradients", strategy, compute, static_argnums=0)
         batches, added = (0, None) if waiting is None else (waiting.batches, waiting.gradients)
         draw = step_of(state), batches
         loss, gradients, buffers = self._run(program, batch, state.weights, draw, self._factor(scale), added)
         return GradientInfo(loss, gradients, buffers, batches=batches + 1)
 
     def finish_gradients(
-        self, state: ModelState, gradients: GradientInfo, correction: Any = 1.0, measure: bool = True
+        self, state: ModelState, gradients: GradientInfo, correction: Array = 1.0, measure: bool = True
     ) -> GradientInfo:
-        def finish(gradients: Any, factor: Any) -> tuple[Any, Any]:
+        def finish(gradients: Tree, factor: Array) -> tuple[Tree, Tree]:
             if factor is not None:
                 gradients = self.map(lambda each: each * factor, gradients)
             return gradients, self.norm(gradients)
@@ -260,47 +264,44 @@ class JaxBackend(JaxArrays, FunctionalBackend):
         factor = self._factor(correction)
         if factor is None and not measure:
             return gradients
-        found, norm = self._program("finish", None, lambda: finish)(gradients.gradients, factor)
+        found, norm = self._program("finish", None, finish)(gradients.gradients, factor)
         return replace(gradients, gradients=found, grad_norm=norm if measure else None)
 
     def apply_gradients(
-        self, state: ModelState, gradients: GradientInfo, skip: Any = None, donate: bool = False
+        self, state: ModelState, gradients: GradientInfo, skip: Tensor | None = None, donate: bool = False
     ) -> ModelState:
-        def apply(parameters: Any, opt_state: Any, found: Any, norm: Any, rate: Any, skip: Any) -> tuple[Any, Any]:
+        def apply(parameters: Tree, opt_state: Tree, found: Array, norm: Array, rate: Array, skip: Array) -> Tree:
             new = self.updated(parameters, opt_state, found, norm, rate)
             if skip is None:
                 return new
-            return self.map(partial(self._jax.numpy.where, skip), (parameters, opt_state), new)  # type: ignore[no-any-return]
+            return self.map(partial(self._jax.numpy.where, skip), (parameters, opt_state), new)
 
         rate = rate_of(state)
-        program = self._program("apply", None, lambda: apply, **({"donate_argnums": (0, 1)} if donate else {}))
+        program = self._program("apply", None, apply, **({"donate_argnums": (0, 1)} if donate else {}))
         parameters, optimizer = program(
             state.weights["parameters"], state.optimizer, gradients.gradients, gradients.grad_norm, rate,
             self.to_native(skip),
         )  # fmt: skip
         return next_state(state, {**state.weights, "parameters": parameters}, optimizer, rate)
 
-    def eval_step(self, state: ModelState, batch: TrainingBatch, strategy: TrainingStrategy) -> tuple[Any, Any]:
+    def eval_step(self, state: ModelState, batch: TrainingBatch, strategy: TrainingStrategy) -> tuple[Tree, Tree]:
         strategy = self._checked(state, batch, strategy)
 
-        def make() -> Callable[..., Any]:
-            def evaluate(rest: Any, arrays: Any, weights: Any) -> tuple[Any, Any]:
-                prepared = _batch_of(rest, arrays)
-                outputs = self._outputs(weights, prepared.inputs, False)
-                loss = strategy.compute_loss(outputs, prepared)
-                return outputs, {"loss": loss, **strategy.compute_metrics(outputs, prepared)}
+        def evaluate(counts: tuple[int, int], arrays: Tree, weights: Tree) -> tuple[Tree, Tree]:
+            prepared = _batch_of(counts, arrays)
+            outputs = self._outputs(weights, prepared.inputs, False)
+            loss = strategy.compute_loss(outputs, prepared)
+            return outputs, {"loss": loss, **strategy.compute_metrics(outputs, prepared)}
 
-            return evaluate
-
-        program = self._program("evaluate", strategy, make, static_argnums=0)
-        found: tuple[Any, Any] = self._run(program, batch, state.weights)
+        program = self._program("evaluate", strategy, evaluate, static_argnums=0)
+        found: tuple[Tree, Tree] = self._run(program, batch, state.weights)
         return found
 
-    def outputs(self, weights: Mapping[str, Any], inputs: Any) -> Any:
-        program = self._program("evaluate", self, lambda: partial(self._outputs, training=False))
+    def outputs(self, weights: Mapping[str, Tree], inputs: Tree) -> Tree:
+        program = self._program("evaluate", self, partial(self._outputs, training=False))
         return self.to_torch(program(weights, self.to_native(inputs)))
 
-    def _run(self, program: Any, batch: TrainingBatch, *arguments: Any) -> Any:
+    def _run(self, program: Callable[..., Tree], batch: TrainingBatch, *arguments: Tree) -> Tree:
         """Run a program on a batch; an error carries a note of what the batch held."""
         arrays = batch.inputs, batch.targets, self.to_native(batch.weight)
         try:
@@ -309,17 +310,17 @@ class JaxBackend(JaxArrays, FunctionalBackend):
             error.add_note(given(batch))
             raise
 
-    def _factor(self, value: Any) -> Any:
+    def _factor(self, value: Tree) -> Tree:
         """A factor; None for 1."""
         return None if type(value) is float and value == 1.0 else self.to_native(value)
 
 
-def _batch_of(counts: tuple[int, int], arrays: tuple[Any, Any, Any]) -> TrainingBatch:
+def _batch_of(counts: tuple[int, int], arrays: tuple[Tree, Tree, Tree]) -> TrainingBatch:
     inputs, targets, weight = arrays
     return TrainingBatch(inputs, targets, *counts, weight)
 
 
-def _without_values(shape: Any) -> Tensor:
+def _without_values(shape: Array) -> Tensor:
     """A torch tensor without values, of an output's shape and dtype."""
     name = str(shape.dtype)
     return torch.empty(shape.shape, dtype=getattr(torch, name, torch.float32), device="meta")

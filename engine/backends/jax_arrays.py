@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pulsetrain.engine.arrays import Array
 from pulsetrain.engine.backends.trees import Trees
 from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.step.protocols import Tree
 
 __all__ = ["JaxArrays", "find_jax_device"]
 
@@ -22,7 +25,7 @@ class JaxArrays(Trees):
         device: one of its devices.
     """
 
-    _jax: Any
+    _jax: ModuleType
     jax_device: Any
 
     def _use(self, device: Any) -> None:
@@ -30,25 +33,25 @@ class JaxArrays(Trees):
         on_gpu = device.platform == "gpu" and torch.cuda.is_available()
         self.device = torch.device("cuda", device.local_hardware_id) if on_gpu else torch.device("cpu")
 
-    def _placed(self, tree: Any) -> Any:
+    def _placed(self, tree: Tree) -> Tree:
         return self._jax.device_put(tree, self.jax_device)
 
-    def copy_of(self, leaf: Any) -> Any:
+    def copy_of(self, leaf: Array) -> Array:
         # with an explicit dtype: a weak one (jax's of 0.5) would make jax compile again
         return self._jax.numpy.array(leaf, dtype=self._jax.numpy.asarray(leaf).dtype)
 
-    def owns(self, leaf: Any) -> bool:
+    def owns(self, leaf: Array) -> bool:
         return isinstance(leaf, self._jax.Array) and leaf.devices() == {self.jax_device}
 
     def memory(self) -> int | None:
         found = self.jax_device.memory_stats()
         return None if found is None else int(found["bytes_in_use"])
 
-    def to_host(self, batch: Any) -> Any:
+    def to_host(self, batch: Tree) -> Tree:
         """The batch in torch tensors on the host."""
         return self.map(lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf, self.to_torch(batch))
 
-    def tensor_of(self, leaf: Any) -> Any:
+    def tensor_of(self, leaf: Array) -> Tree:
         """One array as a torch tensor, by DLPack if both are on one device."""
         if isinstance(leaf, self._jax.Array):
             if self._jax.numpy.issubdtype(leaf.dtype, self._jax.dtypes.prng_key):
@@ -58,39 +61,39 @@ class JaxArrays(Trees):
             return torch.utils.dlpack.from_dlpack(leaf)
         return super().tensor_of(leaf)
 
-    def from_torch(self, tensor: Tensor) -> Any:
+    def from_torch(self, tensor: Tensor) -> Array:
         """One torch tensor as an array on the device."""
         # a copy: the program reads it after the call has returned, when a loader may have put the next batch there
         copy = tensor.detach().clone(memory_format=torch.contiguous_format)
         array = self._jax.numpy.from_dlpack(copy)
         return array if array.devices() == {self.jax_device} else self._jax.device_put(array, self.jax_device)
 
-    def to_native(self, value: Any) -> Any:
+    def to_native(self, value: Tree) -> Tree:
         return self.map(lambda leaf: self.from_torch(leaf) if isinstance(leaf, Tensor) else leaf, value)
 
-    def leaf_from(self, saved: Any, like: Any) -> Any:
+    def leaf_from(self, saved: Array, like: Tree) -> Array:
         jax = self._jax
         if jax.numpy.issubdtype(like.dtype, jax.dtypes.prng_key):
             data = self._array_of(saved)
             return jax.device_put(jax.random.wrap_key_data(data, impl=jax.random.key_impl(like)), self.jax_device)
         return jax.device_put(jax.numpy.array(self._array_of(saved), dtype=like.dtype), self.jax_device)  # a copy
 
-    def _array_of(self, saved: Any) -> Any:
+    def _array_of(self, saved: Array) -> Array:
         return self._jax.numpy.from_dlpack(torch.as_tensor(saved).detach().cpu().contiguous())
 
-    def map(self, function: Callable[..., Any], *trees: Any) -> Any:
+    def map(self, function: Callable[..., Tree], *trees: Tree) -> Tree:
         return self._jax.tree.map(function, *trees)
 
-    def paths(self, tree: Any) -> dict[str, Any]:
+    def paths(self, tree: Tree) -> dict[str, Array]:
         keystr = self._jax.tree_util.keystr
         pairs = self._jax.tree_util.tree_flatten_with_path(tree)[0]
         return {keystr(path, simple=True, separator="/"): leaf for path, leaf in pairs}
 
-    def rebuilt(self, like: Any, leaves: list[Any]) -> Any:
+    def rebuilt(self, like: Tree, leaves: list[Array]) -> Tree:
         return self._jax.tree.unflatten(self._jax.tree.structure(like), leaves)
 
 
-def find_jax_device(jax: Any, name: str) -> Any:
+def find_jax_device(jax: ModuleType, name: str) -> Any:
     """The jax device of that name.
 
     Raises:

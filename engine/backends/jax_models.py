@@ -5,26 +5,29 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
+from pulsetrain.engine.arrays import Array
 from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.step.protocols import Tree
 
 __all__ = ["JaxModel", "read_model"]
 
-Apply = Callable[..., tuple[Any, Any]]
+Apply = Callable[..., tuple[Tree, Tree]]
 
 
 @dataclass(frozen=True, slots=True)
 class JaxModel:
     """A model as a pure function and its initial weights."""
 
-    parameters: Any  # a pytree of arrays that learn
-    buffers: Any  # arrays that a forward pass may change: running statistics, keys and counts of random draws
+    parameters: Tree  # a pytree of arrays that learn
+    buffers: Tree  # arrays that a forward pass may change: running statistics, keys and counts of random draws
     apply: Apply  # (parameters, buffers, args, kwargs, training, key) -> (outputs, buffers)
-    publish: Callable[[Any], None] | None = None  # puts weights into the user's own object, if it holds any
+    publish: Callable[[Tree], None] | None = None  # puts weights into the user's own object, if it holds any
 
 
-def read_model(model: Any) -> JaxModel:
+def read_model(model: object) -> JaxModel:
     """The model as a function.
 
     Args:
@@ -46,12 +49,12 @@ def read_model(model: Any) -> JaxModel:
         if callable(code) and not isinstance(code, type):
             return _of_function(code, weights)
     raise TypeError(
-        f"JaxBackend: model={_told(model)}: needs a flax nnx Module, a pair (linen module, variables), or a pair "
+        f"JaxBackend: model={_shown(model)}: needs a flax nnx Module, a pair (linen module, variables), or a pair "
         "(function, weights) where function(weights, *inputs) gives the outputs"
     )
 
 
-def _of_nnx(nnx: Any, model: Any) -> JaxModel:
+def _of_nnx(nnx: ModuleType, model: object) -> JaxModel:
     own = nnx.clone(model)  # its modes are changed here
     nnx.pop(own, nnx.Intermediate)  # intermediate values of a forward pass are not weights
     own.eval()
@@ -60,32 +63,32 @@ def _of_nnx(nnx: Any, model: Any) -> JaxModel:
     graphs[True], parameters, rest = nnx.split(own, nnx.Param, ...)
 
     def apply(
-        parameters: Any, buffers: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool, key: Any
-    ) -> tuple[Any, Any]:
+        parameters: Tree, buffers: Tree, args: tuple[Tree, ...], kwargs: Mapping[str, Tree], training: bool, key: Array
+    ) -> tuple[Tree, Tree]:
         module = nnx.merge(graphs[training], parameters, buffers)
         outputs = module(*args, **kwargs)
         nnx.pop(module, nnx.Intermediate)
         return outputs, nnx.to_pure_dict(nnx.split(module, nnx.Param, ...)[2])
 
-    def publish(weights: Mapping[str, Any]) -> None:
+    def publish(weights: Mapping[str, Tree]) -> None:
         nnx.update(model, weights["parameters"])
         nnx.update(model, weights["buffers"])
 
     return JaxModel(nnx.to_pure_dict(parameters), nnx.to_pure_dict(rest), apply, publish)
 
 
-def _of_linen(module: Any, variables: Any) -> JaxModel:
+def _of_linen(module: Any, variables: Tree) -> JaxModel:
     if not isinstance(variables, Mapping) or "params" not in variables:
         raise TypeError(
-            f"JaxBackend: variables={_told(variables)} of {type(module).__name__}: needs a mapping with 'params', as "
+            f"JaxBackend: variables={_shown(variables)} of {type(module).__name__}: needs a mapping with 'params', as "
             "module.init(key, inputs) gives it"
         )
     mode = _mode_of(type(module).__call__)
     rest = {name: collection for name, collection in variables.items() if name != "params"}
 
     def apply(
-        parameters: Any, buffers: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool, key: Any
-    ) -> tuple[Any, Any]:
+        parameters: Tree, buffers: Tree, args: tuple[Tree, ...], kwargs: Mapping[str, Tree], training: bool, key: Array
+    ) -> tuple[Tree, Tree]:
         given = {"params": parameters, **buffers}
         keywords = {**kwargs, **mode(training)}
         if not training:
@@ -96,20 +99,20 @@ def _of_linen(module: Any, variables: Any) -> JaxModel:
     return JaxModel(variables["params"], rest, apply)
 
 
-def _of_function(function: Any, weights: Any) -> JaxModel:
+def _of_function(function: Callable[..., Tree], weights: Tree) -> JaxModel:
     mode = _mode_of(function)
     draws = "key" in _parameters_of(function)
 
     def apply(
-        parameters: Any, buffers: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], training: bool, key: Any
-    ) -> tuple[Any, Any]:
+        parameters: Tree, buffers: Tree, args: tuple[Tree, ...], kwargs: Mapping[str, Tree], training: bool, key: Array
+    ) -> tuple[Tree, Tree]:
         keywords = {**kwargs, **mode(training), **({"key": key} if draws else {})}
         return function(parameters, *args, **keywords), buffers
 
     return JaxModel(weights, {}, apply)
 
 
-def _mode_of(function: Any) -> Callable[[bool], dict[str, bool]]:
+def _mode_of(function: Callable[..., object]) -> Callable[[bool], dict[str, bool]]:
     """The keyword by which the function learns whether it trains; none if it has no such keyword."""
     known = _parameters_of(function)
     for name in ("train", "training", "is_training"):
@@ -120,14 +123,14 @@ def _mode_of(function: Any) -> Callable[[bool], dict[str, bool]]:
     return lambda training: {}
 
 
-def _parameters_of(function: Any) -> Mapping[str, Any]:
+def _parameters_of(function: Callable[..., object]) -> Mapping[str, Tree]:
     try:
         return inspect.signature(function).parameters
     except (TypeError, ValueError) as error:  # of a function in C
         raise ConfigurationError(f"JaxBackend: model={function!r}: its signature cannot be read: {error}") from error
 
 
-def _flax() -> tuple[Any, Any]:
+def _flax() -> tuple[ModuleType | None, ModuleType | None]:
     try:
         from flax import linen, nnx
     except ImportError:  # functions need none
@@ -135,7 +138,7 @@ def _flax() -> tuple[Any, Any]:
     return nnx, linen
 
 
-def _told(model: Any) -> str:
+def _shown(model: object) -> str:
     if isinstance(model, (tuple, list)):
         return f"({', '.join(type(each).__name__ for each in model)})"
     return repr(model) if isinstance(model, type) else type(model).__name__

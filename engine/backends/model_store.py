@@ -15,6 +15,7 @@ from typing import Any, SupportsIndex, overload
 import torch
 from torch import Tensor, nn
 
+from pulsetrain.engine.backends.module_view import version_of
 from pulsetrain.engine.backends.value_states import rate_of, with_buffers
 from pulsetrain.engine.checkpoint.weights import compare_weights
 from pulsetrain.engine.errors import CheckpointError, ConfigurationError
@@ -129,7 +130,7 @@ class ValueStore:
         self.waiting: GradientInfo | None = None
         self._view: ModuleView = backend.module_view(model, state.weights)
         self.module = self._view.module
-        self.optimizer = OptimizerView(self)
+        self.optimizer = OptimizerView(self, state.metadata["learning_rate"])
 
     @property
     def state(self) -> ModelState:
@@ -142,20 +143,21 @@ class ValueStore:
             self._state = state = replace(state, weights=weights, metadata={**metadata, "learning_rate": rate})
         return state
 
+    @state.setter
+    def state(self, state: ModelState) -> None:
+        self._state = state
+        self._view.show(state.weights)
+
     def part(self, name: str) -> ModelState:
         return self.state
 
     def commit(self, state: ModelState) -> None:
         self.waiting = None
-        self._set(state)
-
-    def _set(self, state: ModelState) -> None:
-        self._state = state
-        self._view.show(state.weights)
+        self.state = state
 
     def hold(self, gradients: GradientInfo) -> None:
         self.waiting = gradients
-        self._set(with_buffers(self._state, gradients))
+        self.state = with_buffers(self._state, gradients)
 
     def discard(self) -> None:
         self.waiting = None
@@ -164,14 +166,14 @@ class ValueStore:
         parameters, flat = self.optimizer.learning, self.backend.flat(gradients.gradients)
         for parameter, gradient in zip(parameters, flat.values(), strict=True):
             parameter.grad = gradient
-        before = [(id(each), each._version) for each in flat.values()]
+        before = [(id(each), version_of(each)) for each in flat.values()]
         try:
             receive()
             after = [parameter.grad for parameter in parameters]
         finally:
             for parameter in parameters:
                 parameter.grad = None
-        if [(id(each), None if each is None else each._version) for each in after] == before:
+        if [(id(each), None if each is None else version_of(each)) for each in after] == before:
             return gradients
         edited = {
             path: torch.zeros_like(old) if new is None else new
@@ -206,7 +208,7 @@ class ValueStore:
         self.backend.check(state)
         metadata = {"step": 0, "learning_rate": None, "schedule": None, **state.metadata}
         self.optimizer.param_groups[0]["lr"] = _shown(metadata["learning_rate"])
-        self._set(replace(self.backend.copied(state), metadata=metadata))
+        self.state = replace(self.backend.copied(state), metadata=metadata)
 
     @contextmanager
     def rollback(self, *others: object) -> Iterator[None]:
@@ -218,7 +220,7 @@ class ValueStore:
         finally:
             undo.put_back()
             self.optimizer.param_groups[0]["lr"] = rate
-            self._set(state)
+            self.state = state
             self.waiting = waiting
             self.backend.load_state_dict(backend)
 
@@ -229,12 +231,10 @@ class OptimizerView(torch.optim.Optimizer):
     The rate is nan if the state holds none, as that of optax.adam(1e-3). The backend makes the steps.
     """
 
-    def __init__(self, store: ValueStore) -> None:
-        rate = store._state.metadata["learning_rate"]
-        # the group has the module's own parameters, so that it can be searched for them
-        parameters = [each for module in store.module.modules() for each in module._parameters.values()]
-        unique = {id(each): each for each in parameters if each is not None and each.requires_grad}
-        self.learning = list(unique.values())
+    def __init__(self, store: ValueStore, rate: float | None) -> None:
+        # The group has the module's own parameters, so that it can be searched for them. A view would be up to date
+        # from now on if they were read through its own method.
+        self.learning = [each for _, each in nn.Module.named_parameters(store.module) if each.requires_grad]
         super().__init__(self.learning, {"lr": _shown(rate)})
         self.param_groups[0]["params"] = _UpToDate(store.module, self.learning)
         self.store = store
@@ -259,7 +259,7 @@ class OptimizerView(torch.optim.Optimizer):
         """Check that a state fits, and change nothing.
 
         Raises:
-            CheckpointError: it is another optimizer's, or of other weights; the message names the first difference.
+            CheckpointError: it is of a different optimizer or of other weights; the message names the first difference.
         """
         self._read(state_dict)
 
@@ -268,7 +268,7 @@ class OptimizerView(torch.optim.Optimizer):
         store, rate = self.store, _known(state_dict["param_groups"][0]["lr"])
         self.param_groups[0]["lr"] = _shown(rate)
         metadata = {**store.state.metadata, "step": state_dict["step"], "learning_rate": rate}
-        store._set(replace(store.state, optimizer=optimizer, metadata=metadata))
+        store.state = replace(store.state, optimizer=optimizer, metadata=metadata)
 
     def _read(self, state_dict: Mapping[str, Any]) -> Tree:
         if "step" not in state_dict:
@@ -276,7 +276,7 @@ class OptimizerView(torch.optim.Optimizer):
                 f"the optimizer's state is one of torch.optim, and {type(self.store.backend).__name__} computes with "
                 "values; resume with the backend that the checkpoint was made with"
             )
-        return self.store.backend.unflat(self.store._state.optimizer, state_dict["state"], "the optimizer's state")
+        return self.store.backend.unflat(self.store.state.optimizer, state_dict["state"], "the optimizer's state")
 
 
 class _UpToDate(list[nn.Parameter]):

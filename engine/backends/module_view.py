@@ -12,7 +12,7 @@ from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.step.backend import ValueBackend
 from pulsetrain.engine.step.protocols import ModelState, Tree
 
-__all__ = ["ArraysView", "TensorsView"]
+__all__ = ["ArraysView", "TensorsView", "version_of"]
 
 
 class TensorsView:
@@ -77,7 +77,7 @@ class ArraysView(nn.Module):
         """Itself."""
         return self
 
-    def forward(self, *inputs: Any, **named: Any) -> Any:
+    def forward(self, *inputs: Tree, **named: Tree) -> Tree:
         """The model's outputs for torch tensors, in order or by name, as in evaluation."""
         return self._backend.outputs(self.seen(self._weights), named or inputs)
 
@@ -165,4 +165,9 @@ class ArraysView(nn.Module):
     def _versions_now(self) -> list[tuple[int, int]]:
         # writing through `.data` or numpy leaves no trace; putting another tensor there does
         held = (*self._parameters.values(), *self._buffers.values())
-        return [(each._version, each.data_ptr()) for each in held if each is not None]
+        return [(version_of(each), each.data_ptr()) for each in held if each is not None]
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often the tensor was written into."""
+    return tensor._version  # noqa: SLF001  # autograd's own counter; torch has no public way to read it

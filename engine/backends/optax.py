@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from types import ModuleType
 
+from pulsetrain.engine.arrays import Array
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.optimizers.functional import SGD, Adam, AdamW, DecayMask, RMSprop, create_functional
+from pulsetrain.engine.step.protocols import Optimizer, Tree
 
 __all__ = ["create_optax", "jax_and_optax", "learning_rate_of", "with_learning_rate"]
 
 _RATE = "learning_rate"
 
 
-def jax_and_optax(place: str = "JaxBackend") -> tuple[Any, Any]:
+def jax_and_optax(place: str = "JaxBackend") -> tuple[ModuleType, ModuleType]:
     """The packages jax and optax.
 
     Raises:
@@ -30,8 +32,8 @@ def jax_and_optax(place: str = "JaxBackend") -> tuple[Any, Any]:
 
 
 def create_optax(
-    name: str, learning_rate: float, weight_decay: float = 0.0, *, decay_mask: DecayMask = None, **options: Any
-) -> Any:
+    name: str, learning_rate: float, weight_decay: float = 0.0, *, decay_mask: DecayMask = None, **options: object
+) -> Optimizer:
     """The optax.GradientTransformation of that name, with the numbers of torch.optim.
 
     Optax's own of these names differ from torch's: rmsprop in where eps and the rate enter, adam in the first updates
@@ -50,20 +52,22 @@ def create_optax(
     wanted = create_functional(name, learning_rate, weight_decay, decay_mask=decay_mask, **options)
     if isinstance(wanted, SGD) and wanted.dampening:
         raise ConfigurationError(
-            f"create_optax(dampening={wanted.dampening}): optax's momentum has none; leave it out, or take "
-            "TorchBackend()"
+            "optax's momentum has none; leave it out, or take TorchBackend()",
+            "create_optax",
+            dampening=wanted.dampening,
         )
 
     # only the rate is injected: betas would become arrays, and in float32 1 - beta2 would be off by 1e-5
-    def chain(learning_rate: Any) -> Any:
+    def chain(learning_rate: Array) -> Tree:
         return optax.chain(*_steps(optax, wanted, learning_rate))
 
     # in bfloat16, the dtype of such parameters, the rate would be off by up to 0.4%
     dtype = jax.numpy.result_type(float)
-    return optax.inject_hyperparams(chain, hyperparam_dtype=dtype)(learning_rate=wanted.learning_rate)
+    made: Optimizer = optax.inject_hyperparams(chain, hyperparam_dtype=dtype)(learning_rate=wanted.learning_rate)
+    return made
 
 
-def learning_rate_of(opt_state: Any) -> Any:
+def learning_rate_of(opt_state: Tree) -> Array:
     """The learning rate that a state holds, an array of shape (); None if none was injected.
 
     It is found at any depth, as inside optax.chain; if there are several, the first is returned.
@@ -73,14 +77,14 @@ def learning_rate_of(opt_state: Any) -> Any:
     return next((holder.hyperparams[_RATE] for holder in holders), None)
 
 
-def with_learning_rate(opt_state: Any, rate: Any) -> Any:
+def with_learning_rate(opt_state: Tree, rate: Array) -> Tree:
     """The state with this learning rate wherever it holds one; unchanged if none was injected.
 
     The array has the old one's dtype and device, so that a compiled update accepts it without compiling again.
     """
     jax, _ = jax_and_optax("with_learning_rate()")
 
-    def replaced(node: Any) -> Any:
+    def replaced(node: Tree) -> Tree:
         if not _holds_rate(node):
             return node
         old = node.hyperparams[_RATE]
@@ -93,7 +97,7 @@ def with_learning_rate(opt_state: Any, rate: Any) -> Any:
     return jax.tree.map(replaced, opt_state, is_leaf=_holds_rate)
 
 
-def _holds_rate(node: Any) -> bool:
+def _holds_rate(node: Tree) -> bool:
     """Whether it is a state of optax.inject_hyperparams whose rate was injected."""
     hyperparams = getattr(node, "hyperparams", None)
     return isinstance(hyperparams, dict) and _RATE in hyperparams
@@ -102,7 +106,7 @@ def _holds_rate(node: Any) -> bool:
 # ------------------------------------------------------------------------------------------------------ parts
 
 
-def _steps(optax: Any, wanted: SGD | Adam | AdamW | RMSprop, rate: Any) -> list[Any]:
+def _steps(optax: ModuleType, wanted: SGD | Adam | AdamW | RMSprop, rate: Array) -> list[Optimizer]:
     """The transformations from gradients to updates, in torch's order."""
     scale = optax.stateless_with_tree_map(lambda update, _: (-rate * update).astype(update.dtype))
     if isinstance(wanted, AdamW):
@@ -119,13 +123,13 @@ def _steps(optax: Any, wanted: SGD | Adam | AdamW | RMSprop, rate: Any) -> list[
     return [*penalty, divide(decay=wanted.alpha, eps=wanted.eps, eps_in_sqrt=False), *momentum, scale]
 
 
-def _decoupled(optax: Any, wanted: AdamW, rate: Any) -> list[Any]:
+def _decoupled(optax: ModuleType, wanted: AdamW, rate: Array) -> list[Optimizer]:
     """The decoupled weight decay."""
     if not wanted.weight_decay:
         return []
 
     # by the factor that torch multiplies with, whose rounding in float32 is the same in each update
-    def shrink(update: Any, param: Any) -> Any:
+    def shrink(update: Array, param: Array) -> Array:
         kept = (1 - rate * wanted.weight_decay).astype(param.dtype)
         return update + (param * kept - param)
 
@@ -133,12 +137,12 @@ def _decoupled(optax: Any, wanted: AdamW, rate: Any) -> list[Any]:
     return [decay if wanted.decay_mask is None else optax.masked(decay, wanted.decay_mask)]
 
 
-def _moments(beta1: float, beta2: float, eps: float) -> Any:
+def _moments(beta1: float, beta2: float, eps: float) -> Optimizer:
     """optax.scale_by_adam, with its state, but exact in the first updates too."""
     jax, optax = jax_and_optax()
     empty = optax.scale_by_adam()
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(updates: Tree, state: Tree, params: Tree = None) -> tuple[Tree, Tree]:
         count = state.count + 1
         means = jax.tree.map(lambda grad, mean: beta1 * mean + (1 - beta1) * grad, updates, state.mu)
         squares = jax.tree.map(lambda grad, square: beta2 * square + (1 - beta2) * grad**2, updates, state.nu)
@@ -146,10 +150,11 @@ def _moments(beta1: float, beta2: float, eps: float) -> Any:
         # 1 - beta**count without the loss of digits when the power is close to 1
         first, second = (-jax.numpy.expm1(count * (math.log(beta) if beta else -math.inf)) for beta in (beta1, beta2))
 
-        def direction(mean: Any, square: Any) -> Any:
+        def direction(mean: Array, square: Array) -> Array:
             root = jax.numpy.sqrt(square / second.astype(square.dtype))
             return mean / first.astype(mean.dtype) / (root + eps)
 
         return jax.tree.map(direction, means, squares), optax.ScaleByAdamState(count, means, squares)
 
-    return optax.GradientTransformation(empty.init, update)
+    exact: Optimizer = optax.GradientTransformation(empty.init, update)
+    return exact

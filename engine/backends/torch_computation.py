@@ -14,16 +14,9 @@ from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.step.activations import recompute_activations
 from pulsetrain.engine.step.model_call import call
 from pulsetrain.engine.step.precision import Precision
-from pulsetrain.engine.step.protocols import (
-    BackendSettings,
-    Strategy,
-    TrainingBatch,
-    TrainingStrategy,
-    Tree,
-    describe,
-)
+from pulsetrain.engine.step.protocols import BackendSettings, Strategy, TrainingBatch, TrainingStrategy, Tree, describe
 
-__all__ = ["TorchComputation", "explain", "find_device", "given", "no_gradient"]
+__all__ = ["TorchComputation", "explain", "find_device", "given", "no_gradient", "not_empty"]
 
 
 def find_device(device: str | torch.device = "auto") -> torch.device:
@@ -130,13 +123,7 @@ class TorchComputation:
         Raises:
             ValueError: it has no samples, so its mean loss would be nan.
         """
-        prepared = strategy.prepare_batch(_move(batch, self.device) if self._moves else batch)
-        if not prepared.samples:
-            raise ValueError(
-                f"a batch of 0 samples, inputs {describe(prepared.inputs)}: its mean loss would be nan; "
-                "let the loader leave empty batches out"
-            )
-        return prepared
+        return not_empty(strategy.prepare_batch(_move(batch, self.device) if self._moves else batch))
 
     def forward(self, model: Tree, batch: TrainingBatch) -> Tree:
         """The model's outputs for the batch."""
@@ -162,6 +149,20 @@ class TorchComputation:
     def environment(self) -> dict[str, object]:
         """Nothing besides what holds for torch itself."""
         return {}
+
+
+def not_empty(batch: TrainingBatch) -> TrainingBatch:
+    """The batch itself, if it has samples.
+
+    Raises:
+        ValueError: it has none, so its mean loss would be nan.
+    """
+    if not batch.samples:
+        raise ValueError(
+            f"a batch of 0 samples, inputs {describe(batch.inputs)}: its mean loss would be nan; "
+            "let the loader leave empty batches out"
+        )
+    return batch
 
 
 def no_gradient() -> RuntimeError:

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping
 
+from pulsetrain.engine.argument_checks import check_whole_number
 from pulsetrain.engine.checkpoint.files import files_of
 from pulsetrain.engine.checkpoint.formats import FORMS, Form, check_form, state_writer
 from pulsetrain.engine.checkpoint.locations import Location, location_of
@@ -53,8 +54,7 @@ class CheckpointManager:
     """
 
     def __init__(self, checkpoint_dir: str | os.PathLike[str], keep_last_n: int = 3) -> None:
-        if not isinstance(keep_last_n, int) or isinstance(keep_last_n, bool) or keep_last_n < 1:
-            raise ConfigurationError(f"CheckpointManager({keep_last_n=}): needs a whole number of at least 1")
+        check_whole_number("CheckpointManager", "keep_last_n", keep_last_n)
         self.checkpoint_dir = location_of(checkpoint_dir)
         self.keep_last_n = keep_last_n
         self._files = files_of(self.checkpoint_dir)

@@ -18,13 +18,13 @@ _Storages = defaultdict[tuple[int, bool], list[torch.UntypedStorage]]  # by size
 
 
 class Snapshot:
-    """Copies states, one after the other, into host memory that it reuses: a copy is valid until the next is taken.
+    """Copies states, one after the other, into host memory that it reuses: a copy is valid until the next one.
 
     New memory is allocated only for storages that were absent, or of another size, last time. 100 MB take 5 to 7 ms
     into memory that has been written before, and 30 to 160 ms into new memory: a page fault for each 4 KB.
 
     >>> weights = torch.ones(2)
-    >>> copy = Snapshot().take({"weights": weights})
+    >>> copy = Snapshot().copy({"weights": weights})
     >>> weights += 1
     >>> copy
     {'weights': tensor([1., 1.])}
@@ -39,7 +39,7 @@ class Snapshot:
         return sum(size * len(storages) for (size, _), storages in self._kept.items())
 
     def prepare(self, state: Mapping[str, Plain]) -> Callable[[], None]:
-        """A function that allocates memory for the first copy of such a state, in any thread, before `take`."""
+        """A function that allocates memory for the first copy of such a state, in any thread, before `copy`."""
         measuring = _Measuring(self._kept)
         for value in state.values():
             measuring.copied(value)
@@ -52,7 +52,7 @@ class Snapshot:
 
         return make
 
-    def take(self, state: Mapping[str, Plain]) -> dict[str, Plain]:
+    def copy(self, state: Mapping[str, Plain]) -> dict[str, Plain]:
         """Copy the state; later changes of the state, also in place, do not change the copy.
 
         Tensors are copied to the CPU with their dtype, strides and attributes; tensors that share a storage still do.

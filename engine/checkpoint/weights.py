@@ -154,12 +154,7 @@ def save_safetensors(
 
 
 def load_safetensors(
-    model: nn.Module,
-    path: str | os.PathLike[str],
-    *,
-    prefix: str = "",
-    new_prefix: str = "",
-    strict: bool = True,
+    model: nn.Module, path: str | os.PathLike[str], *, prefix: str = "", new_prefix: str = "", strict: bool = True
 ) -> Mismatch:
     """Load weights that any tool has written; `prefix`, `new_prefix` and `strict` as in `load_weights`.
 
@@ -220,7 +215,5 @@ def _safetensors(caller: str) -> tuple[ModuleType, type[Exception]]:
 def _local(path: str | os.PathLike[str], caller: str) -> Path:
     file = location_of(path)
     if isinstance(file, CheckpointUrl):
-        raise ConfigurationError(
-            f"{caller}(path={str(path)!r}): only files of this machine are supported; copy the file"
-        )
+        raise ConfigurationError("only files of this machine are supported; copy the file", caller, path=str(path))
     return file

@@ -124,7 +124,7 @@ def tokenize_prompt(
         ValueError: no token would be trained on.
     """
     if end is not None and (isinstance(end, bool) or not isinstance(end, int) or end < 0):
-        raise ConfigurationError(f"tokenize_prompt(end={end!r}): needs a token id, 0 or more")
+        raise ConfigurationError("needs a token id, 0 or more", "tokenize_prompt", end=end)
     for name, text in (("prompt", prompt), ("completion", completion)):
         if not isinstance(text, str):
             raise TypeError(f"tokenize_prompt({name}): needs text, not {type(text).__name__}")

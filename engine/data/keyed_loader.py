@@ -163,7 +163,11 @@ class KeyedOrder:
         self._shuffle: bool | None = None  # None: iterate the sampler itself
         if type(sampler) is SequentialSampler:
             self._shuffle = False
-        elif type(sampler) is RandomSampler and not sampler.replacement and sampler._num_samples is None:
+        elif (
+            type(sampler) is RandomSampler
+            and not sampler.replacement
+            and sampler.num_samples == len(sampler.data_source)  # each sample once
+        ):
             self._shuffle = True
         elif type(sampler) is DistributedSampler:
             self._shuffle, self._ranks, self._rank = sampler.shuffle, sampler.num_replicas, sampler.rank

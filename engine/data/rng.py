@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch.utils.data import get_worker_info
 
+from pulsetrain.engine.argument_checks import check_whole_number
 from pulsetrain.engine.errors import CheckpointError, ConfigurationError
 
 __all__ = ["Draws", "capture", "derive", "missing_devices", "preserve_rng", "restore", "seed_everything", "seeded"]
@@ -30,8 +31,7 @@ def seed_everything(seed: int) -> None:
     Raises:
         ConfigurationError: the seed is not a whole number in the range 0 <= seed < 2**63.
     """
-    if not isinstance(seed, int) or isinstance(seed, bool) or not 0 <= seed < 2**63:
-        raise ConfigurationError(f"seed_everything(seed={seed!r}): needs a whole number, at least 0 and below 2**63")
+    check_whole_number("seed_everything", "seed", seed, at_least=0, below=2**63)
     random.seed(seed)
     # numpy accepts 32 bits at a time, and torch's CPU generator uses only the lowest 32 bits: 2**32 would equal seed 0.
     # Smaller seeds are passed to each library unchanged.
@@ -56,8 +56,9 @@ def capture() -> dict[str, Any]:
     numpy = np.random.get_state(legacy=False)
     if numpy["bit_generator"] != "MT19937":
         raise ConfigurationError(
-            f"capture(numpy={numpy['bit_generator']!r}): only numpy's default global generator, MT19937, can be saved; "
-            "use a numpy.random.Generator for any other"
+            "only numpy's default global generator, MT19937, can be saved; use a numpy.random.Generator for any other",
+            "capture",
+            numpy=numpy["bit_generator"],
         )
     return {
         "python": {"version": version, "state": torch.tensor(numbers, dtype=torch.int64), "gauss": gauss},

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pulsetrain.engine.argument_checks import check_whole_number
 from pulsetrain.engine.arrays import require_tensor
 from pulsetrain.engine.errors import ConfigurationError, unknown_name
 
@@ -61,15 +62,18 @@ def pad_examples(
         ValueError: there is no example, or one is empty, too long, or has no trained token.
     """
     place = "pad_examples"
-    _check_number(place, "pad_token", pad_token, least=0)
-    _check_number(place, "multiple_of", multiple_of, least=1)
+    check_whole_number(place, "pad_token", pad_token, at_least=0)
+    check_whole_number(place, "multiple_of", multiple_of, at_least=1)
     _check_truncation(place, truncation, length)
     if length is not None:
-        _check_number(place, "length", length, least=1)
+        check_whole_number(place, "length", length, at_least=1)
         if length % multiple_of:
             raise ConfigurationError(
-                f"{place}(length={length}, multiple_of={multiple_of}): needs a length that is a multiple; "
-                f"pass length={-(-length // multiple_of) * multiple_of}, or leave one of them out"
+                f"needs a length that is a multiple; "
+                f"pass length={-(-length // multiple_of) * multiple_of}, or leave one of them out",
+                place,
+                length=length,
+                multiple_of=multiple_of,
             )
     documents = [_read(place, index, example) for index, example in enumerate(examples)]
     if not documents:
@@ -124,7 +128,7 @@ def pack(
         ValueError: a document is empty, too long, already packed, or has no trained token.
     """
     place = "pack"
-    _check_number(place, "length", length, least=2)  # a document of 1 token has no trained token
+    check_whole_number(place, "length", length, at_least=2)  # a document of 1 token has no trained token
     _check_truncation(place, truncation, length)
     if split and truncation is not None:
         raise ConfigurationError(f"{place}(truncation={truncation!r}, split=True): pass one of them")
@@ -171,7 +175,7 @@ def restart_positions(tokens: Tensor, separator: int) -> Tensor:
         given = f"{tokens.dtype} {tuple(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
         raise TypeError(f"restart_positions(tokens): needs a tensor of integers, shape (batch, length), not {given}")
     if isinstance(separator, bool) or not isinstance(separator, int):
-        raise ConfigurationError(f"restart_positions(separator={separator!r}): needs a token id")
+        raise ConfigurationError("needs a token id", "restart_positions", separator=separator)
     places = torch.arange(tokens.shape[-1], device=tokens.device).expand(tokens.shape)
     begins = torch.zeros_like(places)
     begins[..., 1:] = places[..., 1:] * (tokens[..., :-1] == separator)
@@ -302,15 +306,10 @@ def _join(documents: Sequence[_Document]) -> dict[str, Tensor]:
 # -------------------------------------------------------------------------------------------------- options
 
 
-def _check_number(place: str, name: str, value: object, *, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise ConfigurationError(f"{place}({name}={value!r}): needs a whole number of {least} or more")
-
-
 def _check_truncation(place: str, truncation: str | None, length: int | None) -> None:
     if truncation is None:
         return
     if truncation not in ("left", "right"):
         raise unknown_name(place, "truncation", truncation, ("left", "right"))
     if length is None:
-        raise ConfigurationError(f"{place}(truncation={truncation!r}): needs a length to cut to; pass length=")
+        raise ConfigurationError("needs a length to cut to; pass length=", place, truncation=truncation)

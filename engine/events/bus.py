@@ -7,17 +7,16 @@ import itertools
 import weakref
 from collections.abc import Generator, Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, Protocol, Unpack
 
 import blinker
 from blinker.base import ANY_ID
 from ignite.engine.events import EventsList
 
-from pulsetrain.engine.events.filters import Filter
 from pulsetrain.engine.events.handler_signature import Handler, HandlerSignature, bind
 from pulsetrain.engine.events.ignite import signatures_of
 from pulsetrain.engine.events.names import COUNTERS, EventLike, Events, identify, value_of
-from pulsetrain.engine.events.subscription import OnError, Order, Phase, Sender, Subscription
+from pulsetrain.engine.events.subscription import OnError, Options, Order, Phase, Sender, Subscription
 
 __all__ = ["EventBus", "EventSignal", "Sequence"]
 
@@ -310,13 +309,8 @@ class EventBus(blinker.Namespace):
         args: tuple[object, ...],
         kwargs: Mapping[str, object],
         *,
-        event_filter: Filter | None,
         sender: Sender | None,
-        phase: Phase,
-        order: Order | None = None,
-        on_error: OnError,
-        passive: bool = False,
-        by_engine: bool = False,
+        **options: Unpack[Options],
     ) -> Subscription:
         """Register a handler of an event that was checked before; `Engine.on` and `subscribe` end here."""
         signal = self.signal(event)
@@ -324,19 +318,8 @@ class EventBus(blinker.Namespace):
             raise TypeError(f"{signal.name}: handler={handler!r}: needs a callable")
         if inspect.iscoroutinefunction(handler) or inspect.iscoroutinefunction(type(handler).__call__):
             raise TypeError(f"{signal.name}: handler={handler!r}: coroutine functions are not awaited; pass a function")
-        subscription = Subscription(
-            signal,
-            handler,
-            args,
-            kwargs,
-            signature=bind(handler, signal.event, args, kwargs, signatures_of(signal.event)),
-            event_filter=event_filter,
-            phase=phase,
-            order=order,
-            on_error=on_error,
-            passive=passive,
-            by_engine=by_engine,
-        )
+        signature = bind(handler, signal.event, args, kwargs, signatures_of(signal.event))
+        subscription = Subscription(signal, handler, args, kwargs, signature=signature, **options)
         signal.connect(subscription, sender=blinker.ANY if sender is None else sender, weak=False)
         return subscription
 

@@ -16,7 +16,6 @@ class DataSource(Protocol):
 
     def begin(self, data: Iterable[object], iteration: int) -> Iterator[object]:
         """Begin a new pass, whose first batch is that of iteration + 1."""
-        ...
 
     def resume(self, data: Iterable[object], iteration: int, epoch_length: int | None) -> tuple[Iterator[object], int]:
         """Return to where the run was after an iteration, at the start of a run.
@@ -24,7 +23,6 @@ class DataSource(Protocol):
         Returns:
             The batches from there on, and how many batches of the epoch are done.
         """
-        ...
 
 
 class IterableSource:

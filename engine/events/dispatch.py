@@ -9,6 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
+from types import MethodType
 from typing import Any, TypeAlias
 
 from pulsetrain.engine.events.bus import EventBus
@@ -40,7 +41,7 @@ def new_event(engine: Dispatcher, dispatch: Dispatch, payload: object, seq: int)
     )
 
 
-def deliver(engine: Dispatcher, dispatch: Dispatch, source: Any, seq: int, record: Record = new_event) -> None:
+def deliver(engine: Dispatcher, dispatch: Dispatch, source: object, seq: int, record: Record = new_event) -> None:
     """Run every handler that is due, in order.
 
     Args:
@@ -86,7 +87,7 @@ def deliver_to(
     subscriptions: Iterable[Subscription],
     engine: Dispatcher,
     dispatch: Dispatch,
-    source: Any,
+    source: object,
     seq: int,
     record: Record,
     event: Event | None = None,
@@ -99,7 +100,7 @@ def deliver_to(
             if filtering and subscription.filter is not None:
                 if not subscription.is_due(engine):
                     continue
-                if subscription.by_clock:
+                if subscription.observed:
                     if subscription.needs_event:
                         event = event or record(engine, dispatch, source, seq)
                     with dispatch.sequence.observing():
@@ -121,7 +122,7 @@ def deliver_added(
     engine: Dispatcher,
     dispatch: Dispatch,
     done: Calls,
-    source: Any,
+    source: object,
     seq: int,
     record: Record,
     event: Event | None = None,
@@ -180,7 +181,7 @@ class Dispatcher(EventRegistry):
         self._dispatches: dict[str, Dispatch] = {}
         self._posts: deque[tuple[EventLike, object]] = deque()
         self._attention = False
-        self._hooked = type(self)._fire_event is not Dispatcher._fire_event
+        self._hooked = self._fire_event != MethodType(Dispatcher._fire_event, self)
         self._in_flight: tuple[Dispatch, object, int] | None = None
         self._deliver: Callable[..., None] = Dispatcher._call_hook if self._hooked else deliver
 

@@ -15,15 +15,15 @@ from ignite.engine import Engine as IgniteEngine
 
 from pulsetrain.engine.events.bus import EventBus
 from pulsetrain.engine.events.data_source import DataSource, IterableSource
-from pulsetrain.engine.events.engine_events import EngineEvents
 from pulsetrain.engine.events.names import COUNTERS, Events
-from pulsetrain.engine.events.payloads import EpochTerminated, ExceptionRaised, Terminated
+from pulsetrain.engine.events.payloads import EpochTerminated, Terminated
+from pulsetrain.engine.events.run_control import RunControl, StepStopped, StopEpoch, StopRun
 from pulsetrain.engine.events.state import State
 
 __all__ = ["Engine"]
 
 
-class Engine(EngineEvents, IgniteEngine):  # type: ignore[misc]  # _event_handlers is a view here, a dict there
+class Engine(RunControl, IgniteEngine):  # type: ignore[misc]  # _event_handlers is a view here, a dict there
     """Runs a function over batches and fires typed events on a bus.
 
     Whatever accepts a pytorch-ignite Engine accepts this one. It adds phases, typed payloads, `fire` and `post`, one
@@ -56,22 +56,14 @@ class Engine(EngineEvents, IgniteEngine):  # type: ignore[misc]  # _event_handle
     """Whether the caller makes the step between two calls of `proceed`, and sets `state.output`."""
 
     def __init__(
-        self,
-        process_function: Callable[[Any, Any], Any],
-        *,
-        name: str | None = None,
-        bus: EventBus | None = None,
+        self, process_function: Callable[[Any, Any], Any], *, name: str | None = None, bus: EventBus | None = None
     ) -> None:
         if process_function is None:
             raise ValueError("Engine must be given a processing function in order to run.")
         _check_process_function(process_function)
         self.logger = logging.getLogger(f"{__name__}.{type(self).__name__}")  # ignite's subclasses log here
-        EngineEvents.__init__(self, name, bus)
+        RunControl.__init__(self, name, bus)
         self._process_function = process_function
-        self._terminate: bool | str = False
-        self._terminate_epoch: bool | str = False
-        self._interrupt = False
-        self._termination_reason = ""
         self._state_dict_user_keys: list[str] = []
         self._dataloader_iter: Iterator[Any] | None = None
         self._init_iter: int | None = None
@@ -84,59 +76,6 @@ class Engine(EngineEvents, IgniteEngine):  # type: ignore[misc]  # _event_handle
         self.external_step = False
         self.state = State(self)
         self.register_events(*Events, event_to_attr=COUNTERS)
-
-    # The loop looks at these three at the next safe point, no matter what sets them; handlers of pytorch-ignite do.
-
-    @property
-    def should_terminate(self) -> bool | str:
-        """False, True, or "skip_completed"."""
-        return self._terminate
-
-    @should_terminate.setter
-    def should_terminate(self, value: bool | str) -> None:
-        self._terminate = value
-        if value:
-            self._attention = True
-
-    @property
-    def should_terminate_single_epoch(self) -> bool | str:
-        """False, True, or "skip_epoch_completed"."""
-        return self._terminate_epoch
-
-    @should_terminate_single_epoch.setter
-    def should_terminate_single_epoch(self, value: bool | str) -> None:
-        self._terminate_epoch = value
-        if value:
-            self._attention = True
-
-    @property
-    def should_interrupt(self) -> bool:
-        """Whether the run pauses at the next safe point."""
-        return self._interrupt
-
-    @should_interrupt.setter
-    def should_interrupt(self, value: bool) -> None:
-        self._interrupt = value
-        if value:
-            self._attention = True
-
-    def terminate(self, skip_completed: bool = False, *, reason: str = "terminate() was called") -> None:
-        """End the run at the next safe point: TERMINATE is fired, then COMPLETED.
-
-        Args:
-            skip_completed: leave out COMPLETED.
-            reason: what `state.stop_reason` and TERMINATE's payload say afterwards.
-        """
-        if not isinstance(skip_completed, bool):
-            raise TypeError(
-                f"terminate({skip_completed!r}): skip_completed is True or False; say reason={skip_completed!r}"
-            )
-        self._termination_reason = reason
-        self.should_terminate = "skip_completed" if skip_completed else True
-
-    def terminate_epoch(self, skip_epoch_completed: bool = False) -> None:
-        """End the epoch at the next safe point and continue with the next one."""
-        self.should_terminate_single_epoch = "skip_epoch_completed" if skip_epoch_completed else True
 
     def __repr__(self) -> str:
         state = self.state
@@ -160,7 +99,7 @@ class Engine(EngineEvents, IgniteEngine):  # type: ignore[misc]  # _event_handle
     @property
     def is_done(self) -> bool:
         """Whether the run has reached its bound."""
-        return bool(IgniteEngine._is_done(self.state))
+        return bool(super()._is_done(self.state))
 
     def around_epoch(self, done: int) -> AbstractContextManager[object]:
         """Entered around the batches of each epoch; EPOCH_STARTED comes before it, EPOCH_COMPLETED after it.
@@ -252,8 +191,8 @@ class Engine(EngineEvents, IgniteEngine):  # type: ignore[misc]  # _event_handle
                 f"{self.name!r}.{method}() was called from inside its own run; use another engine for that"
             )
 
-    def _is_done(self, state: Any) -> bool:  # type: ignore[override]  # ignite's is static, and its run() asks it
-        return self.is_done if state is self.state else bool(IgniteEngine._is_done(state))
+    def _is_done(self, state: State) -> bool:  # type: ignore[override]  # ignite's is static, and its run() asks it
+        return self.is_done if state is self.state else bool(super()._is_done(state))
 
     def _setup_dataloader_iter(self) -> None:
         state = self.state
@@ -330,10 +269,10 @@ class Engine(EngineEvents, IgniteEngine):  # type: ignore[misc]  # _event_handle
                     self._terminate_epoch = False
                     if self._attention and self._attend():
                         yield
-            except _StopRun:
+            except StopRun:
                 state.stop_reason = self._termination_reason or "should_terminate was set"
                 self._signal(Events.TERMINATE, Terminated(reason=state.stop_reason))
-            except _StopEpoch:
+            except StopEpoch:
                 raise RuntimeError(
                     "The method terminate_epoch() should not be called on Event.STARTED or Event.EPOCH_STARTED; "
                     "no batch of the epoch has been seen: call it from GET_BATCH_STARTED on"
@@ -345,7 +284,8 @@ class Engine(EngineEvents, IgniteEngine):  # type: ignore[misc]  # _event_handle
         except GeneratorExit:  # an interrupted run was abandoned for a new one
             raise
         except BaseException as error:
-            self._failure = self._after_failure(error.cause if isinstance(error, _StepStopped) else error)
+            self._dataloader_iter = None  # its workers end before the handlers of EXCEPTION_RAISED run
+            self._failure = self._after_failure(error.cause if isinstance(error, StepStopped) else error)
         finally:
             self._dataloader_iter = None
 
@@ -427,56 +367,16 @@ class Engine(EngineEvents, IgniteEngine):  # type: ignore[misc]  # _event_handle
                 if state.iteration == state.max_iters:
                     self._termination_reason = f"max_iters={state.max_iters} was reached"
                     self._terminate = True
-                    raise _StopRun
-        except _StopEpoch:
+                    raise StopRun
+        except StopEpoch:
             try:
                 self._signal(Events.TERMINATE_SINGLE_EPOCH, EpochTerminated(iter_counter=counter))
                 self._setup_dataloader_iter()
             except StopIteration as error:
-                raise _StepStopped(error) from None
+                raise StepStopped(error) from None
         except StopIteration as error:  # would turn into a RuntimeError on leaving a generator
-            raise _StepStopped(error) from None
+            raise StepStopped(error) from None
         return time.time() - start
-
-    def _signal(self, event: Events, payload: Any = None) -> None:
-        """Fire one of the rarer events of the loop: `last_event_name` follows these even if nobody subscribed."""
-        self.last_event_name = event
-        self.fire(event, payload)
-
-    def _attend(self) -> bool:
-        """A safe point: deliver what was posted, then obey; returns whether the run pauses here."""
-        self._attention = False  # before looking: what arrives meanwhile raises it again
-        self._deliver_posts()
-        if self._terminate:
-            raise _StopRun
-        if self._terminate_epoch:
-            raise _StopEpoch
-        if self._interrupt:
-            self._signal(Events.INTERRUPT)
-            self._interrupt = False
-            return True
-        return False
-
-    def _after_failure(self, error: BaseException) -> BaseException | None:
-        """Fire EXCEPTION_RAISED; returns what the caller of run() gets, or None if a handler has handled it.
-
-        Only a handler registered with `engine.on` handles an exception; bus subscribers observe it. KeyboardInterrupt
-        and SystemExit are handled only by a handler that calls terminate().
-        """
-        self._dataloader_iter = None
-        self._terminate = False
-        signal = self.bus.signal(Events.EXCEPTION_RAISED)
-        handled = not signal.is_muted and any(s.by_engine for s in signal.subscriptions(id(self), exclusive=True))
-        self.state.stop_reason = f"{type(error).__name__}: {error}"
-        outcome: BaseException | None = error
-        try:
-            self._signal(Events.EXCEPTION_RAISED, ExceptionRaised(error=error))
-            if handled and (self._terminate or not isinstance(error, (KeyboardInterrupt, SystemExit))):
-                outcome = None
-        except BaseException as raised:
-            outcome = raised
-        self._terminate = True  # the next run continues as after terminate()
-        return outcome
 
     def _learn_epoch_length(self, counter: int) -> None:
         state = self.state
@@ -485,22 +385,6 @@ class Engine(EngineEvents, IgniteEngine):  # type: ignore[misc]  # _event_handle
         state.epoch_length = counter
         if state.max_iters is not None:
             state.max_epochs = math.ceil(state.max_iters / counter)
-
-
-class _StopRun(Exception):  # noqa: N818  # a signal to the loop, not an error
-    """terminate() was called."""
-
-
-class _StopEpoch(Exception):  # noqa: N818
-    """terminate_epoch() was called."""
-
-
-class _StepStopped(Exception):  # noqa: N818
-    """A step or handler raised StopIteration, which no generator lets through."""
-
-    def __init__(self, cause: StopIteration) -> None:
-        super().__init__(str(cause))
-        self.cause = cause
 
 
 def _short(value: object) -> str:

@@ -150,7 +150,7 @@ def wrapped(subscription: Subscription, engine: Sender) -> Handler:
                 return handler(*args, **kwargs)
             return None
 
-        wrapper._parent = _parent_of(handler)  # type: ignore[attr-defined]
+        vars(wrapper)["_parent"] = _parent_of(handler)  # ignite looks for the handler there
         subscription.wrapper = wrapper
     return subscription.wrapper
 

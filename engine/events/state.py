@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, Protocol
+from typing import Protocol
 
 from ignite.engine.events import State as IgniteState
+
+from pulsetrain.engine.events.names import EventLike
 
 __all__ = ["State"]
 
 
 class _Counting(Protocol):
-    def counter_of(self, event: Any) -> str | None: ...
+    def counter_of(self, event: EventLike) -> str | None: ...
 
 
 class State(IgniteState):
@@ -36,7 +38,7 @@ class State(IgniteState):
         self.update = self.validation_round = self.rollout_round = self.save = 0
         super().__init__(**attributes)
 
-    def get_event_attrib_value(self, event_name: Any) -> int:  # ignite's own signature
+    def get_event_attrib_value(self, event_name: EventLike) -> int:  # ignite's own signature
         """The value of the counter that the event's filters read.
 
         Raises:

@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from enum import IntEnum
 from types import MethodType
-from typing import Literal, Protocol
+from typing import Literal, Protocol, TypedDict
 
 from pulsetrain.engine.events.filters import AfterSeconds, EventFilter, Filter
 from pulsetrain.engine.events.handler_signature import Handler, HandlerSignature
@@ -16,7 +16,7 @@ from pulsetrain.engine.events.names import Event, EventLike, Events
 from pulsetrain.engine.events.payloads import HandlerFailed
 from pulsetrain.engine.logs import get_logger
 
-__all__ = ["FIRST", "LAST", "OnError", "Order", "Phase", "Sender", "Signal", "Subscription"]
+__all__ = ["FIRST", "LAST", "OnError", "Options", "Order", "Phase", "Sender", "Signal", "Subscription"]
 
 OnError = Literal["raise", "warn"]
 _serial = itertools.count(1)
@@ -54,28 +54,22 @@ class Sender(Protocol):
     @property
     def run_number(self) -> int:
         """How many runs have started from iteration 0."""
-        ...
 
     @property
     def registered_events(self) -> tuple[EventLike, ...]:
         """The events that may be fired."""
-        ...
 
     def has_registered_events(self, event: EventLike) -> bool:
         """Whether the event may be fired."""
-        ...
 
     def require_counter(self, event: EventLike) -> None:
         """Raise ValueError if the event has no counter."""
-        ...
 
     def counter_value(self, event: EventLike) -> int:
         """The event's counter."""
-        ...
 
     def fire(self, event: EventLike, payload: object = None, *, observed: bool = False) -> None:
         """Fire the event."""
-        ...
 
 
 class Signal(Protocol):
@@ -86,11 +80,20 @@ class Signal(Protocol):
 
     def disconnect(self, receiver: Subscription) -> None:
         """Drop the receiver."""
-        ...
 
     def rebuild(self) -> None:
         """Follow a changed filter or position."""
-        ...
+
+
+class Options(TypedDict, total=False):
+    """How a handler is subscribed; see `EventBus.subscribe` and `Engine.add_event_handler`."""
+
+    event_filter: Filter | None
+    phase: Phase
+    order: Order | None
+    on_error: OnError
+    passive: bool
+    by_engine: bool
 
 
 class Subscription:
@@ -111,7 +114,6 @@ class Subscription:
     __slots__ = (
         "__weakref__",
         "args",
-        "by_clock",
         "by_engine",
         "call",
         "failures",
@@ -120,6 +122,7 @@ class Subscription:
         "handler",
         "kwargs",
         "needs_event",
+        "observed",
         "on_error",
         "order",
         "passive",
@@ -163,7 +166,7 @@ class Subscription:
         self.order = Order.REGISTERED if order is None else order
         self.position: float = self.serial  # among those of its phase and order
         self.filter = event_filter
-        self.by_clock = isinstance(event_filter, AfterSeconds)
+        self.observed = isinstance(event_filter, AfterSeconds)
         self.suspended: tuple[Filter | None, Handler] | None = None
         # by engine, since a subscription on a bus may follow several: its run and the counter's value
         self.fired_once: weakref.WeakKeyDictionary[Sender, tuple[int, int]] | None = None
@@ -256,8 +259,7 @@ class Subscription:
             )
         if self.signal.event != Events.HANDLER_FAILED:
             engine.fire(
-                Events.HANDLER_FAILED,
-                HandlerFailed(handler=self.description, event=self.signal.name, error=error),
+                Events.HANDLER_FAILED, HandlerFailed(handler=self.description, event=self.signal.name, error=error)
             )
 
 

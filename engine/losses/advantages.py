@@ -110,6 +110,7 @@ def grpo_advantages(rewards: Array, group_size: int, scale: str = "group") -> Ar
 def _check_group(place: str, group_size: object) -> None:
     if isinstance(group_size, bool) or not isinstance(group_size, Integral) or group_size < 2:
         raise ConfigurationError(
-            f"{place}(group_size={group_size!r}): needs a whole number of replies to each prompt, at least 2: "
-            "a single reply is always the mean"
+            "needs a whole number of replies to each prompt, at least 2: a single reply is always the mean",
+            place,
+            group_size=group_size,
         )

@@ -93,12 +93,7 @@ def cross_entropy(
 
 
 def focal_loss(
-    logits: Array,
-    targets: Array,
-    *,
-    gamma: float = 2.0,
-    alpha: float | Array | None = None,
-    ignore_index: int = -100,
+    logits: Array, targets: Array, *, gamma: float = 2.0, alpha: float | Array | None = None, ignore_index: int = -100
 ) -> Array:
     """Mean of `-alpha (1 - p) ** gamma log p`, where p is the target's probability, in nats.
 
@@ -178,9 +173,7 @@ def _check_options(label_smoothing: float, ignore_index: object, z_loss: float, 
     require(place, "label_smoothing", label_smoothing, lambda part: 0.0 <= part <= 1.0, "a number from 0 to 1")
     require(place, "z_loss", z_loss, *_NOT_NEGATIVE)
     if chunk_size is not None and (type(chunk_size) is not int or chunk_size < 1):
-        raise ConfigurationError(
-            f"{place}(chunk_size={chunk_size!r}): needs a whole number of classes, at least 1; or None"
-        )
+        raise ConfigurationError("needs a whole number of classes, at least 1; or None", place, chunk_size=chunk_size)
     _check_ignore_index(place, ignore_index)
 
 
@@ -200,7 +193,7 @@ def _check_alpha(logits: Array, alpha: Array) -> None:
 def _check_ignore_index(place: str, ignore_index: object) -> None:
     # torch accepts numpy integers, which are Integral too
     if type(ignore_index) is not int and (isinstance(ignore_index, bool) or not isinstance(ignore_index, Integral)):
-        raise ConfigurationError(f"{place}(ignore_index={ignore_index!r}): needs a whole number, such as -100")
+        raise ConfigurationError("needs a whole number, such as -100", place, ignore_index=ignore_index)
 
 
 def _cross_entropy_on_arrays(
@@ -210,8 +203,9 @@ def _cross_entropy_on_arrays(
     targets = on_arrays.class_indices("cross_entropy", logits, targets, ignore_index)
     if chunk_size is not None:
         raise ConfigurationError(
-            f"cross_entropy(chunk_size={chunk_size}): only works for torch tensors; leave it out, jax.jit fuses the "
-            "softmax with its sum anyway"
+            "only works for torch tensors; leave it out, jax.jit fuses the softmax with its sum anyway",
+            "cross_entropy",
+            chunk_size=chunk_size,
         )
     return on_arrays.cross_entropy(
         logits, targets, label_smoothing=label_smoothing, ignore_index=ignore_index, z_loss=z_loss

@@ -205,7 +205,7 @@ def grpo_loss(
     if max_length is not None:
         require(place, "max_length", max_length, lambda most: 0 < most < math.inf, "a number of tokens, at least 1")
     if kl_coef and reference_log_probs is None:
-        raise ConfigurationError(f"{place}(kl_coef={kl_coef!r}): needs reference_log_probs; pass them, or kl_coef=0.0")
+        raise ConfigurationError("needs reference_log_probs; pass them, or kl_coef=0.0", place, kl_coef=kl_coef)
     xp = namespace(log_probs, old_log_probs, advantages, mask, reference_log_probs, place=place)
     _check_replies(place, log_probs, old_log_probs, advantages, mask, reference_log_probs)
     advantage = zero_outside(xp.broadcast_to(constant(advantages)[:, None], tuple(log_probs.shape)), mask)

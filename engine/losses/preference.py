@@ -63,8 +63,10 @@ def dpo_loss(
     require(place, "label_smoothing", label_smoothing, lambda part: 0.0 <= part < 0.5, needs)
     if label_smoothing and loss_type != "sigmoid":
         raise ConfigurationError(
-            f"{place}(label_smoothing={label_smoothing!r}, loss_type={loss_type!r}): only 'sigmoid' takes label "
-            "smoothing; leave it out"
+            "only 'sigmoid' takes label smoothing; leave it out",
+            place,
+            label_smoothing=label_smoothing,
+            loss_type=loss_type,
         )
     if (reference_chosen is None) != (reference_rejected is None):
         missing, other = "reference_chosen", "reference_rejected"

@@ -175,7 +175,7 @@ def _check_options(name: str, loss: Loss, options: Mapping[str, Any]) -> None:
     for key, value in options.items():
         if key not in choices:
             takes = f"it takes {', '.join(choices)}" if choices else "it takes no option"
-            raise ConfigurationError(f"get_loss({key}={value!r}): unknown to {name!r}; {takes}")
+            raise ConfigurationError(f"unknown to {name!r}; {takes}", "get_loss", **{key: value})
     of_classes = [value for value in options.values() if is_array(value) and value.ndim]  # a weight for each
     if loss in _OVER_LABELS and of_classes and not isinstance(of_classes[0], Tensor):
         xp = namespace(of_classes[0])

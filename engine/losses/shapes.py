@@ -28,7 +28,7 @@ def require(place: str, argument: str, value: T, rule: Callable[[T], bool], need
     except (TypeError, ValueError, RuntimeError):  # a string or a list; an array of several values
         fits = False
     if not fits:
-        raise ConfigurationError(f"{place}({argument}={value!r}): needs {needs}")
+        raise ConfigurationError(f"needs {needs}", place, **{argument: value})
 
 
 def check_classes_last(place: str, logits: Array, targets: Array) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
+from pulsetrain.engine.argument_checks import check_whole_number
 from pulsetrain.engine.class_indices import check_class_indices, check_indices
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.metrics.reading import nothing_yet
@@ -21,7 +22,7 @@ class _ShareCorrect:
     def __init__(self, ignore_index: int | None) -> None:
         if ignore_index is not None and type(ignore_index) is not int:
             raise ConfigurationError(
-                f"{type(self).__name__}(ignore_index={ignore_index!r}): needs a whole number; or None to count all"
+                "needs a whole number; or None to count all", type(self).__name__, ignore_index=ignore_index
             )
         self.ignore_index = ignore_index
         self.reset()
@@ -127,8 +128,7 @@ class TopKAccuracy(_ShareCorrect):
     """
 
     def __init__(self, k: int = 5, ignore_index: int | None = None) -> None:
-        if type(k) is not int or k < 1:
-            raise ConfigurationError(f"TopKAccuracy(k={k!r}): needs a whole number of at least 1")
+        check_whole_number("TopKAccuracy", "k", k)
         super().__init__(ignore_index)
         self.k = k
 

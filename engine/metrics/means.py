@@ -116,7 +116,7 @@ def bits_per_byte(mean_loss: Number, bytes_per_token: float = 1.0) -> Number:
         ConfigurationError: bytes_per_token is not positive and finite.
     """
     if not 0.0 < bytes_per_token < math.inf:
-        raise ConfigurationError(f"bits_per_byte(bytes_per_token={bytes_per_token!r}): needs a positive number")
+        raise ConfigurationError("needs a positive number", "bits_per_byte", bytes_per_token=bytes_per_token)
     return mean_loss / (math.log(2) * bytes_per_token)
 
 

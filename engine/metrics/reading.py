@@ -33,7 +33,7 @@ def canonical(name: str, known: Iterable[str], *, place: str = "canonical") -> s
     hint = f"; did you mean {near[0]!r}?" if near else ""
     exist = ", ".join(sorted(names)) or "none at all"
     problem = f"may be {' or '.join(matches)}" if matches else "does not exist"
-    raise MetricNotFoundError(f"{place}(metric={name!r}): this metric {problem}; there are: {exist}{hint}")
+    raise MetricNotFoundError(f"this metric {problem}; there are: {exist}{hint}", place, metric=name)
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[float]:

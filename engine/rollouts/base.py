@@ -17,6 +17,7 @@ from pulsetrain.engine.events.payloads import PolicyUpdated, RewardsComputed, Ro
 from pulsetrain.engine.events.state import State
 from pulsetrain.engine.events.subscription import Phase
 from pulsetrain.engine.metrics import MetricTracker
+from pulsetrain.engine.step.backend import Backend
 from pulsetrain.engine.step.model_call import call, eval_mode
 from pulsetrain.engine.step.precision import autocast_of
 from pulsetrain.engine.step.protocols import describe
@@ -29,7 +30,7 @@ class PolicyTrainer(Protocol):
     """The parts of a Trainer that rollouts use."""
 
     model: nn.Module
-    backend: Any
+    backend: Backend
     strategy: Any  # a PolicyStrategy, once `Rollouts.attach` has checked it
     seed: int
     state: State
@@ -148,8 +149,10 @@ class Rollouts:
         size = strategy.minibatch_size
         if size is not None and self.rows % size:
             raise ConfigurationError(
-                f"{type(strategy).__name__}(minibatch_size={size}): a rollout of {type(self).__name__} has {self.rows} "
-                "rows, which do not make whole batches; choose a divisor"
+                f"a rollout of {type(self).__name__} has {self.rows} "
+                "rows, which do not make whole batches; choose a divisor",
+                type(strategy).__name__,
+                minibatch_size=size,
             )
 
     @property

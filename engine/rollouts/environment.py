@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pulsetrain.engine.argument_checks import check_whole_number
 from pulsetrain.engine.data import rng
 from pulsetrain.engine.errors import CheckpointError, ConfigurationError
 from pulsetrain.engine.rollouts.base import PolicyTrainer, Rollouts
@@ -65,8 +66,7 @@ class EnvironmentRollouts(Rollouts):
         options: Mapping[str, Any] | None = None,
     ) -> None:
         for name, value in (("environments", environments), ("steps", steps)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigurationError(f"EnvironmentRollouts({name}={value!r}): needs a whole number of at least 1")
+            check_whole_number("EnvironmentRollouts", name, value)
         self._make = _maker(environment, dict(options or {}))
         self.environments, self.steps = environments, steps
         self._lanes: list[_Lane] = []
@@ -180,8 +180,7 @@ class EnvironmentRollouts(Rollouts):
             greedy: choose the most likely action instead of drawing one.
             seed: the environment's seed; None derives one from the run's that no rollout uses.
         """
-        if not isinstance(episodes, int) or isinstance(episodes, bool) or episodes < 1:
-            raise ValueError(f"EnvironmentRollouts.evaluate(episodes={episodes!r}): needs a whole number of at least 1")
+        check_whole_number("EnvironmentRollouts.evaluate", "episodes", episodes)
         lane = _Lane(self._make(), _EVALUATION)
         lane.seed = self.seed if seed is None else seed
         returns: list[float] = []
@@ -210,8 +209,9 @@ class EnvironmentRollouts(Rollouts):
     def resume(self, progress: Mapping[str, Any]) -> None:
         if len(progress["lanes"]) != len(self._lanes):
             raise CheckpointError(
-                f"EnvironmentRollouts(environments={self.environments}): the checkpoint has {len(progress['lanes'])}; "
-                "resume with the same number"
+                f"the checkpoint has {len(progress['lanes'])}; resume with the same number",
+                "EnvironmentRollouts",
+                environments=self.environments,
             )
         for lane, state in zip(self._lanes, progress["lanes"], strict=True):
             if lane.seed != self.seed:
@@ -306,21 +306,24 @@ def _maker(environment: str | Callable[[], Any], options: dict[str, Any]) -> Cal
             )
         if options:
             raise ConfigurationError(
-                f"EnvironmentRollouts(options={options!r}): only apply to gymnasium.make; use them in the function "
-                "that creates the environment"
+                "only apply to gymnasium.make; use them in the function that creates the environment",
+                "EnvironmentRollouts",
+                options=options,
             )
         return environment
     try:
         import gymnasium
     except ImportError:
         raise ConfigurationError(
-            f"EnvironmentRollouts(environment={environment!r}): gymnasium is not installed; "
-            "pip install 'pulsetrain[gymnasium]', or pass a function that creates an environment"
+            "gymnasium is not installed; "
+            "pip install 'pulsetrain[gymnasium]', or pass a function that creates an environment",
+            "EnvironmentRollouts",
+            environment=environment,
         ) from None
     try:
         gymnasium.spec(environment)
     except gymnasium.error.Error as error:
-        raise ConfigurationError(f"EnvironmentRollouts(environment={environment!r}): {error}") from None
+        raise ConfigurationError(f"{error}", "EnvironmentRollouts", environment=environment) from None
     return lambda: gymnasium.make(environment, **options)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from pulsetrain.engine.argument_checks import check_whole_number
 from pulsetrain.engine.data import rng
 from pulsetrain.engine.data.sequences import IGNORED, pad_examples
 from pulsetrain.engine.errors import ConfigurationError
@@ -69,8 +70,7 @@ class TextRollouts(Rollouts):
     ) -> None:
         self.prompts = _token_numbers(prompts)
         for name, value in (("max_new_tokens", max_new_tokens), ("prompts_per_rollout", prompts_per_rollout)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigurationError(f"TextRollouts({name}={value!r}): needs a whole number of at least 1")
+            check_whole_number("TextRollouts", name, value)
         empty = [index for index, prompt in enumerate(self.prompts) if not prompt]
         if empty or not self.prompts:
             what = f"prompts[{empty[0]}]=[]" if empty else "prompts=[]"
@@ -78,15 +78,16 @@ class TextRollouts(Rollouts):
         longest = max(map(len, self.prompts)) + max_new_tokens
         numbers = {"end_token": end_token, "pad_token": pad_token, "pad_to": pad_to}
         for name, number in numbers.items():
-            optional = number is None and name != "pad_token"
-            if not optional and (not isinstance(number, int) or isinstance(number, bool) or number < 0):
-                raise ConfigurationError(f"TextRollouts({name}={number!r}): needs a whole number of at least 0")
+            if number is not None or name == "pad_token":
+                check_whole_number("TextRollouts", name, number, at_least=0)
         if sampler is not None and not callable(sampler):
             raise TypeError(f"TextRollouts(sampler={sampler!r}): needs a function of prompts and a number of tokens")
         if pad_to is not None and pad_to < longest:
             raise ConfigurationError(
-                f"TextRollouts(pad_to={pad_to}): the longest prompt and max_new_tokens={max_new_tokens} make {longest} "
-                f"tokens; pass at least pad_to={longest}"
+                f"the longest prompt and max_new_tokens={max_new_tokens} make {longest} "
+                f"tokens; pass at least pad_to={longest}",
+                "TextRollouts",
+                pad_to=pad_to,
             )
         if not callable(reward):
             raise TypeError(f"TextRollouts(reward={reward!r}): needs a function of prompts and completions")
@@ -103,21 +104,26 @@ class TextRollouts(Rollouts):
         context = trainer.strategy.context
         if context is not None and self.pad_to is not None and self.pad_to > context + 1:
             raise ConfigurationError(
-                f"TextRollouts(pad_to={self.pad_to}): rows are longer than the model's context of {context} plus the "
-                f"token that follows; pass at most pad_to={context + 1}"
+                f"rows are longer than the model's context of {context} plus the "
+                f"token that follows; pass at most pad_to={context + 1}",
+                "TextRollouts",
+                pad_to=self.pad_to,
             )
         if context is not None and self._longest > context + 1:
             raise ConfigurationError(
-                f"TextRollouts(max_new_tokens={self.max_new_tokens}): with the longest prompt a text has "
+                f"with the longest prompt a text has "
                 f"{self._longest} tokens, more than the model's context of {context} plus the one that follows; cut "
-                "the prompts, or pass a smaller max_new_tokens"
+                "the prompts, or pass a smaller max_new_tokens",
+                "TextRollouts",
+                max_new_tokens=self.max_new_tokens,
             )
         strategy = trainer.strategy
         most = getattr(strategy, "max_length", None)
         if most is not None and most < self.max_new_tokens:
             raise ConfigurationError(
-                f"{type(strategy).__name__}(max_length={most}): a text may have max_new_tokens={self.max_new_tokens}; "
-                f"pass at least max_length={self.max_new_tokens}"
+                f"a text may have max_new_tokens={self.max_new_tokens}; pass at least max_length={self.max_new_tokens}",
+                type(strategy).__name__,
+                max_length=most,
             )
         if strategy.kl_coef and not strategy.has_reference:
             raise ConfigurationError(

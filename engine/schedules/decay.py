@@ -7,8 +7,9 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import pairwise
 
+from pulsetrain.engine.argument_checks import is_whole
 from pulsetrain.engine.errors import ConfigurationError
-from pulsetrain.engine.schedules.formula import Formula, is_whole
+from pulsetrain.engine.schedules.formula import Formula
 
 __all__ = [
     "Constant",

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Protocol, TypeGuard, runtime_checkable
+from typing import Protocol, runtime_checkable
 
+from pulsetrain.engine.argument_checks import is_whole
 from pulsetrain.engine.errors import CheckpointError, ConfigurationError, unknown_name
 
-__all__ = ["Schedule", "Formula", "Sequential", "Scaled", "is_whole", "require_same"]
+__all__ = ["Schedule", "Formula", "Sequential", "Scaled", "require_same"]
 
 
 @runtime_checkable
@@ -142,15 +143,6 @@ def _leaves(value: object, path: str) -> dict[str, object]:
     else:
         return {path: value}
     return {name: leaf for where, item in inner for name, leaf in _leaves(item, where).items()}
-
-
-def is_whole(value: object) -> TypeGuard[int]:
-    """Whether the value is an int and not a bool.
-
-    >>> is_whole(3), is_whole(True), is_whole(3.0)
-    (True, False, False)
-    """
-    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _parts(schedule: Schedule) -> tuple[tuple[Schedule, int | None], ...]:

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import Any, Literal
 
+from pulsetrain.engine.argument_checks import is_whole
 from pulsetrain.engine.errors import ConfigurationError, unknown_name
 from pulsetrain.engine.schedules.decay import (
     Constant,
@@ -19,7 +20,7 @@ from pulsetrain.engine.schedules.decay import (
     Polynomial,
     Step,
 )
-from pulsetrain.engine.schedules.formula import Formula, Schedule, is_whole
+from pulsetrain.engine.schedules.formula import Formula, Schedule
 from pulsetrain.engine.schedules.warmup import WSD, OneCycle, Warmup
 
 __all__ = ["NAMES", "build_schedule", "keywords_of", "named_schedule"]

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pulsetrain.engine.argument_checks import is_whole
 from pulsetrain.engine.errors import ConfigurationError
-from pulsetrain.engine.schedules.formula import Schedule, is_whole
+from pulsetrain.engine.schedules.formula import Schedule
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

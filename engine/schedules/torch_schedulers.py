@@ -9,8 +9,9 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
+from pulsetrain.engine.argument_checks import check_whole_number
 from pulsetrain.engine.errors import ConfigurationError
-from pulsetrain.engine.schedules.formula import Schedule, is_whole, require_same
+from pulsetrain.engine.schedules.formula import Schedule, require_same
 from pulsetrain.engine.schedules.groups import default_rate, write_rates
 from pulsetrain.engine.schedules.named import keywords_of, named_schedule
 from pulsetrain.engine.schedules.warmup import Warmup
@@ -46,8 +47,7 @@ def create_scheduler(
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"{place}(optimizer={optimizer!r}): needs a torch.optim.Optimizer")
     for argument, value in (("max_epochs", max_epochs), ("steps_per_epoch", steps_per_epoch)):
-        if not is_whole(value) or value < 1:
-            raise ConfigurationError(f"{place}({argument}={value!r}): needs a whole number, at least 1")
+        check_whole_number(place, argument, value)
     learning_rate = default_rate(optimizer)
     if learning_rate == 0:
         raise ConfigurationError(
@@ -61,9 +61,9 @@ def create_scheduler(
         if theirs in kwargs:
             value = kwargs.pop(theirs)
             if ours not in choices:
-                raise ConfigurationError(f"{place}({theirs}={value!r}): unknown to the schedule {name!r}; leave it out")
+                raise ConfigurationError(f"unknown to the schedule {name!r}; leave it out", place, **{theirs: value})
             if ours in kwargs:
-                raise ConfigurationError(f"{place}({theirs}={value!r}): {ours} means the same; pass one of them")
+                raise ConfigurationError(f"{ours} means the same; pass one of them", place, **{theirs: value})
             kwargs[ours] = value
     strategy, ratio = kwargs.pop("warmup_strategy", "linear"), kwargs.pop("min_lr_ratio", None)
     total_steps = max_epochs * steps_per_epoch

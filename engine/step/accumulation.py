@@ -10,6 +10,7 @@ from typing import TypedDict
 
 from torch import Tensor
 
+from pulsetrain.engine.argument_checks import check_whole_number, is_whole
 from pulsetrain.engine.errors import ConfigurationError
 
 __all__ = ["Accumulate", "Accumulation", "Size"]
@@ -46,8 +47,8 @@ class Accumulate:
             )
         for name in ("batches", "tokens"):
             value = getattr(self, name)
-            if value is not None and not _whole(value, 1):
-                raise ConfigurationError("needs a whole number of at least 1", "Accumulate", **{name: value})
+            if value is not None:
+                check_whole_number("Accumulate", name, value)
         if self.schedule is not None:
             self._check_schedule(self.schedule)
 
@@ -57,7 +58,7 @@ class Accumulate:
                 "needs a mapping from update to batches that begins at update 0", "Accumulate", schedule=schedule
             )
         for update, batches in schedule.items():
-            if not _whole(update, 0) or not _whole(batches, 1):
+            if not (is_whole(update) and update >= 0 and is_whole(batches) and batches >= 1):
                 raise ConfigurationError(
                     f"{update!r}: {batches!r} is not a pair of an update (0 or more) and batches (1 or more)",
                     "Accumulate",
@@ -134,9 +135,9 @@ class Accumulation:
     def __init__(self, rule: Accumulate) -> None:
         self.rule = rule
         self._single = rule.batches == 1  # the usual case, and no arithmetic for it
-        self.restart()
+        self.reset()
 
-    def restart(self) -> None:
+    def reset(self) -> None:
         """Forget the batches that wait."""
         self.batches = 0  # waiting
         self._tokens = 0
@@ -190,7 +191,7 @@ class Accumulation:
     def close(self) -> Size:
         """Begin the update; returns the factor for the gradients, 1.0 if there is nothing to do."""
         expected, total = self._expected, self._size
-        self.restart()
+        self.reset()
         if expected is None or (
             not isinstance(expected, Tensor) and not isinstance(total, Tensor) and expected == total
         ):
@@ -206,7 +207,3 @@ class Accumulation:
     def load_state_dict(self, state: AccumulationState) -> None:
         self.batches, self._tokens = state["batches"], state["tokens"]
         self._size, self._expected = state["size"], state["expected"]
-
-
-def _whole(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least

@@ -200,8 +200,11 @@ class _Pairs:
         self.copied = _grouped(weights, copied)
         self._parameters = list(parameters.values())
         # the dicts in which modules keep their tensors and submodules
-        self._places: list[dict[str, Any]] = [
-            place for module in model.modules() for place in (module._parameters, module._buffers, module._modules)
+        self._dicts: list[dict[str, Any]] = [
+            each
+            for module in model.modules()
+            # parameters() and the like build a generator per module, at each update
+            for each in (module._parameters, module._buffers, module._modules)  # noqa: SLF001
         ]
         self._held = list(self._holding())
         self._kinds = self._kinds_now()
@@ -212,7 +215,7 @@ class _Pairs:
         return len(now) == len(held) and all(map(is_, now, held)) and self._kinds_now() == self._kinds
 
     def _holding(self) -> Iterator[Any]:
-        return chain.from_iterable(map(dict.values, self._places))
+        return chain.from_iterable(map(dict.values, self._dicts))
 
     def _kinds_now(self) -> tuple[list[Any], ...]:
         # model.to() and model.half() put new data into the same parameters
@@ -239,8 +242,9 @@ def _split(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
         kind[name] = parameter
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
-            # the others are derived, may be large (masks, caches), and may change their shape
-            if name not in module._non_persistent_buffers_set:
+            # The others are derived, may be large (masks, caches), and may change their shape. A state_dict, the public
+            # way to know them, may have other names.
+            if name not in module._non_persistent_buffers_set:  # noqa: SLF001
                 copied[f"{prefix}.{name}" if prefix else name] = buffer
     return averaged, copied
 

@@ -56,28 +56,22 @@ class Backend(Protocol):
     @property
     def device(self) -> torch.device:
         """The device of the tensors that `to_torch` returns."""
-        ...
 
     @property
     def batch_device(self) -> torch.device:
         """The device of the tensors that a strategy's `prepare_batch` is given."""
-        ...
 
     def configure(self, settings: BackendSettings) -> None:
         """Adopt a trainer's settings; called before everything else."""
-        ...
 
     def release(self) -> None:
         """Undo `configure`: the trainer could not be made, and another one may use the backend."""
-        ...
 
     def make_store(self, model: object, optimizer: OptimizerRequest, strategy: Strategy) -> ModelStore:
         """The store of a model before its first update."""
-        ...
 
     def prepare_batch(self, batch: object, strategy: Strategy) -> TrainingBatch:
         """The loader's batch as the strategy wants it, on the device that computes."""
-        ...
 
     def forward_backward(
         self,
@@ -88,63 +82,50 @@ class Backend(Protocol):
         waiting: GradientInfo | None = None,
     ) -> GradientInfo:
         """The loss and `scale` times its gradients, added to those that wait for the same update."""
-        ...
 
     def all_reduce_gradients(self, gradients: GradientInfo) -> GradientInfo:
         """The mean of the gradients over all processes; on one device, the gradients themselves."""
-        ...
 
     def finish_gradients(
         self, state: ModelState, gradients: GradientInfo, correction: Array = 1.0, measure: bool = True
     ) -> GradientInfo:
         """The unscaled gradients times `correction` and, with `measure`, their norm."""
-        ...
 
     def apply_gradients(
         self, state: ModelState, gradients: GradientInfo, skip: Tensor | None = None, donate: bool = False
     ) -> ModelState:
         """Clip and make one update, skipped on the device where `skip` is true; consumes the gradients."""
-        ...
 
     def train_step(
         self, state: ModelState, batch: TrainingBatch, strategy: TrainingStrategy, donate: bool = False
     ) -> TrainingResult:
         """All of the above for a batch that makes an update by itself; the result's `state` is the next state."""
-        ...
 
     def eval_step(
         self, state: ModelState, batch: TrainingBatch, strategy: TrainingStrategy
     ) -> tuple[object, Mapping[str, Array]]:
         """The model's outputs, and the loss and the strategy's metrics by name, without gradients."""
-        ...
 
     def discard_gradients(self, state: ModelState) -> None:
         """Drop the gradients of a batch that failed."""
-        ...
 
     def to_torch(self, value: Tree) -> Tree:
         """The value with every array as a torch tensor, without a copy where possible."""
-        ...
 
     def environment(self) -> dict[str, object]:
         """What its results depend on besides torch: versions and switches, as plain values."""
-        ...
 
     def begin_run(self) -> None:
         """Start counting skipped updates from 0."""
-        ...
 
     def skipped_updates(self) -> int:
         """How many updates were skipped; may wait for the device."""
-        ...
 
     def state_dict(self) -> dict[str, object]:
         """What the next step depends on besides the model's state, such as a gradient scale."""
-        ...
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restore what `state_dict` returned."""
-        ...
 
 
 @runtime_checkable
@@ -153,23 +134,19 @@ class InPlaceBackend(Backend, Protocol):
 
     def init(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> ModelState:
         """The state of a module and one of its optimizers."""
-        ...
 
     def to_device(self, batch: Tree) -> Tree:
         """The batch with every tensor on the device."""
-        ...
 
     def losses(
         self, state: ModelState, batch: TrainingBatch, strategy: AlternatingStrategy
     ) -> Iterator[tuple[str, Tensor]]:
         """The strategy's losses and the names of their optimizers, each computed when it is asked for."""
-        ...
 
     def backward(
         self, loss: Tensor, scale: float | Tensor = 1.0, optimizer: torch.optim.Optimizer | None = None
     ) -> Tensor:
         """Add `scale` times the loss's gradients to the optimizer's parameters; returns the loss, detached."""
-        ...
 
 
 @runtime_checkable
@@ -181,29 +158,23 @@ class ValueBackend(Backend, Protocol):
 
     def init(self, model: object, optimizer: Optimizer, learning_rate: float | None = None) -> ModelState:
         """The model's weights, copied, and the optimizer's state for them."""
-        ...
 
     def create_optimizer(
         self, model: object, name: str, learning_rate: float, weight_decay: float, **options: object
     ) -> Optimizer:
         """The optimizer of that name for this backend's arrays."""
-        ...
 
     def check(self, state: ModelState) -> None:
         """Raise where a step could not be computed from the state."""
-        ...
 
     def copied(self, state: ModelState) -> ModelState:
         """The same state in memory of its own."""
-        ...
 
     def memory(self) -> int | None:
         """Bytes that the device holds; None if it does not report them."""
-        ...
 
     def module_view(self, model: object, weights: Tree) -> ModuleView:
         """A torch module that shows the weights."""
-        ...
 
     def outputs(self, weights: Tree, inputs: Tree) -> Tree:
         """The model's outputs for torch tensors, as in evaluation.
@@ -211,19 +182,15 @@ class ValueBackend(Backend, Protocol):
         Args:
             inputs: a tuple of positional arguments, or a mapping by name.
         """
-        ...
 
     def publish(self, weights: Tree) -> None:
         """Put the weights into the user's own model, if that holds any."""
-        ...
 
     def flat(self, tree: Tree) -> dict[str, Tensor]:
         """The leaves by their paths, "blocks/0/weight", arrays as torch tensors."""
-        ...
 
     def unflat(self, like: Tree, saved: Mapping[str, object], place: str) -> Tree:
         """The inverse of `flat`, with the structure of `like`; raises CheckpointError at other paths or shapes."""
-        ...
 
 
 class ModuleView(Protocol):
@@ -232,15 +199,12 @@ class ModuleView(Protocol):
     @property
     def module(self) -> nn.Module:
         """The module."""
-        ...
 
     def show(self, weights: Tree) -> None:
         """Show new weights."""
-        ...
 
     def seen(self, weights: Tree) -> Tree:
         """The weights with whatever was written into the module since they were shown."""
-        ...
 
 
 class ModelStore(Protocol):
@@ -252,54 +216,42 @@ class ModelStore(Protocol):
     @property
     def module(self) -> nn.Module:
         """The model, or a view of its weights."""
-        ...
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         """The optimizer, or a view of its state."""
-        ...
 
     @property
     def state(self) -> ModelState:
         """The newest state."""
-        ...
 
     @property
     def waiting(self) -> GradientInfo | None:
         """Gradients held as values for the next update; None where the parameters hold them."""
-        ...
 
     def part(self, name: str) -> ModelState:
         """The state that one of several optimizers updates; "" is the whole."""
-        ...
 
     def commit(self, state: ModelState) -> None:
         """An update was made: continue from this state, which nobody else holds."""
-        ...
 
     def hold(self, gradients: GradientInfo) -> None:
         """Keep the gradients of a batch for the next update, and the buffers as its forward pass left them."""
-        ...
 
     def discard(self) -> None:
         """Drop the gradients held for the next update."""
-        ...
 
     def show_gradients(self, gradients: GradientInfo, receive: Callable[[], object]) -> GradientInfo:
         """Call `receive` while the parameters hold these gradients; returns them as they are afterwards."""
-        ...
 
     def publish(self) -> None:
         """Training pauses: the user's own model gets the weights if it is a different object."""
-        ...
 
     def reset(self) -> None:
         """A run begins from iteration 0: random draws that depend on the number of the update start again."""
-        ...
 
     def gradients(self) -> dict[str, Tensor]:
         """The gradients held for the next update, by name, for a checkpoint."""
-        ...
 
     def load_gradients(self, saved: Mapping[str, Tensor], batches: int) -> Callable[[], None]:
         """Check what `gradients` returned, of so many batches; the call that is returned puts them back.
@@ -307,11 +259,9 @@ class ModelStore(Protocol):
         Raises:
             CheckpointError: they are not of these weights.
         """
-        ...
 
     def snapshot(self) -> ModelState:
         """A copy of the state that further training does not change."""
-        ...
 
     def restore(self, state: ModelState) -> None:
         """Continue from a snapshot, which stays unchanged. Nothing changes if it does not fit.
@@ -320,7 +270,6 @@ class ModelStore(Protocol):
             TypeError: it is not a state of such a store.
             ConfigurationError, CheckpointError: it is of another model or another optimizer.
         """
-        ...
 
     def rollback(self, *others: object) -> AbstractContextManager[None]:
         """Undo what happens inside the block to the model, its optimizer, the backend and waiting gradients.
@@ -330,4 +279,3 @@ class ModelStore(Protocol):
         Args:
             others: objects whose attributes are restored as well; see `Undo`.
         """
-        ...

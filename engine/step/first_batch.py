@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar, cast
 
 from pulsetrain.engine.arrays import Array
-from pulsetrain.engine.step.protocols import Strategy, TrainingBatch
+from pulsetrain.engine.step.protocols import Strategy, TrainingBatch, TrainingStrategy
 
 __all__ = ["FirstBatch"]
+
+T = TypeVar("T")
 
 
 class FirstBatch:
@@ -28,26 +30,24 @@ class FirstBatch:
     """
 
     def __init__(self, strategy: Strategy) -> None:
-        self.strategy: Any = strategy
+        self.strategy = cast(TrainingStrategy, strategy)  # a backend asks for what its strategy has
 
-    def prepare_batch(self, batch: Any) -> TrainingBatch:
+    def prepare_batch(self, batch: object) -> TrainingBatch:
         """The strategy's batch, checked."""
-        prepared: TrainingBatch = _checked(self.strategy.prepare_batch, batch)
-        return prepared
+        return _checked(self.strategy.prepare_batch, batch)
 
-    def compute_loss(self, outputs: Any, batch: TrainingBatch) -> Array:
+    def compute_loss(self, outputs: object, batch: TrainingBatch) -> Array:
         """The strategy's loss, checked."""
         return _checked(self.strategy.compute_loss, outputs, batch)
 
-    def compute_metrics(self, outputs: Any, batch: TrainingBatch) -> Mapping[str, Array]:
+    def compute_metrics(self, outputs: object, batch: TrainingBatch) -> Mapping[str, Array]:
         """The strategy's metrics."""
-        found: Mapping[str, Array] = self.strategy.compute_metrics(outputs, batch)
-        return found
+        return self.strategy.compute_metrics(outputs, batch)
 
     def __getattr__(self, name: str) -> Any:  # what else a backend asks of its strategy
         return getattr(self.strategy, name)
 
 
-def _checked(method: Callable[..., Any], *arguments: Any) -> Any:
+def _checked(method: Callable[..., T], *arguments: object) -> T:
     options = {"check": True} if "check" in inspect.signature(method).parameters else {}
     return method(*arguments, **options)

@@ -20,6 +20,14 @@ _DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 _NOTHING: AbstractContextManager[None] = nullcontext()
 
 
+class Scaler(torch.amp.GradScaler):
+    """Torch's gradient scaler, which also shows whether gradients overflowed."""
+
+    def found_infinite(self, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        """One tensor per device, 0 if all gradients were finite; `update` forgets them."""
+        return list(self._found_inf_per_device(optimizer).values())
+
+
 class Precision:
     """Full precision, or autocast to bf16 or fp16 on one kind of device; weights stay in float32.
 
@@ -37,7 +45,7 @@ class Precision:
     torch.bfloat16
     """
 
-    scaler: torch.amp.GradScaler | None
+    scaler: Scaler | None
     skipped: torch.Tensor | None  # fp16 updates that overflowed and were skipped, shape (), on the device
 
     def __init__(
@@ -60,7 +68,7 @@ class Precision:
                 warnings.simplefilter("error")
                 torch.autocast(self.device.type, dtype=self.dtype)
                 if name == "fp16":
-                    self.scaler = torch.amp.GradScaler(self.device.type, init_scale=float(gradient_scale))
+                    self.scaler = Scaler(self.device.type, init_scale=float(gradient_scale))
         except (RuntimeError, ValueError, TypeError, AssertionError, Warning) as error:
             raise ConfigurationError(
                 f"not available here ({error}); choose another, fp32 always works",
@@ -102,14 +110,14 @@ class Precision:
         if skip is not None:
             if not self._unscaled:
                 self.unscale(optimizer)
-            for found in self.scaler._found_inf_per_device(optimizer).values():
+            for found in self.scaler.found_infinite(optimizer):
                 torch.maximum(found, skip.to(found), out=found)  # 1 at most: kernels compare with 1
         self.scaler.step(optimizer)
         self._unscaled = False
-        found = self.scaler._found_inf_per_device(optimizer).values()  # one tensor per device, 0 if all were finite
-        self.scaler.update()  # forgets them
-        overflowed = sum(each.to(self.device) for each in found) > 0
-        self.skipped = overflowed.long().sum() + (0 if self.skipped is None else self.skipped)
+        overflows = self.scaler.found_infinite(optimizer)
+        self.scaler.update()
+        overflowed = torch.stack([each.to(self.device) for each in overflows]).any()
+        self.skipped = overflowed.long() + (0 if self.skipped is None else self.skipped)
 
     def discard(self) -> None:
         """Abandon an update that was begun: forget what `unscale` found, as if the update had been made."""
@@ -148,7 +156,9 @@ class Precision:
             self.skipped = torch.tensor(state["skipped"], device=self.device)
 
 
-def _step_unless(skip: torch.Tensor | None, optimizer: Any) -> None:
+def _step_unless(
+    skip: torch.Tensor | None, optimizer: Any
+) -> None:  # of any class, with attributes for its fused kernels
     if skip is None:
         optimizer.step()
     elif getattr(optimizer, "_step_supports_amp_scaling", False):  # a fused kernel, which reads it on the device

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -14,17 +14,21 @@ from pulsetrain.engine.arrays import Array, describe_array, is_array
 __all__ = [
     "AlternatingStrategy",
     "BackendSettings",
+    "BindsModel",
+    "DerivesMetrics",
     "GradientInfo",
     "ModelState",
+    "Number",
     "Optimizer",
     "Strategy",
     "TrainingBatch",
     "TrainingResult",
     "TrainingStrategy",
     "Tree",
-    "bind_strategy",
     "describe",
 ]
+
+Number = TypeVar("Number", float, Tensor)
 
 Tree = Any
 """A pytree of arrays: dicts, lists, tuples and named tuples, whose structure the model or the optimizer decides."""
@@ -146,26 +150,23 @@ class TrainingStrategy(Protocol):
 
     A strategy may have more:
 
-    - `derive_metrics(loss)`: what follows from a mean loss (a float, or a tensor that stays on its device).
+    - `derive_metrics(loss)`: see `DerivesMetrics`.
     - a keyword `check` of `prepare_batch` and of `compute_loss`: true for the first batches of a run and for the first
       batch of a validation set, when values may be checked wherever they are. Checking waits for the device.
     - `check_batch(outputs, batch)`: the same for backends that compile the loss. The batch has torch tensors, the
       outputs only shape and dtype.
-    - `bind(model, backend)`: called once before training with the model as a torch module.
+    - `bind(model, backend)`: see `BindsModel`.
     - `state_dict()` and `load_state_dict(state)`: saved in checkpoints.
     """
 
     def prepare_batch(self, batch: Any) -> TrainingBatch:
         """The loader's batch, in torch tensors (on the device if torch computes), as inputs and targets."""
-        ...
 
     def compute_loss(self, outputs: Any, batch: TrainingBatch) -> Array:
         """The loss to differentiate, of the backend's arrays: shape (), a mean over `batch.size`."""
-        ...
 
     def compute_metrics(self, outputs: Any, batch: TrainingBatch) -> Mapping[str, Array]:
         """Further means over `batch.size` that validation reports, each of shape ()."""
-        ...
 
 
 @runtime_checkable
@@ -177,7 +178,6 @@ class AlternatingStrategy(Protocol):
 
     def prepare_batch(self, batch: Any) -> TrainingBatch:
         """The loader's batch, on the device, as the losses want it."""
-        ...
 
     def compute_losses(self, model: nn.ModuleDict, batch: TrainingBatch) -> Iterable[tuple[str, Tensor]]:
         """Pairs of an optimizer's name and its loss, shape (); most simply a generator.
@@ -185,10 +185,25 @@ class AlternatingStrategy(Protocol):
         Each loss is differentiated with respect to that optimizer's parameters, and its update is made, before the next
         pair is asked for: a later loss sees the weights that an earlier one has changed.
         """
-        ...
 
 
 Strategy = TrainingStrategy | AlternatingStrategy
+
+
+@runtime_checkable
+class BindsModel(Protocol):
+    """A strategy that is shown the model."""
+
+    def bind(self, model: nn.Module, backend: object) -> None:
+        """Called once before training, with the model as a torch module."""
+
+
+@runtime_checkable
+class DerivesMetrics(Protocol):
+    """A strategy with metrics that follow from its loss."""
+
+    def derive_metrics(self, loss: Number) -> Mapping[str, Number]:
+        """What follows from a mean loss: a float, or a tensor that stays on its device."""
 
 
 @runtime_checkable
@@ -197,18 +212,9 @@ class Optimizer(Protocol):
 
     def init(self, params: Tree) -> Tree:
         """The optimizer's state for these parameters."""
-        ...
 
     def update(self, grads: Tree, opt_state: Tree, params: Tree) -> tuple[Tree, Tree]:
         """What is to be added to the parameters, and the next state."""
-        ...
-
-
-def bind_strategy(strategy: Strategy, model: nn.Module, backend: object) -> None:
-    """Show the model to a strategy that has a `bind` method."""
-    bind = getattr(strategy, "bind", None)
-    if callable(bind):
-        bind(model, backend)
 
 
 def describe(value: object, *, ranges: bool = False) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,7 +12,7 @@ from pulsetrain.engine.data.sequences import IGNORED
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.losses import dpo_loss, implicit_rewards
 from pulsetrain.engine.losses.tokens import masked_sum_log_probs, token_log_probs
-from pulsetrain.engine.step.protocols import TrainingBatch
+from pulsetrain.engine.step.protocols import TrainingBatch, Tree
 from pulsetrain.engine.strategies.language import logits_of
 from pulsetrain.engine.strategies.reference import Reference, ReferenceModel, WithReference
 
@@ -77,7 +76,7 @@ class DPOStrategy(WithReference):
         zeros = torch.zeros(1)
         dpo_loss(zeros, zeros, None, None, beta, loss_type, label_smoothing)  # rejects wrong values now
 
-    def prepare_batch(self, batch: Any, check: bool = False) -> TrainingBatch:
+    def prepare_batch(self, batch: Mapping[str, Tensor] | TrainingBatch, check: bool = False) -> TrainingBatch:
         """Stacks chosen rows and rejected rows for one forward pass; the targets include the reference's values.
 
         Raises:
@@ -102,7 +101,7 @@ class DPOStrategy(WithReference):
             targets["reference"] = self._reference_log_probs(batch, inputs, labels, check)
         return TrainingBatch(inputs, targets, pairs, labels.numel(), pairs)
 
-    def _read(self, batch: Any, side: str, check: bool) -> tuple[Tensor, Tensor]:
+    def _read(self, batch: Mapping[str, Tensor], side: str, check: bool) -> tuple[Tensor, Tensor]:
         name = f"{side}_input_ids"
         tokens = self._tokens(name, self._field(batch, name, _REMEDY), check)
         if batch.get(f"{side}_position_ids") is not None:
@@ -116,7 +115,7 @@ class DPOStrategy(WithReference):
         remedy = "cut prompts so that some of the answer is left, or leave such pairs out"
         return tokens, self._labels(f"{side}_labels", labels, tokens, remedy, check)
 
-    def _reference_log_probs(self, batch: Mapping[str, Any], inputs: Any, labels: Tensor, check: bool) -> Tensor:
+    def _reference_log_probs(self, batch: Mapping[str, Tensor], inputs: Tree, labels: Tensor, check: bool) -> Tensor:
         """The reference's log-probability of each row, shape (2 pairs,)."""
         if not any(name in batch for name in self._stored):
             if self._reference.given is None:
@@ -138,7 +137,7 @@ class DPOStrategy(WithReference):
     def _sums(self, log_probs: Array, labels: Array) -> Array:
         return masked_sum_log_probs(log_probs, labels != IGNORED, average=self.loss_type == "ipo")
 
-    def store_reference(self, batches: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    def store_reference(self, batches: Iterable[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
         """The batches with the reference's log-probabilities, computed once for all epochs.
 
         Train on them, as a list or a custom dataset, with a strategy with reference=None and the same loss_type.
@@ -151,7 +150,7 @@ class DPOStrategy(WithReference):
                 "DPOStrategy(reference_free=True).store_reference: uses no reference, so there is nothing to "
                 "store; train on the batches as they are"
             )
-        stored: list[dict[str, Any]] = []
+        stored: list[dict[str, Tensor]] = []
         for batch in batches:
             fields = {name: self._reference.placed(value) for name, value in batch.items() if name not in self._stored}
             found = self.prepare_batch(fields, check=True).targets["reference"].cpu()
@@ -190,7 +189,7 @@ class DPOStrategy(WithReference):
             "rejected_reward": xp.mean(rejected),
         }
 
-    def _sides(self, outputs: object, batch: TrainingBatch) -> tuple[tuple[Array, Array], tuple[Any, Any]]:
+    def _sides(self, outputs: object, batch: TrainingBatch) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
         """Log-probabilities of the chosen and the rejected answers under the policy and under the reference."""
         labels = batch.targets["labels"]
         xp = namespace(labels)

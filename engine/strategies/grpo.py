@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from pulsetrain.engine.argument_checks import check_whole_number
 from pulsetrain.engine.arrays import Array
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.losses import grpo_advantages, grpo_loss
@@ -75,7 +75,7 @@ class GRPOStrategy(PolicyStrategy):
                 f"GRPOStrategy(kl_coef={kl_coef!r}, reference=None): nothing to diverge from; leave "
                 "reference='copy', or set kl_coef=0.0"
             )
-        self._whole("group_size", group_size, 2)
+        check_whole_number("GRPOStrategy", "group_size", group_size, at_least=2)
         self.group_size, self.scale_rewards = group_size, scale_rewards
         self.normalization, self.max_length = normalization, max_length
         grpo_advantages(torch.zeros(group_size), group_size, scale_rewards)  # rejects wrong values now, as does this:
@@ -94,12 +94,12 @@ class GRPOStrategy(PolicyStrategy):
     def _row_fields(self, text: bool) -> tuple[str, ...]:
         return (*super()._row_fields(text), *(("reference_log_probs",) if self.kl_coef else ()))
 
-    def _observed(self, batch: Any, targets: dict[str, Tensor]) -> tuple[int, Any]:
+    def _observed(self, batch: Mapping[str, Tensor], targets: dict[str, Tensor]) -> tuple[int, Tensor]:
         raise TypeError(
             "GRPOStrategy: compares texts, and the batch has 'observations'; in environments use PPOStrategy"
         )
 
-    def _weight(self, mask: Tensor) -> Any:
+    def _weight(self, mask: Tensor) -> int | Tensor:
         return mask.sum() if self.normalization == "token_mean" else len(mask)
 
     def compute_loss(self, outputs: object, batch: TrainingBatch, check: bool = False) -> Array:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +33,7 @@ class LanguageStrategy:
         self._unproved: nn.Module | None = None  # the model, until it has been seen to keep documents apart
         self._vocabulary: int | None = None  # the size of the model's vocabulary; None if unknown
 
-    def bind(self, model: nn.Module, backend: Any = None) -> None:
+    def bind(self, model: nn.Module, backend: object = None) -> None:
         """Reads the model's limits from its `context` or from Hugging Face's `config`.
 
         A Hugging Face model gets `use_cache=False`: with a cache it would not keep the documents of a row apart.
@@ -96,7 +95,7 @@ class LanguageStrategy:
     def _place(self) -> str:
         return type(self).__name__
 
-    def _field(self, batch: Any, name: str, remedy: str) -> Tensor:
+    def _field(self, batch: object, name: str, remedy: str) -> Tensor:
         """A field of the batch.
 
         Raises:
@@ -151,7 +150,7 @@ class LanguageStrategy:
                 "model's own tokenizer, and pad with a token that it knows"
             )
 
-    def _positions(self, batch: Mapping[str, Any], tokens: Tensor) -> Tensor | None:
+    def _positions(self, batch: Mapping[str, Tensor], tokens: Tensor) -> Tensor | None:
         """The batch's position_ids, or None.
 
         Raises:
@@ -168,7 +167,7 @@ class LanguageStrategy:
         return positions
 
     def _without_padding(
-        self, batch: Mapping[str, Any], labels: Tensor, check: bool, name: str = "attention_mask"
+        self, batch: Mapping[str, Tensor], labels: Tensor, check: bool, name: str = "attention_mask"
     ) -> Tensor:
         """The labels, shape (batch, length), with IGNORED where the batch's attention_mask is 0.
 
@@ -259,7 +258,7 @@ def values_of(outputs: object, shape: Iterable[int]) -> Array:
     Raises:
         TypeError: there are none, or the shape differs.
     """
-    values: Any = outputs.get("values") if isinstance(outputs, Mapping) else getattr(outputs, "values", None)
+    values: Array = outputs.get("values") if isinstance(outputs, Mapping) else getattr(outputs, "values", None)
     if values is None and isinstance(outputs, (tuple, list)) and len(outputs) > 1:
         values = outputs[1]
     shape = tuple(shape)

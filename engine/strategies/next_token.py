@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from pulsetrain.engine.arrays import Array
 from pulsetrain.engine.losses import check_first_batch, get_loss
@@ -23,7 +22,7 @@ class NextTokenStrategy(LanguageStrategy):
         ConfigurationError: an option is unknown.
     """
 
-    def __init__(self, loss_options: Mapping[str, Any] | None) -> None:
+    def __init__(self, loss_options: Mapping[str, object] | None) -> None:
         super().__init__()
         options = loss_options or {}
         self._loss = get_loss("cross_entropy", **options)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from numbers import Integral, Real
-from typing import Any
+from numbers import Real
 
 from torch import Tensor
 
+from pulsetrain.engine.argument_checks import check_whole_number
 from pulsetrain.engine.arrays import Array, on_host
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.losses import clip_fraction, entropy, kl_estimate
 from pulsetrain.engine.losses.masks import mean_of, zero_outside
 from pulsetrain.engine.losses.tokens import token_log_probs
-from pulsetrain.engine.step.protocols import TrainingBatch, describe
+from pulsetrain.engine.step.protocols import TrainingBatch, Tree, describe
 from pulsetrain.engine.strategies.language import logits_of
 from pulsetrain.engine.strategies.reference import Reference, ReferenceModel, WithReference
 
@@ -67,9 +67,9 @@ class PolicyStrategy(WithReference):
         for name, value in (("clip_range_high", clip_range_high), ("target_kl", target_kl)):
             if value is not None:
                 self._require(name, value, 0.0, above=True)
-        self._whole("minibatch_epochs", minibatch_epochs)
+        check_whole_number(self._place, "minibatch_epochs", minibatch_epochs)
         if minibatch_size is not None:
-            self._whole("minibatch_size", minibatch_size)
+            check_whole_number(self._place, "minibatch_size", minibatch_size)
         self.kl_coef, self.clip_range, self.clip_range_high = kl_coef, clip_range, clip_range_high
         self.minibatch_epochs, self.minibatch_size = minibatch_epochs, minibatch_size
         self.target_kl, self.temperature = target_kl, temperature
@@ -81,11 +81,7 @@ class PolicyStrategy(WithReference):
             bounds = f"{'above' if above else 'at least'} {least:g}" + (
                 f", below {below:g}" if below < math.inf else ""
             )
-            raise ConfigurationError(f"{self._place}({name}={value!r}): needs a number, {bounds}")
-
-    def _whole(self, name: str, value: object, least: int = 1) -> None:
-        if not isinstance(value, Integral) or isinstance(value, bool) or value < least:
-            raise ConfigurationError(f"{self._place}({name}={value!r}): needs a whole number of at least {least}")
+            raise ConfigurationError(f"needs a number, {bounds}", self._place, **{name: value})
 
     # --------------------------------------------------------------------------------------------------- for rollouts
 
@@ -113,7 +109,7 @@ class PolicyStrategy(WithReference):
         """Whether there is a reference model."""
         return self._reference.given is not None
 
-    def reference_log_probs(self, inputs: Any, tokens: Tensor) -> Tensor | None:
+    def reference_log_probs(self, inputs: Tree, tokens: Tensor) -> Tensor | None:
         """The reference's log-probabilities of tokens; None if there is no reference."""
         if not self.has_reference:
             return None
@@ -134,7 +130,7 @@ class PolicyStrategy(WithReference):
 
     # --------------------------------------------------------------------------------------------------- for training
 
-    def prepare_batch(self, batch: Any, check: bool = False) -> TrainingBatch:
+    def prepare_batch(self, batch: Mapping[str, Tensor] | TrainingBatch, check: bool = False) -> TrainingBatch:
         """Rows of a rollout: the policy's inputs as inputs, all other fields as targets.
 
         Raises:
@@ -172,7 +168,7 @@ class PolicyStrategy(WithReference):
         """The number of items that the loss over texts is a mean over."""
         return mask.sum()
 
-    def _seen(self, batch: Mapping[str, Any], targets: dict[str, Tensor], check: bool) -> tuple[int, Any]:
+    def _seen(self, batch: Mapping[str, Tensor], targets: dict[str, Tensor], check: bool) -> tuple[int, Tree]:
         tokens = self._tokens("input_ids", self._field(batch, "input_ids", _REMEDY), check)
         generated = self._field(batch, "completion_mask", _REMEDY)
         if generated.shape != tokens.shape:
@@ -190,7 +186,7 @@ class PolicyStrategy(WithReference):
         targets["actions"], targets["mask"] = tokens[:, 1:], mask
         return tokens.shape[0], self._inputs(tokens[:, :-1])
 
-    def _observed(self, batch: Any, targets: dict[str, Tensor]) -> tuple[int, Any]:
+    def _observed(self, batch: Mapping[str, Tensor], targets: dict[str, Tensor]) -> tuple[int, Tensor]:
         observations = self._field(batch, "observations", _REMEDY)
         targets["actions"] = actions = self._field(batch, "actions", _REMEDY)
         if actions.ndim != 1 or actions.is_floating_point():

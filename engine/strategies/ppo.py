@@ -86,8 +86,10 @@ class PPOStrategy(PolicyStrategy):
                 self._require(name, value, 0.0, above=True)
         if adaptive_kl is not None and not kl_coef:
             raise ConfigurationError(
-                f"PPOStrategy(kl_coef={kl_coef!r}, adaptive_kl={adaptive_kl!r}): 0 stays 0 when it is "
-                "doubled; start with a kl_coef above 0, or leave adaptive_kl out"
+                "0 stays 0 when it is doubled; start with a kl_coef above 0, or leave adaptive_kl out",
+                "PPOStrategy",
+                kl_coef=kl_coef,
+                adaptive_kl=adaptive_kl,
             )
         gae(torch.zeros(1), torch.zeros(2), torch.zeros(1, dtype=torch.bool), gamma, lam)  # rejects wrong values now
         self.value_coef, self.value_clip_range, self.entropy_coef = value_coef, value_clip_range, entropy_coef

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,13 +12,11 @@ from pulsetrain.engine.data.sequences import IGNORED, restart_positions
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.losses import cross_entropy
 from pulsetrain.engine.metrics import bits_per_byte, perplexity
-from pulsetrain.engine.step.protocols import TrainingBatch
+from pulsetrain.engine.step.protocols import Number, TrainingBatch
 from pulsetrain.engine.strategies.language import logits_of
 from pulsetrain.engine.strategies.next_token import NextTokenStrategy
 
 __all__ = ["PretrainStrategy"]
-
-Number = TypeVar("Number", float, Tensor)
 
 
 class PretrainStrategy(NextTokenStrategy):
@@ -57,7 +54,7 @@ class PretrainStrategy(NextTokenStrategy):
         self,
         unit: str = "token",
         bytes_per_token: float | None = None,
-        loss_options: Mapping[str, Any] | None = None,
+        loss_options: Mapping[str, object] | None = None,
         separator: int | None = None,
     ) -> None:
         super().__init__(loss_options)
@@ -73,7 +70,7 @@ class PretrainStrategy(NextTokenStrategy):
         self.bytes_per_token = bytes_per_token
         self.loss_unit = f"nats/{unit}"
 
-    def prepare_batch(self, batch: Any, check: bool = False) -> TrainingBatch:
+    def prepare_batch(self, batch: Tensor | Mapping[str, Tensor] | TrainingBatch, check: bool = False) -> TrainingBatch:
         """Inputs are all tokens but the last, targets all but the first; torch tensors, also for other backends.
 
         Raises:
@@ -82,7 +79,7 @@ class PretrainStrategy(NextTokenStrategy):
         """
         if isinstance(batch, TrainingBatch):
             return batch
-        fields = batch if isinstance(batch, Mapping) else {"input_ids": batch}
+        fields: Mapping[str, Tensor] = batch if isinstance(batch, Mapping) else {"input_ids": batch}
         if "input_ids" not in fields:
             raise TypeError(
                 f"PretrainStrategy: a batch with {', '.join(map(str, fields)) or 'no field'} lacks 'input_ids'; let "

@@ -6,7 +6,6 @@ import copy
 import hashlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,11 +15,12 @@ from pulsetrain.engine.errors import CheckpointError, ConfigurationError
 from pulsetrain.engine.losses.tokens import token_log_probs
 from pulsetrain.engine.step.model_call import call, eval_mode
 from pulsetrain.engine.step.precision import autocast_of
+from pulsetrain.engine.step.protocols import Tree
 from pulsetrain.engine.strategies.language import LanguageStrategy, logits_of
 
 __all__ = ["Reference", "ReferenceModel"]
 
-ReferenceModel = str | nn.Module | Callable[..., Any] | None
+ReferenceModel = str | nn.Module | Callable[..., object] | None
 """The reference: "copy" of the policy at the time training is set up, a model, or None."""
 
 
@@ -54,15 +54,15 @@ class Reference:
         if given is not None and not isinstance(given, str) and not callable(given):
             raise TypeError(f"{place}(reference={type(given).__name__}): needs 'copy', a model, or None")
         self.given, self._place = given, place
-        self._model: Any = None if isinstance(given, str) else given
-        self._policy: Any = None
-        self._switched_off: Callable[[], AbstractContextManager[Any]] = nullcontext
-        self._autocast: Callable[[], AbstractContextManager[Any]] = nullcontext
+        self._model = None if isinstance(given, str) else given
+        self._policy: nn.Module | None = None
+        self._switched_off: Callable[[], AbstractContextManager[object]] = nullcontext
+        self._autocast: Callable[[], AbstractContextManager[object]] = nullcontext
         self._compared = False  # the vocabularies
         self._device: torch.device | None = None  # the device it computes on, if that is torch's
         self._digest: str | None = None
 
-    def bind(self, policy: nn.Module, backend: Any = None) -> None:
+    def bind(self, policy: nn.Module, backend: object = None) -> None:
         """Copies the policy as the reference, if "copy" was given.
 
         Raises:
@@ -99,12 +99,12 @@ class Reference:
                 reference=type(self.given),
             )
 
-    def placed(self, value: object) -> object:
+    def placed(self, value: Tree) -> Tree:
         """A tensor on the reference's device; anything else unchanged."""
         return value.to(self._device) if isinstance(value, Tensor) and self._device is not None else value
 
     @torch.no_grad()
-    def log_probs(self, inputs: Any, tokens: Tensor, temperature: float = 1.0) -> Tensor:
+    def log_probs(self, inputs: Tree, tokens: Tensor, temperature: float = 1.0) -> Tensor:
         """The log-probability of each token, in nats, the shape of the tokens, at least float32.
 
         Args:
@@ -128,12 +128,12 @@ class Reference:
         found: Tensor = token_log_probs(logits if temperature == 1.0 else logits / temperature, tokens)
         return found
 
-    def _frozen(self) -> AbstractContextManager[Any]:
+    def _frozen(self) -> AbstractContextManager[object]:
         return eval_mode(self._model) if isinstance(self._model, nn.Module) else nullcontext()
 
-    def _compare(self, inputs: Any) -> None:
+    def _compare(self, inputs: Tree) -> None:
         """Checks once that the reference and the policy have logits for the same number of tokens."""
-        if self._compared or self._policy is None or self._model is self._policy:
+        if self._compared or self._policy is None or self._model is None or self._model is self._policy:
             return
         named = inputs if isinstance(inputs, Mapping) else {"": inputs}
         one = {name: torch.zeros_like(v[:1, :1]) if isinstance(v, Tensor) else v for name, v in named.items()}
@@ -147,7 +147,7 @@ class Reference:
             )
         self._compared = True
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """A digest of the reference's weights; None for a function or a policy with adapters."""
         if isinstance(self._model, nn.Module) and self._model is not self._policy:
             if self._digest is None:
@@ -155,7 +155,7 @@ class Reference:
             return {"reference": self._digest}
         return {"reference": None}
 
-    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+    def check_state_dict(self, state: Mapping[str, object]) -> None:
         """Rejects a reference whose weights differ from those that the run started with.
 
         Raises:
@@ -175,7 +175,7 @@ class WithReference(LanguageStrategy):
 
     _reference: Reference
 
-    def bind(self, model: nn.Module, backend: Any = None) -> None:
+    def bind(self, model: nn.Module, backend: object = None) -> None:
         """Reads the model's limits, and copies the model as the reference if "copy" was given.
 
         Raises:
@@ -184,11 +184,11 @@ class WithReference(LanguageStrategy):
         super().bind(model, backend)
         self._reference.bind(model, backend)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """A digest of the reference."""
         return self._reference.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Rejects a different reference.
 
         Raises:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -12,13 +11,12 @@ from pulsetrain.engine.arrays import Array, masked_mean, namespace
 from pulsetrain.engine.data.sequences import IGNORED
 from pulsetrain.engine.losses import cross_entropy
 from pulsetrain.engine.metrics import perplexity
-from pulsetrain.engine.step.protocols import TrainingBatch
+from pulsetrain.engine.step.protocols import Number, TrainingBatch
 from pulsetrain.engine.strategies.language import logits_of
 from pulsetrain.engine.strategies.next_token import NextTokenStrategy
 
 __all__ = ["SFTStrategy"]
 
-Number = TypeVar("Number", float, Tensor)
 _REMEDY = (
     "pulsetrain.engine.data.chat.tokenize_chat and pulsetrain.engine.data.sequences.pad_examples or pack make such "
     "batches"
@@ -50,11 +48,11 @@ class SFTStrategy(NextTokenStrategy):
         ConfigurationError: an option is unknown.
     """
 
-    def __init__(self, loss_options: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, loss_options: Mapping[str, object] | None = None) -> None:
         super().__init__(loss_options)
         self.loss_unit = "nats/token"
 
-    def prepare_batch(self, batch: Any, check: bool = False) -> TrainingBatch:
+    def prepare_batch(self, batch: Mapping[str, Tensor] | TrainingBatch, check: bool = False) -> TrainingBatch:
         """Inputs are all tokens but the last, targets the labels of all but the first.
 
         Raises:
@@ -71,11 +69,7 @@ class SFTStrategy(NextTokenStrategy):
             if positions is not None:
                 labels = torch.where(positions == 0, IGNORED, labels)
         labels = self._labels(
-            "labels",
-            labels,
-            tokens,
-            "cut prompts so that some of the answer is left, or leave such rows out",
-            check,
+            "labels", labels, tokens, "cut prompts so that some of the answer is left, or leave such rows out", check
         )
         seen = tokens[:, :-1]
         inputs = self._inputs(seen, None if positions is None else positions[:, :-1])

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import numpy as np
 from torch import Tensor
 
 from pulsetrain.engine.arrays import Array, is_array, require_tensor
 from pulsetrain.engine.losses import check_first_batch, check_first_loss, get_loss, ignored_label
-from pulsetrain.engine.step.protocols import TrainingBatch, describe
+from pulsetrain.engine.step.protocols import TrainingBatch, Tree, describe
 
 __all__ = ["SupervisedStrategy"]
 
@@ -38,14 +37,14 @@ class SupervisedStrategy:
 
     def __init__(
         self,
-        loss: str | Callable[[Any, Any], Tensor] = "cross_entropy",
-        loss_options: Mapping[str, Any] | None = None,
+        loss: str | Callable[[Tree, Tree], Tensor] = "cross_entropy",
+        loss_options: Mapping[str, object] | None = None,
     ) -> None:
         self.loss_name = loss if isinstance(loss, str) else getattr(loss, "__name__", type(loss).__name__)
         self._loss = get_loss(loss, **(loss_options or {}))
         self._ignored = ignored_label(self._loss)
 
-    def prepare_batch(self, batch: Any) -> TrainingBatch:
+    def prepare_batch(self, batch: object) -> TrainingBatch:
         """The pair as inputs and targets; torch tensors, also for other backends.
 
         Raises:

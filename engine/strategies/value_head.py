@@ -69,7 +69,7 @@ class WithValueHead(nn.Module):
                 head=self.head,
             ) from None
 
-    def forward(self, *args: Any, **kwargs: Any) -> PolicyOutputs:
+    def forward(self, *args: object, **kwargs: object) -> PolicyOutputs:
         """Logits (batch, length, vocabulary) and values (batch, length), the latter in float32 at least."""
         hidden: list[Tensor] = []
         handle = self._head().register_forward_pre_hook(lambda module, inputs: hidden.append(inputs[0]))

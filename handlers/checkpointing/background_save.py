@@ -84,7 +84,7 @@ class BackgroundSave:
         if self._preparing is not None:
             self._preparing.join()
             self._preparing = None
-        copy = self._snapshot.take(engine.checkpoint_state())
+        copy = self._snapshot.copy(engine.checkpoint_state())
 
         def run() -> None:
             try:

@@ -204,7 +204,7 @@ def _model(engine: Engine) -> nn.Module:
 
 def _copy_of(model: nn.Module) -> Mapping[str, object]:
     """The model's state on the host; copies from a device run concurrently, with one wait for all."""
-    copy: Mapping[str, object] = Snapshot().take({"model": model.state_dict()})["model"]
+    copy: Mapping[str, object] = Snapshot().copy({"model": model.state_dict()})["model"]
     return copy
 
 

@@ -70,7 +70,7 @@ class RunState:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load a state that was checked: every part, or none if a handler, the strategy or the backend raises."""
         unchecked = {name: self.parts[name] for name in _MAY_REFUSE}
-        before = Snapshot().take({name: part.state_dict() for name, part in unchecked.items()})
+        before = Snapshot().copy({name: part.state_dict() for name, part in unchecked.items()})
         try:
             for name, part in unchecked.items():
                 part.load_state_dict(state[name])

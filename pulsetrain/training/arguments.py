@@ -14,7 +14,7 @@ from pulsetrain.engine.data.keyed_loader import can_be_read_once
 from pulsetrain.engine.errors import ArgumentTypeError, ConfigurationError, unknown_name
 from pulsetrain.engine.optimizers import NamedOptimizers, parts_of, resolve_optimizer
 from pulsetrain.engine.schedules import build_schedule
-from pulsetrain.engine.step.protocols import AlternatingStrategy, TrainingStrategy
+from pulsetrain.engine.step.protocols import AlternatingStrategy, DerivesMetrics, TrainingStrategy
 from pulsetrain.engine.strategies import STRATEGIES
 from pulsetrain.handlers import Checkpointer, EarlyStopping, LRScheduler
 from pulsetrain.training.run_length import RunLength
@@ -65,10 +65,9 @@ def check_kinds(config: object, metrics: object, handlers: object, callbacks: ob
 
 def check_metric_names(metrics: Mapping[str, object] | None, strategy: TrainingStrategy) -> None:
     """Reject a metric under a name that the strategy derives from the loss itself, such as perplexity."""
-    derive = getattr(strategy, "derive_metrics", None)
-    if not metrics or derive is None:
+    if not metrics or not isinstance(strategy, DerivesMetrics):
         return
-    for name in derive(1.0):
+    for name in strategy.derive_metrics(1.0):
         if name in metrics:
             raise ConfigurationError(
                 f"{type(strategy).__name__} reports a metric of that name itself; choose another name",

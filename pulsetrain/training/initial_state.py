@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.step.backend import Backend, ModelStore, OptimizerRequest
-from pulsetrain.engine.step.protocols import BackendSettings, Strategy, bind_strategy
+from pulsetrain.engine.step.protocols import BackendSettings, BindsModel, Strategy
 from pulsetrain.training.arguments import optimizer_options, resolve_model, resolve_optimizers
 
 if TYPE_CHECKING:
@@ -54,7 +54,8 @@ def make_store(
                 schedule=config.schedule,
                 warmup_steps=config.warmup_steps,
             )
-        bind_strategy(strategy, store.module, backend)
+        if isinstance(strategy, BindsModel):
+            strategy.bind(store.module, backend)
     except BaseException:
         backend.release()  # the argument can be corrected, and the same backend passed again
         raise

@@ -135,7 +135,7 @@ class Stepper:
 
     def discard(self) -> None:
         """Drop the gradients that wait for the next update."""
-        self.accumulation.restart()
+        self.accumulation.reset()
         self.store.discard()
 
     def note_update(self, rates: tuple[float, ...], grad_norm: Tensor | None = None) -> None:
@@ -157,7 +157,7 @@ class Stepper:
 
     def reset(self) -> None:
         """A run begins from iteration 0: no batch waits, and no norm has been measured."""
-        self.accumulation.restart()
+        self.accumulation.reset()
         self.store.optimizer.zero_grad(set_to_none=True)
         self.store.reset()
         self.grad_norm = None

@@ -24,7 +24,7 @@ from pulsetrain.engine.metrics import MetricTracker, RunningMean
 from pulsetrain.engine.step.backend import Backend, InPlaceBackend, ModelStore
 from pulsetrain.engine.step.first_batch import FirstBatch
 from pulsetrain.engine.step.model_call import eval_mode
-from pulsetrain.engine.step.protocols import AlternatingStrategy, TrainingBatch, TrainingStrategy
+from pulsetrain.engine.step.protocols import AlternatingStrategy, DerivesMetrics, TrainingBatch, TrainingStrategy
 from pulsetrain.handlers.attachment.cadence import reading_events
 
 __all__ = ["Evaluation", "Evaluator", "Validator", "check_sets", "eval_mode"]
@@ -224,9 +224,8 @@ class Evaluation:
         if not self._running:
             return
         self._means = {name: running.compute() for name, running in self._running.items()}
-        derive = getattr(self.strategy, "derive_metrics", None)
-        if derive is not None:
-            self._means.update(derive(self._means["loss"]))
+        if isinstance(self.strategy, DerivesMetrics):
+            self._means.update(self.strategy.derive_metrics(self._means["loss"]))
         self.engine.state.metrics.update(self._means)
         self._reset()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any
 
 from pulsetrain.engine.errors import ConfigurationError, unknown_name
 from pulsetrain.engine.optimizers.functional.adam import Adam, AdamW
@@ -27,7 +26,7 @@ FUNCTIONAL_NAMES = tuple(_KINDS)
 
 
 def create_functional(
-    name: str, learning_rate: float, weight_decay: float = 0.0, *, decay_mask: DecayMask = None, **options: Any
+    name: str, learning_rate: float, weight_decay: float = 0.0, *, decay_mask: DecayMask = None, **options: object
 ) -> SGD | Adam | AdamW | RMSprop:
     """The functional optimizer with a name; its numbers equal those of torch's.
 
@@ -60,8 +59,9 @@ def create_functional(
         # functional optimizers are always differentiable, and have no kernels to choose from
         if value and key != "differentiable":
             raise ConfigurationError(
-                f"{place}({key}={value!r}): {name!r} only has it in place; leave it out, or use TorchBackend() "
-                "without functional=True"
+                f"{name!r} only has it in place; leave it out, or use TorchBackend() without functional=True",
+                place,
+                **{key: value},
             )
     if name == "sgd":
         checked.setdefault("momentum", 0.9)

@@ -36,8 +36,9 @@ def check(
         raise ConfigurationError(str(error).replace("create_optimizer(", f"{place}(", 1)) from None
     if isinstance(decay_mask, (bool, str)):
         raise ConfigurationError(
-            f"{place}(decay_mask={decay_mask!r}): needs a pytree of bools like the parameters, a function from them to "
-            "one, or None to decay all"
+            "needs a pytree of bools like the parameters, a function from them to one, or None to decay all",
+            place,
+            decay_mask=decay_mask,
         )
     return checked
 

@@ -53,7 +53,7 @@ def new_state(
     """
     leaves, structure = pytree.tree_flatten(params)
     if not leaves:
-        raise ConfigurationError(f"{place}(params={params!r}): holds no tensor; pass the parameters to train")
+        raise ConfigurationError("holds no tensor; pass the parameters to train", place, params=params)
     for index, leaf in enumerate(leaves):
         if not isinstance(leaf, Tensor):
             raise _no_tensor(place, "params", _path(params, index), leaf)
@@ -185,8 +185,10 @@ def _difference(place: str, name: str, tree: PyTree, params: PyTree) -> Configur
         if here != there and not (name == "decay_mask" and path in mine and path in theirs):
             return ConfigurationError(f"{place}({name}{path}): is {here} where the parameters have {there}; {remedy}")
     return ConfigurationError(
-        f"{place}({name}={type(tree).__name__}): its containers are not those of the parameters "
-        f"({pytree.tree_structure(tree)} and {pytree.tree_structure(params)}); {remedy}"
+        f"its containers are not those of the parameters "
+        f"({pytree.tree_structure(tree)} and {pytree.tree_structure(params)}); {remedy}",
+        place,
+        **{name: type(tree)},
     )
 
 

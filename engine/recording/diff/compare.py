@@ -50,7 +50,7 @@ def diff(a: str | Path | EventLog, b: str | Path | EventLog, rtol: float = 0.0, 
     """
     for name, value in (("rtol", rtol), ("atol", atol)):
         if not (isinstance(value, int | float) and 0 <= value < math.inf):
-            raise ConfigurationError(f"diff({name}={value!r}): needs a number of at least 0")
+            raise ConfigurationError("needs a number of at least 0", "diff", **{name: value})
     return _Comparison(_side(a), _side(b), rtol, atol).result()
 
 

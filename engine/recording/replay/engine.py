@@ -30,7 +30,6 @@ class Player(Playback, Protocol):
 
     def note_fired(self, engine: ReplayedEngine, dispatch: Dispatch, event: Event) -> None:
         """A handler has fired an event."""
-        ...
 
 
 class ReplayBus(EventBus):
@@ -173,7 +172,7 @@ class ReplayedEngine(Engine):
         self._terminate = self._terminate_epoch = self._interrupt = False
         return stop
 
-    def run(self, *args: Any, **kwargs: Any) -> Any:  # a Replay's run() has its own signature
+    def run(self, *args: object, **kwargs: object) -> NoReturn:  # a Replay's run() has its own signature
         raise RecordingError(f"Replay: {self.name!r}.run(): its runs are in the log; run() the Replay itself")
 
 

@@ -102,7 +102,7 @@ class Replay(ReplayedEngine):
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
         if speed is not None and not speed > 0:
-            raise ConfigurationError(f"Replay(speed={speed!r}): needs a positive number; None is as fast as possible")
+            raise ConfigurationError("needs a positive number; None is as fast as possible", "Replay", speed=speed)
         self.log = path if isinstance(path, EventLog) else EventLog(path, rank)
         self.speed, self.obey_terminate, self.deliver_fired = speed, obey_terminate, deliver_fired
         self.fired: list[Event] = []  # by replayed handlers; seq is that of the event they handled
@@ -121,7 +121,7 @@ class Replay(ReplayedEngine):
         name = engine if engine is not None else self.log.main_engine
         if engine is not None and engine not in names:
             raise RecordingError(
-                f"Replay(engine={engine!r}): the log has no such engine; there are {', '.join(names) or 'none'}"
+                f"the log has no such engine; there are {', '.join(names) or 'none'}", "Replay", engine=engine
             )
         known = [event for enum in events for event in enum]
         bus = ReplayBus()

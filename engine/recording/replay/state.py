@@ -52,15 +52,12 @@ class Playback(Protocol):
 
     def reach(self) -> int:
         """The seq up to which the state is known."""
-        ...
 
     def bounds(self, engine: str) -> dict[str, Any]:
         """What the log says about the length of the engine's run."""
-        ...
 
     def completes(self, terminated: LoggedEvent) -> bool:
         """Whether a terminated run fired COMPLETED."""
-        ...
 
 
 class ReplayedState(State):

@@ -56,7 +56,7 @@ class NearestWeights:
             load = resolve_name(STANDARD)
         if not callable(load):
             raise ConfigurationError(
-                f"Replay(checkpoints={load!r}): needs True, or a function that reads the folder of a checkpoint"
+                "needs True, or a function that reads the folder of a checkpoint", "Replay", checkpoints=load
             )
         return cls(events.parent if events.name == "events" else events, load, model)
 

@@ -33,7 +33,7 @@ def test_in_place_changes_by_training_do_not_change_the_snapshot():
     live = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "history": {"loss": [1.0, 2]}}
     expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     moments = optimizer.state_dict()["state"][0]["exp_avg"].clone()
-    copy = Snapshot().take(live)
+    copy = Snapshot().copy(live)
     step()
     live["history"]["loss"].append(3.0)
     assert all(torch.equal(copy["model"][name], expected[name]) for name in expected)
@@ -49,21 +49,21 @@ def test_in_place_changes_by_training_do_not_change_the_snapshot():
 )
 def test_every_dtype_is_kept_bit_for_bit(dtype: torch.dtype):
     tensor = torch.arange(7).to(dtype)
-    copy = Snapshot().take({"x": tensor})["x"]
+    copy = Snapshot().copy({"x": tensor})["x"]
     assert copy.dtype == dtype
     assert copy.untyped_storage().tolist() == tensor.untyped_storage().tolist()
 
 
 def test_nan_keeps_its_bits():
     tensor = torch.tensor([0x7FC00001, -1], dtype=torch.int32).view(torch.float32)
-    copy = Snapshot().take({"x": tensor})["x"]
+    copy = Snapshot().copy({"x": tensor})["x"]
     assert math.isnan(copy[0])
     assert copy.view(torch.int32).tolist() == [0x7FC00001, -1]
 
 
 def test_two_names_of_one_storage_stay_one():
     flat = torch.arange(10.0)
-    copy = Snapshot().take({"flat": flat, "head": flat[:4], "tail": flat[4:].view(2, 3), "other": torch.arange(10.0)})
+    copy = Snapshot().copy({"flat": flat, "head": flat[:4], "tail": flat[4:].view(2, 3), "other": torch.arange(10.0)})
     copy["flat"][5] = -1.0
     assert copy["tail"].tolist() == [[4.0, -1.0, 6.0], [7.0, 8.0, 9.0]]
     assert copy["head"].tolist() == [0.0, 1.0, 2.0, 3.0]
@@ -79,7 +79,7 @@ def test_strides_and_empty_tensors_and_scalars_are_kept():
         "empty": torch.empty(0, 3),
         "scalar": torch.tensor(2.5),
     }
-    copy = Snapshot().take(state)
+    copy = Snapshot().copy(state)
     for name, tensor in state.items():
         assert (copy[name].stride(), copy[name].shape) == (tensor.stride(), tensor.shape)
         assert torch.equal(copy[name], tensor)
@@ -88,7 +88,7 @@ def test_strides_and_empty_tensors_and_scalars_are_kept():
 def test_tensors_without_a_plain_storage_are_copied_too():
     base = torch.tensor([1 + 2j, 3 - 4j])
     sparse = torch.eye(3).to_sparse()
-    copy = Snapshot().take({"conj": base.conj(), "negative": base.conj().imag, "sparse": sparse})
+    copy = Snapshot().copy({"conj": base.conj(), "negative": base.conj().imag, "sparse": sparse})
     base.zero_()
     sparse.values().zero_()
     assert copy["conj"].tolist() == [1 - 2j, 3 + 4j]
@@ -100,7 +100,7 @@ def test_parameters_and_attributes_are_kept():
     parameter = nn.Parameter(torch.ones(2), requires_grad=False)
     parameter.decay = [1, torch.zeros(1)]
     leaf = torch.ones(2, requires_grad=True)
-    copy = Snapshot().take({"parameter": parameter, "leaf": leaf})
+    copy = Snapshot().copy({"parameter": parameter, "leaf": leaf})
     parameter.decay[1].add_(1)
     assert type(copy["parameter"]) is nn.Parameter
     assert copy["parameter"].requires_grad is False
@@ -118,7 +118,7 @@ def test_containers_keep_their_kinds():
         "array": array,
         "size": torch.Size([2]),
     }
-    copy = Snapshot().take(state)
+    copy = Snapshot().copy(state)
     ordered._metadata["version"].append(3)
     array[:] = 9
     assert type(copy["ordered"]) is OrderedDict
@@ -134,7 +134,7 @@ def test_it_is_saved_and_loaded_as_the_state_itself_would_be(tmp_path: Path):
     state = {"model": model.state_dict(), "rng": torch.get_rng_state(), "numbers": [1, 2.0, "three", None, b"4"]}
     manager = CheckpointManager(tmp_path)
     direct = manager.load(manager.save(state))
-    through = manager.load(manager.save(Snapshot().take(state)))
+    through = manager.load(manager.save(Snapshot().copy(state)))
     assert through.keys() == direct.keys()
     assert all(torch.equal(through["model"][name], tensor) for name, tensor in direct["model"].items())
     assert through["model"]._metadata == direct["model"]._metadata
@@ -147,9 +147,9 @@ def test_it_is_saved_and_loaded_as_the_state_itself_would_be(tmp_path: Path):
 def test_the_next_one_uses_the_same_memory():
     snapshot = Snapshot()
     state = {"a": torch.zeros(100), "b": torch.zeros(200)}
-    first = pointers(snapshot.take(state))
+    first = pointers(snapshot.copy(state))
     state["a"].add_(1)
-    again = snapshot.take(state)
+    again = snapshot.copy(state)
     assert pointers(again) == first
     assert again["a"].tolist() == [1.0] * 100
 
@@ -157,15 +157,15 @@ def test_the_next_one_uses_the_same_memory():
 def test_memory_is_reallocated_only_for_changed_sizes_and_freed_for_removed_tensors():
     snapshot = Snapshot()
     state = {"a": torch.zeros(100), "b": torch.zeros(200)}
-    first = snapshot.take(state)
+    first = snapshot.copy(state)
     before = pointers(first)
     state["b"] = torch.zeros(300)
     state["c"] = torch.zeros(400)
-    after = pointers(snapshot.take(state))
+    after = pointers(snapshot.copy(state))
     assert after["a"] == before["a"]
     assert len(set(after.values())) == 3
     del state["c"], state["b"]
-    (kept,) = snapshot.take(state).values()
+    (kept,) = snapshot.copy(state).values()
     assert kept.untyped_storage().data_ptr() == before["a"]
     assert snapshot.nbytes == 400
 
@@ -173,8 +173,8 @@ def test_memory_is_reallocated_only_for_changed_sizes_and_freed_for_removed_tens
 def test_equal_sizes_never_share_memory():
     snapshot = Snapshot()
     state = {"a": torch.zeros(64), "b": torch.ones(64)}
-    snapshot.take(state)
-    copy = snapshot.take(state)
+    snapshot.copy(state)
+    copy = snapshot.copy(state)
     assert [copy["a"].tolist(), copy["b"].tolist()] == [[0.0] * 64, [1.0] * 64]
 
 
@@ -182,7 +182,7 @@ def test_a_state_that_holds_itself_is_refused():
     state: dict[str, Any] = {"a": 1}
     state["self"] = state
     with pytest.raises(CheckpointError, match="holds itself"):
-        Snapshot().take(state)
+        Snapshot().copy(state)
 
 
 @pytest.mark.gpu
@@ -192,7 +192,7 @@ def test_tensors_of_a_device_come_to_pinned_host_memory_whole():
     weight = torch.arange(1_000_000.0, device="cuda")
     for step in range(3):
         weight.add_(1)
-        copy = snapshot.take({"weight": weight, "view": weight[10:]})
+        copy = snapshot.copy({"weight": weight, "view": weight[10:]})
         weight.mul_(1)  # later changes on the device do not change the copy
         assert copy["weight"].device.type == "cpu"
         assert copy["weight"].is_pinned()
@@ -209,7 +209,7 @@ def test_memory_that_was_prepared_is_what_the_first_copy_is_made_in():
     make()
     prepared = snapshot.nbytes
     assert prepared == 400 + 28
-    copy = snapshot.take(state)
+    copy = snapshot.copy(state)
     assert snapshot.nbytes == prepared
     assert torch.equal(copy["model"]["a"], shared)
     assert torch.equal(copy["model"]["b"], shared[10:20])

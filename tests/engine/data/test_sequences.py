@@ -349,10 +349,13 @@ def test_a_packed_row_is_not_packed_again():
     [
         (
             lambda some: pad_examples(some, pad_token=None),
-            "pad_examples(pad_token=None): needs a whole number of 0 or more",
+            "pad_examples(pad_token=None): needs a whole number of at least 0",
         ),
-        (lambda some: pad_examples(some, length=0), "pad_examples(length=0): needs a whole number of 1 or more"),
-        (lambda some: pad_examples(some, multiple_of=2.0), "pad_examples(multiple_of=2.0): needs a whole number of 1"),
+        (lambda some: pad_examples(some, length=0), "pad_examples(length=0): needs a whole number of at least 1"),
+        (
+            lambda some: pad_examples(some, multiple_of=2.0),
+            "pad_examples(multiple_of=2.0): needs a whole number of at least 1",
+        ),
         (
             lambda some: pad_examples(some, length=10, multiple_of=4),
             "needs a length that is a multiple; pass length=12, or",
@@ -362,8 +365,8 @@ def test_a_packed_row_is_not_packed_again():
             lambda some: pad_examples(some, truncation="left"),
             "pad_examples(truncation='left'): needs a length to cut to",
         ),
-        (lambda some: pack(some, 1), "pack(length=1): needs a whole number of 2 or more"),
-        (lambda some: pack(some, True), "pack(length=True): needs a whole number of 2 or more"),
+        (lambda some: pack(some, 1), "pack(length=1): needs a whole number of at least 2"),
+        (lambda some: pack(some, True), "pack(length=True): needs a whole number of at least 2"),
         (lambda some: pack(some, 4, truncation="both"), "pack(truncation='both'): unknown; choose one of left, right"),
         (lambda some: pack(some, 4, truncation="left", split=True), "pass one of them"),
         (

@@ -155,7 +155,7 @@ def test_a_created_scheduler_can_be_pickled_and_copied():
     ("arguments", "message"),
     [
         ({"name": "cosin"}, r"create_scheduler\(name='cosin'\): unknown; choose one of constant, .*mean 'cosine'\?"),
-        ({"max_epochs": 0}, r"create_scheduler\(max_epochs=0\): needs a whole number, at least 1"),
+        ({"max_epochs": 0}, r"create_scheduler\(max_epochs=0\): needs a whole number of at least 1"),
         ({"max_epochs": 1.5}, r"create_scheduler\(max_epochs=1.5\): needs a whole number"),
         ({"steps_per_epoch": -1}, r"create_scheduler\(steps_per_epoch=-1\): needs a whole number"),
         ({"steps_per_epoch": None}, r"create_scheduler\(steps_per_epoch=None\): needs a whole number"),
