@@ -5,7 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.support.programs_examples import EXAMPLES, run
+
+pytestmark = pytest.mark.slow
 
 
 def test_best_model_lowers_the_rate_stops_early_and_keeps_the_best_weights(tmp_path: Path) -> None:

@@ -19,6 +19,8 @@ from pulsetrain.engine.recording import EventLog
 from pulsetrain.engine.strategies import GRPOStrategy
 from tests.support.programs_examples import EXAMPLES, run
 
+pytestmark = pytest.mark.slow
+
 DEF = "def f(self, a):\n"
 
 

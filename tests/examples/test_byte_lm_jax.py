@@ -23,6 +23,8 @@ from pulsetrain.engine.backends import TorchBackend
 from pulsetrain.engine.recording import EventLog
 from tests.support.programs_examples import EXAMPLES, run
 
+pytestmark = pytest.mark.slow
+
 jax = pytest.importorskip("jax", reason="jax is not installed")
 optax = pytest.importorskip("optax", reason="optax is not installed")
 nnx = pytest.importorskip("flax.nnx", reason="flax is not installed")

@@ -13,6 +13,8 @@ from torch import Tensor
 
 from examples.byte_lm.model import ByteGPT, Cache
 
+pytestmark = pytest.mark.slow
+
 CONTEXT = 24
 PROMPTS = [[3], [1, 2, 3, 4, 5, 6, 7], [200, 100], [7] * 7, list(range(40, 60)), [0, 0, 0], [1, 2, 3, 4, 5, 6, 8]]
 

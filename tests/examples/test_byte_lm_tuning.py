@@ -22,6 +22,8 @@ from pulsetrain.engine.errors import CheckpointError
 from pulsetrain.engine.recording import EventLog
 from tests.support.programs_examples import EXAMPLES, run
 
+pytestmark = pytest.mark.slow
+
 CONTEXT = 128
 
 

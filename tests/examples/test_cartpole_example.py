@@ -10,6 +10,8 @@ import pytest
 from pulsetrain.engine.recording import EventLog
 from tests.support.programs_examples import EXAMPLES, run
 
+pytestmark = pytest.mark.slow
+
 pytest.importorskip("gymnasium", reason="gymnasium is not installed")
 
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.support.programs_examples import EXAMPLES, run
+
+pytestmark = pytest.mark.slow
 
 
 def test_ema_prints_a_smaller_loss_and_a_higher_accuracy_for_the_averaged_weights(tmp_path: Path) -> None:

@@ -5,7 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.support.programs_examples import EXAMPLES, run
+
+pytestmark = pytest.mark.slow
 
 
 def test_lr_finder_suggests_a_rate_that_trains_better_than_the_default_and_draws_it(tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ import pytest
 
 from tests.support.programs_examples import EXAMPLES, run
 
+pytestmark = pytest.mark.slow
+
 LINE = re.compile(r"(.+?) +(\d+) batches, (\d+) updates, (\d+) skipped, loss ([\d.]+), accuracy ([\d.]+)")
 
 

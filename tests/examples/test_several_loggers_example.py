@@ -9,7 +9,11 @@ import re
 import sqlite3
 from pathlib import Path
 
+import pytest
+
 from tests.support.programs_examples import EXAMPLES, run
+
+pytestmark = pytest.mark.slow
 
 
 def test_all_places_hold_the_same_validations(tmp_path: Path) -> None:

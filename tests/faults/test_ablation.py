@@ -28,6 +28,8 @@ from pulsetrain.engine.checkpoint import CheckpointManager
 from pulsetrain.engine.step.accumulation import Accumulate
 from tests.faults.everything import bits, leaves, logged, make, outcome
 
+pytestmark = pytest.mark.slow
+
 PARTS = (
     "format", "made_with", "backend", "strategy", "handlers", "model", "optimizer", "counters", "stepper", "data",
     "validation", "reporter", "rng",

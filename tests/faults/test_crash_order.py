@@ -18,6 +18,8 @@ from pulsetrain.engine.checkpoint import CheckpointManager, Form, find_checkpoin
 from pulsetrain.engine.errors import CheckpointError
 from tests.faults.crashes import Call, Content, content_of, crashes, put, record
 
+pytestmark = pytest.mark.slow
+
 FOLDER = Path("run", "checkpoints")
 NEW = 9  # `n` of the checkpoint that is saved while the machine may crash
 

@@ -7,9 +7,13 @@ import sys
 from pathlib import Path
 from signal import SIGKILL
 
+import pytest
+
 from pulsetrain.handlers import EventRecorder
 from tests.faults.everything import logged
 from tests.support.runs_backends import JAX_FUNCTION, make, needs_jax, programs_kept, saved, whole_state
+
+pytestmark = pytest.mark.slow
 
 VICTIM = """
 import os, signal, sys

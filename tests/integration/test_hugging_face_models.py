@@ -26,7 +26,10 @@ from tests.support.models_hugging_face import (
 pytest.importorskip("transformers", reason="transformers is not there: pip install transformers")
 
 # peft uses attributes of transformers models that are deprecated
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+]
 
 
 def weights_of(model):

@@ -39,6 +39,8 @@ from tests.support.runs_strategies import (
     text_rollouts,
 )
 
+pytestmark = pytest.mark.slow
+
 Run = tuple[Trainer, Path]
 
 

@@ -17,6 +17,8 @@ from pulsetrain.engine.losses import cross_entropy
 from pulsetrain.engine.metrics import Accuracy
 from pulsetrain.handlers import EMA
 
+pytestmark = pytest.mark.slow
+
 DEVICES = [
     "cpu",
     pytest.param(

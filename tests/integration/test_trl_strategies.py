@@ -16,7 +16,10 @@ pytest.importorskip("transformers", reason="transformers is not there: pip insta
 pytest.importorskip("trl", reason="trl is not there: pip install trl")
 
 # trl uses attributes of transformers models that are deprecated
-pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+]
 
 PROMPT = 3
 

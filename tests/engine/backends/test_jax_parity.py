@@ -13,6 +13,8 @@ pytest.importorskip("flax", reason="pip install 'pulsetrain[jax]'")
 from tests.support.models import KINDS, batches, core_of, linen_model, nnx_model, torch_model
 from tests.support.runs_backends import programs_kept
 
+pytestmark = pytest.mark.slow
+
 STEPS = 100
 OPTIMIZERS = {"sgd": 0.05, "adam": 0.01, "adamw": 0.01, "rmsprop": 0.01}
 DECAY = 0.1

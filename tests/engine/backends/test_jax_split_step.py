@@ -11,6 +11,8 @@ pytest.importorskip("flax", reason="pip install 'pulsetrain[jax]'")
 from tests.support.models import batches, bits, core_of, function_model, linen_model, nnx_model, torch_model
 from tests.support.runs_backends import programs_kept
 
+pytestmark = pytest.mark.slow
+
 DECAY = 0.1
 
 

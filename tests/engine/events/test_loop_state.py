@@ -149,6 +149,7 @@ def test_a_name_taken_on_the_bus_leaves_no_half_made_engine(engine):
 # ----------------------------------------------------------------------------------------------------- memory
 
 
+@pytest.mark.slow
 def test_memory_stays_flat_over_a_hundred_thousand_iterations(engine):
     def plain(sender, event):
         pass
@@ -175,6 +176,7 @@ def test_memory_stays_flat_over_a_hundred_thousand_iterations(engine):
     assert second - first < 2_000  # bytes: the list of sizes itself, and counters that have left the small integers
 
 
+@pytest.mark.slow
 def test_a_thousand_short_runs_leaves_nothing(make_engine):
     trainer, evaluator = make_engine(), make_engine()
     evaluator.on(Events.COMPLETED)(lambda engine, event: None)

@@ -21,6 +21,8 @@ import jax.monitoring
 from tests.support.models import batches, function_model, linen_model, nnx_model, torch_model
 from tests.support.runs_backends import programs_kept
 
+pytestmark = pytest.mark.slow
+
 ONCE = {"train": 1, "evaluate": 1}
 IN_PARTS = {"gradients": 1, "finish": 1, "apply": 1, "evaluate": 1}
 
