@@ -1,4 +1,4 @@
-"""Whatever a payload holds, its plain form is made, at a cost that is bounded."""
+"""Every payload has a plain form, at a bounded cost."""
 
 from __future__ import annotations
 
