@@ -71,7 +71,7 @@ def random_bytes(*shape: int) -> Tensor:
     return torch.randint(0, 256, shape, generator=torch.Generator().manual_seed(1))
 
 
-@nnx.jit  # op by op, each op would be compiled by itself: seconds for every new shape
+@nnx.jit  # without jit, each op would be compiled separately: seconds for every new shape
 def _forward(model: Any, tokens: Any) -> Any:
     return model(tokens)
 

@@ -244,7 +244,7 @@ class TestMutations:
             ("x <= 1", "x >= 1"),
             ("x and y", "x or y"),
             ("-x", "+x"),
-            ("f(*x)", None),  # which no other operator can stand for
+            ("f(*x)", None),  # which no other operator can replace
             ("[a for a in x]", None),
             ("'a == b'  # c < d", None),
             ("f'and{x}or'", None),

@@ -116,7 +116,7 @@ def attempt(
     return None if os.WIFSIGNALED(status) else os.WEXITSTATUS(status)
 
 
-def told_by_clock_left_out(left: dict[str, Any]) -> dict[str, Any]:
+def without_clock_dependent(left: dict[str, Any]) -> dict[str, Any]:
     """Without the values that depend on when a background save ended: the number of announcements."""
     return {name: value for name, value in left.items() if not name.endswith("counters/save")}
 
@@ -137,7 +137,7 @@ def kill(kills: int, seed: int, folder: Path) -> Tally:
     expected = []
     for number, saves in enumerate(SAVES):
         make(folder / f"whole_{number}", **saves).train()
-        expected.append(told_by_clock_left_out(outcome(folder / f"whole_{number}")))
+        expected.append(without_clock_dependent(outcome(folder / f"whole_{number}")))
     duration = (time.perf_counter() - start) / len(SAVES)
     while tally.kills < kills and not tally.differences:
         workers, kind = tally.runs % 3, tally.runs // 3 % len(SAVES)
@@ -161,7 +161,7 @@ def kill(kills: int, seed: int, folder: Path) -> Tally:
         if status == FAILED:
             tally.differences.append(f"{run.name}: the resumed run failed; the error is above")
             break
-        tally.differences += differences(expected[kind], told_by_clock_left_out(outcome(run)))
+        tally.differences += differences(expected[kind], without_clock_dependent(outcome(run)))
     return tally
 
 

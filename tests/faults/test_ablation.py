@@ -178,7 +178,9 @@ def ablate(tmp_path_factory: pytest.TempPathFactory) -> Any:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("pulsetrain.training.running_stats._FOLD", 5)  # else no run is as long as to fold its losses
+        patch.setattr(
+            "pulsetrain.training.running_stats._FOLD", 5
+        )  # otherwise no run is long enough to fold its losses
         patch.setattr(os, "fsync", lambda descriptor: None)  # thousands of saves, and no machine crashes here
         yield cache(lambda case: Ablation(case, tmp_path_factory.mktemp("ablation")))
     torch.set_num_threads(threads)

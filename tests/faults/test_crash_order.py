@@ -54,7 +54,7 @@ class Save:
 
     @cached_property
     def syncs(self) -> list[int]:
-        """Where in the calls each fsync stands."""
+        """The index of each fsync in the calls."""
         return [index for index, call in enumerate(self.calls) if call.name == "fsync"]
 
     def found_after(self, outcome: Content) -> dict[str, Any]:

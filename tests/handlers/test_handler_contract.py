@@ -1,4 +1,4 @@
-"""What holds for every handler."""
+"""The contract of every handler."""
 
 import io
 import warnings

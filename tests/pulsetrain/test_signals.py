@@ -78,8 +78,8 @@ SCRIPT = """
             print("batch", flush=True)
 
         if kind.startswith("late"):  # the signal finds workers that are not ready yet
-            told = lambda: print("forked", flush=True)
-            os.register_at_fork(after_in_child=lambda: time.sleep(1), after_in_parent=told)
+            announce = lambda: print("forked", flush=True)
+            os.register_at_fork(after_in_child=lambda: time.sleep(1), after_in_parent=announce)
 
         with SignalWatch(trainer) as watch:
             trainer.train(resume="latest")

@@ -51,7 +51,7 @@ class Program:
         given = {"arguments": self.args, "cwd": str(cwd or Path.cwd()), "env": {**(env or os.environ)}}
         request = json.dumps(given).encode()
         (read_in, write_in), (read_out, write_out), (read_err, write_err) = (os.pipe() for _ in range(3))
-        self._told, teller = socket.socketpair()
+        self._status, teller = socket.socketpair()
         socket.send_fds(_warm(), [b"%8d" % len(request)], [read_in, write_out, write_err, teller.fileno()])
         _warm().sendall(request)
         for descriptor in (read_in, write_out, write_err):
@@ -59,7 +59,7 @@ class Program:
         teller.close()
         self.stdin = os.fdopen(write_in, "w", encoding="utf-8")
         self.stdout, self.stderr = (os.fdopen(read, encoding="utf-8") for read in (read_out, read_err))
-        self.pid = int(self._told.recv(8))
+        self.pid = int(self._status.recv(8))
 
     def send_signal(self, number: int) -> None:
         if self.returncode is None:
@@ -74,9 +74,9 @@ class Program:
 
     def wait(self, timeout: float) -> int:
         if self.returncode is None:
-            self._told.settimeout(timeout)
+            self._status.settimeout(timeout)
             try:
-                self.returncode = int(self._told.recv(8))
+                self.returncode = int(self._status.recv(8))
             except TimeoutError:
                 raise subprocess.TimeoutExpired(self.args, timeout) from None
         return self.returncode
@@ -105,7 +105,7 @@ class Program:
         """Kill its remaining processes."""
         self.kill()
         self.wait(60)
-        for stream in (self.stdout, self.stderr, self._told):
+        for stream in (self.stdout, self.stderr, self._status):
             stream.close()
         self._write("")
 

@@ -1,4 +1,4 @@
-"""Chat messages and prompts to tokens: what is learnt, with tokenizers of several kinds."""
+"""Chat messages and prompts to tokens: the learnt tokens, with tokenizers of several kinds."""
 
 from __future__ import annotations
 

@@ -134,7 +134,7 @@ def test_connecting_the_same_receiver_twice_is_once(engine):
     assert seen == [1]
 
 
-def test_connect_with_a_sender_and_connect_via_hear_that_engine_alone(make_engine):
+def test_connect_with_a_sender_and_connect_via_receive_that_engine_alone(make_engine):
     bus = EventBus()
     first, second = make_engine(bus=bus), make_engine(bus=bus)
     seen = []
@@ -153,7 +153,7 @@ def test_connect_with_a_sender_and_connect_via_hear_that_engine_alone(make_engin
     assert seen == [("connect", first), ("connect_via", second)]
 
 
-def test_connected_to_hears_for_the_length_of_a_block(engine):
+def test_connected_to_subscribes_for_the_length_of_a_block(engine):
     seen = []
 
     def receiver(sender, event):
@@ -255,7 +255,7 @@ def test_send_calls_the_receivers_in_order_and_returns_them_with_their_answers(e
         assert signal.send(engine) == []
 
 
-def test_receivers_for_leaves_out_what_hears_other_engines(make_engine):
+def test_receivers_for_leaves_out_receivers_of_other_engines(make_engine):
     bus = EventBus()
     first, second = make_engine(bus=bus), make_engine(bus=bus)
     everyone = bus.subscribe(Events.STARTED, lambda: None)

@@ -31,7 +31,7 @@ def test_two_engines_on_one_bus_share_one_order_of_events(make_engine, recorder)
     assert story.count(("evaluator", "completed")) == 2
 
 
-def test_unheard_events_take_numbers_too(make_engine, make_recorder):
+def test_events_without_receivers_are_numbered_too(make_engine, make_recorder):
     everything, little = make_engine(), make_engine()
     all_of_it = make_recorder().attach(everything)
     some_of_it = make_recorder().attach(little, Events.EPOCH_COMPLETED, Events.COMPLETED)
@@ -127,7 +127,7 @@ def test_a_handler_registered_twice_runs_twice(engine):
 # -------------------------------------------------------------------------------------------------- senders
 
 
-def test_a_subscription_without_sender_hears_every_engine_also_those_that_come_later(make_engine):
+def test_a_subscription_without_sender_receives_every_engine_even_later_ones(make_engine):
     bus = EventBus()
     seen = []
     bus.subscribe(Events.COMPLETED, lambda engine: seen.append(engine.name))
@@ -136,7 +136,7 @@ def test_a_subscription_without_sender_hears_every_engine_also_those_that_come_l
     assert seen == ["first", "second"]
 
 
-def test_a_subscription_with_a_sender_hears_that_engine_alone(make_engine):
+def test_a_subscription_with_a_sender_receives_that_engine_alone(make_engine):
     bus = EventBus()
     first, second = make_engine(bus=bus), make_engine(bus=bus)
     seen = []
@@ -146,7 +146,7 @@ def test_a_subscription_with_a_sender_hears_that_engine_alone(make_engine):
     assert seen == [second]
 
 
-def test_a_handler_of_one_engine_does_not_hear_another_on_the_same_bus(make_engine):
+def test_a_handler_of_one_engine_receives_nothing_of_another_on_the_same_bus(make_engine):
     bus = EventBus()
     first, second = make_engine(bus=bus), make_engine(bus=bus)
     seen = []
@@ -206,7 +206,7 @@ def test_an_unknown_phase_or_on_error_is_a_value_error_and_registers_nothing(eng
 # ------------------------------------------------------------------------------------- undoing and lifetimes
 
 
-def test_cancel_stops_hearing_and_cancelling_twice_is_once(engine):
+def test_cancel_unsubscribes_and_cancelling_twice_is_once(engine):
     seen = []
     subscription = engine.bus.subscribe(Events.STARTED, lambda: seen.append(1))
     assert isinstance(subscription, Subscription)
@@ -293,7 +293,7 @@ def test_a_dead_engine_leaves_nothing_in_the_tables_of_its_bus(make_engine):
     assert bus._engines == {}
 
 
-def test_what_hears_every_engine_outlives_one_of_them(make_engine):
+def test_a_subscription_to_every_engine_outlives_one_of_them(make_engine):
     bus = EventBus()
     seen = []
     bus.subscribe(Events.STARTED, lambda engine: seen.append(engine.name))

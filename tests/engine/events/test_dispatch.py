@@ -99,7 +99,7 @@ def test_setting_counters_makes_the_next_event_of_a_step_advance_them() -> None:
 # --------------------------------------------------------------------------------------- passive subscriptions
 
 
-def test_a_passive_subscription_sees_what_is_fired_and_is_not_heard() -> None:
+def test_a_passive_subscription_sees_what_is_fired_and_does_not_count_as_a_receiver() -> None:
     engine, seen = an_engine(), []
     engine.bus.subscribe(Events.METRICS_LOGGED, lambda engine, event: seen.append(event.payload.metrics), passive=True)
     assert not engine.hears(Events.METRICS_LOGGED)

@@ -69,7 +69,7 @@ def test_a_payload_reaches_the_handler_as_the_object_that_was_fired(rollout):
     ],
     ids=str,
 )
-def test_a_payload_of_another_type_is_a_type_error_heard_or_not(rollout, event, payload, heard):
+def test_a_payload_of_another_type_is_a_type_error_with_and_without_receivers(rollout, event, payload, heard):
     if heard:
         rollout.on(event)(lambda engine, event: None)
     for send in (rollout.fire, rollout.post):
@@ -119,7 +119,7 @@ def test_fire_advances_the_counter_before_filters_look(rollout):
     assert rollout.state.rollout == 0
 
 
-def test_an_unheard_event_is_counted_too(rollout):
+def test_an_event_without_receivers_is_counted_too(rollout):
     rollout.fire(RolloutEvents.ROLLOUT_STARTED)
     assert rollout.state.rollout == 1
 

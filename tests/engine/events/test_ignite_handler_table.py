@@ -60,7 +60,7 @@ def test_the_table_is_in_the_order_of_execution(engine):
     assert [handler for handler, _, _ in engine._event_handlers[Events.STARTED]] == [act, observe]
 
 
-def test_the_table_leaves_out_what_hears_the_whole_bus(engine):
+def test_the_table_leaves_out_subscriptions_to_the_whole_bus(engine):
     engine.bus.subscribe(Events.STARTED, lambda: None)
     assert Events.STARTED not in engine._event_handlers
 

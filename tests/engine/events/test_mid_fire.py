@@ -153,7 +153,7 @@ class Watching(Engine):
         super()._fire_event(event_name, *args, **kwargs)
 
 
-def test_a_subclass_overriding_fire_event_sees_every_event_heard_or_not():
+def test_a_subclass_overriding_fire_event_sees_every_event_with_and_without_receivers():
     engine = Watching(lambda engine, batch: None)
     engine.run([1, 2])
     step = ["GET_BATCH_STARTED", "GET_BATCH_COMPLETED", "ITERATION_STARTED", "ITERATION_COMPLETED"]

@@ -78,7 +78,7 @@ def test_targets_of_bce_that_are_no_probabilities_are_named(value):
         ("cross_entropy", torch.zeros(0, 10), torch.zeros(0, dtype=torch.int64)),
         ("mse", torch.zeros(2), torch.tensor([-1e30, 1e30])),
         ("bce_with_logits", torch.zeros(3), torch.tensor([0.0, 0.5, 1.0])),
-        (F.cross_entropy, torch.zeros(2, 10, 3), torch.full((2, 3), 9)),  # another layout: classes stand second
+        (F.cross_entropy, torch.zeros(2, 10, 3), torch.full((2, 3), 9)),  # another layout: classes come second
         (nn.CrossEntropyLoss(), torch.zeros(2, 10, 3), torch.full((2, 3), 9)),
         (nn.CrossEntropyLoss(ignore_index=77), torch.zeros(2, 10), torch.tensor([0, 77])),
         (functools.partial(F.cross_entropy, ignore_index=77), torch.zeros(2, 10), torch.tensor([0, 77])),

@@ -1,4 +1,4 @@
-"""One suite for every metric that counts batches, and what is special to the accuracies."""
+"""One suite for every metric that counts batches, and tests specific to the accuracies."""
 
 import io
 import math

@@ -156,7 +156,7 @@ def in_both_dtypes(cases):
 @pytest.mark.parametrize(("case", "dtype"), in_both_dtypes(CASES))
 def test_functional_optimizers_have_torchs_numbers(case, dtype):
     theirs = by_torch_optim(case, dtype)
-    assert deviation(by_path(problem(dtype)[0]), theirs) > 1e-3  # else there is nothing to compare
+    assert deviation(by_path(problem(dtype)[0]), theirs) > 1e-3  # otherwise there is nothing to compare
     assert deviation(by_functional(case, dtype), theirs) < DTYPES[dtype]
 
 

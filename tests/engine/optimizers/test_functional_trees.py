@@ -1,4 +1,4 @@
-"""Functional optimizers: ensembles under vmap, trees of all kinds, and what is refused before anything is computed."""
+"""Functional optimizers: ensembles under vmap, trees of all kinds, and arguments rejected before any computation."""
 
 import re
 import subprocess

@@ -1,4 +1,4 @@
-"""Optimizers by name, their keywords, and what is refused; for names of optional packages too."""
+"""Optimizers by name, their keywords, and rejected arguments; for names of optional packages too."""
 
 import functools
 import math

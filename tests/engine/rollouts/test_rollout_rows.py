@@ -56,7 +56,7 @@ def test_lists_that_a_reward_and_a_sampler_change_are_their_own():
     assert torch.equal(runs[0][0].model.table.weight, runs[1][0].model.table.weight)
 
 
-def test_a_rollout_whose_reward_failed_is_begun_again_with_its_prompts():
+def test_a_rollout_whose_reward_failed_is_started_again_with_its_prompts():
     asked = []
 
     def failing(prompts, completions):

@@ -79,7 +79,7 @@ def test_decay_spans_what_the_warm_up_leaves():
         ("wsd", {}, WSD(1.0, 50, 5, min_lr=0.1)),
         ("wsd", {"warmup_steps": 10}, Warmup(1.0, 10) >> WSD(1.0, 40, 5, min_lr=0.1)),
         ("wsd", {"total_steps": 9}, WSD(1.0, 9, 1, min_lr=0.1)),
-        ("wsd", {"warmup_steps": 48}, Warmup(1.0, 48) >> WSD(1.0, 2, 2, min_lr=0.1)),  # no more than is left
+        ("wsd", {"warmup_steps": 48}, Warmup(1.0, 48) >> WSD(1.0, 2, 2, min_lr=0.1)),  # at most the remainder
         ("wsd", {"decay_steps": 20, "decay": "sqrt", "min_lr_ratio": 0}, WSD(1.0, 50, 20, decay="sqrt")),
         ("one_cycle", {}, OneCycle(1.0, 50)),
         ("one_cycle", {"pct_start": 0.1, "final_div_factor": 10}, OneCycle(1.0, 50, 0.1, final_div_factor=10.0)),

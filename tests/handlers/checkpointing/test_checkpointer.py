@@ -43,7 +43,7 @@ class Trainer(Engine):
 
 
 class Run(Trainer):
-    """One with what a Checkpointer asks of a training run."""
+    """An engine with the attributes of a training run that a Checkpointer needs."""
 
     is_resuming = is_stepping = is_rewinding = False
     backend = TorchBackend("cpu")

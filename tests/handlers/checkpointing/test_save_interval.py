@@ -15,7 +15,7 @@ from tests.support.engines import Gate, ManualClock, SavingEngine, join_writers,
 
 
 def iterate(interval: SaveInterval, clock: ManualClock, seconds: float, at_most: int = 100_000) -> int | None:
-    """Iterations of so many seconds until a save is due."""
+    """The number of iterations of this length until a save is due."""
     for number in range(1, at_most + 1):
         clock.now += seconds
         if interval.is_due(None, number):

@@ -21,7 +21,7 @@ PATIENCE = 20.0  # for what has to come
 
 
 def until(condition):
-    """Wait for it: the step that hangs, until it has been noticed."""
+    """Block in the hanging step until the watchdog has reported it."""
     end = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < end, "did not come"
@@ -43,7 +43,7 @@ def hanging_at_2(watchdog):
 
 
 class Told(HangWatchdog):
-    """Says when a report is through."""
+    """Signals when a report is complete."""
 
     told = 0
 

@@ -12,7 +12,7 @@ from tests.support.models import trainer
 
 
 def ticking(limit, seconds=1.0, engine=None):
-    """An engine whose iterations take so many seconds of the limit's clock."""
+    """An engine whose iterations take this many seconds of the limit's clock."""
     clock = limit.clock
 
     def step(iteration):

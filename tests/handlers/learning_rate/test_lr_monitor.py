@@ -121,7 +121,7 @@ def test_a_replay_publishes_what_the_run_published(tmp_path):
 
     replay = Replay(tmp_path)
     LRMonitor(Every(iterations=3)).attach(replay)
-    replay.add_event_handler(Events.METRICS_LOGGED, lambda: None)  # somebody listens
+    replay.add_event_handler(Events.METRICS_LOGGED, lambda: None)  # a subscriber
     replay.run()
     assert [(event.iteration, event.payload.metrics) for event in replay.fired] == live
 

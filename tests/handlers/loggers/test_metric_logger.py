@@ -1,4 +1,4 @@
-"""What all loggers share: when they are called, with which values, and how they follow a run."""
+"""The contract of all loggers: when they are called, with which values, and how they follow a run."""
 
 import io
 from dataclasses import dataclass, field

@@ -183,7 +183,7 @@ def test_a_resumed_run_continues_in_the_same_run(server, experiment):
     assert client.get_run(first.run_id).info.status == "FINISHED"
     assert history(client, first.run_id, "a") == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0)]
 
-    log(engine, {"late": 7.0})  # outside of the run, and of it all the same
+    log(engine, {"late": 7.0})  # outside of the run, but still part of it
     wait_until(lambda: history(client, first.run_id, "late") == [(4, 7.0)])
     assert client.get_run(first.run_id).info.status == "FINISHED"
     again.detach()

@@ -1,4 +1,4 @@
-"""The sender of loggers: what it does while its service is well, slow, down, or refuses."""
+"""The sender of loggers while its service is healthy, slow, down, or rejects entries."""
 
 import gc
 import threading

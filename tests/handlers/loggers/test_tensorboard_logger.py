@@ -1,4 +1,4 @@
-"""What TensorBoard's own reader finds of a run."""
+"""The logs of TensorBoardLogger, read by TensorBoard's own reader."""
 
 import io
 import math

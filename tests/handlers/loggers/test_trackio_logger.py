@@ -1,4 +1,4 @@
-"""What Trackio finds on this machine of a run, without any network."""
+"""The runs of TrackioLogger, read by Trackio on this machine, without any network."""
 
 import sys
 import warnings

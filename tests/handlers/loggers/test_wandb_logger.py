@@ -31,7 +31,7 @@ HEADER = struct.Struct("<IHB")  # checksum, length, part
 
 @pytest.fixture(autouse=True)
 def offline(monkeypatch, tmp_path):
-    """Whatever happens, nothing leaves this machine, and no key of the user's is read."""
+    """Nothing leaves this machine, and no key of the user is read."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
 

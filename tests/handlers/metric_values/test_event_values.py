@@ -1,4 +1,4 @@
-"""Whatever a payload holds, its plain form is made, at a cost that is bounded."""
+"""Every payload has a plain form, at a bounded cost."""
 
 from __future__ import annotations
 
@@ -220,7 +220,7 @@ def test_names_of_scalars_are_plain_text() -> None:
     [
         (Row(1, 0.5, "a", True), True),
         (Row(2**63 - 1, -0.0, "", False), True),
-        (Row(-(2**63), 1, "a", 1), True),  # a number all the same
+        (Row(-(2**63), 1, "a", 1), True),  # still a number
         (Row(2**63, 0.5, "a", True), False),
         (Row(-(2**63) - 1, 0.5, "a", True), False),
         (Row(1, math.nan, "a", True), False),

@@ -37,7 +37,7 @@ def script(tmp_path):
 
 
 class Listener(ThreadingHTTPServer):
-    """A server on the loopback that keeps what is posted to it."""
+    """A server on the loopback that records its requests."""
 
     def __init__(self, status=200):
         super().__init__(("127.0.0.1", 0), Answer)

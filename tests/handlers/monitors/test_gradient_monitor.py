@@ -38,7 +38,7 @@ def make_trainer(*handlers, updates=4, **options):
 
 
 class Seen:
-    """What was published, and the gradients and weights as they were then."""
+    """The published metrics, with the gradients and weights at that time."""
 
     def __init__(self, trainer):
         self.metrics, self.media, self.gradients, self.weights = [], [], [], []

@@ -45,7 +45,7 @@ def test_growth_from_each_reading_to_the_next_is_one_warning_and_one_anomaly():
     "values",
     [
         [100.0] * 12,
-        [100.0, 300.0, 500.0, 500.0, 500.0, 500.0, 500.0, 500.0],  # what is needed at first
+        [100.0, 300.0, 500.0, 500.0, 500.0, 500.0, 500.0, 500.0],  # allocated at first
         [100.0, 120.0, 140.0, 130.0] * 4,  # given back now and then
         [1000.0 + each for each in range(12)],  # 0.3% in three readings
     ],

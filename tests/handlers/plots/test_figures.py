@@ -1,4 +1,4 @@
-"""What the figures show, read from the matplotlib objects and from the files."""
+"""The contents of figures, read from the matplotlib objects and from the files."""
 
 import math
 import xml.etree.ElementTree as ET

@@ -1,4 +1,4 @@
-"""A resumed run is compared with what its log holds past the checkpoint."""
+"""A resumed run is compared with the events in its log after the checkpoint."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""run.json has what a run was made with, and each time that it started or resumed."""
+"""run.json contains the settings of a run, and each time that it started or resumed."""
 
 import json
 import os

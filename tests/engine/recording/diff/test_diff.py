@@ -1,4 +1,4 @@
-"""Two logs are compared event by event: differences, missing events, and what is not compared."""
+"""Two logs are compared event by event: differences, missing events, and fields that are not compared."""
 
 from __future__ import annotations
 

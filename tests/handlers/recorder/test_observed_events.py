@@ -1,4 +1,4 @@
-"""What the clock has triggered is recorded as observed: it need not come again when the run is repeated."""
+"""Events triggered by the clock are recorded as observed: they need not be reproduced when the run is repeated."""
 
 from __future__ import annotations
 
