@@ -165,21 +165,19 @@ class Averaging:
         optimizer = optimizer_of(engine)
         groups = optimizer.param_groups if optimizer is not None and is_schedule_free(optimizer) else ()
         if any(parameter in mine for group in groups for parameter in group["params"]):
-            raise ConfigurationError(
+            rule = (
                 f"{type(optimizer).__name__} is schedule-free, and validation uses the average that it keeps itself; "
-                "pass validate=False, or train with another optimizer",
-                self._place,
-                validate=True,
+                "pass validate=False, or train with another optimizer"
             )
+            raise ConfigurationError(rule, self._place, validate=True)
         for context in contexts:
             other = getattr(context, "__self__", None)
             if isinstance(other, Averaging) and other.averages(mine):
-                raise ConfigurationError(
+                rule = (
                     f"{type(other).__name__} validates its average of these weights; "
-                    "pass validate=False to one of the two",
-                    self._place,
-                    validate=True,
+                    "pass validate=False to one of the two"
                 )
+                raise ConfigurationError(rule, self._place, validate=True)
         self._contexts, self._entered = contexts, self.applied
         contexts.append(self._entered)
 

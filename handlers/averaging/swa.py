@@ -70,30 +70,22 @@ class SWA(Averaging):
         validate: bool = True,
     ) -> None:
         if (after_epoch is None) == (after_update is None):
-            raise ConfigurationError(
-                "needs exactly one of the two, such as after_epoch=10",
-                "SWA",
-                after_epoch=after_epoch,
-                after_update=after_update,
-            )
+            rule = "needs exactly one of the two, such as after_epoch=10"
+            raise ConfigurationError(rule, "SWA", after_epoch=after_epoch, after_update=after_update)
         for argument, start in (("after_epoch", after_epoch), ("after_update", after_update)):
             if start is not None:
                 check_whole_number("SWA", argument, start, at_least=0)
         if bn_loader is not None and not isinstance(bn_loader, Iterable):
             raise ArgumentTypeError("needs an iterable of batches, such as a DataLoader", "SWA", bn_loader=bn_loader)
         if isinstance(bn_loader, Iterator):
-            raise ConfigurationError(
+            rule = (
                 "is an iterator, which gives its batches once; "
-                "pass a DataLoader, a list or another iterable that gives them again",
-                "SWA",
-                bn_loader=type(bn_loader),
+                "pass a DataLoader, a list or another iterable that gives them again"
             )
+            raise ConfigurationError(rule, "SWA", bn_loader=type(bn_loader))
         if isinstance(bn_loader, (tuple, list)) and any(isinstance(each, DataLoader) for each in bn_loader):
-            raise ConfigurationError(
-                "holds DataLoaders where batches are needed; pass one of them, usually that of the training set",
-                "SWA",
-                bn_loader=type(bn_loader),
-            )
+            rule = "holds DataLoaders where batches are needed; pass one of them, usually that of the training set"
+            raise ConfigurationError(rule, "SWA", bn_loader=type(bn_loader))
         if bn_loader is not None and length_of(bn_loader) == 0:
             raise _no_batch(bn_loader)
         self.after_epoch, self.after_update = after_epoch, after_update
@@ -146,12 +138,11 @@ class SWA(Averaging):
         shared = self.bn_loader is not None and is_training_run(engine) and engine.train_loader is self.bn_loader
         if shared and isinstance(self.bn_loader, DataLoader) and self.bn_loader.persistent_workers:
             # it has one iterator: a second pass would end the one that trains
-            raise ConfigurationError(
+            rule = (
                 "with persistent_workers=True the training loader cannot give two passes at once; "
-                "pass another DataLoader over the same set",
-                "SWA",
-                bn_loader=DataLoader,
+                "pass another DataLoader over the same set"
             )
+            raise ConfigurationError(rule, "SWA", bn_loader=DataLoader)
 
     def _measure(self, average: WeightAverage, norms: list[_BatchNorm]) -> None:
         """Measure the statistics, as the mean over the batches of the loader, and keep them."""
@@ -173,12 +164,11 @@ def _inputs(loader: Iterable[object]) -> Iterator[Tensor]:
     for batch in loader:
         inputs = batch[0] if isinstance(batch, (list, tuple)) and batch else batch
         if not isinstance(inputs, Tensor):
-            raise ArgumentTypeError(
+            rule = (
                 f"gave {type(inputs).__name__} for the model's input; "
-                "needs batches that are tensors, or tuples that begin with one",
-                "SWA",
-                bn_loader=type(loader),
+                "needs batches that are tensors, or tuples that begin with one"
             )
+            raise ArgumentTypeError(rule, "SWA", bn_loader=type(loader))
         empty = False
         yield inputs
     if empty:

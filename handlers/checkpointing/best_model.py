@@ -98,12 +98,8 @@ class BestModel:
                 raise ConfigurationError(f"BestModel: {engine.name!r} has no torch model; set engine.model")
             subscribe_judge(subscribe, self._judge, "BestModel", self.metric, engine, Phase.PERSIST)
             if self.restore and any(other.restore for other in handlers_of(engine, Events.COMPLETED, BestModel)):
-                raise ConfigurationError(
-                    "another BestModel restores its weights at the end; pass restore=False to one of the two",
-                    "BestModel",
-                    restore=True,
-                    metric=self.metric,
-                )
+                rule = "another BestModel restores its weights at the end; pass restore=False to one of the two"
+                raise ConfigurationError(rule, "BestModel", restore=True, metric=self.metric)
             if self.folder is not None:
                 make_folder("BestModel", self.folder)
             subscribe(Events.STARTED, self._on_started, phase=Phase.COMPUTE)

@@ -150,11 +150,8 @@ class GuardAction:
             ConfigurationError: it cannot.
         """
         if self.name == "rewind" and not isinstance(engine, _Rewindable):
-            raise ConfigurationError(
-                f"{engine.name!r} cannot return to a checkpoint, which a Trainer can; choose 'stop'",
-                self._place,
-                policy=self.name,
-            )
+            rule = f"{engine.name!r} cannot return to a checkpoint, which a Trainer can; choose 'stop'"
+            raise ConfigurationError(rule, self._place, policy=self.name)
 
     def apply(self, engine: Engine, first: int, last: int, reason: str) -> None:
         """Act on an anomaly of the iterations `first` to `last`."""

@@ -63,17 +63,11 @@ class LRScheduler:
         by: Literal["update", "epoch", "iteration"] = "update",
     ) -> None:
         if isinstance(getattr(schedule, "scheduler", schedule), ReduceLROnPlateau):  # perhaps inside a warm-up
-            raise ArgumentTypeError(
-                "it follows a metric; use pulsetrain.handlers.ReduceLROnPlateau",
-                "LRScheduler",
-                schedule=ReduceLROnPlateau,
-            )
+            rule = "it follows a metric; use pulsetrain.handlers.ReduceLROnPlateau"
+            raise ArgumentTypeError(rule, "LRScheduler", schedule=ReduceLROnPlateau)
         if not isinstance(schedule, (TorchLRScheduler, Schedule)):
-            raise ArgumentTypeError(
-                "needs a schedule of pulsetrain.engine.schedules or a torch LRScheduler",
-                "LRScheduler",
-                schedule=schedule,
-            )
+            rule = "needs a schedule of pulsetrain.engine.schedules or a torch LRScheduler"
+            raise ArgumentTypeError(rule, "LRScheduler", schedule=schedule)
         check_choice("LRScheduler", "by", by, _COUNTED)
         self.schedule = schedule
         self.by = by
@@ -154,12 +148,11 @@ class LRScheduler:
         if isinstance(self.schedule, TorchLRScheduler):
             mine = self.schedule.state_dict()
             if saved.keys() != mine.keys():
-                raise CheckpointError(
+                rule = (
                     f"the saved state is that of another scheduler: it holds {sorted(saved)}, "
-                    f"this one {sorted(mine)}; use the schedule it was saved from",
-                    "LRScheduler",
-                    schedule=type(self.schedule),
+                    f"this one {sorted(mine)}; use the schedule it was saved from"
                 )
+                raise CheckpointError(rule, "LRScheduler", schedule=type(self.schedule))
             saved = _like(saved, mine)
         self.schedule.load_state_dict(saved)
         self._count = int(state["step"])
@@ -215,11 +208,8 @@ class LRScheduler:
     @staticmethod
     def _require_same(optimizer: Optimizer, scheduled: Optimizer) -> None:
         if optimizer is not scheduled:
-            raise ConfigurationError(
-                "the torch scheduler was made for another optimizer and would set its rates; make it for this one",
-                "LRScheduler",
-                optimizer=type(optimizer),
-            )
+            rule = "the torch scheduler was made for another optimizer and would set its rates; make it for this one"
+            raise ConfigurationError(rule, "LRScheduler", optimizer=type(optimizer))
 
 
 def _plain(value: object) -> object:

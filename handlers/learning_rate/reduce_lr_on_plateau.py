@@ -162,12 +162,11 @@ class ReduceLROnPlateau:
         optimizer = self.optimizer if self.optimizer is not None else optimizer_of(engine)
         if optimizer is None:
             if isinstance(engine, ReplayedEngine):
-                raise RecordingError(
+                rule = (
                     f"Replay {engine.name!r} has no optimizer whose rates could be lowered: an event log "
-                    "holds only the rates; pass optimizer=, or attach it in training",
-                    "ReduceLROnPlateau",
-                    optimizer=None,
+                    "holds only the rates; pass optimizer=, or attach it in training"
                 )
+                raise RecordingError(rule, "ReduceLROnPlateau", optimizer=None)
             raise ConfigurationError(
                 f"{engine.name!r} has no torch optimizer; pass optimizer=", "ReduceLROnPlateau", optimizer=None
             )
@@ -192,12 +191,11 @@ class ReduceLROnPlateau:
         for scheduler in found:
             if isinstance(scheduler.schedule, TorchLRScheduler):
                 kind = type(scheduler.schedule).__name__
-                raise ConfigurationError(
+                rule = (
                     f"LRScheduler(schedule={kind}) sets the rates itself, as torch schedulers do; use a schedule of "
-                    "pulsetrain.engine.schedules, or only one of the two",
-                    place,
-                    metric=self.metric,
+                    "pulsetrain.engine.schedules, or only one of the two"
                 )
+                raise ConfigurationError(rule, place, metric=self.metric)
         if self.min_lr > 0.0:
             raise ConfigurationError(
                 "the schedule of an LRScheduler may set a rate below this; pass min_lr=0.0, or leave the schedule out",
@@ -205,19 +203,15 @@ class ReduceLROnPlateau:
                 min_lr=self.min_lr,
             )
         if not all_scheduled:
-            raise ConfigurationError(
-                "an LRScheduler sets the rates of some parameter groups; pass optimizer= with those or the others",
-                place,
-                optimizer=self.optimizer and type(self.optimizer),
-            )
+            rule = "an LRScheduler sets the rates of some parameter groups; pass optimizer= with those or the others"
+            raise ConfigurationError(rule, place, optimizer=self.optimizer and type(self.optimizer))
         for other in handlers_of(engine, Events.VALIDATION_COMPLETED, ReduceLROnPlateau):
             if other is not self and not {*map(id, other.schedulers)}.isdisjoint(map(id, found)):
-                raise ConfigurationError(
+                rule = (
                     f"ReduceLROnPlateau(metric={other.metric!r}) multiplies the schedule of the same LRScheduler; "
-                    "use one of the two",
-                    place,
-                    metric=self.metric,
+                    "use one of the two"
                 )
+                raise ConfigurationError(rule, place, metric=self.metric)
 
     def _rates(self) -> list[float]:
         return [float(group["lr"]) for group in self._torch.optimizer.param_groups]

@@ -130,12 +130,11 @@ class CSVLogger(TextFileLogger[_Cells]):
             except (csv.Error, UnicodeDecodeError):
                 columns = []
         if columns[: len(_LEADING)] != _LEADING or len(set(columns)) != len(columns):
-            raise RunFolderError(
+            rule = (
                 f"{self.path.name} there was not written by this "
-                f"logger: its first columns are not {', '.join(_LEADING)}; move it or choose another folder",
-                "CSVLogger",
-                folder=str(self.path.parent),
+                f"logger: its first columns are not {', '.join(_LEADING)}; move it or choose another folder"
             )
+            raise RunFolderError(rule, "CSVLogger", folder=str(self.path.parent))
         drop_unfinished_line(self.path)
         return columns, len(self._read_rows())
 

@@ -95,13 +95,12 @@ class JSONLinesLogger(TextFileLogger[bytes]):
         except (ValueError, AttributeError):
             known = False
         if not known:
-            raise RunFolderError(
+            rule = (
                 f"{self.path.name} there was not written by this "
                 "logger: its first line is not an object with event, engine and iteration; move it or "
-                "choose another folder",
-                "JSONLinesLogger",
-                folder=str(self.folder),
+                "choose another folder"
             )
+            raise RunFolderError(rule, "JSONLinesLogger", folder=str(self.folder))
         return lines
 
     def cut(self, saved: Mapping[str, Any], iteration: int) -> None:

@@ -35,13 +35,11 @@ def histogram_of(media: MediaLogged) -> tuple[NDArray[np.float64], NDArray[np.fl
     """
     counts, edges = (as_array(part).astype(np.float64) for part in media.value)
     if counts.ndim != 1 or edges.shape != (len(counts) + 1,) or not len(counts):
-        raise ConfigurationError(
+        rule = (
             f"counts have shape {counts.shape} and edges {edges.shape}; "
-            "needs one edge more than counts, and at least one count",
-            "MediaLogged",
-            name=media.name,
-            kind="histogram",
+            "needs one edge more than counts, and at least one count"
         )
+        raise ConfigurationError(rule, "MediaLogged", name=media.name, kind="histogram")
     return counts, edges
 
 
@@ -65,12 +63,8 @@ def picture_of(media: MediaLogged) -> NDArray[np.uint8]:
 def _image(media: MediaLogged) -> NDArray[np.uint8]:
     image = as_array(media.value)
     if image.dtype != np.uint8 or image.ndim not in (2, 3) or (image.ndim == 3 and image.shape[2] != 3):
-        raise ConfigurationError(
-            f"has shape {image.shape} of {image.dtype}; needs uint8, (height, width, 3) or (height, width)",
-            "MediaLogged",
-            name=media.name,
-            kind="image",
-        )
+        rule = f"has shape {image.shape} of {image.dtype}; needs uint8, (height, width, 3) or (height, width)"
+        raise ConfigurationError(rule, "MediaLogged", name=media.name, kind="image")
     return image.astype(np.uint8, copy=False)
 
 

@@ -65,12 +65,8 @@ class Profiler:
         check_bool("Profiler", "memory", memory)
         check_bool("Profiler", "stacks", stacks)
         if warmup >= start:
-            raise ConfigurationError(
-                f"the warm-up would start before the run; use start={warmup + 1} or more",
-                "Profiler",
-                start=start,
-                warmup=warmup,
-            )
+            rule = f"the warm-up would start before the run; use start={warmup + 1} or more"
+            raise ConfigurationError(rule, "Profiler", start=start, warmup=warmup)
         self.folder = Path(folder)
         self.start, self.iterations, self.warmup = start, iterations, warmup
         self.memory, self.stacks = memory, stacks

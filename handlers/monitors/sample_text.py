@@ -140,12 +140,11 @@ class SampleText:
         model = attribute(engine, "model", object)  # a replay without weights raises
         generate: Callable[..., object] | None = self.generate or getattr(model, "generate", None)
         if generate is None or not callable(generate):
-            raise ConfigurationError(
+            rule = (
                 f"the model of {engine.name!r}, {type(model).__name__}, has no "
-                "generate(prompt, length, temperature, generator); give it one, or pass generate=",
-                "SampleText",
-                generate=None,
+                "generate(prompt, length, temperature, generator); give it one, or pass generate="
             )
+            raise ConfigurationError(rule, "SampleText", generate=None)
         return generate
 
     def _texts(self, engine: Engine) -> list[str]:

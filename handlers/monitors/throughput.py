@@ -93,11 +93,8 @@ class Throughput:
         with self._attachment.to(engine, whole_bus=False) as subscribe:
             reject_replay("Throughput", engine, "process that trains")
             if self.flops_per_sample is not None and not hasattr(engine.state, "samples"):
-                raise ConfigurationError(
-                    f"{engine.name!r} counts no state.samples, as a Trainer does; leave it out to have steps counted",
-                    "Throughput",
-                    flops_per_sample=self.flops_per_sample,
-                )
+                rule = f"{engine.name!r} counts no state.samples, as a Trainer does; leave it out to have steps counted"
+                raise ConfigurationError(rule, "Throughput", flops_per_sample=self.flops_per_sample)
             self._flops_of.clear()
             self._counts, self._peak_missed = True, False
 

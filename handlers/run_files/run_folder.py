@@ -27,11 +27,8 @@ def make_folder(place: str, folder: Path) -> Path:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise RunFolderError(
-            f"cannot be written ({error.strerror or error}); choose another folder or change its permissions",
-            place,
-            folder=str(folder),
-        ) from error
+        rule = f"cannot be written ({error.strerror or error}); choose another folder or change its permissions"
+        raise RunFolderError(rule, place, folder=str(folder)) from error
     return folder
 
 
