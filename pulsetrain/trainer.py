@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -406,12 +406,9 @@ class Trainer(Engine):
         ended = state.max_epochs is not None and state.epoch >= state.max_epochs
         return bool(ended or (state.max_iters is not None and state.iteration >= state.max_iters))
 
-    def around_epoch(self, done: int) -> AbstractContextManager[object]:
-        return self._epoch_of_data(done)
-
     @contextmanager
-    def _epoch_of_data(self, done: int) -> Iterator[None]:
-        """Keep the run's books of an epoch. No handler does this, for its events can be muted or left out."""
+    def around_epoch(self, done: int) -> Iterator[None]:
+        """Keep the run's books of an epoch. A handler could not: its events can be muted or left out."""
         state = self.state
         self.data.begin_epoch(state.epoch, state.iteration - done)
         if not done:
