@@ -215,7 +215,7 @@ def test_nothing_is_saved_inside_of_a_rollout(tmp_path: Path) -> None:
     for event in ROLLOUT[:3]:
         run = make(TEXTS, TORCH, tmp_path / event.name, every=Every(epochs=9))
         run.add_event_handler(event, lambda trainer: trainer.save_checkpoint("best"))
-        with pytest.raises(RuntimeError, match=r"no run could go on exactly; save on ITERATION_COMPLETED"):
+        with pytest.raises(RuntimeError, match=r"no run could resume exactly; save on ITERATION_COMPLETED"):
             run.train()
         assert not run.in_step
     run = make(TEXTS, TORCH, tmp_path / "updated", every=Every(epochs=9))

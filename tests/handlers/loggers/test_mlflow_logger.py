@@ -31,7 +31,7 @@ os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     mlflow = pytest.importorskip("mlflow")
-pytestmark = pytest.mark.filterwarnings("ignore")  # mlflow and what it imports warn of their own affairs
+pytestmark = pytest.mark.filterwarnings("ignore")  # mlflow and its dependencies emit warnings
 
 EXPERIMENTS = count()
 

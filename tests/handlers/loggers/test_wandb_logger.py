@@ -20,7 +20,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     pytest.importorskip("wandb")
     from wandb.proto.wandb_internal_pb2 import Record
-pytestmark = pytest.mark.filterwarnings("ignore")  # wandb and what it imports warn of their own affairs
+pytestmark = pytest.mark.filterwarnings("ignore")  # wandb and its dependencies emit warnings
 
 BLOCK = 32768  # bytes; a record is cut into parts that stay within one (LevelDB's log format)
 HEADER = struct.Struct("<IHB")  # checksum, length, part
