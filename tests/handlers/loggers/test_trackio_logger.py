@@ -18,7 +18,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     trackio = pytest.importorskip("trackio")
     from trackio.sqlite_storage import SQLiteStorage
-pytestmark = pytest.mark.filterwarnings("ignore")  # trackio and what it imports warn of their own affairs
+pytestmark = pytest.mark.filterwarnings("ignore")  # trackio and its dependencies emit warnings
 
 
 @pytest.fixture(autouse=True)
