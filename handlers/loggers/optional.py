@@ -1,4 +1,4 @@
-"""Imports the package of a service when a logger for it is constructed."""
+"""Imports packages that are needed only by some of what this package does."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def load_optional(place: str, module: str, extra: str) -> ModuleType:
     """Import the module. Python's random state stays as it is, though what the module imports may draw from it.
 
     Args:
-        place: the logger's class name, for the message.
+        place: the class or command that needs it, for the message.
         module: such as "torch.utils.tensorboard".
         extra: the extra of this distribution that installs it.
 
@@ -30,7 +30,7 @@ def load_optional(place: str, module: str, extra: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError as error:
         raise ConfigurationError(
-            f"{place}: cannot import {module} ({error}); install it with `pip install pulsetrain[{extra}]`"
+            f"{place}: cannot import {module} ({error}); pip install 'pulsetrain[{extra}]'"
         ) from error
     finally:
         random.setstate(state)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
-from importlib import import_module
 
 from pulsetrain.cli.command import Subparsers, command, no_settings
 from pulsetrain.cli.pipe import until_closed
@@ -13,9 +12,9 @@ from pulsetrain.cli.reports import OK
 from pulsetrain.config import PRECISIONS, TrainingConfig
 from pulsetrain.configuration.assemble import STRATEGIES
 from pulsetrain.configuration.parse import NAMED, SECTIONS
-from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.optimizers.registry import NAMES as OPTIMIZERS
 from pulsetrain.engine.schedules.named import NAMES as SCHEDULES
+from pulsetrain.handlers.loggers.optional import load_optional
 
 __all__ = ["add_parser"]
 
@@ -56,12 +55,7 @@ def add_parser(commands: Subparsers) -> None:
 def run(arguments: argparse.Namespace, settings: Mapping[str, str]) -> int:
     """Print the script."""
     no_settings("completion", settings)
-    try:
-        shtab = import_module("shtab")
-    except ImportError as error:
-        raise ConfigurationError(
-            f"completion: needs a package that is not installed ({error}); pip install 'pulsetrain[completion]'"
-        ) from error
+    shtab = load_optional("completion", "shtab", "completion")
     parser: argparse.ArgumentParser = arguments.program
     for name, each in arguments.commands.items():
         if name in CONFIGURED:

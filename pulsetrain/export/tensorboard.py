@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
-from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.recording import EventLog
 from pulsetrain.export.scalars import FirstSources
+from pulsetrain.handlers.loggers.optional import load_optional
 
 __all__ = ["write_tensorboard"]
 
@@ -58,16 +57,7 @@ def write_tensorboard(log: EventLog, folder: Path) -> int:
     return count
 
 
-def _modules() -> tuple[ModuleType, ModuleType, ModuleType]:
+def _modules() -> list[ModuleType]:
     """TensorBoard's writer, and its two protobuf messages."""
-    try:
-        return (
-            import_module("tensorboard.summary.writer.event_file_writer"),
-            import_module("tensorboard.compat.proto.event_pb2"),
-            import_module("tensorboard.compat.proto.summary_pb2"),
-        )
-    except ImportError as error:
-        raise ConfigurationError(
-            f"export to TensorBoard: needs a package that is not installed ({error}); "
-            "pip install 'pulsetrain[tensorboard]'"
-        ) from error
+    names = ("summary.writer.event_file_writer", "compat.proto.event_pb2", "compat.proto.summary_pb2")
+    return [load_optional("export", f"tensorboard.{name}", "tensorboard") for name in names]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 
 from pulsetrain.engine.errors import ConfigurationError, RunFolderError
 from pulsetrain.engine.recording import EventLog
+from pulsetrain.handlers.loggers.optional import load_optional
 from pulsetrain.handlers.run_files.run_folder import replace_file
 from pulsetrain.report.facts import read_facts
 from pulsetrain.report.figure import PALETTE, Plotly, ReportedRun, figure_of
@@ -112,12 +112,7 @@ def _plotly() -> Callable[[Plotly], str]:
     Raises:
         ConfigurationError: plotly is not installed.
     """
-    try:
-        graphs, io = import_module("plotly.graph_objects"), import_module("plotly.io")
-    except ImportError as error:
-        raise ConfigurationError(
-            f"report(): needs a package that is not installed ({error}); pip install 'pulsetrain[report]'"
-        ) from error
+    graphs, io = (load_optional("report", f"plotly.{name}", "report") for name in ("graph_objects", "io"))
 
     def draw(figure: Plotly) -> str:
         config = {

@@ -358,5 +358,5 @@ def test_wrong_arguments_are_refused_when_constructing(arguments, message):
 
 def test_without_the_package_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "mlflow", None)
-    with pytest.raises(ConfigurationError, match=r"MLflowLogger: cannot import .* `pip install pulsetrain\[mlflow\]`"):
+    with pytest.raises(ConfigurationError, match=r"MLflowLogger: cannot import .* pip install 'pulsetrain\[mlflow\]'"):
         MLflowLogger()

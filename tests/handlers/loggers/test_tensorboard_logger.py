@@ -173,6 +173,6 @@ def test_without_the_package_the_extra_is_named(tmp_path, monkeypatch):
     monkeypatch.delitem(sys.modules, "torch.utils.tensorboard", raising=False)
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with pytest.raises(
-        ConfigurationError, match=r"TensorBoardLogger: cannot .* `pip install pulsetrain\[tensorboard\]`"
+        ConfigurationError, match=r"TensorBoardLogger: cannot .* pip install 'pulsetrain\[tensorboard\]'"
     ):
         TensorBoardLogger(tmp_path)

@@ -95,5 +95,5 @@ def test_wrong_arguments_are_refused_when_constructing(argument):
 
 def test_without_the_package_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "trackio", None)
-    with pytest.raises(ConfigurationError, match=r"TrackioLogger: cannot .* `pip install pulsetrain\[trackio\]`"):
+    with pytest.raises(ConfigurationError, match=r"TrackioLogger: cannot .* pip install 'pulsetrain\[trackio\]'"):
         TrackioLogger("digits")

@@ -138,5 +138,5 @@ def test_wrong_arguments_are_refused_when_constructing(tmp_path, arguments, mess
 
 def test_without_the_package_the_extra_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ConfigurationError, match=r"WandbLogger: cannot import .* `pip install pulsetrain\[wandb\]`"):
+    with pytest.raises(ConfigurationError, match=r"WandbLogger: cannot import .* pip install 'pulsetrain\[wandb\]'"):
         WandbLogger("digits", tmp_path)
