@@ -420,6 +420,7 @@ class TestDebugger:
             assert event is not None
             assert event.payload["metrics"] == {"rollout/reward": 0.5}
             assert live.evaluate("state.rollout_round") == 1
-            assert live.metric_names == {"rollout/reward": 0.5}
+            assert list(live.metric_names) == ["rollout/reward"]
+            assert live.facts()["metrics"] == {"rollout/reward": 0.5}
         finally:
             live.close()
