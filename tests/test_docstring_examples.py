@@ -62,7 +62,7 @@ def test_examples_print_what_they_show(name, tmp_path, monkeypatch):
         for test in found:
             runner.run(test, out=report.append)
     assert not report, "".join(report)
-    assert len({test.lineno for test in found}) == EXPECTED[name], (
+    assert len({test.docstring for test in found}) == EXPECTED[name], (
         "doctest did not find every example, such as one in a nested function"
     )
     assert not any(tmp_path.iterdir()), "an example left a file"
