@@ -4,11 +4,16 @@ import gc
 import os
 from collections.abc import Generator
 
+import hypothesis
 import pytest
 
 # before torch is imported. Tests run two at a time, and their products are small: threads would wait for each other.
 # A test that is about threads sets their number itself.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+# no example has to be fast: other processes share the machine
+hypothesis.settings.load_profile("untimed")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -122,7 +122,7 @@ class FunctionalBackend(Trees):
             raise ConfigurationError(
                 f"{type(strategy).__name__} trains several modules in turn, which works in place; use TorchBackend()",
                 "Trainer",
-                backend=name,
+                backend=type(self),
             )
         chosen, rate = optimizer.chosen, None
         if isinstance(chosen, str):

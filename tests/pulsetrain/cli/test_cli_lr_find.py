@@ -109,7 +109,7 @@ def test_the_same_command_gives_the_same_answer(folder: Path, capsys: Streams) -
     [
         (["--start", "0"], "LRFinder(start_lr=0.0): needs a positive number"),
         (["--start", "fast"], "argument --start: invalid float value: 'fast'"),
-        (["--start", "1", "--end", "0.1"], "LRFinder(start_lr=1.0, end_lr=0.1): has to begin below its end"),
+        (["--start", "1", "--end", "0.1"], "LRFinder(start_lr=1.0): needs to be below end_lr=0.1"),
         (["--iterations", "3"], "LRFinder(iterations=3): needs a whole number of at least 20"),
         (["--training.optimiser", "sgd"], "did you mean 'optimizer'?"),
         (["--training.optimizer", "sdg"], "training.optimizer='sdg': unknown"),
