@@ -11,8 +11,8 @@ import pytest
 # A test that is about threads sets their number itself.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-
 # no example has to be fast: other processes share the machine
+hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
 
 
