@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from ignite.engine import Engine as IgniteEngine
+from ignite.engine import State as IgniteState
 
 from pulsetrain.engine.events.bus import EventBus
 from pulsetrain.engine.events.data_source import DataSource, IterableSource
@@ -191,8 +192,10 @@ class Engine(RunControl, IgniteEngine):  # type: ignore[misc]  # _event_handlers
                 f"{self.name!r}.{method}() was called from inside its own run; use another engine for that"
             )
 
-    def _is_done(self, state: State) -> bool:  # type: ignore[override]  # ignite's is static, and its run() asks it
-        return self.is_done if state is self.state else bool(super()._is_done(state))
+    @staticmethod
+    def _is_done(state: IgniteState) -> bool:  # ignite's run() asks it; users ask it of the class
+        reached = state.reached_bound() if isinstance(state, State) else None
+        return bool(IgniteEngine._is_done(state)) if reached is None else reached  # noqa: SLF001
 
     def _setup_dataloader_iter(self) -> None:
         state = self.state

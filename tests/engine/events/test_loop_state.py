@@ -6,6 +6,7 @@ import gc
 import tracemalloc
 
 import pytest
+from ignite.engine import State as IgniteState
 
 from pulsetrain.engine import Engine, Events, State
 
@@ -194,3 +195,10 @@ def test_a_thousand_short_runs_leaves_nothing(make_engine):
     finally:
         tracemalloc.stop()
     assert sizes[3] - sizes[1] < 2_000
+
+
+def test_whether_a_state_has_reached_its_bound_can_be_asked_of_the_class_as_with_ignite(either):
+    state = IgniteState(iteration=10, epoch=1, max_epochs=2, max_iters=None, epoch_length=10)
+    assert not either._is_done(state)
+    state.iteration = 20
+    assert either._is_done(state)
