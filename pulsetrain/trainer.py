@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -267,14 +267,9 @@ class Trainer(Engine):
         """Whether a training step is in progress, so that the state is between two updates."""
         return self.stepper.is_stepping
 
-    @contextmanager
-    def as_step(self) -> Iterator[None]:
+    def as_step(self) -> AbstractContextManager[None]:
         """Refuse checkpoints inside the block, as during a training step: the state is between two updates."""
-        self.stepper.is_stepping = True
-        try:
-            yield
-        finally:
-            self.stepper.is_stepping = False
+        return self.stepper.as_step()
 
     @property
     def is_rewinding(self) -> bool:
@@ -506,7 +501,7 @@ class Trainer(Engine):
 
     def _commit_iteration(self) -> None:
         """The iteration was trained; end the run at a bound that counts updates, samples or tokens."""
-        self.data.trained = self.state.iteration
+        self.data.commit(self.state.iteration)
         if self.length.counted:
             reason = self.length.reached(self.state)
             if reason is not None:

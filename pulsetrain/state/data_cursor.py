@@ -43,7 +43,7 @@ class DataCursor:
     >>> cursor = DataCursor(seed=0)
     >>> list(cursor.begin([10, 20, 30], iteration=0))
     [10, 20, 30]
-    >>> cursor.trained = 1
+    >>> cursor.commit(1)
     >>> resumed = DataCursor(seed=0)
     >>> resumed.load_state_dict(cursor.state_dict())
     >>> list(resumed.resume([10, 20, 30], iteration=1))
@@ -140,6 +140,10 @@ class DataCursor:
         """The number of the batch of an iteration, as if no batch was left out."""
         before = bisect_right(self._skips, iteration, key=itemgetter(0))
         return iteration + (self._skips[before - 1][1] if before else 0)
+
+    def commit(self, iteration: int) -> None:
+        """The batch of this iteration was trained on."""
+        self.trained = iteration
 
     def leave_out(self, first: int, last: int) -> None:
         """Leave out further batches, from the next pass or the one that is resumed on."""

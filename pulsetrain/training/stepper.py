@@ -5,7 +5,8 @@ Nothing here waits for the device, except while the first batches of a run are c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -82,15 +83,13 @@ class Stepper:
         self._optimizers = store.optimizer if isinstance(store.optimizer, NamedOptimizers) else None
         self._skip: Tensor | None = None  # whether the current update is to be skipped
         self._checks = True  # until an update has been made, values are checked
-        self._engine: Engine | None = None  # of which the two plans are
+        self._engine: Engine | None = None  # whose the two dispatches are
         self._ready: Dispatch
         self._stepped: Dispatch
 
     def __call__(self, engine: Engine, batch: Any) -> TrainingResult:
         if engine is not self._engine:
-            self._engine = engine
-            self._ready = engine.dispatch(Events.GRADIENTS_READY)
-            self._stepped = engine.dispatch(Events.OPTIMIZER_STEP_COMPLETED)
+            self._use(engine)
         state = engine.state
         strategy = cast(TrainingStrategy, FirstBatch(self.strategy) if self._checks else self.strategy)
         prepared = self.backend.prepare_batch(batch, strategy)
@@ -120,10 +119,26 @@ class Stepper:
 
     def is_norm_wanted(self, engine: Engine) -> bool:
         """Whether a handler is due for the GRADIENTS_READY of the next update."""
-        ready = engine.dispatch(Events.GRADIENTS_READY)
+        if engine is not self._engine:
+            self._use(engine)
+        ready = self._ready
         if ready.counter != "update":  # a counter of the user's, which only firing advances
             return ready.live
         return ready.wants(engine.state.update + 1)
+
+    def _use(self, engine: Engine) -> None:
+        self._engine = engine
+        self._ready = engine.dispatch(Events.GRADIENTS_READY)
+        self._stepped = engine.dispatch(Events.OPTIMIZER_STEP_COMPLETED)
+
+    @contextmanager
+    def as_step(self) -> Iterator[None]:
+        """Count the block as a step, in which nothing can be saved."""
+        self.is_stepping = True
+        try:
+            yield
+        finally:
+            self.is_stepping = False
 
     def skip_update(self, where: Tensor) -> None:
         """Skip the current update where the condition, shape (), bool, holds; for receivers of GRADIENTS_READY."""
