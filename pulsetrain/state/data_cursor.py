@@ -145,10 +145,10 @@ class DataCursor:
         """The batch of this iteration was trained on."""
         self.trained = iteration
 
-    def leave_out(self, first: int, last: int) -> None:
-        """Leave out further batches, from the next pass or the one that is resumed on."""
-        if (first, last) not in self.left_out_since:
-            self.left_out_since.append((first, last))
+    def keep_rewinds(self, rewinds: int, left_out: Sequence[tuple[int, int]]) -> None:
+        """Count the rewinds and leave out their batches, from the next pass or the one that is resumed on."""
+        self.rewinds = rewinds
+        self.left_out_since = list(dict.fromkeys((*self.left_out_since, *left_out)))
 
     def _without_left_out(self, batches: Iterator[object], iteration: int) -> Iterator[object]:
         return self._leave_out(batches, iteration) if self.left_out or self.left_out_since else batches

@@ -54,9 +54,7 @@ def go_back(rewind: Rewind, run: _Run, checkpointer: Checkpointer, data: DataCur
     """
     rewinds, left_out = data.rewinds + 1, [*data.left_out_since, rewind.left_out]
     run.load_checkpoint(rewind.checkpoint)
-    data.rewinds = rewinds
-    for first, last in left_out:  # the checkpoint lacks those that were found since
-        data.leave_out(first, last)
+    data.keep_rewinds(rewinds, left_out)  # the checkpoint lacks those that came after it
     get_logger("pulsetrain").warning(
         "the run returns to a checkpoint",
         checkpoint=rewind.checkpoint.name,
