@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import shutil
+import re
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -94,14 +95,17 @@ class TestRunFolder:
         assert main(["train", "run/config.yaml", "--run", "run", "--resume", "latest"]) == 0
         said = capfd.readouterr()
         assert "15 iterations, 15 updates, 3 epochs" in said.out
-        assert "after the checkpoint" in said.err  # compared with the events that version 0.1 recorded
+        # compared with the events that version 0.1 recorded; another CPU may round differently, and is named
+        assert "after the checkpoint" in said.err or (
+            "the environment differs" in said.err and "gradients_ready at epoch 2" in said.err
+        )
 
     def test_verifies(self, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-        assert main(["verify", "run"]) in (
-            0,
-            1,
-        )  # bit for bit on the machine and with the versions that trained it alone
-        assert "run, iterations 1 to 15: " in capsys.readouterr().out
+        reproduced = main(["verify", "run"]) == 0  # only on a CPU that rounds like the one that recorded the run
+        out = capsys.readouterr().out
+        assert re.search(
+            r"1 to 15: reproduced, \d+ events agree" if reproduced else r"not reproduced, after \d+ events", out
+        )
 
     def test_replays_with_handlers_by_their_old_names(self, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
         handlers = ["handlers.early_stopping.EarlyStopping:patience=1", "handlers.EarlyStopping:patience=2"]
