@@ -91,7 +91,7 @@ class Loop(Trainer):
                 self.fire(Events.TERMINATE, Terminated(reason=self.state.stop_reason))
                 raise
             self._read_output()
-            self._commit_iteration()
+            self.driver.commit_iteration()
             self.proceed()
 
     @property

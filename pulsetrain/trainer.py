@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -13,14 +13,12 @@ import torch
 from torch import Tensor, nn
 
 from pulsetrain.config import TrainingConfig
-from pulsetrain.engine import Engine, Event, EventBus, Events, Phase
+from pulsetrain.engine import Engine, EventBus, Events, Phase
 from pulsetrain.engine.backends.core import TrainerCore
 from pulsetrain.engine.backends.torch import TorchBackend
 from pulsetrain.engine.checkpoint import Location, load_checkpoint, location_of
-from pulsetrain.engine.data.workers import workers_outlive_signals
 from pulsetrain.engine.errors import ArgumentTypeError
 from pulsetrain.engine.events.payloads import CheckpointLoaded
-from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.metrics import MetricTracker
 from pulsetrain.engine.optimizers import NamedOptimizers, averaged_weights, parts_of
 from pulsetrain.engine.step.backend import Backend
@@ -32,11 +30,10 @@ from pulsetrain.engine.step.protocols import (
     TrainingResult,
     TrainingStrategy,
 )
-from pulsetrain.handlers import Callback, CallbackList, Checkpointer, LRScheduler, MetricLogger, ReduceLROnPlateau
+from pulsetrain.handlers import Callback, CallbackList, LRScheduler, ReduceLROnPlateau
 from pulsetrain.state.data_cursor import DataCursor
 from pulsetrain.state.handler_registry import HandlerRegistry
 from pulsetrain.state.resume import Resumer
-from pulsetrain.state.rewind import Rewind, go_back, plan_rewind
 from pulsetrain.state.run_state import (
     BackendPart,
     Counters,
@@ -56,6 +53,7 @@ from pulsetrain.training.arguments import (
 )
 from pulsetrain.training.initial_state import make_store
 from pulsetrain.training.reporter import MetricsReporter
+from pulsetrain.training.run_driver import RunDriver
 from pulsetrain.training.run_length import RunLength
 from pulsetrain.training.stepper import Stepper
 from pulsetrain.training.validation import Evaluation, Validator, check_sets
@@ -173,7 +171,11 @@ class Trainer(Engine):
         own = [self.model, self.optimizer, self.strategy, self.evaluation, self.evaluator]
         own += [self.reporter, self.validator]
         self.registry = HandlerRegistry(self, self.handlers, self.callbacks, own)
-        self.made_with = MadeWith(config, self.backend, self.optimizer, lambda: self.train_loader)
+
+        def loader() -> Loader:  # it may be exchanged between runs
+            return self.train_loader
+
+        self.made_with = MadeWith(config, self.backend, self.optimizer, loader)
         self.source = self.resumer = Resumer(
             {
                 "made_with": self.made_with,
@@ -191,8 +193,16 @@ class Trainer(Engine):
             self.data,
             self.registry,
         )
-        self._rewind: Rewind | None = None  # the run ends here, and train() continues after that checkpoint
-        self._subscribe()
+        self.driver = RunDriver(
+            self, loader, self.seed, self.length, self.data, self.resumer, self.registry, self.reporter, self.validator
+        )
+        own.append(self.driver)
+        self.add_event_handler(Events.STARTED, self._train_mode, phase=Phase.COMPUTE)
+        unsaved = UnsavedState(
+            self.registry, self.data, loader, self.strategy, self.model, self.optimizer, self.backend
+        )
+        for part in (unsaved, self.resumer, self.validator, self.reporter, self.driver):
+            part.attach(self)
         for handler in self.handlers:
             handler.attach(self)
         self.callbacks.attach(self)
@@ -212,17 +222,8 @@ class Trainer(Engine):
             CheckpointError: the checkpoint is damaged or does not fit.
             ConfigurationError: resume="latest" without exactly one Checkpointer.
         """
-        if resume is not None:
-            if not isinstance(resume, (str, os.PathLike)):
-                raise TypeError(f"Trainer.train(resume={resume!r}): needs 'latest' or a checkpoint's path")
-            self._load(resume)
-        self._rewind = None
         try:
-            self._train()
-            while self._rewind is not None:
-                go_back(self._rewind, self, self.registry.checkpointer("rewind()"), self.data)
-                self._rewind = None
-                self._train()
+            self.driver.train(resume)
         finally:
             self.model_store.publish()
         return self.history.get_history()
@@ -237,15 +238,10 @@ class Trainer(Engine):
             ConfigurationError: there is not exactly one Checkpointer.
             CheckpointError: there is no checkpoint before it.
         """
-        if self.should_terminate or self.state.stop_reason is not None:
-            get_logger("pulsetrain").warning("the run ends, and does not rewind", reason=reason)
-            return
-        rewind = plan_rewind(self.registry.checkpointer("rewind()"), self.data, first, last)
-        self.terminate(skip_completed=True, reason=reason)
-        self._rewind = rewind
+        self.driver.rewind(first, last, reason)
 
     def terminate(self, skip_completed: bool = False, *, reason: str = "terminate() was called") -> None:
-        self._rewind = None  # terminating cancels a rewind
+        self.driver.cancel_rewind()
         super().terminate(skip_completed, reason=reason)
 
     def skip_update(self, where: Tensor) -> None:
@@ -274,7 +270,7 @@ class Trainer(Engine):
     @property
     def is_rewinding(self) -> bool:
         """Whether this run ends only to continue from an earlier checkpoint."""
-        return self._rewind is not None
+        return self.driver.is_rewinding
 
     @property
     def rewinds(self) -> int:
@@ -334,15 +330,12 @@ class Trainer(Engine):
         """
         loader = self.train_loader if loader is None else loader
         if self.state.max_epochs is None and not self.is_resuming:
-            self._reset()
+            self.driver.reset()
         if model_state is not None:
             self.model_store.restore(model_state)
             self.stepper.discard()  # what waited was of another state
         try:
-            if self.is_resuming:  # perhaps inside an epoch
-                self._resume(loader, self.state.epoch + 1)
-            else:
-                self.run(loader, max_epochs=self.state.epoch + 1)
+            self.driver.train_epoch(loader)
         finally:
             self.model_store.publish()
         return self.model_state
@@ -392,99 +385,15 @@ class Trainer(Engine):
     @property
     def is_done(self) -> bool:
         """Whether the run has reached its bound."""
-        state = self.state
-        if self.length.reached(state) is not None:
-            return True
-        if self.resumer.finishes_epoch(state.epoch_length):
-            return False  # EPOCH_COMPLETED is left
-        # not by the iterations that epochs make, as ignite does: with other data than before their length changes
-        ended = state.max_epochs is not None and state.epoch >= state.max_epochs
-        return bool(ended or (state.max_iters is not None and state.iteration >= state.max_iters))
+        return self.driver.is_done
 
-    @contextmanager
-    def around_epoch(self, done: int) -> Iterator[None]:
-        """Keep the run's books of an epoch. A handler could not: its events can be muted or left out."""
-        state = self.state
-        self.data.begin_epoch(state.epoch, state.iteration - done)
-        if not done:
-            self.reporter.begin_epoch()
-        with workers_outlive_signals(state.dataloader):  # some loaders start theirs at the first batch
-            yield
-        self.data.epoch_done = True
-        self.reporter.end_epoch()
+    def around_epoch(self, done: int) -> AbstractContextManager[None]:
+        return self.driver.around_epoch(done)
 
     def report_exhausted(self) -> None:
         super().report_exhausted()
         if not self.is_done:
             self.terminate(reason=f"the data ended after {self.state.iteration} iterations, before the run's bound")
-
-    # --------------------------------------------------------------------------------------------- how a run is started
-
-    def _train(self) -> None:
-        state, length = self.state, self.length
-        if self.is_paused:
-            self.run(self.train_loader)
-        elif self.is_resuming:
-            self._resume(self.train_loader, length.max_epochs, length.max_iterations)
-        elif (state.max_epochs or state.max_iters) and not self.is_done:
-            self.run(self.train_loader)  # after a termination or an error
-        else:
-            self._reset()
-            self.run(self.train_loader, max_epochs=length.max_epochs, max_iters=length.max_iterations)
-
-    def _load(self, source: str | os.PathLike[str]) -> None:
-        """Load a checkpoint: "latest" if there is one yet, or that of a path."""
-        if source != "latest":
-            self.load_checkpoint(source)
-            return
-        latest = self.registry.checkpointer("train(resume='latest')").manager.get_latest()
-        if latest is not None:
-            self.load_checkpoint(latest)
-            return
-        for handler in self.handlers:
-            if isinstance(handler, MetricLogger):
-                handler.begin_again()
-
-    def _resume(self, loader: Loader, max_epochs: int | None, max_iterations: int | None = None) -> None:
-        """Continue from the checkpoint that was loaded, to this bound."""
-        self.state.max_epochs, self.state.max_iters = max_epochs, max_iterations
-        if not self.is_done:
-            self.resume(loader, max_epochs, max_iterations)
-            return
-        self.state.epoch = self.data.epoch
-        self.resumer.finish()
-        try:
-            self.resume(loader, max_epochs, max_iterations)
-        finally:
-            self.resumer.pending = None
-        self.state.stop_reason = self.state.stop_reason or self.length.reached_inside(self.state, self.data.epoch_done)
-
-    def _reset(self) -> None:
-        """Return to iteration 0: counters, history, handlers, data order; weights, optimizer and fp16 scale stay."""
-        for handler in self.handlers:
-            if isinstance(handler, Checkpointer) and self.state.iteration > 0:
-                handler.refuse_another_run()  # before anything of the finished run is touched
-        self.state.max_epochs = self.state.max_iters = None
-        self.resumer.reset(self.seed)
-
-    # ------------------------------------------------------------------------------------------------- its own handlers
-
-    def _subscribe(self) -> None:
-        self.add_event_handler(Events.STARTED, self._train_mode, phase=Phase.COMPUTE)
-        UnsavedState(
-            self.registry,
-            self.data,
-            lambda: self.train_loader,
-            self.strategy,
-            self.model,
-            self.optimizer,
-            self.backend,
-        ).attach(self)
-        self.add_event_handler(Events.PREEMPTED, self._stop_when_preempted)
-        self.resumer.attach(self)
-        self.validator.attach(self)
-        self.reporter.attach(self)
-        self.add_event_handler(Events.COMPLETED, self._finish, phase=Phase.COMPUTE)
 
     def _train_mode(self) -> None:
         train = getattr(self.optimizer, "train", None)  # of a schedule-free one
@@ -497,26 +406,7 @@ class Trainer(Engine):
 
     def _on_step(self, batch: TrainingBatch, result: TrainingResult) -> None:
         self.reporter.add(result, batch.size)
-        self._commit_iteration()
-
-    def _commit_iteration(self) -> None:
-        """The iteration was trained; end the run at a bound that counts updates, samples or tokens."""
-        self.data.commit(self.state.iteration)
-        if self.length.counted:
-            reason = self.length.reached(self.state)
-            if reason is not None:
-                self.terminate(reason=reason)
-
-    def _stop_when_preempted(self, engine: Engine, event: Event) -> None:
-        self.terminate(reason=f"{event.payload.signal} was received")
-
-    def _finish(self) -> None:
-        """At the run's end, report what no log point has; a run that reached its bound ends with a validation."""
-        self.reporter.log()
-        if not self.data.epoch_done:
-            self.reporter.add_unfinished_epoch()
-        if self.is_done:
-            self.validator.validate_once()
+        self.driver.commit_iteration()
 
     def _sets_learning_rates(self) -> bool:
         return any(isinstance(handler, (LRScheduler, ReduceLROnPlateau)) for handler in self.handlers)

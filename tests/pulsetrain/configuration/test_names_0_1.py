@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import importlib
-import shutil
 import re
+import shutil
 import sys
 import textwrap
 from collections.abc import Iterator
@@ -103,9 +103,8 @@ class TestRunFolder:
     def test_verifies(self, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
         reproduced = main(["verify", "run"]) == 0  # only on a CPU that rounds like the one that recorded the run
         out = capsys.readouterr().out
-        assert re.search(
-            r"1 to 15: reproduced, \d+ events agree" if reproduced else r"not reproduced, after \d+ events", out
-        )
+        expected = r"1 to 15: reproduced, \d+ events agree" if reproduced else r"not reproduced, after \d+ events"
+        assert re.search(expected, out)
 
     def test_replays_with_handlers_by_their_old_names(self, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
         handlers = ["handlers.early_stopping.EarlyStopping:patience=1", "handlers.EarlyStopping:patience=2"]

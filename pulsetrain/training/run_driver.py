@@ -1,0 +1,199 @@
+"""Starts, resumes, rewinds and ends the runs of an engine: to its bound, from a checkpoint, back to an earlier one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Protocol, cast
+
+from pulsetrain.engine import Engine, Event, Events, Phase
+from pulsetrain.engine.checkpoint import Location
+from pulsetrain.engine.data.workers import workers_outlive_signals
+from pulsetrain.engine.logs import get_logger
+from pulsetrain.handlers import Checkpointer, MetricLogger
+from pulsetrain.handlers.checkpointing.background_save import SavedEngine
+from pulsetrain.state.data_cursor import DataCursor
+from pulsetrain.state.handler_registry import HandlerRegistry
+from pulsetrain.state.resume import Resumer
+from pulsetrain.state.rewind import Rewind, go_back, plan_rewind
+from pulsetrain.training.reporter import MetricsReporter
+from pulsetrain.training.run_length import RunLength
+from pulsetrain.training.validation import Validator
+
+__all__ = ["RunDriver"]
+
+
+class LoadsCheckpoints(SavedEngine, Protocol):
+    """An engine whose state a checkpoint holds."""
+
+    def load_checkpoint(self, path: str | os.PathLike[str] | Location, /) -> None: ...
+
+
+class RunDriver:
+    """Decides how a run starts, whether it is done, and what follows it.
+
+    Args:
+        engine: whose runs they are; it loads checkpoints.
+        loader: gives the training data.
+        seed: of the run.
+        length: the bound.
+        data: the place in the data.
+        resumer: loads and resets the state.
+        registry: the handlers.
+        reporter: gets the beginning and the end of each epoch and of the run.
+        validator: a run that reached its bound ends with a validation.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        loader: Callable[[], Iterable[object]],
+        seed: int,
+        length: RunLength,
+        data: DataCursor,
+        resumer: Resumer,
+        registry: HandlerRegistry,
+        reporter: MetricsReporter,
+        validator: Validator,
+    ) -> None:
+        self._engine, self._loader, self._seed, self._length = engine, loader, seed, length
+        self._data, self._resumer, self._registry = data, resumer, registry
+        self._reporter, self._validator = reporter, validator
+        self._rewind: Rewind | None = None  # the run ends here, and train() continues after that checkpoint
+
+    def attach(self, engine: Engine) -> None:
+        engine.add_event_handler(Events.PREEMPTED, self._stop_when_preempted)
+        engine.add_event_handler(Events.COMPLETED, self._finish, phase=Phase.COMPUTE)
+
+    @property
+    def is_rewinding(self) -> bool:
+        """Whether this run ends only to continue from an earlier checkpoint."""
+        return self._rewind is not None
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the run has reached its bound."""
+        state = self._engine.state
+        if self._length.reached(state) is not None:
+            return True
+        if self._resumer.finishes_epoch(state.epoch_length):
+            return False  # EPOCH_COMPLETED is left
+        # not by the iterations that epochs make, as ignite does: with other data than before their length changes
+        ended = state.max_epochs is not None and state.epoch >= state.max_epochs
+        return bool(ended or (state.max_iters is not None and state.iteration >= state.max_iters))
+
+    def train(self, resume: str | os.PathLike[str] | None) -> None:
+        """Train to the bound, through all rewinds; see `Trainer.train`."""
+        if resume is not None:
+            if not isinstance(resume, (str, os.PathLike)):
+                raise TypeError(f"Trainer.train(resume={resume!r}): needs 'latest' or a checkpoint's path")
+            self._load(resume)
+        self._rewind = None
+        self._run()
+        while self._rewind is not None:
+            run = cast(LoadsCheckpoints, self._engine)
+            go_back(self._rewind, run, self._registry.checkpointer("rewind()"), self._data)
+            self._rewind = None
+            self._run()
+
+    def train_epoch(self, loader: Iterable[object]) -> None:
+        """Train to the end of the current epoch, or through the next one."""
+        if self._resumer.is_resuming:  # perhaps inside an epoch
+            self._resume(loader, self._engine.state.epoch + 1)
+        else:
+            self._engine.run(loader, max_epochs=self._engine.state.epoch + 1)
+
+    def reset(self) -> None:
+        """Return to iteration 0: counters, history, handlers, data order; weights, optimizer and fp16 scale stay."""
+        state = self._engine.state
+        for handler in self._registry.handlers:
+            if isinstance(handler, Checkpointer) and state.iteration > 0:
+                handler.refuse_another_run()  # before anything of the finished run is touched
+        state.max_epochs = state.max_iters = None
+        self._resumer.reset(self._seed)
+
+    def rewind(self, first: int, last: int, reason: str) -> None:
+        """End here, and continue after the newest checkpoint before iteration `first`; see `Trainer.rewind`."""
+        if self._engine.should_terminate or self._engine.state.stop_reason is not None:
+            get_logger("pulsetrain").warning("the run ends, and does not rewind", reason=reason)
+            return
+        rewind = plan_rewind(self._registry.checkpointer("rewind()"), self._data, first, last)
+        self._engine.terminate(skip_completed=True, reason=reason)
+        self._rewind = rewind
+
+    def cancel_rewind(self) -> None:
+        """The run is to end: it does not continue from an earlier checkpoint."""
+        self._rewind = None
+
+    def commit_iteration(self) -> None:
+        """The iteration was trained; end the run at a bound that counts updates, samples or tokens."""
+        self._data.commit(self._engine.state.iteration)
+        if self._length.counted:
+            reason = self._length.reached(self._engine.state)
+            if reason is not None:
+                self._engine.terminate(reason=reason)
+
+    @contextmanager
+    def around_epoch(self, done: int) -> Iterator[None]:
+        """Keep the run's books of an epoch. A handler could not: its events can be muted or left out."""
+        state = self._engine.state
+        self._data.begin_epoch(state.epoch, state.iteration - done)
+        if not done:
+            self._reporter.begin_epoch()
+        with workers_outlive_signals(state.dataloader):  # some loaders start theirs at the first batch
+            yield
+        self._data.epoch_done = True
+        self._reporter.end_epoch()
+
+    def _run(self) -> None:
+        engine, state, length = self._engine, self._engine.state, self._length
+        if engine.is_paused:
+            engine.run(self._loader())
+        elif self._resumer.is_resuming:
+            self._resume(self._loader(), length.max_epochs, length.max_iterations)
+        elif (state.max_epochs or state.max_iters) and not self.is_done:
+            engine.run(self._loader())  # after a termination or an error
+        else:
+            self.reset()
+            engine.run(self._loader(), max_epochs=length.max_epochs, max_iters=length.max_iterations)
+
+    def _load(self, source: str | os.PathLike[str]) -> None:
+        """Load a checkpoint: "latest" if there is one yet, or that of a path."""
+        run = cast(LoadsCheckpoints, self._engine)
+        if source != "latest":
+            run.load_checkpoint(source)
+            return
+        latest = self._registry.checkpointer("train(resume='latest')").manager.get_latest()
+        if latest is not None:
+            run.load_checkpoint(latest)
+            return
+        for handler in self._registry.handlers:
+            if isinstance(handler, MetricLogger):
+                handler.begin_again()
+
+    def _resume(self, loader: Iterable[object], max_epochs: int | None, max_iterations: int | None = None) -> None:
+        """Continue from the checkpoint that was loaded, to this bound."""
+        state = self._engine.state
+        state.max_epochs, state.max_iters = max_epochs, max_iterations
+        if not self.is_done:
+            self._engine.resume(loader, max_epochs, max_iterations)
+            return
+        state.epoch = self._data.epoch
+        self._resumer.finish()
+        try:
+            self._engine.resume(loader, max_epochs, max_iterations)
+        finally:
+            self._resumer.pending = None
+        state.stop_reason = state.stop_reason or self._length.reached_inside(state, self._data.epoch_done)
+
+    def _stop_when_preempted(self, engine: Engine, event: Event) -> None:
+        engine.terminate(reason=f"{event.payload.signal} was received")
+
+    def _finish(self) -> None:
+        """At the run's end, report what no log point has; a run that reached its bound ends with a validation."""
+        self._reporter.log()
+        if not self._data.epoch_done:
+            self._reporter.add_unfinished_epoch()
+        if self.is_done:
+            self._validator.validate_once()
