@@ -12,7 +12,7 @@ from pulsetrain.engine.events.names import Events
 from pulsetrain.engine.recording import EventLog, LoggedEvent
 from pulsetrain.engine.recording.log.non_finite import NON_FINITE
 from pulsetrain.engine.recording.log.records import Json
-from pulsetrain.export.event_formats import format_error, format_rows
+from pulsetrain.export.event_formats import format_count, format_error, format_rows
 from pulsetrain.report.curve import Curve, Floats
 from pulsetrain.report.marks import ROWS, Mark, Marks
 
@@ -167,7 +167,7 @@ class RunRecord:
 
     def _on_completed(self, event: LoggedEvent) -> None:
         if self.ending is None:
-            self.ending = ("completed", f"completed after {_count(event.epoch, 'epoch')}")
+            self.ending = ("completed", f"completed after {format_count(event.epoch, 'epoch')}")
             self._mark("start and end", self.ending[1], kind="completed")
 
     def _on_terminate(self, event: LoggedEvent) -> None:
@@ -276,7 +276,3 @@ def _number(value: Json) -> str:
     if type(value) is str and value in NON_FINITE:
         return "NaN" if value == "NaN" else f"{'minus ' if value[0] == '-' else ''}infinite"
     return f"{value:.6g}" if isinstance(value, int | float) else str(value)
-
-
-def _count(number: int, thing: str) -> str:
-    return f"{number:,} {thing}{'' if number == 1 else 's'}"
