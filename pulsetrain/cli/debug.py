@@ -81,7 +81,7 @@ def _live(arguments: argparse.Namespace, recorded: Debugger, extra: Mapping[str,
     """Step through the computation itself, from the last checkpoint before an iteration."""
     from pulsetrain.configuration.rebuild import rebuild
     from pulsetrain.debugger.live import LiveDebugger
-    from pulsetrain.reproduce.rerun import nearest_checkpoint
+    from pulsetrain.reproduce.rerun import checkpoint_before
 
     folder, iteration = recorded.folder, arguments.at
     if (folder / FACTS).exists():
@@ -90,7 +90,7 @@ def _live(arguments: argparse.Namespace, recorded: Debugger, extra: Mapping[str,
         iteration = recorded.faults[-1].event.iteration  # where the fault started
     if iteration is not None and iteration < 1:
         raise ConfigurationError(f"--at {iteration}: needs the number of an iteration, at least 1")
-    checkpoint = nearest_checkpoint(folder, iteration, or_none=True) if iteration is not None else None
+    checkpoint = checkpoint_before(folder, iteration) if iteration is not None else None
     with logs_on_stderr():
         live = LiveDebugger(lambda temporary: rebuild(folder, temporary).trainer, checkpoint, folder)
         try:

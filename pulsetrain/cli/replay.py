@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from pulsetrain import handlers
 from pulsetrain.cli.reports import DAMAGED, OK, USAGE, until_closed
+from pulsetrain.configuration.assemble import HANDLERS
 from pulsetrain.configuration.claim import holds_run
 from pulsetrain.configuration.class_paths import Factory
 from pulsetrain.configuration.instantiate import instantiate
@@ -121,8 +121,7 @@ def _make(text: str, spec: Mapping[str, Any]) -> Handler:
 
 def _shipped() -> dict[str, Factory]:
     """Handlers by the names of their classes, and by these in lower case, such as `early_stopping`."""
-    found = {name: getattr(handlers, name) for name in handlers.__all__ if name not in ("Callback", "CallbackList")}
-    return found | {_in_words(name): made_by for name, made_by in found.items()}
+    return HANDLERS | {_in_words(name): made_by for name, made_by in HANDLERS.items()}
 
 
 def _in_words(name: str) -> str:
@@ -151,9 +150,7 @@ def _what_if(folder: Path, log: EventLog, text: str, handler: Handler, engine: s
         "run": str(folder),
         "handler": text,
         "stopped": stop is not None,
-        "epoch": stop.epoch if stop is not None else None,
-        "iteration": stop.iteration if stop is not None else None,
-        "reason": stop.reason if stop is not None else None,
+        **{name: getattr(stop, name, None) for name in ("epoch", "iteration", "reason")},
         "best": getattr(handler, "best_value", None) if failed is None else None,
         "iterations": total,
         "saved": total - stop.iteration if stop is not None else 0,

@@ -108,7 +108,8 @@ def run(arguments: argparse.Namespace) -> int:
                 error = in_settings(error)
             if assembly is None:
                 return report(error)
-            return _failed(error, assembly, early=_learned_nothing(assembly, updates[-1]))
+            trainer = assembly.trainer
+            return _failed(error, assembly, early=trainer.state.update == updates[-1] and not trainer.rewinds)
         print(summary(assembly, time.perf_counter() - started))
         if watch.status:
             print(resume_command(assembly, arguments.config, arguments.settings))
@@ -132,11 +133,6 @@ def _announce(assembly: Assembly, resume: str | None) -> None:
         f"run folder: {folder}{', which has no checkpoint yet: starting from the beginning' if starts else ''}",
         file=sys.stderr,
     )
-
-
-def _learned_nothing(assembly: Assembly, updates: int) -> bool:
-    trainer = assembly.trainer
-    return trainer.state.update == updates and not trainer.rewinds
 
 
 def _failed(error: Exception, assembly: Assembly, *, early: bool) -> int:

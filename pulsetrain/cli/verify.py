@@ -7,7 +7,6 @@ from pathlib import Path
 
 from pulsetrain.cli.reports import DAMAGED, FAILED, OK, logs_on_stderr, until_closed
 from pulsetrain.configuration.rebuild import rebuild
-from pulsetrain.trainer import Trainer
 from pulsetrain.verification import verify
 
 __all__ = ["add_arguments"]
@@ -49,12 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Train again, print the result, and return it as the exit status."""
-
-    def build(folder: Path) -> Trainer:
-        return rebuild(arguments.folder, folder).trainer
-
+    run: Path = arguments.folder
     with logs_on_stderr():
-        found = verify(arguments.folder, build, arguments.first, arguments.last)
+        found = verify(run, lambda folder: rebuild(run, folder).trainer, arguments.first, arguments.last)
     with until_closed():
         print(found.report())
     if found.divergence is None and found.missing is None:
