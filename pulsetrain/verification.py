@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from pulsetrain.engine.argument_checks import check_whole_number
 from pulsetrain.engine.environment import environment_differences
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.recording import Divergence, EventLog, LoggedEvent
@@ -118,17 +119,13 @@ def verify(
     """
     folder = Path(run)
     for name, value in (("from_iteration", from_iteration), ("to_iteration", to_iteration)):
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            raise ConfigurationError(f"verify({name}={value!r}): needs a whole number of at least 1")
+        if value is not None:
+            check_whole_number("verify", name, value)
     if from_iteration is not None and to_iteration is not None and to_iteration < from_iteration:
-        raise ConfigurationError(
-            f"verify(to_iteration={to_iteration}): is before from_iteration={from_iteration}; choose a later one"
-        )
+        rule = "is before {from_iteration}; choose a later one"
+        raise ConfigurationError(rule, "verify", to_iteration=to_iteration, from_iteration=from_iteration)
     log = EventLog(folder)
-    if from_iteration in (None, 1):
-        checkpoint = first_checkpoint(folder)
-    else:
-        checkpoint = nearest_checkpoint(folder, from_iteration)
+    checkpoint = first_checkpoint(folder) if from_iteration in (None, 1) else nearest_checkpoint(folder, from_iteration)
     with tempfile.TemporaryDirectory(prefix="pulsetrain-verify-") as temporary:
         rerun = Rerun(build_trainer, Path(temporary) / "rerun", checkpoint, folder)
         changed = _changed_at_start(log, rerun) if checkpoint is not None else ()
@@ -156,7 +153,8 @@ def verify(
         repeats = None
         if check.divergence is not None:
             second = Rerun(build_trainer, Path(temporary) / "second", checkpoint, folder)
-            second.compare(ExpectedEvents(_up_to(rerun.log(), check.divergence.ord), engine))
+            before = (event for event in rerun.log().read() if 0 <= event.ord <= divergence.ord)
+            second.compare(ExpectedEvents(before, engine))
             repeats = second.check.divergence is None
         evidence = Evidence(
             divergence,
@@ -191,10 +189,6 @@ def _other_end(recorded: LoggedEvent | None, rerun: Rerun) -> Divergence | None:
     expected = recorded or rerun.check.next or continued
     fields = differing_fields(expected, now or continued)
     return Divergence(-1, expected, now or continued, fields) if fields else None
-
-
-def _up_to(log: EventLog, ord: int) -> Iterator[LoggedEvent]:
-    return (event for event in log.read() if 0 <= event.ord <= ord)
 
 
 def _changed_at_start(log: EventLog, rerun: Rerun) -> tuple[str, ...]:

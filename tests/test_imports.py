@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import runpy
 import subprocess
 import sys
+import typing
 
 import pytest
 
@@ -76,3 +78,16 @@ def test_every_public_name_is_there():
 
     for package in (engine, handlers, pulsetrain):
         assert all(hasattr(package, name) for name in package.__all__)
+
+
+def test_type_checkers_see_the_names_that_are_imported_when_they_are_used(monkeypatch: pytest.MonkeyPatch):
+    import pulsetrain
+
+    monkeypatch.setattr(typing, "TYPE_CHECKING", True)
+    seen = runpy.run_path(str(pulsetrain.__file__))
+    assert {name: seen.get(name) for name in pulsetrain.__all__} == {
+        name: getattr(pulsetrain, name) for name in pulsetrain.__all__
+    }
+    assert {name for name, value in seen.items() if getattr(value, "__module__", "").startswith("pulsetrain.")} == set(
+        pulsetrain.__all__
+    )

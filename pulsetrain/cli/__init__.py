@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import io
 import sys
 from collections.abc import Sequence
@@ -29,16 +30,17 @@ def _run(arguments: Sequence[str]) -> int:
     # imported here, where Ctrl-C is caught: importing torch takes a second or two
     from pulsetrain.cli.parser import make_parser
     from pulsetrain.cli.reports import USAGE, report
-    from pulsetrain.cli.settings import split_settings
+    from pulsetrain.cli.settings import reject_settings, split_settings
 
     parser = make_parser()
     try:
         words, settings = split_settings(arguments)
-        chosen = parser.parse_args(words)
+        chosen = parser.parse_args(words, argparse.Namespace(settings=settings))
         if chosen.command is None:
             parser.print_help(sys.stderr)
             return USAGE
-        status: int = chosen.run(chosen, settings)
+        reject_settings(chosen.command, settings)
+        status: int = chosen.run(chosen)
     except SystemExit as leaving:  # argparse has printed the reason
         return leaving.code if isinstance(leaving.code, int) else USAGE
     except Exception as error:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 
-from pulsetrain.cli.command import Subparsers, command, no_settings
-from pulsetrain.cli.pipe import until_closed
-from pulsetrain.cli.reports import OK
+from pulsetrain.cli.reports import OK, until_closed
+from pulsetrain.cli.settings import CONFIGURED
 from pulsetrain.config import PRECISIONS, TrainingConfig
 from pulsetrain.configuration.assemble import STRATEGIES
 from pulsetrain.configuration.parse import NAMED, SECTIONS
@@ -16,10 +15,9 @@ from pulsetrain.engine.optimizers.registry import NAMES as OPTIMIZERS
 from pulsetrain.engine.schedules.named import NAMES as SCHEDULES
 from pulsetrain.handlers.loggers.optional import load_optional
 
-__all__ = ["add_parser"]
+__all__ = ["add_arguments"]
 
 SHELLS = ("bash", "zsh", "fish")
-CONFIGURED = ("train", "config", "lr-find", "fork")  # commands that take settings of a configuration
 FILES, FOLDERS = ("config",), ("folder", "runs", "a", "b", "into", "plot")  # arguments, by their names in the commands
 CHOICES: dict[str, Iterable[str]] = {
     "training.optimizer": OPTIMIZERS,
@@ -28,6 +26,7 @@ CHOICES: dict[str, Iterable[str]] = {
     "training.compile": ("true", "false"),
     "strategy": STRATEGIES,
 }
+HELP = "print a completion script for the shell"
 DESCRIPTION = """\
 Print a completion script for the shell. It completes commands, options, files, and the
 settings of a configuration, such as --training.learning_rate, with their choices.
@@ -43,18 +42,13 @@ exit status: 0 done; 2 wrong input
 """
 
 
-def add_parser(commands: Subparsers) -> None:
-    """Add the command."""
-    parser = command(
-        commands, "completion", run, help="print a completion script for the shell", description=DESCRIPTION,
-        epilog=EPILOG,
-    )  # fmt: skip
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what follows the command."""
     parser.add_argument("shell", choices=SHELLS, help="the shell")
 
 
-def run(arguments: argparse.Namespace, settings: Mapping[str, str]) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Print the script."""
-    no_settings("completion", settings)
     shtab = load_optional("completion", "shtab", "completion")
     parser: argparse.ArgumentParser = arguments.program
     for name, each in arguments.commands.items():

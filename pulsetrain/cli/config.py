@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
 from pathlib import Path
 
-from pulsetrain.cli.command import Subparsers, command
-from pulsetrain.cli.pipe import until_closed
-from pulsetrain.cli.reports import OK, logs_on_stderr
+from pulsetrain.cli.reports import OK, logs_on_stderr, until_closed
 from pulsetrain.configuration.resolve import resolve
 
-__all__ = ["add_parser"]
+__all__ = ["add_arguments"]
 
+HELP = "print a configuration with every default filled in"
+SYNOPSIS = "pulsetrain config CONFIG [--format yaml|json] [--SECTION.SETTING VALUE ...]"
 DESCRIPTION = """\
 Print the configuration with every default filled in: the training settings, the
 arguments of each class path, and the standard handlers. `pulsetrain train` accepts the
@@ -29,27 +28,18 @@ exit status: 0 done; 2 wrong input
 """
 
 
-def add_parser(commands: Subparsers) -> None:
-    """Add the command."""
-    parser = command(
-        commands,
-        "config",
-        run,
-        help="print a configuration with every default filled in",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-        usage="pulsetrain config CONFIG [--format yaml|json] [--SECTION.SETTING VALUE ...]",
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what follows the command."""
     parser.add_argument("config", metavar="CONFIG", type=Path, help="the configuration file, in YAML")
     parser.add_argument(
         "--format", choices=("yaml", "json"), default="yaml", help="output format; json has no comments"
     )
 
 
-def run(arguments: argparse.Namespace, settings: Mapping[str, str]) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Fill in the defaults and print the configuration."""
     with logs_on_stderr():
-        resolved = resolve(arguments.config, settings)
+        resolved = resolve(arguments.config, arguments.settings)
     with until_closed():
         if arguments.format == "json":
             print(json.dumps(resolved.config, indent=2, ensure_ascii=False))

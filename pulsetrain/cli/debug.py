@@ -11,20 +11,18 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from pulsetrain.cli.command import Subparsers, command, no_settings
-from pulsetrain.cli.pipe import until_closed
-from pulsetrain.cli.reports import OK, logs_on_stderr, report
+from pulsetrain.cli.reports import OK, logs_on_stderr, report, report_damage, until_closed
 from pulsetrain.debugger.bundle import bundle_commands, bundle_summary, open_recorded
 from pulsetrain.debugger.commands import Command, Commands, printable
 from pulsetrain.debugger.recorded import Debugger
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.handlers.crash.crash_files import FACTS
 
-__all__ = ["add_parser", "converse"]
+__all__ = ["add_arguments", "converse"]
 
-DAMAGED = 3
 PROMPT = "(debug) "
 HISTORY = "debug_history"
+HELP = "step through a recorded run, forward and back"
 DESCRIPTION = """\
 Step through a recorded run, forward and back, with breakpoints and watched values.
 If the run ended in an exception or with a loss that is NaN, the debugger opens just
@@ -46,16 +44,8 @@ exit status: 0 done; 2 wrong input, or a command from a pipe that failed; 3 the 
 Read = Callable[[str], str]  # reads the next line after a prompt; EOFError at the end
 
 
-def add_parser(commands: Subparsers) -> None:
-    """Add the command."""
-    parser = command(
-        commands,
-        "debug",
-        run,
-        help="step through a recorded run, forward and back",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what follows the command."""
     parser.add_argument("folder", metavar="RUN", type=Path, help="a run folder, or a crash bundle: RUN/crash/NAME")
     parser.add_argument("--engine", help="the engine to follow; by default the trainer")
     parser.add_argument(
@@ -68,9 +58,8 @@ def add_parser(commands: Subparsers) -> None:
     )
 
 
-def run(arguments: argparse.Namespace, settings: Mapping[str, str]) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Open the run, and run commands until there are no more."""
-    no_settings("debug", settings)
     debugger, bundle = open_recorded(arguments.folder, arguments.engine)
     if arguments.at is not None and not arguments.live:
         raise ConfigurationError("--at: needs --live; at the prompt, use: goto iteration N")
@@ -84,16 +73,15 @@ def run(arguments: argparse.Namespace, settings: Mapping[str, str]) -> int:
             status = _live(arguments, debugger, extra) if arguments.live else converse(Commands(debugger, extra))
     finally:
         gc.unfreeze()
-    for damage in debugger.log.damage:
-        print(f"pulsetrain: damaged: {damage}", file=sys.stderr)
-    return status or (DAMAGED if debugger.log.damage else OK)
+    damaged = report_damage(debugger.log.damage)
+    return status or damaged
 
 
 def _live(arguments: argparse.Namespace, recorded: Debugger, extra: Mapping[str, Command]) -> int:
     """Step through the computation itself, from the last checkpoint before an iteration."""
     from pulsetrain.configuration.rebuild import rebuild
     from pulsetrain.debugger.live import LiveDebugger
-    from pulsetrain.reproduce.rerun import nearest_checkpoint
+    from pulsetrain.reproduce.rerun import checkpoint_before
 
     folder, iteration = recorded.folder, arguments.at
     if (folder / FACTS).exists():
@@ -102,7 +90,7 @@ def _live(arguments: argparse.Namespace, recorded: Debugger, extra: Mapping[str,
         iteration = recorded.faults[-1].event.iteration  # where the fault started
     if iteration is not None and iteration < 1:
         raise ConfigurationError(f"--at {iteration}: needs the number of an iteration, at least 1")
-    checkpoint = nearest_checkpoint(folder, iteration, or_none=True) if iteration is not None else None
+    checkpoint = checkpoint_before(folder, iteration) if iteration is not None else None
     with logs_on_stderr():
         live = LiveDebugger(lambda temporary: rebuild(folder, temporary).trainer, checkpoint, folder)
         try:

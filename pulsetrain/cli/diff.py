@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
 from pathlib import Path
 
-from pulsetrain.cli.command import Subparsers, command, no_settings
-from pulsetrain.cli.pipe import until_closed
-from pulsetrain.cli.reports import FAILED, OK
+from pulsetrain.cli.reports import DAMAGED, FAILED, OK, until_closed
 from pulsetrain.engine.recording import EventLog
 from pulsetrain.engine.recording.diff.compare import diff
 
-__all__ = ["add_parser"]
+__all__ = ["add_arguments"]
 
-DAMAGED = 3
+HELP = "compare two runs event by event"
 DESCRIPTION = """\
 Compare the event logs of two runs, bit for bit, in everything that a repeated run must
 reproduce. Times and throughput are not compared, nor are events that a resumed run
@@ -30,11 +27,8 @@ exit status: 0 the logs agree; 1 they differ; 2 they cannot be compared; 3 a log
 """
 
 
-def add_parser(commands: Subparsers) -> None:
-    """Add the command."""
-    parser = command(
-        commands, "diff", run, help="compare two runs event by event", description=DESCRIPTION, epilog=EPILOG
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what follows the command."""
     parser.add_argument("a", metavar="A", type=Path, help="a run folder")
     parser.add_argument("b", metavar="B", type=Path, help="another run folder")
     parser.add_argument("--rank", metavar="N", type=int, default=0, help="which process's logs, where several recorded")
@@ -44,9 +38,8 @@ def add_parser(commands: Subparsers) -> None:
     parser.add_argument("--first", action="store_true", help="report only the first difference, and stop reading there")
 
 
-def run(arguments: argparse.Namespace, settings: Mapping[str, str]) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Compare, print the result, and return it as the exit status."""
-    no_settings("diff", settings)
     a, b = (EventLog(folder, arguments.rank) for folder in (arguments.a, arguments.b))
     found = diff(a, b, rtol=arguments.rtol, atol=arguments.atol)
     with until_closed():

@@ -6,21 +6,19 @@ import argparse
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from pulsetrain.cli.command import Subparsers, command, no_settings
-from pulsetrain.cli.pipe import until_closed
-from pulsetrain.cli.reports import OK
+from pulsetrain.cli.reports import DAMAGED, OK, report_damage, until_closed
 from pulsetrain.engine.recording import EventLog, LoggedEvent
 from pulsetrain.engine.recording.log.predicate import predicate
 from pulsetrain.export.event_formats import FORMATS, check_field
 
-__all__ = ["add_parser", "follow"]
+__all__ = ["add_arguments", "follow"]
 
-DAMAGED = 3
 POLL = 0.5  # seconds
+HELP = "print the events that a run has recorded"
 DESCRIPTION = """\
 Print the events that a run has recorded, in order. A condition consists of an event's
 fields (ord, engine, event, epoch, iteration, payload, output, metrics, lr,
@@ -38,11 +36,8 @@ exit status: 0 done; 2 wrong input; 3 the log is damaged, and its readable part 
 """
 
 
-def add_parser(commands: Subparsers) -> None:
-    """Add the command."""
-    parser = command(
-        commands, "events", run, help="print the events that a run has recorded", description=DESCRIPTION, epilog=EPILOG
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what follows the command."""
     parser.add_argument("folder", metavar="RUN", type=Path, help="a run folder")
     parser.add_argument("--rank", metavar="N", type=int, default=0, help="which process's log, where several recorded")
     parser.add_argument("--engine", help="only events of this engine, such as trainer")
@@ -76,9 +71,8 @@ def add_parser(commands: Subparsers) -> None:
     )
 
 
-def run(arguments: argparse.Namespace, settings: Mapping[str, str]) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Print the events, and damaged parts on standard error."""
-    no_settings("events", settings)
     for name in arguments.fields or ():
         check_field(name)
     where = None if arguments.where is None else predicate(arguments.where)
@@ -106,9 +100,7 @@ def run(arguments: argparse.Namespace, settings: Mapping[str, str]) -> int:
                 raise
     if silent and arguments.format == "table":
         print(f"pulsetrain: no event of {log.folder} matches; its engines: {', '.join(log.engines)}", file=sys.stderr)
-    for damage in log.damage:
-        print(f"pulsetrain: damaged: {damage}", file=sys.stderr)
-    return DAMAGED if log.damage else OK
+    return report_damage(log.damage)
 
 
 def follow(

@@ -5,23 +5,21 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
-import sys
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from pulsetrain.cli.command import Subparsers, command, no_settings
-from pulsetrain.cli.reports import OK
+from pulsetrain.cli.reports import report_damage
 from pulsetrain.engine.errors import ConfigurationError, RunFolderError
 from pulsetrain.engine.recording import EventLog
 from pulsetrain.export import write_csv, write_perfetto, write_tensorboard
 
-__all__ = ["add_parser"]
+__all__ = ["add_arguments"]
 
-DAMAGED = 3
 ENDINGS = {"perfetto": ".perfetto.json.gz", "tensorboard": ".tensorboard", "csv": ".csv"}
 EVENT_FILE = "events.out.tfevents"  # how the names of TensorBoard's files begin
+HELP = "write a recorded run for other tools"
 DESCRIPTION = """\
 Write a recorded run in a format that other tools read:
   perfetto     a trace for ui.perfetto.dev and chrome://tracing: engines as tracks; runs,
@@ -40,11 +38,8 @@ exit status: 0 done; 2 wrong input; 3 the log is damaged, and its readable part 
 """
 
 
-def add_parser(commands: Subparsers) -> None:
-    """Add the command."""
-    parser = command(
-        commands, "export", run, help="write a recorded run for other tools", description=DESCRIPTION, epilog=EPILOG
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what follows the command."""
     parser.add_argument("folder", metavar="RUN", type=Path, help="a run folder")
     parser.add_argument("--format", choices=tuple(ENDINGS), required=True, help="the format")
     parser.add_argument(
@@ -56,9 +51,8 @@ def add_parser(commands: Subparsers) -> None:
     parser.add_argument("--force", action="store_true", help="overwrite existing files")
 
 
-def run(arguments: argparse.Namespace, settings: Mapping[str, str]) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Write the export, and print what was written, and damaged parts on standard error."""
-    no_settings("export", settings)
     folder: Path = arguments.folder
     log = EventLog(folder)
     if log.folder.name == "events":
@@ -80,9 +74,7 @@ def run(arguments: argparse.Namespace, settings: Mapping[str, str]) -> int:
             f"--into {into}: cannot be written: {error.strerror or error}; choose another path"
         ) from error
     print(f"{into}: {written}")
-    for damage in log.damage:
-        print(f"pulsetrain: damaged: {damage}", file=sys.stderr)
-    return DAMAGED if log.damage else OK
+    return report_damage(log.damage)
 
 
 def _check(into: Path, folder: Path, form: str, force: bool) -> None:

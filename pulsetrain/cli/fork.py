@@ -5,16 +5,16 @@ from __future__ import annotations
 import argparse
 import re
 import shlex
-from collections.abc import Mapping
 from pathlib import Path
 
-from pulsetrain.cli.command import Subparsers, command
 from pulsetrain.cli.reports import OK, logs_on_stderr
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.reproduce.fork import fork
 
-__all__ = ["add_parser"]
+__all__ = ["add_arguments"]
 
+HELP = "start a new run from a checkpoint of another"
+SYNOPSIS = "pulsetrain fork RUN --at ITERATION --into FOLDER [--skip-batches FIRST[-LAST]] [--set KEY=VALUE]"
 DESCRIPTION = """\
 Make a new run from the last checkpoint that another run saved at or before an iteration,
 with settings changed or batches left out. run.json of the new run names its parent;
@@ -29,17 +29,8 @@ exit status: 0 done; 2 wrong input; with --train, the status of `pulsetrain trai
 """
 
 
-def add_parser(commands: Subparsers) -> None:
-    """Add the command."""
-    parser = command(
-        commands,
-        "fork",
-        run,
-        help="start a new run from a checkpoint of another",
-        usage="pulsetrain fork RUN --at ITERATION --into FOLDER [--skip-batches FIRST[-LAST]] [--set KEY=VALUE]",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what follows the command."""
     parser.add_argument("folder", metavar="RUN", type=Path, help="a run folder")
     parser.add_argument(
         "--at", metavar="ITERATION", type=int, required=True, help="the iteration at which the new run branches off"
@@ -63,9 +54,9 @@ def add_parser(commands: Subparsers) -> None:
     parser.add_argument("--train", action="store_true", help="also train the new run")
 
 
-def run(arguments: argparse.Namespace, settings: Mapping[str, str]) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Make the run, and print what has changed and the command that trains it."""
-    changes = dict(settings)
+    changes = dict(arguments.settings)
     for text in arguments.changes:
         name, equals, value = text.partition("=")
         if not equals or not name or not value:

@@ -7,12 +7,9 @@ import shlex
 import sys
 import tempfile
 import traceback
-from collections.abc import Mapping
 from pathlib import Path
 
-from pulsetrain.cli.command import Subparsers, command
-from pulsetrain.cli.pipe import until_closed
-from pulsetrain.cli.reports import FAILED, OK, logs_on_stderr, program
+from pulsetrain.cli.reports import FAILED, OK, logs_on_stderr, program, until_closed
 from pulsetrain.configuration.assemble import assemble
 from pulsetrain.configuration.messages import in_settings
 from pulsetrain.configuration.parse import read_config
@@ -23,11 +20,16 @@ from pulsetrain.handlers import LRFinder
 from pulsetrain.handlers.learning_rate.lr_finder import LRFinderResult
 from pulsetrain.trainer import Trainer
 
-__all__ = ["add_parser"]
+__all__ = ["add_arguments"]
 
 ROWS = 12  # of the table
 # settings that make a run write files or wait for a metric
 _WITHOUT = ("run_dir", "save_every_n_epochs", "early_stopping_patience")
+HELP = "find a learning rate for a configuration"
+SYNOPSIS = (
+    "pulsetrain lr-find CONFIG [--start RATE] [--end RATE] [--iterations N] [--plot FOLDER] "
+    "[--SECTION.SETTING VALUE ...]"
+)
 DESCRIPTION = """\
 Train a few updates at growing learning rates, from the initial weights of a run of this
 configuration, and suggest the rate at which the smoothed loss falls fastest. Nothing is
@@ -44,18 +46,8 @@ exit status: 0 a rate is suggested; 1 no rate is suggested, and the reason is pr
 """
 
 
-def add_parser(commands: Subparsers) -> None:
-    """Add the command."""
-    parser = command(
-        commands,
-        "lr-find",
-        run,
-        help="find a learning rate for a configuration",
-        usage="pulsetrain lr-find CONFIG [--start RATE] [--end RATE] [--iterations N] [--plot FOLDER] "
-        "[--SECTION.SETTING VALUE ...]",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what follows the command."""
     parser.add_argument("config", metavar="CONFIG", type=Path, help="the configuration file, in YAML")
     parser.add_argument("--start", metavar="RATE", type=float, default=1e-7, help="the first rate [1e-7]")
     parser.add_argument("--end", metavar="RATE", type=float, default=10.0, help="the last rate [10]")
@@ -64,12 +56,12 @@ def add_parser(commands: Subparsers) -> None:
     parser.add_argument("--traceback", action="store_true", help="show the Python traceback of an error")
 
 
-def run(arguments: argparse.Namespace, settings: Mapping[str, str]) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Run the test; print the table, the suggestion and the command that uses it."""
     finder = LRFinder(arguments.start, arguments.end, arguments.iterations, folder=arguments.plot)
     with logs_on_stderr(), tempfile.TemporaryDirectory(prefix="lr-find-") as temporary:
         try:
-            config = read_config(arguments.config, settings)
+            config = read_config(arguments.config, arguments.settings)
             training = {name: value for name, value in (config.get("training") or {}).items() if name not in _WITHOUT}
             config |= {"handlers": [], "training": training}
             trainer = assemble(config, base_of(arguments.config.parent), Path(temporary) / "run").trainer
@@ -83,11 +75,11 @@ def run(arguments: argparse.Namespace, settings: Mapping[str, str]) -> int:
             error.add_note("--traceback shows where in the code")
             raise
     with until_closed():
-        print(_report(found, trainer, arguments, settings))
+        print(_report(found, trainer, arguments))
     return FAILED if found.suggestion is None else OK
 
 
-def _report(found: LRFinderResult, trainer: Trainer, arguments: argparse.Namespace, settings: Mapping[str, str]) -> str:
+def _report(found: LRFinderResult, trainer: Trainer, arguments: argparse.Namespace) -> str:
     lines = ["", f"{'learning rate':>13}{'loss':>12}{'mean':>12}"]
     rows = range(len(found.rates))
     shown = {round(number * (len(rows) - 1) / (ROWS - 1)) for number in range(ROWS)}
@@ -106,7 +98,7 @@ def _report(found: LRFinderResult, trainer: Trainer, arguments: argparse.Namespa
         return "\n".join([*lines, f"suggestion  none: {found.reason}"])
     rate = f"{found.suggestion:.2g}"
     words = [*program(), "train", str(arguments.config)]
-    words += [f"--{name}={value}" for name, value in settings.items() if name != "training.learning_rate"]
+    words += [f"--{name}={value}" for name, value in arguments.settings.items() if name != "training.learning_rate"]
     lines += [f"suggestion  {rate}", f"use it: {shlex.join([*words, f'--training.learning_rate={rate}'])}"]
     if len({round(ratio, 9) for ratio in group_ratios(trainer.optimizer)}) > 1:
         lines.append("rates of parameter groups, such as layer_rates, kept their ratio to this one: scale them as well")

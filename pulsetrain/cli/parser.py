@@ -1,11 +1,17 @@
-"""The parser of the command line, with every command."""
+"""The parser of the command line.
+
+Each command is a module: HELP, its line in the list of commands; DESCRIPTION; EPILOG, with examples and exit statuses;
+SYNOPSIS, where the usage line of argparse is too long; add_arguments; and run, which gets the arguments and, among
+them, the `settings` of a configuration, and returns the exit status.
+"""
 
 from __future__ import annotations
 
 import argparse
+import platform
+from importlib.metadata import version
 
 from pulsetrain.cli import completion, config, debug, diff, events, export, fork, lr_find, replay, report, train, verify
-from pulsetrain.cli.reports import versions
 
 __all__ = ["make_parser"]
 
@@ -21,10 +27,21 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=_Help,
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=versions())
+    versions = f"pulsetrain {version('pulsetrain')} (torch {version('torch')}, Python {platform.python_version()})"
+    parser.add_argument("--version", action="version", version=versions)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
     for each in COMMANDS:
-        each.add_parser(commands)
+        added = commands.add_parser(
+            each.__name__.rpartition(".")[2].replace("_", "-"),
+            help=each.HELP,
+            usage=getattr(each, "SYNOPSIS", None),  # by default argparse's
+            description=each.DESCRIPTION,
+            epilog=each.EPILOG,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+        )
+        each.add_arguments(added)
+        added.set_defaults(run=each.run)
     commands.choices["completion"].set_defaults(program=parser, commands=commands.choices)
     return parser
 

@@ -10,10 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from pulsetrain import handlers
-from pulsetrain.cli.command import Subparsers, command, no_settings
-from pulsetrain.cli.pipe import until_closed
-from pulsetrain.cli.reports import OK, USAGE
+from pulsetrain.cli.reports import DAMAGED, OK, USAGE, until_closed
+from pulsetrain.configuration.assemble import HANDLERS
 from pulsetrain.configuration.claim import holds_run
 from pulsetrain.configuration.class_paths import Factory
 from pulsetrain.configuration.instantiate import instantiate
@@ -25,10 +23,10 @@ from pulsetrain.engine.recording import EventLog
 from pulsetrain.engine.recording.replay.playback import Replay, Stop
 from pulsetrain.handlers.metric_values.step_values import METRIC_EVENTS
 
-__all__ = ["add_parser", "parse_handler"]
+__all__ = ["add_arguments", "parse_handler"]
 
-DAMAGED = 3
-
+HELP = "show what a handler with other settings would have done"
+SYNOPSIS = "pulsetrain replay RUN [RUN ...] --handler NAME[:ARGUMENT=VALUE,...] [--handler ...] [OPTION ...]"
 DESCRIPTION = """\
 Replay recorded runs through handlers, one at a time, and show what each would have done:
 where it would have stopped the run, the best value that it would have kept, and how
@@ -48,17 +46,8 @@ printed; 3 a log is damaged, and its readable part was replayed
 COLUMNS = ("run", "handler", "stops at", "best", "iterations saved")
 
 
-def add_parser(commands: Subparsers) -> None:
-    """Add the command."""
-    parser = command(
-        commands,
-        "replay",
-        run,
-        help="show what a handler with other settings would have done",
-        usage="pulsetrain replay RUN [RUN ...] --handler NAME[:ARGUMENT=VALUE,...] [--handler ...] [OPTION ...]",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what follows the command."""
     parser.add_argument("runs", metavar="RUN", nargs="+", type=Path, help="a run folder")
     parser.add_argument(
         "--handler",
@@ -73,9 +62,8 @@ def add_parser(commands: Subparsers) -> None:
     parser.add_argument("--format", choices=("table", "json"), default="table", help="the format of the output")
 
 
-def run(arguments: argparse.Namespace, settings: Mapping[str, str]) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Replay each run through each handler, and print the results."""
-    no_settings("replay", settings)
     variants = [(text, parse_handler(text)) for text in arguments.handlers]
     for text, spec in variants:
         _keep_apart(text, spec)  # all are checked before the first is played
@@ -133,8 +121,7 @@ def _make(text: str, spec: Mapping[str, Any]) -> Handler:
 
 def _shipped() -> dict[str, Factory]:
     """Handlers by the names of their classes, and by these in lower case, such as `early_stopping`."""
-    found = {name: getattr(handlers, name) for name in handlers.__all__ if name not in ("Callback", "CallbackList")}
-    return found | {_in_words(name): made_by for name, made_by in found.items()}
+    return HANDLERS | {_in_words(name): made_by for name, made_by in HANDLERS.items()}
 
 
 def _in_words(name: str) -> str:
@@ -163,9 +150,7 @@ def _what_if(folder: Path, log: EventLog, text: str, handler: Handler, engine: s
         "run": str(folder),
         "handler": text,
         "stopped": stop is not None,
-        "epoch": stop.epoch if stop is not None else None,
-        "iteration": stop.iteration if stop is not None else None,
-        "reason": stop.reason if stop is not None else None,
+        **{name: getattr(stop, name, None) for name in ("epoch", "iteration", "reason")},
         "best": getattr(handler, "best_value", None) if failed is None else None,
         "iterations": total,
         "saved": total - stop.iteration if stop is not None else 0,

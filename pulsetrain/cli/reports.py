@@ -1,14 +1,13 @@
-"""What the command line prints: errors, results, and the command that resumes a run."""
+"""What the command line prints: errors, damage, results, log lines, and the command that resumes a run."""
 
 from __future__ import annotations
 
-import platform
+import os
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from importlib.metadata import version
 from pathlib import Path
 
 import structlog
@@ -17,15 +16,11 @@ from tqdm import tqdm
 from pulsetrain.configuration.assemble import Assembly
 from pulsetrain.configuration.claim import has_checkpoint
 from pulsetrain.engine.errors import PulsetrainError
+from pulsetrain.export.event_formats import format_count
 
-__all__ = ["logs_on_stderr", "program", "report", "summary", "versions"]
+__all__ = ["logs_on_stderr", "program", "report", "report_damage", "resume_command", "summary", "until_closed"]
 
-OK, FAILED, USAGE, STOPPED = 0, 1, 2, 130
-
-
-def versions() -> str:
-    """The versions of this package, torch and Python."""
-    return f"pulsetrain {version('pulsetrain')} (torch {version('torch')}, Python {platform.python_version()})"
+OK, FAILED, USAGE, DAMAGED, STOPPED = 0, 1, 2, 3, 130
 
 
 def report(error: BaseException, status: int = USAGE) -> int:
@@ -41,14 +36,34 @@ def report(error: BaseException, status: int = USAGE) -> int:
     return status
 
 
+def report_damage(damage: Collection[object]) -> int:
+    """Print the damaged parts of logs on standard error; returns the exit status."""
+    for each in damage:
+        print(f"pulsetrain: damaged: {each}", file=sys.stderr)
+    return DAMAGED if damage else OK
+
+
+@contextmanager
+def until_closed() -> Iterator[None]:
+    """Print until the reader closes the pipe, as in `pulsetrain events runs/a | head`; then leave without an error."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # otherwise Python would write the buffered rest at exit, and fail
+        silence = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(silence, sys.stdout.fileno())
+        os.close(silence)
+
+
 def summary(assembly: Assembly, seconds: float) -> str:
     """The results of a run, and where they are."""
     trainer, folder = assembly.trainer, assembly.folder
     state = trainer.state
     unit = getattr(trainer.strategy, "loss_unit", "")
-    counts = [_count(state.iteration, "iteration"), _count(state.update, "update"), _count(state.epoch, "epoch")]
+    counts = [format_count(getattr(state, thing), thing) for thing in ("iteration", "update", "epoch")]
     if state.tokens:
-        counts.append(_count(state.tokens, "token"))
+        counts.append(format_count(state.tokens, "token"))
     rows = [("stopped", state.stop_reason or "at its end"), ("trained", f"{', '.join(counts)}, {seconds:.0f} s")]
     for name, value in state.metrics.items():
         rows.append((name, f"{value:.4f}{' ' + unit if unit and name.endswith('/loss') else ''}"))
@@ -113,7 +128,3 @@ def program() -> list[str]:
     if called.name != "pulsetrain" or (found is not None and Path(found).samefile(called)):
         return ["pulsetrain"]
     return [str(called)]
-
-
-def _count(number: int, thing: str) -> str:
-    return f"{number:,} {thing}{'' if number == 1 else 's'}"

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from pulsetrain.configuration.parse import SECTIONS
 from pulsetrain.engine.errors import ConfigurationError
 
-__all__ = ["split_settings"]
+__all__ = ["CONFIGURED", "reject_settings", "split_settings"]
+
+CONFIGURED = ("train", "config", "lr-find", "fork")  # the commands that take settings of a configuration
 
 EXAMPLE = "a setting is given as --training.learning_rate 3e-4"
 
@@ -39,3 +41,15 @@ def split_settings(words: Sequence[str]) -> tuple[list[str], dict[str, str]]:
             raise ConfigurationError(f"--{name} {value}: names a whole section; {EXAMPLE}")
         found[name] = value
     return others, found
+
+
+def reject_settings(command: str, settings: Mapping[str, str]) -> None:
+    """Reject settings of a configuration for a command that takes no configuration.
+
+    Raises:
+        ConfigurationError: there is a setting.
+    """
+    for name in settings if command not in CONFIGURED else ():
+        raise ConfigurationError(
+            f"--{name}: {command} has no such option; train, config, lr-find and fork take settings of a configuration"
+        )

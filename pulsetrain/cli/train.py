@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pulsetrain.cli.command import Subparsers, command
 from pulsetrain.cli.reports import FAILED, STOPPED, logs_on_stderr, report, resume_command, summary
 from pulsetrain.configuration.assemble import Assembly, assemble
 from pulsetrain.configuration.claim import has_checkpoint
@@ -23,8 +22,12 @@ from pulsetrain.engine.errors import ConfigurationError, PulsetrainError
 from pulsetrain.handlers.crash.crash_files import bundle_of, forget_bundle
 from pulsetrain.signals import SignalWatch
 
-__all__ = ["add_parser"]
+__all__ = ["add_arguments"]
 
+HELP = "train a run from a configuration file"
+SYNOPSIS = (
+    "pulsetrain train CONFIG [--run FOLDER] [--resume latest|CHECKPOINT] [--dry-run] [--SECTION.SETTING VALUE ...]"
+)
 DESCRIPTION = f"""\
 Train a run from a configuration file: YAML with the sections
 {", ".join(SECTIONS)}.
@@ -49,18 +52,8 @@ exit status: 0 done; 1 the run failed; 2 wrong input; 128 + n stopped by signal 
 """
 
 
-def add_parser(commands: Subparsers) -> None:
-    """Add the command."""
-    parser = command(
-        commands,
-        "train",
-        run,
-        help="train a run from a configuration file",
-        usage="pulsetrain train CONFIG [--run FOLDER] [--resume latest|CHECKPOINT] [--dry-run]"
-        " [--SECTION.SETTING VALUE ...]",
-        description=DESCRIPTION,
-        epilog=EPILOG,
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what follows the command."""
     parser.add_argument("config", metavar="CONFIG", type=Path, help="the configuration file, in YAML")
     parser.add_argument(
         "--run",
@@ -82,14 +75,14 @@ def add_parser(commands: Subparsers) -> None:
     parser.add_argument("--traceback", action="store_true", help="show the Python traceback of an error")
 
 
-def run(arguments: argparse.Namespace, settings: Mapping[str, str]) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Assemble the run, train it, and print where the results are."""
     started = time.perf_counter()
     assembly: Assembly | None = None
     updates = [0]  # the last item: the optimizer updates that had been made when this command started training
     with SignalWatch() as watch, logs_on_stderr():
         try:
-            config = read_config(arguments.config, settings)
+            config = read_config(arguments.config, arguments.settings)
             if arguments.dry_run:
                 return _dry_run(arguments, config, watch)
             assembly = assemble(config, base_of(arguments.config.parent), arguments.folder, resume=arguments.resume)
@@ -115,10 +108,11 @@ def run(arguments: argparse.Namespace, settings: Mapping[str, str]) -> int:
                 error = in_settings(error)
             if assembly is None:
                 return report(error)
-            return _failed(error, assembly, early=_learned_nothing(assembly, updates[-1]))
+            trainer = assembly.trainer
+            return _failed(error, assembly, early=trainer.state.update == updates[-1] and not trainer.rewinds)
         print(summary(assembly, time.perf_counter() - started))
         if watch.status:
-            print(resume_command(assembly, arguments.config, settings))
+            print(resume_command(assembly, arguments.config, arguments.settings))
         return watch.status
 
 
@@ -139,11 +133,6 @@ def _announce(assembly: Assembly, resume: str | None) -> None:
         f"run folder: {folder}{', which has no checkpoint yet: starting from the beginning' if starts else ''}",
         file=sys.stderr,
     )
-
-
-def _learned_nothing(assembly: Assembly, updates: int) -> bool:
-    trainer = assembly.trainer
-    return trainer.state.update == updates and not trainer.rewinds
 
 
 def _failed(error: Exception, assembly: Assembly, *, early: bool) -> int:

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
 from pathlib import Path
 
-from pulsetrain.cli.command import Subparsers, command, no_settings
-from pulsetrain.cli.pipe import until_closed
-from pulsetrain.cli.reports import FAILED, OK, logs_on_stderr
+from pulsetrain.cli.reports import DAMAGED, FAILED, OK, logs_on_stderr, until_closed
 from pulsetrain.configuration.rebuild import rebuild
-from pulsetrain.trainer import Trainer
 from pulsetrain.verification import verify
 
-__all__ = ["add_parser"]
+__all__ = ["add_arguments"]
 
-DAMAGED = 3
+HELP = "train a recorded run again and compare"
 DESCRIPTION = """\
 Train a part of a recorded run again, from the nearest checkpoint before it, and compare
 every event with the recorded one, floats bit for bit. The command stops at the first
@@ -31,11 +27,8 @@ exit status: 0 reproduced bit for bit; 1 not reproduced; 2 wrong input; 3 the lo
 """
 
 
-def add_parser(commands: Subparsers) -> None:
-    """Add the command."""
-    parser = command(
-        commands, "verify", run, help="train a recorded run again and compare", description=DESCRIPTION, epilog=EPILOG
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Declare what follows the command."""
     parser.add_argument("folder", metavar="RUN", type=Path, help="a run folder")
     parser.add_argument(
         "--from",
@@ -53,15 +46,11 @@ def add_parser(commands: Subparsers) -> None:
     )
 
 
-def run(arguments: argparse.Namespace, settings: Mapping[str, str]) -> int:
+def run(arguments: argparse.Namespace) -> int:
     """Train again, print the result, and return it as the exit status."""
-    no_settings("verify", settings)
-
-    def build(folder: Path) -> Trainer:
-        return rebuild(arguments.folder, folder).trainer
-
+    run: Path = arguments.folder
     with logs_on_stderr():
-        found = verify(arguments.folder, build, arguments.first, arguments.last)
+        found = verify(run, lambda folder: rebuild(run, folder).trainer, arguments.first, arguments.last)
     with until_closed():
         print(found.report())
     if found.divergence is None and found.missing is None:

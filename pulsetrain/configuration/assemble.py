@@ -25,7 +25,7 @@ from pulsetrain.engine.errors import ConfigurationError, PulsetrainError
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.trainer import Trainer
 
-__all__ = ["BACKENDS", "HANDLERS", "STRATEGIES", "Assembly", "assemble"]
+__all__ = ["BACKENDS", "HANDLERS", "STRATEGIES", "Assembly", "assemble", "with_run_folder"]
 
 HANDLERS: dict[str, Factory] = {
     name: getattr(shipped_handlers, name) for name in shipped_handlers.__all__ if not name.startswith("Callback")
@@ -108,12 +108,18 @@ def assemble(
 
 def _training_settings(config: Mapping[str, Any], folder: Path, resume: str | None) -> dict[str, Any]:
     """The training section, with a seed drawn where it is null, and the run folder where a setting needs it."""
-    settings = deepcopy(dict(config.get("training") or {}))  # some are changed in place when their objects are made
+    settings = with_run_folder(config.get("training") or {}, str(folder))
     if "seed" in settings and settings["seed"] is None:
         recorded = (_recorded(folder).get("training") or {}).get("seed") if resume is not None else None
         settings["seed"] = recorded if recorded is not None else int.from_bytes(os.urandom(7), "big")
+    return settings
+
+
+def with_run_folder(training: Mapping[str, Any], folder: str) -> dict[str, Any]:
+    """A copy of the training section, with the run folder where a setting needs it."""
+    settings = deepcopy(dict(training))  # some are changed in place when their objects are made
     if settings.get("save_every_n_epochs") is not None and settings.get("run_dir") is None:
-        settings["run_dir"] = str(folder)
+        settings["run_dir"] = folder
     return settings
 
 

@@ -230,13 +230,11 @@ def _train(trainer: Trainer, timing: _Timing) -> Iterator[str]:
     trained = sum(each.numel() for each in parameters if each.requires_grad)
     frozen = f", {trained:,} of them trained" if trained != count else ""
     backend, state = trainer.backend, trainer.state
-    what = (
-        f"{type(trainer.model).__name__}, {count:,} parameters{frozen}, {trainer.config.precision} on {backend.device}"
-    )
-    yield _row("model", what)
+    size = f"{count:,} parameters{frozen}"
+    yield _row("model", f"{type(trainer.model).__name__}, {size}, {trainer.config.precision} on {backend.device}")
     yield _row("batch", timing.batch)
-    losses = [value for name, value in sorted(trainer.history.get_history().items()) if name == "train/loss"]
-    mean = f", mean loss {losses[0][-1]:.4g}" if losses and losses[0] else ""
+    losses = trainer.history.get_history().get("train/loss")
+    mean = f", mean loss {losses[-1]:.4g}" if losses else ""
     yield _row("trained", f"{_count(state.iteration, 'batch')}, {_count(state.update, 'update')}{mean}")
     for name, loader in whole.items():
         length = length_of(loader)

@@ -22,7 +22,7 @@ from pulsetrain.configuration.class_paths import Factory, find, outdated_import
 from pulsetrain.configuration.messages import as_yaml, entry, unknown
 from pulsetrain.engine.errors import ConfigurationError, PulsetrainError
 
-__all__ = ["checked_arguments", "instantiate", "signature_parser", "spec_of"]
+__all__ = ["checked_arguments", "instantiate", "named_parameters", "signature_parser", "spec_of"]
 
 WORDS: dict[object, str] = {
     int: "a whole number",
@@ -32,7 +32,6 @@ WORDS: dict[object, str] = {
     type(None): "null",
     Path: "a path",
 }
-_VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 def instantiate(
@@ -124,11 +123,8 @@ def checked_arguments(
     for key, value in given.items():
         if key in accepted:
             arguments.setdefault(key, value)
-    missing = [
-        key
-        for key, each in accepted.items()
-        if key not in arguments and each.default is inspect.Parameter.empty and each.kind not in _VARIABLE
-    ]
+    named = named_parameters(factory)
+    missing = [key for key, each in named.items() if key not in arguments and each.default is each.empty]
     if missing:
         raise ConfigurationError(f"{settings}: {name} needs {', '.join(missing)} as well")
     return _converted(factory, name, settings, arguments, hints)
@@ -149,13 +145,17 @@ def _nested(value: object, hint: object, location: str) -> object:
     return value
 
 
+def named_parameters(factory: Factory) -> dict[str, inspect.Parameter]:
+    """The parameters of a class or function, without *args and **kwargs."""
+    variable = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return {key: each for key, each in inspect.signature(factory).parameters.items() if each.kind not in variable}
+
+
 def signature_parser(factory: Factory, skip: AbstractSet[str] = frozenset()) -> jsonargparse.ArgumentParser:
     """Jsonargparse's parser for the parameters of a class or function."""
     parser = jsonargparse.ArgumentParser(exit_on_error=False, default_env=False)
-    if inspect.isclass(factory):
-        parser.add_class_arguments(factory, skip=set(skip), fail_untyped=False)
-    else:
-        parser.add_function_arguments(factory, skip=set(skip), fail_untyped=False)
+    add = parser.add_class_arguments if inspect.isclass(factory) else parser.add_function_arguments
+    add(factory, skip=set(skip), fail_untyped=False)
     return parser
 
 
@@ -183,7 +183,7 @@ def _converted(
 
 def _rejected(factory: Factory, arguments: Mapping[str, object], made: AbstractSet[str]) -> str:
     """The first argument that jsonargparse takes with none of the others; "" where it takes each alone."""
-    named = {key for key, each in inspect.signature(factory).parameters.items() if each.kind not in _VARIABLE}
+    named = named_parameters(factory).keys()
     for key, value in arguments.items():
         if key not in named or key in made:
             continue

@@ -80,12 +80,9 @@ def read_config(path: Path, overrides: Mapping[str, str]) -> dict[str, Any]:
                 f"{path}: the section {section!r} is missing; it names a class or function to call"
             )
     _check_kinds(path, config)
-    if config.get("run") is None:
-        config["run"] = f"runs/{path.stem}-{{n}}"
-    if config.get("strategy") is None:
-        config["strategy"] = "supervised"
-    if config.get("backend") is None:
-        config["backend"] = "torch"
+    for section, value in (("run", f"runs/{path.stem}-{{n}}"), ("strategy", "supervised"), ("backend", "torch")):
+        if config.get(section) is None:
+            config[section] = value
     if "handlers" not in config:
         adds_one = (config.get("training") or {}).get("save_every_n_epochs") is not None
         config["handlers"] = [name for name in STANDARD_HANDLERS if name != "Checkpointer" or not adds_one]

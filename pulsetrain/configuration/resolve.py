@@ -6,7 +6,6 @@ cannot write (tests/pulsetrain/configuration/test_why_own_parsing.py).
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, fields
@@ -17,9 +16,15 @@ import yaml
 from jsonargparse import ArgumentParser, Namespace
 
 from pulsetrain.config import TrainingConfig
-from pulsetrain.configuration.assemble import BACKENDS, HANDLERS, STRATEGIES
+from pulsetrain.configuration.assemble import BACKENDS, HANDLERS, STRATEGIES, with_run_folder
 from pulsetrain.configuration.class_paths import Factory, find, look_in
-from pulsetrain.configuration.instantiate import checked_arguments, instantiate, signature_parser, spec_of
+from pulsetrain.configuration.instantiate import (
+    checked_arguments,
+    instantiate,
+    named_parameters,
+    signature_parser,
+    spec_of,
+)
 from pulsetrain.configuration.names_0_1 import current_path
 from pulsetrain.configuration.parse import SECTIONS, load_yaml, read_config
 from pulsetrain.configuration.rebuild import base_of
@@ -28,7 +33,6 @@ from pulsetrain.engine.errors import ConfigurationError
 __all__ = ["Resolved", "resolve"]
 
 DEFAULT, COMMAND_LINE = "default", "command line"
-_VARIABLE = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 _RUN_FOLDER = "the run folder"
 Location = tuple[str | int, ...]  # keys and indices from the top of the configuration
 
@@ -97,7 +101,7 @@ class _Filling:
         self._comments = comments
 
     def training(self, given: dict[str, Any]) -> dict[str, Any]:
-        section = {"class_path": TrainingConfig, "init_args": _with_run_dir(given)}
+        section = {"class_path": TrainingConfig, "init_args": with_run_folder(given, _RUN_FOLDER)}
         instantiate(section, "training", settings="training")
         filled = self._filled(TrainingConfig, "training", given, {}, ("training",))[0]
         return {each.name: filled[each.name] for each in fields(TrainingConfig)}
@@ -156,7 +160,7 @@ _NOT_WRITTEN = object()
 
 def _defaults(factory: Factory) -> dict[str, tuple[object, object]]:
     """Each parameter's default, and the value that YAML has for it; `_NOT_WRITTEN` where there is none."""
-    named = {key: each for key, each in inspect.signature(factory).parameters.items() if each.kind not in _VARIABLE}
+    named = named_parameters(factory)
     required = {key for key, each in named.items() if each.default is each.empty}
     parser = signature_parser(factory, required)
     values = parser.get_defaults()
@@ -188,11 +192,6 @@ def _named(value: object) -> str:
     name = getattr(value, "__name__", None)
     text = name if isinstance(name, str) else f"{type(value).__qualname__} object"
     return " ".join(text.split())
-
-
-def _with_run_dir(given: Mapping[str, Any]) -> dict[str, Any]:
-    needed = given.get("save_every_n_epochs") is not None and given.get("run_dir") is None
-    return {**deepcopy(dict(given)), **({"run_dir": _RUN_FOLDER} if needed else {})}
 
 
 def _lines_of(node: yaml.Node | None, location: Location) -> Iterator[tuple[Location, int]]:

@@ -49,7 +49,7 @@ class Breaks(dict[int, Break]):
         if event is None and condition is None:
             rule = "needs one of the two; next() stops at each event"
             raise ConfigurationError(rule, "add_break", event=event, condition=condition)
-        is_true = _always if condition is None else predicate(condition)
+        is_true = predicate(condition) if condition is not None else lambda event: True
         number = max(self, default=0) + 1
         self[number] = made = Break(number, event, condition, is_true)
         return made
@@ -74,7 +74,3 @@ class Breaks(dict[int, Break]):
         """The types of events that any break can stop at; None for all types."""
         types = {each.event for each in self.values()}
         return None if None in types else {str(each) for each in types}
-
-
-def _always(event: LoggedEvent) -> bool:
-    return True

@@ -120,8 +120,10 @@ class Commands:
             _, values = FORMATS["table"](iter([event]), ["values"], True)
             if values.strip():
                 yield f"  {values.strip()}"
-        for name, value in self.target.watched().items():
-            yield f"  {name}: {_shown(value)}"
+        yield from self._watched()
+
+    def _watched(self) -> Iterator[str]:
+        return (f"  {name}: {_shown(value)}" for name, value in self.target.watched().items())
 
     def _step(
         self, rest: str, by: Callable[[int], LoggedEvent | None], to: Callable[[str], LoggedEvent | None]
@@ -143,18 +145,11 @@ class Commands:
         return ["to"] if not before else self.target.event_names if before == ["to"] else ()
 
     def _goto(self, rest: str) -> Iterator[str]:
-        words = rest.split()
-        match words:
-            case ["start"]:
-                self.target.goto(start=True)
-            case ["end"]:
-                self.target.goto(end=True)
-            case ["iteration", number]:
-                self.target.goto(iteration=whole_number("goto iteration", number))
-            case ["epoch", number]:
-                self.target.goto(epoch=whole_number("goto epoch", number))
-            case ["seq", number]:
-                self.target.goto(seq=whole_number("goto seq", number))
+        match rest.split():
+            case ["start" | "end" as name]:
+                self.target.move_to(name, True)
+            case ["iteration" | "epoch" | "seq" as name, number]:
+                self.target.move_to(name, whole_number(f"goto {name}", number))
             case _:
                 raise ConfigurationError(f"{f'goto {rest[:40]}'.rstrip()}: write {self._table['goto'].usage}")
         yield from self._where()
@@ -198,8 +193,7 @@ class Commands:
             self.target.add_watch(rest)
         elif not self.target.watches:
             yield "nothing is watched"
-        for name, value in self.target.watched().items():
-            yield f"  {name}: {_shown(value)}"
+        yield from self._watched()
 
     def _unwatch(self, rest: str) -> Iterable[str]:
         if not self.target.watches:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -180,35 +181,19 @@ class LiveDebugger(SteppingDebugger):
             return self.back(steps)
         return self._restart(0) if or_end else None
 
-    def goto(
-        self,
-        *,
-        iteration: int | None = None,
-        epoch: int | None = None,
-        seq: int | None = None,
-        start: bool = False,
-        end: bool = False,
-    ) -> LoggedEvent | None:
-        """Move to the first event of an iteration or epoch of the trainer, to the start of the run, or to its end.
-
-        Raises:
-            ConfigurationError: it is before the checkpoint, or after the run's end; or a seq is given, which only
-                recorded runs have.
-        """
-        if seq is not None:
-            raise ConfigurationError("a live run has other numbers than the log; choose an iteration", "goto", seq=seq)
-        if start:
+    def move_to(self, name: str, value: int) -> LoggedEvent | None:
+        if name == "seq":
+            rule = "a live run has other numbers than the log; choose an iteration"
+            raise ConfigurationError(rule, "goto", seq=value)
+        if name == "start":
             return self._restart(0)
-        if end:
-            return self._advance(_never)
-        name, value = ("iteration", iteration) if iteration is not None else ("epoch", epoch)
+        if name == "end":
+            return self._advance(lambda event: False)
         first = self._rerun.start if name == "iteration" else 0
-        if value is None or value <= first:
-            raise ConfigurationError(
-                f"this run starts after {name} {first}; choose a later one", "goto", **{name: value}
-            )
-        here = getattr(self.event, name, 0)
-        if here >= value:
+        if value <= first:
+            rule = f"this run starts after {name} {first}; choose a later one"
+            raise ConfigurationError(rule, "goto", **{name: value})
+        if getattr(self.event, name, 0) >= value:
             self._begin()
         found = self._advance(lambda each: each.engine == self.trainer.name and getattr(each, name) >= value)
         if found is None:
@@ -294,16 +279,15 @@ class LiveDebugger(SteppingDebugger):
         }  # fmt: skip
 
 
+@dataclass(frozen=True)
 class LiveHandlers:
-    """The handlers' states as text."""
+    """The handlers of a live run."""
 
-    def __init__(self, states: Mapping[str, object]) -> None:
-        self._states = states
+    states: Mapping[str, object]
 
     def lines(self) -> Iterator[str]:
-        """A line for each handler."""
-        for name, state in self._states.items():
-            yield f"{name}: {_text(state)}"
+        """As text, a line for each handler."""
+        return (f"{name}: {_text(state)}" for name, state in self.states.items())
 
 
 def _text(value: object) -> str:
@@ -313,7 +297,3 @@ def _text(value: object) -> str:
 
 def _always(event: LoggedEvent) -> bool:
     return True
-
-
-def _never(event: LoggedEvent) -> bool:
-    return False

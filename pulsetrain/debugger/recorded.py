@@ -101,35 +101,10 @@ class Debugger(SteppingDebugger):
         check_whole_number("back", "count", count)
         return self._move(self._navigator.before(self._at, count))
 
-    def goto(
-        self,
-        *,
-        iteration: int | None = None,
-        epoch: int | None = None,
-        seq: int | None = None,
-        start: bool = False,
-        end: bool = False,
-    ) -> LoggedEvent | None:
-        """Move to the first event of an iteration or epoch of this engine, to an event by its seq, or to an end.
-
-        If the log does not hold it, because it was sampled or thinned, move to the next event that it holds.
-
-        Returns:
-            The event; None at the beginning.
-
-        Raises:
-            ConfigurationError: none of the arguments is given, or more than one; or the log ends before.
-        """
-        targets = {"iteration": iteration, "epoch": epoch, "seq": seq, "start": start or None, "end": end or None}
-        given = {name: value for name, value in targets.items() if value is not None}
-        if len(given) != 1:
-            raise ConfigurationError("needs exactly one of iteration, epoch, seq, start, end", "goto", **given)
-        [(name, value)] = given.items()
+    def move_to(self, name: str, value: int) -> LoggedEvent | None:
         if name == "start":
             return self._move(None)
         last = self._navigator.last_event
-        if name != "end":
-            check_whole_number("goto", name, value, at_least=0)
         found = last if name == "end" else self._navigator.first(name, value)
         if found is not None:
             return self._move(found)

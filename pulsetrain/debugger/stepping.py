@@ -6,7 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 from pulsetrain.debugger.breaks import Break, Breaks
-from pulsetrain.engine.errors import unknown_name
+from pulsetrain.engine.argument_checks import check_whole_number
+from pulsetrain.engine.errors import ConfigurationError, unknown_name
 from pulsetrain.engine.recording import LoggedEvent
 
 __all__ = ["SteppingDebugger"]
@@ -44,6 +45,39 @@ class SteppingDebugger(ABC):
         Returns:
             The event; None if there is none.
         """
+
+    def goto(
+        self,
+        *,
+        iteration: int | None = None,
+        epoch: int | None = None,
+        seq: int | None = None,
+        start: bool = False,
+        end: bool = False,
+    ) -> LoggedEvent | None:
+        """Move to the first event of an iteration or epoch of the run's engine, to an event by its seq, or to an end.
+
+        If a log does not hold it, because it was sampled or thinned, move to the next event that it holds.
+
+        Returns:
+            The event; None at the beginning.
+
+        Raises:
+            ConfigurationError: none of the arguments is given, or more than one; or the run does not reach it. A live
+                run has no seq, and begins at its checkpoint.
+        """
+        targets = {"iteration": iteration, "epoch": epoch, "seq": seq, "start": start or None, "end": end or None}
+        given = {name: value for name, value in targets.items() if value is not None}
+        if len(given) != 1:
+            raise ConfigurationError("needs exactly one of iteration, epoch, seq, start, end", "goto", **given)
+        [(name, value)] = given.items()
+        if name not in ("start", "end"):
+            check_whole_number("goto", name, value, at_least=0)
+        return self.move_to(name, value)
+
+    @abstractmethod
+    def move_to(self, name: str, value: int) -> LoggedEvent | None:
+        """Move as `goto` says: to "start", to "end", or to the first event whose field of this name has the value."""
 
     def next_to(self, event: str) -> LoggedEvent | None:
         """Move to the next event of this type; None if there is none.

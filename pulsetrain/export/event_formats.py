@@ -1,4 +1,4 @@
-"""Events as text: as lines of a table, of JSON or of CSV, and the words for errors and rows in them."""
+"""Events as text: as lines of a table, of JSON or of CSV, and the words for errors, rows and counts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pulsetrain.engine.errors import unknown_name
 from pulsetrain.engine.recording import LoggedEvent
 from pulsetrain.engine.recording.log.records import Json
 
-__all__ = ["FORMATS", "check_field", "field_value", "format_error", "format_rows"]
+__all__ = ["FORMATS", "check_field", "field_value", "format_count", "format_error", "format_rows"]
 
 _FIELDS = LoggedEvent.__struct_fields__
 _VALUES = ("output", "metrics", "payload", "lr", "error")
@@ -34,6 +34,15 @@ def check_field(name: str) -> None:
     """
     if name.partition(".")[0] not in _FIELDS:
         raise unknown_name("events", "--fields", name, _FIELDS)
+
+
+def format_count(number: int, thing: str) -> str:
+    """A number of things.
+
+    >>> format_count(1, "epoch"), format_count(2000, "epoch")
+    ('1 epoch', '2,000 epochs')
+    """
+    return f"{number:,} {thing}{'' if number == 1 else 's'}"
 
 
 def format_error(error: Json) -> str:

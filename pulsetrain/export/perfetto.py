@@ -6,7 +6,6 @@ import gzip
 import math
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO, cast
 
 import msgspec
 
@@ -63,7 +62,7 @@ def write_perfetto(log: EventLog, path: Path, name: str) -> int:
             count += 1
             yield event
 
-    with _opened(path) as file:
+    with gzip.open(path, "wb", compresslevel=4) if path.name.endswith(".gz") else path.open("wb") as file:
         file.write(b'{"displayTimeUnit":"ms","traceEvents":[')
         between = b"\n"
         for each in trace_events(counted(), log.main_engine, name):
@@ -179,9 +178,3 @@ def _values(event: LoggedEvent) -> dict[str, Json]:
 
 def _named(kind: str, track: int, name: str) -> TraceEvent:
     return {"ph": "M", "name": kind, "pid": _PROCESS, "tid": track, "args": {"name": name}}
-
-
-def _opened(path: Path) -> IO[bytes]:
-    if path.name.endswith(".gz"):
-        return cast(IO[bytes], gzip.open(path, "wb", compresslevel=4))
-    return path.open("wb")

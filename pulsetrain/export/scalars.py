@@ -95,11 +95,8 @@ class FirstSources:
 
 
 def _add(found: dict[str, float], prefix: str, values: Json) -> None:
-    if type(values) is not dict:
-        return _put(found, f"{prefix}loss", values)
-    for name, value in values.items():
+    for name, value in values.items() if type(values) is dict else [("loss", values)]:
         _put(found, name if prefix and name.startswith(prefix) else prefix + name, value)
-    return None
 
 
 def _add_rates(found: dict[str, float], prefix: str, rates: Json) -> None:
@@ -112,9 +109,8 @@ def _put(found: dict[str, float], name: str, value: Json) -> None:
     kind = type(value)
     if kind is float or kind is int:
         found[name] = value
-    elif kind is str:
-        if value in NON_FINITE:
-            found[name] = NON_FINITE[value]
+    elif kind is str and value in NON_FINITE:
+        found[name] = NON_FINITE[value]
     elif kind is dict:
         for key, item in value.items():
             _put(found, f"{name}/{key}", item)

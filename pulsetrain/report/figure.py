@@ -58,7 +58,7 @@ def figure_of(runs: Sequence[ReportedRun]) -> Plotly:
     names = _in_order(runs)
     columns = 1 if len(names) == 1 else 2
     rows = [row for row in ROWS if row == ROWS[0] or any(run.record.marks[row] for run in runs)]
-    timeline = sum(_lane(len(runs)) for _ in rows)
+    timeline = len(rows) * _lane(len(runs))
     panel_rows = -(-len(names) // columns)
     top = TOP + LEGEND_LINE * _legend_lines(runs)
     height = top + timeline + GAP + panel_rows * (PANEL + PANEL_GAP) - PANEL_GAP + BOTTOM
@@ -70,8 +70,8 @@ def figure_of(runs: Sequence[ReportedRun]) -> Plotly:
     traces = list(_timeline(runs, rows))
     layout = _layout(height, top)
     layout["xaxis"] = _x_axis("y", title=not names)
-    layout["yaxis"] = _timeline_axis(rows, len(runs), domain(0, timeline))
-    shapes, annotations = list(_bands(rows, len(runs))), [_heading("timeline", "events of the runs", 0.0, 1.0)]
+    layout["yaxis"] = _timeline_axis(rows, domain(0, timeline))
+    shapes, annotations = list(_bands(rows)), [_heading("timeline", "events of the runs", 0.0, 1.0)]
     chosen = 1 if len(runs) > 1 else 0  # curves drawn over each other are easier to distinguish when they are smooth
     limit = max(200, min(POINTS, ALL_POINTS // max(1, sum(len(run.record.curves) for run in runs))))
     reach = _reach(runs)
@@ -91,7 +91,7 @@ def figure_of(runs: Sequence[ReportedRun]) -> Plotly:
         layout[f"yaxis{number + 2}"] = {**_AXIS, "anchor": x, "domain": vertical, "nticks": 6}
         if name in RATES:
             layout[f"yaxis{number + 2}"]["exponentformat"] = "SI"
-        annotations.append(_heading(name, _unit(name), left, vertical[1]))
+        annotations.append(_heading(name, UNITS.get(name.partition(",")[0], ""), left, vertical[1]))
         shapes += _forks(runs, x, y)
         for run in runs:
             if name in run.record.curves:
@@ -220,19 +220,17 @@ def _lane(runs: int) -> int:
 
 
 def _level(row: int, run: int, runs: int) -> float:
-    """The height of a run's marks: each row of the timeline is a lane with a line for each run."""
-    return row * _lane(runs) + LANE_GAP / 2 + (run + 0.5) * LANE
+    """The height of a run's marks: each row of the timeline is a lane of height 1 with a line for each run."""
+    return row + (LANE_GAP / 2 + (run + 0.5) * LANE) / _lane(runs)
 
 
-def _timeline_axis(rows: Sequence[str], runs: int, domain: list[float]) -> Plotly:
-    lane = _lane(runs)
-    ticks = [(index + 0.5) * lane for index in range(len(rows))]
+def _timeline_axis(rows: Sequence[str], domain: list[float]) -> Plotly:
     names = [f'<span style="color:{ALARM}">{row}</span>' if row == "anomalies" else row for row in rows]
     return {
         "anchor": "x",
         "domain": domain,
-        "range": [lane * len(rows), 0],
-        "tickvals": ticks,
+        "range": [len(rows), 0],
+        "tickvals": [index + 0.5 for index in range(len(rows))],
         "ticktext": names,
         "showgrid": False,
         "zeroline": False,
@@ -241,11 +239,10 @@ def _timeline_axis(rows: Sequence[str], runs: int, domain: list[float]) -> Plotl
     }
 
 
-def _bands(rows: Sequence[str], runs: int) -> Iterator[Plotly]:
+def _bands(rows: Sequence[str]) -> Iterator[Plotly]:
     for index, row in enumerate(rows):
         color = "#fef2f2" if row == "anomalies" else "#f9fafb" if index % 2 == 0 else "#ffffff"
-        lane = _lane(runs)
-        box = {"xref": "x domain", "yref": "y", "x0": 0, "x1": 1, "y0": index * lane, "y1": (index + 1) * lane}
+        box = {"xref": "x domain", "yref": "y", "x0": 0, "x1": 1, "y0": index, "y1": index + 1}
         yield {"type": "rect", **box, "fillcolor": color, "line": {"width": 0}, "layer": "below"}
 
 
@@ -361,10 +358,6 @@ def _reach(runs: Sequence[ReportedRun]) -> float:
     """The number of iterations that the runs span together."""
     first = min(run.record.first_iteration or 0 for run in runs)
     return float(max(run.record.iteration for run in runs) - first)
-
-
-def _unit(name: str) -> str:
-    return UNITS.get(name.partition(",")[0], "")
 
 
 def _whole(at: Floats) -> NDArray[np.signedinteger]:

@@ -12,7 +12,7 @@ from pulsetrain.engine.events.names import Events
 from pulsetrain.engine.recording import EventLog, LoggedEvent
 from pulsetrain.engine.recording.log.non_finite import NON_FINITE
 from pulsetrain.engine.recording.log.records import Json
-from pulsetrain.export.event_formats import format_error, format_rows
+from pulsetrain.export.event_formats import format_count, format_error, format_rows
 from pulsetrain.report.curve import Curve, Floats
 from pulsetrain.report.marks import ROWS, Mark, Marks
 
@@ -122,12 +122,10 @@ class RunRecord:
                     curve.add(event.iteration, rate)
 
     def _on_gradients(self, event: LoggedEvent) -> None:
-        if type(event.payload) is dict:
-            # published before the end of its iteration
-            self._put("grad_norm", event.payload.get("grad_norm"))
+        self._put("grad_norm", _payload(event).get("grad_norm"))  # published before the end of its iteration
 
     def _on_metrics(self, event: LoggedEvent) -> None:
-        for name, value in _metrics(event.payload).items():
+        for name, value in _metrics(event).items():
             if event.engine != self.engine:
                 name = f"{event.engine}: {name}"
             elif name in _PER_UPDATE and (name in self.curves or (self._groups and name == "learning_rate")):
@@ -142,7 +140,7 @@ class RunRecord:
 
     def _put_round(self, event: LoggedEvent, names: dict[str, None]) -> str:
         """Add its metrics to the curves, and their names to `names`; returns the text of its mark."""
-        metrics = _metrics(event.payload)
+        metrics = _metrics(event)
         for name, value in metrics.items():
             name = name if event.engine == self.engine else f"{event.engine}: {name}"
             names[name] = None
@@ -167,12 +165,11 @@ class RunRecord:
 
     def _on_completed(self, event: LoggedEvent) -> None:
         if self.ending is None:
-            self.ending = ("completed", f"completed after {_count(event.epoch, 'epoch')}")
+            self.ending = ("completed", f"completed after {format_count(event.epoch, 'epoch')}")
             self._mark("start and end", self.ending[1], kind="completed")
 
     def _on_terminate(self, event: LoggedEvent) -> None:
-        reason = event.payload.get("reason") if type(event.payload) is dict else None
-        text = str(reason or "no reason was given")
+        text = str(_payload(event).get("reason") or "no reason was given")
         kind = "completed" if _AT_A_LIMIT.fullmatch(text) else "stopped"
         self.ending = (kind, text)
         self._mark("start and end", f"{kind}: {text}", kind=kind)
@@ -182,19 +179,15 @@ class RunRecord:
         self._mark("start and end", "interrupted", kind="stopped")
 
     def _on_checkpoint(self, event: LoggedEvent) -> None:
-        saved = event.payload if type(event.payload) is dict else {}
+        saved = _payload(event)
         name = Path(str(saved.get("path", ""))).name
         size = saved.get("bytes")
         text = f"checkpoint {name} saved" + (f", {size / 1e6:,.1f} MB" if isinstance(size, int) else "")
-        at = saved.get("iteration")
-        if saved.get("is_best"):
-            self._mark("checkpoints", f"{text}, the best so far", at, kind="best")
-        else:
-            self._mark("checkpoints", text, at)
+        best, kind = (", the best so far", "best") if saved.get("is_best") else ("", "")
+        self._mark("checkpoints", text + best, saved.get("iteration"), kind)
 
     def _on_loaded(self, event: LoggedEvent) -> None:
-        path = event.payload.get("path", "") if type(event.payload) is dict else ""
-        self._mark("start and end", f"loaded checkpoint {Path(str(path)).name}")
+        self._mark("start and end", f"loaded checkpoint {Path(str(_payload(event).get('path', ''))).name}")
 
     def _on_exception(self, event: LoggedEvent) -> None:
         engine = "" if event.engine == self.engine else f" in {event.engine}"
@@ -205,20 +198,19 @@ class RunRecord:
             self._mark("start and end", f"failed: {text}", kind="failed")
 
     def _on_handler_failed(self, event: LoggedEvent) -> None:
-        failed = event.payload if type(event.payload) is dict else {}
+        failed = _payload(event)
         self._mark(
             "anomalies", f"handler {failed.get('handler')} failed at {failed.get('event')}: {_error(event.payload)}"
         )
 
     def _on_anomaly(self, event: LoggedEvent) -> None:
-        found = event.payload if type(event.payload) is dict else {}
+        found = _payload(event)
         rows = found.get("batch_indices") or ()
         batch = f", batch {format_rows(rows, limit=8)}" if rows else ""
         self._mark("anomalies", f"{found.get('kind')}: {_number(found.get('value'))}{batch}")
 
     def _on_preempted(self, event: LoggedEvent) -> None:
-        signal = event.payload.get("signal") if type(event.payload) is dict else None
-        self._mark("start and end", f"received {signal}")
+        self._mark("start and end", f"received {_payload(event).get('signal')}")
 
     def _mark(self, row: str, text: str, iteration: object = None, kind: str = "") -> Mark:
         return self.marks[row].add(iteration if isinstance(iteration, int) else self.iteration, text, kind)
@@ -263,8 +255,12 @@ def _same(at: Floats, values: Floats, other: tuple[Floats, Floats]) -> bool:
     return at.shape == other[0].shape and bool((at == other[0]).all()) and bool((values == other[1]).all())
 
 
-def _metrics(payload: Json) -> Mapping[str, Json]:
-    metrics = payload.get("metrics") if type(payload) is dict else None
+def _payload(event: LoggedEvent) -> dict[str, Json]:
+    return event.payload if type(event.payload) is dict else {}
+
+
+def _metrics(event: LoggedEvent) -> Mapping[str, Json]:
+    metrics = _payload(event).get("metrics")
     return metrics if type(metrics) is dict else {}
 
 
@@ -276,7 +272,3 @@ def _number(value: Json) -> str:
     if type(value) is str and value in NON_FINITE:
         return "NaN" if value == "NaN" else f"{'minus ' if value[0] == '-' else ''}infinite"
     return f"{value:.6g}" if isinstance(value, int | float) else str(value)
-
-
-def _count(number: int, thing: str) -> str:
-    return f"{number:,} {thing}{'' if number == 1 else 's'}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,13 +12,18 @@ from pulsetrain.engine.recording import EventLog
 from pulsetrain.handlers.loggers.optional import load_optional
 from pulsetrain.handlers.run_files.run_folder import replace_file
 from pulsetrain.report.facts import read_facts
-from pulsetrain.report.figure import PALETTE, Plotly, ReportedRun, figure_of
+from pulsetrain.report.figure import PALETTE, ReportedRun, figure_of
 from pulsetrain.report.page import page_of
 from pulsetrain.report.record import RunRecord
 
 __all__ = ["Report", "write_report"]
 
 NAME = "report.html"
+CHART = {
+    "responsive": True,
+    "displaylogo": False,
+    "modeBarButtonsToRemove": ["select2d", "lasso2d", "sendChartToCloud"],
+}
 
 
 @dataclass(frozen=True)
@@ -58,12 +63,15 @@ def write_report(
     logs = [EventLog(folder) for folder in folders]
     path = Path(into)
     _check_target(path, folders, force)
-    draw = _plotly()
+    graphs, io = (load_optional("report", f"plotly.{name}", "report") for name in ("graph_objects", "io"))
     found = []
     for index, (name, log) in enumerate(zip(names, logs, strict=True)):
         record = RunRecord(log)
         found.append(ReportedRun(name, PALETTE[index % len(PALETTE)], record, read_facts(record.folder)))
-    content = page_of(found, draw(figure_of(found))).encode("utf-8", "backslashreplace")
+    chart: str = io.to_html(
+        graphs.Figure(figure_of(found)), config=CHART, include_plotlyjs=True, include_mathjax=False, full_html=False
+    )
+    content = page_of(found, chart).encode("utf-8", "backslashreplace")
     try:
         replace_file(path, content)
     except OSError as error:
@@ -104,25 +112,3 @@ def _check_target(path: Path, folders: Sequence[Path], force: bool) -> None:
     else:
         return
     raise RunFolderError(rule, "report", into=str(path))
-
-
-def _plotly() -> Callable[[Plotly], str]:
-    """The function that renders a figure as HTML.
-
-    Raises:
-        ConfigurationError: plotly is not installed.
-    """
-    graphs, io = (load_optional("report", f"plotly.{name}", "report") for name in ("graph_objects", "io"))
-
-    def draw(figure: Plotly) -> str:
-        config = {
-            "responsive": True,
-            "displaylogo": False,
-            "modeBarButtonsToRemove": ["select2d", "lasso2d", "sendChartToCloud"],
-        }
-        html: str = io.to_html(
-            graphs.Figure(figure), config=config, include_plotlyjs=True, include_mathjax=False, full_html=False
-        )
-        return html
-
-    return draw

@@ -59,32 +59,22 @@ def _from_start(evidence: Evidence) -> list[Cause]:
     if not evidence.changed_at_start:
         return []
     parts = " and ".join(evidence.changed_at_start)
-    return [
-        Cause(
-            "weights",
-            f"the checkpoint's {parts} differ from those that the run had there: it is damaged or was replaced",
-        )
-    ]
+    text = f"the checkpoint's {parts} differ from those that the run had there: it is damaged or was replaced"
+    return [Cause("weights", text)]
 
 
 def _from_event(evidence: Evidence) -> list[Cause]:
     was, now, fields = evidence.divergence.a, evidence.divergence.b, evidence.divergence.fields
     found = []
-    settings = _changed(evidence, "settings")
-    if settings:
+    if settings := _changed(evidence, "settings"):
         found.append(Cause("settings", "; ".join(settings)))
     if now.event == was.event == BATCH:
         found.append(Cause("data", "the batch differs: the data, their order or their random augmentation has changed"))
     if any(name == "lr" or name.startswith(("lr.", "payload.learning_rates")) for name in fields):
         found.append(Cause("learning rate", "the schedule, or the rate of the optimizer, has changed"))
     if evidence.repeats is False:
-        found.append(
-            Cause(
-                "non-deterministic",
-                "two reruns from the same checkpoint differ: a kernel, a thread or an outside input is random; "
-                "torch.use_deterministic_algorithms(True) names such kernels",
-            )
-        )
+        text = "two reruns from the same checkpoint differ: a kernel, a thread or an outside input is random; "
+        found.append(Cause("non-deterministic", text + "torch.use_deterministic_algorithms(True) names such kernels"))
     elif _generators_differ(evidence):
         text = "the global generators are used more or less often than in the recorded run"
         if evidence.from_scratch:
@@ -102,8 +92,7 @@ def _generators_differ(evidence: Evidence) -> bool:
 
 def _from_environment(evidence: Evidence) -> list[Cause]:
     found = []
-    environment = _changed(evidence, "environment")
-    if environment:
+    if environment := _changed(evidence, "environment"):
         found.append(Cause("environment", "; ".join(environment)))
     handlers = _names(evidence.recorded.get("handlers")), _names(evidence.now.get("handlers"))
     if handlers[0] != handlers[1]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import overload
 
 from pulsetrain.engine import Events, Phase
 from pulsetrain.engine.checkpoint import Location, find_checkpoints
@@ -31,7 +30,7 @@ from pulsetrain.handlers.recorder.fingerprints import StateFingerprint, fingerpr
 from pulsetrain.handlers.run_files.run_file import read_run_file
 from pulsetrain.trainer import Trainer
 
-__all__ = ["ExpectedEvents", "Rerun", "first_checkpoint", "nearest_checkpoint"]
+__all__ = ["ExpectedEvents", "Rerun", "checkpoint_before", "first_checkpoint", "nearest_checkpoint"]
 
 # they write, print and measure, and do not change the deterministic events: a rerun detaches them
 OUTPUT_HANDLERS = (
@@ -42,31 +41,30 @@ ENDINGS = frozenset({"exception_raised", "terminate"})
 COMPARED = "the comparison is complete"  # the reason for which a rerun is terminated
 
 
-@overload
-def nearest_checkpoint(run: Path, iteration: int) -> Location: ...
-@overload
-def nearest_checkpoint(run: Path, iteration: int, *, or_none: bool) -> Location | None: ...
-def nearest_checkpoint(run: Path, iteration: int, *, or_none: bool = False) -> Location | None:
+def checkpoint_before(run: Path, iteration: int) -> Location | None:
+    """The run's last checkpoint before this iteration; None if there is none."""
+    before = [folder for folder in find_checkpoints(run / "checkpoints") if step_of(folder) < iteration]
+    return max(before, key=step_of, default=None)  # it may be damaged, which loading reports
+
+
+def nearest_checkpoint(run: Path, iteration: int) -> Location:
     """The run's last checkpoint before this iteration.
 
     Args:
         run: the run folder.
         iteration: the first iteration after the checkpoint, at the earliest.
-        or_none: return None if there is no such checkpoint.
 
     Raises:
         CheckpointError: there is none.
     """
-    found = find_checkpoints(run / "checkpoints")
-    before = [folder for folder in found if step_of(folder) < iteration]
-    if not before and or_none:
-        return None
-    if not before:
+    nearest = checkpoint_before(run, iteration)
+    if nearest is None:
+        found = find_checkpoints(run / "checkpoints")
         there = f"the first was saved after iteration {min(map(step_of, found))}" if found else "it has none"
         raise CheckpointError(
             f"{run}: has no checkpoint before iteration {iteration}; {there}; choose a later iteration"
         )
-    return max(before, key=step_of)  # it may be damaged, which loading reports
+    return nearest
 
 
 def first_checkpoint(run: Path) -> Location | None:

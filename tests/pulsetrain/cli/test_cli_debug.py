@@ -67,11 +67,9 @@ class Pipe(io.StringIO):
 def piped(monkeypatch: pytest.MonkeyPatch, run: Path, text: str | bytes, *words: str) -> int:
     monkeypatch.setattr(sys, "stdin", Pipe(text.encode() if isinstance(text, str) else text))
     parser = argparse.ArgumentParser()
-    debug.add_parser(parser.add_subparsers())
-    arguments = parser.parse_args(["debug", str(run), *words])
-    status = arguments.run(arguments, {})
-    assert isinstance(status, int)
-    return status
+    debug.add_arguments(parser)
+    arguments = parser.parse_args([str(run), *words])
+    return debug.run(arguments)
 
 
 class TestCommands:

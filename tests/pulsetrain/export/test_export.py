@@ -78,11 +78,9 @@ def run(tmp_path: Path) -> Path:
 
 def command(*words: str | Path) -> int:
     parser = argparse.ArgumentParser()
-    export.add_parser(parser.add_subparsers())
-    arguments = parser.parse_args(["export", *map(str, words)])
-    status = arguments.run(arguments, {})
-    assert isinstance(status, int)
-    return status
+    export.add_arguments(parser)
+    arguments = parser.parse_args([*map(str, words)])
+    return export.run(arguments)
 
 
 def trace_of(run: Path, path: Path) -> list[dict[str, Any]]:
