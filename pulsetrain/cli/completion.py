@@ -55,7 +55,7 @@ def run(arguments: argparse.Namespace) -> int:
         if name in CONFIGURED:
             for setting, choices in _settings():
                 each.add_argument(f"--{setting}", metavar="VALUE", choices=choices)
-        for action in each._actions:  # shtab reads them too: argparse has no public list
+        for action in each.declared:
             if action.dest in (*FILES, *FOLDERS) and action.choices is None:
                 action.complete = shtab.FILE if action.dest in FILES else shtab.DIRECTORY
     script = shtab.complete(parser, arguments.shell)

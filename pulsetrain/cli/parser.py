@@ -10,17 +10,30 @@ from __future__ import annotations
 import argparse
 import platform
 from importlib.metadata import version
+from typing import Any
 
 from pulsetrain.cli import completion, config, debug, diff, events, export, fork, lr_find, replay, report, train, verify
 
-__all__ = ["make_parser"]
+__all__ = ["CommandParser", "make_parser"]
 
 COMMANDS = (train, config, lr_find, replay, events, diff, verify, fork, debug, report, export, completion)
 
 
+class CommandParser(argparse.ArgumentParser):
+    """A parser that lists its arguments, for the completion script."""
+
+    def __init__(self, **options: Any) -> None:
+        self.declared: list[argparse.Action] = []
+        super().__init__(**options)
+
+    def add_argument(self, *names: str, **options: Any) -> argparse.Action:
+        self.declared.append(super().add_argument(*names, **options))
+        return self.declared[-1]
+
+
 def make_parser() -> argparse.ArgumentParser:
     """Make the parser; help lists the commands in this order."""
-    parser = argparse.ArgumentParser(
+    parser = CommandParser(
         prog="pulsetrain",
         description="Train models from a configuration file, and work with recorded runs.",
         epilog="Begin with: pulsetrain train examples/byte_lm/config.yaml",

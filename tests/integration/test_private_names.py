@@ -1,6 +1,5 @@
 """Private names of Python and torch that this package uses because there is no public one: they are still there."""
 
-import argparse
 import sys
 import threading
 
@@ -37,9 +36,3 @@ def test_torch_says_whether_a_profiler_is_active():
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         assert torch.autograd._profiler_enabled()
 
-
-def test_a_parser_lists_its_arguments():
-    """`pulsetrain completion` marks those that take a file or folder."""
-    parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--into", choices=["a"])
-    assert [(each.dest, each.choices) for each in parser._actions] == [("into", ["a"])]
