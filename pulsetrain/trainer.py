@@ -43,7 +43,6 @@ from pulsetrain.state.run_state import (
     MadeWith,
     ModelPart,
     OptimizerPart,
-    StepperPart,
     StrategyPart,
 )
 from pulsetrain.state.unsaved import UnsavedState
@@ -183,7 +182,7 @@ class Trainer(Engine):
                 "model": ModelPart(self.model),
                 "optimizer": OptimizerPart(self.optimizer, self._sets_learning_rates),
                 "counters": Counters(self, self.data),
-                "stepper": StepperPart(self.stepper, self.model_store, lambda: self.accumulated),
+                "stepper": self.stepper,
                 "data": self.data,
                 "validation": self.validator,
                 "reporter": self.reporter,

@@ -27,6 +27,7 @@ from pulsetrain.engine.step.protocols import (
     TrainingResult,
     TrainingStrategy,
 )
+from pulsetrain.state.part import require
 
 if TYPE_CHECKING:
     from pulsetrain.engine.events.compiled import Dispatch
@@ -76,6 +77,7 @@ class Stepper:
         self.backend, self.strategy, self.store = backend, strategy, store
         self.clip_grad_norm, self.on_step = clip_grad_norm, on_step
         self.accumulation = Accumulation(accumulate)
+        self.by_hand = False  # whether other code makes the steps, so that gradients may wait at any time
         self.is_stepping = False  # between the start and the end of a step, when nothing can be saved
         self.learning_rates = rates_of(store.optimizer)  # of the last update
         self.grad_norm: Tensor | None = None  # of the last update that measured it
@@ -179,18 +181,29 @@ class Stepper:
         self.grad_norms.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """What waits and what the last update reported. The waiting gradients are the store's."""
+        """What waits, with the sum of its gradients since the last update, and what that update reported."""
         return {
             "accumulation": self.accumulation.state_dict(),
+            "gradients": self.store.gradients() if self.accumulated or self.by_hand else {},
             "learning_rates": [float(rate) for rate in self.learning_rates],
             "grad_norm": self.grad_norm,
             "grad_norms": dict(self.grad_norms),
         }
 
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        require("stepper", state, ("accumulation", "gradients", "learning_rates", "grad_norm", "grad_norms"))
+        self._gradients(state)
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        put_in_place = self._gradients(state)
         self.accumulation.load_state_dict(state["accumulation"])
         self.learning_rates = tuple(state["learning_rates"])
-        self.grad_norm, self.grad_norms = state["grad_norm"], dict(state.get("grad_norms", {}))
+        self.grad_norm, self.grad_norms = state["grad_norm"], dict(state["grad_norms"])
+        put_in_place()
+
+    def _gradients(self, state: Mapping[str, Any]) -> Callable[[], None]:
+        """Check saved gradients; returns what puts them in place."""
+        return self.store.load_gradients(state["gradients"], state["accumulation"]["batches"])
 
     def _whole_step(self, engine: Engine, batch: TrainingBatch, strategy: TrainingStrategy) -> TrainingResult:
         """An update over one batch if nobody needs the gradients before it."""
