@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -15,19 +15,9 @@ from pulsetrain.engine.optimizers import NamedOptimizers
 from pulsetrain.engine.step.backend import Backend
 from pulsetrain.engine.step.protocols import TrainingResult
 from pulsetrain.training.running_stats import Losses, Rate
+from pulsetrain.training.stepper import Stepper
 
 __all__ = ["MetricsReporter"]
-
-
-class StepValues(Protocol):
-    """What the reporter reads of the last update."""
-
-    @property
-    def learning_rates(self) -> tuple[float, ...]: ...
-    @property
-    def grad_norm(self) -> Tensor | None: ...
-    @property
-    def grad_norms(self) -> Mapping[str, Tensor]: ...
 
 
 class MetricsReporter:
@@ -46,7 +36,7 @@ class MetricsReporter:
         strategy: object,
         backend: Backend,
         optimizers: NamedOptimizers | None,
-        stepper: StepValues,
+        stepper: Stepper,
         every: int,
     ) -> None:
         self._derive: Callable[[Any], Mapping[str, Any]] = getattr(strategy, "derive_metrics", lambda loss: {})
