@@ -154,9 +154,7 @@ class Trainer(Engine):
         if getattr(source, "fires_rollouts", False):  # this trainer's policy acts in it
             source.attach(self)
         self.length = RunLength(config, train_loader, optimizers=len(parts_of(self.optimizer)))
-        self.evaluation = Evaluation(
-            self.model_store, self.strategy, self.backend, metrics or {}, self.bus, trainer_name=self.name
-        )
+        self.evaluation = Evaluation(self.stepper, metrics or {}, self.bus, trainer_name=self.name)
         self.evaluator = self.evaluation.engine
         self.evaluator.contexts.append(partial(averaged_weights, self.optimizer))
         self.state.tokens = self.state.samples = 0
@@ -164,24 +162,21 @@ class Trainer(Engine):
         self.length.check()
         self.handlers = [*handlers, *configured_handlers(config, self.optimizer, self.length, handlers)]
         self.callbacks = CallbackList(list(callbacks))
-        self.reporter = MetricsReporter(
-            self.strategy, self.backend, self.optimizers, self.stepper, config.log_every_n_steps
-        )
+        self.reporter = MetricsReporter(self.stepper, config.log_every_n_steps)
         self.validator = Validator(self.evaluation, val_loaders, config.validate_every, self.reporter)
         self.data = DataCursor(self.seed, config.skip_batches)
         own = [self.model, self.optimizer, self.strategy, self.evaluation, self.evaluator]
         own += [self.reporter, self.validator]
         self.registry = HandlerRegistry(self, self.handlers, self.callbacks, own)
-        self.made_with = MadeWith(config, self.backend, self.optimizer, lambda: self.train_loader)
         self.source = self.resumer = Resumer(
             {
-                "made_with": self.made_with,
+                "made_with": MadeWith(self),
                 "backend": BackendPart(self.backend),
                 "strategy": StrategyPart(self.strategy),
                 "handlers": self.registry,
                 "model": ModelPart(self.model),
                 "optimizer": OptimizerPart(self.optimizer, self._sets_learning_rates),
-                "counters": Counters(self, self.data),
+                "counters": Counters(self),
                 "stepper": self.stepper,
                 "data": self.data,
                 "validation": self.validator,
@@ -470,15 +465,7 @@ class Trainer(Engine):
 
     def _subscribe(self) -> None:
         self.add_event_handler(Events.STARTED, self._train_mode, phase=Phase.COMPUTE)
-        UnsavedState(
-            self.registry,
-            self.data,
-            lambda: self.train_loader,
-            self.strategy,
-            self.model,
-            self.optimizer,
-            self.backend,
-        ).attach(self)
+        UnsavedState(self.registry, self.data).attach(self)
         self.add_event_handler(Events.PREEMPTED, self._stop_when_preempted)
         self.resumer.attach(self)
         self.validator.attach(self)

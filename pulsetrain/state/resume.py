@@ -17,7 +17,7 @@ from pulsetrain.state.data_cursor import DataCursor
 from pulsetrain.state.handler_registry import HandlerRegistry
 from pulsetrain.state.older_formats import upgrade
 from pulsetrain.state.part import Part
-from pulsetrain.state.run_state import RunState
+from pulsetrain.state.run_state import OwnedPart, RunState
 
 __all__ = ["Resume", "Resumer"]
 
@@ -122,16 +122,11 @@ class Resumer:
             self._registry.load_state_dict(pending.handlers)
 
 
-class _Generators:
+class _Generators(OwnedPart):
     """The process's random generators, as a part: what is loaded waits in `Resumer.pending`."""
 
-    def __init__(self, resumer: Resumer) -> None:
-        self._resumer = resumer
-
-    def reset(self) -> None: ...
-
     def state_dict(self) -> Mapping[str, Any]:
-        pending = self._resumer.pending
+        pending = self._owner.pending
         return rng.capture() if pending is None or pending.rng is None else pending.rng
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -2,33 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-from pulsetrain.config import TrainingConfig
-from pulsetrain.engine import Engine
+from pulsetrain.config import BOUNDS, TrainingConfig
 from pulsetrain.engine.backends.model_store import check_optimizer_state, optimizer_type
 from pulsetrain.engine.checkpoint.snapshot import Snapshot
 from pulsetrain.engine.checkpoint.weights import compare_weights
 from pulsetrain.engine.environment import describe_environment, environment_differences
 from pulsetrain.engine.errors import CheckpointError
 from pulsetrain.engine.logs import get_logger
-from pulsetrain.engine.step.backend import Backend
 from pulsetrain.state.data_change import describe_data
-from pulsetrain.state.data_cursor import DataCursor
 from pulsetrain.state.handler_registry import state_of
 from pulsetrain.state.part import CheckedPart, Part, keeps_state, require
 
-__all__ = ["FORMAT", "BackendPart", "Counters", "MadeWith", "ModelPart", "OptimizerPart", "RunState", "StrategyPart"]
+__all__ = [
+    "FORMAT", "BackendPart", "Counters", "MadeWith", "ModelPart", "OptimizerPart", "OwnedPart", "RunState",
+    "StrategyPart",
+]  # fmt: skip
 
 FORMAT = 5
 _COUNTERS = (
     "iteration", "epoch", "epoch_length", "update", "validation_round", "rollout_round", "save", "tokens", "samples",
 )  # fmt: skip
 # settings that may differ between two parts of one run: its length, what it reports, where it writes
-_MAY_CHANGE = ("max_epochs", "max_iterations", "max_updates", "max_tokens", "log_every_n_steps", "run_dir")
+_MAY_CHANGE = (*BOUNDS, "log_every_n_steps", "run_dir")
 _MAY_REFUSE = ("backend", "strategy", "handlers")  # parts that run code which cannot be checked beforehand
 
 
@@ -78,65 +78,7 @@ class RunState:
                 part.load_state_dict(state[name])
 
 
-class MadeWith:
-    """What a checkpoint was made with. Loading it reports what has changed since; the optimizer must not.
-
-    Args:
-        config: the run's settings.
-        backend: describes what its results depend on.
-        optimizer: whose kind is compared.
-        loader: gives the current training data.
-    """
-
-    def __init__(
-        self,
-        config: TrainingConfig,
-        backend: Backend,
-        optimizer: torch.optim.Optimizer,
-        loader: Callable[[], Iterable[object]],
-    ) -> None:
-        self._config, self._backend, self._optimizer, self._loader = config, backend, optimizer, loader
-        self.environment_changes: list[str] = []  # as "threads: 2 -> 1", since the loaded checkpoint was made
-
-    def reset(self) -> None: ...
-
-    def state_dict(self) -> dict[str, Any]:
-        return {
-            "environment": self._environment(),
-            "settings": _changed_settings(self._config),
-            "optimizer": optimizer_type(self._optimizer),
-            "data": describe_data(self._loader()),
-        }
-
-    def check_state_dict(self, state: Mapping[str, Any]) -> None:
-        require("made_with", state, ("environment", "settings", "optimizer", "data"))
-        kind, mine = state["optimizer"], optimizer_type(self._optimizer)
-        if mine != kind:
-            raise CheckpointError(
-                f"the checkpoint was made with {kind}, this trainer has {mine}; use the same optimizer"
-            )
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        log = get_logger("pulsetrain")
-        self.environment_changes = environment_differences(state["environment"], self._environment())
-        if self.environment_changes:
-            log.warning(
-                "the environment differs from the checkpoint's: results may differ in their last bits",
-                differences=self.environment_changes,
-            )
-        before, now = (
-            {name: text for name, text in settings.items() if name not in _MAY_CHANGE}
-            for settings in (state["settings"], _changed_settings(self._config))
-        )
-        changed = environment_differences(before, now)
-        if changed:
-            log.warning("the run resumes with other settings than before", differences=changed)
-
-    def _environment(self) -> dict[str, Any]:
-        return describe_environment(self._backend.device, self._backend.environment())
-
-
-class _Owned:
+class OwnedPart:
     """A part that is the state of another object; a new run keeps it."""
 
     def __init__(self, owner: Any) -> None:
@@ -151,7 +93,45 @@ class _Owned:
         self._owner.load_state_dict(state)
 
 
-class BackendPart(_Owned):
+class MadeWith(OwnedPart):
+    """What a checkpoint was made with. Loading it reports what has changed since; the optimizer must not.
+
+    Args:
+        owner: the training run, whose settings, optimizer, data and environment are compared.
+    """
+
+    def state_dict(self) -> dict[str, Any]:
+        backend = self._owner.backend
+        return {
+            "environment": describe_environment(backend.device, backend.environment()),
+            "settings": _changed_settings(self._owner.config),
+            "optimizer": optimizer_type(self._owner.optimizer),
+            "data": describe_data(self._owner.train_loader),
+        }
+
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        require("made_with", state, ("environment", "settings", "optimizer", "data"))
+        kind, mine = state["optimizer"], optimizer_type(self._owner.optimizer)
+        if mine != kind:
+            raise CheckpointError(
+                f"the checkpoint was made with {kind}, this trainer has {mine}; use the same optimizer"
+            )
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        current = self.state_dict()
+        for name, message in (
+            ("environment", "the environment differs from the checkpoint's: results may differ in their last bits"),
+            ("settings", "the run resumes with other settings than before"),
+        ):
+            before, now = (
+                {key: value for key, value in made[name].items() if key not in _MAY_CHANGE} for made in (state, current)
+            )
+            differences = environment_differences(before, now)
+            if differences:
+                get_logger("pulsetrain").warning(message, differences=differences)
+
+
+class BackendPart(OwnedPart):
     """What the next step depends on besides the model's state, such as the gradient scale of fp16."""
 
     def reset(self) -> None:
@@ -159,7 +139,7 @@ class BackendPart(_Owned):
         self._owner.begin_run()
 
 
-class StrategyPart(_Owned):
+class StrategyPart(OwnedPart):
     """The strategy's state, None if it keeps none."""
 
     def state_dict(self) -> Any:
@@ -187,7 +167,7 @@ class StrategyPart(_Owned):
             )
 
 
-class ModelPart(_Owned):
+class ModelPart(OwnedPart):
     """The model's weights and buffers."""
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -201,7 +181,7 @@ class ModelPart(_Owned):
             raise CheckpointError(f"the checkpoint's weights do not fit the model: {problems}")
 
 
-class OptimizerPart(_Owned):
+class OptimizerPart(OwnedPart):
     """The optimizer's state.
 
     Args:
@@ -231,30 +211,27 @@ class OptimizerPart(_Owned):
         return [float(group["lr"]) for group in self._owner.param_groups]
 
 
-class Counters:
+class Counters(OwnedPart):
     """The run's counters: iterations, epochs, updates, and the rest that filters read.
 
     A checkpoint counts what was trained: an iteration whose step was not made yet is not in it.
     """
 
-    def __init__(self, engine: Engine, data: DataCursor) -> None:
-        self._engine, self._data = engine, data
-
     def reset(self) -> None:
-        self._engine.set_counters(dict.fromkeys(_COUNTERS, 0) | {"epoch_length": None})
+        self._owner.set_counters(dict.fromkeys(_COUNTERS, 0) | {"epoch_length": None})
 
     def state_dict(self) -> dict[str, int | None]:
-        counters = {name: getattr(self._engine.state, name) for name in _COUNTERS}
-        return {
-            **counters, "iteration": self._data.trained, "epoch": self._data.epoch - (not self._data.epoch_done)
-        }  # fmt: skip
+        data = self._owner.data
+        counters = {name: getattr(self._owner.state, name) for name in _COUNTERS}
+        counters["iteration"], counters["epoch"] = data.trained, data.epoch - (not data.epoch_done)
+        return counters
 
     def check_state_dict(self, state: Mapping[str, int | None]) -> None:
         require("counters", state, _COUNTERS)
 
     def load_state_dict(self, state: Mapping[str, int | None]) -> None:
         # the checkpoint's own save is counted after it is durable, so it is not in there
-        self._engine.set_counters({**state, "save": (state["save"] or 0) + 1})
+        self._owner.set_counters({**state, "save": (state["save"] or 0) + 1})
 
 
 def _changed_settings(config: TrainingConfig) -> dict[str, str]:

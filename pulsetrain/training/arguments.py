@@ -124,7 +124,14 @@ def configured_handlers(
     Raises:
         ConfigurationError: a handler of the same kind is given as well, or two of them set the rate of one optimizer.
     """
-    _refuse_two_schedulers(optimizer, given)
+    followed = [each.optimizer or id(each.given or optimizer) for each in given if isinstance(each, LRScheduler)]
+    if len(set(followed)) < len(followed):
+        raise ConfigurationError(
+            "both would set the rates of one optimizer; make one of them, over schedules composed by >> "
+            "(torch's by its SequentialLR or ChainedScheduler)",
+            "Trainer",
+            handlers=[LRScheduler, LRScheduler],
+        )
     added: list[Any] = []
     asked_for = config.warmup_steps or config.schedule_options or config.min_lr_ratio is not None
     if config.schedule is not None and (config.schedule != "constant" or asked_for):
@@ -146,21 +153,6 @@ def configured_handlers(
         _refuse_second("save_every_n_epochs", config.save_every_n_epochs, Checkpointer, given)
         added.append(Checkpointer(config.run_dir, every=Every(epochs=config.save_every_n_epochs)))
     return added
-
-
-def _refuse_two_schedulers(optimizer: torch.optim.Optimizer, given: Sequence[Any]) -> None:
-    scheduled: set[str | int] = set()
-    for handler in given:
-        if isinstance(handler, LRScheduler):
-            followed = handler.optimizer or id(handler.given or optimizer)
-            if followed in scheduled:
-                raise ConfigurationError(
-                    "both would set the rates of one optimizer; make one of them, over schedules composed by >> "
-                    "(torch's by its SequentialLR or ChainedScheduler)",
-                    "Trainer",
-                    handlers=[LRScheduler, LRScheduler],
-                )
-            scheduled.add(followed)
 
 
 def _refuse_second(setting: str, value: object, kind: type, given: Sequence[Any]) -> None:

@@ -5,19 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from pulsetrain.config import TrainingConfig
 from pulsetrain.engine.data import rng
 from pulsetrain.engine.data.keyed_loader import can_be_read_once, length_of
 from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.events.state import State
 from pulsetrain.engine.logs import get_logger
+from pulsetrain.engine.step.backend import Backend
 from pulsetrain.engine.step.first_batch import FirstBatch
-
-if TYPE_CHECKING:
-    from pulsetrain.config import TrainingConfig
-    from pulsetrain.engine.events.state import State
-    from pulsetrain.engine.step.backend import Backend
-    from pulsetrain.engine.step.protocols import TrainingStrategy
+from pulsetrain.engine.step.protocols import TrainingStrategy
 
 __all__ = ["RunLength"]
 
@@ -93,15 +91,15 @@ class RunLength:
         Raises:
             ConfigurationError: the run has a bound in tokens, and the strategy counts none.
         """
-        config = self.config
-        if config.max_tokens is not None and state.iteration and not state.tokens:
+        config, tokens = self.config, getattr(state, "tokens", 0)
+        if config.max_tokens is not None and state.iteration and not tokens:
             raise ConfigurationError(
                 "the strategy counts no tokens, so the run would not "
                 "end; bound it by max_iterations, max_updates or max_epochs",
                 "TrainingConfig",
                 max_tokens=config.max_tokens,
             )
-        if config.max_tokens is not None and state.tokens >= config.max_tokens:
+        if config.max_tokens is not None and tokens >= config.max_tokens:
             return f"max_tokens={config.max_tokens} was reached"
         if self.counts_updates and config.max_updates is not None and state.update >= config.max_updates:
             return f"max_updates={config.max_updates} was reached"

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from pulsetrain.engine.arrays import Array
+from pulsetrain.engine.events.compiled import Dispatch
+from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import Events
 from pulsetrain.engine.events.payloads import GradientsReady, OptimizerStepCompleted
 from pulsetrain.engine.optimizers import NamedOptimizers
@@ -28,10 +30,6 @@ from pulsetrain.engine.step.protocols import (
     TrainingStrategy,
 )
 from pulsetrain.state.part import require
-
-if TYPE_CHECKING:
-    from pulsetrain.engine.events.compiled import Dispatch
-    from pulsetrain.engine.events.engine import Engine
 
 __all__ = ["OnStep", "Stepper", "rates_of"]
 
@@ -82,7 +80,7 @@ class Stepper:
         self.learning_rates = rates_of(store.optimizer)  # of the last update
         self.grad_norm: Tensor | None = None  # of the last update that measured it
         self.grad_norms: dict[str, Tensor] = {}  # the same of each of several optimizers
-        self._optimizers = store.optimizer if isinstance(store.optimizer, NamedOptimizers) else None
+        self.optimizers = store.optimizer if isinstance(store.optimizer, NamedOptimizers) else None
         self._skip: Tensor | None = None  # whether the current update is to be skipped
         self._checks = True  # until an update has been made, values are checked
         self._engine: Engine | None = None  # whose the two dispatches are
@@ -97,8 +95,8 @@ class Stepper:
         prepared = self.backend.prepare_batch(batch, strategy)
         self.is_stepping = True
         try:
-            if self._optimizers is not None:
-                result = self._alternate(engine, prepared, self._optimizers)
+            if self.optimizers is not None:
+                result = self._alternate(engine, prepared, self.optimizers)
             elif self._ready.live or not self.accumulation.nothing_waits:
                 result = self._step_in_parts(engine, prepared, strategy)
             else:
@@ -283,7 +281,7 @@ class Stepper:
             skip, self._skip = self._skip, None
         else:
             engine.state.update += 1
-        optimizer = self._optimizers[name] if name and self._optimizers is not None else store.optimizer
+        optimizer = self.optimizers[name] if name and self.optimizers is not None else store.optimizer
         rates = rates_of(optimizer)
         # store.part() again: a receiver may have written into the model
         store.commit(backend.apply_gradients(store.part(name), gradients, skip, donate=True))

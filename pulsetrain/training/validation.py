@@ -22,12 +22,13 @@ from pulsetrain.engine.events.data_source import IterableSource
 from pulsetrain.engine.events.payloads import MediaLogged, ValidationCompleted
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.metrics import RunningMean
-from pulsetrain.engine.step.backend import Backend, InPlaceBackend, ModelStore
+from pulsetrain.engine.step.backend import InPlaceBackend
 from pulsetrain.engine.step.first_batch import FirstBatch
 from pulsetrain.engine.step.model_call import eval_mode
 from pulsetrain.engine.step.protocols import AlternatingStrategy, DerivesMetrics, TrainingBatch, TrainingStrategy
 from pulsetrain.handlers.attachment.cadence import reading_events
 from pulsetrain.training.reporter import MetricsReporter
+from pulsetrain.training.stepper import Stepper
 
 __all__ = ["Evaluation", "Evaluator", "Validator", "check_sets"]
 
@@ -106,9 +107,8 @@ class Evaluation:
     is a mapping with "y_pred", "y" and "loss", which pytorch-ignite's metrics read as they are.
 
     Args:
-        store: whose module is evaluated, in eval mode; each of its modules is left in the mode it was in.
-        strategy: makes batches, losses and metrics.
-        backend: computes them.
+        stepper: whose store's module is evaluated, in eval mode; each of its modules is left in the mode it was in. Its
+            strategy makes batches, losses and metrics, its backend computes them.
         metrics: name -> an ignite metric, or anything with reset(), update(y_pred, y) and compute().
         bus: shared with the trainer.
         trainer_name: the engine is "evaluator" for a trainer named "trainer", else "NAME.evaluator".
@@ -117,18 +117,11 @@ class Evaluation:
         ConfigurationError: a metric is neither.
     """
 
-    def __init__(
-        self,
-        store: ModelStore,
-        strategy: TrainingStrategy,
-        backend: Backend,
-        metrics: Mapping[str, Any],
-        bus: EventBus,
-        trainer_name: str = "trainer",
-    ) -> None:
-        self.store, self.strategy, self.backend = store, strategy, backend
+    def __init__(self, stepper: Stepper, metrics: Mapping[str, Any], bus: EventBus, trainer_name: str) -> None:
+        self.store, self.backend = stepper.store, stepper.backend
+        self.strategy = cast(TrainingStrategy, stepper.strategy)
         name = "evaluator" if trainer_name == "trainer" else f"{trainer_name}.evaluator"
-        self.engine = Evaluator(self._step, store.module, name=name, bus=bus)
+        self.engine = Evaluator(self._step, self.store.module, name=name, bus=bus)
         self._running: defaultdict[str, RunningMean] = defaultdict(RunningMean)
         self._means: dict[str, Any] = {}  # of the last set, by the strategy's names
         self._names = frozenset(metrics)
@@ -240,20 +233,16 @@ class Evaluation:
                 elif name in self._names or name in self._means:  # else attached to the evaluator, by who knows
                     if isinstance(item, Tensor) and item.ndim == 2 and min(item.shape) > 1:
                         self.matrices[f"{set_name}/{full_name}"] = item.cpu()
-                    else:
-                        self._warn(full_name, item)
+                    elif full_name not in self._left_out:
+                        self._left_out.add(full_name)
+                        get_logger("pulsetrain").warning(
+                            "a metric is not a scalar and is left out of the trainer's metrics; "
+                            f"read it at the end of the set from trainer.evaluator.state.metrics[{name!r}]",
+                            metric=full_name,
+                            type=type(item).__name__,
+                            shape=tuple(item.shape) if hasattr(item, "shape") else None,
+                        )
         return found
-
-    def _warn(self, name: str, value: Any) -> None:
-        if name not in self._left_out:
-            self._left_out.add(name)
-            get_logger("pulsetrain").warning(
-                "a metric is not a scalar and is left out of the trainer's metrics; "
-                f"read it at the end of the set from trainer.evaluator.state.metrics[{name.split('/')[0]!r}]",
-                metric=name,
-                type=type(value).__name__,
-                shape=tuple(value.shape) if hasattr(value, "shape") else None,
-            )
 
     def _attach(self, name: str, metric: Any) -> None:
         if isinstance(metric, IgniteMetric):
