@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
+from pulsetrain.engine.argument_checks import check_bool, is_whole
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.events.cadence import Every
 from pulsetrain.engine.step.accumulation import Accumulate
@@ -14,6 +15,7 @@ from pulsetrain.engine.step.accumulation import Accumulate
 __all__ = ["TrainingConfig"]
 
 PRECISIONS = ("fp32", "bf16", "fp16")
+BOUNDS = ("max_epochs", "max_iterations", "max_updates", "max_tokens")
 
 # Keywords that the trainer passes itself, or knows by another name than torch does, and the settings to use instead.
 _OWN = {name: (f"is a setting of its own; set {{{name}}}", (name,)) for name in (
@@ -116,9 +118,7 @@ class TrainingConfig:
     early_stopping_patience: int | None = None
 
     def __post_init__(self) -> None:
-        bounds = [
-            n for n in ("max_epochs", "max_iterations", "max_updates", "max_tokens") if getattr(self, n) is not None
-        ]
+        bounds = [name for name in BOUNDS if getattr(self, name) is not None]
         if len(bounds) > 1:
             given = {name: getattr(self, name) for name in bounds}
             raise ConfigurationError("a run has one bound; leave the others out", "TrainingConfig", **given)
@@ -128,13 +128,10 @@ class TrainingConfig:
         for name in _NOT_OPTIONS:
             self._require(name, lambda value: isinstance(value, Mapping), "a mapping of keywords")
             self._check_options(name)
-        if not isinstance(self.compile, bool):
-            raise ConfigurationError("needs to be True or False", "TrainingConfig", compile=self.compile)
-        if not isinstance(self.accumulate, Accumulate):
-            self._require(
-                "accumulate", lambda value: isinstance(value, int) and value >= 1, "a whole number of at least 1"
-            )
-        for name in (*bounds, "log_every_n_steps", "save_every_n_epochs", "early_stopping_patience"):
+        check_bool("TrainingConfig", "compile", self.compile)
+        counts = ["log_every_n_steps", "save_every_n_epochs", "early_stopping_patience"]
+        counts += [] if isinstance(self.accumulate, Accumulate) else ["accumulate"]
+        for name in (*bounds, *counts):
             self._require(name, lambda value: isinstance(value, int) and value >= 1, "a whole number of at least 1")
         self._require("warmup_steps", lambda value: isinstance(value, int) and value >= 0, "a whole number, 0 or more")
         for name in ("learning_rate", "clip_grad_norm", "clip_grad_value"):
@@ -142,9 +139,7 @@ class TrainingConfig:
         self._require("weight_decay", lambda value: _is_number(value) and value >= 0, "a number, 0 or more")
         self._require("min_lr_ratio", lambda value: _is_number(value) and 0 <= value <= 1, "a number from 0 to 1")
         self._require("precision", lambda value: value in PRECISIONS, f"one of {', '.join(PRECISIONS)}")
-        self._require(
-            "activation_checkpointing", lambda value: isinstance(value, str) and value != "", "a name or None"
-        )
+        self._require("activation_checkpointing", lambda value: isinstance(value, str) and value, "a name or None")
         self._require("no_decay", lambda value: value == "auto", "'auto' or None")
         if self.no_decay is not None and "no_decay" in self.optimizer_options:
             raise ConfigurationError(
@@ -188,8 +183,7 @@ class TrainingConfig:
 
     def _require(self, name: str, rule: Callable[[Any], object], wanted: str) -> None:  # any value, to be checked
         value = getattr(self, name)
-        optional = "None" in str(next(each.type for each in fields(self) if each.name == name))
-        if value is None and optional:
+        if value is None and "None" in TrainingConfig.__annotations__[name]:
             return
         if isinstance(value, bool) or not rule(value):
             raise ConfigurationError(f"needs to be {wanted}", "TrainingConfig", **{name: value})
@@ -197,10 +191,7 @@ class TrainingConfig:
 
 def _are_ranges(value: object) -> bool:
     return isinstance(value, Sequence) and all(
-        isinstance(pair, Sequence)
-        and len(pair) == 2
-        and all(isinstance(end, int) and not isinstance(end, bool) for end in pair)
-        and 1 <= pair[0] <= pair[1]
+        isinstance(pair, Sequence) and len(pair) == 2 and all(map(is_whole, pair)) and 1 <= pair[0] <= pair[1]
         for pair in value
     )
 

@@ -62,7 +62,7 @@ class Loop(Trainer):
             value = getattr(self.config, name)
             if value != getattr(defaults, name):
                 raise ConfigurationError(f"Loop(config): {name}={value!r} has no effect; the loop's body does that")
-        self.external_step = True
+        self.external_step = self.stepper.by_hand = True
         self._to_device = self.backend.to_device
         self.output = None
         self.optimizer.register_step_pre_hook(self._before_step)

@@ -19,8 +19,6 @@ from pulsetrain.engine.events.payloads import Preempted
 
 __all__ = ["SignalWatch"]
 
-_Handler = Callable[[int, FrameType | None], object] | int | None
-
 NAMES = ("SIGINT", "SIGTERM", "SIGUSR1")
 FORWARDED = 2.0  # seconds in which launchers forward a signal that they got: such a one is not a second request
 
@@ -52,7 +50,7 @@ class SignalWatch:
         self._named, self._clock = trainer, clock
         self._trainer: Engine | None = None
         self._terminated_at: float | None = None  # when the first SIGTERM came
-        self._previous: dict[signal.Signals, _Handler] = {}
+        self._previous = contextlib.ExitStack()  # restores the handlers that were there before
         self._handle: Handle | None = None
         self._process = 0
 
@@ -69,13 +67,11 @@ class SignalWatch:
             number = getattr(signal, name, None)
             # None: a handler that Python did not install, and could not restore
             if number is not None and signal.getsignal(number) is not None:
-                self._previous[number] = signal.signal(number, self._receive)
+                self._previous.callback(signal.signal, number, signal.signal(number, self._receive))
         return self
 
     def __exit__(self, *error: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-        self._previous.clear()
+        self._previous.close()
         self._trainer = None
         if self._handle is not None:
             self._handle.remove()

@@ -40,7 +40,6 @@ from pulsetrain.state.run_state import (
     MadeWith,
     ModelPart,
     OptimizerPart,
-    StepperPart,
     StrategyPart,
 )
 from pulsetrain.state.unsaved import UnsavedState
@@ -153,9 +152,7 @@ class Trainer(Engine):
         if getattr(source, "fires_rollouts", False):  # this trainer's policy acts in it
             source.attach(self)
         self.length = RunLength(config, train_loader, optimizers=len(parts_of(self.optimizer)))
-        self.evaluation = Evaluation(
-            self.model_store, self.strategy, self.backend, metrics or {}, self.bus, trainer_name=self.name
-        )
+        self.evaluation = Evaluation(self.stepper, metrics or {}, self.bus, trainer_name=self.name)
         self.evaluator = self.evaluation.engine
         self.evaluator.contexts.append(partial(averaged_weights, self.optimizer))
         self.state.tokens = self.state.samples = 0
@@ -163,29 +160,22 @@ class Trainer(Engine):
         self.length.check()
         self.handlers = [*handlers, *configured_handlers(config, self.optimizer, self.length, handlers)]
         self.callbacks = CallbackList(list(callbacks))
-        self.reporter = MetricsReporter(
-            self.strategy, self.backend, self.optimizers, self.stepper, config.log_every_n_steps
-        )
+        self.reporter = MetricsReporter(self.stepper, config.log_every_n_steps)
         self.validator = Validator(self.evaluation, val_loaders, config.validate_every, self.reporter)
         self.data = DataCursor(self.seed, config.skip_batches)
         own = [self.model, self.optimizer, self.strategy, self.evaluation, self.evaluator]
         own += [self.reporter, self.validator]
         self.registry = HandlerRegistry(self, self.handlers, self.callbacks, own)
-
-        def loader() -> Loader:  # it may be exchanged between runs
-            return self.train_loader
-
-        self.made_with = MadeWith(config, self.backend, self.optimizer, loader)
         self.source = self.resumer = Resumer(
             {
-                "made_with": self.made_with,
+                "made_with": MadeWith(self),
                 "backend": BackendPart(self.backend),
                 "strategy": StrategyPart(self.strategy),
                 "handlers": self.registry,
                 "model": ModelPart(self.model),
                 "optimizer": OptimizerPart(self.optimizer, self._sets_learning_rates),
-                "counters": Counters(self, self.data),
-                "stepper": StepperPart(self.stepper, self.model_store, lambda: self.accumulated),
+                "counters": Counters(self),
+                "stepper": self.stepper,
                 "data": self.data,
                 "validation": self.validator,
                 "reporter": self.reporter,
@@ -193,14 +183,10 @@ class Trainer(Engine):
             self.data,
             self.registry,
         )
-        self.driver = RunDriver(
-            self, loader, self.seed, self.length, self.data, self.resumer, self.registry, self.reporter, self.validator
-        )
+        self.driver = RunDriver(self, self.length, self.resumer, self.registry, self.reporter, self.validator)
         own.append(self.driver)
         self.add_event_handler(Events.STARTED, self._train_mode, phase=Phase.COMPUTE)
-        unsaved = UnsavedState(
-            self.registry, self.data, loader, self.strategy, self.model, self.optimizer, self.backend
-        )
+        unsaved = UnsavedState(self.registry, self.data)
         for part in (unsaved, self.resumer, self.validator, self.reporter, self.driver):
             part.attach(self)
         for handler in self.handlers:

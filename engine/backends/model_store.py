@@ -252,8 +252,8 @@ class OptimizerView(torch.optim.Optimizer):
         """The leaves of the optimizer's state by their paths, and the group's rate."""
         state = self.store.state
         group = {"lr": self.param_groups[0]["lr"], "params": list(range(len(self.param_groups[0]["params"])))}
-        metadata = {"step": state.metadata["step"]}
-        return {"state": self.store.backend.flat(state.optimizer), "param_groups": [group], **metadata}
+        leaves = self.store.backend.flat(state.optimizer)
+        return {"state": leaves, "param_groups": [group], "step": state.metadata["step"]}
 
     def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Check that a state fits, and change nothing.

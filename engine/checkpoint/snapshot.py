@@ -40,12 +40,18 @@ class Snapshot:
 
     def prepare(self, state: Mapping[str, Plain]) -> Callable[[], None]:
         """A function that allocates memory for the first copy of such a state, in any thread, before `copy`."""
-        measuring = _Measuring(self._kept)
-        for value in state.values():
-            measuring.copied(value)
+        sizes: dict[tuple[torch.device, int], tuple[int, bool]] = {}  # by storage
+
+        def measure(tensor: Tensor) -> Tensor:
+            if tensor.layout is torch.strided:
+                storage = tensor.untyped_storage()
+                sizes[tensor.device, storage.data_ptr()] = storage.nbytes(), tensor.device.type == "cuda"
+            return tensor
+
+        _Copying(self._kept, measure).copied(dict(state))
 
         def make() -> None:
-            for size, pinned in measuring.sizes.values():
+            for size, pinned in sizes.values():
                 room = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
                 room.zero_()  # the first write is slow
                 self._kept[size, pinned].append(room.untyped_storage())
@@ -72,9 +78,10 @@ class Snapshot:
 
 
 class _Copying:
-    """The progress of one copy: which storage has been copied where."""
+    """The progress of one copy: which storage has been copied where. `tensor` may do something else with tensors."""
 
-    def __init__(self, spare: _Storages) -> None:
+    def __init__(self, spare: _Storages, tensor: Callable[[Tensor], Tensor] | None = None) -> None:
+        self._of_tensor = tensor or self._tensor
         self.used: _Storages = defaultdict(list)
         self._spare = spare
         self._copies: dict[tuple[torch.device, int, int], torch.UntypedStorage] = {}
@@ -83,7 +90,7 @@ class _Copying:
     def copied(self, value: Plain) -> Plain:
         kind = type(value)
         if kind is Tensor or kind is torch.nn.Parameter:
-            return self._tensor(value)
+            return self._of_tensor(value)
         if kind is dict:
             return {key: self.copied(item) for key, item in value.items()}
         if kind is list or kind is tuple:
@@ -134,18 +141,3 @@ class _Copying:
         room = spare.pop() if spare else torch.empty(size, dtype=torch.uint8, pin_memory=pinned).untyped_storage()
         self.used[size, pinned].append(room)
         return room
-
-
-class _Measuring(_Copying):
-    """Copies nothing, and records what a copy would allocate."""
-
-    def __init__(self, spare: _Storages) -> None:
-        super().__init__(spare)
-        self.sizes: dict[tuple[torch.device, int, int], tuple[int, bool]] = {}
-
-    def _tensor(self, tensor: Tensor) -> Tensor:
-        if tensor.layout is torch.strided:
-            storage = tensor.untyped_storage()
-            size, pinned = storage.nbytes(), tensor.device.type == "cuda"
-            self.sizes[tensor.device, storage.data_ptr(), size] = size, pinned
-        return tensor

@@ -24,21 +24,16 @@ def describe_data(loader: Any) -> dict[str, Any]:
     {'loader': 'list', 'batches': 3, 'batch_size': None, 'samples': None, 'rows': None}
     """
     keyed = KeyedOrder(loader, 0) if can_be_keyed(loader) else None
-    size = keyed.step if keyed is not None and keyed.samples is not None else _batch_size(loader)
+    size = getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
+    if keyed is not None and keyed.samples is not None:
+        size = keyed.step
     return {
         "loader": type(loader).__name__,
         "batches": length_of(loader),
-        "batch_size": size,
+        "batch_size": size if isinstance(size, int) else None,
         "samples": None if keyed is None else keyed.samples,
         "rows": length_of(loader.dataset) if isinstance(loader, DataLoader) else None,
     }
-
-
-def _batch_size(loader: Any) -> int | None:
-    size = getattr(loader, "batch_size", None)
-    if size is None:
-        size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
-    return size if isinstance(size, int) else None
 
 
 def adapt_to_data(saved: Mapping[str, Any], loader: Any) -> Mapping[str, Any]:

@@ -100,12 +100,8 @@ class DataCursor:
 
     def begin(self, data: Iterable[object], iteration: int) -> Iterator[object]:
         """An iterator over a new pass."""
-        self.passes += 1
-        self.pass_start = iteration
-        self._pass_over = False
-        self._offset, self._offset_at = 0, iteration
         with workers_begin(data):
-            return self._without_left_out(self._iterate(data), iteration)
+            return self._without_left_out(self._begin_pass(data, iteration), iteration)
 
     def resume(self, data: Iterable[object], iteration: int) -> Iterator[object]:
         """An iterator over the pass whose state was loaded, from its position on.
@@ -174,9 +170,12 @@ class DataCursor:
             if self.skipped == before:
                 return  # the data has no batch
             if not given:  # all the rest of the pass was left out: the next one begins
-                self.passes, self.pass_start = self.passes + 1, iteration
-                self._offset, self._offset_at = 0, iteration
-                batches = self._iterate(self._loader)
+                batches = self._begin_pass(self._loader, iteration)
+
+    def _begin_pass(self, loader: Iterable[object], iteration: int) -> Iterator[object]:
+        self.passes, self.pass_start, self._pass_over = self.passes + 1, iteration, False
+        self._offset, self._offset_at = 0, iteration
+        return self._iterate(loader)
 
     def _iterate(self, loader: Iterable[object]) -> Iterator[object]:
         self._loader = loader
@@ -250,14 +249,13 @@ class DataCursor:
     def state_dict(self) -> dict[str, Any]:
         """The position after the last iteration whose step was made."""
         state: dict[str, Any] = {name: getattr(self, name) for name in _FIELDS}
-        if self.skipped:
-            state["skipped"] = self.skipped
-        if self.left_out_since:
-            state["left_out"] = [list(each) for each in self.left_out_since]
-        if self.rewinds:
-            state["rewinds"] = self.rewinds
-        if self._skips:
-            state["skips"] = [list(each) for each in self._skips if each[0] <= self.trained]
+        optional = {
+            "skipped": self.skipped,
+            "left_out": [list(each) for each in self.left_out_since],
+            "rewinds": self.rewinds,
+            "skips": [list(each) for each in self._skips if each[0] <= self.trained],
+        }
+        state.update({name: value for name, value in optional.items() if value})
         if self._loader is None:  # as it was loaded, if it was
             state["offset"] = self._offset
             if self._pass_over:
@@ -270,14 +268,13 @@ class DataCursor:
         if keeps_state(self._loader):
             # a batch that was given and not trained on, because the run was stopped in between, has to be given again
             ahead = self._given - (self.trained - self.pass_start)
-            state["loader"], state["given"] = self._state_before(ahead) if ahead else self._state_now()
+            state["loader"], state["given"] = self._loader_state(ahead)
         return state
 
-    def _state_now(self) -> LoaderState:
-        return LoaderState(self._loader.state_dict(), self._given)
-
-    def _state_before(self, ahead: int) -> LoaderState:
+    def _loader_state(self, ahead: int) -> LoaderState:
         """A state of the loader after the batches that were trained on, or from further back."""
+        if not ahead:
+            return LoaderState(self._loader.state_dict(), self._given)
         before = getattr(self._loader, "state_before", None)  # of one whose batches cannot be made a second time
         return self._anchor if before is None else LoaderState(before(ahead), self._given - ahead)
 

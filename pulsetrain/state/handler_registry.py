@@ -7,6 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import count
 from pathlib import PurePath
 from types import FunctionType
 from typing import Any
@@ -75,15 +76,10 @@ class HandlerRegistry:
     def stateful(self) -> dict[str, Stateful]:
         """The subscribers that keep state, by class name and metric, numbered where two have the same name."""
         found: dict[str, Stateful] = {}
-        for handler in self.subscribers():
-            if not keeps_state(handler):
-                continue
+        for handler in filter(keeps_state, self.subscribers()):
             label = _label(handler)
-            key, number = label, 1
-            while key in found:
-                number += 1
-                key = f"{label}_{number}"
-            found[key] = handler
+            keys = (label if number == 1 else f"{label}_{number}" for number in count(1))
+            found[next(key for key in keys if key not in found)] = handler
         return found
 
     def states(self) -> dict[str, Any]:
@@ -99,7 +95,7 @@ class HandlerRegistry:
         run_folder = next((each.folder for each in self.handlers if isinstance(each, Checkpointer)), None)
         texts = {}
         for key, handler in self.stateful().items():
-            if known.get(id(handler), (None, ""))[0] is not handler:
+            if id(handler) not in known:  # which keeps it alive, so that the id stays its own
                 known[id(handler)] = handler, f"{_label(handler)}: {_settings(handler, run_folder)}"
             texts[key] = known[id(handler)][1]
         return texts
@@ -208,7 +204,7 @@ def _pairs(now: Mapping[str, str], saved: Mapping[str, str]) -> dict[str, str]:
         return {key: key for key in now if key in saved}
     pairs: dict[str, str] = {}
     left = dict(saved)
-    for same in (_whole, _class):
+    for same in (str, _class):  # the whole text, then the class
         for key, text in now.items():
             found = next((other for other, theirs in left.items() if same(theirs) == same(text)), None)
             if key not in pairs and found is not None:
@@ -224,10 +220,6 @@ def _unclear(pairs: Mapping[str, str], now: Mapping[str, str], saved: Mapping[st
         changed = now[key] != saved[other]
         if alike[now[key]] > 1 or (changed and of_a_class[_class(now[key])] > 1):
             yield key
-
-
-def _whole(text: str) -> str:
-    return text
 
 
 def _class(text: str) -> str:

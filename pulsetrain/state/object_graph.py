@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import random
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import islice
 from types import FunctionType, MethodType, ModuleType
@@ -16,6 +18,8 @@ import torch
 from pulsetrain.state.handler_registry import attributes_of
 
 __all__ = ["LIBRARIES", "generators_in", "objects_used", "package_of"]
+
+_Held = Iterable[tuple[str, object]]  # objects, each with its name or path
 
 LIBRARIES = {"ignite", "torch", "numpy", "pulsetrain"} | sys.stdlib_module_names  # not the user's own packages
 _GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
@@ -44,17 +48,8 @@ def generators_in(parts: Mapping[str, object], known: Iterable[object] = ()) -> 
         known: objects to pass over.
     """
     own = [random._inst, np.random.mtrand._rand, torch.default_generator]
-    seen = {id(each) for each in [*own, *known]}
-    waiting = [(value, name, 0) for name, value in parts.items()]
-    while waiting and len(seen) < _OBJECTS:
-        value, path, depth = waiting.pop(0)
-        if isinstance(value, _LEAVES) or id(value) in seen:
-            continue
-        seen.add(id(value))
-        if isinstance(value, _GENERATORS):
-            yield path
-        elif depth < _DEPTH:
-            waiting += [(each, f"{path}{step}", depth + 1) for step, each in _inside(value)]
+    walked = _walk(parts.items(), _inside, _DEPTH, [*own, *known])
+    return (path for path, value in walked if isinstance(value, _GENERATORS))
 
 
 def objects_used(functions: Iterable[object]) -> list[object]:
@@ -62,30 +57,39 @@ def objects_used(functions: Iterable[object]) -> list[object]:
 
     The object of a bound method counts where the method is held, but not if it is one of `functions` itself.
     """
-    found: dict[int, object] = {}
-    seen: set[int] = set()
-    waiting: list[object] = [each.__func__ if isinstance(each, MethodType) else each for each in functions]
+    own = [("", each.__func__ if isinstance(each, MethodType) else each) for each in functions]
+    used = [value for _, value in _walk(own, _used, _OBJECTS) if not isinstance(value, (FunctionType, partial))]
+    return [value.__self__ if isinstance(value, MethodType) else value for value in used]
+
+
+def _walk(parts: _Held, inside: Callable[[object], _Held], depth: int, known: Iterable[object] = ()) -> _Held:
+    """Each object that the parts hold, once and with its path; `inside` gives what an object holds, with the step."""
+    seen = {id(each) for each in known}
+    waiting = deque((path, value, 0) for path, value in parts)
     while waiting and len(seen) < _OBJECTS:
-        value = waiting.pop()
-        if id(value) in seen:
+        path, value, steps = waiting.popleft()
+        if isinstance(value, _LEAVES) or id(value) in seen:
             continue
         seen.add(id(value))
-        if isinstance(value, FunctionType):
-            if package_of(value) not in LIBRARIES:
-                variables = value.__globals__
-                waiting += [each for _, each in _held_by(value)]
-                waiting += [variables[name] for name in value.__code__.co_names if name in variables]
-        elif isinstance(value, MethodType):
-            found[id(value.__self__)] = value.__self__
-        elif isinstance(value, partial):
-            waiting += [each for _, each in _held_by(value)]
-        elif not isinstance(value, _LEAVES):
-            found[id(value)] = value
-    return list(found.values())
+        yield path, value
+        if steps < depth:
+            waiting.extend((f"{path}{step}", each, steps + 1) for step, each in inside(value))
 
 
-def _inside(value: object) -> Iterator[tuple[str, object]]:
+def _used(value: object) -> _Held:
+    """What a function of the user's holds, and the variables of its module that it names."""
+    if isinstance(value, partial):
+        yield from _held_by(value)
+    elif isinstance(value, FunctionType) and package_of(value) not in LIBRARIES:
+        variables = value.__globals__
+        yield from _held_by(value)
+        yield from ((name, variables[name]) for name in value.__code__.co_names if name in variables)
+
+
+def _inside(value: object) -> _Held:
     """What a container, a function or another object holds, with the step in a path that leads there."""
+    if isinstance(value, _GENERATORS):
+        return
     if isinstance(value, Mapping):
         yield from ((f"[{key!r}]", each) for key, each in islice(value.items(), _ITEMS))
     elif isinstance(value, (list, tuple, set, frozenset)):
@@ -96,7 +100,7 @@ def _inside(value: object) -> Iterator[tuple[str, object]]:
         yield from ((f".{name}" if name else "", each) for name, each in held)
 
 
-def _held_by(function: object) -> Iterator[tuple[str, object]]:
+def _held_by(function: object) -> _Held:
     """What a function holds by name: its closure and defaults, its object, a partial's arguments."""
     if isinstance(function, MethodType):
         yield "", function.__self__
@@ -107,10 +111,6 @@ def _held_by(function: object) -> Iterator[tuple[str, object]]:
         yield from function.keywords.items()
     if isinstance(function, FunctionType):
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            try:
-                yield name, cell.cell_contents
-            except ValueError:  # not filled
-                pass
-        for name, parameter in inspect.signature(function).parameters.items():
-            if parameter.default is not parameter.empty:
-                yield name, parameter.default
+            yield from ((name, each) for each in gc.get_referents(cell))  # none if it is not filled yet
+        parameters = inspect.signature(function).parameters
+        yield from ((name, each.default) for name, each in parameters.items() if each.default is not each.empty)

@@ -17,7 +17,7 @@ from pulsetrain.state.data_cursor import DataCursor
 from pulsetrain.state.handler_registry import HandlerRegistry
 from pulsetrain.state.older_formats import upgrade
 from pulsetrain.state.part import Part
-from pulsetrain.state.run_state import RunState
+from pulsetrain.state.run_state import PartOf, RunState
 
 __all__ = ["Resume", "Resumer"]
 
@@ -51,7 +51,7 @@ class Resumer:
     def __init__(self, parts: Mapping[str, Part], data: DataCursor, registry: HandlerRegistry) -> None:
         self.pending: Resume | None = None
         self.state = RunState({**parts, "rng": _Generators(self)})
-        self._data, self._registry = data, registry
+        self.data, self._registry = data, registry
 
     def attach(self, engine: Engine) -> None:
         for event in (Events.STARTED, Events.EPOCH_STARTED):
@@ -78,7 +78,7 @@ class Resumer:
         saved = adapt_to_data(saved, loader)
         self.state.load_state_dict(saved)
         self._registry.report_pairs(saved["handlers"])
-        data = self._data
+        data = self.data
         self.pending = Resume(
             handlers=saved["handlers"],
             rng=saved["rng"] if data.passes else None,  # a run that had no batch yet starts from its seed
@@ -92,7 +92,7 @@ class Resumer:
         self.state.reset()
 
     def begin(self, data: Iterable[object], iteration: int) -> Iterator[object]:
-        return self._data.begin(data, iteration)
+        return self.data.begin(data, iteration)
 
     def resume(self, data: Iterable[object], iteration: int, epoch_length: int | None) -> tuple[Iterator[object], int]:
         pending = self.pending
@@ -100,7 +100,7 @@ class Resumer:
             self.pending = None
             return self.begin(data, iteration), iteration % epoch_length if epoch_length else iteration
         with workers_outlive_signals(data):
-            batches = self._data.resume(data, iteration)
+            batches = self.data.resume(data, iteration)
         rng.restore(pending.rng)  # last: making the iterator draws from the generators
         self.pending = None
         return batches, pending.done
@@ -122,16 +122,11 @@ class Resumer:
             self._registry.load_state_dict(pending.handlers)
 
 
-class _Generators:
+class _Generators(PartOf["Resumer"]):
     """The process's random generators, as a part: what is loaded waits in `Resumer.pending`."""
 
-    def __init__(self, resumer: Resumer) -> None:
-        self._resumer = resumer
-
-    def reset(self) -> None: ...
-
     def state_dict(self) -> Mapping[str, Any]:
-        pending = self._resumer.pending
+        pending = self._owner.pending
         return rng.capture() if pending is None or pending.rng is None else pending.rng
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:

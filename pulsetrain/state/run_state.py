@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING, Field, fields
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from pulsetrain.config import TrainingConfig
+from pulsetrain.config import BOUNDS, TrainingConfig
 from pulsetrain.engine.backends.model_store import check_optimizer_state, optimizer_type
 from pulsetrain.engine.checkpoint.snapshot import Snapshot
 from pulsetrain.engine.checkpoint.weights import compare_weights
@@ -21,19 +20,22 @@ from pulsetrain.engine.step.backend import Backend
 from pulsetrain.state.data_change import describe_data
 from pulsetrain.state.data_cursor import DataCursor
 from pulsetrain.state.handler_registry import state_of
-from pulsetrain.state.part import CheckedPart, Part, keeps_state, require
+from pulsetrain.state.part import CheckedPart, Part, Stateful, keeps_state, require
 
 __all__ = [
-    "FORMAT", "BackendPart", "Counters", "MadeWith", "ModelPart", "OptimizerPart", "RunState", "StepperPart",
+    "FORMAT", "BackendPart", "Counters", "MadeWith", "ModelPart", "OptimizerPart", "PartOf", "RunState",
     "StrategyPart",
 ]  # fmt: skip
+
+Owner = TypeVar("Owner")
+StatefulOwner = TypeVar("StatefulOwner", bound=Stateful)
 
 FORMAT = 5
 _COUNTERS = (
     "iteration", "epoch", "epoch_length", "update", "validation_round", "rollout_round", "save", "tokens", "samples",
 )  # fmt: skip
 # settings that may differ between two parts of one run: its length, what it reports, where it writes
-_MAY_CHANGE = ("max_epochs", "max_iterations", "max_updates", "max_tokens", "log_every_n_steps", "run_dir")
+_MAY_CHANGE = (*BOUNDS, "log_every_n_steps", "run_dir")
 _MAY_REFUSE = ("backend", "strategy", "handlers")  # parts that run code which cannot be checked beforehand
 
 
@@ -83,87 +85,90 @@ class RunState:
                 part.load_state_dict(state[name])
 
 
-class MadeWith:
-    """What a checkpoint was made with. Loading it reports what has changed since; the optimizer must not.
+class PartOf(Generic[Owner]):
+    """A part that is the state of another object, and that a new run keeps."""
 
-    Args:
-        config: the run's settings.
-        backend: describes what its results depend on.
-        optimizer: whose kind is compared.
-        loader: gives the current training data.
-    """
-
-    def __init__(
-        self,
-        config: TrainingConfig,
-        backend: Backend,
-        optimizer: torch.optim.Optimizer,
-        loader: Callable[[], Iterable[object]],
-    ) -> None:
-        self._config, self._backend, self._optimizer, self._loader = config, backend, optimizer, loader
-        self.environment_changes: list[str] = []  # as "threads: 2 -> 1", since the loaded checkpoint was made
+    def __init__(self, owner: Owner) -> None:
+        self._owner = owner
 
     def reset(self) -> None: ...
 
+
+class OwnedPart(PartOf[StatefulOwner]):
+    """A part that is what another object's `state_dict` gives; a new run keeps it."""
+
+    def state_dict(self) -> Any:
+        return self._owner.state_dict()
+
+    def load_state_dict(self, state: Any) -> None:
+        self._owner.load_state_dict(state)
+
+
+class _Described(Protocol):
+    backend: Backend
+    config: TrainingConfig
+    optimizer: torch.optim.Optimizer
+    train_loader: Iterable[Any]
+
+
+class _Counting(Protocol):
+    state: State
+    data: DataCursor
+
+    def set_counters(self, counters: Mapping[str, int | None], /) -> None: ...
+
+
+class MadeWith(PartOf[_Described]):
+    """What a checkpoint was made with. Loading it reports what has changed since; the optimizer must not.
+
+    Args:
+        owner: the training run.
+    """
+
     def state_dict(self) -> dict[str, Any]:
+        backend = self._owner.backend
         return {
-            "environment": self._environment(),
-            "settings": _changed_settings(self._config),
-            "optimizer": optimizer_type(self._optimizer),
-            "data": describe_data(self._loader()),
+            "environment": describe_environment(backend.device, backend.environment()),
+            "settings": _changed_settings(self._owner.config),
+            "optimizer": optimizer_type(self._owner.optimizer),
+            "data": describe_data(self._owner.train_loader),
         }
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
         require("made_with", state, ("environment", "settings", "optimizer", "data"))
-        check_optimizer_kind(self._optimizer, state["optimizer"])
+        kind, mine = state["optimizer"], optimizer_type(self._owner.optimizer)
+        if mine != kind:
+            raise CheckpointError(
+                f"the checkpoint was made with {kind}, this trainer has {mine}; use the same optimizer"
+            )
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        log = get_logger("pulsetrain")
-        self.environment_changes = environment_differences(state["environment"], self._environment())
-        if self.environment_changes:
-            log.warning(
-                "the environment differs from the checkpoint's: results may differ in their last bits",
-                differences=self.environment_changes,
+        current = self.state_dict()
+        for name, message in (
+            ("environment", "the environment differs from the checkpoint's: results may differ in their last bits"),
+            ("settings", "the run resumes with other settings than before"),
+        ):
+            before, now = (
+                {key: value for key, value in made[name].items() if key not in _MAY_CHANGE} for made in (state, current)
             )
-        before, now = (
-            {name: text for name, text in settings.items() if name not in _MAY_CHANGE}
-            for settings in (state["settings"], _changed_settings(self._config))
-        )
-        changed = environment_differences(before, now)
-        if changed:
-            log.warning("the run resumes with other settings than before", differences=changed)
-
-    def _environment(self) -> dict[str, Any]:
-        return describe_environment(self._backend.device, self._backend.environment())
+            differences = environment_differences(before, now)
+            if differences:
+                get_logger("pulsetrain").warning(message, differences=differences)
 
 
-class BackendPart:
+class BackendPart(OwnedPart[Backend]):
     """What the next step depends on besides the model's state, such as the gradient scale of fp16."""
-
-    def __init__(self, backend: Backend) -> None:
-        self._backend = backend
 
     def reset(self) -> None:
         """Start counting updates at 0; the gradient scale stays."""
-        self._backend.begin_run()
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._backend.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._backend.load_state_dict(state)
+        self._owner.begin_run()
 
 
-class StrategyPart:
+class StrategyPart(PartOf[object]):
     """The strategy's state, None if it keeps none."""
 
-    def __init__(self, strategy: object) -> None:
-        self._strategy = strategy
-
-    def reset(self) -> None: ...
-
     def state_dict(self) -> Any:
-        return state_of("strategy", self._strategy) if keeps_state(self._strategy) else None
+        return state_of("strategy", self._owner) if keeps_state(self._owner) else None
 
     def check_state_dict(self, state: object) -> None:
         """Refuse a state for a strategy that keeps none.
@@ -171,34 +176,26 @@ class StrategyPart:
         Raises:
             CheckpointError: it is one.
         """
-        if state is not None and not keeps_state(self._strategy):
+        if state is not None and not keeps_state(self._owner):
             raise CheckpointError(
-                f"the checkpoint holds the state of a strategy, and {type(self._strategy).__name__} has no "
+                f"the checkpoint holds the state of a strategy, and {type(self._owner).__name__} has no "
                 "state_dict() and load_state_dict(); resume with the strategy that the run began with"
             )
 
     def load_state_dict(self, state: object) -> None:
-        if not keeps_state(self._strategy):
+        if not keeps_state(self._owner):
             return
         if state is not None:
-            self._strategy.load_state_dict(state)
+            self._owner.load_state_dict(state)
         else:
             get_logger("pulsetrain").warning(
                 "the checkpoint has no state for the strategy, which starts from its beginning",
-                strategy=type(self._strategy).__name__,
+                strategy=type(self._owner).__name__,
             )
 
 
-class ModelPart:
-    """The model's weights and buffers; a new run keeps them."""
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-
-    def reset(self) -> None: ...
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._model.state_dict()
+class ModelPart(OwnedPart[nn.Module]):
+    """The model's weights and buffers."""
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
         """Refuse weights of other names or shapes.
@@ -206,16 +203,13 @@ class ModelPart:
         Raises:
             CheckpointError: they are; the message lists what is missing, unexpected or misshapen.
         """
-        problems = compare_weights(self._model.state_dict(), state)
+        problems = compare_weights(self._owner.state_dict(), state)
         if problems:
             raise CheckpointError(f"the checkpoint's weights do not fit the model: {problems}")
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._model.load_state_dict(state)
 
-
-class OptimizerPart:
-    """The optimizer's state; a new run keeps it.
+class OptimizerPart(OwnedPart[torch.optim.Optimizer]):
+    """The optimizer's state.
 
     Args:
         optimizer: whose state.
@@ -223,19 +217,15 @@ class OptimizerPart:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, follows_schedule: Callable[[], bool]) -> None:
-        self._optimizer, self._follows_schedule = optimizer, follows_schedule
-
-    def reset(self) -> None: ...
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._optimizer.state_dict()
+        super().__init__(optimizer)
+        self._follows_schedule = follows_schedule
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
-        check_optimizer_state(self._optimizer, state)
+        check_optimizer_state(self._owner, state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         configured = self._rates()
-        self._optimizer.load_state_dict(dict(state))
+        super().load_state_dict(dict(state))
         loaded = self._rates()
         if loaded != configured and not self._follows_schedule():
             get_logger("pulsetrain").warning(
@@ -245,102 +235,33 @@ class OptimizerPart:
             )
 
     def _rates(self) -> list[float]:
-        return [float(group["lr"]) for group in self._optimizer.param_groups]
+        return [float(group["lr"]) for group in self._owner.param_groups]
 
 
-class _Counting(Protocol):
-    state: State
-
-    def set_counters(self, counters: Mapping[str, int | None], /) -> None: ...
-
-
-class Gradients(Protocol):
-    """What holds the gradients that wait for an update."""
-
-    def gradients(self) -> dict[str, Tensor]:
-        """The gradients by their names."""
-        ...
-
-    def load_gradients(self, saved: Mapping[str, Tensor], batches: int, /) -> Callable[[], None]:
-        """Check gradients of so many batches; returns what puts them in place."""
-        ...
-
-
-class StepperPart:
-    """What the next step needs of the last ones, with the gradients that wait for an update.
-
-    Args:
-        stepper: makes the steps.
-        store: has the gradients.
-        waiting: whether any of them wait.
-    """
-
-    def __init__(self, stepper: Part, store: Gradients, waiting: Callable[[], object]) -> None:
-        self._stepper, self._store, self._waiting = stepper, store, waiting
-
-    def reset(self) -> None:
-        self._stepper.reset()
-
-    def state_dict(self) -> dict[str, Any]:
-        gradients = self._store.gradients() if self._waiting() else {}  # their sum since the last update
-        return {**self._stepper.state_dict(), "gradients": gradients}
-
-    def check_state_dict(self, state: Mapping[str, Any]) -> None:
-        require("stepper", state, ("accumulation", "gradients", "learning_rates", "grad_norm", "grad_norms"))
-        self._load_gradients(state)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        put_in_place = self._load_gradients(state)
-        self._stepper.load_state_dict(state)
-        put_in_place()
-
-    def _load_gradients(self, state: Mapping[str, Any]) -> Callable[[], None]:
-        return self._store.load_gradients(state["gradients"], state["accumulation"]["batches"])
-
-
-class Counters:
+class Counters(PartOf[_Counting]):
     """The run's counters: iterations, epochs, updates, and the rest that filters read.
 
     A checkpoint counts what was trained: an iteration whose step was not made yet is not in it.
     """
 
-    def __init__(self, engine: _Counting, data: DataCursor) -> None:
-        self._engine, self._data = engine, data
-
     def reset(self) -> None:
-        self._engine.set_counters(dict.fromkeys(_COUNTERS, 0) | {"epoch_length": None})
+        self._owner.set_counters(dict.fromkeys(_COUNTERS, 0) | {"epoch_length": None})
 
     def state_dict(self) -> dict[str, int | None]:
-        counters = {name: getattr(self._engine.state, name) for name in _COUNTERS}
-        return {
-            **counters, "iteration": self._data.trained, "epoch": self._data.epoch - (not self._data.epoch_done)
-        }  # fmt: skip
+        data = self._owner.data
+        counters = {name: getattr(self._owner.state, name) for name in _COUNTERS}
+        counters["iteration"], counters["epoch"] = data.trained, data.epoch - (not data.epoch_done)
+        return counters
 
     def check_state_dict(self, state: Mapping[str, int | None]) -> None:
         require("counters", state, _COUNTERS)
 
     def load_state_dict(self, state: Mapping[str, int | None]) -> None:
         # the checkpoint's own save is counted after it is durable, so it is not in there
-        self._engine.set_counters({**state, "save": (state["save"] or 0) + 1})
-
-
-def check_optimizer_kind(optimizer: torch.optim.Optimizer, kind: str) -> None:
-    """Refuse the state of an optimizer of another kind.
-
-    Raises:
-        CheckpointError: it is one.
-    """
-    mine = optimizer_type(optimizer)
-    if mine != kind:
-        raise CheckpointError(f"the checkpoint was made with {kind}, this trainer has {mine}; use the same optimizer")
+        self._owner.set_counters({**state, "save": (state["save"] or 0) + 1})
 
 
 def _changed_settings(config: TrainingConfig) -> dict[str, str]:
     """The settings as text, without those that have their default."""
-    return {
-        each.name: repr(value) for each in fields(config) if (value := getattr(config, each.name)) != _default(each)
-    }
-
-
-def _default(field: Field[Any]) -> object:
-    return field.default if field.default_factory is MISSING else field.default_factory()
+    defaults = vars(type(config)())
+    return {name: repr(value) for name, value in vars(config).items() if value != defaults[name]}

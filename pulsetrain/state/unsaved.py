@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
 
 import numpy as np
 from ignite.engine import Engine as IgniteEngine
 from ignite.engine.events import RemovableEventHandle
 from torch import Generator, Tensor, nn
-from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from pulsetrain.engine import Engine, Events, Phase
@@ -17,6 +15,7 @@ from pulsetrain.engine.checkpoint.plain import plain
 from pulsetrain.engine.data.keyed_loader import can_be_read_once
 from pulsetrain.engine.events.subscription import Subscription
 from pulsetrain.engine.logs import get_logger
+from pulsetrain.engine.training_run import TrainingRun, is_training_run
 from pulsetrain.handlers import Checkpointer
 from pulsetrain.state.data_cursor import DataCursor
 from pulsetrain.state.handler_registry import HandlerRegistry, arguments_of, attributes_of, state_of
@@ -37,25 +36,15 @@ class UnsavedState:
     Args:
         registry: the handlers and other subscribers.
         data: refuses a loader's state that cannot be saved, when its first pass begins.
-        loader: gives the current training data.
-        strategy, model, optimizer, backend: of the run.
     """
 
-    def __init__(
-        self,
-        registry: HandlerRegistry,
-        data: DataCursor,
-        loader: Callable[[], Iterable[object]],
-        strategy: object,
-        model: nn.Module,
-        optimizer: Optimizer,
-        backend: object,
-    ) -> None:
-        self._registry, self._data, self._loader = registry, data, loader
-        self._strategy, self._model, self._optimizer, self._backend = strategy, model, optimizer, backend
+    def __init__(self, registry: HandlerRegistry, data: DataCursor) -> None:
+        self._registry, self._data = registry, data
         self._watched: dict[str, float] = {}  # numbers that no checkpoint holds, as they were when the run started
 
     def attach(self, engine: Engine) -> None:
+        assert is_training_run(engine)
+        self._run: TrainingRun = engine
         engine.add_event_handler(Events.STARTED, self._check, phase=Phase.COMPUTE)
         engine.add_event_handler(Events.CHECKPOINT_SAVED, self._report_changed_numbers, phase=Phase.OBSERVE)
 
@@ -72,26 +61,24 @@ class UnsavedState:
         self._watched = self._numbers() if saves else {}
         if not saves:
             return
-        _check_data(self._loader())
+        run = self._run
+        _check_data(run.train_loader)
         for handler in subscribers:
             if package_of(handler) != "pulsetrain":
                 _check_handler(handler)
-        _check_half(self._strategy, "the strategy")
+        _check_half(run.strategy, "the strategy")
         self._check_functions()
         # one at a time: a check may copy numpy's arrays
-        plain({"model": self._model.state_dict()})
-        plain({"optimizer": self._optimizer.state_dict()})
-        if keeps_state(self._strategy):
-            plain({"strategy": state_of("strategy", self._strategy)})
+        for name, part in (("model", run.model), ("optimizer", run.optimizer), ("strategy", run.strategy)):
+            if keeps_state(part):
+                plain({name: state_of(name, part)})
         for key, handler in self._registry.stateful().items():
             if package_of(handler) != "pulsetrain":
                 plain({"handlers": {key: {"state": state_of(key, handler)}}})
 
     def _report_changed_numbers(self) -> None:
         """Warn about numbers that have changed since the run started and that the checkpoint just written lacks."""
-        if not self._watched:
-            return
-        now = self._numbers()
+        now = self._numbers() if self._watched else {}
         changed = sorted(name for name, number in self._watched.items() if now.get(name, number) != number)
         for name in changed:  # once
             del self._watched[name]
@@ -106,11 +93,11 @@ class UnsavedState:
         """The numbers in attributes of the user's own modules and strategy that no state holds, by their path."""
         holders: dict[str, object] = {
             f"model.{name}".rstrip("."): module
-            for name, module in self._model.named_modules()
+            for name, module in self._run.model.named_modules()
             if package_of(module) not in LIBRARIES and type(module).get_extra_state is nn.Module.get_extra_state
         }
-        if package_of(self._strategy) != "pulsetrain" and not keeps_state(self._strategy):
-            holders["strategy"] = self._strategy
+        if package_of(self._run.strategy) != "pulsetrain" and not keeps_state(self._run.strategy):
+            holders["strategy"] = self._run.strategy
         torchs_own = vars(nn.Module())
         return {
             f"{path}.{name}": value
@@ -121,9 +108,8 @@ class UnsavedState:
 
     def _check_functions(self) -> None:
         """Warn about functions that subscribe and use an object whose state is saved only if its method subscribes."""
-        saved = [
-            *self._registry.subscribers(), self._strategy, self._optimizer, self._backend, *self._model.modules()
-        ]  # fmt: skip
+        run = self._run
+        saved = [*self._registry.subscribers(), run.strategy, run.optimizer, run.backend, *run.model.modules()]
         known = {id(each) for each in saved}
         known |= {id(part) for each in saved for part in attributes_of(each).values()}
         for subscription in self._registry.subscriptions():
@@ -174,7 +160,12 @@ def _own_generators(loader: object) -> list[str]:
 def _check_handler(handler: object) -> None:
     if _check_half(handler, "a handler") or keeps_state(handler) or package_of(handler) in LIBRARIES:
         return
-    attributes = _progress(handler)
+    settings = arguments_of(handler)  # which a resumed run is given again
+    attributes = sorted(
+        name
+        for name, value in attributes_of(handler).items()
+        if isinstance(value, _PROGRESS) and name.lstrip("_") not in settings and not _subscribed(value)
+    )
     if attributes:
         get_logger("pulsetrain").warning(
             "a handler has attributes that may be progress, and no state_dict(): a resumed run starts with their first "
@@ -200,19 +191,6 @@ def _needs_no_saving(owner: object) -> bool:
     if isinstance(owner, nn.Module):  # a teacher, or a metric
         return not any(parameter.requires_grad for parameter in owner.parameters())
     return isinstance(owner, (type, IgniteEngine, DataLoader))
-
-
-def _progress(handler: object) -> list[str]:
-    """The names of the attributes whose values may change during the run.
-
-    One with the name of a constructor's argument is a setting, which a resumed run is given again.
-    """
-    settings = arguments_of(handler)
-    return sorted(
-        name
-        for name, value in attributes_of(handler).items()
-        if isinstance(value, _PROGRESS) and name.lstrip("_") not in settings and not _subscribed(value)
-    )
 
 
 def _subscribed(value: object) -> bool:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from types import NoneType
 from typing import Any
 
 import torch
-from torch import nn
 
 from pulsetrain.config import TrainingConfig
 from pulsetrain.engine import Every
 from pulsetrain.engine.data.keyed_loader import can_be_read_once
 from pulsetrain.engine.errors import ArgumentTypeError, ConfigurationError, unknown_name
-from pulsetrain.engine.optimizers import NamedOptimizers, parts_of, resolve_optimizer
+from pulsetrain.engine.optimizers import parts_of
 from pulsetrain.engine.schedules import build_schedule
 from pulsetrain.engine.step.protocols import AlternatingStrategy, DerivesMetrics, TrainingStrategy
 from pulsetrain.engine.strategies import STRATEGIES
@@ -24,37 +24,33 @@ __all__ = [
     "check_metric_names",
     "configured_handlers",
     "named_loaders",
-    "optimizer_options",
-    "resolve_model",
-    "resolve_optimizers",
     "resolve_strategy",
 ]
 
 
-def check_kinds(config: object, metrics: object, handlers: object, callbacks: object) -> None:
+def check_kinds(config: object, metrics: Any, handlers: Any, callbacks: object) -> None:
     """Reject arguments of the wrong kind, by name.
 
     Raises:
         ArgumentTypeError: an argument has the wrong type.
         ConfigurationError: a metric has the name of the loss.
     """
-    if config is not None and not isinstance(config, TrainingConfig):
-        raise ArgumentTypeError(
-            "needs a TrainingConfig, as TrainingConfig(max_epochs=3)", "Trainer", config=type(config)
-        )
-    if metrics is not None and not isinstance(metrics, Mapping):
-        raise ArgumentTypeError("needs a mapping, as {'accuracy': Accuracy()}", "Trainer", metrics=type(metrics))
-    for name, metric in metrics.items() if isinstance(metrics, Mapping) else ():
+    for argument, given, kinds, wanted in (
+        ("config", config, (TrainingConfig, NoneType), "a TrainingConfig, as TrainingConfig(max_epochs=3)"),
+        ("metrics", metrics, (Mapping, NoneType), "a mapping, as {'accuracy': Accuracy()}"),
+        ("handlers", handlers, (list, tuple), "a list, as handlers=[...]"),
+        ("callbacks", callbacks, (list, tuple), "a list, as callbacks=[...]"),
+    ):
+        if not isinstance(given, kinds):
+            raise ArgumentTypeError(f"needs {wanted}", "Trainer", **{argument: type(given)})
+    for name, metric in (metrics or {}).items():
         if isinstance(metric, type):
             raise ArgumentTypeError(f"needs an object, as {metric.__name__}()", "Trainer", metrics={name: metric})
         if name == "loss":  # of every strategy; check_metric_names knows further names
             raise ConfigurationError(
                 "the name of the strategy's loss; choose another", "Trainer", metrics={"loss": ...}
             )
-    for argument, given in (("handlers", handlers), ("callbacks", callbacks)):
-        if not isinstance(given, (list, tuple)):
-            raise ArgumentTypeError(f"needs a list, as {argument}=[...]", "Trainer", **{argument: type(given)})
-    for handler in handlers if isinstance(handlers, (list, tuple)) else ():
+    for handler in handlers:
         if isinstance(handler, type):
             raise ArgumentTypeError(f"needs an object, as {handler.__name__}(...)", "Trainer", handlers=[handler])
         if not callable(getattr(handler, "attach", None)):
@@ -92,65 +88,6 @@ def resolve_strategy(strategy: object) -> Any:  # callers ask it for optional me
     return strategy
 
 
-def resolve_model(model: object) -> object:
-    """The model; a mapping of several modules as a ModuleDict."""
-    if isinstance(model, Mapping) and all(isinstance(each, nn.Module) for each in model.values()):
-        model = nn.ModuleDict(model)
-    return model
-
-
-def resolve_optimizers(given: Any, model: nn.Module, strategy: Any, config: TrainingConfig) -> torch.optim.Optimizer:
-    """The optimizer; a strategy that trains several modules in turns gets one for each trainable module, by name."""
-    options = optimizer_options(config)
-
-    def resolve(one: Any, module: nn.Module) -> torch.optim.Optimizer:
-        one = config.optimizer if one is None else one
-        return resolve_optimizer(one, module, config.learning_rate, config.weight_decay, **options)
-
-    if not isinstance(strategy, AlternatingStrategy):
-        if isinstance(given, (Mapping, NamedOptimizers)):
-            raise ConfigurationError(
-                "several optimizers need a strategy that says which loss each of them minimizes, by compute_losses; "
-                f"{type(strategy).__name__} has one loss",
-                "Trainer",
-                optimizer=dict.fromkeys(given, ...),
-            )
-        return resolve(given, model)
-    if not isinstance(model, nn.ModuleDict):
-        raise ArgumentTypeError(
-            f"{type(strategy).__name__} trains several modules in turns; pass them by name, as "
-            "{'generator': ..., 'discriminator': ...}",
-            "Trainer",
-            model=type(model),
-        )
-    if config.precision == "fp16" and config.accumulation.batches != 1:
-        raise ConfigurationError(
-            "the gradient scale changes with each optimizer's update, and the gradients that wait for the others have "
-            "the old scale; set accumulate=1, or use bf16",
-            "TrainingConfig",
-            precision="fp16",
-            accumulate=config.accumulate,
-        )
-    if config.accumulation.schedule is not None:
-        raise ConfigurationError(
-            "a schedule counts updates, and several optimizers make several updates a batch; accumulate a fixed number "
-            "of batches",
-            "TrainingConfig",
-            accumulate=config.accumulate,
-        )
-    if isinstance(given, NamedOptimizers):
-        return resolve(given, model)
-    if given is not None and not isinstance(given, (str, Mapping)):
-        raise ArgumentTypeError("needs one for each module, as {'actor': 'adam'}", "Trainer", optimizer=type(given))
-    chosen = dict(given) if isinstance(given, Mapping) else {}
-    default = given if isinstance(given, str) else None
-    learning = {name: each for name, each in model.items() if any(p.requires_grad for p in each.parameters())}
-    for name in chosen:
-        if name not in learning:
-            raise unknown_name("Trainer", "optimizer", name, list(learning))
-    return NamedOptimizers({name: resolve(chosen.get(name, default), each) for name, each in learning.items()})
-
-
 def named_loaders(val_loader: object) -> dict[str, Iterable[Any]]:  # batches of any kind
     """The validation sets by name; a single one is called "val"."""
     if val_loader is None:
@@ -179,14 +116,6 @@ def named_loaders(val_loader: object) -> dict[str, Iterable[Any]]:  # batches of
     return loaders
 
 
-def optimizer_options(config: TrainingConfig) -> dict[str, Any]:
-    """The optimizer's keywords that the configuration asks for."""
-    options = dict(config.optimizer_options)
-    if config.no_decay is not None:
-        options["no_decay"] = config.no_decay
-    return options
-
-
 def configured_handlers(
     config: TrainingConfig, optimizer: torch.optim.Optimizer, length: RunLength, given: Sequence[Any]
 ) -> list[Any]:
@@ -195,7 +124,14 @@ def configured_handlers(
     Raises:
         ConfigurationError: a handler of the same kind is given as well, or two of them set the rate of one optimizer.
     """
-    _refuse_two_schedulers(optimizer, given)
+    followed = [each.optimizer or id(each.given or optimizer) for each in given if isinstance(each, LRScheduler)]
+    if len(set(followed)) < len(followed):
+        raise ConfigurationError(
+            "both would set the rates of one optimizer; make one of them, over schedules composed by >> "
+            "(torch's by its SequentialLR or ChainedScheduler)",
+            "Trainer",
+            handlers=[LRScheduler, LRScheduler],
+        )
     added: list[Any] = []
     asked_for = config.warmup_steps or config.schedule_options or config.min_lr_ratio is not None
     if config.schedule is not None and (config.schedule != "constant" or asked_for):
@@ -217,21 +153,6 @@ def configured_handlers(
         _refuse_second("save_every_n_epochs", config.save_every_n_epochs, Checkpointer, given)
         added.append(Checkpointer(config.run_dir, every=Every(epochs=config.save_every_n_epochs)))
     return added
-
-
-def _refuse_two_schedulers(optimizer: torch.optim.Optimizer, given: Sequence[Any]) -> None:
-    scheduled: set[str | int] = set()
-    for handler in given:
-        if isinstance(handler, LRScheduler):
-            followed = handler.optimizer or id(handler.given or optimizer)
-            if followed in scheduled:
-                raise ConfigurationError(
-                    "both would set the rates of one optimizer; make one of them, over schedules composed by >> "
-                    "(torch's by its SequentialLR or ChainedScheduler)",
-                    "Trainer",
-                    handlers=[LRScheduler, LRScheduler],
-                )
-            scheduled.add(followed)
 
 
 def _refuse_second(setting: str, value: object, kind: type, given: Sequence[Any]) -> None:

@@ -1,17 +1,20 @@
-"""A trainer's state: made from its arguments, handed out as a value, and trained for an epoch."""
+"""The state that a trainer begins with: its model and optimizers, as its arguments and settings describe them."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
 
-from pulsetrain.engine.errors import ConfigurationError
+import torch
+from torch import nn
+
+from pulsetrain.config import TrainingConfig
+from pulsetrain.engine.errors import ArgumentTypeError, ConfigurationError, unknown_name
+from pulsetrain.engine.optimizers import NamedOptimizers, resolve_optimizer
 from pulsetrain.engine.step.backend import Backend, ModelStore, OptimizerRequest
-from pulsetrain.engine.step.protocols import BackendSettings, BindsModel, Strategy
-from pulsetrain.training.arguments import optimizer_options, resolve_model, resolve_optimizers
-
-if TYPE_CHECKING:
-    from pulsetrain.config import TrainingConfig
+from pulsetrain.engine.step.protocols import AlternatingStrategy, BackendSettings, BindsModel, Strategy
 
 __all__ = ["make_store"]
 
@@ -25,28 +28,25 @@ def make_store(
         ConfigurationError: the backend cannot do what a setting or the strategy asks for, or does not know the
             optimizer.
     """
-    backend.configure(
-        BackendSettings(
-            device=config.device,
-            precision=config.precision,
-            compile=config.compile,
-            activation_checkpointing=config.activation_checkpointing,
-            clip_grad_norm=config.clip_grad_norm,
-            clip_grad_value=config.clip_grad_value,
-            seed=seed,
-        )
-    )
+    shared = {each.name: getattr(config, each.name) for each in fields(BackendSettings) if each.name != "seed"}
+    backend.configure(BackendSettings(**shared, seed=seed))
+    options = dict(config.optimizer_options)
+    if config.no_decay is not None:
+        options["no_decay"] = config.no_decay
     request = OptimizerRequest(
-        build=lambda module: resolve_optimizers(optimizer, module, strategy, config),
+        build=lambda module: _resolve_optimizers(optimizer, module, strategy, config, options),
         chosen=config.optimizer if optimizer is None else optimizer,
         learning_rate=config.learning_rate,
         weight_decay=config.weight_decay,
-        options=optimizer_options(config),
+        options=options,
     )
     try:
-        store = backend.make_store(resolve_model(model), request, strategy)
+        if isinstance(model, Mapping) and all(isinstance(each, nn.Module) for each in model.values()):
+            model = nn.ModuleDict(model)
+        store = backend.make_store(model, request, strategy)
+        rates = [group.get("lr") for group in store.optimizer.param_groups]
         scheduled = config.schedule not in (None, "constant") or config.warmup_steps
-        if scheduled and any(_is_nan(group.get("lr")) for group in store.optimizer.param_groups):
+        if scheduled and any(isinstance(rate, float) and math.isnan(rate) for rate in rates):
             raise ConfigurationError(
                 "the state of the given optimizer holds no learning rate that could be set; leave both out, or name "
                 "the optimizer, as 'adamw', or make it by optax.inject_hyperparams(optax.adam)(learning_rate=...)",
@@ -62,5 +62,53 @@ def make_store(
     return store
 
 
-def _is_nan(rate: object) -> bool:
-    return isinstance(rate, float) and math.isnan(rate)
+def _resolve_optimizers(
+    given: Any, model: nn.Module, strategy: Any, config: TrainingConfig, options: Mapping[str, Any]
+) -> torch.optim.Optimizer:
+    """The optimizer; a strategy that trains several modules in turns gets one for each trainable module, by name."""
+
+    def resolve(one: Any, module: nn.Module) -> torch.optim.Optimizer:
+        one = config.optimizer if one is None else one
+        return resolve_optimizer(one, module, config.learning_rate, config.weight_decay, **options)
+
+    if not isinstance(strategy, AlternatingStrategy):
+        if isinstance(given, (Mapping, NamedOptimizers)):
+            raise ConfigurationError(
+                "several optimizers need a strategy that says which loss each of them minimizes, by compute_losses; "
+                f"{type(strategy).__name__} has one loss",
+                "Trainer",
+                optimizer=dict.fromkeys(given, ...),
+            )
+        return resolve(given, model)
+    if not isinstance(model, nn.ModuleDict):
+        raise ArgumentTypeError(
+            f"{type(strategy).__name__} trains several modules in turns; pass them by name, as "
+            "{'generator': ..., 'discriminator': ...}",
+            "Trainer",
+            model=type(model),
+        )
+    if config.precision == "fp16" and config.accumulation.batches != 1:
+        raise ConfigurationError(
+            "the gradient scale changes with each optimizer's update, and the gradients that wait for the others have "
+            "the old scale; set accumulate=1, or use bf16",
+            "TrainingConfig",
+            precision="fp16",
+            accumulate=config.accumulate,
+        )
+    if config.accumulation.schedule is not None:
+        raise ConfigurationError(
+            "a schedule counts updates, and several optimizers make several updates a batch; accumulate a fixed number "
+            "of batches",
+            "TrainingConfig",
+            accumulate=config.accumulate,
+        )
+    if isinstance(given, NamedOptimizers):
+        return resolve(given, model)
+    if given is not None and not isinstance(given, (str, Mapping)):
+        raise ArgumentTypeError("needs one for each module, as {'actor': 'adam'}", "Trainer", optimizer=type(given))
+    learning = {name: each for name, each in model.items() if any(p.requires_grad for p in each.parameters())}
+    chosen = given if isinstance(given, Mapping) else dict.fromkeys(learning, given)
+    for name in chosen:
+        if name not in learning:
+            raise unknown_name("Trainer", "optimizer", name, list(learning))
+    return NamedOptimizers({name: resolve(chosen.get(name), each) for name, each in learning.items()})

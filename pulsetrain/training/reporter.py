@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from torch import Tensor
 
@@ -11,48 +11,27 @@ from pulsetrain.engine import Engine, Events, Phase
 from pulsetrain.engine.events.payloads import AnomalyDetected, MetricsLogged
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.metrics import MetricTracker
-from pulsetrain.engine.optimizers import NamedOptimizers
-from pulsetrain.engine.step.backend import Backend
 from pulsetrain.engine.step.protocols import TrainingResult
 from pulsetrain.training.running_stats import Losses, Rate
+from pulsetrain.training.stepper import Stepper
 
 __all__ = ["MetricsReporter"]
-
-
-class StepValues(Protocol):
-    """What the reporter reads of the last update."""
-
-    @property
-    def learning_rates(self) -> tuple[float, ...]: ...
-    @property
-    def grad_norm(self) -> Tensor | None: ...
-    @property
-    def grad_norms(self) -> Mapping[str, Tensor]: ...
 
 
 class MetricsReporter:
     """Keeps the losses of a run, fires METRICS_LOGGED at its log points, and owns its history.
 
     Args:
-        strategy: derives further metrics from the loss, if it has `derive_metrics`.
-        backend: computes the losses, and knows of skipped updates.
-        optimizers: if there are several, each has a loss of its own.
-        stepper: has the learning rates and the gradient norms.
+        stepper: has the learning rates and the gradient norms; its strategy may derive further metrics from the loss,
+            its backend knows of skipped updates, and if it has several optimizers, each has a loss of its own.
         every: iterations between two log points.
     """
 
-    def __init__(
-        self,
-        strategy: object,
-        backend: Backend,
-        optimizers: NamedOptimizers | None,
-        stepper: StepValues,
-        every: int,
-    ) -> None:
-        self._derive: Callable[[Any], Mapping[str, Any]] = getattr(strategy, "derive_metrics", lambda loss: {})
-        self._backend, self._optimizers, self._stepper, self._every = backend, optimizers, stepper, every
+    def __init__(self, stepper: Stepper, every: int) -> None:
+        self._derive: Callable[[Any], Mapping[str, Any]] = getattr(stepper.strategy, "derive_metrics", lambda loss: {})
+        self._backend, self._stepper, self._every = stepper.backend, stepper, every
         self.losses = Losses()
-        self.named_losses = {f"{name}_loss": Losses() for name in optimizers or ()}  # whose sum is the loss
+        self.named_losses = {f"{name}_loss": Losses() for name in stepper.optimizers or ()}  # whose sum is the loss
         self.history = MetricTracker()
         self.announced_skips = 0  # fp16 updates known to have been skipped
         self._rate = Rate()
@@ -80,7 +59,7 @@ class MetricsReporter:
             self._announce_skipped()
         if not self.losses.count("log") or not engine.hears(Events.METRICS_LOGGED):
             return
-        metrics = self._means("log", _consume_number)
+        metrics = self._means("log", lambda losses, reader: losses.consume(reader).item())
         if stepper.grad_norm is not None:
             metrics["grad_norm"] = stepper.grad_norm.item()
         metrics.update({f"grad_norm/{name}": norm.item() for name, norm in stepper.grad_norms.items()})
@@ -151,9 +130,9 @@ class MetricsReporter:
 
     def _rates(self) -> dict[str, float]:
         rates = self._stepper.learning_rates
-        if self._optimizers is None:
+        if self._stepper.optimizers is None:
             return {"learning_rate": rates[0]}
-        pairs = list(zip(self._optimizers.param_groups, rates, strict=True))
+        pairs = list(zip(self._stepper.optimizers.param_groups, rates, strict=True))
         return {f"learning_rate/{group['optimizer']}": rate for group, rate in reversed(pairs)}
 
     def _announce_skipped(self) -> None:
@@ -168,7 +147,3 @@ class MetricsReporter:
             )
             anomaly = AnomalyDetected(kind="update_skipped", value=float(new), batch_indices=())
             self._engine.fire(Events.ANOMALY_DETECTED, anomaly)
-
-
-def _consume_number(losses: Losses, reader: str) -> float:
-    return losses.consume(reader).item()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Protocol, cast
 
@@ -13,7 +13,6 @@ from pulsetrain.engine.data.workers import workers_outlive_signals
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.handlers import Checkpointer, MetricLogger
 from pulsetrain.handlers.checkpointing.background_save import SavedEngine
-from pulsetrain.state.data_cursor import DataCursor
 from pulsetrain.state.handler_registry import HandlerRegistry
 from pulsetrain.state.resume import Resumer
 from pulsetrain.state.rewind import Rewind, go_back, plan_rewind
@@ -24,8 +23,11 @@ from pulsetrain.training.validation import Validator
 __all__ = ["RunDriver"]
 
 
-class LoadsCheckpoints(SavedEngine, Protocol):
-    """An engine whose state a checkpoint holds."""
+class DrivenRun(SavedEngine, Protocol):
+    """What the driver needs of a training run besides its engine."""
+
+    train_loader: Iterable[object]
+    seed: int
 
     def load_checkpoint(self, path: str | os.PathLike[str] | Location, /) -> None: ...
 
@@ -34,13 +36,10 @@ class RunDriver:
     """Decides how a run starts, whether it is done, and what follows it.
 
     Args:
-        engine: whose runs they are; it loads checkpoints.
-        loader: gives the training data.
-        seed: of the run.
-        length: the bound.
-        data: the place in the data.
-        resumer: loads and resets the state.
-        registry: the handlers.
+        engine: a training run, which also loads checkpoints.
+        length: its bound.
+        resumer: loads and resets its state.
+        registry: its handlers.
         reporter: gets the beginning and the end of each epoch and of the run.
         validator: a run that reached its bound ends with a validation.
     """
@@ -48,17 +47,14 @@ class RunDriver:
     def __init__(
         self,
         engine: Engine,
-        loader: Callable[[], Iterable[object]],
-        seed: int,
         length: RunLength,
-        data: DataCursor,
         resumer: Resumer,
         registry: HandlerRegistry,
         reporter: MetricsReporter,
         validator: Validator,
     ) -> None:
-        self._engine, self._loader, self._seed, self._length = engine, loader, seed, length
-        self._data, self._resumer, self._registry = data, resumer, registry
+        self._engine, self._run = engine, cast(DrivenRun, engine)
+        self._length, self._resumer, self._data, self._registry = length, resumer, resumer.data, registry
         self._reporter, self._validator = reporter, validator
         self._rewind: Rewind | None = None  # the run ends here, and train() continues after that checkpoint
 
@@ -90,12 +86,11 @@ class RunDriver:
                 raise TypeError(f"Trainer.train(resume={resume!r}): needs 'latest' or a checkpoint's path")
             self._load(resume)
         self._rewind = None
-        self._run()
+        self._start()
         while self._rewind is not None:
-            run = cast(LoadsCheckpoints, self._engine)
-            go_back(self._rewind, run, self._registry.checkpointer("rewind()"), self._data)
+            go_back(self._rewind, self._run, self._registry.checkpointer("rewind()"), self._data)
             self._rewind = None
-            self._run()
+            self._start()
 
     def train_epoch(self, loader: Iterable[object]) -> None:
         """Train to the end of the current epoch, or through the next one."""
@@ -111,7 +106,7 @@ class RunDriver:
             if isinstance(handler, Checkpointer) and state.iteration > 0:
                 handler.refuse_another_run()  # before anything of the finished run is touched
         state.max_epochs = state.max_iters = None
-        self._resumer.reset(self._seed)
+        self._resumer.reset(self._run.seed)
 
     def rewind(self, first: int, last: int, reason: str) -> None:
         """End here, and continue after the newest checkpoint before iteration `first`; see `Trainer.rewind`."""
@@ -146,27 +141,26 @@ class RunDriver:
         self._data.epoch_done = True
         self._reporter.end_epoch()
 
-    def _run(self) -> None:
+    def _start(self) -> None:
         engine, state, length = self._engine, self._engine.state, self._length
         if engine.is_paused:
-            engine.run(self._loader())
+            engine.run(self._run.train_loader)
         elif self._resumer.is_resuming:
-            self._resume(self._loader(), length.max_epochs, length.max_iterations)
+            self._resume(self._run.train_loader, length.max_epochs, length.max_iterations)
         elif (state.max_epochs or state.max_iters) and not self.is_done:
-            engine.run(self._loader())  # after a termination or an error
+            engine.run(self._run.train_loader)  # after a termination or an error
         else:
             self.reset()
-            engine.run(self._loader(), max_epochs=length.max_epochs, max_iters=length.max_iterations)
+            engine.run(self._run.train_loader, max_epochs=length.max_epochs, max_iters=length.max_iterations)
 
     def _load(self, source: str | os.PathLike[str]) -> None:
         """Load a checkpoint: "latest" if there is one yet, or that of a path."""
-        run = cast(LoadsCheckpoints, self._engine)
         if source != "latest":
-            run.load_checkpoint(source)
+            self._run.load_checkpoint(source)
             return
         latest = self._registry.checkpointer("train(resume='latest')").manager.get_latest()
         if latest is not None:
-            run.load_checkpoint(latest)
+            self._run.load_checkpoint(latest)
             return
         for handler in self._registry.handlers:
             if isinstance(handler, MetricLogger):

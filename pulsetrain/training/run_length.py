@@ -5,33 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from itertools import islice
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
+from pulsetrain.config import TrainingConfig
 from pulsetrain.engine.data import rng
 from pulsetrain.engine.data.keyed_loader import can_be_read_once, length_of
 from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.events.state import State
 from pulsetrain.engine.logs import get_logger
+from pulsetrain.engine.step.backend import Backend
 from pulsetrain.engine.step.first_batch import FirstBatch
-
-if TYPE_CHECKING:
-    from pulsetrain.config import TrainingConfig
-    from pulsetrain.engine.step.backend import Backend
-    from pulsetrain.engine.step.protocols import TrainingStrategy
+from pulsetrain.engine.step.protocols import TrainingStrategy
 
 __all__ = ["RunLength"]
 
 _MEASURED = 8  # batches, for the average number of tokens
 
 _UNBOUNDED = 1 << 60  # iterations; for runs that something else ends
-
-
-class Counts(Protocol):
-    """The counters of a run."""
-
-    iteration: int
-    update: int
-    tokens: int
-    max_iters: int | None
 
 
 class RunLength:
@@ -95,32 +85,30 @@ class RunLength:
         iterations = self.total_iterations
         return None if iterations is None else self.accumulate.updates_in(iterations, self._tokens_a_batch)
 
-    def reached(self, state: Counts) -> str | None:
+    def reached(self, state: State) -> str | None:
         """Why the run ends here, for bounds that depend on what the batches hold; None if it does not.
 
         Raises:
             ConfigurationError: the run has a bound in tokens, and the strategy counts none.
         """
-        config = self.config
-        if config.max_tokens is not None and state.iteration and not state.tokens:
+        config, tokens = self.config, getattr(state, "tokens", 0)
+        if config.max_tokens is not None and state.iteration and not tokens:
             raise ConfigurationError(
                 "the strategy counts no tokens, so the run would not "
                 "end; bound it by max_iterations, max_updates or max_epochs",
                 "TrainingConfig",
                 max_tokens=config.max_tokens,
             )
-        if config.max_tokens is not None and state.tokens >= config.max_tokens:
+        if config.max_tokens is not None and tokens >= config.max_tokens:
             return f"max_tokens={config.max_tokens} was reached"
         if self.counts_updates and config.max_updates is not None and state.update >= config.max_updates:
             return f"max_updates={config.max_updates} was reached"
         return None
 
-    def reached_inside(self, state: Counts, epoch_done: bool) -> str | None:
+    def reached_inside(self, state: State, epoch_done: bool) -> str | None:
         """The reason that the loop gives for ending at the bound; None at the end of an epoch."""
-        counted = self.reached(state)
-        if counted is not None:
-            return counted
-        return f"max_iters={state.max_iters} was reached" if state.max_iters is not None and not epoch_done else None
+        inside = state.max_iters is not None and not epoch_done
+        return self.reached(state) or (f"max_iters={state.max_iters} was reached" if inside else None)
 
     def check(self) -> None:
         """Refuse a run that could not learn.
@@ -153,8 +141,13 @@ class RunLength:
         Raises:
             ConfigurationError: the strategy counts no tokens, or there is no batch.
         """
-        setting, remedy = self._setting_in_tokens()
-        if setting is None or self._tokens_a_batch is not None:
+        if self.config.max_tokens is not None:
+            setting, remedy = "max_tokens", "bound the run by max_iterations, max_updates or max_epochs"
+        elif self.accumulate.tokens is not None:
+            setting, remedy = "accumulate", "accumulate batches"
+        else:
+            return
+        if self._tokens_a_batch is not None:
             return
         if can_be_read_once(self._loader) or getattr(self._loader, "fires_rollouts", False):
             return  # its first batch cannot be read beforehand, so the length of the run is not known
@@ -177,11 +170,3 @@ class RunLength:
                 updates=self.total_updates,
                 tokens_a_batch=f"{min(tokens)} to {max(tokens)}",
             )
-
-    def _setting_in_tokens(self) -> tuple[str | None, str]:
-        """The setting that counts tokens, and an alternative to it."""
-        if self.config.max_tokens is not None:
-            return "max_tokens", "bound the run by max_iterations, max_updates or max_epochs"
-        if self.accumulate.tokens is not None:
-            return "accumulate", "accumulate batches"
-        return None, ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from copy import copy
 from typing import Any, TypeVar
 
 import torch
@@ -60,8 +61,7 @@ class Losses:
 
     def peek(self, reader: str) -> Tensor:
         """The reader's mean, shape (), on the device."""
-        whole = RunningMean()
-        whole.load_state_dict(self._means[reader].state_dict())
+        whole = copy(self._means[reader])
         self._fold(reader, whole)
         return whole.mean()
 

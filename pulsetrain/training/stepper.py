@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from pulsetrain.engine.arrays import Array
+from pulsetrain.engine.events.compiled import Dispatch
+from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import Events
 from pulsetrain.engine.events.payloads import GradientsReady, OptimizerStepCompleted
 from pulsetrain.engine.optimizers import NamedOptimizers
@@ -27,10 +29,7 @@ from pulsetrain.engine.step.protocols import (
     TrainingResult,
     TrainingStrategy,
 )
-
-if TYPE_CHECKING:
-    from pulsetrain.engine.events.compiled import Dispatch
-    from pulsetrain.engine.events.engine import Engine
+from pulsetrain.state.part import require
 
 __all__ = ["OnStep", "Stepper", "rates_of"]
 
@@ -76,11 +75,12 @@ class Stepper:
         self.backend, self.strategy, self.store = backend, strategy, store
         self.clip_grad_norm, self.on_step = clip_grad_norm, on_step
         self.accumulation = Accumulation(accumulate)
+        self.by_hand = False  # whether other code makes the steps, so that gradients may wait at any time
         self.is_stepping = False  # between the start and the end of a step, when nothing can be saved
         self.learning_rates = rates_of(store.optimizer)  # of the last update
         self.grad_norm: Tensor | None = None  # of the last update that measured it
         self.grad_norms: dict[str, Tensor] = {}  # the same of each of several optimizers
-        self._optimizers = store.optimizer if isinstance(store.optimizer, NamedOptimizers) else None
+        self.optimizers = store.optimizer if isinstance(store.optimizer, NamedOptimizers) else None
         self._skip: Tensor | None = None  # whether the current update is to be skipped
         self._checks = True  # until an update has been made, values are checked
         self._engine: Engine | None = None  # whose the two dispatches are
@@ -95,8 +95,8 @@ class Stepper:
         prepared = self.backend.prepare_batch(batch, strategy)
         self.is_stepping = True
         try:
-            if self._optimizers is not None:
-                result = self._alternate(engine, prepared, self._optimizers)
+            if self.optimizers is not None:
+                result = self._alternate(engine, prepared, self.optimizers)
             elif self._ready.live or not self.accumulation.nothing_waits:
                 result = self._step_in_parts(engine, prepared, strategy)
             else:
@@ -179,18 +179,29 @@ class Stepper:
         self.grad_norms.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """What waits and what the last update reported. The waiting gradients are the store's."""
+        """What waits, with the sum of its gradients since the last update, and what that update reported."""
         return {
             "accumulation": self.accumulation.state_dict(),
+            "gradients": self.store.gradients() if self.accumulated or self.by_hand else {},
             "learning_rates": [float(rate) for rate in self.learning_rates],
             "grad_norm": self.grad_norm,
             "grad_norms": dict(self.grad_norms),
         }
 
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        require("stepper", state, ("accumulation", "gradients", "learning_rates", "grad_norm", "grad_norms"))
+        self._gradients(state)
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        put_in_place = self._gradients(state)
         self.accumulation.load_state_dict(state["accumulation"])
         self.learning_rates = tuple(state["learning_rates"])
-        self.grad_norm, self.grad_norms = state["grad_norm"], dict(state.get("grad_norms", {}))
+        self.grad_norm, self.grad_norms = state["grad_norm"], dict(state["grad_norms"])
+        put_in_place()
+
+    def _gradients(self, state: Mapping[str, Any]) -> Callable[[], None]:
+        """Check saved gradients; returns what puts them in place."""
+        return self.store.load_gradients(state["gradients"], state["accumulation"]["batches"])
 
     def _whole_step(self, engine: Engine, batch: TrainingBatch, strategy: TrainingStrategy) -> TrainingResult:
         """An update over one batch if nobody needs the gradients before it."""
@@ -270,7 +281,7 @@ class Stepper:
             skip, self._skip = self._skip, None
         else:
             engine.state.update += 1
-        optimizer = self._optimizers[name] if name and self._optimizers is not None else store.optimizer
+        optimizer = self.optimizers[name] if name and self.optimizers is not None else store.optimizer
         rates = rates_of(optimizer)
         # store.part() again: a receiver may have written into the model
         store.commit(backend.apply_gradients(store.part(name), gradients, skip, donate=True))

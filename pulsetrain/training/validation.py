@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
 from ignite.metrics import Metric as IgniteMetric
@@ -20,21 +21,16 @@ from pulsetrain.engine.events.cadence import Every
 from pulsetrain.engine.events.data_source import IterableSource
 from pulsetrain.engine.events.payloads import MediaLogged, ValidationCompleted
 from pulsetrain.engine.logs import get_logger
-from pulsetrain.engine.metrics import MetricTracker, RunningMean
-from pulsetrain.engine.step.backend import Backend, InPlaceBackend, ModelStore
+from pulsetrain.engine.metrics import RunningMean
+from pulsetrain.engine.step.backend import InPlaceBackend
 from pulsetrain.engine.step.first_batch import FirstBatch
 from pulsetrain.engine.step.model_call import eval_mode
 from pulsetrain.engine.step.protocols import AlternatingStrategy, DerivesMetrics, TrainingBatch, TrainingStrategy
 from pulsetrain.handlers.attachment.cadence import reading_events
+from pulsetrain.training.reporter import MetricsReporter
+from pulsetrain.training.stepper import Stepper
 
-__all__ = ["Evaluation", "Evaluator", "Validator", "check_sets", "eval_mode"]
-
-
-class _Metrics(Protocol):
-    @property
-    def history(self) -> MetricTracker: ...
-
-    def pause(self, seconds: float) -> None: ...
+__all__ = ["Evaluation", "Evaluator", "Validator", "check_sets"]
 
 
 class Validator:
@@ -52,7 +48,7 @@ class Validator:
         evaluation: Evaluation,
         loaders: Mapping[str, Iterable[Any]],
         every: Every | None,
-        reporter: _Metrics,
+        reporter: MetricsReporter,
     ) -> None:
         self.evaluation, self.loaders, self.every, self._reporter = evaluation, loaders, every, reporter
         self.validated_at = -1  # the iteration of the last validation
@@ -95,7 +91,8 @@ class Validator:
 
     def state_dict(self) -> dict[str, Any]:
         """When the last validation was, and the run's current metrics."""
-        metrics = {name: float(value) for name, value in self._engine.state.metrics.items() if _is_scalar(value)}
+        numbers = {name: _number(value) for name, value in self._engine.state.metrics.items()}
+        metrics = {name: number for name, number in numbers.items() if number is not None}
         return {"validated_at": self.validated_at, "metrics": metrics}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -110,9 +107,8 @@ class Evaluation:
     is a mapping with "y_pred", "y" and "loss", which pytorch-ignite's metrics read as they are.
 
     Args:
-        store: whose module is evaluated, in eval mode; each of its modules is left in the mode it was in.
-        strategy: makes batches, losses and metrics.
-        backend: computes them.
+        stepper: whose store's module is evaluated, in eval mode; each of its modules is left in the mode it was in. Its
+            strategy makes batches, losses and metrics, its backend computes them.
         metrics: name -> an ignite metric, or anything with reset(), update(y_pred, y) and compute().
         bus: shared with the trainer.
         trainer_name: the engine is "evaluator" for a trainer named "trainer", else "NAME.evaluator".
@@ -121,19 +117,12 @@ class Evaluation:
         ConfigurationError: a metric is neither.
     """
 
-    def __init__(
-        self,
-        store: ModelStore,
-        strategy: TrainingStrategy,
-        backend: Backend,
-        metrics: Mapping[str, Any],
-        bus: EventBus,
-        trainer_name: str = "trainer",
-    ) -> None:
-        self.store, self.strategy, self.backend = store, strategy, backend
+    def __init__(self, stepper: Stepper, metrics: Mapping[str, Any], bus: EventBus, trainer_name: str) -> None:
+        self.store, self.backend = stepper.store, stepper.backend
+        self.strategy = cast(TrainingStrategy, stepper.strategy)
         name = "evaluator" if trainer_name == "trainer" else f"{trainer_name}.evaluator"
-        self.engine = Evaluator(self._step, store.module, name=name, bus=bus)
-        self._running: dict[str, RunningMean] = {}
+        self.engine = Evaluator(self._step, self.store.module, name=name, bus=bus)
+        self._running: defaultdict[str, RunningMean] = defaultdict(RunningMean)
         self._means: dict[str, Any] = {}  # of the last set, by the strategy's names
         self._names = frozenset(metrics)
         self._left_out: set[str] = set()  # warned about already
@@ -189,7 +178,7 @@ class Evaluation:
             outputs, means = backend.eval_step(self.store.state, prepared, strategy)
         means = backend.to_torch(means)
         for name, value in means.items():
-            self._add(name, value, prepared.size)
+            self._running[name].update(value, prepared.size)
         return {
             "y_pred": backend.to_torch(outputs), "y": backend.to_torch(prepared.targets), "loss": means["loss"]
         }  # fmt: skip
@@ -208,16 +197,12 @@ class Evaluation:
                 means.update(compute_metrics(None, batch))
         return means
 
-    def _add(self, name: str, value: Tensor, size: int | Tensor) -> None:
-        if name not in self._running:
-            self._running[name] = RunningMean()
-        self._running[name].update(value, size)
-
     def _clear(self) -> None:
         self._means, self.engine.state.metrics = {}, {}
 
     def _reset(self) -> None:
-        self._running, self._checks = {}, True
+        self._running.clear()
+        self._checks = True
 
     def _average(self) -> None:
         """Put the means since `_reset` where the metrics are; a second call finds nothing more to do."""
@@ -246,22 +231,18 @@ class Evaluation:
                 if number is not None:
                     found[full_name] = number
                 elif name in self._names or name in self._means:  # else attached to the evaluator, by who knows
-                    if _is_matrix(item):
+                    if isinstance(item, Tensor) and item.ndim == 2 and min(item.shape) > 1:
                         self.matrices[f"{set_name}/{full_name}"] = item.cpu()
-                    else:
-                        self._warn(full_name, item)
+                    elif full_name not in self._left_out:
+                        self._left_out.add(full_name)
+                        get_logger("pulsetrain").warning(
+                            "a metric is not a scalar and is left out of the trainer's metrics; "
+                            f"read it at the end of the set from trainer.evaluator.state.metrics[{name!r}]",
+                            metric=full_name,
+                            type=type(item).__name__,
+                            shape=tuple(item.shape) if hasattr(item, "shape") else None,
+                        )
         return found
-
-    def _warn(self, name: str, value: Any) -> None:
-        if name not in self._left_out:
-            self._left_out.add(name)
-            get_logger("pulsetrain").warning(
-                "a metric is not a scalar and is left out of the trainer's metrics; "
-                f"read it at the end of the set from trainer.evaluator.state.metrics[{name.split('/')[0]!r}]",
-                metric=name,
-                type=type(value).__name__,
-                shape=tuple(value.shape) if hasattr(value, "shape") else None,
-            )
 
     def _attach(self, name: str, metric: Any) -> None:
         if isinstance(metric, IgniteMetric):
@@ -357,11 +338,3 @@ def _number(value: Any) -> float | None:
         return float(value) if hasattr(type(value), "__float__") else None  # text has none
     except (RuntimeError, TypeError, ValueError):
         return None
-
-
-def _is_matrix(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.ndim == 2 and min(value.shape) > 1
-
-
-def _is_scalar(value: object) -> bool:
-    return isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)

@@ -180,13 +180,11 @@ def test_a_changed_environment_is_reported(tmp_path: Path):
     threads = torch.get_num_threads()
     torch.set_num_threads(threads + 1)
     try:
-        run = resumable_run(tmp_path, config={**STEADY, "max_epochs": 2})
         with structlog.testing.capture_logs() as logs:
-            run.train(resume="latest")
+            resumable_run(tmp_path, config={**STEADY, "max_epochs": 2}).train(resume="latest")
     finally:
         torch.set_num_threads(threads)
     assert warnings_starting(logs, "the environment differs") == [[f"threads: {threads} -> {threads + 1}"]]
-    assert run.made_with.environment_changes == [f"threads: {threads} -> {threads + 1}"]
 
 
 def test_changed_settings_are_reported_unless_the_run_only_gets_longer(tmp_path: Path):

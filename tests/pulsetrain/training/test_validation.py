@@ -15,13 +15,14 @@ from torch.utils.data import DataLoader, IterableDataset
 from torchmetrics import MetricCollection
 from torchmetrics.regression import MeanSquaredError as TorchMeanSquaredError
 
-from pulsetrain.engine import EventBus, EventEnum, Events, Every, SupervisedStrategy, TorchBackend
+from pulsetrain.engine import Accumulate, EventBus, EventEnum, Events, Every, SupervisedStrategy, TorchBackend
 from pulsetrain.engine.backends.model_store import InPlaceStore
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.recording import EventLog
 from pulsetrain.engine.step.model_call import eval_mode
 from pulsetrain.handlers import EventRecorder
 from pulsetrain.handlers.metric_values.step_values import step_metrics
+from pulsetrain.training.stepper import Stepper
 from pulsetrain.training.validation import Evaluation, check_sets
 from tests.support.models import loader, regression_model, trainer
 
@@ -34,7 +35,8 @@ def evaluation(bus: EventBus | None = None, trainer_name: str = "trainer") -> Ev
     strategy, backend = SupervisedStrategy("mse"), TorchBackend("cpu")
     model = regression_model()
     store = InPlaceStore(backend, model, torch.optim.SGD(model.parameters(), lr=0.1))
-    return Evaluation(store, strategy, backend, {}, EventBus() if bus is None else bus, trainer_name)
+    stepper = Stepper(backend, strategy, store, accumulate=Accumulate(batches=1))
+    return Evaluation(stepper, {}, EventBus() if bus is None else bus, trainer_name)
 
 
 class Stream(IterableDataset[Any]):
