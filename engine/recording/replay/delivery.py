@@ -1,4 +1,4 @@
-"""The record of a logged event, and which events were fired by the handlers of another one."""
+"""Which events were fired by the handlers of another one."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ from collections.abc import Iterator
 
 from pulsetrain.engine.events.compiled import Dispatch
 from pulsetrain.engine.events.dispatch import Dispatcher
-from pulsetrain.engine.events.names import Event, Events
+from pulsetrain.engine.events.names import Events
 from pulsetrain.engine.events.subscription import Order, Phase, Subscription
 from pulsetrain.engine.recording.log.records import LoggedEvent
-from pulsetrain.engine.recording.replay.payloads import payload_of
 
-__all__ = ["END", "START", "STRUCTURE", "Open", "Place", "is_host", "may_be_nested", "record_of"]
+__all__ = ["END", "START", "STRUCTURE", "Open", "Place", "is_host", "may_be_nested"]
 
 Place = tuple[int, int]  # of a handler in an event: its phase and its order within the phase
 START: Place = (Phase.COMPUTE, Order.FIRST - 1)
@@ -101,17 +100,3 @@ class Open:
         for subscription in self.dispatch.calls.subscriptions:
             if since <= (subscription.phase, subscription.order) < upto:
                 yield subscription
-
-
-def record_of(engine: Dispatcher, dispatch: Dispatch, logged: LoggedEvent, seq: int) -> Event:
-    """The record that handlers get: dispatch calls this if one of them needs it."""
-    return Event(
-        seq,
-        logged.engine,
-        logged.event,
-        logged.epoch,
-        logged.iteration,
-        payload_of(dispatch.event, logged),
-        logged.t,
-        logged.ord < 0,
-    )

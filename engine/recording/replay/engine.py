@@ -13,6 +13,7 @@ from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import READ_ONLY, Event, EventEnum, EventLike, Events, identify, value_of
 from pulsetrain.engine.events.subscription import Subscription
 from pulsetrain.engine.recording.log.records import LoggedEvent
+from pulsetrain.engine.recording.replay.payloads import payload_of
 from pulsetrain.engine.recording.replay.state import Playback, RecordedOptimizer, ReplayedState, Stop, refuse
 
 __all__ = ["ReplayBus", "ReplayedEngine"]
@@ -58,6 +59,7 @@ class ReplayedEngine(Engine):
     """
 
     state: ReplayedState
+    bus: ReplayBus
 
     def __init__(
         self, name: str, replay: Player, bus: ReplayBus, logged: Iterable[str], known: Iterable[EventEnum]
@@ -74,17 +76,12 @@ class ReplayedEngine(Engine):
     # one flag for all engines of the bus: the replay looks at it after each event
     @property
     def _attention(self) -> bool:
-        return self._replayed_bus.attention
+        return self.bus.attention
 
     @_attention.setter
     def _attention(self, value: bool) -> None:
         if value:
-            self._replayed_bus.attention = True
-
-    @property
-    def _replayed_bus(self) -> ReplayBus:
-        assert isinstance(self.bus, ReplayBus)
-        return self.bus
+            self.bus.attention = True
 
     @property
     def run_number(self) -> int:
@@ -153,6 +150,22 @@ class ReplayedEngine(Engine):
         value = value_of(dispatch.event)
         fired = Event(now.seq, self.name, value, state.epoch, state.iteration, payload, now.t, observed)
         self._replay.note_fired(self, dispatch, fired)
+
+    def new_event(self, dispatch: Dispatch, payload: LoggedEvent | Event, seq: int) -> Event:
+        """The record of a logged event, or of one that a handler has fired, which is given as its record."""
+        if isinstance(payload, Event):
+            return payload
+        logged = payload
+        return Event(
+            seq,
+            logged.engine,
+            logged.event,
+            logged.epoch,
+            logged.iteration,
+            payload_of(dispatch.event, logged),
+            logged.t,
+            logged.ord < 0,
+        )
 
     def settle(self) -> Stop | None:
         """Deliver what was posted; returns where a handler called `terminate()`, if one did since the last time."""

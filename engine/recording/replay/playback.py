@@ -24,7 +24,6 @@ from pulsetrain.engine.recording.replay.delivery import (
     Place,
     is_host,
     may_be_nested,
-    record_of,
 )
 from pulsetrain.engine.recording.replay.engine import ReplayBus, ReplayedEngine
 from pulsetrain.engine.recording.replay.payloads import whole
@@ -254,7 +253,7 @@ class Replay(ReplayedEngine):
         self.fired.append(event)
         if self.deliver_fired and dispatch.connected:
             with self.bus.sequence.observing() if event.observed else nullcontext():
-                deliver(engine, dispatch, event, event.seq, lambda engine, dispatch, fired, seq: fired)
+                deliver(engine, dispatch, event, event.seq)
 
     def _play(self, until: Callable[[LoggedEvent], object] | None) -> None:
         source = self._source
@@ -280,7 +279,7 @@ class Replay(ReplayedEngine):
 
     def _play_received(self, events: Sequence[LoggedEvent]) -> bool:
         """Play those of the events that have a receiver; false to continue."""
-        table, bus, sequence = self._table, self._replayed_bus, self._sequence
+        table, bus, sequence = self._table, self.bus, self._sequence
         for event in events:
             received = table[event.engine].get(event.event)
             if received is None:
@@ -288,7 +287,7 @@ class Replay(ReplayedEngine):
             self.event = event
             engine, dispatch = received  # a call with a star would cost 60 ns more
             self._reached = sequence.last = seq = event.seq
-            deliver(engine, dispatch, event, seq, record_of)
+            deliver(engine, dispatch, event, seq)
             if bus.attention:
                 self._refresh()
                 if self._stopping is not None:
@@ -300,7 +299,7 @@ class Replay(ReplayedEngine):
 
     def _play_each(self, events: Sequence[LoggedEvent], until: Callable[[LoggedEvent], object] | None) -> bool:
         """Play events with everything in between: events fired in others, waiting, pausing; false to continue."""
-        table, bus, sequence = self._table, self._replayed_bus, self._sequence
+        table, bus, sequence = self._table, self.bus, self._sequence
         for event in events:
             if self._close(event, until):
                 self._next = event.seq
@@ -325,7 +324,7 @@ class Replay(ReplayedEngine):
                 if self._nests and is_host(event.event):
                     self._open.append(Open(event, *received))
                     continue
-                deliver(*received, event, event.seq, record_of)
+                deliver(*received, event, event.seq)
             if bus.attention:
                 self._refresh()
                 if until is None:
@@ -342,7 +341,7 @@ class Replay(ReplayedEngine):
             opened = self._open[-1]
             self._advance(opened, END)
             self._open.pop()
-            if self._replayed_bus.attention:
+            if self.bus.attention:
                 self._refresh()
             if until is not None and until(whole(opened.event)):
                 return True
@@ -355,10 +354,10 @@ class Replay(ReplayedEngine):
         assert dispatch is not None
         self.event = event
         if opened.done is START and upto is END:  # nothing was fired in it
-            deliver(engine, dispatch, event, event.seq, record_of)
+            deliver(engine, dispatch, event, event.seq)
         elif upto > opened.done:
             engine.last_event_name = dispatch.event
-            deliver_to(opened.advance(upto), engine, dispatch, event, event.seq, record_of)
+            deliver_to(opened.advance(upto), engine, dispatch, event, event.seq)
 
     def _refresh(self) -> None:
         """A safe point: deliver posts, note calls of `terminate()`, and find out which events have receivers."""
@@ -368,7 +367,7 @@ class Replay(ReplayedEngine):
                 self.stops.append(stop)
                 if self.obey_terminate and engine is self:
                     self._stopping = stop
-        self._replayed_bus.attention = False
+        self.bus.attention = False
         self._table = defaultdict(dict)
         for name, engine in self.engines.items():
             self._table[name] = {value: (engine, dispatch) for value, dispatch in engine.dispatches().items()}
@@ -390,7 +389,7 @@ class Replay(ReplayedEngine):
                 -1, self.name, value, stop.epoch, stop.iteration, payload, seq=self._reached, t=now
             )
             if value in self._table[self.name]:
-                deliver(*self._table[self.name][value], self.event, self._reached, record_of)
+                deliver(*self._table[self.name][value], self.event, self._reached)
 
     def _wait(self, event: LoggedEvent) -> None:
         """Wait until as much time has passed since this run() began as had passed in the recorded run."""
