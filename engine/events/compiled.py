@@ -98,12 +98,8 @@ class Dispatch:
         self.unfiltered = Calls(unfiltered, newest) if self.filtered else self.calls
         active = [subscription.filter for subscription in subscriptions if not subscription.passive]
         # the filters of those that are not passive; None if one of them has no filter
-        self.active_filters: list[Filter] | None = None if self.hooked else []
-        for each in active:
-            if each is None:
-                self.active_filters = None
-            elif self.active_filters is not None:
-                self.active_filters.append(each)
+        filters = [each for each in active if each is not None]
+        self.active_filters: list[Filter] | None = None if self.hooked or len(filters) < len(active) else filters
         self.live = bool(active) or self.hooked
         self.connected = bool(subscriptions) or self.hooked  # firing reaches someone, be it a passive subscription
         self.always = bool(unfiltered) or self.hooked  # inside the window, too

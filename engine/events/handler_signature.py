@@ -32,12 +32,10 @@ class HandlerSignature:
 
     def describe(self) -> str:
         """The form of the call, for messages."""
-        first = ["engine"] * self.engine + ["event"] * self.event
-        if self.field is None:
-            return f"({', '.join([*first, '*args'])})"
-        if self.by_keyword:
-            return f"({', '.join([*first, '*args', f'{self.field}=...'])})"
-        return f"({', '.join([*first, self.field, '*args'])})"
+        parts = ["engine"] * self.engine + ["event"] * self.event + ["*args"]
+        if self.field is not None:
+            parts.insert(len(parts) if self.by_keyword else -1, f"{self.field}=..." if self.by_keyword else self.field)
+        return f"({', '.join(parts)})"
 
     def fits(self, signature: inspect.Signature, args: tuple[object, ...], kwargs: Mapping[str, object]) -> str:
         """Why the handler cannot be called like this; the empty string if it can."""

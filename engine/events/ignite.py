@@ -164,15 +164,8 @@ class _Entries(list[Entry]):
             else:
                 call = _with_reference(reference, handler)
         neighbour = before or after
-        subscription = Subscription(
-            self._signal,
-            call,
-            args,
-            kwargs,
-            signature=signature,
-            phase=neighbour.phase if neighbour is not None else Phase.ACT,
-            by_engine=True,
-        )
+        phase = neighbour.phase if neighbour is not None else Phase.ACT
+        subscription = Subscription(self._signal, call, args, kwargs, signature=signature, phase=phase, by_engine=True)
         if after is not None and (before is None or before.phase != after.phase):
             subscription.phase, subscription.position = after.phase, after.position - 0.5
         elif after is not None and before is not None:

@@ -9,6 +9,7 @@ from pulsetrain.engine.events.dispatch import Dispatcher
 from pulsetrain.engine.events.names import Events
 from pulsetrain.engine.events.subscription import Order, Phase, Subscription
 from pulsetrain.engine.recording.log.records import LoggedEvent
+from pulsetrain.engine.recording.log.thinning import FREQUENT
 
 __all__ = ["END", "START", "STRUCTURE", "Open", "Place", "is_host", "may_be_nested"]
 
@@ -35,12 +36,8 @@ _HOSTS = frozenset(
 _VALIDATION = (Events.VALIDATION_STARTED.value, Events.VALIDATION_COMPLETED.value)
 _COMPUTED = (*_VALIDATION, Events.POLICY_UPDATED.value)  # fired before the other handlers of their host
 _LOGS = (Events.METRICS_LOGGED.value, Events.MEDIA_LOGGED.value, Events.ANOMALY_DETECTED.value)
-_FREQUENT = (
-    *(Events.GET_BATCH_STARTED, Events.GET_BATCH_COMPLETED, Events.ITERATION_STARTED, Events.ITERATION_COMPLETED),
-    *(Events.GRADIENTS_READY, Events.OPTIMIZER_STEP_COMPLETED),
-)
 # what has to be read to know which event was fired in which; iterations differ by their numbers
-STRUCTURE = (_LOOP | {*_VALIDATION}) - {event.value for event in _FREQUENT}
+STRUCTURE = (_LOOP | {*_VALIDATION}) - FREQUENT
 
 
 def is_host(event: str) -> bool:

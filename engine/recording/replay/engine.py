@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from pulsetrain.engine.errors import RecordingError
 from pulsetrain.engine.events.bus import EventBus
@@ -11,6 +11,7 @@ from pulsetrain.engine.events.compiled import Dispatch
 from pulsetrain.engine.events.dispatch import check_payload
 from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import READ_ONLY, Event, EventEnum, EventLike, Events, identify, value_of
+from pulsetrain.engine.events.run_control import RunControl
 from pulsetrain.engine.events.subscription import Subscription
 from pulsetrain.engine.recording.log.records import LoggedEvent
 from pulsetrain.engine.recording.replay.payloads import payload_of
@@ -24,13 +25,6 @@ NOT_LOGGED = {
     "checkpoint_state": "the state that a checkpoint holds: pass checkpoints=True to get that of the nearest",
     **dict.fromkeys(("train", "validate", "train_step", "train_epoch", "save_checkpoint"), "anything to compute with"),
 }
-
-
-class Player(Playback, Protocol):
-    """What a replayed engine needs of its replay."""
-
-    def note_fired(self, engine: ReplayedEngine, dispatch: Dispatch, event: Event) -> None:
-        """A handler has fired an event."""
 
 
 class ReplayBus(EventBus):
@@ -62,7 +56,7 @@ class ReplayedEngine(Engine):
     bus: ReplayBus
 
     def __init__(
-        self, name: str, replay: Player, bus: ReplayBus, logged: Iterable[str], known: Iterable[EventEnum]
+        self, name: str, replay: Playback, bus: ReplayBus, logged: Iterable[str], known: Iterable[EventEnum]
     ) -> None:
         self._replay = replay
         self._counted: dict[str, tuple[str, ...]] = {}  # the events that advance a counter
@@ -93,19 +87,14 @@ class ReplayedEngine(Engine):
     def run_number(self, value: int) -> None:
         refuse(value, 0, "run_number")
 
-    @property
-    def should_terminate(self) -> bool | str:
+    def _terminated(self) -> bool | str:
         """As it was if this is TERMINATE in the log; else what a replayed handler has set during this event."""
         event = self._replay.event
         if event is not None and event.event == Events.TERMINATE.value and event.engine == self.name:
             return self._replay.completes(event) or "skip_completed"
         return self._terminate
 
-    @should_terminate.setter
-    def should_terminate(self, value: bool | str) -> None:
-        self._terminate = value
-        if value:
-            self._attention = True
+    should_terminate = RunControl.should_terminate.getter(_terminated)
 
     @property
     def total_iterations(self) -> int | None:

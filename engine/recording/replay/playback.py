@@ -11,20 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from pulsetrain.engine.errors import ConfigurationError, RecordingError
 from pulsetrain.engine.events.compiled import Dispatch
-from pulsetrain.engine.events.dispatch import deliver, deliver_to
+from pulsetrain.engine.events.dispatch import Dispatcher, deliver, deliver_to
 from pulsetrain.engine.events.names import Event, EventEnum, Events
 from pulsetrain.engine.events.subscription import Order, Phase
 from pulsetrain.engine.recording.log.reader import EventLog
 from pulsetrain.engine.recording.log.records import LoggedEvent
-from pulsetrain.engine.recording.replay.delivery import (
-    END,
-    START,
-    STRUCTURE,
-    Open,
-    Place,
-    is_host,
-    may_be_nested,
-)
+from pulsetrain.engine.recording.replay.delivery import END, START, STRUCTURE, Open, Place, is_host, may_be_nested
 from pulsetrain.engine.recording.replay.engine import ReplayBus, ReplayedEngine
 from pulsetrain.engine.recording.replay.payloads import whole
 from pulsetrain.engine.recording.replay.source import Past, Source
@@ -248,7 +240,7 @@ class Replay(ReplayedEngine):
                 return bool(event.event == Events.COMPLETED.value)
         return False
 
-    def note_fired(self, engine: ReplayedEngine, dispatch: Dispatch, event: Event) -> None:
+    def note_fired(self, engine: Dispatcher, dispatch: Dispatch, event: Event) -> None:
         """A handler has fired an event."""
         self.fired.append(event)
         if self.deliver_fired and dispatch.connected:
@@ -368,7 +360,7 @@ class Replay(ReplayedEngine):
                 if self.obey_terminate and engine is self:
                     self._stopping = stop
         self.bus.attention = False
-        self._table = defaultdict(dict)
+        self._table = defaultdict(dict)  # of an event without an engine, none
         for name, engine in self.engines.items():
             self._table[name] = {value: (engine, dispatch) for value, dispatch in engine.dispatches().items()}
         received = [value for dispatches in self._table.values() for value in dispatches]
