@@ -53,7 +53,15 @@ class HandlerSignature:
         """A callable that takes (engine) or, if the second value is true, (engine, event)."""
         field = self.field
         if field is not None:
-            return self._with_field(f, field, args, kwargs), True
+
+            def call(engine: object, event: Any) -> object:  # an Event; the field is of its payload
+                first = (engine,) if self.engine else ()
+                value = getattr(event.payload, field)
+                if self.by_keyword:
+                    return f(*first, *args, **{field: value, **kwargs})
+                return f(*first, value, *args, **kwargs)
+
+            return call, True
         match self.engine, self.event, bool(args or kwargs):
             case True, event, False:
                 return f, event  # no frame between the loop and the handler
@@ -65,18 +73,6 @@ class HandlerSignature:
                 return lambda engine: f(engine, *args, **kwargs), False
             case _:
                 return lambda _: f(*args, **kwargs), False
-
-    def _with_field(
-        self, f: Handler, field: str, args: tuple[object, ...], kwargs: Mapping[str, object]
-    ) -> Callable[..., object]:
-        def call(engine: object, event: Any) -> object:  # an Event; the field is of its payload
-            first = (engine,) if self.engine else ()
-            value = getattr(event.payload, field)
-            if self.by_keyword:
-                return f(*first, *args, **{field: value, **kwargs})
-            return f(*first, value, *args, **kwargs)
-
-        return call
 
 
 WITH_EVENT = HandlerSignature(event=True)

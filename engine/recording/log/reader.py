@@ -85,7 +85,8 @@ class EventLog:
             self._open()
             if not self.damage:  # else the writer may have been writing just then
                 break
-        self._superseded = self._find_superseded()
+        seams = [*self._index.seams, *(seam_of(event) for event in self._events if event.event == SEAM)]
+        self._superseded = [(after, seam) for seam, after, _ in seams]
 
     def _open(self) -> None:
         # the tail first: events sealed meanwhile are then in both files, never in neither
@@ -263,11 +264,6 @@ class EventLog:
                     reason = f"the events before seq {event.seq} are missing: ord {expected} to {event.ord - 1}"
                     self.damage.append(Damage(self._tail.name, 0, 0, reason))
                 expected = event.ord + 1
-
-    def _find_superseded(self) -> list[tuple[int, int]]:
-        seams = [*self._index.seams]
-        seams += [seam_of(event) for event in self._events if event.event == SEAM]
-        return [(after, seam) for seam, after, _ in seams]
 
     def is_superseded(self, seq: int) -> bool:
         """Whether a deterministic event of this seq has been computed again."""

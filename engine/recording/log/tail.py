@@ -28,6 +28,8 @@ class Tail:
         OSError: the file cannot be created, or the disk is full.
     """
 
+    _map: mmap.mmap
+
     def __init__(self, path: Path) -> None:
         self.end = 0  # where the next line goes
         self._size = 0  # of the file that is mapped
