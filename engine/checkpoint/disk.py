@@ -58,7 +58,10 @@ class Disk:
             write(partial)
             os.replace(partial, file)
         except BaseException:
-            _unlink(partial)
+            try:
+                os.unlink(partial)
+            except OSError:  # it may not exist; readers ignore it in any case
+                pass
             raise
         sync(file.parent)
 
@@ -110,13 +113,6 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _unlink(path: Path) -> None:
-    try:
-        os.unlink(path)
-    except OSError:  # it may not exist; readers ignore it in any case
-        pass
 
 
 def _partial(path: Path) -> Path:

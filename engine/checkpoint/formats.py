@@ -6,12 +6,12 @@ from typing import IO, Literal
 
 import torch
 
+from pulsetrain.engine.argument_checks import check_choice
 from pulsetrain.engine.checkpoint.digests import Write
 from pulsetrain.engine.checkpoint.manifest import STATES
 from pulsetrain.engine.checkpoint.plain import Plain
 from pulsetrain.engine.checkpoint.safetensors_file import file_writer, read_file
 from pulsetrain.engine.checkpoint.tree_codec import decode_tree, encode_tree
-from pulsetrain.engine.errors import unknown_name
 
 __all__ = ["FORMS", "Form", "check_form", "read_state", "state_writer"]
 
@@ -61,5 +61,4 @@ def check_form(caller: str, form: str | None) -> None:
     Raises:
         ConfigurationError: there is none.
     """
-    if form not in FORMS:
-        raise unknown_name(caller, "form", form, tuple(FORMS))
+    check_choice(caller, "form", form, FORMS)

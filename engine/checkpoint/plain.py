@@ -11,7 +11,7 @@ import torch
 
 from pulsetrain.engine.errors import CheckpointError
 
-__all__ = ["Plain", "Step", "plain", "shown_path"]
+__all__ = ["Plain", "Step", "as_saved", "plain", "shown_path"]
 
 Plain: TypeAlias = Any  # a value that a checkpoint may hold; those who load one index it freely
 Step: TypeAlias = object  # of a path into a checkpoint: a key or an index
@@ -45,7 +45,10 @@ def _plain(value: Plain, path: tuple[Step, ...]) -> Plain:
         return value
     if kind in _TENSORS:
         attributes = _plain(vars(value), (*path, "__dict__"))  # torch saves them with the tensor
-        return value if attributes is vars(value) else _alias(value, attributes)
+        if attributes is vars(value):
+            return value
+        # the same memory: the caller's tensor must not change
+        return as_saved(value.detach(), kind is torch.nn.Parameter, value.requires_grad, attributes)
     if kind is dict or kind is OrderedDict:
         # a module's state_dict() keeps its versions in an attribute of the OrderedDict
         attributes = _plain(vars(value), (*path, "__dict__")) if kind is OrderedDict else None
@@ -83,15 +86,11 @@ def _plain_key(key: Plain, path: tuple[Step, ...]) -> Plain:
     return _plain(key, (*path, key))
 
 
-def _alias(tensor: torch.Tensor, attributes: Mapping[str, object]) -> torch.Tensor:
-    """A tensor with the same memory and other attributes: the caller's tensor must not change."""
-    alias = tensor.detach()
-    if type(tensor) is torch.nn.Parameter:
-        alias = torch.nn.Parameter(alias, tensor.requires_grad)
-    elif tensor.requires_grad:
-        alias.requires_grad_()
-    vars(alias).update(attributes)
-    return alias
+def as_saved(data: torch.Tensor, parameter: bool, requires_grad: bool, attributes: Mapping[str, Plain]) -> torch.Tensor:
+    """The data as a tensor or a parameter with these attributes, which are saved with it."""
+    made = torch.nn.Parameter(data, requires_grad) if parameter else data.requires_grad_(requires_grad)
+    vars(made).update(attributes)
+    return made
 
 
 def shown_path(path: tuple[Step, ...]) -> str:

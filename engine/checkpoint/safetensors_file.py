@@ -80,7 +80,10 @@ def read_file(file: IO[bytes]) -> tuple[dict[str, Tensor], dict[str, str]]:
     Raises:
         ValueError: it is not such a file.
     """
-    header = json.loads(_filled(file, bytearray(_header_length(file))))
+    length = int.from_bytes(_filled(file, bytearray(8)), "little")
+    if length > _HEADER_LIMIT:
+        raise ValueError(f"its header would have {length} bytes, and {_HEADER_LIMIT} is the limit")
+    header = json.loads(_filled(file, bytearray(length)))
     metadata = header.pop(_METADATA, {})
     arrays: dict[str, Tensor] = {}
     position = 0
@@ -99,13 +102,6 @@ def read_file(file: IO[bytes]) -> tuple[dict[str, Tensor], dict[str, str]]:
     if file.read(1):
         raise ValueError("bytes follow its last array")
     return arrays, metadata
-
-
-def _header_length(file: IO[bytes]) -> int:
-    length = int.from_bytes(_filled(file, bytearray(8)), "little")
-    if length > _HEADER_LIMIT:
-        raise ValueError(f"its header would have {length} bytes, and {_HEADER_LIMIT} is the limit")
-    return length
 
 
 def _bytes_of(array: Tensor) -> memoryview:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pulsetrain.engine.checkpoint.plain import Plain
+from pulsetrain.engine.checkpoint.plain import Plain, as_saved
 from pulsetrain.engine.errors import CheckpointError
 
 __all__ = ["Snapshot"]
@@ -115,13 +115,7 @@ class _Copying:
             copy.set_(self._storage(data), data.storage_offset(), data.size(), data.stride())
         else:
             copy = data.to("cpu", copy=True)
-        if type(tensor) is torch.nn.Parameter:
-            copy = torch.nn.Parameter(copy, tensor.requires_grad)
-        elif tensor.requires_grad:
-            copy.requires_grad_()
-        if attributes := vars(tensor):  # they are saved with the tensor
-            vars(copy).update(self.copied(attributes))
-        return copy
+        return as_saved(copy, type(tensor) is torch.nn.Parameter, tensor.requires_grad, self.copied(vars(tensor)))
 
     def _storage(self, tensor: Tensor) -> torch.UntypedStorage:
         """The copy of the whole storage that the tensor is a view of: torch.save writes it whole as well."""

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from pulsetrain.engine.checkpoint.plain import Plain, Step, shown_path
+from pulsetrain.engine.checkpoint.plain import Plain, Step, as_saved, shown_path
 from pulsetrain.engine.checkpoint.safetensors_file import CODES
 from pulsetrain.engine.errors import CheckpointError
 
@@ -182,13 +182,9 @@ class _Decoder:
 
     def _tensor(self, found: dict[str, Plain]) -> Tensor:
         tensor = self._memory(found).detach()  # a separate object with the same memory
-        if "parameter" in found:
-            tensor = nn.Parameter(tensor, found["parameter"])
-        elif "requires_grad" in found:
-            tensor.requires_grad_()
-        if "attributes" in found:
-            vars(tensor).update(self.value(found["attributes"]))
-        return tensor
+        requires_grad = found.get("parameter", "requires_grad" in found)
+        attributes = self.value(found["attributes"]) if "attributes" in found else {}
+        return as_saved(tensor, "parameter" in found, requires_grad, attributes)
 
     def _memory(self, found: dict[str, Plain]) -> Tensor:
         name = found["tensor"]

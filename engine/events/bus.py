@@ -7,45 +7,19 @@ import itertools
 import weakref
 from collections.abc import Generator, Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol, Unpack
+from typing import Any, Unpack
 
 import blinker
 from blinker.base import ANY_ID
 from ignite.engine.events import EventsList
 
+from pulsetrain.engine.events.compiled import Dispatch, Sequence
 from pulsetrain.engine.events.handler_signature import Handler, HandlerSignature, bind
-from pulsetrain.engine.events.ignite import signatures_of
 from pulsetrain.engine.events.names import COUNTERS, EventLike, Events, identify, value_of
-from pulsetrain.engine.events.subscription import OnError, Options, Order, Phase, Sender, Subscription
+from pulsetrain.engine.events.registry import EventRegistry
+from pulsetrain.engine.events.subscription import OnError, Options, Order, Phase, Subscription
 
-__all__ = ["EventBus", "EventSignal", "Sequence"]
-
-
-class Sequence:
-    """The bus's counter of fired events. An attribute on slots: an increment costs 11 ns, 40 on a dict subclass."""
-
-    __slots__ = ("last", "observed")
-
-    def __init__(self) -> None:
-        self.last = 0  # the number of the last event fired
-        self.observed = False  # whether the handler that is running now was called at an irreproducible moment
-
-    @contextmanager
-    def observing(self) -> Iterator[None]:
-        """Mark the events fired in this block as observed; dispatch alone enters it."""
-        before, self.observed = self.observed, True
-        try:
-            yield
-        finally:
-            self.observed = before
-
-
-class _Compiled(Protocol):
-    """What an engine does when the event fires, compiled from its subscriptions: see dispatch.py."""
-
-    def rebuild(self, subscriptions: list[Subscription]) -> None: ...
-
-    def patch(self, subscription: Subscription) -> None: ...
+__all__ = ["EventBus", "EventSignal"]
 
 
 class EventSignal(blinker.NamedSignal):
@@ -56,7 +30,7 @@ class EventSignal(blinker.NamedSignal):
         self.event = event
         self._muted = 0
         self._plain: dict[Hashable, Subscription] = {}  # the subscriptions that call plain blinker receivers
-        self._compiled: dict[int, weakref.ref[_Compiled]] = {}
+        self._compiled: dict[int, weakref.ref[Dispatch]] = {}
 
     # a property, since blinker assigns is_muted and what was compiled has to follow
     @property
@@ -135,7 +109,7 @@ class EventSignal(blinker.NamedSignal):
             if receiver is not None:
                 yield receiver
 
-    def compile(self, sender_id: int, compiled: _Compiled) -> None:
+    def compile(self, sender_id: int, compiled: Dispatch) -> None:
         """Compile the sender's subscriptions, and again whenever they change."""
         self._compiled[sender_id] = weakref.ref(compiled)
         compiled.rebuild(self.subscriptions(sender_id))
@@ -245,7 +219,7 @@ class EventBus(blinker.Namespace):
         event: EventLike,
         handler: Handler,
         *args: object,
-        sender: Sender | None = None,
+        sender: EventRegistry | None = None,
         phase: Phase = Phase.ACT,
         order: Order | None = None,
         on_error: OnError = "raise",
@@ -309,7 +283,7 @@ class EventBus(blinker.Namespace):
         args: tuple[object, ...],
         kwargs: Mapping[str, object],
         *,
-        sender: Sender | None,
+        sender: EventRegistry | None,
         **options: Unpack[Options],
     ) -> Subscription:
         """Register a handler of an event that was checked before; `Engine.on` and `subscribe` end here."""
@@ -318,12 +292,12 @@ class EventBus(blinker.Namespace):
             raise TypeError(f"{signal.name}: handler={handler!r}: needs a callable")
         if inspect.iscoroutinefunction(handler) or inspect.iscoroutinefunction(type(handler).__call__):
             raise TypeError(f"{signal.name}: handler={handler!r}: coroutine functions are not awaited; pass a function")
-        signature = bind(handler, signal.event, args, kwargs, signatures_of(signal.event))
+        signature = bind(handler, signal.event, args, kwargs)
         subscription = Subscription(signal, handler, args, kwargs, signature=signature, **options)
         signal.connect(subscription, sender=blinker.ANY if sender is None else sender, weak=False)
         return subscription
 
-    def join(self, engine: Sender, name: str | None) -> str:
+    def join(self, engine: EventRegistry, name: str | None) -> str:
         """Add an engine; returns the name that its events carry: the first of "engine", "engine_2" ... that is free.
 
         Raises:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 
+from pulsetrain.engine.argument_checks import is_whole
 from pulsetrain.engine.errors import ArgumentTypeError, ConfigurationError
 from pulsetrain.engine.events.filters import AfterSeconds
 from pulsetrain.engine.events.names import Events, EventsList
@@ -47,8 +48,7 @@ class Every:
         if not given:
             raise ConfigurationError("needs at least one of iterations, epochs, updates, seconds", "Every")
         for name, value in given.items():
-            kinds = (int, float) if name == "seconds" else (int,)
-            if not isinstance(value, kinds) or isinstance(value, bool):
+            if not (is_whole(value) or (name == "seconds" and isinstance(value, float))):
                 number = "number" if name == "seconds" else "whole number"
                 raise ArgumentTypeError(f"needs a {number}", "Every", **{name: value})
             if not value > 0:  # not (value <= 0), which NaN would pass
@@ -58,13 +58,12 @@ class Every:
         """Both cadences at once; it is an error if both have the same unit with different values."""
         if not isinstance(other, Every):
             return NotImplemented
-        parts: dict[str, float] = {}
+        parts: dict[str, float | None] = {}
         for field in fields(self):
             mine, theirs = getattr(self, field.name), getattr(other, field.name)
             if mine is not None and theirs is not None and mine != theirs:
                 raise ValueError(f"Every({field.name}={mine!r}) | Every({field.name}={theirs!r}): one cadence per unit")
-            if mine is not None or theirs is not None:
-                parts[field.name] = mine if mine is not None else theirs
+            parts[field.name] = mine if mine is not None else theirs
         return Every(**parts)  # type: ignore[arg-type]  # the values keep the types they were checked for above
 
     def events(self, clock: Callable[[], float] = time.monotonic) -> EventsList:

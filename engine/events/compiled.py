@@ -2,14 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
-from pulsetrain.engine.events.bus import Sequence
 from pulsetrain.engine.events.filters import NEVER, EventFilter, Filter
 from pulsetrain.engine.events.names import LOOP_COUNTERS, EventLike
 from pulsetrain.engine.events.subscription import Subscription
 
-__all__ = ["Calls", "Dispatch"]
+__all__ = ["Calls", "Dispatch", "Sequence"]
+
+
+class Sequence:
+    """The bus's counter of fired events. An attribute on slots: an increment costs 11 ns, 40 on a dict subclass."""
+
+    __slots__ = ("last", "observed")
+
+    def __init__(self) -> None:
+        self.last = 0  # the number of the last event fired
+        self.observed = False  # whether the handler that is running now was called at an irreproducible moment
+
+    @contextmanager
+    def observing(self) -> Iterator[None]:
+        """Mark the events fired in this block as observed; dispatch alone enters it."""
+        before, self.observed = self.observed, True
+        try:
+            yield
+        finally:
+            self.observed = before
 
 
 class Calls(list[Callable[..., object]]):
@@ -48,39 +67,16 @@ class Dispatch:
     (True, False, True)
     """
 
-    __slots__ = (
-        "__weakref__",
-        "active_filters",
-        "always",
-        "calls",
-        "connected",
-        "counter",
-        "event",
-        "filtered",
-        "follows",
-        "high",
-        "hooked",
-        "leads",
-        "live",
-        "low",
-        "payload_type",
-        "plain",
-        "seen",
-        "sequence",
-        "strict",
-        "unfiltered",
-    )
-
     def __init__(self, event: EventLike, sequence: Sequence, *, hooked: bool) -> None:
         self.event = event
         self.sequence = sequence
         self.hooked = hooked  # the engine's class overrides `_fire_event`, which gets every event
-        self.seen = 0  # the counter's value when a following event was last fired
         self.payload_type: type | None = getattr(event, "payload_type", None)
-        self.count_by(None, leads=False, follows=False)
+        self.counter: str | None = None
+        self.count_by(None, False, False)
         self.rebuild([])
 
-    def count_by(self, counter: str | None, *, leads: bool, follows: bool) -> None:
+    def count_by(self, counter: str | None, leads: bool, follows: bool) -> None:
         """Set the state attribute that counts the event.
 
         Args:
@@ -88,6 +84,8 @@ class Dispatch:
             leads: firing the event always advances it.
             follows: firing the event advances it if no other event has done so since the last time.
         """
+        if counter is None or counter != self.counter:
+            self.seen = 0  # the counter's value when a following event was last fired
         self.counter, self.leads, self.follows = counter, leads, follows
         self.strict = leads or follows or self.payload_type is not None  # fire() has something to check or to count
 
@@ -100,12 +98,8 @@ class Dispatch:
         self.unfiltered = Calls(unfiltered, newest) if self.filtered else self.calls
         active = [subscription.filter for subscription in subscriptions if not subscription.passive]
         # the filters of those that are not passive; None if one of them has no filter
-        self.active_filters: list[Filter] | None = None if self.hooked else []
-        for each in active:
-            if each is None:
-                self.active_filters = None
-            elif self.active_filters is not None:
-                self.active_filters.append(each)
+        filters = [each for each in active if each is not None]
+        self.active_filters: list[Filter] | None = None if self.hooked or len(filters) < len(active) else filters
         self.live = bool(active) or self.hooked
         self.connected = bool(subscriptions) or self.hooked  # firing reaches someone, be it a passive subscription
         self.always = bool(unfiltered) or self.hooked  # inside the window, too

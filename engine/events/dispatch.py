@@ -10,46 +10,26 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from types import MethodType
-from typing import Any, TypeAlias
+from typing import Any
 
 from pulsetrain.engine.events.bus import EventBus
 from pulsetrain.engine.events.compiled import Calls, Dispatch
-from pulsetrain.engine.events.ignite import arguments_of, payload_of
+from pulsetrain.engine.events.handler_signature import arguments_of, payload_of
 from pulsetrain.engine.events.names import Event, EventLike
 from pulsetrain.engine.events.registry import EventRegistry
 from pulsetrain.engine.events.subscription import Subscription
 
-__all__ = ["Dispatcher", "Record", "check_payload", "deliver", "deliver_to", "new_event"]
+__all__ = ["Dispatcher", "check_payload", "deliver", "deliver_to"]
 
 
-Record: TypeAlias = Callable[["Dispatcher", Dispatch, Any, int], Event]
-
-
-def new_event(engine: Dispatcher, dispatch: Dispatch, payload: object, seq: int) -> Event:
-    """The record of the event that is being fired; `seq` is its own number, since nested events have later ones."""
-    state = engine.state
-    event = dispatch.event
-    return Event(
-        seq,
-        engine.name,
-        event if isinstance(event, str) else event._value_,
-        state.epoch,
-        state.iteration,
-        payload,
-        time.time_ns(),
-        dispatch.sequence.observed,
-    )
-
-
-def deliver(engine: Dispatcher, dispatch: Dispatch, source: object, seq: int, record: Record = new_event) -> None:
+def deliver(engine: Dispatcher, dispatch: Dispatch, source: object, seq: int) -> None:
     """Run every handler that is due, in order.
 
     Args:
         engine: that fires.
         dispatch: of the engine and the event; a connected one.
-        source: what `record` makes the event's record of: by default the payload.
+        source: what `engine.new_event` makes the event's record of, if a handler needs it: the payload.
         seq: the event's number.
-        record: called once if a handler needs the record, with the other four arguments.
 
     Raises:
         BaseException: a handler's own error, with a note that says where.
@@ -65,7 +45,7 @@ def deliver(engine: Dispatcher, dispatch: Dispatch, source: object, seq: int, re
             annotate(error, engine, dispatch, subscription_of(calls, call))
             raise
         if dispatch.calls is not calls:
-            deliver_added(engine, dispatch, calls, source, seq, record)
+            deliver_added(engine, dispatch, calls, source, seq)
         return
     value = 0
     if filtering:
@@ -75,10 +55,10 @@ def deliver(engine: Dispatcher, dispatch: Dispatch, source: object, seq: int, re
         value = getattr(engine.state, dispatch.counter)
         if dispatch.low <= value < dispatch.high:
             calls, filtering = dispatch.unfiltered, False
-    event = record(engine, dispatch, source, seq) if calls.needs_event else None
-    event = deliver_to(calls.subscriptions, engine, dispatch, source, seq, record, event, filtering)
+    event = engine.new_event(dispatch, source, seq) if calls.needs_event else None
+    event = deliver_to(calls.subscriptions, engine, dispatch, source, seq, event, filtering)
     if (dispatch.calls if filtering else dispatch.unfiltered) is not calls:
-        deliver_added(engine, dispatch, calls, source, seq, record, event)
+        deliver_added(engine, dispatch, calls, source, seq, event)
     if filtering:
         dispatch.find_window(value)
 
@@ -89,7 +69,6 @@ def deliver_to(
     dispatch: Dispatch,
     source: object,
     seq: int,
-    record: Record,
     event: Event | None = None,
     filtering: bool = True,
 ) -> Event | None:
@@ -102,7 +81,7 @@ def deliver_to(
                     continue
                 if subscription.observed:
                     if subscription.needs_event:
-                        event = event or record(engine, dispatch, source, seq)
+                        event = event or engine.new_event(dispatch, source, seq)
                     with dispatch.sequence.observing():
                         subscription(engine, event)
                     continue
@@ -110,7 +89,7 @@ def deliver_to(
                 subscription.call(engine)
                 continue
             if event is None:  # a profiler has replaced the handler while this event fires
-                event = record(engine, dispatch, source, seq)
+                event = engine.new_event(dispatch, source, seq)
             subscription.call(engine, event)
     except BaseException as error:
         annotate(error, engine, dispatch, subscription)
@@ -119,13 +98,7 @@ def deliver_to(
 
 
 def deliver_added(
-    engine: Dispatcher,
-    dispatch: Dispatch,
-    done: Calls,
-    source: object,
-    seq: int,
-    record: Record,
-    event: Event | None = None,
+    engine: Dispatcher, dispatch: Dispatch, done: Calls, source: object, seq: int, event: Event | None = None
 ) -> None:
     """Run the handlers that were subscribed while the event fired; each of them may subscribe more."""
     newest = done.newest
@@ -138,7 +111,7 @@ def deliver_added(
         if added is None:
             return
         newest = added.serial
-        event = deliver_to([added], engine, dispatch, source, seq, record, event)
+        event = deliver_to([added], engine, dispatch, source, seq, event)
 
 
 def subscription_of(calls: Calls, call: Callable[..., object] | None) -> Subscription | None:
@@ -171,7 +144,6 @@ class Dispatcher(EventRegistry):
     """The side of an engine that fires its events."""
 
     last_event_name: Any  # an event; ignite's annotation names its own enum only
-    run_number: int
 
     def __init__(self, bus: EventBus) -> None:
         super().__init__()
@@ -198,10 +170,24 @@ class Dispatcher(EventRegistry):
         if found is None:
             self._require_registered(event)
             found = self._dispatches[key] = Dispatch(event, self._sequence, hooked=self._hooked)
-            counter, leads, follows = self._counting(key, event)
-            found.count_by(counter, leads=leads, follows=follows)
+            found.count_by(*self._counting(key, event))
             self.bus.signal(event).compile(id(self), found)
         return found
+
+    def new_event(self, dispatch: Dispatch, payload: Any, seq: int) -> Event:
+        """The record of the event that is being fired; `seq` is its own number, since nested events have later ones."""
+        state = self.state
+        event = dispatch.event
+        return Event(
+            seq,
+            self.name,
+            event if isinstance(event, str) else event._value_,
+            state.epoch,
+            state.iteration,
+            payload,
+            time.time_ns(),
+            dispatch.sequence.observed,
+        )
 
     def hears(self, event: EventLike) -> bool:
         """Whether a handler is subscribed that is not passive; if not, there is no need to prepare a payload.
@@ -218,13 +204,9 @@ class Dispatcher(EventRegistry):
         super().register_events(*event_names, event_to_attr=event_to_attr)
         for key, dispatch in self._dispatches.items():  # in place: the loop and others hold on to them
             counting = self._counting(key, dispatch.event)
-            if counting == (dispatch.counter, dispatch.leads, dispatch.follows):
-                continue
-            counter, leads, follows = counting
-            if counter != dispatch.counter:
-                dispatch.seen = 0
-            dispatch.count_by(counter, leads=leads, follows=follows)
-            self.bus.signal(dispatch.event).compile(id(self), dispatch)  # the window was in the other counter's values
+            if counting != (dispatch.counter, dispatch.leads, dispatch.follows):
+                dispatch.count_by(*counting)  # the window was in the other counter's values
+                self.bus.signal(dispatch.event).compile(id(self), dispatch)
 
     def set_counters(self, counters: Mapping[str, Any]) -> None:
         """Set attributes of the state that count events, as a checkpoint does.
@@ -289,7 +271,7 @@ class Dispatcher(EventRegistry):
                 annotate(error, self, dispatch, subscription_of(calls, call))
                 raise
             if dispatch.calls is not calls:
-                deliver_added(self, dispatch, calls, payload, seq, new_event)
+                deliver_added(self, dispatch, calls, payload, seq)
         elif dispatch.connected and (
             dispatch.always
             or dispatch.counter is None
@@ -309,6 +291,11 @@ class Dispatcher(EventRegistry):
         check_payload("post", event, payload)
         self._posts.append((event, payload))
         self._attention = True
+
+    def own_subscriptions(self, event_name: EventLike | None = None) -> list[Subscription]:
+        """The subscriptions to this engine alone, to one event or to all, in order."""
+        events = self.registered_events if event_name is None else (self._identify(event_name)[1],)
+        return [each for event in events for each in self.bus.signal(event).subscriptions(id(self), exclusive=True)]
 
     def fire_event(self, event_name: EventLike) -> None:
         """Ignite's form of `fire`: no payload, and the caller advances the event's counter."""

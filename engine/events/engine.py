@@ -194,8 +194,8 @@ class Engine(RunControl, IgniteEngine):  # type: ignore[misc]  # _event_handlers
 
     @staticmethod
     def _is_done(state: IgniteState) -> bool:  # ignite's run() asks it; users ask it of the class
-        reached = state.reached_bound() if isinstance(state, State) else None
-        return bool(IgniteEngine._is_done(state)) if reached is None else reached  # noqa: SLF001
+        owner = state.owner() if isinstance(state, State) else None
+        return owner.is_done if isinstance(owner, Engine) else bool(IgniteEngine._is_done(state))  # noqa: SLF001
 
     def _setup_dataloader_iter(self) -> None:
         state = self.state

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import TypeVar
 
 from ignite.engine.events import EventsList
@@ -12,7 +13,7 @@ from pulsetrain.engine.events.dispatch import Dispatcher
 from pulsetrain.engine.events.handler_signature import Handler
 from pulsetrain.engine.events.ignite import Handle, HandlerTable, calls, wrapped
 from pulsetrain.engine.events.names import EventLike
-from pulsetrain.engine.events.subscription import OnError, Phase, Subscription
+from pulsetrain.engine.events.subscription import OnError, Options, Phase
 
 __all__ = ["EngineEvents"]
 
@@ -79,26 +80,13 @@ class EngineEvents(Dispatcher):
             if event_filter is not None:
                 self.require_counter(event)
             resolved.append((found, event_filter))
-        subscriptions: list[Subscription] = []
-        try:
-            for event, event_filter in resolved:
-                subscriptions.append(
-                    self.bus.connect_handler(
-                        event,
-                        handler,
-                        args,
-                        kwargs,
-                        event_filter=event_filter,
-                        sender=self,
-                        phase=phase,
-                        on_error=on_error,
-                        by_engine=True,
-                    )
-                )
-        except Exception:
-            for subscription in subscriptions:
-                subscription.cancel()
-            raise
+        subscriptions = []
+        with ExitStack() as undo:  # all of them are connected, or none
+            for event, passes in resolved:
+                options: Options = {"event_filter": passes, "phase": phase, "on_error": on_error, "by_engine": True}
+                connected = self.bus.connect_handler(event, handler, args, kwargs, sender=self, **options)
+                subscriptions.append(undo.enter_context(connected))
+            undo.pop_all()
         shown = handler
         if not isinstance(event_name, EventsList) and subscriptions[0].filter is not None:
             shown = wrapped(subscriptions[0], self)
@@ -147,8 +135,3 @@ class EngineEvents(Dispatcher):
             raise ValueError(f"Input handler '{handler}' is not found among registered event handlers")
         for subscription in mine:
             subscription.cancel()
-
-    def own_subscriptions(self, event_name: EventLike | None = None) -> list[Subscription]:
-        """The subscriptions to this engine alone, to one event or to all, in order."""
-        events = self.registered_events if event_name is None else (self._identify(event_name)[1],)
-        return [each for event in events for each in self.bus.signal(event).subscriptions(id(self), exclusive=True)]

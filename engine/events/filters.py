@@ -116,13 +116,10 @@ def build_filter(
         return _checked_function(event, event_filter)
     if once is not None:
         return EventFilter(once=_checked_once(event, once))
-    if every is not None and not (isinstance(every, numbers.Integral) and every > 0):
-        raise ValueError(f"{event}(every={every!r}): Argument every should be integer and greater than zero")
-    for name, bound in (("before", before), ("after", after)):
-        if bound is not None and not (isinstance(bound, numbers.Integral) and bound >= 0):
-            raise ValueError(
-                f"{event}({name}={bound!r}): Argument {name} should be integer and greater or equal to zero"
-            )
+    for name, value, least in (("every", every, 1), ("before", before, 0), ("after", after, 0)):
+        if value is not None and not (isinstance(value, numbers.Integral) and value >= least):
+            rule = f"should be integer and greater {'than' if least else 'or equal to'} zero"
+            raise ValueError(f"{event}({name}={value!r}): Argument {name} {rule}")
     if before is None and after is None:
         assert every is not None
         return None if every == 1 else EventFilter(every=int(every))

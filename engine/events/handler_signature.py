@@ -1,4 +1,4 @@
-"""How a handler is called: decided once, from its signature, when it is registered."""
+"""How a handler is called: decided once, from its signature and the event, when it is registered."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-__all__ = ["STANDARD", "Handler", "HandlerSignature", "bind"]
+from pulsetrain.engine.events.names import EventLike, Events, identify
+
+__all__ = ["Handler", "HandlerSignature", "arguments_of", "bind", "payload_of"]
 
 Handler: TypeAlias = Callable[..., object]
 
@@ -30,12 +32,10 @@ class HandlerSignature:
 
     def describe(self) -> str:
         """The form of the call, for messages."""
-        first = ["engine"] * self.engine + ["event"] * self.event
-        if self.field is None:
-            return f"({', '.join([*first, '*args'])})"
-        if self.by_keyword:
-            return f"({', '.join([*first, '*args', f'{self.field}=...'])})"
-        return f"({', '.join([*first, self.field, '*args'])})"
+        parts = ["engine"] * self.engine + ["event"] * self.event + ["*args"]
+        if self.field is not None:
+            parts.insert(len(parts) if self.by_keyword else -1, f"{self.field}=..." if self.by_keyword else self.field)
+        return f"({', '.join(parts)})"
 
     def fits(self, signature: inspect.Signature, args: tuple[object, ...], kwargs: Mapping[str, object]) -> str:
         """Why the handler cannot be called like this; the empty string if it can."""
@@ -53,7 +53,15 @@ class HandlerSignature:
         """A callable that takes (engine) or, if the second value is true, (engine, event)."""
         field = self.field
         if field is not None:
-            return self._with_field(f, field, args, kwargs), True
+
+            def call(engine: object, event: Any) -> object:  # an Event; the field is of its payload
+                first = (engine,) if self.engine else ()
+                value = getattr(event.payload, field)
+                if self.by_keyword:
+                    return f(*first, *args, **{field: value, **kwargs})
+                return f(*first, value, *args, **kwargs)
+
+            return call, True
         match self.engine, self.event, bool(args or kwargs):
             case True, event, False:
                 return f, event  # no frame between the loop and the handler
@@ -66,34 +74,60 @@ class HandlerSignature:
             case _:
                 return lambda _: f(*args, **kwargs), False
 
-    def _with_field(
-        self, f: Handler, field: str, args: tuple[object, ...], kwargs: Mapping[str, object]
-    ) -> Callable[..., object]:
-        def call(engine: object, event: Any) -> object:  # an Event; the field is of its payload
-            first = (engine,) if self.engine else ()
-            value = getattr(event.payload, field)
-            if self.by_keyword:
-                return f(*first, *args, **{field: value, **kwargs})
-            return f(*first, value, *args, **kwargs)
-
-        return call
-
 
 WITH_EVENT = HandlerSignature(event=True)
 STANDARD = (HandlerSignature(), HandlerSignature(engine=False))
 
+# The payload's field that ignite passes to handlers of these events, and whether it does so by keyword.
+_PASSED = {Events.EXCEPTION_RAISED.key: ("error", False), Events.TERMINATE_SINGLE_EPOCH.key: ("iter_counter", True)}
+
+
+def signatures_of(event: EventLike) -> Sequence[HandlerSignature]:
+    """The ways in which a handler of the event may be called, the preferred first."""
+    field, by_keyword = _PASSED.get(identify(event)[0], ("", False))
+    if not field:
+        return STANDARD
+    return [
+        HandlerSignature(engine=engine, field=field, by_keyword=named)
+        for named in ((True, False) if by_keyword else (False,))
+        for engine in (True, False)
+    ]
+
+
+def arguments_of(event: EventLike, payload: object) -> tuple[tuple[object, ...], dict[str, object]]:
+    """What ignite's `_fire_event` passes after the event."""
+    field, by_keyword = _PASSED.get(identify(event)[0], ("", False))
+    if not field:
+        return (), {}
+    value = getattr(payload, field)
+    return ((), {field: value}) if by_keyword else ((value,), {})
+
+
+def payload_of(event: EventLike, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
+    """The payload made from what was passed to ignite's `_fire_event` after the event; None for nothing.
+
+    Raises:
+        TypeError: the event carries no payload.
+    """
+    values = [*args, *kwargs.values()]
+    if not values:
+        return None
+    payload_type = getattr(event, "payload_type", None)
+    if payload_type is None:
+        raise TypeError(f"{event}: carries no payload, but was fired with {values}")
+    return payload_type(**{next(iter(payload_type.__dataclass_fields__)): values[0]})
+
 
 def bind(
     handler: Handler,
-    event: object,
+    event: EventLike,
     args: tuple[object, ...],
     kwargs: Mapping[str, object],
-    signatures: Sequence[HandlerSignature] = STANDARD,
 ) -> HandlerSignature:
     """How to call the handler.
 
-    It gets (engine, event, *args) if its second parameter is named `event` and has no default; else the first of
-    `signatures` that fits, by default (engine, *args), then (*args). A first parameter that has a default is never
+    It gets (engine, event, *args) if its second parameter is named `event` and has no default; else the first form
+    that fits, for most events (engine, *args), then (*args). A first parameter that has a default is never
     filled with the engine.
 
     Raises:
@@ -119,7 +153,7 @@ def bind(
     asks_for_event = len(required) >= 2 and [*signature.parameters][1] == "event" and required[1]
     if asks_for_event and engine_fits and "event" not in kwargs and not WITH_EVENT.fits(signature, args, kwargs):
         return WITH_EVENT
-    reason = ""
+    reason, signatures = "", signatures_of(event)
     for form in signatures:
         if form.engine and not engine_fits:
             continue

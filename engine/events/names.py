@@ -225,29 +225,18 @@ LOOP_COUNTERS = ("iteration", "epoch")  # the run loop moves these; fire() never
 # Which attribute of engine.state an event's filters read. Of several events that share an attribute, the first
 # advances it when fired, and the others carry the same number: GRADIENTS_READY and OPTIMIZER_STEP_COMPLETED of one
 # update, for example.
-COUNTERS: dict[Events, str] = {
-    Events.STARTED: "epoch",
-    Events.COMPLETED: "epoch",
-    Events.EPOCH_STARTED: "epoch",
-    Events.EPOCH_COMPLETED: "epoch",
-    Events.GET_BATCH_STARTED: "iteration",
-    Events.GET_BATCH_COMPLETED: "iteration",
-    Events.ITERATION_STARTED: "iteration",
-    Events.ITERATION_COMPLETED: "iteration",
-    Events.METRICS_LOGGED: "iteration",
-    Events.MEDIA_LOGGED: "iteration",
-    Events.ANOMALY_DETECTED: "iteration",
-    Events.GRADIENTS_READY: "update",
-    Events.OPTIMIZER_STEP_COMPLETED: "update",
-    Events.VALIDATION_STARTED: "validation_round",
-    Events.VALIDATION_COMPLETED: "validation_round",
-    Events.ROLLOUT_STARTED: "rollout_round",
-    Events.REWARDS_COMPUTED: "rollout_round",
-    Events.ROLLOUT_COMPLETED: "rollout_round",
-    Events.POLICY_UPDATED: "rollout_round",
-    Events.CHECKPOINT_SAVED: "save",
-    Events.CHECKPOINT_LOADED: "save",
+_COUNTED = {
+    "epoch": (Events.STARTED, Events.COMPLETED, Events.EPOCH_STARTED, Events.EPOCH_COMPLETED),
+    "iteration": (
+        *(Events.GET_BATCH_STARTED, Events.GET_BATCH_COMPLETED, Events.ITERATION_STARTED, Events.ITERATION_COMPLETED),
+        *(Events.METRICS_LOGGED, Events.MEDIA_LOGGED, Events.ANOMALY_DETECTED),
+    ),
+    "update": (Events.GRADIENTS_READY, Events.OPTIMIZER_STEP_COMPLETED),
+    "validation_round": (Events.VALIDATION_STARTED, Events.VALIDATION_COMPLETED),
+    "rollout_round": (Events.ROLLOUT_STARTED, Events.REWARDS_COMPUTED, Events.ROLLOUT_COMPLETED, Events.POLICY_UPDATED),
+    "save": (Events.CHECKPOINT_SAVED, Events.CHECKPOINT_LOADED),
 }
+COUNTERS: dict[Events, str] = {event: counter for counter, events in _COUNTED.items() for event in events}
 
 READ_ONLY = frozenset({Events.CHECKPOINT_LOADED})  # loading does not count as a save
 

@@ -16,6 +16,7 @@ class EventRegistry:
     """The registered events of one engine and their counters."""
 
     name: str
+    run_number: int  # of runs that have started from iteration 0
     state: Any  # a State, with an attribute for each counter of a custom event
 
     def __init__(self) -> None:
@@ -104,6 +105,10 @@ class EventRegistry:
                 f"{event}: a filter needs a counter, and this event has none on {self.name!r}; "
                 "register it with register_events(..., event_to_attr={event: 'attribute'})"
             )
+
+    def fire(self, event: EventLike, payload: object = None, *, observed: bool = False) -> None:
+        """Fire the event, as a `Dispatcher` does."""
+        raise NotImplementedError
 
     def _initialise_counters(self) -> None:
         for counter in self._counters.values():

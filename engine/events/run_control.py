@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pulsetrain.engine.events.bus import EventBus
 from pulsetrain.engine.events.engine_events import EngineEvents
 from pulsetrain.engine.events.names import Events
 from pulsetrain.engine.events.payloads import ExceptionRaised
@@ -26,50 +25,32 @@ class StepStopped(Exception):  # noqa: N818
         self.cause = cause
 
 
+def _request(attribute: str, doc: str) -> property:
+    """What the loop looks at at the next safe point; ignite's handlers set it, too."""
+
+    def asked(self: RunControl) -> bool | str:
+        value: bool | str = getattr(self, attribute)
+        return value
+
+    def ask(self: RunControl, value: bool | str) -> None:
+        setattr(self, attribute, value)
+        if value:
+            self._attention = True
+
+    return property(asked, ask, doc=doc)
+
+
 class RunControl(EngineEvents):
     """The part of an engine that ends, pauses and fails a run."""
 
-    def __init__(self, name: str | None, bus: EventBus | None) -> None:
-        super().__init__(name, bus)
-        self._terminate: bool | str = False
-        self._terminate_epoch: bool | str = False
-        self._interrupt = False
-        self._termination_reason = ""
+    _terminate: bool | str = False
+    _terminate_epoch: bool | str = False
+    _interrupt = False
+    _termination_reason = ""
 
-    # The loop looks at these three at the next safe point; ignite's handlers set them, too.
-
-    @property
-    def should_terminate(self) -> bool | str:
-        """False, True, or "skip_completed"."""
-        return self._terminate
-
-    @should_terminate.setter
-    def should_terminate(self, value: bool | str) -> None:
-        self._terminate = value
-        if value:
-            self._attention = True
-
-    @property
-    def should_terminate_single_epoch(self) -> bool | str:
-        """False, True, or "skip_epoch_completed"."""
-        return self._terminate_epoch
-
-    @should_terminate_single_epoch.setter
-    def should_terminate_single_epoch(self, value: bool | str) -> None:
-        self._terminate_epoch = value
-        if value:
-            self._attention = True
-
-    @property
-    def should_interrupt(self) -> bool:
-        """Whether the run pauses at the next safe point."""
-        return self._interrupt
-
-    @should_interrupt.setter
-    def should_interrupt(self, value: bool) -> None:
-        self._interrupt = value
-        if value:
-            self._attention = True
+    should_terminate = _request("_terminate", 'False, True, or "skip_completed".')
+    should_terminate_single_epoch = _request("_terminate_epoch", 'False, True, or "skip_epoch_completed".')
+    should_interrupt = _request("_interrupt", "Whether the run pauses at the next safe point.")
 
     def terminate(self, skip_completed: bool = False, *, reason: str = "terminate() was called") -> None:
         """End the run at the next safe point: TERMINATE is fired, then COMPLETED.

@@ -3,22 +3,13 @@
 from __future__ import annotations
 
 import weakref
-from typing import Protocol
 
 from ignite.engine.events import State as IgniteState
 
 from pulsetrain.engine.events.names import EventLike
+from pulsetrain.engine.events.registry import EventRegistry
 
 __all__ = ["State"]
-
-
-class _Owner(Protocol):
-    state: State
-
-    @property
-    def is_done(self) -> bool: ...
-
-    def counter_of(self, event: EventLike) -> str | None: ...
 
 
 class State(IgniteState):
@@ -37,16 +28,16 @@ class State(IgniteState):
     rollout_round: int
     save: int
 
-    def __init__(self, engine: _Owner | None = None, **attributes: object) -> None:
+    def __init__(self, engine: EventRegistry | None = None, **attributes: object) -> None:
         self._engine = weakref.ref(engine) if engine is not None else None
         self.stop_reason = None
         self.update = self.validation_round = self.rollout_round = self.save = 0
         super().__init__(**attributes)
 
-    def reached_bound(self) -> bool | None:
-        """Whether the engine that this is the state of has reached its bound; None if it is not an engine's state."""
+    def owner(self) -> EventRegistry | None:
+        """The engine that this is the state of; None if it is not an engine's state."""
         engine = self._engine() if self._engine is not None else None
-        return engine.is_done if engine is not None and engine.state is self else None
+        return engine if engine is not None and engine.state is self else None
 
     def get_event_attrib_value(self, event_name: EventLike) -> int:  # ignite's own signature
         """The value of the counter that the event's filters read.

@@ -14,9 +14,10 @@ from pulsetrain.engine.events.filters import AfterSeconds, EventFilter, Filter
 from pulsetrain.engine.events.handler_signature import Handler, HandlerSignature
 from pulsetrain.engine.events.names import Event, EventLike, Events
 from pulsetrain.engine.events.payloads import HandlerFailed
+from pulsetrain.engine.events.registry import EventRegistry
 from pulsetrain.engine.logs import get_logger
 
-__all__ = ["FIRST", "LAST", "OnError", "Options", "Order", "Phase", "Sender", "Signal", "Subscription"]
+__all__ = ["FIRST", "LAST", "OnError", "Options", "Order", "Phase", "Signal", "Subscription"]
 
 OnError = Literal["raise", "warn"]
 _serial = itertools.count(1)
@@ -44,32 +45,6 @@ class Order(IntEnum):
 
 
 FIRST, LAST = Order.FIRST, Order.LAST
-
-
-class Sender(Protocol):
-    """What subscriptions and the bus need of an engine."""
-
-    name: str
-
-    @property
-    def run_number(self) -> int:
-        """How many runs have started from iteration 0."""
-
-    @property
-    def registered_events(self) -> tuple[EventLike, ...]:
-        """The events that may be fired."""
-
-    def has_registered_events(self, event: EventLike) -> bool:
-        """Whether the event may be fired."""
-
-    def require_counter(self, event: EventLike) -> None:
-        """Raise ValueError if the event has no counter."""
-
-    def counter_value(self, event: EventLike) -> int:
-        """The event's counter."""
-
-    def fire(self, event: EventLike, payload: object = None, *, observed: bool = False) -> None:
-        """Fire the event."""
 
 
 class Signal(Protocol):
@@ -111,30 +86,6 @@ class Subscription:
     False
     """
 
-    __slots__ = (
-        "__weakref__",
-        "args",
-        "by_engine",
-        "call",
-        "failures",
-        "filter",
-        "fired_once",
-        "handler",
-        "kwargs",
-        "needs_event",
-        "observed",
-        "on_error",
-        "order",
-        "passive",
-        "phase",
-        "position",
-        "serial",
-        "signal",
-        "signature",
-        "suspended",
-        "wrapper",
-    )
-
     def __init__(
         self,
         signal: Signal,
@@ -169,7 +120,7 @@ class Subscription:
         self.observed = isinstance(event_filter, AfterSeconds)
         self.suspended: tuple[Filter | None, Handler] | None = None
         # by engine, since a subscription on a bus may follow several: its run and the counter's value
-        self.fired_once: weakref.WeakKeyDictionary[Sender, tuple[int, int]] | None = None
+        self.fired_once: weakref.WeakKeyDictionary[EventRegistry, tuple[int, int]] | None = None
         self.wrapper: Handler | None = None
         self.set_handler(handler, args, kwargs, signature)
 
@@ -194,7 +145,7 @@ class Subscription:
         module = getattr(handler, "__module__", None)
         return f"{module}.{name}" if module else name
 
-    def is_due(self, engine: Sender) -> bool:
+    def is_due(self, engine: EventRegistry) -> bool:
         """Whether the filter passes the event at the present value of its counter."""
         assert self.filter is not None
         value = engine.counter_value(self.signal.event)
@@ -233,12 +184,12 @@ class Subscription:
     def __exit__(self, *exc: object) -> None:
         self.cancel()
 
-    def __call__(self, sender: Sender, event: Event | None = None) -> object:
+    def __call__(self, sender: EventRegistry, event: Event | None = None) -> object:
         """Call the handler; this is what `signal.send(engine, event=...)` of blinker calls."""
         return self.call(sender, event) if self.needs_event else self.call(sender)
 
     def _guarded(self, call: Callable[..., object]) -> Callable[..., object]:
-        def guarded(engine: Sender, *event: Event) -> object:
+        def guarded(engine: EventRegistry, *event: Event) -> object:
             try:
                 return call(engine, *event)
             except Exception as error:
@@ -248,7 +199,7 @@ class Subscription:
 
         return guarded
 
-    def _report(self, engine: Sender, error: Exception) -> None:
+    def _report(self, engine: EventRegistry, error: Exception) -> None:
         if self.failures == 1:
             get_logger("engine").warning(
                 "handler failed; the run continues, and further failures are only counted",

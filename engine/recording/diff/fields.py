@@ -5,15 +5,22 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from pulsetrain.engine.recording.diff.result import ABSENT
 from pulsetrain.engine.recording.log.records import Json, LoggedEvent, deterministic, encode
 
-__all__ = ["differing_fields", "same"]
+__all__ = ["ABSENT", "differing_fields", "leaves", "same"]
 
 _IDENTITY = ("engine", "event", "epoch", "iteration")
 _COMPARED = (*_IDENTITY, "payload", "output", "metrics", "lr", "error")
 
 _Pair = tuple[Json, Json]
+
+
+class _Absent:
+    def __repr__(self) -> str:
+        return "absent"
+
+
+ABSENT = _Absent()  # a field's value on the side without the field
 
 
 def same(x: LoggedEvent, y: LoggedEvent) -> bool:
@@ -36,20 +43,21 @@ def differing_fields(x: LoggedEvent, y: LoggedEvent, rtol: float = 0.0, atol: fl
     fields: dict[str, _Pair] = {}
     for name in _IDENTITY if x.open or y.open else _COMPARED:
         exact = name in _IDENTITY
-        for path, a, b in _leaves(name, getattr(x, name), getattr(y, name)):
+        for path, a, b in leaves(name, getattr(x, name), getattr(y, name)):
             if not (a == b if exact else _equal(a, b, rtol, atol)):
                 fields[path] = a, b
     return fields
 
 
-def _leaves(path: str, x: Json, y: Json) -> Iterator[tuple[str, Json, Json]]:
+def leaves(path: str, x: Json, y: Json) -> Iterator[tuple[str, Json, Json]]:
+    """The values in both that are no dicts and lists, with their paths; `ABSENT` on a side without the path."""
     if isinstance(x, dict) and isinstance(y, dict):
         for key in dict.fromkeys([*x, *y]):
-            yield from _leaves(f"{path}.{key}", x.get(key, ABSENT), y.get(key, ABSENT))
+            yield from leaves(f"{path}.{key}", x.get(key, ABSENT), y.get(key, ABSENT))
     elif isinstance(x, list) and isinstance(y, list):
         for index in range(max(len(x), len(y))):
             a, b = (values[index] if index < len(values) else ABSENT for values in (x, y))
-            yield from _leaves(f"{path}.{index}", a, b)
+            yield from leaves(f"{path}.{index}", a, b)
     else:
         yield path, x, y
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import zip_longest
 
+from pulsetrain.engine.recording.diff.fields import leaves
 from pulsetrain.engine.recording.log.non_finite import parse_non_finite
 from pulsetrain.engine.recording.log.records import Json, LoggedEvent
 
@@ -47,7 +48,8 @@ def measure_growth(a: Iterable[LoggedEvent], b: Iterable[LoggedEvent], engine: s
             x, y = getattr(event, field), getattr(other, field)
             if x is None or y is None or x == y:
                 continue
-            for name, difference in _differences(f"{event.engine} {field}", x, y):
+            for name, mine, theirs in leaves(f"{event.engine} {field}", x, y):
+                difference = _distance(mine, theirs)
                 if difference and (name in largest or len(largest) < _SERIES):
                     series = largest.setdefault(name, {})
                     series[decade] = max(series.get(decade, 0.0), difference)
@@ -80,18 +82,6 @@ def _pairs(a: Iterable[LoggedEvent], b: Iterable[LoggedEvent]) -> Iterator[tuple
             waiting[side][key] = event
             if len(waiting[side]) > _WAITING:
                 del waiting[side][next(iter(waiting[side]))]
-
-
-def _differences(name: str, x: Json, y: Json) -> Iterator[tuple[str, float]]:
-    """The numbers in two values, and how far apart they are."""
-    if isinstance(x, dict) and isinstance(y, dict):
-        for key in x.keys() & y.keys():
-            yield from _differences(f"{name}.{key}", x[key], y[key])
-    elif isinstance(x, list) and isinstance(y, list):
-        for index, (item, other) in enumerate(zip(x, y, strict=False)):
-            yield from _differences(f"{name}.{index}", item, other)
-    elif (distance := _distance(x, y)) is not None:
-        yield name, distance
 
 
 def _distance(x: Json, y: Json) -> float | None:

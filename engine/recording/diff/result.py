@@ -9,21 +9,14 @@ from pathlib import Path
 
 import msgspec
 
+from pulsetrain.engine.recording.diff.fields import ABSENT
 from pulsetrain.engine.recording.diff.growth import Growth
 from pulsetrain.engine.recording.log.records import Json, LoggedEvent
 
-__all__ = ["ABSENT", "Divergence", "LogDiff", "Missing", "describe_event", "field_table", "format_value"]
+__all__ = ["Divergence", "LogDiff", "Missing", "describe_event", "field_table", "format_value"]
 
 _WIDTH = 40  # characters of a value in the report
 _ROWS = 20  # of each table in the report
-
-
-class _Absent:
-    def __repr__(self) -> str:
-        return "absent"
-
-
-ABSENT = _Absent()  # a field's value on the side without the field
 
 
 @dataclass(frozen=True)
@@ -78,7 +71,10 @@ class LogDiff:
         Args:
             growth: include how the difference grows, for which the rest of both logs is read.
         """
-        lines = [*([self.fork] if self.fork is not None else []), self._verdict(), *self._first_difference()]
+        lines = [*([self.fork] if self.fork is not None else []), self._verdict()]
+        if self.divergence is not None:
+            lines.append(f"first difference: event {self.divergence.ord:,}, {describe_event(self.divergence.a)}")
+            lines += field_table(self.divergence.fields, str(self.a), str(self.b))
         for each in self.missing[:_ROWS]:
             lines.append(
                 f"missing in {self.a if each.side == 'a' else self.b}: {each.last - each.first + 1:,} events, "
@@ -135,12 +131,6 @@ class LogDiff:
         if self.missing:
             return f"{self.a} and {self.b} agree in {self.agreed:,} events, but do not hold the same ones"
         return f"{self.a} and {self.b} agree: {self.agreed:,} events"
-
-    def _first_difference(self) -> Iterator[str]:
-        if self.divergence is None:
-            return
-        yield f"first difference: event {self.divergence.ord:,}, {describe_event(self.divergence.a)}"
-        yield from field_table(self.divergence.fields, str(self.a), str(self.b))
 
 
 def describe_event(event: LoggedEvent) -> str:

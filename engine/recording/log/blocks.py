@@ -14,6 +14,7 @@ import struct
 import zlib
 from collections import Counter
 from collections.abc import Sequence
+from functools import cache
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 import msgspec
@@ -76,16 +77,13 @@ class Block(NamedTuple):
 
 _encode_header = msgspec.json.Encoder().encode
 _decode_header = msgspec.json.Decoder(Header).decode
-_compressor: ZstdCompressor | None = None
 
 
-def _compress(data: bytes) -> bytes:
-    global _compressor
-    if _compressor is None:
-        import zstandard
+@cache
+def _compressor() -> ZstdCompressor:
+    import zstandard
 
-        _compressor = zstandard.ZstdCompressor(level=LEVEL, write_checksum=True)
-    return bytes(_compressor.compress(data))
+    return zstandard.ZstdCompressor(level=LEVEL, write_checksum=True)
 
 
 def seal(
@@ -104,7 +102,7 @@ def seal(
         seq: first and last, removed events included; by default those of `events`.
     """
     data = b"\n".join(lines) + b"\n"
-    frame = _compress(data)
+    frame = bytes(_compressor().compress(data))
     ords = [event.ord for event in events if event.ord >= 0]
     parts = deterministic_parts(events, lines)
     header = Header(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
+from functools import cached_property
 
 import msgspec
 
@@ -28,42 +29,42 @@ class Reach(msgspec.Struct, gc=False):
     epoch: tuple[list[int], list[int]]
 
 
-class _Table(msgspec.Struct, gc=False):
-    v: int
-    events: int
-    start: list[int]  # offsets of the blocks
-    after: list[int]
-    seq: tuple[list[int], list[int]]  # first and last
-    engines: dict[str, Reach]
-    seams: list[tuple[int, int, int]]  # of all blocks
-    headers: list[msgspec.Raw]
-
-
 _encode = msgspec.json.Encoder().encode
-_decode_table = msgspec.json.Decoder(_Table).decode
 _decode_header = msgspec.json.Decoder(Header).decode
 
 
-class Index:
-    """The blocks of a sealed file, in order.
+class Index(msgspec.Struct, dict=True, rename={"version": "v", "encoded": "headers"}):
+    """The blocks of a sealed file, in order; encoded, it is the table."""
 
-    Args:
-        blocks: offsets and headers.
-    """
+    version: int  # the newest format of any block
+    events: int  # number of events in all blocks
+    start: list[int]  # offsets of the blocks
+    after: list[int]
+    seq: tuple[list[int], list[int]]  # first and last
+    engines: dict[str, Reach]  # in the order of their first events
+    seams: list[tuple[int, int, int]]  # of all blocks: seq of each record, and its `after` and `ord`
+    encoded: list[msgspec.Raw]  # the headers
 
-    def __init__(self, blocks: Sequence[tuple[int, Header]] = ()) -> None:
+    @classmethod
+    def of_blocks(cls, blocks: Sequence[tuple[int, Header]] = ()) -> Index:
+        """The index of the blocks with these offsets and headers."""
         headers = [header for _, header in blocks]
-        self._table = _Table(
-            v=max([0, *(header.v for header in headers)]),
+        index = cls(
+            version=max([0, *(header.v for header in headers)]),
             events=sum(header.count for header in headers),
             start=[start for start, _ in blocks],
             after=[header.after for header in headers],
-            seq=([header.seq[0] for header in headers], [header.seq[1] for header in headers]),
+            seq=_columns([header.seq for header in headers]),
             engines=_reaches(headers),
             seams=[seam for header in headers for seam in header.seams],
-            headers=[],
+            encoded=[],
         )
-        self._headers: dict[int, Header] = dict(enumerate(headers))
+        index._decoded.update(enumerate(headers))
+        return index
+
+    @cached_property
+    def _decoded(self) -> dict[int, Header]:
+        return {}
 
     @classmethod
     def of_table(cls, data: Data) -> tuple[Index, int] | None:
@@ -77,39 +78,28 @@ class Index:
         content = content_at(data, start, TABLE_MAGIC)
         if content is None:
             return None
-        index = cls()
         try:
-            index._table = _decode_table(content[0][: -_END.size])
+            index = msgspec.json.decode(content[0][: -_END.size], type=cls)
         except msgspec.DecodeError:
             return None
-        last = parse(data, index._table.start[-1]) if len(index) else None
+        last = parse(data, index.start[-1]) if len(index) else None
         if len(index) and (last is None or last.end != start):  # the blocks before it are cut or damaged
             return None
         return index, start
 
     def table(self, version: int) -> bytes:
         """The frame that `of_table` reads."""
-        table = msgspec.structs.replace(self._table, v=version, headers=[msgspec.Raw(_encode(h)) for h in self.headers])
-        content = _encode(table)
+        headers = [msgspec.Raw(_encode(header)) for header in self.headers]
+        content = _encode(msgspec.structs.replace(self, version=version, encoded=headers))
         return skippable(TABLE_MAGIC, content + _END.pack(FRAME_BYTES + len(content) + _END.size, END_MAGIC))
 
     def __len__(self) -> int:
-        return len(self._table.start)
-
-    @property
-    def version(self) -> int:
-        """The newest format of any block."""
-        return self._table.v
-
-    @property
-    def events(self) -> int:
-        """Number of events in all blocks."""
-        return self._table.events
+        return len(self.start)
 
     @property
     def last_seq(self) -> int:
         """Seq of the last event; -1 if there are no blocks."""
-        return self._table.seq[1][-1] if len(self) else -1
+        return self.seq[1][-1] if len(self) else -1
 
     @property
     def next_ord(self) -> int | None:
@@ -122,25 +112,11 @@ class Index:
                 return header.seams[-1][2]
         return None
 
-    @property
-    def seams(self) -> list[tuple[int, int, int]]:
-        """Seams of all blocks: seq of each record, and its `after` and `ord`."""
-        return self._table.seams
-
-    @property
-    def engines(self) -> list[str]:
-        """Names of the engines, in the order of their first events."""
-        return list(self._table.engines)
-
-    def start(self, number: int) -> int:
-        """Offset of a block."""
-        return self._table.start[number]
-
     def header(self, number: int) -> Header:
         """Header of a block."""
-        found = self._headers.get(number)
+        found = self._decoded.get(number)
         if found is None:
-            found = self._headers[number] = _decode_header(self._table.headers[number])
+            found = self._decoded[number] = _decode_header(self.encoded[number])
         return found
 
     @property
@@ -150,23 +126,18 @@ class Index:
 
     def gaps(self) -> Iterator[tuple[int, int, int]]:
         """Missing blocks: the number of the block after each gap, and the last seq before and in the gap."""
-        table = self._table
-        before = [-1, *table.seq[1][:-1]]
-        if table.after != before:
-            for number, (found, expected) in enumerate(zip(table.after, before, strict=False)):
+        before = [-1, *self.seq[1][:-1]]
+        if self.after != before:
+            for number, (found, expected) in enumerate(zip(self.after, before, strict=False)):
                 if found != expected:
                     yield number, expected, found
 
     def between(self, seq: tuple[int | None, int | None]) -> range:
         """Numbers of the blocks that may hold a seq within these bounds, both included."""
         first, last = seq
-        low = 0 if first is None else bisect_left(self._table.seq[1], first)
-        high = len(self) if last is None else bisect_right(self._table.seq[0], last)
+        low = 0 if first is None else bisect_left(self.seq[1], first)
+        high = len(self) if last is None else bisect_right(self.seq[0], last)
         return range(low, high)
-
-    def reach(self, engine: str) -> Reach | None:
-        """Iterations and epochs of an engine, by block; None if no block holds its events."""
-        return self._table.engines.get(engine)
 
 
 def _reaches(headers: Sequence[Header]) -> dict[str, Reach]:

@@ -26,12 +26,15 @@ _ARITHMETIC: dict[type, Callable[[Json, Json], Json]] = {
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
 }
-_ORDER: dict[type, Callable[[Json, Json], bool]] = {
+_COMPARISONS: dict[type, Callable[[Json, Json], bool]] = {
     ast.Lt: operator.lt,
     ast.LtE: operator.le,
     ast.Gt: operator.gt,
     ast.GtE: operator.ge,
+    ast.In: lambda item, container: item in container,
+    ast.NotIn: lambda item, container: item not in container,
 }
+_FUNCTIONS: dict[str, Callable[[Json], Json]] = {"abs": abs, "len": len, "isnan": lambda x: abs(x) != abs(x)}
 _SYNTAX = "fields, constants, comparisons, and, or, not, arithmetic, [...], in, abs(), len(), isnan()"
 
 
@@ -102,7 +105,7 @@ def _compile(node: ast.expr) -> Value:
             values = [_compile(item) for item in items]
             return lambda event: [value(event) for value in values]
         case ast.Subscript(value=container, slice=index):
-            return _subscript(_compile(container), _compile(index))
+            return _applied(operator.getitem, _compile(container), _compile(index))
         case ast.BoolOp(op=ast.And(), values=items):
             values = [_compile(item) for item in items]
             return lambda event: all(value(event) for value in values)
@@ -113,51 +116,29 @@ def _compile(node: ast.expr) -> Value:
             value = _compile(operand)
             return lambda event: not value(event)
         case ast.UnaryOp(op=ast.USub() | ast.UAdd() as sign, operand=operand):
-            return _arithmetic(operator.mul, _compile(operand), lambda event: -1 if type(sign) is ast.USub else 1)
+            return _applied(operator.neg if type(sign) is ast.USub else operator.pos, _compile(operand))
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _ARITHMETIC:
-            return _arithmetic(_ARITHMETIC[type(op)], _compile(left), _compile(right))
+            apply = _ARITHMETIC[type(op)]  # of numbers: + raises for strings and lists, which could be multiplied
+            return _applied(lambda x, y: apply(+x, +y), _compile(left), _compile(right))
         case ast.Compare():
             return _comparisons(node)
         case ast.Call(func=ast.Name(id="abs" | "len" | "isnan" as name), args=[argument], keywords=[]):
-            return _call(name, _compile(argument))
+            return _applied(_FUNCTIONS[name], _compile(argument))
         case ast.Attribute(value=ast.Name(id=name), attr=key) if name in FIELDS:
             raise _UnsupportedError(node, f'a field of {name} is written {name}["{key}"]')
     raise _UnsupportedError(node, f"not supported; a condition may use {_SYNTAX}")
 
 
-def _subscript(container: Value, index: Value) -> Value:
-    def get(event: LoggedEvent) -> Json:
-        try:
-            return parse_non_finite(container(event)[index(event)])
-        except (KeyError, IndexError, TypeError):
-            return None
+def _applied(apply: Callable[..., Json], *operands: Value) -> Value:
+    """The function of the operands' values, None where it has none; the strings of non-finite floats are floats."""
 
-    return get
-
-
-def _arithmetic(apply: Callable[[Json, Json], Json], left: Value, right: Value) -> Value:
     def compute(event: LoggedEvent) -> Json:
-        x, y = left(event), right(event)
-        if not isinstance(x, int | float) or not isinstance(y, int | float):
-            return None
         try:
-            return apply(x, y)
-        except (ZeroDivisionError, OverflowError):
+            return parse_non_finite(apply(*[operand(event) for operand in operands]))
+        except (TypeError, LookupError, ArithmeticError):
             return None
 
     return compute
-
-
-def _call(name: str, argument: Value) -> Value:
-    def call(event: LoggedEvent) -> Json:
-        value = argument(event)
-        if name == "len":
-            return len(value) if isinstance(value, str | list | dict) else None
-        if not isinstance(value, int | float):
-            return None
-        return abs(value) if name == "abs" else value != value  # isnan
-
-    return call
 
 
 def _comparisons(node: ast.Compare) -> Value:
@@ -169,7 +150,10 @@ def _comparisons(node: ast.Compare) -> Value:
         left = values[0](event)
         for test, value in zip(tests, values[1:], strict=True):
             right = value(event)
-            if not test(left, right):
+            try:
+                if not test(left, right):
+                    return False
+            except TypeError:  # None, values without an order, no container, or an item that cannot be a key
                 return False
             left = right
         return True
@@ -178,38 +162,15 @@ def _comparisons(node: ast.Compare) -> Value:
 
 
 def _comparison(op: ast.cmpop, left: ast.expr, right: ast.expr) -> Callable[[Json, Json], bool]:
-    if type(op) in _ORDER:
-        return _ordered(_ORDER[type(op)])
+    if type(op) in _COMPARISONS:
+        return _COMPARISONS[type(op)]
     asks_for_none = any(isinstance(side, ast.Constant) and side.value is None for side in (left, right))
-    match op:
-        case ast.Is() | ast.IsNot() if not asks_for_none:
-            raise _UnsupportedError(right, "`is` compares with None only; use ==")
-        case ast.Eq() | ast.Is():
-            return lambda x, y: _equal(x, y) and (asks_for_none or x is not None)
-        case ast.NotEq() | ast.IsNot():
-            return lambda x, y: not _equal(x, y) and (asks_for_none or (x is not None and y is not None))
-        case ast.In():
-            return lambda x, y: _contains(y, x) is True
-        case _:
-            return lambda x, y: _contains(y, x) is False
-
-
-def _ordered(apply: Callable[[Json, Json], bool]) -> Callable[[Json, Json], bool]:
-    def compare(x: Json, y: Json) -> bool:
-        try:
-            return apply(x, y)
-        except TypeError:  # None, or values without an order
-            return False
-
-    return compare
+    if isinstance(op, ast.Is | ast.IsNot) and not asks_for_none:
+        raise _UnsupportedError(right, "`is` compares with None only; use ==")
+    if isinstance(op, ast.Eq | ast.Is):
+        return lambda x, y: _equal(x, y) and (asks_for_none or x is not None)
+    return lambda x, y: not _equal(x, y) and (asks_for_none or (x is not None and y is not None))
 
 
 def _equal(x: object, y: object) -> bool:
     return x == y or (x != x and y != y)  # NaN equals NaN here
-
-
-def _contains(container: Json, item: object) -> bool | None:
-    try:
-        return item in container
-    except TypeError:  # the container is None or a number, or the item cannot be a key
-        return None

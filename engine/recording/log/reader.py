@@ -85,7 +85,8 @@ class EventLog:
             self._open()
             if not self.damage:  # else the writer may have been writing just then
                 break
-        self._superseded = self._find_superseded()
+        seams = [*self._index.seams, *(seam_of(event) for event in self._events if event.event == SEAM)]
+        self._superseded = [(after, seam) for seam, after, _ in seams]
 
     def _open(self) -> None:
         # the tail first: events sealed meanwhile are then in both files, never in neither
@@ -168,29 +169,23 @@ class EventLog:
     def block(self, index: int) -> list[LoggedEvent]:
         """The events of one sealed block, superseded ones included; empty if it is damaged: see `damage`."""
         lines = self.lines(index)
-        events: list[LoggedEvent] | None = None
-        if lines is not None:
-            try:
-                events = decode(lines)
-            except msgspec.DecodeError:  # although its checksum is right
-                pass
-        if events is None:
-            start, header = self._index.start(index), self._index.header(index)
-            block = parse(self._data, start)
-            damage = Damage(
-                self._sealed.name,
-                start,
-                block.end if block is not None else start + header.frame,
-                f"{header.count} events, seq {header.seq[0]} to {header.seq[1]}",
-            )
-            if damage not in self.damage:
-                self.damage.append(damage)
-            return []
-        return events
+        try:
+            if lines is not None:
+                return decode(lines)
+        except msgspec.DecodeError:  # although its checksum is right
+            pass
+        start, header = self._index.start[index], self._index.header(index)
+        block = parse(self._data, start)
+        end = block.end if block is not None else start + header.frame
+        reason = f"{header.count} events, seq {header.seq[0]} to {header.seq[1]}"
+        damage = Damage(self._sealed.name, start, end, reason)
+        if damage not in self.damage:
+            self.damage.append(damage)
+        return []
 
     def lines(self, index: int) -> bytes | None:
         """The lines of one sealed block, each with its newline; None if it is damaged."""
-        block = parse(self._data, self._index.start(index))
+        block = parse(self._data, self._index.start[index])
         return unpack(self._data, block) if block is not None and block.header == self._index.header(index) else None
 
     def attempts(self, after: int) -> list[tuple[int, int]]:
@@ -255,9 +250,9 @@ class EventLog:
 
     def _check_for_gaps(self, *, tail_is_whole: bool) -> None:
         for number, before, after in self._index.gaps():
-            block = parse(self._data, self._index.start(number - 1)) if number else None
+            block = parse(self._data, self._index.start[number - 1]) if number else None
             reason = f"the events after seq {before} are missing, up to seq {after}"
-            self.damage.append(Damage(self._sealed.name, block.end if block else 0, self._index.start(number), reason))
+            self.damage.append(Damage(self._sealed.name, block.end if block else 0, self._index.start[number], reason))
         expected = self._index.next_ord
         for event in self._events if tail_is_whole else ():
             if event.event == SEAM:
@@ -269,11 +264,6 @@ class EventLog:
                     reason = f"the events before seq {event.seq} are missing: ord {expected} to {event.ord - 1}"
                     self.damage.append(Damage(self._tail.name, 0, 0, reason))
                 expected = event.ord + 1
-
-    def _find_superseded(self) -> list[tuple[int, int]]:
-        seams = [*self._index.seams]
-        seams += [seam_of(event) for event in self._events if event.event == SEAM]
-        return [(after, seam) for seam, after, _ in seams]
 
     def is_superseded(self, seq: int) -> bool:
         """Whether a deterministic event of this seq has been computed again."""
@@ -340,9 +330,9 @@ class _Query:
         return (
             (self.engine is None or event.engine == self.engine)
             and (self.events is None or event.event in self.events)
-            and _inside(event.seq, self.seq)
-            and _inside(event.iteration, self.iteration)
-            and _inside(event.epoch, self.epoch)
+            and _overlap(event.seq, event.seq, self.seq)
+            and _overlap(event.iteration, event.iteration, self.iteration)
+            and _overlap(event.epoch, event.epoch, self.epoch)
         )
 
     def blocks(self, index: Index) -> Iterable[int]:
@@ -351,8 +341,7 @@ class _Query:
         if self.engine is None and self.iteration == self.epoch == _UNBOUNDED:
             found: Iterable[int] = near
         else:
-            engines = index.engines if self.engine is None else [self.engine]
-            reaches = [reach for engine in engines if (reach := index.reach(engine)) is not None]
+            reaches = [reach for engine, reach in index.engines.items() if self.engine in (None, engine)]
             found = sorted({number for reach in reaches for number in self._reached(reach, near)})
         return (number for number in found if self._names(index.header(number))) if self.events is not None else found
 
@@ -361,8 +350,8 @@ class _Query:
         for number in near:
             if (
                 last[number] >= 0
-                and _overlap((first[number], last[number]), self.iteration)
-                and _overlap((first_epoch[number], last_epoch[number]), self.epoch)
+                and _overlap(first[number], last[number], self.iteration)
+                and _overlap(first_epoch[number], last_epoch[number], self.epoch)
             ):
                 yield number
 
@@ -373,11 +362,6 @@ class _Query:
         return any(not self.events.isdisjoint(part.events) for part in parts)
 
 
-def _inside(value: int, bounds: Range) -> bool:
+def _overlap(first: int, last: int, bounds: Range) -> bool:
     low, high = bounds
-    return (low is None or value >= low) and (high is None or value <= high)
-
-
-def _overlap(held: tuple[int, int], bounds: Range) -> bool:
-    low, high = bounds
-    return (low is None or held[1] >= low) and (high is None or held[0] <= high)
+    return (low is None or last >= low) and (high is None or first <= high)

@@ -41,7 +41,7 @@ class Damage:
 class Contents:
     """The content of a sealed file."""
 
-    index: Index = field(default_factory=Index)
+    index: Index = field(default_factory=Index.of_blocks)
     end: int = 0  # of the last whole block
     ended: bool = False  # it has a table: the log was closed
     damage: list[Damage] = field(default_factory=list)
@@ -84,7 +84,7 @@ def scan(path: Path, data: Data | None = None) -> Contents:
         _check_format(path, block.header.v)
         blocks.append((block.start, block.header))
         position = contents.end = block.end
-    contents.index = Index(blocks)
+    contents.index = Index.of_blocks(blocks)
     return contents
 
 

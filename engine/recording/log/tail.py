@@ -28,14 +28,15 @@ class Tail:
         OSError: the file cannot be created, or the disk is full.
     """
 
+    _map: mmap.mmap
+
     def __init__(self, path: Path) -> None:
         self.end = 0  # where the next line goes
+        self._size = 0  # of the file that is mapped
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
-            self._map: mmap.mmap | None = None
             size = os.fstat(self._descriptor).st_size
             self._grow(max(size, _FIRST))
-            assert self._map is not None
             content = self._map[:size].rstrip(b"\n\0")
             self.end = len(content) + bool(content)
             self._map[len(content) : size] = b"\n" * (size - len(content))  # NULs of a growth that was cut off
@@ -45,7 +46,6 @@ class Tail:
 
     def lines(self) -> list[bytes]:
         """The lines of the file, without the empty ones."""
-        assert self._map is not None
         return [line for line in self._map[: self.end].split(b"\n") if line]
 
     def append(self, line: bytes) -> None:
@@ -59,7 +59,7 @@ class Tail:
         end = start + len(content)
         if end > self._size:
             self._grow(2 * end)
-        self._map[start:end] = content  # type: ignore[index]
+        self._map[start:end] = content
         self.end = end
 
     def replace(self, lines: Iterable[bytes]) -> None:
@@ -77,7 +77,6 @@ class Tail:
                 start, end = 0, len(content)
             if end > self._size:
                 self._grow(2 * end)
-        assert self._map is not None
         self._map[start:end] = content
         if not start:
             self._blank(end, before)
@@ -85,13 +84,12 @@ class Tail:
 
     def close(self) -> None:
         """Unmap the file, which is kept."""
-        if self._map is not None:
+        if self._size:
             self._map.close()
-            self._map = None
+            self._size = 0
             os.close(self._descriptor)
 
     def _blank(self, start: int, end: int) -> None:
-        assert self._map is not None
         for at in range(start, end, len(_BLANK)):
             upto = min(at + len(_BLANK), end)
             self._map[at:upto] = _BLANK[: upto - at]
@@ -103,7 +101,7 @@ class Tail:
             data = _BLANK[: min(len(_BLANK), size - at)]
             if os.pwrite(self._descriptor, data, at) != len(data):
                 raise OSError(28, "No space left on device")
-        if self._map is not None:
+        if self._size:
             self._map.close()
         self._map = mmap.mmap(self._descriptor, size)
         self._size = size

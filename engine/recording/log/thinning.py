@@ -11,11 +11,11 @@ from pulsetrain.engine.recording.log.blocks import BLOCK_EVENTS, Header, parse, 
 from pulsetrain.engine.recording.log.records import LoggedEvent, decode, encode
 from pulsetrain.engine.recording.log.scan import FORMAT, mapped
 
-__all__ = ["THINNED", "thin"]
+__all__ = ["FREQUENT", "THINNED", "thin"]
 
 THINNED = "log_thinned"  # the event that reports it
 _KEPT = 100  # per-iteration events are kept for multiples of this
-_FREQUENT = frozenset(
+FREQUENT = frozenset(  # the events of each iteration
     {
         "get_batch_started", "get_batch_completed", "iteration_started", "iteration_completed", "gradients_ready",
         "optimizer_step_completed",
@@ -102,4 +102,4 @@ class _Merged:
 
 
 def _is_kept(event: LoggedEvent) -> bool:
-    return event.event not in _FREQUENT or event.iteration % _KEPT == 0
+    return event.event not in FREQUENT or event.iteration % _KEPT == 0

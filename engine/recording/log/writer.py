@@ -108,7 +108,7 @@ class LogWriter:
     def _append_to(self, contents: Contents) -> None:
         """Continue after the existing blocks: drop what a crash left unfinished, and adopt the tail's events."""
         index = contents.index
-        self._headers = [(index.start(number), header) for number, header in enumerate(index.headers)]
+        self._headers = [*zip(index.start, index.headers, strict=True)]
         self._end = contents.end
         self._after = index.last_seq
         events, torn = recovered(self._tail.lines(), self._after)
@@ -239,7 +239,7 @@ class LogWriter:
         if self._unsealed:  # the log was thinned, which an event reports
             self._thins_above = None
             self.seal()
-        self._write(Index(self._headers).table(FORMAT), keep=False)
+        self._write(Index.of_blocks(self._headers).table(FORMAT), keep=False)
 
     def close(self) -> None:
         """Close the files and release the lock; call `end` first if the run has ended."""

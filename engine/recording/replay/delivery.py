@@ -1,4 +1,4 @@
-"""The record of a logged event, and which events were fired by the handlers of another one."""
+"""Which events were fired by the handlers of another one."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 from pulsetrain.engine.events.compiled import Dispatch
 from pulsetrain.engine.events.dispatch import Dispatcher
-from pulsetrain.engine.events.names import Event, Events
+from pulsetrain.engine.events.names import Events
 from pulsetrain.engine.events.subscription import Order, Phase, Subscription
 from pulsetrain.engine.recording.log.records import LoggedEvent
-from pulsetrain.engine.recording.replay.payloads import payload_of
+from pulsetrain.engine.recording.log.thinning import FREQUENT
 
-__all__ = ["END", "START", "STRUCTURE", "Open", "Place", "is_host", "may_be_nested", "record_of"]
+__all__ = ["END", "START", "STRUCTURE", "Open", "Place", "is_host", "may_be_nested"]
 
 Place = tuple[int, int]  # of a handler in an event: its phase and its order within the phase
 START: Place = (Phase.COMPUTE, Order.FIRST - 1)
@@ -36,12 +36,8 @@ _HOSTS = frozenset(
 _VALIDATION = (Events.VALIDATION_STARTED.value, Events.VALIDATION_COMPLETED.value)
 _COMPUTED = (*_VALIDATION, Events.POLICY_UPDATED.value)  # fired before the other handlers of their host
 _LOGS = (Events.METRICS_LOGGED.value, Events.MEDIA_LOGGED.value, Events.ANOMALY_DETECTED.value)
-_FREQUENT = (
-    *(Events.GET_BATCH_STARTED, Events.GET_BATCH_COMPLETED, Events.ITERATION_STARTED, Events.ITERATION_COMPLETED),
-    *(Events.GRADIENTS_READY, Events.OPTIMIZER_STEP_COMPLETED),
-)
 # what has to be read to know which event was fired in which; iterations differ by their numbers
-STRUCTURE = (_LOOP | {*_VALIDATION}) - {event.value for event in _FREQUENT}
+STRUCTURE = (_LOOP | {*_VALIDATION}) - FREQUENT
 
 
 def is_host(event: str) -> bool:
@@ -101,17 +97,3 @@ class Open:
         for subscription in self.dispatch.calls.subscriptions:
             if since <= (subscription.phase, subscription.order) < upto:
                 yield subscription
-
-
-def record_of(engine: Dispatcher, dispatch: Dispatch, logged: LoggedEvent, seq: int) -> Event:
-    """The record that handlers get: dispatch calls this if one of them needs it."""
-    return Event(
-        seq,
-        logged.engine,
-        logged.event,
-        logged.epoch,
-        logged.iteration,
-        payload_of(dispatch.event, logged),
-        logged.t,
-        logged.ord < 0,
-    )

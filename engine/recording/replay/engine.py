@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 from pulsetrain.engine.errors import RecordingError
 from pulsetrain.engine.events.bus import EventBus
@@ -11,8 +11,10 @@ from pulsetrain.engine.events.compiled import Dispatch
 from pulsetrain.engine.events.dispatch import check_payload
 from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import READ_ONLY, Event, EventEnum, EventLike, Events, identify, value_of
+from pulsetrain.engine.events.run_control import RunControl
 from pulsetrain.engine.events.subscription import Subscription
 from pulsetrain.engine.recording.log.records import LoggedEvent
+from pulsetrain.engine.recording.replay.payloads import payload_of
 from pulsetrain.engine.recording.replay.state import Playback, RecordedOptimizer, ReplayedState, Stop, refuse
 
 __all__ = ["ReplayBus", "ReplayedEngine"]
@@ -23,13 +25,6 @@ NOT_LOGGED = {
     "checkpoint_state": "the state that a checkpoint holds: pass checkpoints=True to get that of the nearest",
     **dict.fromkeys(("train", "validate", "train_step", "train_epoch", "save_checkpoint"), "anything to compute with"),
 }
-
-
-class Player(Playback, Protocol):
-    """What a replayed engine needs of its replay."""
-
-    def note_fired(self, engine: ReplayedEngine, dispatch: Dispatch, event: Event) -> None:
-        """A handler has fired an event."""
 
 
 class ReplayBus(EventBus):
@@ -58,9 +53,10 @@ class ReplayedEngine(Engine):
     """
 
     state: ReplayedState
+    bus: ReplayBus
 
     def __init__(
-        self, name: str, replay: Player, bus: ReplayBus, logged: Iterable[str], known: Iterable[EventEnum]
+        self, name: str, replay: Playback, bus: ReplayBus, logged: Iterable[str], known: Iterable[EventEnum]
     ) -> None:
         self._replay = replay
         self._counted: dict[str, tuple[str, ...]] = {}  # the events that advance a counter
@@ -74,17 +70,12 @@ class ReplayedEngine(Engine):
     # one flag for all engines of the bus: the replay looks at it after each event
     @property
     def _attention(self) -> bool:
-        return self._replayed_bus.attention
+        return self.bus.attention
 
     @_attention.setter
     def _attention(self, value: bool) -> None:
         if value:
-            self._replayed_bus.attention = True
-
-    @property
-    def _replayed_bus(self) -> ReplayBus:
-        assert isinstance(self.bus, ReplayBus)
-        return self.bus
+            self.bus.attention = True
 
     @property
     def run_number(self) -> int:
@@ -96,19 +87,14 @@ class ReplayedEngine(Engine):
     def run_number(self, value: int) -> None:
         refuse(value, 0, "run_number")
 
-    @property
-    def should_terminate(self) -> bool | str:
+    def _terminated(self) -> bool | str:
         """As it was if this is TERMINATE in the log; else what a replayed handler has set during this event."""
         event = self._replay.event
         if event is not None and event.event == Events.TERMINATE.value and event.engine == self.name:
             return self._replay.completes(event) or "skip_completed"
         return self._terminate
 
-    @should_terminate.setter
-    def should_terminate(self, value: bool | str) -> None:
-        self._terminate = value
-        if value:
-            self._attention = True
+    should_terminate = RunControl.should_terminate.getter(_terminated)
 
     @property
     def total_iterations(self) -> int | None:
@@ -153,6 +139,22 @@ class ReplayedEngine(Engine):
         value = value_of(dispatch.event)
         fired = Event(now.seq, self.name, value, state.epoch, state.iteration, payload, now.t, observed)
         self._replay.note_fired(self, dispatch, fired)
+
+    def new_event(self, dispatch: Dispatch, payload: LoggedEvent | Event, seq: int) -> Event:
+        """The record of a logged event, or of one that a handler has fired, which is given as its record."""
+        if isinstance(payload, Event):
+            return payload
+        logged = payload
+        return Event(
+            seq,
+            logged.engine,
+            logged.event,
+            logged.epoch,
+            logged.iteration,
+            payload_of(dispatch.event, logged),
+            logged.t,
+            logged.ord < 0,
+        )
 
     def settle(self) -> Stop | None:
         """Deliver what was posted; returns where a handler called `terminate()`, if one did since the last time."""

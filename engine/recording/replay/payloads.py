@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pulsetrain.engine.errors import RecordingError
-from pulsetrain.engine.recording.log.non_finite import NON_FINITE
+from pulsetrain.engine.recording.log.non_finite import parse_non_finite
 from pulsetrain.engine.recording.log.records import LoggedEvent, merge_measured
 
 __all__ = ["ReplayedOutput", "payload_of", "plain", "whole"]
@@ -58,11 +58,9 @@ def plain(value: Any) -> Any:
     >>> plain({"loss": "NaN", "steps": [1, "-Infinity"]})
     {'loss': nan, 'steps': [1, -inf]}
     """
-    if type(value) is str:
-        return NON_FINITE.get(value, value)
     if type(value) is dict:
         return {name: item if type(item) is float else plain(item) for name, item in value.items()}
-    return [plain(item) for item in value] if type(value) is list else value
+    return [plain(item) for item in value] if type(value) is list else parse_non_finite(value)
 
 
 def payload_of(event: Any, logged: LoggedEvent) -> Any:
@@ -104,14 +102,9 @@ def _reader(kind: Any) -> Callable[[Any], Any]:
     if issubclass(base, Enum):
         return lambda value: base[value]
     if issubclass(base, Path):
-        return lambda value: base(value)
-    if issubclass(base, BaseException):
-        return _error
-    if issubclass(base, Tensor):
-        return _tensor
-    if base is float:
-        return plain
-    return _fields_of(base)
+        return base
+    readers = ((BaseException, _error), (Tensor, _tensor), (float, plain))
+    return next((reader for known, reader in readers if issubclass(base, known)), None) or _fields_of(base)
 
 
 def _fields_of(kind: type) -> Callable[[Any], Any]:

@@ -11,21 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 from pulsetrain.engine.errors import ConfigurationError, RecordingError
 from pulsetrain.engine.events.compiled import Dispatch
-from pulsetrain.engine.events.dispatch import deliver, deliver_to
+from pulsetrain.engine.events.dispatch import Dispatcher, deliver, deliver_to
 from pulsetrain.engine.events.names import Event, EventEnum, Events
 from pulsetrain.engine.events.subscription import Order, Phase
 from pulsetrain.engine.recording.log.reader import EventLog
 from pulsetrain.engine.recording.log.records import LoggedEvent
-from pulsetrain.engine.recording.replay.delivery import (
-    END,
-    START,
-    STRUCTURE,
-    Open,
-    Place,
-    is_host,
-    may_be_nested,
-    record_of,
-)
+from pulsetrain.engine.recording.replay.delivery import END, START, STRUCTURE, Open, Place, is_host, may_be_nested
 from pulsetrain.engine.recording.replay.engine import ReplayBus, ReplayedEngine
 from pulsetrain.engine.recording.replay.payloads import whole
 from pulsetrain.engine.recording.replay.source import Past, Source
@@ -249,12 +240,12 @@ class Replay(ReplayedEngine):
                 return bool(event.event == Events.COMPLETED.value)
         return False
 
-    def note_fired(self, engine: ReplayedEngine, dispatch: Dispatch, event: Event) -> None:
+    def note_fired(self, engine: Dispatcher, dispatch: Dispatch, event: Event) -> None:
         """A handler has fired an event."""
         self.fired.append(event)
         if self.deliver_fired and dispatch.connected:
             with self.bus.sequence.observing() if event.observed else nullcontext():
-                deliver(engine, dispatch, event, event.seq, lambda engine, dispatch, fired, seq: fired)
+                deliver(engine, dispatch, event, event.seq)
 
     def _play(self, until: Callable[[LoggedEvent], object] | None) -> None:
         source = self._source
@@ -280,7 +271,7 @@ class Replay(ReplayedEngine):
 
     def _play_received(self, events: Sequence[LoggedEvent]) -> bool:
         """Play those of the events that have a receiver; false to continue."""
-        table, bus, sequence = self._table, self._replayed_bus, self._sequence
+        table, bus, sequence = self._table, self.bus, self._sequence
         for event in events:
             received = table[event.engine].get(event.event)
             if received is None:
@@ -288,7 +279,7 @@ class Replay(ReplayedEngine):
             self.event = event
             engine, dispatch = received  # a call with a star would cost 60 ns more
             self._reached = sequence.last = seq = event.seq
-            deliver(engine, dispatch, event, seq, record_of)
+            deliver(engine, dispatch, event, seq)
             if bus.attention:
                 self._refresh()
                 if self._stopping is not None:
@@ -300,7 +291,7 @@ class Replay(ReplayedEngine):
 
     def _play_each(self, events: Sequence[LoggedEvent], until: Callable[[LoggedEvent], object] | None) -> bool:
         """Play events with everything in between: events fired in others, waiting, pausing; false to continue."""
-        table, bus, sequence = self._table, self._replayed_bus, self._sequence
+        table, bus, sequence = self._table, self.bus, self._sequence
         for event in events:
             if self._close(event, until):
                 self._next = event.seq
@@ -325,7 +316,7 @@ class Replay(ReplayedEngine):
                 if self._nests and is_host(event.event):
                     self._open.append(Open(event, *received))
                     continue
-                deliver(*received, event, event.seq, record_of)
+                deliver(*received, event, event.seq)
             if bus.attention:
                 self._refresh()
                 if until is None:
@@ -342,7 +333,7 @@ class Replay(ReplayedEngine):
             opened = self._open[-1]
             self._advance(opened, END)
             self._open.pop()
-            if self._replayed_bus.attention:
+            if self.bus.attention:
                 self._refresh()
             if until is not None and until(whole(opened.event)):
                 return True
@@ -355,10 +346,10 @@ class Replay(ReplayedEngine):
         assert dispatch is not None
         self.event = event
         if opened.done is START and upto is END:  # nothing was fired in it
-            deliver(engine, dispatch, event, event.seq, record_of)
+            deliver(engine, dispatch, event, event.seq)
         elif upto > opened.done:
             engine.last_event_name = dispatch.event
-            deliver_to(opened.advance(upto), engine, dispatch, event, event.seq, record_of)
+            deliver_to(opened.advance(upto), engine, dispatch, event, event.seq)
 
     def _refresh(self) -> None:
         """A safe point: deliver posts, note calls of `terminate()`, and find out which events have receivers."""
@@ -368,8 +359,8 @@ class Replay(ReplayedEngine):
                 self.stops.append(stop)
                 if self.obey_terminate and engine is self:
                     self._stopping = stop
-        self._replayed_bus.attention = False
-        self._table = defaultdict(dict)
+        self.bus.attention = False
+        self._table = defaultdict(dict)  # of an event without an engine, none
         for name, engine in self.engines.items():
             self._table[name] = {value: (engine, dispatch) for value, dispatch in engine.dispatches().items()}
         received = [value for dispatches in self._table.values() for value in dispatches]
@@ -390,7 +381,7 @@ class Replay(ReplayedEngine):
                 -1, self.name, value, stop.epoch, stop.iteration, payload, seq=self._reached, t=now
             )
             if value in self._table[self.name]:
-                deliver(*self._table[self.name][value], self.event, self._reached, record_of)
+                deliver(*self._table[self.name][value], self.event, self._reached)
 
     def _wait(self, event: LoggedEvent) -> None:
         """Wait until as much time has passed since this run() began as had passed in the recorded run."""

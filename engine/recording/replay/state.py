@@ -7,7 +7,9 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from pulsetrain.engine.errors import RecordingError
-from pulsetrain.engine.events.names import Events
+from pulsetrain.engine.events.compiled import Dispatch
+from pulsetrain.engine.events.dispatch import Dispatcher
+from pulsetrain.engine.events.names import Event, Events
 from pulsetrain.engine.events.state import State
 from pulsetrain.engine.recording.log.records import LoggedEvent
 from pulsetrain.engine.recording.replay.payloads import ReplayedOutput, plain
@@ -19,13 +21,8 @@ BOUNDS = ("max_epochs", "max_iters", "epoch_length")
 
 _ITERATED = Events.ITERATION_COMPLETED.value
 _OUTPUTS = frozenset({Events.ITERATION_STARTED.value, _ITERATED})
-METRIC_EVENTS = frozenset(  # which are recorded with the metrics of the state
-    event.value
-    for event in (
-        *(Events.EPOCH_COMPLETED, Events.VALIDATION_COMPLETED),
-        *(Events.ROLLOUT_COMPLETED, Events.POLICY_UPDATED),
-    )
-)
+_MEASURED = (Events.EPOCH_COMPLETED, Events.VALIDATION_COMPLETED, Events.ROLLOUT_COMPLETED, Events.POLICY_UPDATED)
+METRIC_EVENTS = frozenset(event.value for event in _MEASURED)  # which are recorded with the metrics of the state
 _RATES = frozenset({_ITERATED, Events.OPTIMIZER_STEP_COMPLETED.value})
 _ENDS = frozenset({Events.STARTED.value, Events.TERMINATE.value, Events.EXCEPTION_RAISED.value})
 
@@ -58,6 +55,9 @@ class Playback(Protocol):
 
     def completes(self, terminated: LoggedEvent) -> bool:
         """Whether a terminated run fired COMPLETED."""
+
+    def note_fired(self, engine: Dispatcher, dispatch: Dispatch, event: Event) -> None:
+        """A handler has fired an event."""
 
 
 class ReplayedState(State):

@@ -135,7 +135,7 @@ class TestOrder:
         log.close()
         path = tmp_path / "events" / "events.jsonl.zst"
         content = bytearray(path.read_bytes())
-        content[EventLog(tmp_path)._index.start(1) + 2000] ^= 1
+        content[EventLog(tmp_path)._index.start[1] + 2000] ^= 1
         path.write_bytes(content)
         for events in ([Events.ITERATION_COMPLETED], [*Events]):
             replay = Replay(tmp_path)
