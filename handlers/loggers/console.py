@@ -87,8 +87,7 @@ class ConsoleLogger(MetricLogger):
         self._subscribe_to_metrics(subscribe)
         # of each engine of a bus, while other loggers follow one run
         subscribe(Events.STARTED, self._on_started)
-        subscribe(Events.COMPLETED, self._on_completed)
-        subscribe(Events.TERMINATE, self._on_terminated)
+        subscribe(Events.COMPLETED | Events.TERMINATE, self._on_completed)
         subscribe(Events.EXCEPTION_RAISED, self._on_exception)
 
     def _write(self, engine: Engine, message: str, values: Mapping[str, object]) -> None:
@@ -103,16 +102,14 @@ class ConsoleLogger(MetricLogger):
         self._last_read = None
         self._write(engine, "run started", {**resumed, **{k: v for k, v in bounds.items() if v is not None}})
 
-    def _on_completed(self, engine: Engine) -> None:
+    def _on_completed(self, engine: Engine, event: Event) -> None:
+        if event.type == Events.TERMINATE.value and engine.should_terminate != "skip_completed":
+            return  # COMPLETED follows, perhaps after a last validation
         reason = engine.state.stop_reason
         if reason is None:
             self._write(engine, "run completed", _place(engine))
         else:
             self._write(engine, "run stopped", {**_place(engine), "reason": reason})
-
-    def _on_terminated(self, engine: Engine) -> None:
-        if engine.should_terminate == "skip_completed":  # otherwise COMPLETED follows, perhaps after a last validation
-            self._on_completed(engine)
 
     def _on_exception(self, engine: Engine, event: Event) -> None:
         error = event.payload.error
