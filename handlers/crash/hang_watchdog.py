@@ -95,9 +95,8 @@ class HangWatchdog:
             self._engine = None if isinstance(engine_or_bus, EventBus) else weakref.ref(engine_or_bus)
             self._log = get_logger("handlers")  # here: making a logger reads Python's random generator
             subscribe(Events.STARTED, self._on_started, phase=Phase.COMPUTE, on_error="warn", order=FIRST)
-            ends = Events.TERMINATE | Events.COMPLETED | Events.INTERRUPT
+            ends = Events.TERMINATE | Events.COMPLETED | Events.INTERRUPT | Events.EXCEPTION_RAISED
             subscribe(ends, self._on_end, phase=Phase.PERSIST, on_error="warn", order=LAST)
-            subscribe(Events.EXCEPTION_RAISED, self._on_failure, phase=Phase.PERSIST, on_error="warn", order=LAST)
         return self
 
     def detach(self) -> None:
@@ -121,11 +120,8 @@ class HangWatchdog:
             )
             self._thread.start()
 
-    def _on_end(self, engine: Engine) -> None:
+    def _on_end(self, engine: Engine, event: Event) -> None:
         self._under_way.discard(engine.name)  # after TERMINATE, until COMPLETED, engine.is_running is still true
-
-    def _on_failure(self, engine: Engine, event: Event) -> None:
-        self._on_end(engine)
 
     def runs(self, bus: EventBus) -> list[Engine]:
         """The watched engines that are running, in the order in which they joined the bus."""
