@@ -9,7 +9,7 @@ from typing import Any
 
 from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.payloads import ValidationCompleted
-from pulsetrain.handlers.loggers.text_file import TextFileLogger, drop_unfinished_line
+from pulsetrain.handlers.loggers.text_file import TextFileLogger
 from pulsetrain.handlers.run_files.run_folder import replace_file
 
 __all__ = ["CSVLogger"]
@@ -64,10 +64,6 @@ class CSVLogger(TextFileLogger[_Cells]):
             growing = [engine, self.iteration_of(cells), list(cells)]
         return {**super().state_dict(), "growing": growing}
 
-    def begin_again(self) -> None:
-        self._last = None
-        super().begin_again()
-
     def log_metrics(self, engine: Engine, metrics: Mapping[str, float]) -> None:
         new = self._cells(engine, metrics)
         name, last = self._last if self._last is not None else (None, {})
@@ -100,7 +96,6 @@ class CSVLogger(TextFileLogger[_Cells]):
                 columns = []
         if columns[: len(_LEADING)] != _LEADING or len(set(columns)) != len(columns):
             raise self.foreign(f"its first columns are not {', '.join(_LEADING)}")
-        drop_unfinished_line(self.path)
         self._columns = columns
 
     def read_lines(self) -> list[_Cells]:

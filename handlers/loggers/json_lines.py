@@ -9,8 +9,7 @@ from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import Events
 from pulsetrain.engine.events.payloads import MediaLogged, PolicyUpdated, RolloutCompleted, ValidationCompleted
 from pulsetrain.engine.recording.log.non_finite import finite_or_text
-from pulsetrain.handlers.loggers.text_file import TextFileLogger, drop_unfinished_line
-from pulsetrain.handlers.run_files.run_folder import replace_file
+from pulsetrain.handlers.loggers.text_file import TextFileLogger
 
 __all__ = ["JSONLinesLogger"]
 
@@ -67,10 +66,9 @@ class JSONLinesLogger(TextFileLogger[bytes]):
         self._write()
 
     def check_file(self) -> None:
-        drop_unfinished_line(self.path)
-        lines = self.read_lines()
+        first, end, _ = self.path.read_bytes().partition(b"\n")
         try:
-            known = not lines or {"event", "engine", "iteration"} <= json.loads(lines[0]).keys()
+            known = not end or {"event", "engine", "iteration"} <= json.loads(first).keys()
         except (ValueError, AttributeError):
             known = False
         if not known:
@@ -80,11 +78,7 @@ class JSONLinesLogger(TextFileLogger[bytes]):
         return self.path.read_bytes().splitlines(keepends=True)
 
     def iteration_of(self, line: bytes) -> int:
-        iteration: int = json.loads(line)["iteration"]
-        return iteration
+        return int(json.loads(line)["iteration"])
 
     def encoded(self, lines: Sequence[bytes]) -> bytes:
         return b"".join(lines)
-
-    def rewrite(self, lines: Sequence[bytes]) -> None:
-        replace_file(self.path, b"".join(lines))

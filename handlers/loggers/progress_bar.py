@@ -165,12 +165,10 @@ def _epoch(engine: Engine) -> str:
 
 def _total_iterations(engine: Engine) -> int | None:
     """How many iterations the run will take, None if unknown."""
-    total = attribute(engine, "total_iterations", int)  # of a trainer, whose length may be given in updates or tokens
-    if total is not None:
-        return total
     state = engine.state
-    if state.max_iters is not None:
-        return int(state.max_iters)
-    if state.max_epochs is not None and state.epoch_length is not None:
-        return int(state.max_epochs * state.epoch_length)
-    return None
+    total = attribute(engine, "total_iterations", int)  # of a trainer, whose length may be given in updates or tokens
+    if total is None:
+        total = state.max_iters
+    if total is None and state.max_epochs is not None and state.epoch_length is not None:
+        total = state.max_epochs * state.epoch_length
+    return total

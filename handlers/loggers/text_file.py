@@ -17,10 +17,10 @@ from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import Events
 from pulsetrain.engine.events.subscription import OnError
 from pulsetrain.engine.logs import get_logger
-from pulsetrain.handlers.loggers.base import MetricLogger, Observe
+from pulsetrain.handlers.loggers.base import MetricLogger
 from pulsetrain.handlers.run_files.run_folder import make_folder, replace_file
 
-__all__ = ["TextFileLogger", "drop_unfinished_line"]
+__all__ = ["TextFileLogger"]
 
 Line = TypeVar("Line")
 
@@ -68,6 +68,7 @@ class TextFileLogger(MetricLogger, Generic[Line]):
         self._written = 0
         if self.path.exists() and self.path.stat().st_size:
             self.check_file()
+            _drop_unfinished_line(self.path)
             self._written = len(self.read_lines())
 
     def state_dict(self) -> dict[str, Any]:
@@ -79,11 +80,11 @@ class TextFileLogger(MetricLogger, Generic[Line]):
         self._saved = state
 
     def begin_again(self) -> None:
-        self.keep([])
+        self.cut([], {})
 
     @abstractmethod
     def check_file(self) -> None:
-        """Raise `foreign` if the file there was written by something else; drop an unfinished last line."""
+        """Raise `foreign` if the file there, whose last line may be unfinished, was written by something else."""
 
     @abstractmethod
     def read_lines(self) -> list[Line]:
@@ -97,12 +98,12 @@ class TextFileLogger(MetricLogger, Generic[Line]):
     def encoded(self, lines: Sequence[Line]) -> bytes:
         """The lines as they are appended to the file."""
 
-    @abstractmethod
     def rewrite(self, lines: Sequence[Line]) -> None:
         """Replace the file by one with these lines."""
+        replace_file(self.path, self.encoded(lines))
 
     def cut(self, lines: Sequence[Line], saved: Mapping[str, Any]) -> None:
-        """The run resumes from a checkpoint with this state: keep these lines, which were there then."""
+        """Keep these lines, which were there when the checkpoint with this state was saved."""
         self.keep(lines)
 
     def keep(self, lines: Sequence[Line], changed: bool = False) -> None:
@@ -150,9 +151,9 @@ class TextFileLogger(MetricLogger, Generic[Line]):
             for _ in lines:
                 self._waiting.popleft()
 
-    def _subscribe(self, subscribe: Observe) -> None:
-        super()._subscribe(subscribe)
-        subscribe(Events.CHECKPOINT_LOADED, self._on_loaded)
+    def _subscribe(self) -> None:
+        super()._subscribe()
+        self._observe(Events.CHECKPOINT_LOADED, self._on_loaded)
 
     def _on_loaded(self, engine: Engine) -> None:
         """Remove the lines that were written after the checkpoint; the resumed run writes them again."""
@@ -166,7 +167,7 @@ class TextFileLogger(MetricLogger, Generic[Line]):
             self.cut(lines[:kept], saved)
 
 
-def drop_unfinished_line(path: Path) -> None:
+def _drop_unfinished_line(path: Path) -> None:
     """Remove a last line without an end, which a process killed in mid-write leaves, with a warning."""
     content = path.read_bytes()
     if content.endswith(b"\n") or not content:
