@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Self
 
@@ -193,11 +194,8 @@ def _logged(kept: Iterable[KeptEvent]) -> list[LoggedEvent]:
 def _write_log(folder: Path, events: Sequence[LoggedEvent]) -> None:
     if not events:
         return
-    writer = LogWriter(folder)
-    try:
+    with closing(LogWriter(folder)) as writer:
         for ord, event in enumerate(events):
             event.ord, event.open = ord, False
             writer.add(event)
         writer.end()
-    finally:
-        writer.close()

@@ -163,27 +163,23 @@ class MetricLogger:
         self._subscribe_to_metrics()
         self._observe(Events.STARTED, self._on_started)
         if type(self).log_media is not MetricLogger.log_media:
-            self._observe(Events.MEDIA_LOGGED, self._on_payload)
+            self._observe(Events.MEDIA_LOGGED, self._on_logged)
         # after the handlers that measure once more when the run ends
         ends = Events.COMPLETED | Events.TERMINATE | Events.INTERRUPT | Events.EXCEPTION_RAISED
         self._observe(ends, self._on_end, order=LAST)
 
     def _subscribe_to_metrics(self) -> None:
         if self.every is None:
-            self._observe(Events.METRICS_LOGGED, self._on_metrics)
+            self._observe(Events.METRICS_LOGGED, self._on_logged)
         else:
             self._observe(reading_events(self.every, self._clock), self._on_reading)
-        self._observe(Events.VALIDATION_COMPLETED | Events.ROLLOUT_COMPLETED | Events.POLICY_UPDATED, self._on_payload)
+        self._observe(Events.VALIDATION_COMPLETED | Events.ROLLOUT_COMPLETED | Events.POLICY_UPDATED, self._on_logged)
 
     def _on_started(self, engine: Engine, event: Event) -> None:
         self._last_read = None
         if self._running is None:
             self._running = engine.name
             self._begin(engine, event)
-
-    def _on_metrics(self, engine: Engine, event: Event) -> None:
-        self._begin(engine, event)
-        self.log_metrics(engine, event.payload.metrics)
 
     def _on_reading(self, engine: Engine, event: Event) -> None:
         reading = (engine.name, engine.state.iteration)
@@ -195,10 +191,16 @@ class MetricLogger:
             self._begin(engine, event)
             self.log_metrics(engine, metrics)
 
-    def _on_payload(self, engine: Engine, event: Event) -> None:
+    def _on_logged(self, engine: Engine, event: Event) -> None:
         self._begin(engine, event)
-        methods = {Events.VALIDATION_COMPLETED.value: self.log_validation, Events.MEDIA_LOGGED.value: self.log_media}
-        methods.get(event.type, self.log_rollout)(engine, event.payload)
+        if event.type == Events.METRICS_LOGGED.value:
+            self.log_metrics(engine, event.payload.metrics)
+        elif event.type == Events.VALIDATION_COMPLETED.value:
+            self.log_validation(engine, event.payload)
+        elif event.type == Events.MEDIA_LOGGED.value:
+            self.log_media(engine, event.payload)
+        else:
+            self.log_rollout(engine, event.payload)
 
     def _on_end(self, engine: Engine, event: Event) -> None:
         if engine.name != self._running or not is_run_end(engine, event):
