@@ -1,39 +1,46 @@
-"""Writes one crash bundle, part by part: a part that cannot be read any more is listed as missing."""
+"""Writes one crash bundle from a failed process: a part that cannot be read any more is listed as missing."""
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import time
 import traceback
 import uuid
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass, fields, is_dataclass
 from functools import partial
+from numbers import Real
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader
 
+from pulsetrain.engine.data import rng
+from pulsetrain.engine.data.keyed_loader import can_be_keyed
 from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import Event
 from pulsetrain.engine.events.payloads import AnomalyDetected
 from pulsetrain.engine.step.protocols import describe
 from pulsetrain.engine.training_run import is_training_run, model_of, optimizer_of
 from pulsetrain.handlers.crash.crash_files import BATCH, CONFIG, CRASHES, FACTS, TRACEBACK
-from pulsetrain.handlers.crash.crash_parts import (
-    environment_variables,
-    frames,
-    is_past,
-    plain_batch,
-    read_batch_again,
-    tensor_table,
-)
+from pulsetrain.handlers.metric_values.step_values import to_host
 from pulsetrain.handlers.run_files.run_file import write_run_file
 from pulsetrain.handlers.run_files.run_folder import replace_file
 
-__all__ = ["BundleWriter", "Failure"]
+__all__ = ["BundleWriter", "Failure", "plain_batch"]
+
+# no other variable is written: they may hold keys and passwords
+VARIABLES = (
+    "CUDA_VISIBLE_DEVICES", "CUDA_LAUNCH_BLOCKING", "CUBLAS_WORKSPACE_CONFIG", "PYTORCH_CUDA_ALLOC_CONF",
+    "PYTORCH_ALLOC_CONF", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR",
+    "NCCL_DEBUG", "SLURM_JOB_ID", "SLURM_PROCID", "SLURM_NODELIST", "PYTHONHASHSEED",
+)  # fmt: skip
+MOST_FRAMES, MOST_LOCALS, MOST_DEPTH = 40, 40, 8
 
 
 @dataclass(frozen=True)
@@ -111,21 +118,21 @@ class BundleWriter:
         failure, engine = self._failure, self._failure.engine
         if failure.error is not None:
             yield "traceback", partial(self._write_traceback, failure.error)
-        yield "environment variables", lambda: self._facts.update(variables=environment_variables())
+        variables = {name: os.environ[name] for name in VARIABLES if name in os.environ}
+        yield "environment variables", lambda: self._facts.update(variables=variables)
         yield "rows", self._find_rows
         yield "config", self._copy_config
         yield "run", lambda: write_run_file(self._into, engine)
-        past = failure.anomaly is not None and is_past(engine, failure.anomaly)
+        past = failure.anomaly is not None and _is_past(engine, failure.anomaly)
         if past or getattr(failure.at.state, "batch", None) is not None:
             yield "batch", partial(self._write_batch, past)
         yield "events", lambda: self._write_events(self._into, self._facts)
-        tables = {"weights": _weights, "gradients": _gradients, "optimizer": _optimizer_state}
-        for name, tensors in tables.items():
-            yield name, partial(self._put_table, name, tensors)
+        for name in ("weights", "gradients", "optimizer"):
+            yield name, partial(self._put_table, name)
 
     def _write_traceback(self, error: Exception) -> None:
         (self._into / TRACEBACK).write_text("".join(traceback.format_exception(error)), encoding="utf-8")
-        self._facts["frames"] = frames(error)
+        self._facts["frames"] = _frames(error)
 
     def _find_rows(self) -> None:
         self._facts["rows"] = self._rows = _rows(self._failure)
@@ -137,13 +144,24 @@ class BundleWriter:
     def _write_batch(self, past: bool) -> None:
         failure = self._failure
         iteration = failure.anomaly.at_iteration if failure.anomaly is not None else None
-        batch = read_batch_again(failure.engine, self._rows, iteration) if past else failure.at.state.batch
+        batch = _read_batch_again(failure.engine, self._rows, iteration) if past else failure.at.state.batch
         self._facts["batch"] = describe(batch, ranges=True)
         torch.save(plain_batch(batch), self._into / BATCH)
         self._facts["fetched_again"] = past
 
-    def _put_table(self, name: str, tensors: Callable[[Engine], Iterable[tuple[str, object]]]) -> None:
-        self._facts[name] = tensor_table(tensors(self._failure.engine))
+    def _put_table(self, kind: str) -> None:
+        model, optimizer = model_of(self._failure.engine), optimizer_of(self._failure.engine)
+        named: list[tuple[str, object]] = []
+        for name, weight in model.named_parameters() if model is not None else ():
+            if kind == "weights":
+                named.append((name, weight))
+            elif kind == "gradients":
+                named.append((name, weight.grad))
+            elif optimizer is not None:
+                named += [(f"{name}/{key}", value) for key, value in optimizer.state.get(weight, {}).items()]
+        if kind == "weights" and model is not None:
+            named += model.named_buffers()
+        self._facts[kind] = _tensor_table(named)
 
 
 def _rename(unnamed: Path, path: Path) -> Path:
@@ -181,26 +199,107 @@ def _in_loader(error: BaseException) -> bool:
     return inside[:1] not in (["fire"], ["_signal"])
 
 
-def _named_parameters(engine: Engine) -> Iterable[tuple[str, Tensor]]:
-    model = model_of(engine)
-    return () if model is None else model.named_parameters()
+def _frames(error: BaseException) -> list[dict[str, object]]:
+    """The innermost frames of an exception, outermost first, with their local variables.
+
+    Of these it gives numbers, and the shape, dtype and device of tensors; of all else only the type: a text may be a
+    secret, and a tensor's values may be on a device that failed.
+    """
+    walked = list(traceback.walk_tb(error.__traceback__))[-MOST_FRAMES:]
+    lines = traceback.extract_tb(error.__traceback__)[-MOST_FRAMES:]
+    return [
+        {"file": line.filename, "line": line.lineno, "function": line.name, "code": line.line,
+         "locals": {name: _shown(value) for name, value in list(frame.f_locals.items())[:MOST_LOCALS]}}
+        for (frame, _), line in zip(walked, lines, strict=True)
+    ]  # fmt: skip
 
 
-def _weights(engine: Engine) -> Iterator[tuple[str, Tensor]]:
-    yield from _named_parameters(engine)
-    model = model_of(engine)
-    yield from () if model is None else model.named_buffers()
+def plain_batch(value: object, depth: int = 0) -> object:
+    """The batch as torch.load(weights_only=True) reads it: tensors on the host, in dicts, lists and tuples.
+
+    A dataclass or another object becomes a dict of its fields; an object without fields its type as text.
+    """
+    if isinstance(value, Tensor):
+        return value.detach().cpu().clone()  # of a view, not of its whole storage
+    if isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
+        return torch.from_numpy(value.copy())
+    if value is None or isinstance(value, (bool, int, float, str, bytes)):
+        return value if type(value) in (bool, int, float, str, bytes, type(None)) else str(value)
+    if isinstance(value, Real):  # numpy's
+        return float(value)
+    if depth < MOST_DEPTH:
+        if isinstance(value, Mapping):
+            return {str(key): plain_batch(item, depth + 1) for key, item in value.items()}
+        if isinstance(value, (list, tuple)):
+            items = [plain_batch(item, depth + 1) for item in value]
+            return items if isinstance(value, list) else tuple(items)
+        parts = {each.name: getattr(value, each.name, None) for each in fields(value)} if is_dataclass(value) else None
+        parts = parts or getattr(value, "__dict__", None)
+        if parts and not isinstance(value, type):
+            return {name: plain_batch(item, depth + 1) for name, item in parts.items()}
+    return f"<{type(value).__module__}.{type(value).__qualname__}>"
 
 
-def _gradients(engine: Engine) -> Iterator[tuple[str, Tensor]]:
-    for name, weight in _named_parameters(engine):
-        if weight.grad is not None:
-            yield name, weight.grad
+def _is_past(engine: Engine, anomaly: AnomalyDetected) -> bool:
+    """Whether an anomaly came from other rows than those of the present batch."""
+    iteration = engine.state.iteration
+    if anomaly.at_iteration not in (None, iteration):
+        return True
+    rows = engine.data.rows(iteration) if is_training_run(engine) else None
+    return bool(anomaly.batch_indices) and rows is not None and list(anomaly.batch_indices) != list(rows)
 
 
-def _optimizer_state(engine: Engine) -> Iterator[tuple[str, object]]:
-    optimizer = optimizer_of(engine)
-    states = {} if optimizer is None else optimizer.state
-    for name, weight in _named_parameters(engine):
-        for key, value in states.get(weight, {}).items():
-            yield f"{name}/{key}", value
+def _read_batch_again(engine: object, rows: Sequence[int] | None, iteration: int | None) -> object:
+    """Read the rows again and collate them as the trainer's loader does; the run's random numbers stay as they are.
+
+    Raises:
+        LookupError: the rows are not known, or the loader cannot give them.
+    """
+    loader = engine.train_loader if is_training_run(engine) else None
+    if not rows or not isinstance(loader, DataLoader) or not can_be_keyed(loader) or loader.batch_sampler is None:
+        why = f"{type(loader).__name__} cannot give single rows" if rows else "its rows are not known"
+        raise LookupError(f"the batch of iteration {iteration} is not in memory any more, and {why}")
+    dataset = loader.dataset
+    with rng.preserve_rng():
+        several = getattr(dataset, "__getitems__", None)
+        return loader.collate_fn(several(list(rows)) if several else [dataset[row] for row in rows])
+
+
+def _tensor_table(named: Iterable[tuple[str, object]]) -> list[dict[str, object]]:
+    """Each tensor's shape, dtype, device, L2 norm, and how many of its values are NaN or infinite.
+
+    All numbers are copied to the host together. For a sharded tensor they are those of this process's part.
+    """
+    rows, measured = list[dict[str, object]](), list[Tensor]()
+    for name, tensor in named:
+        if not isinstance(tensor, Tensor):
+            continue
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor  # no collective: other ranks do not join
+        if not isinstance(local, Tensor) or local.is_meta or not local.is_floating_point():
+            continue
+        local = local.detach()
+        rows.append(
+            {"name": name, "shape": list(tensor.shape), "dtype": str(tensor.dtype), "device": str(local.device)}
+        )
+        for number in (torch.linalg.vector_norm(local, dtype=torch.float32), local.isnan().sum(), local.isinf().sum()):
+            measured.append(number.float())
+    numbers = to_host(measured) if measured else []
+    for at, row in enumerate(rows):
+        norm, nan, infinite = numbers[3 * at : 3 * at + 3]
+        row |= {"norm": norm if math.isfinite(norm) else str(norm), "nan": int(nan), "infinite": int(infinite)}
+    return rows
+
+
+def _shown(value: object) -> object:
+    try:
+        if isinstance(value, Tensor):
+            return f"{describe(value)} on {value.device}"
+        if isinstance(value, bool) or (type(value) is int and abs(value) < 2**53):
+            return value
+        if type(value) is float:
+            return value if math.isfinite(value) else str(value)
+        if type(value) in (list, tuple, dict) and isinstance(value, Sized) and len(value) <= MOST_DEPTH:
+            return describe(value)
+        return type(value).__qualname__
+    except Exception:  # an object may raise anything on access
+        return "?"

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Self
+
+from torch import Tensor
 
 from pulsetrain.engine.argument_checks import check_whole_number
 from pulsetrain.engine.errors import ConfigurationError, PulsetrainError, RecordingError, unknown_name
@@ -16,18 +19,20 @@ from pulsetrain.engine.events.names import Event, Events
 from pulsetrain.engine.events.payloads import ExceptionRaised
 from pulsetrain.engine.events.subscription import Phase
 from pulsetrain.engine.logs import get_logger
+from pulsetrain.engine.recording import EventLog, LoggedEvent, LogWriter
 from pulsetrain.engine.recording.replay.engine import ReplayedEngine
 from pulsetrain.engine.training_run import is_training_run
 from pulsetrain.handlers.attachment.attachment import Attachment
 from pulsetrain.handlers.crash.bundle_writer import BundleWriter, Failure
 from pulsetrain.handlers.crash.crash_files import EVENTS, NOTE, read_bundle
-from pulsetrain.handlers.crash.crash_parts import KeptEvent, recorded_tail, write_events
+from pulsetrain.handlers.metric_values.event_values import EventValues
 from pulsetrain.handlers.metric_values.step_values import scalars
 from pulsetrain.handlers.recorder.event_recorder import FREQUENT, EventRecorder
 from pulsetrain.handlers.run_files.run_folder import make_folder
 
 __all__ = ["CrashBundle", "read_bundle"]
 
+KeptEvent = tuple[Event, Mapping[str, Tensor | float] | None]  # an event, and the scalars of the step's output
 FAULTS = (Events.EXCEPTION_RAISED, Events.ANOMALY_DETECTED)
 _NOT_KEPT = (*FREQUENT, Events.METRICS_LOGGED, Events.MEDIA_LOGGED)  # a subscription would make others compute these
 _ITERATED = Events.ITERATION_COMPLETED.value
@@ -120,9 +125,9 @@ class CrashBundle:
                 for event in Events:
                     if event not in _NOT_KEPT:
                         subscribe(event, self._keep, on_error="warn")
-            wanted = [event for event in FAULTS if event in self.faults or event.value in self.faults]
-            for event in wanted:
-                subscribe(event, self._on_fault, phase=Phase.PERSIST, on_error="warn")
+            for event in FAULTS:
+                if event in self.faults or event.value in self.faults:
+                    subscribe(event, self._on_fault, phase=Phase.PERSIST, on_error="warn")
         return self
 
     def detach(self) -> None:
@@ -162,11 +167,35 @@ class CrashBundle:
     def _write_events(self, into: Path, facts: dict[str, object]) -> None:
         engine = self._engine() if self._engine is not None else None
         if self._recorder is None or engine is None:
-            write_events(into / EVENTS, self._kept)
+            _write_log(into / EVENTS, _logged(self._kept))
             return
         self._recorder.flush()
-        tail = recorded_tail(self._recorder.folder, engine.bus.sequence.last, self.events)
+        first = engine.bus.sequence.last - 8 * self.events  # the bus numbers events that are not recorded as well
+        tail = deque(EventLog(self._recorder.folder).read(seq=(first, None)), maxlen=self.events)
         recorded = [each.seq for each in tail if each.event == facts["event"] and each.engine == engine.name]
         if recorded:
             facts["seq"] = recorded[-1]  # a log that was continued has other numbers than the bus
-        write_events(into / EVENTS, tail)
+        _write_log(into / EVENTS, tail)
+
+
+def _logged(kept: Iterable[KeptEvent]) -> list[LoggedEvent]:
+    values, made = EventValues(), list[LoggedEvent]()
+    for event, output in kept:
+        logged = LoggedEvent(-1, event.engine, event.type, event.epoch, event.iteration, seq=event.seq, t=event.time_ns)
+        made.append(logged)
+        if event.payload is not None:
+            values.put_payload(logged, event.payload)
+        if output:
+            values.put(logged, "output", dict(output))
+    values.settle()
+    return made
+
+
+def _write_log(folder: Path, events: Sequence[LoggedEvent]) -> None:
+    if not events:
+        return
+    with closing(LogWriter(folder)) as writer:
+        for ord, event in enumerate(events):
+            event.ord, event.open = ord, False
+            writer.add(event)
+        writer.end()

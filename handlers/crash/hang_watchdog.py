@@ -7,6 +7,7 @@ import os
 import sys
 import threading
 import time
+import traceback
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -95,9 +96,8 @@ class HangWatchdog:
             self._engine = None if isinstance(engine_or_bus, EventBus) else weakref.ref(engine_or_bus)
             self._log = get_logger("handlers")  # here: making a logger reads Python's random generator
             subscribe(Events.STARTED, self._on_started, phase=Phase.COMPUTE, on_error="warn", order=FIRST)
-            ends = Events.TERMINATE | Events.COMPLETED | Events.INTERRUPT
+            ends = Events.TERMINATE | Events.COMPLETED | Events.INTERRUPT | Events.EXCEPTION_RAISED
             subscribe(ends, self._on_end, phase=Phase.PERSIST, on_error="warn", order=LAST)
-            subscribe(Events.EXCEPTION_RAISED, self._on_failure, phase=Phase.PERSIST, on_error="warn", order=LAST)
         return self
 
     def detach(self) -> None:
@@ -110,22 +110,17 @@ class HangWatchdog:
     def _on_started(self, engine: Engine) -> None:
         self._under_way.add(engine.name)
         if self._thread is None or not self._thread.is_alive() or self._process != os.getpid():
-            bus = self._attachment.bus
-            assert bus is not None
             self._stopped, self._process = threading.Event(), os.getpid()
             self._thread = threading.Thread(
                 target=_watch,
-                args=(weakref.ref(self), weakref.ref(bus), self._stopped, self.seconds / LOOKS),
+                args=(weakref.ref(self), self._stopped, self.seconds / LOOKS),
                 name="hang watchdog",
                 daemon=True,
             )
             self._thread.start()
 
-    def _on_end(self, engine: Engine) -> None:
+    def _on_end(self, engine: Engine, event: Event) -> None:
         self._under_way.discard(engine.name)  # after TERMINATE, until COMPLETED, engine.is_running is still true
-
-    def _on_failure(self, engine: Engine, event: Event) -> None:
-        self._on_end(engine)
 
     def runs(self, bus: EventBus) -> list[Engine]:
         """The watched engines that are running, in the order in which they joined the bus."""
@@ -186,36 +181,31 @@ class Silence:
         return self.seconds
 
 
-def _watch(
-    watchdog: weakref.ref[HangWatchdog], bus: weakref.ref[EventBus], stopped: threading.Event, interval: float
-) -> None:
-    """The thread: ends when the watchdog is detached, or it or the bus is gone."""
+def _watch(watchdog: weakref.ref[HangWatchdog], stopped: threading.Event, interval: float) -> None:
+    """The thread: ends when the watchdog is detached or gone."""
     silence, reported = Silence(interval), False
     while not stopped.wait(interval):
-        mine, its_bus = watchdog(), bus()
-        if mine is None or its_bus is None:
+        mine = watchdog()
+        bus = mine._attachment.bus if mine is not None else None
+        if mine is None or bus is None:
             return
         try:
-            runs = mine.runs(its_bus)
+            runs = mine.runs(bus)
         except RuntimeError:  # an engine joined or left the bus at this moment
             continue
         alive = not runs or _is_saving()
-        sign: object = object() if alive else its_bus.sequence.last
+        sign: object = object() if alive else bus.sequence.last
         silent = silence.look(sign, mine.clock())
         if silent == 0.0:
             reported = False
         elif silent >= mine.seconds and not reported:
             reported = True
             mine.report(silent, runs)
-        del mine, its_bus, runs
+        del mine, bus, runs
 
 
 def _is_saving() -> bool:
     """Whether the main thread is saving or loading a checkpoint."""
     frames = sys._current_frames()  # documented; only the name looks private
     frame = frames.get(threading.main_thread().ident or 0)
-    while frame is not None:
-        if _SAVING in frame.f_code.co_filename:
-            return True
-        frame = frame.f_back
-    return False
+    return frame is not None and any(_SAVING in each.f_code.co_filename for each, _ in traceback.walk_stack(frame))

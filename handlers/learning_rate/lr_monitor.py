@@ -15,7 +15,7 @@ from pulsetrain.handlers.attachment.attachment import Attachment
 from pulsetrain.handlers.attachment.cadence import check_every, reading_events
 from pulsetrain.handlers.attachment.engine_queries import reject_replay
 from pulsetrain.handlers.attachment.publishing import publish
-from pulsetrain.handlers.metric_values.step_values import learning_rates, to_host
+from pulsetrain.handlers.metric_values.step_values import learning_rates, on_host
 
 __all__ = ["LRMonitor"]
 
@@ -92,7 +92,8 @@ class LRMonitor:
                 found[_named("momentum", labels, index)] = group.get("momentum", group.get("betas", (None,))[0])
             if self.weight_decay:
                 found[_named("weight_decay", labels, index)] = group.get("weight_decay")
-        publish(engine, _copied_to_host({name: value for name, value in found.items() if value is not None}))
+        given = {name: value for name, value in found.items() if value is not None}
+        publish(engine, {name: float(value) for name, value in on_host(given).items()})
 
 
 def _groups_of(engine: Engine) -> list[dict[str, Any]] | None:
@@ -113,10 +114,3 @@ def _labels(groups: list[dict[str, Any]]) -> list[str]:
 def _named(metric: str, labels: list[str], index: int) -> str:
     # labelled by all groups: one that was added since the last update, and has no rate yet, does not rename the others
     return metric if len(labels) == 1 else f"{metric}/{labels[index]}"
-
-
-def _copied_to_host(values: dict[str, Tensor | float]) -> dict[str, float]:
-    """The values as numbers; tensors take one copy per device and dtype."""
-    tensors = {name: value.reshape(()) for name, value in values.items() if isinstance(value, Tensor)}
-    host = dict(zip(tensors, to_host(list(tensors.values())), strict=True))
-    return {name: host[name] if name in host else float(value) for name, value in values.items()}

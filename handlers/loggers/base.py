@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from typing import ClassVar, Literal, Protocol, Self
+from typing import ClassVar, Literal, Self
 
 from pulsetrain.engine.argument_checks import check_choice
 from pulsetrain.engine.errors import ConfigurationError, RunFolderError
@@ -21,16 +20,10 @@ from pulsetrain.handlers.attachment.cadence import check_every, reading_events
 from pulsetrain.handlers.attachment.engine_queries import is_run_end, settings_of
 from pulsetrain.handlers.metric_values.step_values import step_metrics
 
-__all__ = ["MetricLogger", "Observe", "Plain", "Status", "hyperparameters_of"]
+__all__ = ["MetricLogger", "Plain", "Status", "hyperparameters_of"]
 
 Plain = str | int | float | bool | None
 Status = Literal["finished", "interrupted", "failed"]
-
-
-class Observe(Protocol):
-    """`Attachment.subscribe` in phase OBSERVE, with the logger's `on_error`."""
-
-    def __call__(self, event: AnyEvent, handler: Callable[..., object], *, order: Order | None = ...) -> None: ...
 
 
 class MetricLogger:
@@ -91,11 +84,11 @@ class MetricLogger:
                 written and on_error="raise". With on_error="warn" a warning is logged, and the run continues without
                 this logger.
         """
-        with self._attachment.to(engine_or_bus, needed=self.on_error == "raise") as subscribe:
+        with self._attachment.to(engine_or_bus, needed=self.on_error == "raise"):
             self._reject_shared_destination()
             self.prepare()
             self._last_read = self._running = None
-            self._subscribe(functools.partial(subscribe, on_error=self.on_error))
+            self._subscribe()
             MetricLogger._attached.add(self)
         return self
 
@@ -163,32 +156,30 @@ class MetricLogger:
                     "give each its own folder, or detach() the other one"
                 )
 
-    def _subscribe(self, subscribe: Observe) -> None:
-        self._subscribe_to_metrics(subscribe)
-        subscribe(Events.STARTED, self._on_started)
-        if type(self).log_media is not MetricLogger.log_media:
-            subscribe(Events.MEDIA_LOGGED, self._on_media)
-        # after the handlers that measure once more when the run ends
-        for event in (Events.COMPLETED, Events.TERMINATE, Events.INTERRUPT, Events.EXCEPTION_RAISED):
-            subscribe(event, self._on_end, order=LAST)
+    def _observe(self, event: AnyEvent, handler: Callable[..., object], order: Order | None = None) -> None:
+        self._attachment.subscribe(event, handler, on_error=self.on_error, order=order)
 
-    def _subscribe_to_metrics(self, subscribe: Observe) -> None:
+    def _subscribe(self) -> None:
+        self._subscribe_to_metrics()
+        self._observe(Events.STARTED, self._on_started)
+        if type(self).log_media is not MetricLogger.log_media:
+            self._observe(Events.MEDIA_LOGGED, self._on_logged)
+        # after the handlers that measure once more when the run ends
+        ends = Events.COMPLETED | Events.TERMINATE | Events.INTERRUPT | Events.EXCEPTION_RAISED
+        self._observe(ends, self._on_end, order=LAST)
+
+    def _subscribe_to_metrics(self) -> None:
         if self.every is None:
-            subscribe(Events.METRICS_LOGGED, self._on_metrics)
+            self._observe(Events.METRICS_LOGGED, self._on_logged)
         else:
-            subscribe(reading_events(self.every, self._clock), self._on_reading)
-        subscribe(Events.VALIDATION_COMPLETED, self._on_validation)
-        subscribe(Events.ROLLOUT_COMPLETED | Events.POLICY_UPDATED, self._on_rollout)
+            self._observe(reading_events(self.every, self._clock), self._on_reading)
+        self._observe(Events.VALIDATION_COMPLETED | Events.ROLLOUT_COMPLETED | Events.POLICY_UPDATED, self._on_logged)
 
     def _on_started(self, engine: Engine, event: Event) -> None:
         self._last_read = None
         if self._running is None:
             self._running = engine.name
             self._begin(engine, event)
-
-    def _on_metrics(self, engine: Engine, event: Event) -> None:
-        self._begin(engine, event)
-        self.log_metrics(engine, event.payload.metrics)
 
     def _on_reading(self, engine: Engine, event: Event) -> None:
         reading = (engine.name, engine.state.iteration)
@@ -200,26 +191,22 @@ class MetricLogger:
             self._begin(engine, event)
             self.log_metrics(engine, metrics)
 
-    def _on_validation(self, engine: Engine, event: Event) -> None:
+    def _on_logged(self, engine: Engine, event: Event) -> None:
         self._begin(engine, event)
-        self.log_validation(engine, event.payload)
-
-    def _on_rollout(self, engine: Engine, event: Event) -> None:
-        self._begin(engine, event)
-        self.log_rollout(engine, event.payload)
-
-    def _on_media(self, engine: Engine, event: Event) -> None:
-        self._begin(engine, event)
-        self.log_media(engine, event.payload)
+        if event.type == Events.METRICS_LOGGED.value:
+            self.log_metrics(engine, event.payload.metrics)
+        elif event.type == Events.VALIDATION_COMPLETED.value:
+            self.log_validation(engine, event.payload)
+        elif event.type == Events.MEDIA_LOGGED.value:
+            self.log_media(engine, event.payload)
+        else:
+            self.log_rollout(engine, event.payload)
 
     def _on_end(self, engine: Engine, event: Event) -> None:
         if engine.name != self._running or not is_run_end(engine, event):
             return
         self.event = event
-        ends: dict[str, Status] = {
-            Events.EXCEPTION_RAISED.value: "failed",
-            Events.INTERRUPT.value: "interrupted",
-        }
+        ends: dict[str, Status] = {Events.EXCEPTION_RAISED.value: "failed", Events.INTERRUPT.value: "interrupted"}
         self._end(ends.get(event.type, "finished"))
 
     def _begin(self, engine: Engine, event: Event) -> None:

@@ -18,7 +18,7 @@ from pulsetrain.engine.events.payloads import PolicyUpdated, RolloutCompleted, V
 from pulsetrain.engine.events.subscription import OnError
 from pulsetrain.engine.logs import load_structlog
 from pulsetrain.engine.recording.log.non_finite import finite_or_text
-from pulsetrain.handlers.loggers.base import MetricLogger, Observe
+from pulsetrain.handlers.loggers.base import MetricLogger
 
 if TYPE_CHECKING:
     from structlog.typing import EventDict, WrappedLogger
@@ -83,18 +83,20 @@ class ConsoleLogger(MetricLogger):
         else:
             self._write(engine, "policy", {**_place(engine), **rollout.metrics})
 
-    def _subscribe(self, subscribe: Observe) -> None:
-        self._subscribe_to_metrics(subscribe)
+    def _subscribe(self) -> None:
+        self._subscribe_to_metrics()
         # of each engine of a bus, while other loggers follow one run
-        subscribe(Events.STARTED, self._on_started)
-        subscribe(Events.COMPLETED, self._on_completed)
-        subscribe(Events.TERMINATE, self._on_terminated)
-        subscribe(Events.EXCEPTION_RAISED, self._on_exception)
+        self._observe(Events.STARTED, self._on_started)
+        self._observe(Events.COMPLETED | Events.TERMINATE, self._on_completed)
+        self._observe(Events.EXCEPTION_RAISED, self._on_exception)
 
     def _write(self, engine: Engine, message: str, values: Mapping[str, object]) -> None:
-        where = {"engine": engine.name} if self._attachment.follows_whole_bus else {}
+        if self._attachment.follows_whole_bus:
+            values = {"engine": engine.name, **values}
+        if self.format == "json":
+            values = {name: finite_or_text(each) if isinstance(each, float) else each for name, each in values.items()}
         with tqdm.external_write_mode(file=self._stream):
-            self._logger.info(message, values={**where, **values})
+            self._logger.info(message, values=values)
 
     def _on_started(self, engine: Engine, event: Event) -> None:
         state = engine.state
@@ -103,16 +105,14 @@ class ConsoleLogger(MetricLogger):
         self._last_read = None
         self._write(engine, "run started", {**resumed, **{k: v for k, v in bounds.items() if v is not None}})
 
-    def _on_completed(self, engine: Engine) -> None:
+    def _on_completed(self, engine: Engine, event: Event) -> None:
+        if event.type == Events.TERMINATE.value and engine.should_terminate != "skip_completed":
+            return  # COMPLETED follows, perhaps after a last validation
         reason = engine.state.stop_reason
         if reason is None:
             self._write(engine, "run completed", _place(engine))
         else:
             self._write(engine, "run stopped", {**_place(engine), "reason": reason})
-
-    def _on_terminated(self, engine: Engine) -> None:
-        if engine.should_terminate == "skip_completed":  # otherwise COMPLETED follows, perhaps after a last validation
-            self._on_completed(engine)
 
     def _on_exception(self, engine: Engine, event: Event) -> None:
         error = event.payload.error
@@ -139,19 +139,12 @@ def _place(engine: Engine) -> dict[str, int]:
 
 def _make_logger(stream: TextIO, format: str) -> Any:
     structlog = load_structlog()
-    processors: list[Any]
-    if format == "json":
-        processors = [
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            _spread,
-            _without_nan,
-            structlog.processors.JSONRenderer(default=str),
-        ]
-    else:
-        processors = [structlog.processors.TimeStamper(fmt="%H:%M:%S", utc=False), _spread, _render_line]
+    is_json = format == "json"
+    stamp = structlog.processors.TimeStamper(fmt="iso" if is_json else "%H:%M:%S", utc=is_json)
+    render = structlog.processors.JSONRenderer(default=str) if is_json else _render_line
     return structlog.wrap_logger(
         structlog.WriteLogger(stream),
-        processors=processors,
+        processors=[stamp, _spread, render],
         wrapper_class=structlog.BoundLogger,
         context_class=dict,
         cache_logger_on_first_use=False,
@@ -162,11 +155,6 @@ def _spread(_: WrappedLogger, __: str, entry: EventDict) -> EventDict:
     """Make each value an entry. They are passed as one, since a metric may be named as a parameter of structlog."""
     for name, value in entry.pop("values").items():
         entry[f"{name}_" if name in entry else name] = value
-    return entry
-
-
-def _without_nan(_: WrappedLogger, __: str, entry: EventDict) -> EventDict:
-    entry.update({name: finite_or_text(value) for name, value in entry.items() if isinstance(value, float)})
     return entry
 
 

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
 
-from pulsetrain.engine.errors import RunFolderError
 from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import Events
 from pulsetrain.engine.events.payloads import MediaLogged, PolicyUpdated, RolloutCompleted, ValidationCompleted
 from pulsetrain.engine.recording.log.non_finite import finite_or_text
-from pulsetrain.handlers.loggers.text_file import TextFileLogger, drop_unfinished_line, write_end
-from pulsetrain.handlers.run_files.run_folder import make_folder, replace_file
+from pulsetrain.handlers.loggers.text_file import TextFileLogger
 
 __all__ = ["JSONLinesLogger"]
 
@@ -42,24 +39,7 @@ class JSONLinesLogger(TextFileLogger[bytes]):
     [0.5, 0.25]
     """
 
-    file_name = "metrics.jsonl"
-
-    def prepare(self) -> None:
-        make_folder("JSONLinesLogger", self.folder)
-        self._written = 0
-        if self.path.exists():
-            drop_unfinished_line(self.path)
-            self._written = len(self._read())
-
-    def state_dict(self) -> dict[str, int]:
-        """How many lines the file has, including those that wait to be written."""
-        return {"lines": self._written + len(self._waiting.lines)}
-
-    def begin_again(self) -> None:
-        self._waiting.cut(0)
-        if self._written:
-            replace_file(self.path, b"")
-            self._written = 0
+    file_name, unit = "metrics.jsonl", "lines"
 
     def log_metrics(self, engine: Engine, metrics: Mapping[str, float]) -> None:
         self._append(engine, Events.METRICS_LOGGED.value, metrics)
@@ -82,36 +62,23 @@ class JSONLinesLogger(TextFileLogger[bytes]):
         for name, value in values.items():
             entry[f"{name}_" if name in entry else name] = finite_or_text(value) if isinstance(value, float) else value
         # json does not know numpy's numbers, except those that are floats
-        self._waiting.put(json.dumps(entry, ensure_ascii=False, allow_nan=False, default=float).encode() + b"\n")
-        while lines := self._waiting.first():
-            write_end(self.path, b"".join(lines))
-            self._written += len(lines)
-            self._waiting.drop_first(len(lines))
+        self._put(json.dumps(entry, ensure_ascii=False, allow_nan=False, default=float).encode() + b"\n")
+        self._write()
 
-    def _read(self) -> list[bytes]:
-        lines = self.path.read_bytes().splitlines(keepends=True)
+    def check_file(self) -> None:
+        first, end, _ = self.path.read_bytes().partition(b"\n")
         try:
-            known = not lines or {"event", "engine", "iteration"} <= json.loads(lines[0]).keys()
+            known = not end or {"event", "engine", "iteration"} <= json.loads(first).keys()
         except (ValueError, AttributeError):
             known = False
         if not known:
-            rule = (
-                f"{self.path.name} there was not written by this "
-                "logger: its first line is not an object with event, engine and iteration; move it or "
-                "choose another folder"
-            )
-            raise RunFolderError(rule, "JSONLinesLogger", folder=str(self.folder))
-        return lines
+            raise self.foreign("its first line is not an object with event, engine and iteration")
 
-    def cut(self, saved: Mapping[str, Any], iteration: int) -> None:
-        kept: int = saved["lines"]
-        if kept >= self._written + len(self._waiting.lines):
-            return
-        lines = self._read() if self._written else []
-        later = [*lines, *self._waiting.lines][kept:]
-        if not all(json.loads(line)["iteration"] >= iteration for line in later):
-            return  # another run's file
-        self._waiting.cut(max(kept - self._written, 0))
-        if kept < self._written:
-            replace_file(self.path, b"".join(lines[:kept]))
-            self._written = kept
+    def read_lines(self) -> list[bytes]:
+        return self.path.read_bytes().splitlines(keepends=True)
+
+    def iteration_of(self, line: bytes) -> int:
+        return int(json.loads(line)["iteration"])
+
+    def encoded(self, lines: Sequence[bytes]) -> bytes:
+        return b"".join(lines)

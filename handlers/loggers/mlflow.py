@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +62,7 @@ class MLflowLogger(ServiceLogger):
         clock: Callable[[], float] = time.monotonic,
         on_error: OnError = "warn",
     ) -> None:
-        super().__init__(
-            every, hyperparameters=hyperparameters, room=room, flush_seconds=flush_seconds, clock=clock,
-            on_error=on_error,
-        )  # fmt: skip
+        super().__init__(every, hyperparameters, room, flush_seconds, clock, on_error)
         for name, value in (("tracking_uri", tracking_uri), ("experiment", experiment), ("run_name", run_name)):
             if value is not None:
                 check_text("MLflowLogger", name, value, "a text, or None")
@@ -99,7 +96,9 @@ class MLflowLogger(ServiceLogger):
         self.run_id = run.info.run_id
         named = {_name(name): str(value) for name, value in values.items()}
         new = {name: value for name, value in named.items() if name not in run.data.params}  # MLflow cannot change one
-        return _Run(client, run.info.run_id, self._mlflow.entities, new, self.is_refusal).deliver
+        parameters = [self._mlflow.entities.Param(name, value) for name, value in new.items()]
+        unsent = [parameters[start : start + _PARAMETERS] for start in range(0, len(parameters), _PARAMETERS)]
+        return functools.partial(self._deliver, client, run.info.run_id, unsent)
 
     def _connect_client(self) -> tuple[Any, str]:
         """A client and the experiment's id."""
@@ -114,60 +113,43 @@ class MLflowLogger(ServiceLogger):
             return client, str(found.experiment_id)
         return client, str(client.create_experiment(name, artifact_location=files))
 
-
-class _Run:
-    """One run of MLflow, in the sender's thread."""
-
-    def __init__(
-        self,
-        client: Any,
-        run_id: str,
-        entities: Any,
-        parameters: Mapping[str, str],
-        is_refusal: Callable[[Exception], bool],
-    ) -> None:
-        self._client, self._run_id, self._entities, self._is_refusal = client, run_id, entities, is_refusal
-        self._parameters = [entities.Param(name, value) for name, value in parameters.items()]  # not sent yet
-        self._at_once = _PARAMETERS
-
-    def deliver(self, entries: Sequence[Entry]) -> int:
-        self._log_parameters()
+    def _deliver(self, client: Any, run: str, unsent: list[list[Any]], entries: Sequence[Entry]) -> int:
+        self._log_parameters(client, run, unsent)
         first = entries[0]
         if isinstance(first, Begin):
-            self._client.update_run(self._run_id, status="RUNNING")
-            return 1
-        if isinstance(first, End):
-            self._client.set_terminated(self._run_id, _STATUS[first.status], end_time=first.time_ns // 1_000_000)
-            return 1
-        if isinstance(first, Media):
-            self._log_media(first)
-            return 1
-        first_metrics = takewhile(lambda entry: isinstance(entry, Metrics), entries)
-        return self._log_metrics([entry for entry in first_metrics if isinstance(entry, Metrics)])
+            client.update_run(run, status="RUNNING")
+        elif isinstance(first, End):
+            client.set_terminated(run, _STATUS[first.status], end_time=first.time_ns // 1_000_000)
+        elif isinstance(first, Media):
+            self._log_media(client, run, first)
+        else:
+            return self._log_metrics(client, run, entries)
+        return 1
 
-    def _log_parameters(self) -> None:
+    def _log_parameters(self, client: Any, run: str, unsent: list[list[Any]]) -> None:
         """Send those not sent yet. After a rejection each is sent separately, so that only the rejected one is lost."""
-        while self._parameters:
-            sent = self._parameters[: self._at_once]
+        while unsent:
             try:
-                self._client.log_batch(self._run_id, params=sent)
+                client.log_batch(run, params=unsent[0])
             except Exception as error:
-                if not self._is_refusal(error):
+                if not self.is_refusal(error):
                     raise
-                if len(sent) == 1:
-                    del self._parameters[0]
+                if len(unsent[0]) == 1:
+                    del unsent[0]
                     raise
-                self._at_once = 1
+                unsent[:] = [[parameter] for batch in unsent for parameter in batch]
             else:
-                del self._parameters[: len(sent)]
+                del unsent[0]
 
-    def _log_metrics(self, entries: Sequence[Metrics]) -> int:
-        """Send as many entries as fit into one request; a larger entry takes several requests."""
+    def _log_metrics(self, client: Any, run: str, entries: Sequence[Entry]) -> int:
+        """Send as many of the first entries as fit into one request; a larger entry takes several requests."""
         found: list[object] = []
         count = 0
         for entry in entries:
+            if not isinstance(entry, Metrics):
+                break
             new = [
-                self._entities.Metric(_name(name), value, entry.time_ns // 1_000_000, entry.iteration)
+                self._mlflow.entities.Metric(_name(name), value, entry.time_ns // 1_000_000, entry.iteration)
                 for name, value in {**entry.values, "epoch": float(entry.epoch)}.items()
             ]
             if found and len(found) + len(new) > _METRICS:
@@ -175,18 +157,16 @@ class _Run:
             found += new
             count += 1
         for start in range(0, len(found), _METRICS):
-            self._client.log_batch(self._run_id, metrics=found[start : start + _METRICS])
+            client.log_batch(run, metrics=found[start : start + _METRICS])
         return count
 
-    def _log_media(self, media: Media) -> None:
-        name = _name(media.name)
+    def _log_media(self, client: Any, run: str, media: Media) -> None:
+        name, step = _name(media.name), media.iteration
         if media.kind == "text":
-            self._client.log_text(self._run_id, media.value, f"{name}/{media.iteration:09d}.txt")
+            client.log_text(run, media.value, f"{name}/{step:09d}.txt")
         else:
-            step, milliseconds = media.iteration, media.time_ns // 1_000_000
-            self._client.log_image(
-                self._run_id, media.value, key=name, step=step, timestamp=milliseconds, synchronous=True
-            )
+            milliseconds = media.time_ns // 1_000_000
+            client.log_image(run, media.value, key=name, step=step, timestamp=milliseconds, synchronous=True)
 
 
 def _name(name: str) -> str:

@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pulsetrain.engine.errors import ConfigurationError, unknown_name
+from pulsetrain.engine.argument_checks import check_choice
+from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.events.payloads import MediaLogged
 from pulsetrain.handlers.plots import figures
 
@@ -51,13 +52,9 @@ def picture_of(media: MediaLogged) -> NDArray[np.uint8]:
     """
     if media.kind == "image":
         return _image(media)
-    if media.kind == "figure":
-        return _drawn(media.value)
-    if media.kind == "histogram":
-        return _drawn(_histogram_figure(media))
-    if media.kind == "matrix":
-        return _drawn(_matrix_figure(media))
-    raise unknown_name("MediaLogged", "kind", media.kind, ("image", "figure", "histogram", "matrix"))
+    figure_of = {"figure": lambda media: media.value, "histogram": _histogram_figure, "matrix": _matrix_figure}
+    check_choice("MediaLogged", "kind", media.kind, ("image", *figure_of))
+    return _drawn(figure_of[media.kind](media))
 
 
 def _image(media: MediaLogged) -> NDArray[np.uint8]:

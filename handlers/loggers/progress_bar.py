@@ -70,18 +70,14 @@ class ProgressBar:
     def attach(self, engine: Engine) -> Self:
         """Show the engine's runs."""
         with self._attachment.to(engine, whole_bus=False) as subscribe:
-            handlers: tuple[tuple[Events, Callable[..., None]], ...] = (
-                (Events.STARTED, self._on_started),
-                (Events.EPOCH_STARTED, self._on_epoch),
-                (Events.ITERATION_COMPLETED, self._on_iteration),
-                (Events.METRICS_LOGGED, self._on_metrics),
-                *((event, self._on_round) for event in METRIC_EVENTS),
-                (Events.TERMINATE, self._on_terminated),
-                (Events.COMPLETED, self._on_end),
-                (Events.EXCEPTION_RAISED, self._on_exception),
-            )
-            for event, handler in handlers:
-                subscribe(event, handler, on_error=self._on_error)
+            subscribe(Events.STARTED, self._on_started, on_error=self._on_error)
+            subscribe(Events.EPOCH_STARTED, self._on_epoch, on_error=self._on_error)
+            subscribe(Events.ITERATION_COMPLETED, self._on_iteration, on_error=self._on_error)
+            subscribe(Events.METRICS_LOGGED, self._on_metrics, on_error=self._on_error)
+            for event in METRIC_EVENTS:
+                subscribe(event, self._on_round, on_error=self._on_error)
+            ends = Events.TERMINATE | Events.COMPLETED | Events.EXCEPTION_RAISED
+            subscribe(ends, self._on_end, on_error=self._on_error)
         return self
 
     def detach(self) -> None:
@@ -135,19 +131,14 @@ class ProgressBar:
                 self._figures[name] = format(value, ".4g")
         self._show_figures()
 
-    def _on_end(self, engine: Engine) -> None:
+    def _on_end(self, engine: Engine, event: Event) -> None:
+        if event.type == Events.TERMINATE.value and engine.should_terminate != "skip_completed":
+            return  # COMPLETED follows, perhaps after a last validation
         if self._bar is not None:
             self._bar.total = self._bar.total or engine.state.iteration
         if self._next_line is not None:
             self._write_line(engine)
         self._close()
-
-    def _on_terminated(self, engine: Engine) -> None:
-        if engine.should_terminate == "skip_completed":  # otherwise COMPLETED follows, perhaps after a last validation
-            self._on_end(engine)
-
-    def _on_exception(self, engine: Engine, event: Event) -> None:
-        self._on_end(engine)
 
     def _show_figures(self) -> None:
         if self._bar is not None:
@@ -174,12 +165,10 @@ def _epoch(engine: Engine) -> str:
 
 def _total_iterations(engine: Engine) -> int | None:
     """How many iterations the run will take, None if unknown."""
-    total = attribute(engine, "total_iterations", int)  # of a trainer, whose length may be given in updates or tokens
-    if total is not None:
-        return total
     state = engine.state
-    if state.max_iters is not None:
-        return int(state.max_iters)
-    if state.max_epochs is not None and state.epoch_length is not None:
-        return int(state.max_epochs * state.epoch_length)
-    return None
+    total = attribute(engine, "total_iterations", int)  # of a trainer, whose length may be given in updates or tokens
+    if total is None:
+        total = state.max_iters
+    if total is None and state.max_epochs is not None and state.epoch_length is not None:
+        total = state.max_epochs * state.epoch_length
+    return total

@@ -160,22 +160,19 @@ class Sender(Generic[Entry]):
         self._first += 1
 
     def _report_refusal(self, error: Exception) -> None:
-        if self._has_refused:
-            return
-        self._has_refused = self.reported = True
-        self._log.warning(
-            f"{self._place}: the service rejects an entry; it and others like it are lost", error=_text(error)
-        )
-        self._report(error)
+        if not self._has_refused:
+            self._has_refused = True
+            self._warn("the service rejects an entry; it and others like it are lost", error)
 
     def _begin_outage(self, error: Exception) -> None:
-        if self._outage is not None:
-            return
-        self._outage = time.monotonic(), self.lost
+        if self._outage is None:
+            self._outage = time.monotonic(), self.lost
+            self._warn("cannot reach the service; training continues, and what it logs waits", error)
+
+    def _warn(self, what: str, error: Exception) -> None:
         self.reported = True
-        self._log.warning(
-            f"{self._place}: cannot reach the service; training continues, and what it logs waits", error=_text(error)
-        )
+        text = str(error).strip() or type(error).__name__
+        self._log.warning(f"{self._place}: {what}", error=text if len(text) <= 300 else f"{text[:300]} ...")
         self._report(error)
 
     def _end_outage(self) -> None:
@@ -185,8 +182,3 @@ class Sender(Generic[Entry]):
         self._outage = None
         seconds = round(time.monotonic() - since, 1)
         self._log.warning(f"{self._place}: reached the service again", seconds=seconds, lost_entries=self.lost - before)
-
-
-def _text(error: Exception) -> str:
-    text = str(error).strip() or type(error).__name__
-    return text if len(text) <= 300 else f"{text[:300]} ..."

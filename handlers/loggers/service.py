@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import time
+import functools
 import uuid
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -82,12 +82,11 @@ class ServiceLogger(MetricLogger):
     def __init__(
         self,
         every: Every | None,
-        *,
         hyperparameters: Mapping[str, object] | None,
         room: int,
         flush_seconds: float,
-        clock: Callable[[], float] = time.monotonic,
-        on_error: OnError = "warn",
+        clock: Callable[[], float],
+        on_error: OnError,
     ) -> None:
         super().__init__(every, hyperparameters=hyperparameters, clock=clock, on_error=on_error)
         check_whole_number(self._place, "room", room)
@@ -130,9 +129,10 @@ class ServiceLogger(MetricLogger):
     def log_hyperparameters(self, values: Mapping[str, Plain]) -> None:
         assert self._key is not None
         self._failures = []
+        connect = functools.cache(functools.partial(self.connect, self._key, values))  # again after a failed attempt
         self._sender = Sender(
             self._place,
-            _Connection(self.connect, self._key, values).deliver,
+            lambda entries: connect()(entries),
             is_refusal=self.is_refusal,
             report=self._report,
             room=self.room,
@@ -206,21 +206,3 @@ def check_text(place: str, argument: str, value: object, needed: str) -> None:
     """
     if not isinstance(value, str) or not value:
         raise ConfigurationError(f"needs {needed}", place, **{argument: value})
-
-
-class _Connection:
-    """Connects before it delivers the first entry, and again after a failed attempt."""
-
-    def __init__(
-        self,
-        connect: Callable[[str, Mapping[str, Plain]], Deliver],
-        key: str,
-        values: Mapping[str, Plain],
-    ) -> None:
-        self._connect, self._key, self._values = connect, key, values
-        self._deliver: Deliver | None = None
-
-    def deliver(self, entries: Sequence[Entry]) -> int:
-        if self._deliver is None:
-            self._deliver = self._connect(self._key, self._values)
-        return self._deliver(entries)

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from pulsetrain.engine.events.cadence import Every
 from pulsetrain.engine.events.engine import Engine
@@ -95,23 +94,19 @@ class TensorBoardLogger(MetricLogger):
         if media.kind == "text":
             self._writer.add_text(name, media.value, **place)
         elif media.kind == "histogram":
-            self._add_histogram(name, *histogram_of(media), **place)
+            counts, edges = histogram_of(media)
+            centres = (edges[:-1] + edges[1:]) / 2
+            self._writer.add_histogram_raw(
+                name,
+                min=edges[0],
+                max=edges[-1],
+                num=counts.sum(),
+                sum=(counts * centres).sum(),
+                sum_squares=(counts * centres**2).sum(),
+                bucket_limits=edges,  # the right end of each
+                bucket_counts=np.concatenate([[0.0], counts]),
+                **place,
+            )
         else:
             picture = picture_of(media)
             self._writer.add_image(name, picture, dataformats="HWC" if picture.ndim == 3 else "HW", **place)
-
-    def _add_histogram(
-        self, name: str, counts: NDArray[np.float64], edges: NDArray[np.float64], **place: float
-    ) -> None:
-        centres = (edges[:-1] + edges[1:]) / 2
-        self._writer.add_histogram_raw(
-            name,
-            min=edges[0],
-            max=edges[-1],
-            num=counts.sum(),
-            sum=(counts * centres).sum(),
-            sum_squares=(counts * centres**2).sum(),
-            bucket_limits=edges,  # the right end of each
-            bucket_counts=np.concatenate([[0.0], counts]),
-            **place,
-        )

@@ -11,60 +11,21 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
+from pulsetrain.engine.errors import RunFolderError
 from pulsetrain.engine.events.cadence import Every
 from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import Events
 from pulsetrain.engine.events.subscription import OnError
 from pulsetrain.engine.logs import get_logger
-from pulsetrain.handlers.loggers.base import MetricLogger, Observe
-from pulsetrain.handlers.run_files.run_folder import replace_file
+from pulsetrain.handlers.loggers.base import MetricLogger
+from pulsetrain.handlers.run_files.run_folder import make_folder, replace_file
 
-__all__ = ["Backlog", "TextFileLogger", "drop_unfinished_line", "write_end"]
+__all__ = ["TextFileLogger"]
 
 Line = TypeVar("Line")
 
 _AT_MOST = 10_000  # waiting lines: a disk that stays full must not fill the memory
 _AT_ONCE = 100  # lines per write; each new line is another attempt
-
-
-class Backlog(Generic[Line]):
-    """Lines that wait to be written, in order. Beyond 10,000 the oldest are lost, with one warning.
-
-    Args:
-        place: the logger's class name, for the warning.
-    """
-
-    def __init__(self, place: str) -> None:
-        self.lines: deque[Line] = deque()
-        self._place = place
-        self._warned = False
-
-    def put(self, line: Line) -> bool:
-        """Add a line; returns whether the oldest was lost for it."""
-        self.lines.append(line)
-        if len(self.lines) <= _AT_MOST:
-            return False
-        self.lines.popleft()
-        if not self._warned:
-            self._warned = True
-            get_logger("handlers").warning(
-                f"{self._place}: more than {_AT_MOST:,} lines wait for the disk; the oldest are lost from now on"
-            )
-        return True
-
-    def first(self) -> Sequence[Line]:
-        """The lines of the next write."""
-        return list(islice(self.lines, _AT_ONCE))
-
-    def drop_first(self, count: int) -> None:
-        """Remove lines that have been written."""
-        for _ in range(count):
-            self.lines.popleft()
-
-    def cut(self, kept: int) -> None:
-        """Remove all lines after the first `kept`."""
-        while len(self.lines) > kept:
-            self.lines.pop()
 
 
 class TextFileLogger(MetricLogger, Generic[Line]):
@@ -79,6 +40,7 @@ class TextFileLogger(MetricLogger, Generic[Line]):
     """
 
     file_name: ClassVar[str]
+    unit: ClassVar[str]  # the key of the number of lines in a checkpoint
 
     def __init__(
         self,
@@ -92,35 +54,120 @@ class TextFileLogger(MetricLogger, Generic[Line]):
         self.folder = Path(folder)
         self.path = self.folder / self.file_name
         self._written = 0  # lines in the file
-        self._waiting: Backlog[Line] = Backlog(type(self).__name__)
+        self._waiting: deque[Line] = deque()  # to be written, in order; beyond 10,000 the oldest are lost
+        self._replaced: Line | None = None  # the file's last line, which the first waiting one will replace
+        self._has_lost = False
         self._saved: Mapping[str, Any] | None = None  # the state of a checkpoint that is being loaded
 
     @property
     def destination(self) -> Path:
         return self.path.resolve()
 
+    def prepare(self) -> None:
+        make_folder(self._place, self.folder)
+        self._written = 0
+        if self.path.exists() and self.path.stat().st_size:
+            self.check_file()
+            _drop_unfinished_line(self.path)
+            self._written = len(self.read_lines())
+
+    def state_dict(self) -> dict[str, Any]:
+        """How many lines the file has, including those that wait to be written."""
+        return {self.unit: self._final + len(self._waiting)}
+
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The file is unchanged until CHECKPOINT_LOADED, when the run resumes from there."""
         self._saved = state
 
+    def begin_again(self) -> None:
+        self.cut([], {})
+
     @abstractmethod
-    def cut(self, saved: Mapping[str, Any], iteration: int) -> None:
-        """Remove the lines that were written after the checkpoint of this state, from that iteration on.
+    def check_file(self) -> None:
+        """Raise `foreign` if the file there, whose last line may be unfinished, was written by something else."""
 
-        The resumed run writes them again. Does nothing if the file belongs to another run.
+    @abstractmethod
+    def read_lines(self) -> list[Line]:
+        """The file's lines, without a header."""
+
+    @abstractmethod
+    def iteration_of(self, line: Line) -> int:
+        """The iteration of which the line tells."""
+
+    @abstractmethod
+    def encoded(self, lines: Sequence[Line]) -> bytes:
+        """The lines as they are appended to the file."""
+
+    def rewrite(self, lines: Sequence[Line]) -> None:
+        """Replace the file by one with these lines."""
+        replace_file(self.path, self.encoded(lines))
+
+    def cut(self, lines: Sequence[Line], saved: Mapping[str, Any]) -> None:
+        """Keep these lines, which were there when the checkpoint with this state was saved."""
+        self.keep(lines)
+
+    def keep(self, lines: Sequence[Line], changed: bool = False) -> None:
+        """Remove all lines after these, of the file and of those that wait.
+
+        Args:
+            lines: the first ones.
+            changed: whether the last of them differs from the one that is there.
         """
+        final = self._final
+        self._replaced, self._waiting = None, deque(lines[final:])
+        if min(len(lines), final) < self._written or (changed and len(lines) <= final):
+            self.rewrite(lines[:final])
+            self._written = min(len(lines), final)
 
-    def _subscribe(self, subscribe: Observe) -> None:
-        super()._subscribe(subscribe)
-        subscribe(Events.CHECKPOINT_LOADED, self._on_loaded)
+    def foreign(self, why: str) -> RunFolderError:
+        """The error for a file that something else has written."""
+        rule = f"{self.path.name} there was not written by this logger: {why}; move it or choose another folder"
+        return RunFolderError(rule, self._place, folder=str(self.folder))
+
+    @property
+    def _final(self) -> int:
+        """The file's lines, without a last one that the first waiting line will replace."""
+        return self._written - (self._replaced is not None)
+
+    def _put(self, line: Line) -> None:
+        self._waiting.append(line)
+        if len(self._waiting) <= _AT_MOST:
+            return
+        self._waiting.popleft()
+        self._replaced = None  # the line that would have replaced it is lost
+        if not self._has_lost:
+            self._has_lost = True
+            get_logger("handlers").warning(
+                f"{self._place}: more than {_AT_MOST:,} lines wait for the disk; the oldest are lost from now on"
+            )
+
+    def _write(self) -> None:
+        """Write the lines that wait."""
+        while lines := list(islice(self._waiting, _AT_ONCE)):
+            content = self.encoded(lines)
+            replaced = b"" if self._replaced is None else self.encoded([self._replaced])
+            self._written += len(lines) - write_end(self.path, content, replaced)
+            self._replaced = None
+            for _ in lines:
+                self._waiting.popleft()
+
+    def _subscribe(self) -> None:
+        super()._subscribe()
+        self._observe(Events.CHECKPOINT_LOADED, self._on_loaded)
 
     def _on_loaded(self, engine: Engine) -> None:
+        """Remove the lines that were written after the checkpoint; the resumed run writes them again."""
         saved, self._saved = self._saved, None
-        if saved is not None:
-            self.cut(saved, engine.state.iteration)
+        if saved is None:
+            return
+        kept = int(saved[self.unit])
+        lines = [*(self.read_lines()[: self._final] if self._written else ()), *self._waiting]
+        # otherwise it is another run's file
+        if kept <= len(lines) and all(self.iteration_of(line) >= engine.state.iteration for line in lines[kept:]):
+            self.cut(lines[:kept], saved)
 
 
-def drop_unfinished_line(path: Path) -> None:
+def _drop_unfinished_line(path: Path) -> None:
     """Remove a last line without an end, which a process killed in mid-write leaves, with a warning."""
     content = path.read_bytes()
     if content.endswith(b"\n") or not content:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -45,10 +46,7 @@ class TrackioLogger(ServiceLogger):
         clock: Callable[[], float] = time.monotonic,
         on_error: OnError = "warn",
     ) -> None:
-        super().__init__(
-            every, hyperparameters=hyperparameters, room=room, flush_seconds=flush_seconds, clock=clock,
-            on_error=on_error,
-        )  # fmt: skip
+        super().__init__(every, hyperparameters, room, flush_seconds, clock, on_error)
         for name, value in (("project", project), ("run_name", run_name)):
             check_text("TrackioLogger", name, value, "a name")
         self.project = project
@@ -67,23 +65,16 @@ class TrackioLogger(ServiceLogger):
             auto_log_gpu=False,
             auto_log_cpu=False,
         )
-        return _Run(run, self._trackio).deliver
+        return functools.partial(self._deliver, run)
 
-
-class _Run:
-    """One run of Trackio, in the sender's thread."""
-
-    def __init__(self, run: Any, trackio: Any) -> None:
-        self._run, self._trackio = run, trackio
-
-    def deliver(self, entries: Sequence[Entry]) -> int:
+    def _deliver(self, run: Any, entries: Sequence[Entry]) -> int:
         first = entries[0]
         if isinstance(first, Metrics):
-            self._run.log({**first.values, "epoch": first.epoch}, step=first.iteration)
+            run.log({**first.values, "epoch": first.epoch}, step=first.iteration)
         elif isinstance(first, Media):
-            self._run.log({first.name: self._of(first)}, step=first.iteration)
+            run.log({first.name: self._of(first)}, step=first.iteration)
         elif isinstance(first, End):
-            self._run.finish()
+            run.finish()
         return 1
 
     def _of(self, media: Media) -> Any:

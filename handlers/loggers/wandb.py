@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -51,10 +52,7 @@ class WandbLogger(ServiceLogger):
         clock: Callable[[], float] = time.monotonic,
         on_error: OnError = "warn",
     ) -> None:
-        super().__init__(
-            every, hyperparameters=hyperparameters, room=room, flush_seconds=flush_seconds, clock=clock,
-            on_error=on_error,
-        )  # fmt: skip
+        super().__init__(every, hyperparameters, room, flush_seconds, clock, on_error)
         check_text("WandbLogger", "project", project, "the project's name")
         if mode not in (None, "online", "offline"):
             raise unknown_name("WandbLogger", "mode", mode, ("online", "offline"))
@@ -93,24 +91,17 @@ class WandbLogger(ServiceLogger):
         self._log.info("logging to Weights & Biases", url=None if run.offline else run.url, folder=run.dir)
         run.define_metric("iteration", hidden=True)
         run.define_metric("*", step_metric="iteration")
-        return _Run(run, self._wandb).deliver
+        return functools.partial(self._deliver, run)
 
-
-class _Run:
-    """One run of Weights & Biases, in the sender's thread."""
-
-    def __init__(self, run: Any, wandb: Any) -> None:
-        self._run, self._wandb = run, wandb
-
-    def deliver(self, entries: Sequence[Entry]) -> int:
+    def _deliver(self, run: Any, entries: Sequence[Entry]) -> int:
         first = entries[0]
         if isinstance(first, Metrics):
             place = {"iteration": first.iteration, "epoch": first.epoch, "time": first.time_ns / 1e9}
-            self._run.log({**first.values, **place})
+            run.log({**first.values, **place})
         elif isinstance(first, Media):
-            self._run.log({first.name: self._of(first), "iteration": first.iteration})
+            run.log({first.name: self._of(first), "iteration": first.iteration})
         elif isinstance(first, End):
-            self._run.finish(exit_code=1 if first.status == "failed" else 0)
+            run.finish(exit_code=1 if first.status == "failed" else 0)
         return 1
 
     def _of(self, media: Media) -> Any:

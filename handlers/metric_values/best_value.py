@@ -17,14 +17,7 @@ from pulsetrain.handlers.attachment.attachment import Subscribe
 from pulsetrain.handlers.attachment.engine_queries import attribute
 from pulsetrain.handlers.metric_values.step_values import METRIC_EVENTS
 
-__all__ = [
-    "Mode",
-    "check_judged",
-    "is_better",
-    "judged_name",
-    "subscribe_judge",
-    "warn_if_never_reported",
-]
+__all__ = ["Mode", "check_judged", "is_better", "judged_name", "subscribe_judge", "warn_if_never_reported"]
 
 Mode = Literal["min", "max"]
 

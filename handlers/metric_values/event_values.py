@@ -21,18 +21,7 @@ from pulsetrain.handlers.metric_values.step_values import scalar, to_host
 __all__ = ["EventValues", "PlainTypes", "summary"]
 
 _PLAIN_NAMES = {name for kind in (float, int, bool, str) for name in (kind.__name__, str(kind))}  # of annotations
-_NO_MAPPINGS = (
-    list,
-    dict,
-    tuple,
-    set,
-    frozenset,
-    Mapping,
-    Enum,
-    str,
-    PurePath,
-    Real,
-)  # whatever fields they have
+_NO_MAPPINGS = (list, dict, tuple, set, frozenset, Mapping, Enum, str, PurePath, Real)  # whatever fields they have
 MAX_DEPTH = 8  # of nesting; deeper values, cycles among them, are summarised
 MAX_VALUES = 10_000  # in one payload; a container that would exceed this is summarised
 
@@ -218,11 +207,8 @@ def summary(value: object) -> dict[str, object]:
 
 def _field_names(value: object) -> Collection[str] | None:
     """The fields of an instance of a dataclass or a struct."""
-    if isinstance(value, type):
-        return None
-    return (
-        value.__struct_fields__ if isinstance(value, msgspec.Struct) else getattr(value, "__dataclass_fields__", None)
-    )
+    names = "__struct_fields__" if isinstance(value, msgspec.Struct) else "__dataclass_fields__"
+    return None if isinstance(value, type) else getattr(value, names, None)
 
 
 def _one(tensor: Tensor) -> Tensor | None:

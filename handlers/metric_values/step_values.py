@@ -14,7 +14,7 @@ from pulsetrain.engine.metrics import to_host
 from pulsetrain.engine.training_run import is_training_run
 from pulsetrain.handlers.attachment.engine_queries import attribute
 
-__all__ = ["METRIC_EVENTS", "learning_rates", "scalar", "scalars", "step_metrics", "to_host"]
+__all__ = ["METRIC_EVENTS", "learning_rates", "on_host", "scalar", "scalars", "step_metrics", "to_host"]
 
 # their payloads have `metrics`, by which a run may be judged; state.metrics holds these too
 METRIC_EVENTS = (Events.VALIDATION_COMPLETED, Events.ROLLOUT_COMPLETED, Events.POLICY_UPDATED)
@@ -84,6 +84,15 @@ def step_metrics(engine: Engine) -> dict[str, float]:
     rates = learning_rates(engine)
     if rates:
         found["learning_rate"] = rates[0]
-    tensors = {name: value for name, value in found.items() if isinstance(value, Tensor)}
+    return on_host(found)
+
+
+def on_host(values: Mapping[str, Tensor | float]) -> dict[str, float]:
+    """The values with tensors copied to the host together.
+
+    >>> on_host({"loss": torch.tensor(0.5), "learning_rate": 0.1})
+    {'loss': 0.5, 'learning_rate': 0.1}
+    """
+    tensors = {name: value.reshape(()) for name, value in values.items() if isinstance(value, Tensor)}
     host = dict(zip(tensors, to_host(list(tensors.values())), strict=True))
-    return {name: host[name] if isinstance(value, Tensor) else value for name, value in found.items()}
+    return {name: host[name] if isinstance(value, Tensor) else value for name, value in values.items()}

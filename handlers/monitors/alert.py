@@ -77,12 +77,15 @@ class Alert:
             raise ConfigurationError(
                 "needs a command or a webhook, such as command=['notify-send']", "Alert", command=None, webhook=None
             )
-        if isinstance(command, str) or (command is not None and not (command and all(map(_is_text, command)))):
+        if isinstance(command, str) or (
+            command is not None and not (command and all(isinstance(each, str) for each in command))
+        ):
             raise ConfigurationError(
                 "needs a list of texts, the program and its arguments; no shell splits it", "Alert", command=command
             )
-        if webhook is not None and not _is_address(webhook):
-            shown = _shown(webhook) if isinstance(webhook, str) else webhook
+        self._site = _site_of(webhook)
+        if webhook is not None and self._site is None:
+            shown = f"{webhook[:8]}..." if isinstance(webhook, str) else webhook
             raise ConfigurationError("needs an address that begins with https:// or http://", "Alert", webhook=shown)
         if isinstance(events, (str, EventEnum)):
             raise ArgumentTypeError("needs several, such as (Events.COMPLETED,)", "Alert", events=events)
@@ -119,7 +122,15 @@ class Alert:
             return
         if event.type == Events.TERMINATE.value and is_training_run(engine) and engine.is_rewinding:
             return
-        message = _message(event)
+        payload = payload_fields(event.payload) if hasattr(event.payload, "__dataclass_fields__") else event.payload
+        message = {
+            "event": event.type,
+            "engine": event.engine,
+            "epoch": event.epoch,
+            "iteration": event.iteration,
+            "time": event.time_ns / 1e9,
+            "payload": _plain(payload),
+        }
         with self._changed:
             full = len(self._waiting) == _AT_MOST
             if not full:
@@ -188,10 +199,10 @@ class Alert:
                 pass
         except urllib.error.HTTPError as error:
             error.close()
-            raise RuntimeError(f"{_shown(webhook)} answered {error.code} {error.reason}") from None
+            raise RuntimeError(f"{self._site} answered {error.code} {error.reason}") from None
         except Exception as error:  # an error other than OSError may quote the address
             why = error if isinstance(error, OSError) else type(error).__name__
-            raise RuntimeError(f"{_shown(webhook)} could not be reached: {why}") from None
+            raise RuntimeError(f"{self._site} could not be reached: {why}") from None
 
     def _warn(self, what: str, why: str) -> None:
         if not self._warned:
@@ -199,20 +210,6 @@ class Alert:
             get_logger("handlers").warning(
                 f"an alert {what}; the run continues, and further failures are not reported", error=why
             )
-
-
-def _message(event: Event) -> dict[str, object]:
-    payload = event.payload
-    if hasattr(payload, "__dataclass_fields__"):
-        payload = payload_fields(payload)
-    return {
-        "event": event.type,
-        "engine": event.engine,
-        "epoch": event.epoch,
-        "iteration": event.iteration,
-        "time": event.time_ns / 1e9,
-        "payload": _plain(payload),
-    }
 
 
 def _plain(value: object) -> object:
@@ -230,21 +227,12 @@ def _plain(value: object) -> object:
     return str(value) if isinstance(value, os.PathLike) else f"<{type(value).__name__}>"
 
 
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
-
-
-def _is_address(value: object) -> bool:
+def _site_of(webhook: object) -> str | None:
+    """The address without the parts that may be secret: with the whole of it anyone may post; None if it is not one."""
     try:
-        parts = urlsplit(value) if isinstance(value, str) else None
+        parts = urlsplit(webhook) if isinstance(webhook, str) else None
     except ValueError:  # an incomplete IPv6 address
-        return False
-    return parts is not None and parts.scheme in ("https", "http") and bool(parts.hostname)
-
-
-def _shown(webhook: str) -> str:
-    """The address without the parts that may be secret: with the whole of it anyone may post."""
-    if not _is_address(webhook):
-        return f"{webhook[:8]}..."
-    parts = urlsplit(webhook)
+        return None
+    if parts is None or parts.scheme not in ("https", "http") or not parts.hostname:
+        return None
     return f"{parts.scheme}://{parts.hostname}"

@@ -116,8 +116,7 @@ class FlopCount:
         self._hooks: list[RemovableHandle] = []
         # of each part: a trainer does not call the step() of a NamedOptimizers itself
         for part in parts_of(optimizer).values() if optimizer is not None else ():
-            self._hooks.append(part.register_step_pre_hook(self._pause))
-            self._hooks.append(part.register_step_post_hook(self._resume))
+            self._hooks += [part.register_step_pre_hook(self._pause), part.register_step_post_hook(self._resume)]
         self._resume()
 
     def end(self) -> int:

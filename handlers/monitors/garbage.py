@@ -8,7 +8,7 @@ from typing import Self
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.events.cadence import Every
 from pulsetrain.engine.events.engine import Engine
-from pulsetrain.engine.events.names import Events
+from pulsetrain.engine.events.names import Event, Events
 from pulsetrain.engine.events.subscription import FIRST, Phase
 from pulsetrain.handlers.attachment.attachment import Attachment
 from pulsetrain.handlers.attachment.cadence import check_every
@@ -62,10 +62,9 @@ class Garbage:
             reject_replay("Garbage", engine, "process that trains")
             subscribe(Events.STARTED, self._begin, phase=Phase.PERSIST)
             subscribe(self.every.events(), self._collect, phase=Phase.PERSIST)
-            subscribe(Events.COMPLETED, self._end, phase=Phase.PERSIST)
-            subscribe(Events.TERMINATE, self._end_without_completed, phase=Phase.PERSIST)
+            subscribe(Events.COMPLETED | Events.TERMINATE, self._on_end, phase=Phase.PERSIST)
             # before other handlers, which may raise in turn
-            subscribe(Events.EXCEPTION_RAISED, self._end_failing, phase=Phase.COMPUTE, order=FIRST)
+            subscribe(Events.EXCEPTION_RAISED, self._on_end, phase=Phase.COMPUTE, order=FIRST)
         return self
 
     def detach(self) -> None:
@@ -87,12 +86,11 @@ class Garbage:
         if self._active:
             gc.collect(self.generation)
 
-    def _end_without_completed(self, engine: Engine) -> None:
-        if engine.should_terminate == "skip_completed":
+    def _on_end(self, engine: Engine, event: Event) -> None:
+        if (
+            event.type != Events.TERMINATE.value or engine.should_terminate == "skip_completed"
+        ):  # else COMPLETED follows
             self._end()
-
-    def _end_failing(self, error: BaseException) -> None:
-        self._end()
 
     def _end(self) -> None:
         if not self._active:

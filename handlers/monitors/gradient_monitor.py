@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+from itertools import chain, islice
 from typing import Literal, Self
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -13,7 +15,6 @@ from pulsetrain.engine.errors import ArgumentTypeError, ConfigurationError
 from pulsetrain.engine.events.cadence import Every
 from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import Event, Events
-from pulsetrain.engine.events.subscription import Phase
 from pulsetrain.engine.optimizers import NamedOptimizers
 from pulsetrain.handlers.attachment.attachment import Attachment
 from pulsetrain.handlers.attachment.engine_queries import attribute, reject_replay
@@ -111,16 +112,13 @@ class GradientMonitor:
             interval = self.every.updates
             optimizers = attribute(engine, "optimizer", NamedOptimizers)
             if optimizers is not None and len(optimizers.parts) > 1:  # state.update counts the updates of all
-                subscribe(Events.STARTED, self._on_started, phase=Phase.OBSERVE, on_error="warn")
-                subscribe(Events.GRADIENTS_READY, self._on_gradients_of, phase=Phase.OBSERVE, on_error="warn")
+                subscribe(Events.STARTED, self._on_started, on_error="warn")
+                subscribe(Events.GRADIENTS_READY, self._on_gradients_of, on_error="warn")
                 interval = 1
             else:
-                subscribe(
-                    Events.GRADIENTS_READY(every=interval), self._on_gradients, phase=Phase.OBSERVE, on_error="warn"
-                )
+                subscribe(Events.GRADIENTS_READY(every=interval), self._on_gradients, on_error="warn")
             if self.updates:
-                updated = Events.OPTIMIZER_STEP_COMPLETED(every=interval)
-                subscribe(updated, self._on_update, phase=Phase.OBSERVE, on_error="warn")
+                subscribe(Events.OPTIMIZER_STEP_COMPLETED(every=interval), self._on_update, on_error="warn")
         return self
 
     def detach(self) -> None:
@@ -138,13 +136,10 @@ class GradientMonitor:
         assert optimizers is not None
         if count % self.every.updates == 0:
             owned = {id(each) for group in optimizers.parts[name].param_groups for each in group["params"]}
-            self._measure(engine, owned)
-
-    def _on_gradients(self, engine: Engine) -> None:
-        self._measure(engine)
+            self._on_gradients(engine, owned)
 
     @torch.no_grad()
-    def _measure(self, engine: Engine, owned: set[int] | None = None) -> None:
+    def _on_gradients(self, engine: Engine, owned: set[int] | None = None) -> None:
         self._before, self._norms = None, {}  # left by an update that failed
         model = self.model if self.model is not None else attribute(engine, "model", nn.Module)
         groups = self._groups(model, owned) if model is not None else {}
@@ -199,23 +194,19 @@ class GradientMonitor:
 
     def _norms_of(self, tensors: dict[str, list[Tensor]]) -> dict[str, Tensor]:
         """The norm over each group's tensors, shape (), on their device; half precision is computed in float32."""
-        every = [tensor for parts in tensors.values() for tensor in parts]
-        found: list[Tensor | None] = [None] * len(every)
-        kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-        for index, tensor in enumerate(every):
-            kinds.setdefault((tensor.device, tensor.dtype), []).append(index)
-        for (_, kind), indices in kinds.items():
+        kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for tensor in chain.from_iterable(tensors.values()):
+            kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+        norm_of: dict[int, Tensor] = {}  # by the tensor's id
+        for (_, kind), alike in kinds.items():
             dtype = torch.float32 if kind.itemsize < 4 else None
-            # one kernel for all tensors, where a norm for each would be one launch per parameter
-            norms = torch._foreach_norm(  # what torch.nn.utils.get_total_norm calls; has no public name
-                [every[index] for index in indices], self.norm_type, dtype=dtype
-            )
-            for index, norm in zip(indices, norms, strict=True):
-                found[index] = norm
-        rest = iter(found)
+            # one kernel for all tensors, where a norm for each would be one launch per parameter;
+            # what torch.nn.utils.get_total_norm calls, and has no public name
+            norms = torch._foreach_norm(alike, self.norm_type, dtype=dtype)
+            norm_of.update(zip(map(id, alike), norms, strict=True))
         joined: dict[str, Tensor] = {}
         for name, parts in tensors.items():
-            own = [part for part in (next(rest) for _ in parts) if part is not None]
+            own = [norm_of[id(part)] for part in parts]
             if len(own) > 1:
                 own = [torch.linalg.vector_norm(torch.stack([part.to(own[0]) for part in own]), self.norm_type)]
             joined[name] = own[0]
@@ -230,7 +221,7 @@ def _values(gradient: Tensor | None) -> Tensor:
 def _histogram(parts: list[Tensor], bins: int) -> Tensor:
     """The smallest finite value, the largest, and the count of each bin: shape (2 + bins,)."""
     device = parts[0].device
-    exact = torch.float32 if device.type == "mps" else torch.float64  # float32 counts up to 2**24
+    exact = _widest(device)  # float32 counts up to 2**24
     flat = [part.reshape(-1).to(device) for part in parts]
     finite = [part.isfinite() for part in flat]
     least = torch.stack([part.where(ok, math.inf).min().to(exact) for part, ok in zip(flat, finite, strict=True)]).min()
@@ -254,9 +245,7 @@ def _counted(counts: list[float], least: float, greatest: float) -> tuple[list[i
         counts = [0.0] * len(counts)
         counts[len(counts) // 2] = total
         least, greatest = least - 0.5, greatest + 0.5
-    width = (greatest - least) / len(counts)
-    edges = [least + index * width for index in range(len(counts))]
-    return [int(count) for count in counts], [*edges, greatest]
+    return [int(count) for count in counts], np.linspace(least, greatest, len(counts) + 1).tolist()
 
 
 def _to_host(found: dict[str, list[Tensor]]) -> dict[str, list[float]]:
@@ -264,14 +253,11 @@ def _to_host(found: dict[str, list[Tensor]]) -> dict[str, list[float]]:
     rows = {
         name: torch.cat([part.reshape(-1).to(_widest(part.device)) for part in parts]) for name, parts in found.items()
     }
-    by_device: dict[torch.device, list[str]] = {}
-    for name, row in rows.items():
-        by_device.setdefault(row.device, []).append(name)
     host: dict[str, list[float]] = {}
-    for names in by_device.values():
-        values = iter(torch.cat([rows[name] for name in names]).tolist())
-        for name in names:
-            host[name] = [next(values) for _ in range(rows[name].numel())]
+    for device in dict.fromkeys(row.device for row in rows.values()):
+        here = {name: row for name, row in rows.items() if row.device == device}
+        values = iter(torch.cat(list(here.values())).tolist())
+        host |= {name: list(islice(values, row.numel())) for name, row in here.items()}
     return host
 
 

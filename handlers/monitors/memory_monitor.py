@@ -106,12 +106,10 @@ class MemoryMonitor:
                 self._judge(engine, name, value)
 
     def _judge(self, engine: Engine, name: str, value: float) -> None:
-        recent = self._recent.setdefault(name, deque())
+        recent = self._recent.setdefault(name, deque(maxlen=self.leak_after + 1))
         if recent and value <= recent[-1]:
             recent.clear()
         recent.append(value)
-        if len(recent) > self.leak_after + 1:
-            recent.popleft()
         grown = recent[-1] - recent[0]
         if len(recent) <= self.leak_after or grown <= self.growth * recent[0]:
             return

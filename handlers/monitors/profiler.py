@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import uuid
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Self
 
 import torch
 from torch.autograd.profiler import record_function
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 
 from pulsetrain.engine.argument_checks import check_bool, check_whole_number
 from pulsetrain.engine.errors import ConfigurationError
@@ -72,7 +73,7 @@ class Profiler:
         self.memory, self.stacks = memory, stacks
         self._begun_at: int | None = None  # iterations done when the run started; None if nothing is left to profile
         self._profile: profile | None = None
-        self._marks: list[record_function] = []
+        self._mark_of = ExitStack()  # the batch or the iteration in progress
         self._attachment = Attachment("Profiler")
         self._window = Attachment("Profiler")  # until the window ends
 
@@ -87,8 +88,7 @@ class Profiler:
             reject_replay("Profiler", engine, "process that trains")
             make_folder("Profiler", self.folder / "profile")
             subscribe_last(subscribe, Events.STARTED, self._on_started)
-            subscribe_first(subscribe, Events.TERMINATE | Events.COMPLETED, self._on_end)
-            subscribe_first(subscribe, Events.EXCEPTION_RAISED, self._on_failure)
+            subscribe_first(subscribe, Events.TERMINATE | Events.COMPLETED | Events.EXCEPTION_RAISED, self._on_end)
         return self
 
     def detach(self) -> None:
@@ -102,14 +102,14 @@ class Profiler:
             profiled.stop()
 
     def _on_started(self, engine: Engine) -> None:
-        self._on_end(engine)  # of a run that was abandoned
+        self._finish(engine)  # of a run that was abandoned
         self._begun_at = engine.state.iteration
         with self._window.to(engine, whole_bus=False) as subscribe:
             subscribe_last(subscribe, Events.GET_BATCH_STARTED, self._on_asking)
             subscribe_first(subscribe, Events.GET_BATCH_COMPLETED, self._unmark)
             subscribe_last(subscribe, Events.ITERATION_STARTED, self._on_step_begins)
             subscribe_first(subscribe, Events.ITERATION_COMPLETED, self._unmark)
-            subscribe_last(subscribe, Events.ITERATION_COMPLETED, self._on_iteration)
+            subscribe_last(subscribe, Events.ITERATION_COMPLETED, self._move)
         self._move(engine)
 
     def _on_asking(self, engine: Engine) -> None:
@@ -118,18 +118,15 @@ class Profiler:
     def _on_step_begins(self, engine: Engine) -> None:
         self._mark(f"iteration {engine.state.iteration}")
 
-    def _on_iteration(self, engine: Engine) -> None:
-        if self._begun_at is not None:
-            self._move(engine)
-
     def _move(self, engine: Engine) -> None:
         """After an iteration, or before the first: start, advance or end."""
-        assert self._begun_at is not None
+        if self._begun_at is None:
+            return
         done = engine.state.iteration - self._begun_at
         if done == self.start - self.warmup - 1:
             self._begin()
         elif self._profile is not None and done == self.start - 1 + self.iterations:
-            self._on_end(engine)
+            self._finish(engine)
         elif self._profile is not None:
             self._profile.step()
 
@@ -139,28 +136,17 @@ class Profiler:
             self._begun_at = None
             self._window.cancel()
             raise RuntimeError("Profiler: another profiler is active in this process; nothing is written")
-        kinds = [ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            kinds.append(ProfilerActivity.CUDA)
-        if torch.xpu.is_available():
-            kinds.append(ProfilerActivity.XPU)
         window = None
         if self.warmup:  # otherwise torch would warn about the missing warm-up
             window = torch.profiler.schedule(wait=0, warmup=self.warmup, active=self.iterations, repeat=1)
-        profiled = profile(
-            activities=kinds,
-            schedule=window,
-            profile_memory=self.memory,
-            with_stack=self.stacks,
-            acc_events=True,
-        )
+        profiled = profile(schedule=window, profile_memory=self.memory, with_stack=self.stacks, acc_events=True)
         profiled.start()
         self._profile = profiled
 
-    def _on_failure(self, engine: Engine, event: Event) -> None:
-        self._on_end(engine)
+    def _on_end(self, engine: Engine, event: Event) -> None:
+        self._finish(engine)
 
-    def _on_end(self, engine: Engine) -> None:
+    def _finish(self, engine: Engine) -> None:
         """Write the window as far as it got, and unsubscribe from the iterations."""
         self._window.cancel()
         self._unmark()
@@ -189,10 +175,7 @@ class Profiler:
     def _mark(self, name: str) -> None:
         if self._profile is not None:
             self._unmark()
-            mark = record_function(name)
-            mark.__enter__()
-            self._marks.append(mark)
+            self._mark_of.enter_context(record_function(name))
 
     def _unmark(self) -> None:
-        while self._marks:
-            self._marks.pop().__exit__(None, None, None)
+        self._mark_of.close()

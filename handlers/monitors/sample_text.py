@@ -114,10 +114,7 @@ class SampleText:
 
     def summary(self) -> str:
         """The latest texts, for the end of the command's output; unprintable characters are escaped."""
-        lines = [
-            line for text in self.texts for line in ("sample", *(f"    {_printable(x)}" for x in text.split("\n")))
-        ]
-        return "\n".join(lines)
+        return "\n".join("\n    ".join(["sample", *map(_printable, text.split("\n"))]) for text in self.texts)
 
     def _on_started(self) -> None:
         self._written_at = None
@@ -154,9 +151,7 @@ class SampleText:
         decode = self.decode if self.decode is not None else _text
         contexts = attribute(attribute(engine, "evaluator", Engine), "contexts", list) or ()
         texts = []
-        with ExitStack() as stack:
-            stack.enter_context(rng.preserve_rng())
-            stack.enter_context(torch.no_grad())
+        with rng.preserve_rng(), torch.no_grad(), ExitStack() as stack:
             if model is not None:
                 stack.enter_context(eval_mode(model))
             for context in contexts:

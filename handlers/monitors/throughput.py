@@ -110,8 +110,7 @@ class Throughput:
             last(Events.CHECKPOINT_SAVED, self._on_saved)
             subscribe(reading_events(self.every, self.clock), self._read, on_error="warn")
             first(Events.COMPLETED, self._read)
-            first(Events.INTERRUPT | Events.TERMINATE, self._stop_counting)
-            first(Events.EXCEPTION_RAISED, self._on_failure)
+            first(Events.INTERRUPT | Events.TERMINATE | Events.EXCEPTION_RAISED, self._stop_counting)
         return self
 
     def detach(self) -> None:
@@ -158,22 +157,17 @@ class Throughput:
         if not self._counts:
             return
         self._shapes = shapes_of(engine.state.batch)
-        if self._shapes in self._flops_of or not self._may_count(engine):
+        if self._shapes in self._flops_of:
             return
-        self._pause()
-        self._counting = FlopCount(attribute(engine, "optimizer", Optimizer))
-
-    def _may_count(self, engine: Engine) -> bool:
         if len(self._flops_of) >= MAX_SHAPES:
-            self._warn(f"batches have more than {MAX_SHAPES} shapes, and steps are no longer counted")
+            why = f"batches have more than {MAX_SHAPES} shapes, and steps are no longer counted"
         elif is_compiled(attribute(engine, "model", nn.Module)):
-            self._warn("the model is compiled, and its steps are not counted")
+            why = "the model is compiled, and its steps are not counted"
         else:
-            return True
+            self._pause()
+            self._counting = FlopCount(attribute(engine, "optimizer", Optimizer))
+            return
         self._counts = False
-        return False
-
-    def _warn(self, why: str) -> None:
         get_logger("handlers").warning(f"{why}: the share of the device's peak is left out; pass flops_per_sample=")
 
     def _on_step_ended(self) -> None:
@@ -190,14 +184,11 @@ class Throughput:
             flops = self._flops_of.get(self._shapes) if self._counts and self._shapes is not None else None
             self._flops = None if flops is None else self._flops + flops
 
-    def _stop_counting(self) -> None:
+    def _stop_counting(self, *_: object) -> None:
         """Discard the count of a step that did not complete."""
         if self._counting is not None:
             count, self._counting = self._counting, None
             count.end()
-
-    def _on_failure(self, engine: Engine, event: Event) -> None:
-        self._stop_counting()
 
     def _read(self, engine: Engine) -> None:
         if not self._iterations:
@@ -218,15 +209,14 @@ class Throughput:
             metrics["throughput/flops_per_second"] = flops / seconds
             peak = self._peak(engine)
             if peak is not None:
-                metrics[f"throughput/{self._share_name(engine)}"] = flops / seconds / peak
+                backend = attribute(engine, "backend", object)
+                recomputes = attribute(backend, "activation_checkpointing", str) is not None
+                share = "hfu" if recomputes and self.flops_per_sample is None else "mfu"
+                metrics[f"throughput/{share}"] = flops / seconds / peak
         publish(engine, metrics, measured=True)
         paused_at = self._paused_at
         self._restart(samples)
         self._paused_at = None if paused_at is None else self._since
-
-    def _share_name(self, engine: Engine) -> str:
-        recomputes = attribute(attribute(engine, "backend", object), "activation_checkpointing", str) is not None
-        return "hfu" if recomputes and self.flops_per_sample is None else "mfu"
 
     def _peak(self, engine: Engine) -> float | None:
         if self.peak_flops is not None:
@@ -237,7 +227,6 @@ class Throughput:
         if peak is None and not self._peak_missed:
             self._peak_missed = True
             get_logger("handlers").warning(
-                "the peak of this device is not known: throughput/mfu is left out; pass peak_flops=",
-                device=name,
+                "the peak of this device is not known: throughput/mfu is left out; pass peak_flops=", device=name
             )
         return peak

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pulsetrain.handlers.plots import figures
@@ -72,13 +73,9 @@ def thinned(points: list[Point]) -> list[Point]:
         bucket = points[start : min(start + _BUCKET, len(points) - 1)]
         finite = [each for each in bucket if math.isfinite(each.value)]
         others = [each for each in bucket if not math.isfinite(each.value)][:1]
-        ends = {min(finite, key=_value), max(finite, key=_value)} if finite else set()
+        ends = {min(finite, key=itemgetter(1)), max(finite, key=itemgetter(1))} if finite else set()
         kept += sorted([*ends, *others])
     return [*kept, points[-1]]
-
-
-def _value(point: Point) -> float:
-    return point.value
 
 
 class RunCurves:
@@ -131,7 +128,8 @@ class RunCurves:
             iteration, matrix = self.matrices[name]
             return figures.confusion_matrix(matrix, f"{name}, iteration {iteration:,}")
         found = sorted(each for each in self.curves if _figure_of(each) == name)
-        panels = _PANELS[name](self, sorted(found, key=lambda each: not each.startswith("train/")))
+        panels_of: Callable[[list[str]], list[figures.Panel]] = getattr(self, name)  # the methods below
+        panels = panels_of(sorted(found, key=lambda each: not each.startswith("train/")))
         return figures.curves(panels) if panels else None
 
     def panel(self, title: str, unit: str, labels: Mapping[str, str]) -> figures.Panel:
@@ -144,9 +142,8 @@ class RunCurves:
         return [self.panel("loss", "loss", {name: name for name in names})]
 
     def metrics(self, names: list[str]) -> list[figures.Panel]:
-        wanted = dict.fromkeys(_metric(name) for name in names if name in self.validated)
-        if not wanted:  # the run has no validation
-            wanted = dict.fromkeys(map(_metric, names))
+        # without validation, all of them
+        wanted = {_metric(name) for name in names if name in self.validated} or set(map(_metric, names))
         panels = []
         for metric in sorted(wanted)[:MAX_PANELS]:
             labels = {name: name.rpartition("/")[0] or name for name in names if _metric(name) == metric}
@@ -172,15 +169,6 @@ class RunCurves:
 
     def throughput(self, names: list[str]) -> list[figures.Panel]:
         return [self.panel(_RATES[name], _RATES[name], {name: _RATES[name]}) for name in names]
-
-
-_PANELS: dict[str, Callable[[RunCurves, list[str]], list[figures.Panel]]] = {
-    "loss": RunCurves.loss,
-    "metrics": RunCurves.metrics,
-    "learning_rate": RunCurves.learning_rate,
-    "grad_norm": RunCurves.grad_norm,
-    "throughput": RunCurves.throughput,
-}
 
 
 def _figure_of(name: str) -> str:

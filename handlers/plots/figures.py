@@ -63,6 +63,7 @@ def curves(panels: Sequence[Panel]) -> Figure:
     >>> render(figure, "png")[:4]
     b'\x89PNG'
     """
+    from matplotlib.lines import Line2D
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     labels = list(dict.fromkeys(label for panel in panels for label in panel.curves))
@@ -95,7 +96,7 @@ def curves(panels: Sequence[Panel]) -> Figure:
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
         alone = f": {_short(labels[0])}" if len(labels) == 1 and labels[0] not in (panel.title, panel.unit) else ""
         _dress(axes, panel.title + alone, "iteration", panel.unit)
-    handles[_NON_FINITE] = _non_finite_marker()
+    handles[_NON_FINITE] = Line2D([], [], color="0.3", marker="x", linestyle="none", markersize=6)
     if named:
         figure.legend(
             [handles[label] for label in named],
@@ -152,11 +153,9 @@ def counts_of(value: object) -> list[list[float]] | None:
     ([[3.0, 1.0], [0.0, 4.0]], None)
     """
     rows = value.tolist() if hasattr(value, "tolist") else value
-    if (
-        not isinstance(rows, list)
-        or not rows
-        or not all(isinstance(row, list) and len(row) == len(rows) for row in rows)
-    ):
+    if not isinstance(rows, list) or not rows:
+        return None
+    if not all(isinstance(row, list) and len(row) == len(rows) for row in rows):
         return None
     try:
         counts = [[float(count) for count in row] for row in rows]
@@ -269,8 +268,8 @@ def _draw(axes: Axes, points: Points, style: int, marked: bool) -> Line2D:
         markersize=5,
         markevery=max(1, len(points) // _MARKED) if marked else None,
     )
-    for sign, marker, height in ((0, "x", 0.02), (1, "^", 0.98), (-1, "v", 0.02)):
-        at = [x for x, y in points if not math.isfinite(y) and _sign(y) == sign]
+    for sign, marker, height in ((math.nan, "x", 0.02), (math.inf, "^", 0.98), (-math.inf, "v", 0.02)):
+        at = [x for x, y in points if y == sign or (math.isnan(y) and math.isnan(sign))]
         if at:  # at the edge of the axes, whatever their scale
             edge = axes.get_xaxis_transform()
             axes.plot(at, [height] * len(at), marker, color=colour, transform=edge, markersize=6, clip_on=False)
@@ -281,12 +280,6 @@ def _has_isolated(points: Points) -> bool:
     """Whether a point has no neighbour to draw a line to."""
     finite = [False, *(math.isfinite(y) for _, y in points), False]
     return any(finite[i] and not finite[i - 1] and not finite[i + 1] for i in range(1, len(finite) - 1))
-
-
-def _non_finite_marker() -> Line2D:
-    from matplotlib.lines import Line2D
-
-    return Line2D([], [], color="0.3", marker="x", linestyle="none", markersize=6)
 
 
 def _dress(axes: Axes, title: str, horizontal: str, vertical: str) -> None:
@@ -307,10 +300,6 @@ def _until_least(values: Sequence[float]) -> list[float]:
     """The finite values up to the smallest."""
     finite = [value for value in values if math.isfinite(value)]
     return finite[: finite.index(min(finite)) + 1] if finite else []
-
-
-def _sign(value: float) -> int:
-    return 0 if math.isnan(value) else (1 if value > 0 else -1)
 
 
 def _count(value: float) -> str:

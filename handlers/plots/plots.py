@@ -9,8 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from torch import Tensor
-
 from pulsetrain.engine.argument_checks import check_choice
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.events.bus import EventBus
@@ -22,7 +20,7 @@ from pulsetrain.engine.logs import get_logger
 from pulsetrain.handlers.attachment.attachment import Attachment
 from pulsetrain.handlers.attachment.cadence import check_every, reading_events
 from pulsetrain.handlers.attachment.engine_queries import is_run_end
-from pulsetrain.handlers.metric_values.step_values import METRIC_EVENTS, learning_rates, step_metrics, to_host
+from pulsetrain.handlers.metric_values.step_values import METRIC_EVENTS, learning_rates, on_host, step_metrics
 from pulsetrain.handlers.plots import figures
 from pulsetrain.handlers.plots.curves import RunCurves
 from pulsetrain.handlers.run_files.run_folder import make_folder, replace_file
@@ -105,8 +103,7 @@ class Plots:
             subscribe(Events.MEDIA_LOGGED, self._on_media, on_error=self._on_error)
             for event in METRIC_EVENTS:
                 subscribe(event, self._on_round, on_error=self._on_error)
-            subscribe(Events.COMPLETED, self._on_end, on_error=self._on_error)
-            subscribe(Events.TERMINATE, self._on_terminated, on_error=self._on_error)
+            subscribe(Events.COMPLETED | Events.TERMINATE, self._on_end, on_error=self._on_error)
             subscribe(Events.EXCEPTION_RAISED, self._on_end, on_error="warn")
         return self
 
@@ -146,7 +143,10 @@ class Plots:
         return written
 
     def _run_of(self, engine: Engine) -> RunCurves:
-        return self._runs.setdefault(engine.name if self._attachment.follows_whole_bus else "", RunCurves())
+        return self._runs.setdefault(self._key(engine), RunCurves())
+
+    def _key(self, engine: Engine) -> str:
+        return engine.name if self._attachment.follows_whole_bus else ""
 
     def _on_metrics(self, engine: Engine, event: Event) -> None:
         metrics = event.payload.metrics
@@ -164,7 +164,7 @@ class Plots:
         run = self._run_of(engine)
         run.add_round(engine.state.iteration, event.payload.metrics)
         if self._clock() >= self._next:
-            self._on_end(engine)
+            self._draw(self._key(engine))
 
     def _on_media(self, engine: Engine, event: Event) -> None:
         media = event.payload
@@ -181,12 +181,9 @@ class Plots:
                 given=type(media.value).__name__,
             )
 
-    def _on_end(self, engine: Engine) -> None:
-        self._draw(engine.name if self._attachment.follows_whole_bus else "")
-
-    def _on_terminated(self, engine: Engine, event: Event) -> None:
-        if is_run_end(engine, event):
-            self._on_end(engine)
+    def _on_end(self, engine: Engine, event: Event) -> None:
+        if event.type != Events.TERMINATE.value or is_run_end(engine, event):
+            self._draw(self._key(engine))
 
 
 def _is_read(name: str) -> bool:
@@ -196,9 +193,7 @@ def _is_read(name: str) -> bool:
 def _group_rates(engine: Engine) -> dict[str, float]:
     """The rate of each group, if there are several."""
     rates = learning_rates(engine)
-    tensors = iter(to_host([rate for rate in rates if isinstance(rate, Tensor)]))
-    values = [next(tensors) if isinstance(rate, Tensor) else rate for rate in rates]
-    return {f"learning_rate/{index}": value for index, value in enumerate(values)} if len(values) > 1 else {}
+    return on_host({f"learning_rate/{index}": rate for index, rate in enumerate(rates)}) if len(rates) > 1 else {}
 
 
 def _file_name(name: str) -> str:

@@ -16,9 +16,9 @@ from pulsetrain.engine.errors import RecordingError
 from pulsetrain.engine.recording import EventLog, Replay
 from pulsetrain.handlers import CrashBundle, EventRecorder
 from pulsetrain.handlers.crash import bundle_writer
+from pulsetrain.handlers.crash.bundle_writer import plain_batch
 from pulsetrain.handlers.crash.crash_bundle import read_bundle
 from pulsetrain.handlers.crash.crash_files import bundle_of
-from pulsetrain.handlers.crash.crash_parts import plain_batch
 from tests.support.runs import BAD_ROW, SECRET, BrokenRows, breaking, crashed, crashing_trainer, planted
 
 
@@ -212,7 +212,7 @@ def test_what_cannot_be_read_is_missing_and_the_rest_is_there(tmp_path, monkeypa
         def detach(self):
             return self
 
-    monkeypatch.setattr("pulsetrain.handlers.crash.crash_parts.to_host", dead)
+    monkeypatch.setattr("pulsetrain.handlers.crash.bundle_writer.to_host", dead)
     batch = torch.ones(2, 3).as_subclass(OnADeadDevice)
     engine, data = breaking(batch)
     engine.model = nn.Linear(3, 1)

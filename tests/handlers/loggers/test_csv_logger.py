@@ -1,4 +1,5 @@
-import csv
+"""The table of a CSVLogger: its rows, which may grow, and its columns."""
+
 import errno
 import math
 import os
@@ -7,12 +8,10 @@ import pytest
 from structlog.testing import capture_logs
 
 from pulsetrain.engine import Engine, Events, Every
-from pulsetrain.engine.errors import RunFolderError
 from pulsetrain.engine.events.payloads import CheckpointLoaded
 from pulsetrain.handlers import CSVLogger
 from tests.support.engines import (
     UpdatingEngine,
-    log,
     log_each_iteration,
     make_engine,
     policy_updated,
@@ -20,16 +19,7 @@ from tests.support.engines import (
     validate_each_epoch,
     validated,
 )
-
-
-def rows(folder):
-    with (folder / "metrics.csv").open(newline="") as file:
-        return list(csv.reader(file))
-
-
-def at(engine, epoch, iteration, metrics):
-    engine.state.epoch, engine.state.iteration = epoch, iteration
-    log(engine, metrics)
+from tests.support.metric_files import at, loaded, rows
 
 
 def test_a_row_for_each_log_point_and_validation_and_a_column_for_each_metric(tmp_path):
@@ -103,36 +93,6 @@ def test_a_table_that_is_there_is_continued_with_its_own_columns(tmp_path):
     ]
 
 
-def test_another_table_is_refused_and_left_as_it_is(tmp_path):
-    (tmp_path / "metrics.csv").write_text("step,loss\n1,2\n")
-    with pytest.raises(RunFolderError, match=r"CSVLogger\(folder=.*its first columns are not iteration, epoch"):
-        CSVLogger(tmp_path).attach(make_engine())
-    assert (tmp_path / "metrics.csv").read_text() == "step,loss\n1,2\n"
-
-
-def test_a_file_that_is_not_a_table_at_all_is_refused(tmp_path):
-    (tmp_path / "metrics.csv").write_bytes(b"\xff\xfe\x00")
-    with pytest.raises(RunFolderError, match=r"metrics\.csv there was not written by this logger"):
-        CSVLogger(tmp_path).attach(make_engine())
-
-
-def test_a_row_that_a_killed_run_left_unfinished_is_dropped_and_reported(tmp_path):
-    (tmp_path / "metrics.csv").write_text("iteration,epoch,a\r\n1,1,1.0\r\n2,1,1.2")
-    engine = make_engine()
-    with capture_logs() as logs:
-        CSVLogger(tmp_path).attach(engine)
-    at(engine, 1, 2, {"a": 1.25})
-    assert rows(tmp_path)[1:] == [["1", "1", "1.0"], ["2", "1", "1.25"]]
-    assert logs[0]["dropped"] == "2,1,1.2"
-
-
-def test_constructing_and_attaching_write_no_table(tmp_path):
-    CSVLogger(tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-    CSVLogger(tmp_path / "run").attach(make_engine())
-    assert list((tmp_path / "run").iterdir()) == []
-
-
 def test_its_own_cadence_reads_the_output_once_an_iteration(tmp_path):
     engine = UpdatingEngine()
     CSVLogger(tmp_path, every=Every(iterations=2, epochs=1)).attach(engine)
@@ -142,27 +102,6 @@ def test_its_own_cadence_reads_the_output_once_an_iteration(tmp_path):
         ["2", "1", "0.0", "1.0"],
         ["4", "1", "0.0", "1.0"],
     ]
-
-
-def test_a_table_that_cannot_be_written_ends_the_run_by_default(tmp_path):
-    for on_error in ("raise", "warn"):
-        engine = make_engine()
-        log_each_iteration(engine, lambda i: {"a": 1.0})
-        CSVLogger(tmp_path / on_error, on_error=on_error).attach(engine)
-        (tmp_path / on_error / "metrics.csv").mkdir()
-        if on_error == "raise":
-            with pytest.raises(OSError, match=r"metrics\.csv"):
-                engine.run([0, 1], max_epochs=1)
-        else:
-            with capture_logs() as logs:
-                engine.run([0, 1], max_epochs=1)
-            assert engine.state.iteration == 2
-            assert len(logs) == 1
-
-
-def test_an_invalid_cadence_is_refused(tmp_path):
-    with pytest.raises(TypeError, match=r"CSVLogger\(every=10\): needs an Every"):
-        CSVLogger(tmp_path, every=10)
 
 
 def test_a_resumed_run_takes_out_the_rows_after_its_checkpoint(tmp_path):
@@ -279,29 +218,6 @@ def test_a_full_disk_leaves_the_row_as_it_was_and_the_next_writing_makes_it_whol
     assert [row[2:] for row in rows(tmp_path)[1:]] == [["1.0", "1.0"], ["2.0", "0.123456789"], ["3.0", ""]]
 
 
-def test_two_of_them_on_one_table_are_refused_on_one_bus_alone(tmp_path):
-    engine = make_engine()
-    first = CSVLogger(tmp_path).attach(engine)
-    with pytest.raises(
-        RunFolderError, match=r"CSVLogger.attach\(\): another CSVLogger of this bus writes .*metrics\.csv"
-    ):
-        CSVLogger(tmp_path).attach(engine.bus)
-    CSVLogger(tmp_path).attach(make_engine())  # a new trainer, while a notebook still holds the old one
-    first.detach()
-    CSVLogger(tmp_path).attach(engine)
-
-
-def test_a_checkpoint_of_another_run_takes_no_rows_out(tmp_path):
-    engine = make_engine()
-    logger = CSVLogger(tmp_path).attach(engine)
-    for iteration in (1, 2, 3):
-        at(engine, 1, iteration, {"train/loss": 1.0})
-    logger.load_state_dict({"rows": 1})
-    engine.state.iteration = 1000
-    engine.fire(Events.CHECKPOINT_LOADED, CheckpointLoaded(path="000001000-checkpoint", iteration=1000))
-    assert len(rows(tmp_path)) == 4
-
-
 def test_a_checkpoint_whose_last_row_is_of_another_iteration_changes_nothing(tmp_path):
     engine = make_engine()
     logger = CSVLogger(tmp_path).attach(engine)
@@ -315,26 +231,6 @@ def test_a_checkpoint_whose_last_row_is_of_another_iteration_changes_nothing(tmp
 
 
 # ------------------------------------------------------------------------------------------------------- rows that wait
-
-
-def loaded(logger, engine, iteration, state):
-    logger.load_state_dict(state)
-    engine.state.iteration = iteration
-    engine.fire(Events.CHECKPOINT_LOADED, CheckpointLoaded(path=f"{iteration:09d}-checkpoint", iteration=iteration))
-
-
-@pytest.fixture
-def full(monkeypatch):
-    """Whether the disk is full; call it to say so."""
-    write, state = os.write, {"full": False}
-
-    def refuse(descriptor, content):
-        if state["full"]:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        return write(descriptor, content)
-
-    monkeypatch.setattr(os, "write", refuse)
-    return lambda whether: state.update(full=whether)
 
 
 def test_a_row_grows_while_it_waits(tmp_path, full):
@@ -407,16 +303,3 @@ def test_a_disk_that_stays_full_costs_the_oldest_rows_and_not_the_memory(tmp_pat
     at(engine, 1, 302, {"a": 302.0})
     assert [int(row[0]) for row in rows(tmp_path)[1:]] == [1, *range(53, 303)]
     assert logger.state_dict()["rows"] == 251
-
-
-def test_the_rows_of_a_run_that_begins_again_wait_no_longer(tmp_path, full):
-    engine = make_engine()
-    logger = CSVLogger(tmp_path).attach(engine)
-    at(engine, 1, 1, {"a": 1.0})
-    full(True)
-    with capture_logs():
-        at(engine, 1, 2, {"a": 2.0})
-    full(False)
-    logger.begin_again()
-    at(engine, 1, 1, {"a": 3.0})
-    assert rows(tmp_path)[1:] == [["1", "1", "3.0"]]

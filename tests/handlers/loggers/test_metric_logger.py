@@ -165,7 +165,7 @@ def test_a_logger_that_fails_does_so_once_and_the_run_continues():
         engine.run([0, 1, 2], max_epochs=1)
     assert engine.state.iteration == 3
     assert len(logs) == 1
-    assert "Failing._on_metrics" in logs[0]["handler"]  # not the class that the method comes from
+    assert "Failing._on_logged" in logs[0]["handler"]  # not the class that the method comes from
     Failing(on_error="raise").attach(engine)
     with pytest.raises(OSError, match="on fire"):
         engine.run([0], max_epochs=2)

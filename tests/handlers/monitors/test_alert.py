@@ -12,7 +12,7 @@ from pulsetrain.engine import ConfigurationError, Events
 from pulsetrain.engine.events.payloads import AnomalyDetected
 from pulsetrain.engine.recording.replay.playback import Replay
 from pulsetrain.handlers import Alert, EventRecorder
-from pulsetrain.handlers.monitors.alert import _shown
+from pulsetrain.handlers.monitors.alert import _site_of
 from tests.support.engines import make_engine
 from tests.support.models import trainer
 
@@ -316,4 +316,4 @@ def test_wrong_arguments_are_refused(arguments, kind, message):
 
 
 def test_messages_show_of_an_address_the_host_alone():
-    assert _shown("https://user:word@hooks.example.org/services/T0/B0?key=1") == "https://hooks.example.org"
+    assert _site_of("https://user:word@hooks.example.org/services/T0/B0?key=1") == "https://hooks.example.org"

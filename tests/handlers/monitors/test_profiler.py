@@ -104,7 +104,7 @@ def test_a_step_that_fails_inside_the_window_leaves_what_there_was_and_its_error
     with pytest.raises(ValueError, match="bad batch"):
         engine.run(range(100))
     assert marks(trace(tmp_path, 3), "iteration") == [3, 4]
-    assert profiler._marks == []
+    assert not profiler._mark_of._exit_callbacks
 
 
 def test_a_run_that_ends_before_the_window_says_so_and_writes_nothing(tmp_path):

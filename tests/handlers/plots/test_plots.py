@@ -3,6 +3,7 @@ import math
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 
 from pulsetrain.engine import EventBus, Events, Every
 from pulsetrain.engine.events.payloads import MediaLogged
@@ -168,6 +169,16 @@ def test_a_run_that_ends_badly_has_its_pictures(tmp_path):
         except ValueError:
             assert number == 0
         assert drawn(tmp_path / str(number)) == ["loss"]
+
+
+def test_a_run_that_fails_on_a_bus_has_its_pictures(tmp_path):
+    engine = make_engine(lambda iteration: 1 / (3 - iteration))
+    log_each_iteration(engine, lambda i: {"train/loss": 1.0})
+    Plots(tmp_path).attach(engine.bus)
+    with capture_logs() as logs, pytest.raises(ZeroDivisionError):
+        engine.run([0] * 5, max_epochs=1)
+    assert drawn(tmp_path) == ["trainer/loss"]
+    assert not logs
 
 
 def test_its_own_cadence_reads_the_loss_and_leaves_that_of_the_log(tmp_path):

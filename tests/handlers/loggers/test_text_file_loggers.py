@@ -1,0 +1,191 @@
+"""What holds for every logger that keeps a file of lines in the run folder."""
+
+import pytest
+from structlog.testing import capture_logs
+
+from pulsetrain.engine import Every
+from pulsetrain.engine.errors import RunFolderError
+from pulsetrain.handlers import CSVLogger, JSONLinesLogger
+from tests.support.engines import log_each_iteration, make_engine, validated
+from tests.support.metric_files import at, lines, loaded, rows
+
+
+def of_table(folder):
+    columns, *found = rows(folder)
+    return [(int(row[0]), float(row[columns.index("a")])) for row in found]
+
+
+def of_lines(folder):
+    return [(line["iteration"], line["a"]) for line in lines(folder)]
+
+
+# each logger, its file, the pairs (iteration, value of "a") in it, and the key of their number in a checkpoint
+LOGGERS = [(CSVLogger, "metrics.csv", of_table, "rows"), (JSONLinesLogger, "metrics.jsonl", of_lines, "lines")]
+pytestmark = pytest.mark.parametrize(("make", "name", "found", "unit"), LOGGERS, ids=["csv", "json lines"])
+
+
+def test_constructing_and_attaching_write_no_file(make, name, found, unit, tmp_path):
+    make(tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    make(tmp_path / "run").attach(make_engine())
+    assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_an_invalid_cadence_is_refused(make, name, found, unit, tmp_path):
+    with pytest.raises(TypeError, match=rf"{make.__name__}\(every=10\): needs an Every"):
+        make(tmp_path, every=10)
+
+
+def test_its_own_cadence_reads_the_output(make, name, found, unit, tmp_path):
+    engine = make_engine(lambda i: {"a": float(i)})
+    logger = make(tmp_path, Every(iterations=2)).attach(engine)
+    engine.run([0] * 4, max_epochs=1)
+    content = (tmp_path / name).read_text()
+    assert "train/a" in content
+    (tmp_path / name).write_text(content.replace("train/a", "a"))
+    assert found(tmp_path) == [(2, 2.0), (4, 4.0)]
+    assert logger.state_dict()[unit] == 2
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"step,loss\n1,2\n", b"\xff\xfe\x00\n", b'{"step": 1}\n', b"[1]\n", b"iteration,loss\n"],
+    ids=["table", "bytes", "object", "list", "header"],
+)
+def test_another_file_is_refused_and_left_as_it_is(make, name, found, unit, tmp_path, content):
+    (tmp_path / name).write_bytes(content)
+    said = rf"{make.__name__}\(folder=.*{name} there was not written by this logger: its first .*move it or choose"
+    with pytest.raises(RunFolderError, match=said):
+        make(tmp_path).attach(make_engine())
+    assert (tmp_path / name).read_bytes() == content
+
+
+def test_a_line_that_a_killed_run_left_unfinished_is_dropped_and_reported(make, name, found, unit, tmp_path):
+    engine = make_engine()
+    make(tmp_path).attach(engine)
+    at(engine, 1, 1, {"a": 1.0})
+    whole = (tmp_path / name).read_bytes()
+    (tmp_path / name).write_bytes(whole + b'{"event": 2,1,1.2')
+    engine = make_engine()
+    with capture_logs() as logs:
+        make(tmp_path).attach(engine)
+    assert (tmp_path / name).read_bytes() == whole
+    assert logs[0]["dropped"] == '{"event": 2,1,1.2'
+    at(engine, 1, 2, {"a": 1.25})
+    assert found(tmp_path) == [(1, 1.0), (2, 1.25)]
+
+
+def test_a_file_that_cannot_be_written_ends_the_run_if_asked_to(make, name, found, unit, tmp_path):
+    for on_error in ("raise", "warn"):
+        engine = make_engine()
+        log_each_iteration(engine, lambda i: {"a": 1.0})
+        make(tmp_path / on_error, on_error=on_error).attach(engine)
+        (tmp_path / on_error / name).mkdir()
+        if on_error == "raise":
+            with pytest.raises(OSError, match=name):
+                engine.run([0, 1], max_epochs=1)
+        else:
+            with capture_logs() as logs:
+                engine.run([0, 1], max_epochs=1)
+            assert engine.state.iteration == 2
+            assert len(logs) == 1
+
+
+def test_a_line_that_could_not_be_written_is_written_with_the_next(make, name, found, unit, tmp_path):
+    engine = make_engine()
+    make(tmp_path).attach(engine)
+    (tmp_path / name).mkdir()
+    with capture_logs() as logs:
+        at(engine, 1, 1, {"a": 1.0})
+    assert len(logs) == 1
+    (tmp_path / name).rmdir()
+    at(engine, 1, 2, {"a": 2.0})
+    assert found(tmp_path) == [(1, 1.0), (2, 2.0)]
+
+
+def test_two_of_them_on_one_file_are_refused_on_one_bus_alone(make, name, found, unit, tmp_path):
+    engine = make_engine()
+    first = make(tmp_path).attach(engine)
+    said = rf"{make.__name__}.attach\(\): another {make.__name__} of this bus writes .*{name}"
+    for target in (engine, engine.bus):
+        with pytest.raises(RunFolderError, match=said):
+            make(tmp_path / "." / "").attach(target)
+    make(tmp_path).attach(make_engine())  # a new trainer, while a notebook still holds the old one
+    first.detach()
+    make(tmp_path).attach(engine)
+
+
+def test_a_resumed_run_takes_out_the_lines_after_its_checkpoint(make, name, found, unit, tmp_path):
+    engine = make_engine()
+    logger = make(tmp_path).attach(engine)
+    at(engine, 1, 1, {"a": 1.0})
+    at(engine, 1, 2, {"a": 2.0})
+    checkpoint = logger.state_dict()
+    validated(engine, {"a": 9.0})
+    at(engine, 1, 3, {"a": 3.0})
+    engine = make_engine()
+    again = make(tmp_path).attach(engine)
+    again.load_state_dict(checkpoint)
+    assert len(found(tmp_path)) == 4  # a checkpoint that is refused costs nothing
+    loaded(again, engine, 2, checkpoint)
+    assert found(tmp_path) == [(1, 1.0), (2, 2.0)]
+    at(engine, 1, 3, {"a": 3.5})
+    assert found(tmp_path) == [(1, 1.0), (2, 2.0), (3, 3.5)]
+
+
+def test_a_checkpoint_of_another_run_takes_no_lines_out(make, name, found, unit, tmp_path):
+    engine = make_engine()
+    logger = make(tmp_path).attach(engine)
+    for iteration in (1, 2, 3):
+        at(engine, 1, iteration, {"a": 1.0})
+    loaded(logger, engine, 1000, {unit: 1})
+    loaded(logger, engine, 1, {unit: 4})
+    assert len(found(tmp_path)) == 3
+
+
+def test_a_run_that_begins_again_takes_its_lines_out(make, name, found, unit, tmp_path, full):
+    engine = make_engine()
+    logger = make(tmp_path).attach(engine)
+    at(engine, 1, 1, {"a": 1.0})
+    full(True)
+    with capture_logs():
+        at(engine, 1, 2, {"a": 2.0})  # waits
+    full(False)
+    logger.begin_again()
+    assert found(tmp_path) == []
+    at(engine, 1, 1, {"a": 3.0})
+    assert found(tmp_path) == [(1, 3.0)]
+
+
+def test_a_disk_that_stays_full_costs_the_oldest_lines_and_not_the_memory(
+    make, name, found, unit, tmp_path, full, monkeypatch
+):
+    monkeypatch.setattr("pulsetrain.handlers.loggers.text_file._AT_MOST", 250)
+    engine = make_engine()
+    make(tmp_path).attach(engine)
+    at(engine, 1, 1, {"a": 1.0})
+    full(True)
+    with capture_logs() as logs:
+        for iteration in range(2, 302):
+            at(engine, 1, iteration, {"a": float(iteration)})
+    assert sum("the oldest are lost" in line["event"] for line in logs) == 1
+    full(False)
+    at(engine, 1, 302, {"a": 302.0})
+    assert [iteration for iteration, _ in found(tmp_path)] == [1, *range(53, 303)]
+
+
+@pytest.mark.parametrize("kept", [1, 2, 3])
+def test_lines_that_wait_after_a_checkpoint_are_not_written(make, name, found, unit, tmp_path, full, kept):
+    engine, states = make_engine(), {}
+    logger = make(tmp_path).attach(engine)
+    for iteration in (1, 2, 3, 4):
+        full(iteration > 2)
+        with capture_logs():
+            at(engine, 1, iteration, {"a": 1.0})
+        states[iteration] = logger.state_dict()
+    loaded(logger, engine, kept, states[kept])
+    assert logger.state_dict() == states[kept]
+    assert states[kept][unit] == kept
+    full(False)
+    at(engine, 1, kept + 1, {"a": 9.0})
+    assert [iteration for iteration, _ in found(tmp_path)] == list(range(1, kept + 2))
