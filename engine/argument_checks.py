@@ -75,7 +75,8 @@ def check_positive(place: str, argument: str, value: object, below: float = math
         ConfigurationError: not such a number.
     """
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < below:
-        raise ConfigurationError("needs a positive number", place, **{argument: value})
+        bound = "" if below == math.inf else f" below {below:g}"
+        raise ConfigurationError(f"needs a positive number{bound}", place, **{argument: value})
 
 
 def check_choice(place: str, argument: str, value: object, choices: Iterable[str]) -> None:

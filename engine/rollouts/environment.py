@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import reprlib
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -104,10 +105,7 @@ class EnvironmentRollouts(Rollouts):
             lane.begin()
         returns: list[float] = []
         lengths: list[int] = []
-        parts: dict[str, list[Tensor]] = {
-            name: []
-            for name in ("observations", "actions", "log_probs", "values", "rewards", "dones", "truncation_values")
-        }
+        parts: defaultdict[str, list[Tensor]] = defaultdict(list)
         for _ in range(self.steps):
             seen = torch.stack([lane.observation for lane in lanes])
             if not seen.isfinite().all():

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pulsetrain.engine.arrays import Array
 from pulsetrain.engine.step.model_call import call
 from pulsetrain.engine.strategies.language import logits_of
 
@@ -42,8 +44,12 @@ def sampler_of(
         sampler: Sampler = own
         return sampler
     if callable(getattr(model, "generate", None)) and hasattr(model, "generation_config"):
-        return _Generated(model, device, pad_token)
-    return _TokenByToken(model, inputs_of, device, pad_token, pad_to)
+        return partial(_generated, model, device, pad_token)
+
+    def logits_for(tokens: Tensor) -> Array:
+        return logits_of(call(model, inputs_of(tokens.to(device))))
+
+    return partial(_token_by_token, logits_for, pad_token, pad_to)
 
 
 # Some models have their own generation settings, and the default keeps only the 50 most likely tokens. Either would
@@ -77,81 +83,66 @@ _PLAIN: dict[str, Any] = {
 }
 
 
-class _Generated:
+def _generated(
+    model: Any,
+    device: torch.device | str,
+    pad_token: int,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    *,
+    temperature: float = 1.0,
+    end_token: int | None = None,
+) -> list[list[int]]:
     """Hugging Face's `generate`, configured to draw from the model's own distribution."""
-
-    def __init__(self, model: Any, device: torch.device | str, pad_token: int) -> None:
-        self._model, self._device, self._pad = model, device, pad_token
-
-    def __call__(
-        self,
-        prompts: Sequence[Sequence[int]],
-        max_new_tokens: int,
-        *,
-        temperature: float = 1.0,
-        end_token: int | None = None,
-    ) -> list[list[int]]:
-        length = max(map(len, prompts))
-        rows = [[self._pad] * (length - len(prompt)) + list(prompt) for prompt in prompts]
-        seen = [[0] * (length - len(prompt)) + [1] * len(prompt) for prompt in prompts]
-        known = vars(self._model.generation_config)
-        found = self._model.generate(
-            input_ids=torch.tensor(rows, device=self._device),
-            attention_mask=torch.tensor(seen, device=self._device),
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            pad_token_id=self._pad,
-            eos_token_id=end_token,
-            **{name: value for name, value in _PLAIN.items() if name in known},
-        )
-        return [_until(row, end_token) for row in found[:, length:].tolist()]
+    length = max(map(len, prompts))
+    rows = [[pad_token] * (length - len(prompt)) + list(prompt) for prompt in prompts]
+    seen = [[0] * (length - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    known = vars(model.generation_config)
+    found = model.generate(
+        input_ids=torch.tensor(rows, device=device),
+        attention_mask=torch.tensor(seen, device=device),
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        pad_token_id=pad_token,
+        eos_token_id=end_token,
+        **{name: value for name, value in _PLAIN.items() if name in known},
+    )
+    return [_until(row, end_token) for row in found[:, length:].tolist()]
 
 
-class _TokenByToken:
+def _token_by_token(
+    logits_for: Callable[[Tensor], Array],
+    pad_token: int,
+    pad_to: int | None,
+    prompts: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    *,
+    temperature: float = 1.0,
+    end_token: int | None = None,
+) -> list[list[int]]:
     """Calls the model on the whole text for each token; for models without a cache."""
-
-    def __init__(
-        self,
-        model: Callable[..., Any],
-        inputs_of: Callable[[Tensor], object],
-        device: torch.device | str,
-        pad_token: int,
-        pad_to: int | None,
-    ) -> None:
-        self._model, self._inputs_of, self._device = model, inputs_of, device
-        self._pad, self._pad_to = pad_token, pad_to
-
-    def __call__(
-        self,
-        prompts: Sequence[Sequence[int]],
-        max_new_tokens: int,
-        *,
-        temperature: float = 1.0,
-        end_token: int | None = None,
-    ) -> list[list[int]]:
-        longest = max(map(len, prompts)) + max_new_tokens
-        texts = torch.full((len(prompts), max(longest, self._pad_to or 0)), self._pad)
-        lengths = torch.tensor([len(prompt) for prompt in prompts])
-        for row, prompt in zip(texts, prompts, strict=True):
-            row[: len(prompt)] = torch.tensor(prompt)
-        running = torch.ones(len(prompts), dtype=torch.bool)
-        ends = lengths + max_new_tokens
-        everyone = torch.arange(len(prompts))
-        while running.any():
-            # with a fixed length, leave out the last position as in training: one shape less to compile for
-            seen = texts[:, : int(lengths.max()) if self._pad_to is None else -1]
-            logits = logits_of(call(self._model, self._inputs_of(seen.to(self._device))))
-            last = logits[everyone.to(self._device), (lengths - 1).to(self._device)].float() / temperature
-            drawn = torch.multinomial(last.softmax(-1), 1).squeeze(-1).cpu()
-            texts[everyone[running], lengths[running]] = drawn[running]
-            lengths = lengths + running
-            running = running & (lengths < ends)
-            if end_token is not None:
-                running = running & (drawn != end_token)
-        return [
-            text[len(prompt) : length].tolist()
-            for text, prompt, length in zip(texts, prompts, lengths.tolist(), strict=True)
-        ]
+    longest = max(map(len, prompts)) + max_new_tokens
+    texts = torch.full((len(prompts), max(longest, pad_to or 0)), pad_token)
+    lengths = torch.tensor([len(prompt) for prompt in prompts])
+    for row, prompt in zip(texts, prompts, strict=True):
+        row[: len(prompt)] = torch.tensor(prompt)
+    running = torch.ones(len(prompts), dtype=torch.bool)
+    ends = lengths + max_new_tokens
+    everyone = torch.arange(len(prompts))
+    while running.any():
+        # with a fixed length, leave out the last position as in training: one shape less to compile for
+        logits = logits_for(texts[:, : int(lengths.max()) if pad_to is None else -1])
+        last = logits[everyone.to(logits.device), (lengths - 1).to(logits.device)].float() / temperature
+        drawn = torch.multinomial(last.softmax(-1), 1).squeeze(-1).cpu()
+        texts[everyone[running], lengths[running]] = drawn[running]
+        lengths = lengths + running
+        running = running & (lengths < ends)
+        if end_token is not None:
+            running = running & (drawn != end_token)
+    return [
+        text[len(prompt) : length].tolist()
+        for text, prompt, length in zip(texts, prompts, lengths.tolist(), strict=True)
+    ]
 
 
 def _until(tokens: list[int], end_token: int | None) -> list[int]:

@@ -76,6 +76,8 @@ class GRPOStrategy(PolicyStrategy):
                 "reference='copy', or set kl_coef=0.0"
             )
         check_whole_number("GRPOStrategy", "group_size", group_size, at_least=2)
+        if kl_coef:
+            self._row_fields = (*self._row_fields, "reference_log_probs")
         self.group_size, self.scale_rewards = group_size, scale_rewards
         self.normalization, self.max_length = normalization, max_length
         grpo_advantages(torch.zeros(group_size), group_size, scale_rewards)  # rejects wrong values now, as does this:
@@ -90,9 +92,6 @@ class GRPOStrategy(PolicyStrategy):
             rows["reference_log_probs"] = rollout["reference_log_probs"]
         rewards = rollout["rewards"].to(rollout["log_probs"].dtype)
         return {**rows, "advantages": grpo_advantages(rewards, self.group_size, self.scale_rewards)}
-
-    def _row_fields(self, text: bool) -> tuple[str, ...]:
-        return (*super()._row_fields(text), *(("reference_log_probs",) if self.kl_coef else ()))
 
     def _observed(self, batch: Mapping[str, Tensor], targets: dict[str, Tensor]) -> tuple[int, Tensor]:
         raise TypeError(

@@ -1,4 +1,4 @@
-"""Shared by the strategies for language models: reads tokens from batches, and logits from model outputs.
+"""Base classes of the strategies for language models: they read tokens from batches, and logits from outputs.
 
 A batch is a mapping, as from Hugging Face's data collators: "input_ids" of shape (batch, length), "labels" of that
 shape (-100 where nothing is trained on) and, if several documents share a row, "position_ids", which restart at 0
@@ -16,18 +16,20 @@ from torch import Tensor, nn
 from pulsetrain.engine.arrays import Array, has_values, on_host, require_tensor
 from pulsetrain.engine.data.sequences import IGNORED
 from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.losses import check_first_batch, cross_entropy, get_loss
 from pulsetrain.engine.losses.checks import check_labels
+from pulsetrain.engine.metrics import perplexity
 from pulsetrain.engine.step.model_call import call, eval_mode
-from pulsetrain.engine.step.protocols import describe
+from pulsetrain.engine.step.protocols import Number, TrainingBatch, describe
 
-__all__ = ["LanguageStrategy", "logits_of", "values_of"]
+__all__ = ["LanguageStrategy", "NextTokenStrategy", "logits_of", "values_of"]
 
 
 class LanguageStrategy:
     """Base class of the strategies that predict tokens; it checks batches against the model's limits."""
 
     def __init__(self) -> None:
-        self._context: int | None = None  # the model's number of positions; None if unknown
+        self.context: int | None = None  # the model's number of positions; None if unknown
         self._options: dict[str, bool] = {}  # keywords that the model's forward always gets
         self._takes_positions = True  # whether its forward accepts position_ids
         self._unproved: nn.Module | None = None  # the model, until it has been seen to keep documents apart
@@ -40,17 +42,12 @@ class LanguageStrategy:
         """
         config = getattr(model, "config", None)
         context = getattr(config, "max_position_embeddings", getattr(model, "context", None))
-        self._context = context if isinstance(context, int) and context > 0 else None
+        self.context = context if isinstance(context, int) and context > 0 else None
         self._options = {"use_cache": False} if hasattr(config, "use_cache") else {}
         self._takes_positions = _takes(model, "input_ids") and _takes(model, "position_ids")
         self._unproved = model
         vocabulary = getattr(config, "vocab_size", None)
         self._vocabulary = vocabulary if isinstance(vocabulary, int) and vocabulary > 0 else None
-
-    @property
-    def context(self) -> int | None:
-        """The model's number of positions; None if unknown."""
-        return self._context
 
     def _inputs(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor | dict[str, Tensor | bool]:
         """The model's inputs."""
@@ -130,10 +127,10 @@ class LanguageStrategy:
                 "(batch, length + 1), of which the last is only predicted"
             )
         seen = tokens.shape[1] - predicts
-        if self._context is not None and seen > self._context:
+        if self.context is not None and seen > self.context:
             raise ValueError(
                 f"{self._place}: {name!r} of shape {tuple(tokens.shape)}: {seen} positions are more than the model's "
-                f"context of {self._context}; cut the sequences, as pad_examples(..., truncation='left') does, or give "
+                f"context of {self.context}; cut the sequences, as pad_examples(..., truncation='left') does, or give "
                 "the model a longer context"
             )
         if check and self._vocabulary is not None:
@@ -159,12 +156,22 @@ class LanguageStrategy:
         positions = batch.get("position_ids")
         if positions is None:
             return None
-        if not isinstance(positions, Tensor) or positions.shape != tokens.shape:
-            raise ValueError(
-                f"{self._place}: 'position_ids' is {describe(positions)}, the tokens have shape {tuple(tokens.shape)}; "
-                "one position for each token, which restarts at 0 with each document"
-            )
+        rule = "one position for each token, which restarts at 0 with each document"
+        self._check_shape("position_ids", positions, tokens.shape, rule)
         return positions
+
+    def _check_shape(
+        self, name: str, value: object, shape: torch.Size, rule: str, of: str = "tokens", *also: torch.Size
+    ) -> None:
+        """Rejects a field that does not have the shape of the tokens.
+
+        Raises:
+            ValueError: it does not.
+        """
+        if not isinstance(value, Tensor) or value.shape not in (shape, *also):
+            raise ValueError(
+                f"{self._place}: {name!r} is {describe(value)}, the {of} have shape {tuple(shape)}; {rule}"
+            )
 
     def _without_padding(
         self, batch: Mapping[str, Tensor], labels: Tensor, check: bool, name: str = "attention_mask"
@@ -179,11 +186,8 @@ class LanguageStrategy:
         mask = batch.get(name)
         if mask is None:
             return labels
-        if not isinstance(mask, Tensor) or mask.shape != labels.shape:
-            raise ValueError(
-                f"{self._place}: {name!r} is {describe(mask)}, the tokens have shape {tuple(labels.shape)}; "
-                "one number for each token, 0 for padding; documents in one row are separated by 'position_ids'"
-            )
+        rule = "one number for each token, 0 for padding; documents in one row are separated by 'position_ids'"
+        self._check_shape(name, mask, labels.shape, rule)
         mask = mask.bool()
         if (check or on_host(mask)) and (mask[:, 1:] & ~mask[:, :-1]).any():
             raise ValueError(
@@ -198,11 +202,8 @@ class LanguageStrategy:
         Raises:
             ValueError: the shape differs from the tokens', or a row has no label (checked if that needs no waiting).
         """
-        if labels.shape != tokens.shape:
-            raise ValueError(
-                f"{self._place}: {name!r} has shape {tuple(labels.shape)}, the tokens {tuple(tokens.shape)}; one label "
-                f"for each token, {IGNORED} where nothing is trained on"
-            )
+        rule = f"one label for each token, {IGNORED} where nothing is trained on"
+        self._check_shape(name, labels, tokens.shape, rule)
         predicted = labels[:, 1:]
         if check or on_host(predicted):
             lacking = (predicted == IGNORED).all(1).nonzero()
@@ -223,6 +224,51 @@ class LanguageStrategy:
         """Rejects labels outside the vocabulary of the model's logits, if their values can be read."""
         if has_values(labels):
             check_labels(self._place, logits_of(outputs), labels, IGNORED)
+
+
+class NextTokenStrategy(LanguageStrategy):
+    """Base class of pretraining and fine-tuning: targets are tokens, or -100 where nothing is trained on.
+
+    Args:
+        loss_options: keywords of `pulsetrain.engine.losses.cross_entropy`.
+
+    Raises:
+        ConfigurationError: an option is unknown.
+    """
+
+    def __init__(self, loss_options: Mapping[str, object] | None) -> None:
+        super().__init__()
+        options = loss_options or {}
+        self._loss = get_loss("cross_entropy", **options)
+        # whether the loss is only the cross entropy, so that perplexity and bits per byte follow from it
+        self._plain = not any(options.get(name) for name in ("label_smoothing", "z_loss"))
+
+    def check_batch(self, outputs: object, batch: TrainingBatch) -> None:
+        """Rejects tokens outside the vocabulary; it waits for the device.
+
+        Args:
+            outputs: the model's outputs, or any object with their `shape`: a backend that compiles `compute_loss`,
+                where values cannot be read, calls this beforehand.
+
+        Raises:
+            ValueError: names the first such token, its index, and how many there are.
+        """
+        self._check_inputs(outputs, batch.inputs)
+        check_first_batch(self._loss, logits_of(outputs), batch.targets)
+
+    def compute_loss(self, outputs: object, batch: TrainingBatch, check: bool = False) -> Array:
+        """The cross entropy in nats per trained token, shape ()."""
+        if check:
+            self.check_batch(outputs, batch)
+        return self._loss(logits_of(outputs), batch.targets)
+
+    def compute_metrics(self, outputs: object, batch: TrainingBatch) -> dict[str, Array]:
+        """The cross entropy in nats per token, if the loss includes more than that."""
+        return {} if self._plain else {"cross_entropy": cross_entropy(logits_of(outputs), batch.targets)}
+
+    def derive_metrics(self, loss: Number) -> dict[str, Number]:
+        """The perplexity per token, if the loss is only the cross entropy. A loss on the device stays there."""
+        return {"perplexity": perplexity(loss)} if self._plain else {}
 
 
 def logits_of(outputs: object) -> Array:

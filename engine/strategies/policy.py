@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from numbers import Real
 
 from torch import Tensor
 
-from pulsetrain.engine.argument_checks import check_whole_number
+from pulsetrain.engine.argument_checks import check_number, check_positive, check_whole_number
 from pulsetrain.engine.arrays import Array, on_host
-from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.losses import clip_fraction, entropy, kl_estimate
 from pulsetrain.engine.losses.masks import mean_of, zero_outside
 from pulsetrain.engine.losses.tokens import token_log_probs
@@ -47,6 +44,7 @@ class PolicyStrategy(WithReference):
 
     needs_values = False  # whether the model must return a value besides the logits of each action
     group_size = 1  # answers to one prompt
+    _row_fields: tuple[str, ...] = ("log_probs", "advantages")  # that a batch needs besides inputs and actions
 
     def __init__(
         self,
@@ -61,12 +59,12 @@ class PolicyStrategy(WithReference):
         reference: ReferenceModel,
     ) -> None:
         super().__init__()
-        self._require("kl_coef", kl_coef, 0.0)
-        self._require("clip_range", clip_range, 0.0, above=True, below=1.0)
-        self._require("temperature", temperature, 0.0, above=True)
+        check_number(self._place, "kl_coef", kl_coef)
+        check_positive(self._place, "clip_range", clip_range, below=1.0)
+        check_positive(self._place, "temperature", temperature)
         for name, value in (("clip_range_high", clip_range_high), ("target_kl", target_kl)):
             if value is not None:
-                self._require(name, value, 0.0, above=True)
+                check_positive(self._place, name, value)
         check_whole_number(self._place, "minibatch_epochs", minibatch_epochs)
         if minibatch_size is not None:
             check_whole_number(self._place, "minibatch_size", minibatch_size)
@@ -74,14 +72,6 @@ class PolicyStrategy(WithReference):
         self.minibatch_epochs, self.minibatch_size = minibatch_epochs, minibatch_size
         self.target_kl, self.temperature = target_kl, temperature
         self._reference = Reference(reference if kl_coef else None, self._place)
-
-    def _require(self, name: str, value: float, least: float, *, above: bool = False, below: float = math.inf) -> None:
-        number = isinstance(value, Real) and not isinstance(value, bool)
-        if not number or not (least < value if above else least <= value) or not value < below:
-            bounds = f"{'above' if above else 'at least'} {least:g}" + (
-                f", below {below:g}" if below < math.inf else ""
-            )
-            raise ConfigurationError(f"needs a number, {bounds}", self._place, **{name: value})
 
     # --------------------------------------------------------------------------------------------------- for rollouts
 
@@ -140,16 +130,14 @@ class PolicyStrategy(WithReference):
         if isinstance(batch, TrainingBatch):
             return batch
         text = isinstance(batch, Mapping) and "observations" not in batch
-        targets = {name: self._field(batch, name, _REMEDY) for name in self._row_fields(text)}
+        targets = {name: self._field(batch, name, _REMEDY) for name in self._row_fields}
         if "kl_coef" in batch:
             targets["kl_coef"] = batch["kl_coef"]
         rows, inputs = self._seen(batch, targets, check) if text else self._observed(batch, targets)
         shape = targets["actions"].shape
         for name, value in targets.items():
-            if name != "kl_coef" and value.shape not in (shape, shape[:1]):
-                raise ValueError(
-                    f"{self._place}: {name!r} has shape {tuple(value.shape)}, the actions {tuple(shape)}; {_REMEDY}"
-                )
+            if name != "kl_coef":
+                self._check_shape(name, value, shape, _REMEDY, "actions", shape[:1])
             if value.is_floating_point() and (check or on_host(value)) and not value.isfinite().all():
                 wrong = int((~value.isfinite()).sum())
                 raise ValueError(
@@ -160,10 +148,6 @@ class PolicyStrategy(WithReference):
         weight = rows if mask is None else self._weight(mask)
         return TrainingBatch(inputs, targets, rows, 0 if mask is None else mask.numel(), weight)
 
-    def _row_fields(self, text: bool) -> tuple[str, ...]:
-        """The fields that a batch needs besides inputs and actions."""
-        return ("log_probs", "advantages")
-
     def _weight(self, mask: Tensor) -> int | Tensor:
         """The number of items that the loss over texts is a mean over."""
         return mask.sum()
@@ -171,11 +155,8 @@ class PolicyStrategy(WithReference):
     def _seen(self, batch: Mapping[str, Tensor], targets: dict[str, Tensor], check: bool) -> tuple[int, Tree]:
         tokens = self._tokens("input_ids", self._field(batch, "input_ids", _REMEDY), check)
         generated = self._field(batch, "completion_mask", _REMEDY)
-        if generated.shape != tokens.shape:
-            raise ValueError(
-                f"{self._place}: 'completion_mask' has shape {tuple(generated.shape)}, the tokens "
-                f"{tuple(tokens.shape)}; one for each token, true where it was generated"
-            )
+        rule = "one for each token, true where it was generated"
+        self._check_shape("completion_mask", generated, tokens.shape, rule)
         mask = generated[:, 1:].bool()
         if (check or on_host(mask)) and not mask.any(1).all():
             row = int((~mask.any(1)).nonzero()[0])
@@ -208,11 +189,8 @@ class PolicyStrategy(WithReference):
     def compute_metrics(self, outputs: object, batch: TrainingBatch) -> Mapping[str, Array]:
         """Means over actions: `kl` to the policy that acted, nats; `clip_fraction`; `entropy`, nats."""
         targets = batch.targets
-        log_probs, old, mask = (
-            self.action_log_probs(outputs, targets["actions"]),
-            targets["log_probs"],
-            targets.get("mask"),
-        )
+        log_probs = self.action_log_probs(outputs, targets["actions"])
+        old, mask = targets["log_probs"], targets.get("mask")
         return {
             "kl": divergence(old, log_probs, mask),
             "clip_fraction": clip_fraction(log_probs, old, self.clip_range, mask, self.clip_range_high),

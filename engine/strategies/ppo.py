@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from pulsetrain.engine.argument_checks import check_number, check_positive
 from pulsetrain.engine.arrays import Array
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.losses import entropy, gae, ppo_policy_loss, ppo_value_loss
@@ -55,6 +56,7 @@ class PPOStrategy(PolicyStrategy):
     """
 
     needs_values = True
+    _row_fields = ("log_probs", "advantages", "values", "returns")
 
     def __init__(
         self,
@@ -79,11 +81,11 @@ class PPOStrategy(PolicyStrategy):
             kl_coef, clip_range, clip_range_high=clip_range_high, minibatch_epochs=minibatch_epochs,
             minibatch_size=minibatch_size, target_kl=target_kl, temperature=temperature, reference=reference,
         )  # fmt: skip
-        self._require("value_coef", value_coef, 0.0)
-        self._require("entropy_coef", entropy_coef, 0.0)
+        check_number("PPOStrategy", "value_coef", value_coef)
+        check_number("PPOStrategy", "entropy_coef", entropy_coef)
         for name, value in (("value_clip_range", value_clip_range), ("adaptive_kl", adaptive_kl)):
             if value is not None:
-                self._require(name, value, 0.0, above=True)
+                check_positive("PPOStrategy", name, value)
         if adaptive_kl is not None and not kl_coef:
             raise ConfigurationError(
                 "0 stays 0 when it is doubled; start with a kl_coef above 0, or leave adaptive_kl out",
@@ -146,9 +148,6 @@ class PPOStrategy(PolicyStrategy):
         chosen = advantages if mask is None else advantages[mask]
         normal = (advantages - chosen.mean()) / (chosen.std(correction=0) + 1e-8)
         return normal if mask is None else torch.where(mask, normal, 0.0)
-
-    def _row_fields(self, text: bool) -> tuple[str, ...]:
-        return (*super()._row_fields(text), "values", "returns")
 
     def compute_loss(self, outputs: object, batch: TrainingBatch, check: bool = False) -> Array:
         """The weighted sum of policy loss, value loss, entropy and, in environments, divergence; shape ()."""

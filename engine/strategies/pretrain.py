@@ -7,14 +7,13 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from pulsetrain.engine.arrays import on_host
+from pulsetrain.engine.argument_checks import is_whole
+from pulsetrain.engine.arrays import Array, on_host
 from pulsetrain.engine.data.sequences import IGNORED, restart_positions
 from pulsetrain.engine.errors import ConfigurationError
-from pulsetrain.engine.losses import cross_entropy
-from pulsetrain.engine.metrics import bits_per_byte, perplexity
+from pulsetrain.engine.metrics import bits_per_byte
 from pulsetrain.engine.step.protocols import Number, TrainingBatch
-from pulsetrain.engine.strategies.language import logits_of
-from pulsetrain.engine.strategies.next_token import NextTokenStrategy
+from pulsetrain.engine.strategies.language import NextTokenStrategy
 
 __all__ = ["PretrainStrategy"]
 
@@ -58,7 +57,7 @@ class PretrainStrategy(NextTokenStrategy):
         separator: int | None = None,
     ) -> None:
         super().__init__(loss_options)
-        if separator is not None and (not isinstance(separator, int) or isinstance(separator, bool) or separator < 0):
+        if separator is not None and (not is_whole(separator) or separator < 0):
             raise ConfigurationError("needs a token id", "PretrainStrategy", separator=separator)
         if unit not in ("token", "byte"):
             raise ConfigurationError("choose 'token' or 'byte'", "PretrainStrategy", unit=unit)
@@ -107,13 +106,12 @@ class PretrainStrategy(NextTokenStrategy):
             )
         return TrainingBatch(self._inputs(tokens[:, :-1], seen), targets, rows, rows * (length - 1), learnt.sum())
 
-    def compute_metrics(self, outputs: object, batch: TrainingBatch) -> Mapping[str, Tensor]:
+    def compute_metrics(self, outputs: object, batch: TrainingBatch) -> dict[str, Array]:
         """If the loss is more than the cross entropy: the cross entropy, and bits per byte."""
-        if self._plain:
-            return {}
-        nats = cross_entropy(logits_of(outputs), batch.targets)
-        length = {} if self.bytes_per_token is None else {"bits_per_byte": bits_per_byte(nats, self.bytes_per_token)}
-        return {"cross_entropy": nats, **length}
+        found = super().compute_metrics(outputs, batch)
+        if found and self.bytes_per_token is not None:
+            found["bits_per_byte"] = bits_per_byte(found["cross_entropy"], self.bytes_per_token)
+        return found
 
     def derive_metrics(self, loss: Number) -> dict[str, Number]:
         """Metrics that follow from the mean loss: perplexity per token, and bits per byte if bytes_per_token is known.
@@ -123,9 +121,7 @@ class PretrainStrategy(NextTokenStrategy):
         >>> round(PretrainStrategy(unit="byte").derive_metrics(2.0)["bits_per_byte"], 4)
         2.8854
         """
-        if not self._plain:
-            return {}
-        derived = {"perplexity": perplexity(loss)}
-        if self.bytes_per_token is not None:
+        derived = super().derive_metrics(loss)
+        if derived and self.bytes_per_token is not None:
             derived["bits_per_byte"] = bits_per_byte(loss, self.bytes_per_token)
         return derived

@@ -122,14 +122,12 @@ class Reference:
                 self._place,
                 reference=self.given,
             )
-        with self._frozen(), self._switched_off(), self._autocast():
+        frozen = eval_mode(self._model) if isinstance(self._model, nn.Module) else nullcontext()
+        with frozen, self._switched_off(), self._autocast():
             self._compare(inputs)
             logits = _torch(logits_of(call(self._model, inputs)))
         found: Tensor = token_log_probs(logits if temperature == 1.0 else logits / temperature, tokens)
         return found
-
-    def _frozen(self) -> AbstractContextManager[object]:
-        return eval_mode(self._model) if isinstance(self._model, nn.Module) else nullcontext()
 
     def _compare(self, inputs: Tree) -> None:
         """Checks once that the reference and the policy have logits for the same number of tokens."""

@@ -9,11 +9,8 @@ from torch import Tensor
 
 from pulsetrain.engine.arrays import Array, masked_mean, namespace
 from pulsetrain.engine.data.sequences import IGNORED
-from pulsetrain.engine.losses import cross_entropy
-from pulsetrain.engine.metrics import perplexity
-from pulsetrain.engine.step.protocols import Number, TrainingBatch
-from pulsetrain.engine.strategies.language import logits_of
-from pulsetrain.engine.strategies.next_token import NextTokenStrategy
+from pulsetrain.engine.step.protocols import TrainingBatch
+from pulsetrain.engine.strategies.language import NextTokenStrategy, logits_of
 
 __all__ = ["SFTStrategy"]
 
@@ -75,7 +72,7 @@ class SFTStrategy(NextTokenStrategy):
         inputs = self._inputs(seen, None if positions is None else positions[:, :-1])
         return TrainingBatch(inputs, labels, tokens.shape[0], seen.numel(), (labels != IGNORED).sum())
 
-    def compute_metrics(self, outputs: object, batch: TrainingBatch) -> Mapping[str, Array]:
+    def compute_metrics(self, outputs: object, batch: TrainingBatch) -> dict[str, Array]:
         """`token_accuracy`: the share of trained tokens that are the most likely ones.
 
         If the loss includes label smoothing or a z-loss, also `cross_entropy`, in nats per token.
@@ -83,9 +80,5 @@ class SFTStrategy(NextTokenStrategy):
         logits, labels = logits_of(outputs), batch.targets
         xp = namespace(logits, labels)
         right = xp.argmax(logits, axis=-1) == labels
-        nats = {} if self._plain else {"cross_entropy": cross_entropy(logits, labels)}
-        return {**nats, "token_accuracy": masked_mean(xp.astype(right, xp.float32), labels != IGNORED)}
-
-    def derive_metrics(self, loss: Number) -> dict[str, Number]:
-        """The perplexity per token, if the loss is only the cross entropy."""
-        return {"perplexity": perplexity(loss)} if self._plain else {}
+        accuracy = masked_mean(xp.astype(right, xp.float32), labels != IGNORED)
+        return {**super().compute_metrics(outputs, batch), "token_accuracy": accuracy}

@@ -5,7 +5,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Protocol
+from functools import cached_property
+from typing import Self
 
 from pulsetrain.engine.errors import RunFolderError
 from pulsetrain.engine.events.bus import EventBus
@@ -14,23 +15,9 @@ from pulsetrain.engine.events.names import EventEnum, EventsList, FilteredEvent
 from pulsetrain.engine.events.subscription import FIRST, LAST, OnError, Order, Phase, Subscription
 from pulsetrain.engine.logs import get_logger
 
-__all__ = ["AnyEvent", "Attachment", "Subscribe", "subscribe_first", "subscribe_last"]
+__all__ = ["AnyEvent", "Attachment", "Handler", "subscribe_first", "subscribe_last"]
 
 AnyEvent = str | EventEnum | FilteredEvent | EventsList
-
-
-class Subscribe(Protocol):
-    """What `Attachment.to` yields."""
-
-    def __call__(
-        self,
-        event: AnyEvent,
-        handler: Callable[..., object],
-        *,
-        phase: Phase = ...,
-        on_error: OnError = ...,
-        order: Order | None = ...,
-    ) -> None: ...
 
 
 class Attachment:
@@ -60,8 +47,10 @@ class Attachment:
         self._name = ""
 
     @contextmanager
-    def to(self, target: Engine | EventBus, *, whole_bus: bool = True, needed: bool = True) -> Iterator[Subscribe]:
-        """Attach in a `with` block, which yields `subscribe`. If the block fails, nothing stays subscribed.
+    def to(self, target: Engine | EventBus, *, whole_bus: bool = True, needed: bool = True) -> Iterator[Self]:
+        """Attach in a `with` block, which yields this object: called, it subscribes.
+
+        If the block fails, nothing stays subscribed.
 
         Args:
             target: an engine, or a bus for all its engines.
@@ -85,7 +74,7 @@ class Attachment:
             wanted = "an Engine or an EventBus" if whole_bus else "an Engine"
             raise TypeError(f"{self._place}.attach({target!r}): needs {wanted} of this package")
         try:
-            yield self.subscribe
+            yield self
         except BaseException as error:
             self.cancel()
             if needed or not (isinstance(error, RunFolderError) and isinstance(error.__cause__, OSError)):
@@ -127,6 +116,8 @@ class Attachment:
                 self._bus.subscribe(one, handler, sender=sender, phase=phase, order=order, on_error=on_error)
             )
 
+    __call__ = subscribe
+
     def cancel(self) -> None:
         """Cancel every subscription; may be called twice."""
         for subscription in self._subscriptions:
@@ -135,11 +126,23 @@ class Attachment:
         self._bus = self._sender = None
 
 
-def subscribe_first(subscribe: Subscribe, event: AnyEvent, handler: Callable[..., object]) -> None:
+class Handler:
+    """Base class of handlers that are attached to one engine or bus at a time."""
+
+    @cached_property
+    def _attachment(self) -> Attachment:
+        return Attachment(type(self).__name__)
+
+    def detach(self) -> None:
+        """Unsubscribe from every event."""
+        self._attachment.cancel()
+
+
+def subscribe_first(subscribe: Attachment, event: AnyEvent, handler: Callable[..., object]) -> None:
     """Subscribe before all other handlers of the event, to measure it; errors become warnings."""
     subscribe(event, handler, phase=Phase.COMPUTE, on_error="warn", order=FIRST)
 
 
-def subscribe_last(subscribe: Subscribe, event: AnyEvent, handler: Callable[..., object]) -> None:
+def subscribe_last(subscribe: Attachment, event: AnyEvent, handler: Callable[..., object]) -> None:
     """Subscribe after all other handlers of the event, to measure it; errors become warnings."""
     subscribe(event, handler, phase=Phase.PERSIST, on_error="warn", order=LAST)

@@ -17,13 +17,13 @@ from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.optimizers import is_schedule_free
 from pulsetrain.engine.step.averaging import MultiAverage, WeightAverage
 from pulsetrain.engine.training_run import model_of, optimizer_of, validation_contexts
-from pulsetrain.handlers.attachment.attachment import Attachment
+from pulsetrain.handlers.attachment.attachment import Handler
 from pulsetrain.handlers.attachment.cadence import check_every
 
 __all__ = ["Averaging"]
 
 
-class Averaging:
+class Averaging(Handler):
     """Averages the weights of one model; EMA and SWA say how.
 
     Args:
@@ -46,9 +46,7 @@ class Averaging:
         self._weights = None if model is None else WeightAverage(model, average)
         self._awaiting: Mapping[str, Any] | None = None  # a state that was loaded before there was a model
         self._averaged_at: tuple[int, int] | None = None  # iteration and update
-        self._contexts: list[Callable[[], AbstractContextManager[object]]] | None = None  # of the evaluator
-        self._entered: Callable[[], AbstractContextManager[object]] | None = None
-        self._attachment = Attachment(self._place)
+        self._contexts: list[Callable[[], AbstractContextManager[object]]] = []  # of the evaluator
 
     def attach(self, engine: Engine) -> Self:
         """Average at the cadence, in phase COMPUTE, before a validation that is due at the same point.
@@ -78,9 +76,9 @@ class Averaging:
     def detach(self) -> None:
         """Stop averaging and leave validation; the average stays."""
         self._attachment.cancel()
-        if self._contexts is not None and self._entered in self._contexts:
-            self._contexts.remove(self._entered)
-        self._contexts = self._entered = None
+        if self.applied in self._contexts:
+            self._contexts.remove(self.applied)
+        self._contexts = []
 
     @property
     def number_averaged(self) -> int:
@@ -178,8 +176,8 @@ class Averaging:
                     "pass validate=False to one of the two"
                 )
                 raise ConfigurationError(rule, self._place, validate=True)
-        self._contexts, self._entered = contexts, self.applied
-        contexts.append(self._entered)
+        self._contexts = contexts
+        contexts.append(self.applied)
 
     def _on_started(self, engine: Engine) -> None:
         if engine.state.iteration == 0:  # else the run continues, perhaps at the very point of the last average

@@ -20,6 +20,7 @@ from pulsetrain.engine.events.cadence import Every
 from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.step.averaging import WeightAverage
+from pulsetrain.engine.step.model_call import eval_mode
 from pulsetrain.engine.training_run import is_training_run
 from pulsetrain.handlers.averaging.averaging import Averaging
 
@@ -127,8 +128,8 @@ class SWA(Averaging):
         return bool(engine.state.update > self.after_update)
 
     def _check_model(self, engine: Engine, model: nn.Module) -> None:
-        if _batch_norms(model) and self.bn_loader is None:
-            raise _loader_missing()
+        if _batch_norms(model):
+            self._loader()
         if isinstance(model, ArraysView) and any(each.is_floating_point() for each in model.buffers()):
             get_logger("handlers").warning(
                 "SWA: the averaged weights are evaluated with the running statistics of the last update; they are not "
@@ -146,12 +147,21 @@ class SWA(Averaging):
 
     def _measure(self, average: WeightAverage, norms: list[_BatchNorm]) -> None:
         """Measure the statistics, as the mean over the batches of the loader, and keep them."""
-        if self.bn_loader is None:
-            raise _loader_missing()
-        with rng.preserve_rng(), _modes_restored(average.model, norms), _order_restored(self.bn_loader):
+        loader = self._loader()
+        # eval_mode restores the modes: update_bn, which needs others, restores one for all
+        with rng.preserve_rng(), eval_mode(average.model), _momenta_restored(norms), _order_restored(loader):
             device = norms[0].running_mean.device  # type: ignore[union-attr]  # it has one, or would not be here
-            update_bn(_inputs(self.bn_loader), average.model, device=device)
+            update_bn(_inputs(loader), average.model, device=device)
         average.keep_buffers()
+
+    def _loader(self) -> Iterable[object]:
+        if self.bn_loader is None:
+            rule = (
+                "the model's batch normalisation has running statistics, which were not measured with "
+                "the averaged weights; pass bn_loader=, such as a DataLoader over the training set"
+            )
+            raise ConfigurationError(rule, "SWA", bn_loader=None)
+        return self.bn_loader
 
 
 def _batch_norms(model: nn.Module) -> list[_BatchNorm]:
@@ -176,20 +186,14 @@ def _inputs(loader: Iterable[object]) -> Iterator[Tensor]:
 
 
 @contextmanager
-def _modes_restored(model: nn.Module, norms: list[_BatchNorm]) -> Iterator[None]:
-    """Restore each module's mode and momentum: update_bn restores one mode for all, and nothing after an error."""
-    modes = [(module, module.training) for module in model.modules()]
+def _momenta_restored(norms: list[_BatchNorm]) -> Iterator[None]:
+    """Restore each module's momentum: update_bn does not after an error."""
     momenta = [(norm, norm.momentum) for norm in norms]
     try:
         yield
     finally:
         for norm, momentum in momenta:
             norm.momentum = momentum
-        for module, training in modes:  # train() first, from the outside in: a module may override it to do more
-            if module.training != training:
-                module.train(training)
-        for module, training in modes:
-            module.training = training
 
 
 @contextmanager
@@ -206,18 +210,6 @@ def _order_restored(loader: Iterable[object]) -> Iterator[None]:
             generator.set_state(state)
 
 
-def _loader_missing() -> ConfigurationError:
-    return ConfigurationError(
-        "the model's batch normalisation has running statistics, which were not measured with "
-        "the averaged weights; pass bn_loader=, such as a DataLoader over the training set",
-        "SWA",
-        bn_loader=None,
-    )
-
-
 def _no_batch(loader: object) -> ConfigurationError:
-    return ConfigurationError(
-        "gave no batch; pass an iterable that gives batches in each pass, such as a DataLoader",
-        "SWA",
-        bn_loader=type(loader),
-    )
+    rule = "gave no batch; pass an iterable that gives batches in each pass, such as a DataLoader"
+    return ConfigurationError(rule, "SWA", bn_loader=type(loader))

@@ -25,11 +25,9 @@ class SavedEngine(Protocol):
 
     def fire(self, event: Events, payload: object = None) -> None:
         """Fire the event."""
-        ...
 
     def checkpoint_state(self) -> dict[str, Any]:
         """Everything that the next iteration depends on."""
-        ...
 
 
 class BackgroundSave:
@@ -132,7 +130,16 @@ class BackgroundSave:
             # a full disk costs this checkpoint, not the run; an error after the writing is not a full disk
             if raises and (saved is not None or not isinstance(error, OSError)):
                 raise error
-            self._report(engine, error)
+            get_logger("handlers").warning(
+                "checkpoint not saved; the run and older checkpoints are as they were",
+                iteration=self._iteration,
+                error=str(error) or type(error).__name__,
+            )
+            # in place of the event that is missing
+            failed = HandlerFailed(
+                handler="pulsetrain.handlers.Checkpointer", event=Events.CHECKPOINT_SAVED.value, error=error
+            )
+            engine.fire(Events.HANDLER_FAILED, failed)
         return saved is None
 
     def release(self) -> None:
@@ -141,18 +148,6 @@ class BackgroundSave:
 
     def _durable(self, saved: CheckpointSaved) -> None:
         self._saved = saved
-
-    def _report(self, engine: SavedEngine, error: BaseException) -> None:
-        get_logger("handlers").warning(
-            "checkpoint not saved; the run and older checkpoints are as they were",
-            iteration=self._iteration,
-            error=str(error) or type(error).__name__,
-        )
-        # in place of the event that is missing
-        failed = HandlerFailed(
-            handler="pulsetrain.handlers.Checkpointer", event=Events.CHECKPOINT_SAVED.value, error=error
-        )
-        engine.fire(Events.HANDLER_FAILED, failed)
 
 
 def _lower_priority() -> None:

@@ -20,7 +20,7 @@ from pulsetrain.engine.events.names import Event, Events
 from pulsetrain.engine.events.subscription import LAST, Phase
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.training_run import model_of, validation_contexts
-from pulsetrain.handlers.attachment.attachment import Attachment
+from pulsetrain.handlers.attachment.attachment import Handler
 from pulsetrain.handlers.attachment.engine_queries import handlers_of, reject_replay
 from pulsetrain.handlers.metric_values.best_value import Mode, check_judged, is_better, judged_name, subscribe_judge
 from pulsetrain.handlers.run_files.run_folder import make_folder
@@ -28,7 +28,7 @@ from pulsetrain.handlers.run_files.run_folder import make_folder
 __all__ = ["BestModel"]
 
 
-class BestModel:
+class BestModel(Handler):
     """Copies the weights to the host after each validation or rollout that was better than all before; NaN never is.
 
     It keeps the weights that were validated: with EMA or SWA the average, with a schedule-free optimizer its average.
@@ -82,7 +82,6 @@ class BestModel:
         self.best_iteration: int | None = None
         self._weights: Mapping[str, object] | None = None  # on the host
         self._last: Mapping[str, object] | None = None  # that training reached; the model holds the best
-        self._attachment = Attachment("BestModel")
 
     def attach(self, engine: Engine) -> Self:
         """Judge each validation or rollout of the engine, in phase PERSIST.

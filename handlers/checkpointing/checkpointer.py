@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, Literal, Self
 
 from pulsetrain.engine import Events, Every, Phase
@@ -26,7 +25,7 @@ from pulsetrain.engine.events.payloads import CheckpointSaved
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.step.backend import ValueBackend
 from pulsetrain.engine.training_run import is_training_run
-from pulsetrain.handlers.attachment.attachment import Attachment
+from pulsetrain.handlers.attachment.attachment import Handler
 from pulsetrain.handlers.attachment.cadence import reading_events
 from pulsetrain.handlers.checkpointing.background_save import BackgroundSave, SavedEngine
 from pulsetrain.handlers.checkpointing.ranking import Ranking
@@ -38,7 +37,7 @@ __all__ = ["Checkpointer"]
 _PREPARED_AFTER = 10  # iterations: by then optimizers have their state, and memory for background saves is allocated
 
 
-class Checkpointer:
+class Checkpointer(Handler):
     """Saves the trainer's whole state into `folder/checkpoints` at a cadence, at the run's end, and when preempted.
 
     One folder holds one run: where there are checkpoints already, a run may resume from one, but not start.
@@ -116,7 +115,6 @@ class Checkpointer:
         self._clock = clock
         self._background = BackgroundSave(clock) if background else None
         self._interval: SaveInterval | None = None
-        self._attachment = Attachment("Checkpointer")
 
     def attach(self, engine: Engine) -> Self:
         """Save this trainer's state.
@@ -175,7 +173,7 @@ class Checkpointer:
             RuntimeError: called in the middle of a step.
         """
         self.wait()
-        return self._write(engine, name or self.name, bool(is_best), lambda: None)
+        return self._write(engine, name or self.name, bool(is_best), lambda saved: None)
 
     def wait(self) -> None:
         """Wait until the save in the background, if there is one, is durable or has failed."""
@@ -252,34 +250,10 @@ class Checkpointer:
         self.wait()
         if is_training_run(engine) and engine.is_rewinding:
             return  # this state is about to be discarded
-        if engine.state.iteration == self.saved_at and not self._has_news(engine):
-            return  # two cadences, or a cadence and the run's end, met
-        durable: list[bool] = []
-        try:
-            self._save_ranked(engine, durable, background)
-        except OSError as error:
-            if durable:  # raised by a receiver of CHECKPOINT_SAVED
-                raise
-            # a full disk costs this checkpoint, not the run
-            if self._interval is not None:
-                self._interval.failed()
-            get_logger("handlers").warning(
-                "checkpoint not saved; the run and older checkpoints are as they were",
-                folder=str(self.folder),
-                iteration=engine.state.iteration,
-                error=str(error),
-            )
-
-    def _has_news(self, engine: SavedEngine) -> bool:
-        return self.metric is not None and self._ranking.has_news(engine.state)
-
-    def _save_ranked(self, engine: SavedEngine, durable: list[bool], background: BackgroundSave | None) -> None:
-        """Save, and rank the checkpoint by the metric.
-
-        Args:
-            durable: gets an entry when the checkpoint is durable, before it is announced.
-        """
         state, saved_at, mark = engine.state, self.saved_at, self._ranking.mark()
+        if state.iteration == saved_at and (self.metric is None or not self._ranking.has_news(state)):
+            return  # two cadences, or a cadence and the run's end, met
+        durable: list[CheckpointSaved] = []
 
         def undo() -> None:
             self.saved_at = saved_at
@@ -292,60 +266,56 @@ class Checkpointer:
         self.saved_at = state.iteration
         try:
             if background is not None:
-                self._write_in_background(engine, background, improved, undo)
+                background.begin(engine, self._writer(engine, self.name, improved, background=True), undo)
             else:
-                self._write(engine, self.name, improved, lambda: durable.append(True))
-        except BaseException:
-            if not durable:
-                undo()
-            raise
+                self._write(engine, self.name, improved, durable.append)
+        except BaseException as error:
+            if durable:  # raised by a receiver of CHECKPOINT_SAVED
+                raise
+            undo()
+            if not isinstance(error, OSError):
+                raise
+            # a full disk costs this checkpoint, not the run
+            if self._interval is not None:
+                self._interval.failed()
+            get_logger("handlers").warning(
+                "checkpoint not saved; the run and older checkpoints are as they were",
+                folder=str(self.folder),
+                iteration=state.iteration,
+                error=str(error),
+            )
 
-    def _write_in_background(
-        self, engine: SavedEngine, background: BackgroundSave, is_best: bool, undo: Callable[[], None]
-    ) -> None:
-        _refuse_during_step(engine)
-        store = partial(self._store, self.form_for(engine), self.name, is_best, engine.state.iteration, background=True)
-        background.begin(engine, partial(store, time.perf_counter()), undo)
-
-    def _write(self, engine: SavedEngine, label: str, is_best: bool, when_durable: Callable[[], object]) -> Location:
-        _refuse_during_step(engine)
-        start = time.perf_counter()
-
+    def _write(
+        self, engine: SavedEngine, label: str, is_best: bool, when_durable: Callable[[CheckpointSaved], object]
+    ) -> Location:
         def announce(saved: CheckpointSaved) -> None:
-            when_durable()
+            when_durable(saved)
             engine.fire(Events.CHECKPOINT_SAVED, saved)
 
-        state, iteration = engine.checkpoint_state(), engine.state.iteration
-        return self._store(self.form_for(engine), label, is_best, iteration, start, state, announce)
+        return self._writer(engine, label, is_best)(engine.checkpoint_state(), announce)
 
-    def _store(
-        self,
-        form: Form,
-        label: str,
-        is_best: bool,
-        iteration: int,
-        start: float,
-        state: Mapping[str, object],
-        announce: Callable[[CheckpointSaved], None],
-        *,
-        background: bool = False,
-    ) -> Location:
-        def durable(path: Location) -> None:
-            if iteration == 0:
-                self._first.add(path)
-            size, seconds = self.manager.size(path), time.perf_counter() - start
-            saved = CheckpointSaved(
-                path=path, iteration=iteration, bytes=size, seconds=seconds, is_best=is_best, background=background
+    def _writer(
+        self, engine: SavedEngine, label: str, is_best: bool, *, background: bool = False
+    ) -> Callable[[Mapping[str, object], Callable[[CheckpointSaved], None]], Location]:
+        """A function that writes a state of this iteration, and calls another one once it is durable."""
+        if is_training_run(engine) and engine.is_stepping:
+            raise RuntimeError(
+                "Checkpointer.save(): called in the middle of a step, from which no run could resume exactly; "
+                "save on ITERATION_COMPLETED"
             )
-            announce(saved)
+        form, iteration, start = self.form_for(engine), engine.state.iteration, time.perf_counter()
 
-        keep = [self.manager.checkpoint_dir / folder for _, folder in self.best]
-        return self.manager.save(state, label, is_best, step=iteration, keep=keep, announce=durable, form=form)
+        def write(state: Mapping[str, object], announce: Callable[[CheckpointSaved], None]) -> Location:
+            def durable(path: Location) -> None:
+                if iteration == 0:
+                    self._first.add(path)
+                size, seconds = self.manager.size(path), time.perf_counter() - start
+                saved = CheckpointSaved(
+                    path=path, iteration=iteration, bytes=size, seconds=seconds, is_best=is_best, background=background
+                )
+                announce(saved)
 
+            keep = [self.manager.checkpoint_dir / folder for _, folder in self.best]
+            return self.manager.save(state, label, is_best, step=iteration, keep=keep, announce=durable, form=form)
 
-def _refuse_during_step(engine: SavedEngine) -> None:
-    if is_training_run(engine) and engine.is_stepping:
-        raise RuntimeError(
-            "Checkpointer.save(): called in the middle of a step, from which no run could resume exactly; "
-            "save on ITERATION_COMPLETED"
-        )
+        return write

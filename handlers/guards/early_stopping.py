@@ -9,7 +9,7 @@ from pulsetrain.engine.argument_checks import check_number, check_whole_number
 from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import Event, Events
 from pulsetrain.engine.events.subscription import Phase
-from pulsetrain.handlers.attachment.attachment import Attachment
+from pulsetrain.handlers.attachment.attachment import Handler
 from pulsetrain.handlers.metric_values.best_value import (
     Mode,
     check_judged,
@@ -24,7 +24,7 @@ __all__ = ["EarlyStopping"]
 _VALIDATION = "validation"
 
 
-class EarlyStopping:
+class EarlyStopping(Handler):
     """Terminates the engine after `patience` validations or rollouts without an improvement; NaN never is one.
 
     It also works without an engine: `if stopping.step(loss): break`. `is_best` is whether that loss was the best yet.
@@ -60,7 +60,6 @@ class EarlyStopping:
         self.patience = patience
         self.mode: Mode = mode
         self.min_delta = min_delta
-        self._attachment = Attachment("EarlyStopping")
         self.reset()
 
     def attach(self, engine: Engine) -> Self:
@@ -74,9 +73,6 @@ class EarlyStopping:
             subscribe(Events.STARTED, self._on_started, phase=Phase.ACT)
             subscribe(Events.COMPLETED, self._on_completed, phase=Phase.ACT)
         return self
-
-    def detach(self) -> None:
-        self._attachment.cancel()
 
     def reset(self) -> None:
         """Forget what was seen."""

@@ -18,9 +18,10 @@ from pulsetrain.engine.events.names import Events, EventsList
 from pulsetrain.engine.events.payloads import AnomalyDetected
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.training_run import BatchOrder, is_training_run
-from pulsetrain.handlers.attachment.cadence import reading_events
+from pulsetrain.handlers.attachment.attachment import Handler
+from pulsetrain.handlers.attachment.cadence import check_every, reading_events
 
-__all__ = ["GuardAction", "TrainedBatch", "batch_order", "check_events", "nonfinite_rows", "report_anomaly"]
+__all__ = ["Guard", "TrainedBatch", "batch_order", "report_anomaly"]
 
 BatchState = tuple[int, Sequence[int] | None]
 
@@ -64,12 +65,7 @@ def batch_order(engine: object) -> BatchOrder | None:
     return engine.data if is_training_run(engine) else None
 
 
-def check_events(every: Every, clock: Callable[[], float]) -> EventsList:
-    """When a guard reads the device: at the cadence, and at the end of each epoch and of the run."""
-    return reading_events(every, clock) | Events.EPOCH_COMPLETED | Events.COMPLETED
-
-
-def nonfinite_rows(engine: object, rows: Sequence[int]) -> list[int]:
+def _nonfinite_rows(engine: object, rows: Sequence[int]) -> list[int]:
     """Those of the rows whose sample, read from the dataset again, holds a number that is not finite."""
     dataset = getattr(engine.train_loader, "dataset", None) if is_training_run(engine) else None
     if dataset is None:
@@ -104,7 +100,7 @@ def report_anomaly(
     """Log a warning and fire ANOMALY_DETECTED, both with the dataset rows of the batches."""
     data = batch_order(engine)
     rows = tuple(row for batch in batches for row in batch.rows(data))
-    nonfinite = nonfinite_rows(engine, rows)
+    nonfinite = _nonfinite_rows(engine, rows)
     iteration = batches[-1].iteration
     where: dict[str, object] = {"iteration": iteration, "epoch": engine.state.epoch, "value": value, **facts}
     if rows:
@@ -123,42 +119,51 @@ class _Rewindable(Protocol):
     def rewind(self, first: int, last: int, reason: str) -> None: ...
 
 
-class GuardAction:
-    """What a guard does after its report: continue, stop the run, or rewind it to a checkpoint.
+class Guard(Handler):
+    """Base class of guards. After its report, one continues, stops the run, or rewinds it to a checkpoint.
 
     Args:
-        place: the guard's class name, for messages.
-        name: "stop", "rewind", or the guard's name for continuing.
+        policy: "stop", "rewind", or the guard's name for continuing.
         continues: that name.
+        every: when the host checks.
         max_rewinds: per run; the next one stops it.
+        clock: seconds, for `Every(seconds=...)`.
 
     Raises:
-        ConfigurationError: another name, or a number below 1.
+        ConfigurationError: another policy, or a number below 1.
+        TypeError: the cadence is not an Every.
     """
 
-    def __init__(self, place: str, name: str, continues: str, max_rewinds: int) -> None:
-        check_choice(place, "policy", name, (continues, "stop", "rewind"))
-        check_whole_number(place, "max_rewinds", max_rewinds)
-        self.name = name
+    def __init__(self, policy: str, continues: str, every: Every, max_rewinds: int, clock: Callable[[], float]) -> None:
+        self._place = type(self).__name__
+        check_choice(self._place, "policy", policy, (continues, "stop", "rewind"))
+        check_whole_number(self._place, "max_rewinds", max_rewinds)
+        check_every(self._place, every)
+        self.policy = policy
+        self.every = every
         self.max_rewinds = max_rewinds
-        self._place = place
+        self._clock = clock
 
-    def check(self, engine: Engine) -> None:
-        """Reject an engine that cannot rewind, where the action is to rewind.
+    def _check_engine(self, engine: Engine) -> None:
+        """Reject an engine that cannot rewind, where the policy is to rewind.
 
         Raises:
             ConfigurationError: it cannot.
         """
-        if self.name == "rewind" and not isinstance(engine, _Rewindable):
+        if self.policy == "rewind" and not isinstance(engine, _Rewindable):
             rule = f"{engine.name!r} cannot return to a checkpoint, which a Trainer can; choose 'stop'"
-            raise ConfigurationError(rule, self._place, policy=self.name)
+            raise ConfigurationError(rule, self._place, policy=self.policy)
 
-    def apply(self, engine: Engine, first: int, last: int, reason: str) -> None:
+    def _check_events(self) -> EventsList:
+        """When the guard reads the device: at the cadence, and at the end of each epoch and of the run."""
+        return reading_events(self.every, self._clock) | Events.EPOCH_COMPLETED | Events.COMPLETED
+
+    def _act(self, engine: Engine, first: int, last: int, reason: str) -> None:
         """Act on an anomaly of the iterations `first` to `last`."""
         reason = f"{self._place}: {reason}"
-        if self.name == "stop":
+        if self.policy == "stop":
             engine.terminate(reason=reason)
-        elif self.name == "rewind" and isinstance(engine, _Rewindable):
+        elif self.policy == "rewind" and isinstance(engine, _Rewindable):
             if engine.rewinds >= self.max_rewinds:
                 engine.terminate(reason=f"{reason}; it has been rewound {engine.rewinds} times already")
                 return

@@ -14,7 +14,7 @@ from pulsetrain.engine.events.names import Event, Events
 from pulsetrain.engine.events.subscription import Phase
 from pulsetrain.engine.recording.replay.engine import ReplayedEngine
 from pulsetrain.engine.training_run import is_training_run
-from pulsetrain.handlers.attachment.attachment import Attachment
+from pulsetrain.handlers.attachment.attachment import Handler
 
 __all__ = ["StepLimit", "TimeLimit"]
 
@@ -22,7 +22,7 @@ _UNITS = re.compile(r"(?:(\d+)d)? *(?:(\d+)h)? *(?:(\d+)m)? *(?:(\d+(?:\.\d+)?)s
 _CLOCK = re.compile(r"(?:(\d+)-)?(\d+):(\d\d):(\d\d)")  # SLURM's notation, days first
 
 
-class TimeLimit:
+class TimeLimit(Handler):
     """Terminates the engine after the first iteration at which its time is used up.
 
     Time counts from STARTED. Use `margin` for what a process does before that, such as importing, and after the last
@@ -70,7 +70,6 @@ class TimeLimit:
         self._before = 0.0  # used in earlier runs and processes
         self._began = self._last = 0.0  # when this run started, and when its last iteration was completed
         self._ended = False
-        self._attachment = Attachment("TimeLimit")
 
     def attach(self, engine: Engine) -> Self:
         """Read the clock after each iteration, in phase ACT."""
@@ -79,9 +78,6 @@ class TimeLimit:
             subscribe(Events.ITERATION_COMPLETED, self._on_iteration, phase=Phase.ACT)
             subscribe(Events.CHECKPOINT_LOADED, self._on_loaded, phase=Phase.ACT)
         return self
-
-    def detach(self) -> None:
-        self._attachment.cancel()
 
     @property
     def used(self) -> float:
@@ -120,7 +116,7 @@ class TimeLimit:
         return event.time_ns / 1e9 if self.clock is None else self.clock()
 
 
-class StepLimit:
+class StepLimit(Handler):
     """Terminates the engine after this many more iterations or updates, whichever come first.
 
     The count starts at STARTED: a run that continues from a checkpoint makes as many again. A run that
@@ -151,7 +147,6 @@ class StepLimit:
         self._at_start: tuple[int, int] | None = None  # iteration and update
         self._made = (0, 0)  # of each, before a rewind
         self._ended = False
-        self._attachment = Attachment("StepLimit")
 
     def attach(self, engine: Engine) -> Self:
         """Count after each iteration, in phase ACT; from now on if the engine is running."""
@@ -162,9 +157,6 @@ class StepLimit:
             self._made, self._ended = (0, 0), False
             self._at_start = (engine.state.iteration, engine.state.update) if engine.is_running else None
         return self
-
-    def detach(self) -> None:
-        self._attachment.cancel()
 
     def _on_started(self, engine: Engine) -> None:
         made, self._made = self._made, (0, 0)

@@ -17,15 +17,7 @@ from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import Events
 from pulsetrain.engine.events.subscription import Phase
 from pulsetrain.engine.logs import get_logger
-from pulsetrain.handlers.attachment.attachment import Attachment
-from pulsetrain.handlers.attachment.cadence import check_every
-from pulsetrain.handlers.guards.guard_actions import (
-    GuardAction,
-    TrainedBatch,
-    batch_order,
-    check_events,
-    report_anomaly,
-)
+from pulsetrain.handlers.guards.guard_actions import Guard, TrainedBatch, batch_order, report_anomaly
 from pulsetrain.handlers.metric_values.step_values import scalars, to_host
 
 __all__ = ["LossSpikeGuard"]
@@ -34,7 +26,7 @@ _MAD = 1.4826  # times the median absolute deviation is the standard deviation o
 _LEAST_SPREAD = 1e-3  # of the median: if losses hardly differ, the next one is not a spike for that
 
 
-class LossSpikeGuard:
+class LossSpikeGuard(Guard):
     """Reports each loss above `median + threshold * spread` of the last `window` losses.
 
     The spread is 1.4826 times their median absolute deviation, and at least a thousandth of the median: neither a few
@@ -88,25 +80,19 @@ class LossSpikeGuard:
         check_whole_number("LossSpikeGuard", "window", window, 8)
         check_whole_number("LossSpikeGuard", "patience", patience)
         check_whole_number("LossSpikeGuard", "margin", margin, 0)
-        check_every("LossSpikeGuard", every)
-        self._action = GuardAction("LossSpikeGuard", policy, "warn", max_rewinds)
+        super().__init__(policy, "warn", every, max_rewinds, clock)
         self.threshold = threshold
         self.window = window
-        self.policy = policy
-        self.every = every
         self.patience = patience
         self.margin = margin
-        self.max_rewinds = max_rewinds
         self.metric = metric.removeprefix("train/")
         self.spikes = 0
-        self._clock = clock
         self._losses: deque[float] = deque(maxlen=window)
         self._in_a_row: list[float] = []  # the newest `patience` spikes since the last ordinary loss
         self._spiking = False  # whether the last loss was one
         self._bound = math.inf  # above it a loss is a spike
         self._since_bound = 0  # losses that entered the window since the bound was computed
         self._unseen: list[tuple[TrainedBatch, Tensor | float]] = []
-        self._attachment = Attachment("LossSpikeGuard")
 
     def attach(self, engine: Engine) -> Self:
         """Watch the losses of the engine's steps.
@@ -115,14 +101,11 @@ class LossSpikeGuard:
             ConfigurationError: the policy is "rewind", and the engine cannot return to a checkpoint.
         """
         with self._attachment.to(engine, whole_bus=False) as subscribe:
-            self._action.check(engine)
+            self._check_engine(engine)
             subscribe(Events.STARTED, self._on_started, phase=Phase.ACT)
             subscribe(Events.ITERATION_COMPLETED, self._on_iteration, phase=Phase.COMPUTE)
-            subscribe(check_events(self.every, self._clock), self._check, phase=Phase.ACT)
+            subscribe(self._check_events(), self._check, phase=Phase.ACT)
         return self
-
-    def detach(self) -> None:
-        self._attachment.cancel()
 
     def state_dict(self) -> dict[str, object]:
         """The window and the spikes; losses that are not checked yet are copied to the host."""
@@ -173,7 +156,7 @@ class LossSpikeGuard:
                 report_anomaly(engine, "loss_spike", loss, [batch], message, bound=bound, metric=f"train/{self.metric}")
         if found:
             first, last = found[0] - self.margin, found[-1]
-            self._action.apply(engine, first, last, f"the loss has jumped at iteration {found[0]}")
+            self._act(engine, first, last, f"the loss has jumped at iteration {found[0]}")
 
     def _is_spike(self, loss: float) -> bool:
         if math.isfinite(loss) and loss <= self._bound:

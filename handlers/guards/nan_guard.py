@@ -18,15 +18,7 @@ from pulsetrain.engine.events.names import Event, Events
 from pulsetrain.engine.events.state import State
 from pulsetrain.engine.events.subscription import Phase
 from pulsetrain.engine.training_run import is_training_run, model_of
-from pulsetrain.handlers.attachment.attachment import Attachment
-from pulsetrain.handlers.attachment.cadence import check_every
-from pulsetrain.handlers.guards.guard_actions import (
-    GuardAction,
-    TrainedBatch,
-    batch_order,
-    check_events,
-    report_anomaly,
-)
+from pulsetrain.handlers.guards.guard_actions import Guard, TrainedBatch, batch_order, report_anomaly
 from pulsetrain.handlers.metric_values.step_values import to_host
 
 __all__ = ["NaNGuard"]
@@ -49,7 +41,7 @@ class _SkipsUpdates(Protocol):
     def skip_update(self, where: Tensor) -> None: ...
 
 
-class NaNGuard:
+class NaNGuard(Guard):
     """Skips every update whose gradient holds NaN or infinity; nothing waits for the device.
 
     A skipped update leaves the weights and the optimizer as they were, and also the model's floating-point buffers,
@@ -92,21 +84,15 @@ class NaNGuard:
         max_rewinds: int = 3,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._action = GuardAction("NaNGuard", policy, "skip", max_rewinds)
-        check_every("NaNGuard", every)
+        super().__init__(policy, "skip", every, max_rewinds, clock)
         check_whole_number("NaNGuard", "max_in_a_row", max_in_a_row)
-        self.policy = policy
-        self.every = every
         self.max_in_a_row = max_in_a_row
-        self.max_rewinds = max_rewinds
         self.skipped = 0  # updates known to have been skipped
-        self._clock = clock
         self._in_a_row: dict[str, int] = {}  # by optimizer
         self._unseen: list[Update] = []
         self._updated_at: dict[str, int] = {}  # iteration of the last update, by optimizer
         self._begun = 0  # iteration of the last update before this handler was attached
         self._buffers: list[_KeptBuffers] = []
-        self._attachment = Attachment("NaNGuard")
 
     def attach(self, engine: Engine) -> Self:
         """Guard a trainer's updates.
@@ -121,19 +107,16 @@ class NaNGuard:
                 raise ConfigurationError(
                     f"NaNGuard.attach({engine.name!r}): cannot skip an update; attach it to a Trainer"
                 )
-            self._action.check(engine)
+            self._check_engine(engine)
             self._buffers = _keep_buffers(model)
             self._updated_at.clear()  # of an earlier engine
             self._begun = _last_update(engine)
             subscribe(Events.STARTED, self._on_started, phase=Phase.COMPUTE)
             subscribe(Events.GRADIENTS_READY, self._on_gradients, phase=Phase.COMPUTE)
-            subscribe(check_events(self.every, self._clock), self._check, phase=Phase.ACT)
+            subscribe(self._check_events(), self._check, phase=Phase.ACT)
             subscribe(Events.TERMINATE, self._on_terminate, phase=Phase.ACT)
             subscribe(Events.EXCEPTION_RAISED, self._on_exception, phase=Phase.OBSERVE, on_error="warn")
         return self
-
-    def detach(self) -> None:
-        self._attachment.cancel()
 
     def state_dict(self) -> dict[str, object]:
         """The counts, and the updates that are not checked yet, whose norms are copied to the host."""
@@ -209,7 +192,7 @@ class NaNGuard:
             reason = f"{longest} updates in a row had a gradient that is not finite, the last at iteration {last}"
             engine.terminate(reason=f"NaNGuard: {reason}")
         else:
-            self._action.apply(engine, first, last, f"the gradient of iteration {last} is not finite")
+            self._act(engine, first, last, f"the gradient of iteration {last} is not finite")
 
 
 def _last_update(engine: Engine) -> int:

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import copy
+import itertools
 import math
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, Self, cast
+from typing import Any, Protocol, Self, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from pulsetrain.engine.argument_checks import check_number, check_positive, check_whole_number
 from pulsetrain.engine.data import rng
+from pulsetrain.engine.data.keyed_loader import KeyedLoader, can_be_keyed, can_be_read_once, key_order
+from pulsetrain.engine.data.workers import workers_begin
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import Events
@@ -24,8 +29,7 @@ from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.schedules.groups import group_ratios, write_rates
 from pulsetrain.engine.step.backend import ModelStore
 from pulsetrain.engine.step.protocols import Strategy, TrainingBatch, TrainingResult
-from pulsetrain.handlers.attachment.attachment import Attachment
-from pulsetrain.handlers.learning_rate.trial_steps import copy_of_loader, endless
+from pulsetrain.handlers.attachment.attachment import Handler
 from pulsetrain.handlers.metric_values.step_values import to_host
 from pulsetrain.handlers.plots import figures
 from pulsetrain.handlers.run_files.run_folder import make_folder, replace_file
@@ -44,13 +48,11 @@ class TrialStepper(Protocol):
     @property
     def store(self) -> ModelStore:
         """Holds the model."""
-        ...
 
     def trial(
         self, on_step: Callable[[TrainingBatch, TrainingResult], object]
     ) -> Callable[[Engine, object], TrainingResult]:
         """A process function over the same model with its own counts."""
-        ...
 
 
 class Trainable(Protocol):
@@ -65,7 +67,6 @@ class Trainable(Protocol):
     @property
     def stepper(self) -> TrialStepper:
         """Makes the steps."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class LRFinderResult:
     diverged: bool
 
 
-class LRFinder:
+class LRFinder(Handler):
     """Learning-rate range test (Smith 2017): one update at each of a series of rates that grow by a constant factor.
 
     `run(trainer)` returns the result; an attached finder runs before a run's first batch and logs it. Afterwards the
@@ -139,7 +140,6 @@ class LRFinder:
         self.diverge = diverge
         self.folder = None if folder is None else Path(folder)
         self.result: LRFinderResult | None = None  # of the last sweep
-        self._attachment = Attachment("LRFinder")
 
     def attach(self, engine: Engine) -> Self:
         """Sweep whenever a run of this trainer begins at iteration 0; a sweep that fails is reported as a warning.
@@ -152,9 +152,6 @@ class LRFinder:
             _check(engine)
             subscribe(Events.STARTED, self._on_started, phase=Phase.COMPUTE, on_error="warn")
         return self
-
-    def detach(self) -> None:
-        self._attachment.cancel()
 
     def run(self, trainer: Trainable, loader: Iterable[object] | None = None) -> LRFinderResult:
         """Sweep, draw the figure, and roll everything back.
@@ -172,9 +169,9 @@ class LRFinder:
         _check(trainer)
         if self.folder is not None:
             make_folder("LRFinder", self.folder / "plots")
-        batches = endless(copy_of_loader(trainer.train_loader) if loader is None else loader, trainer.seed)
+        batches = _endless(_copy_of_loader(trainer.train_loader) if loader is None else loader, trainer.seed)
         undone = trainer.stepper.store.rollback(trainer.strategy)
-        with closing(cast(Generator[object], batches)), rng.preserve_rng(), undone:
+        with closing(batches), rng.preserve_rng(), undone:
             rng.seed_everything(trainer.seed)
             losses = self._sweep(trainer, batches)
         self.result = self._judge(losses)
@@ -191,7 +188,7 @@ class LRFinder:
 
     def _sweep(self, trainer: Trainable, batches: Iterator[object]) -> list[float]:
         """The losses until they are seen to diverge; a few more come after, since the host reads every few updates."""
-        sweep = _Sweep(trainer.stepper, batches)
+        found = _trial_losses(trainer.stepper, batches)
         ratios = group_ratios(trainer.optimizer, "LRFinder")
         for each in (trainer.model, trainer.optimizer):  # a schedule-free optimizer has modes, too
             train = getattr(each, "train", None)
@@ -202,7 +199,7 @@ class LRFinder:
         for update in range(self.iterations):
             rate = self.rate(update)
             write_rates(trainer.optimizer, [rate * ratio for ratio in ratios])
-            waiting.append(sweep.update())
+            waiting.append(next(found))
             if len(waiting) == LOOK or update + 1 == self.iterations:
                 losses += to_host(waiting)
                 waiting.clear()
@@ -294,31 +291,27 @@ def _check(trainer: object) -> None:
         )
 
 
-class _Sweep:
-    """Updates of a stepper's model, counted and fired on an engine that nobody listens to."""
+def _trial_losses(stepper: TrialStepper, batches: Iterator[object]) -> Iterator[Tensor]:
+    """Updates as the trainer makes them, on an engine that nobody listens to.
 
-    def __init__(self, stepper: TrialStepper, batches: Iterator[object]) -> None:
-        self._step, self._batches = stepper.trial(self._note), batches
-        self._engine = Engine(self._step, name="lr_finder")
-        self._engine.state.samples = self._engine.state.tokens = 0
-        self._losses: list[Tensor] = []
-        self._sizes: list[int | Tensor] = []
-
-    def update(self) -> Tensor:
-        """One update, as the trainer makes it; returns the mean loss over its batches, shape ()."""
-        self._losses, self._sizes = [], []
-        before = self._engine.state.update
-        while self._engine.state.update == before:
-            self._step(self._engine, next(self._batches))
-        losses, sizes = self._losses, self._sizes
-        if len(losses) == 1:
-            return losses[0]
-        weights = torch.stack([torch.as_tensor(size, device=losses[0].device) for size in sizes])
-        return (torch.stack(losses).float() * weights).sum() / weights.sum()
-
-    def _note(self, batch: TrainingBatch, result: TrainingResult) -> None:
-        self._losses.append(result.loss)
-        self._sizes.append(batch.size)
+    Yields:
+        The mean loss over the batches of each update, shape ().
+    """
+    noted: list[tuple[Tensor, int | Tensor]] = []
+    step = stepper.trial(lambda batch, result: noted.append((result.loss, batch.size)))
+    engine = Engine(step, name="lr_finder")
+    engine.state.samples = engine.state.tokens = 0
+    while True:
+        noted.clear()
+        before = engine.state.update
+        while engine.state.update == before:
+            step(engine, next(batches))
+        losses = torch.stack([loss for loss, _ in noted])
+        if len(noted) == 1:
+            yield losses[0]
+        else:
+            weights = torch.stack([torch.as_tensor(size, device=losses.device) for _, size in noted])
+            yield (losses.float() * weights).sum() / weights.sum()
 
 
 def _falls(losses: NDArray[np.float64], width: int) -> bool:
@@ -331,3 +324,58 @@ def _falls(losses: NDArray[np.float64], width: int) -> bool:
     means = np.convolve(losses[SETTLED:], np.full(width, 1 / width), "valid")
     fall = losses[:SETTLED].mean() - means.min()
     return bool(fall > 3 * deviation * math.sqrt(1 / SETTLED + 1 / width))
+
+
+def _copy_of_loader(loader: Any) -> Any:
+    """A loader that gives the same batches, and leaves the position of this one unchanged.
+
+    A list of batches is shared, and so is the map-style dataset of a DataLoader; anything else is copied.
+
+    Raises:
+        ConfigurationError: the loader can be read only once, or cannot be copied.
+
+    >>> _copy_of_loader([1, 2])
+    [1, 2]
+    """
+    if type(loader) in (list, tuple):
+        return loader
+    remedy = "and training would miss the batches that are read now; pass loader="
+    if can_be_read_once(loader):
+        raise ConfigurationError(f"it can be read only once, {remedy}", train_loader=type(loader))
+    try:
+        if not isinstance(loader, DataLoader):
+            return copy.deepcopy(loader)
+        copied = copy.copy(loader)
+        vars(copied)["_iterator"] = None  # the workers of a pass under way
+        shared: dict[int, Any] = {id(loader.dataset): loader.dataset} if can_be_keyed(loader) else {}
+        vars(copied).update(copy.deepcopy(vars(copied), shared))
+        return copied
+    except Exception as error:  # a file, a socket, a lock ...
+        raise ConfigurationError(f"it cannot be copied ({error}), {remedy}", train_loader=type(loader)) from error
+
+
+def _endless(loader: Any, seed: int) -> Generator[Any]:
+    """The loader's batches, pass after pass, in the order of a run's passes if the seed decides it.
+
+    Raises:
+        ConfigurationError: the loader gives none.
+
+    >>> list(itertools.islice(_endless([1, 2], seed=0), 5))
+    [1, 2, 1, 2, 1]
+    """
+    keyed = KeyedLoader(loader, seed) if can_be_keyed(loader) else None
+    for number in itertools.count(1):
+        given = False
+        for batch in keyed.begin(number) if keyed is not None else _a_pass(loader, rng.derive(seed, number)):
+            given = True
+            yield batch
+        if not given:
+            raise ConfigurationError("gives no batch; give it data", train_loader=type(loader))
+
+
+def _a_pass(loader: Iterable[Any], seed: int) -> Iterator[Any]:
+    if type(loader) in (list, tuple):
+        return iter(loader)
+    key_order(loader, seed)
+    with workers_begin(loader):
+        return rng.Draws(seed).around(loader)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Self
 
 from torch import Tensor
@@ -11,7 +12,7 @@ from pulsetrain.engine.events.cadence import Every
 from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import Events
 from pulsetrain.engine.events.subscription import FIRST, Phase
-from pulsetrain.handlers.attachment.attachment import Attachment
+from pulsetrain.handlers.attachment.attachment import Handler
 from pulsetrain.handlers.attachment.cadence import check_every, reading_events
 from pulsetrain.handlers.attachment.engine_queries import reject_replay
 from pulsetrain.handlers.attachment.publishing import publish
@@ -20,7 +21,7 @@ from pulsetrain.handlers.metric_values.step_values import learning_rates, on_hos
 __all__ = ["LRMonitor"]
 
 
-class LRMonitor:
+class LRMonitor(Handler):
     """Fires METRICS_LOGGED with the rates of the last update: "learning_rate", or one for each group.
 
     Several groups are "learning_rate/NAME" by their "name", where all names differ; else "learning_rate/0" and so on.
@@ -51,7 +52,6 @@ class LRMonitor:
         check_every("LRMonitor", self.every)
         self.momentum, self.weight_decay = momentum, weight_decay
         self._last_read = -1  # iteration at which it published last
-        self._attachment = Attachment("LRMonitor")
 
     def attach(self, engine: Engine) -> Self:
         """Publish at the start of phase OBSERVE, after the handlers that set the rates.
@@ -71,9 +71,6 @@ class LRMonitor:
             subscribe(reading_events(self.every), self._publish, phase=Phase.OBSERVE, order=FIRST, on_error="warn")
         return self
 
-    def detach(self) -> None:
-        self._attachment.cancel()
-
     def _on_started(self) -> None:
         self._last_read = -1
 
@@ -82,18 +79,21 @@ class LRMonitor:
         if iteration == self._last_read or not engine.hears(Events.METRICS_LOGGED):
             return  # two parts of the cadence met, or nothing subscribes
         self._last_read = iteration
-        found: dict[str, Tensor | float | None] = {}
         groups = _groups_of(engine) or []
         labels = _labels(groups)
-        for index, rate in enumerate(learning_rates(engine)):
-            found[_named("learning_rate", labels, index)] = rate
-        for index, group in enumerate(groups):
-            if self.momentum:
-                found[_named("momentum", labels, index)] = group.get("momentum", group.get("betas", (None,))[0])
-            if self.weight_decay:
-                found[_named("weight_decay", labels, index)] = group.get("weight_decay")
-        given = {name: value for name, value in found.items() if value is not None}
-        publish(engine, {name: float(value) for name, value in on_host(given).items()})
+        series: dict[str, Sequence[Tensor | float | None]] = {"learning_rate": learning_rates(engine)}
+        if self.momentum:
+            series["momentum"] = [group.get("momentum", group.get("betas", (None,))[0]) for group in groups]
+        if self.weight_decay:
+            series["weight_decay"] = [group.get("weight_decay") for group in groups]
+        # labelled by all groups: one that was added since the last update, and has no rate yet, does not rename others
+        found = {
+            metric if len(labels) == 1 else f"{metric}/{labels[index]}": value
+            for metric, values in series.items()
+            for index, value in enumerate(values)
+            if value is not None
+        }
+        publish(engine, {name: float(value) for name, value in on_host(found).items()})
 
 
 def _groups_of(engine: Engine) -> list[dict[str, Any]] | None:
@@ -109,8 +109,3 @@ def _labels(groups: list[dict[str, Any]]) -> list[str]:
         return [str(owner) for owner in owners]
     labels = [str(group.get("name", index)) for index, group in enumerate(groups)]
     return labels if len(set(labels)) == len(labels) else [str(index) for index in range(len(groups))]
-
-
-def _named(metric: str, labels: list[str], index: int) -> str:
-    # labelled by all groups: one that was added since the last update, and has no rate yet, does not rename the others
-    return metric if len(labels) == 1 else f"{metric}/{labels[index]}"

@@ -21,7 +21,7 @@ from pulsetrain.engine.optimizers import NamedOptimizers
 from pulsetrain.engine.schedules import Schedule
 from pulsetrain.engine.schedules.groups import GroupRates
 from pulsetrain.engine.training_run import optimizer_of
-from pulsetrain.handlers.attachment.attachment import Attachment
+from pulsetrain.handlers.attachment.attachment import Handler
 
 __all__ = ["LRScheduler"]
 
@@ -32,7 +32,7 @@ _COUNTED = {
 }
 
 
-class LRScheduler:
+class LRScheduler(Handler):
     """Follows a schedule: the first update uses `get_lr(0)`, the one after n others `get_lr(n)`.
 
     A schedule of this package gives the rate of the groups that have the optimizer's default rate; other groups keep
@@ -83,7 +83,6 @@ class LRScheduler:
         if self.given is not None:
             self._adopt(self.given)
         self._follows: str | None = None  # of several optimizers, the name of this one
-        self._attachment = Attachment("LRScheduler")
 
     def attach(self, engine: Engine) -> Self:
         """Follow the engine's updates (or epochs, or iterations).
@@ -106,9 +105,6 @@ class LRScheduler:
             subscribe(_COUNTED[self.by], counted, phase=Phase.ACT)
             subscribe(Events.COMPLETED, self._check_was_stepped, phase=Phase.ACT)
         return self
-
-    def detach(self) -> None:
-        self._attachment.cancel()
 
     def step(self) -> float:
         """Advance the schedule by one step; returns the new rate of the groups with the optimizer's default rate."""

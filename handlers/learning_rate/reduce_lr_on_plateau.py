@@ -17,7 +17,7 @@ from pulsetrain.engine.events.names import Event, Events
 from pulsetrain.engine.events.subscription import Phase
 from pulsetrain.engine.recording.replay.engine import ReplayedEngine
 from pulsetrain.engine.training_run import optimizer_of
-from pulsetrain.handlers.attachment.attachment import Attachment
+from pulsetrain.handlers.attachment.attachment import Handler
 from pulsetrain.handlers.attachment.engine_queries import handlers_of
 from pulsetrain.handlers.learning_rate.lr_scheduler import LRScheduler
 from pulsetrain.handlers.metric_values.best_value import (
@@ -33,7 +33,7 @@ __all__ = ["ReduceLROnPlateau"]
 _PROGRESS = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")  # attributes of torch's
 
 
-class ReduceLROnPlateau:
+class ReduceLROnPlateau(Handler):
     """Multiplies the learning rates by a factor whenever `patience` rounds have passed without an improvement.
 
     It gives the numbers of torch.optim.lr_scheduler.ReduceLROnPlateau, bit for bit, with rounds in place of epochs:
@@ -106,7 +106,6 @@ class ReduceLROnPlateau:
         )
         self.schedulers: list[LRScheduler] = []  # whose rates are multiplied
         self._has_optimizer = optimizer is not None
-        self._attachment = Attachment(place)
 
     def attach(self, engine: Engine) -> Self:
         """Judge each validation or rollout of the engine, in phase ACT.
@@ -124,10 +123,6 @@ class ReduceLROnPlateau:
             subscribe(Events.COMPLETED, self._on_completed, phase=Phase.ACT)
             self._join(engine)
         return self
-
-    def detach(self) -> None:
-        """Stop judging; the rates stay as they are."""
-        self._attachment.cancel()
 
     def step(self, value: float) -> bool:
         """Judge one more value; returns whether the rates were lowered.

@@ -13,7 +13,7 @@ from pulsetrain.engine.events.names import Event, Events
 from pulsetrain.engine.events.subscription import Phase
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.metrics import canonical
-from pulsetrain.handlers.attachment.attachment import Subscribe
+from pulsetrain.handlers.attachment.attachment import Attachment
 from pulsetrain.handlers.attachment.engine_queries import attribute
 from pulsetrain.handlers.metric_values.step_values import METRIC_EVENTS
 
@@ -86,7 +86,7 @@ def judged_name(place: str, metric: str, engine: Engine, event: Event) -> str | 
 
 
 def subscribe_judge(
-    subscribe: Subscribe,
+    subscribe: Attachment,
     judge: Callable[[Engine, Event], object],
     place: str,
     metric: str,
@@ -98,7 +98,7 @@ def subscribe_judge(
     A trainer that never measures such a metric is rejected: it has no validation set, and no rollouts that report it.
 
     Args:
-        subscribe: of the handler's `Attachment`.
+        subscribe: the handler's.
         judge: the method.
         place: the handler's class name, for messages.
         metric: the name that the user gave.

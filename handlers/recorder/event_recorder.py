@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
@@ -13,7 +13,7 @@ from pulsetrain.engine.events.names import Event, EventEnum, Events, identify
 from pulsetrain.engine.events.subscription import FIRST, LAST, OnError, Phase
 from pulsetrain.engine.recording import EventCheck
 from pulsetrain.engine.training_run import is_training_run, total_iterations_of
-from pulsetrain.handlers.attachment.attachment import Attachment
+from pulsetrain.handlers.attachment.attachment import Handler
 from pulsetrain.handlers.metric_values.event_values import summary
 from pulsetrain.handlers.metric_values.step_values import learning_rates, scalars
 from pulsetrain.handlers.recorder.log_session import FETCHING, FINAL, MEASURED, LogSession
@@ -28,7 +28,7 @@ FREQUENT = (Events.ITERATION_STARTED, Events.GRADIENTS_READY, Events.OPTIMIZER_S
 _FINAL_TYPES = frozenset(event.value for event in FINAL)
 
 
-class EventRecorder:
+class EventRecorder(Handler):
     """Writes the events of every engine on the bus into FOLDER/events, in the bus's order: read it with `EventLog`.
 
     Written events outlive the process, even if it is killed. Scalars stay on their device and are copied to the host
@@ -93,7 +93,6 @@ class EventRecorder:
         self._outermost: Engine | None = None  # the engine whose run contains the runs of the others
         self._closed_at: dict[str, object] = {}  # this handler's state when the log was last closed
         self._saved: Mapping[str, Any] | None = None  # the state of a checkpoint that is being loaded
-        self._attachment = Attachment("EventRecorder")
 
     @property
     def folder(self) -> Path:
@@ -154,22 +153,21 @@ class EventRecorder:
         self._saved = dict(state) or None
 
     def _subscribe(self, event: EventEnum) -> None:
-        first = self._on_event
+        usual = self._on_event
         if event in MEASURED or event in FINAL:
-            first = self._on_exception if event is Events.EXCEPTION_RAISED else self._on_opened
+            usual = self._on_opened
             self._attachment.subscribe(event, self._on_closed, phase=Phase.PERSIST, order=LAST)
-        elif event is Events.ITERATION_COMPLETED:
-            first = self._on_iteration
-        elif event is Events.CHECKPOINT_LOADED:
-            first = self._on_loaded
-        elif event is Events.STARTED:
-            first = self._on_started
-        elif event is Events.EPOCH_STARTED:
-            first = self._on_epoch_started
+        special: dict[EventEnum, Callable[[Engine, Event], None]] = {
+            Events.EXCEPTION_RAISED: self._on_exception,
+            Events.ITERATION_COMPLETED: self._on_iteration,
+            Events.CHECKPOINT_LOADED: self._on_loaded,
+            Events.STARTED: self._on_started,
+            Events.EPOCH_STARTED: self._on_epoch_started,
+        }
         sampled = self.every is not None and (event in FREQUENT or event is Events.ITERATION_COMPLETED)
         # FIRST: events that other receivers fire are recorded after this one
         chosen = event(every=self.every) if sampled else event
-        self._attachment.subscribe(chosen, first, phase=Phase.COMPUTE, order=FIRST)
+        self._attachment.subscribe(chosen, special.get(event, usual), phase=Phase.COMPUTE, order=FIRST)
         if event is Events.STARTED or event is Events.EPOCH_STARTED:
             self._attachment.subscribe(event, self._subscribe_to_custom_events, phase=Phase.COMPUTE, order=FIRST)
 

@@ -21,7 +21,7 @@ from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import EventEnum, Events
 from pulsetrain.engine.events.subscription import Phase
 from pulsetrain.engine.training_run import model_of, optimizer_of
-from pulsetrain.handlers.attachment.attachment import Attachment
+from pulsetrain.handlers.attachment.attachment import Handler
 from pulsetrain.handlers.attachment.cadence import check_every
 
 __all__ = ["BatchFingerprint", "FingerprintEvents", "Fingerprints", "StateFingerprint", "fingerprint_of"]
@@ -56,7 +56,7 @@ class FingerprintEvents(EventEnum):
     BATCH_FINGERPRINTED = "batch_fingerprinted", BatchFingerprint
 
 
-class Fingerprints:
+class Fingerprints(Handler):
     """Fires STATE_FINGERPRINTED at a cadence, and BATCH_FINGERPRINTED for each batch.
 
     A wrong buffer or optimizer moment does not show in the loss for a long time; in the digests it shows at once. Those
@@ -96,7 +96,6 @@ class Fingerprints:
             check_every("Fingerprints", every, "Every(updates=100)")
         self.every = Every(updates=100) if every is None else every
         self.batches, self.model, self.optimizer = batches, model, optimizer
-        self._attachment = Attachment("Fingerprints")
 
     def attach(self, engine: Engine) -> Self:
         """Attach before the run starts: the recorder then records these events from the first on.
@@ -112,9 +111,6 @@ class Fingerprints:
             if self.batches:
                 subscribe(Events.GET_BATCH_COMPLETED, self._digest_batch, phase=Phase.OBSERVE)
         return self
-
-    def detach(self) -> None:
-        self._attachment.cancel()
 
     def _digest_state(self, engine: Engine) -> None:
         model = self.model if self.model is not None else model_of(engine)

@@ -5,20 +5,17 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from pulsetrain import Trainer
 from pulsetrain.debugger.live import LiveDebugger
 from pulsetrain.debugger.recorded import Debugger
 from pulsetrain.engine import Events, Every, Phase
 from pulsetrain.engine.errors import CheckpointError, MetricNotFoundError
-from pulsetrain.engine.events.payloads import PolicyUpdated, RewardsComputed, RolloutCompleted
 from pulsetrain.engine.recording import EventLog, diff
 from pulsetrain.engine.recording.replay.playback import Replay
 from pulsetrain.engine.recording.replay.state import METRIC_EVENTS as REPLAYED_METRIC_EVENTS
@@ -37,12 +34,11 @@ from pulsetrain.handlers import (
 )
 from pulsetrain.handlers.metric_values.step_values import METRIC_EVENTS
 from pulsetrain.handlers.recorder.event_recorder import MEASURED
+from tests.support.acting import BATCHES, RETURNS, acting
 from tests.support.checkpoints import downgraded
-from tests.support.models import loader, trainer
+from tests.support.models import loader
 
-BATCHES = 3  # of a rollout; an epoch has those of two
 EACH_ROLLOUT = Every(iterations=BATCHES)
-RETURNS = (None, 1.0, 2.0, None, 1.5, 2.0, 0.5)  # no episode ends in the first rollout, nor in the fourth
 ROLLOUT = ["rollout_started", "rewards_computed", "rollout_completed"]
 SEEN = (
     *(Events.ROLLOUT_STARTED, Events.REWARDS_COMPUTED, Events.ROLLOUT_COMPLETED, Events.POLICY_UPDATED),
@@ -50,62 +46,6 @@ SEEN = (
     *(Events.METRICS_LOGGED, Events.COMPLETED),
 )
 COUNTERS = ("epoch", "iteration", "update", "validation_round", "rollout_round")
-
-
-class Acting:
-    """Replaces an acting policy: each rollout gives the next of the returns, and batches to learn from."""
-
-    fires_rollouts = True
-
-    def __init__(self) -> None:
-        self.rollouts = self.left = 0  # made; batches of the last one that were not given yet
-        self.trainer: Any = None
-
-    def attach(self, run: Trainer) -> None:
-        self.trainer = run
-        run.add_event_handler(Events.ITERATION_COMPLETED, self._on_iteration, phase=Phase.COMPUTE)
-
-    def __len__(self) -> int:
-        return 2 * BATCHES
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        while True:
-            if self.left == 0:
-                self._act()
-            self.left -= 1
-            draw = torch.Generator().manual_seed(10 * self.rollouts + self.left)
-            inputs = torch.randn(4, 4, generator=draw)
-            yield inputs, inputs.sum(1, keepdim=True)
-
-    def _act(self) -> None:
-        self.trainer.fire(Events.ROLLOUT_STARTED)
-        gained = RETURNS[self.rollouts]
-        self.rollouts, self.left = self.rollouts + 1, BATCHES
-        rewards = RewardsComputed(mean=0.5 * self.rollouts, std=0.0, minimum=0.0, maximum=1.0, count=4)
-        self.trainer.fire(Events.REWARDS_COMPUTED, rewards)
-        reported = {} if gained is None else {"rollout/return": gained}
-        metrics = {"rollout/reward": 0.5 * self.rollouts, **reported}
-        self._tell(metrics)
-        self.trainer.fire(Events.ROLLOUT_COMPLETED, RolloutCompleted(metrics=metrics, seconds=0.25))
-
-    def _on_iteration(self) -> None:
-        if self.left == 0:
-            metrics = {"policy/kl": 0.01 * self.rollouts}
-            self._tell(metrics)
-            self.trainer.fire(Events.POLICY_UPDATED, PolicyUpdated(metrics=metrics))
-
-    def _tell(self, metrics: dict[str, float]) -> None:
-        self.trainer.state.metrics.update(metrics)
-        self.trainer.history.update(metrics)
-
-    def state_dict(self) -> dict[str, int]:
-        return self.state_before(0)
-
-    def state_before(self, batches: int) -> dict[str, int]:
-        return {"rollouts": self.rollouts, "left": self.left + batches}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.rollouts, self.left = state["rollouts"], state["left"]
 
 
 class Seen:
@@ -124,13 +64,6 @@ class Seen:
         state = engine.state
         counters = [getattr(state, name) for name in COUNTERS]
         self.found.append((event.type, phase, event.payload, counters, dict(state.metrics)))
-
-
-def acting(rollouts: int = len(RETURNS), handlers: Sequence[Any] = (), **arguments: Any) -> Trainer:
-    """A run over so many rollouts."""
-    settings = {"max_iterations": BATCHES * rollouts, "schedule": None, "seed": 3, "log_every_n_steps": 2}
-    config = settings | arguments.pop("config", {})
-    return trainer(config, train_loader=Acting(), handlers=handlers, **arguments)
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -235,6 +168,13 @@ def test_the_files_of_loggers_hold_the_metrics(tmp_path: Path) -> None:
 
 
 class TestEarlyStopping:
+    @staticmethod
+    def stopped(folder: Path, **resume: Any) -> Trainer:
+        stopping = EarlyStopping("rollout/return", patience=3, mode="max")
+        run = acting(handlers=[Checkpointer(folder), stopping])
+        run.train(**resume)
+        return run
+
     def test_a_replay_stops_where_the_run_did(self, tmp_path: Path) -> None:
         stopping = EarlyStopping("rollout/return", patience=3, mode="max")
         live = acting(handlers=[EventRecorder(tmp_path), stopping])
@@ -253,24 +193,12 @@ class TestEarlyStopping:
         assert replay.run().iteration == 3 * BATCHES
 
     def test_a_stopped_run_stays_stopped_after_its_checkpoint(self, tmp_path: Path) -> None:
-        def stopped(**resume: Any) -> Trainer:
-            stopping = EarlyStopping("rollout/return", patience=3, mode="max")
-            run = acting(handlers=[Checkpointer(tmp_path), stopping])
-            run.train(**resume)
-            return run
-
-        reasons = [stopped().state.stop_reason, stopped(resume="latest").state.stop_reason]
+        reasons = [self.stopped(tmp_path).state.stop_reason, self.stopped(tmp_path, resume="latest").state.stop_reason]
         assert reasons == ["early stopping: rollout/return has not improved on 2 for 3 rollouts"] * 2
 
     def test_a_checkpoint_after_the_rollout_that_ended_the_run_includes_the_end(self, tmp_path: Path) -> None:
-        def stopped(**resume: Any) -> Trainer:
-            stopping = EarlyStopping("rollout/return", patience=3, mode="max")
-            run = acting(handlers=[Checkpointer(tmp_path), stopping])
-            run.train(**resume)
-            return run
-
-        first = stopped()
-        again = stopped(resume=first.save_checkpoint("stopped"))
+        first = self.stopped(tmp_path)
+        again = self.stopped(tmp_path, resume=first.save_checkpoint("stopped"))
         assert again.state.stop_reason == first.state.stop_reason
         assert (again.state.rollout_round, again.train_loader.rollouts, again.state.iteration) == (7, 7, 18)
 

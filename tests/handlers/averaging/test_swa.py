@@ -1,4 +1,5 @@
 import random
+from functools import partial
 
 import numpy as np
 import pytest
@@ -7,25 +8,13 @@ from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import AveragedModel, get_swa_multi_avg_fn, update_bn
 
-from pulsetrain.engine import ConfigurationError, Engine, Events, Every, OptimizerStepCompleted, Phase
-from pulsetrain.engine.checkpoint import load_checkpoint
-from pulsetrain.handlers import EMA, SWA, Checkpointer
-from tests.support.models import loader, pairs, regression_model, trainer
+from pulsetrain.engine import ConfigurationError, Engine, Events, Every, Phase
+from pulsetrain.handlers import SWA, Checkpointer
+from tests.support import averages
+from tests.support.averages import PlugPulled, Setting, averaged, pull_the_plug, same, snapshot
+from tests.support.models import loader, pairs, regression_model
 
-TRAINING = {"optimizer": "adamw", "learning_rate": 0.05, "max_epochs": 4, "seed": 7}
-
-
-class Setting(Engine):
-    """Makes one weight each batch's value, and that an update."""
-
-    def __init__(self):
-        super().__init__(self._step, name="trainer")
-        self.model = nn.Linear(1, 1, bias=False)
-
-    def _step(self, engine, batch):
-        nn.init.constant_(self.model.weight, batch)
-        self.state.update += 1
-        self.fire(Events.OPTIMIZER_STEP_COMPLETED, OptimizerStepCompleted(learning_rates=(1.0,)))
+run_of = partial(averages.run_of, max_epochs=4)
 
 
 class Counted:
@@ -40,29 +29,6 @@ class Counted:
             if self.draws:
                 random.random(), np.random.rand(), torch.rand(1)
             yield batch
-
-
-def snapshot(model):
-    return {name: tensor.clone() for name, tensor in model.state_dict().items()}
-
-
-def averaged(handler, model):
-    with handler.applied():
-        return snapshot(model)
-
-
-def same(one, other):
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
-
-
-def run_of(*handlers, train_loader=None, validated=True, **config):
-    return trainer(
-        {**TRAINING, **config},
-        model=regression_model(dropout=0.3),
-        train_loader=train_loader,
-        val_loader=loader(12, shuffle=False) if validated else None,
-        handlers=list(handlers),
-    )
 
 
 def batches(number=4):
@@ -274,35 +240,6 @@ def test_batches_may_be_tensors():
 # ------------------------------------------------------------------------------- validation, checkpoints, resuming
 
 
-def test_validation_sees_the_average_and_its_statistics_and_the_model_is_raw_when_it_is_over():
-    swa = SWA(after_epoch=0, bn_loader=loader(shuffle=False))
-    run = run_of(swa)
-    seen = {}
-    run.add_event_handler(Events.VALIDATION_COMPLETED, lambda: seen.update(completed=snapshot(run.model)))
-    run.evaluator.add_event_handler(Events.STARTED, lambda: seen.update(inside=snapshot(run.model)))
-    history = run.train()
-    assert same(seen["completed"], snapshot(run.model))
-    assert same(seen["inside"], averaged(swa, run.model))
-    plain = trainer(TRAINING, val_loader=loader(12, shuffle=False))
-    swa.copy_to(plain.model)
-    assert plain.validate()["val/loss"] == history["val/loss"][3]
-    swa.detach()
-    assert swa.applied not in run.evaluator.contexts
-
-
-def test_a_second_average_of_the_same_weights_in_validation_is_refused():
-    run = run_of(SWA(after_epoch=0, bn_loader=loader()))
-    ema = EMA()
-    with pytest.raises(ConfigurationError, match=r"EMA\(validate=True\): SWA validates .* validate=False to one"):
-        ema.attach(run)
-    assert ema.applied not in run.evaluator.contexts
-    assert not run.hears(Events.OPTIMIZER_STEP_COMPLETED)
-
-
-class PlugPulled(Exception):  # noqa: N818
-    """Raised to interrupt a run."""
-
-
 # 10 batches an epoch: before the start, at it, an epoch's last batch before and after its end, before an estimate
 @pytest.mark.parametrize("shuffle", ["global", "own generator", "the training loader"])
 @pytest.mark.parametrize("saving", [Every(iterations=n) for n in (3, 20, 23, 24)] + [Every(epochs=3)], ids=str)
@@ -319,10 +256,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(saving, shuffle, tmp_path):
     history = whole.train()
     run, _ = make(tmp_path / "cut", saving)
 
-    @run.on(Events.CHECKPOINT_SAVED, phase=Phase.PERSIST)
-    def pull():
-        raise PlugPulled
-
+    run.add_event_handler(Events.CHECKPOINT_SAVED, pull_the_plug, phase=Phase.PERSIST)
     with pytest.raises(PlugPulled):
         run.train()
     torch.manual_seed(999)  # another process
@@ -331,31 +265,6 @@ def test_a_resumed_run_equals_the_uninterrupted_one(saving, shuffle, tmp_path):
     assert same(snapshot(again.model), snapshot(whole.model))
     assert swa.number_averaged == expected.number_averaged > 0
     assert same(averaged(swa, again.model), averaged(expected, whole.model))
-
-
-def test_a_checkpoint_keeps_the_raw_weights_and_estimated_statistics_apart(tmp_path):
-    swa = SWA(after_epoch=0, bn_loader=loader(shuffle=False))
-    run = run_of(swa, Checkpointer(tmp_path, every=Every(epochs=9)))
-    paths = []
-    run.add_event_handler(Events.VALIDATION_COMPLETED, lambda: paths.append(run.save_checkpoint("validated")))
-    run.train()
-    saved = load_checkpoint(paths[-1])
-    assert same(saved["model"], snapshot(run.model))
-    assert same(saved["handlers"]["SWA"]["state"]["average"]["weights"], averaged(swa, run.model))
-    assert saved["handlers"]["SWA"]["state"]["average"]["buffers_kept"]
-
-
-def test_training_from_the_start_resets_the_average():
-    swa = SWA(after_epoch=1, bn_loader=loader(shuffle=False))
-    run = run_of(swa)
-    first = snapshot(run.model)
-    run.train()
-    once = averaged(swa, run.model)
-    run.model.load_state_dict(first)
-    run.optimizer.state.clear()
-    run.train()
-    assert swa.number_averaged == 3
-    assert same(averaged(swa, run.model), once)
 
 
 # ------------------------------------------------------------------------------------------------------- bad input
@@ -395,11 +304,7 @@ def test_a_bn_loader_that_cannot_give_its_batches_again_is_refused(data, message
 
 
 def test_other_arguments_of_the_wrong_kind_are_refused():
-    with pytest.raises(TypeError, match=r"SWA\(every='epoch'\): needs an Every"):
-        SWA(after_epoch=1, every="epoch")
     with pytest.raises(TypeError, match=r"SWA\(bn_loader=3\): needs an iterable"):
         SWA(after_epoch=1, bn_loader=3)
     with pytest.raises(ConfigurationError, match=r"SWA\(bn_loader=list\): gave no batch"):
         SWA(after_epoch=1, bn_loader=[])
-    with pytest.raises(TypeError, match=r"SWA\(model=str\): needs a torch.nn.Module"):
-        SWA(after_epoch=1, model="net")
