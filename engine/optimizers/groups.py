@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
@@ -11,7 +10,7 @@ from typing import Any, Literal
 from torch import nn
 
 from pulsetrain.engine.errors import ConfigurationError
-from pulsetrain.engine.optimizers.options import check_number
+from pulsetrain.engine.optimizers.options import POSITIVE, check_number
 
 __all__ = [
     "DecayRule",
@@ -161,7 +160,7 @@ def rate_rule(model: nn.Module, trainable: Named, layer_rates: LayerRates | None
                 "create_optimizer",
                 **{f"layer_rates[{prefix!r}]": rate},
             )
-        _check_rate(f"layer_rates[{prefix!r}]", rate)
+        check_number(f"layer_rates[{prefix!r}]", rate, *POSITIVE)
         if not any(_covers(prefix, name) for name, _ in trainable):
             raise ConfigurationError(
                 _why_without(prefix, model, trainable), "create_optimizer", **{f"layer_rates[{prefix!r}]": rate}
@@ -175,7 +174,7 @@ def _checked_rule(rule: Callable[[str, nn.Parameter], float | None]) -> _RateRul
         rate = rule(name, parameter)
         if rate is None:
             return None
-        _check_rate(f"layer_rates({name!r}, ...)", rate)
+        check_number(f"layer_rates({name!r}, ...)", rate, *POSITIVE)
         return rate, rate
 
     return rate_of
@@ -188,10 +187,6 @@ def _longest(name: str, rates: Mapping[str, float]) -> tuple[str, float] | None:
 
 def _covers(prefix: str, name: str) -> bool:
     return name == prefix or name.startswith(f"{prefix}.")
-
-
-def _check_rate(argument: str, rate: object) -> None:
-    check_number(argument, rate, lambda value: 0 < value < math.inf, "a positive number")
 
 
 def _why_without(prefix: str, model: nn.Module, trainable: Named) -> str:

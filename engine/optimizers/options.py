@@ -13,12 +13,13 @@ import torch
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.optimizers.registry import optimizer_class
 
-__all__ = ["check_number", "checked_options"]
+__all__ = ["POSITIVE", "check_number", "check_rates", "checked_options"]
 
 _Rule = tuple[Callable[[Any], bool], str]
 
 _BELOW_ONE: _Rule = (lambda value: 0 <= value < 1, "a number from 0 up to, but not including, 1")
 _INSIDE: _Rule = (lambda value: 0 < value < 1, "a number between 0 and 1, since the average divides by it")
+POSITIVE: _Rule = (lambda value: 0 < value < math.inf, "a positive number")
 _NOT_NEGATIVE: _Rule = (lambda value: 0 <= value < math.inf, "a number that is not negative")
 
 # torch silently accepts nan and infinity for each, and values of momentum, alpha and rho that make averages grow
@@ -57,6 +58,12 @@ def check_number(argument: str, value: object, rule: Callable[[Any], bool], need
     """
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not rule(value):
         raise ConfigurationError(f"needs {needs}", "create_optimizer", **{argument: value})
+
+
+def check_rates(learning_rate: object, weight_decay: object) -> None:
+    """Raises ConfigurationError unless the rate is positive and the decay not negative."""
+    check_number("learning_rate", learning_rate, *POSITIVE)
+    check_number("weight_decay", weight_decay, *_NOT_NEGATIVE)
 
 
 def checked_options(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
