@@ -23,7 +23,7 @@ from pulsetrain.engine.optimizers.groups import (
 from pulsetrain.engine.optimizers.kernels import fused_pays
 from pulsetrain.engine.optimizers.muon import MuonWithAdamW, split_for_muon
 from pulsetrain.engine.optimizers.options import check_rates, checked_options
-from pulsetrain.engine.optimizers.registry import NAMES, optimizer_class
+from pulsetrain.engine.optimizers.registry import NAMES, optimizer_class, refused
 from pulsetrain.engine.optimizers.schedule_free import begin_training, is_schedule_free
 
 __all__ = ["create_optimizer", "resolve_optimizer"]
@@ -87,7 +87,7 @@ def create_optimizer(
     try:
         made = make(lr=learning_rate, weight_decay=weight_decay, **options)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigurationError(str(error), "create_optimizer", **{"name": name, **options}) from error
+        raise refused(str(error), **{"name": name, **options}) from error
     if is_schedule_free(made):
         begin_training(made)
     return made

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import fields
 
 from pulsetrain.engine.errors import ConfigurationError, unknown_name
@@ -15,12 +14,7 @@ from pulsetrain.engine.optimizers.registry import NAMES
 
 __all__ = ["FUNCTIONAL_NAMES", "create_functional"]
 
-_KINDS: Mapping[str, type[SGD] | type[Adam] | type[AdamW] | type[RMSprop]] = {
-    "sgd": SGD,
-    "adam": Adam,
-    "adamw": AdamW,
-    "rmsprop": RMSprop,
-}
+_KINDS = {kind.__name__.lower(): kind for kind in (SGD, Adam, AdamW, RMSprop)}
 
 FUNCTIONAL_NAMES = tuple(_KINDS)
 

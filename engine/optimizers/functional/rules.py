@@ -60,12 +60,7 @@ class FunctionalOptimizer:
 
 
 def check(
-    place: str,
-    name: str,
-    learning_rate: float,
-    weight_decay: float,
-    decay_mask: DecayMask,
-    options: Mapping[str, object],
+    place: str, name: str, rate: float, weight_decay: float, decay_mask: DecayMask, options: Mapping[str, object]
 ) -> dict[str, Any]:
     """The options under torch's names, checked by the rules of `create_optimizer`.
 
@@ -74,7 +69,7 @@ def check(
     """
     try:
         checked = checked_options(name, options)
-        check_rates(learning_rate, weight_decay)
+        check_rates(rate, weight_decay)
     except ConfigurationError as error:
         raise ConfigurationError(str(error).replace("create_optimizer(", f"{place}(", 1)) from None
     if isinstance(decay_mask, (bool, str)):
