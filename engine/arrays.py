@@ -28,6 +28,7 @@ __all__ = [
     "log_softmax",
     "logsumexp",
     "masked_mean",
+    "misshapen",
     "namespace",
     "on_host",
     "require_tensor",
@@ -138,6 +139,16 @@ def describe_array(array: Array) -> str:
     'torch.Tensor float32 (8, 4)'
     """
     return f"{_kind(array)} {str(array.dtype).removeprefix('torch.')} {tuple(array.shape)}"
+
+
+def misshapen(place: str, needs: str, **arrays: Array) -> ValueError:
+    """The error for arrays, by the names of their arguments, whose shapes do not fit.
+
+    >>> print(misshapen("mse", "needs equal shapes", predictions=torch.ones(2), targets=torch.ones(3)))
+    mse(predictions of shape (2,), targets of shape (3,)): needs equal shapes
+    """
+    shapes = ", ".join(f"{name} of shape {tuple(each.shape)}" for name, each in arrays.items())
+    return ValueError(f"{place}({shapes}): {needs}")
 
 
 def require_tensor(place: str, name: str, value: object) -> None:

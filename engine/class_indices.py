@@ -5,18 +5,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["check_class_indices", "check_indices", "is_index_dtype"]
+from pulsetrain.engine.arrays import Array, misshapen, namespace
+
+__all__ = ["check_class_indices", "check_indices", "is_integral"]
 
 _INDEX_DTYPES = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
-def is_index_dtype(dtype: torch.dtype) -> bool:
-    """Whether a torch dtype can hold class indices: an integer type, not bool.
+def is_integral(array: Array) -> bool:
+    """Whether an array of any library can hold class indices: integers, not bools.
 
-    >>> is_index_dtype(torch.int32), is_index_dtype(torch.float32), is_index_dtype(torch.bool)
+    >>> is_integral(torch.arange(2)), is_integral(torch.ones(2)), is_integral(torch.ones(2) > 0)
     (True, False, False)
     """
-    return dtype in _INDEX_DTYPES
+    if isinstance(array, Tensor):
+        return array.dtype in _INDEX_DTYPES
+    return bool(namespace(array).isdtype(array.dtype, "integral"))
 
 
 def check_indices(place: str, name: str, indices: Tensor) -> None:
@@ -51,11 +55,9 @@ def check_class_indices(place: str, scores: Tensor, indices: Tensor, names: tupl
         TypeError: the indices are not whole numbers.
     """
     if scores.ndim == 0 or indices.shape != scores.shape[:-1]:
-        raise ValueError(
-            f"{place}({names[0]} of shape {tuple(scores.shape)}, {names[1]} of shape {tuple(indices.shape)}): "
-            f"needs {names[0]} (..., classes) and class indices {names[1]} (...)"
-            f"{_remedy(scores, indices, names, binary)}"
-        )
+        needs = f"needs {names[0]} (..., classes) and class indices {names[1]} (...)"
+        remedy = _remedy(scores, indices, names, binary)
+        raise misshapen(place, needs + remedy, **{names[0]: scores, names[1]: indices})
     check_indices(place, names[1], indices)
 
 

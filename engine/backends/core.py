@@ -97,21 +97,12 @@ class TrainerCore:
             ConfigurationError: no such optimizer, or one that works in place.
             TypeError: the backend cannot use the model.
         """
-        rate = learning_rate if isinstance(optimizer, str) else None
         if schedule is not None and not callable(getattr(schedule, "get_lr", None)):
             raise TypeError(
                 f"TrainerCore.init(schedule={schedule!r}): needs a schedule of pulsetrain.engine.schedules, "
                 "such as Cosine(1e-3, 1000)"
             )
-        if isinstance(optimizer, str):
-            optimizer = self.backend.create_optimizer(model, optimizer, learning_rate, weight_decay, **options)
-        elif not isinstance(optimizer, Optimizer):
-            raise ConfigurationError(
-                "needs a name or an object with init(params) and update(grads, opt_state, params)",
-                "TrainerCore.init",
-                optimizer=type(optimizer),
-            )
-        state = self.backend.init(model, optimizer, rate)
+        state = self.backend.begin("TrainerCore.init", model, optimizer, learning_rate, weight_decay, **options)
         if isinstance(self.strategy, BindsModel):
             self.strategy.bind(self.backend.module_view(model, state.weights).module, self.backend)
         return state if schedule is None else replace(state, metadata={**state.metadata, "schedule": schedule})
@@ -139,10 +130,8 @@ class TrainerCore:
         if optimizer_state is not None:
             model_state = replace(model_state, optimizer=optimizer_state)
         self.backend.check(model_state)
-        first = self.check and step_of(model_state) == 0
-        strategy = FirstBatch(self.strategy) if first else self.strategy
-        prepared = self.backend.prepare_batch(batch, strategy)
-        result = self.backend.train_step(model_state, prepared, strategy)
+        strategy = FirstBatch(self.strategy) if self.check and step_of(model_state) == 0 else self.strategy
+        result = self.backend.train_step(model_state, self.backend.prepare_batch(batch, strategy), strategy)
         metrics: dict[str, Array] = {**result.metrics, "seconds": time.perf_counter() - start}
         diagnostics = {"memory_bytes": self.backend.memory(), "communication_bytes": 0}
         return replace(result, metrics=metrics, diagnostics=diagnostics)

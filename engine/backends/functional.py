@@ -16,7 +16,7 @@ from pulsetrain.engine.backends.torch_computation import not_empty
 from pulsetrain.engine.backends.trees import Trees
 from pulsetrain.engine.backends.value_states import next_state, rate_of, step_of, with_buffers
 from pulsetrain.engine.errors import CheckpointError, ConfigurationError
-from pulsetrain.engine.step.backend import ModelStore, ModuleView, OptimizerRequest
+from pulsetrain.engine.step.backend import ModelStore, ModuleView, OptimizerRequest, ValueBackend
 from pulsetrain.engine.step.protocols import (
     AlternatingStrategy,
     BackendSettings,
@@ -35,15 +35,12 @@ __all__ = ["FunctionalBackend", "no_rate"]
 _Shape = tuple[int, ...]
 
 
-class FunctionalBackend(Trees):
+class FunctionalBackend(Trees, ValueBackend):
     """A `Backend` over values; a subclass says how to take weights from a model and how to compute gradients.
 
     It writes `split`, `loss_and_gradients` and `evaluate`; if its arrays are not torch's, `owns` and `from_torch`;
     if they are not numpy's either, `tensor_of`. Trees are torch's pytrees: dicts, lists, tuples, named tuples.
     """
-
-    skips_updates = False
-    optimizer: Optimizer
 
     def __init__(self) -> None:
         self.settings = BackendSettings()
@@ -73,15 +70,6 @@ class FunctionalBackend(Trees):
     ) -> tuple[Tree, Array]:
         """The model's outputs and the loss, without gradients, as in evaluation."""
         raise NotImplementedError
-
-    def create_optimizer(
-        self, model: object, name: str, learning_rate: float, weight_decay: float, **options: object
-    ) -> Optimizer:
-        """The optimizer of that name, for this backend's arrays."""
-        raise ConfigurationError(
-            f"{type(self).__name__}: makes no optimizer from a name ({name!r}); pass one with init(params) and "
-            "update(grads, opt_state, params)"
-        )
 
     # --------------------------------------------------------------------------------------- the parts of a step
 
@@ -117,25 +105,37 @@ class FunctionalBackend(Trees):
         Raises:
             ConfigurationError: the strategy trains several modules, or the optimizer works in place.
         """
-        name = type(self).__name__
         if isinstance(strategy, AlternatingStrategy):
             raise ConfigurationError(
                 f"{type(strategy).__name__} trains several modules in turn, which works in place; use TorchBackend()",
                 "Trainer",
                 backend=type(self),
             )
-        chosen, rate = optimizer.chosen, None
-        if isinstance(chosen, str):
-            rate = optimizer.learning_rate
-            chosen = self.create_optimizer(model, chosen, rate, optimizer.weight_decay, **optimizer.options)
-        elif not isinstance(chosen, Optimizer):
+        chosen, rate, decay = optimizer.chosen, optimizer.learning_rate, optimizer.weight_decay
+        return ValueStore(self, model, self.begin("Trainer", model, chosen, rate, decay, **optimizer.options))
+
+    def begin(
+        self, place: str, model: object, optimizer: object, rate: float, weight_decay: float, **options: object
+    ) -> ModelState:
+        """The state before the first update, with an optimizer or the name of one.
+
+        Args:
+            place: the start of an error message.
+
+        Raises:
+            ConfigurationError: the optimizer works in place, or there is none of that name.
+        """
+        if isinstance(optimizer, str):
+            made = self.create_optimizer(model, optimizer, rate, weight_decay, **options)
+            return self.init(model, made, rate)
+        if not isinstance(optimizer, Optimizer):
             raise ConfigurationError(
-                f"{name} computes with values, and needs a name or an "
+                f"{type(self).__name__} computes with values, and needs a name or an "
                 "object with init(params) and update(grads, opt_state, params)",
-                "Trainer",
-                optimizer=type(chosen),
+                place,
+                optimizer=type(optimizer),
             )
-        return ValueStore(self, model, self.init(model, chosen, rate))
+        return self.init(model, optimizer)
 
     def init(self, model: object, optimizer: Optimizer, learning_rate: float | None = None) -> ModelState:
         """The model's weights as values, and the optimizer's state for them.
@@ -180,28 +180,38 @@ class FunctionalBackend(Trees):
         waiting: GradientInfo | None = None,
     ) -> GradientInfo:
         """The loss and `scale` times its gradients, added to those that wait."""
-        batches = 0 if waiting is None else waiting.batches
-        loss, gradients, buffers = self.loss_and_gradients(state.weights, batch, strategy, (step_of(state), batches))
-        if not (type(scale) is float and scale == 1.0):
-            factor = self.to_native(scale)
-            gradients = self.map(lambda each: each * factor, gradients)
-        if waiting is not None:
-            gradients = self.map(lambda each, other: each + other, waiting.gradients, gradients)
-        return GradientInfo(loss, gradients, buffers, batches=batches + 1)
+        batches, added = (0, None) if waiting is None else (waiting.batches, waiting.gradients)
+        draw = step_of(state), batches
+        found = self.added_gradients(state.weights, batch, strategy, draw, self.factor(scale), added)
+        return GradientInfo(*found, batches=batches + 1)
 
-    def all_reduce_gradients(self, gradients: GradientInfo) -> GradientInfo:
-        """Unchanged: there is one process."""
-        return gradients
+    def added_gradients(
+        self, weights: Tree, batch: TrainingBatch, strategy: TrainingStrategy, draw: Tree, factor: Array, added: Tree
+    ) -> tuple[Array, Tree, Tree]:
+        """What `loss_and_gradients` returns, the gradients times a factor and added to others; None for neither."""
+        loss, gradients, buffers = self.loss_and_gradients(weights, batch, strategy, draw)
+        if factor is not None:
+            gradients = self.map(lambda each: each * factor, gradients)
+        if added is not None:
+            gradients = self.map(lambda each, other: each + other, added, gradients)
+        return loss, gradients, buffers
 
     def finish_gradients(
         self, state: ModelState, gradients: GradientInfo, correction: Array = 1.0, measure: bool = True
     ) -> GradientInfo:
         """The gradients times `correction`, and their norm."""
-        found = gradients.gradients
-        if not (type(correction) is float and correction == 1.0):
-            factor = self.to_native(correction)
-            found = self.map(lambda each: each * factor, found)
-        return replace(gradients, gradients=found, grad_norm=self.norm(found) if measure else None)
+        found, norm = self.finished(gradients.gradients, self.factor(correction), measure)
+        return replace(gradients, gradients=found, grad_norm=norm)
+
+    def finished(self, gradients: Tree, factor: Array, measure: bool) -> tuple[Tree, Array]:
+        """The gradients times a factor, None for 1, and their norm."""
+        if factor is not None:
+            gradients = self.map(lambda each: each * factor, gradients)
+        return gradients, self.norm(gradients) if measure else None
+
+    def factor(self, value: Array) -> Array:
+        """A factor as an array of this backend; None for 1."""
+        return None if type(value) is float and value == 1.0 else self.to_native(value)
 
     def apply_gradients(
         self, state: ModelState, gradients: GradientInfo, skip: Tensor | None = None, donate: bool = False
@@ -232,7 +242,13 @@ class FunctionalBackend(Trees):
         self, state: ModelState, batch: TrainingBatch, strategy: TrainingStrategy
     ) -> tuple[Tree, dict[str, Array]]:
         """The model's outputs, and the loss and the strategy's metrics by name."""
-        outputs, loss = self.evaluate(state.weights, batch, strategy)
+        return self.evaluated(state.weights, batch, strategy)
+
+    def evaluated(
+        self, weights: Mapping[str, Tree], batch: TrainingBatch, strategy: TrainingStrategy
+    ) -> tuple[Tree, dict[str, Array]]:
+        """What `eval_step` returns."""
+        outputs, loss = self.evaluate(weights, batch, strategy)
         return outputs, {"loss": loss, **strategy.compute_metrics(outputs, batch)}
 
     # ------------------------------------------------------------------------------------------- what they need
@@ -293,82 +309,46 @@ class FunctionalBackend(Trees):
             TypeError: an array is of another backend.
             ConfigurationError: the optimizer's state is not of these weights.
         """
+        place = type(self).__name__
         if not isinstance(state, ModelState) or not isinstance(state.weights, Mapping):
-            raise TypeError(
-                f"{type(self).__name__}: {type(state).__name__} is not a ModelState of values; make one by init()"
-            )
+            raise TypeError(f"{place}: {type(state).__name__} is not a ModelState of values; make one by init()")
         lacking = [name for name in ("parameters", "buffers") if name not in state.weights]
         if lacking:
-            raise TypeError(f"{type(self).__name__}: the state's weights lack {' and '.join(lacking)}; see init()")
+            raise TypeError(f"{place}: the state's weights lack {' and '.join(lacking)}; see init()")
         if not hasattr(self, "optimizer"):
-            raise ConfigurationError(f"{type(self).__name__}: has neither model nor optimizer yet; call init() first")
-        shapes = []
-        for path, leaf in self.paths(state.weights).items():
+            raise ConfigurationError(f"{place}: has neither model nor optimizer yet; call init() first")
+        weights, optimizer = self.paths(state.weights), self.paths(state.optimizer)
+        for path, leaf in weights.items():
             if not self.owns(leaf):
                 raise TypeError(
-                    f"{type(self).__name__}: weights[{path!r}] is {_kind(leaf)}, of another backend or device; make "
+                    f"{place}: weights[{path!r}] is {_kind(leaf)}, of another backend or device; make "
                     "the state by this backend's init()"
                 )
-            shapes.append((path, tuple(leaf.shape)))
-        found_paths = {path for path, _ in shapes}
-        if found_paths != self._paths:
-            path = min(found_paths ^ self._paths)
+        if weights.keys() != self._paths:
+            path = min(weights.keys() ^ self._paths)
             where = "not in the state" if path in self._paths else "not in the model"
-            raise ConfigurationError(
-                f"{type(self).__name__}: weights[{path!r}] is {where}; make the state by init() of this model"
-            )
-        for path, leaf in self.paths(state.optimizer).items():
+            raise ConfigurationError(f"{place}: weights[{path!r}] is {where}; make the state by init() of this model")
+        for path, leaf in optimizer.items():
             if is_array(leaf) and leaf.ndim and not self.owns(leaf):
                 raise TypeError(
-                    f"{type(self).__name__}: the optimizer's {path!r} is {_kind(leaf)}, of another backend or device; "
+                    f"{place}: the optimizer's {path!r} is {_kind(leaf)}, of another backend or device; "
                     "make it by optimizer.init(parameters)"
                 )
-        key = tuple(shapes)
+        key = tuple(_shapes(weights).items())
         if key not in self._expected:
-            made = self.paths(self.optimizer.init(state.weights["parameters"]))
-            self._expected[key] = {path: tuple(getattr(leaf, "shape", ())) for path, leaf in made.items()}
-        expected = self._expected[key]
-        found = {path: tuple(getattr(leaf, "shape", ())) for path, leaf in self.paths(state.optimizer).items()}
+            self._expected[key] = _shapes(self.paths(self.optimizer.init(state.weights["parameters"])))
+        expected, found = self._expected[key], _shapes(optimizer)
         if found != expected:
             path = next(path for path in (*expected, *found) if expected.get(path) != found.get(path))
             here, there = (f"of shape {each[path]}" if path in each else "missing" for each in (found, expected))
             raise ConfigurationError(
-                f"{type(self).__name__}: the optimizer's state does not fit the weights: {path} is {here}, and for "
+                f"{place}: the optimizer's state does not fit the weights: {path} is {here}, and for "
                 f"these weights it is {there}; make a new one by optimizer.init(parameters)"
             )
-
-    def memory(self) -> int | None:
-        """Bytes that the device holds; None if it does not report them."""
-        return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else None
 
     def module_view(self, model: object, weights: Tree) -> ModuleView:
         """A torch module that shows the weights."""
         return ArraysView(self, weights)
-
-    def outputs(self, weights: Tree, inputs: Tree) -> Tree:
-        """The model's outputs for torch tensors, as in evaluation.
-
-        Args:
-            inputs: a tuple of positional arguments, or a mapping by name.
-        """
-        raise ConfigurationError(f"{type(self).__name__}: its model cannot be called as a torch module; call it itself")
-
-    def publish(self, weights: Tree) -> None:
-        """Put the weights into the user's own model, if that holds any."""
-
-    def discard_gradients(self, state: ModelState) -> None:
-        """Nothing to do: gradients are values."""
-
-    def environment(self) -> dict[str, object]:
-        """What its results depend on, versions and switches, as plain values."""
-        return {}
-
-    def begin_run(self) -> None:
-        """Nothing to do: nothing is counted."""
-
-    def skipped_updates(self) -> int:
-        """None is skipped."""
-        return 0
 
     def state_dict(self) -> dict[str, object]:
         """Its name: another backend computes other numbers."""
@@ -393,6 +373,10 @@ def no_rate(place: str, remedy: str) -> ConfigurationError:
         f"{place}: a schedule or a handler sets the learning rate, and the optimizer's state holds none; {remedy}, or "
         "name the optimizer, as 'adamw'"
     )
+
+
+def _shapes(leaves: Mapping[str, Array]) -> dict[str, _Shape]:
+    return {path: tuple(getattr(leaf, "shape", ())) for path, leaf in leaves.items()}
 
 
 def _kind(leaf: object) -> str:

@@ -97,17 +97,13 @@ class JaxBackend(JaxArrays, FunctionalBackend):
 
         no_decay="auto" spares arrays of fewer than two dimensions, and embeddings, which it knows by their name.
         """
-        mask: Callable[[Tree], Tree] | None = None
         rule = options.pop("no_decay", None)
-        if callable(rule):
-            mask = partial(self._masked, lambda path, leaf: not rule(path, leaf))
-        elif rule is not None:
-            mask = partial(self._masked, lambda path, leaf: leaf.ndim >= 2 and "embed" not in path.lower())
-        return create_optax(name, learning_rate, weight_decay, decay_mask=mask, **options)
+        spares = rule if callable(rule) else lambda path, leaf: leaf.ndim < 2 or "embed" in path.lower()
 
-    def _masked(self, decays: Callable[[str, Array], bool], parameters: Tree) -> Tree:
-        masks = [decays(path, leaf) for path, leaf in self.paths(parameters).items()]
-        return self.rebuilt(parameters, masks)
+        def mask(parameters: Tree) -> Tree:
+            return self.rebuilt(parameters, [not spares(*each) for each in self.paths(parameters).items()])
+
+        return create_optax(name, learning_rate, weight_decay, decay_mask=None if rule is None else mask, **options)
 
     def publish(self, weights: Mapping[str, Tree]) -> None:
         """Copy the trained weights into an nnx module; functions and linen modules hold none."""
@@ -136,7 +132,7 @@ class JaxBackend(JaxArrays, FunctionalBackend):
 
     # ---------------------------------------------------------------------------------------------------- a batch
 
-    def _checked(self, state: ModelState, batch: TrainingBatch, strategy: TrainingStrategy) -> TrainingStrategy:
+    def _checked(self, weights: Tree, batch: TrainingBatch, strategy: TrainingStrategy) -> TrainingStrategy:
         """The strategy to compile; a first batch is checked before, since a compiled program cannot check values."""
         if not isinstance(strategy, FirstBatch):
             return strategy
@@ -145,7 +141,7 @@ class JaxBackend(JaxArrays, FunctionalBackend):
         if check is not None:
             first = replace(batch, inputs=self.to_torch(batch.inputs), targets=self.to_torch(batch.targets))
             try:
-                outputs = self._jax.eval_shape(partial(self._outputs, training=False), state.weights, batch.inputs)
+                outputs = self._jax.eval_shape(self._outputs, weights, batch.inputs)
             except Exception as error:
                 error.add_note(given(first))
                 raise
@@ -154,29 +150,20 @@ class JaxBackend(JaxArrays, FunctionalBackend):
 
     # ---------------------------------------------------------------------------------------- what is computed
 
-    def _outputs(self, weights: Tree, inputs: Tree, training: bool, key: Array | None = None) -> Tree:
-        return self._apply(weights, inputs, training, key)[0]
+    def _outputs(self, weights: Tree, inputs: Tree) -> Tree:
+        """In evaluation."""
+        return self.model.apply(weights["parameters"], weights["buffers"], inputs, False, None)[0]
 
-    def _apply(self, weights: Tree, inputs: Tree, training: bool, key: Array) -> tuple[Tree, Tree]:
-        args: tuple[Tree, ...] = (inputs,)
-        kwargs: dict[str, Tree] = {}
-        if isinstance(inputs, Mapping):
-            args, kwargs = (), dict(inputs)
-        elif isinstance(inputs, (tuple, list)):
-            args = tuple(inputs)
-        return self.model.apply(weights["parameters"], weights["buffers"], args, kwargs, training, key)
-
-    def _found(
-        self, strategy: TrainingStrategy, batch: TrainingBatch, weights: Tree, draw: Array
+    def loss_and_gradients(
+        self, weights: Mapping[str, Tree], batch: TrainingBatch, strategy: TrainingStrategy, draw: Tree
     ) -> tuple[Tree, Tree, Tree]:
         """Loss, gradients and buffers, traced."""
         jax = self._jax
         key = jax.random.fold_in(jax.random.fold_in(jax.random.key(self.settings.seed % 2**32), draw[0]), draw[1])
 
         def compute(parameters: Tree) -> tuple[Tree, Tree]:
-            outputs, buffers = self._apply({**weights, "parameters": parameters}, batch.inputs, True, key)
-            loss = strategy.compute_loss(outputs, batch)
-            return loss, buffers
+            outputs, buffers = self.model.apply(parameters, weights["buffers"], batch.inputs, True, key)
+            return strategy.compute_loss(outputs, batch), buffers
 
         (loss, buffers), gradients = jax.value_and_grad(compute, has_aux=True)(weights["parameters"])
         # what follows is computed as a separate program would: a receiver of GRADIENTS_READY changes no bit
@@ -209,63 +196,30 @@ class JaxBackend(JaxArrays, FunctionalBackend):
     def train_step(
         self, state: ModelState, batch: TrainingBatch, strategy: TrainingStrategy, donate: bool = False
     ) -> TrainingResult:
-        strategy = self._checked(state, batch, strategy)
-
-        def train(
-            counts: tuple[int, int], arrays: Tree, weights: Tree, opt_state: Tree, rate: Array, draw: Array
-        ) -> Tree:
-            loss, gradients, buffers = self._found(strategy, _batch_of(counts, arrays), weights, draw)
-            norm = self.norm(gradients)
-            gradients, norm = self._jax.lax.optimization_barrier((gradients, norm))
-            new, opt_state = self.updated(weights["parameters"], opt_state, gradients, norm, rate)
-            return {"parameters": new, "buffers": buffers}, opt_state, loss, norm
-
-        program = self._program(
-            "train", strategy, train, static_argnums=0, **({"donate_argnums": (2, 3)} if donate else {})
-        )
         rate, draw = rate_of(state), (step_of(state), 0)
-        weights, optimizer, loss, norm = self._run(program, batch, state.weights, state.optimizer, rate, draw)
+        values = state.weights, batch, strategy, state.optimizer, rate, draw
+        weights, optimizer, loss, norm = self._run("train", self._trained, *values, donate=donate)
         return TrainingResult({"loss": loss, "grad_norm": norm}, next_state(state, weights, optimizer, rate))
 
-    def forward_backward(
-        self,
-        state: ModelState,
-        batch: TrainingBatch,
-        strategy: TrainingStrategy,
-        scale: Array = 1.0,
-        waiting: GradientInfo | None = None,
-    ) -> GradientInfo:
-        strategy = self._checked(state, batch, strategy)
+    def _trained(
+        self, weights: Tree, batch: TrainingBatch, strategy: TrainingStrategy, opt_state: Tree, rate: Array, draw: Array
+    ) -> Tree:
+        """Weights, optimizer state, loss and norm after an update, traced."""
+        loss, gradients, buffers = self.loss_and_gradients(weights, batch, strategy, draw)
+        gradients, norm = self._jax.lax.optimization_barrier((gradients, self.norm(gradients)))
+        new, opt_state = self.updated(weights["parameters"], opt_state, gradients, norm, rate)
+        return {"parameters": new, "buffers": buffers}, opt_state, loss, norm
 
-        def compute(
-            counts: tuple[int, int], arrays: Tree, weights: Tree, draw: Array, scale: Array, waiting: Tree
-        ) -> Tree:
-            loss, gradients, buffers = self._found(strategy, _batch_of(counts, arrays), weights, draw)
-            if scale is not None:
-                gradients = self.map(lambda each: each * scale, gradients)
-            if waiting is not None:
-                gradients = self.map(lambda each, other: each + other, waiting, gradients)
-            return loss, gradients, buffers
+    def added_gradients(
+        self, weights: Tree, batch: TrainingBatch, strategy: TrainingStrategy, draw: Tree, factor: Array, added: Tree
+    ) -> Tree:
+        return self._run("gradients", super().added_gradients, weights, batch, strategy, draw, factor, added)
 
-        program = self._program("gradients", strategy, compute, static_argnums=0)
-        batches, added = (0, None) if waiting is None else (waiting.batches, waiting.gradients)
-        draw = step_of(state), batches
-        loss, gradients, buffers = self._run(program, batch, state.weights, draw, self._factor(scale), added)
-        return GradientInfo(loss, gradients, buffers, batches=batches + 1)
-
-    def finish_gradients(
-        self, state: ModelState, gradients: GradientInfo, correction: Array = 1.0, measure: bool = True
-    ) -> GradientInfo:
-        def finish(gradients: Tree, factor: Array) -> tuple[Tree, Tree]:
-            if factor is not None:
-                gradients = self.map(lambda each: each * factor, gradients)
-            return gradients, self.norm(gradients)
-
-        factor = self._factor(correction)
+    def finished(self, gradients: Tree, factor: Array, measure: bool) -> tuple[Tree, Array]:
         if factor is None and not measure:
-            return gradients
-        found, norm = self._program("finish", None, finish)(gradients.gradients, factor)
-        return replace(gradients, gradients=found, grad_norm=norm if measure else None)
+            return gradients, None
+        found, norm = self._program("finish", None, partial(super().finished, measure=True))(gradients, factor)
+        return found, norm if measure else None
 
     def apply_gradients(
         self, state: ModelState, gradients: GradientInfo, skip: Tensor | None = None, donate: bool = False
@@ -277,47 +231,52 @@ class JaxBackend(JaxArrays, FunctionalBackend):
             return self.map(partial(self._jax.numpy.where, skip), (parameters, opt_state), new)
 
         rate = rate_of(state)
-        program = self._program("apply", None, apply, **({"donate_argnums": (0, 1)} if donate else {}))
+        program = self._program("apply", None, apply, donate_argnums=(0, 1) if donate else ())
         parameters, optimizer = program(
             state.weights["parameters"], state.optimizer, gradients.gradients, gradients.grad_norm, rate,
             self.to_native(skip),
         )  # fmt: skip
         return next_state(state, {**state.weights, "parameters": parameters}, optimizer, rate)
 
-    def eval_step(self, state: ModelState, batch: TrainingBatch, strategy: TrainingStrategy) -> tuple[Tree, Tree]:
-        strategy = self._checked(state, batch, strategy)
+    def evaluate(self, weights: Tree, batch: TrainingBatch, strategy: TrainingStrategy) -> tuple[Tree, Array]:
+        outputs = self._outputs(weights, batch.inputs)
+        return outputs, strategy.compute_loss(outputs, batch)
 
-        def evaluate(counts: tuple[int, int], arrays: Tree, weights: Tree) -> tuple[Tree, Tree]:
-            prepared = _batch_of(counts, arrays)
-            outputs = self._outputs(weights, prepared.inputs, False)
-            loss = strategy.compute_loss(outputs, prepared)
-            return outputs, {"loss": loss, **strategy.compute_metrics(outputs, prepared)}
-
-        program = self._program("evaluate", strategy, evaluate, static_argnums=0)
-        found: tuple[Tree, Tree] = self._run(program, batch, state.weights)
-        return found
+    def evaluated(self, weights: Tree, batch: TrainingBatch, strategy: TrainingStrategy) -> Tree:
+        return self._run("evaluate", super().evaluated, weights, batch, strategy)
 
     def outputs(self, weights: Mapping[str, Tree], inputs: Tree) -> Tree:
-        program = self._program("evaluate", self, partial(self._outputs, training=False))
+        program = self._program("evaluate", self, self._outputs)
         return self.to_torch(program(weights, self.to_native(inputs)))
 
-    def _run(self, program: Callable[..., Tree], batch: TrainingBatch, *arguments: Tree) -> Tree:
-        """Run a program on a batch; an error carries a note of what the batch held."""
+    def _run(
+        self,
+        kind: str,
+        function: Callable[..., Tree],
+        weights: Tree,
+        batch: TrainingBatch,
+        strategy: TrainingStrategy,
+        *others: Tree,
+        donate: bool = False,
+    ) -> Tree:
+        """Call a function with these arguments, compiled; an error carries a note of what the batch held.
+
+        Args:
+            donate: the memory of the weights and of the next argument may be reused.
+        """
+        strategy = self._checked(weights, batch, strategy)
+
+        def traced(counts: tuple[int, int], arrays: tuple[Tree, Tree, Tree], weights: Tree, *others: Tree) -> Tree:
+            inputs, targets, weight = arrays
+            return function(weights, TrainingBatch(inputs, targets, *counts, weight), strategy, *others)
+
+        program = self._program(kind, strategy, traced, static_argnums=0, donate_argnums=(2, 3) if donate else ())
         arrays = batch.inputs, batch.targets, self.to_native(batch.weight)
         try:
-            return program((batch.samples, batch.tokens), arrays, *arguments)
+            return program((batch.samples, batch.tokens), arrays, weights, *others)
         except Exception as error:
             error.add_note(given(batch))
             raise
-
-    def _factor(self, value: Tree) -> Tree:
-        """A factor; None for 1."""
-        return None if type(value) is float and value == 1.0 else self.to_native(value)
-
-
-def _batch_of(counts: tuple[int, int], arrays: tuple[Tree, Tree, Tree]) -> TrainingBatch:
-    inputs, targets, weight = arrays
-    return TrainingBatch(inputs, targets, *counts, weight)
 
 
 def _without_values(shape: Array) -> Tensor:

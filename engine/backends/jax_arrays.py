@@ -68,9 +68,6 @@ class JaxArrays(Trees):
         array = self._jax.numpy.from_dlpack(copy)
         return array if array.devices() == {self.jax_device} else self._jax.device_put(array, self.jax_device)
 
-    def to_native(self, value: Tree) -> Tree:
-        return self.map(lambda leaf: self.from_torch(leaf) if isinstance(leaf, Tensor) else leaf, value)
-
     def leaf_from(self, saved: Array, like: Tree) -> Array:
         jax = self._jax
         if jax.numpy.issubdtype(like.dtype, jax.dtypes.prng_key):

@@ -5,16 +5,16 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any
 
 from pulsetrain.engine.arrays import Array
 from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.step.model_call import call
 from pulsetrain.engine.step.protocols import Tree
 
 __all__ = ["JaxModel", "read_model"]
-
-Apply = Callable[..., tuple[Tree, Tree]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class JaxModel:
 
     parameters: Tree  # a pytree of arrays that learn
     buffers: Tree  # arrays that a forward pass may change: running statistics, keys and counts of random draws
-    apply: Apply  # (parameters, buffers, args, kwargs, training, key) -> (outputs, buffers)
+    apply: Callable[..., tuple[Tree, Tree]]  # (parameters, buffers, inputs, training, key) -> (outputs, buffers)
     publish: Callable[[Tree], None] | None = None  # puts weights into the user's own object, if it holds any
 
 
@@ -62,11 +62,9 @@ def _of_nnx(nnx: ModuleType, model: object) -> JaxModel:
     own.train()
     graphs[True], parameters, rest = nnx.split(own, nnx.Param, ...)
 
-    def apply(
-        parameters: Tree, buffers: Tree, args: tuple[Tree, ...], kwargs: Mapping[str, Tree], training: bool, key: Array
-    ) -> tuple[Tree, Tree]:
+    def apply(parameters: Tree, buffers: Tree, inputs: Tree, training: bool, key: Array) -> tuple[Tree, Tree]:
         module = nnx.merge(graphs[training], parameters, buffers)
-        outputs = module(*args, **kwargs)
+        outputs = call(module, inputs)
         nnx.pop(module, nnx.Intermediate)
         return outputs, nnx.to_pure_dict(nnx.split(module, nnx.Param, ...)[2])
 
@@ -86,14 +84,11 @@ def _of_linen(module: Any, variables: Tree) -> JaxModel:
     mode = _mode_of(type(module).__call__)
     rest = {name: collection for name, collection in variables.items() if name != "params"}
 
-    def apply(
-        parameters: Tree, buffers: Tree, args: tuple[Tree, ...], kwargs: Mapping[str, Tree], training: bool, key: Array
-    ) -> tuple[Tree, Tree]:
-        given = {"params": parameters, **buffers}
-        keywords = {**kwargs, **mode(training)}
+    def apply(parameters: Tree, buffers: Tree, inputs: Tree, training: bool, key: Array) -> tuple[Tree, Tree]:
+        forward = partial(module.apply, {"params": parameters, **buffers}, **mode(training))
         if not training:
-            return module.apply(given, *args, **keywords), buffers
-        outputs, changed = module.apply(given, *args, mutable=list(buffers), rngs={"dropout": key}, **keywords)
+            return call(forward, inputs), buffers
+        outputs, changed = call(partial(forward, mutable=list(buffers), rngs={"dropout": key}), inputs)
         return outputs, {**buffers, **changed}
 
     return JaxModel(variables["params"], rest, apply)
@@ -103,11 +98,9 @@ def _of_function(function: Callable[..., Tree], weights: Tree) -> JaxModel:
     mode = _mode_of(function)
     draws = "key" in _parameters_of(function)
 
-    def apply(
-        parameters: Tree, buffers: Tree, args: tuple[Tree, ...], kwargs: Mapping[str, Tree], training: bool, key: Array
-    ) -> tuple[Tree, Tree]:
-        keywords = {**kwargs, **mode(training), **({"key": key} if draws else {})}
-        return function(parameters, *args, **keywords), buffers
+    def apply(parameters: Tree, buffers: Tree, inputs: Tree, training: bool, key: Array) -> tuple[Tree, Tree]:
+        keywords = {**mode(training), **({"key": key} if draws else {})}
+        return call(partial(function, parameters, **keywords), inputs), buffers
 
     return JaxModel(weights, {}, apply)
 

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any, SupportsIndex, overload
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,15 +20,15 @@ from pulsetrain.engine.backends.value_states import rate_of, with_buffers
 from pulsetrain.engine.checkpoint.weights import compare_weights
 from pulsetrain.engine.errors import CheckpointError, ConfigurationError
 from pulsetrain.engine.optimizers import parts_of
-from pulsetrain.engine.step.backend import InPlaceBackend, ModuleView, ValueBackend
+from pulsetrain.engine.step.backend import InPlaceBackend, ModelStore, ModuleView, ValueBackend
 from pulsetrain.engine.step.protocols import GradientInfo, ModelState, Tree
 from pulsetrain.engine.step.undo import Undo
 
 __all__ = ["InPlaceStore", "OptimizerView", "ValueStore", "check_optimizer_state", "optimizer_type"]
 
 
-class InPlaceStore:
-    """A state in place: the module and the optimizer themselves.
+class InPlaceStore(ModelStore):
+    """A state in place: the module and the optimizer themselves, so that there is nothing to commit or to publish.
 
     Args:
         backend: computes with them.
@@ -46,24 +46,8 @@ class InPlaceStore:
     def part(self, name: str) -> ModelState:
         return self._parts[name] if name else self.state
 
-    def commit(self, state: ModelState) -> None:
-        """Nothing to do: it is the same object."""
-
-    def hold(self, gradients: GradientInfo) -> None:
-        """Nothing to do: they are in the parameters."""
-
     def discard(self) -> None:
         self.backend.discard_gradients(self.state)
-
-    def show_gradients(self, gradients: GradientInfo, receive: Callable[[], object]) -> GradientInfo:
-        receive()
-        return gradients
-
-    def publish(self) -> None:
-        """Nothing to do: the module is the user's own."""
-
-    def reset(self) -> None:
-        """Nothing to do: the generators have been seeded."""
 
     def gradients(self) -> dict[str, Tensor]:
         return {name: each.grad for name, each in self.module.named_parameters() if each.grad is not None}
@@ -116,7 +100,7 @@ class InPlaceStore:
             self.backend.load_state_dict(backend)
 
 
-class ValueStore:
+class ValueStore(ModelStore):
     """A state that is a value, with a view of it as a module and an optimizer.
 
     Args:
@@ -290,11 +274,7 @@ class _UpToDate(list[nn.Parameter]):
         next(self._module.parameters(), None)
         return super().__iter__()
 
-    @overload
-    def __getitem__(self, index: SupportsIndex) -> nn.Parameter: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[nn.Parameter]: ...
-    def __getitem__(self, index: SupportsIndex | slice) -> nn.Parameter | list[nn.Parameter]:
+    def __getitem__(self, index: Any) -> Any:  # one of them, or a list for a slice
         next(self._module.parameters(), None)
         return super().__getitem__(index)
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pulsetrain.engine.backends.model_store import InPlaceStore
 from pulsetrain.engine.backends.torch_computation import TorchComputation, explain, find_device, no_gradient
 from pulsetrain.engine.backends.torch_functional import FunctionalTorchBackend
-from pulsetrain.engine.step.backend import ModelStore, OptimizerRequest
+from pulsetrain.engine.step.backend import InPlaceBackend, ModelStore, OptimizerRequest
 from pulsetrain.engine.step.gradients import clip_grad_norm, clip_grad_value, grad_norm, scale_grads
 from pulsetrain.engine.step.protocols import (
     AlternatingStrategy,
@@ -28,7 +28,7 @@ from pulsetrain.engine.step.protocols import (
 __all__ = ["TorchBackend", "find_device"]
 
 
-class TorchBackend(TorchComputation):
+class TorchBackend(TorchComputation, InPlaceBackend):
     """nn.Module and torch.optim on one device.
 
     A state's weights are the module and its optimizer torch's, and a step makes no tensor that a hand-written loop
@@ -129,10 +129,6 @@ class TorchBackend(TorchComputation):
             if found is None:
                 return
             yield found
-
-    def all_reduce_gradients(self, gradients: GradientInfo) -> GradientInfo:
-        """Unchanged: there is one process."""
-        return gradients
 
     def finish_gradients(
         self, state: ModelState, gradients: GradientInfo, correction: float | Tensor = 1.0, measure: bool = True

@@ -146,10 +146,6 @@ class TorchComputation:
         """The value itself."""
         return value
 
-    def environment(self) -> dict[str, object]:
-        """Nothing besides what holds for torch itself."""
-        return {}
-
 
 def not_empty(batch: TrainingBatch) -> TrainingBatch:
     """The batch itself, if it has samples.

@@ -15,7 +15,7 @@ from pulsetrain.engine.backends.torch_computation import TorchComputation, no_gr
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.optimizers.functional import create_functional
 from pulsetrain.engine.optimizers.groups import decay_rule, trainable_of
-from pulsetrain.engine.step.model_call import eval_mode
+from pulsetrain.engine.step.model_call import call, eval_mode
 from pulsetrain.engine.step.protocols import BackendSettings, Optimizer, TrainingBatch, TrainingStrategy, Tree
 
 __all__ = ["FunctionalTorchBackend"]
@@ -78,10 +78,7 @@ class FunctionalTorchBackend(TorchComputation, FunctionalBackend):
 
     def forward(self, model: Tree, batch: TrainingBatch) -> Tree:
         """The module's outputs for the batch with these weights, by name."""
-        inputs = batch.inputs
-        if isinstance(inputs, Mapping):
-            return functional_call(self.module, model, (), dict(inputs))
-        return functional_call(self.module, model, tuple(inputs) if isinstance(inputs, (tuple, list)) else (inputs,))
+        return call(lambda *args, **kwargs: functional_call(self.module, model, args, kwargs), batch.inputs)
 
     def create_optimizer(
         self, model: Any, name: str, learning_rate: float, weight_decay: float, **options: Any

@@ -54,7 +54,7 @@ class Trees:
 
     def to_native(self, value: Tree) -> Tree:
         """The value with every torch tensor as an array of this backend."""
-        return pytree.tree_map_only(Tensor, self.from_torch, value)
+        return self.map(lambda leaf: self.from_torch(leaf) if isinstance(leaf, Tensor) else leaf, value)
 
     def copy_of(self, leaf: Array) -> Array:
         """An array in memory of its own; a number unchanged."""

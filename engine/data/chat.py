@@ -8,8 +8,9 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from operator import index
 from typing import Any, Protocol
 
+from pulsetrain.engine.argument_checks import check_choice, is_whole
 from pulsetrain.engine.data.sequences import IGNORED
-from pulsetrain.engine.errors import ConfigurationError, unknown_name
+from pulsetrain.engine.errors import ConfigurationError
 
 __all__ = ["Encoder", "Message", "Template", "chatml", "tokenize_chat", "tokenize_prompt"]
 
@@ -77,8 +78,7 @@ def tokenize_chat(
         TypeError: a message, a text or a tokenizer's result has the wrong type.
         ValueError: no token would be trained on.
     """
-    if train_on not in ("assistant", "last", "all"):
-        raise unknown_name("tokenize_chat", "train_on", train_on, ("assistant", "last", "all"))
+    check_choice("tokenize_chat", "train_on", train_on, ("assistant", "last", "all"))
     _check_messages(messages)
     trained = [number for number, each in enumerate(messages) if train_on == "all" or each["role"] == ASSISTANT]
     if train_on == "last":
@@ -123,7 +123,7 @@ def tokenize_prompt(
         TypeError: a text or a tokenizer's result has the wrong type.
         ValueError: no token would be trained on.
     """
-    if end is not None and (isinstance(end, bool) or not isinstance(end, int) or end < 0):
+    if end is not None and (not is_whole(end) or end < 0):
         raise ConfigurationError("needs a token id, 0 or more", "tokenize_prompt", end=end)
     for name, text in (("prompt", prompt), ("completion", completion)):
         if not isinstance(text, str):

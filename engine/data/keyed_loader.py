@@ -151,13 +151,12 @@ class KeyedOrder:
         self.batched = loader.batch_size is not None or loader.batch_sampler is not None
         sampler: Any = loader.sampler  # samplers share no type beyond Iterable
         batches: Any = loader.batch_sampler
-        own_batches = batches is not None and type(batches) is not BatchSampler  # the user's own
+        self._own_batches = batches is not None and type(batches) is not BatchSampler  # the user's own
         self._batch_size, self._drop_last = 1, False
-        if own_batches:
+        if self._own_batches:
             sampler = batches
         elif batches is not None:  # a BatchSampler made by the user may have a different sampler than the loader
             sampler, self._batch_size, self._drop_last = batches.sampler, batches.batch_size, batches.drop_last
-        self._own_batches = own_batches
         self._sampler = sampler
         self._ranks, self._rank = 1, 0
         self._shuffle: bool | None = None  # None: iterate the sampler itself

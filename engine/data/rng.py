@@ -117,8 +117,7 @@ def _count(kind: str) -> int:
     """The number of devices of this kind that the process sees."""
     if kind == "mps":
         return int(torch.backends.mps.is_available())
-    count: int = getattr(torch, kind).device_count()
-    return count
+    return int(getattr(torch, kind).device_count())
 
 
 @contextmanager

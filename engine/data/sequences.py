@@ -15,9 +15,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pulsetrain.engine.argument_checks import check_whole_number
+from pulsetrain.engine.argument_checks import check_choice, check_whole_number
 from pulsetrain.engine.arrays import require_tensor
-from pulsetrain.engine.errors import ConfigurationError, unknown_name
+from pulsetrain.engine.errors import ConfigurationError
 
 __all__ = ["IGNORED", "Example", "pack", "pad_examples", "restart_positions"]
 
@@ -309,7 +309,6 @@ def _join(documents: Sequence[_Document]) -> dict[str, Tensor]:
 def _check_truncation(place: str, truncation: str | None, length: int | None) -> None:
     if truncation is None:
         return
-    if truncation not in ("left", "right"):
-        raise unknown_name(place, "truncation", truncation, ("left", "right"))
+    check_choice(place, "truncation", truncation, ("left", "right"))
     if length is None:
         raise ConfigurationError("needs a length to cut to; pass length=", place, truncation=truncation)

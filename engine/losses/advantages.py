@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from numbers import Integral
 
-from pulsetrain.engine.arrays import Array, namespace
+from pulsetrain.engine.argument_checks import check_choice
+from pulsetrain.engine.arrays import Array, misshapen, namespace
 from pulsetrain.engine.errors import ConfigurationError
-from pulsetrain.engine.losses.masks import check_choice, check_same_shapes, constant
-from pulsetrain.engine.losses.shapes import require
+from pulsetrain.engine.losses.masks import check_same_shapes, constant
+from pulsetrain.engine.losses.shapes import SHARE, require
 
 __all__ = ["gae", "grpo_advantages"]
 
@@ -44,15 +45,13 @@ def gae(rewards: Array, values: Array, dones: Array, gamma: float = 0.99, lam: f
         ValueError: the shapes do not fit.
     """
     place = "gae"
-    for argument, value in (("gamma", gamma), ("lam", lam)):
-        require(place, argument, value, lambda part: 0.0 <= part <= 1.0, "a number from 0 to 1")
+    require(place, "gamma", gamma, *SHARE)
+    require(place, "lam", lam, *SHARE)
     xp = namespace(rewards, values, dones, place=place)
     check_same_shapes(place, rewards=rewards, dones=dones)
     if not rewards.ndim or tuple(values.shape) != (rewards.shape[0] + 1, *rewards.shape[1:]):
-        raise ValueError(
-            f"{place}(rewards of shape {tuple(rewards.shape)}, values of shape {tuple(values.shape)}): needs rewards "
-            "(time, ...) and values (time + 1, ...), the last one for the state after the last step"
-        )
+        needs = "needs rewards (time, ...) and values (time + 1, ...), the last one for the state after the last step"
+        raise misshapen(place, needs, rewards=rewards, values=values)
     expected, ended = constant(values), dones != 0
     following = xp.where(ended, 0.0, expected[1:])
     advantages = constant(rewards) + float(gamma) * following - expected[:-1]
@@ -90,7 +89,12 @@ def grpo_advantages(rewards: Array, group_size: int, scale: str = "group") -> Ar
         ValueError: the number of rewards is not a multiple of group_size.
     """
     place = "grpo_advantages"
-    _check_group(place, group_size)
+    if isinstance(group_size, bool) or not isinstance(group_size, Integral) or group_size < 2:
+        raise ConfigurationError(
+            "needs a whole number of replies to each prompt, at least 2: a single reply is always the mean",
+            place,
+            group_size=group_size,
+        )
     check_choice(place, "scale", scale, _SCALES)
     xp = namespace(rewards, place=place)
     if rewards.ndim != 1 or rewards.shape[0] % group_size:
@@ -105,12 +109,3 @@ def grpo_advantages(rewards: Array, group_size: int, scale: str = "group") -> Ar
     elif scale == "batch":
         advantages = advantages / (xp.std(groups, correction=1.0) + 1e-4)
     return xp.reshape(advantages, (-1,))
-
-
-def _check_group(place: str, group_size: object) -> None:
-    if isinstance(group_size, bool) or not isinstance(group_size, Integral) or group_size < 2:
-        raise ConfigurationError(
-            "needs a whole number of replies to each prompt, at least 2: a single reply is always the mean",
-            place,
-            group_size=group_size,
-        )

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pulsetrain.engine.arrays import Array
 
-__all__ = ["check_finite", "check_labels", "check_probabilities"]
+__all__ = ["check_finite", "check_labels", "check_probabilities", "readable", "reject"]
 
 
 def check_labels(place: str, outputs: Array, targets: Array, ignore_index: int = -100) -> None:
@@ -31,11 +31,10 @@ def check_labels(place: str, outputs: Array, targets: Array, ignore_index: int =
     Raises:
         ValueError: a label is out of range; names the first one and its index.
     """
-    targets, classes = _readable(targets), outputs.shape[-1]
+    targets, classes = readable(targets), outputs.shape[-1]
     wrong = ((targets < 0) | (targets >= classes)) & (targets != ignore_index)
     if not wrong.any():
         return
-    label, found = _first(wrong, targets)
     labels = targets[targets != ignore_index]
     low, high = int(labels.min()), int(labels.max())
     if (low, high) == (1, classes):
@@ -45,7 +44,7 @@ def check_labels(place: str, outputs: Array, targets: Array, ignore_index: int =
     else:
         remedy = f"give the model {high + 1} outputs, or number the classes from 0"
     rule = f"needs class indices from 0 to {classes - 1}, as the logits have {classes} classes"
-    raise ValueError(f"{place}({label}): {rule}, and {found} are outside; {remedy}")
+    reject(place, "targets", targets, wrong, rule, f"outside; {remedy}")
 
 
 def check_finite(place: str, targets: Array) -> None:
@@ -60,13 +59,9 @@ def check_finite(place: str, targets: Array) -> None:
     Raises:
         ValueError: names the first such target, its index, and how many there are.
     """
-    targets = _readable(targets)
+    targets = readable(targets)
     wrong = ~(targets.isfinite() if isinstance(targets, Tensor) else np.isfinite(targets))
-    if wrong.any():
-        label, found = _first(wrong, targets)
-        raise ValueError(
-            f"{place}({label}): needs finite numbers, and {found} are not; leave such samples out, or replace them"
-        )
+    reject(place, "targets", targets, wrong, "needs finite numbers", "not; leave such samples out, or replace them")
 
 
 def check_probabilities(place: str, targets: Array) -> None:
@@ -81,22 +76,24 @@ def check_probabilities(place: str, targets: Array) -> None:
     Raises:
         ValueError: names the first such target, its index, and how many there are.
     """
-    targets = _readable(targets)
-    wrong = ~((targets >= 0) & (targets <= 1))
-    if wrong.any():
-        label, found = _first(wrong, targets)
-        raise ValueError(
-            f"{place}({label}): needs probabilities from 0 to 1, and {found} are not; "
-            "pass 1.0 for yes, 0.0 for no, or a number in between"
-        )
+    targets = readable(targets)
+    remedy = "not; pass 1.0 for yes, 0.0 for no, or a number in between"
+    reject(place, "targets", targets, ~((targets >= 0) & (targets <= 1)), "needs probabilities from 0 to 1", remedy)
 
 
-def _readable(targets: Array) -> Tensor | np.ndarray[Any, Any]:
+def readable(targets: Array) -> Tensor | np.ndarray[Any, Any]:
+    """The values, as torch or numpy can index them."""
     return targets if isinstance(targets, Tensor) else np.asarray(targets)
 
 
-def _first(wrong: Array, targets: Array) -> tuple[str, str]:
-    """The first wrong target as `targets[row]=value`, and the count as `3 of 8 targets`."""
-    place = (wrong.nonzero() if isinstance(wrong, Tensor) else np.argwhere(wrong))[0].tolist()
-    label = f"targets{place or ''}={targets[tuple(place)].item()}"
-    return label, f"{int(wrong.sum())} of {math.prod(targets.shape)} targets"
+def reject(place: str, name: str, values: Array, wrong: Array, rule: str, remedy: str) -> None:
+    """Raise ValueError if any value is wrong.
+
+    Raises:
+        ValueError: names the first one, its index, and how many there are.
+    """
+    if not wrong.any():
+        return
+    first = (wrong.nonzero() if isinstance(wrong, Tensor) else np.argwhere(wrong))[0].tolist()
+    found = f"{int(wrong.sum())} of {math.prod(values.shape)} {name}"
+    raise ValueError(f"{place}({name}{first or ''}={values[tuple(first)].item()}): {rule}, and {found} are {remedy}")

@@ -11,7 +11,7 @@ __all__ = ["chunked_cross_entropy"]
 
 
 def chunked_cross_entropy(
-    logits: Tensor, targets: Tensor, *, chunk_size: int, label_smoothing: float, ignore_index: int, z_loss: float
+    logits: Tensor, targets: Tensor, chunk_size: int, label_smoothing: float, ignore_index: int, z_loss: float
 ) -> Tensor:
     """`cross_entropy` for arguments that are already checked; float32 at least, whatever the dtype of the logits."""
     options = chunk_size, label_smoothing, ignore_index, z_loss

@@ -9,12 +9,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pulsetrain.engine.arrays import Array, is_array, namespace
+from pulsetrain.engine.arrays import Array, at_least_float32, is_array, log_sigmoid, namespace
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.losses import on_arrays
 from pulsetrain.engine.losses.checks import check_labels
 from pulsetrain.engine.losses.chunked import chunked_cross_entropy
-from pulsetrain.engine.losses.shapes import check_classes_last, check_same_shape, require
+from pulsetrain.engine.losses.shapes import SHARE, check_classes_last, check_same_shape, require
 
 __all__ = ["bce_with_logits", "cross_entropy", "focal_loss"]
 
@@ -64,18 +64,19 @@ def cross_entropy(
     usual = logits.ndim == 2 and targets.ndim == 1 and targets.dtype is torch.int64 and chunk_size is None
     if not usual:
         if not isinstance(logits, Tensor):
-            return _cross_entropy_on_arrays(logits, targets, label_smoothing, ignore_index, z_loss, chunk_size)
+            _check_options(label_smoothing, ignore_index, z_loss, chunk_size)
+            targets = on_arrays.class_indices("cross_entropy", logits, targets, ignore_index)
+            if chunk_size is not None:
+                raise ConfigurationError(
+                    "only works for torch tensors; leave it out, jax.jit fuses the softmax with its sum anyway",
+                    "cross_entropy",
+                    chunk_size=chunk_size,
+                )
+            return on_arrays.cross_entropy(logits, targets, label_smoothing, ignore_index, z_loss)
         targets = _class_indices("cross_entropy", logits, targets)
     try:
         if chunk_size is not None:
-            return chunked_cross_entropy(
-                logits,
-                targets,
-                chunk_size=chunk_size,
-                label_smoothing=label_smoothing,
-                ignore_index=ignore_index,
-                z_loss=z_loss,
-            )
+            return chunked_cross_entropy(logits, targets, chunk_size, label_smoothing, ignore_index, z_loss)
         rows, labels = logits, targets
         if not usual:
             rows, labels = logits.reshape(-1, logits.shape[-1]), targets.reshape(-1)
@@ -125,7 +126,7 @@ def focal_loss(
         _check_ignore_index("focal_loss", ignore_index)
         targets = on_arrays.class_indices("focal_loss", logits, targets, ignore_index)
         _check_alpha(logits, alpha)
-        return on_arrays.focal_loss(logits, targets, gamma=gamma, alpha=alpha, ignore_index=ignore_index)
+        return on_arrays.focal_loss(logits, targets, gamma, alpha, ignore_index)
     targets = _class_indices("focal_loss", logits, targets)
     if alpha is not None:
         _check_alpha(logits, alpha)
@@ -165,12 +166,14 @@ def bce_with_logits(logits: Array, targets: Array) -> Array:
     check_same_shape("bce_with_logits", "logits", logits, targets)
     if isinstance(logits, Tensor):
         return F.binary_cross_entropy_with_logits(logits, targets)
-    return on_arrays.bce_with_logits(logits, targets)
+    namespace(logits, targets, place="bce_with_logits")
+    x, t = at_least_float32(logits), at_least_float32(targets)
+    return on_arrays.mean_as((1 - t) * x - log_sigmoid(x), logits, targets)
 
 
 def _check_options(label_smoothing: float, ignore_index: object, z_loss: float, chunk_size: int | None) -> None:
     place = "cross_entropy"
-    require(place, "label_smoothing", label_smoothing, lambda part: 0.0 <= part <= 1.0, "a number from 0 to 1")
+    require(place, "label_smoothing", label_smoothing, *SHARE)
     require(place, "z_loss", z_loss, *_NOT_NEGATIVE)
     if chunk_size is not None and (type(chunk_size) is not int or chunk_size < 1):
         raise ConfigurationError("needs a whole number of classes, at least 1; or None", place, chunk_size=chunk_size)
@@ -194,22 +197,6 @@ def _check_ignore_index(place: str, ignore_index: object) -> None:
     # torch accepts numpy integers, which are Integral too
     if type(ignore_index) is not int and (isinstance(ignore_index, bool) or not isinstance(ignore_index, Integral)):
         raise ConfigurationError("needs a whole number, such as -100", place, ignore_index=ignore_index)
-
-
-def _cross_entropy_on_arrays(
-    logits: Array, targets: Array, label_smoothing: float, ignore_index: int, z_loss: float, chunk_size: int | None
-) -> Array:
-    _check_options(label_smoothing, ignore_index, z_loss, chunk_size)
-    targets = on_arrays.class_indices("cross_entropy", logits, targets, ignore_index)
-    if chunk_size is not None:
-        raise ConfigurationError(
-            "only works for torch tensors; leave it out, jax.jit fuses the softmax with its sum anyway",
-            "cross_entropy",
-            chunk_size=chunk_size,
-        )
-    return on_arrays.cross_entropy(
-        logits, targets, label_smoothing=label_smoothing, ignore_index=ignore_index, z_loss=z_loss
-    )
 
 
 def _class_indices(place: str, logits: Tensor, targets: Tensor) -> Tensor:

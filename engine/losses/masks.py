@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from pulsetrain.engine.arrays import Array, at_least_float32, masked_mean, namespace, stop_gradient
-from pulsetrain.engine.errors import unknown_name
+from pulsetrain.engine.arrays import Array, at_least_float32, masked_mean, misshapen, namespace, stop_gradient
 
-__all__ = ["check_choice", "check_mask", "check_same_shapes", "constant", "mean_of", "zero_outside"]
+__all__ = ["check_mask", "check_same_shapes", "constant", "mean_of", "zero_outside"]
 
 
 def check_same_shapes(place: str, **arrays: Array | None) -> None:
@@ -19,10 +18,7 @@ def check_same_shapes(place: str, **arrays: Array | None) -> None:
     (first, leading), *others = ((name, each) for name, each in arrays.items() if each is not None)
     for name, each in others:
         if each.shape != leading.shape:
-            raise ValueError(
-                f"{place}({first} of shape {tuple(leading.shape)}, {name} of shape {tuple(each.shape)}): "
-                "needs equal shapes"
-            )
+            raise misshapen(place, "needs equal shapes", **{first: leading, name: each})
 
 
 def check_mask(place: str, name: str, values: Array, mask: Array | None) -> None:
@@ -37,16 +33,6 @@ def check_mask(place: str, name: str, values: Array, mask: Array | None) -> None
     check_same_shapes(place, **{name: values, "mask": mask})
     if mask.dtype != namespace(mask).bool:
         raise TypeError(f"{place}(mask of {str(mask.dtype).removeprefix('torch.')}): needs booleans; pass mask != 0")
-
-
-def check_choice(place: str, argument: str, value: object, choices: tuple[str, ...]) -> None:
-    """Rejects a name that is not among the choices.
-
-    Raises:
-        ConfigurationError: names the choices and the most similar one.
-    """
-    if not isinstance(value, str) or value not in choices:
-        raise unknown_name(place, argument, value, choices)
 
 
 def constant(array: Array) -> Array:

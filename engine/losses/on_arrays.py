@@ -7,7 +7,6 @@ from pulsetrain.engine.arrays import (
     at_least_float32,
     is_array,
     is_floating,
-    log_sigmoid,
     log_softmax,
     logsumexp,
     masked_mean,
@@ -15,10 +14,11 @@ from pulsetrain.engine.arrays import (
     on_host,
     take_last,
 )
+from pulsetrain.engine.class_indices import is_integral
 from pulsetrain.engine.losses.checks import check_labels
 from pulsetrain.engine.losses.shapes import check_classes_last
 
-__all__ = ["bce_with_logits", "class_indices", "cross_entropy", "focal_loss", "huber", "l1", "mse"]
+__all__ = ["class_indices", "cross_entropy", "focal_loss", "mean_as"]
 
 
 def class_indices(place: str, logits: Array, targets: Array, ignore_index: int) -> Array:
@@ -31,7 +31,7 @@ def class_indices(place: str, logits: Array, targets: Array, ignore_index: int) 
     xp = namespace(logits, targets, place=place)
     if logits.ndim == 0 or targets.shape != logits.shape[:-1]:
         check_classes_last(place, logits, targets)
-    if not xp.isdtype(targets.dtype, "integral"):
+    if not is_integral(targets):
         raise TypeError(f"{place}(targets of {targets.dtype}): needs class indices; pass targets.astype('int32')")
     if not is_floating(logits):
         raise TypeError(f"{place}(logits of {logits.dtype}): needs floating point numbers")
@@ -40,7 +40,7 @@ def class_indices(place: str, logits: Array, targets: Array, ignore_index: int) 
     return xp.astype(targets, xp.asarray(0).dtype, copy=False)  # in an unsigned type jax would wrap -100 around
 
 
-def cross_entropy(logits: Array, targets: Array, *, label_smoothing: float, ignore_index: int, z_loss: float) -> Array:
+def cross_entropy(logits: Array, targets: Array, label_smoothing: float, ignore_index: int, z_loss: float) -> Array:
     """`pulsetrain.engine.losses.cross_entropy` for arguments that are already checked; computed in float32 at least."""
     xp = namespace(logits, targets)
     wide = at_least_float32(logits)
@@ -51,7 +51,7 @@ def cross_entropy(logits: Array, targets: Array, *, label_smoothing: float, igno
     return loss
 
 
-def focal_loss(logits: Array, targets: Array, *, gamma: float, alpha: Array | None, ignore_index: int) -> Array:
+def focal_loss(logits: Array, targets: Array, gamma: float, alpha: Array | None, ignore_index: int) -> Array:
     """`pulsetrain.engine.losses.focal_loss` for arguments that are already checked."""
     xp = namespace(logits, targets)
     nats, counted = _nats(at_least_float32(logits), targets, ignore_index)
@@ -65,31 +65,6 @@ def focal_loss(logits: Array, targets: Array, *, gamma: float, alpha: Array | No
     elif alpha is not None:
         losses = losses * float(alpha)
     return masked_mean(losses, counted)
-
-
-def bce_with_logits(logits: Array, targets: Array) -> Array:
-    """`pulsetrain.engine.losses.bce_with_logits` for arguments that are already checked."""
-    namespace(logits, targets, place="bce_with_logits")
-    x, t = at_least_float32(logits), at_least_float32(targets)
-    return _mean((1 - t) * x - log_sigmoid(x), logits, targets)
-
-
-def mse(predictions: Array, targets: Array) -> Array:
-    """`pulsetrain.engine.losses.mse` for arguments that are already checked."""
-    return _mean(_errors("mse", predictions, targets) ** 2, predictions, targets)
-
-
-def l1(predictions: Array, targets: Array) -> Array:
-    """`pulsetrain.engine.losses.l1` for arguments that are already checked."""
-    return _mean(abs(_errors("l1", predictions, targets)), predictions, targets)
-
-
-def huber(predictions: Array, targets: Array, *, delta: float) -> Array:
-    """`pulsetrain.engine.losses.huber` for arguments that are already checked."""
-    errors, delta = abs(_errors("huber", predictions, targets)), float(delta)
-    xp = namespace(errors)
-    small = xp.where(errors <= delta, errors, 0.0)  # an infinite error times a gradient of 0 would give nan
-    return _mean(xp.where(errors <= delta, 0.5 * small**2, delta * (errors - 0.5 * delta)), predictions, targets)
 
 
 def _nats(wide: Array, targets: Array, ignore_index: int, label_smoothing: float = 0.0) -> tuple[Array, Array]:
@@ -106,12 +81,7 @@ def _nats(wide: Array, targets: Array, ignore_index: int, label_smoothing: float
     return xp.where(counted & ~known, xp.nan, nats), counted
 
 
-def _errors(place: str, predictions: Array, targets: Array) -> Array:
-    namespace(predictions, targets, place=place)
-    return at_least_float32(predictions) - at_least_float32(targets)
-
-
-def _mean(losses: Array, *given: Array) -> Array:
+def mean_as(losses: Array, *given: Array) -> Array:
     """The mean, cast to the dtype that the arguments promote to; a half-precision sum would soon overflow."""
     xp = namespace(losses, *given)
     return xp.astype(xp.mean(losses), xp.result_type(*given), copy=False)

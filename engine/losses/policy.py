@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from types import ModuleType
 
-from pulsetrain.engine.arrays import Array, at_least_float32, namespace
+from pulsetrain.engine.argument_checks import check_choice
+from pulsetrain.engine.arrays import Array, at_least_float32, misshapen, namespace
 from pulsetrain.engine.errors import ConfigurationError
-from pulsetrain.engine.losses.masks import check_choice, check_mask, check_same_shapes, constant, mean_of, zero_outside
+from pulsetrain.engine.losses.masks import check_mask, check_same_shapes, constant, mean_of, zero_outside
 from pulsetrain.engine.losses.shapes import require
 
 __all__ = ["clip_fraction", "grpo_loss", "kl_estimate", "ppo_policy_loss", "ppo_value_loss"]
@@ -53,16 +55,12 @@ def ppo_policy_loss(
     """
     place = "ppo_policy_loss"
     low, high = _ranges(place, clip_range, clip_range_high)
-    xp = namespace(log_probs, old_log_probs, advantages, mask, place=place)
-    check_same_shapes(place, log_probs=log_probs, old_log_probs=old_log_probs)
-    check_mask(place, "log_probs", log_probs, mask)
+    xp = _checked(place, log_probs, old_log_probs, advantages, mask)
     if advantages.ndim != log_probs.ndim or any(
         each not in (1, length) for each, length in zip(advantages.shape, log_probs.shape, strict=True)
     ):
-        raise ValueError(
-            f"{place}(log_probs of shape {tuple(log_probs.shape)}, advantages of shape {tuple(advantages.shape)}): "
-            "needs an advantage for each, or size 1 in a dimension that shares one"
-        )
+        needs = "needs an advantage for each, or size 1 in a dimension that shares one"
+        raise misshapen(place, needs, log_probs=log_probs, advantages=advantages)
     wide = xp.broadcast_to(constant(advantages), tuple(log_probs.shape))
     return mean_of(_surrogate(_log_ratio(log_probs, old_log_probs, mask), zero_outside(wide, mask), low, high), mask)
 
@@ -199,15 +197,17 @@ def grpo_loss(
     place = "grpo_loss"
     low, high = _ranges(place, clip_range, clip_range_high)
     check_choice(place, "normalization", normalization, _NORMALIZATIONS)
-    require(place, "kl_coef", kl_coef, lambda weight: 0.0 <= weight < math.inf, "a number of at least 0")
+    _check_range(place, "kl_coef", kl_coef)
     if normalization == "dr_grpo" and max_length is None:
         raise ConfigurationError(f"{place}(normalization='dr_grpo'): needs max_length, the longest possible reply")
     if max_length is not None:
         require(place, "max_length", max_length, lambda most: 0 < most < math.inf, "a number of tokens, at least 1")
     if kl_coef and reference_log_probs is None:
         raise ConfigurationError("needs reference_log_probs; pass them, or kl_coef=0.0", place, kl_coef=kl_coef)
-    xp = namespace(log_probs, old_log_probs, advantages, mask, reference_log_probs, place=place)
-    _check_replies(place, log_probs, old_log_probs, advantages, mask, reference_log_probs)
+    if log_probs.ndim != 2 or tuple(advantages.shape) != (log_probs.shape[0],):
+        needs = "needs log_probs (batch, length) and advantages (batch,)"
+        raise misshapen(place, needs, log_probs=log_probs, advantages=advantages)
+    xp = _checked(place, log_probs, old_log_probs, advantages, mask, reference_log_probs)
     advantage = zero_outside(xp.broadcast_to(constant(advantages)[:, None], tuple(log_probs.shape)), mask)
     losses = _surrogate(_log_ratio(log_probs, old_log_probs, mask), advantage, low, high)
     if kl_coef:
@@ -243,12 +243,20 @@ def clip_fraction(
     """
     place = "clip_fraction"
     low, high = _ranges(place, clip_range, clip_range_high)
-    xp = namespace(log_probs, old_log_probs, mask, place=place)
-    check_same_shapes(place, log_probs=log_probs, old_log_probs=old_log_probs)
-    check_mask(place, "log_probs", log_probs, mask)
+    xp = _checked(place, log_probs, old_log_probs, None, mask)
     log_ratio = constant(_log_ratio(log_probs, old_log_probs, mask))
     outside = (log_ratio > _log(1 + high)) | (log_ratio < _log(1 - low))
     return mean_of(xp.astype(outside, log_ratio.dtype), mask)
+
+
+def _checked(
+    place: str, log_probs: Array, old: Array, advantages: Array, mask: Array, reference: Array = None
+) -> ModuleType:
+    """The functions for the arrays, whose shapes fit except perhaps that of the advantages."""
+    xp = namespace(log_probs, old, advantages, mask, reference, place=place)
+    check_same_shapes(place, log_probs=log_probs, old_log_probs=old, reference_log_probs=reference)
+    check_mask(place, "log_probs", log_probs, mask)
+    return xp
 
 
 def _log_ratio(log_probs: Array, old_log_probs: Array, mask: Array | None) -> Array:
@@ -271,23 +279,10 @@ def _log(ratio: float) -> float:
 
 def _ranges(place: str, clip_range: float, clip_range_high: float | None) -> tuple[float, float]:
     _check_range(place, "clip_range", clip_range)
-    if clip_range_high is None:
-        return float(clip_range), float(clip_range)
-    _check_range(place, "clip_range_high", clip_range_high)
-    return float(clip_range), float(clip_range_high)
+    high = clip_range if clip_range_high is None else clip_range_high
+    _check_range(place, "clip_range_high", high)
+    return float(clip_range), float(high)
 
 
 def _check_range(place: str, argument: str, value: float) -> None:
     require(place, argument, value, lambda most: 0.0 <= most < math.inf, "a number of at least 0")
-
-
-def _check_replies(
-    place: str, log_probs: Array, old: Array, advantages: Array, mask: Array, other: Array | None
-) -> None:
-    if log_probs.ndim != 2 or tuple(advantages.shape) != (log_probs.shape[0],):
-        raise ValueError(
-            f"{place}(log_probs of shape {tuple(log_probs.shape)}, advantages of shape {tuple(advantages.shape)}): "
-            "needs log_probs (batch, length) and advantages (batch,)"
-        )
-    check_same_shapes(place, log_probs=log_probs, old_log_probs=old, reference_log_probs=other)
-    check_mask(place, "log_probs", log_probs, mask)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
-from pulsetrain.engine.arrays import Array, at_least_float32, log_sigmoid, namespace
+from pulsetrain.engine.argument_checks import check_choice
+from pulsetrain.engine.arrays import Array, at_least_float32, log_sigmoid, misshapen, namespace
 from pulsetrain.engine.errors import ConfigurationError
-from pulsetrain.engine.losses.masks import check_choice, check_same_shapes, constant
-from pulsetrain.engine.losses.shapes import require
+from pulsetrain.engine.losses.masks import check_same_shapes, constant
+from pulsetrain.engine.losses.shapes import POSITIVE, require
 
 __all__ = ["dpo_loss", "implicit_rewards"]
 
@@ -57,7 +56,7 @@ def dpo_loss(
         ValueError: the shapes differ, or are not (batch,).
     """
     place = "dpo_loss"
-    _check_beta(place, beta)
+    require(place, "beta", beta, *POSITIVE)
     check_choice(place, "loss_type", loss_type, _LOSS_TYPES)
     needs = "a number of at least 0 and below 0.5"
     require(place, "label_smoothing", label_smoothing, lambda part: 0.0 <= part < 0.5, needs)
@@ -82,10 +81,8 @@ def dpo_loss(
         reference_rejected=reference_rejected,
     )
     if policy_chosen.ndim != 1:
-        raise ValueError(
-            f"{place}(policy_chosen of shape {tuple(policy_chosen.shape)}): needs a number for each reply, shape "
-            "(batch,); masked_sum_log_probs sums over tokens"
-        )
+        needs = "needs a number for each reply, shape (batch,); masked_sum_log_probs sums over tokens"
+        raise misshapen(place, needs, policy_chosen=policy_chosen)
     chosen, rejected = at_least_float32(policy_chosen), at_least_float32(policy_rejected)
     if reference_chosen is not None and reference_rejected is not None:
         # per reply first: two models differ less than two replies do, so rounding loses less
@@ -120,12 +117,8 @@ def implicit_rewards(policy: Array, reference: Array | None = None, beta: float 
         ValueError: the shapes differ.
     """
     place = "implicit_rewards"
-    _check_beta(place, beta)
+    require(place, "beta", beta, *POSITIVE)
     namespace(policy, reference, place=place)
     check_same_shapes(place, policy=policy, reference=reference)
     margin = constant(policy) if reference is None else constant(policy) - constant(reference)
     return float(beta) * margin
-
-
-def _check_beta(place: str, beta: float) -> None:
-    require(place, "beta", beta, lambda beta: 0.0 < beta < math.inf, "a positive number")

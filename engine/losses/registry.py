@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from pulsetrain.engine.arrays import Array, has_values, is_array, is_floating, namespace
-from pulsetrain.engine.class_indices import is_index_dtype
+from pulsetrain.engine.class_indices import is_integral
 from pulsetrain.engine.errors import ConfigurationError, unknown_name
 from pulsetrain.engine.losses.checks import check_finite, check_labels, check_probabilities
 from pulsetrain.engine.losses.classification import bce_with_logits, cross_entropy, focal_loss
@@ -123,7 +123,7 @@ def check_first_batch(loss: str | Loss, outputs: Array, targets: Array) -> None:
     if function in _OVER_LABELS or _is_torchs_cross_entropy(function):
         # torch puts the classes second: with more than 2 dimensions this matches only if the last one has that size
         shape = getattr(outputs, "shape", ())
-        if shape and targets.shape == shape[:-1] and _is_integral(targets):
+        if shape and targets.shape == shape[:-1] and is_integral(targets):
             ignored = getattr(function, "ignore_index", options.get("ignore_index", -100))
             check_labels(place, outputs, targets, ignored)
     elif function in _OVER_PROBABILITIES and is_floating(targets):
@@ -154,12 +154,6 @@ def _opened(loss: str | Loss) -> tuple[Any, Mapping[str, Any]]:
     if isinstance(loss, str):
         return _NAMED.get(loss), {}
     return (loss.func, loss.keywords) if isinstance(loss, partial) else (loss, {})
-
-
-def _is_integral(targets: Array) -> bool:
-    if isinstance(targets, Tensor):
-        return is_index_dtype(targets.dtype)
-    return bool(namespace(targets).isdtype(targets.dtype, "integral"))
 
 
 def _is_torchs_cross_entropy(function: object) -> bool:

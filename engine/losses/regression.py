@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import math
-
 import torch.nn.functional as F
 from torch import Tensor
 
-from pulsetrain.engine.arrays import Array
-from pulsetrain.engine.losses import on_arrays
-from pulsetrain.engine.losses.shapes import check_same_shape, require
+from pulsetrain.engine.arrays import Array, at_least_float32, namespace
+from pulsetrain.engine.losses.on_arrays import mean_as
+from pulsetrain.engine.losses.shapes import POSITIVE, check_same_shape, require
 
 __all__ = ["huber", "l1", "mse"]
 
@@ -28,7 +26,7 @@ def mse(predictions: Array, targets: Array) -> Array:
     check_same_shape("mse", "predictions", predictions, targets)
     if isinstance(predictions, Tensor):
         return F.mse_loss(predictions, targets)
-    return on_arrays.mse(predictions, targets)
+    return mean_as(_errors("mse", predictions, targets) ** 2, predictions, targets)
 
 
 def l1(predictions: Array, targets: Array) -> Array:
@@ -45,7 +43,7 @@ def l1(predictions: Array, targets: Array) -> Array:
     check_same_shape("l1", "predictions", predictions, targets)
     if isinstance(predictions, Tensor):
         return F.l1_loss(predictions, targets)
-    return on_arrays.l1(predictions, targets)
+    return mean_as(abs(_errors("l1", predictions, targets)), predictions, targets)
 
 
 def huber(predictions: Array, targets: Array, *, delta: float = 1.0) -> Array:
@@ -64,7 +62,15 @@ def huber(predictions: Array, targets: Array, *, delta: float = 1.0) -> Array:
     """
     check_same_shape("huber", "predictions", predictions, targets)
     if delta != 1.0:
-        require("huber", "delta", delta, lambda delta: 0 < delta < math.inf, "a positive number")
+        require("huber", "delta", delta, *POSITIVE)
     if isinstance(predictions, Tensor):
         return F.huber_loss(predictions, targets, delta=delta)
-    return on_arrays.huber(predictions, targets, delta=delta)
+    errors, delta = abs(_errors("huber", predictions, targets)), float(delta)
+    xp = namespace(errors)
+    small = xp.where(errors <= delta, errors, 0.0)  # an infinite error times a gradient of 0 would give nan
+    return mean_as(xp.where(errors <= delta, 0.5 * small**2, delta * (errors - 0.5 * delta)), predictions, targets)
+
+
+def _errors(place: str, predictions: Array, targets: Array) -> Array:
+    namespace(predictions, targets, place=place)
+    return at_least_float32(predictions) - at_least_float32(targets)

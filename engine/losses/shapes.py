@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TypeVar
 
-from pulsetrain.engine.arrays import Array, is_floating, namespace
+from pulsetrain.engine.arrays import Array, is_floating, misshapen, namespace
 from pulsetrain.engine.class_indices import check_class_indices
 from pulsetrain.engine.errors import ConfigurationError
 
-__all__ = ["check_classes_last", "check_same_shape", "require"]
-
+__all__ = ["POSITIVE", "SHARE", "check_classes_last", "check_same_shape", "require"]
 
 T = TypeVar("T")
+
+POSITIVE = (lambda value: 0.0 < value < math.inf), "a positive number"
+SHARE = (lambda value: 0.0 <= value <= 1.0), "a number from 0 to 1"
 
 
 def require(place: str, argument: str, value: T, rule: Callable[[T], bool], needs: str) -> None:
@@ -54,10 +57,7 @@ def check_same_shape(place: str, argument: str, values: Array, targets: Array) -
             hint = f"; pass {argument}.squeeze(-1)"
         elif targets.ndim == values.ndim + 1 and targets.shape[-1] == 1:
             hint = "; pass targets.squeeze(-1)"
-        raise ValueError(
-            f"{place}({argument} of shape {tuple(values.shape)}, targets of shape {tuple(targets.shape)}): "
-            f"needs equal shapes{hint}"
-        )
+        raise misshapen(place, f"needs equal shapes{hint}", **{argument: values, "targets": targets})
     try:
         floating, remedy = targets.is_floating_point(), "targets.float()"
     except AttributeError:  # not a torch tensor; asking first would slow down every loss over torch tensors

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -12,11 +11,13 @@ from pulsetrain.engine.arrays import (
     describe_array,
     is_floating,
     log_softmax,
+    misshapen,
     namespace,
     on_host,
     take_last,
 )
-from pulsetrain.engine.class_indices import is_index_dtype
+from pulsetrain.engine.class_indices import is_integral
+from pulsetrain.engine.losses.checks import readable, reject
 from pulsetrain.engine.losses.masks import check_mask, zero_outside
 
 __all__ = ["entropy", "masked_sum_log_probs", "token_log_probs"]
@@ -43,12 +44,9 @@ def token_log_probs(logits: Array, tokens: Array) -> Array:
     place = "token_log_probs"
     xp = namespace(logits, tokens, place=place)
     if not logits.ndim or tokens.shape != logits.shape[:-1]:
-        raise ValueError(
-            f"{place}(logits of shape {tuple(logits.shape)}, tokens of shape {tuple(tokens.shape)}): "
-            f"needs logits (..., vocabulary) and tokens (...){_remedy(logits, tokens)}"
-        )
-    of_torch = isinstance(logits, Tensor)
-    if not (is_index_dtype(tokens.dtype) if of_torch else xp.isdtype(tokens.dtype, "integral")):
+        needs = f"needs logits (..., vocabulary) and tokens (...){_remedy(logits, tokens)}"
+        raise misshapen(place, needs, logits=logits, tokens=tokens)
+    if not is_integral(tokens):
         raise TypeError(f"{place}(tokens: {describe_array(tokens)}): needs whole numbers, the token ids")
     if not is_floating(logits):
         raise TypeError(f"{place}(logits: {describe_array(logits)}): needs floating point numbers")
@@ -140,14 +138,8 @@ def _remedy(logits: Array, tokens: Array) -> str:
 
 def _check_vocabulary(place: str, logits: Array, tokens: Array) -> None:
     """Rejects ids outside 0 .. vocabulary - 1, if they can be read without waiting for an accelerator."""
-    if not on_host(tokens):
-        return
-    ids = np.asarray(tokens)
-    wrong = (ids < 0) | (ids >= logits.shape[-1])
-    if wrong.any():
-        first = np.argwhere(wrong)[0].tolist()
-        raise ValueError(
-            f"{place}(tokens{first or ''}={ids[tuple(first)]}): needs ids from 0 to {logits.shape[-1] - 1}, as the "
-            f"logits have a vocabulary of {logits.shape[-1]}, and {wrong.sum()} of {ids.size} tokens are outside; give "
-            "padding a token id, such as 0, and exclude it with a mask"
-        )
+    if on_host(tokens):
+        ids, size = readable(tokens), logits.shape[-1]
+        rule = f"needs ids from 0 to {size - 1}, as the logits have a vocabulary of {size}"
+        remedy = "outside; give padding a token id, such as 0, and exclude it with a mask"
+        reject(place, "tokens", ids, (ids < 0) | (ids >= size), rule, remedy)

@@ -19,7 +19,7 @@ __all__ = ["Accuracy", "TokenAccuracy", "TopKAccuracy"]
 class _ShareCorrect:
     """Counts correct and all predictions as integers on the device, exact for any number; NaN if nothing counted."""
 
-    def __init__(self, ignore_index: int | None) -> None:
+    def __init__(self, ignore_index: int | None = None) -> None:
         if ignore_index is not None and type(ignore_index) is not int:
             raise ConfigurationError(
                 "needs a whole number; or None to count all", type(self).__name__, ignore_index=ignore_index
@@ -97,9 +97,6 @@ class Accuracy(_ShareCorrect):
     Args:
         ignore_index: targets with this value do not count.
     """
-
-    def __init__(self, ignore_index: int | None = None) -> None:
-        super().__init__(ignore_index)
 
     def _hits(self, y_pred: Tensor, y: Tensor) -> Tensor:
         return y_pred == y if y_pred.shape == y.shape else super()._hits(y_pred, y)

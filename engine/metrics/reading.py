@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from difflib import get_close_matches
 
 import torch
 from torch import Tensor
 
-from pulsetrain.engine.errors import MetricNotFoundError
+from pulsetrain.engine.errors import MetricNotFoundError, did_you_mean
 
 __all__ = ["canonical", "nothing_yet", "to_host"]
 
@@ -29,11 +28,11 @@ def canonical(name: str, known: Iterable[str], *, place: str = "canonical") -> s
     matches = [other for other in names if other.replace("/", "_") == flat]
     if len(matches) == 1:
         return matches[0]
-    near = get_close_matches(name, names, n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
     exist = ", ".join(sorted(names)) or "none at all"
     problem = f"may be {' or '.join(matches)}" if matches else "does not exist"
-    raise MetricNotFoundError(f"this metric {problem}; there are: {exist}{hint}", place, metric=name)
+    raise MetricNotFoundError(
+        f"this metric {problem}; there are: {exist}{did_you_mean(name, names)}", place, metric=name
+    )
 
 
 def to_host(tensors: Sequence[Tensor]) -> list[float]:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import math
 import numbers
 from array import array
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from threading import RLock
-from typing import Literal, overload
+from typing import Literal, TypeVar, overload
 
 import torch
 from torch import Tensor
 
-from pulsetrain.engine.errors import MetricNotFoundError, unknown_name
+from pulsetrain.engine.argument_checks import check_choice
+from pulsetrain.engine.errors import MetricNotFoundError
 from pulsetrain.engine.metrics.reading import canonical
 
 __all__ = ["MetricTracker"]
+
+T = TypeVar("T")
 
 _FOLD = 1000  # concatenate after this many device tensors: a separate one takes 512 bytes, an element of a row 4
 _PROVISIONAL = -1  # the index of a value that is not in the history yet
@@ -87,13 +90,7 @@ class MetricTracker(Mapping[str, list[float]]):
         Raises:
             MetricNotFoundError: the name is unknown (also a KeyError, as for any mapping); names those that exist.
         """
-        with self._lock:
-            if name is None:
-                self._read()
-                return {each: self._row(each) for each in self._values}
-            name = self._full(name)
-            self._read()
-            return self._row(name)
+        return self._ask(name, self._row)
 
     @overload
     def get_latest(self, name: str) -> float: ...
@@ -105,13 +102,7 @@ class MetricTracker(Mapping[str, list[float]]):
         Raises:
             MetricNotFoundError: as in `get_history`.
         """
-        with self._lock:
-            if name is None:
-                self._read()
-                return {each: self._last(each) for each in self._values}
-            name = self._full(name)
-            self._read()
-            return self._last(name)
+        return self._ask(name, self._last)
 
     def get_best(self, name: str, mode: Literal["min", "max"] = "min") -> float:
         """The smallest or the largest value of a name; NaN only if all values are NaN.
@@ -120,8 +111,7 @@ class MetricTracker(Mapping[str, list[float]]):
             ConfigurationError: the mode is unknown.
             MetricNotFoundError: as in `get_history`.
         """
-        if mode not in ("min", "max"):
-            raise unknown_name("MetricTracker.get_best", "mode", mode, ("min", "max"))
+        check_choice("MetricTracker.get_best", "mode", mode, ("min", "max"))
         values = [value for value in self.get_history(name) if not math.isnan(value)]
         if not values:
             return math.nan
@@ -161,6 +151,13 @@ class MetricTracker(Mapping[str, list[float]]):
     def __repr__(self) -> str:
         latest = ", ".join(f"{name}={value:.6g}" for name, value in self.get_latest().items())
         return f"MetricTracker({latest})"
+
+    def _ask(self, name: str | None, ask: Callable[[str], T]) -> T | dict[str, T]:
+        """The answer for that name, or for all names, once everything is on the host."""
+        with self._lock:
+            full = None if name is None else self._full(name)
+            self._read()
+            return {each: ask(each) for each in self._values} if full is None else ask(full)
 
     def _full(self, name: str) -> str:
         try:

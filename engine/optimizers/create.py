@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, Literal
@@ -23,8 +22,8 @@ from pulsetrain.engine.optimizers.groups import (
 )
 from pulsetrain.engine.optimizers.kernels import fused_pays
 from pulsetrain.engine.optimizers.muon import MuonWithAdamW, split_for_muon
-from pulsetrain.engine.optimizers.options import check_number, checked_options
-from pulsetrain.engine.optimizers.registry import NAMES, optimizer_class
+from pulsetrain.engine.optimizers.options import check_rates, checked_options
+from pulsetrain.engine.optimizers.registry import NAMES, optimizer_class, refused
 from pulsetrain.engine.optimizers.schedule_free import begin_training, is_schedule_free
 
 __all__ = ["create_optimizer", "resolve_optimizer"]
@@ -71,8 +70,7 @@ def create_optimizer(
     """
     check_model("create_optimizer", model)
     options = checked_options(name, kwargs)
-    check_number("learning_rate", learning_rate, lambda rate: 0 < rate < math.inf, "a positive number")
-    check_number("weight_decay", weight_decay, lambda decay: 0 <= decay < math.inf, "a number that is not negative")
+    check_rates(learning_rate, weight_decay)
     trainable = trainable_of(model)
     exempt, rate_of = decay_rule(model, no_decay), rate_rule(model, trainable, layer_rates)
     grouped = partial(build_groups, weight_decay=weight_decay, exempt=exempt, rate_of=rate_of)
@@ -89,7 +87,7 @@ def create_optimizer(
     try:
         made = make(lr=learning_rate, weight_decay=weight_decay, **options)
     except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigurationError(str(error), "create_optimizer", **{"name": name, **options}) from error
+        raise refused(str(error), **{"name": name, **options}) from error
     if is_schedule_free(made):
         begin_training(made)
     return made

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
@@ -10,8 +9,8 @@ from typing import Any, Literal
 
 from torch import nn
 
-from pulsetrain.engine.errors import ConfigurationError
-from pulsetrain.engine.optimizers.options import check_number
+from pulsetrain.engine.optimizers.options import POSITIVE, check_number
+from pulsetrain.engine.optimizers.registry import refused
 
 __all__ = [
     "DecayRule",
@@ -61,16 +60,13 @@ def trainable_of(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     trainable = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     if not trainable:
         frozen = sum(1 for _ in model.parameters())
-        raise ConfigurationError(
+        raise refused(
             f"no trainable parameter ({frozen} frozen ones); call requires_grad_(True) on those to train",
-            "create_optimizer",
             model=type(model),
         )
     for name, parameter in trainable:
         if isinstance(parameter, nn.parameter.UninitializedParameter):
-            raise ConfigurationError(
-                f"{name!r} has no shape yet; run the model on one batch first", "create_optimizer", model=type(model)
-            )
+            raise refused(f"{name!r} has no shape yet; run the model on one batch first", model=type(model))
     return trainable
 
 
@@ -110,9 +106,7 @@ def decay_rule(model: nn.Module, no_decay: Literal["auto"] | DecayRule | None) -
         return exempt_by_kind(model)
     if callable(no_decay):
         return no_decay
-    raise ConfigurationError(
-        'needs "auto", None, or a rule (name, parameter) -> bool', "create_optimizer", no_decay=no_decay
-    )
+    raise refused('needs "auto", None, or a rule (name, parameter) -> bool', no_decay=no_decay)
 
 
 def exempt_by_kind(model: nn.Module) -> DecayRule:
@@ -148,24 +142,20 @@ def rate_rule(model: nn.Module, trainable: Named, layer_rates: LayerRates | None
     if callable(layer_rates):
         return _checked_rule(layer_rates)
     if not isinstance(layer_rates, Mapping):
-        raise ConfigurationError(
+        raise refused(
             "needs a mapping from a module path or the prefix of a "
             "parameter's name to a learning rate, or a rule (name, parameter) -> rate or None",
-            "create_optimizer",
             layer_rates=layer_rates,
         )
     for prefix, rate in layer_rates.items():
         if not isinstance(prefix, str):  # YAML parses the name of a layer in a Sequential as a number
-            raise ConfigurationError(
+            raise refused(
                 f"needs the path as text; write {str(prefix)!r}",
-                "create_optimizer",
                 **{f"layer_rates[{prefix!r}]": rate},
             )
-        _check_rate(f"layer_rates[{prefix!r}]", rate)
+        check_number(f"layer_rates[{prefix!r}]", rate, *POSITIVE)
         if not any(_covers(prefix, name) for name, _ in trainable):
-            raise ConfigurationError(
-                _why_without(prefix, model, trainable), "create_optimizer", **{f"layer_rates[{prefix!r}]": rate}
-            )
+            raise refused(_why_without(prefix, model, trainable), **{f"layer_rates[{prefix!r}]": rate})
     rates = dict(layer_rates)
     return lambda name, parameter: _longest(name, rates)
 
@@ -175,7 +165,7 @@ def _checked_rule(rule: Callable[[str, nn.Parameter], float | None]) -> _RateRul
         rate = rule(name, parameter)
         if rate is None:
             return None
-        _check_rate(f"layer_rates({name!r}, ...)", rate)
+        check_number(f"layer_rates({name!r}, ...)", rate, *POSITIVE)
         return rate, rate
 
     return rate_of
@@ -188,10 +178,6 @@ def _longest(name: str, rates: Mapping[str, float]) -> tuple[str, float] | None:
 
 def _covers(prefix: str, name: str) -> bool:
     return name == prefix or name.startswith(f"{prefix}.")
-
-
-def _check_rate(argument: str, rate: object) -> None:
-    check_number(argument, rate, lambda value: 0 < value < math.inf, "a positive number")
 
 
 def _why_without(prefix: str, model: nn.Module, trainable: Named) -> str:

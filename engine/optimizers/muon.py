@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from pulsetrain.engine.errors import CheckpointError, ConfigurationError
 from pulsetrain.engine.optimizers.groups import Named, exempt_by_kind
+from pulsetrain.engine.optimizers.registry import refused
 
 __all__ = ["MuonRule", "MuonWithAdamW", "hidden_matrices", "split_for_muon"]
 
@@ -167,7 +168,7 @@ def split_for_muon(
         ConfigurationError: the rule selects a parameter that is not a matrix, or there is none for Muon.
     """
     if rule is not None and not callable(rule):
-        raise ConfigurationError("needs a rule (name, parameter) -> bool, or None", "create_optimizer", muon_rule=rule)
+        raise refused("needs a rule (name, parameter) -> bool, or None", muon_rule=rule)
     picks = hidden_matrices(model) if rule is None else rule
     matrices: list[tuple[str, nn.Parameter]] = []
     others: list[tuple[str, nn.Parameter]] = []
@@ -175,17 +176,15 @@ def split_for_muon(
         (matrices if picks(name, parameter) else others).append((name, parameter))
     for name, parameter in matrices:
         if parameter.ndim != 2:
-            raise ConfigurationError(
+            raise refused(
                 f"picks {name!r} of shape {tuple(parameter.shape)}, and Muon updates only matrices; let the rule "
                 "require parameter.ndim == 2",
-                "create_optimizer",
                 muon_rule=...,
             )
     if not matrices:
-        raise ConfigurationError(
+        raise refused(
             f"{type(model).__name__} has no matrix for Muon among its {len(trainable)} trainable parameters; choose "
             "'adamw', or name matrices with muon_rule=(name, parameter) -> bool",
-            "create_optimizer",
             name="muon",
         )
     return matrices, others

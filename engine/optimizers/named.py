@@ -51,13 +51,11 @@ class NamedOptimizers(Optimizer):
                         f"NamedOptimizers: {other!r} and {name!r} share a parameter of shape {tuple(parameter.shape)}; "
                         "give it to one of them"
                     )
-        groups = []
         for name, part in optimizers.items():
             for group in part.param_groups:
                 group[_MARK] = name
-                groups.append(group)
         self.parts: dict[str, Optimizer] = {}  # empty while torch's constructor sets groups and state
-        super().__init__(groups, {})
+        super().__init__([group for part in optimizers.values() for group in part.param_groups], {})
         self.parts = dict(optimizers)
 
     @property

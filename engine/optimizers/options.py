@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
-from pulsetrain.engine.errors import ConfigurationError
-from pulsetrain.engine.optimizers.registry import optimizer_class
+from pulsetrain.engine.optimizers.registry import optimizer_class, refused
 
-__all__ = ["check_number", "checked_options"]
+__all__ = ["POSITIVE", "check_number", "check_rates", "checked_options"]
 
 _Rule = tuple[Callable[[Any], bool], str]
 
 _BELOW_ONE: _Rule = (lambda value: 0 <= value < 1, "a number from 0 up to, but not including, 1")
 _INSIDE: _Rule = (lambda value: 0 < value < 1, "a number between 0 and 1, since the average divides by it")
+POSITIVE: _Rule = (lambda value: 0 < value < math.inf, "a positive number")
 _NOT_NEGATIVE: _Rule = (lambda value: 0 <= value < math.inf, "a number that is not negative")
 
 # torch silently accepts nan and infinity for each, and values of momentum, alpha and rho that make averages grow
@@ -43,6 +43,9 @@ _SWITCHES = ("nesterov", "amsgrad", "centered", "maximize", "capturable", "diffe
              "use_triton")  # fmt: skip
 _OPEN_SWITCHES = ("fused", "foreach")
 
+# a part of a keyword, or another name of it
+_ALIASES = {"adam_beta1": "betas", "adam_beta2": "betas", "adam_epsilon": "eps"}
+
 # AdamW's keywords for its half of "muon"; others, such as `maximize`, would apply to that half alone
 _ADAMW_HALF = ("betas", "amsgrad", "foreach", "fused")
 
@@ -56,7 +59,13 @@ def check_number(argument: str, value: object, rule: Callable[[Any], bool], need
     pulsetrain.engine.errors.ConfigurationError: create_optimizer(momentum=1.5): needs a number below 1
     """
     if not isinstance(value, (int, float)) or isinstance(value, bool) or not rule(value):
-        raise ConfigurationError(f"needs {needs}", "create_optimizer", **{argument: value})
+        raise refused(f"needs {needs}", **{argument: value})
+
+
+def check_rates(learning_rate: object, weight_decay: object) -> None:
+    """Raises ConfigurationError unless the rate is positive and the decay not negative."""
+    check_number("learning_rate", learning_rate, *POSITIVE)
+    check_number("weight_decay", weight_decay, *_NOT_NEGATIVE)
 
 
 def checked_options(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -71,28 +80,30 @@ def checked_options(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
         ConfigurationError: a name or keyword is unknown, or a value is out of range.
     """
     accepted = _accepted(name)
-    choices = list(accepted)
-    if "betas" in accepted:
-        choices += ["adam_beta1", "adam_beta2"]
-        if "eps" in accepted:
-            choices.append("adam_epsilon")
-    if name == "muon":
-        choices.append("muon_rule")
+    aliases = {old: new for old, new in _ALIASES.items() if {"betas", new} <= accepted.keys()}
+    choices = {*accepted, *aliases, *(("muon_rule",) if name == "muon" else ())}
     for key, value in given.items():
         if key not in choices:
-            raise ConfigurationError(
-                f"unknown to {name!r}; it takes {', '.join(sorted(choices))}", "create_optimizer", **{key: value}
-            )
+            raise refused(f"unknown to {name!r}; it takes {', '.join(sorted(choices))}", **{key: value})
     options = dict(given)
     _check_values(name, options)
-    _translate(name, accepted, options)
+    if name == "muon":
+        aliases.pop("adam_epsilon")  # eps is Muon's, and this one AdamW's
+    for old, new in aliases.items():
+        if old in options and new in options:
+            raise refused("pass only one of them", **{old: options[old], new: options[new]})
+    if "adam_epsilon" in aliases.keys() & options.keys():
+        options["eps"] = options.pop("adam_epsilon")
+    if {"adam_beta1", "adam_beta2"} & options.keys():
+        first, second = accepted["betas"]
+        options["betas"] = (options.pop("adam_beta1", first), options.pop("adam_beta2", second))
     if "betas" in options:
         _check_betas(name, given, options)
     if isinstance(options.get("ns_coefficients"), list):
         options["ns_coefficients"] = tuple(options["ns_coefficients"])
     if options.get("use_triton") and find_spec("triton") is None:
         # lion-pytorch would exit the process
-        raise ConfigurationError("needs the package triton; pip install triton", "create_optimizer", use_triton=True)
+        raise refused("needs the package triton; pip install triton", use_triton=True)
     return options
 
 
@@ -114,30 +125,13 @@ def _check_values(name: str, options: Mapping[str, Any]) -> None:
         elif (key in _SWITCHES or key in _OPEN_SWITCHES) and not (
             isinstance(value, bool) or (value is None and key in _OPEN_SWITCHES)
         ):
-            raise ConfigurationError("needs to be True or False", "create_optimizer", **{key: value})
-
-
-def _translate(name: str, accepted: Mapping[str, Any], options: dict[str, Any]) -> None:
-    """Replaces adam_beta1 and adam_beta2 by betas, and adam_epsilon by eps."""
-    pairs = [("betas", "adam_beta1"), ("betas", "adam_beta2")]
-    if name != "muon":
-        pairs.append(("eps", "adam_epsilon"))
-    for new, old in pairs:
-        if old in options and new in options:
-            raise ConfigurationError(
-                "pass only one of them", "create_optimizer", **{old: options[old], new: options[new]}
-            )
-    if name != "muon" and "adam_epsilon" in options:
-        options["eps"] = options.pop("adam_epsilon")
-    if "adam_beta1" in options or "adam_beta2" in options:
-        default = accepted["betas"]
-        options["betas"] = (options.pop("adam_beta1", default[0]), options.pop("adam_beta2", default[1]))
+            raise refused("needs to be True or False", **{key: value})
 
 
 def _check_betas(name: str, given: Mapping[str, Any], options: dict[str, Any]) -> None:
     betas = options["betas"]
     if not isinstance(betas, (tuple, list)) or len(betas) != 2:
-        raise ConfigurationError("needs two numbers", "create_optimizer", betas=betas)
+        raise refused("needs two numbers", betas=betas)
     for index, beta in enumerate(betas):
         source = f"adam_beta{index + 1}" if f"adam_beta{index + 1}" in given else f"betas[{index}]"
         check_number(source, beta, *(_INSIDE if name == "schedule_free_adamw" and index == 0 else _BELOW_ONE))

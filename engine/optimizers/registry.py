@@ -10,19 +10,10 @@ from torch.optim import Optimizer
 
 from pulsetrain.engine.errors import ConfigurationError, unknown_name
 
-__all__ = ["NAMES", "optimizer_class"]
+__all__ = ["NAMES", "optimizer_class", "refused"]
 
-_TORCH = {
-    "adamw": "AdamW",
-    "adam": "Adam",
-    "sgd": "SGD",
-    "rmsprop": "RMSprop",
-    "adagrad": "Adagrad",
-    "adadelta": "Adadelta",
-    "nadam": "NAdam",
-    "radam": "RAdam",
-    "muon": "Muon",
-}
+_CLASSES = ("AdamW", "Adam", "SGD", "RMSprop", "Adagrad", "Adadelta", "NAdam", "RAdam", "Muon")
+_TORCH = {kind.lower(): kind for kind in _CLASSES}
 
 # module, class, and the extra that installs the package
 _OPTIONAL = {
@@ -32,6 +23,11 @@ _OPTIONAL = {
 }
 
 NAMES = (*_TORCH, *_OPTIONAL)
+
+
+def refused(rule: str, **arguments: object) -> ConfigurationError:
+    """The error of `create_optimizer` for an argument, which comes first; see `ConfigurationError`."""
+    return ConfigurationError(rule, "create_optimizer", **arguments)
 
 
 def optimizer_class(name: str) -> Callable[..., Optimizer]:
@@ -46,10 +42,9 @@ def optimizer_class(name: str) -> Callable[..., Optimizer]:
     if name in _TORCH:
         found = getattr(torch.optim, _TORCH[name], None)
         if found is None:
-            raise ConfigurationError(
+            raise refused(
                 f"torch {torch.__version__} has no torch.optim.{_TORCH[name]}; "
                 "pip install --upgrade torch (2.9 is the first with Muon)",
-                "create_optimizer",
                 name=name,
             )
         return found  # type: ignore[no-any-return]
@@ -59,8 +54,7 @@ def optimizer_class(name: str) -> Callable[..., Optimizer]:
     try:
         return getattr(import_module(module), kind)  # type: ignore[no-any-return]
     except ImportError as error:
-        raise ConfigurationError(
+        raise refused(
             f"needs a package that is not installed ({error}); pip install 'pulsetrain[{extra}]'",
-            "create_optimizer",
             name=name,
         ) from error

@@ -4,20 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Protocol, cast
+from typing import Any
 
 import torch
-from torch.optim import Optimizer
 
 __all__ = ["averaged_weights", "begin_training", "is_schedule_free"]
-
-
-class _ScheduleFree(Protocol):
-    """An optimizer of the package schedulefree, which trains some weights and averages them in others."""
-
-    def train(self) -> None: ...
-
-    def eval(self) -> None: ...
 
 
 def is_schedule_free(optimizer: object) -> bool:
@@ -33,14 +24,14 @@ def is_schedule_free(optimizer: object) -> bool:
     )
 
 
-def begin_training(optimizer: Optimizer) -> None:
+def begin_training(optimizer: Any) -> None:
     """Puts a schedule-free optimizer into train mode, without which it rejects `step()`."""
-    cast(_ScheduleFree, optimizer).train()
+    optimizer.train()
     optimizer.defaults["train_mode"] = True  # for a group added later, whose weights eval() would skip otherwise
 
 
 @contextmanager
-def averaged_weights(optimizer: Optimizer) -> Iterator[None]:
+def averaged_weights(optimizer: Any) -> Iterator[None]:
     """Inside, the parameters of a schedule-free optimizer hold the averaged weights, for validation and inference.
 
     On exit, also after an exception, the training weights are restored bit for bit. It costs one copy of the weights.
@@ -54,15 +45,14 @@ def averaged_weights(optimizer: Optimizer) -> Iterator[None]:
     if not is_schedule_free(optimizer) or not optimizer.param_groups[0]["train_mode"]:
         yield
         return
-    schedule_free = cast(_ScheduleFree, optimizer)
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     # eval() and train() compute one set of weights from the other and round: without copies a round trip changes bits
     saved = [parameter.detach().clone() for parameter in parameters]
     try:
-        schedule_free.eval()
+        optimizer.eval()
         yield
     finally:
-        schedule_free.train()
+        optimizer.train()
         with torch.no_grad():
             for parameter, before in zip(parameters, saved, strict=True):
                 parameter.copy_(before)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from pulsetrain.engine.argument_checks import is_whole
-from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.schedules.formula import Formula
 
 __all__ = [
@@ -74,7 +73,7 @@ class Polynomial(Formula):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.power == 0:
-            raise ConfigurationError("never falls; pass a positive power, or choose Constant", "Polynomial", power=0.0)
+            raise self._refused("never falls; pass a positive power, or choose Constant", "power")
 
     def get_lr(self, step: int) -> float:
         if step >= self.total_steps:
@@ -123,15 +122,13 @@ class MultiStep(Formula):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        place, given = "MultiStep", self.milestones
+        given = self.milestones
         if not isinstance(given, (tuple, list)) or not given:
-            raise ConfigurationError("needs a tuple of updates, such as (3000, 6000)", place, milestones=given)
+            raise self._refused("needs a tuple of updates, such as (3000, 6000)", "milestones")
         if not all(is_whole(item) and item >= 1 for item in given):
-            raise ConfigurationError("needs whole numbers, each at least 1", place, milestones=given)
+            raise self._refused("needs whole numbers, each at least 1", "milestones")
         if any(later <= earlier for earlier, later in pairwise(given)):
-            raise ConfigurationError(
-                "needs ascending milestones; sort them and remove duplicates", place, milestones=given
-            )
+            raise self._refused("needs ascending milestones; sort them and remove duplicates", "milestones")
         object.__setattr__(self, "milestones", tuple(given))  # configuration files give a list
 
     def get_lr(self, step: int) -> float:

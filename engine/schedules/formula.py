@@ -5,10 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Protocol, runtime_checkable
+from typing import Protocol, get_args, get_type_hints, runtime_checkable
 
-from pulsetrain.engine.argument_checks import is_whole
-from pulsetrain.engine.errors import CheckpointError, ConfigurationError, unknown_name
+from pulsetrain.engine.argument_checks import check_choice, is_whole
+from pulsetrain.engine.errors import CheckpointError, ConfigurationError
 
 __all__ = ["Schedule", "Formula", "Sequential", "Scaled", "require_same"]
 
@@ -63,20 +63,25 @@ class Formula:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            place, given = type(self).__name__, {field.name: value}
             if field.type == "int":  # annotations are text here: `from __future__ import annotations`
                 if not is_whole(value):
-                    raise ConfigurationError("needs a whole number", place, **given)
+                    raise self._refused("needs a whole number", field.name)
                 least = 0 if field.default == 0 else 1  # a default of 0 means "none", so 0 is allowed
                 if value < least:
-                    raise ConfigurationError(f"needs at least {least} {_WHOLE[field.name]}", place, **given)
+                    raise self._refused(f"needs at least {least} {_WHOLE[field.name]}", field.name)
             elif field.type == "float":
                 if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < math.inf:
-                    raise ConfigurationError("needs a finite number that is not negative", place, **given)
+                    raise self._refused("needs a finite number that is not negative", field.name)
                 object.__setattr__(self, field.name, float(value))
+            elif str(field.type).startswith("Literal"):
+                check_choice(type(self).__name__, field.name, value, get_args(get_type_hints(type(self))[field.name]))
         lowest, highest = getattr(self, "min_lr", 0.0), getattr(self, "initial_lr", math.inf)
         if lowest > highest:
-            raise ConfigurationError("is above {initial_lr}", type(self).__name__, min_lr=lowest, initial_lr=highest)
+            raise self._refused("is above {initial_lr}", "min_lr", "initial_lr")
+
+    def _refused(self, rule: str, *parameters: str) -> ConfigurationError:
+        """The error for the first parameter; the rule may mention the others."""
+        return ConfigurationError(rule, type(self).__name__, **{name: getattr(self, name) for name in parameters})
 
     def get_lr(self, step: int) -> float:
         raise NotImplementedError
@@ -101,11 +106,6 @@ class Formula:
             CheckpointError: the state differs; names both values of every difference.
         """
         require_same(type(self).__name__, state, self.state_dict())
-
-    def _require_choice(self, argument: str, choices: tuple[str, ...]) -> None:
-        value = getattr(self, argument)
-        if value not in choices:
-            raise unknown_name(type(self).__name__, argument, value, choices)
 
 
 def require_same(name: str, saved: object, own: Mapping[str, object]) -> None:
@@ -225,9 +225,7 @@ class Scaled(Formula):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.schedule, Schedule):
-            raise ConfigurationError(
-                "needs a schedule, such as Scaled(Cosine(0.1, 1000), 0.5)", "Scaled", schedule=self.schedule
-            )
+            raise self._refused("needs a schedule, such as Scaled(Cosine(0.1, 1000), 0.5)", "schedule")
 
     @property
     def length(self) -> int | None:

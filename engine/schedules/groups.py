@@ -104,11 +104,9 @@ def group_ratios(optimizer: Optimizer, place: str = "update_optimizer") -> list[
         TypeError: the optimizer is not a torch optimizer.
         ConfigurationError: the default rate is 0 and a group's is not, so the ratio would be infinite.
     """
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"{place}(optimizer={optimizer!r}): needs a torch.optim.Optimizer")
+    default = default_rate(optimizer, place)
     # torch's own schedulers keep a group's first rate under this name too
     own = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
-    default = default_rate(optimizer)
     if default == 0.0 and any(own):
         raise ConfigurationError(
             "its default learning rate is 0, so the groups' "
@@ -121,13 +119,21 @@ def group_ratios(optimizer: Optimizer, place: str = "update_optimizer") -> list[
     return [rate / default if default else 1.0 for rate in own]
 
 
-def default_rate(optimizer: Optimizer) -> float:
+def default_rate(optimizer: Optimizer, place: str = "default_rate") -> float:
     """The learning rate that the optimizer was constructed with.
 
     >>> import torch
     >>> default_rate(torch.optim.SGD(torch.nn.Linear(2, 2).parameters(), lr=0.1))
     0.1
+
+    Args:
+        place: the start of error messages.
+
+    Raises:
+        TypeError: it is not a torch optimizer.
     """
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"{place}(optimizer={optimizer!r}): needs a torch.optim.Optimizer")
     default = optimizer.defaults["lr"]
     if isinstance(default, Tensor) and any(group["lr"] is default for group in optimizer.param_groups):
         # The groups share this tensor and it is about to be filled, so store a copy of the first rate. The copy is on

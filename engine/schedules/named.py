@@ -2,40 +2,29 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import Any, Literal
 
-from pulsetrain.engine.argument_checks import is_whole
+from pulsetrain.engine.argument_checks import check_choice, check_positive, is_whole
 from pulsetrain.engine.errors import ConfigurationError, unknown_name
-from pulsetrain.engine.schedules.decay import (
-    Constant,
-    Cosine,
-    CosineRestarts,
-    Exponential,
-    InverseSqrt,
-    Linear,
-    MultiStep,
-    Polynomial,
-    Step,
-)
+from pulsetrain.engine.schedules import decay
 from pulsetrain.engine.schedules.formula import Formula, Schedule
 from pulsetrain.engine.schedules.warmup import WSD, OneCycle, Warmup
 
-__all__ = ["NAMES", "build_schedule", "keywords_of", "named_schedule"]
+__all__ = ["NAMES", "build_schedule", "keywords_of"]
 
 # The first parameter of each class is its rate.
 _NAMED: dict[str, type[Formula]] = {
-    "constant": Constant,
-    "linear": Linear,
-    "polynomial": Polynomial,
-    "cosine": Cosine,
-    "cosine_with_restarts": CosineRestarts,
-    "step": Step,
-    "multi_step": MultiStep,
-    "exponential": Exponential,
-    "inverse_sqrt": InverseSqrt,
+    "constant": decay.Constant,
+    "linear": decay.Linear,
+    "polynomial": decay.Polynomial,
+    "cosine": decay.Cosine,
+    "cosine_with_restarts": decay.CosineRestarts,
+    "step": decay.Step,
+    "multi_step": decay.MultiStep,
+    "exponential": decay.Exponential,
+    "inverse_sqrt": decay.InverseSqrt,
     "wsd": WSD,
     "one_cycle": OneCycle,
 }
@@ -57,6 +46,7 @@ def build_schedule(
     warmup_steps: int = 0,
     warmup_strategy: Literal["linear", "exponential"] = "linear",
     min_lr_ratio: float | None = None,
+    place: str = "build_schedule",
     **kwargs: Any,
 ) -> Schedule:
     """The schedule with a name, after an optional warm-up.
@@ -74,43 +64,13 @@ def build_schedule(
         total_steps: updates in the whole run, including the warm-up; None if unknown.
         min_lr_ratio: the lowest rate as a fraction of learning_rate, instead of `min_lr`; by default 0 for linear and
             0.1 for cosine, cosine_with_restarts, polynomial and wsd. The others have no lowest rate.
+        place: the start of error messages.
         kwargs: other parameters of the schedule's class: `min_lr` (absolute), `gamma`, `power`, `first_cycle` ...
 
     Raises:
         ConfigurationError: a name or keyword is unknown, a value is out of range, a parameter without a default is
             missing, total_steps is missing but needed, or the warm-up leaves nothing of it.
     """
-    return named_schedule(
-        "build_schedule", name, learning_rate, total_steps, warmup_steps, warmup_strategy, min_lr_ratio, kwargs
-    )
-
-
-def keywords_of(place: str, name: str) -> tuple[str, ...]:
-    """The keywords of a named schedule, without its rate and the lengths that follow from the run.
-
-    >>> keywords_of("build_schedule", "wsd")
-    ('decay_steps', 'min_lr', 'decay')
-
-    Raises:
-        ConfigurationError: no schedule has that name.
-    """
-    if not isinstance(name, str) or name not in _NAMED:
-        raise unknown_name(place, "name", name, _NAMED)
-    names = [field.name for field in fields(_NAMED[name])[1:]]
-    return tuple(name for name in names if name not in ("total_steps", "warmup_steps"))
-
-
-def named_schedule(
-    place: str,
-    name: str,
-    learning_rate: float,
-    total_steps: int | None,
-    warmup_steps: int,
-    warmup_strategy: Literal["linear", "exponential"],
-    min_lr_ratio: float | None,
-    kwargs: dict[str, Any],
-) -> Schedule:
-    """`build_schedule` with `place` as the start of its messages."""
     choices = keywords_of(place, name)
     kind = _NAMED[name]
     for key, value in kwargs.items():
@@ -128,7 +88,7 @@ def named_schedule(
     parameters = {fields(kind)[0].name: learning_rate, **kwargs}
     parameters.update(_spans(place, name, total_steps, warmup_steps, parameters))
     if "min_lr" in choices and "min_lr" not in kwargs:
-        default = 0.0 if kind is Linear else 0.1
+        default = 0.0 if kind is decay.Linear else 0.1
         parameters["min_lr"] = learning_rate * (default if min_lr_ratio is None else min_lr_ratio)
     for field in fields(kind):
         if field.name not in parameters and field.default is MISSING:
@@ -140,6 +100,21 @@ def named_schedule(
         raise ConfigurationError(rule, place, decay_steps=decay_steps, warmup_steps=warmup_steps)
     schedule = kind(**parameters)
     return Warmup(learning_rate, warmup_steps, warmup_strategy) >> schedule if warmup_steps else schedule
+
+
+def keywords_of(place: str, name: str) -> tuple[str, ...]:
+    """The keywords of a named schedule, without its rate and the lengths that follow from the run.
+
+    >>> keywords_of("build_schedule", "wsd")
+    ('decay_steps', 'min_lr', 'decay')
+
+    Raises:
+        ConfigurationError: no schedule has that name.
+    """
+    if not isinstance(name, str) or name not in _NAMED:
+        raise unknown_name(place, "name", name, _NAMED)
+    names = [field.name for field in fields(_NAMED[name])[1:]]
+    return tuple(name for name in names if name not in ("total_steps", "warmup_steps"))
 
 
 def _spans(
@@ -169,14 +144,12 @@ def _spans(
 
 
 def _check(place: str, learning_rate: object, total_steps: object, warmup_steps: object, strategy: object) -> None:
-    if not isinstance(learning_rate, (int, float)) or not 0 < learning_rate < math.inf:
-        raise ConfigurationError("needs a positive number", place, learning_rate=learning_rate)
+    check_positive(place, "learning_rate", learning_rate)
     if total_steps is not None and not is_whole(total_steps):
         raise ConfigurationError("needs a whole number of updates, or None if unknown", place, total_steps=total_steps)
     if not is_whole(warmup_steps) or warmup_steps < 0:
         raise ConfigurationError("needs a whole number, 0 for no warm-up", place, warmup_steps=warmup_steps)
-    if strategy not in ("linear", "exponential"):
-        raise unknown_name(place, "warmup_strategy", strategy, ("linear", "exponential"))
+    check_choice(place, "warmup_strategy", strategy, ("linear", "exponential"))
     if total_steps is not None and warmup_steps >= total_steps:
         raise ConfigurationError(
             "leaves nothing of {total_steps}; pass a shorter warm-up or a longer run",

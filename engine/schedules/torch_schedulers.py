@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, Literal
 
 from torch import Tensor
@@ -13,12 +14,13 @@ from pulsetrain.engine.argument_checks import check_whole_number
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.schedules.formula import Schedule, require_same
 from pulsetrain.engine.schedules.groups import default_rate, write_rates
-from pulsetrain.engine.schedules.named import keywords_of, named_schedule
+from pulsetrain.engine.schedules.named import build_schedule, keywords_of
 from pulsetrain.engine.schedules.warmup import Warmup
 
 __all__ = ["ScheduleLR", "WarmupLR", "add_warmup", "create_scheduler"]
 
 _TORCH_NAMES = {"T_0": "first_cycle", "T_mult": "multiplier", "eta_min": "min_lr"}
+_TAKEN = {"total_steps": "", "learning_rate": "", "place": ""}  # no keywords of a schedule: they follow from the others
 
 
 def create_scheduler(
@@ -44,11 +46,9 @@ def create_scheduler(
         ConfigurationError: as `build_schedule`; or max_epochs or steps_per_epoch is not a whole number of at least 1.
     """
     place = "create_scheduler"
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"{place}(optimizer={optimizer!r}): needs a torch.optim.Optimizer")
+    learning_rate = default_rate(optimizer, place)
     for argument, value in (("max_epochs", max_epochs), ("steps_per_epoch", steps_per_epoch)):
         check_whole_number(place, argument, value)
-    learning_rate = default_rate(optimizer)
     if learning_rate == 0:
         raise ConfigurationError(
             "its default learning rate is 0, which no schedule can "
@@ -57,7 +57,7 @@ def create_scheduler(
             optimizer=type(optimizer),
         )
     choices = keywords_of(place, name)
-    for theirs, ours in _TORCH_NAMES.items():
+    for theirs, ours in {**_TORCH_NAMES, **_TAKEN}.items():
         if theirs in kwargs:
             value = kwargs.pop(theirs)
             if ours not in choices:
@@ -65,9 +65,10 @@ def create_scheduler(
             if ours in kwargs:
                 raise ConfigurationError(f"{ours} means the same; pass one of them", place, **{theirs: value})
             kwargs[ours] = value
-    strategy, ratio = kwargs.pop("warmup_strategy", "linear"), kwargs.pop("min_lr_ratio", None)
-    total_steps = max_epochs * steps_per_epoch
-    schedule = named_schedule(place, name, learning_rate, total_steps, warmup_steps, strategy, ratio, kwargs)
+    updates = max_epochs * steps_per_epoch
+    schedule = build_schedule(
+        name, learning_rate, total_steps=updates, warmup_steps=warmup_steps, place=place, **kwargs
+    )
     return ScheduleLR(optimizer, schedule, learning_rate)
 
 
@@ -89,7 +90,7 @@ class ScheduleLR(LambdaLR):
 
     def __init__(self, optimizer: Optimizer, schedule: Schedule, learning_rate: float) -> None:
         self.schedule = schedule
-        super().__init__(optimizer, _Share(schedule, learning_rate))
+        super().__init__(optimizer, partial(_share, schedule, learning_rate))  # not a lambda: it can be pickled
 
     def state_dict(self) -> dict[str, Any]:
         """Plain values, which torch loads without pickle; the schedule saves its own state."""
@@ -109,15 +110,9 @@ class ScheduleLR(LambdaLR):
         write_rates(self.optimizer, self._last_lr)
 
 
-class _Share:
-    """The factor of a group's first rate; a class instead of a lambda, so that a scheduler can be pickled."""
-
-    def __init__(self, schedule: Schedule, learning_rate: float) -> None:
-        self.schedule = schedule
-        self.learning_rate = learning_rate
-
-    def __call__(self, step: int) -> float:
-        return self.schedule.get_lr(step) / self.learning_rate
+def _share(schedule: Schedule, learning_rate: float, step: int) -> float:
+    """The factor of a group's first rate."""
+    return schedule.get_lr(step) / learning_rate
 
 
 def add_warmup(

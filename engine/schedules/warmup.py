@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
-from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.schedules.formula import Formula
 
 __all__ = ["Warmup", "WSD", "OneCycle"]
+
+_DECAYS: dict[str, Callable[[float], float]] = {
+    "linear": lambda done: 1 - done,
+    "cosine": lambda done: (1 + math.cos(math.pi * done)) / 2,
+    "sqrt": lambda done: 1 - math.sqrt(done),
+}
 
 
 @dataclass(frozen=True)
@@ -27,10 +33,6 @@ class Warmup(Formula):
     target_lr: float
     warmup_steps: int
     strategy: Literal["linear", "exponential"] = "linear"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._require_choice("strategy", ("linear", "exponential"))
 
     def get_lr(self, step: int) -> float:
         if step >= self.warmup_steps:
@@ -64,15 +66,9 @@ class WSD(Formula):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require_choice("decay", ("linear", "cosine", "sqrt"))
         if self.warmup_steps + self.decay_steps > self.total_steps:
-            raise ConfigurationError(
-                "is more than {warmup_steps} leaves of {total_steps}; shorten the decay or the warm-up",
-                "WSD",
-                decay_steps=self.decay_steps,
-                warmup_steps=self.warmup_steps,
-                total_steps=self.total_steps,
-            )
+            rule = "is more than {warmup_steps} leaves of {total_steps}; shorten the decay or the warm-up"
+            raise self._refused(rule, "decay_steps", "warmup_steps", "total_steps")
 
     def get_lr(self, step: int) -> float:
         if step >= self.total_steps:
@@ -83,13 +79,7 @@ class WSD(Formula):
         elif into_decay <= 0:
             return self.initial_lr
         else:
-            done = into_decay / self.decay_steps
-            if self.decay == "linear":
-                share = 1 - done
-            elif self.decay == "cosine":
-                share = (1 + math.cos(math.pi * done)) / 2
-            else:
-                share = 1 - math.sqrt(done)
+            share = _DECAYS[self.decay](into_decay / self.decay_steps)
         return self.min_lr + (self.initial_lr - self.min_lr) * share
 
 
@@ -118,19 +108,15 @@ class OneCycle(Formula):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require_choice("anneal_strategy", ("cos", "linear"))
         if self.pct_start > 1:
-            raise ConfigurationError("needs a share of the run, from 0 to 1", "OneCycle", pct_start=self.pct_start)
+            raise self._refused("needs a share of the run, from 0 to 1", "pct_start")
         if self.div_factor < 1:
-            raise ConfigurationError(
-                "divides max_lr, so the start is above it; pass at least 1", "OneCycle", div_factor=self.div_factor
-            )
+            raise self._refused("divides max_lr, so the start is above it; pass at least 1", "div_factor")
         if self.div_factor * self.final_div_factor < 1:
-            raise ConfigurationError(
-                f"ends above max_lr, "
-                f"as the last rate is max_lr / div_factor / final_div_factor; pass at least {1 / self.div_factor:g}",
-                "OneCycle",
-                final_div_factor=self.final_div_factor,
+            least = f"{1 / self.div_factor:g}"
+            raise self._refused(
+                f"ends above max_lr, as the last rate is max_lr / div_factor / final_div_factor; pass at least {least}",
+                "final_div_factor",
             )
 
     def get_lr(self, step: int) -> float:

@@ -6,7 +6,7 @@ import math
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TypedDict
+from typing import Any
 
 from torch import Tensor
 
@@ -104,15 +104,6 @@ class Accumulate:
         return batches
 
 
-class AccumulationState(TypedDict):
-    """The state of an Accumulation in a checkpoint."""
-
-    batches: int
-    size: Size
-    tokens: int
-    expected: Size | None
-
-
 class Accumulation:
     """The batches whose gradients wait for the next update.
 
@@ -200,10 +191,10 @@ class Accumulation:
             total = total.clamp_min(1)
         return expected / total
 
-    def state_dict(self) -> AccumulationState:
+    def state_dict(self) -> dict[str, Size | None]:
         """What waits; a different rule may continue from it, since it holds what each batch has weighed."""
         return {"batches": self.batches, "size": self._size, "tokens": self._tokens, "expected": self._expected}
 
-    def load_state_dict(self, state: AccumulationState) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.batches, self._tokens = state["batches"], state["tokens"]
         self._size, self._expected = state["size"], state["expected"]

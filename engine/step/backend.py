@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pulsetrain.engine.arrays import Array
+from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.step.protocols import (
     AlternatingStrategy,
     BackendSettings,
@@ -44,18 +45,17 @@ class OptimizerRequest:
 
 
 class Backend(Protocol):
-    """Computes gradients and applies them, from one state to the next.
+    """Computes gradients and applies them, from one state to the next; the methods with a body are a default.
 
     Callers of `train_step` and `apply_gradients` continue with the state that is returned. A backend in place returns
     the state it was given. Others leave it unchanged, except that with `donate` they may reuse its memory.
     """
 
-    skips_updates: bool
+    skips_updates: bool = False
     """Whether an update may be skipped on the device (an fp16 overflow), so that `skipped_updates` has to be asked."""
 
-    @property
-    def device(self) -> torch.device:
-        """The device of the tensors that `to_torch` returns."""
+    device: torch.device
+    """The device of the tensors that `to_torch` returns."""
 
     @property
     def batch_device(self) -> torch.device:
@@ -85,6 +85,7 @@ class Backend(Protocol):
 
     def all_reduce_gradients(self, gradients: GradientInfo) -> GradientInfo:
         """The mean of the gradients over all processes; on one device, the gradients themselves."""
+        return gradients
 
     def finish_gradients(
         self, state: ModelState, gradients: GradientInfo, correction: Array = 1.0, measure: bool = True
@@ -108,18 +109,22 @@ class Backend(Protocol):
 
     def discard_gradients(self, state: ModelState) -> None:
         """Drop the gradients of a batch that failed."""
+        return
 
     def to_torch(self, value: Tree) -> Tree:
         """The value with every array as a torch tensor, without a copy where possible."""
 
     def environment(self) -> dict[str, object]:
         """What its results depend on besides torch: versions and switches, as plain values."""
+        return {}
 
     def begin_run(self) -> None:
         """Start counting skipped updates from 0."""
+        return
 
     def skipped_updates(self) -> int:
         """How many updates were skipped; may wait for the device."""
+        return 0
 
     def state_dict(self) -> dict[str, object]:
         """What the next step depends on besides the model's state, such as a gradient scale."""
@@ -163,6 +168,10 @@ class ValueBackend(Backend, Protocol):
         self, model: object, name: str, learning_rate: float, weight_decay: float, **options: object
     ) -> Optimizer:
         """The optimizer of that name for this backend's arrays."""
+        raise ConfigurationError(
+            f"{type(self).__name__}: makes no optimizer from a name ({name!r}); pass one with init(params) and "
+            "update(grads, opt_state, params)"
+        )
 
     def check(self, state: ModelState) -> None:
         """Raise where a step could not be computed from the state."""
@@ -172,6 +181,7 @@ class ValueBackend(Backend, Protocol):
 
     def memory(self) -> int | None:
         """Bytes that the device holds; None if it does not report them."""
+        return torch.cuda.memory_allocated(self.device) if self.device.type == "cuda" else None
 
     def module_view(self, model: object, weights: Tree) -> ModuleView:
         """A torch module that shows the weights."""
@@ -182,9 +192,11 @@ class ValueBackend(Backend, Protocol):
         Args:
             inputs: a tuple of positional arguments, or a mapping by name.
         """
+        raise ConfigurationError(f"{type(self).__name__}: its model cannot be called as a torch module; call it itself")
 
     def publish(self, weights: Tree) -> None:
         """Put the weights into the user's own model, if that holds any."""
+        return
 
     def flat(self, tree: Tree) -> dict[str, Tensor]:
         """The leaves by their paths, "blocks/0/weight", arrays as torch tensors."""
@@ -213,42 +225,44 @@ class ModelStore(Protocol):
     What is written into the module or the optimizer's groups takes effect in the next step.
     """
 
-    @property
-    def module(self) -> nn.Module:
-        """The model, or a view of its weights."""
+    module: nn.Module
+    """The model, or a view of its weights."""
 
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer, or a view of its state."""
+    optimizer: torch.optim.Optimizer
+    """The optimizer, or a view of its state."""
 
-    @property
-    def state(self) -> ModelState:
-        """The newest state."""
+    state: ModelState
+    """The newest state."""
 
-    @property
-    def waiting(self) -> GradientInfo | None:
-        """Gradients held as values for the next update; None where the parameters hold them."""
+    waiting: GradientInfo | None = None
+    """Gradients held as values for the next update; None where the parameters hold them."""
 
     def part(self, name: str) -> ModelState:
         """The state that one of several optimizers updates; "" is the whole."""
 
     def commit(self, state: ModelState) -> None:
         """An update was made: continue from this state, which nobody else holds."""
+        return
 
     def hold(self, gradients: GradientInfo) -> None:
         """Keep the gradients of a batch for the next update, and the buffers as its forward pass left them."""
+        return
 
     def discard(self) -> None:
         """Drop the gradients held for the next update."""
 
     def show_gradients(self, gradients: GradientInfo, receive: Callable[[], object]) -> GradientInfo:
         """Call `receive` while the parameters hold these gradients; returns them as they are afterwards."""
+        receive()
+        return gradients
 
     def publish(self) -> None:
         """Training pauses: the user's own model gets the weights if it is a different object."""
+        return
 
     def reset(self) -> None:
         """A run begins from iteration 0: random draws that depend on the number of the update start again."""
+        return
 
     def gradients(self) -> dict[str, Tensor]:
         """The gradients held for the next update, by name, for a checkpoint."""

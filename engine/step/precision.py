@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -10,7 +9,8 @@ from typing import Any, Literal
 
 import torch
 
-from pulsetrain.engine.errors import CheckpointError, ConfigurationError, unknown_name
+from pulsetrain.engine.argument_checks import check_choice, check_positive
+from pulsetrain.engine.errors import CheckpointError, ConfigurationError
 
 __all__ = ["Precision", "autocast_of"]
 
@@ -51,10 +51,8 @@ class Precision:
     def __init__(
         self, name: Literal["fp32", "bf16", "fp16"], device: torch.device | str, gradient_scale: float = 65536.0
     ) -> None:
-        if name not in _DTYPES:
-            raise unknown_name("Precision", "name", name, _DTYPES)
-        if not isinstance(gradient_scale, (int, float)) or not 0 < gradient_scale < math.inf:
-            raise ConfigurationError("needs a positive number", "Precision", gradient_scale=gradient_scale)
+        check_choice("Precision", "name", name, _DTYPES)
+        check_positive("Precision", "gradient_scale", gradient_scale)
         self.name = name
         self.device = torch.device(device)
         self.dtype: torch.dtype | None = _DTYPES[name]
@@ -156,9 +154,7 @@ class Precision:
             self.skipped = torch.tensor(state["skipped"], device=self.device)
 
 
-def _step_unless(
-    skip: torch.Tensor | None, optimizer: Any
-) -> None:  # of any class, with attributes for its fused kernels
+def _step_unless(skip: torch.Tensor | None, optimizer: Any) -> None:  # Any: a fused kernel reads its attributes
     if skip is None:
         optimizer.step()
     elif getattr(optimizer, "_step_supports_amp_scaling", False):  # a fused kernel, which reads it on the device

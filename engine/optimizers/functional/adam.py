@@ -2,27 +2,46 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 
 from torch import Tensor
 
-from pulsetrain.engine.optimizers.functional.rules import check, decayed, scaled
-from pulsetrain.engine.optimizers.functional.trees import (
-    DecayMask,
-    OptimizerState,
-    PyTree,
-    Trees,
-    new_state,
-    open_trees,
-)
+from pulsetrain.engine.optimizers.functional.rules import FunctionalOptimizer, Step, decayed, scaled
+from pulsetrain.engine.optimizers.functional.trees import Trees
 
 __all__ = ["Adam", "AdamW"]
 
-_AVERAGES = ("exp_avg", "exp_avg_sq")
+
+@dataclass(frozen=True, slots=True)
+class _Moments(FunctionalOptimizer):
+    """Averages of the gradients and of their squares."""
+
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+
+    @property
+    def _averages(self) -> tuple[str, ...]:
+        return "exp_avg", "exp_avg_sq"
+
+    def _moments(self, trees: Trees, grads: list[Tensor], step: int, rate: float | Tensor) -> Step:
+        """Adam's updates and averages."""
+        beta1, beta2 = self.betas
+        step_size = rate / (1 - beta1 ** (step + 1))
+        root_correction = (1 - beta2 ** (step + 1)) ** 0.5
+        means = [mean.lerp(grad, 1 - beta1) for mean, grad in zip(trees.averages["exp_avg"], grads, strict=True)]
+        squares = [
+            square.mul(beta2).addcmul(grad, grad, value=1 - beta2)
+            for square, grad in zip(trees.averages["exp_avg_sq"], grads, strict=True)
+        ]
+        updates = [
+            scaled(mean / (square.sqrt() / root_correction + self.eps), -step_size)
+            for mean, square in zip(means, squares, strict=True)
+        ]
+        return updates, {"exp_avg": means, "exp_avg_sq": squares}
 
 
 @dataclass(frozen=True, slots=True)
-class Adam:
+class Adam(_Moments):
     """Adam (Kingma and Ba 2015, algorithm 1) with the numbers of torch.optim.Adam: eps is added to the corrected root.
 
     >>> import torch
@@ -40,28 +59,12 @@ class Adam:
         ConfigurationError: a value is out of range.
     """
 
-    learning_rate: float
-    _: KW_ONLY
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    decay_mask: DecayMask = None
-
-    def __post_init__(self) -> None:
-        options = {"betas": self.betas, "eps": self.eps}
-        check("Adam", "adam", self.learning_rate, self.weight_decay, self.decay_mask, options)
-
-    def init(self, params: PyTree) -> OptimizerState:
-        return new_state("Adam.init", params, self.learning_rate, _AVERAGES, self.decay_mask)
-
-    def update(self, grads: PyTree, opt_state: OptimizerState, params: PyTree) -> tuple[PyTree, OptimizerState]:
-        trees = open_trees("Adam.update", grads, opt_state, params, _AVERAGES, self.decay_mask)
-        updates, state = _moments(trees, decayed(trees, self.weight_decay), opt_state, self.betas, self.eps)
-        return trees.whole(updates), state
+    def _step(self, trees: Trees, step: int, rate: float | Tensor) -> Step:
+        return self._moments(trees, decayed(trees, self.weight_decay), step, rate)
 
 
 @dataclass(frozen=True, slots=True)
-class AdamW:
+class AdamW(_Moments):
     """AdamW (Loshchilov and Hutter 2019) with the numbers of torch.optim.AdamW: the decay bypasses the averages.
 
     >>> import torch
@@ -79,49 +82,13 @@ class AdamW:
         ConfigurationError: a value is out of range.
     """
 
-    learning_rate: float
-    _: KW_ONLY
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    decay_mask: DecayMask = None
-
-    def __post_init__(self) -> None:
-        options = {"betas": self.betas, "eps": self.eps}
-        check("AdamW", "adamw", self.learning_rate, self.weight_decay, self.decay_mask, options)
-
-    def init(self, params: PyTree) -> OptimizerState:
-        return new_state("AdamW.init", params, self.learning_rate, _AVERAGES, self.decay_mask)
-
-    def update(self, grads: PyTree, opt_state: OptimizerState, params: PyTree) -> tuple[PyTree, OptimizerState]:
-        trees = open_trees("AdamW.update", grads, opt_state, params, _AVERAGES, self.decay_mask)
-        updates, state = _moments(trees, trees.grads, opt_state, self.betas, self.eps)
+    def _step(self, trees: Trees, step: int, rate: float | Tensor) -> Step:
+        updates, averages = self._moments(trees, trees.grads, step, rate)
         if self.weight_decay:
             # with the factor that torch multiplies by, so that float32 rounding gives the same bits
-            remaining = 1 - opt_state["learning_rate"] * self.weight_decay
+            remaining = 1 - rate * self.weight_decay
             updates = [
                 scaled(param, remaining) - param + change if decays else change
                 for change, param, decays in zip(updates, trees.params, trees.decays, strict=True)
             ]
-        return trees.whole(updates), state
-
-
-def _moments(
-    trees: Trees, grads: list[Tensor], opt_state: OptimizerState, betas: tuple[float, float], eps: float
-) -> tuple[list[Tensor], OptimizerState]:
-    """Adam's updates and the next state."""
-    beta1, beta2 = betas
-    step = opt_state["step"] + 1
-    step_size = opt_state["learning_rate"] / (1 - beta1**step)
-    root_correction = (1 - beta2**step) ** 0.5
-    means = [mean.lerp(grad, 1 - beta1) for mean, grad in zip(trees.averages["exp_avg"], grads, strict=True)]
-    squares = [
-        square.mul(beta2).addcmul(grad, grad, value=1 - beta2)
-        for square, grad in zip(trees.averages["exp_avg_sq"], grads, strict=True)
-    ]
-    updates = [
-        scaled(mean / (square.sqrt() / root_correction + eps), -step_size)
-        for mean, square in zip(means, squares, strict=True)
-    ]
-    state = {**opt_state, "step": step, "exp_avg": trees.whole(means), "exp_avg_sq": trees.whole(squares)}
-    return updates, state
+        return updates, averages

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import fields
 
 from pulsetrain.engine.errors import ConfigurationError, unknown_name
@@ -15,12 +14,7 @@ from pulsetrain.engine.optimizers.registry import NAMES
 
 __all__ = ["FUNCTIONAL_NAMES", "create_functional"]
 
-_KINDS: Mapping[str, type[SGD] | type[Adam] | type[AdamW] | type[RMSprop]] = {
-    "sgd": SGD,
-    "adam": Adam,
-    "adamw": AdamW,
-    "rmsprop": RMSprop,
-}
+_KINDS = {kind.__name__.lower(): kind for kind in (SGD, Adam, AdamW, RMSprop)}
 
 FUNCTIONAL_NAMES = tuple(_KINDS)
 
@@ -33,7 +27,7 @@ def create_functional(
     See `pulsetrain.engine.optimizers.functional`.
 
     >>> create_functional("adamw", 1e-3, 0.1, adam_beta2=0.95)
-    AdamW(learning_rate=0.001, betas=(0.9, 0.95), eps=1e-08, weight_decay=0.1, decay_mask=None)
+    AdamW(learning_rate=0.001, weight_decay=0.1, decay_mask=None, betas=(0.9, 0.95), eps=1e-08)
 
     Args:
         name: sgd, adam, adamw or rmsprop.

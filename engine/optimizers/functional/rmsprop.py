@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import dataclass
 
-from pulsetrain.engine.optimizers.functional.rules import check, decayed, scaled
-from pulsetrain.engine.optimizers.functional.trees import DecayMask, OptimizerState, PyTree, new_state, open_trees
+from torch import Tensor
+
+from pulsetrain.engine.optimizers.functional.rules import FunctionalOptimizer, Step, decayed, scaled
+from pulsetrain.engine.optimizers.functional.trees import Trees
 
 __all__ = ["RMSprop"]
 
 
 @dataclass(frozen=True, slots=True)
-class RMSprop:
+class RMSprop(FunctionalOptimizer):
     """RMSprop with the numbers of torch.optim.RMSprop.
 
     Averages start at 0, eps is added to the root, and momentum applies after the division.
@@ -32,51 +34,33 @@ class RMSprop:
         ConfigurationError: a value is out of range.
     """
 
-    learning_rate: float
-    _: KW_ONLY
     alpha: float = 0.99
     eps: float = 1e-8
     momentum: float = 0.0
     centered: bool = False
-    weight_decay: float = 0.0
-    decay_mask: DecayMask = None
 
-    def __post_init__(self) -> None:
-        options = {"alpha": self.alpha, "eps": self.eps, "momentum": self.momentum, "centered": self.centered}
-        check("RMSprop", "rmsprop", self.learning_rate, self.weight_decay, self.decay_mask, options)
+    @property
+    def _averages(self) -> tuple[str, ...]:
+        names = {"square_avg": True, "grad_avg": self.centered, "momentum_buffer": self.momentum}
+        return tuple(name for name, kept in names.items() if kept)
 
-    def init(self, params: PyTree) -> OptimizerState:
-        return new_state("RMSprop.init", params, self.learning_rate, self._averages(), self.decay_mask)
-
-    def update(self, grads: PyTree, opt_state: OptimizerState, params: PyTree) -> tuple[PyTree, OptimizerState]:
-        trees = open_trees("RMSprop.update", grads, opt_state, params, self._averages(), self.decay_mask)
+    def _step(self, trees: Trees, step: int, rate: float | Tensor) -> Step:
         directions = decayed(trees, self.weight_decay)
-        state = {**opt_state, "step": opt_state["step"] + 1}
-        squares = [
+        variances = squares = [
             square.mul(self.alpha).addcmul(grad, grad, value=1 - self.alpha)
             for square, grad in zip(trees.averages["square_avg"], directions, strict=True)
         ]
-        state["square_avg"] = trees.whole(squares)
-        variances = squares
+        averages = {"square_avg": squares}
         if self.centered:
-            means = [
+            means = averages["grad_avg"] = [
                 mean.lerp(grad, 1 - self.alpha)
                 for mean, grad in zip(trees.averages["grad_avg"], directions, strict=True)
             ]
-            state["grad_avg"] = trees.whole(means)
             variances = [square.addcmul(mean, mean, value=-1) for square, mean in zip(squares, means, strict=True)]
         directions = [grad / (variance.sqrt() + self.eps) for grad, variance in zip(directions, variances, strict=True)]
         if self.momentum:
-            directions = [
+            directions = averages["momentum_buffer"] = [
                 scaled(buffer, self.momentum) + direction
                 for buffer, direction in zip(trees.averages["momentum_buffer"], directions, strict=True)
             ]
-            state["momentum_buffer"] = trees.whole(directions)
-        return trees.whole([scaled(direction, -opt_state["learning_rate"]) for direction in directions]), state
-
-    def _averages(self) -> tuple[str, ...]:
-        return (
-            "square_avg",
-            *(("grad_avg",) if self.centered else ()),
-            *(("momentum_buffer",) if self.momentum else ()),
-        )
+        return [scaled(direction, -rate) for direction in directions], averages

@@ -1,27 +1,66 @@
-"""Checks and computations that the functional optimizers share."""
+"""What the functional optimizers share: fields, checks, the state, and the form of an update."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
+from dataclasses import KW_ONLY, dataclass, fields
 from typing import Any
 
 from torch import Tensor
 
 from pulsetrain.engine.errors import ConfigurationError
-from pulsetrain.engine.optimizers.functional.trees import DecayMask, Trees
-from pulsetrain.engine.optimizers.options import check_number, checked_options
+from pulsetrain.engine.optimizers.functional.trees import (
+    DecayMask,
+    OptimizerState,
+    PyTree,
+    Trees,
+    new_state,
+    open_trees,
+)
+from pulsetrain.engine.optimizers.options import check_rates, checked_options
 
-__all__ = ["check", "decayed", "scaled"]
+__all__ = ["FunctionalOptimizer", "Step", "check", "decayed", "scaled"]
+
+Step = tuple[list[Tensor], dict[str, list[Tensor]]]
+"""The updates, and the averages after them."""
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionalOptimizer:
+    """Base class of the functional optimizers; a subclass adds its options, `_averages` and `_step`."""
+
+    learning_rate: float
+    _: KW_ONLY
+    weight_decay: float = 0.0
+    decay_mask: DecayMask = None
+
+    def __post_init__(self) -> None:
+        name = type(self).__name__
+        options = {each.name: getattr(self, each.name) for each in fields(self)[3:]}
+        check(name, name.lower(), self.learning_rate, self.weight_decay, self.decay_mask, options)
+
+    @property
+    def _averages(self) -> tuple[str, ...]:
+        """The names of the trees in its state."""
+        raise NotImplementedError
+
+    def _step(self, trees: Trees, step: int, rate: float | Tensor) -> Step:
+        """The updates with this rate after so many others, and the averages after them."""
+        raise NotImplementedError
+
+    def init(self, params: PyTree) -> OptimizerState:
+        return new_state(f"{type(self).__name__}.init", params, self.learning_rate, self._averages, self.decay_mask)
+
+    def update(self, grads: PyTree, opt_state: OptimizerState, params: PyTree) -> tuple[PyTree, OptimizerState]:
+        place = f"{type(self).__name__}.update"
+        trees = open_trees(place, grads, opt_state, params, self._averages, self.decay_mask)
+        updates, averages = self._step(trees, opt_state["step"], opt_state["learning_rate"])
+        kept = {name: trees.whole(leaves) for name, leaves in averages.items()}
+        return trees.whole(updates), {**opt_state, "step": opt_state["step"] + 1, **kept}
 
 
 def check(
-    place: str,
-    name: str,
-    learning_rate: float,
-    weight_decay: float,
-    decay_mask: DecayMask,
-    options: Mapping[str, object],
+    place: str, name: str, rate: float, weight_decay: float, decay_mask: DecayMask, options: Mapping[str, object]
 ) -> dict[str, Any]:
     """The options under torch's names, checked by the rules of `create_optimizer`.
 
@@ -30,8 +69,7 @@ def check(
     """
     try:
         checked = checked_options(name, options)
-        check_number("learning_rate", learning_rate, lambda rate: 0 < rate < math.inf, "a positive number")
-        check_number("weight_decay", weight_decay, lambda decay: 0 <= decay < math.inf, "a number that is not negative")
+        check_rates(rate, weight_decay)
     except ConfigurationError as error:
         raise ConfigurationError(str(error).replace("create_optimizer(", f"{place}(", 1)) from None
     if isinstance(decay_mask, (bool, str)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -32,11 +32,7 @@ class Trees(NamedTuple):
     grads: list[Tensor]
     averages: dict[str, list[Tensor]]
     decays: list[bool]
-    structure: pytree.TreeSpec
-
-    def whole(self, leaves: Sequence[Tensor]) -> PyTree:
-        """A pytree with the structure of the parameters."""
-        return self.structure.unflatten(leaves)
+    whole: Callable[[Sequence[Tensor]], PyTree]  # leaves to a pytree with the structure of the parameters
 
 
 def new_state(
@@ -51,19 +47,17 @@ def new_state(
         TypeError: a leaf is not a tensor of floating-point numbers.
         ConfigurationError: there is no leaf, or the mask does not fit.
     """
-    leaves, structure = pytree.tree_flatten(params)
-    if not leaves:
+    own = _Parameters(place, params)
+    if not own.leaves:
         raise ConfigurationError("holds no tensor; pass the parameters to train", place, params=params)
-    for index, leaf in enumerate(leaves):
-        if not isinstance(leaf, Tensor):
-            raise _no_tensor(place, "params", _path(params, index), leaf)
+    for index, leaf in enumerate(own.leaves):
         if not leaf.is_floating_point():
             raise TypeError(
-                f"{place}(params{_path(params, index)} of {leaf.dtype}): needs floating-point numbers; "
+                f"{place}(params{own.path(index)} of {leaf.dtype}): needs floating-point numbers; "
                 "pass only the parameters, without the model's buffers"
             )
-    _decays(place, mask, params, leaves, structure)
-    trees = {name: structure.unflatten([torch.zeros_like(leaf) for leaf in leaves]) for name in averages}
+    own.decays(mask)
+    trees = {name: own.structure.unflatten([torch.zeros_like(leaf) for leaf in own.leaves]) for name in averages}
     return {"learning_rate": learning_rate, "step": 0, **trees}
 
 
@@ -80,20 +74,9 @@ def open_trees(
     if not isinstance(opt_state, dict) or opt_state.keys() != needed:
         given = f"={type(opt_state).__name__}" if not isinstance(opt_state, dict) else f" with {list(opt_state)}"
         raise ConfigurationError(f"{place}(opt_state{given}): needs {sorted(needed)}; create it with init(params)")
-    leaves, structure = pytree.tree_flatten(params)
-    for index, leaf in enumerate(leaves):
-        if not isinstance(leaf, Tensor):
-            raise _no_tensor(place, "params", _path(params, index), leaf)
-    found = {
-        name: _like(place, f"opt_state[{name!r}]", opt_state[name], params, leaves, structure) for name in averages
-    }
-    return Trees(
-        leaves,
-        _like(place, "grads", grads, params, leaves, structure),
-        found,
-        _decays(place, mask, params, leaves, structure),
-        structure,
-    )
+    own = _Parameters(place, params)
+    found = {name: own.like(f"opt_state[{name!r}]", opt_state[name]) for name in averages}
+    return Trees(own.leaves, own.like("grads", grads), found, own.decays(mask), own.structure.unflatten)
 
 
 def apply_updates(params: PyTree, updates: PyTree) -> PyTree:
@@ -106,57 +89,58 @@ def apply_updates(params: PyTree, updates: PyTree) -> PyTree:
         TypeError: a leaf is not a torch tensor.
         ConfigurationError: the updates belong to other parameters.
     """
-    leaves, structure = pytree.tree_flatten(params)
-    changes = _like("apply_updates", "updates", updates, params, leaves, structure)
-    return structure.unflatten([leaf + change for leaf, change in zip(leaves, changes, strict=True)])
+    own = _Parameters("apply_updates", params)
+    changes = own.like("updates", updates)
+    return own.structure.unflatten([leaf + change for leaf, change in zip(own.leaves, changes, strict=True)])
 
 
-def _like(
-    place: str, name: str, tree: PyTree, params: PyTree, leaves: Sequence[Tensor], structure: pytree.TreeSpec
-) -> list[Tensor]:
-    """The leaves of a tree that must match the parameters, in their order."""
-    found, own = pytree.tree_flatten(tree)
-    if own != structure:
-        try:
-            found = structure.flatten_up_to(tree)  # the order of dicts does not matter, nor OrderedDict against dict
+class _Parameters:
+    """The leaves of the parameters, all tensors, and those of trees of the same structure, in the same order."""
+
+    def __init__(self, place: str, params: PyTree) -> None:
+        self.place, self.params = place, params
+        self.leaves, self.structure = pytree.tree_flatten(params)
+        for index, leaf in enumerate(self.leaves):
+            if not isinstance(leaf, Tensor):
+                raise _no_tensor(place, "params", self.path(index), leaf)
+
+    def like(self, name: str, tree: PyTree) -> list[Tensor]:
+        """The leaves of a tree of tensors with the shapes and dtypes of the parameters."""
+        found: list[Tensor] = self._matched(name, tree)
+        for index, (leaf, param) in enumerate(zip(found, self.leaves, strict=True)):
+            if not isinstance(leaf, Tensor) and pytree.tree_structure(leaf).is_leaf():
+                raise _no_tensor(self.place, name, self.path(index), leaf)
+            if not isinstance(leaf, Tensor) or leaf.shape != param.shape or leaf.dtype != param.dtype:
+                raise _difference(self.place, name, tree, self.params)
+        return found
+
+    def decays(self, mask: DecayMask) -> list[bool]:
+        """Whether each parameter decays."""
+        if mask is None:
+            return [True] * len(self.leaves)
+        flags: list[bool] = self._matched("decay_mask", mask(self.params) if callable(mask) else mask)
+        for index, flag in enumerate(flags):
+            if not isinstance(flag, bool):
+                raise ConfigurationError(
+                    f"{self.place}(decay_mask{self.path(index)}={flag!r}): needs True if the parameter decays, else "
+                    "False"
+                )
+        return flags
+
+    def path(self, index: int) -> str:
+        return pytree.keystr(pytree.tree_leaves_with_path(self.params)[index][0])
+
+    def _matched(self, name: str, tree: PyTree) -> list[Any]:
+        found, structure = pytree.tree_flatten(tree)
+        if structure == self.structure:
+            return found
+        try:  # the order of dicts does not matter, nor OrderedDict against dict
+            return self.structure.flatten_up_to(tree)
         except ValueError:
-            raise _difference(place, name, tree, params) from None
-    for index, (leaf, param) in enumerate(zip(found, leaves, strict=True)):
-        if not isinstance(leaf, Tensor):
-            if pytree.tree_structure(leaf).is_leaf():
-                raise _no_tensor(place, name, _path(params, index), leaf)
-            raise _difference(place, name, tree, params)
-        if leaf.shape != param.shape or leaf.dtype != param.dtype:
-            raise _difference(place, name, tree, params)
-    return found
-
-
-def _decays(
-    place: str, mask: DecayMask, params: PyTree, leaves: Sequence[Tensor], structure: pytree.TreeSpec
-) -> list[bool]:
-    """Whether each parameter decays."""
-    if mask is None:
-        return [True] * len(leaves)
-    given = mask(params) if callable(mask) else mask
-    flags, own = pytree.tree_flatten(given)
-    if own != structure:
-        try:
-            flags = structure.flatten_up_to(given)
-        except ValueError:
-            raise _difference(place, "decay_mask", given, params) from None
-    for index, flag in enumerate(flags):
-        if not isinstance(flag, bool):
-            raise ConfigurationError(
-                f"{place}(decay_mask{_path(params, index)}={flag!r}): needs True if the parameter decays, else False"
-            )
-    return flags
+            raise _difference(self.place, name, tree, self.params) from None
 
 
 # ------------------------------------------------------------------------------------------------------ errors
-
-
-def _path(tree: PyTree, index: int) -> str:
-    return pytree.keystr(pytree.tree_leaves_with_path(tree)[index][0])
 
 
 def _no_tensor(place: str, name: str, path: str, leaf: object) -> TypeError:
