@@ -98,7 +98,9 @@ class JaxBackend(JaxArrays, FunctionalBackend):
         no_decay="auto" spares arrays of fewer than two dimensions, and embeddings, which it knows by their name.
         """
         rule = options.pop("no_decay", None)
-        spares = rule if callable(rule) else lambda path, leaf: leaf.ndim < 2 or "embed" in path.lower()
+
+        def spares(path: str, leaf: Tree) -> bool:
+            return bool(rule(path, leaf) if callable(rule) else leaf.ndim < 2 or "embed" in path.lower())
 
         def mask(parameters: Tree) -> Tree:
             return self.rebuilt(parameters, [not spares(*each) for each in self.paths(parameters).items()])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Protocol, get_args, get_type_hints, runtime_checkable
+from typing import Literal, Protocol, get_args, get_origin, get_type_hints, runtime_checkable
 
 from pulsetrain.engine.argument_checks import check_choice, is_whole
 from pulsetrain.engine.errors import CheckpointError, ConfigurationError
@@ -61,22 +61,22 @@ class Formula:
         return getattr(self, "total_steps", None) or getattr(self, "warmup_steps", None)
 
     def __post_init__(self) -> None:
+        kinds = get_type_hints(type(self))
         for field in fields(self):
-            value = getattr(self, field.name)
-            if field.type == "int":  # annotations are text here: `from __future__ import annotations`
+            value, kind = getattr(self, field.name), kinds[field.name]
+            if kind is int:
                 if not is_whole(value):
                     raise self._refused("needs a whole number", field.name)
                 least = 0 if field.default == 0 else 1  # a default of 0 means "none", so 0 is allowed
                 if value < least:
-                    raise self._refused(f"needs at least {least} {_WHOLE[field.name]}", field.name)
-            elif field.type == "float":
+                    raise self._refused(f"needs at least {least} {_WHOLE.get(field.name, '')}".rstrip(), field.name)
+            elif kind is float:
                 if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < math.inf:
                     raise self._refused("needs a finite number that is not negative", field.name)
                 object.__setattr__(self, field.name, float(value))
-            elif str(field.type).startswith("Literal"):
-                check_choice(type(self).__name__, field.name, value, get_args(get_type_hints(type(self))[field.name]))
-        lowest, highest = getattr(self, "min_lr", 0.0), getattr(self, "initial_lr", math.inf)
-        if lowest > highest:
+            elif get_origin(kind) is Literal:
+                check_choice(type(self).__name__, field.name, value, get_args(kind))
+        if getattr(self, "min_lr", 0.0) > getattr(self, "initial_lr", math.inf):
             raise self._refused("is above {initial_lr}", "min_lr", "initial_lr")
 
     def _refused(self, rule: str, *parameters: str) -> ConfigurationError:

@@ -32,9 +32,9 @@ NAMES = tuple(_NAMED)
 
 # Describes each parameter without a default, for the error when it is missing.
 _NEEDED = {
-    "step_size": "the updates between two drops of the rate",
-    "milestones": "the numbers of updates after which the rate drops",
-    "gamma": "the factor of the rate from one update to the next",
+    "step_size": ", the updates between two drops of the rate",
+    "milestones": ", the numbers of updates after which the rate drops",
+    "gamma": ", the factor of the rate from one update to the next",
 }
 
 
@@ -92,8 +92,8 @@ def build_schedule(
         parameters["min_lr"] = learning_rate * (default if min_lr_ratio is None else min_lr_ratio)
     for field in fields(kind):
         if field.name not in parameters and field.default is MISSING:
-            needed = {field.name: ...}
-            raise ConfigurationError(f"needs {{{field.name}}}, {_NEEDED[field.name]}", place, name=name, **needed)
+            rule = f"needs {{{field.name}}}" + _NEEDED.get(field.name, "")
+            raise ConfigurationError(rule, place, name=name, **{field.name: ...})
     decay_steps = parameters.get("decay_steps")
     if total_steps is not None and is_whole(decay_steps) and decay_steps > total_steps - warmup_steps:
         rule = f"is more than the {total_steps - warmup_steps} updates that {{warmup_steps}} leaves"

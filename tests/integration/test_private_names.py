@@ -35,4 +35,3 @@ def test_torch_says_whether_a_profiler_is_active():
     assert not torch.autograd._profiler_enabled()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         assert torch.autograd._profiler_enabled()
-
