@@ -74,6 +74,7 @@ class CheckpointManager:
         keep: Iterable[Location] = (),
         announce: Callable[[Location], object] | None = None,
         form: Form = "torch",
+        prune: bool = True,
     ) -> Location:
         """Write a checkpoint; it is durable when this returns.
 
@@ -88,6 +89,7 @@ class CheckpointManager:
                 deleted. If it raises, the error propagates and nothing is deleted.
             form: file format of the state: "torch", or "safetensors", whose arrays other tools can read by their paths
                 in the checkpoint. With "safetensors", long lists of floats are arrays, too.
+            prune: delete older checkpoints at the end; if not, call `prune` later.
 
         Raises:
             ConfigurationError: the name has characters other than letters, digits, `_`, `.`, `+` and `-`, or there is
@@ -112,7 +114,8 @@ class CheckpointManager:
             self._files.replace(self.checkpoint_dir / BEST, seal({"checkpoint": target.name}))
         if announce is not None:
             announce(target)
-        self._prune({target.name, *(each.name for each in keep)})
+        if prune:
+            self.prune([target, *keep])
         return target
 
     def target(self, name: str, step: int) -> Location:
@@ -201,11 +204,13 @@ class CheckpointManager:
         """
         self._files.delete([folder for folder in find_checkpoints(self.checkpoint_dir) if step_of(folder) > step])
 
-    def _prune(self, keep: set[str]) -> None:
+    def prune(self, keep: Iterable[Location]) -> None:
+        """Delete all checkpoints but the newest `keep_last_n`, the best, and these; a failure is a warning."""
+        kept = {each.name for each in keep}
         try:
             best = self.get_best()
             old = find_checkpoints(self.checkpoint_dir)[: -self.keep_last_n]
-            self._files.delete([folder for folder in old if folder.name not in keep and folder != best])
+            self._files.delete([folder for folder in old if folder.name not in kept and folder != best])
         except (OSError, CheckpointError) as error:  # the new checkpoint was saved all the same
             get_logger("engine").warning("older checkpoints not deleted", reason=str(error))
 

@@ -34,7 +34,8 @@ class BackgroundSave:
     """Writes one save at a time: the next one waits for it, which costs time, not memory.
 
     The thread fires no event. `settle`, called after each iteration, announces the save or its failure, so that a state
-    that is saved later counts it, and nothing is left for the next run.
+    that is saved later counts it, and nothing is left for the next run. Older checkpoints are deleted after that, in a
+    thread as well.
 
     Args:
         clock: seconds, never running backwards.
@@ -46,11 +47,13 @@ class BackgroundSave:
         self._snapshot = Snapshot()
         self._thread: threading.Thread | None = None
         self._preparing: threading.Thread | None = None
+        self._cleaning: threading.Thread | None = None
         self._engine: SavedEngine | None = None  # of the save in progress
         self._iteration = -1
         self._saved: CheckpointSaved | None = None
         self._error: BaseException | None = None
         self._undo: Callable[[], None] = lambda: None
+        self._clean: Callable[[CheckpointSaved], None] = lambda saved: None
 
     @property
     def writing(self) -> bool:
@@ -70,6 +73,7 @@ class BackgroundSave:
         engine: SavedEngine,
         write: Callable[[dict[str, Any], Callable[[CheckpointSaved], None]], object],
         undo: Callable[[], None],
+        clean: Callable[[CheckpointSaved], None],
     ) -> None:
         """Copy the engine's state, and write the copy in a thread; the previous save must be settled.
 
@@ -77,8 +81,10 @@ class BackgroundSave:
             engine: it may continue as soon as this returns.
             write: called in the thread with the copy, and with a function to call once it is durable.
             undo: called by `settle` if it never was.
+            clean: called in a thread once the save has been announced; deletes older ones.
         """
         assert self._thread is None
+        self._finish_cleaning()
         if self._preparing is not None:
             self._preparing.join()
             self._preparing = None
@@ -91,7 +97,8 @@ class BackgroundSave:
             except BaseException as error:  # `settle` raises it on the training thread
                 self._error = error
 
-        self._engine, self._iteration, self._undo = engine, engine.state.iteration, undo
+        self._engine, self._iteration = engine, engine.state.iteration
+        self._undo, self._clean = undo, clean
         # not a daemon thread: an interpreter that exits waits for it
         thread = threading.Thread(target=run, name="checkpoint")
         thread.start()
@@ -109,6 +116,8 @@ class BackgroundSave:
         """
         thread = self._thread
         if thread is None or (not wait and thread.is_alive()):
+            if wait:
+                self._finish_cleaning()
             return False
         if thread.is_alive():
             start = self._clock()
@@ -126,6 +135,10 @@ class BackgroundSave:
             self._undo()
         else:
             engine.fire(Events.CHECKPOINT_SAVED, saved)
+            self._cleaning = threading.Thread(target=self._clean, args=(saved,), name="checkpoint cleaning")
+            self._cleaning.start()
+            if wait:
+                self._finish_cleaning()
         if error is not None:
             # a full disk costs this checkpoint, not the run; an error after the writing is not a full disk
             if raises and (saved is not None or not isinstance(error, OSError)):
@@ -145,6 +158,11 @@ class BackgroundSave:
     def release(self) -> None:
         """Free the memory; the last save must be settled."""
         self._snapshot = Snapshot()
+
+    def _finish_cleaning(self) -> None:
+        if self._cleaning is not None:
+            self._cleaning.join()
+            self._cleaning = None
 
     def _durable(self, saved: CheckpointSaved) -> None:
         self._saved = saved

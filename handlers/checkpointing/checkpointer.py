@@ -266,7 +266,8 @@ class Checkpointer(Handler):
         self.saved_at = state.iteration
         try:
             if background is not None:
-                background.begin(engine, self._writer(engine, self.name, improved, background=True), undo)
+                write = self._writer(engine, self.name, improved, background=True)
+                background.begin(engine, write, undo, self._prune)
             else:
                 self._write(engine, self.name, improved, durable.append)
         except BaseException as error:
@@ -315,7 +316,15 @@ class Checkpointer(Handler):
                 )
                 announce(saved)
 
-            keep = [self.manager.checkpoint_dir / folder for _, folder in self.best]
-            return self.manager.save(state, label, is_best, step=iteration, keep=keep, announce=durable, form=form)
+            return self.manager.save(
+                state, label, is_best, step=iteration, keep=self._kept(), announce=durable, form=form,
+                prune=not background,
+            )  # fmt: skip
 
         return write
+
+    def _prune(self, saved: CheckpointSaved) -> None:
+        self.manager.prune([location_of(saved.path), *self._kept()])
+
+    def _kept(self) -> list[Location]:
+        return [self.manager.checkpoint_dir / folder for _, folder in self.best]

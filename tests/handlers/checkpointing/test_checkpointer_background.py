@@ -70,6 +70,24 @@ def test_it_is_announced_on_the_training_thread_after_the_iteration_in_which_the
     assert engine.state.save == 1
 
 
+@pytest.mark.parametrize("background", [False, True])
+def test_older_ones_are_deleted_only_after_it_is_announced(background: bool, tmp_path: Path):
+    """A handler of CHECKPOINT_SAVED can still read the one before: it may be the only copy elsewhere."""
+    engine = SavingEngine()
+    handler = Checkpointer(tmp_path, Every(iterations=2), keep_last=1, background=background, at_end=False)
+    handler.attach(engine)
+    present: list[list[str]] = []
+
+    @engine.on(Events.CHECKPOINT_SAVED)
+    def look() -> None:
+        present.append([path.name for path in handler.manager.valid()])
+
+    engine.run(range(6))
+    handler.wait()
+    assert [len(each) for each in present] == [1, 2, 2]
+    assert len(handler.manager.valid()) == 1
+
+
 def test_no_two_saves_are_under_way_at_once_and_none_is_left_out(tmp_path: Path):
     engine = SavingEngine()
     handler = in_background(engine, tmp_path, Every(iterations=1))
@@ -100,7 +118,7 @@ def test_the_time_that_training_waits_for_a_save_is_measured_and_logged():
         return next(times)
 
     background = BackgroundSave(clock)
-    background.begin(engine, lambda copy, durable: durable(gate.wait(60)), undo=lambda: None)
+    background.begin(engine, lambda copy, durable: durable(gate.wait(60)), undo=lambda: None, clean=lambda saved: None)
     engine.fire = lambda event, payload: None
     assert background.settle() is False  # without waiting nothing is said yet
     assert background.writing
