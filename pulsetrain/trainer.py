@@ -163,9 +163,8 @@ class Trainer(Engine):
         self.reporter = MetricsReporter(self.stepper, config.log_every_n_steps)
         self.validator = Validator(self.evaluation, val_loaders, config.validate_every, self.reporter)
         self.data = DataCursor(self.seed, config.skip_batches)
-        own = [self.model, self.optimizer, self.strategy, self.evaluation, self.evaluator]
-        own += [self.reporter, self.validator]
-        self.registry = HandlerRegistry(self, self.handlers, self.callbacks, own)
+        self.registry = HandlerRegistry(self, self.handlers, self.callbacks)
+        self.registry.leave_out([self.model, self.optimizer, self.strategy, self.evaluation, self.evaluator])
         self.source = self.resumer = Resumer(
             {
                 "made_with": MadeWith(self),
@@ -184,7 +183,7 @@ class Trainer(Engine):
             self.registry,
         )
         self.driver = RunDriver(self, self.length, self.resumer, self.registry, self.reporter, self.validator)
-        own.append(self.driver)
+        self.registry.leave_out([self.driver])
         self.add_event_handler(Events.STARTED, self._train_mode, phase=Phase.COMPUTE)
         unsaved = UnsavedState(self.registry, self.data)
         for part in (unsaved, self.resumer, self.validator, self.reporter, self.driver):

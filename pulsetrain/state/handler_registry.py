@@ -37,15 +37,17 @@ class HandlerRegistry:
         engine: to whose events they subscribe.
         handlers: what the run was given.
         callbacks: likewise.
-        own: objects of the run itself, and others whose state is saved elsewhere.
     """
 
-    def __init__(
-        self, engine: Engine, handlers: Sequence[object], callbacks: Iterable[object], own: Sequence[object]
-    ) -> None:
-        self.engine, self.handlers, self.callbacks, self._own = engine, handlers, callbacks, own
+    def __init__(self, engine: Engine, handlers: Sequence[object], callbacks: Iterable[object]) -> None:
+        self.engine, self.handlers, self.callbacks = engine, handlers, callbacks
+        self._own: list[object] = [engine, self, callbacks]  # the list keeps them alive, so that their ids stay theirs
         self._first_settings: dict[int, tuple[object, str]] = {}  # by id
         self._first_states: dict[str, object] = {}
+
+    def leave_out(self, own: Iterable[object]) -> None:
+        """These objects are the run's own, or their state is saved elsewhere."""
+        self._own += own
 
     def remember(self) -> None:
         """Note states and settings as they are now: those of a run from the start."""
@@ -64,7 +66,7 @@ class HandlerRegistry:
         The run's own parts and those of handlers are left out, and so are functions, which have no state.
         """
         given = [*self.handlers, *self.callbacks]
-        parts = {id(part) for part in (self.engine, self, self.callbacks, *self._own)}
+        parts = set(map(id, self._own))
         parts |= {id(part) for each in given for part in getattr(each, "__dict__", {}).values()}
         owners = {id(each): each for each in given}
         for subscription in self.subscriptions():

@@ -52,6 +52,7 @@ class Resumer:
         self.pending: Resume | None = None
         self.state = RunState({**parts, "rng": _Generators(self)})
         self.data, self._registry = data, registry
+        registry.leave_out(parts.values())
 
     def attach(self, engine: Engine) -> None:
         for event in (Events.STARTED, Events.EPOCH_STARTED):

@@ -37,6 +37,11 @@ _COUNTERS = (
 # settings that may differ between two parts of one run: its length, what it reports, where it writes
 _MAY_CHANGE = (*BOUNDS, "log_every_n_steps", "run_dir")
 _MAY_REFUSE = ("backend", "strategy", "handlers")  # parts that run code which cannot be checked beforehand
+# what every checkpoint of this format holds; a part that was added later starts from its beginning without an entry
+_REQUIRED = (
+    "made_with", "backend", "strategy", "handlers", "model", "optimizer", "counters", "stepper", "data", "validation",
+    "reporter", "rng",
+)  # fmt: skip
 
 
 class RunState:
@@ -59,30 +64,50 @@ class RunState:
         return {"format": FORMAT, **{name: part.state_dict() for name, part in self.parts.items()}}
 
     def check_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Refuse a state that lacks a part, or does not fit one.
+        """Refuse a state that lacks a part which every checkpoint has, or does not fit one.
 
         Raises:
             CheckpointError: it does not.
         """
-        require("", state, self.parts)
+        require("", state, _REQUIRED)
         for name, part in self.parts.items():
-            if isinstance(part, CheckedPart):
+            if isinstance(part, CheckedPart) and name in state:
                 part.check_state_dict(state[name])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state that was checked: every part, or none if a handler, the strategy or the backend raises."""
-        unchecked = {name: self.parts[name] for name in _MAY_REFUSE}
-        before = Snapshot().copy({name: part.state_dict() for name, part in unchecked.items()})
+        """Load a state that was checked: every part, or none if one raises.
+
+        A part without an entry is reset, with a warning.
+        """
+        unchecked = [
+            name for name, part in self.parts.items() if name in _MAY_REFUSE or not isinstance(part, CheckedPart)
+        ]
+        before = Snapshot().copy({name: self.parts[name].state_dict() for name in unchecked})
         try:
-            for name, part in unchecked.items():
-                part.load_state_dict(state[name])
+            for name in unchecked:
+                self._load(name, state)
         except Exception:
-            for name, part in unchecked.items():
-                part.load_state_dict(before[name])
+            for name in unchecked:
+                self.parts[name].load_state_dict(before[name])
             raise
-        for name, part in self.parts.items():
+        for name in self.parts:
             if name not in unchecked:
-                part.load_state_dict(state[name])
+                self._load(name, state)
+
+    def _load(self, name: str, state: Mapping[str, Any]) -> None:
+        if name not in state:
+            get_logger("pulsetrain").warning(
+                "the checkpoint has no state for a part of the run, which starts from its beginning", part=name
+            )
+            self.parts[name].reset()
+            return
+        try:
+            self.parts[name].load_state_dict(state[name])
+        except KeyError as error:
+            raise CheckpointError(
+                f"the checkpoint's state of {name!r} lacks {error}; load another checkpoint, or let load_state_dict() "
+                "use a default where the entry is missing"
+            ) from error
 
 
 class PartOf(Generic[Owner]):

@@ -1,0 +1,90 @@
+"""State that was added to a run after some of its checkpoints were made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+from torch import nn
+
+from pulsetrain import Checkpointer, Every, SupervisedStrategy, Trainer, TrainingConfig
+from pulsetrain.engine import CheckpointError, Events
+
+
+class Slow:
+    """A part of a run's state that subscribes, too."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.batches = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"batches": self.batches}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self.batches = state["batches"]
+
+    def count(self) -> None:
+        self.batches += 1
+
+
+def trainer(folder: Path, *, slow: Slow | None = None) -> Trainer:
+    torch.manual_seed(0)
+    made = Trainer(
+        nn.Linear(2, 1),
+        [(torch.ones(4, 2), torch.ones(4, 1))] * 5,
+        strategy=SupervisedStrategy("mse"),
+        config=TrainingConfig(max_epochs=2, seed=0),
+        handlers=[Checkpointer(folder, Every(epochs=1), keep_last=9)],
+    )
+    if slow is not None:
+        made.resumer.state.parts = {**made.resumer.state.parts, "slow": slow}
+        made.registry.leave_out([slow])
+        made.add_event_handler(Events.ITERATION_COMPLETED, slow.count)
+    return made
+
+
+def test_a_part_is_saved_once_and_restored(tmp_path: Path) -> None:
+    first = trainer(tmp_path, slow=Slow())
+    first.train()
+    state = first.checkpoint_state()
+    assert (state["slow"], list(state["handlers"])) == ({"batches": 10}, ["Checkpointer"])
+    again = Slow()
+    trainer(tmp_path, slow=again).train(resume="latest")
+    assert again.batches == 10
+
+
+def test_a_checkpoint_without_the_part_is_loaded_and_the_part_starts_from_its_beginning(tmp_path: Path) -> None:
+    trainer(tmp_path).train()
+    slow = Slow()
+    slow.batches = 7
+    with capture_logs() as logs:
+        trainer(tmp_path, slow=slow).load_checkpoint(tmp_path / "checkpoints" / "000000005-checkpoint")
+    assert slow.batches == 0
+    (warning,) = [each for each in logs if each.get("part") == "slow"]
+    assert "no state for a part" in warning["event"]
+
+
+def test_a_field_that_an_older_checkpoint_lacks_is_named_and_nothing_is_loaded(tmp_path: Path) -> None:
+    trainer(tmp_path, slow=Slow()).train()
+    resumed = trainer(tmp_path, slow=Slow())
+    before: dict[str, Any] = {name: value.clone() for name, value in resumed.model.state_dict().items()}
+    state = {**resumed.checkpoint_state(), "slow": {}}
+    state["counters"] = {**state["counters"], "iteration": 9}
+    with pytest.raises(CheckpointError, match="the checkpoint's state of 'slow' lacks 'batches'"):
+        resumed.load_checkpoint_state(state)
+    assert resumed.state.iteration == 0
+    assert all(torch.equal(value, before[name]) for name, value in resumed.model.state_dict().items())
+
+
+def test_a_part_that_every_checkpoint_has_is_required(tmp_path: Path) -> None:
+    made = trainer(tmp_path)
+    state = {name: part for name, part in made.checkpoint_state().items() if name != "reporter"}
+    with pytest.raises(CheckpointError, match="lacks reporter"):
+        made.load_checkpoint_state(state)
