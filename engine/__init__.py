@@ -6,10 +6,12 @@ if __name__ != "pulsetrain.engine":  # imported from the checkout's root, it wou
 from pulsetrain.engine.backends import FunctionalBackend, JaxBackend, TorchBackend
 from pulsetrain.engine.backends.core import TrainerCore
 from pulsetrain.engine.errors import (
+    ArgumentTypeError,
     CheckpointError,
     ConfigurationError,
     MetricNotFoundError,
     PulsetrainError,
+    RecordingError,
     RunFolderError,
 )
 from pulsetrain.engine.events.bus import EventBus
@@ -35,9 +37,9 @@ from pulsetrain.engine.events.payloads import (
     ValidationCompleted,
 )
 from pulsetrain.engine.events.state import State
-from pulsetrain.engine.events.subscription import FIRST, LAST, Order, Phase, Subscription
+from pulsetrain.engine.events.subscription import FIRST, LAST, OnError, Order, Phase, Subscription
 from pulsetrain.engine.step.accumulation import Accumulate
-from pulsetrain.engine.step.backend import Backend
+from pulsetrain.engine.step.backend import Backend, ModelStore
 from pulsetrain.engine.step.protocols import (
     AlternatingStrategy,
     BackendSettings,
@@ -56,6 +58,7 @@ from pulsetrain.engine.strategies import (
     SFTStrategy,
     SupervisedStrategy,
 )
+from pulsetrain.engine.training_run import TrainingRun, is_training_run
 
 __all__ = [
     "AlternatingStrategy",
@@ -68,6 +71,7 @@ __all__ = [
     "Every",
     "FIRST",
     "LAST",
+    "OnError",
     "Order",
     "Phase",
     "State",
@@ -92,10 +96,13 @@ __all__ = [
     "BackendSettings",
     "GradientInfo",
     "ModelState",
+    "ModelStore",
     "Optimizer",
     "TrainingBatch",
     "TrainingResult",
+    "TrainingRun",
     "TrainingStrategy",
+    "is_training_run",
     "FunctionalBackend",
     "JaxBackend",
     "TorchBackend",
@@ -106,9 +113,11 @@ __all__ = [
     "PretrainStrategy",
     "SFTStrategy",
     "SupervisedStrategy",
+    "ArgumentTypeError",
     "CheckpointError",
     "ConfigurationError",
     "MetricNotFoundError",
     "PulsetrainError",
+    "RecordingError",
     "RunFolderError",
 ]

@@ -8,9 +8,7 @@ from typing import Any, Self, TypeAlias
 
 from torch import Tensor
 
-from pulsetrain.engine.events.engine import Engine
-from pulsetrain.engine.events.names import Event, Events
-from pulsetrain.engine.events.subscription import Phase
+from pulsetrain.engine import Engine, Event, Events, Phase
 from pulsetrain.handlers.attachment.attachment import Attachment
 from pulsetrain.handlers.metric_values.step_values import scalars
 

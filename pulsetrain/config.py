@@ -7,10 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pulsetrain.engine import Accumulate, ConfigurationError, Every
 from pulsetrain.engine.argument_checks import check_bool, is_whole
-from pulsetrain.engine.errors import ConfigurationError
-from pulsetrain.engine.events.cadence import Every
-from pulsetrain.engine.step.accumulation import Accumulate
 
 __all__ = ["TrainingConfig"]
 

@@ -11,11 +11,9 @@ from collections.abc import Callable
 from types import FrameType
 from typing import NoReturn, Self
 
-from pulsetrain.engine import Engine, Events
+from pulsetrain.engine import ConfigurationError, Engine, Events, Preempted
 from pulsetrain.engine.data.workers import release_workers
-from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.events.ignite import Handle
-from pulsetrain.engine.events.payloads import Preempted
 
 __all__ = ["SignalWatch"]
 

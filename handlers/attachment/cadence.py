@@ -5,11 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from pulsetrain.engine.errors import ArgumentTypeError
-from pulsetrain.engine.events.cadence import Every
-from pulsetrain.engine.events.engine import Engine
-from pulsetrain.engine.events.names import Events, EventsList
-from pulsetrain.engine.training_run import is_training_run
+from pulsetrain.engine import ArgumentTypeError, Engine, Events, Every, is_training_run
+from pulsetrain.engine.events.names import EventsList
 
 __all__ = ["check_every", "reading_events"]
 

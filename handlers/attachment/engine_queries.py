@@ -7,12 +7,8 @@ from typing import TypeVar
 
 import torch
 
-from pulsetrain.engine.errors import RecordingError
-from pulsetrain.engine.events.bus import EventBus
-from pulsetrain.engine.events.engine import Engine
-from pulsetrain.engine.events.names import Event, Events
+from pulsetrain.engine import Engine, Event, EventBus, Events, RecordingError, is_training_run
 from pulsetrain.engine.recording.replay.engine import ReplayBus
-from pulsetrain.engine.training_run import is_training_run
 
 __all__ = ["attribute", "device_of", "handlers_of", "is_run_end", "reject_replay", "settings_of"]
 

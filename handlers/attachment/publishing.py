@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Literal
 
-from pulsetrain.engine.events.engine import Engine
-from pulsetrain.engine.events.names import Events
-from pulsetrain.engine.events.payloads import MediaLogged, MetricsLogged
+from pulsetrain.engine import Engine, Events, MediaLogged, MetricsLogged
 
 __all__ = ["publish", "publish_media"]
 

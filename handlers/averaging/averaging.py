@@ -8,11 +8,7 @@ from typing import Any, Self
 
 from torch import nn
 
-from pulsetrain.engine.errors import ArgumentTypeError, ConfigurationError
-from pulsetrain.engine.events.cadence import Every
-from pulsetrain.engine.events.engine import Engine
-from pulsetrain.engine.events.names import Events
-from pulsetrain.engine.events.subscription import FIRST, Phase
+from pulsetrain.engine import FIRST, ArgumentTypeError, ConfigurationError, Engine, Events, Every, Phase
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.optimizers import is_schedule_free
 from pulsetrain.engine.step.averaging import MultiAverage, WeightAverage

@@ -11,17 +11,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim.swa_utils import get_swa_multi_avg_fn, update_bn
 from torch.utils.data import DataLoader
 
+from pulsetrain.engine import ArgumentTypeError, ConfigurationError, Engine, Every, is_training_run
 from pulsetrain.engine.argument_checks import check_whole_number
 from pulsetrain.engine.backends.module_view import ArraysView
 from pulsetrain.engine.data import rng
 from pulsetrain.engine.data.keyed_loader import length_of
-from pulsetrain.engine.errors import ArgumentTypeError, ConfigurationError
-from pulsetrain.engine.events.cadence import Every
-from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.step.averaging import WeightAverage
 from pulsetrain.engine.step.model_call import eval_mode
-from pulsetrain.engine.training_run import is_training_run
 from pulsetrain.handlers.averaging.averaging import Averaging
 
 __all__ = ["SWA"]

@@ -9,10 +9,8 @@ import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
-from pulsetrain.engine import Events
+from pulsetrain.engine import CheckpointSaved, Events, HandlerFailed, State
 from pulsetrain.engine.checkpoint.snapshot import Snapshot
-from pulsetrain.engine.events.payloads import CheckpointSaved, HandlerFailed
-from pulsetrain.engine.events.state import State
 from pulsetrain.engine.logs import get_logger
 
 __all__ = ["BackgroundSave", "SavedEngine"]

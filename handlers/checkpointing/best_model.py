@@ -11,13 +11,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
+from pulsetrain.engine import LAST, ConfigurationError, Engine, Event, Events, Phase
 from pulsetrain.engine.checkpoint.disk import Disk, sync
 from pulsetrain.engine.checkpoint.snapshot import Snapshot
 from pulsetrain.engine.checkpoint.weights import compare_weights
-from pulsetrain.engine.errors import ConfigurationError
-from pulsetrain.engine.events.engine import Engine
-from pulsetrain.engine.events.names import Event, Events
-from pulsetrain.engine.events.subscription import LAST, Phase
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.training_run import model_of, validation_contexts
 from pulsetrain.handlers.attachment.attachment import Handler

@@ -6,10 +6,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from pulsetrain.engine.errors import MetricNotFoundError
-from pulsetrain.engine.events.engine import Engine
-from pulsetrain.engine.events.names import Event, Events
-from pulsetrain.engine.events.state import State
+from pulsetrain.engine import Engine, Event, Events, MetricNotFoundError, State
 from pulsetrain.engine.metrics import canonical
 from pulsetrain.handlers.metric_values.best_value import Mode, is_better, judged_name, warn_if_never_reported
 

@@ -20,13 +20,11 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
+from pulsetrain.engine import AnomalyDetected, Engine, Event, is_training_run
 from pulsetrain.engine.data import rng
 from pulsetrain.engine.data.keyed_loader import can_be_keyed
-from pulsetrain.engine.events.engine import Engine
-from pulsetrain.engine.events.names import Event
-from pulsetrain.engine.events.payloads import AnomalyDetected
 from pulsetrain.engine.step.protocols import describe
-from pulsetrain.engine.training_run import is_training_run, model_of, optimizer_of
+from pulsetrain.engine.training_run import model_of, optimizer_of
 from pulsetrain.handlers.crash.crash_files import BATCH, CONFIG, CRASHES, FACTS, TRACEBACK
 from pulsetrain.handlers.metric_values.step_values import to_host
 from pulsetrain.handlers.run_files.run_file import write_run_file

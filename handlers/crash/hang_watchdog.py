@@ -13,11 +13,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal, Self
 
+from pulsetrain.engine import FIRST, LAST, Engine, Event, EventBus, Events, Phase
 from pulsetrain.engine.argument_checks import check_choice, check_positive
-from pulsetrain.engine.events.bus import EventBus
-from pulsetrain.engine.events.engine import Engine
-from pulsetrain.engine.events.names import Event, Events
-from pulsetrain.engine.events.subscription import FIRST, LAST, Phase
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.handlers.attachment.attachment import Attachment
 from pulsetrain.handlers.attachment.engine_queries import reject_replay

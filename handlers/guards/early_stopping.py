@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Self
 
+from pulsetrain.engine import Engine, Event, Events, Phase
 from pulsetrain.engine.argument_checks import check_number, check_whole_number
-from pulsetrain.engine.events.engine import Engine
-from pulsetrain.engine.events.names import Event, Events
-from pulsetrain.engine.events.subscription import Phase
 from pulsetrain.handlers.attachment.attachment import Handler
 from pulsetrain.handlers.metric_values.best_value import (
     Mode,

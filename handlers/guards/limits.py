@@ -7,13 +7,9 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, Self
 
+from pulsetrain.engine import ConfigurationError, Engine, Event, Events, Phase, is_training_run
 from pulsetrain.engine.argument_checks import check_choice, check_whole_number
-from pulsetrain.engine.errors import ConfigurationError
-from pulsetrain.engine.events.engine import Engine
-from pulsetrain.engine.events.names import Event, Events
-from pulsetrain.engine.events.subscription import Phase
 from pulsetrain.engine.recording.replay.engine import ReplayedEngine
-from pulsetrain.engine.training_run import is_training_run
 from pulsetrain.handlers.attachment.attachment import Handler
 
 __all__ = ["StepLimit", "TimeLimit"]

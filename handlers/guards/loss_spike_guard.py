@@ -11,11 +11,8 @@ from typing import Any, Literal, Self
 
 from torch import Tensor
 
+from pulsetrain.engine import Engine, Events, Every, Phase
 from pulsetrain.engine.argument_checks import check_positive, check_whole_number
-from pulsetrain.engine.events.cadence import Every
-from pulsetrain.engine.events.engine import Engine
-from pulsetrain.engine.events.names import Events
-from pulsetrain.engine.events.subscription import Phase
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.handlers.guards.guard_actions import Guard, TrainedBatch, batch_order, report_anomaly
 from pulsetrain.handlers.metric_values.step_values import scalars, to_host

@@ -10,14 +10,9 @@ from typing import Any, Literal, NamedTuple, Protocol, Self, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from pulsetrain.engine import ConfigurationError, Engine, Event, Events, Every, Phase, State, is_training_run
 from pulsetrain.engine.argument_checks import check_whole_number
-from pulsetrain.engine.errors import ConfigurationError
-from pulsetrain.engine.events.cadence import Every
-from pulsetrain.engine.events.engine import Engine
-from pulsetrain.engine.events.names import Event, Events
-from pulsetrain.engine.events.state import State
-from pulsetrain.engine.events.subscription import Phase
-from pulsetrain.engine.training_run import is_training_run, model_of
+from pulsetrain.engine.training_run import model_of
 from pulsetrain.handlers.guards.guard_actions import Guard, TrainedBatch, batch_order, report_anomaly
 from pulsetrain.handlers.metric_values.step_values import to_host
 

@@ -17,18 +17,14 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from pulsetrain.engine import ConfigurationError, Engine, Events, ModelStore, Phase, TrainingBatch, TrainingResult
 from pulsetrain.engine.argument_checks import check_number, check_positive, check_whole_number
 from pulsetrain.engine.data import rng
 from pulsetrain.engine.data.keyed_loader import KeyedLoader, can_be_keyed, can_be_read_once, key_order
 from pulsetrain.engine.data.workers import workers_begin
-from pulsetrain.engine.errors import ConfigurationError
-from pulsetrain.engine.events.engine import Engine
-from pulsetrain.engine.events.names import Events
-from pulsetrain.engine.events.subscription import Phase
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.schedules.groups import group_ratios, write_rates
-from pulsetrain.engine.step.backend import ModelStore
-from pulsetrain.engine.step.protocols import Strategy, TrainingBatch, TrainingResult
+from pulsetrain.engine.step.protocols import Strategy
 from pulsetrain.handlers.attachment.attachment import Handler
 from pulsetrain.handlers.metric_values.step_values import to_host
 from pulsetrain.handlers.plots import figures

@@ -7,11 +7,7 @@ from typing import Any, Self
 
 from torch import Tensor
 
-from pulsetrain.engine.errors import ConfigurationError
-from pulsetrain.engine.events.cadence import Every
-from pulsetrain.engine.events.engine import Engine
-from pulsetrain.engine.events.names import Events
-from pulsetrain.engine.events.subscription import FIRST, Phase
+from pulsetrain.engine import FIRST, ConfigurationError, Engine, Events, Every, Phase
 from pulsetrain.handlers.attachment.attachment import Handler
 from pulsetrain.handlers.attachment.cadence import check_every, reading_events
 from pulsetrain.handlers.attachment.engine_queries import reject_replay

@@ -11,11 +11,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler as TorchLRScheduler
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
+from pulsetrain.engine import ArgumentTypeError, CheckpointError, ConfigurationError, Engine, Event, Events, Phase
 from pulsetrain.engine.argument_checks import check_choice
-from pulsetrain.engine.errors import ArgumentTypeError, CheckpointError, ConfigurationError, unknown_name
-from pulsetrain.engine.events.engine import Engine
-from pulsetrain.engine.events.names import Event, Events
-from pulsetrain.engine.events.subscription import Phase
+from pulsetrain.engine.errors import unknown_name
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.optimizers import NamedOptimizers
 from pulsetrain.engine.schedules import Schedule

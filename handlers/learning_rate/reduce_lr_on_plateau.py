@@ -10,11 +10,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler as TorchLRScheduler
 from torch.optim.lr_scheduler import ReduceLROnPlateau as TorchReduceLROnPlateau
 
+from pulsetrain.engine import ArgumentTypeError, ConfigurationError, Engine, Event, Events, Phase, RecordingError
 from pulsetrain.engine.argument_checks import check_choice, check_number, check_whole_number
-from pulsetrain.engine.errors import ArgumentTypeError, ConfigurationError, RecordingError
-from pulsetrain.engine.events.engine import Engine
-from pulsetrain.engine.events.names import Event, Events
-from pulsetrain.engine.events.subscription import Phase
 from pulsetrain.engine.recording.replay.engine import ReplayedEngine
 from pulsetrain.engine.training_run import optimizer_of
 from pulsetrain.handlers.attachment.attachment import Handler

@@ -7,8 +7,7 @@ import io
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from pulsetrain.engine.events.engine import Engine
-from pulsetrain.engine.events.payloads import ValidationCompleted
+from pulsetrain.engine import Engine, ValidationCompleted
 from pulsetrain.handlers.loggers.text_file import TextFileLogger
 from pulsetrain.handlers.run_files.run_folder import replace_file
 

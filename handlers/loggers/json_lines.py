@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-from pulsetrain.engine.events.engine import Engine
-from pulsetrain.engine.events.names import Events
-from pulsetrain.engine.events.payloads import MediaLogged, PolicyUpdated, RolloutCompleted, ValidationCompleted
+from pulsetrain.engine import Engine, Events, MediaLogged, PolicyUpdated, RolloutCompleted, ValidationCompleted
 from pulsetrain.engine.recording.log.non_finite import finite_or_text
 from pulsetrain.handlers.loggers.text_file import TextFileLogger
 

@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pulsetrain.engine.events.cadence import Every
-from pulsetrain.engine.events.subscription import OnError
+from pulsetrain.engine import Every, OnError
 from pulsetrain.handlers.loggers.base import Plain
 from pulsetrain.handlers.loggers.optional import load_optional
 from pulsetrain.handlers.loggers.service import Begin, Deliver, End, Entry, Media, Metrics, ServiceLogger, check_text

@@ -8,9 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pulsetrain.engine import ConfigurationError, MediaLogged
 from pulsetrain.engine.argument_checks import check_choice
-from pulsetrain.engine.errors import ConfigurationError
-from pulsetrain.engine.events.payloads import MediaLogged
 from pulsetrain.handlers.plots import figures
 
 if TYPE_CHECKING:

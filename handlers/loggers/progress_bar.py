@@ -9,10 +9,7 @@ from typing import Self, TextIO
 
 from tqdm import tqdm
 
-from pulsetrain.engine.errors import ConfigurationError
-from pulsetrain.engine.events.engine import Engine
-from pulsetrain.engine.events.names import Event, Events
-from pulsetrain.engine.events.subscription import OnError
+from pulsetrain.engine import ConfigurationError, Engine, Event, Events, OnError
 from pulsetrain.handlers.attachment.attachment import Attachment
 from pulsetrain.handlers.attachment.engine_queries import attribute
 from pulsetrain.handlers.metric_values.step_values import METRIC_EVENTS

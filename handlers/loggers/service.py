@@ -9,13 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeAlias
 
+from pulsetrain.engine import ConfigurationError, Engine, Events, Every, HandlerFailed, MediaLogged, OnError
 from pulsetrain.engine.argument_checks import check_number, check_whole_number
-from pulsetrain.engine.errors import ConfigurationError
-from pulsetrain.engine.events.cadence import Every
-from pulsetrain.engine.events.engine import Engine
-from pulsetrain.engine.events.names import Events
-from pulsetrain.engine.events.payloads import HandlerFailed, MediaLogged
-from pulsetrain.engine.events.subscription import OnError
 from pulsetrain.handlers.loggers.base import MetricLogger, Plain, Status
 from pulsetrain.handlers.loggers.pictures import histogram_of, picture_of
 from pulsetrain.handlers.loggers.sending import Sender

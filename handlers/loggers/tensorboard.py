@@ -9,10 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from pulsetrain.engine.events.cadence import Every
-from pulsetrain.engine.events.engine import Engine
-from pulsetrain.engine.events.payloads import MediaLogged
-from pulsetrain.engine.events.subscription import OnError
+from pulsetrain.engine import Engine, Every, MediaLogged, OnError
 from pulsetrain.handlers.loggers.base import MetricLogger, Plain, Status
 from pulsetrain.handlers.loggers.optional import load_optional
 from pulsetrain.handlers.loggers.pictures import histogram_of, picture_of

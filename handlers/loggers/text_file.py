@@ -11,11 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
-from pulsetrain.engine.errors import RunFolderError
-from pulsetrain.engine.events.cadence import Every
-from pulsetrain.engine.events.engine import Engine
-from pulsetrain.engine.events.names import Events
-from pulsetrain.engine.events.subscription import OnError
+from pulsetrain.engine import Engine, Events, Every, OnError, RunFolderError
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.handlers.loggers.base import MetricLogger
 from pulsetrain.handlers.run_files.run_folder import make_folder, replace_file

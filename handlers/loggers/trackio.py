@@ -7,8 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from pulsetrain.engine.events.cadence import Every
-from pulsetrain.engine.events.subscription import OnError
+from pulsetrain.engine import Every, OnError
 from pulsetrain.handlers.loggers.base import Plain
 from pulsetrain.handlers.loggers.optional import load_optional
 from pulsetrain.handlers.loggers.service import Deliver, End, Entry, Media, Metrics, ServiceLogger, check_text

@@ -8,9 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pulsetrain.engine.errors import ConfigurationError, unknown_name
-from pulsetrain.engine.events.cadence import Every
-from pulsetrain.engine.events.subscription import OnError
+from pulsetrain.engine import ConfigurationError, Every, OnError
+from pulsetrain.engine.errors import unknown_name
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.handlers.loggers.base import Plain
 from pulsetrain.handlers.loggers.optional import load_optional

@@ -6,11 +6,8 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Literal
 
+from pulsetrain.engine import ConfigurationError, Engine, Event, Events, MetricNotFoundError, Phase
 from pulsetrain.engine.argument_checks import check_choice
-from pulsetrain.engine.errors import ConfigurationError, MetricNotFoundError
-from pulsetrain.engine.events.engine import Engine
-from pulsetrain.engine.events.names import Event, Events
-from pulsetrain.engine.events.subscription import Phase
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.metrics import canonical
 from pulsetrain.handlers.attachment.attachment import Attachment

@@ -8,10 +8,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from pulsetrain.engine.events.engine import Engine
-from pulsetrain.engine.events.names import Events
+from pulsetrain.engine import Engine, Events, is_training_run
 from pulsetrain.engine.metrics import to_host
-from pulsetrain.engine.training_run import is_training_run
 from pulsetrain.handlers.attachment.engine_queries import attribute
 
 __all__ = ["METRIC_EVENTS", "learning_rates", "on_host", "scalar", "scalars", "step_metrics", "to_host"]

@@ -5,11 +5,7 @@ from __future__ import annotations
 import gc
 from typing import Self
 
-from pulsetrain.engine.errors import ConfigurationError
-from pulsetrain.engine.events.cadence import Every
-from pulsetrain.engine.events.engine import Engine
-from pulsetrain.engine.events.names import Event, Events
-from pulsetrain.engine.events.subscription import FIRST, Phase
+from pulsetrain.engine import FIRST, ConfigurationError, Engine, Event, Events, Every, Phase
 from pulsetrain.handlers.attachment.attachment import Attachment
 from pulsetrain.handlers.attachment.cadence import check_every
 from pulsetrain.handlers.attachment.engine_queries import reject_replay

@@ -10,11 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from pulsetrain.engine import ArgumentTypeError, ConfigurationError, Engine, Event, Events, Every
 from pulsetrain.engine.argument_checks import check_bool, check_choice, check_whole_number
-from pulsetrain.engine.errors import ArgumentTypeError, ConfigurationError
-from pulsetrain.engine.events.cadence import Every
-from pulsetrain.engine.events.engine import Engine
-from pulsetrain.engine.events.names import Event, Events
 from pulsetrain.engine.optimizers import NamedOptimizers
 from pulsetrain.handlers.attachment.attachment import Attachment
 from pulsetrain.handlers.attachment.engine_queries import attribute, reject_replay

@@ -11,12 +11,8 @@ from typing import Self
 
 import torch
 
+from pulsetrain.engine import FIRST, AnomalyDetected, Engine, Events, Every
 from pulsetrain.engine.argument_checks import check_number, check_whole_number
-from pulsetrain.engine.events.cadence import Every
-from pulsetrain.engine.events.engine import Engine
-from pulsetrain.engine.events.names import Events
-from pulsetrain.engine.events.payloads import AnomalyDetected
-from pulsetrain.engine.events.subscription import FIRST
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.handlers.attachment.attachment import Attachment
 from pulsetrain.handlers.attachment.cadence import check_every, reading_events

@@ -12,10 +12,8 @@ import torch
 from torch.autograd.profiler import record_function
 from torch.profiler import profile
 
+from pulsetrain.engine import ConfigurationError, Engine, Event, Events
 from pulsetrain.engine.argument_checks import check_bool, check_whole_number
-from pulsetrain.engine.errors import ConfigurationError
-from pulsetrain.engine.events.engine import Engine
-from pulsetrain.engine.events.names import Event, Events
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.handlers.attachment.attachment import Attachment, subscribe_first, subscribe_last
 from pulsetrain.handlers.attachment.engine_queries import reject_replay

@@ -10,13 +10,9 @@ from typing import Self
 import torch
 from torch import nn
 
+from pulsetrain.engine import FIRST, ArgumentTypeError, ConfigurationError, Engine, Events, Every
 from pulsetrain.engine.argument_checks import check_number, check_whole_number
 from pulsetrain.engine.data import rng
-from pulsetrain.engine.errors import ArgumentTypeError, ConfigurationError
-from pulsetrain.engine.events.cadence import Every
-from pulsetrain.engine.events.engine import Engine
-from pulsetrain.engine.events.names import Events
-from pulsetrain.engine.events.subscription import FIRST
 from pulsetrain.engine.step.model_call import eval_mode
 from pulsetrain.handlers.attachment.attachment import Attachment
 from pulsetrain.handlers.attachment.cadence import check_every, reading_events

@@ -11,11 +11,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from pulsetrain.engine import ConfigurationError, Engine, Event, Events, Every
 from pulsetrain.engine.argument_checks import check_positive
-from pulsetrain.engine.errors import ConfigurationError
-from pulsetrain.engine.events.cadence import Every
-from pulsetrain.engine.events.engine import Engine
-from pulsetrain.engine.events.names import Event, Events
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.handlers.attachment.attachment import Attachment, subscribe_first, subscribe_last
 from pulsetrain.handlers.attachment.cadence import check_every, reading_events

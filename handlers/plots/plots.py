@@ -9,13 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+from pulsetrain.engine import ConfigurationError, Engine, Event, EventBus, Events, Every, OnError
 from pulsetrain.engine.argument_checks import check_choice
-from pulsetrain.engine.errors import ConfigurationError
-from pulsetrain.engine.events.bus import EventBus
-from pulsetrain.engine.events.cadence import Every
-from pulsetrain.engine.events.engine import Engine
-from pulsetrain.engine.events.names import Event, Events
-from pulsetrain.engine.events.subscription import OnError
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.handlers.attachment.attachment import Attachment
 from pulsetrain.handlers.attachment.cadence import check_every, reading_events

@@ -6,13 +6,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Self
 
+from pulsetrain.engine import FIRST, LAST, Engine, Event, EventBus, EventEnum, Events, OnError, Phase, is_training_run
 from pulsetrain.engine.argument_checks import check_choice, check_whole_number
-from pulsetrain.engine.events.bus import EventBus
-from pulsetrain.engine.events.engine import Engine
-from pulsetrain.engine.events.names import Event, EventEnum, Events, identify
-from pulsetrain.engine.events.subscription import FIRST, LAST, OnError, Phase
+from pulsetrain.engine.events.names import identify
 from pulsetrain.engine.recording import EventCheck
-from pulsetrain.engine.training_run import is_training_run, total_iterations_of
+from pulsetrain.engine.training_run import total_iterations_of
 from pulsetrain.handlers.attachment.attachment import Handler
 from pulsetrain.handlers.metric_values.event_values import summary
 from pulsetrain.handlers.metric_values.step_values import learning_rates, scalars

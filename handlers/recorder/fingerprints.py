@@ -13,13 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pulsetrain.engine import ConfigurationError, Engine, EventEnum, Events, Every, Phase
 from pulsetrain.engine.arrays import is_array
 from pulsetrain.engine.data import rng
-from pulsetrain.engine.errors import ConfigurationError
-from pulsetrain.engine.events.cadence import Every
-from pulsetrain.engine.events.engine import Engine
-from pulsetrain.engine.events.names import EventEnum, Events
-from pulsetrain.engine.events.subscription import Phase
 from pulsetrain.engine.training_run import model_of, optimizer_of
 from pulsetrain.handlers.attachment.attachment import Handler
 from pulsetrain.handlers.attachment.cadence import check_every

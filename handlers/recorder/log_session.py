@@ -5,11 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from pulsetrain.engine.errors import PulsetrainError, RecordingError
-from pulsetrain.engine.events.bus import EventBus
-from pulsetrain.engine.events.engine import Engine
-from pulsetrain.engine.events.names import Event, Events
-from pulsetrain.engine.events.subscription import OnError
+from pulsetrain.engine import Engine, Event, EventBus, Events, OnError, PulsetrainError, RecordingError
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.recording import EventCheck, EventLog, LoggedEvent, LogWriter
 from pulsetrain.handlers.metric_values.event_values import EventValues, PlainTypes, summary

@@ -15,9 +15,8 @@ from typing import Any, TypeAlias
 
 import msgspec
 
+from pulsetrain.engine import Engine, is_training_run
 from pulsetrain.engine.environment import describe_environment
-from pulsetrain.engine.events.engine import Engine
-from pulsetrain.engine.training_run import is_training_run
 from pulsetrain.handlers.attachment.engine_queries import attribute, device_of, settings_of
 from pulsetrain.handlers.metric_values.event_values import EventValues
 from pulsetrain.handlers.run_files.run_folder import replace_file

@@ -16,8 +16,7 @@ from pulsetrain.configuration.claim import holds_run
 from pulsetrain.configuration.class_paths import Factory
 from pulsetrain.configuration.instantiate import instantiate
 from pulsetrain.configuration.parse import load_yaml
-from pulsetrain.engine.errors import ConfigurationError, MetricNotFoundError, PulsetrainError
-from pulsetrain.engine.events.names import Events
+from pulsetrain.engine import ConfigurationError, Events, MetricNotFoundError, PulsetrainError
 from pulsetrain.engine.metrics import canonical
 from pulsetrain.engine.recording import EventLog
 from pulsetrain.engine.recording.replay.playback import Replay, Stop

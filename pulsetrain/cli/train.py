@@ -17,8 +17,7 @@ from pulsetrain.configuration.claim import has_checkpoint
 from pulsetrain.configuration.messages import in_settings
 from pulsetrain.configuration.parse import SECTIONS, read_config
 from pulsetrain.configuration.rebuild import base_of
-from pulsetrain.engine import Events
-from pulsetrain.engine.errors import ConfigurationError, PulsetrainError
+from pulsetrain.engine import ConfigurationError, Events, PulsetrainError
 from pulsetrain.handlers.crash.crash_files import bundle_of, forget_bundle
 from pulsetrain.signals import SignalWatch
 

@@ -16,12 +16,10 @@ from pulsetrain.configuration.class_paths import Factory, look_in
 from pulsetrain.configuration.instantiate import instantiate
 from pulsetrain.configuration.messages import in_settings
 from pulsetrain.configuration.parse import SECTIONS, differences, load_yaml
-from pulsetrain.engine import backends
+from pulsetrain.engine import ConfigurationError, JaxBackend, PulsetrainError, TorchBackend, backends
 from pulsetrain.engine import strategies as shipped_strategies
-from pulsetrain.engine.backends import JaxBackend, TorchBackend
 from pulsetrain.engine.data import rng
 from pulsetrain.engine.data.keyed_loader import length_of
-from pulsetrain.engine.errors import ConfigurationError, PulsetrainError
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.trainer import Trainer
 

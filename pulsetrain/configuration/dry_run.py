@@ -21,11 +21,9 @@ from pulsetrain.configuration.assemble import HANDLERS, assemble
 from pulsetrain.configuration.claim import resolve_folder
 from pulsetrain.configuration.class_paths import Factory, find, look_in
 from pulsetrain.configuration.instantiate import instantiate, spec_of
-from pulsetrain.engine import Events, Every, Phase
+from pulsetrain.engine import FIRST, LAST, Events, Every, Phase, RunFolderError
 from pulsetrain.engine.checkpoint import CheckpointManager
 from pulsetrain.engine.data.keyed_loader import length_of
-from pulsetrain.engine.errors import RunFolderError
-from pulsetrain.engine.events.subscription import FIRST, LAST
 from pulsetrain.engine.step.protocols import describe
 from pulsetrain.handlers import Alert, Checkpointer, LRFinder
 from pulsetrain.handlers.crash.crash_files import forget_bundle

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from pulsetrain.debugger.command import Command, whole_number
 from pulsetrain.debugger.recorded import Debugger
-from pulsetrain.engine.errors import ConfigurationError, RecordingError
-from pulsetrain.engine.events.names import Events
+from pulsetrain.engine import ConfigurationError, Events, RecordingError
 from pulsetrain.handlers.crash.crash_files import CRASHES, FACTS, Bundle, read_bundle
 
 __all__ = ["bundle_commands", "bundle_summary", "open_recorded"]

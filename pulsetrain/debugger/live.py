@@ -12,12 +12,9 @@ import torch
 
 from pulsetrain.debugger.command import Command
 from pulsetrain.debugger.stepping import SteppingDebugger
-from pulsetrain.engine import Events, Phase
+from pulsetrain.engine import LAST, ConfigurationError, Engine, Event, Events, Phase
 from pulsetrain.engine.checkpoint import Location
-from pulsetrain.engine.errors import ConfigurationError
-from pulsetrain.engine.events.engine import Engine
-from pulsetrain.engine.events.names import Event, identify
-from pulsetrain.engine.events.subscription import LAST
+from pulsetrain.engine.events.names import identify
 from pulsetrain.engine.recording import LoggedEvent
 from pulsetrain.handlers.metric_values.event_values import EventValues
 from pulsetrain.handlers.metric_values.step_values import learning_rates, scalars

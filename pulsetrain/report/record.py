@@ -7,8 +7,7 @@ import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from pulsetrain.engine.errors import RecordingError
-from pulsetrain.engine.events.names import Events
+from pulsetrain.engine import Events, RecordingError
 from pulsetrain.engine.recording import EventLog, LoggedEvent
 from pulsetrain.engine.recording.log.non_finite import NON_FINITE
 from pulsetrain.engine.recording.log.records import Json

@@ -9,10 +9,8 @@ from pathlib import Path
 from pulsetrain.configuration.claim import holds_run
 from pulsetrain.configuration.parse import differences, load_yaml
 from pulsetrain.configuration.rebuild import rebuild
-from pulsetrain.engine import Events
+from pulsetrain.engine import CheckpointLoaded, ConfigurationError, Events, RunFolderError
 from pulsetrain.engine.checkpoint import load_checkpoint
-from pulsetrain.engine.errors import ConfigurationError, RunFolderError
-from pulsetrain.engine.events.payloads import CheckpointLoaded
 from pulsetrain.engine.recording.log.records import Json
 from pulsetrain.handlers import LRScheduler
 from pulsetrain.handlers.run_files.run_file import read_run_file, write_run_file

@@ -6,10 +6,9 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from pulsetrain.engine import Events, Phase
+from pulsetrain.engine import CheckpointError, ConfigurationError, Events, Phase
 from pulsetrain.engine.checkpoint import Location, find_checkpoints
 from pulsetrain.engine.checkpoint.reader import step_of
-from pulsetrain.engine.errors import CheckpointError, ConfigurationError
 from pulsetrain.engine.recording import EventCheck, EventLog, LoggedEvent
 from pulsetrain.handlers import (
     Alert,

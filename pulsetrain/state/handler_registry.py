@@ -12,12 +12,9 @@ from pathlib import PurePath
 from types import FunctionType
 from typing import Any
 
-from pulsetrain.engine import Engine
+from pulsetrain.engine import ConfigurationError, Engine, Every, Subscription
 from pulsetrain.engine.checkpoint import CheckpointManager, CheckpointUrl, Location
-from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.events.bus import EventSignal
-from pulsetrain.engine.events.cadence import Every
-from pulsetrain.engine.events.subscription import Subscription
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.handlers import Checkpointer
 from pulsetrain.state.part import Stateful, keeps_state

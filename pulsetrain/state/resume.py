@@ -6,11 +6,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from pulsetrain.engine import Engine
+from pulsetrain.engine import LAST, Engine, Event, Events, Phase
 from pulsetrain.engine.data import rng
 from pulsetrain.engine.data.workers import workers_outlive_signals
-from pulsetrain.engine.events.names import Event, Events
-from pulsetrain.engine.events.subscription import LAST, Phase
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.state.data_change import adapt_to_data
 from pulsetrain.state.data_cursor import DataCursor

@@ -9,14 +9,12 @@ import torch
 from torch import nn
 
 from pulsetrain.config import BOUNDS, TrainingConfig
+from pulsetrain.engine import Backend, CheckpointError, State
 from pulsetrain.engine.backends.model_store import check_optimizer_state, optimizer_type
 from pulsetrain.engine.checkpoint.snapshot import Snapshot
 from pulsetrain.engine.checkpoint.weights import compare_weights
 from pulsetrain.engine.environment import describe_environment, environment_differences
-from pulsetrain.engine.errors import CheckpointError
-from pulsetrain.engine.events.state import State
 from pulsetrain.engine.logs import get_logger
-from pulsetrain.engine.step.backend import Backend
 from pulsetrain.state.data_change import describe_data
 from pulsetrain.state.data_cursor import DataCursor
 from pulsetrain.state.handler_registry import state_of

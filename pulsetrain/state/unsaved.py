@@ -10,12 +10,10 @@ from ignite.engine.events import RemovableEventHandle
 from torch import Generator, Tensor, nn
 from torch.utils.data import DataLoader
 
-from pulsetrain.engine import Engine, Events, Phase
+from pulsetrain.engine import Engine, Events, Phase, Subscription, TrainingRun, is_training_run
 from pulsetrain.engine.checkpoint.plain import plain
 from pulsetrain.engine.data.keyed_loader import can_be_read_once
-from pulsetrain.engine.events.subscription import Subscription
 from pulsetrain.engine.logs import get_logger
-from pulsetrain.engine.training_run import TrainingRun, is_training_run
 from pulsetrain.handlers import Checkpointer
 from pulsetrain.state.data_cursor import DataCursor
 from pulsetrain.state.handler_registry import HandlerRegistry, arguments_of, attributes_of, state_of

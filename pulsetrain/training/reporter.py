@@ -7,11 +7,9 @@ from typing import Any
 
 from torch import Tensor
 
-from pulsetrain.engine import Engine, Events, Phase
-from pulsetrain.engine.events.payloads import AnomalyDetected, MetricsLogged
+from pulsetrain.engine import AnomalyDetected, Engine, Events, MetricsLogged, Phase, TrainingResult
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.metrics import MetricTracker
-from pulsetrain.engine.step.protocols import TrainingResult
 from pulsetrain.training.running_stats import Losses, Rate
 from pulsetrain.training.stepper import Stepper
 

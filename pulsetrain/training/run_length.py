@@ -8,14 +8,11 @@ from itertools import islice
 from typing import Any
 
 from pulsetrain.config import TrainingConfig
+from pulsetrain.engine import Backend, ConfigurationError, State, TrainingStrategy
 from pulsetrain.engine.data import rng
 from pulsetrain.engine.data.keyed_loader import can_be_read_once, length_of
-from pulsetrain.engine.errors import ConfigurationError
-from pulsetrain.engine.events.state import State
 from pulsetrain.engine.logs import get_logger
-from pulsetrain.engine.step.backend import Backend
 from pulsetrain.engine.step.first_batch import FirstBatch
-from pulsetrain.engine.step.protocols import TrainingStrategy
 
 __all__ = ["RunLength"]
 
