@@ -195,7 +195,7 @@ class Engine(RunControl, IgniteEngine):  # type: ignore[misc]  # _event_handlers
     @staticmethod
     def _is_done(state: IgniteState) -> bool:  # ignite's run() asks it; users ask it of the class
         owner = state.owner() if isinstance(state, State) else None
-        return owner.is_done if isinstance(owner, Engine) else bool(IgniteEngine._is_done(state))  # noqa: SLF001
+        return owner.is_done if isinstance(owner, Engine) else bool(super(Engine, Engine)._is_done(state))
 
     def _setup_dataloader_iter(self) -> None:
         state = self.state

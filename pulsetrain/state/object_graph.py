@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import islice
 from types import FunctionType, MethodType, ModuleType
+from typing import cast
 
 import numpy as np
 import torch
@@ -47,7 +48,7 @@ def generators_in(parts: Mapping[str, object], known: Iterable[object] = ()) -> 
         parts: by name; a generator that several hold gets the name of the first.
         known: objects to pass over.
     """
-    own = [random._inst, np.random.mtrand._rand, torch.default_generator]
+    own = [cast(MethodType, random.random).__self__, np.random.mtrand._rand, torch.default_generator]
     walked = _walk(parts.items(), _inside, _DEPTH, [*own, *known])
     return (path for path, value in walked if isinstance(value, _GENERATORS))
 
