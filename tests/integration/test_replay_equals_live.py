@@ -39,6 +39,7 @@ from pulsetrain.handlers import (
     StepLimit,
     TimeLimit,
 )
+from pulsetrain.handlers.attachment.attachment import Attachment
 from pulsetrain.handlers.metric_values.step_values import scalars
 
 ROWS, BATCH, EPOCHS = 40, 4, 4
@@ -156,22 +157,27 @@ def make(name: str, place: Path) -> Played:
     return Played(MAKE[name](folder, stream), folder, stream)
 
 
-def spy_on(played: Played, monkeypatch: pytest.MonkeyPatch) -> None:
+class NotingAttachment(Attachment):
+    """Notes every call that the handler's subscriptions make."""
+
+    calls: list[Any]
+
+    def subscribe(self, event: Any, handler: Any, **options: Any) -> None:
+        @functools.wraps(handler)
+        def noted(*given: Any, **named: Any) -> Any:
+            self.calls.append(seen(handler, given))
+            return handler(*given, **named)
+
+        super().subscribe(event, noted, **options)
+
+    __call__ = subscribe
+
+
+def spy_on(played: Played) -> None:
     """Note every call that the handler's subscriptions make."""
     of_list: dict[Any, Any] = getattr(played.handler, "_attachments", {})
     for attachment in of_list.values() or [played.handler._attachment]:
-        monkeypatch.setattr(
-            attachment, "subscribe", functools.partial(subscribe_noting, attachment.subscribe, played.calls)
-        )
-
-
-def subscribe_noting(subscribe: Any, calls: list[Any], event: Any, handler: Any, **options: Any) -> None:
-    @functools.wraps(handler)
-    def noted(*given: Any, **named: Any) -> Any:
-        calls.append(seen(handler, given))
-        return handler(*given, **named)
-
-    subscribe(event, noted, **options)
+        attachment.__class__, attachment.calls = NotingAttachment, played.calls
 
 
 def seen(handler: Any, given: tuple[Any, ...]) -> Any:
@@ -227,41 +233,38 @@ def live(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     """A run with every handler, and their actions; if it fails and continues, their actions after that."""
     place, options = tmp_path_factory.mktemp(request.param), SCENARIOS[request.param]
     folder = place / "run"
-    with pytest.MonkeyPatch.context() as monkeypatch:
-        played = {name: make(name, place / "live") for name in MAKE}
-        for each in played.values():
-            spy_on(each, monkeypatch)
-        trainer = make_trainer(folder, [*played.values()], options)
-        if "fails_at" in options:
+    played = {name: make(name, place / "live") for name in MAKE}
+    for each in played.values():
+        spy_on(each)
+    trainer = make_trainer(folder, [*played.values()], options)
+    if "fails_at" in options:
 
-            @trainer.on(Events.ITERATION_COMPLETED(once=options["fails_at"]))
-            def fail() -> None:
-                raise RuntimeError("the power went")
+        @trainer.on(Events.ITERATION_COMPLETED(once=options["fails_at"]))
+        def fail() -> None:
+            raise RuntimeError("the power went")
 
-            with pytest.raises(RuntimeError, match="the power went"):
-                trainer.train()
-            again = {name: make(name, place / "live") for name in MAKE}
-            for handler in (trainer.handlers[0], played["EventRecorder"].handler):
-                handler.detach()
-            trainer = make_trainer(folder, [*(each for each in again.values())], options)
-            trainer.train(resume="latest")
-            played = {
-                name: Played(again[name].handler, each.folder, again[name].stream) for name, each in played.items()
-            }
-        else:
+        with pytest.raises(RuntimeError, match="the power went"):
             trainer.train()
-        trainer.handlers[0].detach()
-        played["EventRecorder"].handler.detach()
-        yield folder, (trainer, played, request.param)
+        again = {name: make(name, place / "live") for name in MAKE}
+        for handler in (trainer.handlers[0], played["EventRecorder"].handler):
+            handler.detach()
+        trainer = make_trainer(folder, [*(each for each in again.values())], options)
+        trainer.train(resume="latest")
+        played = {name: Played(again[name].handler, each.folder, again[name].stream) for name, each in played.items()}
+    else:
+        trainer.train()
+    trainer.handlers[0].detach()
+    played["EventRecorder"].handler.detach()
+    yield folder, (trainer, played, request.param)
 
 
-def replayed(folder: Path, names: list[str], place: Path, monkeypatch: pytest.MonkeyPatch, trainer: Any) -> Any:
+def replayed(folder: Path, names: list[str], place: Path, trainer: Any) -> Any:
     played = {name: make(name, place) for name in names}
     replay = Replay(folder)
     if replay.bounds(replay.name).get("max_epochs") is None:
         replay.state.max_epochs, replay.state.epoch_length = trainer.state.max_epochs, trainer.state.epoch_length
     for each in played.values():
-        spy_on(each, monkeypatch)
+        spy_on(each)
         each.handler.attach(replay)
     replay.run()
     for each in played.values():
@@ -281,17 +284,15 @@ def assert_equal(name: str, found: Played, expected: Played, scenario: str) -> N
 
 
 @pytest.mark.parametrize("name", MAKE)
-def test_a_handler_does_in_a_replay_what_it_did_in_the_run(
-    name: str, live: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_handler_does_in_a_replay_what_it_did_in_the_run(name: str, live: Any, tmp_path: Path) -> None:
     folder, (trainer, expected, scenario) = live
-    _, found = replayed(folder, [name], tmp_path, monkeypatch, trainer)
+    _, found = replayed(folder, [name], tmp_path, trainer)
     assert_equal(name, found[name], expected[name], scenario)
 
 
-def test_all_of_them_together_do_the_same(live: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_of_them_together_do_the_same(live: Any, tmp_path: Path) -> None:
     folder, (trainer, expected, scenario) = live
-    replay, found = replayed(folder, [*MAKE], tmp_path, monkeypatch, trainer)
+    replay, found = replayed(folder, [*MAKE], tmp_path, trainer)
     for name in MAKE:
         assert_equal(name, found[name], expected[name], scenario)
     assert replay.state.iteration == trainer.state.iteration
