@@ -2,6 +2,7 @@
 
 import gc
 import os
+import re
 from collections.abc import Generator
 
 import hypothesis
@@ -24,3 +25,11 @@ def pytest_collection() -> Generator[None, object, object]:
         return (yield)
     finally:
         gc.enable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What is repeated for JAX is slow: each case compiles. The tests of the backend itself stay in `make test`."""
+    for item in items:
+        if re.search(r"(?<![a-z])jax(?![a-z])", item.name) and item.path.name != "test_jax_backend.py":
+            item.add_marker(pytest.mark.slow)

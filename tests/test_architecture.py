@@ -68,6 +68,7 @@ assert part.state_dict() == {"count": 3}
 """
 
 
+@pytest.mark.slow
 def test_the_code_on_the_page_runs_and_the_handlers_state_is_in_checkpoints():
     code = "\n".join(CODE) + USED
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)

@@ -47,6 +47,7 @@ print(*sorted({*sys.modules} - loaded))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "package",
     [
@@ -63,6 +64,7 @@ def test_importing_has_no_effect_and_pulls_in_nothing_optional(package: str):
     assert not {name.partition(".")[0] for name in done.stdout.split()} & set(OPTIONAL)
 
 
+@pytest.mark.slow
 def test_a_log_line_draws_none_of_the_users_random_numbers():
     code = (
         "import random; random.seed(1); before = random.getstate()\n"

@@ -44,6 +44,7 @@ def test_an_example_is_short_and_says_how_to_run_it(script: Path) -> None:
     assert f"python examples/{script.name}" in text.split('"""')[1]
 
 
+@pytest.mark.slow
 def test_minimal_reaches_95_percent_in_20_lines_and_20_seconds(tmp_path: Path) -> None:
     """From a start from nothing, which takes its part of the seconds."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)

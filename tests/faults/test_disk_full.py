@@ -176,6 +176,7 @@ def test_on_a_small_disk_that_fills_up_the_run_ends_and_what_was_announced_is_th
     assert list(manager.checkpoint_dir.glob(".*")) == []
 
 
+@pytest.mark.slow
 def test_a_disk_that_is_full_for_a_while_costs_no_event_and_no_row(small_disk: Path):
     folder = small_disk / "run"
     run = trainer(

@@ -49,6 +49,7 @@ def noticed(path: Path) -> bool:
     return False
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
 def test_every_flipped_bit_is_noticed(name: str, checkpoint: Path):
     file = file_of(checkpoint, name)
@@ -64,6 +65,7 @@ def test_every_flipped_bit_is_noticed(name: str, checkpoint: Path):
         assert unnoticed == []
 
 
+@pytest.mark.slow
 def test_every_other_byte_at_every_place_of_the_manifest_is_noticed(checkpoint: Path):
     file = checkpoint / "manifest.json"
     with restored(file) as content:

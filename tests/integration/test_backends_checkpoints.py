@@ -154,6 +154,7 @@ def test_an_array_that_is_missing_is_named_and_nothing_is_loaded(spare: Spare, p
         assert whole_state(spare.trainer) == before
 
 
+@pytest.mark.slow
 @needs_jax
 def test_no_piece_can_be_lost_unnoticed(spare: Spare, whole: tuple[Trainer, Path]):
     """With a new trainer's value in its place, the run differs at the next checkpoint or is rejected."""
@@ -195,6 +196,7 @@ def test_weights_are_exchanged_by_safetensors(whole: tuple[Trainer, Path], tmp_p
     np.testing.assert_array_equal(expected["first/kernel"], arrays["first/kernel"])
 
 
+@pytest.mark.slow
 @needs_jax
 @pytest.mark.parametrize("trained", [0, 2])
 def test_the_next_step_is_made_of_weights_that_were_loaded(whole: tuple[Trainer, Path], tmp_path: Path, trained: int):

@@ -89,6 +89,7 @@ def test_a_dry_run_tries_everything_and_leaves_nothing(place: Path, capsys: pyte
     assert sorted(place.rglob("*")) == before
 
 
+@pytest.mark.slow
 def test_a_run_is_resumed_from_the_command_line(place: Path):
     assert main(["train", "config.yaml", "--run", "parts", "--training.max_epochs", "1"]) == 0
     assert main(["train", "config.yaml", "--run", "parts", "--resume", "latest"]) == 0
@@ -117,6 +118,7 @@ def test_a_run_is_debugged(
     assert state[state.index("update") + 1] == "3"
 
 
+@pytest.mark.slow
 def test_a_fork_continues_with_the_change(place: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["fork", "a", "--at", "5", "--into", "same", "--train"]) == 0
     assert not diff(place / "a", place / "same")

@@ -45,6 +45,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[On], Path]:
     return run
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stretch", [{}, {"from_iteration": 12, "to_iteration": 17}])
 @pytest.mark.parametrize("on", BACKENDS)
 def test_a_run_is_reproducible(on: On, stretch: dict[str, int], recorded: Callable[[On], Path]):

@@ -129,6 +129,7 @@ def test_other_tools_read_every_array_of_a_run_on_jax(tmp_path: Path):
                 np.testing.assert_array_equal(np.asarray(found[path]), value.numpy())
 
 
+@pytest.mark.slow
 @needs_jax
 def test_the_weights_of_a_checkpoint_are_a_modules_variables_by_their_paths(tmp_path: Path):
     flax_form = pytest.importorskip("safetensors.flax", reason="safetensors is not installed")

@@ -165,6 +165,7 @@ def test_a_crash_leaves_a_bundle_with_the_batch(on, tmp_path):
     assert bundle.batch[0].shape == (16, 5)
 
 
+@pytest.mark.slow
 @needs_jax
 @pytest.mark.parametrize("iteration", [7, 10])
 def test_a_run_of_linen_with_dropout_and_batch_norm_resumes_bit_for_bit(iteration, tmp_path):

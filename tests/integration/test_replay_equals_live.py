@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import io
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -229,7 +229,7 @@ def make_trainer(folder: Path, played: list[Played], options: dict[str, Any]) ->
 
 
 @pytest.fixture(scope="module", params=SCENARIOS)
-def live(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, Any]]:
+def live(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     """A run with every handler, and their actions; if it fails and continues, their actions after that."""
     place, options = tmp_path_factory.mktemp(request.param), SCENARIOS[request.param]
     folder = place / "run"
@@ -255,7 +255,7 @@ def live(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
         trainer.train()
     trainer.handlers[0].detach()
     played["EventRecorder"].handler.detach()
-    yield folder, (trainer, played, request.param)
+    return folder, (trainer, played, request.param)
 
 
 def replayed(folder: Path, names: list[str], place: Path, trainer: Any) -> Any:
@@ -283,6 +283,7 @@ def assert_equal(name: str, found: Played, expected: Played, scenario: str) -> N
     assert found.calls
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MAKE)
 def test_a_handler_does_in_a_replay_what_it_did_in_the_run(name: str, live: Any, tmp_path: Path) -> None:
     folder, (trainer, expected, scenario) = live
@@ -290,6 +291,7 @@ def test_a_handler_does_in_a_replay_what_it_did_in_the_run(name: str, live: Any,
     assert_equal(name, found[name], expected[name], scenario)
 
 
+@pytest.mark.slow
 def test_all_of_them_together_do_the_same(live: Any, tmp_path: Path) -> None:
     folder, (trainer, expected, scenario) = live
     replay, found = replayed(folder, [*MAKE], tmp_path, trainer)

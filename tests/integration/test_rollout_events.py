@@ -123,6 +123,7 @@ def test_what_the_recorder_writes_state_metrics_with_is_what_a_replay_reads() ->
     assert set(METRIC_EVENTS) < set(MEASURED)
 
 
+@pytest.mark.slow
 def test_handlers_find_in_a_replay_what_they_found_in_the_run(tmp_path: Path) -> None:
     live, played = io.StringIO(), io.StringIO()
     handlers = observers(tmp_path / "live", live)
@@ -291,6 +292,7 @@ class TestResume:
         loggers = [JSONLinesLogger(folder), CSVLogger(folder)]
         return [EventRecorder(folder), *loggers, Checkpointer(folder, Every(iterations=2))]
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("at", [5, 7, 9])
     def test_a_resumed_run_equals_the_run_that_was_never_stopped(self, tmp_path: Path, at: int) -> None:
         whole = acting(handlers=self.handlers(tmp_path / "whole"))

@@ -175,6 +175,7 @@ class Spoilt:
         return self.loss(outputs, batch) * (float("nan") if spoils else 1.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("at", [6, 8])
 @on_each([CARTPOLE, GROUPS], ON_TORCH)
 def test_a_run_rewinds_past_an_anomaly_that_a_guard_found(task: Task, on: str, at: int, tmp_path: Path) -> None:
@@ -196,6 +197,7 @@ def test_a_run_rewinds_past_an_anomaly_that_a_guard_found(task: Task, on: str, a
     assert differences(again, left_out) == set()
 
 
+@pytest.mark.slow
 @on_each([CARTPOLE, TEXTS], ON_TORCH)
 def test_training_epoch_by_epoch_resumes_exactly_as_well(task: Task, on: str, tmp_path: Path) -> None:
     by_epochs = make(task, on, tmp_path / "by epochs")

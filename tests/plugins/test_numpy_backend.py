@@ -73,6 +73,7 @@ def events(folder):
     return [tuple(each.get(key, 0) for key in ("event", "engine", "epoch", "iteration", "update")) for each in logged]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("settings", [{}, {"accumulate": 3}, {"clip_grad_norm": None, "clip_grad_value": 0.1}], ids=str)
 def test_a_run_fires_the_events_of_torch_and_has_its_losses(tmp_path, loss, settings):
@@ -114,6 +115,7 @@ def test_a_recording_is_replayed(tmp_path):
     assert again.found == live.found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("settings", [{}, {"accumulate": 3}], ids=str)
 def test_an_interrupted_run_resumes_bit_for_bit(tmp_path, loss, settings):

@@ -68,6 +68,7 @@ def test_every_event_of_a_trainer_is_fired_around_the_body(tmp_path: Path):
     assert all(loss > 0 for loss in losses)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", [2, 5, 12, 30])
 def test_a_loop_that_was_left_resumes_to_the_same_weights(cut: int, tmp_path: Path):
     whole = make(tmp_path / "whole")

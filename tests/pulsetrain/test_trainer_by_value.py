@@ -154,6 +154,7 @@ def test_a_checkpoint_of_another_backend_is_refused_and_nothing_changes(made, re
     assert run.state.iteration == 0
 
 
+@pytest.mark.slow
 @needs_jax
 def test_an_optimizer_of_optax_trains_and_its_rate_can_be_set_where_it_is_injected():
     import optax

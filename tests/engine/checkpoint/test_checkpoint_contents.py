@@ -147,6 +147,7 @@ def test_a_modules_versions_and_parameters_survive(tmp_path: Path):
     assert all(type(parameter) is torch.nn.Parameter for parameter in loaded["parameters"])
 
 
+@pytest.mark.slow
 @given(value=PLAIN)
 def test_accepted_values_are_loaded_unchanged(value: Any, tmp_path_factory: pytest.TempPathFactory):
     manager = CheckpointManager(tmp_path_factory.mktemp("c"))

@@ -38,6 +38,7 @@ def header(path: Path) -> dict[str, Any]:
 # ------------------------------------------------------------------------------------------------- there and back
 
 
+@pytest.mark.slow
 @given(value=PLAIN)
 def test_accepted_values_are_loaded_unchanged(value: Any, tmp_path_factory: pytest.TempPathFactory):
     assert same(back({"x": value}, tmp_path_factory.mktemp("c"))["x"], value)

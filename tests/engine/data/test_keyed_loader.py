@@ -356,6 +356,7 @@ class Marked(Augmenting):
         return torch.tensor(self.mark)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_a_worker_init_fn_sees_and_sets_the_datasets_attributes(context: str):
     loader = DataLoader(

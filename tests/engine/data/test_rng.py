@@ -188,6 +188,7 @@ def test_a_derived_seed_is_written_in_stone():
     assert derive(2**63 - 1, -1, 12345678901234567890) == 6293696156896048582
 
 
+@pytest.mark.slow
 def test_a_derived_seed_is_the_same_in_another_process():
     code = "from pulsetrain.engine.data.rng import derive; print(derive(1, 2, 3), hash('a'))"
     done = subprocess.run(

@@ -105,6 +105,7 @@ def test_examples_are_not_changed():
     assert (tokens.tolist(), given[0]["labels"] is tokens, given[1]["labels"]) == ([1, 2, 3], True, [4, 5])
 
 
+@pytest.mark.slow
 def test_it_is_a_collate_function_for_spawned_workers():
     loader = DataLoader(
         [example([1, 2]), example([3, 4, 5]), example([6, 7])],

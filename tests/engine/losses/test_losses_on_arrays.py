@@ -89,6 +89,7 @@ def test_numpy_gives_torchs_loss(loss, options, dtype, tolerance):
         numpy.testing.assert_allclose(found, value, rtol=tolerance)
 
 
+@pytest.mark.slow
 @needs_jax
 @pytest.mark.parametrize(("loss", "options", "dtype"), compiled_for(torch.float16, torch.bfloat16), ids=name_of)
 def test_half_precision_gives_torchs_dtype_and_its_value_as_exactly_as_that_dtype_can(loss, options, dtype):
@@ -145,6 +146,7 @@ def test_an_error_that_is_infinite_has_the_gradient_that_torch_gives_it():
         assert its_gradient.tolist() == gradient.tolist()
 
 
+@pytest.mark.slow
 @needs_jax
 @pytest.mark.parametrize("gamma", [0.0, 0.5, 1.0, 2.0])
 def test_a_prediction_that_is_surely_right_costs_nothing_and_has_a_finite_gradient(gamma):

@@ -153,6 +153,7 @@ def in_both_dtypes(cases):
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "dtype"), in_both_dtypes(CASES))
 def test_functional_optimizers_have_torchs_numbers(case, dtype):
     theirs = by_torch_optim(case, dtype)
@@ -160,11 +161,13 @@ def test_functional_optimizers_have_torchs_numbers(case, dtype):
     assert deviation(by_functional(case, dtype), theirs) < DTYPES[dtype]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "dtype"), in_both_dtypes(FOR_OPTAX))
 def test_optax_has_torchs_numbers(case, dtype):
     assert deviation(by_optax(case, dtype), by_torch_optim(case, dtype)) < DTYPES[dtype]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", [by_functional, by_optax])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", ONE_OF_EACH, ids=shown)
@@ -174,6 +177,7 @@ def test_they_agree_under_a_schedule_too(case, dtype, by):
     assert deviation(by(case, dtype, saw), theirs) < DTYPES[dtype]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", [by_functional, by_optax])
 @pytest.mark.parametrize("case", ONE_OF_EACH, ids=shown)
 def test_a_mask_spares_parameters_as_a_group_without_decay_does(case, by):

@@ -43,6 +43,7 @@ def assert_equal_rates(schedule, theirs):
     assert max(abs(mine - other) for mine, other in zip(ours, theirs, strict=True)) <= 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "make_scheduler"),
     [
@@ -108,6 +109,7 @@ def test_ten_thousand_rates_agree_with_torch(schedule, make_scheduler):
     assert_equal_rates(schedule, rates_of(make_scheduler, 0.1, STEPS))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("schedule", "make_scheduler"),
     [

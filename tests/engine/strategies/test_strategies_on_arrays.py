@@ -31,6 +31,7 @@ def test_arrays_inside_of_what_a_model_takes_apart_itself_pass():
     assert SupervisedStrategy().prepare_batch((inputs, torch.zeros(4, dtype=torch.int64))).inputs is inputs
 
 
+@pytest.mark.slow
 @needs_jax
 @pytest.mark.parametrize("checked", [True, False])
 def test_a_loss_is_computed_inside_jit_and_grad(checked):

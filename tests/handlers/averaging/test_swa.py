@@ -241,6 +241,7 @@ def test_batches_may_be_tensors():
 
 
 # 10 batches an epoch: before the start, at it, an epoch's last batch before and after its end, before an estimate
+@pytest.mark.slow
 @pytest.mark.parametrize("shuffle", ["global", "own generator", "the training loader"])
 @pytest.mark.parametrize("saving", [Every(iterations=n) for n in (3, 20, 23, 24)] + [Every(epochs=3)], ids=str)
 def test_a_resumed_run_equals_the_uninterrupted_one(saving, shuffle, tmp_path):

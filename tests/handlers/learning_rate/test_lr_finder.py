@@ -176,6 +176,7 @@ def test_the_run_after_a_sweep_is_the_run_without_one(tmp_path: Path, settings: 
     assert_same_runs(tmp_path, lambda folder: make(folder, settings), LRFinder(**SWEEP).run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("data", LOADERS.values(), ids=list(LOADERS))
 def test_no_batch_is_missing_after_a_sweep(tmp_path: Path, data: Callable[[], Any]):
     assert_same_runs(tmp_path, lambda folder: make(folder, data=data()), LRFinder(**SWEEP).run)

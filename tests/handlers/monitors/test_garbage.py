@@ -113,6 +113,7 @@ def failing(engine):
         engine.run([0, 1], max_epochs=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", [ended, terminated, terminated_without_completed, failing])
 @pytest.mark.parametrize("enabled", [True, False])
 def test_however_the_run_ends_the_collector_is_as_it_was(run, enabled):
@@ -146,6 +147,7 @@ def test_objects_frozen_by_others_stay_frozen():
     assert 0 < gc.get_freeze_count() <= before
 
 
+@pytest.mark.slow
 def test_a_trainer_trains_with_it_as_without():
     runs = [trainer({"max_epochs": 2, "seed": 1}, val_loader=loader(8), handlers=each) for each in ([], [Garbage()])]
     assert runs[0].train() == runs[1].train()

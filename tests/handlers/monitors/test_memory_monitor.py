@@ -72,6 +72,7 @@ def test_the_next_run_is_evaluated_again():
     assert anomalies == [5, 5]
 
 
+@pytest.mark.slow
 @linux
 def test_a_planted_leak_is_found_and_a_run_without_one_is_not_accused():
     kept = []

@@ -76,6 +76,7 @@ def test_rollouts_and_updates_of_the_policy_have_panels_and_are_drawn_as_they_co
     assert titles(plots, "metrics") == ["kl", "return"]
 
 
+@pytest.mark.slow
 def test_each_figure_is_a_png_and_an_svg(tmp_path):
     engine = make_engine()
     Plots(tmp_path).attach(engine)
@@ -85,6 +86,7 @@ def test_each_figure_is_a_png_and_an_svg(tmp_path):
     assert len(list((tmp_path / "plots").iterdir())) == 12  # no temporary file stays
 
 
+@pytest.mark.slow
 def test_a_figure_has_the_curves_that_belong_to_it(tmp_path):
     engine = make_engine()
     plots = Plots(tmp_path, formats=["svg"]).attach(engine)
@@ -123,6 +125,7 @@ def test_pictures_come_with_each_validation_and_at_the_end(tmp_path, clock):
     assert not picture.exists()  # nothing has changed since the last validation
 
 
+@pytest.mark.slow
 def test_only_figures_whose_data_has_changed_are_drawn_again(tmp_path, clock):
     engine = make_engine()
     plots = Plots(tmp_path, formats=("png",), clock=clock).attach(engine)
@@ -243,6 +246,7 @@ def test_other_media_are_left_out(tmp_path):
     assert plots.draw() == []
 
 
+@pytest.mark.slow
 def test_a_resumed_run_draws_the_same_pictures(tmp_path):
     engine = make_engine()
     first = Plots(tmp_path / "a").attach(engine)
@@ -289,6 +293,7 @@ def test_a_run_that_goes_back_in_its_process_keeps_the_throughput_before_that(tm
         assert plots._runs[""].curves[name].points == [(1, 10.0), (2, 20.0), (3, 33.0)]
 
 
+@pytest.mark.slow
 def test_of_many_metrics_as_many_are_drawn_as_a_picture_has_room_for(tmp_path):
     engine = make_engine()
     plots = Plots(tmp_path, formats=["svg"]).attach(engine)
@@ -297,6 +302,7 @@ def test_of_many_metrics_as_many_are_drawn_as_a_picture_has_room_for(tmp_path):
     assert titles(plots, "metrics") == [f"metric{number:02}: val" for number in range(MAX_PANELS)]
 
 
+@pytest.mark.slow
 def test_a_replay_draws_the_same_pictures_of_several_groups_and_of_nan(tmp_path):
     model = regression_model()
     groups = [{"params": model[:2].parameters()}, {"params": model[4].parameters(), "lr": 0.5}]

@@ -52,6 +52,7 @@ class TestResults:
         assert train("--training.seed", "4") == 0
         assert not equal(weights("runs/tiny-1"), weights("runs/tiny-3"))
 
+    @pytest.mark.slow
     def test_another_process_gives_the_same_run_too(self, folder: Path) -> None:
         assert train() == 0
         subprocess.run([sys.executable, "-m", "pulsetrain", "train", "config.yaml"], check=True, timeout=60)

@@ -243,6 +243,7 @@ def test_a_folder_of_a_handlers_own_is_left_alone(folder: Path, temporary: Path)
     assert files() == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [

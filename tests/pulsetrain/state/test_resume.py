@@ -92,6 +92,7 @@ def test_resuming_a_finished_run_trains_nothing_more(tmp_path: Path):
     assert steps == []
 
 
+@pytest.mark.slow
 def test_a_finished_run_continues_to_a_larger_bound(tmp_path: Path):
     resumable_run(tmp_path, config={"schedule": None, "warmup_steps": 0}).train()
     again = resumable_run(tmp_path, config={"schedule": None, "warmup_steps": 0, "max_epochs": 6})
@@ -214,6 +215,7 @@ class Counting:
         self.losses = list(state["losses"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("iteration", [3, 10, 14])
 def test_objects_subscribed_by_their_own_methods_resume_too(iteration: int, tmp_path: Path):
     def listening(folder: str) -> tuple[Trainer, Counting, list[float]]:

@@ -46,6 +46,7 @@ def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], dict[
 
 # a pass has 10 batches (13 of 3, 7 of 6): in the first pass, at its end, and in a later one; the first without workers
 # only, which are restarted in any resumed pass
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "iteration"),
     [(name, iteration) for name in LOADERS for iteration in (4, 10, 17) if iteration != 4 or "worker" not in name],
@@ -58,6 +59,7 @@ def test_a_run_interrupted_inside_an_epoch_ends_like_the_uninterrupted_one(
     assert resumed(LOADERS[name](), tmp_path) == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("before", "after"), [(0, 2), (2, 0), (2, 1)])
 def test_another_number_of_workers_after_the_interruption_changes_nothing(
     before: int, after: int, tmp_path: Path, whole_run: Callable[[str], dict[str, Any]]
@@ -135,6 +137,7 @@ def test_a_checkpoint_that_was_loaded_and_saved_at_once_is_the_same_position(
     assert resumed(LOADERS[name](), tmp_path / "between") == expected
 
 
+@pytest.mark.slow
 def test_persistent_workers_end_before_their_loader_is_garbage_collected():
     keyed = KeyedLoader(augmented(1, persistent_workers=True), 0)
     list(keyed.begin(1))

@@ -149,6 +149,7 @@ def test_if_a_handler_rejects_its_state_all_others_stay_unchanged(strategy: Any,
     assert other.handlers[2].number_averaged == 20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", ["counters", "data"])
 def test_a_state_with_a_piece_missing_inside_is_refused_before_anything_is_loaded(part: str, tmp_path: Path):
     resumable_run(tmp_path).train()

@@ -115,6 +115,7 @@ def cut(run: Trainer, iteration: int) -> None:
         run.train()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "rule", [Accumulate(batches=3), Accumulate(tokens=30), Accumulate(schedule={0: 1, 2: 4})], ids=repr
 )

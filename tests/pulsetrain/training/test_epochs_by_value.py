@@ -191,6 +191,7 @@ def test_epochs_by_hand_are_saved_and_recorded_and_their_checkpoint_resumes(on, 
     assert in_bits(again, again.model_state) == in_bits(run, last)
 
 
+@pytest.mark.slow
 @needs_jax
 @pytest.mark.parametrize("iteration", [7, 8])
 def test_the_last_batch_of_an_update_draws_the_same_after_a_resume(iteration, tmp_path):

@@ -104,12 +104,14 @@ def are_one(model="mlp", **settings):
         torch.testing.assert_close(tensor, torchs_weights[name], rtol=1e-4, atol=1e-5, msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(("optimizer", "rate"), [("sgd", 0.02), ("adamw", 2e-3)])
 def test_every_model(model, optimizer, rate):
     are_one(model, optimizer=optimizer, learning_rate=rate)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings",
     [

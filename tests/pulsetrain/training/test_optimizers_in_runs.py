@@ -33,6 +33,7 @@ def make(folder: Path, name: str) -> Trainer:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_a_run_cut_off_and_resumed_equals_the_uninterrupted_one(name: str, tmp_path: Path):
     whole = make(tmp_path / "whole", name)

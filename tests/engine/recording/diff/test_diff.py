@@ -262,6 +262,7 @@ class TestDamage:
         flip(b / "events" / "events.jsonl.zst", 600)
         assert diff(a, b).divergence.ord == 1024
 
+    @pytest.mark.slow
     @settings(max_examples=40, deadline=None)
     @given(data=st.data())
     def test_whatever_was_cut_or_flipped_nothing_false_is_said(self, tmp_path_factory, data):

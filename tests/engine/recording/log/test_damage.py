@@ -188,6 +188,7 @@ def places_in(whole: Whole) -> st.SearchStrategy[int]:
 
 
 class TestSealed:
+    @pytest.mark.slow
     @few
     @given(data=st.data())
     def test_a_flipped_bit_is_found_and_costs_one_block(self, ended: Whole, data: st.DataObject):
@@ -202,6 +203,7 @@ class TestSealed:
             assert all(each.start <= at < each.end for each in log.damage if "missing" not in each.reason)
         check_commands(folder, ended)
 
+    @pytest.mark.slow
     @few
     @given(data=st.data())
     def test_a_cut_is_found_and_costs_only_the_events_after_it(self, ended: Whole, data: st.DataObject):
@@ -224,6 +226,7 @@ class TestSealed:
         assert (status, "not closed" in out) == (0, True)
         assert run("diff", folder, ended.folder)[0] == (1 if number < BLOCKS else 0)
 
+    @pytest.mark.slow
     @few
     @given(first=st.integers(0, BLOCKS - 2), count=st.integers(1, 5))
     def test_blocks_cut_out_of_the_middle_are_found_and_the_others_kept(self, ended: Whole, first: int, count: int):
@@ -236,6 +239,7 @@ class TestSealed:
         assert not log.ended
         check_commands(folder, ended)
 
+    @pytest.mark.slow
     @few
     @given(data=st.data())
     def test_bytes_written_over_are_found_however_many(self, ended: Whole, data: st.DataObject):
@@ -252,6 +256,7 @@ class TestSealed:
 
 
 class TestTail:
+    @pytest.mark.slow
     @few
     @given(data=st.data())
     def test_a_flipped_bit_is_found_and_costs_one_line(self, going: Whole, data: st.DataObject):
@@ -301,6 +306,7 @@ def test_a_cut_in_the_middle_of_the_log_leaves_the_tail_in_place(going: Whole):
     assert len(log) == 2 * BLOCK_EVENTS + 500
 
 
+@pytest.mark.slow
 def test_every_flipped_bit_and_every_cut_of_a_small_sealed_log_is_found(tmp_path: Path):
     writer = LogWriter(tmp_path / "whole")
     for n in range(60):

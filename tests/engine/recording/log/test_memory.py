@@ -52,6 +52,7 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[Path, Path
     return {n: (write(folder / f"a{n}", n), write(folder / f"b{n}", n, shift=1.0)) for n in (SHORT, LONG)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reader", [read, query, replay, compare])
 def test_memory_is_flat_however_long_the_log_is(
     reader: Callable[[Path, Path], None], logs: dict[int, tuple[Path, Path]]

@@ -82,6 +82,7 @@ def test_no_event_is_lost_where_a_block_cannot_be_sealed(tmp_path: Path, monkeyp
     assert (log.damage, log.ended) == ([], True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("budget", [100_000, 300_000])
 def test_a_budget_holds_however_long_the_run_is(budget: int, tmp_path: Path):
     writer = written(tmp_path, 150_000, max_bytes=budget)

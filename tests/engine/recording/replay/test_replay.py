@@ -77,6 +77,7 @@ class TestOrder:
         replay.run()
         assert order == ["completed", "tested"]
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("closed", [True, False])
     def test_what_is_called_is_what_the_log_holds_whatever_else_is_called(self, log, tmp_path, closed):
         train(log, epochs=40, length=30)
