@@ -9,6 +9,9 @@ from typing import Any
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+# By the name of a schedule: its parameters that have no default and do not follow from the length of the run.
+NEEDED = {"step": {"step_size": 3}, "multi_step": {"milestones": (3, 6)}, "exponential": {"gamma": 0.99}}
+
 
 def optimizer_at(*rates: float, default: float | torch.Tensor | None = None) -> torch.optim.Optimizer:
     """An SGD with one group for each rate; its default rate is the first one's unless given."""

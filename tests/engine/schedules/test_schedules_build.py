@@ -22,22 +22,10 @@ from pulsetrain.engine.schedules import (
     Warmup,
     build_schedule,
 )
+from pulsetrain.engine.schedules.named import NAMES, keywords_of
+from tests.support.schedulers import NEEDED
 
-NAMES = (
-    "constant",
-    "linear",
-    "polynomial",
-    "cosine",
-    "cosine_with_restarts",
-    "step",
-    "multi_step",
-    "exponential",
-    "inverse_sqrt",
-    "wsd",
-    "one_cycle",
-)
-REQUIRED = {"step": {"step_size": 3}, "multi_step": {"milestones": (3, 6)}, "exponential": {"gamma": 0.99}}
-WITH_A_FLOOR = ("linear", "polynomial", "cosine", "cosine_with_restarts", "wsd")
+WITH_A_FLOOR = [name for name in NAMES if "min_lr" in keywords_of("test", name)]
 
 
 def test_decay_spans_what_the_warm_up_leaves():
@@ -96,13 +84,13 @@ def test_each_name_builds_its_schedule(name, arguments, built):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_highest_rate_is_the_learning_rate(name):
-    schedule = build_schedule(name, 0.1, total_steps=1000, **REQUIRED.get(name, {}))
+    schedule = build_schedule(name, 0.1, total_steps=1000, **NEEDED.get(name, {}))
     assert max(schedule.get_lr(step) for step in range(1000)) == pytest.approx(0.1, rel=1e-12)
 
 
 @pytest.mark.parametrize("name", sorted({*NAMES} - {"one_cycle"}))
 def test_the_first_update_after_the_warm_up_runs_at_the_learning_rate(name):
-    schedule = build_schedule(name, 0.1, total_steps=1000, warmup_steps=100, **REQUIRED.get(name, {}))
+    schedule = build_schedule(name, 0.1, total_steps=1000, warmup_steps=100, **NEEDED.get(name, {}))
     assert schedule.get_lr(100) == 0.1
     assert all(schedule.get_lr(step) < schedule.get_lr(step + 1) for step in range(100))
 
@@ -122,9 +110,9 @@ def test_a_floor_is_a_part_of_the_learning_rate_or_a_rate(name):
 @pytest.mark.parametrize("name", sorted({*NAMES} - {*WITH_A_FLOOR}))
 def test_a_floor_is_refused_where_the_schedule_has_none(name):
     with pytest.raises(ConfigurationError, match=rf"build_schedule\(min_lr_ratio=0.1\): the schedule '{name}' has no"):
-        build_schedule(name, 0.1, total_steps=1000, min_lr_ratio=0.1, **REQUIRED.get(name, {}))
+        build_schedule(name, 0.1, total_steps=1000, min_lr_ratio=0.1, **NEEDED.get(name, {}))
     with pytest.raises(ConfigurationError, match=rf"build_schedule\(min_lr=0.1\): unknown to the schedule '{name}'"):
-        build_schedule(name, 0.1, total_steps=1000, min_lr=0.1, **REQUIRED.get(name, {}))
+        build_schedule(name, 0.1, total_steps=1000, min_lr=0.1, **NEEDED.get(name, {}))
 
 
 @pytest.mark.parametrize(

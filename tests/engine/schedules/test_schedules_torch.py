@@ -22,22 +22,8 @@ from pulsetrain.engine.schedules import (
     update_optimizer,
 )
 from pulsetrain.engine.schedules.groups import GroupRates
-from tests.support.schedulers import first_group, optimizer_at, rates_of, through_a_checkpoint, used_rates
-
-REQUIRED = {"step": {"step_size": 3}, "multi_step": {"milestones": (3, 6)}, "exponential": {"gamma": 0.9}}
-NAMES = (
-    "constant",
-    "linear",
-    "polynomial",
-    "cosine",
-    "cosine_with_restarts",
-    "step",
-    "multi_step",
-    "exponential",
-    "inverse_sqrt",
-    "wsd",
-    "one_cycle",
-)
+from pulsetrain.engine.schedules.named import NAMES
+from tests.support.schedulers import NEEDED, first_group, optimizer_at, rates_of, through_a_checkpoint, used_rates
 
 
 # --------------------------------------------------------------------------------- the first update's rate
@@ -77,7 +63,7 @@ def test_with_ignite_the_first_update_runs_at_the_optimizers_own_rate_before_its
 )
 def test_a_created_scheduler_is_torchs_and_follows_the_schedule_of_that_name(name, warmup_steps):
     optimizer = optimizer_at(0.1)
-    keywords = REQUIRED.get(name, {})
+    keywords = NEEDED.get(name, {})
     scheduler = create_scheduler(optimizer, name, 5, 8, warmup_steps, **keywords)
     assert isinstance(scheduler, lr_scheduler.LRScheduler)
     schedule = build_schedule(name, 0.1, total_steps=40, warmup_steps=warmup_steps, **keywords)
@@ -123,7 +109,7 @@ def test_torchs_names_of_the_cosine_parameters_are_understood():
 @pytest.mark.parametrize("name", NAMES)
 def test_a_created_scheduler_continues_from_its_state(name):
     def make():
-        return create_scheduler(optimizer_at(0.5, 0.05, default=0.5), name, 5, 4, **REQUIRED.get(name, {}))
+        return create_scheduler(optimizer_at(0.5, 0.05, default=0.5), name, 5, 4, **NEEDED.get(name, {}))
 
     whole = used_rates(make(), 20)
     first, second = make(), make()
