@@ -1,7 +1,7 @@
 """Draws docs/architecture.svg: the packages, their folders in layers, and the imports between them.
 
     python docs/draw_architecture.py            # writes the picture
-    python docs/draw_architecture.py --check    # exits with 1 if the picture is out of date
+    python docs/draw_architecture.py --check    # exits with 1 if the picture is out of date, and prints what differs
 
 The layers are those that import-linter checks (pyproject.toml); the arrows are the imports of the code.
 """
@@ -73,13 +73,12 @@ def draw() -> str:
         places = _places(rows, top + 34)
         ground = set(rows[-1]) if package == "pulsetrain.engine" else set()  # which everything imports
         for source, target in sorted(edges_of(graph, package, set(places) - ground)):
-            parts.append(_arrow(places[source], places[target]))
+            parts.append(_arrow(places[source], places[target], f"{package}: {source} imports {target}"))
         for name, (x, y, width) in places.items():
-            count = sum(each == f"{package}.{name}" or each.startswith(f"{package}.{name}.") for each in graph.modules)
-            label = name if count == 1 else f"{name} ({count})"
             parts.append(
-                f'<rect x="{x:.0f}" y="{y}" width="{width:.0f}" height="{BOX}" rx="5" class="box"/>\n'
-                f'<text x="{x + width / 2:.0f}" y="{y + 22}" class="name">{label}</text>'
+                f'<rect x="{x:.0f}" y="{y}" width="{width:.0f}" height="{BOX}" rx="5" class="box">'
+                f"<title>{package}: {name}</title></rect>\n"
+                f'<text x="{x + width / 2:.0f}" y="{y + 22}" class="name">{name}</text>'
             )
         top += height + 26
         if package != "pulsetrain.engine":
@@ -102,7 +101,7 @@ def _places(rows: list[list[str]], top: int) -> dict[str, tuple[float, int, floa
     """Left edge, top and width of each name's box: rows are centred."""
     places = {}
     for index, row in enumerate(rows):
-        widths = [max(70.0, 8.2 * len(name) + 46) for name in row]
+        widths = [max(70.0, 8.2 * len(name) + 24) for name in row]
         x = (WIDTH - sum(widths) - GAP * (len(row) - 1)) / 2
         for name, width in zip(row, widths, strict=True):
             places[name] = x, top + index * ROW, width
@@ -110,17 +109,31 @@ def _places(rows: list[list[str]], top: int) -> dict[str, tuple[float, int, floa
     return places
 
 
-def _arrow(source: tuple[float, int, float], target: tuple[float, int, float]) -> str:
+def _arrow(source: tuple[float, int, float], target: tuple[float, int, float], title: str) -> str:
     x1, x2 = source[0] + source[2] / 2, target[0] + target[2] / 2
     if source[1] == target[1]:  # of one layer: an arc below
         y = source[1] + BOX
-        return f'<path d="M{x1:.0f} {y} C{x1:.0f} {y + 22} {x2:.0f} {y + 22} {x2:.0f} {y + 3}" class="arrow"/>'
-    y1, y2 = source[1] + BOX, target[1] - 2
-    return f'<path d="M{x1:.0f} {y1} C{x1:.0f} {y1 + 24} {x2:.0f} {y2 - 24} {x2:.0f} {y2}" class="arrow"/>'
+        path = f"M{x1:.0f} {y} C{x1:.0f} {y + 22} {x2:.0f} {y + 22} {x2:.0f} {y + 3}"
+    else:
+        y1, y2 = source[1] + BOX, target[1] - 2
+        path = f"M{x1:.0f} {y1} C{x1:.0f} {y1 + 24} {x2:.0f} {y2 - 24} {x2:.0f} {y2}"
+    return f'<path d="{path}" class="arrow"><title>{title}</title></path>'
+
+
+def check(present: str, wanted: str) -> list[str]:
+    """What differs, a line each: the folders and imports of one side; nothing if the pictures are equal."""
+    if present == wanted:
+        return []
+    here, there = (set(re.findall(r"<title>(.*?)</title>", text)) for text in (present, wanted))
+    found = [f"only in the picture: {title}" for title in sorted(here - there)]
+    found += [f"only in the code: {title}" for title in sorted(there - here)]
+    return ["docs/architecture.svg is out of date; run `make architecture`", *(found or ["only the layout differs"])]
 
 
 if __name__ == "__main__":
     text = draw()
     if "--check" in sys.argv:
-        raise SystemExit(int(not PICTURE.exists() or PICTURE.read_text() != text))
+        lines = check(PICTURE.read_text() if PICTURE.exists() else "", text)
+        sys.stdout.writelines(f"{line}\n" for line in lines)
+        raise SystemExit(int(bool(lines)))
     PICTURE.write_text(text)
