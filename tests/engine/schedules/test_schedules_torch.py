@@ -25,7 +25,6 @@ from pulsetrain.engine.schedules.groups import GroupRates
 from pulsetrain.engine.schedules.named import NAMES
 from tests.support.schedulers import NEEDED, first_group, optimizer_at, rates_of, through_a_checkpoint, used_rates
 
-
 # --------------------------------------------------------------------------------- the first update's rate
 
 
