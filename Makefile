@@ -51,7 +51,7 @@ pytest: $(VENV)/installed-dev ## the tests that are not slow, two at a time; e.g
 	$(step) 'Tests (pytest)'
 	@$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slow' $(ARGS)
 
-test-slow: $(VENV)/installed-dev ## the slow tests: installs, services, benchmarks, compilations, kills
+test-slow: $(VENV)/installed-dev ## the slow tests: installs, services, benchmarks, compilation, runs that are killed
 	$(step) 'Slow tests (pytest)'
 	@$(BIN)/python -m pytest -n 2 --dist worksteal -m slow $(ARGS)
 
