@@ -198,6 +198,7 @@ def test_guards_lose_nothing_where_the_unguarded_run_is_lost(tmp_path: Path) -> 
     assert "went back 2 time(s)" in output[-1]
 
 
+@pytest.mark.slow
 def test_gan_learns_by_two_optimizers_and_draws(tmp_path: Path) -> None:
     sys.path.insert(0, str(EXAMPLES))
     try:

@@ -78,6 +78,7 @@ def test_every_other_byte_at_every_place_of_the_manifest_is_noticed(checkpoint: 
         assert unnoticed == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FILES)
 def test_every_cut_is_noticed(name: str, checkpoint: Path):
     file = file_of(checkpoint, name)

@@ -48,6 +48,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Trainer, Path]:
 # ------------------------------------------------------------------------------------------------- in the background
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on", BACKENDS)
 def test_later_steps_change_nothing_in_a_checkpoint_that_is_still_being_written(
     on: On, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -143,6 +144,7 @@ def test_a_checkpoint_has_its_arrays_as_tensors_by_their_paths(spare: Spare):
     assert {type(value) for value in arrays} == {Tensor}
 
 
+@pytest.mark.slow
 @needs_jax
 @pytest.mark.parametrize("part", ARRAYS)
 def test_an_array_that_is_missing_is_named_and_nothing_is_loaded(spare: Spare, part: str):

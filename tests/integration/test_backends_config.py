@@ -72,6 +72,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     sys.modules.pop("parts_on_jax", None)
 
 
+@pytest.mark.slow
 def test_the_run_was_computed_by_the_backend_of_its_configuration(place: Path):
     losses = [each.output["loss"] for each in EventLog(place / "a").read(event="iteration_completed", engine="trainer")]
     assert len(losses) == 12
@@ -81,6 +82,7 @@ def test_the_run_was_computed_by_the_backend_of_its_configuration(place: Path):
     assert environment["jax"] == jax.__version__
 
 
+@pytest.mark.slow
 def test_a_dry_run_tries_everything_and_leaves_nothing(place: Path, capsys: pytest.CaptureFixture[str]):
     before = sorted(place.rglob("*"))
     assert main(["train", "config.yaml", "--dry-run", "--run", "dry"]) == 0
@@ -97,6 +99,7 @@ def test_a_run_is_resumed_from_the_command_line(place: Path):
     assert not diff(place / "a", place / "parts")
 
 
+@pytest.mark.slow
 def test_a_run_is_verified_from_its_folder(place: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["verify", "a"]) == 0
     assert "iterations 1 to 12: reproduced" in capsys.readouterr().out
@@ -104,6 +107,7 @@ def test_a_run_is_verified_from_its_folder(place: Path, capsys: pytest.CaptureFi
     assert "iterations 6 to 12: reproduced" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [[], ["--live"]], ids=["recorded", "live"])
 def test_a_run_is_debugged(
     place: Path, words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -74,6 +74,7 @@ def nudged(on: On) -> On:
     return replace(on, model=model)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on", BACKENDS)
 def test_a_single_flipped_bit_is_found_where_it_first_shows(on: On, recorded: Callable[[On], Path], tmp_path: Path):
     folder = recorded(on)

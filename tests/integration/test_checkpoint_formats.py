@@ -150,6 +150,7 @@ def test_the_weights_of_a_checkpoint_are_a_modules_variables_by_their_paths(tmp_
 # ------------------------------------------------------------------------------------------------- going on from it
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("on", ON_VALUES)
 @pytest.mark.parametrize("form", ALL)
 def test_a_run_resumes_from_either_format_bit_for_bit(on: On, form: Form, tmp_path: Path):

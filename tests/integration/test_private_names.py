@@ -15,6 +15,7 @@ def test_sys_gives_the_frames_of_all_threads():
     assert sys._current_frames()[threading.get_ident()].f_code.co_filename == __file__
 
 
+@pytest.mark.slow
 def test_a_module_shows_whether_it_is_compiled():
     """FLOPs are not counted on a compiled model. Nothing is compiled before the first call."""
     plain, in_place = nn.Linear(2, 2), nn.Linear(2, 2)

@@ -147,6 +147,7 @@ def _without_times(stream: Any) -> list[Any]:
     ]
 
 
+@pytest.mark.slow
 def test_the_files_of_loggers_hold_the_metrics(tmp_path: Path) -> None:
     stream = io.StringIO()
     acting(handlers=observers(tmp_path, stream)).train()

@@ -72,6 +72,7 @@ class Heard:
         self.found.append(("every other", engine.state.rollout_round, dict(engine.state.metrics)))
 
 
+@pytest.mark.slow
 @on_each([CARTPOLE, TEXTS, GROUPS, PRETRAIN], ON_TORCH)
 def test_handlers_find_in_a_replay_what_they_found_in_the_run(task: Task, on: str, tmp_path: Path) -> None:
     def stopping() -> EarlyStopping:
@@ -97,6 +98,7 @@ def test_handlers_find_in_a_replay_what_they_found_in_the_run(task: Task, on: st
     assert [json.loads(line) for line in lines[1]] == [json.loads(line) for line in lines[0]]
 
 
+@pytest.mark.slow
 @on_each([CARTPOLE, TEXTS, GROUPS], ON_TORCH)
 def test_each_event_of_a_rollout_is_in_the_log_once_and_in_order(task: Task, on: str, tmp_path: Path) -> None:
     heard = Heard()
@@ -127,6 +129,7 @@ def without_a_folder(task: Task, folder: Path) -> Trainer:
     return trainer
 
 
+@pytest.mark.slow
 @on_each([CARTPOLE, TEXTS], ON_TORCH)
 def test_a_second_train_starts_over(task: Task, on: str, tmp_path: Path) -> None:
     """Rollouts, prompts, episodes and the coefficient too; weights and optimizer stay as the first run left them."""
@@ -141,6 +144,7 @@ def test_a_second_train_starts_over(task: Task, on: str, tmp_path: Path) -> None
     assert differences(twice, other) == set()
 
 
+@pytest.mark.slow
 @on_each([CARTPOLE, TEXTS], ON_TORCH)
 def test_a_run_continues_after_its_termination_with_a_new_rollout(task: Task, on: str, tmp_path: Path) -> None:
     """And resuming after that gives the same result."""
@@ -235,6 +239,7 @@ def test_nothing_is_saved_inside_of_a_rollout(tmp_path: Path) -> None:
 # -------------------------------------------------------------------------------------------------- what a resume needs
 
 
+@pytest.mark.slow
 @on_each([CARTPOLE, TEXTS], ON_TORCH)
 def test_a_resume_draws_by_the_seed_that_the_run_began_with(task: Task, on: str, tmp_path: Path) -> None:
     """A random one, so that each process has its own."""
@@ -286,6 +291,7 @@ CONFIG = {
 }
 
 
+@pytest.mark.slow
 def test_a_configuration_makes_a_run_of_rollouts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

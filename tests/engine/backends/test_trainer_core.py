@@ -198,6 +198,7 @@ def test_batches_of_numpy_and_ready_ones_are_as_good_as_torchs(library):
         assert bits(core, core.train_step(batch, state).state) == expected
 
 
+@pytest.mark.slow
 @needs_jax
 def test_a_batch_may_be_overwritten_as_soon_as_the_step_has_returned():
     """The program runs on beside the caller, who may fill the same memory with the next batch."""
@@ -372,6 +373,7 @@ def test_models_of_another_kind_are_refused(library):
         core.init(wrong, "sgd")
 
 
+@pytest.mark.slow
 @needs_jax
 def test_a_schedule_over_an_optimizer_without_a_rate_is_refused():
     import optax

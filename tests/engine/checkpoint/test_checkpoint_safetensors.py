@@ -44,6 +44,7 @@ def test_accepted_values_are_loaded_unchanged(value: Any, tmp_path_factory: pyte
     assert same(back({"x": value}, tmp_path_factory.mktemp("c"))["x"], value)
 
 
+@pytest.mark.slow
 @given(values=st.lists(TENSORS, max_size=4))
 def test_tensors_are_loaded_bit_for_bit(values: list[torch.Tensor], tmp_path_factory: pytest.TempPathFactory):
     loaded = back({"x": values, "y": dict(enumerate(values))}, tmp_path_factory.mktemp("c"))
@@ -144,6 +145,7 @@ def test_equal_paths_do_not_collide(tmp_path: Path):
 # --------------------------------------------------------------------------------------------------- other programs
 
 
+@pytest.mark.slow
 @given(values=st.lists(TENSORS, max_size=5))
 def test_the_safetensors_package_reads_our_files_mapped_and_from_bytes(
     values: list[torch.Tensor], tmp_path_factory: pytest.TempPathFactory
@@ -172,6 +174,7 @@ def test_each_array_begins_where_a_program_that_maps_the_file_can_use_it(tmp_pat
             assert (begin + start) % ((end - start) // 3) == 0
 
 
+@pytest.mark.slow
 @given(arrays=st.dictionaries(st.text(max_size=3), TENSORS.filter(lambda each: each.dtype is not torch.complex128)))
 def test_what_the_package_writes_is_read(arrays: dict[str, torch.Tensor]):
     torch_form = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")

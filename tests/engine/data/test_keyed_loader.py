@@ -107,6 +107,7 @@ def test_a_sequential_loader_keeps_its_order():
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("persistent", [False, True])
 def test_what_is_drawn_while_reading_does_not_depend_on_the_workers(persistent: bool):
     def drawn(workers: int) -> list[Any]:

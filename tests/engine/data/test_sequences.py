@@ -181,6 +181,7 @@ def corpora(draw, longest=12):
     return length, documents
 
 
+@pytest.mark.slow
 @given(corpora())
 def test_packing_keeps_every_document_whole_and_once(corpus):
     length, documents = corpus
@@ -207,6 +208,7 @@ def test_packing_leaves_no_two_rows_that_would_fit_into_one(corpus):
     assert len(sizes) == 1 or sizes[0] + sizes[1] > length
 
 
+@pytest.mark.slow
 @given(corpora(), st.integers(2, 12))
 def test_split_documents_lose_only_the_labels_that_nothing_comes_before(corpus, length):
     _, documents = corpus
@@ -227,6 +229,7 @@ def test_split_documents_lose_only_the_labels_that_nothing_comes_before(corpus, 
     assert learnt == [label for kept in expected for label in kept]
 
 
+@pytest.mark.slow
 @given(corpora())
 def test_padded_rows_hold_the_packed_ones_and_nothing_to_learn_after_them(corpus):
     length, documents = corpus

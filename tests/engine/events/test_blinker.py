@@ -71,6 +71,7 @@ def test_a_plain_receiver_runs_in_the_phase_act(engine):
     assert seen == ["compute", "plain", "observe"]
 
 
+@pytest.mark.slow
 def test_a_plain_receiver_is_weak_by_default(engine):
     seen = []
 
@@ -88,6 +89,7 @@ def test_a_plain_receiver_is_weak_by_default(engine):
     assert not engine.hears(Events.STARTED)
 
 
+@pytest.mark.slow
 def test_a_method_as_a_weak_receiver_lives_as_long_as_its_object(engine):
     seen = []
 

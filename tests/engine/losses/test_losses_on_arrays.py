@@ -127,6 +127,7 @@ def test_where_every_target_is_ignored_or_there_is_none_the_loss_is_nan(library,
         assert math.isnan(focal_loss(logits, targets))
 
 
+@pytest.mark.slow
 @needs_jax
 @pytest.mark.parametrize("loss", [cross_entropy, functools.partial(cross_entropy, z_loss=0.1), focal_loss])
 def test_where_every_target_is_ignored_the_gradient_is_zero(loss):

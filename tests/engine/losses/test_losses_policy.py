@@ -354,6 +354,7 @@ def test_half_precision_losses_are_computed_in_float32(library):
         assert_near(halves, expected)
 
 
+@pytest.mark.slow
 @needs_jax
 def test_numpy_arrays_beside_jaxs_are_taken():
     log_probs, old, _ = actions_of((2, 3), 0, "float32")

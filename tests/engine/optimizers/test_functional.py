@@ -186,6 +186,7 @@ def test_a_mask_spares_parameters_as_a_group_without_decay_does(case, by):
     assert deviation(by(case, torch.float64, mask=MASK), theirs) < 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("by", [by_functional, by_optax])
 def test_a_mask_may_be_a_function_of_the_parameters(by):
     def matrices(params):
@@ -296,6 +297,7 @@ def test_the_rate_is_found_at_any_depth_and_a_parameter_of_that_name_is_none(jax
     assert with_learning_rate(fixed, 0.5) == fixed
 
 
+@pytest.mark.slow
 def test_beside_bfloat16_parameters_the_rate_stays_exact(jax):
     params = {"w": jax.numpy.ones(3, jax.numpy.bfloat16)}
     optimizer = create_optax("adamw", 0.001, 0.1)

@@ -104,6 +104,7 @@ def test_applied_puts_the_average_in_and_the_models_own_weights_back_in_the_same
     assert {name: tensor.data_ptr() for name, tensor in model.state_dict().items()} == places
 
 
+@pytest.mark.slow
 def test_a_compiled_model_computes_with_the_averaged_weights():
     model = nn.Linear(2, 1)
     average = WeightAverage(model, RULES["ema"])

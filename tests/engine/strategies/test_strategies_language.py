@@ -221,6 +221,7 @@ def test_a_policy_that_has_not_moved_is_indifferent_and_learns_to_prefer_the_cho
     assert all(not each.requires_grad for each in strategy._reference._model.parameters())
 
 
+@pytest.mark.slow
 @needs_jax
 def test_a_copy_stays_what_it_was_where_steps_reuse_the_memory_of_the_weights():
     import jax.numpy

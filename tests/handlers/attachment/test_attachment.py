@@ -50,6 +50,7 @@ def test_a_handler_of_exceptions_does_not_swallow_them():
         engine.run([0], max_epochs=1)
 
 
+@pytest.mark.slow
 def test_it_keeps_no_engine_alive():
     bus, attachment = EventBus(), Attachment("Place")
     engine = make_engine(bus=bus)

@@ -132,6 +132,7 @@ def saving_run(folder, every, iteration):
 
 
 # 10 batches an epoch, 3 an update: inside an update, at an update, at an epoch's last batch before it is completed
+@pytest.mark.slow
 @pytest.mark.parametrize("every", [None, Every(iterations=5, epochs=1)])
 @pytest.mark.parametrize("iteration", [5, 6, 10, 21])
 def test_a_resumed_run_equals_the_uninterrupted_one(iteration, every, tmp_path):

@@ -206,6 +206,7 @@ def test_silence_is_counted_in_looks_so_that_a_suspended_process_does_not_hang()
     assert silence.look(6, 3602.0) == 1.0
 
 
+@pytest.mark.slow
 def test_the_thread_ends_with_detach_and_with_the_watchdog(tmp_path):
     engine, others = make_engine(), watching()
     watchdog = HangWatchdog(tmp_path, SOON).attach(engine)

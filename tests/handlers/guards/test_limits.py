@@ -265,6 +265,7 @@ def test_a_resumed_trainer_makes_as_many_again(tmp_path):
     assert [go_on(), go_on(resume="latest")] == [7, 14]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("limits", "made"), [((10, None), 10), ((None, 10), 10), ((9, None), 9), ((14, None), 14)])
 def test_a_run_that_goes_back_to_a_checkpoint_gets_no_steps_for_it(limits, made, tmp_path):
     back = Back(1)

@@ -171,6 +171,7 @@ def without_files(state: Any) -> Any:
     return state
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", RUNS.values(), ids=list(RUNS))
 def test_the_run_after_a_sweep_is_the_run_without_one(tmp_path: Path, settings: dict[str, Any]):
     assert_same_runs(tmp_path, lambda folder: make(folder, settings), LRFinder(**SWEEP).run)
@@ -192,6 +193,7 @@ def test_a_sweep_in_mid_run_with_gradients_waiting_changes_nothing(tmp_path: Pat
     assert_same_runs(tmp_path, half_way, lambda run: None)
 
 
+@pytest.mark.slow
 def test_an_attached_finder_sweeps_once_before_the_first_batch_and_changes_nothing(tmp_path: Path):
     finder = LRFinder(**SWEEP, folder=tmp_path / "found")
 

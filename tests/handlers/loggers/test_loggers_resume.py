@@ -58,6 +58,7 @@ def written(folder):
     return [[{name: row[name] for name in row if name not in clocked} for row in rows] for rows in (table, lines)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fails_at", [3, 11, 19, 20, 25])
 def test_a_run_that_failed_and_was_resumed_has_logged_what_one_did_that_never_failed(tmp_path, fails_at):
     def loggers(folder):

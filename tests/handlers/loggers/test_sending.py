@@ -172,6 +172,7 @@ def test_what_is_refused_is_lost_alone_and_said_once():
     assert [str(error) for error in service.reported] == ["no such thing"]
 
 
+@pytest.mark.slow
 def test_a_sender_that_has_ended_is_kept_by_nobody():
     sender = Service().sender()
     sender.put(1, 1)

@@ -67,6 +67,7 @@ def test_collections_come_at_the_ends_of_epochs_alone():
     assert found == [(epoch, 2 * epoch, "epoch_completed", 2) for epoch in (1, 2, 3)]
 
 
+@pytest.mark.slow
 def test_the_cadence_and_the_generation_are_those_asked_for():
     handler = Garbage(Every(iterations=2) | Every(epochs=1), generation=1)
     found = collections_of(handler, lambda engine: engine.run([0, 1, 2], max_epochs=2))
@@ -128,6 +129,7 @@ def test_however_the_run_ends_the_collector_is_as_it_was(run, enabled):
     assert set(seen) == {(False, True)}
 
 
+@pytest.mark.slow
 def test_detached_in_the_middle_of_a_run_it_gives_the_collector_back():
     engine, handler = make_engine(litter), Garbage()
     handler.attach(engine)
@@ -154,6 +156,7 @@ def test_a_trainer_trains_with_it_as_without():
     assert gc.isenabled()
 
 
+@pytest.mark.slow
 def test_wrong_arguments_and_a_replay_are_refused(tmp_path):
     with pytest.raises(TypeError, match=r"Garbage\(every=100\): needs an Every"):
         Garbage(100)

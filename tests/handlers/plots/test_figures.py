@@ -98,6 +98,7 @@ def test_a_label_has_one_style_in_all_panels_and_is_in_the_legend_once():
     assert [axes.get_title(loc="left") for axes in figure.axes] == ["accuracy", "f1"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["curves", "matrix"])
 def test_nothing_is_drawn_over_the_figures_edge(kind):
     name = "a_validation_set_with_a_very_long_name_of_a_benchmark_$x_in_many_languages_{}/loss"

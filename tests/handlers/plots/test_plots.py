@@ -213,6 +213,7 @@ def test_of_many_layers_the_largest_are_drawn_beside_the_total(tmp_path):
     assert len(labels(plots, "grad_norm")[0]) == MAX_LAYERS + 1
 
 
+@pytest.mark.slow
 def test_no_other_engine_of_the_bus_mixes_its_curves_in(tmp_path):
     bus = EventBus()
     first = make_engine(bus=bus)

@@ -79,6 +79,7 @@ def test_the_commit_is_that_of_the_working_folder(tmp_path, monkeypatch):
     assert run_facts(make_engine())["git"]["changed"] is True
 
 
+@pytest.mark.slow
 def test_several_processes_lose_no_start_of_each_other(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "_git_state", lambda: None)
     engine = make_engine()

@@ -295,6 +295,7 @@ class TestResuming:
         assert train("--run", "fixed", "--resume", "latest") == 0
         assert "seed: 3" in (folder / "fixed" / "config.yaml").read_text()
 
+    @pytest.mark.slow
     def test_a_path_names_the_checkpoint_and_its_run(self, folder: Path) -> None:
         assert train("--training.max_epochs", "4") == 0
         assert train("--training.seed", "5") == 0

@@ -58,6 +58,7 @@ def weights(run: str) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["yaml", "json"])
 def test_the_printed_configuration_gives_the_same_run(
     form: str, folder: Path, capsys: pytest.CaptureFixture[str]

@@ -157,6 +157,7 @@ def test_without_a_recorder_the_bundle_contains_the_events(folder: Path) -> None
     assert "output: loss" in output
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("line", "message"),
     [

@@ -82,6 +82,7 @@ def test_settings_that_would_write_into_a_run_folder_do_not(folder: Path) -> Non
     assert files() == before
 
 
+@pytest.mark.slow
 def test_the_plot_goes_where_it_is_asked_for(folder: Path, capsys: Streams) -> None:
     assert find(*QUICK, "--plot", "found") == 0
     assert sorted(path.name for path in Path("found/plots").iterdir()) == ["lr_finder.png", "lr_finder.svg"]

@@ -57,6 +57,7 @@ def place(recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_run_is_verified_from_its_own_configuration(place: Path, capsys: pytest.CaptureFixture[str]):
     before = {path: path.read_bytes() for path in (place / "a").rglob("*") if path.is_file()}
     assert main(["verify", "a"]) == 0
@@ -144,6 +145,7 @@ def test_a_fork_leaves_batches_out_and_changes_the_rate(place: Path, capsys: pyt
     assert "learning_rates" in str(diff("a", "b"))
 
 
+@pytest.mark.slow
 def test_a_fork_that_leaves_batches_out_resumes_bit_for_bit(place: Path):
     assert main(["fork", "a", "--at", "8", "--into", "b", "--skip-batches", "12-13", "--train"]) == 0
     shutil.copytree("b", "c")
@@ -154,6 +156,7 @@ def test_a_fork_that_leaves_batches_out_resumes_bit_for_bit(place: Path):
     assert not diff("b", "c")
 
 
+@pytest.mark.slow
 def test_a_schedule_continues_at_its_step_with_the_new_rate(
     recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -198,6 +201,7 @@ def test_a_whole_pass_can_be_left_out(place: Path):
     assert found[:9] == [fingerprints("a")[8], *fingerprints("a")[22:30]]
 
 
+@pytest.mark.slow
 def test_a_fork_of_a_fork_counts_as_the_fork_does(place: Path):
     assert main(["fork", "a", "--at", "8", "--into", "b", "--skip-batches", "12-13", "--train"]) == 0
     assert main(["fork", "b", "--at", "16", "--into", "c", "--skip-batches", "18", "--train"]) == 0

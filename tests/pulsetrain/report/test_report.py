@@ -25,6 +25,7 @@ class TestCurve:
             curve.add(at, value)
         assert values(curve) == points
 
+    @pytest.mark.slow
     @pytest.mark.parametrize("place", [0, 1, 4095, 77_777, 123_456, 199_999])
     def test_a_single_spike_is_never_lost(self, place):
         curve = Curve()

@@ -66,6 +66,7 @@ def contents(folder: Path) -> dict[str, tuple[bytes, int]]:
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stretch", [{}, {"from_iteration": 12}, {"from_iteration": 12, "to_iteration": 20}])
 def test_the_same_run_is_reproduced_and_its_folder_stays_unchanged(run: Path, stretch: dict[str, int]):
     before = contents(run)
@@ -293,6 +294,7 @@ def planted(folder: Path, at: int | None, error: str = "planted", patience: int 
     return made
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "now", "proven"),
     [((14, "a"), (14, "a"), True), ((14, "a"), (14, "b"), False), ((14, "a"), (None, ""), False),

@@ -32,6 +32,7 @@ def test_after_an_interruption_it_continues_with_the_next_batch():
     assert seen == list(range(1, 21))
 
 
+@pytest.mark.slow
 def test_a_resumed_run_that_is_interrupted_before_its_first_batch_loses_no_epoch(tmp_path: Path):
     def make(folder: Path) -> Trainer:
         return trainer({"max_epochs": 3}, handlers=[Checkpointer(folder, every=Every(iterations=1), at_end=False)])
@@ -313,6 +314,7 @@ def test_a_second_runs_history_is_another_object():
     assert first != second
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bound", [{"max_iterations": 13}, {"max_updates": 13}])
 def test_a_run_killed_at_its_very_end_ends_alike_when_resumed(bound: dict[str, int], tmp_path: Path):
     def make(folder: Path) -> Trainer:

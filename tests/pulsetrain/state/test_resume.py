@@ -82,6 +82,7 @@ def test_a_termination_between_a_batch_and_its_step_does_not_count_the_batch(uni
     assert all(torch.equal(weights(uninterrupted)[name], value) for name, value in weights(again).items())
 
 
+@pytest.mark.slow
 def test_resuming_a_finished_run_trains_nothing_more(tmp_path: Path):
     run = resumable_run(tmp_path)
     history = run.train()
@@ -106,6 +107,7 @@ def test_resume_latest_starts_a_run_if_there_is_no_checkpoint(tmp_path: Path):
     assert run.state.iteration == 20
 
 
+@pytest.mark.slow
 def test_resume_takes_a_path(uninterrupted: Trainer, tmp_path: Path):
     cut_after(resumable_run(tmp_path), 12)
     path = sorted((tmp_path / "checkpoints").glob("000000004-*"))[0]
@@ -121,6 +123,7 @@ def test_resume_takes_a_path(uninterrupted: Trainer, tmp_path: Path):
     assert all(torch.equal(weights(uninterrupted)[name], value) for name, value in weights(again).items())
 
 
+@pytest.mark.slow
 def test_the_newest_checkpoint_is_skipped_if_damaged(uninterrupted: Trainer, tmp_path: Path):
     cut_after(resumable_run(tmp_path), 12)
     newest = sorted((tmp_path / "checkpoints").glob("0*"))[-1] / "state.pt"
@@ -141,6 +144,7 @@ def test_weights_that_do_not_fit_are_listed_by_name(tmp_path: Path):
     assert "unexpected: 4.weight (1, 8)" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_a_changed_schedule_is_refused(tmp_path: Path):
     resumable_run(tmp_path).train()
     with pytest.raises(CheckpointError, match="total_steps"):

@@ -60,6 +60,7 @@ def resume_on(data: Any, folder: Path) -> tuple[Trainer, list[int], list[list[st
     return run, ends, [line["differences"] for line in logs if "training data differs" in line["event"]]
 
 
+@pytest.mark.slow
 def test_the_same_data_is_not_reported(tmp_path: Path):
     for name in ("draws", "batch_sampler", "subclass", "stream", "generating", "list", "state of its own"):
         cut(LOADERS[name](), tmp_path / name, 17)

@@ -101,6 +101,7 @@ def test_reading_a_pass_again_is_reported(name: str, reported: list[tuple[str, i
     assert reread(logs) == reported
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("event", [Events.GET_BATCH_COMPLETED, Events.ITERATION_STARTED])
 @pytest.mark.parametrize("name", ["draws", "generating", "state of its own", "torchdata's"])
 def test_a_batch_that_was_read_but_not_trained_on_is_repeated(

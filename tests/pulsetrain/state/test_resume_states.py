@@ -57,6 +57,7 @@ def with_strategy(folder: Path, strategy: Any, *handlers: Any) -> Trainer:
     return trainer({"max_epochs": 2, "seed": 7}, strategy=strategy, handlers=[checkpointer, *handlers])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Warming, WarmingModule])
 def test_a_strategys_state_is_resumed(kind: Any, tmp_path: Path):
     whole = with_strategy(tmp_path / "whole", kind())
@@ -126,6 +127,7 @@ class Refusing(Averaging):
             raise CheckpointError("does not fit")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", [Warming, WarmingModule])
 def test_if_a_handler_rejects_its_state_all_others_stay_unchanged(strategy: Any, tmp_path: Path):
     run = with_strategy(tmp_path, strategy(), Averaging(), EMA(decay=0.9), Refusing())
@@ -163,6 +165,7 @@ def test_a_state_with_a_piece_missing_inside_is_refused_before_anything_is_loade
 # ------------------------------------------------------------------------------------ generators of devices
 
 
+@pytest.mark.slow
 def test_generators_of_missing_devices_are_reported_and_the_run_continues(tmp_path: Path):
     cut_after(resumable_run(tmp_path), 12)
     state = load_checkpoint(CheckpointManager(tmp_path / "checkpoints").get_latest())
@@ -177,6 +180,7 @@ def test_generators_of_missing_devices_are_reported_and_the_run_continues(tmp_pa
     assert run.state.epoch == 4
 
 
+@pytest.mark.slow
 def test_a_state_without_a_generator_is_refused_before_anything_is_loaded(tmp_path: Path):
     resumable_run(tmp_path).train()
     run = resumable_run(tmp_path)

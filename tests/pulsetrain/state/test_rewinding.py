@@ -46,6 +46,7 @@ def plain(**settings: Any) -> Trainer:
     return trainer
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("background", [False, True])
 def test_it_goes_back_twice_past_what_it_left_out_before(tmp_path: Path, background: bool) -> None:
     trainer = going_back(guarded_run(saver(tmp_path, background=background), max_epochs=2), (16, 14, 15), (18, 17, 17))

@@ -159,6 +159,7 @@ def test_generators_that_each_pass_seeds_or_a_checkpoint_holds_are_not_named(tmp
             assert generator_warnings(data, tmp_path) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("iteration", [4, 13])
 def test_a_generator_in_a_batch_samplers_sampler_is_seeded_for_each_pass(iteration: int, tmp_path: Path):
     def run(folder: str, seed: int) -> Trainer:

@@ -163,6 +163,7 @@ def test_functions_builtins_and_libraries_are_not_warned_of(tmp_path: Path):
     assert warnings_of(run) == []
 
 
+@pytest.mark.slow
 def test_our_own_handlers_are_not_warned_of(tmp_path: Path):
     handlers = [
         ConsoleLogger(),

@@ -167,6 +167,7 @@ def test_a_state_that_does_not_fit_is_refused_and_nothing_changes(on, wrong):
 # ------------------------------------------------------------------------------------------------- beside handlers
 
 
+@pytest.mark.slow
 @EVERY_KIND
 def test_epochs_by_hand_are_saved_and_recorded_and_their_checkpoint_resumes(on, tmp_path):
     def run_in(folder):

@@ -133,6 +133,7 @@ def test_every_setting(settings):
     are_one(**settings)
 
 
+@pytest.mark.slow
 def test_no_decay_spares_what_it_spares_in_place():
     """A decay so large that decayed weights vanish and the others do not."""
     left = [

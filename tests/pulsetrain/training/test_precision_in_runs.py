@@ -73,6 +73,7 @@ def test_norms_are_those_of_the_unscaled_gradients_and_clipping_is_by_them():
         assert mine["train/loss"] == pytest.approx(theirs["train/loss"], rel=0.05)
 
 
+@pytest.mark.slow
 def test_an_fp16_run_resumed_equals_the_uninterrupted_one_in_scale_counts_and_announcements(tmp_path: Path):
     def make(folder: str) -> tuple[Trainer, list[Any]]:
         run = trainer(

@@ -215,6 +215,7 @@ class TestSealed:
         assert bool(log.damage) == (at not in ended.starts)
         check_commands(folder, ended)
 
+    @pytest.mark.slow
     @few
     @given(number=st.integers(0, BLOCKS))
     def test_a_cut_between_two_blocks_leaves_a_log_without_end(self, ended: Whole, number: int):
@@ -273,6 +274,7 @@ class TestTail:
         assert len(log) >= len(going.events) - 1 - joined
         check_commands(folder, going)
 
+    @pytest.mark.slow
     @few
     @given(data=st.data())
     def test_a_cut_costs_the_line_it_splits_and_those_after_it(self, going: Whole, data: st.DataObject):
@@ -287,6 +289,7 @@ class TestTail:
         assert not log.ended
         check_commands(folder, going)
 
+    @pytest.mark.slow
     @few
     @given(data=st.data())
     def test_rubbish_between_lines_is_found_and_costs_nothing(self, going: Whole, data: st.DataObject):
@@ -332,6 +335,7 @@ def test_every_flipped_bit_and_every_cut_of_a_small_sealed_log_is_found(tmp_path
         assert log.verify() or not log.ended, at
 
 
+@pytest.mark.slow
 def test_every_flipped_bit_of_a_small_tail_is_found_and_costs_one_line(tmp_path: Path):
     writer = LogWriter(tmp_path / "whole")
     for n in range(12):

@@ -251,6 +251,7 @@ values = st.recursive(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(st.lists(values, min_size=1, max_size=30), st.data())
 def test_whatever_was_written_is_read_back_however_the_tail_was_cut(payloads, data):
