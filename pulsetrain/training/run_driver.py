@@ -122,7 +122,7 @@ class RunDriver:
         self._rewind = None
 
     def commit_iteration(self) -> None:
-        """The iteration was trained; end the run at a bound that counts updates, samples or tokens."""
+        """The iteration was trained; end the run at a bound that counts updates or tokens."""
         self._data.commit(self._engine.state.iteration)
         if self._length.counted:
             reason = self._length.reached(self._engine.state)
