@@ -11,7 +11,7 @@ METADATA := pyproject.toml setup.cfg constraints.txt
 SCRIPTS := $(patsubst %/,%,$(sort $(foreach folder,examples benchmarks,$(if $(shell find $(folder) -name '*.py' 2>/dev/null | head -n 1),$(folder)))))
 
 # Settings that the caller's shell has for another project must not affect this one.
-unexport PYTHONPATH PYTHONHOME PYTHONSTARTUP VIRTUAL_ENV MYPYPATH PIP_USER PIP_TARGET PIP_PREFIX PIP_REQUIRE_VIRTUALENV
+unexport PYTHONPATH PYTHONHOME PYTHONSTARTUP PYTHONDONTWRITEBYTECODE VIRTUAL_ENV MYPYPATH PIP_USER PIP_TARGET PIP_PREFIX PIP_REQUIRE_VIRTUALENV
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 # A virtual environment holds absolute paths: if it was moved, or if its Python is gone, it is created again; otherwise it is kept.
