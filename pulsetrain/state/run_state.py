@@ -29,9 +29,10 @@ Owner = TypeVar("Owner")
 StatefulOwner = TypeVar("StatefulOwner", bound=Stateful)
 
 FORMAT = 5
-_COUNTERS = (
+_FIRST_COUNTERS = (  # which every checkpoint of this format has
     "iteration", "epoch", "epoch_length", "update", "validation_round", "rollout_round", "save", "tokens", "samples",
 )  # fmt: skip
+_COUNTERS = (*_FIRST_COUNTERS,)  # one that is added here is 0 in older checkpoints
 # settings that may differ between two parts of one run: its length, what it reports, where it writes
 _MAY_CHANGE = (*BOUNDS, "log_every_n_steps", "run_dir")
 _MAY_REFUSE = ("backend", "strategy", "handlers")  # parts that run code which cannot be checked beforehand
@@ -46,7 +47,7 @@ class RunState:
     """The parts of a run's state, by the names of their entries in a checkpoint.
 
     Args:
-        parts: in the order in which they are reset and loaded.
+        parts: in the order in which they are reset.
     """
 
     def __init__(self, parts: Mapping[str, Part]) -> None:
@@ -277,11 +278,11 @@ class Counters(PartOf[_Counting]):
         return counters
 
     def check_state_dict(self, state: Mapping[str, int | None]) -> None:
-        require("counters", state, _COUNTERS)
+        require("counters", state, _FIRST_COUNTERS)
 
     def load_state_dict(self, state: Mapping[str, int | None]) -> None:
         # the checkpoint's own save is counted after it is durable, so it is not in there
-        self._owner.set_counters({**state, "save": (state["save"] or 0) + 1})
+        self._owner.set_counters({**dict.fromkeys(_COUNTERS, 0), **state, "save": (state["save"] or 0) + 1})
 
 
 def _changed_settings(config: TrainingConfig) -> dict[str, str]:

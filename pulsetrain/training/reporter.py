@@ -30,9 +30,8 @@ class MetricsReporter:
         self._backend, self._stepper, self._every = stepper.backend, stepper, every
         self.losses = Losses()
         self.named_losses = {f"{name}_loss": Losses() for name in stepper.optimizers or ()}  # whose sum is the loss
-        self.history = MetricTracker()
-        self.announced_skips = 0  # fp16 updates known to have been skipped
         self._rate = Rate()
+        self.reset()
 
     def attach(self, engine: Engine) -> None:
         self._engine = engine
@@ -96,7 +95,7 @@ class MetricsReporter:
 
     def reset(self) -> None:
         """Return to before the first loss; the last run's history stays with its readers."""
-        self.announced_skips = 0
+        self.announced_skips = 0  # fp16 updates known to have been skipped
         for losses in self._all_losses():
             losses.reset()
         self.history = MetricTracker()

@@ -51,7 +51,7 @@ class Validator:
         reporter: MetricsReporter,
     ) -> None:
         self.evaluation, self.loaders, self.every, self._reporter = evaluation, loaders, every, reporter
-        self.validated_at = -1  # the iteration of the last validation
+        self.reset()
 
     def attach(self, engine: Engine) -> None:
         self._engine = engine
@@ -87,7 +87,7 @@ class Validator:
             self.validate()
 
     def reset(self) -> None:
-        self.validated_at = -1
+        self.validated_at = -1  # the iteration of the last validation
 
     def state_dict(self) -> dict[str, Any]:
         """When the last validation was, and the run's current metrics."""
