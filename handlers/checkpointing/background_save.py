@@ -46,6 +46,7 @@ class BackgroundSave:
         self._thread: threading.Thread | None = None
         self._preparing: threading.Thread | None = None
         self._cleaning: threading.Thread | None = None
+        self._cleaning_error: BaseException | None = None
         self._engine: SavedEngine | None = None  # of the save in progress
         self._iteration = -1
         self._saved: CheckpointSaved | None = None
@@ -115,7 +116,7 @@ class BackgroundSave:
         thread = self._thread
         if thread is None or (not wait and thread.is_alive()):
             if wait:
-                self._finish_cleaning()
+                self._finish_cleaning(raises)
             return False
         if thread.is_alive():
             start = self._clock()
@@ -133,10 +134,10 @@ class BackgroundSave:
             self._undo()
         else:
             engine.fire(Events.CHECKPOINT_SAVED, saved)
-            self._cleaning = threading.Thread(target=self._clean, args=(saved,), name="checkpoint cleaning")
+            self._cleaning = threading.Thread(target=self._clean_up, args=(saved,), name="checkpoint cleaning")
             self._cleaning.start()
             if wait:
-                self._finish_cleaning()
+                self._finish_cleaning(raises)
         if error is not None:
             # a full disk costs this checkpoint, not the run; an error after the writing is not a full disk
             if raises and (saved is not None or not isinstance(error, OSError)):
@@ -157,10 +158,21 @@ class BackgroundSave:
         """Free the memory; the last save must be settled."""
         self._snapshot = Snapshot()
 
-    def _finish_cleaning(self) -> None:
-        if self._cleaning is not None:
-            self._cleaning.join()
-            self._cleaning = None
+    def _clean_up(self, saved: CheckpointSaved) -> None:
+        try:
+            self._clean(saved)
+        except BaseException as error:  # raised on the training thread
+            self._cleaning_error = error
+
+    def _finish_cleaning(self, raises: bool = True) -> None:
+        if self._cleaning is None:
+            return
+        self._cleaning.join()
+        error, self._cleaning, self._cleaning_error = self._cleaning_error, None, None
+        if error is not None and raises:
+            raise error
+        if error is not None:
+            get_logger("handlers").warning("older checkpoints not deleted", reason=str(error) or type(error).__name__)
 
     def _durable(self, saved: CheckpointSaved) -> None:
         self._saved = saved

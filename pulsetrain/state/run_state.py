@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING, Field, fields
 from typing import Any, Generic, Protocol, TypeVar
 
 import torch
@@ -287,5 +288,10 @@ class Counters(PartOf[_Counting]):
 
 def _changed_settings(config: TrainingConfig) -> dict[str, str]:
     """The settings as text, without those that have their default."""
-    defaults = vars(type(config)())
-    return {name: repr(value) for name, value in vars(config).items() if value != defaults[name]}
+    return {
+        each.name: repr(value) for each in fields(config) if (value := getattr(config, each.name)) != _default(each)
+    }
+
+
+def _default(field: Field[Any]) -> object:
+    return field.default if field.default_factory is MISSING else field.default_factory()

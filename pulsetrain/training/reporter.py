@@ -10,6 +10,7 @@ from torch import Tensor
 from pulsetrain.engine import AnomalyDetected, Engine, Events, MetricsLogged, Phase, TrainingResult
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.metrics import MetricTracker
+from pulsetrain.state.part import require
 from pulsetrain.training.running_stats import Losses, Rate
 from pulsetrain.training.stepper import Stepper
 
@@ -107,6 +108,10 @@ class MetricsReporter:
             "announced_skips": self.announced_skips,
             "history": self.history.state_dict(),
         }
+
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        require("reporter", state, ("losses", "named_losses", "announced_skips", "history"))
+        require("reporter.named_losses", state["named_losses"], self.named_losses)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.losses.load_state_dict(state["losses"], self._backend.device)

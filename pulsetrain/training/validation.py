@@ -27,6 +27,7 @@ from pulsetrain.engine.step.first_batch import FirstBatch
 from pulsetrain.engine.step.model_call import eval_mode
 from pulsetrain.engine.step.protocols import AlternatingStrategy, DerivesMetrics, TrainingBatch, TrainingStrategy
 from pulsetrain.handlers.attachment.cadence import reading_events
+from pulsetrain.state.part import require
 from pulsetrain.training.reporter import MetricsReporter
 from pulsetrain.training.stepper import Stepper
 
@@ -94,6 +95,9 @@ class Validator:
         numbers = {name: _number(value) for name, value in self._engine.state.metrics.items()}
         metrics = {name: number for name, number in numbers.items() if number is not None}
         return {"validated_at": self.validated_at, "metrics": metrics}
+
+    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+        require("validation", state, ("validated_at", "metrics"))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.validated_at = state["validated_at"]

@@ -88,6 +88,18 @@ def test_older_ones_are_deleted_only_after_it_is_announced(background: bool, tmp
     assert len(handler.manager.valid()) == 1
 
 
+def test_an_error_while_older_ones_are_deleted_reaches_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    engine = SavingEngine()
+    handler = in_background(engine, tmp_path, Every(iterations=2), at_end=False)
+
+    def fail(keep: object) -> None:
+        raise RuntimeError("the storage refused")
+
+    monkeypatch.setattr(handler.manager, "prune", fail)
+    with pytest.raises(RuntimeError, match="the storage refused"):
+        engine.run(range(6))
+
+
 def test_no_two_saves_are_under_way_at_once_and_none_is_left_out(tmp_path: Path):
     engine = SavingEngine()
     handler = in_background(engine, tmp_path, Every(iterations=1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -88,3 +89,29 @@ def test_a_part_that_every_checkpoint_has_is_required(tmp_path: Path) -> None:
     state = {name: part for name, part in made.checkpoint_state().items() if name != "reporter"}
     with pytest.raises(CheckpointError, match="lacks reporter"):
         made.load_checkpoint_state(state)
+
+
+def test_a_checkpoint_that_a_handler_refuses_leaves_the_runs_metrics_as_they_are(tmp_path: Path) -> None:
+    made = trainer(tmp_path, slow=Slow())
+    made.train()
+    metrics = {"text": "a", "several": torch.ones(3), "one": 1.0}
+    made.state.metrics = metrics
+    with pytest.raises(CheckpointError, match="lacks 'batches'"):
+        made.load_checkpoint_state({**made.checkpoint_state(), "slow": {}})
+    assert made.state.metrics is metrics
+    assert list(metrics) == ["text", "several", "one"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Widths(TrainingConfig):
+    """A user's configuration with a setting that has no default."""
+
+    hidden: int
+
+
+def test_the_settings_of_a_users_configuration_are_saved_without_making_another_one(tmp_path: Path) -> None:
+    config = Widths(hidden=4, max_epochs=1)
+    made = Trainer(
+        nn.Linear(2, 1), [(torch.ones(4, 2), torch.ones(4, 1))], strategy=SupervisedStrategy("mse"), config=config
+    )
+    assert made.checkpoint_state()["made_with"]["settings"] == {"max_epochs": "1", "hidden": "4"}
