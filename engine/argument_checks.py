@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from numbers import Real
 from typing import TypeGuard
 
 from pulsetrain.engine.errors import ConfigurationError, unknown_name
@@ -50,7 +51,7 @@ def check_number(place: str, argument: str, value: object, at_least: float = 0.0
     Raises:
         ConfigurationError: not such a number.
     """
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and at_least <= value < below:
+    if isinstance(value, Real) and not isinstance(value, bool) and at_least <= float(value) < below:
         return
     wanted = f"finite number of at least {at_least:g}"
     if below < math.inf:
@@ -74,7 +75,7 @@ def check_positive(place: str, argument: str, value: object, below: float = math
     Raises:
         ConfigurationError: not such a number.
     """
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < below:
+    if not isinstance(value, Real) or isinstance(value, bool) or not 0 < float(value) < below:
         bound = "" if below == math.inf else f" below {below:g}"
         raise ConfigurationError(f"needs a positive number{bound}", place, **{argument: value})
 

@@ -25,21 +25,6 @@ class StepStopped(Exception):  # noqa: N818
         self.cause = cause
 
 
-def _request(attribute: str, doc: str) -> property:
-    """What the loop looks at at the next safe point; ignite's handlers set it, too."""
-
-    def asked(self: RunControl) -> bool | str:
-        value: bool | str = getattr(self, attribute)
-        return value
-
-    def ask(self: RunControl, value: bool | str) -> None:
-        setattr(self, attribute, value)
-        if value:
-            self._attention = True
-
-    return property(asked, ask, doc=doc)
-
-
 class RunControl(EngineEvents):
     """The part of an engine that ends, pauses and fails a run."""
 
@@ -48,9 +33,37 @@ class RunControl(EngineEvents):
     _interrupt = False
     _termination_reason = ""
 
-    should_terminate = _request("_terminate", 'False, True, or "skip_completed".')
-    should_terminate_single_epoch = _request("_terminate_epoch", 'False, True, or "skip_epoch_completed".')
-    should_interrupt = _request("_interrupt", "Whether the run pauses at the next safe point.")
+    # The loop looks at these three at the next safe point; ignite's handlers set them, too.
+
+    @property
+    def should_terminate(self) -> bool | str:
+        """False, True, or "skip_completed"."""
+        return self._terminate
+
+    @should_terminate.setter
+    def should_terminate(self, value: bool | str) -> None:
+        self._terminate = value
+        self._attention = self._attention or bool(value)
+
+    @property
+    def should_terminate_single_epoch(self) -> bool | str:
+        """False, True, or "skip_epoch_completed"."""
+        return self._terminate_epoch
+
+    @should_terminate_single_epoch.setter
+    def should_terminate_single_epoch(self, value: bool | str) -> None:
+        self._terminate_epoch = value
+        self._attention = self._attention or bool(value)
+
+    @property
+    def should_interrupt(self) -> bool:
+        """Whether the run pauses at the next safe point."""
+        return self._interrupt
+
+    @should_interrupt.setter
+    def should_interrupt(self, value: bool) -> None:
+        self._interrupt = value
+        self._attention = self._attention or value
 
     def terminate(self, skip_completed: bool = False, *, reason: str = "terminate() was called") -> None:
         """End the run at the next safe point: TERMINATE is fired, then COMPLETED.

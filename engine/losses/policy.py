@@ -204,6 +204,7 @@ def grpo_loss(
         require(place, "max_length", max_length, lambda most: 0 < most < math.inf, "a number of tokens, at least 1")
     if kl_coef and reference_log_probs is None:
         raise ConfigurationError("needs reference_log_probs; pass them, or kl_coef=0.0", place, kl_coef=kl_coef)
+    namespace(log_probs, advantages, place=place)  # arrays
     if log_probs.ndim != 2 or tuple(advantages.shape) != (log_probs.shape[0],):
         needs = "needs log_probs (batch, length) and advantages (batch,)"
         raise misshapen(place, needs, log_probs=log_probs, advantages=advantages)

@@ -19,25 +19,7 @@ from pulsetrain.engine.schedules.torch_schedulers import add_warmup, create_sche
 from pulsetrain.engine.schedules.warmup import WSD, OneCycle, Warmup
 
 __all__ = [
-    "Schedule",
-    "Constant",
-    "Linear",
-    "Polynomial",
-    "Step",
-    "MultiStep",
-    "Exponential",
-    "Cosine",
-    "CosineRestarts",
-    "InverseSqrt",
-    "Warmup",
-    "WSD",
-    "OneCycle",
-    "Sequential",
-    "Scaled",
-    "build_schedule",
-    "create_scheduler",
-    "add_warmup",
-    "group_ratios",
-    "update_optimizer",
-    "plot",
-]
+    "Schedule", "Constant", "Linear", "Polynomial", "Step", "MultiStep", "Exponential", "Cosine", "CosineRestarts",
+    "InverseSqrt", "Warmup", "WSD", "OneCycle", "Sequential", "Scaled", "build_schedule", "create_scheduler",
+    "add_warmup", "group_ratios", "update_optimizer", "plot",
+]  # fmt: skip

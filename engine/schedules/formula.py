@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from functools import cache
 from typing import Literal, Protocol, get_args, get_origin, get_type_hints, runtime_checkable
 
 from pulsetrain.engine.argument_checks import check_choice, is_whole
@@ -27,6 +28,16 @@ class Schedule(Protocol):
     def state_dict(self) -> dict[str, object]: ...
 
     def load_state_dict(self, state: Mapping[str, object]) -> None: ...
+
+
+@cache
+def _kinds_of(schedule: type) -> dict[str, object]:
+    """The types of the fields; of a class whose annotations cannot be resolved, those that are plain names."""
+    try:
+        return get_type_hints(schedule)
+    except NameError:
+        plain = {"int": int, "float": float}
+        return {field.name: plain.get(str(field.type), field.type) for field in fields(schedule)}
 
 
 # The unit of each whole-number parameter, and how to choose it.
@@ -61,9 +72,10 @@ class Formula:
         return getattr(self, "total_steps", None) or getattr(self, "warmup_steps", None)
 
     def __post_init__(self) -> None:
-        kinds = get_type_hints(type(self))
+        kind_of: type = type(self)
+        kinds = _kinds_of(kind_of)
         for field in fields(self):
-            value, kind = getattr(self, field.name), kinds[field.name]
+            value, kind = getattr(self, field.name), kinds.get(field.name)
             if kind is int:
                 if not is_whole(value):
                     raise self._refused("needs a whole number", field.name)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
 from pulsetrain.engine.optimizers.functional.rules import FunctionalOptimizer, Step, decayed, scaled
-from pulsetrain.engine.optimizers.functional.trees import Trees
+from pulsetrain.engine.optimizers.functional.trees import DecayMask, Trees
 
 __all__ = ["Adam", "AdamW"]
 
@@ -16,8 +17,13 @@ __all__ = ["Adam", "AdamW"]
 class _Moments(FunctionalOptimizer):
     """Averages of the gradients and of their squares."""
 
+    learning_rate: float
+    _: KW_ONLY
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
+    weight_decay: float = 0.0
+    decay_mask: DecayMask = None
+    options: ClassVar = ("betas", "eps")
 
     @property
     def _averages(self) -> tuple[str, ...]:
@@ -59,6 +65,8 @@ class Adam(_Moments):
         ConfigurationError: a value is out of range.
     """
 
+    kind: ClassVar = "adam"
+
     def _step(self, trees: Trees, step: int, rate: float | Tensor) -> Step:
         return self._moments(trees, decayed(trees, self.weight_decay), step, rate)
 
@@ -81,6 +89,8 @@ class AdamW(_Moments):
     Raises:
         ConfigurationError: a value is out of range.
     """
+
+    kind: ClassVar = "adamw"
 
     def _step(self, trees: Trees, step: int, rate: float | Tensor) -> Step:
         updates, averages = self._moments(trees, trees.grads, step, rate)

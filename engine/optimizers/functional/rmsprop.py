@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
 from pulsetrain.engine.optimizers.functional.rules import FunctionalOptimizer, Step, decayed, scaled
-from pulsetrain.engine.optimizers.functional.trees import Trees
+from pulsetrain.engine.optimizers.functional.trees import DecayMask, Trees
 
 __all__ = ["RMSprop"]
 
@@ -34,10 +35,16 @@ class RMSprop(FunctionalOptimizer):
         ConfigurationError: a value is out of range.
     """
 
+    learning_rate: float
+    _: KW_ONLY
     alpha: float = 0.99
     eps: float = 1e-8
     momentum: float = 0.0
     centered: bool = False
+    weight_decay: float = 0.0
+    decay_mask: DecayMask = None
+    kind: ClassVar = "rmsprop"
+    options: ClassVar = ("alpha", "eps", "momentum", "centered")
 
     @property
     def _averages(self) -> tuple[str, ...]:

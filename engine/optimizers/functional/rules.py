@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass, fields
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import Tensor
 
@@ -25,19 +24,21 @@ Step = tuple[list[Tensor], dict[str, list[Tensor]]]
 """The updates, and the averages after them."""
 
 
-@dataclass(frozen=True, slots=True)
 class FunctionalOptimizer:
-    """Base class of the functional optimizers; a subclass adds its options, `_averages` and `_step`."""
+    """Base class of the functional optimizers, frozen dataclasses, which add `_averages` and `_step`."""
 
+    __slots__ = ()
     learning_rate: float
-    _: KW_ONLY
-    weight_decay: float = 0.0
-    decay_mask: DecayMask = None
+    weight_decay: float
+    decay_mask: DecayMask
+    kind: ClassVar[str]
+    """Its name in `create_optimizer`."""
+    options: ClassVar[tuple[str, ...]]
+    """The names of its options there."""
 
     def __post_init__(self) -> None:
-        name = type(self).__name__
-        options = {each.name: getattr(self, each.name) for each in fields(self)[3:]}
-        check(name, name.lower(), self.learning_rate, self.weight_decay, self.decay_mask, options)
+        options = {name: getattr(self, name) for name in self.options}
+        check(type(self).__name__, self.kind, self.learning_rate, self.weight_decay, self.decay_mask, options)
 
     @property
     def _averages(self) -> tuple[str, ...]:

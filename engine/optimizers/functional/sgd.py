@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.optimizers.functional.rules import FunctionalOptimizer, Step, decayed, scaled
-from pulsetrain.engine.optimizers.functional.trees import Trees
+from pulsetrain.engine.optimizers.functional.trees import DecayMask, Trees
 
 __all__ = ["SGD"]
 
@@ -35,9 +36,15 @@ class SGD(FunctionalOptimizer):
         ConfigurationError: a value is out of range.
     """
 
+    learning_rate: float
+    _: KW_ONLY
     momentum: float = 0.0
     dampening: float = 0.0
     nesterov: bool = False
+    weight_decay: float = 0.0
+    decay_mask: DecayMask = None
+    kind: ClassVar = "sgd"
+    options: ClassVar = ("momentum", "dampening", "nesterov")
 
     def __post_init__(self) -> None:
         FunctionalOptimizer.__post_init__(self)  # super() does not work in a dataclass with slots

@@ -129,16 +129,23 @@ def _compile(node: ast.expr) -> Value:
     raise _UnsupportedError(node, f"not supported; a condition may use {_SYNTAX}")
 
 
-def _applied(apply: Callable[..., Json], *operands: Value) -> Value:
+def _applied(apply: Callable[..., Json], first: Value, second: Value | None = None) -> Value:
     """The function of the operands' values, None where it has none; the strings of non-finite floats are floats."""
 
-    def compute(event: LoggedEvent) -> Json:
+    def of_one(event: LoggedEvent) -> Json:
         try:
-            return parse_non_finite(apply(*[operand(event) for operand in operands]))
+            return parse_non_finite(apply(first(event)))
         except (TypeError, LookupError, ArithmeticError):
             return None
 
-    return compute
+    def of_two(event: LoggedEvent) -> Json:
+        assert second is not None
+        try:
+            return parse_non_finite(apply(first(event), second(event)))
+        except (TypeError, LookupError, ArithmeticError):
+            return None
+
+    return of_one if second is None else of_two
 
 
 def _comparisons(node: ast.Compare) -> Value:

@@ -86,8 +86,8 @@ class Tail:
         """Unmap the file, which is kept."""
         if self._size:
             self._map.close()
-            self._size = 0
             os.close(self._descriptor)
+            self._size, self._descriptor = 0, -1  # whose number another file may get
 
     def _blank(self, start: int, end: int) -> None:
         for at in range(start, end, len(_BLANK)):
@@ -96,6 +96,8 @@ class Tail:
 
     def _grow(self, size: int) -> None:
         """Allocate on the disk first, by writing newlines; only then map."""
+        if self._descriptor < 0:
+            raise ValueError("the event log is closed: nothing can be written to it; open it again with LogWriter")
         there = os.fstat(self._descriptor).st_size
         for at in range(there, size, len(_BLANK)):
             data = _BLANK[: min(len(_BLANK), size - at)]

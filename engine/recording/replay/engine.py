@@ -11,7 +11,6 @@ from pulsetrain.engine.events.compiled import Dispatch
 from pulsetrain.engine.events.dispatch import check_payload
 from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import READ_ONLY, Event, EventEnum, EventLike, Events, identify, value_of
-from pulsetrain.engine.events.run_control import RunControl
 from pulsetrain.engine.events.subscription import Subscription
 from pulsetrain.engine.recording.log.records import LoggedEvent
 from pulsetrain.engine.recording.replay.payloads import payload_of
@@ -87,14 +86,18 @@ class ReplayedEngine(Engine):
     def run_number(self, value: int) -> None:
         refuse(value, 0, "run_number")
 
-    def _terminated(self) -> bool | str:
+    @property
+    def should_terminate(self) -> bool | str:
         """As it was if this is TERMINATE in the log; else what a replayed handler has set during this event."""
         event = self._replay.event
         if event is not None and event.event == Events.TERMINATE.value and event.engine == self.name:
             return self._replay.completes(event) or "skip_completed"
         return self._terminate
 
-    should_terminate = RunControl.should_terminate.getter(_terminated)
+    @should_terminate.setter
+    def should_terminate(self, value: bool | str) -> None:
+        self._terminate = value
+        self._attention = self._attention or bool(value)
 
     @property
     def total_iterations(self) -> int | None:

@@ -38,3 +38,17 @@ def test_by_a_name_it_says_which_parameter_it_needs(monkeypatch: pytest.MonkeyPa
     with pytest.raises(ConfigurationError, match=r"hold_steps"):
         build_schedule("halving", 1.0, total_steps=10)
     assert build_schedule("halving", 1.0, total_steps=10, hold_steps=2).get_lr(2) == 0.5
+
+
+def test_an_annotation_that_cannot_be_resolved_leaves_the_others_checked() -> None:
+    @dataclass(frozen=True)
+    class Odd(Formula):
+        initial_lr: "float"
+        thing: "Unknown" = None  # type: ignore[name-defined]  # noqa: F821
+
+        def get_lr(self, step: int) -> float:
+            return self.initial_lr
+
+    assert Odd(1).get_lr(0) == 1.0
+    with pytest.raises(ConfigurationError, match="needs a finite number"):
+        Odd("x")  # type: ignore[arg-type]

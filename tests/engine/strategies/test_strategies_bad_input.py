@@ -1,8 +1,10 @@
 """Batches that a strategy cannot learn from: the error says what and where and what to do, and no weight has moved."""
 
 import re
+from fractions import Fraction
 
 import numpy
+import numpy as np
 import pytest
 import torch
 
@@ -227,3 +229,8 @@ def test_what_is_stored_already_is_computed_again():
 def test_the_numbers_of_numpy_are_no_batch_of_tokens_either():
     with pytest.raises(TypeError, match=re.escape("DPOStrategy(chosen_input_ids=numpy.ndarray int64 (2, 3))")):
         DPOStrategy().prepare_batch({**PAIRS, "chosen_input_ids": numpy.ones((2, 3), int)})
+
+
+@pytest.mark.parametrize("share", [np.float32(0.2), Fraction(1, 5)])
+def test_an_option_may_be_a_number_of_another_library(share):
+    assert PPOStrategy(clip_range=share).clip_range == share

@@ -189,3 +189,18 @@ def test_ranks_are_read_without_the_first_one_and_over_two_runs(tmp_path: Path):
         end(writer)
     found = [(rank, each.ord) for rank, each in read_ranks(tmp_path)]
     assert found == [(rank, n) for n in range(5) for rank in (1, 2)]
+
+
+def test_a_closed_log_refuses_events_and_touches_no_file_that_got_its_descriptor(tmp_path):
+    writer = LogWriter(tmp_path / "run")
+    writer.add(LoggedEvent(0, "engine", "started", 0, 0, None, seq=1, t=1))
+    writer.end()
+    writer.close()
+    victim = tmp_path / "victim.csv"
+    victim.write_text("epoch,loss\n1,0.5\n")
+    reusing = [victim.open("r+") for _ in range(3)]
+    with pytest.raises(ValueError, match="the event log is closed"):
+        writer.add(LoggedEvent(1, "engine", "completed", 0, 0, None, seq=2, t=1))
+    assert victim.read_text() == "epoch,loss\n1,0.5\n"
+    for file in reusing:
+        file.close()
