@@ -72,7 +72,7 @@ class BackgroundSave:
         engine: SavedEngine,
         write: Callable[[dict[str, Any], Callable[[CheckpointSaved], None]], object],
         undo: Callable[[], None],
-        clean: Callable[[CheckpointSaved], None],
+        clean: Callable[[CheckpointSaved], None] = lambda saved: None,
     ) -> None:
         """Copy the engine's state, and write the copy in a thread; the previous save must be settled.
 

@@ -130,7 +130,7 @@ def test_the_time_that_training_waits_for_a_save_is_measured_and_logged():
         return next(times)
 
     background = BackgroundSave(clock)
-    background.begin(engine, lambda copy, durable: durable(gate.wait(60)), undo=lambda: None, clean=lambda saved: None)
+    background.begin(engine, lambda copy, durable: durable(gate.wait(60)), undo=lambda: None)
     engine.fire = lambda event, payload: None
     assert background.settle() is False  # without waiting nothing is said yet
     assert background.writing
