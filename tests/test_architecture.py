@@ -56,6 +56,8 @@ def names_of(statement: ast.stmt) -> list[str]:
     """What a definition or an assignment defines."""
     if isinstance(statement, ast.Assign):
         return [target.id for target in statement.targets if isinstance(target, ast.Name)]
+    if isinstance(statement, ast.AnnAssign):
+        return [statement.target.id] if isinstance(statement.target, ast.Name) else []
     return [getattr(statement, "name", "")]
 
 
@@ -71,6 +73,8 @@ trainer = Trainer(
 )
 trainer.train()
 assert counter.batches == 6
+trainer.train()
+assert counter.batches == 6  # a new run counts its own
 assert [Halving(1.0, 2).get_lr(step) for step in range(5)] == [1.0, 1.0, 0.5, 0.5, 0.25]
 again = BatchCounter()
 other = Trainer(

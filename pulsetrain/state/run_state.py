@@ -75,9 +75,10 @@ class RunState:
                 part.check_state_dict(state[name])
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a state that was checked: every part, or none if one raises.
+        """Load a state that was checked. A part without an entry is reset, with a warning.
 
-        A part without an entry is reset, with a warning.
+        Parts that may still refuse it are loaded first, and put back if one raises. The others have refused in
+        `check_state_dict` what they could not load.
         """
         unchecked = [
             name for name, part in self.parts.items() if name in _MAY_REFUSE or not isinstance(part, CheckedPart)
