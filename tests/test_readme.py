@@ -48,6 +48,7 @@ def test_what_the_readme_points_to_is_there(path: tuple[str, str]):
 BACKENDS = (Path(__file__).parent.parent / "docs" / "backends.md").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", re.findall(r"```python\n(.*?)```", BACKENDS, flags=re.DOTALL))
 def test_the_python_about_backends_runs_and_its_assertions_hold(code: str, tmp_path: Path):
     assert run(code, tmp_path) == []
@@ -86,6 +87,7 @@ def test_the_table_of_handlers_leaves_none_out():
 STRATEGIES = (Path(__file__).parent.parent / "docs" / "strategies.md").read_text()
 
 
+@pytest.mark.slow
 def test_the_python_about_strategies_runs_as_one_program_and_its_assertions_hold(tmp_path: Path):
     for package in ("transformers", "gymnasium"):
         pytest.importorskip(package, reason=f"{package} is not installed")

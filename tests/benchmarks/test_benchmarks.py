@@ -7,11 +7,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.support import programs
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
+@pytest.mark.slow
 def test_the_overhead_benchmark_measures_both_engines_in_every_row():
     done = programs.run(BENCHMARKS / "overhead.py", "--iterations", 2000, "--rounds", 1, "--json")
     rows = json.loads(done.stdout)

@@ -62,6 +62,7 @@ def test_minimal_reaches_95_percent_in_20_lines_and_20_seconds(tmp_path: Path) -
     assert not list(tmp_path.iterdir()), "it should leave no files"
 
 
+@pytest.mark.slow
 def test_decorators_prints_what_ran_in_order(tmp_path: Path) -> None:
     assert run(tmp_path, EXAMPLES / "decorators.py").output == [
         "epoch 0, iteration 0: joined",
@@ -185,6 +186,7 @@ class TestByteLM:
         assert "    def " in byte_lm[1][byte_lm[1].index("sample") + 1]
 
 
+@pytest.mark.slow
 def test_guards_lose_nothing_where_the_unguarded_run_is_lost(tmp_path: Path) -> None:
     output = run(tmp_path, EXAMPLES / "guards.py").output
     reported = [line.split(":")[0].strip() for line in output if " at iteration " in line and line.startswith("  ")]

@@ -133,6 +133,7 @@ def changed(state: Any, path: str, *put: Any) -> Any:
     raise KeyError(path)
 
 
+@pytest.mark.slow
 @needs_jax
 def test_a_checkpoint_has_its_arrays_as_tensors_by_their_paths(spare: Spare):
     assert {path: tuple(value.shape) for path, value in spare.state["model"].items()} == {

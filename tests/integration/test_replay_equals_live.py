@@ -303,6 +303,7 @@ def test_all_of_them_together_do_the_same(live: Any, tmp_path: Path) -> None:
         assert replay.state.stop_reason == trainer.state.stop_reason
 
 
+@pytest.mark.slow
 def test_the_handlers_that_may_have_ended_the_run_would_end_the_replay_there(live: Any) -> None:
     folder, (trainer, *_) = live
     replay = Replay(folder, obey_terminate=True)

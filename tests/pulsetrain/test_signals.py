@@ -140,6 +140,7 @@ class TestAScript:
 class TestAllProcesses:
     """Sends the signal as systemd, scancel and a terminal do."""
 
+    @pytest.mark.slow
     @pytest.mark.parametrize(
         ("name", "kind"),
         [

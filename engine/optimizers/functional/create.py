@@ -27,7 +27,7 @@ def create_functional(
     See `pulsetrain.engine.optimizers.functional`.
 
     >>> create_functional("adamw", 1e-3, 0.1, adam_beta2=0.95)
-    AdamW(learning_rate=0.001, weight_decay=0.1, decay_mask=None, betas=(0.9, 0.95), eps=1e-08)
+    AdamW(learning_rate=0.001, betas=(0.9, 0.95), eps=1e-08, weight_decay=0.1, decay_mask=None)
 
     Args:
         name: sgd, adam, adamw or rmsprop.

@@ -36,6 +36,7 @@ def dropping(weights, inputs, train, key):
 # -------------------------------------------------------------------------------------------- what is drawn, and when
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "model",
     [
@@ -65,6 +66,7 @@ class Deterministic(linen.Module):
         return linen.Dense(3)(linen.Dropout(0.5, deterministic=deterministic)(inputs))
 
 
+@pytest.mark.slow
 def test_a_linen_module_with_deterministic_draws_in_training_alone():
     core, (inputs, targets) = core_of(), batches(1)[0]
     module = Deterministic()
@@ -81,6 +83,7 @@ def test_a_linen_module_with_deterministic_draws_in_training_alone():
     assert len({*drawn, expected}) == 4
 
 
+@pytest.mark.slow
 def test_steps_are_computed_with_the_model_that_was_given_last():
     core, batch = core_of(SupervisedStrategy("mse")), (torch.ones(2, 4), torch.zeros(2, 3))
     weights = np.eye(4, 3, dtype="float32")
@@ -102,6 +105,7 @@ def nnx_trainer(model, **settings):
     return Trainer(model, batches(4), backend=JaxBackend(), config=config)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["train", "train_epoch"])
 def test_an_nnx_module_has_its_weights_and_statistics_after_training(how):
     model = nnx_model(torch_model().state_dict(), norm=True)
@@ -117,6 +121,7 @@ def test_an_nnx_module_has_its_weights_and_statistics_after_training(how):
     assert not np.array_equal(model.norm.mean[...], mean)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("norm", [False, True], ids=["plain", "batch norm"])
 def test_calling_the_trainers_model_gives_the_models_outputs(norm):
     model, inputs = nnx_model(torch_model().state_dict(), dropout=0.5, norm=norm), batches(1)[0][0]
@@ -152,6 +157,7 @@ def words(weights, tokens):
     return hidden @ weights["head.weight"].T + weights["head.bias"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("no_decay", ["auto", None, lambda name, parameter: name == "head.weight"])
 def test_what_does_not_decay_is_what_does_not_in_torch(no_decay):
     with torch.random.fork_rng():
@@ -173,6 +179,7 @@ def test_what_does_not_decay_is_what_does_not_in_torch(no_decay):
         np.testing.assert_allclose(found, parameter.detach(), rtol=0, atol=1e-4, err_msg=name)
 
 
+@pytest.mark.slow
 def test_arrays_cross_to_torch_without_a_copy_on_a_cpu():
     core = core_of()
     state = core.init(function_model(torch_model().state_dict()), "sgd")
@@ -186,11 +193,13 @@ def test_arrays_cross_to_torch_without_a_copy_on_a_cpu():
 # --------------------------------------------------------------------------------------------------- what is refused
 
 
+@pytest.mark.slow
 def test_a_loop_written_by_hand_is_refused():
     with pytest.raises(ConfigurationError, match=r"Loop\(backend=JaxBackend\): .*computes in place; use a Trainer"):
         Loop(function_model(torch_model().state_dict()), batches(1), backend=JaxBackend())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "setting", [{"precision": "bf16"}, {"compile": True}, {"activation_checkpointing": "first"}], ids=str
 )

@@ -142,6 +142,7 @@ def test_inside_jit_a_label_that_is_not_a_class_makes_the_loss_nan_instead_of_an
     assert math.isnan(jax.jit(loss)(logits, targets))
 
 
+@pytest.mark.slow
 @needs_jax
 def test_ignored_labels_make_no_nan_on_the_way():
     import jax

@@ -79,6 +79,7 @@ def bundle_in(run: Path) -> Path:
     return found
 
 
+@pytest.mark.slow
 def test_a_failed_command_names_the_bundle_and_debug_opens_it(folder: Path) -> None:
     done = programs.run("-m", "pulsetrain", "train", "config.yaml", *words(21, HANDLERS))
     assert done.returncode == 1

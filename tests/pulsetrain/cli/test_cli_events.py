@@ -122,6 +122,7 @@ class TestHow:
         assert said.out == ""
         assert "evaluator" in said.err
 
+    @pytest.mark.slow
     def test_a_reader_that_closes_the_pipe_early(self, folder):
         command = [sys.executable, "-m", "pulsetrain", "events", folder, "--format", "json"]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
