@@ -98,6 +98,10 @@ class DataCursor:
         """An epoch's batches begin, or continue, whose first is that of the iteration after `start`."""
         self.epoch, self.epoch_start, self.epoch_done = epoch, start, False
 
+    def end_epoch(self) -> None:
+        """The epoch's batches have ended."""
+        self.epoch_done = True
+
     def begin(self, data: Iterable[object], iteration: int) -> Iterator[object]:
         """An iterator over a new pass."""
         with workers_begin(data):

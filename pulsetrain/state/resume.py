@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -109,11 +110,16 @@ class Resumer:
         pending = self.pending
         return pending is not None and self.is_resuming and pending.inside_epoch and pending.done == epoch_length
 
-    def finish(self) -> None:
-        """A checkpoint made after the run's last batch was loaded: restore the generators for the run's end."""
+    @contextmanager
+    def finishing(self) -> Iterator[None]:
+        """Around the end of a run whose checkpoint was made after its last batch: restores the generators for it."""
         if self.pending is not None and self.pending.rng is not None:
             rng.restore(self.pending.rng)
             self.pending = replace(self.pending, rng=None)
+        try:
+            yield
+        finally:
+            self.pending = None
 
     def _restore_handlers(self, engine: Engine, event: Event) -> None:
         pending = self.pending

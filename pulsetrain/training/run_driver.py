@@ -138,7 +138,7 @@ class RunDriver:
             self._reporter.begin_epoch()
         with workers_outlive_signals(state.dataloader):  # some loaders start theirs at the first batch
             yield
-        self._data.epoch_done = True
+        self._data.end_epoch()
         self._reporter.end_epoch()
 
     def _start(self) -> None:
@@ -174,11 +174,8 @@ class RunDriver:
             self._engine.resume(loader, max_epochs, max_iterations)
             return
         state.epoch = self._data.epoch
-        self._resumer.finish()
-        try:
+        with self._resumer.finishing():
             self._engine.resume(loader, max_epochs, max_iterations)
-        finally:
-            self._resumer.pending = None
         state.stop_reason = state.stop_reason or self._length.reached_inside(state, self._data.epoch_done)
 
     def _stop_when_preempted(self, engine: Engine, event: Event) -> None:
