@@ -15,6 +15,7 @@ from ignite.engine.events import EventsList
 
 from pulsetrain.engine.events.compiled import Dispatch, Sequence
 from pulsetrain.engine.events.handler_signature import Handler, HandlerSignature, bind
+from pulsetrain.engine.events.ignite import signatures_of
 from pulsetrain.engine.events.names import COUNTERS, EventLike, Events, identify, value_of
 from pulsetrain.engine.events.registry import EventRegistry
 from pulsetrain.engine.events.subscription import OnError, Options, Order, Phase, Subscription
@@ -292,7 +293,7 @@ class EventBus(blinker.Namespace):
             raise TypeError(f"{signal.name}: handler={handler!r}: needs a callable")
         if inspect.iscoroutinefunction(handler) or inspect.iscoroutinefunction(type(handler).__call__):
             raise TypeError(f"{signal.name}: handler={handler!r}: coroutine functions are not awaited; pass a function")
-        signature = bind(handler, signal.event, args, kwargs)
+        signature = bind(handler, signal.event, args, kwargs, signatures_of(signal.event))
         subscription = Subscription(signal, handler, args, kwargs, signature=signature, **options)
         signal.connect(subscription, sender=blinker.ANY if sender is None else sender, weak=False)
         return subscription

@@ -14,7 +14,7 @@ from typing import Any
 
 from pulsetrain.engine.events.bus import EventBus
 from pulsetrain.engine.events.compiled import Calls, Dispatch
-from pulsetrain.engine.events.handler_signature import arguments_of, payload_of
+from pulsetrain.engine.events.ignite import arguments_of, payload_of
 from pulsetrain.engine.events.names import Event, EventLike
 from pulsetrain.engine.events.registry import EventRegistry
 from pulsetrain.engine.events.subscription import Subscription

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from pulsetrain.engine.events.names import EventLike, Events, identify
+from pulsetrain.engine.events.names import EventLike
 
-__all__ = ["Handler", "HandlerSignature", "arguments_of", "bind", "payload_of"]
+__all__ = ["STANDARD", "Handler", "HandlerSignature", "bind"]
 
 Handler: TypeAlias = Callable[..., object]
 
@@ -78,57 +78,19 @@ class HandlerSignature:
 WITH_EVENT = HandlerSignature(event=True)
 STANDARD = (HandlerSignature(), HandlerSignature(engine=False))
 
-# The payload's field that ignite passes to handlers of these events, and whether it does so by keyword.
-_PASSED = {Events.EXCEPTION_RAISED.key: ("error", False), Events.TERMINATE_SINGLE_EPOCH.key: ("iter_counter", True)}
-
-
-def signatures_of(event: EventLike) -> Sequence[HandlerSignature]:
-    """The ways in which a handler of the event may be called, the preferred first."""
-    field, by_keyword = _PASSED.get(identify(event)[0], ("", False))
-    if not field:
-        return STANDARD
-    return [
-        HandlerSignature(engine=engine, field=field, by_keyword=named)
-        for named in ((True, False) if by_keyword else (False,))
-        for engine in (True, False)
-    ]
-
-
-def arguments_of(event: EventLike, payload: object) -> tuple[tuple[object, ...], dict[str, object]]:
-    """What ignite's `_fire_event` passes after the event."""
-    field, by_keyword = _PASSED.get(identify(event)[0], ("", False))
-    if not field:
-        return (), {}
-    value = getattr(payload, field)
-    return ((), {field: value}) if by_keyword else ((value,), {})
-
-
-def payload_of(event: EventLike, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
-    """The payload made from what was passed to ignite's `_fire_event` after the event; None for nothing.
-
-    Raises:
-        TypeError: the event carries no payload.
-    """
-    values = [*args, *kwargs.values()]
-    if not values:
-        return None
-    payload_type = getattr(event, "payload_type", None)
-    if payload_type is None:
-        raise TypeError(f"{event}: carries no payload, but was fired with {values}")
-    return payload_type(**{next(iter(payload_type.__dataclass_fields__)): values[0]})
-
 
 def bind(
     handler: Handler,
     event: EventLike,
     args: tuple[object, ...],
     kwargs: Mapping[str, object],
+    forms: Sequence[HandlerSignature] = STANDARD,
 ) -> HandlerSignature:
     """How to call the handler.
 
-    It gets (engine, event, *args) if its second parameter is named `event` and has no default; else the first form
-    that fits, for most events (engine, *args), then (*args). A first parameter that has a default is never
-    filled with the engine.
+    It gets (engine, event, *args) if its second parameter is named `event` and has no default; else the first of the
+    forms that fits, by default (engine, *args), then (*args). A first parameter that has a default is never filled
+    with the engine.
 
     Raises:
         ValueError: none fits, or the callable has no readable signature.
@@ -153,8 +115,8 @@ def bind(
     asks_for_event = len(required) >= 2 and [*signature.parameters][1] == "event" and required[1]
     if asks_for_event and engine_fits and "event" not in kwargs and not WITH_EVENT.fits(signature, args, kwargs):
         return WITH_EVENT
-    reason, signatures = "", signatures_of(event)
-    for form in signatures:
+    reason = ""
+    for form in forms:
         if form.engine and not engine_fits:
             continue
         reason = form.fits(signature, args, kwargs)
@@ -162,7 +124,7 @@ def bind(
             return form
     raise ValueError(
         f"Error adding {handler!r} 'handler' to {event}: takes parameters {list(signature.parameters)} but will be "
-        f"called with {' or '.join(form.describe() for form in signatures)}, args={args}, kwargs={kwargs} "
+        f"called with {' or '.join(form.describe() for form in forms)}, args={args}, kwargs={kwargs} "
         f"({reason}); change the handler's parameters or the arguments given with it; to get the event's record, name "
         "the second parameter `event`"
     )

@@ -1,4 +1,4 @@
-"""What exists for pytorch-ignite alone: its handles, and its table of handlers.
+"""What exists for pytorch-ignite alone: its handlers' arguments, its handles, and its table of handlers.
 
 Ignite's profilers read and edit `engine._event_handlers` in place; here it is a live view of the bus, and edits go to
 the subscriptions, also while an event is being fired.
@@ -8,18 +8,56 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
 from dataclasses import replace
-from typing import Any, SupportsIndex, TypeAlias
+from typing import Any, Protocol, SupportsIndex, TypeAlias
 
 from ignite.engine.events import RemovableEventHandle
 
-from pulsetrain.engine.events.dispatch import Dispatcher
-from pulsetrain.engine.events.handler_signature import Handler, HandlerSignature, bind
-from pulsetrain.engine.events.names import EventLike
-from pulsetrain.engine.events.subscription import Phase, Subscription
+from pulsetrain.engine.events.handler_signature import STANDARD, Handler, HandlerSignature, bind
+from pulsetrain.engine.events.names import EventLike, Events, identify
+from pulsetrain.engine.events.subscription import Phase, Signal, Subscription
 
-__all__ = ["Handle", "HandlerTable", "calls", "wrapped"]
+__all__ = ["Handle", "HandlerTable", "arguments_of", "calls", "payload_of", "signatures_of", "wrapped"]
+
+# The payload's field that ignite passes to handlers of these events, and whether it does so by keyword.
+_PASSED = {Events.EXCEPTION_RAISED.key: ("error", False), Events.TERMINATE_SINGLE_EPOCH.key: ("iter_counter", True)}
+
+
+def signatures_of(event: EventLike) -> Sequence[HandlerSignature]:
+    """The ways in which a handler of the event may be called, the preferred first."""
+    field, by_keyword = _PASSED.get(identify(event)[0], ("", False))
+    if not field:
+        return STANDARD
+    return [
+        HandlerSignature(engine=engine, field=field, by_keyword=named)
+        for named in ((True, False) if by_keyword else (False,))
+        for engine in (True, False)
+    ]
+
+
+def arguments_of(event: EventLike, payload: object) -> tuple[tuple[object, ...], dict[str, object]]:
+    """What ignite's `_fire_event` passes after the event."""
+    field, by_keyword = _PASSED.get(identify(event)[0], ("", False))
+    if not field:
+        return (), {}
+    value = getattr(payload, field)
+    return ((), {field: value}) if by_keyword else ((value,), {})
+
+
+def payload_of(event: EventLike, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
+    """The payload made from what was passed to ignite's `_fire_event` after the event; None for nothing.
+
+    Raises:
+        TypeError: the event carries no payload.
+    """
+    values = [*args, *kwargs.values()]
+    if not values:
+        return None
+    payload_type = getattr(event, "payload_type", None)
+    if payload_type is None:
+        raise TypeError(f"{event}: carries no payload, but was fired with {values}")
+    return payload_type(**{next(iter(payload_type.__dataclass_fields__)): values[0]})
 
 
 class Handle(RemovableEventHandle):
@@ -54,13 +92,36 @@ class Handle(RemovableEventHandle):
     cancel = remove
 
 
+class _ConnectingSignal(Signal, Protocol):
+    def connect(self, receiver: Subscription, sender: Any, weak: bool) -> object: ...
+
+    def patch(self, subscription: Subscription) -> None: ...
+
+
+class _Bus(Protocol):
+    def signal(self, event: EventLike) -> _ConnectingSignal: ...
+
+
+class _Engine(Protocol):
+    """What the table needs of an engine; dispatch, above this file, implements it."""
+
+    @property
+    def bus(self) -> _Bus: ...
+    @property
+    def registered_events(self) -> tuple[EventLike, ...]: ...
+
+    def own_subscriptions(self, event_name: EventLike | None = None) -> list[Subscription]: ...
+
+    def counter_value(self, event: EventLike) -> int: ...
+
+
 Entry: TypeAlias = tuple[Handler, tuple[Any, ...], Mapping[str, object]]
 
 
 class HandlerTable(MutableMapping[EventLike, list[Entry]]):
     """event -> list of (handler, args, kwargs), where a handler that takes the engine has a reference to it first."""
 
-    def __init__(self, engine: Dispatcher) -> None:
+    def __init__(self, engine: _Engine) -> None:
         self._engine = engine
 
     def __getitem__(self, event: EventLike) -> list[Entry]:
@@ -82,7 +143,7 @@ class HandlerTable(MutableMapping[EventLike, list[Entry]]):
         return bool(self._engine.own_subscriptions(event))
 
 
-def wrapped(subscription: Subscription, engine: Dispatcher) -> Handler:
+def wrapped(subscription: Subscription, engine: _Engine) -> Handler:
     """A filtered handler as ignite shows it: a function that applies the filter, with the handler as `_parent`."""
     if subscription.wrapper is None:
         handler, due = subscription.handler, subscription.filter
@@ -119,7 +180,7 @@ def _parent_of(handler: Handler) -> Callable[[], Handler | None]:
 class _Entries(list[Entry]):
     """One event's handlers in order: a snapshot whose edits change the subscriptions."""
 
-    def __init__(self, engine: Dispatcher, event: EventLike) -> None:
+    def __init__(self, engine: _Engine, event: EventLike) -> None:
         self._engine = engine
         self._signal = engine.bus.signal(event)
         self._subscriptions = engine.own_subscriptions(event)
@@ -160,7 +221,7 @@ class _Entries(list[Entry]):
         if args and isinstance(reference := args[0], weakref.ref):
             args = args[1:]
             if reference() is self._engine:
-                signature = bind(handler, self._signal.event, args, kwargs)
+                signature = bind(handler, self._signal.event, args, kwargs, signatures_of(self._signal.event))
             else:
                 call = _with_reference(reference, handler)
         neighbour = before or after

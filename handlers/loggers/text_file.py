@@ -158,7 +158,7 @@ class TextFileLogger(MetricLogger, Generic[Line]):
             return
         kept = int(saved[self.unit])
         lines = [*(self.read_lines()[: self._final] if self._written else ()), *self._waiting]
-        # otherwise it is another run's file
+        # a file that is shorter, or whose later lines are of earlier iterations, belongs to another run
         if kept <= len(lines) and all(self.iteration_of(line) >= engine.state.iteration for line in lines[kept:]):
             self.cut(lines[:kept], saved)
 

@@ -395,3 +395,8 @@ def test_grpo_and_its_gradient_are_trls(theirs, options, seed):
     assert_near(ours.grad, its.grad, 1e-9)
     if weight:
         assert kl_estimate(log_probs, reference, "k3")[mask].mean().item() == pytest.approx(logged["kl"], rel=1e-6)
+
+
+def test_grpo_names_what_is_no_array():
+    with pytest.raises(TypeError, match="list is not a supported array type"):
+        grpo_loss([[0.0]], [[0.0]], [1.0], None)
