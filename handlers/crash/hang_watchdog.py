@@ -104,6 +104,11 @@ class HangWatchdog:
         self._thread = None
         self._under_way.clear()
 
+    @property
+    def bus(self) -> EventBus | None:
+        """The bus it watches; None while it is not attached."""
+        return self._attachment.bus
+
     def _on_started(self, engine: Engine) -> None:
         self._under_way.add(engine.name)
         if self._thread is None or not self._thread.is_alive() or self._process != os.getpid():
@@ -183,7 +188,7 @@ def _watch(watchdog: weakref.ref[HangWatchdog], stopped: threading.Event, interv
     silence, reported = Silence(interval), False
     while not stopped.wait(interval):
         mine = watchdog()
-        bus = mine._attachment.bus if mine is not None else None
+        bus = mine.bus if mine is not None else None
         if mine is None or bus is None:
             return
         try:
