@@ -155,7 +155,6 @@ class Trainer(Engine):
         self.evaluation = Evaluation(self.stepper, metrics or {}, self.bus, trainer_name=self.name)
         self.evaluator = self.evaluation.engine
         self.evaluator.contexts.append(partial(averaged_weights, self.optimizer))
-        self.state.tokens = self.state.samples = 0
         self.length.measure(self.strategy, self.backend)
         self.length.check()
         self.handlers = [*handlers, *configured_handlers(config, self.optimizer, self.length, handlers)]

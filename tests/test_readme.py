@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from pulsetrain import handlers
+from pulsetrain.engine import schedules
 from tests.support import programs
 
 README = (Path(__file__).parent.parent / "README.md").read_text()
@@ -82,6 +83,13 @@ def test_the_table_of_handlers_leaves_none_out():
     reported = set(re.findall(r"`([A-Z]\w+)\(", HANDLERS))
     missing = set(handlers.__all__) - reported - {"Callback", "CallbackList", "MetricLogger"}
     assert not missing, f"add to the table in docs/handlers.md: {', '.join(sorted(missing))}"
+
+
+def test_every_schedule_is_in_the_table_of_schedules():
+    missing = [
+        name for name in schedules.__all__ if name[0].isupper() and name != "Schedule" and f"{name}(" not in PARTS
+    ]
+    assert not missing, f"add to the table in docs/training_step.md: {', '.join(missing)}"
 
 
 STRATEGIES = (Path(__file__).parent.parent / "docs" / "strategies.md").read_text()

@@ -270,6 +270,12 @@ class Counters(PartOf[_Counting]):
     A checkpoint counts what was trained: an iteration whose step was not made yet is not in it.
     """
 
+    def __init__(self, owner: _Counting) -> None:
+        super().__init__(owner)
+        for name in _COUNTERS:
+            if not hasattr(owner.state, name):  # one that no event of the engine reads
+                setattr(owner.state, name, 0)
+
     def reset(self) -> None:
         self._owner.set_counters(dict.fromkeys(_COUNTERS, 0) | {"epoch_length": None})
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+from dataclasses import MISSING, fields
 
 import pytest
 
@@ -22,10 +24,22 @@ from pulsetrain.engine.schedules import (
     Warmup,
     build_schedule,
 )
-from pulsetrain.engine.schedules.named import NAMES, keywords_of
+from pulsetrain.engine.schedules.named import _NAMED, _NEEDED, NAMES, keywords_of
 from tests.support.schedulers import NEEDED
 
 WITH_A_FLOOR = [name for name in NAMES if "min_lr" in keywords_of("test", name)]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_named_schedule_can_be_given_each_of_its_parameters(name: str):
+    arguments = set(inspect.signature(build_schedule).parameters) - {"total_steps", "warmup_steps", "kwargs"}
+    taken = arguments & {field.name for field in fields(_NAMED[name])}
+    assert not taken, f"rename {taken} in {_NAMED[name].__name__}: build_schedule has an argument with that name"
+    needed = {field.name for field in fields(_NAMED[name])[1:] if field.default is MISSING}
+    needed &= set(keywords_of("test", name)) - {"first_cycle", "decay_steps", "timescale"}  # which follow from the run
+    values, described = set(NEEDED.get(name, {})), set(_NEEDED)
+    assert needed == values, f"add {needed - values} of {name!r} to NEEDED in tests/support/schedulers.py"
+    assert needed <= described, f"add {needed - described} to _NEEDED in engine/schedules/named.py"
 
 
 def test_decay_spans_what_the_warm_up_leaves():

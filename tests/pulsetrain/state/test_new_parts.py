@@ -14,6 +14,7 @@ from torch import nn
 
 from pulsetrain import Checkpointer, Every, SupervisedStrategy, Trainer, TrainingConfig
 from pulsetrain.engine import CheckpointError, Events
+from pulsetrain.state import run_state
 
 
 class Slow:
@@ -115,3 +116,19 @@ def test_the_settings_of_a_users_configuration_are_saved_without_making_another_
         nn.Linear(2, 1), [(torch.ones(4, 2), torch.ones(4, 1))], strategy=SupervisedStrategy("mse"), config=config
     )
     assert made.checkpoint_state()["made_with"]["settings"] == {"max_epochs": "1", "hidden": "4"}
+
+
+def test_a_counter_is_one_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = trainer(tmp_path / "first")
+    first.train()
+    older = first.checkpoint_state()
+    monkeypatch.setattr(run_state, "_COUNTERS", (*run_state._COUNTERS, "restarts"))
+    counting = trainer(tmp_path / "second")
+    assert counting.checkpoint_state()["counters"]["restarts"] == 0
+    counting.add_event_handler(Events.STARTED, lambda engine: setattr(engine.state, "restarts", 3))
+    counting.train()
+    again = trainer(tmp_path / "third")
+    again.load_checkpoint_state(counting.checkpoint_state())
+    assert again.state.restarts == 3
+    again.load_checkpoint_state(older)
+    assert again.state.restarts == 0
