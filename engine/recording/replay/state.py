@@ -15,14 +15,14 @@ from pulsetrain.engine.recording.log.records import LoggedEvent
 from pulsetrain.engine.recording.replay.payloads import ReplayedOutput, plain
 from pulsetrain.engine.recording.replay.source import Past
 
-__all__ = ["Playback", "RecordedOptimizer", "ReplayedState", "Stop", "refuse"]
+__all__ = ["METRIC_EVENTS", "Playback", "RecordedOptimizer", "ReplayedState", "Stop", "refuse"]
 
 BOUNDS = ("max_epochs", "max_iters", "epoch_length")
 
 _ITERATED = Events.ITERATION_COMPLETED.value
 _OUTPUTS = frozenset({Events.ITERATION_STARTED.value, _ITERATED})
 _MEASURED = (Events.EPOCH_COMPLETED, Events.VALIDATION_COMPLETED, Events.ROLLOUT_COMPLETED, Events.POLICY_UPDATED)
-_MEASURED_NAMES = frozenset(event.value for event in _MEASURED)  # which are recorded with the metrics of the state
+METRIC_EVENTS = frozenset(event.value for event in _MEASURED)  # which are recorded with the metrics of the state
 _RATES = frozenset({_ITERATED, Events.OPTIMIZER_STEP_COMPLETED.value})
 _ENDS = frozenset({Events.STARTED.value, Events.TERMINATE.value, Events.EXCEPTION_RAISED.value})
 
@@ -128,7 +128,7 @@ class ReplayedState(State):
     def metrics(self) -> dict[str, Any]:
         """The logged metrics, and those that replayed handlers have set."""
         event = self.current()
-        logged = event.metrics if event.metrics is not None else getattr(self.last(_MEASURED_NAMES), "metrics", None)
+        logged = event.metrics if event.metrics is not None else getattr(self.last(METRIC_EVENTS), "metrics", None)
         if logged is not self._shown:
             for name in self._shown or ():
                 self._metrics.pop(name, None)
