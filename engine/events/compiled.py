@@ -23,7 +23,7 @@ class Sequence:
 
     @contextmanager
     def observing(self) -> Iterator[None]:
-        """Mark the events fired in this block as observed; dispatch alone enters it."""
+        """Mark the events fired in this block as observed; only code that delivers an event enters it."""
         before, self.observed = self.observed, True
         try:
             yield
