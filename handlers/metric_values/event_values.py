@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pulsetrain.engine.recording.log.non_finite import finite_or_text
 from pulsetrain.engine.recording.log.records import MEASURED, LoggedEvent, pop_measured
-from pulsetrain.handlers.metric_values.step_values import scalar, to_host
+from pulsetrain.handlers.metric_values.step_values import is_on_host, scalar, to_host
 
 __all__ = ["EventValues", "PlainTypes", "summary"]
 
@@ -29,7 +29,7 @@ Target: TypeAlias = msgspec.Struct | dict[str, object] | list[object]  # a value
 
 
 class EventValues:
-    """Sets values in their targets. Scalars on a device follow later in `settle`, with one copy for all of them.
+    """Sets values in their targets. Scalars on a device follow in `settle`, with one copy for all of them.
 
     Non-finite floats become the strings "NaN", "Infinity", "-Infinity"; a value without a plain form becomes
     {"__type__": ...}.
@@ -71,8 +71,7 @@ class EventValues:
         try:
             one = _one(value) if isinstance(value, Tensor) else None
             if one is not None:
-                _set(place, key, None)
-                self.pending.append((place, key, one.clone()))  # a step may change its tensor in place
+                self._put_scalar(place, key, one)
             else:
                 _set(place, key, self._plain(value, depth))
         except Exception:  # no value that a recorder is given may stop the run
@@ -87,11 +86,17 @@ class EventValues:
             if type(value) is float:
                 values[name] = value if isfinite(value) else finite_or_text(value)
             elif isinstance(value, Tensor):
-                values[name] = None
-                self.pending.append((values, name, value.clone()))
+                self._put_scalar(values, name, value)
             else:
                 self.put(values, name, value)
         return values
+
+    def _put_scalar(self, place: Target, key: str | int, value: Tensor) -> None:
+        if is_on_host(value):
+            _set(place, key, _number(value.item()))
+        else:
+            _set(place, key, None)
+            self.pending.append((place, key, value.clone()))  # a step may change its tensor in place
 
     def settle(self) -> None:
         """Copy the pending scalars to the host: one copy, and one wait for the device, per device and dtype."""

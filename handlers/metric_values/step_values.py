@@ -12,7 +12,7 @@ from pulsetrain.engine import Engine, Events, is_training_run
 from pulsetrain.engine.metrics import to_host
 from pulsetrain.handlers.attachment.engine_queries import attribute
 
-__all__ = ["METRIC_EVENTS", "learning_rates", "on_host", "scalar", "scalars", "step_metrics", "to_host"]
+__all__ = ["METRIC_EVENTS", "is_on_host", "learning_rates", "on_host", "scalar", "scalars", "step_metrics", "to_host"]
 
 # their payloads have `metrics`, by which a run may be judged; state.metrics holds these too
 METRIC_EVENTS = (Events.VALIDATION_COMPLETED, Events.ROLLOUT_COMPLETED, Events.POLICY_UPDATED)
@@ -59,6 +59,15 @@ def scalar(value: object) -> Tensor | float | None:
         # numpy's scalars are Real too
         return int(value) if isinstance(value, numbers.Integral) else float(value)
     return None
+
+
+def is_on_host(value: Tensor) -> bool:
+    """Whether reading the value waits for no device.
+
+    >>> is_on_host(torch.tensor(0.5))
+    True
+    """
+    return bool(value.is_cpu)
 
 
 def learning_rates(engine: Engine) -> list[Tensor | float]:

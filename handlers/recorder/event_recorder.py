@@ -15,7 +15,7 @@ from pulsetrain.handlers.attachment.attachment import Handler
 from pulsetrain.handlers.metric_values.event_values import summary
 from pulsetrain.handlers.metric_values.step_values import learning_rates, scalars
 from pulsetrain.handlers.recorder.log_session import FETCHING, FINAL, MEASURED, LogSession
-from pulsetrain.handlers.recorder.resume_check import ResumeCheck
+from pulsetrain.handlers.recorder.resume_check import ResumeCheck, say_nothing_to_compare
 from pulsetrain.handlers.run_files.run_file import note_start
 from pulsetrain.handlers.run_files.run_folder import make_folder
 
@@ -29,9 +29,9 @@ _FINAL_TYPES = frozenset(event.value for event in FINAL)
 class EventRecorder(Handler):
     """Writes the events of every engine on the bus into FOLDER/events, in the bus's order: read it with `EventLog`.
 
-    Written events outlive the process, even if it is killed. Scalars stay on their device and are copied to the host
-    for 100 events at a time, and at the end of each validation, rollout, epoch and run: a process that is killed loses
-    those values, not the events. Non-finite floats are written as the strings "NaN", "Infinity" and "-Infinity"; a
+    Written events outlive the process, even if it is killed, with every value that was on the host. Scalars on a device
+    are copied to the host together: by the first event after 200 ms, for 100 events at most, and at the end of each
+    validation, rollout, epoch and run; a process that is killed loses those values, not the events. Non-finite floats are written as the strings "NaN", "Infinity" and "-Infinity"; a
     value that JSON cannot hold is summarised as {"__type__": ...}.
 
     Engines that join the bus later are recorded as well. Custom events that are registered later are recorded from the
@@ -248,6 +248,7 @@ class EventRecorder(Handler):
                 self._log.rewind(saved["seq"], saved["ord"], event.time_ns)
             else:  # the run continues in another folder
                 writer.next_ord = saved["ord"]
+                say_nothing_to_compare("the run continues in another folder, whose log begins here")
         self._log.write(self._log.entry(event))
 
     def _on_opened(self, engine: Engine, event: Event) -> None:
@@ -271,6 +272,8 @@ class EventRecorder(Handler):
         if self._log.writer is not None:
             self._closed_at = self.state_dict()
             self._log.close()
+        if self.resume_check is not None:
+            self.resume_check.close()
 
 
 def _bounds(engine: Engine) -> dict[str, int] | None:

@@ -13,7 +13,8 @@ from pulsetrain.handlers.metric_values.step_values import METRIC_EVENTS
 
 __all__ = ["FETCHING", "FINAL", "MEASURED", "LogSession"]
 
-BATCH = 100  # events with values on a device between two copies to the host
+BATCH = 100  # events with values on a device between two copies to the host,
+INTERVAL = 200_000_000  # and nanoseconds: each copy waits for the device
 FETCHING = (Events.GET_BATCH_STARTED, Events.GET_BATCH_COMPLETED)
 MEASURED = (Events.EPOCH_COMPLETED, *METRIC_EVENTS)  # written with state.metrics, which their receivers add to
 FINAL = (Events.TERMINATE, Events.COMPLETED, Events.EXCEPTION_RAISED, Events.INTERRUPT)
@@ -46,6 +47,7 @@ class LogSession:
         self._running: dict[int, tuple[LoggedEvent, Engine]] = {}  # by seq: their receivers are still running
         self._waiting: list[LoggedEvent] = []  # written without their values, which are on a device
         self._pending = 0  # number of such values
+        self._settled_at = 0  # time of the event by which they were last copied, nanoseconds
         self._reported = False  # that the disk fails
 
     def open(self) -> LogWriter:
@@ -96,8 +98,6 @@ class LogSession:
             logged.open = True
             self._waiting.append(logged)
         self.write_plain(logged)
-        if len(self._waiting) >= BATCH:
-            self.settle()
 
     def write_plain(self, logged: LoggedEvent) -> None:
         """Write an entry without values on a device."""
@@ -111,6 +111,9 @@ class LogSession:
             self._cannot_write(error)
         if self.check is not None and not logged.open:
             self.check.see(logged)
+        if self._waiting and not 0 <= logged.t - self._settled_at < INTERVAL or len(self._waiting) >= BATCH:
+            self._settled_at = logged.t
+            self.settle()
 
     def begin(self, logged: LoggedEvent, event: Event, engine: Engine) -> None:
         """Write the entry of an event before its receivers run; `finish` completes it after them."""

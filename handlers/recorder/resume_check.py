@@ -5,20 +5,27 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from pulsetrain.engine.logs import get_logger
+from pulsetrain.engine import Events
 from pulsetrain.engine.recording import EventCheck, EventLog, LoggedEvent
 from pulsetrain.engine.recording.diff.result import describe_event, format_value
+from pulsetrain.engine.recording.log.records import Json
 
-__all__ = ["ResumeCheck"]
+__all__ = ["ResumeCheck", "say_nothing_to_compare"]
 
 _ENDS = ("terminate", "completed", "interrupt", "exception_raised")
+_NORM = Events.GRADIENTS_READY.value
 
 
 class ResumeCheck(EventCheck):
     """Whether the deterministic events that a log holds after a checkpoint are reproduced, bit for bit."""
 
+    def __init__(self, expected: Iterator[LoggedEvent]) -> None:
+        super().__init__(expected)
+        self.with_values = 0  # events that agree and carry a loss or a gradient norm
+
     @classmethod
     def of_log(cls, log: EventLog, after: int, engine: str) -> ResumeCheck | None:
-        """The check of a run that resumes after this seq; None where the log holds nothing after it.
+        """The check of a run that resumes after this seq; None, which is logged, where the log holds nothing after it.
 
         If several attempts continued from there, the longest counts, up to where the engine's run ended: what is
         computed at an end need not be reproduced by a run that continues.
@@ -27,7 +34,10 @@ class ResumeCheck(EventCheck):
         if len(attempts) > 1:
             attempts.sort(key=lambda attempt: sum(1 for _ in _repeated(log, attempt, engine)))
         check = cls(_repeated(log, attempts[-1], engine))
-        return check if check.waiting else None
+        if not check.waiting:
+            say_nothing_to_compare("the log holds no event after the checkpoint")
+            return None
+        return check
 
     @property
     def difference(self) -> str | None:
@@ -45,8 +55,12 @@ class ResumeCheck(EventCheck):
         ]
         return f"{named}: {'; '.join(sides)}"
 
+    def agree(self, event: LoggedEvent) -> None:
+        super().agree(event)
+        self.with_values += _has_values(event)
+
     def see(self, event: LoggedEvent) -> None:
-        """Compare an event of the resumed run; logs the first difference once, or that everything was reproduced."""
+        """Compare an event of the resumed run; logs the first difference once, or what agrees once all is compared."""
         undecided = self.waiting and self.divergence is None
         super().see(event)
         if undecided and self.divergence is not None:
@@ -56,10 +70,42 @@ class ResumeCheck(EventCheck):
                 agreed_before=self.agreed,
             )
         elif undecided and not self.waiting:
+            if self.with_values:
+                get_logger("handlers").info(
+                    "resumed exactly: the events that the log held after the checkpoint were reproduced bit for bit",
+                    events=self.agreed,
+                    with_loss_or_norm=self.with_values,
+                )
+            else:
+                say_nothing_to_compare("no event after the checkpoint carries a loss or a gradient norm", self.agreed)
+
+    def close(self) -> None:
+        """The resumed run has ended: log it if some of the expected events were not compared."""
+        if self.waiting and self.divergence is None:
             get_logger("handlers").info(
-                "resumed exactly: the events that the log held after the checkpoint were reproduced bit for bit",
-                events=self.agreed,
+                "resumed; the run ended before it had repeated all events that the log held after the checkpoint",
+                agreed=self.agreed,
+                with_loss_or_norm=self.with_values,
             )
+
+
+def say_nothing_to_compare(reason: str, events: int = 0) -> None:
+    """Log that a resume is not proven by any computed value.
+
+    Args:
+        reason: why there is none.
+        events: how many events agree.
+    """
+    get_logger("handlers").info("resumed; nothing to compare", reason=reason, events=events)
+
+
+def _has_values(event: LoggedEvent) -> bool:
+    """Whether the event carries a loss or a gradient norm."""
+    return _has_number(event.output) or (event.event == _NORM and _has_number(event.payload))
+
+
+def _has_number(values: Json) -> bool:
+    return isinstance(values, dict) and any(value is not None for value in values.values())
 
 
 def _repeated(log: EventLog, attempt: tuple[int, int], engine: str) -> Iterator[LoggedEvent]:

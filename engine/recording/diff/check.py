@@ -52,5 +52,12 @@ class EventCheck:
                 if not same(self.next, now) and (fields := differing_fields(self.next, now)):
                     self.divergence = Divergence(now.ord, self.next, now, fields)
                     return
-                self.agreed += 1
+                self.agree(now)
                 self.next = next(self._expected, None)
+
+    def agree(self, event: LoggedEvent) -> None:
+        """Count an event that is as expected."""
+        self.agreed += 1
+
+    def close(self) -> None:
+        """The run has ended: nothing more is published."""

@@ -15,6 +15,8 @@ from pulsetrain.engine import Engine, Event, EventBus, EventEnum, Events, Phase
 from pulsetrain.engine.events.payloads import GradientsReady
 from pulsetrain.engine.recording import EventLog
 from pulsetrain.handlers import EventRecorder
+from pulsetrain.handlers.metric_values import event_values
+from pulsetrain.handlers.recorder import log_session
 from pulsetrain.handlers.recorder.log_session import BATCH
 from tests.support.engines import UpdatingEngine, log, make_engine, validated
 from tests.support.recordings import recorded, types
@@ -145,10 +147,7 @@ def test_custom_events_are_recorded_also_those_registered_before_the_next_epoch(
         (torch.tensor(math.nan), "NaN"),
         (torch.tensor(3), 3),
         (torch.tensor(0.1, dtype=torch.float64), 0.1),
-        (
-            [torch.tensor(1.0), torch.tensor(2.0).to_sparse()],  # stacking the two fails
-            [1.0, {"__type__": "torch.Tensor", "shape": [], "dtype": "torch.float32"}],
-        ),
+        ([torch.tensor(1.0), torch.tensor(2.0).to_sparse()], [1.0, 2.0]),
         (
             Event(1, "e", "t", 0, 0, None, 5),
             {
@@ -208,7 +207,14 @@ def test_a_tensor_that_the_step_changes_in_place_is_recorded_as_it_was(tmp_path)
     assert outputs == [1.0, 2.0, 3.0]
 
 
-def test_no_step_waits_for_the_device(tmp_path):
+@pytest.fixture
+def on_a_device(monkeypatch):
+    """Tensors count as if they were on a device; the interval between two copies never ends by itself."""
+    monkeypatch.setattr(event_values, "is_on_host", lambda value: False)
+    monkeypatch.setattr(log_session, "INTERVAL", 10**18)
+
+
+def test_no_step_waits_for_the_device(tmp_path, on_a_device):
     class Reads(TorchDispatchMode):
         count = 0
 
@@ -225,21 +231,44 @@ def test_no_step_waits_for_the_device(tmp_path):
     assert recorded(tmp_path)[-3]["output"] == {"loss": 300.0, "norm": 1.0}
 
 
-def test_events_are_in_the_log_at_once_and_values_from_a_device_in_batches(tmp_path):
+def test_a_value_that_cannot_be_copied_from_a_device_with_the_others_costs_only_itself(tmp_path, on_a_device):
+    value = [torch.tensor(1.0), torch.tensor(2.0).to_sparse()]  # stacking the two fails
+    expected = {"__type__": "torch.Tensor", "shape": [], "dtype": "torch.float32"}
+    assert record_of(tmp_path, value) == [1.0, expected]
+
+
+def losses_known_after_each_iteration(folder, iterations):
+    """How many events and how many losses the log on disk holds while handlers of each iteration run."""
     engine, seen, known = make_engine(lambda i: {"loss": torch.tensor(float(i))}), [], []
-    EventRecorder(tmp_path).attach(engine)
+    EventRecorder(folder).attach(engine)
 
     @engine.on(Events.ITERATION_COMPLETED)
     def look(engine):
-        iterations = list(EventLog(tmp_path).read(event="iteration_completed"))
-        seen.append(len(iterations))
-        known.append(sum(event.output["loss"] is not None for event in iterations))
+        events = list(EventLog(folder).read(event="iteration_completed"))
+        seen.append(len(events))
+        known.append(sum(event.output["loss"] is not None and not event.open for event in events))
 
-    engine.run([0] * 250, max_epochs=1)
+    engine.run([0] * iterations, max_epochs=1)
+    losses = [event["output"]["loss"] for event in recorded(folder) if event["event"] == "iteration_completed"]
+    assert losses == [float(n) for n in range(1, iterations + 1)]
+    return seen, known
+
+
+def test_values_on_the_host_are_in_the_log_with_their_event(tmp_path):
+    seen, known = losses_known_after_each_iteration(tmp_path, 30)
+    assert seen == known == list(range(1, 31))
+
+
+def test_events_are_in_the_log_at_once_and_values_from_a_device_in_batches(tmp_path, on_a_device):
+    seen, known = losses_known_after_each_iteration(tmp_path, 250)
     assert seen == list(range(1, 251))
-    assert known == [BATCH * (n // BATCH) for n in range(1, 251)]
-    losses = [event["output"]["loss"] for event in recorded(tmp_path) if event["event"] == "iteration_completed"]
-    assert losses == [float(n) for n in range(1, 251)]
+    assert known == [max(1, 1 + BATCH * ((n - 1) // BATCH)) for n in range(1, 251)]  # the first is copied at once
+
+
+def test_values_on_a_device_are_in_the_log_after_an_interval(tmp_path, on_a_device, monkeypatch):
+    monkeypatch.setattr(log_session, "INTERVAL", 0)
+    seen, known = losses_known_after_each_iteration(tmp_path, 30)
+    assert seen == known == list(range(1, 31))
 
 
 def test_events_within_an_unfinished_one_wait_for_their_turn(tmp_path):

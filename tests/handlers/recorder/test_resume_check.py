@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,29 +20,34 @@ from pulsetrain.handlers import Checkpointer, EventRecorder
 from pulsetrain.handlers.recorder.resume_check import ResumeCheck
 
 
-def make(folder: Path, seed: int = 0, dropout: float = 0.2) -> Trainer:
+def make(folder: Path, *, scale: float = 1.0, activation: nn.Module | None = None) -> Trainer:
     torch.manual_seed(0)
     inputs = torch.randn(40, 4)
-    data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
+    data = TensorDataset(inputs * scale, inputs.sum(1, keepdim=True))
     return Trainer(
-        nn.Sequential(nn.Linear(4, 8), nn.Dropout(dropout), nn.Linear(8, 1)),
+        nn.Sequential(nn.Linear(4, 8), activation or nn.ReLU(), nn.Dropout(0.2), nn.Linear(8, 1)),
         DataLoader(data, batch_size=4, shuffle=True),
         DataLoader(data, batch_size=20),
         strategy=SupervisedStrategy("mse"),
-        config=TrainingConfig(max_epochs=3, log_every_n_steps=5, accumulate=2, seed=seed),
+        config=TrainingConfig(max_epochs=3, log_every_n_steps=5, accumulate=2, seed=0),
         handlers=[Checkpointer(folder, every=Every(iterations=6), keep_last=20), EventRecorder(folder)],
     )
 
 
-def killed_at(run: Trainer, iteration: int) -> None:
-    def pull(engine: Trainer) -> None:
-        if engine.state.iteration == iteration:
-            engine.handlers[1].flush()  # as far as the log had come
-            raise ZeroDivisionError
+def killed_at(run: Trainer, iteration: int, event: Events = Events.ITERATION_COMPLETED) -> None:
+    """Train, and leave the log on disk as a process leaves it that is killed at this event."""
+    folder: Path = run.handlers[1].folder
+    kept = folder.with_name("kept")
 
-    run.add_event_handler(Events.ITERATION_COMPLETED, pull, phase=3)
+    @run.on(event(once=iteration), phase=3)
+    def pull(engine: Trainer) -> None:
+        shutil.copytree(folder, kept)
+        raise ZeroDivisionError
+
     with pytest.raises(ZeroDivisionError):
         run.train()
+    shutil.rmtree(folder)
+    kept.rename(folder)
 
 
 def said(logs: list[Any]) -> list[Any]:
@@ -59,12 +65,55 @@ def test_a_resume_that_is_exact_says_so_once_with_the_number_of_events(tmp_path:
     check = run.handlers[1].resume_check
     # 5 iterations: started and completed, two updates' events and one log point
     assert entry["events"] == check.agreed == 5 * 2 + 2 * 2 + 1
+    assert entry["with_loss_or_norm"] == 5 + 2
     assert (check.waiting, check.difference) == (False, None)
+
+
+@pytest.mark.parametrize("killed", [13, 14, 17])
+@pytest.mark.parametrize("changed", [{"scale": 1.5}, {"activation": nn.GELU()}], ids=["inputs", "model"])
+def test_a_resume_that_computes_something_else_is_never_said_to_be_exact(
+    tmp_path: Path, killed: int, changed: dict[str, Any]
+):
+    killed_at(make(tmp_path), killed)  # the last checkpoint is at 12
+    with structlog.testing.capture_logs() as logs:
+        make(tmp_path, **changed).train(resume="latest")
+    (entry,) = said(logs)
+    assert entry["log_level"] == "warning"
+    assert "iteration 13: output.loss: " in entry["first"]
+
+
+def test_without_a_loss_in_the_log_nothing_is_said_to_be_exact(tmp_path: Path):
+    killed_at(make(tmp_path), 13, Events.ITERATION_STARTED)
+    with structlog.testing.capture_logs() as logs:
+        make(tmp_path, scale=1.5).train(resume="latest")
+    (entry,) = said(logs)
+    assert entry["event"] == "resumed; nothing to compare"
+    assert entry["events"] == 1
+
+
+def test_a_log_that_ends_at_the_checkpoint_has_nothing_to_compare(tmp_path: Path):
+    killed_at(make(tmp_path), 2, Events.CHECKPOINT_SAVED)  # after iteration 12
+    with structlog.testing.capture_logs() as logs:
+        make(tmp_path).train(resume="latest")
+    (entry,) = said(logs)
+    assert entry["event"] == "resumed; nothing to compare"
+
+
+def test_a_resumed_run_that_ends_before_the_log_does_says_how_far_it_was_compared(tmp_path: Path):
+    killed_at(make(tmp_path), 17)
+    run = make(tmp_path)
+    run.add_event_handler(Events.ITERATION_COMPLETED(once=15), run.terminate)
+    with structlog.testing.capture_logs() as logs:
+        run.train(resume="latest")
+    (entry,) = said(logs)
+    assert "ended before" in entry["event"]
+    assert entry["agreed"] == run.handlers[1].resume_check.agreed > 0
+    assert entry["with_loss_or_norm"] == 3 + 1
 
 
 def test_a_difference_names_the_first_event_with_both_sides(tmp_path: Path):
     killed_at(make(tmp_path), 17)
-    run = make(tmp_path, dropout=0.2)
+    run = make(tmp_path)
 
     @run.on(Events.ITERATION_STARTED(once=15))
     def disturb() -> None:
