@@ -9,7 +9,9 @@ from typing import Any, Self
 from pulsetrain.engine import FIRST, LAST, Engine, Event, EventBus, EventEnum, Events, OnError, Phase, is_training_run
 from pulsetrain.engine.argument_checks import check_choice, check_whole_number
 from pulsetrain.engine.events.names import identify
-from pulsetrain.engine.recording import EventCheck
+from pulsetrain.engine.logs import get_logger
+from pulsetrain.engine.recording import EventCheck, LogWriter
+from pulsetrain.engine.recording.replay.source import Source
 from pulsetrain.engine.training_run import total_iterations_of
 from pulsetrain.handlers.attachment.attachment import Handler
 from pulsetrain.handlers.metric_values.event_values import summary
@@ -31,8 +33,9 @@ class EventRecorder(Handler):
 
     Written events outlive the process, even if it is killed, with every value that was on the host. Scalars on a device
     are copied to the host together: by the first event after 200 ms, for 100 events at most, and at the end of each
-    validation, rollout, epoch and run; a process that is killed loses those values, not the events. Non-finite floats are written as the strings "NaN", "Infinity" and "-Infinity"; a
-    value that JSON cannot hold is summarised as {"__type__": ...}.
+    validation, rollout, epoch and run; a process that is killed loses those values, not the events. Non-finite floats
+    are written as the strings "NaN", "Infinity" and "-Infinity"; a value that JSON cannot hold is summarised as
+    {"__type__": ...}.
 
     Engines that join the bus later are recorded as well. Custom events that are registered later are recorded from the
     next STARTED or EPOCH_STARTED. Because GRADIENTS_READY is subscribed to, the gradients' norm is computed.
@@ -144,7 +147,12 @@ class EventRecorder(Handler):
         if writer is None:
             return self._closed_at
         self._log.update()
-        return {"seq": self._log.bus.sequence.last, "ord": writer.next_ord, "in_epoch": sorted(self._in_epoch)}
+        return {
+            "seq": self._log.bus.sequence.last,
+            "ord": writer.next_ord,
+            "in_epoch": sorted(self._in_epoch),
+            "run": writer.run,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """CHECKPOINT_LOADED, which follows, continues the log there."""
@@ -210,7 +218,7 @@ class EventRecorder(Handler):
             self._saved = None
             if log.writer is None and event.iteration == 0:
                 self._start_again(event)
-            log.on_disk(note_start, self.folder.parent, engine, event.iteration, self.rank)
+            log.on_disk(note_start, self.folder.parent, engine, event.iteration, self.rank, log.open().run)
         logged = log.entry(event)
         logged.observed = _bounds(engine)
         log.write(logged)
@@ -242,14 +250,32 @@ class EventRecorder(Handler):
             self.resumed_after = saved["seq"]
             self._in_epoch = set(saved["in_epoch"])
             self._resumed_in_epoch = set(saved["in_epoch"])
-            if saved["seq"] <= writer.last_seq:
+            is_of_this_run = saved.get("run", writer.run) == writer.run
+            if saved["seq"] <= writer.last_seq and is_of_this_run:
                 if not (is_training_run(engine) and engine.is_rewinding):  # else other batches follow
                     self.resume_check = ResumeCheck.of_log(self._log.read(), saved["seq"], event.engine)
                 self._log.rewind(saved["seq"], saved["ord"], event.time_ns)
-            else:  # the run continues in another folder
-                writer.next_ord = saved["ord"]
+            elif is_of_this_run and (writer.last_seq >= 0 or "run" in saved):
+                self._note_loss(saved, writer, event)
+            else:
                 say_nothing_to_compare("the run continues in another folder, whose log begins here")
+                if writer.last_seq >= 0:  # of an earlier attempt to continue it here
+                    self._log.rewind(-1, saved["ord"], event.time_ns)
+                else:
+                    writer.begin_at(saved["ord"])
         self._log.write(self._log.entry(event))
+
+    def _note_loss(self, saved: Mapping[str, Any], writer: LogWriter, event: Event) -> None:
+        """The log has lost events before the checkpoint: say which, here and in the log."""
+        reached = Source(self._log.read()).last_iteration(event.engine)
+        reason = (
+            f"the log is older than the checkpoint: events {writer.next_ord} to {saved['ord'] - 1} are lost, "
+            f"between iteration {reached} and {event.iteration} of {event.engine!r}"
+        )
+        get_logger("handlers").warning("the event log has lost events", folder=str(self.folder), lost=reason)
+        self._log.on_disk(writer.lose, saved["seq"], saved["ord"], reason, event.time_ns)
+        self._log.bus.continue_after(writer.last_seq)
+        say_nothing_to_compare("the log is older than the checkpoint")
 
     def _on_opened(self, engine: Engine, event: Event) -> None:
         if event.type == Events.EPOCH_COMPLETED.value:

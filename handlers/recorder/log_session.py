@@ -10,6 +10,7 @@ from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.recording import EventCheck, EventLog, LoggedEvent, LogWriter
 from pulsetrain.handlers.metric_values.event_values import EventValues, PlainTypes, summary
 from pulsetrain.handlers.metric_values.step_values import METRIC_EVENTS
+from pulsetrain.handlers.run_files.run_file import read_run_file
 
 __all__ = ["FETCHING", "FINAL", "MEASURED", "LogSession"]
 
@@ -58,7 +59,8 @@ class LogSession:
             RecordingError: the log has a newer format.
         """
         if self.writer is None:
-            self.writer = LogWriter(self.folder, self.rank, self._max_bytes)
+            known = read_run_file(self.folder.parent).get("id")
+            self.writer = LogWriter(self.folder, self.rank, self._max_bytes, known if isinstance(known, str) else "")
             self.bus.continue_after(self.writer.last_seq)
         return self.writer
 
@@ -111,7 +113,7 @@ class LogSession:
             self._cannot_write(error)
         if self.check is not None and not logged.open:
             self.check.see(logged)
-        if self._waiting and not 0 <= logged.t - self._settled_at < INTERVAL or len(self._waiting) >= BATCH:
+        if (self._waiting and not 0 <= logged.t - self._settled_at < INTERVAL) or len(self._waiting) >= BATCH:
             self._settled_at = logged.t
             self.settle()
 

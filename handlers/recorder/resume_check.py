@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine import Events
+from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.recording import EventCheck, EventLog, LoggedEvent
 from pulsetrain.engine.recording.diff.result import describe_event, format_value
 from pulsetrain.engine.recording.log.records import Json

@@ -70,10 +70,11 @@ def write_run_file(folder: Path, engine: Engine, **more: object) -> None:
     """
     facts = {**run_facts(engine), **more}
     with _locked(folder):
+        facts["id"] = read_run_file(folder).get("id", facts["id"])
         _write(folder, facts)
 
 
-def note_start(folder: Path, engine: Engine, iteration: int, rank: int = 0) -> None:
+def note_start(folder: Path, engine: Engine, iteration: int, rank: int = 0, run: str = "") -> None:
     """Add the start of a run, or its resumption, to run.json, which is created if missing.
 
     Args:
@@ -81,13 +82,14 @@ def note_start(folder: Path, engine: Engine, iteration: int, rank: int = 0) -> N
         engine: the run's engine.
         iteration: the last one before the run resumes; 0 if the run starts.
         rank: of this process; rank 0 writes for all.
+        run: the run's id, for a new file.
 
     Raises:
         OSError: the file cannot be written.
     """
     if rank:
         return
-    facts = run_facts(engine)
+    facts = run_facts(engine) | ({"id": run} if run else {})
     start = {"at": _now(), "iteration": iteration, "pid": os.getpid(), "command": facts["command"], "git": facts["git"]}
     left_out = engine.data.left_out_since if is_training_run(engine) else ()
     if left_out:

@@ -25,13 +25,15 @@ if TYPE_CHECKING:
     from zstandard import ZstdCompressor
 
 __all__ = [
-    "BLOCK_EVENTS", "BLOCK_MAGIC", "FRAME_BYTES", "SEAM", "Block", "Data", "EngineRange", "Header", "content_at",
-    "find_next", "parse", "seal", "seam_of", "skippable", "unpack",
+    "BLOCK_BYTES", "BLOCK_EVENTS", "BLOCK_MAGIC", "FRAME_BYTES", "SEAM", "Block", "Data", "EngineRange", "Header",
+    "content_at", "find_next", "parse", "seal", "seam_of", "skippable", "unpack",
 ]  # fmt: skip
 
 Data: TypeAlias = mmap.mmap | bytes  # the content of a sealed file
 
-BLOCK_EVENTS = 1024  # a block ends where ord // 1024 changes
+BLOCK_EVENTS = 1024  # a block ends where ord // 1024 changes,
+BLOCK_BYTES = 1 << 24  # or after so many bytes of lines
+_MOST_BYTES = 1 << 26  # that a block is read with: a forged header must not fill the memory
 BLOCK_MAGIC = b"PTLB"
 SEAM = "log_resumed"  # the event that marks where a resumed run continues
 _SKIPPABLE = b"\x5e\x2a\x4d\x18"
@@ -64,6 +66,7 @@ class Header(msgspec.Struct, gc=False):
     engines: dict[str, EngineRange]
     seams: list[tuple[int, int, int]] = []  # one for each resume: seq of its record, and the record's `after` and `ord`
     thinned: int = 0  # events that were removed
+    run: str = ""  # id of the run; format 1 has none
 
 
 class Block(NamedTuple):
@@ -93,6 +96,7 @@ def seal(
     after: int,
     thinned: int = 0,
     seq: tuple[int, int] | None = None,
+    run: str = "",
 ) -> tuple[Header, bytes]:
     """Make a block of these events, in the order of seq, and their lines: its header, and both frames.
 
@@ -100,6 +104,7 @@ def seal(
         after: the last seq before it.
         thinned: how many events were removed from it.
         seq: first and last, removed events included; by default those of `events`.
+        run: id of the run.
     """
     data = b"\n".join(lines) + b"\n"
     frame = bytes(_compressor().compress(data))
@@ -119,6 +124,7 @@ def seal(
         engines=_ranges(events),
         seams=[seam_of(event) for event in events if event.event == SEAM],
         thinned=thinned,
+        run=run,
     )
     return header, skippable(BLOCK_MAGIC, _encode_header(header)) + frame
 
@@ -160,13 +166,19 @@ def parse(data: Data, start: int) -> Block | None:
 
 
 def unpack(data: Data, block: Block) -> bytes | None:
-    """The block's lines, each with its newline; None if the frame is damaged."""
-    frame = bytes(data[block.frame : block.end])
-    if zlib.crc32(frame) != block.header.crc:
+    """The block's lines, each with its newline; None if the frame is damaged, or holds other lines than it should."""
+    frame, header = bytes(data[block.frame : block.end]), block.header
+    if zlib.crc32(frame) != header.crc or header.size > _MOST_BYTES:
         return None
     import zstandard
 
-    return bytes(zstandard.ZstdDecompressor().decompress(frame, max_output_size=block.header.size))
+    try:
+        if zstandard.frame_content_size(frame) != header.size:
+            return None
+        lines = bytes(zstandard.ZstdDecompressor().decompress(frame))
+    except zstandard.ZstdError:
+        return None
+    return lines if lines.count(b"\n") == header.count and lines.endswith(b"\n") else None
 
 
 def content_at(data: Data, start: int, magic: bytes) -> tuple[bytes, int] | None:

@@ -44,6 +44,8 @@ class Index(msgspec.Struct, dict=True, rename={"version": "v", "encoded": "heade
     engines: dict[str, Reach]  # in the order of their first events
     seams: list[tuple[int, int, int]]  # of all blocks: seq of each record, and its `after` and `ord`
     encoded: list[msgspec.Raw]  # the headers
+    ord: tuple[list[int], list[int]] = ([], [])  # first and last; format 1 has none
+    run: str = ""
 
     @classmethod
     def of_blocks(cls, blocks: Sequence[tuple[int, Header]] = ()) -> Index:
@@ -58,6 +60,8 @@ class Index(msgspec.Struct, dict=True, rename={"version": "v", "encoded": "heade
             engines=_reaches(headers),
             seams=[seam for header in headers for seam in header.seams],
             encoded=[],
+            ord=_columns([header.ord for header in headers]),
+            run=next((header.run for header in reversed(headers) if header.run), ""),
         )
         index._decoded.update(enumerate(headers))
         return index
@@ -131,6 +135,12 @@ class Index(msgspec.Struct, dict=True, rename={"version": "v", "encoded": "heade
             for number, (found, expected) in enumerate(zip(self.after, before, strict=False)):
                 if found != expected:
                     yield number, expected, found
+
+    def holding(self, record: str) -> list[int]:
+        """Numbers of the blocks that hold a record of the log itself, which no engine published."""
+        own = self.engines.get("")
+        near = [number for number, last in enumerate(own.iteration[1]) if last >= 0] if own is not None else []
+        return [number for number in near if record in self.header(number).engines[""].events]
 
     def between(self, seq: tuple[int | None, int | None]) -> range:
         """Numbers of the blocks that may hold a seq within these bounds, both included."""

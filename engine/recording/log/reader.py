@@ -12,11 +12,12 @@ import msgspec
 
 from pulsetrain.engine.errors import RecordingError
 from pulsetrain.engine.recording.log.blocks import SEAM, Header, parse, seam_of, unpack
+from pulsetrain.engine.recording.log.damage import damage_of_record, find_damage
 from pulsetrain.engine.recording.log.index import Index, Reach
-from pulsetrain.engine.recording.log.records import LoggedEvent, decode, merge_measured
+from pulsetrain.engine.recording.log.records import LOST, LoggedEvent, decode, merge_measured
 from pulsetrain.engine.recording.log.scan import Contents, Damage, mapped, recovered, scan
 from pulsetrain.engine.recording.log.tables import to_arrow, to_pandas
-from pulsetrain.engine.recording.log.writer import LOST, log_files
+from pulsetrain.engine.recording.log.writer import log_files
 
 if TYPE_CHECKING:
     import pandas
@@ -87,20 +88,21 @@ class EventLog:
                 break
         seams = [*self._index.seams, *(seam_of(event) for event in self._events if event.event == SEAM)]
         self._superseded = [(after, seam) for seam, after, _ in seams]
+        self._read_losses()
 
     def _open(self) -> None:
         # the tail first: events sealed meanwhile are then in both files, never in neither
         tail = mapped(self._tail)
-        content = bytes(tail).rstrip(b"\n\0")  # most lines are empty
-        lines = [line for line in content.split(b"\n") if line.strip(b"\0")]
+        lines = [line for line in bytes(tail).rstrip(b"\n\0").split(b"\n") if line]  # most lines are empty
         self._data = mapped(self._sealed)
-        self._contents: Contents = scan(self._sealed, self._data)
+        head = recovered(lines, -1).head if lines else None
+        self._contents: Contents = scan(self._sealed, self._data, head.run if head is not None else "")
         self._index = self._contents.index
-        self._events, torn = recovered(lines, self._index.last_seq)
-        self.damage: list[Damage] = list(self._contents.damage)
-        if torn:
-            self.damage.append(Damage(self._tail.name, 0, len(tail), f"{torn} damaged lines"))
-        self._check_for_gaps(tail_is_whole=not torn)
+        found = recovered(lines, self._index.last_seq)
+        self._events, self._run = found.events, head.run if head is not None else ""
+        self._closed = head is not None and head.ended and head.after == self._index.last_seq
+        self.damage: list[Damage] = find_damage(self._sealed, self._data, self._contents, self._tail, found, len(tail))
+        self._recomputed: list[Damage] = []  # reported losses whose events a resumed run has computed again
 
     @property
     def run_folder(self) -> Path:
@@ -108,9 +110,14 @@ class EventLog:
         return self.folder.parent if self.folder.name == "events" else self.folder
 
     @property
+    def run_id(self) -> str:
+        """The id of the run that wrote it; empty for a log of format 1."""
+        return self._index.run or self._run
+
+    @property
     def ended(self) -> bool:
         """Whether the log was closed. If not, the run has not ended, was killed, or the log's end is missing."""
-        return self._contents.ended and not self._events
+        return (self._contents.ended or self._closed) and not self._events
 
     def __len__(self) -> int:
         """Number of events, superseded ones included."""
@@ -219,10 +226,10 @@ class EventLog:
         return list(self._events)
 
     def verify(self) -> list[Damage]:
-        """Read everything, and return the damaged and missing parts."""
+        """Read everything, and return the damaged and missing parts, even those that were computed again."""
         for number in range(len(self._index)):
             self.block(number)
-        return self.damage
+        return [*self.damage, *self._recomputed]
 
     def to_pandas(self, **query: Unpack[ReadOptions]) -> pandas.DataFrame:
         """A DataFrame with a row for each event, and a column for each value.
@@ -248,22 +255,14 @@ class EventLog:
         """
         return to_arrow(self.read(**query))
 
-    def _check_for_gaps(self, *, tail_is_whole: bool) -> None:
-        for number, before, after in self._index.gaps():
-            block = parse(self._data, self._index.start[number - 1]) if number else None
-            reason = f"the events after seq {before} are missing, up to seq {after}"
-            self.damage.append(Damage(self._sealed.name, block.end if block else 0, self._index.start[number], reason))
-        expected = self._index.next_ord
-        for event in self._events if tail_is_whole else ():
-            if event.event == SEAM:
-                expected = event.payload["ord"]
-            elif event.event == LOST:
-                expected = None
-            elif event.ord >= 0:
-                if expected is not None and event.ord != expected:
-                    reason = f"the events before seq {event.seq} are missing: ord {expected} to {event.ord - 1}"
-                    self.damage.append(Damage(self._tail.name, 0, 0, reason))
-                expected = event.ord + 1
+    def _read_losses(self) -> None:
+        """List what the log itself reports as lost."""
+        numbers = self._index.holding(LOST)
+        for record in (each for events in (*map(self.block, numbers), self._events) for each in events):
+            if record.event == LOST:
+                lost = damage_of_record(self._sealed, record)
+                again = any(after <= lost.after and record.seq < seam for after, seam in self._superseded)
+                (self._recomputed if again else self.damage).append(lost)
 
     def is_superseded(self, seq: int) -> bool:
         """Whether a deterministic event of this seq has been computed again."""

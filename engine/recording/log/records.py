@@ -10,12 +10,13 @@ import msgspec
 from pulsetrain.engine.errors import RecordingError
 
 __all__ = [
-    "ENCODING_ERRORS", "MEASURED", "Json", "LoggedEvent", "decode", "deterministic", "deterministic_parts", "encode",
-    "encoded", "merge_measured", "pop_measured",
+    "ENCODING_ERRORS", "LOST", "MEASURED", "Json", "LoggedEvent", "decode", "deterministic", "deterministic_parts",
+    "encode", "encoded", "merge_measured", "pop_measured",
 ]  # fmt: skip
 
 Json: TypeAlias = Any  # a value that JSON can hold; readers index it freely, and a union would make each one cast
 
+LOST = "log_lost"  # the event that reports events that were lost: see `Damage.of_record`
 MEASURED = frozenset({"seconds", "samples_per_second", "tokens_per_second"})  # keys of payloads
 
 _T_DIGITS = 19  # of nanoseconds since 1970, from 2001 to 2286

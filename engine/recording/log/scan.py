@@ -6,23 +6,25 @@ import mmap
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Self
 
 import msgspec
 
 from pulsetrain.engine.errors import RecordingError
 from pulsetrain.engine.recording.log.blocks import BLOCK_MAGIC, Data, Header, find_next, parse
 from pulsetrain.engine.recording.log.index import TABLE_MAGIC, Index
-from pulsetrain.engine.recording.log.records import LoggedEvent, decode
+from pulsetrain.engine.recording.log.records import LoggedEvent, decode, encode
 from pulsetrain.engine.recording.log.tail import unchecked
 
-__all__ = ["FORMAT", "Contents", "Damage", "mapped", "recovered", "scan"]
+__all__ = ["FORMAT", "Contents", "Damage", "Recovered", "TailHead", "mapped", "recovered", "scan"]
 
-FORMAT = 1
+FORMAT = 2
+_HEAD = "log_tail"  # the event of a tail's first line
 
 
 @dataclass(frozen=True)
 class Damage:
-    """A part of a log's file that cannot be read.
+    """A part of a log that cannot be read, or is missing.
 
     >>> print(Damage("events.jsonl.zst", 4096, 8192, "no whole block"))
     events.jsonl.zst, bytes 4096 to 8192: no whole block
@@ -32,9 +34,11 @@ class Damage:
     start: int  # bytes
     end: int
     reason: str
+    after: int = field(default=-1, compare=False)  # seq of the last event that is certainly before it
 
     def __str__(self) -> str:
-        return f"{self.file}, bytes {self.start} to {self.end}: {self.reason}"
+        where = f", bytes {self.start} to {self.end}" if self.end else ""
+        return f"{self.file}{where}: {self.reason}"
 
 
 @dataclass
@@ -47,6 +51,38 @@ class Contents:
     damage: list[Damage] = field(default_factory=list)
 
 
+class TailHead(msgspec.Struct, frozen=True):
+    """The first line of a tail, by which lost parts of the log are noticed.
+
+    >>> TailHead.of_line(TailHead(run="a", after=7, ord=5).line())
+    TailHead(run='a', after=7, ord=5, ended=False)
+    """
+
+    run: str  # its id
+    after: int  # seq of the last sealed event; -1 for none
+    ord: int  # of the next deterministic event
+    ended: bool = False  # the log was closed
+
+    def line(self) -> bytes:
+        """The line without its checksum."""
+        return encode(LoggedEvent(event=_HEAD, payload=msgspec.to_builtins(self)))
+
+    @classmethod
+    def of_line(cls, line: bytes) -> Self | None:
+        """The head that a line holds; None for another line."""
+        (event,) = decode(line)
+        return msgspec.convert(event.payload, cls) if event.event == _HEAD else None
+
+
+@dataclass
+class Recovered:
+    """The content of a tail."""
+
+    events: list[LoggedEvent]  # that are not sealed yet, in the order of seq
+    torn: list[bytes]  # damaged lines
+    head: TailHead | None  # None if it is lost, and in a log of format 1
+
+
 def mapped(path: Path) -> Data:
     """The file's bytes, read on access; empty if the file is missing."""
     try:
@@ -56,11 +92,12 @@ def mapped(path: Path) -> Data:
         return b""
 
 
-def scan(path: Path, data: Data | None = None) -> Contents:
+def scan(path: Path, data: Data | None = None, run: str = "") -> Contents:
     """Find the blocks of a sealed file: by its table, or header by header if it has none.
 
     Args:
         data: the file's bytes, if they are already mapped.
+        run: the run's id; blocks of another one are damage. By default that of the first block.
 
     Raises:
         RecordingError: the log is of a newer format.
@@ -78,12 +115,20 @@ def scan(path: Path, data: Data | None = None) -> Contents:
         if block is None:
             following = find_next(data, position + 1, (BLOCK_MAGIC, TABLE_MAGIC))
             reason = "no whole block" if following < len(data) else "cut off in the middle of a block"
-            contents.damage.append(Damage(path.name, position, following, reason))
+            contents.damage.append(
+                Damage(path.name, position, following, reason, blocks[-1][1].seq[1] if blocks else -1)
+            )
             position = following
             continue
-        _check_format(path, block.header.v)
-        blocks.append((block.start, block.header))
-        position = contents.end = block.end
+        header = block.header
+        _check_format(path, header.v)
+        run = run or header.run
+        if header.run and header.run != run:
+            contents.damage.append(Damage(path.name, block.start, block.end, f"a block of another run, {header.run}"))
+        else:
+            blocks.append((block.start, header))
+            contents.end = block.end
+        position = block.end
     contents.index = Index.of_blocks(blocks)
     return contents
 
@@ -95,22 +140,27 @@ def _check_format(path: Path, version: int) -> None:
         )
 
 
-def recovered(lines: Sequence[bytes], after: int) -> tuple[list[LoggedEvent], int]:
-    """The events of a tail's lines that are not sealed yet, in the order of seq, and the number of damaged lines.
+def recovered(lines: Sequence[bytes], after: int) -> Recovered:
+    """Decode a tail's lines.
 
     Args:
-        after: the last sealed seq.
+        lines: as they are in the file.
+        after: the last sealed seq; events up to it are left out.
     """
     events: dict[int, LoggedEvent] = {}
-    torn = 0
+    found = Recovered([], [], None)
     for line in lines:
         whole = unchecked(line)
         try:
             event = decode(whole)[0] if whole is not None else None
-        except (msgspec.DecodeError, IndexError):
+            if whole is not None and event is not None and event.event == _HEAD:
+                found.head = TailHead.of_line(whole)  # a tail that was being replaced may hold two: the last one counts
+                continue
+        except (msgspec.DecodeError, msgspec.ValidationError, IndexError):
             event = None
         if event is None:
-            torn += 1
+            found.torn.append(line)
         elif event.seq > after and (event.seq not in events or events[event.seq].open):
             events[event.seq] = event
-    return [events[seq] for seq in sorted(events)], torn
+    found.events = [events[seq] for seq in sorted(events)]
+    return found

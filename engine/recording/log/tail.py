@@ -12,10 +12,10 @@ import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = ["Tail", "unchecked"]
+__all__ = ["CHUNK", "Tail", "unchecked"]
 
-_FIRST = 1 << 16  # bytes
-_BLANK = b"\n" * (1 << 16)
+CHUNK = 1 << 16  # bytes; the file's size is a multiple, so that a cut is noticed
+_BLANK = b"\n" * CHUNK
 
 
 class Tail:
@@ -31,12 +31,13 @@ class Tail:
     _map: mmap.mmap
 
     def __init__(self, path: Path) -> None:
+        self.path = path
         self.end = 0  # where the next line goes
         self._size = 0  # of the file that is mapped
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         try:
             size = os.fstat(self._descriptor).st_size
-            self._grow(max(size, _FIRST))
+            self._grow(max(size, CHUNK))
             content = self._map[:size].rstrip(b"\n\0")
             self.end = len(content) + bool(content)
             self._map[len(content) : size] = b"\n" * (size - len(content))  # NULs of a growth that was cut off
@@ -62,8 +63,12 @@ class Tail:
         self._map[start:end] = content
         self.end = end
 
-    def replace(self, lines: Iterable[bytes]) -> None:
+    def replace(self, lines: Iterable[bytes], *, erase: bool = False) -> None:
         """Replace all lines by these. If the process is killed meanwhile, the file holds the old, the new, or both.
+
+        Args:
+            lines: without checksums.
+            erase: make sure that nothing else is left in the file.
 
         Raises:
             OSError: the disk is full.
@@ -72,7 +77,7 @@ class Tail:
         start, end = 0, len(content)
         if end > before // 2:  # old and new could overlap: keep the old ones for now
             start, end = before, before + end
-            if end > 128 * _FIRST:  # bounds the size of the file
+            if end > 128 * CHUNK:  # bounds the size of the file
                 self._blank(0, before)
                 start, end = 0, len(content)
             if end > self._size:
@@ -80,6 +85,8 @@ class Tail:
         self._map[start:end] = content
         if not start:
             self._blank(end, before)
+        elif erase:
+            self._blank(0, start)
         self.end = end
 
     def close(self) -> None:
@@ -98,6 +105,7 @@ class Tail:
         """Allocate on the disk first, by writing newlines; only then map."""
         if self._descriptor < 0:
             raise ValueError("the event log is closed: nothing can be written to it; open it again with LogWriter")
+        size += -size % CHUNK
         there = os.fstat(self._descriptor).st_size
         for at in range(there, size, len(_BLANK)):
             data = _BLANK[: min(len(_BLANK), size - at)]

@@ -96,6 +96,7 @@ class _Merged:
             first.after,
             held - len(self._events),
             (first.seq[0], last.seq[1]),
+            last.run,
         )
         self._events, self._headers = [], []
         self.write(header, content)

@@ -5,19 +5,23 @@ from __future__ import annotations
 import fcntl
 import os
 import time
+import uuid
 import weakref
+from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 
 from pulsetrain.engine.errors import RunFolderError
 from pulsetrain.engine.logs import get_logger
-from pulsetrain.engine.recording.log.blocks import BLOCK_EVENTS, SEAM, Header, seal
+from pulsetrain.engine.recording.log.blocks import BLOCK_BYTES, BLOCK_EVENTS, SEAM, Data, Header, seal
+from pulsetrain.engine.recording.log.damage import find_damage
 from pulsetrain.engine.recording.log.index import Index
-from pulsetrain.engine.recording.log.records import ENCODING_ERRORS, LoggedEvent, encode, encoded
-from pulsetrain.engine.recording.log.scan import FORMAT, Contents, recovered, scan
-from pulsetrain.engine.recording.log.tail import Tail
+from pulsetrain.engine.recording.log.records import ENCODING_ERRORS, LOST, LoggedEvent, encode, encoded
+from pulsetrain.engine.recording.log.scan import FORMAT, Contents, Damage, Recovered, TailHead, mapped, recovered, scan
+from pulsetrain.engine.recording.log.tail import CHUNK, Tail
 from pulsetrain.engine.recording.log.thinning import THINNED, thin
 
-__all__ = ["LOST", "LogWriter", "log_files"]
+__all__ = ["LogWriter", "log_files"]
 
 
 def log_files(folder: Path, rank: int = 0) -> tuple[Path, Path]:
@@ -41,7 +45,6 @@ def _release_locks() -> None:
 
 os.register_at_fork(after_in_child=_release_locks)
 
-LOST = "log_lost"  # the event that reports events that could not be written
 _KEPT_IN_MEMORY = 64 * BLOCK_EVENTS
 
 
@@ -66,20 +69,23 @@ class LogWriter:
         rank: rank of this process; each rank writes its own log.
         max_bytes: budget of the sealed file: when it is exceeded, the per-iteration events of old iterations are
             thinned, and an event `log_thinned` reports it.
+        run: the run's id, for a new log; by default a new one.
 
     Raises:
         RunFolderError: another process writes this log, or the folder cannot be written.
         RecordingError: the log has a newer format.
     """
 
-    def __init__(self, folder: Path, rank: int = 0, max_bytes: int | None = None) -> None:
+    def __init__(self, folder: Path, rank: int = 0, max_bytes: int | None = None, run: str = "") -> None:
         self.path, tail = log_files(folder, rank)
+        self.run = run
         self._max_bytes = max_bytes
         self._thins_above = max_bytes  # larger than the budget once nothing is left to remove
         self._unsealed: list[LoggedEvent] = []
         self._lines: list[bytes] = []  # of the unsealed events
         self._open: dict[int, int] = {}  # seq -> index in both lists, of events that are not complete
         self._cuts: list[int] = []  # where blocks end in both lists
+        self._bytes = 0  # of the lines of the current block
         self._headers: list[tuple[int, Header]] = []
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -97,34 +103,98 @@ class LogWriter:
                 f"event log {folder}: another recorder is writing it; detach that one first, or choose another folder"
             ) from None
         try:
-            contents = scan(self.path)
+            size = tail.stat().st_size if tail.exists() else 0
             self._tail = Tail(tail)
+            self._append_to(tail, size)
         except BaseException:
             os.close(self._descriptor)
             raise
-        self._append_to(contents)
         _OPEN.add(self)
 
-    def _append_to(self, contents: Contents) -> None:
-        """Continue after the existing blocks: drop what a crash left unfinished, and adopt the tail's events."""
+    def _append_to(self, tail: Path, size: int) -> None:
+        """Continue after the existing blocks: drop what a crash left unfinished, and adopt the tail's events.
+
+        Args:
+            tail: the tail's path.
+            size: its size in bytes when it was found.
+        """
+        lines, data = self._tail.lines(), mapped(self.path)
+        head = recovered(lines, -1).head
+        contents = scan(self.path, data, head.run if head is not None else "")
         index = contents.index
+        found = recovered(lines, index.last_seq)
+        is_new = not lines and not len(data)
+        damage = [] if is_new else find_damage(self.path, data, contents, tail, found, size)
+        self.run = (head.run if head is not None else "") or index.run or self.run or uuid.uuid4().hex
         self._headers = [*zip(index.start, index.headers, strict=True)]
         self._end = contents.end
-        self._after = index.last_seq
-        events, torn = recovered(self._tail.lines(), self._after)
-        if torn:
-            get_logger("engine").warning("the event log's tail has damaged lines, which are skipped", lines=torn)
+        # a head that knows of later blocks keeps it visible that they are missing
+        self._after = max(index.last_seq, head.after if head is not None else -1)
+        events = found.events
         self.cut_off = not contents.ended or bool(events)  # the existing log was not closed; also true if it is empty
         self._unsealed = events
         self._lines = [encode(event) for event in events]
         self.last_seq = max([self._after, *(event.seq for event in events)])
-        self.next_ord = index.next_ord or 0
+        self.next_ord = head.ord if head is not None and head.after >= index.last_seq else index.next_ord or 0
         for event in events:
             if event.ord >= 0:
                 self.next_ord = event.ord + 1
             elif event.event == SEAM:
                 self.next_ord = event.payload["ord"]
         self._bound_block(max(self.next_ord - 1, 0))
+        kept = self._keep_aside(data, contents, found) if damage else []
+        self._replace_tail(erase=True)
+        os.ftruncate(self._descriptor, self._end)  # a table: from now on the log is open
+        if kept or (damage and (found.head is None or size % CHUNK)):  # what no later reader would notice
+            self._note_loss(damage, kept)
+
+    def _keep_aside(self, data: Data, contents: Contents, found: Recovered) -> list[str]:
+        """Copy damaged bytes that continuing the log will overwrite to files beside it; returns their names."""
+        kept = []
+        for name, content in (
+            (self.path.name, bytes(data[contents.end :]) if not contents.ended else b""),
+            (self._tail.path.name, b"\n".join(found.torn)),
+        ):
+            if content:
+                numbers = (self.path.with_name(f"{name}.damaged-{number}") for number in count(1))
+                target = next(each for each in numbers if not each.exists())
+                target.write_bytes(content)
+                kept.append(target.name)
+        return kept
+
+    def _note_loss(self, damage: Sequence[Damage], kept: Sequence[str]) -> None:
+        reason = "; ".join(map(str, damage))
+        get_logger("engine").warning(
+            "the event log is damaged: what cannot be read is kept in other files, and the log continues without it",
+            damage=reason,
+            kept=kept,
+        )
+        payload = {"reason": reason, "after": min(each.after for each in damage), "kept": kept}
+        self.add(LoggedEvent(event=LOST, payload=payload, seq=self.last_seq + 1, t=time.time_ns()))
+
+    def lose(self, seq: int, ord: int, reason: str, t: int) -> None:
+        """Note that the events up to this seq are not in the log, although they were written once.
+
+        Args:
+            seq: of the last one.
+            ord: of the next deterministic event.
+            reason: what is lost, and how that is known.
+            t: time of the record, nanoseconds since 1970.
+        """
+        payload = {"reason": reason, "after": self.last_seq, "up_to": seq, "ord": [self.next_ord, ord - 1]}
+        self.add(LoggedEvent(event=LOST, payload=payload, seq=seq + 1, t=t))
+        self.next_ord = ord
+
+    def begin_at(self, ord: int) -> None:
+        """Give the next deterministic event of an empty log this `ord`: the run began in another log."""
+        self.next_ord = ord
+        self._replace_tail()
+
+    def _replace_tail(self, *, ended: bool = False, erase: bool = False) -> None:
+        first = next((event for event in self._unsealed if event.ord >= 0 or event.event == SEAM), None)
+        ord = self.next_ord if first is None else first.ord if first.ord >= 0 else first.payload["ord"]
+        head = TailHead(run=self.run, after=self._after, ord=ord, ended=ended)
+        self._tail.replace([head.line(), *self._lines], erase=erase)
 
     @property
     def events(self) -> int:
@@ -154,6 +224,10 @@ class LogWriter:
         begins = not self._first <= ord < self._next and ord >= 0  # else it belongs to the current block
         if begins:
             self._bound_block(ord)
+        self._bytes += len(line)
+        if begins or self._bytes > BLOCK_BYTES:
+            begins = True
+            self._bytes = len(line)
             if self._unsealed:
                 self._cuts.append(len(self._unsealed))
         if event.open:
@@ -175,10 +249,12 @@ class LogWriter:
         if excess <= 0:
             return
         cut = excess + BLOCK_EVENTS
-        lost = LoggedEvent(event=LOST, payload={"events": cut}, seq=self._unsealed[cut - 1].seq, t=time.time_ns())
+        payload = {"events": cut, "after": self._unsealed[0].seq - 1}
+        lost = LoggedEvent(event=LOST, payload=payload, seq=self._unsealed[cut - 1].seq, t=time.time_ns())
         before = next((event for event in self._unsealed[:cut] if event.event == LOST), None)
         if before is not None:
-            lost.payload["events"] += before.payload["events"] - 1
+            payload["events"] += before.payload.get("events", 1) - 1
+            payload["after"] = min(payload["after"], before.payload["after"])
         self._unsealed[:cut], self._lines[:cut] = [lost], [encode(lost)]
         moved = cut - 1
         self._cuts = [each - moved for each in self._cuts if each > cut]
@@ -240,6 +316,7 @@ class LogWriter:
             self._thins_above = None
             self.seal()
         self._write(Index.of_blocks(self._headers).table(FORMAT), keep=False)
+        self._replace_tail(ended=True)
 
     def close(self) -> None:
         """Close the files and release the lock; call `end` first if the run has ended."""
@@ -260,7 +337,7 @@ class LogWriter:
     def _seal_complete(self) -> None:
         while self._cuts and (not self._open or min(self._open.values()) >= self._cuts[0]):
             cut = self._cuts[0]
-            header, block = seal(FORMAT, self._unsealed[:cut], self._lines[:cut], self._after)
+            header, block = seal(FORMAT, self._unsealed[:cut], self._lines[:cut], self._after, run=self.run)
             start = self._end
             self._write(block)
             self._headers.append((start, header))
@@ -268,7 +345,7 @@ class LogWriter:
             del self._unsealed[:cut], self._lines[:cut]
             self._cuts = [each - cut for each in self._cuts[1:]]
             self._open = {seq: index - cut for seq, index in self._open.items()}
-            self._tail.replace(self._lines)
+            self._replace_tail()
         if self._thins_above is not None and self._end > self._thins_above:
             self._thin()
 

@@ -285,9 +285,9 @@ class TestDamage:
 
     def test_a_log_of_a_newer_format(self, tmp_path, monkeypatch):
         write(tmp_path / "b", run(10))
-        monkeypatch.setattr("pulsetrain.engine.recording.log.writer.FORMAT", 2)
+        monkeypatch.setattr("pulsetrain.engine.recording.log.writer.FORMAT", 3)
         write(tmp_path / "a", run(10))
-        with pytest.raises(RecordingError, match="has format 2, and this version reads up to 1"):
+        with pytest.raises(RecordingError, match="has format 3, and this version reads up to 2"):
             diff(tmp_path / "a", tmp_path / "b")
 
     def test_no_log(self, tmp_path):

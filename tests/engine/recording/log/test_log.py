@@ -55,6 +55,7 @@ def test_standard_tools_read_it(tmp_path: Path):
     sealed, tail = log_files(tmp_path)
     text = subprocess.run(["zstd", "-dc", sealed], capture_output=True, check=True).stdout + tail.read_bytes()
     lines = [json.loads(line) for line in text.splitlines() if line]
+    lines = [line for line in lines if line["event"] != "log_tail"]
     assert [line["seq"] for line in lines] == [each.seq for each in events]
     assert lines[1499]["output"] == {"loss": 1499 / 7}
 
@@ -66,7 +67,7 @@ def test_a_log_without_its_table_is_the_same(tmp_path: Path):
     sealed.write_bytes(content[: content.rfind(b"PTLT") - 8])
     log = EventLog(tmp_path)
     assert list(log.read()) == events
-    assert not log.ended
+    assert log.ended
     assert log.damage == []
 
 
@@ -257,7 +258,7 @@ values = st.recursive(
 def test_whatever_was_written_is_read_back_however_the_tail_was_cut(payloads, data):
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        writer = LogWriter(folder)
+        writer = LogWriter(folder, run="a")
         for n, payload in enumerate(payloads):
             writer.add(LoggedEvent(n, "trainer", "custom", payload=payload, seq=n, t=T))
             if data.draw(st.integers(0, 9)) == 0:
@@ -269,7 +270,7 @@ def test_whatever_was_written_is_read_back_however_the_tail_was_cut(payloads, da
         cut = data.draw(st.integers(0, len(content)))
         tail.write_bytes(content[:cut])
         ends = [at for at, byte in enumerate(content) if byte == ord("\n")] + [len(content)] * bool(content)
-        lost = sum(end > cut for end in ends)  # a line that lacks only its newline is complete
+        lost = sum(end > cut for end in ends[1:])  # a line that lacks only its newline is complete; the first: the head
         log = EventLog(folder)
         assert [each.payload for each in log.read()] == payloads[: len(payloads) - lost]
-        assert bool(log.damage) == (cut not in (0, *ends, *(end + 1 for end in ends)))
+        assert log.damage

@@ -139,7 +139,7 @@ def test_events_missing_before_the_tail_are_reported(tmp_path: Path):
     assert block is not None
     sealed.write_bytes(content[: block.end])  # the second block is missing, the tail is complete
     (damage,) = EventLog(tmp_path).damage
-    assert "ord 1024 to 2047" in damage.reason
+    assert "after seq 1023 are missing, up to seq 2047" in damage.reason
     writer.close()
 
 

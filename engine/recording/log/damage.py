@@ -1,0 +1,130 @@
+"""Finds out what a log has lost: parts that cannot be read, and events that must have been there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from pulsetrain.engine.recording.log.blocks import SEAM, Data, parse
+from pulsetrain.engine.recording.log.index import Index
+from pulsetrain.engine.recording.log.records import LOST, LoggedEvent
+from pulsetrain.engine.recording.log.scan import Contents, Damage, Recovered
+from pulsetrain.engine.recording.log.tail import CHUNK
+
+__all__ = ["damage_of_record", "find_damage"]
+
+
+def find_damage(sealed: Path, data: Data, contents: Contents, tail: Path, found: Recovered, size: int) -> list[Damage]:
+    """The damage that the two files of a log show without reading the blocks.
+
+    Args:
+        sealed: the sealed file.
+        data: its bytes.
+        contents: its blocks.
+        tail: the tail.
+        found: its lines.
+        size: its size in bytes.
+    """
+    index, head = contents.index, found.head
+    last = index.last_seq
+    complete = head is not None and head.after <= last and not head.ended  # every event is in a block or in the tail
+    damage = [
+        each
+        for each in contents.damage
+        # a block or table that was being written when the process was killed
+        if not (complete and each.start >= contents.end and each.end == len(data))
+    ]
+    if found.torn:
+        damage.append(Damage(tail.name, 0, 0, f"{len(found.torn)} damaged lines", last))
+    elif head is not None and size % CHUNK:
+        reason = f"cut off after {size} bytes: the last events may be missing"
+        damage.append(Damage(tail.name, 0, 0, reason, max([last, *(event.seq for event in found.events)])))
+    damage.extend(_missing_blocks(sealed, data, index))
+    damage.extend(_missing_numbers(sealed, index))
+    damage.extend(_missing_around(sealed, contents, tail, found))
+    return damage
+
+
+def damage_of_record(file: Path, record: LoggedEvent) -> Damage:
+    """The damage that a `log_lost` record reports."""
+    payload = record.payload if isinstance(record.payload, dict) else {}
+    reason = payload.get("reason") or f"{payload.get('events', 'an unknown number of')} events were lost"
+    after = payload.get("after", -1)
+    kept = f"; the unreadable bytes are in {', '.join(payload['kept'])}" if payload.get("kept") else ""
+    return Damage(file.name, 0, 0, f"{reason}{kept}", after if isinstance(after, int) else -1)
+
+
+def _missing_blocks(sealed: Path, data: Data, index: Index) -> Iterator[Damage]:
+    for number, before, after in index.gaps():
+        block = parse(data, index.start[number - 1]) if number else None
+        start = block.end if block is not None else 0
+        reason = f"the events after seq {before} are missing, up to seq {after}"
+        yield Damage(sealed.name, start, index.start[number], reason + _iterations(index, number), before)
+
+
+def _iterations(index: Index, number: int, tail: Sequence[LoggedEvent] = ()) -> str:
+    """Between which iterations the events before a block, or before the tail, are missing; for a message."""
+    engine = next((name for name in (*index.engines, *(event.engine for event in tail)) if name), None)
+    if engine is None:
+        return ""
+    first, last = index.engines[engine].iteration if engine in index.engines else ([], [])
+    before = max([0, *last[:number]])
+    known = [*first[number:], *(event.iteration for event in tail if event.engine == engine)]
+    after = next((each for each in known if each >= 0), None)
+    return f": between iteration {before} and {'the end' if after is None else after} of {engine!r}"
+
+
+def _missing_numbers(sealed: Path, index: Index) -> Iterator[Damage]:
+    """Jumps of `ord` between blocks that follow each other."""
+    first, last = index.ord
+    expected: int | None = None
+    for number, (low, high) in enumerate(zip(first, last, strict=True)):
+        if low < 0:
+            continue
+        if expected is not None and low > expected and not _explained(index, number):
+            reason = f"events are missing: ord {expected} to {low - 1}{_iterations(index, number)}"
+            yield Damage(sealed.name, index.start[number], index.start[number], reason, index.seq[0][number] - 1)
+        expected = high + 1
+
+
+def _explained(index: Index, number: int) -> bool:
+    """Whether a jump of `ord` before or inside a block is reported in another way."""
+    around = [index.header(each) for each in (number - 1, number) if each >= 0]
+    missing = index.after[number] != (index.seq[1][number - 1] if number else -1)  # a whole block
+    lost = any(LOST in part.events for header in around for part in header.engines.values())
+    return missing or lost or any(header.thinned for header in around)
+
+
+def _missing_around(sealed: Path, contents: Contents, tail: Path, found: Recovered) -> Iterator[Damage]:
+    """What is lost at the end of the sealed file, in the tail, or between the two."""
+    index, head = contents.index, found.head
+    last, expected = index.last_seq, index.next_ord
+    if head is None:
+        if not contents.ended and not found.torn and (index.run or (not len(index) and not found.events)):
+            reason = f"lost, or its beginning is: the events after seq {last} may be missing"
+            yield Damage(tail.name, 0, 0, reason, last)
+    else:
+        if index.run and head.run != index.run:
+            yield Damage(tail.name, 0, 0, f"the tail of another run, {head.run}", last)
+        elif head.after > last:
+            reason = f"the events after seq {last} are missing, up to seq {head.after}"
+            where = _iterations(index, len(index), found.events)
+            yield Damage(sealed.name, contents.end, contents.end, reason + where, last)
+        if head.after >= last:
+            expected = head.ord
+    if not found.torn:
+        yield from _missing_lines(tail, found.events, expected, last)
+
+
+def _missing_lines(tail: Path, events: Sequence[LoggedEvent], expected: int | None, last: int) -> Iterator[Damage]:
+    for event in events:
+        if event.event == SEAM:
+            expected = event.payload["ord"]
+        elif event.event == LOST:
+            expected = None
+        elif event.ord >= 0:
+            if expected is not None and event.ord != expected:
+                reason = f"the events before seq {event.seq} are missing: ord {expected} to {event.ord - 1}"
+                yield Damage(tail.name, 0, 0, reason, last)
+            expected = event.ord + 1
+        last = event.seq
