@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
@@ -100,6 +101,9 @@ class TrainingRun(Protocol):
 
     def checkpoint_state(self) -> dict[str, Any]:
         """Everything that the next iteration depends on."""
+
+    def files_to_sync(self) -> list[Path]:
+        """Files that the run's handlers have written and that a checkpoint counts on."""
 
 
 def is_training_run(engine: object) -> TypeIs[TrainingRun]:

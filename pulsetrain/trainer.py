@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -341,6 +342,10 @@ class Trainer(Engine):
         Weights and waiting gradients are the live tensors, not copies: write or copy them before training continues.
         """
         return self.resumer.state.state_dict()
+
+    def files_to_sync(self) -> list[Path]:
+        """Files that the run's handlers have written and that a checkpoint counts on, such as the event log."""
+        return self.registry.files_to_sync()
 
     def save_checkpoint(self, name: str = "checkpoint", is_best: bool = False) -> Location:
         """Save now, into the folder of the trainer's Checkpointer; returns the checkpoint's path."""

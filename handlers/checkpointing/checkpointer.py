@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any, Literal, Self
 
 from pulsetrain.engine import Events, Every, Phase
@@ -18,6 +19,7 @@ from pulsetrain.engine.checkpoint import (
     find_checkpoints,
     location_of,
 )
+from pulsetrain.engine.checkpoint.disk import sync
 from pulsetrain.engine.errors import ConfigurationError, RunFolderError, unknown_name
 from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import EventsList
@@ -305,8 +307,11 @@ class Checkpointer(Handler):
                 "save on ITERATION_COMPLETED"
             )
         form, iteration, start = self.form_for(engine), engine.state.iteration, time.perf_counter()
+        files = engine.files_to_sync() if is_training_run(engine) else []
 
         def write(state: Mapping[str, object], announce: Callable[[CheckpointSaved], None]) -> Location:
+            self._sync(files)
+
             def durable(path: Location) -> None:
                 if iteration == 0:
                     self._first.add(path)
@@ -322,6 +327,18 @@ class Checkpointer(Handler):
             )  # fmt: skip
 
         return write
+
+    def _sync(self, files: Iterable[Path]) -> None:
+        """Make files durable that the checkpoint counts on; that they cannot be is no reason not to save."""
+        for file in files:
+            try:
+                sync(file)
+            except OSError as error:
+                get_logger("handlers").warning(
+                    "a file could not be made durable: after a power cut it may be older than the checkpoint",
+                    file=str(file),
+                    error=str(error),
+                )
 
     def _prune(self, saved: CheckpointSaved) -> None:
         self.manager.prune([location_of(saved.path), *self._kept()])

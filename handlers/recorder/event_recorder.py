@@ -141,6 +141,10 @@ class EventRecorder(Handler):
         if self._log.writer is not None:
             self._log.settle()
 
+    def files_to_sync(self) -> list[Path]:
+        """The log's files: a checkpoint holds the place in the log, so the log has to be on disk before it."""
+        return [*self._log.writer.files, self.folder] if self._log.writer is not None else []
+
     def state_dict(self) -> dict[str, object]:
         """The place in the log."""
         writer = self._log.writer
@@ -283,7 +287,11 @@ class EventRecorder(Handler):
         self._log.begin(self._log.entry(event), event, engine)
 
     def _on_closed(self, engine: Engine, event: Event) -> None:
-        if self._log.finish(event.seq) and engine is self._outermost and event.type in _FINAL_TYPES:
+        if not self._log.finish(event.seq) or engine is not self._outermost or event.type not in _FINAL_TYPES:
+            return
+        if (
+            event.type != Events.TERMINATE.value or engine.should_terminate == "skip_completed"
+        ):  # else COMPLETED follows
             self._end()
 
     def _on_exception(self, engine: Engine, event: Event) -> None:

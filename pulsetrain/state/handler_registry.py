@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import count
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from types import FunctionType
 from typing import Any
 
@@ -56,6 +56,11 @@ class HandlerRegistry:
         signals = [signal for signal in self.engine.bus.values() if isinstance(signal, EventSignal)]
         found = [each for signal in signals for each in signal.subscriptions(id(self.engine), exclusive=True)]
         return sorted(found, key=lambda each: each.position)
+
+    def files_to_sync(self) -> list[Path]:
+        """What the subscribers name as files that have to be on disk before a checkpoint."""
+        named = (getattr(each, "files_to_sync", None) for each in self.subscribers())
+        return [path for files in named if callable(files) for path in files()]
 
     def subscribers(self) -> list[object]:
         """Handlers, callbacks and other objects that subscribe, in the order of registration.

@@ -202,6 +202,11 @@ class LogWriter:
         return sum(header.count for _, header in self._headers) + len(self._unsealed)
 
     @property
+    def files(self) -> tuple[Path, Path]:
+        """The sealed file and the tail."""
+        return self.path, self._tail.path
+
+    @property
     def nbytes(self) -> int:
         """Size of the sealed file."""
         return self._end

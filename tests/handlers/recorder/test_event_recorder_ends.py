@@ -76,14 +76,18 @@ def test_a_log_that_is_there_is_continued_and_a_cut_line_reported(tmp_path):
     shutil.copytree(tmp_path / "events", killed / "events")
     tail = killed / "events" / "tail.jsonl"
     content = tail.read_bytes().rstrip(b"\n")
-    tail.write_bytes(content[:-9])
+    tail.write_bytes(content[:-9].ljust(tail.stat().st_size, b"\n"))
     assert len(EventLog(killed).damage) == 1
     engine = make_engine()
     EventRecorder(killed).attach(engine)
     with capture_logs() as logs:
         engine.run([0], max_epochs=1)
-    assert [line["lines"] for line in logs] == [1]
-    assert types(killed)[:4] == ["metrics_logged"] * 3 + ["started"]
+    (warning,) = logs
+    assert warning["kept"] == ["tail.jsonl.damaged-1"]
+    assert (killed / "events" / "tail.jsonl.damaged-1").read_bytes() == content[:-9].split(b"\n")[-1]
+    (damage,) = EventLog(killed).damage
+    assert "1 damaged lines; the unreadable bytes are in tail.jsonl.damaged-1" in damage.reason
+    assert types(killed)[:5] == ["metrics_logged"] * 3 + ["log_lost", "started"]
     assert types(killed)[-1] == "completed"
     numbers = [event["seq"] for event in recorded(killed)]
     assert numbers == sorted(set(numbers))
@@ -171,3 +175,17 @@ def test_after_a_handled_failure_values_from_a_device_are_recorded_as_before(tmp
         if event["event"] == "iteration_completed" and event["engine"] == "trainer"
     ]
     assert losses == [float(n) for n in range(1, 61)]
+
+
+@pytest.mark.parametrize("skip_completed", [False, True])
+def test_a_run_that_is_terminated_leaves_a_closed_log_and_no_lock(tmp_path, skip_completed):
+    engine = make_engine()
+    EventRecorder(tmp_path).attach(engine)
+    engine.add_event_handler(Events.ITERATION_COMPLETED(once=2), engine.terminate, skip_completed)
+    engine.run([0, 1, 2], max_epochs=1)
+    assert EventLog(tmp_path).ended
+    assert types(tmp_path)[-1] == ("terminate" if skip_completed else "completed")
+    other = make_engine()
+    EventRecorder(tmp_path).attach(other)
+    other.run([0], max_epochs=1)
+    assert EventLog(tmp_path).ended
