@@ -5,16 +5,18 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
 
 from pulsetrain.engine.argument_checks import check_whole_number
 from pulsetrain.engine.checkpoint.files import files_of
 from pulsetrain.engine.checkpoint.formats import FORMS, Form, check_form, state_writer
 from pulsetrain.engine.checkpoint.locations import Location, location_of
-from pulsetrain.engine.checkpoint.manifest import BEST, STATES, is_checkpoint_name, seal, unseal
+from pulsetrain.engine.checkpoint.manifest import BEST, DELETED, STATES, is_checkpoint_name, seal, unseal
 from pulsetrain.engine.checkpoint.plain import Plain, plain
 from pulsetrain.engine.checkpoint.reader import (
     damage_of,
     find_checkpoints,
+    history_of,
     load_checkpoint,
     ordinal_of,
     size_of,
@@ -24,6 +26,21 @@ from pulsetrain.engine.errors import CheckpointError, ConfigurationError, RunFol
 from pulsetrain.engine.logs import get_logger
 
 __all__ = ["CheckpointManager", "check_name"]
+
+
+class _History(NamedTuple):
+    """What is known of the checkpoints that were ever saved in a folder, deleted ones included."""
+
+    ordinal: int  # of the last one
+    last_step: int  # the largest
+    names: list[str]  # of the folders of that step
+
+    def followed_by(self, step: int, name: str) -> dict[str, object]:
+        """The entries of the next checkpoint's manifest."""
+        names = self.names if step <= self.last_step else []
+        if step >= self.last_step:
+            names = [*names, name]
+        return {"ordinal": self.ordinal + 1, "last_step": max(step, self.last_step), "names": names}
 
 
 class CheckpointManager:
@@ -103,15 +120,14 @@ class CheckpointManager:
         write, number = state_writer(plain(checkpoint), form), FORMS[form]
         if not self._cleaned:
             self.clean()  # before anything is written: the disk may be full of it
-        present = find_checkpoints(self.checkpoint_dir)
+        history = self._history()
         if step is None:
-            step = max((step_of(folder) for folder in present), default=-1) + 1
-        ordinal = 1 + max((ordinal_of(folder) or 0 for folder in present), default=0)
-        labels = {"format": number, "step": step, "name": name, "ordinal": ordinal}
+            step = max((step_of(folder) for folder in find_checkpoints(self.checkpoint_dir)), default=-1) + 1
         target, file = self.target(name, step), STATES[number]
+        labels = {"format": number, "step": step, "name": name, **history.followed_by(step, target.name)}
         self._files.commit(target, file, write, lambda written: seal({**labels, "files": {file: written}}))
         if is_best:
-            self._files.replace(self.checkpoint_dir / BEST, seal({"checkpoint": target.name}))
+            self.set_best(target.name)
         if announce is not None:
             announce(target)
         if prune:
@@ -119,12 +135,37 @@ class CheckpointManager:
         return target
 
     def target(self, name: str, step: int) -> Location:
-        """The folder that the next checkpoint of this name and step will use."""
-        target, repeat = self.checkpoint_dir / f"{step:09d}-{name}", 1
-        while self._files.exists(target):
+        """The folder that the next checkpoint of this name and step will use: one that none has had before."""
+        history, plain = self._history(), f"{step:09d}-{name}"
+        used = step < history.last_step or (step == history.last_step and plain in history.names)
+        target, repeat = self.checkpoint_dir / plain, history.ordinal
+        if used:
+            target = self.checkpoint_dir / f"{plain}~{repeat + 1}"
+        while self._files.exists(target):  # one whose manifest cannot be read
             repeat += 1
-            target = self.checkpoint_dir / f"{step:09d}-{name}~{repeat}"
+            target = self.checkpoint_dir / f"{plain}~{repeat + 1}"
         return target
+
+    def _history(self) -> _History:
+        """What is known of the checkpoints that were ever saved here."""
+        known = [_History(*history_of(folder)) for folder in find_checkpoints(self.checkpoint_dir)]
+        try:
+            with self._files.open(self.checkpoint_dir / DELETED) as opened:
+                deleted = unseal(opened.read())
+            known.append(_History(deleted["ordinal"], deleted["last_step"], deleted["names"]))
+        except (OSError, ValueError, KeyError):  # no rewind has deleted any
+            pass
+        last = max((each.last_step for each in known), default=-1)
+        names = {name for each in known if each.last_step == last for name in each.names}
+        return _History(max((each.ordinal for each in known), default=0), last, sorted(names))
+
+    def set_best(self, name: str) -> None:
+        """Let `get_best` return the checkpoint whose folder has this name.
+
+        Raises:
+            OSError: the file that names it could not be written.
+        """
+        self._files.replace(self.checkpoint_dir / BEST, seal({"checkpoint": name}))
 
     def clean(self) -> None:
         """Remove what a crash left half-written or half-deleted.
@@ -202,6 +243,8 @@ class CheckpointManager:
         Raises:
             OSError: they cannot be deleted.
         """
+        history = self._history()
+        self._files.replace(self.checkpoint_dir / DELETED, seal(history._asdict()))
         self._files.delete([folder for folder in find_checkpoints(self.checkpoint_dir) if step_of(folder) > step])
 
     def prune(self, keep: Iterable[Location]) -> None:

@@ -9,11 +9,12 @@ from collections.abc import Mapping
 from typing import Any, TypedDict, cast
 
 __all__ = [
-    "BEST", "FOLDER", "FORMATS", "MANIFEST", "STATES", "FileEntry", "Manifest", "is_checkpoint_name", "parse_manifest",
-    "seal", "unseal",
+    "BEST", "DELETED", "FOLDER", "FORMATS", "MANIFEST", "STATES", "FileEntry", "Manifest", "is_checkpoint_name",
+    "parse_manifest", "seal", "unseal",
 ]  # fmt: skip
 
 MANIFEST, BEST = "manifest.json", "best"
+DELETED = "deleted"  # the file that remembers the names of checkpoints that a rewind has deleted
 FOLDER = re.compile(r"(?P<step>\d{9,})-(?P<name>[\w.+-]+?)(?:~(?P<repeat>\d+))?")
 STATES = {1: "state.pt", 2: "state.pt", 3: "state.safetensors"}  # the state's file in each format
 FORMATS = tuple(STATES)  # 1 had no digest of its own; 2 and 3 are written, depending on the form of the state
@@ -35,6 +36,8 @@ class Manifest(TypedDict, total=False):
     step: int
     name: str
     ordinal: int
+    last_step: int  # the largest of any checkpoint so far, deleted ones included
+    names: list[str]  # of the checkpoints of that step
     files: dict[str, FileEntry]
 
 

@@ -22,7 +22,16 @@ from pulsetrain.engine.checkpoint.manifest import (
 from pulsetrain.engine.checkpoint.plain import Plain
 from pulsetrain.engine.errors import CheckpointError
 
-__all__ = ["check_checkpoint", "damage_of", "find_checkpoints", "load_checkpoint", "ordinal_of", "size_of", "step_of"]
+__all__ = [
+    "check_checkpoint",
+    "damage_of",
+    "find_checkpoints",
+    "history_of",
+    "load_checkpoint",
+    "ordinal_of",
+    "size_of",
+    "step_of",
+]
 
 
 def find_checkpoints(folder: str | os.PathLike[str]) -> list[Location]:
@@ -98,6 +107,19 @@ def ordinal_of(folder: Location) -> int | None:
         return _read_manifest(folder).get("ordinal", step_of(folder))
     except (CheckpointError, OSError):
         return None
+
+
+def history_of(folder: Location) -> tuple[int, int, list[str]]:
+    """What a checkpoint knows of those before it: its ordinal, their largest step, and the names used at that step.
+
+    Without a readable manifest, or with one that does not say, what follows from its own name.
+    """
+    step = step_of(folder)
+    try:
+        manifest = _read_manifest(folder)
+    except (CheckpointError, OSError):
+        return 0, step, [folder.name]
+    return manifest.get("ordinal", step), manifest.get("last_step", step), manifest.get("names", [folder.name])
 
 
 def size_of(folder: Location) -> int:

@@ -20,7 +20,7 @@ from pulsetrain.engine.checkpoint import (
     location_of,
 )
 from pulsetrain.engine.checkpoint.disk import sync
-from pulsetrain.engine.errors import ConfigurationError, RunFolderError, unknown_name
+from pulsetrain.engine.errors import CheckpointError, ConfigurationError, RunFolderError, unknown_name
 from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import EventsList
 from pulsetrain.engine.events.payloads import CheckpointSaved
@@ -167,7 +167,12 @@ class Checkpointer(Handler):
         return self._background is not None and self._background.writing
 
     def save(self, engine: SavedEngine, name: str | None = None, is_best: bool = False) -> Location:
-        """Save now, independently of the cadence and the ranking. `is_best` points `get_best` at this checkpoint.
+        """Save now, independently of the cadence and the ranking.
+
+        Args:
+            engine: whose state to save.
+            name: label in the folder's name.
+            is_best: let `manager.get_best()` return this checkpoint; with a metric, until the next save is ranked.
 
         Raises:
             OSError: it could not be written; older checkpoints are as they were.
@@ -175,7 +180,7 @@ class Checkpointer(Handler):
             RuntimeError: called in the middle of a step.
         """
         self.wait()
-        return self._write(engine, name or self.name, bool(is_best), lambda saved: None)
+        return self._write(engine, name or self.name, bool(is_best), lambda saved: None, marked=bool(is_best))
 
     def wait(self) -> None:
         """Wait until the save in the background, if there is one, is durable or has failed."""
@@ -226,6 +231,34 @@ class Checkpointer(Handler):
 
     def _on_loaded(self) -> None:
         self._loaded = True
+        self._point_at_best()
+
+    def _point_at_best(self, *new: str) -> None:
+        """Let the manager's pointer follow the ranking; a disk that is full then costs no checkpoint.
+
+        Args:
+            new: a checkpoint's folder that was saved just now.
+        """
+        present = {*new, *(each.name for each in find_checkpoints(self.manager.checkpoint_dir))}
+        best = next((name for _, name in self.best if name in present), None)
+        if self.metric is None or best is None:
+            return
+        try:
+            if self._pointed_at() != best:
+                self.manager.set_best(best)
+        except OSError as error:
+            get_logger("handlers").warning(
+                "the pointer to the best checkpoint could not be written, and is written again with the next save",
+                best=best,
+                error=str(error),
+            )
+
+    def _pointed_at(self) -> str | None:
+        try:
+            best = self.manager.get_best()
+        except CheckpointError:  # damaged: it is written again
+            return None
+        return best.name if best is not None else None
 
     def _prepare(self, engine: SavedEngine) -> None:
         if self._background is not None and not (is_training_run(engine) and engine.is_stepping):
@@ -289,16 +322,22 @@ class Checkpointer(Handler):
             )
 
     def _write(
-        self, engine: SavedEngine, label: str, is_best: bool, when_durable: Callable[[CheckpointSaved], object]
+        self,
+        engine: SavedEngine,
+        label: str,
+        is_best: bool,
+        when_durable: Callable[[CheckpointSaved], object],
+        *,
+        marked: bool = False,
     ) -> Location:
         def announce(saved: CheckpointSaved) -> None:
             when_durable(saved)
             engine.fire(Events.CHECKPOINT_SAVED, saved)
 
-        return self._writer(engine, label, is_best)(engine.checkpoint_state(), announce)
+        return self._writer(engine, label, is_best, marked=marked)(engine.checkpoint_state(), announce)
 
     def _writer(
-        self, engine: SavedEngine, label: str, is_best: bool, *, background: bool = False
+        self, engine: SavedEngine, label: str, is_best: bool, *, marked: bool = False, background: bool = False
     ) -> Callable[[Mapping[str, object], Callable[[CheckpointSaved], None]], Location]:
         """A function that writes a state of this iteration, and calls another one once it is durable."""
         if is_training_run(engine) and engine.is_stepping:
@@ -315,6 +354,8 @@ class Checkpointer(Handler):
             def durable(path: Location) -> None:
                 if iteration == 0:
                     self._first.add(path)
+                if not marked:
+                    self._point_at_best(path.name)
                 size, seconds = self.manager.size(path), time.perf_counter() - start
                 saved = CheckpointSaved(
                     path=path, iteration=iteration, bytes=size, seconds=seconds, is_best=is_best, background=background
@@ -322,7 +363,7 @@ class Checkpointer(Handler):
                 announce(saved)
 
             return self.manager.save(
-                state, label, is_best, step=iteration, keep=self._kept(), announce=durable, form=form,
+                state, label, marked, step=iteration, keep=self._kept(), announce=durable, form=form,
                 prune=not background,
             )  # fmt: skip
 

@@ -99,6 +99,7 @@ def guarded_run(
     dataset: TensorDataset | None = None,
     model: nn.Module | None = None,
     shuffle: bool = False,
+    validates: bool = False,
     **settings: Any,
 ) -> Trainer:
     torch.manual_seed(0)
@@ -107,6 +108,7 @@ def guarded_run(
     return Trainer(
         model,
         DataLoader(dataset or guarded_data(), batch_size=BATCH, shuffle=shuffle),
+        DataLoader(guarded_data(), batch_size=BATCH) if validates else None,
         strategy=SupervisedStrategy("mse"),
         config=TrainingConfig(**{**options, **settings}),
         handlers=list(handlers),

@@ -217,7 +217,7 @@ def test_an_abandoned_lines_checkpoints_are_pruned_before_newly_written_ones(tmp
     for step in (20, 50, 60, 30, 40):
         newest = manager.save(STATE, "c", step=step)
         assert manager.get_latest() == newest
-    assert names(manager) == ["000000030-c", "000000040-c"]
+    assert names(manager) == ["000000030-c~4", "000000040-c~5"]
 
 
 def test_checkpoints_written_before_there_were_ordinals_count_by_step(tmp_path: Path):
@@ -241,7 +241,7 @@ def test_one_whose_manifest_cannot_be_read_is_below_and_is_said_to_be_passed_ove
         assert manager.get_latest() == paths[3]
     assert [Path(line["reason"].split(":")[0]).relative_to(tmp_path).parts[0] for line in logs] == [
         "000000090-c",
-        "000000020-c",
+        "000000020-c~3",
     ]
 
 

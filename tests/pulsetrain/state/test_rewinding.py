@@ -10,7 +10,7 @@ import structlog
 import torch
 
 from pulsetrain import Trainer, verify
-from pulsetrain.engine import Events, Every
+from pulsetrain.engine import Event, Events, Every
 from pulsetrain.engine.errors import CheckpointError, ConfigurationError
 from pulsetrain.handlers import Checkpointer, CSVLogger, EventRecorder, NaNGuard
 from tests.support.runs import guarded_data, guarded_run
@@ -64,7 +64,7 @@ def test_events_after_the_checkpoint_are_superseded(tmp_path: Path) -> None:
         Events.STARTED, lambda: kept.append([place.name for place in checkpoints.manager.valid()])
     )
     trainer.train()
-    assert kept[1] == ["000000003-checkpoint", "000000006-checkpoint", "000000006-checkpoint~2"]
+    assert kept[1] == ["000000003-checkpoint", "000000006-checkpoint", "000000006-checkpoint~4"]
 
 
 def test_a_run_killed_right_after_it_resumes_with_it(tmp_path: Path) -> None:
@@ -204,3 +204,25 @@ def test_a_list_of_batches_goes_back_too(tmp_path: Path) -> None:
     other = begin(skip_batches=[(7, 7)])
     other.train()
     assert same(trainer, other)
+
+
+def test_a_deleted_checkpoints_name_is_never_used_again_and_the_best_is_that_of_the_ranking(tmp_path: Path) -> None:
+    """After two returns to iteration 6, each checkpoint has a name of its own, and `get_best` the ranking's first."""
+    checkpoints = Checkpointer(tmp_path, every=Every(iterations=3), keep_last=9, metric="val/loss", mode="min")
+    trainer = guarded_run(checkpoints, validates=True, validate_every=Every(iterations=2))
+    going_back(trainer, (11, 8, 8), (14, 8, 8))
+    names: list[str] = []
+    best: list[bool] = []
+
+    @trainer.on(Events.CHECKPOINT_SAVED)
+    def note(engine: Trainer, event: Event) -> None:
+        names.append(event.payload.path.name)
+        found = checkpoints.manager.get_best()
+        best.append(
+            (found is None) == (not checkpoints.best) and (found is None or found.name == checkpoints.best[0][1])
+        )
+
+    trainer.train()
+    assert len(names) > 6
+    assert len(set(names)) == len(names)
+    assert all(best)
