@@ -17,7 +17,7 @@ from pulsetrain.config import TrainingConfig
 from pulsetrain.engine import Engine, EventBus, Events, Phase
 from pulsetrain.engine.backends.core import TrainerCore
 from pulsetrain.engine.backends.torch import TorchBackend
-from pulsetrain.engine.checkpoint import Location, load_checkpoint, location_of
+from pulsetrain.engine.checkpoint import Location, load_checkpoint, resolve
 from pulsetrain.engine.errors import ArgumentTypeError
 from pulsetrain.engine.events.payloads import CheckpointLoaded
 from pulsetrain.engine.metrics import MetricTracker
@@ -355,10 +355,13 @@ class Trainer(Engine):
     def load_checkpoint(self, path: str | os.PathLike[str]) -> None:
         """Restore a checkpoint; the next `train()` continues after it.
 
+        Args:
+            path: its folder; or a run folder, for the latest one; or `best` or `latest` in it.
+
         Raises:
             CheckpointError: it is damaged, or does not fit this trainer.
         """
-        folder = location_of(path)
+        folder = resolve(path)
         self.load_checkpoint_state(load_checkpoint(folder))
         self.fire(Events.CHECKPOINT_LOADED, CheckpointLoaded(path=folder, iteration=self.state.iteration))
 

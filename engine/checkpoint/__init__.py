@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from pulsetrain.engine.checkpoint.choice import load_checkpoint, resolve
 from pulsetrain.engine.checkpoint.formats import Form, check_form
 from pulsetrain.engine.checkpoint.locations import CheckpointUrl, Location, location_of
 from pulsetrain.engine.checkpoint.manager import CheckpointManager, check_name
-from pulsetrain.engine.checkpoint.reader import check_checkpoint, find_checkpoints, load_checkpoint
+from pulsetrain.engine.checkpoint.reader import check_checkpoint, find_checkpoints
 from pulsetrain.engine.checkpoint.weights import Mismatch, load_safetensors, load_weights, save_safetensors
 
 __all__ = [
@@ -22,5 +23,6 @@ __all__ = [
     "load_safetensors",
     "load_weights",
     "location_of",
+    "resolve",
     "save_safetensors",
 ]

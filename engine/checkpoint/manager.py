@@ -8,17 +8,16 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 from pulsetrain.engine.argument_checks import check_whole_number
+from pulsetrain.engine.checkpoint.choice import best_of, latest_of, load_checkpoint
 from pulsetrain.engine.checkpoint.files import files_of
 from pulsetrain.engine.checkpoint.formats import FORMS, Form, check_form, state_writer
 from pulsetrain.engine.checkpoint.locations import Location, location_of
-from pulsetrain.engine.checkpoint.manifest import BEST, DELETED, STATES, is_checkpoint_name, seal, unseal
+from pulsetrain.engine.checkpoint.manifest import BEST, DELETED, STATES, seal, unseal
 from pulsetrain.engine.checkpoint.plain import Plain, plain
 from pulsetrain.engine.checkpoint.reader import (
     damage_of,
     find_checkpoints,
     history_of,
-    load_checkpoint,
-    ordinal_of,
     size_of,
     step_of,
 )
@@ -198,22 +197,7 @@ class CheckpointManager:
         Raises:
             CheckpointError: there are checkpoints, and all of them are damaged.
         """
-        checked: list[Location] | None = None
-        while (folders := find_checkpoints(self.checkpoint_dir)) != checked:
-            checked = folders
-            unordered = [folder for folder in folders if ordinal_of(folder) is None]
-            for folder in (*reversed(unordered), *reversed(folders[len(unordered) :])):
-                damage = damage_of(folder)
-                if damage is None:
-                    return folder
-                if self._files.exists(folder):  # else its writer has deleted it meanwhile: list the folder again
-                    get_logger("engine").warning("damaged checkpoint skipped", reason=damage)
-        if folders:
-            raise CheckpointError(
-                f"{self.checkpoint_dir}: every checkpoint there is damaged ({len(folders)} of them, the newest "
-                f"{folders[-1].name}); remove the folder to start from the beginning"
-            )
-        return None
+        return latest_of(self.checkpoint_dir)
 
     def get_best(self) -> Location | None:
         """The checkpoint last saved as the best, or None; it is not checked for damage until it is loaded.
@@ -221,21 +205,7 @@ class CheckpointManager:
         Raises:
             CheckpointError: the file that names it is damaged.
         """
-        pointer = self.checkpoint_dir / BEST
-        try:
-            with self._files.open(pointer) as opened:
-                content = opened.read()
-        except FileNotFoundError:
-            return None
-        try:
-            name = content.decode("utf-8").strip()  # an early version wrote the bare name
-            if not is_checkpoint_name(name):
-                name = str(unseal(content)["checkpoint"])
-        except (ValueError, KeyError) as error:
-            raise CheckpointError(
-                f"{pointer}: damaged: {error}; choose one of valid() and remove the file, or save another as the best"
-            ) from None
-        return self.checkpoint_dir / name if name in self._files.subfolders(self.checkpoint_dir) else None
+        return best_of(self.checkpoint_dir)
 
     def delete_after(self, step: int) -> None:
         """Delete the checkpoints of later steps, the best one included: a run that went back has not reached them.

@@ -23,15 +23,9 @@ from pulsetrain.engine.checkpoint.plain import Plain
 from pulsetrain.engine.errors import CheckpointError
 
 __all__ = [
-    "check_checkpoint",
-    "damage_of",
-    "find_checkpoints",
-    "history_of",
-    "load_checkpoint",
-    "ordinal_of",
-    "size_of",
+    "check_checkpoint", "damage_of", "find_checkpoints", "history_of", "ordinal_of", "read_checkpoint", "size_of",
     "step_of",
-]
+]  # fmt: skip
 
 
 def find_checkpoints(folder: str | os.PathLike[str]) -> list[Location]:
@@ -53,20 +47,8 @@ def find_checkpoints(folder: str | os.PathLike[str]) -> list[Location]:
     return sorted(found, key=_age)
 
 
-def load_checkpoint(path: str | os.PathLike[str]) -> dict[str, Plain]:
-    """Read a checkpoint after checking it against its manifest; tensors are on the CPU.
-
-    >>> import tempfile
-    >>> from pulsetrain.engine.checkpoint import CheckpointManager
-    >>> with tempfile.TemporaryDirectory() as folder:
-    ...     path = CheckpointManager(folder).save({"epoch": 3, "rates": [0.1, 0.01]})
-    ...     load_checkpoint(path)
-    {'epoch': 3, 'rates': [0.1, 0.01]}
-
-    Raises:
-        CheckpointError: it is missing, incomplete, damaged, of a newer format or holds code; the message says which.
-    """
-    folder = location_of(path)
+def read_checkpoint(folder: Location) -> dict[str, Plain]:
+    """The state in a checkpoint's folder; see `load_checkpoint`."""
     number = _checked(folder)["format"]
     file = folder / STATES[number]
     try:

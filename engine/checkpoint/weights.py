@@ -11,9 +11,9 @@ from types import ModuleType
 import torch
 from torch import nn
 
+from pulsetrain.engine.checkpoint.choice import load_checkpoint
 from pulsetrain.engine.checkpoint.disk import Disk, sync
 from pulsetrain.engine.checkpoint.locations import CheckpointUrl, location_of
-from pulsetrain.engine.checkpoint.reader import load_checkpoint
 from pulsetrain.engine.errors import CheckpointError, ConfigurationError
 
 __all__ = ["Mismatch", "compare_weights", "load_safetensors", "load_weights", "save_safetensors"]

@@ -111,6 +111,7 @@ class Checkpointer(Handler):
         self.keep_best, self.metric, self.name, self.at_end = keep_best, metric, name, at_end
         self.form: Form | None = form
         self.saved_at = -1  # iteration of the last save
+        self.failure: str | None = None  # why the last save failed; None if it did not
         self._ranking = Ranking(metric or "", mode, keep_best)
         self._first: set[Location] = set()  # saved by this handler before the first iteration
         self._loaded = False  # whether a checkpoint was loaded since the last run started
@@ -266,8 +267,10 @@ class Checkpointer(Handler):
 
     def _settle(self, *, wait: bool = False, raises: bool = True) -> None:
         """Announce the save in the background, if it has ended."""
-        if self._background is not None and self._background.settle(wait=wait, raises=raises) and self._interval:
-            self._interval.failed()
+        if self._background is not None and self._background.settle(wait=wait, raises=raises):
+            self.failure = "the save in the background failed"
+            if self._interval is not None:
+                self._interval.failed()
 
     def _settle_failing(self, error: BaseException) -> None:
         self._settle(wait=True, raises=False)  # the run raises its own error
@@ -312,6 +315,7 @@ class Checkpointer(Handler):
             if not isinstance(error, OSError):
                 raise
             # a full disk costs this checkpoint, not the run
+            self.failure = str(error)
             if self._interval is not None:
                 self._interval.failed()
             get_logger("handlers").warning(
@@ -352,6 +356,7 @@ class Checkpointer(Handler):
             self._sync(files)
 
             def durable(path: Location) -> None:
+                self.failure = None
                 if iteration == 0:
                     self._first.add(path)
                 if not marked:

@@ -15,12 +15,24 @@ from tqdm import tqdm
 
 from pulsetrain.configuration.assemble import Assembly
 from pulsetrain.configuration.claim import has_checkpoint
+from pulsetrain.engine.checkpoint import find_checkpoints
+from pulsetrain.engine.checkpoint.reader import step_of
 from pulsetrain.engine.errors import PulsetrainError
 from pulsetrain.export.event_formats import format_count
+from pulsetrain.handlers import Checkpointer
 
-__all__ = ["logs_on_stderr", "program", "report", "report_damage", "resume_command", "summary", "until_closed"]
+__all__ = [
+    "logs_on_stderr",
+    "program",
+    "report",
+    "report_damage",
+    "resume_command",
+    "summary",
+    "unsaved",
+    "until_closed",
+]
 
-OK, FAILED, USAGE, DAMAGED, STOPPED = 0, 1, 2, 3, 130
+OK, FAILED, USAGE, DAMAGED, UNSAVED, STOPPED = 0, 1, 2, 3, 4, 130
 
 
 def report(error: BaseException, status: int = USAGE) -> int:
@@ -67,6 +79,7 @@ def summary(assembly: Assembly, seconds: float) -> str:
     rows = [("stopped", state.stop_reason or "at its end"), ("trained", f"{', '.join(counts)}, {seconds:.0f} s")]
     for name, value in state.metrics.items():
         rows.append((name, f"{value:.4f}{' ' + unit if unit and name.endswith('/loss') else ''}"))
+    rows += [("not saved", text) for text in unsaved(assembly)]
     curve = folder / "plots" / "loss.png"
     paths = [("loss curve", str(curve))] if curve.exists() else []
     paths.append(("run folder", str(folder)))
@@ -76,6 +89,20 @@ def summary(assembly: Assembly, seconds: float) -> str:
     for text in filter(None, summaries):
         lines += ["", text, ""]
     return "\n".join([*lines, *_table(paths, width)])
+
+
+def unsaved(assembly: Assembly) -> list[str]:
+    """For each Checkpointer whose last save failed: why, and what there is instead."""
+    texts = []
+    for handler in assembly.trainer.handlers:
+        if isinstance(handler, Checkpointer) and handler.failure is not None:
+            try:
+                steps = [step_of(each) for each in find_checkpoints(handler.manager.checkpoint_dir)]
+            except OSError:
+                steps = []
+            there = f"the newest checkpoint is of iteration {max(steps)}" if steps else "there is no checkpoint"
+            texts.append(f"the final state: {handler.failure}; {there}")
+    return texts
 
 
 def _table(rows: list[tuple[str, str]], width: int) -> list[str]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from pulsetrain.cli.reports import FAILED, STOPPED, logs_on_stderr, report, resume_command, summary
+from pulsetrain.cli.reports import FAILED, STOPPED, UNSAVED, logs_on_stderr, report, resume_command, summary, unsaved
 from pulsetrain.configuration.assemble import Assembly, assemble
 from pulsetrain.configuration.claim import has_checkpoint
 from pulsetrain.configuration.messages import in_settings
@@ -47,7 +47,8 @@ examples:
   pulsetrain train config.yaml --resume latest
   pulsetrain train config.yaml --dry-run
 
-exit status: 0 done; 1 the run failed; 2 wrong input; 128 + n stopped by signal n
+exit status: 0 done; 1 the run failed; 2 wrong input; 4 trained, but the last checkpoint
+could not be saved; 128 + n stopped by signal n
 """
 
 
@@ -112,7 +113,7 @@ def run(arguments: argparse.Namespace) -> int:
         print(summary(assembly, time.perf_counter() - started))
         if watch.status:
             print(resume_command(assembly, arguments.config, arguments.settings))
-        return watch.status
+        return UNSAVED if unsaved(assembly) else watch.status
 
 
 def _dry_run(arguments: argparse.Namespace, config: Mapping[str, Any], watch: SignalWatch) -> int:

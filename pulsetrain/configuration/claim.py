@@ -9,7 +9,7 @@ from pathlib import Path
 
 import yaml
 
-from pulsetrain.engine.checkpoint import find_checkpoints, location_of
+from pulsetrain.engine.checkpoint import find_checkpoints, resolve
 from pulsetrain.engine.errors import RunFolderError
 from pulsetrain.handlers import Checkpointer
 from pulsetrain.handlers.run_files.run_file import write_run_file
@@ -35,7 +35,7 @@ def resolve_folder(pattern: str, *, resume: str | None = None, chosen: bool = Tr
         RunFolderError: a new run's folder already holds a run, or is a URL; or the checkpoint does not exist.
         ConfigurationError: no installed package reads URLs of the checkpoint's kind.
     """
-    checkpoint = None if resume in (None, "latest") else location_of(str(resume))
+    checkpoint = None if resume in (None, "latest") else resolve(str(resume))
     own = _run_of(checkpoint) if isinstance(checkpoint, Path) else None  # a URL has no run folder
     if own is not None and not chosen:
         return own
@@ -166,7 +166,7 @@ def _run_of(checkpoint: Path) -> Path | None:
     if not (checkpoint / "manifest.json").is_file():
         given = f"--resume {checkpoint}"
         if holds_run(checkpoint):
-            raise RunFolderError(f"{given}: is a run folder; resume it by --run {checkpoint} --resume latest")
+            raise RunFolderError(f"{given}: is a run folder without a checkpoint; start it again by --resume latest")
         folder = checkpoint.parent if checkpoint.parent.is_dir() else checkpoint
         found = sorted(path.parent.name for path in folder.glob("*/manifest.json"))
         known = f"{folder} has {', '.join(found)}" if found else "a checkpoint is a folder RUN/checkpoints/NUMBER-NAME"

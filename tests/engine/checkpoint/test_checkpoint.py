@@ -12,7 +12,7 @@ import pytest
 import structlog
 import torch
 
-from pulsetrain.engine.checkpoint import CheckpointManager, find_checkpoints, manager
+from pulsetrain.engine.checkpoint import CheckpointManager, choice, find_checkpoints
 from pulsetrain.engine.checkpoint.reader import damage_of
 from pulsetrain.engine.errors import CheckpointError, ConfigurationError, RunFolderError
 from tests.support.checkpoints import STATE, relabel
@@ -121,7 +121,7 @@ def test_a_reader_that_a_writer_overtakes_finds_what_the_writer_has_written(
             newer.append(writer.save(STATE))
         return damage_of(folder)
 
-    monkeypatch.setattr(manager, "damage_of", overtaken)
+    monkeypatch.setattr(choice, "damage_of", overtaken)
     with structlog.testing.capture_logs() as logs:
         assert CheckpointManager(tmp_path).get_latest() == newer[0]
     assert logs == []

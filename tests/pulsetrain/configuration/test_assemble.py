@@ -22,6 +22,7 @@ from pulsetrain.configuration.parse import read_config
 from pulsetrain.engine import Every, PretrainStrategy, SupervisedStrategy
 from pulsetrain.engine.errors import (
     ArgumentTypeError,
+    CheckpointError,
     ConfigurationError,
     MetricNotFoundError,
     PulsetrainError,
@@ -357,8 +358,9 @@ class TestFolders:
         assert resolve_folder(str(tmp_path / "a-1"), resume=str(checkpoint)) == tmp_path / "a-1"
         with pytest.raises(RunFolderError, match="a-2: already holds a run"):
             resolve_folder(str(tmp_path / "a-2"), resume=str(checkpoint))
-        with pytest.raises(RunFolderError, match=r"is a run folder; resume it by --run .*a-1 --resume latest"):
-            resolve_folder(pattern, resume=str(tmp_path / "a-1"))
+        for other in (tmp_path / "a-1" / "checkpoints" / "best", tmp_path / "a-2"):
+            with pytest.raises((RunFolderError, CheckpointError), match=f"{other.name}: "):
+                resolve_folder(pattern, resume=str(other))
         with pytest.raises(RunFolderError, match=r"is not a checkpoint; .*checkpoints has 000000004-checkpoint"):
             resolve_folder(pattern, resume=str(checkpoint.with_name("000000005-checkpoint")))
 

@@ -13,7 +13,7 @@ from torch import nn
 
 from pulsetrain import Trainer
 from pulsetrain.engine import CheckpointError, ConfigurationError, Events, Every, Preempted
-from pulsetrain.engine.checkpoint import CheckpointManager
+from pulsetrain.engine.checkpoint import CheckpointManager, load_checkpoint, load_weights
 from pulsetrain.handlers import Checkpointer, EarlyStopping
 from tests.support.models import loader, regression_model, trainer
 from tests.support.runs import RESUMABLE_CONFIG, cut_after, resumable_run, weights
@@ -159,6 +159,29 @@ def test_saving_by_hand_needs_one_checkpointer(tmp_path: Path):
     path = run.save_checkpoint("mine", is_best=True)
     assert path.name == "000000010-mine"
     assert CheckpointManager(tmp_path / "checkpoints").get_best() == path
+
+
+@pytest.mark.parametrize(("name", "iteration"), [("checkpoints/best", 4), ("best", 4), ("latest", 10), (".", 10)])
+def test_a_checkpoint_may_be_named_by_what_it_is(tmp_path: Path, name: str, iteration: int):
+    saver = Checkpointer(tmp_path, every=Every(iterations=4), keep_last=9)
+    run = trainer(handlers=[saver])
+    run.add_event_handler(Events.CHECKPOINT_SAVED(once=1), saver.manager.set_best, "000000004-checkpoint")
+    run.train()
+    path = tmp_path / name
+    again = trainer()
+    again.load_checkpoint(path)
+    assert again.state.iteration == iteration
+    saved = load_checkpoint(path)
+    assert saved["counters"]["iteration"] == iteration
+    load_weights(run.model, path)
+    assert all(torch.equal(value, saved["model"][key]) for key, value in weights(run).items())
+
+
+def test_a_folder_without_a_best_checkpoint_says_so(tmp_path: Path):
+    run = trainer(handlers=[Checkpointer(tmp_path)])
+    run.train()
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .* was saved as the best; name one, or 'latest'"):
+        run.load_checkpoint(tmp_path / "checkpoints" / "best")
 
 
 def test_a_missing_checkpoint_says_what_is_there(tmp_path: Path):
