@@ -15,6 +15,7 @@ import torch
 
 from pulsetrain.cli import main
 from pulsetrain.engine.checkpoint import CheckpointManager, find_checkpoints
+from pulsetrain.engine.checkpoint.disk import Disk
 from tests.support.programs_command_line import files, train
 
 
@@ -40,6 +41,22 @@ class TestResults:
         assert float(rows[2][1]) > 0
         assert output.out.splitlines()[-1] == "run folder  runs/tiny-1"
         assert all(line[10:12] == "  " and line[12] != " " for line in output.out.splitlines()[1:])
+
+    def test_a_final_state_that_could_not_be_saved_has_an_exit_status(
+        self, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        commit = Disk.commit
+
+        def full(self: Disk, target: Path, *rest: Any) -> None:
+            if int(target.name[:9]) > 5:
+                raise OSError(28, "No space left on device")
+            commit(self, target, *rest)
+
+        monkeypatch.setattr(Disk, "commit", full)
+        assert train() == 4
+        (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("not saved"))
+        assert "No space left on device" in line
+        assert line.endswith("the newest checkpoint is of iteration 5")
 
     def test_the_same_command_gives_the_same_run(self, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         losses = []
