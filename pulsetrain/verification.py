@@ -28,7 +28,7 @@ _BEFORE_THE_ITERATION = frozenset({BATCH, "get_batch_started", "get_batch_comple
 
 @dataclass(frozen=True)
 class Verification:
-    """The result of running again; true if all compared iterations were reproduced bit for bit."""
+    """The result of running again; true if all compared events and checkpoints were reproduced bit for bit."""
 
     run: Path
     start: int  # the last iteration before the rerun; 0 for the beginning
@@ -36,6 +36,8 @@ class Verification:
     agreed: int  # events that agree
     divergence: Divergence | None = None  # `a` was recorded, `b` is of the rerun
     missing: LoggedEvent | None = None  # a recorded event that the rerun ended without
+    checkpoints: tuple[int, ...] = ()  # iterations whose checkpoints have the same tensors
+    tensor: str | None = None  # the first one that differs from its checkpoint's
     rows: Sequence[object] | None = None  # indices of the batch where they differ, if the order is known
     fingerprints: Mapping[str, bool] = field(default_factory=dict)  # part of the state -> whether it is the same
     causes: tuple[Cause, ...] = ()  # likeliest first
@@ -43,7 +45,7 @@ class Verification:
     damage: tuple[str, ...] = ()  # of the log: damaged parts were not compared
 
     def __bool__(self) -> bool:
-        return self.divergence is None and self.missing is None and not self.damage
+        return self.divergence is None and self.missing is None and self.tensor is None and not self.damage
 
     def __str__(self) -> str:
         return self.report()
@@ -53,7 +55,10 @@ class Verification:
         stretch = f"{self.run}, iterations {self.start + 1:,} to {self.end:,}"
         if self:
             lines = [f"{stretch}: reproduced, {self.agreed:,} events agree bit for bit"]
-        elif self.divergence is None and self.missing is None:
+            steps = ", ".join(f"{step:,}" for step in self.checkpoints)
+            what = f"those of iteration {steps} agree bit for bit" if steps else "not compared, there is none here"
+            lines.append(f"tensors of checkpoints: {what}")
+        elif self.divergence is None and self.missing is None and self.tensor is None:
             lines = [f"{stretch}: not proven: {self.agreed:,} events agree bit for bit, but the log is damaged"]
         else:
             lines = [f"{stretch}: not reproduced, after {self.agreed:,} events that agree"]
@@ -61,6 +66,8 @@ class Verification:
             number = f"event {self.divergence.ord:,}, " if self.divergence.ord >= 0 else ""
             lines.append(f"first difference: {number}{describe_event(self.divergence.a)}")
             lines.extend(field_table(self.divergence.fields, "recorded", "now"))
+        if self.tensor is not None:
+            lines.append(f"first tensor that differs: {self.tensor}")
         if self.missing is not None:
             lines.append(f"the run ended before {describe_event(self.missing)}")
         if self.rows is not None:
@@ -83,7 +90,8 @@ def verify(
 ) -> Verification:
     """Run part of a recorded run again, from the nearest checkpoint before it, and compare it with the log.
 
-    Every deterministic event is compared, floats by their bits. The rerun ends at the first difference, and is repeated
+    Every deterministic event is compared, floats by their bits, and the weights, buffers and optimizer's tensors with
+    each checkpoint of these iterations. The rerun ends at the first difference, and is repeated
     once to find out whether two reruns agree. The run's folder is only read: the trainer's EventRecorder writes to a
     temporary folder, and Checkpointer and loggers are detached.
 
@@ -151,7 +159,9 @@ def verify(
         found = Verification(folder, rerun.start, rerun.end, check.agreed, changed=tuple(others), damage=damage)
         divergence = check.divergence or _other_end(expected.end, rerun)
         if divergence is None:
-            return replace(found, missing=check.next)
+            tensors = rerun.tensors
+            steps, tensor = (tuple(tensors.agreed), tensors.difference) if tensors is not None else ((), None)
+            return replace(found, missing=check.next, checkpoints=steps, tensor=tensor)
         repeats = None
         if check.divergence is not None:
             second = Rerun(build_trainer, Path(temporary) / "second", checkpoint, folder)

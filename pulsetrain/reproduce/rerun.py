@@ -27,6 +27,7 @@ from pulsetrain.handlers import (
 )
 from pulsetrain.handlers.recorder.fingerprints import StateFingerprint, fingerprint_of
 from pulsetrain.handlers.run_files.run_file import read_run_file
+from pulsetrain.reproduce.tensor_check import TensorCheck
 from pulsetrain.trainer import Trainer
 
 __all__ = ["ExpectedEvents", "Rerun", "checkpoint_before", "first_checkpoint", "nearest_checkpoint"]
@@ -124,6 +125,7 @@ class Rerun:
         if checkpoint is not None:
             trainer.load_checkpoint(checkpoint)
             self.start = self.end = trainer.state.iteration
+        self.tensors = TensorCheck(trainer, run) if run is not None else None
 
     @property
     def after(self) -> int:
