@@ -9,6 +9,7 @@ from typing import Any, Self, TypeAlias
 from torch import Tensor
 
 from pulsetrain.engine import Engine, Event, Events, Phase
+from pulsetrain.engine.errors import unknown_name
 from pulsetrain.handlers.attachment.attachment import Attachment
 from pulsetrain.handlers.metric_values.step_values import scalars
 
@@ -20,6 +21,8 @@ Run: TypeAlias = Any  # a Trainer or any Engine; a callback annotates the one th
 class Callback:
     """Base class of callbacks. Override the hooks that you need; the others cost nothing.
 
+    A class whose method begins with `on_` and is none of the hooks is refused with a ConfigurationError.
+
     >>> class Printer(Callback):
     ...     def on_step_end(self, trainer, loss):
     ...         print(trainer.state.iteration, loss)
@@ -29,6 +32,13 @@ class Callback:
     1 1.0
     2 0.5
     """
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        hooks = [name for name in vars(Callback) if name.startswith("on_")]
+        for name in vars(cls):
+            if name.startswith("on_") and not hasattr(Callback, name):
+                raise unknown_name(cls.__name__, "hook", name, hooks)
 
     def on_train_begin(self, trainer: Run) -> None:
         """The run starts."""

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from torch import Tensor
 
-from pulsetrain.engine import AnomalyDetected, Engine, Events, MetricsLogged, Phase, TrainingResult
+from pulsetrain.engine import AnomalyDetected, Engine, Events, MetricsLogged, Phase, TrainingResult, is_training_run
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.metrics import MetricTracker
+from pulsetrain.handlers import LossSpikeGuard, NaNGuard
 from pulsetrain.state.part import require
 from pulsetrain.training.running_stats import Losses, Rate
 from pulsetrain.training.stepper import Stepper
@@ -32,6 +34,7 @@ class MetricsReporter:
         self.losses = Losses()
         self.named_losses = {f"{name}_loss": Losses() for name in stepper.optimizers or ()}  # whose sum is the loss
         self._rate = Rate()
+        self._warned = False  # of a loss that is not finite
         self.reset()
 
     def attach(self, engine: Engine) -> None:
@@ -58,6 +61,7 @@ class MetricsReporter:
         if not self.losses.count("log") or not engine.hears(Events.METRICS_LOGGED):
             return
         metrics = self._means("log", lambda losses, reader: losses.consume(reader).item())
+        self._warn_unless_finite(metrics["train/loss"])
         if stepper.grad_norm is not None:
             metrics["grad_norm"] = stepper.grad_norm.item()
         metrics.update({f"grad_norm/{name}": norm.item() for name, norm in stepper.grad_norms.items()})
@@ -65,6 +69,21 @@ class MetricsReporter:
             metrics["skipped_updates"] = float(self.announced_skips)
         metrics.update(self._rate.read(engine.state.samples, engine.state.tokens))
         engine.fire(Events.METRICS_LOGGED, MetricsLogged(metrics=metrics))
+
+    def _warn_unless_finite(self, loss: float) -> None:
+        """Warn once, if no guard does."""
+        if self._warned or math.isfinite(loss):
+            return
+        handlers = self._engine.handlers if is_training_run(self._engine) else ()
+        if any(isinstance(each, (NaNGuard, LossSpikeGuard)) for each in handlers):
+            return
+        self._warned = True
+        get_logger("pulsetrain").warning(
+            "the loss is not finite, and no handler guards against it; NaNGuard() skips updates with such gradients, "
+            "LossSpikeGuard() also returns to a checkpoint",
+            loss=loss,
+            iteration=self._engine.state.iteration,
+        )
 
     def add(self, result: TrainingResult, size: int | Tensor) -> None:
         """Count a step's losses.

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from pulsetrain.engine import ConfigurationError
 from pulsetrain.handlers import Callback, CallbackList
 from tests.support.engines import make_engine, roll_out_before_each_batch, subscriptions, validate_each_epoch
 
@@ -155,3 +156,13 @@ def test_what_is_not_a_callback_or_there_twice_or_not_there_is_refused():
         CallbackList([callback, callback])
     with pytest.raises(ValueError, match="not in the list"):
         CallbackList().remove(callback)
+
+
+def test_a_hook_that_is_misspelt_is_refused_where_the_class_is_written():
+    with pytest.raises(
+        ConfigurationError, match=r"Printer\(hook='on_epoch_ended'\): unknown; .*did you mean 'on_epoch_end'"
+    ):
+
+        class Printer(Callback):
+            def on_epoch_ended(self, trainer):
+                print(trainer)
