@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -74,7 +74,7 @@ class MetricsReporter:
         """Warn once, if no guard does."""
         if self._warned or math.isfinite(loss):
             return
-        handlers = self._engine.handlers if is_training_run(self._engine) else ()
+        handlers: Sequence[object] = self._engine.handlers if is_training_run(self._engine) else ()
         if any(isinstance(each, (NaNGuard, LossSpikeGuard)) for each in handlers):
             return
         self._warned = True

@@ -159,9 +159,8 @@ def test_what_is_not_a_callback_or_there_twice_or_not_there_is_refused():
 
 
 def test_a_hook_that_is_misspelt_is_refused_where_the_class_is_written():
-    with pytest.raises(
-        ConfigurationError, match=r"Printer\(hook='on_epoch_ended'\): unknown; .*did you mean 'on_epoch_end'"
-    ):
+    message = r"Printer\(hook='on_epoch_ended'\): unknown; .*did you mean 'on_epoch_end'"
+    with pytest.raises(ConfigurationError, match=message):
 
         class Printer(Callback):
             def on_epoch_ended(self, trainer):
