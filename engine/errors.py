@@ -154,12 +154,13 @@ def did_you_mean(name: object, choices: Iterable[str]) -> str:
 
 
 def shortened(value: object) -> object:
-    """The value, or its class where its text is long, for a message.
+    """The value, or its class where its text is long or takes several lines, for a message.
 
     >>> shortened([1, 2]), shortened(list(range(100)))
     ([1, 2], <class 'list'>)
     """
-    return value if len(repr(value)) < 60 else type(value)
+    text = repr(value)
+    return value if len(text) < 60 and "\n" not in text else type(value)
 
 
 def _picklable(value: object) -> object:

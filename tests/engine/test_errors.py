@@ -97,7 +97,7 @@ BY_HAND = {
     # about an array of a batch: no error of the configuration, so that a crash bundle is written
     "engine/arrays.py": "require_tensor",
     "engine/losses/checks.py": "reject",
-    # TODO: the errors of Replay(checkpoints=...) and Replay(model=...)
+    # still to be converted: Replay(checkpoints=...) and Replay(model=...)
     "engine/recording/replay/weights.py": "__init__, beside",
 }
 
