@@ -9,7 +9,15 @@ from typing import TypeGuard
 
 from pulsetrain.engine.errors import ConfigurationError, unknown_name
 
-__all__ = ["check_bool", "check_choice", "check_number", "check_positive", "check_whole_number", "is_whole"]
+__all__ = [
+    "check_bool",
+    "check_choice",
+    "check_number",
+    "check_positive",
+    "check_whole_number",
+    "is_number",
+    "is_whole",
+]
 
 
 def is_whole(value: object) -> TypeGuard[int]:
@@ -19,6 +27,15 @@ def is_whole(value: object) -> TypeGuard[int]:
     (True, False, False)
     """
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether the value is a finite int or float, and not a bool.
+
+    >>> is_number(3), is_number(0.5), is_number(True), is_number(math.nan)
+    (True, True, False, False)
+    """
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < math.inf
 
 
 def check_whole_number(place: str, argument: str, value: object, at_least: int = 1, below: int | None = None) -> None:

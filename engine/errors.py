@@ -16,6 +16,7 @@ __all__ = [
     "RecordingError",
     "RunFolderError",
     "did_you_mean",
+    "shortened",
     "unknown_name",
 ]
 
@@ -150,6 +151,16 @@ def did_you_mean(name: object, choices: Iterable[str]) -> str:
     """The end of a message that names the nearest choice; "" where none is near."""
     near = get_close_matches(str(name), choices, n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def shortened(value: object) -> object:
+    """The value, or its class where its text is long or takes several lines, for a message.
+
+    >>> shortened([1, 2]), shortened(list(range(100)))
+    ([1, 2], <class 'list'>)
+    """
+    text = repr(value)
+    return value if len(text) < 60 and "\n" not in text else type(value)
 
 
 def _picklable(value: object) -> object:

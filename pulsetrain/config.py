@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from pulsetrain.engine import Accumulate, ConfigurationError, Every
-from pulsetrain.engine.argument_checks import check_bool, is_whole
+from pulsetrain.engine.argument_checks import check_bool, is_number, is_whole
 
 __all__ = ["TrainingConfig"]
 
@@ -130,12 +129,12 @@ class TrainingConfig:
         counts = ["log_every_n_steps", "save_every_n_epochs", "early_stopping_patience"]
         counts += [] if isinstance(self.accumulate, Accumulate) else ["accumulate"]
         for name in (*bounds, *counts):
-            self._require(name, lambda value: isinstance(value, int) and value >= 1, "a whole number of at least 1")
-        self._require("warmup_steps", lambda value: isinstance(value, int) and value >= 0, "a whole number, 0 or more")
+            self._require(name, lambda value: is_whole(value) and value >= 1, "a whole number of at least 1")
+        self._require("warmup_steps", lambda value: is_whole(value) and value >= 0, "a whole number, 0 or more")
         for name in ("learning_rate", "clip_grad_norm", "clip_grad_value"):
-            self._require(name, lambda value: _is_number(value) and value > 0, "a number above 0")
-        self._require("weight_decay", lambda value: _is_number(value) and value >= 0, "a number, 0 or more")
-        self._require("min_lr_ratio", lambda value: _is_number(value) and 0 <= value <= 1, "a number from 0 to 1")
+            self._require(name, lambda value: is_number(value) and value > 0, "a number above 0")
+        self._require("weight_decay", lambda value: is_number(value) and value >= 0, "a number, 0 or more")
+        self._require("min_lr_ratio", lambda value: is_number(value) and 0 <= value <= 1, "a number from 0 to 1")
         self._require("precision", lambda value: value in PRECISIONS, f"one of {', '.join(PRECISIONS)}")
         self._require("activation_checkpointing", lambda value: isinstance(value, str) and value, "a name or None")
         self._require("no_decay", lambda value: value == "auto", "'auto' or None")
@@ -145,7 +144,7 @@ class TrainingConfig:
             )
         if self.schedule is None:
             self._refuse_what_a_schedule_reads()
-        self._require("seed", lambda value: isinstance(value, int) and 0 <= value < 2**63, "a whole number, 0 or more")
+        self._require("seed", lambda value: is_whole(value) and 0 <= value < 2**63, "a whole number, 0 or more")
         self._require("validate_every", lambda value: isinstance(value, Every), "an Every, such as Every(epochs=1)")
         self._require("skip_batches", _are_ranges, "pairs of a first and a last iteration, such as [[481, 484]]")
         object.__setattr__(self, "skip_batches", tuple((first, last) for first, last in self.skip_batches))
@@ -183,7 +182,7 @@ class TrainingConfig:
         value = getattr(self, name)
         if value is None and "None" in TrainingConfig.__annotations__[name]:
             return
-        if isinstance(value, bool) or not rule(value):
+        if not rule(value):
             raise ConfigurationError(f"needs to be {wanted}", "TrainingConfig", **{name: value})
 
 
@@ -192,7 +191,3 @@ def _are_ranges(value: object) -> bool:
         isinstance(pair, Sequence) and len(pair) == 2 and all(map(is_whole, pair)) and 1 <= pair[0] <= pair[1]
         for pair in value
     )
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

@@ -101,8 +101,9 @@ def load_weights(
     weights = checkpoint if key is None else checkpoint.get(key)
     if not isinstance(weights, Mapping):
         raise CheckpointError(
-            f"load_weights({key=}): {path} has no weights of that name; choose a key that it has: "
-            f"{', '.join(map(str, checkpoint))}"
+            f"{path} has no weights of that name; choose a key that it has: {', '.join(map(str, checkpoint))}",
+            "load_weights",
+            key=key,
         )
     return _load(model, weights, f"load_weights({str(path)!r})", prefix, new_prefix, strict)
 

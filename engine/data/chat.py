@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from pulsetrain.engine.argument_checks import check_choice, is_whole
 from pulsetrain.engine.data.sequences import IGNORED
-from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.errors import ArgumentTypeError, ConfigurationError
 
 __all__ = ["Encoder", "Message", "Template", "chatml", "tokenize_chat", "tokenize_prompt"]
 
@@ -85,9 +85,11 @@ def tokenize_chat(
         trained = trained[-1:]
     if not trained:
         roles = ", ".join(sorted({repr(message["role"]) for message in messages}))
-        raise ValueError(
-            f"tokenize_chat(train_on={train_on!r}): nothing to learn, no turn has the role {ASSISTANT!r}, only "
-            f"{roles}; rename the role, pass train_on='all', or leave the conversation out"
+        raise ConfigurationError(
+            f"nothing to learn, no turn has the role {ASSISTANT!r}, only {roles}; rename the role, pass "
+            "train_on='all', or leave the conversation out",
+            "tokenize_chat",
+            train_on=train_on,
         )
     if template is None and getattr(tokenizer, "chat_template", None) and hasattr(tokenizer, "apply_chat_template"):
         if train_on == "all":
@@ -221,9 +223,10 @@ def _encoder(place: str, tokenizer: object) -> Callable[[str], list[int]]:
     """The tokenizer as a function from text to tokens that adds no special tokens."""
     encode = getattr(tokenizer, "encode", tokenizer)
     if not callable(encode):
-        raise TypeError(
-            f"{place}(tokenizer={type(tokenizer).__name__}): needs an object with an encode, or a function from text "
-            "to a list of tokens"
+        raise ArgumentTypeError(
+            "needs an object with an encode, or a function from text to a list of tokens",
+            place,
+            tokenizer=type(tokenizer),
         )
     try:
         parameters: Container[str] = inspect.signature(encode).parameters
@@ -266,7 +269,9 @@ def _check_messages(messages: object) -> None:
             f"{type(messages).__name__}"
         )
     if not messages:
-        raise ValueError("tokenize_chat(messages=[]): needs 1 message or more; leave the conversation out")
+        raise ConfigurationError(
+            "needs 1 message or more; leave the conversation out", "tokenize_chat", messages=messages
+        )
     for number, message in enumerate(messages):
         if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
             given = ", ".join(map(repr, message)) if isinstance(message, Mapping) else type(message).__name__

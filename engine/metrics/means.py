@@ -49,7 +49,7 @@ class RunningMean:
             ValueError: there is more than one value, or the weight is negative or not finite.
         """
         if not isinstance(weight, Tensor) and not 0.0 <= weight < math.inf:
-            raise ValueError(f"RunningMean.update(weight={weight!r}): needs a finite number of at least 0")
+            raise ConfigurationError("needs a finite number of at least 0", "RunningMean.update", weight=weight)
         value, weight = _wide("value", value), _wide("weight", weight)
         if isinstance(weight, Tensor):  # the mean of nothing is nan, which must not enter the sum with weight 0
             weighted: Tensor | float = torch.where(weight > 0, value * weight, 0.0)

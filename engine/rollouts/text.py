@@ -12,7 +12,7 @@ from torch import Tensor
 from pulsetrain.engine.argument_checks import check_whole_number
 from pulsetrain.engine.data import rng
 from pulsetrain.engine.data.sequences import IGNORED, pad_examples
-from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.errors import ArgumentTypeError, ConfigurationError, shortened
 from pulsetrain.engine.rollouts.base import PolicyTrainer, Rollouts
 from pulsetrain.engine.rollouts.sampling import Sampler, sampler_of
 from pulsetrain.engine.strategies.language import values_of
@@ -73,15 +73,17 @@ class TextRollouts(Rollouts):
             check_whole_number("TextRollouts", name, value)
         empty = [index for index, prompt in enumerate(self.prompts) if not prompt]
         if empty or not self.prompts:
-            what = f"prompts[{empty[0]}]=[]" if empty else "prompts=[]"
-            raise ConfigurationError(f"TextRollouts({what}): needs token ids; a text starts with at least one")
+            given: dict[str, object] = {f"prompts[{empty[0]}]" if empty else "prompts": []}
+            raise ConfigurationError("needs token ids; a text starts with at least one", "TextRollouts", **given)
         longest = max(map(len, self.prompts)) + max_new_tokens
         numbers = {"end_token": end_token, "pad_token": pad_token, "pad_to": pad_to}
         for name, number in numbers.items():
             if number is not None or name == "pad_token":
                 check_whole_number("TextRollouts", name, number, at_least=0)
         if sampler is not None and not callable(sampler):
-            raise TypeError(f"TextRollouts(sampler={sampler!r}): needs a function of prompts and a number of tokens")
+            raise ArgumentTypeError(
+                "needs a function of prompts and a number of tokens", "TextRollouts", sampler=sampler
+            )
         if pad_to is not None and pad_to < longest:
             raise ConfigurationError(
                 f"the longest prompt and max_new_tokens={max_new_tokens} make {longest} "
@@ -90,7 +92,7 @@ class TextRollouts(Rollouts):
                 pad_to=pad_to,
             )
         if not callable(reward):
-            raise TypeError(f"TextRollouts(reward={reward!r}): needs a function of prompts and completions")
+            raise ArgumentTypeError("needs a function of prompts and completions", "TextRollouts", reward=reward)
         self.reward, self.max_new_tokens, self.prompts_per_rollout = reward, max_new_tokens, prompts_per_rollout
         self.end_token, self.pad_token, self.pad_to = end_token, pad_token, pad_to
         self._sampler, self._longest = sampler, longest
@@ -127,8 +129,10 @@ class TextRollouts(Rollouts):
             )
         if strategy.kl_coef and not strategy.has_reference:
             raise ConfigurationError(
-                f"{type(strategy).__name__}(kl_coef={strategy.kl_coef!r}, reference=None): for texts it weights the "
-                "divergence from the reference; leave reference='copy', or set kl_coef=0.0"
+                "for texts it weights the divergence from the reference; leave reference='copy', or set kl_coef=0.0",
+                type(strategy).__name__,
+                kl_coef=strategy.kl_coef,
+                reference=None,
             )
         if self._sampler is None:
             self._sampler = sampler_of(
@@ -239,7 +243,8 @@ def _token_numbers(prompts: Sequence[Sequence[int]]) -> list[list[int]]:
     try:
         return [[operator.index(token) for token in prompt] for prompt in prompts]
     except TypeError:
-        raise TypeError(
-            f"TextRollouts(prompts={reprlib.repr(prompts)}): needs a list of token ids for each prompt; encode "
-            "texts with the model's tokenizer"
+        raise ArgumentTypeError(
+            "needs a list of token ids for each prompt; encode texts with the model's tokenizer",
+            "TextRollouts",
+            prompts=shortened(prompts),
         ) from None

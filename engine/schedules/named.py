@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import Any, Literal
 
-from pulsetrain.engine.argument_checks import check_choice, check_positive, is_whole
+from pulsetrain.engine.argument_checks import check_choice, check_positive, is_number, is_whole
 from pulsetrain.engine.errors import ConfigurationError, unknown_name
 from pulsetrain.engine.schedules import decay
 from pulsetrain.engine.schedules.formula import Formula, Schedule
@@ -164,7 +164,7 @@ def _check_floor(
 ) -> None:
     if min_lr_ratio is None:
         return
-    if not isinstance(min_lr_ratio, (int, float)) or isinstance(min_lr_ratio, bool) or not 0 <= min_lr_ratio <= 1:
+    if not is_number(min_lr_ratio) or not 0 <= min_lr_ratio <= 1:
         raise ConfigurationError("needs a fraction of learning_rate, from 0 to 1", place, min_lr_ratio=min_lr_ratio)
     if "min_lr" not in choices:
         remedy = "pass final_div_factor" if "final_div_factor" in choices else "leave it out"

@@ -6,6 +6,7 @@ import gc
 from typing import Self
 
 from pulsetrain.engine import FIRST, ConfigurationError, Engine, Event, Events, Every, Phase
+from pulsetrain.engine.argument_checks import is_whole
 from pulsetrain.handlers.attachment.attachment import Attachment
 from pulsetrain.handlers.attachment.cadence import check_every
 from pulsetrain.handlers.attachment.engine_queries import reject_replay
@@ -40,7 +41,7 @@ class Garbage:
     def __init__(self, every: Every | None = None, generation: int = 2) -> None:
         self.every = Every(epochs=1) if every is None else every
         check_every("Garbage", self.every, "Every(iterations=1000)")
-        if not isinstance(generation, int) or isinstance(generation, bool) or not 0 <= generation <= 2:
+        if not is_whole(generation) or not 0 <= generation <= 2:
             raise ConfigurationError("needs 0, 1 or 2", "Garbage", generation=generation)
         self.generation = generation
         self._was_enabled = False

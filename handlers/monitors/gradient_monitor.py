@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from itertools import islice
+from itertools import chain, islice
 from typing import Literal, Self
 
 import numpy as np
@@ -191,15 +191,23 @@ class GradientMonitor:
 
     def _norms_of(self, tensors: dict[str, list[Tensor]]) -> dict[str, Tensor]:
         """The norm over each group's tensors, shape (), on their device; half precision is computed in float32."""
+        kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for tensor in chain.from_iterable(tensors.values()):
+            kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+        norm_of: dict[int, Tensor] = {}  # by the tensor's id
+        for (_, kind), alike in kinds.items():
+            dtype = torch.float32 if kind.itemsize < 4 else None
+            # one kernel for all tensors, where a norm for each would be one launch per parameter;
+            # what torch.nn.utils.get_total_norm calls, and has no public name
+            norms = torch._foreach_norm(alike, self.norm_type, dtype=dtype)
+            norm_of.update(zip(map(id, alike), norms, strict=True))
         joined: dict[str, Tensor] = {}
         for name, parts in tensors.items():
-            own = [self._norm(part, torch.float32 if part.dtype.itemsize < 4 else None) for part in parts]
-            joined[name] = own[0] if len(own) == 1 else self._norm(torch.stack([part.to(own[0]) for part in own]))
+            own = [norm_of[id(part)] for part in parts]
+            if len(own) > 1:
+                own = [torch.linalg.vector_norm(torch.stack([part.to(own[0]) for part in own]), self.norm_type)]
+            joined[name] = own[0]
         return joined
-
-    def _norm(self, values: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        norm: Tensor = torch.linalg.vector_norm(values, self.norm_type, dtype=dtype)
-        return norm
 
 
 def _values(gradient: Tensor | None) -> Tensor:

@@ -10,6 +10,7 @@ from typing import Protocol, cast
 from pulsetrain.engine import Engine, Event, Events, Phase
 from pulsetrain.engine.checkpoint import Location
 from pulsetrain.engine.data.workers import workers_outlive_signals
+from pulsetrain.engine.errors import ArgumentTypeError
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.handlers import Checkpointer, MetricLogger
 from pulsetrain.handlers.checkpointing.background_save import SavedEngine
@@ -83,7 +84,7 @@ class RunDriver:
         """Train to the bound, through all rewinds; see `Trainer.train`."""
         if resume is not None:
             if not isinstance(resume, (str, os.PathLike)):
-                raise TypeError(f"Trainer.train(resume={resume!r}): needs 'latest' or a checkpoint's path")
+                raise ArgumentTypeError("needs 'latest' or a checkpoint's path", "Trainer.train", resume=resume)
             self._load(resume)
         self._rewind = None
         self._start()

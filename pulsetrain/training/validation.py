@@ -254,8 +254,9 @@ class Evaluation:
             return
         if not all(callable(getattr(metric, method, None)) for method in ("reset", "update", "compute")):
             raise ConfigurationError(
-                f"Trainer(metrics={{{name!r}: {type(metric).__name__}}}): needs an ignite or torchmetrics metric, "
-                "or an object with reset(), update(y_pred, y) and compute()"
+                "needs an ignite or torchmetrics metric, or an object with reset(), update(y_pred, y) and compute()",
+                "Trainer",
+                metrics={name: type(metric)},
             )
         if isinstance(metric, nn.Module):
             metric.to(getattr(self.backend, "device", "cpu"))

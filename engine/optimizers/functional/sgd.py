@@ -50,8 +50,11 @@ class SGD(FunctionalOptimizer):
         FunctionalOptimizer.__post_init__(self)  # super() does not work in a dataclass with slots
         if self.nesterov and (not self.momentum or self.dampening):
             raise ConfigurationError(
-                f"SGD(nesterov=True, momentum={self.momentum}, dampening={self.dampening}): "
-                "needs a momentum above 0, and dampening=0"
+                "needs a momentum above 0, and dampening=0",
+                "SGD",
+                nesterov=True,
+                momentum=self.momentum,
+                dampening=self.dampening,
             )
 
     @property

@@ -65,7 +65,9 @@ def test_joining_gives_a_new_cadence_and_changes_neither_side():
 
 
 def test_two_cadences_of_one_unit_do_not_join():
-    with pytest.raises(ValueError, match=r"Every\(iterations=5\) \| Every\(iterations=7\): one cadence per unit"):
+    with pytest.raises(
+        ValueError, match=r"Every\(iterations=5\): cannot join Every\(iterations=7\); one cadence per unit"
+    ):
         Every(iterations=5) | Every(iterations=7)
     with pytest.raises(TypeError):
         Every(iterations=5) | 7

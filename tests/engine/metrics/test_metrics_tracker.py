@@ -113,9 +113,9 @@ def test_reset_forgets_names_and_values():
 @pytest.mark.parametrize(
     ("value", "error", "message"),
     [
-        ("3", TypeError, r"MetricTracker.update\('bad'='3'\): needs a number or a tensor of one element"),
-        (None, TypeError, r"MetricTracker.update\('bad'=None\)"),
-        (1j, TypeError, r"MetricTracker.update\('bad'=1j\)"),
+        ("3", TypeError, r"MetricTracker.update\(bad='3'\): needs a number or a tensor of one element"),
+        (None, TypeError, r"MetricTracker.update\(bad=None\)"),
+        (1j, TypeError, r"MetricTracker.update\(bad=1j\)"),
         (torch.ones(2), ValueError, r"MetricTracker.update\('bad' of shape \(2,\)\): needs one number; pass its mean"),
     ],
 )

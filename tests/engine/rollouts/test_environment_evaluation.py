@@ -21,7 +21,8 @@ def steps(environment=Counting, model=None, updates=2):
 def test_each_environment_is_one_of_its_own():
     one = Counting()
     told = refusal(lambda: EnvironmentRollouts(lambda: one, 2))
-    assert told.startswith("EnvironmentRollouts(environment=...): the function returns the same environment again")
+    assert told.startswith("EnvironmentRollouts(environment=<function ")
+    assert ">): the function returns the same environment again" in told
     assert EnvironmentRollouts(lambda: one, 1).environments == 1
     told = refusal(lambda: EnvironmentRollouts(Counting, 2, options={"goal": 3}))
     assert told.startswith("EnvironmentRollouts(options={'goal': 3}): only apply to gymnasium.make")

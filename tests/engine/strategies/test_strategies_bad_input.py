@@ -213,7 +213,9 @@ def test_a_reference_of_another_vocabulary_is_refused(kind):
 def test_a_reference_that_nobody_has_made_is_reported():
     with pytest.raises(ConfigurationError, match=r"DPOStrategy\(reference='copy'\): has no reference model yet.*bind"):
         DPOStrategy().prepare_batch(PAIRS)
-    with pytest.raises(ConfigurationError, match=r"reference_free=True\)\.store_reference: .*nothing to store"):
+    with pytest.raises(
+        ConfigurationError, match=r"DPOStrategy\(reference_free=True\): .*store_reference\(\) has nothing to store"
+    ):
         DPOStrategy(reference_free=True).store_reference([PAIRS])
     with pytest.raises(TypeError, match="lacks 'reference_chosen_log_probs'"):
         DPOStrategy(reference=None).store_reference([PAIRS])
