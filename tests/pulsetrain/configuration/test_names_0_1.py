@@ -25,8 +25,8 @@ ROOT = Path(__file__).parents[3]
 GOLDEN = ROOT / "tests" / "golden" / "runs" / "0.1"
 CHECKPOINT = "checkpoints/000000005-checkpoint"
 EVENTS = 111  # deterministic ones in the golden log
-# Relative. The vector instructions of the CPU change losses and norms of this run by up to 2e-7 (ATEN_CPU_CAPABILITY=avx2
-# or default); gradients scaled by 1.001 before the update change its losses by up to 5e-4.
+# Relative. The CPU's vector instructions change losses and norms by up to 2e-7 (ATEN_CPU_CAPABILITY=default); gradients
+# scaled by 1.001 before the update change the losses by up to 5e-4.
 ROUNDING = 1e-5
 ROWS = [  # of the data set, in the batch of each iteration
     [1, 13, 10, 14], [18, 3, 7, 2], [17, 0, 8, 6], [5, 4, 16, 15], [12, 11, 19, 9],
