@@ -161,6 +161,14 @@ def load_safetensors(
 
     The format has no digest: a changed number is not detected.
 
+    >>> import tempfile
+    >>> whole, head = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), nn.Linear(2, 1)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = save_safetensors(whole, Path(folder, "model.safetensors"))
+    ...     mismatch = load_safetensors(head, path, prefix="1.")
+    >>> bool(mismatch), torch.equal(head.weight, whole[1].weight)
+    (False, True)
+
     Returns:
         What did not fit; with `strict`, nothing.
 

@@ -35,6 +35,10 @@ class WandbLogger(ServiceLogger):
 
     Raises:
         ConfigurationError: wandb is not installed, or an argument cannot be used.
+
+    >>> logger = WandbLogger("first", "runs/first", mode="offline", every=Every(iterations=50))
+    >>> logger.project, str(logger.folder)  # it connects when a run starts
+    ('first', 'runs/first')
     """
 
     def __init__(
