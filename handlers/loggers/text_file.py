@@ -88,7 +88,7 @@ class TextFileLogger(MetricLogger, Generic[Line]):
 
     @abstractmethod
     def iteration_of(self, line: Line) -> int:
-        """The iteration of which the line tells."""
+        """The iteration that the line reports."""
 
     @abstractmethod
     def encoded(self, lines: Sequence[Line]) -> bytes:

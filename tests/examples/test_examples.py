@@ -105,7 +105,9 @@ def test_custom_events_ends_by_a_handlers_decision_at_every_tenth_rollout(tmp_pa
 
 def test_two_engines_share_one_order(tmp_path: Path) -> None:
     output = run(tmp_path, EXAMPLES / "two_engines_one_bus.py").output
-    heard = [(int(seq), name, event) for line in output if "blinker" not in line for seq, name, event in [line.split()]]
+    received = [
+        (int(seq), name, event) for line in output if "blinker" not in line for seq, name, event in [line.split()]
+    ]
     epoch = [
         ("trainer", "epoch_completed"),
         ("evaluator", "started"),
@@ -113,9 +115,9 @@ def test_two_engines_share_one_order(tmp_path: Path) -> None:
         ("evaluator", "completed"),
     ]
     muted = [("trainer", "started"), ("trainer", "completed")]
-    assert [line[1:] for line in heard] == [("trainer", "started"), *epoch, *epoch, ("trainer", "completed"), *muted]
+    assert [line[1:] for line in received] == [("trainer", "started"), *epoch, *epoch, ("trainer", "completed"), *muted]
 
-    seq = [line[0] for line in heard]
+    seq = [line[0] for line in received]
     assert seq == sorted(set(seq))
     assert seq[-1] - seq[-2] == seq[1] - seq[0] + 1  # an epoch without subscribers uses its numbers all the same
     errors = [float(line.split()[-1]) for line in output if "blinker" in line]
@@ -211,6 +213,6 @@ def test_gan_learns_by_two_optimizers_and_draws(tmp_path: Path) -> None:
     assert trainer.state.update == 2 * trainer.state.iteration == 2 * 12 * 28
     assert all(parameter.isfinite().all() for parameter in trainer.model.parameters())
     first, last = (trainer.history.get_history()["train/discriminator_loss"][at] for at in (0, -1))
-    assert last < 2 * 0.6931 < first + 2  # below that of a discriminator that cannot tell
+    assert last < 2 * 0.6931 < first + 2  # below that of a discriminator that only guesses
     picture = (tmp_path / "samples.png").read_bytes()
     assert picture.startswith(b"\x89PNG")

@@ -75,10 +75,10 @@ class Save:
             found["dangling"] = best is None and (manager.checkpoint_dir / "best").exists()
             again = manager.save({"n": 10}, is_best=True)
             left = [path.name for path in manager.checkpoint_dir.glob(".*")]
-            goes_on = manager.get_latest() == manager.get_best() == again and left == []
+            usable = manager.get_latest() == manager.get_best() == again and left == []
         except (CheckpointError, OSError) as error:
             return {"error": repr(error)}
-        return {**found, "goes_on": goes_on}
+        return {**found, "usable": usable}
 
     def broken(self, calls: list[Call]) -> Iterator[str]:
         """The crashes that break a claim."""
@@ -88,7 +88,7 @@ class Save:
             latest = {NEW} if done else {NEW, self.latest}
             best = {NEW} if self.is_best and done else {NEW, self.best} if self.is_best else {self.best}
             found = self.found_after(outcome)
-            whole = found.get("goes_on") and found["damaged"] == 0 and not found["dangling"]
+            whole = found.get("usable") and found["damaged"] == 0 and not found["dangling"]
             if not (whole and found["latest"] in latest and found["best"] in best):
                 yield f"after {count} calls: {found}"
 

@@ -311,10 +311,10 @@ class TestResume:
     def test_a_filter_on_rollouts_continues_its_count(self, tmp_path: Path) -> None:
         self.fails(tmp_path, 9)
         run = acting(handlers=self.handlers(tmp_path))
-        heard: list[int] = []
-        run.on(Events.ROLLOUT_COMPLETED(every=3))(lambda: heard.append(run.state.rollout_round))
+        rounds: list[int] = []
+        run.on(Events.ROLLOUT_COMPLETED(every=3))(lambda: rounds.append(run.state.rollout_round))
         run.train(resume="latest")
-        assert heard == [6]  # the last checkpoint was made after the eighth iteration, in the third rollout
+        assert rounds == [6]  # the last checkpoint was made after the eighth iteration, in the third rollout
 
     @pytest.mark.parametrize("form", [3, 4])
     def test_a_checkpoint_of_an_earlier_version_has_counted_none(self, form: int) -> None:

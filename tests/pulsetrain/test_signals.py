@@ -74,7 +74,7 @@ SCRIPT = """
         )
 
         @(trainer.evaluator if validates else trainer).on(Events.ITERATION_COMPLETED)
-        def tell():
+        def announce_batch():
             print("batch", flush=True)
 
         if kind.startswith("late"):  # the signal finds workers that are not ready yet

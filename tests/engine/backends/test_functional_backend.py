@@ -251,7 +251,7 @@ def test_an_ensemble_trains_under_vmap_as_its_members_do_alone(optimizer, apart)
 
 
 @pytest.mark.parametrize(
-    ("setting", "told"),
+    ("setting", "parts"),
     [
         ({"precision": "fp16"}, "precision='fp16'"),
         ({"compile": True}, "compile=True"),
@@ -259,8 +259,8 @@ def test_an_ensemble_trains_under_vmap_as_its_members_do_alone(optimizer, apart)
     ],
     ids=str,
 )
-def test_what_works_in_place_alone_is_refused(setting, told):
-    message = rf"TorchBackend\(functional=True\): {told} works in place; leave it out"
+def test_what_works_in_place_alone_is_refused(setting, parts):
+    message = rf"TorchBackend\(functional=True\): {parts} works in place; leave it out"
     with pytest.raises(ConfigurationError, match=message):
         TorchBackend(functional=True, **setting)
     with pytest.raises(ConfigurationError, match=message):

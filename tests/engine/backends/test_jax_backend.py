@@ -160,7 +160,7 @@ def test_a_device_that_is_not_there_is_refused(device):
 
 
 @pytest.mark.parametrize(
-    ("setting", "told"),
+    ("setting", "parts"),
     [
         (
             {"precision": "bf16"},
@@ -172,8 +172,8 @@ def test_a_device_that_is_not_there_is_refused(device):
     ],
     ids=str,
 )
-def test_settings_of_torch_are_refused(setting, told):
-    with pytest.raises(ConfigurationError, match=told):
+def test_settings_of_torch_are_refused(setting, parts):
+    with pytest.raises(ConfigurationError, match=parts):
         core_of(**setting)
 
 

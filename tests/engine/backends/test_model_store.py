@@ -185,9 +185,9 @@ def test_gradients_that_wait_go_to_a_dict_and_back():
     saved = {name: tensor.clone() for name, tensor in store.gradients().items()}
     assert list(saved) == ["weight", "bias"]
     other = numpy_store()
-    go_on = other.load_gradients(saved, 1)
+    adopt = other.load_gradients(saved, 1)
     assert other.waiting is None, "not before everything else has been accepted"
-    go_on()
+    adopt()
     assert other.waiting.batches == 1
     twice = numpy_store()
     twice.load_gradients(saved, 2)()

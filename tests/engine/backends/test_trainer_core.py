@@ -117,7 +117,7 @@ def test_a_step_reports_loss_norm_seconds_memory_and_communication(library):
     assert float(result.loss) > 0
     assert float(result.metrics["grad_norm"]) > 0
     assert result.metrics["seconds"] > 0
-    assert result.diagnostics["memory_bytes"] is None, "a CPU does not tell"
+    assert result.diagnostics["memory_bytes"] is None, "a CPU does not report it"
     assert result.diagnostics["communication_bytes"] == 0
 
 
@@ -137,12 +137,12 @@ def test_evaluation_is_pure_and_its_loss_is_that_before_the_step(library):
 def test_an_epoch_is_its_steps(library):
     core = core_of(library)
     state = core.init(model_of(library), "sgd", learning_rate=0.1)
-    before, batches, told = bits(core, state), [batch_of(seed=seed) for seed in range(4)], []
-    last = core.train_epoch(batches, state, told.append)
+    before, batches, reported = bits(core, state), [batch_of(seed=seed) for seed in range(4)], []
+    last = core.train_epoch(batches, state, reported.append)
     assert bits(core, state) == before
-    assert [result.state.metadata["step"] for result in told] == [1, 2, 3, 4]
-    assert told[-1].state is last
-    assert float(told[-1].loss) != float(told[0].loss)
+    assert [result.state.metadata["step"] for result in reported] == [1, 2, 3, 4]
+    assert reported[-1].state is last
+    assert float(reported[-1].loss) != float(reported[0].loss)
     by_hand = state
     for batch in batches:
         by_hand = core.train_step(batch, by_hand).state

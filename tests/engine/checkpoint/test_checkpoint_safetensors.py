@@ -53,10 +53,10 @@ def test_tensors_are_loaded_bit_for_bit(values: list[torch.Tensor], tmp_path_fac
 
 
 def test_values_that_python_alone_has_are_loaded_as_they_were(tmp_path: Path):
-    quiet = struct.unpack(">d", bytes.fromhex("fff80000000000ab"))[0]  # a NaN with a sign and a payload
+    quiet_nan = struct.unpack(">d", bytes.fromhex("fff80000000000ab"))[0]  # a NaN with a sign and a payload
     state = {
-        "floats": [0.1, -0.0, 5e-324, float("inf"), float("-inf"), quiet],
-        "history": [1 / 3, quiet, -0.0] * 100,
+        "floats": [0.1, -0.0, 5e-324, float("inf"), float("-inf"), quiet_nan],
+        "history": [1 / 3, quiet_nan, -0.0] * 100,
         "whole": tuple([0.5] * 100),
         "numbers": [0, -1, True, False, (1 << 2039) - 1, 1.0],
         "keys": {0: "int", 0.5: "float", None: "none", (1, ("a", 2.0)): "tuple", "0": "text"},

@@ -94,11 +94,11 @@ def test_a_method_as_a_weak_receiver_lives_as_long_as_its_object(engine):
     seen = []
 
     class Owner:
-        def hear(self, sender, event):
+        def receive(self, sender, event):
             seen.append(1)
 
     owner = Owner()
-    engine.bus.signal(Events.STARTED).connect(owner.hear)
+    engine.bus.signal(Events.STARTED).connect(owner.receive)
     gc.collect()
     engine.run([1])
     del owner

@@ -230,11 +230,11 @@ def test_a_subscription_holds_its_handler_strongly(engine):
     seen = []
 
     class Owner:
-        def hear(self):
+        def receive(self):
             seen.append(1)
 
-    engine.bus.subscribe(Events.STARTED, Owner().hear)
-    engine.on(Events.STARTED)(Owner().hear)
+    engine.bus.subscribe(Events.STARTED, Owner().receive)
+    engine.on(Events.STARTED)(Owner().receive)
     gc.collect()
     engine.run([1])
     assert seen == [1, 1]

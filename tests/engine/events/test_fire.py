@@ -54,7 +54,7 @@ def test_a_payload_reaches_the_handler_as_the_object_that_was_fired(rollout):
     assert seen[0] is payload
 
 
-@pytest.mark.parametrize("heard", [False, True], ids=["unheard", "heard"])
+@pytest.mark.parametrize("subscribed", [False, True], ids=["unsubscribed", "subscribed"])
 @pytest.mark.parametrize(
     ("event", "payload"),
     [
@@ -69,8 +69,8 @@ def test_a_payload_reaches_the_handler_as_the_object_that_was_fired(rollout):
     ],
     ids=str,
 )
-def test_a_payload_of_another_type_is_a_type_error_with_and_without_receivers(rollout, event, payload, heard):
-    if heard:
+def test_a_payload_of_another_type_is_a_type_error_with_and_without_receivers(rollout, event, payload, subscribed):
+    if subscribed:
         rollout.on(event)(lambda engine, event: None)
     for send in (rollout.fire, rollout.post):
         with pytest.raises(TypeError, match=r"this event carries \w+") as caught:

@@ -1,4 +1,4 @@
-"""Interrupting a run and going on with it, or giving it up."""
+"""Interrupting a run, then resuming or discarding it."""
 
 from __future__ import annotations
 

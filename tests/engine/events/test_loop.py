@@ -230,7 +230,7 @@ def test_the_step_may_terminate_the_run():
     assert engine.run(range(9)).iteration == 3
 
 
-# ----------------------------------------------------------------------------------- bounds and going on
+# ----------------------------------------------------------------------------------------- bounds and continuing
 
 
 def test_a_finished_engine_starts_over_from_zero(engine):

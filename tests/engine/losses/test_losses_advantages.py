@@ -74,7 +74,7 @@ def test_gae_is_the_sum_back_through_time(library, dtype, factors, shape, seed):
     )
     assert (value.shape, value.dtype) == ((2, *shape), dtype)
     assert_near(value, gae_by_loop(*arrays, gamma, lam))
-    assert not any(gradient.any() for gradient in gradients), "constants for whoever learns from them"
+    assert not any(gradient.any() for gradient in gradients), "constants for the losses that use them"
 
 
 @pytest.mark.parametrize("library", EVERY)
@@ -95,8 +95,8 @@ def test_an_end_after_the_last_step_needs_no_value_of_what_follows(library):
     rewards, values, dones = rollout_of((5,), 0)
     dones[:] = [False, True, False, False, True]
     expected = gae_by_loop(rewards, values, dones, 0.99, 0.95)
-    for behind in (math.nan, math.inf, 1e6):
-        values[5] = behind
+    for last in (math.nan, math.inf, 1e6):
+        values[5] = last
         for found, its in zip(gae(*arrays_of(library, rewards, values, dones)), expected, strict=True):
             assert_near(found, its)
 

@@ -207,7 +207,7 @@ def test_a_schedule_gives_what_writing_the_rates_by_hand_gives(name):
         ({"learning_rate": float("inf")}, r"create_optimizer\(learning_rate=inf\)"),
         ({"weight_decay": -0.1}, r"create_optimizer\(weight_decay=-0.1\): needs a number that is not negative"),
         ({"layer_rates": {"2": 0}}, r"create_optimizer\(layer_rates\['2'\]=0\): needs a positive number"),
-        ({"unheard": 1}, r"create_optimizer\(unheard=1\): unknown to '\w+'; it takes "),
+        ({"unknown": 1}, r"create_optimizer\(unknown=1\): unknown to '\w+'; it takes "),
     ],
 )
 def test_bad_arguments_are_refused_by_name_and_value(name, arguments, message):

@@ -36,10 +36,14 @@ class Swallowing(Mean):
 def test_a_model_that_sees_the_document_before_is_refused(make, strategy, batch):
     torch.manual_seed(0)
     model = make()
-    told = ["several documents share a row, and", f"{type(model).__name__} lets each see the one before it", "no separ"]
+    expected = [
+        "several documents share a row, and",
+        f"{type(model).__name__} lets each see the one before it",
+        "no separ",
+    ]
     run = run_of([batch], strategy(), model)
-    assert_refused(run, ConfigurationError, told)
-    assert_refused(run, ConfigurationError, told)  # a second attempt fails too
+    assert_refused(run, ConfigurationError, expected)
+    assert_refused(run, ConfigurationError, expected)  # a second attempt fails too
     assert run.state.update == 0
 
 

@@ -31,8 +31,10 @@ def test_one_strategy_refers_to_one_model(strategy, model, run):
     shared, first = strategy(), model()
     run(shared, first)
     run(shared, first)
-    told = refusal(lambda: run(shared, model()))
-    assert told.startswith(f"{type(shared).__name__}: already holds the reference of another model; give each Trainer")
+    message = refusal(lambda: run(shared, model()))
+    assert message.startswith(
+        f"{type(shared).__name__}: already holds the reference of another model; give each Trainer"
+    )
 
 
 SELVES = {"itself": lambda model: model, "a part of it": lambda model: model.table}
@@ -51,9 +53,9 @@ SELVES = {"itself": lambda model: model, "a part of it": lambda model: model.tab
 def test_a_reference_that_would_move_along_is_refused(make, kind):
     model = Valued()
     strategy = make(SELVES[kind](model))
-    told = refusal(lambda: strategy.bind(model))
+    message = refusal(lambda: strategy.bind(model))
     what = "is the model that learns itself" if kind == "itself" else "shares 'weight' with the model"
-    assert f"{what}, so it would be trained too; pass reference='copy'" in told
+    assert f"{what}, so it would be trained too; pass reference='copy'" in message
     assert all(each.requires_grad for each in model.parameters())
 
 
@@ -127,8 +129,8 @@ def test_each_side_has_one_stored_number_for_each_pair():
 
 
 def test_nothing_is_measured_against_two_things():
-    told = refusal(lambda: DPOStrategy(reference_free=True, reference=Short()))
-    assert told.startswith("DPOStrategy(reference_free=True, reference=...): uses no reference")
+    message = refusal(lambda: DPOStrategy(reference_free=True, reference=Short()))
+    assert message.startswith("DPOStrategy(reference_free=True, reference=...): uses no reference")
 
 
 def test_a_tie_prefers_nothing():

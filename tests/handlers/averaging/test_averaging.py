@@ -106,12 +106,12 @@ def test_detaching_gives_validation_back_to_the_raw_weights(make):
 def test_a_second_average_of_the_same_weights_in_validation_is_refused(first, second):
     there, other = first(), second()
     run = run_of(there)
-    heard = run.hears(Events.OPTIMIZER_STEP_COMPLETED)
+    subscribed = run.hears(Events.OPTIMIZER_STEP_COMPLETED)
     message = rf"{type(other).__name__}\(validate=True\): {type(there).__name__} validates .* validate=False to one"
     with pytest.raises(ConfigurationError, match=message):
         other.attach(run)
     assert other.applied not in run.evaluator.contexts
-    assert run.hears(Events.OPTIMIZER_STEP_COMPLETED) == heard
+    assert run.hears(Events.OPTIMIZER_STEP_COMPLETED) == subscribed
     second(validate=False).attach(run)
     of_other_weights = EMA(model=nn.Linear(1, 1)).attach(run)
     assert of_other_weights.applied in run.evaluator.contexts

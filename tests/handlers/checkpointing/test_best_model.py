@@ -191,7 +191,7 @@ def test_a_resumed_run_continues_from_the_last_weights_and_knows_the_best_ones(t
     cut = run_of(BestModel(), Checkpointer(tmp_path))
     cut.add_event_handler(Events.EPOCH_STARTED(once=7), cut.terminate)
     cut.train()
-    assert best_of(whole.seen)[0] == best_of(cut.seen)[0], "the best should be behind at the cut"
+    assert best_of(whole.seen)[0] == best_of(cut.seen)[0], "the best should come before the cut"
 
     resumed = run_of(kept, Checkpointer(tmp_path))
     assert resumed.train(resume="latest") == history

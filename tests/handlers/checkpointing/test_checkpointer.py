@@ -192,13 +192,13 @@ def test_a_run_from_the_start_into_a_folder_with_checkpoints_is_refused_before_i
     first.run(range(3))
     content = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     engine = Trainer()
-    heard: list[str] = []
-    engine.add_event_handler(Events.STARTED, lambda: heard.append("started"))
-    engine.add_event_handler(Events.ITERATION_STARTED, lambda: heard.append("iteration"))
+    received: list[str] = []
+    engine.add_event_handler(Events.STARTED, lambda: received.append("started"))
+    engine.add_event_handler(Events.ITERATION_STARTED, lambda: received.append("iteration"))
     Checkpointer(tmp_path).attach(engine)
     with pytest.raises(RunFolderError, match=r"run folder .*: holds checkpoints already; resume with train\(resume="):
         engine.run(range(3))
-    assert heard == []
+    assert received == []
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == content
 
 

@@ -60,7 +60,7 @@ def test_it_is_announced_on_the_training_thread_after_the_iteration_in_which_the
     announced: list[tuple[int, int, str]] = []
 
     @engine.on(Events.CHECKPOINT_SAVED)
-    def hear(engine: Engine, event: Any) -> None:
+    def note(engine: Engine, event: Any) -> None:
         assert event.payload.path.is_dir()
         announced.append((event.payload.iteration, engine.state.iteration, threading.current_thread().name))
 

@@ -36,7 +36,7 @@ def test_memory_for_the_first_save_is_made_after_the_tenth_iteration_of_a_run(be
     held = []
 
     @engine.on(Events.STARTED)
-    def go_on(engine):
+    def reset(engine):
         held.clear()
 
     @engine.on(Events.ITERATION_COMPLETED, phase=3)

@@ -146,9 +146,9 @@ def test_the_last_events_are_a_log_with_the_losses(recorded, tmp_path):
     assert log.ended
     assert events[-1].event == "exception_raised"
     assert events[-1].payload["error"]["__type__"] == "FloatingPointError"
-    told = [event.output["loss"] for event in events if event.event == "iteration_completed"]
-    assert len(told) >= 2
-    assert told == pytest.approx(losses[-len(told) :])
+    reported = [event.output["loss"] for event in events if event.event == "iteration_completed"]
+    assert len(reported) >= 2
+    assert reported == pytest.approx(losses[-len(reported) :])
     if recorded:
         recorded_events = list(EventLog(tmp_path / "run").read())[-12:]
         assert [(each.seq, each.event) for each in events] == [(each.seq, each.event) for each in recorded_events]

@@ -48,7 +48,7 @@ def announcing(data, folder, anomaly, at=6, **loading):
     )
 
     @run.on(Events.ITERATION_COMPLETED(once=at))
-    def tell(engine):
+    def report(engine):
         engine.fire(Events.ANOMALY_DETECTED, anomaly(rows))
 
     run.train()
@@ -158,7 +158,7 @@ def test_an_anomaly_is_the_last_event_of_the_log_and_losses_that_the_recorder_st
     run.add_event_handler(Events.ITERATION_COMPLETED(once=3), lambda e: e.fire(Events.ANOMALY_DETECTED, anomaly))
     run.train()
     events = list(EventLog(handlers[1].bundles[0]).read())
-    told = [each.output and each.output["loss"] for each in events if each.event == "iteration_completed"]
-    assert len(told) >= 2
-    assert told == pytest.approx(losses[: len(told)])
+    reported = [each.output and each.output["loss"] for each in events if each.event == "iteration_completed"]
+    assert len(reported) >= 2
+    assert reported == pytest.approx(losses[: len(reported)])
     assert (events[-1].event, events[-1].iteration) == ("anomaly_detected", 3)

@@ -100,8 +100,8 @@ def test_a_metric_that_does_not_come_ends_the_first_validation_with_those_that_e
 def test_rollouts_are_evaluated_and_those_without_the_metric_are_passed_over():
     engine = make_engine()
     EarlyStopping("rollout/return", patience=2, mode="max").attach(engine)
-    told = [{}, {"rollout/return": 3.0}, {"rollout/length": 9.0}, {"rollout/return": 2.0}, {"rollout/return": 1.0}]
-    roll_out_before_each_batch(engine, [*told, {"rollout/return": 9.0}])
+    reported = [{}, {"rollout/return": 3.0}, {"rollout/length": 9.0}, {"rollout/return": 2.0}, {"rollout/return": 1.0}]
+    roll_out_before_each_batch(engine, [*reported, {"rollout/return": 9.0}])
     engine.run([0], max_epochs=6)
     assert (engine.state.rollout_round, engine.state.iteration) == (5, 4)
     assert engine.state.stop_reason == "early stopping: rollout/return has not improved on 3 for 2 rollouts"

@@ -213,7 +213,7 @@ def test_a_replay_ends_where_the_run_did(order, tmp_path):
     whole = Replay(tmp_path)
     TimeLimit(1e-4).attach(whole)
     whole.run()
-    assert len(whole.stops) == 1, "it goes on, and is told of once"
+    assert len(whole.stops) == 1, "it continues, and reports this once"
     replay, limit = Replay(tmp_path, obey_terminate=True), TimeLimit(0.01)
     limit.attach(replay)
     replay.run()
@@ -257,12 +257,12 @@ def test_updates_end_it_after_their_iteration_and_what_comes_first_counts(limits
 
 
 def test_a_resumed_trainer_makes_as_many_again(tmp_path):
-    def go_on(**arguments):
+    def last_iteration(**arguments):
         run = trainer({"max_epochs": 9, "seed": 1}, handlers=[StepLimit(7), Checkpointer(tmp_path)])
         run.train(**arguments)
         return run.state.iteration
 
-    assert [go_on(), go_on(resume="latest")] == [7, 14]
+    assert [last_iteration(), last_iteration(resume="latest")] == [7, 14]
 
 
 @pytest.mark.slow

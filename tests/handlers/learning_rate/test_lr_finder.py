@@ -218,11 +218,11 @@ def test_a_resumed_run_is_not_swept(tmp_path: Path):
 
 
 def test_no_receiver_sees_the_sweep(tmp_path: Path):
-    run, heard = make(tmp_path), []
+    run, received = make(tmp_path), []
     for event in Events:
-        run.bus.subscribe(event, lambda engine, event: heard.append(event.type))
+        run.bus.subscribe(event, lambda engine, event: received.append(event.type))
     LRFinder(**SWEEP).run(run)
-    assert heard == []
+    assert received == []
 
 
 def test_a_sweep_that_fails_puts_everything_back_as_well(tmp_path: Path):

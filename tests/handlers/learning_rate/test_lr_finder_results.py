@@ -164,10 +164,10 @@ def test_the_suggestion_lies_in_the_fall_whatever_the_batches_draw(smoothing: fl
     updates = np.arange(100)
     curve = 2.0 - 0.6 / (1 + np.exp((60 - updates) / 5)) + np.where(updates > 85, (updates - 85.0) ** 2 * 0.05, 0.0)
     noise = generator.standard_normal((200, 100))
-    quiet = [finder._judge(list(curve + 0.03 * each)).suggestion for each in noise]
+    suggestions = [finder._judge(list(curve + 0.03 * each)).suggestion for each in noise]
     noisy = [finder._judge(list(curve + 0.3 * each)).suggestion for each in noise]  # half of what there is to find
     nothing = [finder._judge(list(2.0 + 0.3 * each)).suggestion for each in noise]
-    assert finder.rate(55) < min(quiet) <= max(quiet) < finder.rate(65)
+    assert finder.rate(55) < min(suggestions) <= max(suggestions) < finder.rate(65)
     found = sorted(rate for rate in noisy if rate is not None)
     assert len(found) > 180
     assert finder.rate(50) < found[len(found) // 4] < found[3 * len(found) // 4] < finder.rate(70)
@@ -175,14 +175,14 @@ def test_the_suggestion_lies_in_the_fall_whatever_the_batches_draw(smoothing: fl
 
 
 def test_an_attached_finder_logs_what_it_has_found():
-    told = []
+    logged = []
     for start in (1e-4, 1e5):
         run = parabola()
         finder = LRFinder(start_lr=start, end_lr=1e6).attach(run)
         with structlog.testing.capture_logs() as logs:
             run.train()
-        told += logs
-    first, second = told
+        logged += logs
+    first, second = logged
     assert first["event"] == "LRFinder suggests a learning rate"
     assert first["configured"] == 0.001
     assert 0.01 < first["suggestion"] < 1

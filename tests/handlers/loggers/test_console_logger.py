@@ -115,8 +115,8 @@ def test_its_own_cadence_reads_the_output_once_an_iteration():
 
 def test_its_own_cadence_takes_the_place_of_the_log_points():
     engine = make_engine()
-    log_each_iteration(engine, lambda i: {"unheard": 1.0})
-    assert not any("unheard" in line for line in logged(engine, {"every": Every(iterations=2)}))
+    log_each_iteration(engine, lambda i: {"unlogged": 1.0})
+    assert not any("unlogged" in line for line in logged(engine, {"every": Every(iterations=2)}))
 
 
 def test_a_cadence_in_seconds_reads_the_given_clock(clock):

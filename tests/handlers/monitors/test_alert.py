@@ -194,9 +194,9 @@ def test_more_alerts_than_can_wait_are_dropped_and_reported_once(server):
     with capture_logs() as logs:
         engine.run(range(300), max_epochs=1)
     assert [line["error"] for line in logs] == ["100 alerts are already waiting"]
-    told = [each["iteration"] for each in messages(server)]
-    assert told[:100] == list(range(1, 101))
-    assert len(told) in (100, 101)  # including the one being sent
+    delivered = [each["iteration"] for each in messages(server)]
+    assert delivered[:100] == list(range(1, 101))
+    assert len(delivered) in (100, 101)  # including the one being sent
 
 
 # --------------------------------------------------------------------------------------------------------- what fails

@@ -70,12 +70,12 @@ def test_a_row_for_each_run_and_variant(recorded: Path, tmp_path: Path, capsys: 
 def test_the_table_says_where_the_best_and_how_much(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--handler", "early_stopping:patience=2", "--handler", "early_stopping:patience=5"]
     assert main(["replay", str(recorded), *words]) == 0
-    head, stopped, went_on = capsys.readouterr().out.splitlines()
+    head, stopped, continued = capsys.readouterr().out.splitlines()
     assert head.split("  ")[0] == "run"
     assert "epoch 4, iteration 40 of 70" in stopped
     assert stopped.split()[-3:] == ["3", "30", "(43%)"]
-    assert "nowhere in 70 iterations" in went_on
-    assert went_on.split()[-2:] == ["2", "-"]
+    assert "nowhere in 70 iterations" in continued
+    assert continued.split()[-2:] == ["2", "-"]
 
 
 @pytest.mark.parametrize(

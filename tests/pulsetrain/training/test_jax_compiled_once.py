@@ -116,12 +116,12 @@ def test_handlers(handler, expected, compiled, tmp_path):
 
 
 def test_gradients_that_are_measured_now_and_then(compiled):
-    """An update that clips by a norm which was measured is another program than one that need not know it."""
+    """An update that clips by a norm which was measured differs from one that does not need it."""
     run = trainer()
-    heard = []
-    run.add_event_handler(Events.GRADIENTS_READY(every=10), lambda engine: heard.append(engine.state.update))
+    received = []
+    run.add_event_handler(Events.GRADIENTS_READY(every=10), lambda engine: received.append(engine.state.update))
     run.train()
-    assert heard == list(range(10, 41, 10))
+    assert received == list(range(10, 41, 10))
     was_compiled(run, compiled, {**IN_PARTS, "apply": 2})
 
 
