@@ -145,14 +145,14 @@ def byte_lm(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
 
 @pytest.mark.slow
 class TestByteLM:
-    def test_learns(self, byte_lm: tuple[Path, list[str]]) -> None:
+    def test_the_model_learns(self, byte_lm: tuple[Path, list[str]]) -> None:
         with (byte_lm[0] / "metrics.csv").open(newline="") as file:
             losses = [float(row["val/loss"]) for row in csv.DictReader(file) if row["val/loss"]]
         assert len(losses) == 2
         assert losses[1] < losses[0] < 5.0  # a guess among 256 bytes costs 5.55 nats
         assert losses[1] < 3.2
 
-    def test_says_what_came_out_and_where_it_is(self, byte_lm: tuple[Path, list[str]]) -> None:
+    def test_the_output_names_the_results_and_the_folder(self, byte_lm: tuple[Path, list[str]]) -> None:
         folder, output = byte_lm
         text = "\n".join(output)
         loss = re.search(r"^val/loss +(\d\.\d+) nats/byte$", text, re.MULTILINE)
@@ -163,24 +163,24 @@ class TestByteLM:
         assert "max_tokens=40960 was reached" in text
         assert output[-1].split(maxsplit=2) == ["run", "folder", str(folder)]
 
-    def test_draws_the_losses(self, byte_lm: tuple[Path, list[str]]) -> None:
+    def test_the_losses_are_drawn(self, byte_lm: tuple[Path, list[str]]) -> None:
         assert (byte_lm[0] / "plots" / "loss.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
-    def test_keeps_a_valid_checkpoint_of_the_last_update(self, byte_lm: tuple[Path, list[str]]) -> None:
+    def test_a_valid_checkpoint_of_the_last_update_is_kept(self, byte_lm: tuple[Path, list[str]]) -> None:
         manager = CheckpointManager(byte_lm[0] / "checkpoints")
         latest = manager.get_latest()
         assert latest is not None
         assert latest == manager.get_best()
         assert manager.load(latest)["model"]["embedding.weight"].shape == (256, 64)
 
-    def test_describes_itself(self, byte_lm: tuple[Path, list[str]]) -> None:
+    def test_the_run_is_described(self, byte_lm: tuple[Path, list[str]]) -> None:
         folder = byte_lm[0]
         config = yaml.safe_load((folder / "config.yaml").read_text())
         assert config["training"]["max_tokens"] == 40960
         assert config["model"]["init_args"]["width"] == 64
         assert json.loads((folder / "run.json").read_text())["seed"] == config["training"]["seed"]
 
-    def test_writes_a_sample(self, byte_lm: tuple[Path, list[str]]) -> None:
+    def test_a_sample_is_written(self, byte_lm: tuple[Path, list[str]]) -> None:
         (sample,) = (byte_lm[0] / "samples").iterdir()
         text = sample.read_text(encoding="utf-8")
         assert text.startswith("def ")

@@ -131,7 +131,7 @@ def test_callbacks_are_called_in_the_order_of_the_list():
     assert order == ["first", "second"]
 
 
-def test_one_added_during_the_run_is_called_from_then_on_and_one_removed_no_more():
+def test_callbacks_can_be_added_and_removed_during_the_run():
     engine, late, early = make_engine(), StepEnd(), StepEnd()
     callbacks = CallbackList([early]).attach(engine)
 
@@ -147,7 +147,7 @@ def test_one_added_during_the_run_is_called_from_then_on_and_one_removed_no_more
     assert (len(callbacks), early in list(callbacks)) == (2, False)
 
 
-def test_what_is_not_a_callback_or_there_twice_or_not_there_is_refused():
+def test_a_callback_that_is_invalid_duplicate_or_missing_is_refused():
     callback = StepEnd()
     with pytest.raises(TypeError, match=r"CallbackList.add\(.*needs a Callback"):
         CallbackList([print])

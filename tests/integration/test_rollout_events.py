@@ -189,7 +189,7 @@ class TestEarlyStopping:
         assert replay.run().stop_reason == live.state.stop_reason
         assert (replay.state.iteration, replay.state.rollout_round) == (18, 7)
 
-    def test_another_one_stops_a_replay_elsewhere(self, run: Path) -> None:
+    def test_other_settings_stop_a_replay_elsewhere(self, run: Path) -> None:
         replay = Replay(run, obey_terminate=True)
         EarlyStopping("policy/kl", patience=2).attach(replay)
         assert replay.run().iteration == 3 * BATCHES
@@ -333,7 +333,7 @@ class TestResume:
 
 
 class TestDebugger:
-    def test_shows_the_round_and_the_metrics(self, run: Path) -> None:
+    def test_the_round_and_the_metrics_are_shown(self, run: Path) -> None:
         debugger = Debugger(run)
         debugger.add_break("rollout_completed", 'payload["metrics"]["rollout/return"] == 1.5')
         assert debugger.continue_() is not None
@@ -344,7 +344,7 @@ class TestDebugger:
         assert debugger.facts()["rollout_round"] == 4
         assert debugger.value("rollout/return") == 2.0  # reported by the third
 
-    def test_a_live_one_stops_at_them(self) -> None:
+    def test_a_live_session_stops_at_rollout_events(self) -> None:
         live = LiveDebugger(lambda folder: acting(3, handlers=[EventRecorder(folder)]))
         try:
             event = live.next_to("rollout_completed")

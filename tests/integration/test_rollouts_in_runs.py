@@ -61,14 +61,14 @@ class Recorder:
 
     def attach(self, engine: Any) -> Recorder:
         for event in ROLLOUT:
-            engine.add_event_handler(event, self._hear)
-        engine.add_event_handler(Events.ROLLOUT_COMPLETED(every=2), self._hear_each_other)
+            engine.add_event_handler(event, self._receive)
+        engine.add_event_handler(Events.ROLLOUT_COMPLETED(every=2), self._receive_every_other)
         return self
 
-    def _hear(self, engine: Any, event: Any) -> None:
+    def _receive(self, engine: Any, event: Any) -> None:
         self.found.append((event.type, event.iteration, repr(event.payload), engine.state.rollout_round))
 
-    def _hear_each_other(self, engine: Any) -> None:
+    def _receive_every_other(self, engine: Any) -> None:
         self.found.append(("every other", engine.state.rollout_round, dict(engine.state.metrics)))
 
 

@@ -99,7 +99,7 @@ def test_a_pass_changes_buffers_in_the_new_state_alone():
     assert model.training
 
 
-def test_no_value_of_a_state_hangs_on_a_graph():
+def test_no_value_of_a_state_holds_a_graph():
     core = core_of()
     result = core.train_step(batch_of(), core.init(mlp(), "adamw"))
     tensors = [

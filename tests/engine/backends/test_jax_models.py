@@ -67,7 +67,7 @@ class Deterministic(linen.Module):
 
 
 @pytest.mark.slow
-def test_a_linen_module_with_deterministic_draws_in_training_alone():
+def test_a_linen_module_with_deterministic_draws_only_in_training():
     core, (inputs, targets) = core_of(), batches(1)[0]
     module = Deterministic()
     variables = module.init(jax.random.key(0), jnp.zeros((1, 4)), deterministic=True)

@@ -76,7 +76,7 @@ def test_dropout_draws_again_each_step_and_the_same_for_the_same_state(make):
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_nor_where_the_sums_are_long_enough_to_be_added_up_in_another_order(optimizer):
+def test_receivers_in_between_change_no_bit_of_long_sums(optimizer):
     import jax
     import numpy as np
 

@@ -97,7 +97,7 @@ def test_a_call_of_the_model_takes_what_was_written_and_the_state_has_it_too():
 
 
 @MAKE
-def test_a_copy_is_nobody_elses(make):
+def test_a_copy_is_independent(make):
     store = make()
     kept = store.snapshot()
     before = {path: torch.as_tensor(leaf).clone() for path, leaf in store.backend.flat(kept.weights).items()}

@@ -1,4 +1,4 @@
-"""A torch module in the place of weights that are no torch tensors: copied, pickled, asked and written into."""
+"""The torch module that represents weights that are not torch tensors: copied, pickled, read and written into."""
 
 import copy
 import pickle
@@ -34,7 +34,7 @@ def weight_of(store):
     return torch.tensor(store._state.weights["parameters"]["weight"])
 
 
-def test_a_deepcopy_has_the_newest_weights_and_is_nobody_elses(store):
+def test_a_deepcopy_has_the_newest_weights_and_is_independent(store):
     step(store)
     store.module.eval()
     copied, expected = copy.deepcopy(store.module), weight_of(store)

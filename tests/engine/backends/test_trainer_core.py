@@ -219,7 +219,7 @@ def test_a_batch_may_be_overwritten_as_soon_as_the_step_has_returned():
 
 
 @needs_jax
-def test_values_of_jax_are_drawn_by_the_number_of_the_update():
+def test_jax_random_numbers_follow_the_number_of_the_update():
     core = core_of("jax", seed=3)
     state = core.init(model_of("jax"), "sgd", learning_rate=1e-30)
     losses = []

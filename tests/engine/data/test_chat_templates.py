@@ -131,7 +131,7 @@ def test_a_chat_template_has_no_prompt_for_a_reply_that_comes_first(bpe, make_fa
     assert texts(tokenize_chat(chat, make_fast()), reader(bpe))[1] == ["Hi<|im_end|>\n", "Fine.<|im_end|>\n"]
 
 
-def test_an_error_of_the_chat_template_says_how_far_it_came(make_fast):
+def test_an_error_of_the_chat_template_names_the_turn(make_fast):
     strict = "{{ raise_exception('no system, please') if messages[0].role == 'system' }}" + CHATML
     with pytest.raises(Exception, match="no system, please") as caught:
         tokenize_chat(DIALOGUE, make_fast(strict))

@@ -334,7 +334,7 @@ def test_an_empty_bus_passed_explicitly_is_used(make_engine):
     assert make_engine(bus=bus).bus is bus
 
 
-def test_a_bus_equals_itself_alone():
+def test_a_bus_equals_only_itself():
     first, second = EventBus(), EventBus()
     assert first != second
     assert len({first, second}) == 2

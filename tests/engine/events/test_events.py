@@ -59,7 +59,7 @@ def test_each_of_ignites_events_equals_ours_both_ways_and_hashes_alike(theirs):
 
 
 @pytest.mark.parametrize("other", [OtherEvents.STARTED, IgniteOtherEvents.STARTED], ids=["ours", "ignite's"])
-def test_another_enums_started_is_another_event(other):
+def test_started_of_a_different_enum_is_a_different_event(other):
     ours = Events.STARTED
     assert (ours == other) is False  # from the other side ignite compares names alone
     assert identify(Events.STARTED)[0] != identify(other)[0]

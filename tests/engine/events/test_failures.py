@@ -377,7 +377,7 @@ def test_the_error_is_not_kept_alive_by_the_engine():
         gc.enable()
 
 
-def test_firing_outside_a_run_raises_to_the_one_who_fired(engine, recorder):
+def test_an_error_while_firing_outside_a_run_reaches_the_caller(engine, recorder):
     class Custom(EventEnum):
         HAPPENED = "happened"
 

@@ -280,7 +280,7 @@ def test_a_handler_added_after_a_nested_event_gets_its_own_events_number(rollout
     assert seen == [1]
 
 
-def test_hears_says_whether_anyone_listens(rollout):
+def test_hears_reports_whether_a_handler_is_subscribed(rollout):
     event = RolloutEvents.REWARD_MEASURED
     assert not rollout.hears(event)
     handle = rollout.on(event) and rollout.add_event_handler(event, lambda: None)
@@ -292,7 +292,7 @@ def test_hears_says_whether_anyone_listens(rollout):
     assert not rollout.hears(event)
 
 
-def test_hears_leaves_out_listeners_of_other_engines(make_engine):
+def test_hears_ignores_handlers_of_other_engines(make_engine):
     bus = EventBus()
     one, other = make_engine(bus=bus), make_engine(bus=bus)
     bus.subscribe(Events.STARTED, lambda: None, sender=one)

@@ -71,7 +71,7 @@ def test_interrupting_can_be_switched_off_as_with_ignite(engine):
         engine.run([1])
 
 
-def test_an_interrupted_run_given_up_for_a_new_one_fires_nothing_more(engine, recorder):
+def test_an_interrupted_run_discarded_for_a_new_one_fires_nothing_more(engine, recorder):
     data = iter(range(100))
     with engine.add_event_handler(Events.ITERATION_COMPLETED(once=2), engine.interrupt):
         engine.run(data, epoch_length=4)
@@ -86,7 +86,7 @@ def test_an_interrupted_run_given_up_for_a_new_one_fires_nothing_more(engine, re
     assert recorder.types.count("completed") == 1
 
 
-def test_an_interrupted_engine_that_is_dropped_goes_quietly(make_engine):
+def test_dropping_an_interrupted_engine_raises_no_error(make_engine):
     seen = []
 
     def make():

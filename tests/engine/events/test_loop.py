@@ -299,7 +299,7 @@ def test_epoch_length_cuts_the_data_into_epochs(either):
     assert seen == [(1, 0), (1, 1), (2, 2), (2, 3), (3, 4), (3, 0)]
 
 
-def test_a_loader_without_length_teaches_its_length_in_the_first_epoch(either):
+def test_the_length_of_a_loader_is_learnt_in_the_first_epoch(either):
     engine = either(nothing)
     state = engine.run(Unsized(3), max_epochs=2)
     assert (state.epoch_length, state.epoch, state.iteration) == (3, 2, 6)

@@ -102,7 +102,7 @@ def test_an_end_after_the_last_step_needs_no_value_of_what_follows(library):
 
 
 @pytest.mark.parametrize("library", EVERY)
-def test_nothing_comes_over_an_end_not_even_nan(library):
+def test_nothing_crosses_an_episode_end_not_even_nan(library):
     rewards, values, dones = rollout_of((6,), 0)
     dones[:] = [False, False, True, False, False, False]
     expected, _ = gae_by_loop(rewards, values, dones, 0.99, 0.95)
@@ -132,7 +132,7 @@ def test_half_precision_and_whole_rewards_are_computed_in_float32(library):
 
 
 @pytest.mark.parametrize("library", EVERY)
-def test_no_time_has_no_advantages(library):
+def test_an_empty_rollout_has_no_advantages(library):
     for found in gae(*arrays_of(library, numpy.zeros((0, 2)), numpy.zeros((1, 2)), numpy.zeros((0, 2), bool))):
         assert tuple(found.shape) == (0, 2)
 
@@ -181,7 +181,7 @@ def test_inside_jit_they_are_the_same_and_have_no_gradient(scale):
 
 
 @pytest.mark.parametrize("library", EVERY)
-def test_a_group_of_equal_rewards_teaches_nothing(library):
+def test_a_group_of_equal_rewards_has_zero_advantages(library):
     rewards = numpy.array([1, 1, 1, 0, 1, 0])
     (given,) = arrays_of(library, rewards)
     for scale in ("group", "batch", "none"):
@@ -191,7 +191,7 @@ def test_a_group_of_equal_rewards_teaches_nothing(library):
 
 
 @pytest.mark.parametrize("group_size", [1, 0, -2, 2.0, True, "a", None])
-def test_a_group_that_is_none_is_refused(group_size):
+def test_an_invalid_group_size_is_refused(group_size):
     with pytest.raises(
         ConfigurationError, match=r"grpo_advantages\(group_size=.*\): needs a whole number of replies to"
     ):
@@ -200,7 +200,7 @@ def test_a_group_that_is_none_is_refused(group_size):
 
 @pytest.mark.parametrize("library", EVERY)
 @pytest.mark.parametrize("shape", [(5,), (2, 2), ()])
-def test_rewards_that_are_no_whole_groups_are_refused(library, shape):
+def test_rewards_that_do_not_fill_whole_groups_are_refused(library, shape):
     with pytest.raises(ValueError, match=r"grpo_advantages\(rewards of shape .*, group_size=2\): needs one reward for"):
         grpo_advantages(*arrays_of(library, numpy.zeros(shape)), 2)
 

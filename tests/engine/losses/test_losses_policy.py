@@ -121,7 +121,7 @@ def test_the_clipped_objective_and_its_gradient_are_those_of_the_formula(library
 
 
 @pytest.mark.parametrize(("library", "dtype"), RUNS)
-def test_what_was_just_sampled_has_the_gradient_of_the_policy_gradient(library, dtype):
+def test_just_sampled_tokens_have_the_policy_gradient(library, dtype):
     log_probs, _, advantages = actions_of((6,), 0, dtype)
     value, (gradient,) = value_and_gradients(library, ppo_policy_loss, log_probs, log_probs.copy(), advantages)
     assert_near(value, -advantages.mean())
@@ -330,7 +330,7 @@ def test_grpo_of_numpy_arrays_is_that_of_the_formula(options):
 
 @pytest.mark.parametrize(("library", "dtype"), RUNS)
 @pytest.mark.parametrize("options", OPTIONS[:1] + OPTIONS[2:4], ids=str)
-def test_replies_without_a_token_cost_nothing_and_teach_nothing(library, dtype, options):
+def test_replies_without_a_token_have_no_loss_and_no_gradient(library, dtype, options):
     log_probs, old, _ = actions_of((2, 3), 0, dtype)
     mask = numpy.zeros((2, 3), bool)
     arrays = [*spoilt(mask, 0, log_probs, old), numpy.array([math.nan, 1.0], dtype), mask]
@@ -397,6 +397,6 @@ def test_grpo_and_its_gradient_are_trls(theirs, options, seed):
         assert kl_estimate(log_probs, reference, "k3")[mask].mean().item() == pytest.approx(logged["kl"], rel=1e-6)
 
 
-def test_grpo_names_what_is_no_array():
+def test_grpo_names_arguments_that_are_not_arrays():
     with pytest.raises(TypeError, match="list is not a supported array type"):
         grpo_loss([[0.0]], [[0.0]], [1.0], None)

@@ -100,7 +100,7 @@ def test_entropy_and_its_gradient_are_those_of_the_formula(library, dtype, seed,
 
 
 @pytest.mark.parametrize(("library", "dtype"), RUNS)
-def test_a_token_that_cannot_be_adds_nothing_to_the_entropy_nor_to_its_gradient(library, dtype):
+def test_an_impossible_token_adds_nothing_to_the_entropy_or_its_gradient(library, dtype):
     logits = numpy.array([[1.0, -math.inf, 2.0, -math.inf], [0.0, -math.inf, -math.inf, -math.inf]], dtype)
     value, (gradient,) = value_and_gradients(library, entropy, logits)
     assert_near(value, entropy_by_loop(logits))
@@ -283,7 +283,7 @@ def test_rewards_are_beta_times_the_log_ratio(library):
 
 
 @pytest.mark.parametrize("library", EVERY)
-def test_a_policy_that_is_its_reference_has_the_loss_of_a_coin(library):
+def test_a_policy_equal_to_its_reference_has_the_loss_ln_2(library):
     chosen, rejected, *_ = arrays_of(library, *pairs_of(4, 0))
     assert float(dpo_loss(chosen, rejected, chosen, rejected)) == pytest.approx(math.log(2))
 
@@ -325,7 +325,7 @@ def test_a_pair_at_or_beyond_the_hinge_has_no_gradient_and_a_nan_is_not_hidden(l
         ({"reference_rejected": torch.zeros(2)}, r"dpo_loss\(reference_chosen=None\): needs both references or none"),
     ],
 )
-def test_options_that_cannot_be_are_refused(options, message):
+def test_impossible_options_are_refused(options, message):
     with pytest.raises(ConfigurationError, match=message):
         dpo_loss(torch.zeros(2), torch.zeros(2), **options)
 

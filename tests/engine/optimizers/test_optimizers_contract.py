@@ -269,7 +269,7 @@ def test_a_step_skipped_for_overflow_leaves_no_trace(name):
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
-def test_a_copy_continues_as_the_original_and_apart_from_it(name, duplicate):
+def test_a_copy_continues_like_the_original_and_independently(name, duplicate):
     model, optimizer = made(name, weight_decay=0.01, no_decay="auto")
     train(model, optimizer, steps=3)
     before = weights(model)

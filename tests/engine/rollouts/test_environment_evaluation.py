@@ -31,7 +31,7 @@ def test_each_environment_is_one_of_its_own():
     )
 
 
-def test_a_step_of_four_things_is_refused():
+def test_a_step_that_returns_four_values_is_refused():
     class Old(Counting):
         def step(self, action):
             return super().step(action)[:4]
@@ -54,7 +54,7 @@ def test_an_observation_that_is_not_a_number_names_its_environment():
 
 
 @pytest.mark.parametrize("episodes", [0, -1, 1.5, True])
-def test_an_evaluation_needs_an_episode(episodes):
+def test_an_evaluation_needs_at_least_one_episode(episodes):
     message = refusal(lambda: steps().train_loader.evaluate(episodes), ValueError)
     assert message == f"EnvironmentRollouts.evaluate(episodes={episodes!r}): needs a whole number of at least 1"
 

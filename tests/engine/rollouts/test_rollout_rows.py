@@ -42,7 +42,7 @@ class Rude:
         return found
 
 
-def test_lists_that_a_reward_and_a_sampler_change_are_their_own():
+def test_rewards_and_samplers_receive_copies_of_the_lists():
     rude = Rude()
     runs = [
         texts(GRPOStrategy(2), updates=3, prompts_per_rollout=5, sampler=sampler, reward=reward)
@@ -97,7 +97,7 @@ def test_a_rollout_that_is_done_is_in_no_checkpoint_and_a_resume_there_is_exact(
 
 
 @pytest.mark.parametrize("learns", [True, False], ids=["learnt from", "left out"])
-def test_a_rollout_is_let_go_before_the_next_is_collected(learns):
+def test_a_rollout_is_freed_before_the_next_is_collected(learns):
     rows, alive = [], []
 
     def looking(prompts, completions):

@@ -28,7 +28,7 @@ class Headed(nn.Module):
 
 
 @pytest.mark.parametrize("prompts_per_rollout", [1, 2, 5, 7])
-def test_all_prompts_come_once_before_one_is_repeated(prompts_per_rollout):
+def test_every_prompt_is_used_once_before_any_is_repeated(prompts_per_rollout):
     turns = 4
     updates = -(-turns * len(PROMPTS) // prompts_per_rollout)
     run, _, reward = texts(GRPOStrategy(2), updates=updates, prompts_per_rollout=prompts_per_rollout)
@@ -41,7 +41,7 @@ def test_all_prompts_come_once_before_one_is_repeated(prompts_per_rollout):
     assert len({str(order) for order in orders}) > 1
 
 
-def test_another_seed_asks_in_another_order():
+def test_a_different_seed_gives_a_different_order_of_prompts():
     def asked(seed):
         run, _, reward = texts(GRPOStrategy(2), prompts_per_rollout=5, config={"seed": seed})
         run.train()
@@ -204,7 +204,7 @@ def test_the_coefficient_follows_the_divergence(kl, factor):
     assert PPOStrategy(0.3).adapted(0.3, kl) == 0.3
 
 
-def test_a_rollout_learns_with_the_coefficient_that_the_one_before_has_left():
+def test_each_rollout_uses_the_coefficient_left_by_the_previous_one():
     def sampler(prompts, count, **options):
         return [[number % VOCABULARY] * 2 for number, _ in enumerate(prompts)]
 
@@ -223,7 +223,7 @@ def test_a_rollout_learns_with_the_coefficient_that_the_one_before_has_left():
 
 
 @pytest.mark.parametrize(("target", "epochs"), [(1e-9, 1.0), (1e9, 4.0), (None, 4.0)])
-def test_a_rollout_is_done_with_once_the_policy_is_far_enough(target, epochs):
+def test_a_rollout_ends_once_the_policy_has_diverged_enough(target, epochs):
     strategy = GRPOStrategy(2, minibatch_epochs=4, minibatch_size=5, target_kl=target)
     run, recorded, _ = texts(strategy, updates=8, prompts_per_rollout=5)
     run.train()

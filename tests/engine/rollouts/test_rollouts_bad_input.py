@@ -77,7 +77,7 @@ REWARDS = [
 
 
 @pytest.mark.parametrize(("given", "error", "message"), REWARDS, ids=[str(given) for given, *_ in REWARDS])
-def test_rewards_that_are_none_are_refused(given, error, message):
+def test_rewards_that_are_not_numbers_are_refused(given, error, message):
     run = texts(reward=later(good_reward, lambda prompts, completions: given), updates=3)
     assert_refused(run, error, [message])
     assert run.state.update == 1
@@ -110,7 +110,7 @@ SAMPLES = [
 
 
 @pytest.mark.parametrize(("given", "error", "message"), SAMPLES, ids=[str(given) for given, *_ in SAMPLES])
-def test_texts_that_are_none_are_refused(given, error, message):
+def test_texts_that_are_not_token_lists_are_refused(given, error, message):
     run = texts(sampler=later(good_sampler, lambda *arguments, **options: given), updates=3)
     assert_refused(run, error, [message])
     assert run.state.update == 1
@@ -121,7 +121,7 @@ def test_prompts_of_another_vocabulary_are_reported():
     assert_refused(run, IndexError, ["in TextRollouts, while drawing texts for 4 prompts of tokens 1 to 70"])
 
 
-def test_what_a_reward_raises_is_raised():
+def test_an_exception_of_the_reward_reaches_the_caller():
     def fail(prompts, completions):
         raise KeyError("no score")
 

@@ -53,7 +53,7 @@ def test_episodes_continue_from_one_rollout_to_the_next():
             assert rollout["dones"][:, number].tolist() == ends
 
 
-def test_an_episode_that_was_cut_off_is_worth_what_its_last_observation_was():
+def test_a_truncated_episode_has_the_value_of_its_last_observation():
     run, kept, _ = run_of(steps=8, updates=1)
     critic = [each.detach().clone() for each in run.model.critic.parameters()]
 
@@ -121,7 +121,7 @@ def test_the_metrics_are_means_over_steps_and_over_episodes_that_have_ended():
     assert run.history["rollout/return"] == [reported[1]["rollout/return"]]
 
 
-def test_each_episode_has_a_seed_of_its_own_made_of_the_runs():
+def test_each_episodes_seed_is_derived_from_the_runs():
     def seeds(seed):
         run, _, _ = run_of(updates=2, seed=seed)
         run.train()

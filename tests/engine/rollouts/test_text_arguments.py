@@ -18,7 +18,7 @@ def made(**options):
 
 
 @pytest.mark.parametrize("name", ["val", "returns"])
-def test_nothing_is_validated_on_rollouts(name):
+def test_rollouts_are_not_a_validation_set(name):
     given = made() if name == "val" else {name: made()}
     message = refusal(
         lambda: trainer({}, model=Tokens(), train_loader=made(), val_loader=given, strategy=GRPOStrategy(2))
@@ -52,7 +52,7 @@ def test_a_sampler_is_a_function():
     assert message == "TextRollouts(sampler=3): needs a function of prompts and a number of tokens"
 
 
-def test_a_text_is_no_longer_than_what_its_loss_is_divided_by():
+def test_a_text_cannot_exceed_the_length_that_divides_its_loss():
     def run(length):
         strategy = GRPOStrategy(2, normalization="dr_grpo", max_length=length)
         return trainer({}, model=Tokens(), train_loader=made(), strategy=strategy)
@@ -62,7 +62,7 @@ def test_a_text_is_no_longer_than_what_its_loss_is_divided_by():
     assert run(3).strategy.max_length == 3
 
 
-def test_texts_that_pay_for_leaving_a_reference_have_one():
+def test_a_divergence_penalty_needs_a_reference():
     def run(strategy):
         return trainer({}, model=Valued(), train_loader=made(), strategy=strategy)
 

@@ -66,7 +66,7 @@ def test_a_model_beneath_a_value_head_is_not_a_reference_of_it():
     assert all(each.requires_grad for each in beneath.parameters())
 
 
-def test_a_reference_is_asked_in_eval_mode_and_put_back():
+def test_a_reference_is_evaluated_in_eval_mode_and_its_mode_restored():
     class Dropping(Short):
         def __init__(self):
             super().__init__()

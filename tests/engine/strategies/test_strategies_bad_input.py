@@ -229,7 +229,7 @@ def test_what_is_stored_already_is_computed_again():
     assert torch.equal(found["reference_chosen_log_probs"], again["reference_chosen_log_probs"])
 
 
-def test_the_numbers_of_numpy_are_no_batch_of_tokens_either():
+def test_numpy_arrays_are_not_a_batch_of_tokens():
     with pytest.raises(TypeError, match=re.escape("DPOStrategy(chosen_input_ids=numpy.ndarray int64 (2, 3))")):
         DPOStrategy().prepare_batch({**PAIRS, "chosen_input_ids": numpy.ones((2, 3), int)})
 

@@ -232,7 +232,7 @@ def test_a_save_by_hand_waits_and_is_written_at_once(tmp_path: Path):
     assert gate.threads == ["checkpoint", "MainThread"]
 
 
-def test_a_full_disk_costs_that_checkpoint_alone_and_its_ranking_is_undone(tmp_path: Path):
+def test_a_full_disk_loses_only_that_checkpoint_and_its_rank(tmp_path: Path):
     engine = SavingEngine([2.0, 1.0, 3.0])
     handler = in_background(engine, tmp_path, Every(epochs=1), metric="val/loss")
     gate = Gate(handler.manager, opened=True)

@@ -115,7 +115,7 @@ engine.run([0])
     assert f"stacks: {path}; exit status 75" in done.stderr
 
 
-def test_on_a_bus_every_engine_is_watched_and_each_ones_events_are_life(tmp_path):
+def test_on_a_bus_the_events_of_any_engine_count_as_progress(tmp_path):
     bus = EventBus()
     watchdog = Counted(tmp_path, SOON)
     inner = make_engine(lambda iteration: time.sleep(SOON / 4), bus=bus)
@@ -132,7 +132,7 @@ def test_on_a_bus_every_engine_is_watched_and_each_ones_events_are_life(tmp_path
     assert ["'hung'" in log["at"] for log in logs] == [True]
 
 
-def test_outside_of_runs_nothing_is_expected(tmp_path):
+def test_outside_of_runs_silence_is_not_a_hang(tmp_path):
     engine = make_engine()
     watchdog = Counted(tmp_path, SOON).attach(engine)
     engine.run([0])
@@ -177,7 +177,7 @@ def test_the_body_of_a_loop_by_hand_is_watched(tmp_path):
     watchdog.detach()
 
 
-def test_saving_a_checkpoint_is_life(tmp_path, monkeypatch):
+def test_saving_a_checkpoint_counts_as_progress(tmp_path, monkeypatch):
     from pulsetrain.engine.checkpoint import CheckpointManager, manager
 
     saving, watchdog = [], Counted(tmp_path / "run", SOON)
@@ -198,7 +198,7 @@ def test_saving_a_checkpoint_is_life(tmp_path, monkeypatch):
     assert watchdog.count == 0
 
 
-def test_silence_is_counted_in_looks_so_that_a_suspended_process_does_not_hang():
+def test_a_suspended_process_is_not_reported_as_hanging():
     silence = Silence(interval=1.0)
     assert [silence.look(5, now) for now in (0.0, 1.0, 2.0)] == [0.0, 1.0, 2.0]
     assert silence.look(5, 3600.0) == 4.0  # an hour of sleep between two looks
@@ -256,7 +256,7 @@ def test_a_replay_is_refused(tmp_path):
             HangWatchdog(tmp_path).attach(target)
 
 
-def test_a_report_that_cannot_be_written_is_said_and_the_run_continues(tmp_path):
+def test_a_report_that_cannot_be_written_is_logged_and_the_run_continues(tmp_path):
     watchdog = Counted(tmp_path / "run", SOON)
     engine = make_engine(lambda iteration: until(lambda: watchdog.count))
     watchdog.attach(engine)

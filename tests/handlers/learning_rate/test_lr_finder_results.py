@@ -31,7 +31,7 @@ SWEEP = {"start_lr": 1e-5, "end_lr": 1.0, "iterations": 20}
     ],
     ids=str,
 )
-def test_its_updates_are_the_trainers(settings: dict[str, Any]):
+def test_its_updates_equal_the_trainers(settings: dict[str, Any]):
     finder = LRFinder(start_lr=1e-4, end_lr=1e-2, iterations=20, smoothing=0.0, diverge=math.inf)
     gamma = (1e-2 / 1e-4) ** (1 / 19)
 
@@ -67,7 +67,7 @@ def parabola(curvature: float = 1.0) -> Trainer:
     return Trainer(Parabola(curvature), data, strategy=SupervisedStrategy("mse"), config=config)
 
 
-def test_the_losses_are_those_of_the_recurrence():
+def test_the_losses_follow_the_recurrence():
     found = LRFinder(start_lr=1e-4, end_lr=0.4, iterations=50, smoothing=0.9, diverge=1e9).run(parabola())
     weight, losses, mean = 1.0, [], 0.0
     for number, rate in enumerate(found.rates, start=1):
@@ -99,7 +99,7 @@ def test_a_sweep_ends_where_the_smoothed_loss_runs_away():
     assert ratios[-1] > 4.0
 
 
-def test_the_host_looks_at_the_losses_every_few_updates(monkeypatch: pytest.MonkeyPatch):
+def test_losses_are_read_on_the_host_every_few_updates(monkeypatch: pytest.MonkeyPatch):
     looks: list[int] = []
 
     def counting(tensors: Any) -> list[float]:
@@ -131,14 +131,14 @@ class Broken(SupervisedStrategy):
         (lambda n: 1000.0 - n**3 / 100, "falls fastest at the very last rates; choose a larger end_lr", 30),
     ],
 )
-def test_without_a_suggestion_it_says_why(losses: Callable[[int], float], reason: str, entries: int):
+def test_the_reason_for_no_suggestion_is_given(losses: Callable[[int], float], reason: str, entries: int):
     found = LRFinder(iterations=30, smoothing=0.5, diverge=1e9).run(trainer({"device": "cpu"}, strategy=Broken(losses)))
     assert found.suggestion is None
     assert reason in found.reason
     assert len(found.rates) == len(found.losses) == len(found.smoothed) == entries
 
 
-def test_groups_keep_their_ratios_and_rates_that_are_tensors_their_place():
+def test_groups_keep_their_ratios_and_tensor_rates_stay_the_same_objects():
     seen: list[list[float]] = []
 
     class Watched(torch.optim.SGD):

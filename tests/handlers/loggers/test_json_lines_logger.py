@@ -53,7 +53,7 @@ def test_numbers_of_any_kind_are_valid_json(tmp_path):
     assert (line["event"], line["event_"]) == ("metrics_logged", 1.0)
 
 
-def test_texts_are_kept_and_pictures_are_not(tmp_path):
+def test_texts_are_logged_and_pictures_are_not(tmp_path):
     engine = make_engine()
     JSONLinesLogger(tmp_path).attach(engine)
     for kind, value in (("text", "häuser\nund wälder"), ("image", np.zeros((2, 2), np.uint8))):

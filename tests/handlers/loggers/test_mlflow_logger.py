@@ -203,7 +203,7 @@ def fail_at(iteration):
     return step
 
 
-def test_a_server_that_does_not_answer_is_said_once_and_gets_all_of_it_later(server, experiment, monkeypatch):
+def test_an_unresponsive_server_is_reported_once_and_receives_everything_later(server, experiment, monkeypatch):
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "2")
     engine, failures = make_engine(), []
     engine.add_event_handler(Events.HANDLER_FAILED, lambda engine, event: failures.append(event.payload))

@@ -63,7 +63,7 @@ def test_the_total_follows_from_the_bounds_of_the_run(bounds, total):
     assert total in last_drawing(stream)
 
 
-def test_the_total_that_the_engine_knows_goes_first():
+def test_the_total_that_the_engine_knows_takes_precedence():
     class Bounded(Engine):
         total_iterations = 40
 

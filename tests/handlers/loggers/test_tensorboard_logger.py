@@ -33,7 +33,7 @@ def show(engine, name, kind, value):
     engine.fire(Events.MEDIA_LOGGED, MediaLogged(name=name, kind=kind, value=value))
 
 
-def test_scalars_stand_at_their_iteration_and_time(tmp_path):
+def test_scalars_have_their_iteration_and_time(tmp_path):
     engine, times = make_engine(), []
     log_each_iteration(engine, lambda i: {"train/loss": 1.0 / i, "odd": math.nan})
     validate_each_epoch(engine, [{"val/loss": 0.25}, {"val/loss": 0.125}])

@@ -115,7 +115,7 @@ def test_two_of_them_on_one_file_are_refused_on_one_bus_alone(make, name, found,
     make(tmp_path).attach(engine)
 
 
-def test_a_resumed_run_takes_out_the_lines_after_its_checkpoint(make, name, found, unit, tmp_path):
+def test_a_resumed_run_removes_the_lines_after_its_checkpoint(make, name, found, unit, tmp_path):
     engine = make_engine()
     logger = make(tmp_path).attach(engine)
     at(engine, 1, 1, {"a": 1.0})
@@ -133,7 +133,7 @@ def test_a_resumed_run_takes_out_the_lines_after_its_checkpoint(make, name, foun
     assert found(tmp_path) == [(1, 1.0), (2, 2.0), (3, 3.5)]
 
 
-def test_a_checkpoint_of_another_run_takes_no_lines_out(make, name, found, unit, tmp_path):
+def test_a_checkpoint_of_another_run_removes_no_lines(make, name, found, unit, tmp_path):
     engine = make_engine()
     logger = make(tmp_path).attach(engine)
     for iteration in (1, 2, 3):
@@ -143,7 +143,7 @@ def test_a_checkpoint_of_another_run_takes_no_lines_out(make, name, found, unit,
     assert len(found(tmp_path)) == 3
 
 
-def test_a_run_that_begins_again_takes_its_lines_out(make, name, found, unit, tmp_path, full):
+def test_a_restarted_run_removes_its_lines(make, name, found, unit, tmp_path, full):
     engine = make_engine()
     logger = make(tmp_path).attach(engine)
     at(engine, 1, 1, {"a": 1.0})

@@ -196,7 +196,7 @@ def test_a_model_of_its_own_replaces_the_engines():
     assert seen.metrics == [(1, {"grad_norm/bias": 2.0})]
 
 
-def test_a_detached_one_asks_for_no_norm():
+def test_a_detached_monitor_needs_no_gradient_norm():
     trainer = make_trainer(monitor := GradientMonitor(Every(updates=1), updates=True))
     assert trainer.hears(Events.GRADIENTS_READY)
     monitor.detach()

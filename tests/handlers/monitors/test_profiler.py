@@ -76,7 +76,7 @@ def test_without_a_warm_up_it_may_begin_with_the_first(tmp_path):
     assert marks(trace(tmp_path, 1), "iteration") == [1, 2]
 
 
-def test_a_resumed_run_is_profiled_by_its_own_iterations(tmp_path):
+def test_a_resumed_run_counts_its_window_from_its_start(tmp_path):
     engine = make()
     engine.state.iteration, engine.state.epoch = 10, 1
     engine.state.max_epochs, engine.state.epoch_length = 2, 10

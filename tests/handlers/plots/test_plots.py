@@ -214,7 +214,7 @@ def test_of_many_layers_the_largest_are_drawn_beside_the_total(tmp_path):
 
 
 @pytest.mark.slow
-def test_no_other_engine_of_the_bus_mixes_its_curves_in(tmp_path):
+def test_curves_of_other_engines_on_the_bus_are_not_mixed_in(tmp_path):
     bus = EventBus()
     first = make_engine(bus=bus)
     second = type(first)(lambda engine, batch: None, name="second", bus=bus)
@@ -295,7 +295,7 @@ def test_a_run_that_goes_back_in_its_process_keeps_the_throughput_before_that(tm
 
 
 @pytest.mark.slow
-def test_of_many_metrics_as_many_are_drawn_as_a_picture_has_room_for(tmp_path):
+def test_only_as_many_metrics_are_drawn_as_fit(tmp_path):
     engine = make_engine()
     plots = Plots(tmp_path, formats=["svg"]).attach(engine)
     plots._next = float("inf")  # drawn below

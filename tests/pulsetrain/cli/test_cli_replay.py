@@ -189,7 +189,7 @@ def test_a_damaged_log_is_replayed_as_far_as_it_can_be_read(
     assert len(said.err.splitlines()) == 1
 
 
-def test_the_log_of_a_rank(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_log_of_a_rank_is_replayed(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record(recorded, [1.0, 2.0, 3.0], rank=3)
     words = ["replay", str(recorded), "--handler", "early_stopping:patience=2", "--rank"]
     assert main([*words, "3"]) == 0
@@ -199,7 +199,7 @@ def test_the_log_of_a_rank(recorded: Path, capsys: pytest.CaptureFixture[str]) -
     assert main([*words, "1"]) == 2
 
 
-def test_a_reader_that_closes_the_pipe_early(recorded: Path) -> None:
+def test_a_reader_may_close_the_pipe_early(recorded: Path) -> None:
     program = Program("-m", "pulsetrain", "replay", recorded, "--handler", "early_stopping")
     program.stdout.close()
     assert program.stderr.read() == ""

@@ -73,7 +73,7 @@ def test_a_name_that_is_gone_is_reported_under_its_new_module() -> None:
 
 
 @pytest.mark.parametrize("layout", ["engine.py", "engine/parts.py"])
-def test_a_user_s_own_module_of_that_name_comes_first(
+def test_a_users_own_module_of_that_name_takes_precedence(
     layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / layout).parent.mkdir(exist_ok=True)
@@ -91,7 +91,7 @@ def test_a_user_s_own_module_of_that_name_comes_first(
 
 
 class TestRunFolder:
-    def test_resumes_exactly(self, run: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    def test_an_old_run_resumes_exactly(self, run: Path, capfd: pytest.CaptureFixture[str]) -> None:
         assert main(["train", "run/config.yaml", "--run", "run", "--resume", "latest"]) == 0
         said = capfd.readouterr()
         assert "15 iterations, 15 updates, 3 epochs" in said.out
@@ -100,30 +100,32 @@ class TestRunFolder:
             "the environment differs" in said.err and "gradients_ready at epoch 2" in said.err
         )
 
-    def test_verifies(self, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_an_old_run_is_verified(self, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
         reproduced = main(["verify", "run"]) == 0  # only on a CPU that rounds like the one that recorded the run
         out = capsys.readouterr().out
         expected = r"1 to 15: reproduced, \d+ events agree" if reproduced else r"not reproduced, after \d+ events"
         assert re.search(expected, out)
 
-    def test_replays_with_handlers_by_their_old_names(self, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_an_old_run_replays_with_handlers_by_their_old_names(
+        self, run: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         handlers = ["handlers.early_stopping.EarlyStopping:patience=1", "handlers.EarlyStopping:patience=2"]
         assert main(["replay", "run", *(word for each in handlers for word in ("--handler", each))]) == 0
         assert capsys.readouterr().out.count("nowhere in 15 iterations") == 2
 
-    def test_is_reported(self, run: Path) -> None:
+    def test_an_old_run_is_reported(self, run: Path) -> None:
         pytest.importorskip("plotly")
         assert main(["report", "run", "--into", "page.html"]) == 0
         assert "val/accuracy" in Path("page.html").read_text()
 
-    def test_its_configuration_is_printed_in_new_names(self, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_an_old_configuration_is_printed_in_new_names(self, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
         assert main(["config", "run/config.yaml"]) == 0
         config = load_yaml(capsys.readouterr().out)
         assert config["strategy"]["class_path"] == "pulsetrain.engine.strategies.SupervisedStrategy"
         schedule = config["handlers"][2]["init_args"]["schedule"]
         assert schedule["class_path"] == "pulsetrain.engine.schedules.decay.Cosine"
 
-    def test_is_forked(self, run: Path) -> None:
+    def test_an_old_run_is_forked(self, run: Path) -> None:
         assert main(["fork", "run", "--at", "5", "--into", "new"]) == 0
         assert main(["train", "new/config.yaml", "--run", "new", "--resume", "latest"]) == 0
 
