@@ -221,7 +221,7 @@ class TestSplit:
         assert {*training, *validation} == set(library.glob("*.py"))
         assert 1 <= len(validation) < len(training)
 
-    def test_the_standard_library_gives_about_a_tenth_for_validation(self) -> None:
+    def test_about_a_tenth_of_the_standard_library_is_for_validation(self) -> None:
         training, validation = standard_library()
         assert 0.03 < len(validation) / (len(training) + len(validation)) < 0.2
         assert "argparse.py" in {path.name for path in (*training, *validation)}

@@ -84,7 +84,7 @@ def test_a_first_state_stays_what_it_was_whatever_becomes_of_the_model():
     torch.testing.assert_close(first.weights, before, rtol=0, atol=0)
 
 
-def test_a_pass_changes_buffers_in_the_new_state_alone():
+def test_a_pass_changes_buffers_only_in_the_new_state():
     model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3))
     core = core_of()
     state = core.init(model, "sgd")

@@ -81,7 +81,7 @@ def test_writing_through_a_tensor_of_an_older_state_is_refused(store):
     assert torch.equal(weight_of(store), before)
 
 
-def test_asking_for_them_by_a_state_dict_costs_no_copy_at_each_step(store):
+def test_reading_them_by_a_state_dict_makes_no_copy_at_each_step(store):
     tensor = store.module.state_dict()["weight"]
     step(store)
     assert not torch.equal(tensor, weight_of(store)), "nobody has asked again"

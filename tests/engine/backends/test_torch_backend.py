@@ -99,7 +99,7 @@ def test_a_gradient_scale_survives_a_round_trip():
     assert other.scaler.get_scale() == 128.0
 
 
-def test_compiling_is_asked_of_the_model(monkeypatch: pytest.MonkeyPatch):
+def test_the_models_own_compile_is_called(monkeypatch: pytest.MonkeyPatch):
     asked: list[nn.Module] = []
     monkeypatch.setattr(nn.Module, "compile", lambda self: asked.append(self))
     model = TorchBackend("cpu", compile=True).module_to_device(nn.Linear(1, 1))

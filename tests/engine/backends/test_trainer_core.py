@@ -233,7 +233,7 @@ def test_jax_random_numbers_follow_the_number_of_the_update():
 
 
 @pytest.mark.parametrize("library", ALL)
-def test_values_are_looked_at_before_the_first_update_alone(library):
+def test_values_are_checked_only_before_the_first_update(library):
     class Looking(SupervisedStrategy):
         looked = 0
 

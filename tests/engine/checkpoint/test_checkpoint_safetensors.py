@@ -104,7 +104,7 @@ def test_tied_tensors_are_written_once_and_are_tied_again(tmp_path: Path):
     assert loaded["out"][0] == 7.0
 
 
-def test_empty_tensors_are_not_taken_for_each_other(tmp_path: Path):
+def test_empty_tensors_are_kept_apart(tmp_path: Path):
     state = {"a": torch.empty(0), "b": torch.empty(0, requires_grad=True), "c": torch.empty(3, 0, dtype=torch.int8)}
     loaded = back(state, tmp_path)
     assert same(loaded, state)

@@ -138,7 +138,7 @@ def test_an_error_of_the_chat_template_names_the_turn(make_fast):
     assert caught.value.__notes__ == ["in tokenize_chat, the chat template applied to messages[:2]"]
 
 
-def test_a_turn_with_parts_is_for_the_chat_template_alone(make_fast):
+def test_a_turn_with_parts_needs_a_chat_template(make_fast):
     parts = CHATML.replace("message.content", "message.content[0].text")
     chat = [{"role": role, "content": [{"type": "text", "text": "Hi"}]} for role in ("user", "assistant")]
     assert tokenize_chat(chat, make_fast(parts)) == tokenize_chat(

@@ -64,7 +64,7 @@ def values(batches: Any) -> list[Any]:
     return [batch.tolist() for batch in batches]
 
 
-def test_the_order_is_that_of_the_seed_and_the_pass_alone():
+def test_the_order_depends_only_on_the_seed_and_the_pass():
     def order(seed: int, number: int, workers: int = 0) -> list[Any]:
         torch.manual_seed(random.randrange(1 << 30))
         loader = DataLoader(TensorDataset(torch.arange(20)), batch_size=3, shuffle=True, num_workers=workers)
@@ -220,7 +220,7 @@ class Shouting(Sampler[int]):
         return 12
 
 
-def test_a_sampler_of_ones_own_is_keyed_whatever_is_drawn_meanwhile():
+def test_a_custom_sampler_is_keyed_whatever_is_drawn_meanwhile():
     def order(draw: bool, position: int = 0) -> list[Any]:
         loader = DataLoader(Reading(200), batch_size=3, sampler=Shouting())
         found = []
@@ -250,7 +250,7 @@ class Buckets(Sampler[list[int]]):
         return 3
 
 
-def test_batches_of_a_batch_sampler_of_ones_own_are_kept_and_counted_by_batches():
+def test_a_custom_batch_samplers_batches_are_kept_and_counted_by_batch():
     keyed = KeyedLoader(DataLoader(Reading(50), batch_sampler=Buckets()), 2)
     whole = values(keyed.begin(3))
     assert [len(batch) for batch in whole] == [1, 3, 2]

@@ -136,7 +136,7 @@ def test_a_subscription_without_sender_receives_every_engine_even_later_ones(mak
     assert seen == ["first", "second"]
 
 
-def test_a_subscription_with_a_sender_receives_that_engine_alone(make_engine):
+def test_a_subscription_with_a_sender_receives_only_that_engine(make_engine):
     bus = EventBus()
     first, second = make_engine(bus=bus), make_engine(bus=bus)
     seen = []

@@ -78,7 +78,7 @@ def test_a_filtered_event_equals_its_member_and_finds_it_in_a_table():
     assert {Events.ITERATION_COMPLETED: "found"}[filtered] == "found"
 
 
-def test_a_member_equals_its_own_name_as_with_ignite():
+def test_a_member_equals_its_own_name_as_in_ignite():
     assert Events.STARTED == "STARTED"
     assert Events.STARTED != "COMPLETED"
     assert Events.STARTED != 1

@@ -95,7 +95,7 @@ def test_registering_the_enum_instead_of_its_members_is_a_type_error(engine):
         engine.register_events(*RolloutEvents, event_to_attr="rollout")
 
 
-def test_events_may_be_strings_as_with_ignite(engine):
+def test_events_may_be_strings_as_in_ignite(engine):
     seen = []
     engine.register_events("sampled", event_to_attr={"sampled": "samples"})
     engine.on("sampled")(lambda engine, event: seen.append((event.type, engine.state.samples)))
@@ -142,7 +142,7 @@ def test_counters_belong_to_one_engine(make_engine):
     assert third.counter_of(Counted.HAPPENED) is None
 
 
-def test_of_two_events_sharing_a_counter_the_first_registered_advances_it(engine):
+def test_the_first_registered_of_two_events_that_share_a_counter_advances_it(engine):
     class Phased(EventEnum):
         BEGUN = "begun"
         ENDED = "ended"

@@ -64,7 +64,7 @@ def test_interrupted_where_the_loader_is_exhausted_get_batch_started_is_fired_on
     )
 
 
-def test_interrupting_can_be_switched_off_as_with_ignite(engine):
+def test_interrupting_can_be_switched_off_as_in_ignite(engine):
     engine.interrupt_resume_enabled = False
     engine.on(Events.ITERATION_COMPLETED)(engine.interrupt)
     with pytest.raises(RuntimeError, match="'interrupt/resume' feature is disabled"):

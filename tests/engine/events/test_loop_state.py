@@ -18,7 +18,7 @@ def nothing(engine, batch):
 # ------------------------------------------------------------------------------------------------ state_dict
 
 
-def test_state_dict_holds_ignites_keys_alone(engine):
+def test_state_dict_holds_only_ignites_keys(engine):
     engine.run(range(3), max_epochs=2)
     assert dict(engine.state_dict()) == {"epoch_length": 3, "iteration": 6, "max_epochs": 2}
     other = Engine(nothing)

@@ -164,7 +164,7 @@ def test_ends_and_options_that_do_not_fit_are_refused():
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 @pytest.mark.parametrize(("prompts", "group_size", "seed"), [(1, 2, 0), (3, 4, 1), (5, 8, 2), (2, 3, 3)])
-def test_advantages_of_groups_are_those_of_the_formula(library, dtype, scale, prompts, group_size, seed):
+def test_advantages_of_groups_match_the_formula(library, dtype, scale, prompts, group_size, seed):
     (rewards,) = rounded(dtype, numpy.random.default_rng(seed).standard_normal(prompts * group_size))
     found = grpo_advantages(*arrays_of(library, rewards), group_size, scale)
     assert tuple(found.shape) == rewards.shape

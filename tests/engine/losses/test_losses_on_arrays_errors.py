@@ -97,7 +97,7 @@ def test_weights_that_are_not_one_for_each_class_are_refused(library):
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_a_chunk_size_is_for_torch_alone(library):
+def test_a_chunk_size_works_only_with_torch(library):
     arrays = converted(library, *batch_of(cross_entropy, dtype=torch.float32))
     with pytest.raises(
         ConfigurationError, match=r"cross_entropy\(chunk_size=4\): only works for torch tensors; leave it"

@@ -82,7 +82,7 @@ def pairs_of(size, seed, dtype="float64"):
 
 
 @pytest.mark.parametrize(("library", "dtype", "seed", "shape"), OF_TOKENS)
-def test_log_probabilities_of_tokens_and_their_gradient_are_those_of_the_formula(library, dtype, seed, shape):
+def test_log_probabilities_of_tokens_and_their_gradient_match_the_formula(library, dtype, seed, shape):
     logits, tokens = logits_and_tokens(shape, seed, dtype)
     value, (gradient,) = value_and_gradients(library, token_log_probs, logits, tokens)
     assert (value.shape, value.dtype) == (shape, dtype)
@@ -91,7 +91,7 @@ def test_log_probabilities_of_tokens_and_their_gradient_are_those_of_the_formula
 
 
 @pytest.mark.parametrize(("library", "dtype", "seed", "shape"), OF_TOKENS)
-def test_entropy_and_its_gradient_are_those_of_the_formula(library, dtype, seed, shape):
+def test_entropy_and_its_gradient_match_the_formula(library, dtype, seed, shape):
     logits, _ = logits_and_tokens(shape, seed, dtype)
     value, (gradient,) = value_and_gradients(library, entropy, logits)
     assert (value.shape, value.dtype) == (shape, dtype)
@@ -142,7 +142,7 @@ def test_tokens_may_be_of_any_whole_number_type(library, dtype):
     ("library", "dtype", "average", "seed"),
     runs([(average, seed) for average in (False, True) for seed in (0, 1, 2)], by_jax=[(True, 0), (False, 1)]),
 )
-def test_sums_over_a_mask_are_those_of_the_formula_whatever_lies_beside_it(library, dtype, average, seed):
+def test_sums_over_a_mask_match_the_formula_whatever_is_masked_out(library, dtype, average, seed):
     generator = numpy.random.default_rng(seed)
     log_probs = generator.standard_normal((5, 6)).astype(dtype)
     mask = generator.random((5, 6)) < 0.6
@@ -240,7 +240,7 @@ LOSSES = [
         by_jax=[*((True, loss, 7, 1) for loss in LOSSES), (False, LOSSES[1], 7, 1)],
     ),
 )
-def test_dpo_and_its_gradients_are_those_of_the_formula(library, dtype, with_reference, loss, size, seed):
+def test_dpo_and_its_gradients_match_the_formula(library, dtype, with_reference, loss, size, seed):
     loss_type, beta, smoothing = loss
     chosen, rejected, *references = pairs_of(size, seed, dtype)
     arrays = [chosen, rejected, *(references if with_reference else (None, None))]

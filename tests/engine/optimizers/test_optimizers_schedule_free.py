@@ -171,7 +171,7 @@ def test_a_group_added_later_is_averaged_too():
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw", "muon", "lion"])
-def test_any_other_optimizers_weights_stay_the_very_same(name):
+def test_weights_under_any_other_optimizer_stay_unchanged(name):
     model = network()
     optimizer = create_optimizer(model, name, 0.05)
     train(model, optimizer, steps=2)

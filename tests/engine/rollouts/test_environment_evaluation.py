@@ -18,7 +18,7 @@ def steps(environment=Counting, model=None, updates=2):
     return trainer({"max_updates": updates}, model=model or Policy(), train_loader=rollouts, strategy=strategy)
 
 
-def test_each_environment_is_one_of_its_own():
+def test_each_environment_is_a_separate_object():
     one = Counting()
     message = refusal(lambda: EnvironmentRollouts(lambda: one, 2))
     assert message.startswith("EnvironmentRollouts(environment=...): the function returns the same environment again")

@@ -118,7 +118,7 @@ def test_a_compiled_model_computes_with_the_averaged_weights():
         assert torch.equal(compiled(x), expected)
 
 
-def test_the_model_is_as_it_was_also_after_an_exception_and_whatever_happened_inside(model):
+def test_the_model_is_restored_even_after_an_exception(model):
     average = averaged(model)
     before = snapshot(model)
 

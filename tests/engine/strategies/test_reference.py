@@ -105,7 +105,7 @@ IPO = "ipo"
 
 
 @pytest.mark.parametrize(("storing", "reading"), [(IPO, "sigmoid"), ("sigmoid", IPO), (IPO, "hinge")])
-def test_means_that_were_stored_are_not_taken_for_sums(storing, reading):
+def test_stored_means_are_not_used_as_sums(storing, reading):
     stored = DPOStrategy(loss_type=storing, reference=Short()).store_reference([PAIRS])
     run_of(stored, DPOStrategy(loss_type=storing, reference=None)).train()
     name = "reference_chosen_mean_log_probs" if reading == IPO else "reference_chosen_log_probs"
@@ -146,7 +146,7 @@ def test_a_tie_prefers_nothing():
 
 @pytest.mark.parametrize("loss_type", ["sigmoid", IPO])
 @pytest.mark.parametrize("side", ["chosen", "rejected"])
-def test_a_pair_with_one_answer_alone_adds_no_gradient_where_nobody_looks(monkeypatch, loss_type, side):
+def test_a_pair_with_only_one_answer_adds_no_gradient_if_values_are_unchecked(monkeypatch, loss_type, side):
     for module in (language, dpo):
         monkeypatch.setattr(module, "on_host", lambda value: False)
     torch.manual_seed(0)

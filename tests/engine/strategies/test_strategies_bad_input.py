@@ -213,7 +213,7 @@ def test_a_reference_of_another_vocabulary_is_refused(kind):
     assert_refused(run, ValueError, expected)
 
 
-def test_a_reference_that_nobody_has_made_is_reported():
+def test_a_missing_reference_is_reported():
     with pytest.raises(ConfigurationError, match=r"DPOStrategy\(reference='copy'\): has no reference model yet.*bind"):
         DPOStrategy().prepare_batch(PAIRS)
     with pytest.raises(ConfigurationError, match=r"reference_free=True\)\.store_reference: .*nothing to store"):

@@ -181,7 +181,7 @@ def test_preferences_are_the_formula_of_log_ratios(library, dtype, loss_type, sm
 
 @pytest.mark.parametrize("loss_type", ["sigmoid", "ipo"])
 @pytest.mark.parametrize("kind", ["copied", "given", "given as a function", "stored"])
-def test_the_reference_is_the_model_as_it_was_however_it_is_kept(loss_type, kind):
+def test_the_reference_is_the_initial_model_however_it_is_kept(loss_type, kind):
     torch.manual_seed(0)
     policy, batch, average = Tokens(VOCABULARY).double(), pairs_of(1), loss_type == "ipo"
     other = Tokens(VOCABULARY).double()

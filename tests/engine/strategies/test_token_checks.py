@@ -61,7 +61,7 @@ def test_a_function_in_jax_is_given_no_prompts_token_that_it_would_take_for_anot
 
 
 @pytest.mark.parametrize("options", [{"z_loss": 0.1}, {"label_smoothing": 0.1}, None], ids=["z", "smooth", "plain"])
-def test_what_follows_from_a_cross_entropy_alone_is_left_out_beside_more(options):
+def test_perplexity_is_left_out_if_the_loss_has_more_terms(options):
     torch.manual_seed(0)
     data, strategy = [TOKENS], PretrainStrategy(bytes_per_token=2.0, loss_options=options)
     run = trainer({"max_epochs": 1, "learning_rate": 0.1}, model=Short(), train_loader=data, val_loader=data,

@@ -87,7 +87,7 @@ def test_before_the_start_the_models_own_weights_are_validated():
 # ------------------------------------------------------------------------------------------- batch normalisation
 
 
-def test_batch_normalisation_without_a_loader_is_refused_when_attaching_and_nothing_stays():
+def test_batch_normalisation_without_a_loader_is_refused_and_nothing_stays_attached():
     run = run_of()
     swa = SWA(after_epoch=0)
     with pytest.raises(ConfigurationError, match=r"SWA\(bn_loader=None\): .*batch normalisation.*pass bn_loader="):

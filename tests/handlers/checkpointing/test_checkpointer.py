@@ -333,7 +333,7 @@ def test_progress_survives_a_round_trip(tmp_path: Path):
     assert other.best[0][0] == 1.0
 
 
-def test_a_metric_that_no_validation_brings_is_named(tmp_path: Path):
+def test_a_metric_that_no_validation_reports_is_named(tmp_path: Path):
     engine = Trainer([1.0])
     Checkpointer(tmp_path, metric="val/accuracy").attach(engine)
     with pytest.raises(MetricNotFoundError, match="val/loss"):

@@ -186,7 +186,7 @@ def test_a_run_that_fails_waits_for_it_and_the_caller_gets_the_runs_own_error(tm
     assert saved(handler) == [2]
 
 
-def test_the_error_of_a_failing_run_hides_no_failed_save_nor_the_other_way_round(tmp_path: Path):
+def test_a_failing_runs_error_and_a_failed_saves_error_are_both_reported(tmp_path: Path):
     engine = SavingEngine()
     handler = in_background(engine, tmp_path, Every(iterations=2))
     gate = Gate(handler.manager)

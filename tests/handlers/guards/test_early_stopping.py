@@ -86,7 +86,7 @@ def test_underscore_names_are_accepted():
     assert stops_after(EarlyStopping(metric="val_loss", patience=1), [1.0, 2.0, 3.0]).state.epoch == 2
 
 
-def test_a_metric_that_does_not_come_ends_the_first_validation_with_those_that_exist():
+def test_a_missing_metric_ends_the_first_validation_with_those_that_exist():
     engine = make_engine()
     EarlyStopping(metric="val/los").attach(engine)
     validate_each_epoch(engine, [{"val/loss": 1.0, "val/accuracy": 0.5}] * 3)
@@ -115,7 +115,7 @@ def test_metrics_of_policy_updates_are_evaluated():
     assert (stopping.best_value, stopping.counter) == (0.25, 1)
 
 
-def test_a_metric_that_no_rollout_has_reported_is_said_at_the_end():
+def test_a_metric_that_no_rollout_has_reported_is_named_at_the_end():
     engine = make_engine()
     EarlyStopping("rollout/retrun", mode="max").attach(engine)
     roll_out_before_each_batch(engine, [{"rollout/return": 1.0}] * 2)

@@ -82,7 +82,7 @@ def test_the_losses_follow_the_recurrence():
 
 
 @pytest.mark.parametrize("curvature", [0.01, 1.0, 100.0])
-def test_the_suggestion_scales_with_the_problem_and_lies_where_steps_converge(curvature: float):
+def test_the_suggestion_scales_with_the_problem_and_converges(curvature: float):
     found = LRFinder(start_lr=1e-8, end_lr=1e4, iterations=300, smoothing=0.9).run(parabola(curvature))
     unit = found.suggestion * curvature  # steps of this times the gradient converge up to 1
     assert 0.005 < unit < 1.0
@@ -159,7 +159,7 @@ def test_groups_keep_their_ratios_and_tensor_rates_stay_the_same_objects():
 
 
 @pytest.mark.parametrize("smoothing", [0.98, 0.5])
-def test_the_suggestion_lies_in_the_fall_whatever_the_batches_draw(smoothing: float):
+def test_the_suggestion_is_where_the_loss_falls_whatever_the_batches(smoothing: float):
     finder, generator = LRFinder(smoothing=smoothing), np.random.default_rng(0)
     updates = np.arange(100)
     curve = 2.0 - 0.6 / (1 + np.exp((60 - updates) / 5)) + np.where(updates > 85, (updates - 85.0) ** 2 * 0.05, 0.0)

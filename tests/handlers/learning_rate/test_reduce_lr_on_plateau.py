@@ -41,7 +41,7 @@ def driven(handler, values, *others, rates=(1.0,)):
 
 @pytest.mark.parametrize("mode", ["min", "max"])
 @pytest.mark.parametrize("threshold_mode", ["rel", "abs"])
-def test_the_rates_and_the_progress_are_torchs_bit_for_bit(mode, threshold_mode):
+def test_the_rates_and_the_progress_equal_torchs_bit_for_bit(mode, threshold_mode):
     draw = random.Random(f"{mode} {threshold_mode}")
     for _ in range(40):
         options = {

@@ -139,7 +139,7 @@ def test_what_a_clock_has_measured_is_in_no_checkpoint(tmp_path):
     assert states[0] == states[1]
 
 
-def test_the_checkpoint_of_an_older_version_counts_rows_alone(tmp_path):
+def test_a_checkpoint_of_an_older_version_counts_only_rows(tmp_path):
     engine = make_engine()
     logger = CSVLogger(tmp_path).attach(engine)
     for iteration in (1, 2, 3):
@@ -288,7 +288,7 @@ def test_rows_that_wait_after_a_checkpoint_are_not_written(tmp_path, full, kept)
     assert rows(tmp_path)[1:] == [*expected, [str(kept + 1), "1", "9.0", ""]]
 
 
-def test_a_disk_that_stays_full_costs_the_oldest_rows_and_not_the_memory(tmp_path, full, monkeypatch):
+def test_while_a_disk_stays_full_the_oldest_rows_are_dropped_to_bound_memory(tmp_path, full, monkeypatch):
     monkeypatch.setattr("pulsetrain.handlers.loggers.text_file._AT_MOST", 250)
     engine = make_engine()
     logger = CSVLogger(tmp_path).attach(engine)

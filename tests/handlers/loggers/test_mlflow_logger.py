@@ -306,7 +306,7 @@ def test_a_server_killed_in_mid_run_costs_what_comes_after_it_and_nothing_else(s
     assert [value for _, value in logged] == [float(row.split(",")[column]) for row in rows[1 : len(logged) + 1]]
 
 
-def test_a_port_where_nobody_listens_costs_one_warning_and_the_wait_at_the_end(monkeypatch):
+def test_a_closed_port_costs_one_warning_and_the_wait_at_the_end(monkeypatch):
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     engine, failures = make_engine(), []
     engine.add_event_handler(Events.HANDLER_FAILED, lambda: failures.append(engine.state.iteration))

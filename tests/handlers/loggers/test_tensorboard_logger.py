@@ -141,7 +141,7 @@ def test_detaching_in_mid_run_leaves_what_was_logged_readable(tmp_path):
     assert scalars(tmp_path, "a") == [(0, 1.0)]
 
 
-def test_two_of_them_in_one_folder_are_refused(tmp_path):
+def test_two_loggers_in_one_folder_are_refused(tmp_path):
     engine = make_engine()
     TensorBoardLogger(tmp_path).attach(engine)
     with pytest.raises(RunFolderError, match=r"another TensorBoardLogger of this bus writes .*tensorboard"):

@@ -177,7 +177,7 @@ def test_a_reading_that_fails_does_not_stop_the_run():
     assert len(logs) == 1
 
 
-def test_detached_it_reads_no_more():
+def test_a_detached_monitor_reads_nothing():
     engine = make_engine()
     monitor = MemoryMonitor(Every(iterations=1), read=lambda: pytest.fail("was read")).attach(engine)
     monitor.detach()

@@ -64,7 +64,7 @@ def stepping(clock, seconds):
     return make_engine(step)
 
 
-def test_times_are_those_of_the_clock_and_waiting_for_data_has_its_share(clock):
+def test_times_follow_the_clock_and_include_the_share_of_waiting_for_data(clock):
     engine = stepping(clock, 3.0)
     seen = published(engine)
     Throughput(Every(iterations=4), flops_per_sample=None, clock=clock).attach(engine)
@@ -138,7 +138,7 @@ def test_the_time_of_an_interruption_is_left_out(clock):
     assert [each["step_seconds"] for each in seen] == [2.0]
 
 
-def test_the_operations_of_a_linear_layer_are_those_on_paper(clock):
+def test_a_linear_layer_has_the_operations_computed_by_hand(clock):
     """Forward 2BIO, and as many for the weights' gradient; the inputs need none."""
     trainer = make_trainer(Throughput(Every(iterations=4), peak_flops=1e6, clock=clock))
     trainer.on(Events.ITERATION_STARTED)(lambda: setattr(clock, "now", clock.now + 0.5))

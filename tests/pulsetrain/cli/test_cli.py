@@ -58,7 +58,7 @@ class TestResults:
         subprocess.run([sys.executable, "-m", "pulsetrain", "train", "config.yaml"], check=True, timeout=60)
         assert equal(weights("runs/tiny-1"), weights("runs/tiny-2"))
 
-    def test_a_setting_may_stand_before_the_file_too(self, folder: Path) -> None:
+    def test_a_setting_may_precede_the_file(self, folder: Path) -> None:
         assert main(["train", "--training.max_epochs", "1", "config.yaml", "--training.learning_rate=3e-4"]) == 0
         saved = (folder / "runs" / "tiny-1" / "config.yaml").read_text()
         assert "max_epochs: 1\n" in saved
