@@ -162,8 +162,11 @@ def test_the_divergence_is_measured_on_generated_tokens(demo_run: Path) -> None:
         for prompt, reply in zip(prompts, replies, strict=True):
             text = torch.tensor([prompt + reply])
             mine, its = (each(text)[0].log_softmax(-1) for each in (model, start))
-            places = range(len(prompt) - 1, len(prompt) + len(reply) - 1)
-            apart += [float(mine[place, token] - its[place, token]) for place, token in zip(places, reply, strict=True)]
+            positions = range(len(prompt) - 1, len(prompt) + len(reply) - 1)
+            apart += [
+                float(mine[position, token] - its[position, token])
+                for position, token in zip(positions, reply, strict=True)
+            ]
     assert grpo.divergence(strategy, model, prompts, replies) == pytest.approx(sum(apart) / 4, abs=1e-5)
 
 

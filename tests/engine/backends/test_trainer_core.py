@@ -62,10 +62,10 @@ def core_of(library, **options):
 def bits(core, *values):
     """Each leaf by its place and path; arrays by their bytes."""
     found = {}
-    for place, value in enumerate(values):
+    for number, value in enumerate(values):
         tree = (value.weights, value.optimizer) if isinstance(value, ModelState) else value
         for path, leaf in core.backend.flat(tree).items():
-            found[f"{place}/{path}"] = leaf.numpy().tobytes() if isinstance(leaf, torch.Tensor) else leaf
+            found[f"{number}/{path}"] = leaf.numpy().tobytes() if isinstance(leaf, torch.Tensor) else leaf
     return found
 
 

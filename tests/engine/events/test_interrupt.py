@@ -36,14 +36,14 @@ def test_interrupt_pauses_and_the_next_run_continues_with_the_next_batch(either)
     assert (state.epoch, state.iteration) == (3, 9)
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_a_run_interrupted_anywhere_and_resumed_fires_what_ignites_does(log_of, place):
+@pytest.mark.parametrize("moment", PLACES)
+def test_a_run_interrupted_anywhere_and_resumed_fires_what_ignites_does(log_of, moment):
     logs = []
     for kind in (IgniteEngine, Engine):
         engine = kind(nothing)
         log = log_of(engine)
         engine.add_event_handler(
-            IgniteEvents[place], lambda *_, engine=engine, log=log, **__: log.count(place) == 1 and engine.interrupt()
+            IgniteEvents[moment], lambda *_, engine=engine, log=log, **__: log.count(moment) == 1 and engine.interrupt()
         )
         for _ in range(3):
             engine.run(range(2), max_epochs=2)

@@ -19,14 +19,14 @@ EVERY = ["torch", *LIBRARIES]
 def gae_by_loop(rewards, values, dones, gamma, lam):
     """Backwards in time, one environment after another."""
     advantages = numpy.zeros(rewards.shape)
-    for place in numpy.ndindex(*rewards.shape[1:]):
+    for column in numpy.ndindex(*rewards.shape[1:]):
         following = 0.0
         for t in reversed(range(len(rewards))):
-            at = (t, *place)
+            at = (t, *column)
             if dones[at]:
                 following = float(rewards[at]) - float(values[at])
             else:
-                error = float(rewards[at]) + gamma * float(values[(t + 1, *place)]) - float(values[at])
+                error = float(rewards[at]) + gamma * float(values[(t + 1, *column)]) - float(values[at])
                 following = error + gamma * lam * following
             advantages[at] = following
     return advantages, advantages + values[:-1]

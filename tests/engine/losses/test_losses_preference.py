@@ -188,13 +188,13 @@ def test_what_is_neither_a_token_nor_a_logit_is_refused(library):
 
 
 @pytest.mark.parametrize("library", EVERY)
-@pytest.mark.parametrize(("wrong", "shape", "place"), [(-100, (2, 3), "[1, 2]"), (7, (3,), "[2]"), (-1, (), "")])
-def test_a_token_outside_the_vocabulary_is_named(library, wrong, shape, place):
+@pytest.mark.parametrize(("wrong", "shape", "at"), [(-100, (2, 3), "[1, 2]"), (7, (3,), "[2]"), (-1, (), "")])
+def test_a_token_outside_the_vocabulary_is_named(library, wrong, shape, at):
     logits, tokens = logits_and_tokens(shape, 0)
     tokens = numpy.array(tokens)
     tokens[(-1,) * len(shape)] = wrong
     message = (
-        rf"token_log_probs\(tokens{re.escape(place)}={wrong}\): needs ids from 0 to 6.*, and 1 of . tokens are outside"
+        rf"token_log_probs\(tokens{re.escape(at)}={wrong}\): needs ids from 0 to 6.*, and 1 of . tokens are outside"
     )
     with pytest.raises(ValueError, match=message):
         token_log_probs(*arrays_of(library, logits, tokens))

@@ -95,10 +95,10 @@ def test_a_run_continues_with_the_reference_that_was_given_to_it(tmp_path):
         return trainer({"max_epochs": 1}, model=Short(), train_loader=[PAIRS], handlers=handlers,
                        strategy=DPOStrategy(reference=reference))  # fmt: skip
 
-    place = run(1, "run").save_checkpoint()
-    run(1, "same").load_checkpoint(place)
+    checkpoint = run(1, "run").save_checkpoint()
+    run(1, "same").load_checkpoint(checkpoint)
     with pytest.raises(CheckpointError, match=r"^DPOStrategy: the reference model has other weights than the one"):
-        run(2, "other").load_checkpoint(place)
+        run(2, "other").load_checkpoint(checkpoint)
 
 
 IPO = "ipo"
