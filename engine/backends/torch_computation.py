@@ -97,7 +97,7 @@ class TorchComputation:
         """The device itself: batches are moved before they are prepared."""
         return self.device
 
-    def place(self, model: object) -> nn.Module:
+    def module_to_device(self, model: object) -> nn.Module:
         """The model on the device, compiled and with its activations recomputed if asked for."""
         if not isinstance(model, nn.Module):
             raise ArgumentTypeError("needs a torch.nn.Module", "TorchBackend", model=type(model))

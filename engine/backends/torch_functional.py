@@ -50,7 +50,7 @@ class FunctionalTorchBackend(TorchComputation, FunctionalBackend):
 
     def split(self, model: object) -> dict[str, Tree]:
         """The module's parameters that learn, and everything else it saves or computes with, copied, by name."""
-        self.module = self.place(model)
+        self.module = self.module_to_device(model)
         return weights_of(self.module, copy=True)
 
     def loss_and_gradients(

@@ -176,12 +176,12 @@ def restart_positions(tokens: Tensor, separator: int) -> Tensor:
         raise TypeError(f"restart_positions(tokens): needs a tensor of integers, shape (batch, length), not {given}")
     if not is_whole(separator):
         raise ConfigurationError("needs a token id", "restart_positions", separator=separator)
-    places = torch.arange(tokens.shape[-1], device=tokens.device).expand(tokens.shape)
-    begins = torch.zeros_like(places)
-    begins[..., 1:] = places[..., 1:] * (tokens[..., :-1] == separator)
+    positions = torch.arange(tokens.shape[-1], device=tokens.device).expand(tokens.shape)
+    begins = torch.zeros_like(positions)
+    begins[..., 1:] = positions[..., 1:] * (tokens[..., :-1] == separator)
     if tokens.shape[-1] == 0:  # cummax fails on an empty dimension
         return begins
-    return places - begins.cummax(dim=-1).values
+    return positions - begins.cummax(dim=-1).values
 
 
 # ------------------------------------------------------------------------------------------------ documents

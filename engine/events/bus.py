@@ -63,7 +63,7 @@ class EventSignal(blinker.NamedSignal):
         if not isinstance(receiver, Subscription):
             for receiver_id, held in self.receivers.items():
                 if not isinstance(held, Subscription):
-                    self._plain_subscription(receiver_id, held)  # now, because this fixes its place in the order
+                    self._plain_subscription(receiver_id, held)  # now, because this fixes its position in the order
         self.rebuild()
         return connected
 

@@ -183,7 +183,7 @@ class Engine(RunControl, IgniteEngine):  # type: ignore[misc]  # _event_handlers
         return self._internal_run() if self.is_paused else self.state
 
     def abandon(self) -> None:
-        """Give up a paused run, and forget how the last one ended: the next run starts the loop again."""
+        """Abandon a paused run, and forget how the last one ended: the next run starts the loop again."""
         if not self._running:
             self._internal_run_generator = self._init_iter = None
             self._terminate = self._awaits_step = False

@@ -128,7 +128,7 @@ class Subscription:
     def set_handler(
         self, handler: Handler, args: tuple[object, ...], kwargs: Mapping[str, object], signature: HandlerSignature
     ) -> None:
-        """Call a different handler from now on, at the same place in the order."""
+        """Call a different handler from now on, at the same position in the order."""
         self.handler = handler
         self.args, self.kwargs, self.signature = args, kwargs, signature
         self.call, self.needs_event = signature.compile(handler, args, kwargs)

@@ -104,7 +104,7 @@ class TimeLimit(Handler):
 
     def _judge(self, engine: Engine) -> None:
         if not self._ended and self.used >= self.seconds - self.margin:
-            self._ended = True  # in a replay the run may go on
+            self._ended = True  # in a replay the run may continue
             left = f", {self.margin:g} s before it" if self.margin else ""
             engine.terminate(reason=f"time limit of {self.seconds:g} s{left}: {self.used:.1f} s are used")
 
@@ -170,7 +170,7 @@ class StepLimit(Handler):
         made = state.iteration - self._at_start[0], state.update - self._at_start[1]
         for name, count, limit in zip(("iterations", "updates"), made, (self.iterations, self.updates), strict=True):
             if limit is not None and count >= limit:
-                self._ended = True  # in a replay the run may go on
+                self._ended = True  # in a replay the run may continue
                 engine.terminate(reason=f"step limit: {limit} {name} of this run are made")
                 return
 

@@ -99,8 +99,8 @@ class WandbLogger(ServiceLogger):
     def _deliver(self, run: Any, entries: Sequence[Entry]) -> int:
         first = entries[0]
         if isinstance(first, Metrics):
-            place = {"iteration": first.iteration, "epoch": first.epoch, "time": first.time_ns / 1e9}
-            run.log({**first.values, **place})
+            counters = {"iteration": first.iteration, "epoch": first.epoch, "time": first.time_ns / 1e9}
+            run.log({**first.values, **counters})
         elif isinstance(first, Media):
             run.log({first.name: self._of(first), "iteration": first.iteration})
         elif isinstance(first, End):

@@ -19,7 +19,7 @@ from pulsetrain.handlers.attachment.publishing import publish, publish_media
 
 __all__ = ["GradientMonitor"]
 
-ROOT = "(root)"  # stands for the model itself, which may have parameters of its own
+ROOT = "(root)"  # the model itself, which may have parameters of its own
 
 
 class GradientMonitor:
@@ -228,8 +228,8 @@ def _histogram(parts: list[Tensor], bins: int) -> Tensor:
     width = (greatest - least) / bins
     counts = torch.zeros(bins, dtype=torch.int64, device=device)
     for part, ok in zip(flat, finite, strict=True):
-        place = (part.to(exact) - least).div_(width).nan_to_num_(0.0).clamp_(0, bins - 1)
-        counts.scatter_add_(0, place.long(), ok.long())
+        bin_of = (part.to(exact) - least).div_(width).nan_to_num_(0.0).clamp_(0, bins - 1)
+        counts.scatter_add_(0, bin_of.long(), ok.long())
     return torch.cat([torch.stack([least, greatest]), counts.to(exact)])
 
 

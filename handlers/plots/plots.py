@@ -79,7 +79,7 @@ class Plots:
         self._runs: dict[str, RunCurves] = {}  # by engine; "" if attached to one engine
         self._next = -math.inf  # when figures may be drawn again before the end
         self._warned = False  # of a matrix that cannot be drawn
-        self._place = self.folder / "plots"
+        self._pictures = self.folder / "plots"
         self._attachment = Attachment("Plots")
 
     def attach(self, engine_or_bus: Engine | EventBus) -> Self:
@@ -90,7 +90,7 @@ class Plots:
                 logged, and the run continues without this handler.
         """
         with self._attachment.to(engine_or_bus, needed=self._on_error == "raise") as subscribe:
-            make_folder("Plots", self._place)
+            make_folder("Plots", self._pictures)
             self._next = -math.inf
             if self.every is not None:
                 subscribe(reading_events(self.every, self._clock), self._on_reading, on_error=self._on_error)
@@ -124,7 +124,7 @@ class Plots:
         if run is None:
             return []
         started, written = self._clock(), []
-        folder = self._place / _file_name(engine) if engine else self._place
+        folder = self._pictures / _file_name(engine) if engine else self._pictures
         for name in sorted(run.changed):
             figure = run.figure(name)
             if figure is not None:

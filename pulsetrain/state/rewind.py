@@ -34,7 +34,7 @@ def plan_rewind(checkpointer: Checkpointer, data: DataCursor, first: int, last: 
     """
     checkpointer.wait()  # for one that is being written: it deletes others when it is done
     found = checkpointer.manager.valid()
-    before = [place for place in found if step_of(place) < first]
+    before = [location for location in found if step_of(location) < first]
     if not before:
         late = f"the oldest of those that are kept was made after iteration {step_of(found[0])}" if found else ""
         raise CheckpointError(

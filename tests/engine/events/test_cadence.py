@@ -9,7 +9,7 @@ import pytest
 from pulsetrain.engine import Events, Every
 
 
-def heard(engine, cadence, data, **run):
+def fired_at(engine, cadence, data, **run):
     seen = []
     engine.on(cadence.events())(lambda engine: seen.append((engine.state.epoch, engine.state.iteration)))
     engine.run(data, **run)
@@ -17,7 +17,7 @@ def heard(engine, cadence, data, **run):
 
 
 def test_iterations_and_epochs_are_alternatives(engine):
-    assert heard(engine, Every(iterations=2, epochs=1), range(3), max_epochs=2) == [
+    assert fired_at(engine, Every(iterations=2, epochs=1), range(3), max_epochs=2) == [
         (1, 2),
         (1, 3),
         (2, 4),

@@ -23,7 +23,7 @@ def tracker_of(**histories):
 # ------------------------------------------------------------------------------------------- histories
 
 
-def test_values_stand_under_their_names_in_order():
+def test_values_are_stored_under_their_names_in_order():
     tracker = MetricTracker()
     tracker.update({"train/loss": 2.0, "val/loss": 3})
     tracker.update({"train/loss": torch.tensor(1.5)})

@@ -88,7 +88,7 @@ def test_the_forecast_is_what_happens(rule):
         assert made == 0 or len(windows(rule, [8] * (needed - 1), [8] * (needed - 1))) == made - 1
 
 
-def test_what_hangs_on_unknown_tokens_is_not_known():
+def test_what_depends_on_unknown_token_counts_is_unknown():
     assert Accumulate(tokens=30).updates_in(10) is None
     assert Accumulate(tokens=30).batches_in(10) is None
 
