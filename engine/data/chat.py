@@ -8,9 +8,9 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from operator import index
 from typing import Any, Protocol
 
-from pulsetrain.engine.argument_checks import check_choice, is_whole
+from pulsetrain.engine.argument_checks import check_choice, check_type, is_whole
 from pulsetrain.engine.data.sequences import IGNORED
-from pulsetrain.engine.errors import ArgumentTypeError, ConfigurationError
+from pulsetrain.engine.errors import ConfigurationError
 
 __all__ = ["Encoder", "Message", "Template", "chatml", "tokenize_chat", "tokenize_prompt"]
 
@@ -221,13 +221,9 @@ def _require_prefix(shorter: list[int], longer: list[int], number: int, remedy: 
 
 def _encoder(place: str, tokenizer: object) -> Callable[[str], list[int]]:
     """The tokenizer as a function from text to tokens that adds no special tokens."""
-    encode = getattr(tokenizer, "encode", tokenizer)
-    if not callable(encode):
-        raise ArgumentTypeError(
-            "needs an object with an encode, or a function from text to a list of tokens",
-            place,
-            tokenizer=type(tokenizer),
-        )
+    encode: Any = getattr(tokenizer, "encode", tokenizer)
+    needs = "an object with an encode, or a function from text to a list of tokens"
+    check_type(place, "tokenizer", encode, Callable, needs)
     try:
         parameters: Container[str] = inspect.signature(encode).parameters
     except (TypeError, ValueError):  # a function that is not written in Python
@@ -237,11 +233,7 @@ def _encoder(place: str, tokenizer: object) -> Callable[[str], list[int]]:
         options["add_special_tokens"] = False
     elif "allowed_special" in parameters:  # tiktoken, which otherwise rejects text that contains a template's marks
         options["allowed_special"] = "all"
-
-    def tokens_of(text: str) -> list[int]:
-        return _as_tokens(place, "tokenizer", encode(text, **options))
-
-    return tokens_of
+    return lambda text: _as_tokens(place, "tokenizer", encode(text, **options))
 
 
 def _as_tokens(place: str, name: str, result: object) -> list[int]:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pulsetrain.engine.argument_checks import check_whole_number
 from pulsetrain.engine.class_indices import check_class_indices, check_indices
-from pulsetrain.engine.errors import ArgumentTypeError, ConfigurationError
+from pulsetrain.engine.errors import ArgumentTypeError, refused
 from pulsetrain.engine.metrics.reading import nothing_yet
 
 __all__ = ["Accuracy", "TokenAccuracy", "TopKAccuracy"]
@@ -20,11 +20,9 @@ class _ShareCorrect:
     """Counts correct and all predictions as integers on the device, exact for any number; NaN if nothing counted."""
 
     def __init__(self, ignore_index: int | None = None) -> None:
-        if ignore_index is not None and type(ignore_index) is not int:
-            raise ConfigurationError(
-                "needs a whole number; or None to count all", type(self).__name__, ignore_index=ignore_index
-            )
         self.ignore_index = ignore_index
+        if ignore_index is not None and type(ignore_index) is not int:
+            raise refused(self, "needs a whole number; or None to count all", "ignore_index")
         self.reset()
 
     def reset(self) -> None:
@@ -135,11 +133,8 @@ class TopKAccuracy(_ShareCorrect):
     def _check(self, y_pred: Tensor, y: Tensor) -> None:
         super()._check(y_pred, y)
         if self.k > y_pred.shape[-1]:
-            raise ConfigurationError(
-                f"y_pred of shape {tuple(y_pred.shape)} has only {y_pred.shape[-1]} classes; choose a smaller k",
-                "TopKAccuracy",
-                k=self.k,
-            )
+            rule = f"y_pred of shape {tuple(y_pred.shape)} has only {y_pred.shape[-1]} classes; choose a smaller k"
+            raise refused(self, rule, "k")
 
 
 class TokenAccuracy(_ShareCorrect):

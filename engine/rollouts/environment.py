@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pulsetrain.engine.argument_checks import check_whole_number
+from pulsetrain.engine.argument_checks import check_type, check_whole_number
 from pulsetrain.engine.data import rng
-from pulsetrain.engine.errors import ArgumentTypeError, CheckpointError, ConfigurationError
+from pulsetrain.engine.errors import CheckpointError, ConfigurationError
 from pulsetrain.engine.rollouts.base import PolicyTrainer, Rollouts
 from pulsetrain.engine.step.model_call import eval_mode
 from pulsetrain.engine.strategies.language import logits_of, values_of
@@ -298,12 +298,8 @@ class _Lane:
 
 def _maker(environment: str | Callable[[], Any], options: dict[str, Any]) -> Callable[[], Any]:
     if not isinstance(environment, str):
-        if not callable(environment):
-            raise ArgumentTypeError(
-                "needs a name, or a function that creates a new environment at each call",
-                "EnvironmentRollouts",
-                environment=type(environment),
-            )
+        needs = "a name, or a function that creates a new environment at each call"
+        check_type("EnvironmentRollouts", "environment", environment, Callable, needs)
         if options:
             raise ConfigurationError(
                 "only apply to gymnasium.make; use them in the function that creates the environment",

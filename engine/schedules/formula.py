@@ -9,7 +9,7 @@ from functools import cache
 from typing import Literal, Protocol, get_args, get_origin, get_type_hints, runtime_checkable
 
 from pulsetrain.engine.argument_checks import check_choice, is_number, is_whole
-from pulsetrain.engine.errors import CheckpointError, ConfigurationError
+from pulsetrain.engine.errors import CheckpointError, ConfigurationError, refused
 
 __all__ = ["Schedule", "Formula", "Sequential", "Scaled", "require_same"]
 
@@ -78,22 +78,18 @@ class Formula:
             value, kind = getattr(self, field.name), kinds.get(field.name)
             if kind is int:
                 if not is_whole(value):
-                    raise self._refused("needs a whole number", field.name)
+                    raise refused(self, "needs a whole number", field.name)
                 least = 0 if field.default == 0 else 1  # a default of 0 means "none", so 0 is allowed
                 if value < least:
-                    raise self._refused(f"needs at least {least} {_WHOLE.get(field.name, '')}".rstrip(), field.name)
+                    raise refused(self, f"needs at least {least} {_WHOLE.get(field.name, '')}".rstrip(), field.name)
             elif kind is float:
                 if not is_number(value) or value < 0:
-                    raise self._refused("needs a finite number that is not negative", field.name)
+                    raise refused(self, "needs a finite number that is not negative", field.name)
                 object.__setattr__(self, field.name, float(value))
             elif get_origin(kind) is Literal:
                 check_choice(type(self).__name__, field.name, value, get_args(kind))
         if getattr(self, "min_lr", 0.0) > getattr(self, "initial_lr", math.inf):
-            raise self._refused("is above {initial_lr}", "min_lr", "initial_lr")
-
-    def _refused(self, rule: str, *parameters: str) -> ConfigurationError:
-        """The error for the first parameter; the rule may mention the others."""
-        return ConfigurationError(rule, type(self).__name__, **{name: getattr(self, name) for name in parameters})
+            raise refused(self, "is above {initial_lr}", "min_lr", "initial_lr")
 
     def get_lr(self, step: int) -> float:
         raise NotImplementedError
@@ -239,7 +235,7 @@ class Scaled(Formula):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.schedule, Schedule):
-            raise self._refused("needs a schedule, such as Scaled(Cosine(0.1, 1000), 0.5)", "schedule")
+            raise refused(self, "needs a schedule, such as Scaled(Cosine(0.1, 1000), 0.5)", "schedule")
 
     @property
     def length(self) -> int | None:

@@ -7,7 +7,7 @@ from dataclasses import MISSING, fields
 from typing import Any, Literal
 
 from pulsetrain.engine.argument_checks import check_choice, check_positive, is_number, is_whole
-from pulsetrain.engine.errors import ConfigurationError, unknown_name
+from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.schedules import decay
 from pulsetrain.engine.schedules.formula import Formula, Schedule
 from pulsetrain.engine.schedules.warmup import WSD, OneCycle, Warmup
@@ -111,8 +111,7 @@ def keywords_of(place: str, name: str) -> tuple[str, ...]:
     Raises:
         ConfigurationError: no schedule has that name.
     """
-    if not isinstance(name, str) or name not in _NAMED:
-        raise unknown_name(place, "name", name, _NAMED)
+    check_choice(place, "name", name, _NAMED)
     names = [field.name for field in fields(_NAMED[name])[1:]]
     return tuple(name for name in names if name not in ("total_steps", "warmup_steps"))
 

@@ -167,7 +167,7 @@ def test_an_unknown_choice_of_turns_lists_the_choices():
 @pytest.mark.parametrize(
     ("tokenizer", "message"),
     [
-        (None, "tokenize_chat(tokenizer=NoneType): needs an object with an encode, or a function from text to a list"),
+        (None, "tokenize_chat(tokenizer=None): needs an object with an encode, or a function from text to a list"),
         (
             str.split,
             "tokenize_chat(tokenizer): returned ['<|im_start|>system']; needs a list of integers, the token ids",

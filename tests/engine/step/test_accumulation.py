@@ -174,7 +174,7 @@ class CountReads(TorchDispatchMode):
     ("arguments", "message"),
     [
         ({}, r"Accumulate\(\): needs exactly one"),
-        ({"batches": 2, "tokens": 3}, r"Accumulate\(batches, tokens\): needs exactly one"),
+        ({"batches": 2, "tokens": 3}, r"Accumulate\(batches=2, tokens=3\): needs exactly one"),
         ({"batches": 0}, r"Accumulate\(batches=0\): needs a whole number of at least 1"),
         ({"batches": True}, r"Accumulate\(batches=True\): needs a whole number"),
         ({"tokens": 1.5}, r"Accumulate\(tokens=1.5\): needs a whole number"),
