@@ -28,7 +28,7 @@ from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.recording import EventLog, LoggedEvent, LogWriter
 from pulsetrain.engine.recording.replay.engine import ReplayedEngine
 from pulsetrain.engine.training_run import is_training_run
-from pulsetrain.handlers.attachment.attachment import Attachment
+from pulsetrain.handlers.attachment.attachment import Handler
 from pulsetrain.handlers.crash.bundle_writer import BundleWriter, Failure
 from pulsetrain.handlers.crash.crash_files import EVENTS, NOTE, read_bundle
 from pulsetrain.handlers.metric_values.event_values import EventValues
@@ -44,7 +44,7 @@ _NOT_KEPT = (*FREQUENT, Events.METRICS_LOGGED, Events.MEDIA_LOGGED)  # a subscri
 _ITERATED = Events.ITERATION_COMPLETED.value
 
 
-class CrashBundle:
+class CrashBundle(Handler):
     """Writes FOLDER/crash/iteration-NUMBER when the run raises: `read_bundle` or `pulsetrain debug` opens it.
 
     It holds the traceback with shapes and numbers among the local variables, the failing batch (loadable with
@@ -107,7 +107,6 @@ class CrashBundle:
         self._recorder: EventRecorder | None = None
         self._inner: tuple[Engine, str | None, int] | None = None  # engine inside the run that raised; set, error's id
         self._engine: weakref.ref[Engine] | None = None
-        self._attachment = Attachment("CrashBundle")
 
     def attach(self, engine: Engine) -> Self:
         """Wait for a failure of the engine, or of one inside its run such as the evaluator.
@@ -138,7 +137,7 @@ class CrashBundle:
         return self
 
     def detach(self) -> None:
-        self._attachment.cancel()
+        super().detach()
         self._kept.clear()
         self._engine = self._recorder = self._inner = None
 

@@ -7,14 +7,14 @@ from typing import Self
 
 from pulsetrain.engine import FIRST, ConfigurationError, Engine, Event, Events, Every, Phase
 from pulsetrain.engine.argument_checks import is_whole
-from pulsetrain.handlers.attachment.attachment import Attachment
+from pulsetrain.handlers.attachment.attachment import Handler
 from pulsetrain.handlers.attachment.cadence import check_every
 from pulsetrain.handlers.attachment.engine_queries import reject_replay
 
 __all__ = ["Garbage"]
 
 
-class Garbage:
+class Garbage(Handler):
     """Disables automatic collection while the engine runs, and collects at a cadence instead.
 
     Automatic collection happens in the middle of a step, and in a distributed run at a different step on each process,
@@ -47,7 +47,6 @@ class Garbage:
         self._was_enabled = False
         self._freezes = False  # whether this handler froze the objects
         self._active = False
-        self._attachment = Attachment("Garbage")
 
     def attach(self, engine: Engine) -> Self:
         """Collect after loggers and checkpoints of the same event, in phase PERSIST.
@@ -66,7 +65,7 @@ class Garbage:
 
     def detach(self) -> None:
         """Stop collecting; the collector is restored."""
-        self._attachment.cancel()
+        super().detach()
         self._end()
 
     def _begin(self) -> None:

@@ -10,10 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pulsetrain.engine import ArgumentTypeError, ConfigurationError, Engine, Event, Events, Every
-from pulsetrain.engine.argument_checks import check_bool, check_choice, check_whole_number
+from pulsetrain.engine import ConfigurationError, Engine, Event, Events, Every
+from pulsetrain.engine.argument_checks import check_bool, check_choice, check_type, check_whole_number
+from pulsetrain.engine.errors import refused
 from pulsetrain.engine.optimizers import NamedOptimizers
-from pulsetrain.handlers.attachment.attachment import Attachment
+from pulsetrain.handlers.attachment.attachment import Handler
 from pulsetrain.handlers.attachment.engine_queries import attribute, reject_replay
 from pulsetrain.handlers.attachment.publishing import publish, publish_media
 
@@ -22,7 +23,7 @@ __all__ = ["GradientMonitor"]
 ROOT = "(root)"  # the model itself, which may have parameters of its own
 
 
-class GradientMonitor:
+class GradientMonitor(Handler):
     """Publishes the norm of each gradient before clipping, as "grad_norm/layer.weight".
 
     Norms are computed on the device, only at the cadence, and copied to the host at once; the trainer computes a
@@ -71,27 +72,22 @@ class GradientMonitor:
         top: int | None = None,
         model: nn.Module | None = None,
     ) -> None:
-        every = Every(updates=50) if every is None else every
+        self.every = every = Every(updates=50) if every is None else every
         if not isinstance(every, Every) or every != Every(updates=every.updates or 1):
-            raise ConfigurationError(
-                "gradients are complete only at an update; use Every(updates=50)", "GradientMonitor", every=every
-            )
+            raise refused(self, "gradients are complete only at an update; use Every(updates=50)", "every")
         check_choice("GradientMonitor", "by", by, ("parameter", "module"))
         if isinstance(norm_type, bool) or norm_type not in (1, 2, math.inf):
             raise ConfigurationError("needs 1, 2 or inf", "GradientMonitor", norm_type=norm_type)
         check_bool("GradientMonitor", "histograms", histograms)
         check_bool("GradientMonitor", "updates", updates)
         check_whole_number("GradientMonitor", "bins", bins)
-        if top is not None:
-            check_whole_number("GradientMonitor", "top", top)
-        if model is not None and not isinstance(model, nn.Module):
-            raise ArgumentTypeError("needs a torch.nn.Module", "GradientMonitor", model=type(model))
-        self.every, self.by, self.histograms, self.bins = every, by, histograms, bins
+        check_whole_number("GradientMonitor", "top", top, or_none=True)
+        check_type("GradientMonitor", "model", model, nn.Module | None, "a torch.nn.Module")
+        self.by, self.histograms, self.bins = by, histograms, bins
         self.norm_type, self.updates, self.top, self.model = norm_type, updates, top, model
         self._before: dict[str, list[tuple[Tensor, Tensor]]] | None = None  # parameters, and copies before the update
         self._norms: dict[str, float] = {}  # published with the ratios, after the update
         self._counts: dict[str, int] = {}  # updates of each of several optimizers
-        self._attachment = Attachment("GradientMonitor")
 
     def attach(self, engine: Engine) -> Self:
         """Measure this engine's gradients, in phase OBSERVE of GRADIENTS_READY.
@@ -103,9 +99,7 @@ class GradientMonitor:
         with self._attachment.to(engine, whole_bus=False) as subscribe:
             reject_replay("GradientMonitor", engine, "gradients")
             if self.model is None and attribute(engine, "model", nn.Module) is None:
-                raise ConfigurationError(
-                    f"{engine.name!r} has no torch model; pass model=", "GradientMonitor", model=None
-                )
+                raise refused(self, f"{engine.name!r} has no torch model; pass model=", "model")
             interval = self.every.updates
             optimizers = attribute(engine, "optimizer", NamedOptimizers)
             if optimizers is not None and len(optimizers.parts) > 1:  # state.update counts the updates of all
@@ -119,7 +113,7 @@ class GradientMonitor:
         return self
 
     def detach(self) -> None:
-        self._attachment.cancel()
+        super().detach()
         self._before, self._norms = None, {}
         self._counts.clear()
 

@@ -198,8 +198,8 @@ def test_a_state_loaded_before_there_is_a_model_waits_for_it(make):
     [
         ({"every": 10}, "(every=10): needs an Every"),
         ({"every": "epoch"}, "(every='epoch'): needs an Every"),
-        ({"model": {}}, "(model=dict): needs a torch.nn.Module"),
-        ({"model": "net"}, "(model=str): needs a torch.nn.Module"),
+        ({"model": {}}, "(model={}): needs a torch.nn.Module"),
+        ({"model": "net"}, "(model='net'): needs a torch.nn.Module"),
     ],
 )
 def test_a_wrong_cadence_and_a_wrong_model_are_refused(make, options, message):

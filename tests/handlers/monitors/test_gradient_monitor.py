@@ -233,5 +233,5 @@ def test_wrong_arguments_are_refused_when_constructing(arguments, message):
 
 
 def test_what_is_not_a_model_is_refused():
-    with pytest.raises(TypeError, match=r"GradientMonitor\(model=int\): needs a torch.nn.Module"):
+    with pytest.raises(TypeError, match=r"GradientMonitor\(model=3\): needs a torch.nn.Module"):
         GradientMonitor(model=3)
