@@ -73,15 +73,15 @@ def rate(folder: Path, attach: Callable[[Replay], Any], passes: int) -> float:
     return best
 
 
-def hear_iterations(handlers: int) -> Callable[[Replay], None]:
+def receive_iterations(handlers: int) -> Callable[[Replay], None]:
     """Attaches this many handlers that read the iteration."""
 
     def attach(replay: Replay) -> None:
         for _ in range(handlers):
-            counts: dict[str, int] = {"heard": 0}
+            counts: dict[str, int] = {"received": 0}
 
             def count(engine: Replay, counts: dict[str, int] = counts) -> None:
-                counts["heard"] += 1
+                counts["received"] += 1
 
             replay.add_event_handler(Events.ITERATION_COMPLETED, count)
 
@@ -93,7 +93,7 @@ def read_losses(replay: Replay) -> None:
     replay.add_event_handler(Events.ITERATION_COMPLETED, lambda engine: engine.state.output["loss"])
 
 
-def hear_a_trainers(replay: Replay) -> None:
+def receive_trainer_events(replay: Replay) -> None:
     """Attaches ten handlers of the events to which a trainer's usual handlers subscribe."""
     for event in (Events.ITERATION_COMPLETED, Events.EPOCH_COMPLETED, Events.VALIDATION_COMPLETED):
         for _ in range(3):
@@ -105,9 +105,9 @@ def measure(folder: Path, iterations: int, passes: int) -> dict[str, float]:
     """All figures by name, in events per second; those with a bound have the names of BOUNDS."""
     write_log(folder, iterations)
     return {
-        "through one handler of each iteration": rate(folder, hear_iterations(1), passes),
-        "through ten handlers of each iteration": rate(folder, hear_iterations(10), passes),
-        "through ten handlers of trainer events": rate(folder, hear_a_trainers, passes),
+        "through one handler of each iteration": rate(folder, receive_iterations(1), passes),
+        "through ten handlers of each iteration": rate(folder, receive_iterations(10), passes),
+        "through ten handlers of trainer events": rate(folder, receive_trainer_events, passes),
         "through a handler that reads the loss": rate(folder, read_losses, passes),
         "through EarlyStopping": rate(folder, lambda replay: EarlyStopping(patience=10**9).attach(replay), passes),
     }

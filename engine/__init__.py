@@ -17,6 +17,11 @@ from pulsetrain.engine.errors import (
 from pulsetrain.engine.events.bus import EventBus
 from pulsetrain.engine.events.cadence import Every
 from pulsetrain.engine.events.engine import Engine
+from pulsetrain.engine.events.ignite_factories import (
+    convert_tensor,
+    create_supervised_evaluator,
+    create_supervised_trainer,
+)
 from pulsetrain.engine.events.names import Event, EventEnum, Events
 from pulsetrain.engine.events.payloads import (
     AnomalyDetected,
@@ -70,4 +75,5 @@ __all__ = [
     "FunctionalBackend", "JaxBackend", "TorchBackend", "TrainerCore", "DPOStrategy", "GRPOStrategy", "PPOStrategy",
     "PretrainStrategy", "SFTStrategy", "SupervisedStrategy", "ArgumentTypeError", "CheckpointError",
     "ConfigurationError", "MetricNotFoundError", "PulsetrainError", "RecordingError", "RunFolderError",
+    "convert_tensor", "create_supervised_evaluator", "create_supervised_trainer",
 ]  # fmt: skip

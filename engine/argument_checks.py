@@ -5,11 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from numbers import Real
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
-from pulsetrain.engine.errors import ConfigurationError, unknown_name
+from pulsetrain.engine.errors import ArgumentTypeError, ConfigurationError, shortened, unknown_name
 
-__all__ = ["check_bool", "check_choice", "check_number", "check_positive", "check_whole_number", "is_whole"]
+__all__ = [
+    "check_bool",
+    "check_choice",
+    "check_number",
+    "check_positive",
+    "check_type",
+    "check_whole_number",
+    "is_number",
+    "is_whole",
+]
 
 
 def is_whole(value: object) -> TypeGuard[int]:
@@ -21,7 +30,33 @@ def is_whole(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def check_whole_number(place: str, argument: str, value: object, at_least: int = 1, below: int | None = None) -> None:
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether the value is a finite int or float, and not a bool.
+
+    >>> is_number(3), is_number(0.5), is_number(True), is_number(math.nan)
+    (True, True, False, False)
+    """
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and abs(value) < math.inf
+
+
+def check_type(place: str, argument: str, value: object, kinds: Any, needs: str) -> None:
+    """Reject anything but an instance of the kinds, which are what `isinstance` takes.
+
+    Raises:
+        ArgumentTypeError: not an instance.
+
+    >>> check_type("Garbage", "every", 100, slice, "a slice, such as slice(1)")
+    Traceback (most recent call last):
+    ...
+    pulsetrain.engine.errors.ArgumentTypeError: Garbage(every=100): needs a slice, such as slice(1)
+    """
+    if not isinstance(value, kinds):
+        raise ArgumentTypeError(f"needs {needs}", place, **{argument: shortened(value)})
+
+
+def check_whole_number(
+    place: str, argument: str, value: object, at_least: int = 1, below: int | None = None, *, or_none: bool = False
+) -> None:
     """Reject anything but an integer in the range; booleans are not integers here.
 
     Args:
@@ -30,6 +65,7 @@ def check_whole_number(place: str, argument: str, value: object, at_least: int =
         value: what was passed.
         at_least: the smallest integer allowed.
         below: the smallest integer that is too large.
+        or_none: whether None is allowed too.
 
     Raises:
         ConfigurationError: not such an integer.
@@ -39,7 +75,7 @@ def check_whole_number(place: str, argument: str, value: object, at_least: int =
     ...
     pulsetrain.engine.errors.ConfigurationError: Checkpointer(keep_last=0): needs a whole number of at least 1
     """
-    if is_whole(value) and value >= at_least and (below is None or value < below):
+    if (or_none and value is None) or (is_whole(value) and value >= at_least and (below is None or value < below)):
         return
     bound = "" if below is None else f" and below {below}"
     raise ConfigurationError(f"needs a whole number of at least {at_least}{bound}", place, **{argument: value})
@@ -69,12 +105,14 @@ def check_bool(place: str, argument: str, value: object) -> None:
         raise ConfigurationError("needs True or False", place, **{argument: value})
 
 
-def check_positive(place: str, argument: str, value: object, below: float = math.inf) -> None:
-    """Reject anything but a finite number above 0.
+def check_positive(place: str, argument: str, value: object, below: float = math.inf, *, or_none: bool = False) -> None:
+    """Reject anything but a finite number above 0, or None where that is allowed.
 
     Raises:
         ConfigurationError: not such a number.
     """
+    if or_none and value is None:
+        return
     if not isinstance(value, Real) or isinstance(value, bool) or not 0 < float(value) < below:
         bound = "" if below == math.inf else f" below {below:g}"
         raise ConfigurationError(f"needs a positive number{bound}", place, **{argument: value})

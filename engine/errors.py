@@ -16,6 +16,8 @@ __all__ = [
     "RecordingError",
     "RunFolderError",
     "did_you_mean",
+    "refused",
+    "shortened",
     "unknown_name",
 ]
 
@@ -146,10 +148,30 @@ def unknown_name(place: str, argument: str, value: object, choices: Iterable[str
     return ConfigurationError(rule, place, **{argument: value})
 
 
+def refused(owner: object, rule: str, *arguments: str) -> ConfigurationError:
+    """The error for an argument that the owner keeps under its name, and others that take part.
+
+    >>> from fractions import Fraction
+    >>> print(refused(Fraction(1, 2), "is below {denominator}", "numerator", "denominator"))
+    Fraction(numerator=1): is below denominator=2
+    """
+    return ConfigurationError(rule, type(owner).__name__, **{name: getattr(owner, name) for name in arguments})
+
+
 def did_you_mean(name: object, choices: Iterable[str]) -> str:
     """The end of a message that names the nearest choice; "" where none is near."""
     near = get_close_matches(str(name), choices, n=1)
     return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def shortened(value: object) -> object:
+    """The value, or its class where its text is long, takes several lines or is an address, for a message.
+
+    >>> shortened([1, 2]), shortened(list(range(100)))
+    ([1, 2], <class 'list'>)
+    """
+    text = repr(value)
+    return value if len(text) < 60 and "\n" not in text and " object at 0x" not in text else type(value)
 
 
 def _picklable(value: object) -> object:

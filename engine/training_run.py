@@ -107,7 +107,13 @@ class TrainingRun(Protocol):
 
 
 def is_training_run(engine: object) -> TypeIs[TrainingRun]:
-    """Whether the engine trains a model, so that a handler may ask it what `TrainingRun` lists."""
+    """Whether the engine trains a model, so that a handler may ask it what `TrainingRun` lists.
+
+    >>> from pulsetrain import Engine, Trainer
+    >>> engine = Engine(lambda engine, batch: None)
+    >>> is_training_run(engine), is_training_run(Trainer.__new__(Trainer))
+    (False, True)
+    """
     # asked of the class: `isinstance` takes 80 us, and a replay raises if asked for what its log lacks
     return hasattr(type(engine), "is_rewinding")
 

@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> float:
     parser.add_argument("--seed", type=int, default=0, help="of weights, actions and episodes [%(default)s]")
     parser.add_argument("--rollouts", type=int, default=100, help="of 8 x 128 steps, at most [%(default)s]")
     parser.add_argument("--run-dir", default="runs/cartpole", help="log and checkpoints go there [%(default)s]")
-    parser.add_argument("--resume", action="store_true", help="go on with that run; give it the same --rollouts")
+    parser.add_argument("--resume", action="store_true", help="continue that run; give it the same --rollouts")
     options = parser.parse_args(arguments)
 
     torch.manual_seed(options.seed)

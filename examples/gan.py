@@ -41,8 +41,8 @@ class GANStrategy:
         real = batch.inputs
         ones, zeros = torch.ones(len(real), 1), torch.zeros(len(real), 1)
         fake = model["generator"](torch.randn(len(real), NOISE))
-        told, seen = model["discriminator"](fake.detach()), model["discriminator"](real)
-        yield "discriminator", cross_entropy(seen, ones) + cross_entropy(told, zeros)
+        on_fake, on_real = model["discriminator"](fake.detach()), model["discriminator"](real)
+        yield "discriminator", cross_entropy(on_real, ones) + cross_entropy(on_fake, zeros)
         yield "generator", cross_entropy(model["discriminator"](fake), ones)  # with the updated discriminator
 
 

@@ -40,7 +40,7 @@ def train(handlers: list[Any]) -> None:
     )
 
     @trainer.on(Events.ANOMALY_DETECTED)
-    def tell(engine: Engine, event: Event) -> None:
+    def report(engine: Engine, event: Event) -> None:
         anomaly = event.payload
         print(
             f"  {anomaly.kind} at iteration {anomaly.at_iteration}: {anomaly.value:.4g}, rows {anomaly.batch_indices}"

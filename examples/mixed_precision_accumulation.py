@@ -44,7 +44,7 @@ def train(batch_size: int, settings: dict[str, Any]) -> Trainer:
     )
 
     @trainer.on(Events.ANOMALY_DETECTED)
-    def tell(engine: Engine, event: Event) -> None:
+    def report(engine: Engine, event: Event) -> None:
         print(f"  by iteration {event.iteration}: {event.payload.value:.0f} updates skipped ({event.payload.kind})")
 
     trainer.train()

@@ -30,19 +30,19 @@ def main(seed: int = 0) -> None:
     # All loggers receive the same events. None makes the training wait, and one that fails stops neither the run nor
     # the others. A thread sends MLflow's data to a server with tracking_uri="http://...", or writes into the folder.
     loggers = [ConsoleLogger(stream=sys.stdout), CSVLogger(RUN), JSONLinesLogger(RUN)]
-    places: dict[str, object] = {"table": RUN / "metrics.csv", "JSON lines": RUN / "metrics.jsonl"}
+    outputs: dict[str, object] = {"table": RUN / "metrics.csv", "JSON lines": RUN / "metrics.jsonl"}
     if importlib.util.find_spec("tensorboard"):
         loggers.append(TensorBoardLogger(RUN))
-        places["TensorBoard"] = f"tensorboard --logdir {RUN}"
+        outputs["TensorBoard"] = f"tensorboard --logdir {RUN}"
     if importlib.util.find_spec("mlflow"):
         loggers.append(MLflowLogger(folder=RUN, hyperparameters={"hidden": 64}, flush_seconds=60))
-        places["MLflow"] = f"mlflow server --backend-store-uri sqlite:///{RUN}/mlflow.db"
+        outputs["MLflow"] = f"mlflow server --backend-store-uri sqlite:///{RUN}/mlflow.db"
 
     config = TrainingConfig(max_epochs=3, learning_rate=0.003, log_every_n_steps=20, seed=seed)
     trainer = Trainer(model, *loaders, metrics={"accuracy": Accuracy()}, config=config, handlers=loggers)
     trainer.train()
-    for name, place in places.items():
-        print(f"{name}: {place}")
+    for name, output in outputs.items():
+        print(f"{name}: {output}")
 
 
 if __name__ == "__main__":

@@ -32,11 +32,11 @@ def main() -> list[tuple[int, str, str]]:
     bus = EventBus()
     trainer = Engine(train, name="trainer", bus=bus)
     evaluator = Engine(evaluate, name="evaluator", bus=bus)
-    heard: list[tuple[int, str, str]] = []
+    received: list[tuple[int, str, str]] = []
 
     # 1. The whole bus: no sender given. `seq` counts the events of both engines in one order, with or without handlers.
     def note(engine: Engine, event: Event) -> None:
-        heard.append((event.seq, event.engine, event.type))
+        received.append((event.seq, event.engine, event.type))
         print(f"{event.seq:>4}  {event.engine:<10}{event.type}")
 
     for event in (Events.STARTED, Events.EPOCH_COMPLETED, Events.COMPLETED):
@@ -59,7 +59,7 @@ def main() -> list[tuple[int, str, str]]:
     # 4. Muted for a while: the event's receivers are not called on any engine, but `seq` continues to count.
     with bus.signal(Events.EPOCH_COMPLETED).muted():
         trainer.run(batches, max_epochs=3)  # continues with a third epoch
-    return heard
+    return received
 
 
 if __name__ == "__main__":

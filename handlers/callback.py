@@ -116,6 +116,21 @@ _HOOKS: dict[str, tuple[Events, Callable[..., Callable[..., None]]]] = {
 class CallbackList:
     """Subscribes the overridden hooks of callbacks, in the order of the list.
 
+    >>> class Named(Callback):
+    ...     def __init__(self, name):
+    ...         self.name = name
+    ...     def on_epoch_end(self, trainer):
+    ...         print(self.name, trainer.state.epoch)
+    >>> first, second = Named("first"), Named("second")
+    >>> engine = Engine(lambda engine, batch: None)
+    >>> callbacks = CallbackList([first, second]).attach(engine)
+    >>> state = engine.run([0])
+    first 1
+    second 1
+    >>> callbacks.remove(first)
+    >>> state = engine.run([0], max_epochs=2)
+    second 2
+
     Args:
         callbacks: the list, in order.
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from pulsetrain.engine import Accumulate, ConfigurationError, Every
-from pulsetrain.engine.argument_checks import check_bool, is_whole
+from pulsetrain.engine.argument_checks import check_bool, is_number, is_whole
+from pulsetrain.engine.errors import refused
 
 __all__ = ["TrainingConfig"]
 
@@ -118,8 +118,7 @@ class TrainingConfig:
     def __post_init__(self) -> None:
         bounds = [name for name in BOUNDS if getattr(self, name) is not None]
         if len(bounds) > 1:
-            given = {name: getattr(self, name) for name in bounds}
-            raise ConfigurationError("a run has one bound; leave the others out", "TrainingConfig", **given)
+            raise refused(self, "a run has one bound; leave the others out", *bounds)
         for name in ("optimizer", "device"):
             self._require(name, lambda value: isinstance(value, str), "a name")
         self._require("schedule", lambda value: isinstance(value, str), "a name or None")
@@ -130,29 +129,25 @@ class TrainingConfig:
         counts = ["log_every_n_steps", "save_every_n_epochs", "early_stopping_patience"]
         counts += [] if isinstance(self.accumulate, Accumulate) else ["accumulate"]
         for name in (*bounds, *counts):
-            self._require(name, lambda value: isinstance(value, int) and value >= 1, "a whole number of at least 1")
-        self._require("warmup_steps", lambda value: isinstance(value, int) and value >= 0, "a whole number, 0 or more")
+            self._require(name, lambda value: is_whole(value) and value >= 1, "a whole number of at least 1")
+        self._require("warmup_steps", lambda value: is_whole(value) and value >= 0, "a whole number, 0 or more")
         for name in ("learning_rate", "clip_grad_norm", "clip_grad_value"):
-            self._require(name, lambda value: _is_number(value) and value > 0, "a number above 0")
-        self._require("weight_decay", lambda value: _is_number(value) and value >= 0, "a number, 0 or more")
-        self._require("min_lr_ratio", lambda value: _is_number(value) and 0 <= value <= 1, "a number from 0 to 1")
+            self._require(name, lambda value: is_number(value) and value > 0, "a number above 0")
+        self._require("weight_decay", lambda value: is_number(value) and value >= 0, "a number, 0 or more")
+        self._require("min_lr_ratio", lambda value: is_number(value) and 0 <= value <= 1, "a number from 0 to 1")
         self._require("precision", lambda value: value in PRECISIONS, f"one of {', '.join(PRECISIONS)}")
         self._require("activation_checkpointing", lambda value: isinstance(value, str) and value, "a name or None")
         self._require("no_decay", lambda value: value == "auto", "'auto' or None")
         if self.no_decay is not None and "no_decay" in self.optimizer_options:
-            raise ConfigurationError(
-                "is in optimizer_options as well; give one of the two", "TrainingConfig", no_decay=self.no_decay
-            )
+            raise refused(self, "is in optimizer_options as well; give one of the two", "no_decay")
         if self.schedule is None:
             self._refuse_what_a_schedule_reads()
-        self._require("seed", lambda value: isinstance(value, int) and 0 <= value < 2**63, "a whole number, 0 or more")
+        self._require("seed", lambda value: is_whole(value) and 0 <= value < 2**63, "a whole number, 0 or more")
         self._require("validate_every", lambda value: isinstance(value, Every), "an Every, such as Every(epochs=1)")
         self._require("skip_batches", _are_ranges, "pairs of a first and a last iteration, such as [[481, 484]]")
         object.__setattr__(self, "skip_batches", tuple((first, last) for first, last in self.skip_batches))
         if self.save_every_n_epochs is not None and self.run_dir is None:
-            raise ConfigurationError(
-                "needs run_dir, where to save", "TrainingConfig", save_every_n_epochs=self.save_every_n_epochs
-            )
+            raise refused(self, "needs run_dir, where to save", "save_every_n_epochs")
 
     @property
     def accumulation(self) -> Accumulate:
@@ -171,20 +166,16 @@ class TrainingConfig:
     def _refuse_what_a_schedule_reads(self) -> None:
         idle: dict[str, object] = {"warmup_steps": 0, "min_lr_ratio": None, "schedule_options": {}}
         for name, default in idle.items():
-            value = getattr(self, name)
-            if value != default:
-                raise ConfigurationError(
-                    "has no effect where {schedule} leaves the rate as it is; leave it out, or choose a schedule",
-                    "TrainingConfig",
-                    **{name: value, "schedule": None},
-                )
+            if getattr(self, name) != default:
+                rule = "has no effect where {schedule} leaves the rate as it is; leave it out, or choose a schedule"
+                raise refused(self, rule, name, "schedule")
 
     def _require(self, name: str, rule: Callable[[Any], object], wanted: str) -> None:  # any value, to be checked
         value = getattr(self, name)
         if value is None and "None" in TrainingConfig.__annotations__[name]:
             return
-        if isinstance(value, bool) or not rule(value):
-            raise ConfigurationError(f"needs to be {wanted}", "TrainingConfig", **{name: value})
+        if not rule(value):
+            raise refused(self, f"needs to be {wanted}", name)
 
 
 def _are_ranges(value: object) -> bool:
@@ -192,7 +183,3 @@ def _are_ranges(value: object) -> bool:
         isinstance(pair, Sequence) and len(pair) == 2 and all(map(is_whole, pair)) and 1 <= pair[0] <= pair[1]
         for pair in value
     )
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)

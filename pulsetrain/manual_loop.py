@@ -54,14 +54,17 @@ class Loop(Trainer):
         super().__init__(model, *arguments, **options)
         if not isinstance(self.backend, InPlaceBackend):
             raise ConfigurationError(
-                f"Loop(backend={type(self.backend).__name__}): makes the updates itself, and a loop's body computes in "
-                "place; use a Trainer, or TorchBackend()"
+                "makes the updates itself, and a loop's body computes in place; use a Trainer, or TorchBackend()",
+                "Loop",
+                backend=type(self.backend),
             )
         defaults = type(self.config)()
         for name in _OF_THE_STEP:
             value = getattr(self.config, name)
             if value != getattr(defaults, name):
-                raise ConfigurationError(f"Loop(config): {name}={value!r} has no effect; the loop's body does that")
+                raise ConfigurationError(
+                    "has no effect in a Loop, whose body does that", "TrainingConfig", **{name: value}
+                )
         self.external_step = self.stepper.by_hand = True
         self._to_device = self.backend.to_device
         self.output = None

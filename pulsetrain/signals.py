@@ -36,10 +36,18 @@ class SignalWatch:
     Raises:
         ConfigurationError: entered outside the main thread.
 
-    Example:
-        with SignalWatch(trainer) as watch:
-            trainer.train(resume="latest")
-        sys.exit(watch.status)
+    >>> import torch
+    >>> from pulsetrain import SupervisedStrategy, Trainer, TrainingConfig
+    >>> data = [(torch.ones(2, 4), torch.zeros(2, 1))] * 5
+    >>> config = TrainingConfig(max_epochs=1)
+    >>> trainer = Trainer(torch.nn.Linear(4, 1), data, strategy=SupervisedStrategy("mse"), config=config)
+    >>> @trainer.on(Events.ITERATION_COMPLETED(once=3))
+    ... def stop_from_outside():
+    ...     signal.raise_signal(signal.SIGTERM)
+    >>> with SignalWatch(trainer) as watch:
+    ...     history = trainer.train()
+    >>> trainer.state.iteration, watch.status  # a program ends with sys.exit(watch.status)
+    (3, 143)
     """
 
     def __init__(self, trainer: Engine | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from pulsetrain.config import TrainingConfig
 from pulsetrain.engine import Engine, EventBus, Events, Phase
+from pulsetrain.engine.argument_checks import check_type
 from pulsetrain.engine.backends.core import TrainerCore
 from pulsetrain.engine.backends.torch import TorchBackend
 from pulsetrain.engine.checkpoint import Location, load_checkpoint, resolve
-from pulsetrain.engine.errors import ArgumentTypeError
 from pulsetrain.engine.events.payloads import CheckpointLoaded
 from pulsetrain.engine.metrics import MetricTracker
 from pulsetrain.engine.optimizers import NamedOptimizers, averaged_weights, parts_of
@@ -122,10 +122,7 @@ class Trainer(Engine):
     ) -> None:
         check_kinds(config, metrics, handlers, callbacks)
         self.config = config = config or TrainingConfig()
-        if not isinstance(train_loader, Iterable):
-            raise ArgumentTypeError(
-                "needs an iterable of batches, such as a DataLoader", "Trainer", train_loader=train_loader
-            )
+        check_type("Trainer", "train_loader", train_loader, Iterable, "an iterable of batches, such as a DataLoader")
         self.strategy = resolve_strategy(strategy)
         check_metric_names(metrics, self.strategy)
         self.seed = config.seed if config.seed is not None else int.from_bytes(os.urandom(7), "big")

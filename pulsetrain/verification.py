@@ -127,8 +127,7 @@ def verify(
     """
     folder = Path(run)
     for name, value in (("from_iteration", from_iteration), ("to_iteration", to_iteration)):
-        if value is not None:
-            check_whole_number("verify", name, value)
+        check_whole_number("verify", name, value, or_none=True)
     if from_iteration is not None and to_iteration is not None and to_iteration < from_iteration:
         rule = "is before {from_iteration}; choose a later one"
         raise ConfigurationError(rule, "verify", to_iteration=to_iteration, from_iteration=from_iteration)

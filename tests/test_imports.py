@@ -82,6 +82,23 @@ def test_every_public_name_is_there():
         assert all(hasattr(package, name) for name in package.__all__)
 
 
+@pytest.mark.parametrize(
+    "package",
+    [
+        "pulsetrain",
+        pytest.param("pulsetrain.engine", marks=pytest.mark.slow),
+        pytest.param("pulsetrain.handlers", marks=pytest.mark.slow),
+    ],
+)
+def test_tab_completion_offers_every_public_name_before_any_is_used(package: str):
+    code = (
+        "import importlib, sys; package = importlib.import_module(sys.argv[1])\n"
+        "print(*sorted(set(package.__all__) - set(dir(package))))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, package], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == []
+
+
 def test_type_checkers_see_the_names_that_are_imported_when_they_are_used(monkeypatch: pytest.MonkeyPatch):
     import pulsetrain
 

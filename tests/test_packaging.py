@@ -305,7 +305,18 @@ def test_ruff_checks_the_real_folders_once():
         ("handlers/callback.py", "from pulsetrain import config", "pulsetrain composes, handlers decide, engine does"),
         ("engine/data/rng.py", "import pulsetrain.engine.strategies", "Layers of the engine"),
         ("handlers/metric_values/best_value.py", "import pulsetrain.handlers.loggers", "Layers of the handlers"),
+        (
+            "engine/data/rng.py",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import pulsetrain.engine.strategies",
+            "Layers of the engine",
+        ),
+        (
+            "engine/losses/masks.py",
+            "import pulsetrain.engine.losses.tokens",
+            "No circles among the files of a package",
+        ),
     ],
+    ids=["engine", "handlers", "layer of the engine", "layer of the handlers", "for type checkers alone", "circle"],
 )
 def test_an_import_against_the_layers_breaks_a_contract(file: str, line: str, contract: str, tmp_path: Path):
     tree = copy_tree(tmp_path / "tree")

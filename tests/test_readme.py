@@ -42,7 +42,7 @@ def test_the_python_about_the_parts_of_a_step_runs_and_its_assertions_hold(code:
 
 
 @pytest.mark.parametrize("path", sorted(set(re.findall(r"`((?:docs|examples)/[\w./]+)`|\]\((docs/[\w.]+)\)", README))))
-def test_what_the_readme_points_to_is_there(path: tuple[str, str]):
+def test_the_readmes_links_exist(path: tuple[str, str]):
     assert (Path(__file__).parent.parent / (path[0] or path[1])).exists()
 
 
@@ -75,7 +75,7 @@ TABLE_OF_HANDLERS = HANDLERS[HANDLERS.index("| goal |") : HANDLERS.index("## Gua
 
 
 @pytest.mark.parametrize("name", sorted(set(re.findall(r"`([A-Z]\w+)\(", TABLE_OF_HANDLERS))))
-def test_the_table_of_handlers_names_what_there_is(name: str):
+def test_the_table_of_handlers_names_only_what_exists(name: str):
     assert name in handlers.__all__, f"docs/handlers.md names {name}, which handlers/__init__.py does not export"
 
 
@@ -106,5 +106,5 @@ def test_the_python_about_strategies_runs_as_one_program_and_its_assertions_hold
 @pytest.mark.parametrize(
     "path", sorted(set(re.findall(r"`((?:tests|benchmarks)/[\w/]+\.py)`", STRATEGIES[STRATEGIES.index("| | torch") :])))
 )
-def test_what_the_table_of_strategies_names_is_there(path: str):
+def test_the_table_of_strategies_names_only_what_exists(path: str):
     assert (Path(__file__).parent.parent / path).exists()

@@ -6,10 +6,11 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
+from pulsetrain.engine.argument_checks import check_type
 from pulsetrain.engine.arrays import Array
 from pulsetrain.engine.backends.functional import FunctionalBackend
 from pulsetrain.engine.backends.value_states import step_of
-from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.errors import ArgumentTypeError, ConfigurationError
 from pulsetrain.engine.schedules.formula import Schedule
 from pulsetrain.engine.step.backend import Backend
 from pulsetrain.engine.step.first_batch import FirstBatch
@@ -62,11 +63,8 @@ class TrainerCore:
                 "TrainerCore",
                 backend=type(backend),
             )
-        if not isinstance(strategy, TrainingStrategy):
-            raise TypeError(
-                f"TrainerCore(strategy={strategy!r}): needs an object with prepare_batch, compute_loss and "
-                "compute_metrics"
-            )
+        needs = "an object with prepare_batch, compute_loss and compute_metrics"
+        check_type("TrainerCore", "strategy", strategy, TrainingStrategy, needs)
         if settings is not None:
             backend.configure(settings)
         self.backend, self.strategy, self.check = backend, strategy, check
@@ -98,10 +96,8 @@ class TrainerCore:
             TypeError: the backend cannot use the model.
         """
         if schedule is not None and not callable(getattr(schedule, "get_lr", None)):
-            raise TypeError(
-                f"TrainerCore.init(schedule={schedule!r}): needs a schedule of pulsetrain.engine.schedules, "
-                "such as Cosine(1e-3, 1000)"
-            )
+            rule = "needs a schedule of pulsetrain.engine.schedules, such as Cosine(1e-3, 1000)"
+            raise ArgumentTypeError(rule, "TrainerCore.init", schedule=schedule)
         state = self.backend.begin("TrainerCore.init", model, optimizer, learning_rate, weight_decay, **options)
         if isinstance(self.strategy, BindsModel):
             self.strategy.bind(self.backend.module_view(model, state.weights).module, self.backend)

@@ -40,6 +40,24 @@ class FunctionalBackend(Trees, ValueBackend):
 
     It writes `split`, `loss_and_gradients` and `evaluate`; if its arrays are not torch's, `owns` and `from_torch`;
     if they are not numpy's either, `tensor_of`. Trees are torch's pytrees: dicts, lists, tuples, named tuples.
+
+    >>> import numpy as np
+    >>> class Descent:
+    ...     def init(self, parameters):
+    ...         return {"learning_rate": 0.1}
+    ...     def update(self, gradients, opt_state, parameters):
+    ...         return {"slope": -opt_state["learning_rate"] * gradients["slope"]}, opt_state
+    >>> class LeastSquares(FunctionalBackend):
+    ...     def split(self, model):
+    ...         return {"parameters": {"slope": np.array(model)}, "buffers": {}}
+    ...     def loss_and_gradients(self, weights, batch, strategy, draw):
+    ...         error = weights["parameters"]["slope"] * batch.inputs - batch.targets
+    ...         return np.mean(error**2), {"slope": np.mean(2 * error * batch.inputs)}, weights["buffers"]
+    >>> backend, batch = LeastSquares(), TrainingBatch(np.array([1.0, 3.0]), np.array([2.0, 6.0]), samples=2)
+    >>> state = backend.init(0.0, Descent())
+    >>> result = backend.train_step(state, batch, strategy=None)
+    >>> [float(each.weights["parameters"]["slope"]) for each in (state, result.state)]
+    [0.0, 2.0]
     """
 
     def __init__(self) -> None:

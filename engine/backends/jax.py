@@ -47,6 +47,15 @@ class JaxBackend(JaxArrays, FunctionalBackend):
 
     Raises:
         ConfigurationError: jax or optax is not installed, or there is no such device.
+
+    >>> import jax.numpy as jnp
+    >>> from pulsetrain.engine import SupervisedStrategy, TrainerCore
+    >>> core = TrainerCore(JaxBackend("cpu"), SupervisedStrategy("mse"))
+    >>> model = (lambda weights, inputs: inputs @ weights["kernel"]), {"kernel": jnp.ones((2, 1))}
+    >>> state = core.init(model, "sgd", learning_rate=0.1, momentum=0.0)
+    >>> result = core.train_step((torch.ones(4, 2), torch.zeros(4, 1)), state)
+    >>> float(result.metrics["loss"]), result.state.weights["parameters"]["kernel"].shape
+    (4.0, (2, 1))
     """
 
     def __init__(self, device: str | None = None) -> None:

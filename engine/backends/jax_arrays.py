@@ -105,6 +105,4 @@ def find_jax_device(jax: ModuleType, name: str) -> Any:
         return devices[int(number or 0)]
     except (RuntimeError, IndexError, ValueError):
         present = ", ".join(f"{each.platform}:{each.id}" for each in jax.devices())
-        raise ConfigurationError(
-            f"device={name!r}: jax finds no such device here; it has {present}; or 'auto'"
-        ) from None
+        raise ConfigurationError(f"jax finds no such device here; it has {present}; or 'auto'", device=name) from None

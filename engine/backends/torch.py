@@ -83,7 +83,7 @@ class TorchBackend(TorchComputation, InPlaceBackend):
 
     def make_store(self, model: object, optimizer: OptimizerRequest, strategy: Strategy) -> ModelStore:
         """The module on the device, and the optimizer over its parameters."""
-        module = self.place(model)
+        module = self.module_to_device(model)
         return InPlaceStore(self, module, optimizer.build(module))
 
     def init(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> ModelState:

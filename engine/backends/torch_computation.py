@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from pulsetrain.engine.arrays import is_array
-from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.errors import ArgumentTypeError, ConfigurationError
 from pulsetrain.engine.step.activations import recompute_activations
 from pulsetrain.engine.step.model_call import call
 from pulsetrain.engine.step.precision import Precision
@@ -97,14 +97,16 @@ class TorchComputation:
         """The device itself: batches are moved before they are prepared."""
         return self.device
 
-    def place(self, model: object) -> nn.Module:
+    def module_to_device(self, model: object) -> nn.Module:
         """The model on the device, compiled and with its activations recomputed if asked for."""
         if not isinstance(model, nn.Module):
-            raise TypeError(f"TorchBackend: model={type(model).__name__}: needs a torch.nn.Module")
+            raise ArgumentTypeError("needs a torch.nn.Module", "TorchBackend", model=type(model))
         if self.scaler is not None and any(p.dtype is torch.float16 for p in model.parameters()):
             raise ConfigurationError(
-                f"TorchBackend(precision='fp16'): {type(model).__name__} has weights in float16, whose gradients "
-                "cannot be scaled; leave the weights in float32, autocast computes in float16"
+                f"{type(model).__name__} has weights in float16, whose gradients cannot be scaled; leave the weights "
+                "in float32, autocast computes in float16",
+                "TorchBackend",
+                precision="fp16",
             )
         if self.activation_checkpointing is not None:
             recompute_activations(model, self.activation_checkpointing)

@@ -38,20 +38,19 @@ class FunctionalTorchBackend(TorchComputation, FunctionalBackend):
     def _configure(self, settings: BackendSettings) -> None:
         super()._configure(settings)
         self.settings = settings
-        refused = {
-            "precision='fp16'": self.scaler is not None,
-            "compile=True": self.compile,
-            f"activation_checkpointing={self.activation_checkpointing!r}": self.activation_checkpointing is not None,
+        in_place = {
+            "precision": "fp16" if self.scaler is not None else None,
+            "compile": self.compile or None,
+            "activation_checkpointing": self.activation_checkpointing,
         }
-        for setting, asked in refused.items():
-            if asked:
-                raise ConfigurationError(
-                    f"TorchBackend(functional=True): {setting} works in place; leave it out, or functional=True"
-                )
+        for setting, value in in_place.items():
+            if value is not None:
+                given = {setting: value, "functional": True}
+                raise ConfigurationError("works in place; leave it out, or functional=True", "TorchBackend", **given)
 
     def split(self, model: object) -> dict[str, Tree]:
         """The module's parameters that learn, and everything else it saves or computes with, copied, by name."""
-        self.module = self.place(model)
+        self.module = self.module_to_device(model)
         return weights_of(self.module, copy=True)
 
     def loss_and_gradients(

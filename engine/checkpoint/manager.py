@@ -239,4 +239,4 @@ def check_name(caller: str, name: str) -> None:
         ConfigurationError: it has other characters than letters, digits, `_`, `.`, `+` and `-`.
     """
     if not isinstance(name, str) or not re.fullmatch(r"[\w.+-]+", name):
-        raise ConfigurationError(f"{caller}({name=}): use letters, digits, '_', '.', '+' and '-' only")
+        raise ConfigurationError("use letters, digits, '_', '.', '+' and '-' only", caller, name=name)

@@ -68,6 +68,16 @@ def read_checkpoint(folder: Location) -> dict[str, Plain]:
 def check_checkpoint(path: str | os.PathLike[str]) -> None:
     """Compare every file with the manifest, and the manifest with its own digest.
 
+    >>> import tempfile
+    >>> from pulsetrain.engine.checkpoint import CheckpointManager
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = CheckpointManager(folder).save({"epoch": 3})
+    ...     check_checkpoint(path)
+    ...     size = (path / "state.pt").write_bytes(b"another file")
+    ...     check_checkpoint(path)
+    Traceback (most recent call last):
+    pulsetrain.engine.errors.CheckpointError: ...
+
     Raises:
         CheckpointError: as `load_checkpoint`.
     """

@@ -101,8 +101,9 @@ def load_weights(
     weights = checkpoint if key is None else checkpoint.get(key)
     if not isinstance(weights, Mapping):
         raise CheckpointError(
-            f"load_weights({key=}): {path} has no weights of that name; choose a key that it has: "
-            f"{', '.join(map(str, checkpoint))}"
+            f"{path} has no weights of that name; choose a key that it has: {', '.join(map(str, checkpoint))}",
+            "load_weights",
+            key=key,
         )
     return _load(model, weights, f"load_weights({str(path)!r})", prefix, new_prefix, strict)
 
@@ -159,6 +160,14 @@ def load_safetensors(
     """Load weights that any tool has written; `prefix`, `new_prefix` and `strict` as in `load_weights`.
 
     The format has no digest: a changed number is not detected.
+
+    >>> import tempfile
+    >>> whole, head = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1)), nn.Linear(2, 1)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = save_safetensors(whole, Path(folder, "model.safetensors"))
+    ...     mismatch = load_safetensors(head, path, prefix="1.")
+    >>> bool(mismatch), torch.equal(head.weight, whole[1].weight)
+    (False, True)
 
     Returns:
         What did not fit; with `strict`, nothing.

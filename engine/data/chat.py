@@ -8,7 +8,7 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from operator import index
 from typing import Any, Protocol
 
-from pulsetrain.engine.argument_checks import check_choice, is_whole
+from pulsetrain.engine.argument_checks import check_choice, check_type, is_whole
 from pulsetrain.engine.data.sequences import IGNORED
 from pulsetrain.engine.errors import ConfigurationError
 
@@ -85,9 +85,11 @@ def tokenize_chat(
         trained = trained[-1:]
     if not trained:
         roles = ", ".join(sorted({repr(message["role"]) for message in messages}))
-        raise ValueError(
-            f"tokenize_chat(train_on={train_on!r}): nothing to learn, no turn has the role {ASSISTANT!r}, only "
-            f"{roles}; rename the role, pass train_on='all', or leave the conversation out"
+        raise ConfigurationError(
+            f"nothing to learn, no turn has the role {ASSISTANT!r}, only {roles}; rename the role, pass "
+            "train_on='all', or leave the conversation out",
+            "tokenize_chat",
+            train_on=train_on,
         )
     if template is None and getattr(tokenizer, "chat_template", None) and hasattr(tokenizer, "apply_chat_template"):
         if train_on == "all":
@@ -219,12 +221,9 @@ def _require_prefix(shorter: list[int], longer: list[int], number: int, remedy: 
 
 def _encoder(place: str, tokenizer: object) -> Callable[[str], list[int]]:
     """The tokenizer as a function from text to tokens that adds no special tokens."""
-    encode = getattr(tokenizer, "encode", tokenizer)
-    if not callable(encode):
-        raise TypeError(
-            f"{place}(tokenizer={type(tokenizer).__name__}): needs an object with an encode, or a function from text "
-            "to a list of tokens"
-        )
+    encode: Any = getattr(tokenizer, "encode", tokenizer)
+    needs = "an object with an encode, or a function from text to a list of tokens"
+    check_type(place, "tokenizer", encode, Callable, needs)
     try:
         parameters: Container[str] = inspect.signature(encode).parameters
     except (TypeError, ValueError):  # a function that is not written in Python
@@ -234,11 +233,7 @@ def _encoder(place: str, tokenizer: object) -> Callable[[str], list[int]]:
         options["add_special_tokens"] = False
     elif "allowed_special" in parameters:  # tiktoken, which otherwise rejects text that contains a template's marks
         options["allowed_special"] = "all"
-
-    def tokens_of(text: str) -> list[int]:
-        return _as_tokens(place, "tokenizer", encode(text, **options))
-
-    return tokens_of
+    return lambda text: _as_tokens(place, "tokenizer", encode(text, **options))
 
 
 def _as_tokens(place: str, name: str, result: object) -> list[int]:
@@ -266,7 +261,9 @@ def _check_messages(messages: object) -> None:
             f"{type(messages).__name__}"
         )
     if not messages:
-        raise ValueError("tokenize_chat(messages=[]): needs 1 message or more; leave the conversation out")
+        raise ConfigurationError(
+            "needs 1 message or more; leave the conversation out", "tokenize_chat", messages=messages
+        )
     for number, message in enumerate(messages):
         if not isinstance(message, Mapping) or "role" not in message or "content" not in message:
             given = ", ".join(map(repr, message)) if isinstance(message, Mapping) else type(message).__name__

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pulsetrain.engine.argument_checks import check_choice, check_whole_number
+from pulsetrain.engine.argument_checks import check_choice, check_whole_number, is_whole
 from pulsetrain.engine.arrays import require_tensor
 from pulsetrain.engine.errors import ConfigurationError
 
@@ -77,7 +77,7 @@ def pad_examples(
             )
     documents = [_read(place, index, example) for index, example in enumerate(examples)]
     if not documents:
-        raise ValueError(f"{place}(examples=[]): needs 1 example or more")
+        raise ConfigurationError("needs 1 example or more", place, examples=[])
     for index, document in enumerate(documents):
         if length is not None:
             document = documents[index] = _fit(place, index, document, length, truncation)
@@ -131,7 +131,7 @@ def pack(
     check_whole_number(place, "length", length, at_least=2)  # a document of 1 token has no trained token
     _check_truncation(place, truncation, length)
     if split and truncation is not None:
-        raise ConfigurationError(f"{place}(truncation={truncation!r}, split=True): pass one of them")
+        raise ConfigurationError("pass one of them", place, truncation=truncation, split=True)
     documents: list[_Document] = []
     for index, example in enumerate(examples):
         document = _read(place, index, example)
@@ -174,14 +174,14 @@ def restart_positions(tokens: Tensor, separator: int) -> Tensor:
     if not isinstance(tokens, Tensor) or tokens.ndim == 0 or not _is_whole(tokens):
         given = f"{tokens.dtype} {tuple(tokens.shape)}" if isinstance(tokens, Tensor) else type(tokens).__name__
         raise TypeError(f"restart_positions(tokens): needs a tensor of integers, shape (batch, length), not {given}")
-    if isinstance(separator, bool) or not isinstance(separator, int):
+    if not is_whole(separator):
         raise ConfigurationError("needs a token id", "restart_positions", separator=separator)
-    places = torch.arange(tokens.shape[-1], device=tokens.device).expand(tokens.shape)
-    begins = torch.zeros_like(places)
-    begins[..., 1:] = places[..., 1:] * (tokens[..., :-1] == separator)
+    positions = torch.arange(tokens.shape[-1], device=tokens.device).expand(tokens.shape)
+    begins = torch.zeros_like(positions)
+    begins[..., 1:] = positions[..., 1:] * (tokens[..., :-1] == separator)
     if tokens.shape[-1] == 0:  # cummax fails on an empty dimension
         return begins
-    return places - begins.cummax(dim=-1).values
+    return positions - begins.cummax(dim=-1).values
 
 
 # ------------------------------------------------------------------------------------------------ documents

@@ -13,6 +13,7 @@ import blinker
 from blinker.base import ANY_ID
 from ignite.engine.events import EventsList
 
+from pulsetrain.engine.errors import ArgumentTypeError, ConfigurationError
 from pulsetrain.engine.events.compiled import Dispatch, Sequence
 from pulsetrain.engine.events.handler_signature import Handler, HandlerSignature, bind
 from pulsetrain.engine.events.ignite import signatures_of
@@ -62,7 +63,7 @@ class EventSignal(blinker.NamedSignal):
         if not isinstance(receiver, Subscription):
             for receiver_id, held in self.receivers.items():
                 if not isinstance(held, Subscription):
-                    self._plain_subscription(receiver_id, held)  # now, because this fixes its place in the order
+                    self._plain_subscription(receiver_id, held)  # now, because this fixes its position in the order
         self.rebuild()
         return connected
 
@@ -252,10 +253,8 @@ class EventBus(blinker.Namespace):
         if isinstance(event, EventsList):
             raise TypeError(f"subscribe({event!r}): one event per subscription; call it for each of the joined events")
         if sender is not None and not any(sender is engine for engine in self.engines):
-            raise TypeError(
-                f"subscribe(sender={sender!r}): needs an engine of this bus, which has "
-                f"{', '.join(repr(engine.name) for engine in self.engines) or 'none yet'}"
-            )
+            names = ", ".join(repr(engine.name) for engine in self.engines) or "none yet"
+            raise ArgumentTypeError(f"needs an engine of this bus, which has {names}", "subscribe", sender=sender)
         event_filter = getattr(event, "filter", None)
         if event_filter is not None:
             _, member = identify(event)
@@ -310,7 +309,7 @@ class EventBus(blinker.Namespace):
                 n for n in itertools.chain(["engine"], (f"engine_{i}" for i in itertools.count(2))) if n not in taken
             )
         elif name in taken:
-            raise ValueError(f"Engine(name={name!r}): this bus has an engine of that name; choose another")
+            raise ConfigurationError("this bus has an engine of that name; choose another", "Engine", name=name)
         sender_id = id(engine)
         forget = weakref.WeakMethod(self._forget)  # weakly, so that no cycle keeps the bus until the next collection
 

@@ -62,7 +62,8 @@ class Every:
         for field in fields(self):
             mine, theirs = getattr(self, field.name), getattr(other, field.name)
             if mine is not None and theirs is not None and mine != theirs:
-                raise ValueError(f"Every({field.name}={mine!r}) | Every({field.name}={theirs!r}): one cadence per unit")
+                rule = f"cannot join Every({field.name}={theirs!r}); one cadence per unit"
+                raise ConfigurationError(rule, "Every", **{field.name: mine})
             parts[field.name] = mine if mine is not None else theirs
         return Every(**parts)  # type: ignore[arg-type]  # the values keep the types they were checked for above
 

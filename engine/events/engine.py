@@ -14,6 +14,7 @@ from typing import Any
 from ignite.engine import Engine as IgniteEngine
 from ignite.engine import State as IgniteState
 
+from pulsetrain.engine.errors import ConfigurationError, shortened
 from pulsetrain.engine.events.bus import EventBus
 from pulsetrain.engine.events.data_source import DataSource, IterableSource
 from pulsetrain.engine.events.names import COUNTERS, Events
@@ -129,9 +130,10 @@ class Engine(RunControl, IgniteEngine):  # type: ignore[misc]  # _event_handlers
 
     def empty_data_error(self) -> Exception:
         """What a run over data without a batch raises."""
-        return ValueError(
-            f"{self.name!r}.run(data={_short(self.state.dataloader)}): the loader gave no batch; "
-            "an iterator can be run over once, give a list or a DataLoader to run again"
+        return ConfigurationError(
+            "the loader gave no batch; an iterator can be run over once, give a list or a DataLoader to run again",
+            f"{self.name!r}.run",
+            data=shortened(self.state.dataloader),
         )
 
     def run(
@@ -181,7 +183,7 @@ class Engine(RunControl, IgniteEngine):  # type: ignore[misc]  # _event_handlers
         return self._internal_run() if self.is_paused else self.state
 
     def abandon(self) -> None:
-        """Give up a paused run, and forget how the last one ended: the next run starts the loop again."""
+        """Abandon a paused run, and forget how the last one ended: the next run starts the loop again."""
         if not self._running:
             self._internal_run_generator = self._init_iter = None
             self._terminate = self._awaits_step = False
@@ -388,11 +390,6 @@ class Engine(RunControl, IgniteEngine):  # type: ignore[misc]  # _event_handlers
         state.epoch_length = counter
         if state.max_iters is not None:
             state.max_epochs = math.ceil(state.max_iters / counter)
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) < 60 else f"<{type(value).__name__}>"
 
 
 def _check_process_function(process_function: Callable[[Any, Any], Any]) -> None:

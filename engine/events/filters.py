@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from pulsetrain.engine.errors import ArgumentTypeError, ConfigurationError
+
 __all__ = ["NEVER", "AfterSeconds", "EventFilter", "Filter", "build_filter"]
 
 NEVER = 1 << 62  # a counter value that no run reaches
@@ -119,7 +121,7 @@ def build_filter(
     for name, value, least in (("every", every, 1), ("before", before, 0), ("after", after, 0)):
         if value is not None and not (isinstance(value, numbers.Integral) and value >= least):
             rule = f"should be integer and greater {'than' if least else 'or equal to'} zero"
-            raise ValueError(f"{event}({name}={value!r}): Argument {name} {rule}")
+            raise ConfigurationError(f"Argument {name} {rule}", str(event), **{name: value})
     if before is None and after is None:
         assert every is not None
         return None if every == 1 else EventFilter(every=int(every))
@@ -128,12 +130,14 @@ def build_filter(
 
 def _checked_function(event: object, event_filter: Filter) -> Filter:
     if not callable(event_filter):
-        raise TypeError(f"{event}({event_filter=!r}): Argument event_filter should be a callable(engine, value)")
+        raise ArgumentTypeError(
+            "Argument event_filter should be a callable(engine, value)", str(event), event_filter=event_filter
+        )
     try:
         inspect.signature(event_filter).bind(None, 0)
     except (TypeError, ValueError) as error:
-        raise ValueError(
-            f"{event}(event_filter={event_filter!r}): does not fit, but will be called with (engine, value): {error}"
+        raise ConfigurationError(
+            f"does not fit, but will be called with (engine, value): {error}", str(event), event_filter=event_filter
         ) from None
     return event_filter
 
@@ -146,8 +150,9 @@ def _checked_once(event: object, once: int | Sequence[int]) -> tuple[int, ...]:
         or not values
         or not all(isinstance(value, int) and value > 0 for value in values)
     ):
-        raise ValueError(
-            f"{event}(once=...): Argument once should either be a positive integer or a list of positive integers, "
-            f"got {once}"
+        raise ConfigurationError(
+            f"Argument once should either be a positive integer or a list of positive integers, got {once}",
+            str(event),
+            once=once,
         )
     return tuple(sorted(set(values)))

@@ -211,11 +211,11 @@ class _Entries(list[Entry]):
         super().__setitem__(index, entry)
 
     def insert(self, index: SupportsIndex, entry: Entry) -> None:
-        """Register at this place in the order, whatever the phases around it are."""
-        place = index.__index__()
-        place = max(place + len(self), 0) if place < 0 else min(place, len(self))
-        before = self._subscriptions[place - 1] if place > 0 else None
-        after = self._subscriptions[place] if place < len(self) else None
+        """Register at this position in the order, whatever the phases around it are."""
+        position = index.__index__()
+        position = max(position + len(self), 0) if position < 0 else min(position, len(self))
+        before = self._subscriptions[position - 1] if position > 0 else None
+        after = self._subscriptions[position] if position < len(self) else None
         handler, args, kwargs = entry
         call, signature = handler, HandlerSignature(engine=False)
         if args and isinstance(reference := args[0], weakref.ref):
@@ -232,8 +232,8 @@ class _Entries(list[Entry]):
         elif after is not None and before is not None:
             subscription.position = (before.position + after.position) / 2
         self._signal.connect(subscription, sender=self._engine, weak=False)
-        self._subscriptions.insert(place, subscription)
-        super().insert(place, entry)
+        self._subscriptions.insert(position, subscription)
+        super().insert(position, entry)
 
     def append(self, entry: Entry) -> None:
         """Register at the end."""

@@ -7,6 +7,7 @@ from typing import Any
 
 from ignite.engine.events import EventEnum as IgniteEventEnum
 
+from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.events.names import LOOP_COUNTERS, READ_ONLY, EventLike, Events, identify
 
 __all__ = ["EventRegistry"]
@@ -49,9 +50,11 @@ class EventRegistry:
             raise ValueError(f"Expected event_to_attr to be dictionary. Got {type(event_to_attr)}.")
         for event in event_to_attr or ():
             if event not in event_names:
-                raise ValueError(
-                    f"register_events(event_to_attr={{{event!r}: ...}}): not among the events registered by this call: "
-                    f"{', '.join(map(str, event_names)) or 'none'}"
+                names = ", ".join(map(str, event_names)) or "none"
+                raise ConfigurationError(
+                    f"not among the events registered by this call: {names}",
+                    "register_events",
+                    event_to_attr={event: ...},
                 )
         for index, event in enumerate(event_names):  # all are checked before the first is registered
             if not isinstance(event, (str, IgniteEventEnum)):

@@ -10,6 +10,7 @@ from enum import IntEnum
 from types import MethodType
 from typing import Literal, Protocol, TypedDict
 
+from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.events.filters import AfterSeconds, EventFilter, Filter
 from pulsetrain.engine.events.handler_signature import Handler, HandlerSignature
 from pulsetrain.engine.events.names import Event, EventLike, Events
@@ -102,7 +103,7 @@ class Subscription:
         by_engine: bool = False,
     ) -> None:
         if on_error not in ("raise", "warn"):
-            raise ValueError(f"on_error={on_error!r}: choose 'raise' or 'warn'")
+            raise ConfigurationError("choose 'raise' or 'warn'", on_error=on_error)
         self.signal = signal
         try:
             self.phase = Phase(phase)
@@ -127,7 +128,7 @@ class Subscription:
     def set_handler(
         self, handler: Handler, args: tuple[object, ...], kwargs: Mapping[str, object], signature: HandlerSignature
     ) -> None:
-        """Call a different handler from now on, at the same place in the order."""
+        """Call a different handler from now on, at the same position in the order."""
         self.handler = handler
         self.args, self.kwargs, self.signature = args, kwargs, signature
         self.call, self.needs_event = signature.compile(handler, args, kwargs)

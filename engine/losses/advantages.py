@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from numbers import Integral
-
-from pulsetrain.engine.argument_checks import check_choice
+from pulsetrain.engine.argument_checks import check_choice, is_whole
 from pulsetrain.engine.arrays import Array, misshapen, namespace
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.losses.masks import check_same_shapes, constant
@@ -89,7 +87,7 @@ def grpo_advantages(rewards: Array, group_size: int, scale: str = "group") -> Ar
         ValueError: the number of rewards is not a multiple of group_size.
     """
     place = "grpo_advantages"
-    if isinstance(group_size, bool) or not isinstance(group_size, Integral) or group_size < 2:
+    if not is_whole(group_size) or group_size < 2:
         raise ConfigurationError(
             "needs a whole number of replies to each prompt, at least 2: a single reply is always the mean",
             place,

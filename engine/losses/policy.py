@@ -199,7 +199,7 @@ def grpo_loss(
     check_choice(place, "normalization", normalization, _NORMALIZATIONS)
     _check_range(place, "kl_coef", kl_coef)
     if normalization == "dr_grpo" and max_length is None:
-        raise ConfigurationError(f"{place}(normalization='dr_grpo'): needs max_length, the longest possible reply")
+        raise ConfigurationError("needs max_length, the longest possible reply", place, normalization=normalization)
     if max_length is not None:
         require(place, "max_length", max_length, lambda most: 0 < most < math.inf, "a number of tokens, at least 1")
     if kl_coef and reference_log_probs is None:

@@ -71,7 +71,7 @@ def dpo_loss(
         missing, other = "reference_chosen", "reference_rejected"
         if reference_chosen is not None:
             missing, other = other, missing
-        raise ConfigurationError(f"{place}({missing}=None): needs both references or none; pass it as well as {other}")
+        raise ConfigurationError(f"needs both references or none; pass it as well as {other}", place, **{missing: None})
     xp = namespace(policy_chosen, policy_rejected, reference_chosen, reference_rejected, place=place)
     check_same_shapes(
         place,

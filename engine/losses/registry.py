@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from pulsetrain.engine.argument_checks import check_choice
 from pulsetrain.engine.arrays import Array, has_values, is_array, is_floating, namespace
 from pulsetrain.engine.class_indices import is_integral
-from pulsetrain.engine.errors import ConfigurationError, unknown_name
+from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.losses.checks import check_finite, check_labels, check_probabilities
 from pulsetrain.engine.losses.classification import bce_with_logits, cross_entropy, focal_loss
 from pulsetrain.engine.losses.regression import huber, l1, mse
@@ -56,8 +57,7 @@ def get_loss(name_or_callable: str | Loss, **options: object) -> Loss:
             the argument is a class or not callable.
     """
     if isinstance(name_or_callable, str):
-        if name_or_callable not in _NAMED:
-            raise unknown_name("get_loss", "name", name_or_callable, _NAMED)
+        check_choice("get_loss", "name", name_or_callable, _NAMED)
         loss = _NAMED[name_or_callable]
         if not options:
             return loss

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from pulsetrain.engine.argument_checks import check_whole_number
 from pulsetrain.engine.class_indices import check_class_indices, check_indices
-from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.errors import ArgumentTypeError, refused
 from pulsetrain.engine.metrics.reading import nothing_yet
 
 __all__ = ["Accuracy", "TokenAccuracy", "TopKAccuracy"]
@@ -20,11 +20,9 @@ class _ShareCorrect:
     """Counts correct and all predictions as integers on the device, exact for any number; NaN if nothing counted."""
 
     def __init__(self, ignore_index: int | None = None) -> None:
-        if ignore_index is not None and type(ignore_index) is not int:
-            raise ConfigurationError(
-                "needs a whole number; or None to count all", type(self).__name__, ignore_index=ignore_index
-            )
         self.ignore_index = ignore_index
+        if ignore_index is not None and type(ignore_index) is not int:
+            raise refused(self, "needs a whole number; or None to count all", "ignore_index")
         self.reset()
 
     def reset(self) -> None:
@@ -77,7 +75,7 @@ class _ShareCorrect:
     def _check(self, y_pred: Tensor, y: Tensor) -> None:
         place = f"{type(self).__name__}.update"
         if not isinstance(y_pred, Tensor) or not isinstance(y, Tensor):
-            raise TypeError(f"{place}(y_pred={type(y_pred).__name__}, y={type(y).__name__}): needs two tensors")
+            raise ArgumentTypeError("needs two tensors", place, y_pred=type(y_pred), y=type(y))
         check_class_indices(
             place, y_pred, y, ("y_pred", "y"), "for binary logits pass (y_pred > 0).long() and y.long()"
         )
@@ -135,10 +133,8 @@ class TopKAccuracy(_ShareCorrect):
     def _check(self, y_pred: Tensor, y: Tensor) -> None:
         super()._check(y_pred, y)
         if self.k > y_pred.shape[-1]:
-            raise ValueError(
-                f"TopKAccuracy(k={self.k}): y_pred of shape {tuple(y_pred.shape)} has only {y_pred.shape[-1]} classes; "
-                "choose a smaller k"
-            )
+            rule = f"y_pred of shape {tuple(y_pred.shape)} has only {y_pred.shape[-1]} classes; choose a smaller k"
+            raise refused(self, rule, "k")
 
 
 class TokenAccuracy(_ShareCorrect):

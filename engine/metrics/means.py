@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from pulsetrain.engine.argument_checks import check_positive
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.metrics.reading import nothing_yet
 
@@ -49,7 +50,7 @@ class RunningMean:
             ValueError: there is more than one value, or the weight is negative or not finite.
         """
         if not isinstance(weight, Tensor) and not 0.0 <= weight < math.inf:
-            raise ValueError(f"RunningMean.update(weight={weight!r}): needs a finite number of at least 0")
+            raise ConfigurationError("needs a finite number of at least 0", "RunningMean.update", weight=weight)
         value, weight = _wide("value", value), _wide("weight", weight)
         if isinstance(weight, Tensor):  # the mean of nothing is nan, which must not enter the sum with weight 0
             weighted: Tensor | float = torch.where(weight > 0, value * weight, 0.0)
@@ -115,8 +116,7 @@ def bits_per_byte(mean_loss: Number, bytes_per_token: float = 1.0) -> Number:
     Raises:
         ConfigurationError: bytes_per_token is not positive and finite.
     """
-    if not 0.0 < bytes_per_token < math.inf:
-        raise ConfigurationError("needs a positive number", "bits_per_byte", bytes_per_token=bytes_per_token)
+    check_positive("bits_per_byte", "bytes_per_token", bytes_per_token)
     return mean_loss / (math.log(2) * bytes_per_token)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pulsetrain.engine.argument_checks import check_choice
-from pulsetrain.engine.errors import MetricNotFoundError
+from pulsetrain.engine.errors import ArgumentTypeError, MetricNotFoundError
 from pulsetrain.engine.metrics.reading import canonical
 
 __all__ = ["MetricTracker"]
@@ -209,7 +209,7 @@ def _number(name: str, value: object) -> float | Tensor:
             )
         return value.detach().reshape(1).clone()
     if not isinstance(value, numbers.Real):
-        raise TypeError(f"MetricTracker.update({name!r}={value!r}): needs a number or a tensor of one element")
+        raise ArgumentTypeError("needs a number or a tensor of one element", "MetricTracker.update", **{name: value})
     return float(value)
 
 

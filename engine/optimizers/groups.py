@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+from pulsetrain.engine.errors import ArgumentTypeError
 from pulsetrain.engine.optimizers.options import POSITIVE, check_number
 from pulsetrain.engine.optimizers.registry import refused
 
@@ -41,10 +42,11 @@ _NORM_CLASS = re.compile(r"Norm(alization)?(?![a-z])")  # LayerNorm, BatchNorm2d
 def check_model(place: str, model: object) -> None:
     """Raises TypeError unless the model is a torch module."""
     if not isinstance(model, nn.Module):
-        given = repr(model) if model is None else type(model).__name__
-        raise TypeError(
-            f"{place}(model={given}): needs a torch.nn.Module, since parameter groups use its names and modules; "
-            "for bare parameters use torch.optim directly"
+        raise ArgumentTypeError(
+            "needs a torch.nn.Module, since parameter groups use its names and modules; for bare parameters use "
+            "torch.optim directly",
+            place,
+            model=None if model is None else type(model),
         )
 
 

@@ -81,8 +81,9 @@ class MuonWithAdamW(Optimizer):
         if half is self._muon and wrong:
             del self.param_groups[-1]
             raise ConfigurationError(
-                f"MuonWithAdamW(matrices=...): Muon updates only matrices, got a parameter of shape {wrong[0]}; "
-                "give it to AdamW"
+                f"Muon updates only matrices, got a parameter of shape {wrong[0]}; give it to AdamW",
+                "MuonWithAdamW",
+                matrices=...,
             )
         self._link()
 

@@ -41,7 +41,7 @@ class NamedOptimizers(Optimizer):
 
     def __init__(self, optimizers: Mapping[str, Optimizer]) -> None:
         if not optimizers:
-            raise ConfigurationError("NamedOptimizers(optimizers={}): needs at least 1 optimizer")
+            raise ConfigurationError("needs at least 1 optimizer", "NamedOptimizers", optimizers=optimizers)
         owners: dict[int, str] = {}
         for name, part in optimizers.items():
             for parameter in (each for group in part.param_groups for each in group["params"]):

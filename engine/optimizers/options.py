@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 
-from pulsetrain.engine.optimizers.registry import optimizer_class, refused
+from pulsetrain.engine.argument_checks import is_number, is_whole
+from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.optimizers.registry import CREATE, optimizer_class
 
 __all__ = ["POSITIVE", "check_number", "check_rates", "checked_options"]
 
@@ -34,8 +36,8 @@ _NUMBERS: dict[str, _Rule] = {
     "momentum_decay": _NOT_NEGATIVE,
     "r": _NOT_NEGATIVE,
     "weight_lr_power": _NOT_NEGATIVE,
-    "ns_steps": (lambda value: isinstance(value, int) and 1 <= value < 100, "a whole number from 1 to 99"),
-    "warmup_steps": (lambda value: isinstance(value, int) and value >= 0, "a whole number, 0 or more"),
+    "ns_steps": (lambda value: is_whole(value) and 1 <= value < 100, "a whole number from 1 to 99"),
+    "warmup_steps": (lambda value: is_whole(value) and value >= 0, "a whole number, 0 or more"),
 }
 
 # torch would treat any other value as true, even the string "false"
@@ -50,7 +52,7 @@ _ALIASES = {"adam_beta1": "betas", "adam_beta2": "betas", "adam_epsilon": "eps"}
 _ADAMW_HALF = ("betas", "amsgrad", "foreach", "fused")
 
 
-def check_number(argument: str, value: object, rule: Callable[[Any], bool], needs: str) -> None:
+def check_number(argument: str, value: object, rule: Callable[[Any], bool], needs: str, place: str = CREATE) -> None:
     """Raises ConfigurationError unless the value is a number (not a bool) for which the rule holds.
 
     >>> check_number("momentum", 1.5, lambda value: 0 <= value < 1, "a number below 1")
@@ -58,18 +60,18 @@ def check_number(argument: str, value: object, rule: Callable[[Any], bool], need
         ...
     pulsetrain.engine.errors.ConfigurationError: create_optimizer(momentum=1.5): needs a number below 1
     """
-    if not isinstance(value, (int, float)) or isinstance(value, bool) or not rule(value):
-        raise refused(f"needs {needs}", **{argument: value})
+    if not is_number(value) or not rule(value):
+        raise ConfigurationError(f"needs {needs}", place, **{argument: value})
 
 
-def check_rates(learning_rate: object, weight_decay: object) -> None:
+def check_rates(learning_rate: object, weight_decay: object, place: str = CREATE) -> None:
     """Raises ConfigurationError unless the rate is positive and the decay not negative."""
-    check_number("learning_rate", learning_rate, *POSITIVE)
-    check_number("weight_decay", weight_decay, *_NOT_NEGATIVE)
+    check_number("learning_rate", learning_rate, *POSITIVE, place)
+    check_number("weight_decay", weight_decay, *_NOT_NEGATIVE, place)
 
 
-def checked_options(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The checked keywords under torch's names.
+def checked_options(name: str, given: Mapping[str, Any], place: str = CREATE) -> dict[str, Any]:
+    """The checked keywords under torch's names; `place` is the caller that an error names.
 
     For "muon", `adam_epsilon` keeps its name, since `eps` is Muon's.
 
@@ -84,26 +86,27 @@ def checked_options(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
     choices = {*accepted, *aliases, *(("muon_rule",) if name == "muon" else ())}
     for key, value in given.items():
         if key not in choices:
-            raise refused(f"unknown to {name!r}; it takes {', '.join(sorted(choices))}", **{key: value})
+            rule = f"unknown to {name!r}; it takes {', '.join(sorted(choices))}"
+            raise ConfigurationError(rule, place, **{key: value})
     options = dict(given)
-    _check_values(name, options)
+    _check_values(place, name, options)
     if name == "muon":
         aliases.pop("adam_epsilon")  # eps is Muon's, and this one AdamW's
     for old, new in aliases.items():
         if old in options and new in options:
-            raise refused("pass only one of them", **{old: options[old], new: options[new]})
+            raise ConfigurationError("pass only one of them", place, **{old: options[old], new: options[new]})
     if "adam_epsilon" in aliases.keys() & options.keys():
         options["eps"] = options.pop("adam_epsilon")
     if {"adam_beta1", "adam_beta2"} & options.keys():
         first, second = accepted["betas"]
         options["betas"] = (options.pop("adam_beta1", first), options.pop("adam_beta2", second))
     if "betas" in options:
-        _check_betas(name, given, options)
+        _check_betas(place, name, given, options)
     if isinstance(options.get("ns_coefficients"), list):
         options["ns_coefficients"] = tuple(options["ns_coefficients"])
     if options.get("use_triton") and find_spec("triton") is None:
         # lion-pytorch would exit the process
-        raise refused("needs the package triton; pip install triton", use_triton=True)
+        raise ConfigurationError("needs the package triton; pip install triton", place, use_triton=True)
     return options
 
 
@@ -116,23 +119,24 @@ def _accepted(name: str) -> dict[str, Any]:
     return {key: each.default for key, each in parameters.items() if key not in ("params", "lr", "weight_decay")}
 
 
-def _check_values(name: str, options: Mapping[str, Any]) -> None:
+def _check_values(place: str, name: str, options: Mapping[str, Any]) -> None:
     for key, value in options.items():
         if key == "momentum" and name == "schedule_free_sgd":
-            check_number(key, value, *_INSIDE)
+            check_number(key, value, *_INSIDE, place)
         elif key in _NUMBERS:
-            check_number(key, value, *_NUMBERS[key])
+            check_number(key, value, *_NUMBERS[key], place)
         elif (key in _SWITCHES or key in _OPEN_SWITCHES) and not (
             isinstance(value, bool) or (value is None and key in _OPEN_SWITCHES)
         ):
-            raise refused("needs to be True or False", **{key: value})
+            raise ConfigurationError("needs to be True or False", place, **{key: value})
 
 
-def _check_betas(name: str, given: Mapping[str, Any], options: dict[str, Any]) -> None:
+def _check_betas(place: str, name: str, given: Mapping[str, Any], options: dict[str, Any]) -> None:
     betas = options["betas"]
     if not isinstance(betas, (tuple, list)) or len(betas) != 2:
-        raise refused("needs two numbers", betas=betas)
+        raise ConfigurationError("needs two numbers", place, betas=betas)
     for index, beta in enumerate(betas):
         source = f"adam_beta{index + 1}" if f"adam_beta{index + 1}" in given else f"betas[{index}]"
-        check_number(source, beta, *(_INSIDE if name == "schedule_free_adamw" and index == 0 else _BELOW_ONE))
+        rule = _INSIDE if name == "schedule_free_adamw" and index == 0 else _BELOW_ONE
+        check_number(source, beta, *rule, place)
     options["betas"] = tuple(betas)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import import_module
+from typing import Final
 
 import torch
 from torch.optim import Optimizer
 
 from pulsetrain.engine.errors import ConfigurationError, unknown_name
 
-__all__ = ["NAMES", "optimizer_class", "refused"]
+__all__ = ["CREATE", "NAMES", "optimizer_class", "refused"]
+
+CREATE: Final = "create_optimizer"  # the place of most errors
 
 _CLASSES = ("AdamW", "Adam", "SGD", "RMSprop", "Adagrad", "Adadelta", "NAdam", "RAdam", "Muon")
 _TORCH = {kind.lower(): kind for kind in _CLASSES}
@@ -27,7 +30,7 @@ NAMES = (*_TORCH, *_OPTIONAL)
 
 def refused(rule: str, **arguments: object) -> ConfigurationError:
     """The error of `create_optimizer` for an argument, which comes first; see `ConfigurationError`."""
-    return ConfigurationError(rule, "create_optimizer", **arguments)
+    return ConfigurationError(rule, CREATE, **arguments)
 
 
 def optimizer_class(name: str) -> Callable[..., Optimizer]:

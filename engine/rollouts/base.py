@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pulsetrain.engine.arrays import Array
-from pulsetrain.engine.errors import CheckpointError, ConfigurationError
+from pulsetrain.engine.errors import CheckpointError, ConfigurationError, refused
 from pulsetrain.engine.events.names import Events
 from pulsetrain.engine.events.payloads import PolicyUpdated, RewardsComputed, RolloutCompleted
 from pulsetrain.engine.events.state import State
@@ -148,12 +148,8 @@ class Rollouts:
     def _check(self, strategy: PolicyStrategy) -> None:
         size = strategy.minibatch_size
         if size is not None and self.rows % size:
-            raise ConfigurationError(
-                f"a rollout of {type(self).__name__} has {self.rows} "
-                "rows, which do not make whole batches; choose a divisor",
-                type(strategy).__name__,
-                minibatch_size=size,
-            )
+            rows = f"a rollout of {type(self).__name__} has {self.rows} rows"
+            raise refused(strategy, f"{rows}, which do not make whole batches; choose a divisor", "minibatch_size")
 
     @property
     def trainer(self) -> PolicyTrainer:

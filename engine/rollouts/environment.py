@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pulsetrain.engine.argument_checks import check_whole_number
+from pulsetrain.engine.argument_checks import check_type, check_whole_number
 from pulsetrain.engine.data import rng
 from pulsetrain.engine.errors import CheckpointError, ConfigurationError
 from pulsetrain.engine.rollouts.base import PolicyTrainer, Rollouts
@@ -76,8 +76,9 @@ class EnvironmentRollouts(Rollouts):
             _check_spaces(each)
         if len({id(each) for each in made}) < environments:
             raise ConfigurationError(
-                "EnvironmentRollouts(environment=...): the function returns the same environment again; let it create "
-                "a new one each time"
+                "the function returns the same environment again; let it create a new one each time",
+                "EnvironmentRollouts",
+                environment=environment,
             )
         self._lanes = [_Lane(each, index) for index, each in enumerate(made)]
         self._actions = int(self._lanes[0].environment.action_space.n)
@@ -297,11 +298,8 @@ class _Lane:
 
 def _maker(environment: str | Callable[[], Any], options: dict[str, Any]) -> Callable[[], Any]:
     if not isinstance(environment, str):
-        if not callable(environment):
-            raise TypeError(
-                f"EnvironmentRollouts(environment={type(environment).__name__}): needs a name, or a function that "
-                "creates a new environment at each call"
-            )
+        needs = "a name, or a function that creates a new environment at each call"
+        check_type("EnvironmentRollouts", "environment", environment, Callable, needs)
         if options:
             raise ConfigurationError(
                 "only apply to gymnasium.make; use them in the function that creates the environment",

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from pulsetrain.engine.argument_checks import check_whole_number
+from pulsetrain.engine.argument_checks import check_type, check_whole_number
 from pulsetrain.engine.data import rng
 from pulsetrain.engine.data.sequences import IGNORED, pad_examples
-from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.errors import ArgumentTypeError, ConfigurationError, refused, shortened
 from pulsetrain.engine.rollouts.base import PolicyTrainer, Rollouts
 from pulsetrain.engine.rollouts.sampling import Sampler, sampler_of
 from pulsetrain.engine.strategies.language import values_of
@@ -73,15 +73,14 @@ class TextRollouts(Rollouts):
             check_whole_number("TextRollouts", name, value)
         empty = [index for index, prompt in enumerate(self.prompts) if not prompt]
         if empty or not self.prompts:
-            what = f"prompts[{empty[0]}]=[]" if empty else "prompts=[]"
-            raise ConfigurationError(f"TextRollouts({what}): needs token ids; a text starts with at least one")
+            given: dict[str, object] = {f"prompts[{empty[0]}]" if empty else "prompts": []}
+            raise ConfigurationError("needs token ids; a text starts with at least one", "TextRollouts", **given)
         longest = max(map(len, self.prompts)) + max_new_tokens
-        numbers = {"end_token": end_token, "pad_token": pad_token, "pad_to": pad_to}
-        for name, number in numbers.items():
-            if number is not None or name == "pad_token":
-                check_whole_number("TextRollouts", name, number, at_least=0)
-        if sampler is not None and not callable(sampler):
-            raise TypeError(f"TextRollouts(sampler={sampler!r}): needs a function of prompts and a number of tokens")
+        check_whole_number("TextRollouts", "end_token", end_token, at_least=0, or_none=True)
+        check_whole_number("TextRollouts", "pad_token", pad_token, at_least=0)
+        check_whole_number("TextRollouts", "pad_to", pad_to, at_least=0, or_none=True)
+        needs = "a function of prompts and a number of tokens"
+        check_type("TextRollouts", "sampler", sampler, Callable | None, needs)
         if pad_to is not None and pad_to < longest:
             raise ConfigurationError(
                 f"the longest prompt and max_new_tokens={max_new_tokens} make {longest} "
@@ -89,8 +88,7 @@ class TextRollouts(Rollouts):
                 "TextRollouts",
                 pad_to=pad_to,
             )
-        if not callable(reward):
-            raise TypeError(f"TextRollouts(reward={reward!r}): needs a function of prompts and completions")
+        check_type("TextRollouts", "reward", reward, Callable, "a function of prompts and completions")
         self.reward, self.max_new_tokens, self.prompts_per_rollout = reward, max_new_tokens, prompts_per_rollout
         self.end_token, self.pad_token, self.pad_to = end_token, pad_token, pad_to
         self._sampler, self._longest = sampler, longest
@@ -103,32 +101,26 @@ class TextRollouts(Rollouts):
     def begin(self, trainer: PolicyTrainer) -> None:
         context = trainer.strategy.context
         if context is not None and self.pad_to is not None and self.pad_to > context + 1:
-            raise ConfigurationError(
-                f"rows are longer than the model's context of {context} plus the "
-                f"token that follows; pass at most pad_to={context + 1}",
-                "TextRollouts",
-                pad_to=self.pad_to,
-            )
+            rule = f"rows are longer than the model's context of {context} plus the token that follows"
+            raise refused(self, f"{rule}; pass at most pad_to={context + 1}", "pad_to")
         if context is not None and self._longest > context + 1:
-            raise ConfigurationError(
-                f"with the longest prompt a text has "
-                f"{self._longest} tokens, more than the model's context of {context} plus the one that follows; cut "
-                "the prompts, or pass a smaller max_new_tokens",
-                "TextRollouts",
-                max_new_tokens=self.max_new_tokens,
+            rule = (
+                f"with the longest prompt a text has {self._longest} tokens, more than the model's context of "
+                f"{context} plus the one that follows; cut the prompts, or pass a smaller max_new_tokens"
             )
+            raise refused(self, rule, "max_new_tokens")
         strategy = trainer.strategy
         most = getattr(strategy, "max_length", None)
         if most is not None and most < self.max_new_tokens:
-            raise ConfigurationError(
-                f"a text may have max_new_tokens={self.max_new_tokens}; pass at least max_length={self.max_new_tokens}",
-                type(strategy).__name__,
-                max_length=most,
-            )
+            needed = self.max_new_tokens
+            rule = f"a text may have max_new_tokens={needed}; pass at least max_length={needed}"
+            raise refused(strategy, rule, "max_length")
         if strategy.kl_coef and not strategy.has_reference:
             raise ConfigurationError(
-                f"{type(strategy).__name__}(kl_coef={strategy.kl_coef!r}, reference=None): for texts it weights the "
-                "divergence from the reference; leave reference='copy', or set kl_coef=0.0"
+                "for texts it weights the divergence from the reference; leave reference='copy', or set kl_coef=0.0",
+                type(strategy).__name__,
+                kl_coef=strategy.kl_coef,
+                reference=None,
             )
         if self._sampler is None:
             self._sampler = sampler_of(
@@ -239,7 +231,8 @@ def _token_numbers(prompts: Sequence[Sequence[int]]) -> list[list[int]]:
     try:
         return [[operator.index(token) for token in prompt] for prompt in prompts]
     except TypeError:
-        raise TypeError(
-            f"TextRollouts(prompts={reprlib.repr(prompts)}): needs a list of token ids for each prompt; encode "
-            "texts with the model's tokenizer"
+        raise ArgumentTypeError(
+            "needs a list of token ids for each prompt; encode texts with the model's tokenizer",
+            "TextRollouts",
+            prompts=shortened(prompts),
         ) from None

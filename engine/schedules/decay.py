@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from pulsetrain.engine.argument_checks import is_whole
+from pulsetrain.engine.errors import refused
 from pulsetrain.engine.schedules.formula import Formula
 
 __all__ = [
@@ -73,7 +74,7 @@ class Polynomial(Formula):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.power == 0:
-            raise self._refused("never falls; pass a positive power, or choose Constant", "power")
+            raise refused(self, "never falls; pass a positive power, or choose Constant", "power")
 
     def get_lr(self, step: int) -> float:
         if step >= self.total_steps:
@@ -124,11 +125,11 @@ class MultiStep(Formula):
         super().__post_init__()
         given = self.milestones
         if not isinstance(given, (tuple, list)) or not given:
-            raise self._refused("needs a tuple of updates, such as (3000, 6000)", "milestones")
+            raise refused(self, "needs a tuple of updates, such as (3000, 6000)", "milestones")
         if not all(is_whole(item) and item >= 1 for item in given):
-            raise self._refused("needs whole numbers, each at least 1", "milestones")
+            raise refused(self, "needs whole numbers, each at least 1", "milestones")
         if any(later <= earlier for earlier, later in pairwise(given)):
-            raise self._refused("needs ascending milestones; sort them and remove duplicates", "milestones")
+            raise refused(self, "needs ascending milestones; sort them and remove duplicates", "milestones")
         object.__setattr__(self, "milestones", tuple(given))  # configuration files give a list
 
     def get_lr(self, step: int) -> float:

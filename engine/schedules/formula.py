@@ -8,8 +8,8 @@ from dataclasses import dataclass, fields
 from functools import cache
 from typing import Literal, Protocol, get_args, get_origin, get_type_hints, runtime_checkable
 
-from pulsetrain.engine.argument_checks import check_choice, is_whole
-from pulsetrain.engine.errors import CheckpointError, ConfigurationError
+from pulsetrain.engine.argument_checks import check_choice, is_number, is_whole
+from pulsetrain.engine.errors import CheckpointError, ConfigurationError, refused
 
 __all__ = ["Schedule", "Formula", "Sequential", "Scaled", "require_same"]
 
@@ -78,22 +78,18 @@ class Formula:
             value, kind = getattr(self, field.name), kinds.get(field.name)
             if kind is int:
                 if not is_whole(value):
-                    raise self._refused("needs a whole number", field.name)
+                    raise refused(self, "needs a whole number", field.name)
                 least = 0 if field.default == 0 else 1  # a default of 0 means "none", so 0 is allowed
                 if value < least:
-                    raise self._refused(f"needs at least {least} {_WHOLE.get(field.name, '')}".rstrip(), field.name)
+                    raise refused(self, f"needs at least {least} {_WHOLE.get(field.name, '')}".rstrip(), field.name)
             elif kind is float:
-                if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 <= value < math.inf:
-                    raise self._refused("needs a finite number that is not negative", field.name)
+                if not is_number(value) or value < 0:
+                    raise refused(self, "needs a finite number that is not negative", field.name)
                 object.__setattr__(self, field.name, float(value))
             elif get_origin(kind) is Literal:
                 check_choice(type(self).__name__, field.name, value, get_args(kind))
         if getattr(self, "min_lr", 0.0) > getattr(self, "initial_lr", math.inf):
-            raise self._refused("is above {initial_lr}", "min_lr", "initial_lr")
-
-    def _refused(self, rule: str, *parameters: str) -> ConfigurationError:
-        """The error for the first parameter; the rule may mention the others."""
-        return ConfigurationError(rule, type(self).__name__, **{name: getattr(self, name) for name in parameters})
+            raise refused(self, "is above {initial_lr}", "min_lr", "initial_lr")
 
     def get_lr(self, step: int) -> float:
         raise NotImplementedError
@@ -132,7 +128,7 @@ def require_same(name: str, saved: object, own: Mapping[str, object]) -> None:
         CheckpointError: it differs or is not a mapping; names both values of every difference.
     """
     if not isinstance(saved, Mapping):
-        raise CheckpointError(f"{name}.load_state_dict(state={saved!r}): needs what state_dict() returned")
+        raise CheckpointError("needs what state_dict() returned", f"{name}.load_state_dict", state=saved)
     theirs, mine = _leaves(saved, ""), _leaves(own, "")
     differences = [
         f"{where} is {theirs.get(where, 'nothing')!r} in the state and {mine.get(where, 'nothing')!r} here"
@@ -189,13 +185,15 @@ class Sequential(Formula):
             raise ConfigurationError("Sequential(): needs at least 1 part, each a pair (schedule, length)")
         for index, part in enumerate(parts):
             if not isinstance(part, (tuple, list)) or len(part) != 2 or not isinstance(part[0], Schedule):
-                raise ConfigurationError(f"Sequential(part {index}={part!r}): needs a pair (schedule, length)")
-            schedule, length = part
+                raise ConfigurationError("needs a pair (schedule, length)", "Sequential", **{f"parts[{index}]": part})
+            length = part[1]
             endless_last = length is None and index == len(parts) - 1
             if not endless_last and (not is_whole(length) or length < 1):
                 raise ConfigurationError(
-                    f"Sequential(part {index}=({schedule!r}, {length!r})): needs the length in updates, at least 1, "
-                    "since only the last schedule may be endless; pass Sequential((schedule, length), ...)"
+                    "needs the length in updates, at least 1, since only the last schedule may be endless; "
+                    "pass Sequential((schedule, length), ...)",
+                    "Sequential",
+                    **{f"parts[{index}]": part},
                 )
         object.__setattr__(self, "parts", tuple((schedule, length) for schedule, length in parts))
 
@@ -237,7 +235,7 @@ class Scaled(Formula):
     def __post_init__(self) -> None:
         super().__post_init__()
         if not isinstance(self.schedule, Schedule):
-            raise self._refused("needs a schedule, such as Scaled(Cosine(0.1, 1000), 0.5)", "schedule")
+            raise refused(self, "needs a schedule, such as Scaled(Cosine(0.1, 1000), 0.5)", "schedule")
 
     @property
     def length(self) -> int | None:

@@ -9,6 +9,7 @@ from numbers import Real
 from torch import Tensor
 from torch.optim import Optimizer
 
+from pulsetrain.engine.argument_checks import check_type
 from pulsetrain.engine.errors import ConfigurationError
 
 __all__ = ["GroupRates", "default_rate", "group_ratios", "update_optimizer", "write_rates"]
@@ -132,8 +133,7 @@ def default_rate(optimizer: Optimizer, place: str = "default_rate") -> float:
     Raises:
         TypeError: it is not a torch optimizer.
     """
-    if not isinstance(optimizer, Optimizer):
-        raise TypeError(f"{place}(optimizer={optimizer!r}): needs a torch.optim.Optimizer")
+    check_type(place, "optimizer", optimizer, Optimizer, "a torch.optim.Optimizer")
     default = optimizer.defaults["lr"]
     if isinstance(default, Tensor) and any(group["lr"] is default for group in optimizer.param_groups):
         # The groups share this tensor and it is about to be filled, so store a copy of the first rate. The copy is on

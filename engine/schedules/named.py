@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from typing import Any, Literal
 
-from pulsetrain.engine.argument_checks import check_choice, check_positive, is_whole
-from pulsetrain.engine.errors import ConfigurationError, unknown_name
+from pulsetrain.engine.argument_checks import check_choice, check_positive, is_number, is_whole
+from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.schedules import decay
 from pulsetrain.engine.schedules.formula import Formula, Schedule
 from pulsetrain.engine.schedules.warmup import WSD, OneCycle, Warmup
@@ -111,8 +111,7 @@ def keywords_of(place: str, name: str) -> tuple[str, ...]:
     Raises:
         ConfigurationError: no schedule has that name.
     """
-    if not isinstance(name, str) or name not in _NAMED:
-        raise unknown_name(place, "name", name, _NAMED)
+    check_choice(place, "name", name, _NAMED)
     names = [field.name for field in fields(_NAMED[name])[1:]]
     return tuple(name for name in names if name not in ("total_steps", "warmup_steps"))
 
@@ -164,7 +163,7 @@ def _check_floor(
 ) -> None:
     if min_lr_ratio is None:
         return
-    if not isinstance(min_lr_ratio, (int, float)) or isinstance(min_lr_ratio, bool) or not 0 <= min_lr_ratio <= 1:
+    if not is_number(min_lr_ratio) or not 0 <= min_lr_ratio <= 1:
         raise ConfigurationError("needs a fraction of learning_rate, from 0 to 1", place, min_lr_ratio=min_lr_ratio)
     if "min_lr" not in choices:
         remedy = "pass final_div_factor" if "final_div_factor" in choices else "leave it out"

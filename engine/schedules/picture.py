@@ -40,12 +40,10 @@ def plot(
     """
     curves = dict(schedules) if isinstance(schedules, Mapping) else {type(schedules).__name__: schedules}
     if not curves:
-        raise ConfigurationError("plot(schedules={}): needs at least 1 schedule")
+        raise ConfigurationError("needs at least 1 schedule", "plot", schedules={})
     for name, schedule in curves.items():
         if not isinstance(schedule, Schedule):
-            raise ConfigurationError(
-                f"plot(schedules={{{name!r}: {schedule!r}}}): needs a schedule, such as Cosine(0.1, 1000)"
-            )
+            raise ConfigurationError("needs a schedule, such as Cosine(0.1, 1000)", "plot", schedules={name: schedule})
     if steps is None:
         steps = max(getattr(schedule, "length", None) or 0 for schedule in curves.values()) or 1000
     if not is_whole(steps) or steps < 1:

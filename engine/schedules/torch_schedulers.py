@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
-from pulsetrain.engine.argument_checks import check_whole_number
+from pulsetrain.engine.argument_checks import check_type, check_whole_number
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.schedules.formula import Schedule, require_same
 from pulsetrain.engine.schedules.groups import default_rate, write_rates
@@ -138,10 +138,8 @@ def add_warmup(
         TypeError: the scheduler is not a torch scheduler.
         ConfigurationError: the scheduler has already been stepped or starts at rate 0, or a value is out of range.
     """
-    if not isinstance(scheduler, LRScheduler):
-        raise TypeError(
-            f"add_warmup(scheduler={scheduler!r}): needs a torch LRScheduler; before a Schedule use Warmup(...) >> it"
-        )
+    needs = "a torch LRScheduler; before a Schedule use Warmup(...) >> it"
+    check_type("add_warmup", "scheduler", scheduler, LRScheduler, needs)
     return WarmupLR(scheduler, Warmup(1.0, warmup_steps, strategy))
 
 

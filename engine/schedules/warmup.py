@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from pulsetrain.engine.errors import refused
 from pulsetrain.engine.schedules.formula import Formula
 
 __all__ = ["Warmup", "WSD", "OneCycle"]
@@ -68,7 +69,7 @@ class WSD(Formula):
         super().__post_init__()
         if self.warmup_steps + self.decay_steps > self.total_steps:
             rule = "is more than {warmup_steps} leaves of {total_steps}; shorten the decay or the warm-up"
-            raise self._refused(rule, "decay_steps", "warmup_steps", "total_steps")
+            raise refused(self, rule, "decay_steps", "warmup_steps", "total_steps")
 
     def get_lr(self, step: int) -> float:
         if step >= self.total_steps:
@@ -109,15 +110,15 @@ class OneCycle(Formula):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.pct_start > 1:
-            raise self._refused("needs a share of the run, from 0 to 1", "pct_start")
+            raise refused(self, "needs a share of the run, from 0 to 1", "pct_start")
         if self.div_factor < 1:
-            raise self._refused("divides max_lr, so the start is above it; pass at least 1", "div_factor")
+            raise refused(self, "divides max_lr, so the start is above it; pass at least 1", "div_factor")
         if self.div_factor * self.final_div_factor < 1:
             least = f"{1 / self.div_factor:g}"
-            raise self._refused(
-                f"ends above max_lr, as the last rate is max_lr / div_factor / final_div_factor; pass at least {least}",
-                "final_div_factor",
+            rule = (
+                f"ends above max_lr, as the last rate is max_lr / div_factor / final_div_factor; pass at least {least}"
             )
+            raise refused(self, rule, "final_div_factor")
 
     def get_lr(self, step: int) -> float:
         start = self.max_lr / self.div_factor

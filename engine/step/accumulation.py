@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from pulsetrain.engine.argument_checks import check_whole_number, is_whole
-from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.errors import refused
 
 __all__ = ["Accumulate", "Accumulation", "Size"]
 
@@ -42,28 +42,19 @@ class Accumulate:
     def __post_init__(self) -> None:
         given = [name for name in ("batches", "tokens", "schedule") if getattr(self, name) is not None]
         if len(given) != 1:
-            raise ConfigurationError(
-                "needs exactly one of batches, tokens and schedule", "Accumulate", **dict.fromkeys(given, ...)
-            )
+            raise refused(self, "needs exactly one of batches, tokens and schedule", *given)
         for name in ("batches", "tokens"):
-            value = getattr(self, name)
-            if value is not None:
-                check_whole_number("Accumulate", name, value)
+            check_whole_number("Accumulate", name, getattr(self, name), or_none=True)
         if self.schedule is not None:
             self._check_schedule(self.schedule)
 
     def _check_schedule(self, schedule: object) -> None:
         if not isinstance(schedule, Mapping) or 0 not in schedule:
-            raise ConfigurationError(
-                "needs a mapping from update to batches that begins at update 0", "Accumulate", schedule=schedule
-            )
+            raise refused(self, "needs a mapping from update to batches that begins at update 0", "schedule")
         for update, batches in schedule.items():
             if not (is_whole(update) and update >= 0 and is_whole(batches) and batches >= 1):
-                raise ConfigurationError(
-                    f"{update!r}: {batches!r} is not a pair of an update (0 or more) and batches (1 or more)",
-                    "Accumulate",
-                    schedule=schedule,
-                )
+                rule = f"{update!r}: {batches!r} is not a pair of an update (0 or more) and batches (1 or more)"
+                raise refused(self, rule, "schedule")
         object.__setattr__(self, "schedule", dict(sorted(schedule.items())))
 
     def batches_at(self, update: int, tokens_a_batch: float | None = None) -> int | None:
@@ -152,9 +143,7 @@ class Accumulation:
             ConfigurationError: tokens are to be accumulated and the batch counts none.
         """
         if self.rule.tokens is not None and not tokens:
-            raise ConfigurationError(
-                "the strategy counts no tokens; accumulate batches instead", "Accumulate", tokens=self.rule.tokens
-            )
+            raise refused(self.rule, "the strategy counts no tokens; accumulate batches instead", "tokens")
         if self.batches == 0:
             if self._single:
                 return 1.0

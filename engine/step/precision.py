@@ -183,8 +183,10 @@ def _fill_momentum(optimizer: torch.optim.Optimizer) -> None:
                 continue
             if group["dampening"]:
                 raise ConfigurationError(
-                    f"SGD(dampening={group['dampening']!r}, fused=True) with fp16: the first step would differ where "
-                    "it is skipped; pass fused=False"
+                    "with fp16 the first step would differ where it is skipped; pass fused=False",
+                    "SGD",
+                    dampening=group["dampening"],
+                    fused=True,
                 )
             optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
 

@@ -73,6 +73,12 @@ class ModelState:
     As values, `weights` holds two pytrees: "parameters", which learn, and "buffers", which a forward pass may change;
     `optimizer` is what `Optimizer.init` made of the parameters. In place (TorchBackend by default) they are the module
     and the torch optimizer themselves.
+
+    >>> from pulsetrain.engine import SupervisedStrategy, TorchBackend, TrainerCore
+    >>> core = TrainerCore(TorchBackend("cpu", functional=True), SupervisedStrategy("mse"))
+    >>> state = core.init(nn.Linear(2, 1), "sgd", learning_rate=0.1)
+    >>> list(state.weights), list(state.weights["parameters"]), state.metadata["learning_rate"]
+    (['parameters', 'buffers'], ['weight', 'bias'], 0.1)
     """
 
     weights: Tree

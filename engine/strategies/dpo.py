@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pulsetrain.engine.arrays import Array, namespace, on_host
 from pulsetrain.engine.data.sequences import IGNORED
-from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.errors import ConfigurationError, refused, shortened
 from pulsetrain.engine.losses import dpo_loss, implicit_rewards
 from pulsetrain.engine.losses.tokens import masked_sum_log_probs, token_log_probs
 from pulsetrain.engine.step.protocols import TrainingBatch, Tree
@@ -70,7 +70,10 @@ class DPOStrategy(WithReference):
         self._stored = _STORED_MEANS if loss_type == "ipo" else _STORED
         if reference_free and reference not in ("copy", None):
             raise ConfigurationError(
-                "DPOStrategy(reference_free=True, reference=...): uses no reference; leave one of them out"
+                "uses no reference; leave one of them out",
+                "DPOStrategy",
+                reference_free=True,
+                reference=shortened(reference),
             )
         self._reference = Reference(None if reference_free else reference, "DPOStrategy")
         zeros = torch.zeros(1)
@@ -146,10 +149,8 @@ class DPOStrategy(WithReference):
             ConfigurationError: there is no reference.
         """
         if self.reference_free:
-            raise ConfigurationError(
-                "DPOStrategy(reference_free=True).store_reference: uses no reference, so there is nothing to "
-                "store; train on the batches as they are"
-            )
+            rule = "uses no reference, so store_reference() has nothing to store; train on the batches as they are"
+            raise refused(self, rule, "reference_free")
         stored: list[dict[str, Tensor]] = []
         for batch in batches:
             fields = {name: self._reference.placed(value) for name, value in batch.items() if name not in self._stored}

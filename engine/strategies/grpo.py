@@ -72,8 +72,10 @@ class GRPOStrategy(PolicyStrategy):
         )  # fmt: skip
         if kl_coef and reference is None:
             raise ConfigurationError(
-                f"GRPOStrategy(kl_coef={kl_coef!r}, reference=None): nothing to diverge from; leave "
-                "reference='copy', or set kl_coef=0.0"
+                "nothing to diverge from; leave reference='copy', or set kl_coef=0.0",
+                "GRPOStrategy",
+                kl_coef=kl_coef,
+                reference=None,
             )
         check_whole_number("GRPOStrategy", "group_size", group_size, at_least=2)
         if kl_coef:

@@ -140,11 +140,11 @@ class LanguageStrategy:
     def _check_known(self, name: str, tokens: Tensor, vocabulary: int) -> None:
         wrong = (tokens < 0) | (tokens >= vocabulary)
         if wrong.any():
-            place = wrong.nonzero()[0].tolist()
+            position = wrong.nonzero()[0].tolist()
             raise ValueError(
-                f"{self._place}: {name}{place}={tokens[tuple(place)].item()}: the model's vocabulary has {vocabulary} "
-                f"tokens, numbered from 0, and {int(wrong.sum())} of {tokens.numel()} tokens are outside; use the "
-                "model's own tokenizer, and pad with a token that it knows"
+                f"{self._place}: {name}{position}={tokens[tuple(position)].item()}: the model's vocabulary has "
+                f"{vocabulary} tokens, numbered from 0, and {int(wrong.sum())} of {tokens.numel()} tokens are outside; "
+                "use the model's own tokenizer, and pad with a token that it knows"
             )
 
     def _positions(self, batch: Mapping[str, Tensor], tokens: Tensor) -> Tensor | None:

@@ -63,11 +63,9 @@ class PolicyStrategy(WithReference):
         check_positive(self._place, "clip_range", clip_range, below=1.0)
         check_positive(self._place, "temperature", temperature)
         for name, value in (("clip_range_high", clip_range_high), ("target_kl", target_kl)):
-            if value is not None:
-                check_positive(self._place, name, value)
+            check_positive(self._place, name, value, or_none=True)
         check_whole_number(self._place, "minibatch_epochs", minibatch_epochs)
-        if minibatch_size is not None:
-            check_whole_number(self._place, "minibatch_size", minibatch_size)
+        check_whole_number(self._place, "minibatch_size", minibatch_size, or_none=True)
         self.kl_coef, self.clip_range, self.clip_range_high = kl_coef, clip_range, clip_range_high
         self.minibatch_epochs, self.minibatch_size = minibatch_epochs, minibatch_size
         self.target_kl, self.temperature = target_kl, temperature

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pulsetrain.engine.argument_checks import check_number, check_positive
 from pulsetrain.engine.arrays import Array
-from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.errors import refused
 from pulsetrain.engine.losses import entropy, gae, ppo_policy_loss, ppo_value_loss
 from pulsetrain.engine.losses.masks import mean_of
 from pulsetrain.engine.step.protocols import TrainingBatch
@@ -84,18 +84,13 @@ class PPOStrategy(PolicyStrategy):
         check_number("PPOStrategy", "value_coef", value_coef)
         check_number("PPOStrategy", "entropy_coef", entropy_coef)
         for name, value in (("value_clip_range", value_clip_range), ("adaptive_kl", adaptive_kl)):
-            if value is not None:
-                check_positive("PPOStrategy", name, value)
+            check_positive("PPOStrategy", name, value, or_none=True)
+        self.gamma, self.lam, self.adaptive_kl = gamma, lam, adaptive_kl
         if adaptive_kl is not None and not kl_coef:
-            raise ConfigurationError(
-                "0 stays 0 when it is doubled; start with a kl_coef above 0, or leave adaptive_kl out",
-                "PPOStrategy",
-                kl_coef=kl_coef,
-                adaptive_kl=adaptive_kl,
-            )
+            rule = "0 stays 0 when it is doubled; start with a kl_coef above 0, or leave adaptive_kl out"
+            raise refused(self, rule, "kl_coef", "adaptive_kl")
         gae(torch.zeros(1), torch.zeros(2), torch.zeros(1, dtype=torch.bool), gamma, lam)  # rejects wrong values now
         self.value_coef, self.value_clip_range, self.entropy_coef = value_coef, value_clip_range, entropy_coef
-        self.gamma, self.lam, self.adaptive_kl = gamma, lam, adaptive_kl
         self.normalize_advantages = normalize_advantages
 
     def adapted(self, kl_coef: float, kl: float) -> float:

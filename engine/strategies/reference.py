@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from pulsetrain.engine.arrays import Array
-from pulsetrain.engine.errors import CheckpointError, ConfigurationError
+from pulsetrain.engine.errors import ArgumentTypeError, CheckpointError, ConfigurationError
 from pulsetrain.engine.losses.tokens import token_log_probs
 from pulsetrain.engine.step.model_call import call, eval_mode
 from pulsetrain.engine.step.precision import autocast_of
@@ -52,7 +52,7 @@ class Reference:
         if isinstance(given, str) and given != "copy":
             raise ConfigurationError("needs 'copy', a model, or None", place, reference=given)
         if given is not None and not isinstance(given, str) and not callable(given):
-            raise TypeError(f"{place}(reference={type(given).__name__}): needs 'copy', a model, or None")
+            raise ArgumentTypeError("needs 'copy', a model, or None", place, reference=type(given))
         self.given, self._place = given, place
         self._model = None if isinstance(given, str) else given
         self._policy: nn.Module | None = None

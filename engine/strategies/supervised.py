@@ -8,6 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from pulsetrain.engine.arrays import Array, is_array, require_tensor
+from pulsetrain.engine.errors import ArgumentTypeError
 from pulsetrain.engine.losses import check_first_batch, check_first_loss, get_loss, ignored_label
 from pulsetrain.engine.step.protocols import TrainingBatch, Tree, describe
 
@@ -94,9 +95,8 @@ class SupervisedStrategy:
             )
             raise
         if (not isinstance(loss, Tensor) or loss.ndim) and not _is_scalar_array(loss, batch.targets):
-            raise TypeError(
-                f"SupervisedStrategy(loss={self.loss_name!r}): returned {describe(loss)}; needs a tensor of shape ()"
-            )
+            rule = f"returned {describe(loss)}; needs a tensor of shape ()"
+            raise ArgumentTypeError(rule, "SupervisedStrategy", loss=self.loss_name)
         if check:
             check_first_loss(loss, batch.targets, self.loss_name)
         return loss

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.errors import refused
 from pulsetrain.engine.strategies.language import logits_of
 
 __all__ = ["PolicyOutputs", "WithValueHead"]
@@ -44,11 +44,8 @@ class WithValueHead(nn.Module):
         self.head = head
         width = getattr(self._head(), "in_features", None)
         if not isinstance(width, int):
-            raise ConfigurationError(
-                f"{type(self._head()).__name__} has no in_features; name the linear layer that computes the logits",
-                "WithValueHead",
-                head=head,
-            )
+            rule = f"{type(self._head()).__name__} has no in_features; name the linear layer that computes the logits"
+            raise refused(self, rule, "head")
         parameter = next(model.parameters())
         self.value = nn.Linear(width, 1, device=parameter.device)
         nn.init.zeros_(self.value.weight)
@@ -62,12 +59,8 @@ class WithValueHead(nn.Module):
             return self.model.get_submodule(self.head or "")
         except AttributeError:
             names = [name for name, each in self.model.named_children() if hasattr(each, "in_features")]
-            raise ConfigurationError(
-                f"{type(self.model).__name__} has no such module; it has "
-                f"{', '.join(names) or 'no linear layer of its own'}",
-                "WithValueHead",
-                head=self.head,
-            ) from None
+            has = ", ".join(names) or "no linear layer of its own"
+            raise refused(self, f"{type(self.model).__name__} has no such module; it has {has}", "head") from None
 
     def forward(self, *args: object, **kwargs: object) -> PolicyOutputs:
         """Logits (batch, length, vocabulary) and values (batch, length), the latter in float32 at least."""

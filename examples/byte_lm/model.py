@@ -131,7 +131,7 @@ class ByteGPT(nn.Module):
             raise ValueError(f"ByteGPT.forward(input_ids of shape {shape}): {rule}")
         given = None if position_ids is None else tuple(position_ids.shape)
         if given != shape and (given is not None or cache is not None):
-            rule = f"needs {shape}, as input_ids; give each token its place in its document"
+            rule = f"needs {shape}, as input_ids; give each token its position in its document"
             raise ValueError(f"ByteGPT.forward(position_ids of shape {given}): {rule}")
         cos, sin, mask = self.cos[: shape[1]], self.sin[: shape[1]], None
         if position_ids is not None:

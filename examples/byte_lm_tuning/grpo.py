@@ -78,7 +78,7 @@ def divergence(strategy: GRPOStrategy, model: ByteGPT, prompts: Sequence[list[in
     return apart[mask].mean().item()
 
 
-def tell(engine: Engine, event: Event) -> None:
+def report(engine: Engine, event: Event) -> None:
     metrics = event.payload.metrics
     reward, kl = metrics["rollout/reward"], metrics["rollout/reference_kl"]
     print(f"rollout {engine.state.rollout_round}: reward {reward:.3f}, KL {kl:.3f} nats per byte", flush=True)
@@ -116,7 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, list[float]]:
             EarlyStopping("rollout/reward", patience=20, mode="max"),
         ],
     )
-    trainer.add_event_handler(Events.ROLLOUT_COMPLETED(every=5), tell)
+    trainer.add_event_handler(Events.ROLLOUT_COMPLETED(every=5), report)
 
     _, _, before = judge(model, asked)
     history = trainer.train()

@@ -5,20 +5,20 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from pulsetrain.engine import ArgumentTypeError, Engine, Events, Every, is_training_run
+from pulsetrain.engine import Engine, Events, Every, is_training_run
+from pulsetrain.engine.argument_checks import check_type
 from pulsetrain.engine.events.names import EventsList
 
 __all__ = ["check_every", "reading_events"]
 
 
-def check_every(place: str, every: object, example: str = "Every(iterations=50)") -> None:
-    """Reject anything but an `Every`.
+def check_every(place: str, every: object, example: str = "Every(iterations=50)", *, or_none: bool = False) -> None:
+    """Reject anything but an `Every`, or None where that is allowed.
 
     Raises:
         TypeError: not an Every.
     """
-    if not isinstance(every, Every):
-        raise ArgumentTypeError(f"needs an Every, such as {example}", place, every=every)
+    check_type(place, "every", every, Every | None if or_none else Every, f"an Every, such as {example}")
 
 
 def reading_events(every: Every, clock: Callable[[], float] = time.monotonic) -> EventsList:

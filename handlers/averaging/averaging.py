@@ -8,7 +8,8 @@ from typing import Any, Self
 
 from torch import nn
 
-from pulsetrain.engine import FIRST, ArgumentTypeError, ConfigurationError, Engine, Events, Every, Phase
+from pulsetrain.engine import FIRST, ConfigurationError, Engine, Events, Every, Phase
+from pulsetrain.engine.argument_checks import check_type
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.optimizers import is_schedule_free
 from pulsetrain.engine.step.averaging import MultiAverage, WeightAverage
@@ -34,8 +35,7 @@ class Averaging(Handler):
 
     def __init__(self, average: MultiAverage, model: nn.Module | None, every: Every, validate: bool) -> None:
         self._place = type(self).__name__
-        if model is not None and not isinstance(model, nn.Module):
-            raise ArgumentTypeError("needs a torch.nn.Module", self._place, model=type(model))
+        check_type(self._place, "model", model, nn.Module | None, "a torch.nn.Module")
         check_every(self._place, every, "Every(updates=10)")
         self.validate = validate
         self._function, self._given, self._every = average, model, every

@@ -12,7 +12,7 @@ from torch.optim.swa_utils import get_swa_multi_avg_fn, update_bn
 from torch.utils.data import DataLoader
 
 from pulsetrain.engine import ArgumentTypeError, ConfigurationError, Engine, Every, is_training_run
-from pulsetrain.engine.argument_checks import check_whole_number
+from pulsetrain.engine.argument_checks import check_type, check_whole_number
 from pulsetrain.engine.backends.module_view import ArraysView
 from pulsetrain.engine.data import rng
 from pulsetrain.engine.data.keyed_loader import length_of
@@ -71,10 +71,8 @@ class SWA(Averaging):
             rule = "needs exactly one of the two, such as after_epoch=10"
             raise ConfigurationError(rule, "SWA", after_epoch=after_epoch, after_update=after_update)
         for argument, start in (("after_epoch", after_epoch), ("after_update", after_update)):
-            if start is not None:
-                check_whole_number("SWA", argument, start, at_least=0)
-        if bn_loader is not None and not isinstance(bn_loader, Iterable):
-            raise ArgumentTypeError("needs an iterable of batches, such as a DataLoader", "SWA", bn_loader=bn_loader)
+            check_whole_number("SWA", argument, start, at_least=0, or_none=True)
+        check_type("SWA", "bn_loader", bn_loader, Iterable | None, "an iterable of batches, such as a DataLoader")
         if isinstance(bn_loader, Iterator):
             rule = (
                 "is an iterator, which gives its batches once; "

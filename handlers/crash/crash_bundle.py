@@ -12,7 +12,13 @@ from typing import Self
 from torch import Tensor
 
 from pulsetrain.engine.argument_checks import check_whole_number
-from pulsetrain.engine.errors import ConfigurationError, PulsetrainError, RecordingError, unknown_name
+from pulsetrain.engine.errors import (
+    ArgumentTypeError,
+    ConfigurationError,
+    PulsetrainError,
+    RecordingError,
+    unknown_name,
+)
 from pulsetrain.engine.events.bus import EventBus
 from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import Event, Events
@@ -22,7 +28,7 @@ from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.recording import EventLog, LoggedEvent, LogWriter
 from pulsetrain.engine.recording.replay.engine import ReplayedEngine
 from pulsetrain.engine.training_run import is_training_run
-from pulsetrain.handlers.attachment.attachment import Attachment
+from pulsetrain.handlers.attachment.attachment import Handler
 from pulsetrain.handlers.crash.bundle_writer import BundleWriter, Failure
 from pulsetrain.handlers.crash.crash_files import EVENTS, NOTE, read_bundle
 from pulsetrain.handlers.metric_values.event_values import EventValues
@@ -38,7 +44,7 @@ _NOT_KEPT = (*FREQUENT, Events.METRICS_LOGGED, Events.MEDIA_LOGGED)  # a subscri
 _ITERATED = Events.ITERATION_COMPLETED.value
 
 
-class CrashBundle:
+class CrashBundle(Handler):
     """Writes FOLDER/crash/iteration-NUMBER when the run raises: `read_bundle` or `pulsetrain debug` opens it.
 
     It holds the traceback with shapes and numbers among the local variables, the failing batch (loadable with
@@ -48,7 +54,8 @@ class CrashBundle:
 
     It never raises, and the exception only gets a note that names the bundle. Parts that cannot be read any more, such
     as tensors on a device that failed, are listed as missing. A PulsetrainError, which says what to correct, leaves no
-    bundle; nor do Ctrl-C and exits.
+    bundle, unless a value was wrong after the first iteration, where it may be that of one batch; nor do Ctrl-C and
+    exits.
 
     With an EventRecorder among the trainer's handlers, the events are the last ones of its log. Otherwise the handler
     keeps them itself, without METRICS_LOGGED, MEDIA_LOGGED and the events of each iteration but ITERATION_COMPLETED.
@@ -100,7 +107,6 @@ class CrashBundle:
         self._recorder: EventRecorder | None = None
         self._inner: tuple[Engine, str | None, int] | None = None  # engine inside the run that raised; set, error's id
         self._engine: weakref.ref[Engine] | None = None
-        self._attachment = Attachment("CrashBundle")
 
     def attach(self, engine: Engine) -> Self:
         """Wait for a failure of the engine, or of one inside its run such as the evaluator.
@@ -131,7 +137,7 @@ class CrashBundle:
         return self
 
     def detach(self) -> None:
-        self._attachment.cancel()
+        super().detach()
         self._kept.clear()
         self._engine = self._recorder = self._inner = None
 
@@ -145,7 +151,7 @@ class CrashBundle:
             if engine is not outer and outer is not None and outer.is_running:  # the outer run raises it as well
                 self._inner = engine, getattr(engine, "set_name", None), id(error)
                 return
-            if not isinstance(error, Exception) or isinstance(error, PulsetrainError):
+            if not isinstance(error, Exception) or _says_what_to_correct(error, engine):
                 return
         if len(self.bundles) >= self.at_most:
             return
@@ -176,6 +182,12 @@ class CrashBundle:
         if recorded:
             facts["seq"] = recorded[-1]  # a log that was continued has other numbers than the bus
         _write_log(into / EVENTS, tail)
+
+
+def _says_what_to_correct(error: Exception, engine: Engine) -> bool:
+    """Whether the error's message is enough, without the batch and the state at which it was raised."""
+    by_a_batch = isinstance(error, (ConfigurationError, ArgumentTypeError)) and engine.state.iteration > 1
+    return isinstance(error, PulsetrainError) and not by_a_batch
 
 
 def _logged(kept: Iterable[KeptEvent]) -> list[LoggedEvent]:

@@ -16,7 +16,7 @@ from typing import Literal, Self
 from pulsetrain.engine import FIRST, LAST, Engine, Event, EventBus, Events, Phase
 from pulsetrain.engine.argument_checks import check_choice, check_positive
 from pulsetrain.engine.logs import get_logger
-from pulsetrain.handlers.attachment.attachment import Attachment
+from pulsetrain.handlers.attachment.attachment import Handler
 from pulsetrain.handlers.attachment.engine_queries import reject_replay
 from pulsetrain.handlers.run_files.run_folder import make_folder
 
@@ -27,7 +27,7 @@ LOOKS = 10  # per time limit: a hang is noticed at most two looks after the limi
 _SAVING = f"{os.sep}engine{os.sep}checkpoint{os.sep}"  # in the path of the code that saves and loads
 
 
-class HangWatchdog:
+class HangWatchdog(Handler):
     """Writes the stacks of all threads to FOLDER/hang-TIME.txt when a run fires no event for this many seconds.
 
     A thread reads the number of the bus's last event at intervals: an event costs nothing more. Every event of every
@@ -77,7 +77,6 @@ class HangWatchdog:
         self._stopped = threading.Event()
         self._thread: threading.Thread | None = None
         self._process = 0
-        self._attachment = Attachment("HangWatchdog")
 
     def attach(self, engine_or_bus: Engine | EventBus) -> Self:
         """Watch the runs of one engine, or of all engines of a bus.
@@ -99,7 +98,7 @@ class HangWatchdog:
 
     def detach(self) -> None:
         """Stop watching; the thread ends."""
-        self._attachment.cancel()
+        super().detach()
         self._stopped.set()
         self._thread = None
         self._under_way.clear()

@@ -9,6 +9,7 @@ from typing import Any, Literal, Self
 
 from pulsetrain.engine import ConfigurationError, Engine, Event, Events, Phase, is_training_run
 from pulsetrain.engine.argument_checks import check_choice, check_whole_number
+from pulsetrain.engine.errors import refused
 from pulsetrain.engine.recording.replay.engine import ReplayedEngine
 from pulsetrain.handlers.attachment.attachment import Handler
 
@@ -104,7 +105,7 @@ class TimeLimit(Handler):
 
     def _judge(self, engine: Engine) -> None:
         if not self._ended and self.used >= self.seconds - self.margin:
-            self._ended = True  # in a replay the run may go on
+            self._ended = True  # in a replay the run may continue
             left = f", {self.margin:g} s before it" if self.margin else ""
             engine.terminate(reason=f"time limit of {self.seconds:g} s{left}: {self.used:.1f} s are used")
 
@@ -132,14 +133,11 @@ class StepLimit(Handler):
     """
 
     def __init__(self, iterations: int | None = None, updates: int | None = None) -> None:
-        if iterations is None and updates is None:
-            raise ConfigurationError(
-                "needs iterations or updates, such as iterations=1000", "StepLimit", iterations=None, updates=None
-            )
-        for argument, number in (("iterations", iterations), ("updates", updates)):
-            if number is not None:
-                check_whole_number("StepLimit", argument, number)
         self.iterations, self.updates = iterations, updates
+        if iterations is None and updates is None:
+            raise refused(self, "needs iterations or updates, such as iterations=1000", "iterations", "updates")
+        for argument, number in (("iterations", iterations), ("updates", updates)):
+            check_whole_number("StepLimit", argument, number, or_none=True)
         self._at_start: tuple[int, int] | None = None  # iteration and update
         self._made = (0, 0)  # of each, before a rewind
         self._ended = False
@@ -170,7 +168,7 @@ class StepLimit(Handler):
         made = state.iteration - self._at_start[0], state.update - self._at_start[1]
         for name, count, limit in zip(("iterations", "updates"), made, (self.iterations, self.updates), strict=True):
             if limit is not None and count >= limit:
-                self._ended = True  # in a replay the run may go on
+                self._ended = True  # in a replay the run may continue
                 engine.terminate(reason=f"step limit: {limit} {name} of this run are made")
                 return
 

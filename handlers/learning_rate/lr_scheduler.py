@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from pulsetrain.engine import ArgumentTypeError, CheckpointError, ConfigurationError, Engine, Event, Events, Phase
 from pulsetrain.engine.argument_checks import check_choice
-from pulsetrain.engine.errors import unknown_name
+from pulsetrain.engine.errors import refused, unknown_name
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.optimizers import NamedOptimizers
 from pulsetrain.engine.schedules import Schedule
@@ -92,9 +92,7 @@ class LRScheduler(Handler):
             theirs, self._follows = self._part(engine, optimizer_of(engine))
             if self.given is None:
                 if theirs is None:
-                    raise ConfigurationError(
-                        f"{engine.name!r} has no torch optimizer; pass optimizer=", "LRScheduler", optimizer=None
-                    )
+                    raise refused(self, f"{engine.name!r} has no torch optimizer; pass optimizer=", "optimizer")
                 self._adopt(theirs)
             elif isinstance(self.schedule, TorchLRScheduler) and theirs is not None:
                 self._require_same(theirs, self.given)
@@ -178,17 +176,13 @@ class LRScheduler(Handler):
         """The engine's optimizer; of several, the one to schedule, with its name."""
         if not isinstance(optimizer, NamedOptimizers):
             if self.optimizer is not None:
-                raise ConfigurationError(
-                    f"{engine.name!r} has no optimizers by name", "LRScheduler", optimizer=self.optimizer
-                )
+                raise refused(self, f"{engine.name!r} has no optimizers by name", "optimizer")
             return optimizer, None
         name = self.optimizer if self.given is None else optimizer.name_of(self.given)
         if name is not None and name not in optimizer.parts:
             raise unknown_name("LRScheduler", "optimizer", name, list(optimizer))
         if name is None and self.given is None:
-            raise ConfigurationError(
-                f"{engine.name!r} has several, {', '.join(optimizer)}; name one", "LRScheduler", optimizer=None
-            )
+            raise refused(self, f"{engine.name!r} has several, {', '.join(optimizer)}; name one", "optimizer")
         return (optimizer[name], name) if name is not None else (self.given, None)
 
     def _check_was_stepped(self, engine: Engine) -> None:

@@ -10,8 +10,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler as TorchLRScheduler
 from torch.optim.lr_scheduler import ReduceLROnPlateau as TorchReduceLROnPlateau
 
-from pulsetrain.engine import ArgumentTypeError, ConfigurationError, Engine, Event, Events, Phase, RecordingError
-from pulsetrain.engine.argument_checks import check_choice, check_number, check_whole_number
+from pulsetrain.engine import ConfigurationError, Engine, Event, Events, Phase, RecordingError
+from pulsetrain.engine.argument_checks import check_choice, check_number, check_type, check_whole_number
+from pulsetrain.engine.errors import refused
 from pulsetrain.engine.recording.replay.engine import ReplayedEngine
 from pulsetrain.engine.training_run import optimizer_of
 from pulsetrain.handlers.attachment.attachment import Handler
@@ -83,8 +84,7 @@ class ReduceLROnPlateau(Handler):
         check_number(place, "threshold", threshold)
         check_number(place, "min_lr", min_lr)
         check_choice(place, "threshold_mode", threshold_mode, ("rel", "abs"))
-        if optimizer is not None and not isinstance(optimizer, Optimizer):
-            raise ArgumentTypeError("needs a torch.optim.Optimizer", place, optimizer=optimizer)
+        check_type(place, "optimizer", optimizer, Optimizer | None, "a torch.optim.Optimizer")
         self.metric, self.factor, self.patience, self.threshold = metric, factor, patience, threshold
         self.mode: Mode = mode
         self.threshold_mode, self.cooldown, self.min_lr = threshold_mode, cooldown, min_lr
@@ -159,9 +159,7 @@ class ReduceLROnPlateau(Handler):
                     "holds only the rates; pass optimizer=, or attach it in training"
                 )
                 raise RecordingError(rule, "ReduceLROnPlateau", optimizer=None)
-            raise ConfigurationError(
-                f"{engine.name!r} has no torch optimizer; pass optimizer=", "ReduceLROnPlateau", optimizer=None
-            )
+            raise refused(self, f"{engine.name!r} has no torch optimizer; pass optimizer=", "optimizer")
         mine = {id(group) for group in optimizer.param_groups}
         found, scheduled = [], set()
         for scheduler in handlers_of(engine, Events.STARTED, LRScheduler):
@@ -179,7 +177,6 @@ class ReduceLROnPlateau(Handler):
             scheduler.multiply(self._scale.param_groups[0]["lr"])
 
     def _check_schedulers(self, engine: Engine, found: list[LRScheduler], all_scheduled: bool) -> None:
-        place = "ReduceLROnPlateau"
         for scheduler in found:
             if isinstance(scheduler.schedule, TorchLRScheduler):
                 kind = type(scheduler.schedule).__name__
@@ -187,23 +184,22 @@ class ReduceLROnPlateau(Handler):
                     f"LRScheduler(schedule={kind}) sets the rates itself, as torch schedulers do; use a schedule of "
                     "pulsetrain.engine.schedules, or only one of the two"
                 )
-                raise ConfigurationError(rule, place, metric=self.metric)
+                raise refused(self, rule, "metric")
         if self.min_lr > 0.0:
-            raise ConfigurationError(
-                "the schedule of an LRScheduler may set a rate below this; pass min_lr=0.0, or leave the schedule out",
-                place,
-                min_lr=self.min_lr,
+            rule = (
+                "the schedule of an LRScheduler may set a rate below this; pass min_lr=0.0, or leave the schedule out"
             )
+            raise refused(self, rule, "min_lr")
         if not all_scheduled:
             rule = "an LRScheduler sets the rates of some parameter groups; pass optimizer= with those or the others"
-            raise ConfigurationError(rule, place, optimizer=self.optimizer and type(self.optimizer))
+            raise ConfigurationError(rule, "ReduceLROnPlateau", optimizer=self.optimizer and type(self.optimizer))
         for other in handlers_of(engine, Events.VALIDATION_COMPLETED, ReduceLROnPlateau):
             if other is not self and not {*map(id, other.schedulers)}.isdisjoint(map(id, found)):
                 rule = (
                     f"ReduceLROnPlateau(metric={other.metric!r}) multiplies the schedule of the same LRScheduler; "
                     "use one of the two"
                 )
-                raise ConfigurationError(rule, place, metric=self.metric)
+                raise refused(self, rule, "metric")
 
     def _rates(self) -> list[float]:
         return [float(group["lr"]) for group in self._torch.optimizer.param_groups]

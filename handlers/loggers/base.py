@@ -8,14 +8,14 @@ from collections.abc import Callable, Mapping
 from typing import ClassVar, Literal, Self
 
 from pulsetrain.engine.argument_checks import check_choice
-from pulsetrain.engine.errors import ConfigurationError, RunFolderError
+from pulsetrain.engine.errors import RunFolderError, refused
 from pulsetrain.engine.events.bus import EventBus
 from pulsetrain.engine.events.cadence import Every
 from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import Event, Events
 from pulsetrain.engine.events.payloads import MediaLogged, PolicyUpdated, RolloutCompleted, ValidationCompleted
 from pulsetrain.engine.events.subscription import LAST, OnError, Order
-from pulsetrain.handlers.attachment.attachment import AnyEvent, Attachment
+from pulsetrain.handlers.attachment.attachment import AnyEvent, Handler
 from pulsetrain.handlers.attachment.cadence import check_every, reading_events
 from pulsetrain.handlers.attachment.engine_queries import is_run_end, settings_of
 from pulsetrain.handlers.metric_values.step_values import step_metrics
@@ -26,7 +26,7 @@ Plain = str | int | float | bool | None
 Status = Literal["finished", "interrupted", "failed"]
 
 
-class MetricLogger:
+class MetricLogger(Handler):
     """Receives what is measured in a run. A subclass writes it somewhere.
 
     A subclass overrides `log_metrics`, and any of the other methods without an underscore. They are called on the
@@ -60,21 +60,17 @@ class MetricLogger:
         on_error: OnError = "warn",
     ) -> None:
         self._place = type(self).__name__
-        if every is not None:
-            check_every(self._place, every)
+        check_every(self._place, every, or_none=True)
+        self.hyperparameters = hyperparameters
         if hyperparameters is not None and not isinstance(hyperparameters, Mapping):
-            raise ConfigurationError(
-                "needs a mapping, such as {'width': 64}", self._place, hyperparameters=hyperparameters
-            )
+            raise refused(self, "needs a mapping, such as {'width': 64}", "hyperparameters")
         check_choice(self._place, "on_error", on_error, ("raise", "warn"))
         self.every = every
-        self.hyperparameters = hyperparameters
         self.on_error: OnError = on_error
         self._clock = clock
         self._last_read: tuple[str, int] | None = None
         self._running: str | None = None  # the engine whose run is logged; on a bus, other engines run within it
         self._open = False
-        self._attachment = Attachment(self._place)
 
     def attach(self, engine_or_bus: Engine | EventBus) -> Self:
         """Follow one engine, or all of a bus.
@@ -93,7 +89,7 @@ class MetricLogger:
         return self
 
     def detach(self) -> None:
-        self._attachment.cancel()
+        super().detach()
         MetricLogger._attached.discard(self)
         self._end("finished")
 

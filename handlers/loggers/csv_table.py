@@ -84,8 +84,8 @@ class CSVLogger(TextFileLogger[_Cells]):
         self._write()
 
     def _cells(self, engine: Engine, metrics: Mapping[str, float]) -> _Cells:
-        place = {"iteration": str(engine.state.iteration), "epoch": str(engine.state.epoch)}
-        return {**{name: str(value) for name, value in metrics.items()}, **place}
+        counters = {"iteration": str(engine.state.iteration), "epoch": str(engine.state.epoch)}
+        return {**{name: str(value) for name, value in metrics.items()}, **counters}
 
     def check_file(self) -> None:
         with self.path.open(newline="", encoding="utf-8") as file:

@@ -43,6 +43,10 @@ class MLflowLogger(ServiceLogger):
 
     Raises:
         ConfigurationError: mlflow is not installed, or a number is out of range.
+
+    >>> logger = MLflowLogger("sqlite:///mlflow.db", "first", every=Every(iterations=50))
+    >>> logger.experiment, logger.run_id  # it connects when a run starts
+    ('first', None)
     """
 
     takes_histograms = False

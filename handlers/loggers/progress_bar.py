@@ -10,7 +10,7 @@ from typing import Self, TextIO
 from tqdm import tqdm
 
 from pulsetrain.engine import ConfigurationError, Engine, Event, Events, OnError
-from pulsetrain.handlers.attachment.attachment import Attachment
+from pulsetrain.handlers.attachment.attachment import Handler
 from pulsetrain.handlers.attachment.engine_queries import attribute
 from pulsetrain.handlers.metric_values.step_values import METRIC_EVENTS
 
@@ -23,7 +23,7 @@ class _Bar(tqdm):  # type: ignore[misc]  # tqdm has no types
     monitor_interval = 0  # no thread that wakes sleeping bars: this one checks the time at each update
 
 
-class ProgressBar:
+class ProgressBar(Handler):
     """A tqdm bar over the iterations of a run, with loss, learning rate, tokens/s, validation losses and returns.
 
     The values come from METRICS_LOGGED, validations and rollouts. If the stream is not a terminal, a plain line is
@@ -62,7 +62,6 @@ class ProgressBar:
         self._bar: _Bar | None = None
         self._next_line: float | None = None  # when the next plain line is due; None if none are written
         self._figures: dict[str, str] = {}
-        self._attachment = Attachment("ProgressBar")
 
     def attach(self, engine: Engine) -> Self:
         """Show the engine's runs."""
@@ -79,7 +78,7 @@ class ProgressBar:
 
     def detach(self) -> None:
         self._close()
-        self._attachment.cancel()
+        super().detach()
 
     def _on_started(self, engine: Engine) -> None:
         self._close()

@@ -86,10 +86,10 @@ class TensorBoardLogger(MetricLogger):
         self._writer.add_scalar(self.full_name(engine, "epoch"), engine.state.epoch, step, walltime=seconds)
 
     def log_media(self, engine: Engine, media: MediaLogged) -> None:
-        place = {"global_step": engine.state.iteration, "walltime": self.event.time_ns / 1e9}
+        step = {"global_step": engine.state.iteration, "walltime": self.event.time_ns / 1e9}
         name = self.full_name(engine, media.name)
         if media.kind == "text":
-            self._writer.add_text(name, media.value, **place)
+            self._writer.add_text(name, media.value, **step)
         elif media.kind == "histogram":
             counts, edges = histogram_of(media)
             centres = (edges[:-1] + edges[1:]) / 2
@@ -102,8 +102,8 @@ class TensorBoardLogger(MetricLogger):
                 sum_squares=(counts * centres**2).sum(),
                 bucket_limits=edges,  # the right end of each
                 bucket_counts=np.concatenate([[0.0], counts]),
-                **place,
+                **step,
             )
         else:
             picture = picture_of(media)
-            self._writer.add_image(name, picture, dataformats="HWC" if picture.ndim == 3 else "HW", **place)
+            self._writer.add_image(name, picture, dataformats="HWC" if picture.ndim == 3 else "HW", **step)

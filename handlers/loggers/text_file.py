@@ -21,7 +21,7 @@ __all__ = ["TextFileLogger"]
 Line = TypeVar("Line")
 
 _AT_MOST = 10_000  # waiting lines: a disk that stays full must not fill the memory
-_AT_ONCE = 100  # lines per write; each new line is another attempt
+_AT_ONCE = 100  # lines per write; each new line starts a new attempt
 
 
 class TextFileLogger(MetricLogger, Generic[Line]):
@@ -88,7 +88,7 @@ class TextFileLogger(MetricLogger, Generic[Line]):
 
     @abstractmethod
     def iteration_of(self, line: Line) -> int:
-        """The iteration of which the line tells."""
+        """The iteration that the line reports."""
 
     @abstractmethod
     def encoded(self, lines: Sequence[Line]) -> bytes:

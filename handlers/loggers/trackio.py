@@ -30,6 +30,10 @@ class TrackioLogger(ServiceLogger):
 
     Raises:
         ConfigurationError: trackio is not installed, or an argument cannot be used.
+
+    >>> logger = TrackioLogger("first", run_name="wide", every=Every(iterations=50), hyperparameters={"width": 64})
+    >>> logger.project, logger.run_name  # it connects when a run starts
+    ('first', 'wide')
     """
 
     def __init__(

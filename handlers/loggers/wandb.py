@@ -35,6 +35,10 @@ class WandbLogger(ServiceLogger):
 
     Raises:
         ConfigurationError: wandb is not installed, or an argument cannot be used.
+
+    >>> logger = WandbLogger("first", "runs/first", mode="offline", every=Every(iterations=50))
+    >>> logger.project, str(logger.folder)  # it connects when a run starts
+    ('first', 'runs/first')
     """
 
     def __init__(
@@ -95,8 +99,8 @@ class WandbLogger(ServiceLogger):
     def _deliver(self, run: Any, entries: Sequence[Entry]) -> int:
         first = entries[0]
         if isinstance(first, Metrics):
-            place = {"iteration": first.iteration, "epoch": first.epoch, "time": first.time_ns / 1e9}
-            run.log({**first.values, **place})
+            counters = {"iteration": first.iteration, "epoch": first.epoch, "time": first.time_ns / 1e9}
+            run.log({**first.values, **counters})
         elif isinstance(first, Media):
             run.log({first.name: self._of(first), "iteration": first.iteration})
         elif isinstance(first, End):

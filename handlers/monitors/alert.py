@@ -17,7 +17,7 @@ from typing import Self
 from urllib.parse import urlsplit
 
 from pulsetrain.engine.argument_checks import check_positive
-from pulsetrain.engine.errors import ArgumentTypeError, ConfigurationError
+from pulsetrain.engine.errors import ArgumentTypeError, ConfigurationError, refused
 from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import Event, EventEnum, Events
 from pulsetrain.engine.events.payloads import payload_fields
@@ -25,7 +25,7 @@ from pulsetrain.engine.events.subscription import LAST, Phase
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.recording.replay.engine import ReplayedEngine
 from pulsetrain.engine.training_run import is_training_run
-from pulsetrain.handlers.attachment.attachment import AnyEvent, Attachment
+from pulsetrain.handlers.attachment.attachment import AnyEvent, Handler
 from pulsetrain.handlers.attachment.engine_queries import is_run_end
 
 __all__ = ["Alert"]
@@ -34,7 +34,7 @@ _AT_MOST = 100  # waiting alerts: a run in which every step is an anomaly must n
 _EVENTS = (Events.ANOMALY_DETECTED, Events.EXCEPTION_RAISED, Events.TERMINATE, Events.COMPLETED)
 
 
-class Alert:
+class Alert(Handler):
     """Runs a command, posts to a web address, or both, when one of the events fires.
 
     An alert is JSON: {"event": "terminate", "engine": "trainer", "epoch": 3, "iteration": 1200, "time": seconds since
@@ -73,16 +73,14 @@ class Alert:
         *,
         in_replay: bool = False,
     ) -> None:
+        self.command, self.webhook = command, webhook
         if command is None and webhook is None:
-            raise ConfigurationError(
-                "needs a command or a webhook, such as command=['notify-send']", "Alert", command=None, webhook=None
-            )
+            rule = "needs a command or a webhook, such as command=['notify-send']"
+            raise refused(self, rule, "command", "webhook")
         if isinstance(command, str) or (
             command is not None and not (command and all(isinstance(each, str) for each in command))
         ):
-            raise ConfigurationError(
-                "needs a list of texts, the program and its arguments; no shell splits it", "Alert", command=command
-            )
+            raise refused(self, "needs a list of texts, the program and its arguments; no shell splits it", "command")
         self._site = _site_of(webhook)
         if webhook is not None and self._site is None:
             shown = f"{webhook[:8]}..." if isinstance(webhook, str) else webhook
@@ -91,17 +89,15 @@ class Alert:
             raise ArgumentTypeError("needs several, such as (Events.COMPLETED,)", "Alert", events=events)
         check_positive("Alert", "timeout", timeout)
         self.command = None if command is None else list(command)
-        self.webhook = webhook
         self.events = tuple(events)
         if not self.events:
-            raise ConfigurationError("needs at least one event", "Alert", events=self.events)
+            raise refused(self, "needs at least one event", "events")
         self.timeout = timeout
         self.in_replay = in_replay
         self._waiting: deque[dict[str, object]] = deque()
         self._working = False  # whether the thread runs
         self._changed = threading.Condition()  # guards both
         self._warned = False
-        self._attachment = Attachment("Alert")
 
     def attach(self, engine: Engine) -> Self:
         """Subscribe to the events in phase OBSERVE; at the run's end, wait after all other handlers."""
@@ -114,7 +110,7 @@ class Alert:
 
     def detach(self) -> None:
         """Unsubscribe; wait for alerts not sent yet, for at most `timeout` seconds."""
-        self._attachment.cancel()
+        super().detach()
         self._wait()
 
     def _on_event(self, engine: Engine, event: Event) -> None:

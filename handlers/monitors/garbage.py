@@ -6,14 +6,15 @@ import gc
 from typing import Self
 
 from pulsetrain.engine import FIRST, ConfigurationError, Engine, Event, Events, Every, Phase
-from pulsetrain.handlers.attachment.attachment import Attachment
+from pulsetrain.engine.argument_checks import is_whole
+from pulsetrain.handlers.attachment.attachment import Handler
 from pulsetrain.handlers.attachment.cadence import check_every
 from pulsetrain.handlers.attachment.engine_queries import reject_replay
 
 __all__ = ["Garbage"]
 
 
-class Garbage:
+class Garbage(Handler):
     """Disables automatic collection while the engine runs, and collects at a cadence instead.
 
     Automatic collection happens in the middle of a step, and in a distributed run at a different step on each process,
@@ -40,13 +41,12 @@ class Garbage:
     def __init__(self, every: Every | None = None, generation: int = 2) -> None:
         self.every = Every(epochs=1) if every is None else every
         check_every("Garbage", self.every, "Every(iterations=1000)")
-        if not isinstance(generation, int) or isinstance(generation, bool) or not 0 <= generation <= 2:
+        if not is_whole(generation) or not 0 <= generation <= 2:
             raise ConfigurationError("needs 0, 1 or 2", "Garbage", generation=generation)
         self.generation = generation
         self._was_enabled = False
         self._freezes = False  # whether this handler froze the objects
         self._active = False
-        self._attachment = Attachment("Garbage")
 
     def attach(self, engine: Engine) -> Self:
         """Collect after loggers and checkpoints of the same event, in phase PERSIST.
@@ -65,7 +65,7 @@ class Garbage:
 
     def detach(self) -> None:
         """Stop collecting; the collector is restored."""
-        self._attachment.cancel()
+        super().detach()
         self._end()
 
     def _begin(self) -> None:

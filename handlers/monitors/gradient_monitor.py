@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import math
-from itertools import islice
+from itertools import chain, islice
 from typing import Literal, Self
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pulsetrain.engine import ArgumentTypeError, ConfigurationError, Engine, Event, Events, Every
-from pulsetrain.engine.argument_checks import check_bool, check_choice, check_whole_number
+from pulsetrain.engine import ConfigurationError, Engine, Event, Events, Every
+from pulsetrain.engine.argument_checks import check_bool, check_choice, check_type, check_whole_number
+from pulsetrain.engine.errors import refused
 from pulsetrain.engine.optimizers import NamedOptimizers
-from pulsetrain.handlers.attachment.attachment import Attachment
+from pulsetrain.handlers.attachment.attachment import Handler
 from pulsetrain.handlers.attachment.engine_queries import attribute, reject_replay
 from pulsetrain.handlers.attachment.publishing import publish, publish_media
 
 __all__ = ["GradientMonitor"]
 
-ROOT = "(root)"  # stands for the model itself, which may have parameters of its own
+ROOT = "(root)"  # the model itself, which may have parameters of its own
 
 
-class GradientMonitor:
+class GradientMonitor(Handler):
     """Publishes the norm of each gradient before clipping, as "grad_norm/layer.weight".
 
     Norms are computed on the device, only at the cadence, and copied to the host at once; the trainer computes a
@@ -71,27 +72,22 @@ class GradientMonitor:
         top: int | None = None,
         model: nn.Module | None = None,
     ) -> None:
-        every = Every(updates=50) if every is None else every
+        self.every = every = Every(updates=50) if every is None else every
         if not isinstance(every, Every) or every != Every(updates=every.updates or 1):
-            raise ConfigurationError(
-                "gradients are complete only at an update; use Every(updates=50)", "GradientMonitor", every=every
-            )
+            raise refused(self, "gradients are complete only at an update; use Every(updates=50)", "every")
         check_choice("GradientMonitor", "by", by, ("parameter", "module"))
         if isinstance(norm_type, bool) or norm_type not in (1, 2, math.inf):
             raise ConfigurationError("needs 1, 2 or inf", "GradientMonitor", norm_type=norm_type)
         check_bool("GradientMonitor", "histograms", histograms)
         check_bool("GradientMonitor", "updates", updates)
         check_whole_number("GradientMonitor", "bins", bins)
-        if top is not None:
-            check_whole_number("GradientMonitor", "top", top)
-        if model is not None and not isinstance(model, nn.Module):
-            raise ArgumentTypeError("needs a torch.nn.Module", "GradientMonitor", model=type(model))
-        self.every, self.by, self.histograms, self.bins = every, by, histograms, bins
+        check_whole_number("GradientMonitor", "top", top, or_none=True)
+        check_type("GradientMonitor", "model", model, nn.Module | None, "a torch.nn.Module")
+        self.by, self.histograms, self.bins = by, histograms, bins
         self.norm_type, self.updates, self.top, self.model = norm_type, updates, top, model
         self._before: dict[str, list[tuple[Tensor, Tensor]]] | None = None  # parameters, and copies before the update
         self._norms: dict[str, float] = {}  # published with the ratios, after the update
         self._counts: dict[str, int] = {}  # updates of each of several optimizers
-        self._attachment = Attachment("GradientMonitor")
 
     def attach(self, engine: Engine) -> Self:
         """Measure this engine's gradients, in phase OBSERVE of GRADIENTS_READY.
@@ -103,9 +99,7 @@ class GradientMonitor:
         with self._attachment.to(engine, whole_bus=False) as subscribe:
             reject_replay("GradientMonitor", engine, "gradients")
             if self.model is None and attribute(engine, "model", nn.Module) is None:
-                raise ConfigurationError(
-                    f"{engine.name!r} has no torch model; pass model=", "GradientMonitor", model=None
-                )
+                raise refused(self, f"{engine.name!r} has no torch model; pass model=", "model")
             interval = self.every.updates
             optimizers = attribute(engine, "optimizer", NamedOptimizers)
             if optimizers is not None and len(optimizers.parts) > 1:  # state.update counts the updates of all
@@ -119,7 +113,7 @@ class GradientMonitor:
         return self
 
     def detach(self) -> None:
-        self._attachment.cancel()
+        super().detach()
         self._before, self._norms = None, {}
         self._counts.clear()
 
@@ -191,15 +185,23 @@ class GradientMonitor:
 
     def _norms_of(self, tensors: dict[str, list[Tensor]]) -> dict[str, Tensor]:
         """The norm over each group's tensors, shape (), on their device; half precision is computed in float32."""
+        kinds: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+        for tensor in chain.from_iterable(tensors.values()):
+            kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+        norm_of: dict[int, Tensor] = {}  # by the tensor's id
+        for (_, kind), alike in kinds.items():
+            dtype = torch.float32 if kind.itemsize < 4 else None
+            # one kernel for all tensors, where a norm for each would be one launch per parameter;
+            # what torch.nn.utils.get_total_norm calls, and has no public name
+            norms = torch._foreach_norm(alike, self.norm_type, dtype=dtype)
+            norm_of.update(zip(map(id, alike), norms, strict=True))
         joined: dict[str, Tensor] = {}
         for name, parts in tensors.items():
-            own = [self._norm(part, torch.float32 if part.dtype.itemsize < 4 else None) for part in parts]
-            joined[name] = own[0] if len(own) == 1 else self._norm(torch.stack([part.to(own[0]) for part in own]))
+            own = [norm_of[id(part)] for part in parts]
+            if len(own) > 1:
+                own = [torch.linalg.vector_norm(torch.stack([part.to(own[0]) for part in own]), self.norm_type)]
+            joined[name] = own[0]
         return joined
-
-    def _norm(self, values: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        norm: Tensor = torch.linalg.vector_norm(values, self.norm_type, dtype=dtype)
-        return norm
 
 
 def _values(gradient: Tensor | None) -> Tensor:
@@ -220,8 +222,8 @@ def _histogram(parts: list[Tensor], bins: int) -> Tensor:
     width = (greatest - least) / bins
     counts = torch.zeros(bins, dtype=torch.int64, device=device)
     for part, ok in zip(flat, finite, strict=True):
-        place = (part.to(exact) - least).div_(width).nan_to_num_(0.0).clamp_(0, bins - 1)
-        counts.scatter_add_(0, place.long(), ok.long())
+        bin_of = (part.to(exact) - least).div_(width).nan_to_num_(0.0).clamp_(0, bins - 1)
+        counts.scatter_add_(0, bin_of.long(), ok.long())
     return torch.cat([torch.stack([least, greatest]), counts.to(exact)])
 
 

@@ -14,7 +14,7 @@ import torch
 from pulsetrain.engine import FIRST, AnomalyDetected, Engine, Events, Every
 from pulsetrain.engine.argument_checks import check_number, check_whole_number
 from pulsetrain.engine.logs import get_logger
-from pulsetrain.handlers.attachment.attachment import Attachment
+from pulsetrain.handlers.attachment.attachment import Handler
 from pulsetrain.handlers.attachment.cadence import check_every, reading_events
 from pulsetrain.handlers.attachment.engine_queries import device_of, reject_replay
 from pulsetrain.handlers.attachment.publishing import publish
@@ -26,7 +26,7 @@ _COUNTERS = {"allocated": "memory_allocated", "peak": "max_memory_allocated", "r
 _KEPT_ALIVE = "look for tensors kept with their graph (a loss without .detach()), and for lists and caches that grow"
 
 
-class MemoryMonitor:
+class MemoryMonitor(Handler):
     """Publishes how many bytes are in use, without waiting for the device.
 
     memory/host_rss_bytes: resident memory of this process, without its DataLoader's workers (memory/host_peak_bytes,
@@ -71,7 +71,6 @@ class MemoryMonitor:
         self._recent: dict[str, deque[float]] = {}
         self._warned: set[str] = set()
         self._readings = 0
-        self._attachment = Attachment("MemoryMonitor")
 
     def attach(self, engine: Engine) -> Self:
         """Read at this engine's cadence, in phase OBSERVE.
@@ -84,9 +83,6 @@ class MemoryMonitor:
             subscribe(Events.STARTED, self._on_started, on_error="warn")
             subscribe(reading_events(self.every), self._read, order=FIRST, on_error="warn")
         return self
-
-    def detach(self) -> None:
-        self._attachment.cancel()
 
     def _on_started(self) -> None:
         self._recent, self._warned, self._readings = {}, set(), 0

@@ -15,14 +15,14 @@ from torch.profiler import profile
 from pulsetrain.engine import ConfigurationError, Engine, Event, Events
 from pulsetrain.engine.argument_checks import check_bool, check_whole_number
 from pulsetrain.engine.logs import get_logger
-from pulsetrain.handlers.attachment.attachment import Attachment, subscribe_first, subscribe_last
+from pulsetrain.handlers.attachment.attachment import Attachment, Handler, subscribe_first, subscribe_last
 from pulsetrain.handlers.attachment.engine_queries import reject_replay
 from pulsetrain.handlers.run_files.run_folder import make_folder
 
 __all__ = ["Profiler"]
 
 
-class Profiler:
+class Profiler(Handler):
     """Writes a trace of a window of iterations to FOLDER/profile/trace-ITERATION.json, once for each run() call.
 
     chrome://tracing and ui.perfetto.dev show the trace. Each iteration in it is marked "iteration N", and the wait for
@@ -72,7 +72,6 @@ class Profiler:
         self._begun_at: int | None = None  # iterations done when the run started; None if nothing is left to profile
         self._profile: profile | None = None
         self._mark_of = ExitStack()  # the batch or the iteration in progress
-        self._attachment = Attachment("Profiler")
         self._window = Attachment("Profiler")  # until the window ends
 
     def attach(self, engine: Engine) -> Self:
@@ -91,7 +90,7 @@ class Profiler:
 
     def detach(self) -> None:
         """Stop profiling; a window in progress is discarded."""
-        self._attachment.cancel()
+        super().detach()
         self._window.cancel()
         self._unmark()
         self._begun_at = None

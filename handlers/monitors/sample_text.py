@@ -10,11 +10,11 @@ from typing import Self
 import torch
 from torch import nn
 
-from pulsetrain.engine import FIRST, ArgumentTypeError, ConfigurationError, Engine, Events, Every
-from pulsetrain.engine.argument_checks import check_number, check_whole_number
+from pulsetrain.engine import FIRST, ConfigurationError, Engine, Events, Every
+from pulsetrain.engine.argument_checks import check_number, check_type, check_whole_number
 from pulsetrain.engine.data import rng
 from pulsetrain.engine.step.model_call import eval_mode
-from pulsetrain.handlers.attachment.attachment import Attachment
+from pulsetrain.handlers.attachment.attachment import Handler
 from pulsetrain.handlers.attachment.cadence import check_every, reading_events
 from pulsetrain.handlers.attachment.engine_queries import attribute
 from pulsetrain.handlers.attachment.publishing import publish_media
@@ -23,7 +23,7 @@ from pulsetrain.handlers.run_files.run_folder import make_folder, replace_file
 __all__ = ["SampleText"]
 
 
-class SampleText:
+class SampleText(Handler):
     """Has the model continue each prompt, and fires MEDIA_LOGGED with the text, named "sample" ("sample/2" of several).
 
     The model is used as in validation: in eval mode, without gradients, and with the weights of the evaluator, for
@@ -71,20 +71,17 @@ class SampleText:
         self.prompts = [prompts] if isinstance(prompts, str) else list(prompts)
         if not self.prompts or not all(isinstance(prompt, str) and prompt for prompt in self.prompts):
             raise ConfigurationError("needs a text, or several, none of them empty", "SampleText", prompts=prompts)
-        if every is not None:
-            check_every("SampleText", every, "Every(epochs=1)")
+        check_every("SampleText", every, "Every(epochs=1)", or_none=True)
         check_whole_number("SampleText", "length", length)
         check_number("SampleText", "temperature", temperature)
         check_whole_number("SampleText", "seed", seed, at_least=0, below=2**63)
         for name, function in (("generate", generate), ("encode", encode), ("decode", decode)):
-            if function is not None and not callable(function):
-                raise ArgumentTypeError("needs a callable", "SampleText", **{name: function})
+            check_type("SampleText", name, function, Callable | None, "a callable")
         self.folder = None if folder is None else Path(folder)
         self.every, self.length, self.temperature, self.seed = every, length, temperature, seed
         self.generate, self.encode, self.decode = generate, encode, decode
         self.texts: list[str] = []  # the latest, one for each prompt
         self._written_at: int | None = None
-        self._attachment = Attachment("SampleText")
 
     def attach(self, engine: Engine) -> Self:
         """Sample at this engine's cadence and at the end of its run, in phase OBSERVE.
@@ -103,10 +100,6 @@ class SampleText:
                 subscribe(reading_events(self.every), self._write, order=FIRST, on_error="warn")
             subscribe(Events.COMPLETED, self._write, order=FIRST, on_error="warn")
         return self
-
-    def detach(self) -> None:
-        """Stop sampling; the latest texts are kept."""
-        self._attachment.cancel()
 
     def summary(self) -> str:
         """The latest texts, for the end of the command's output; unprintable characters are escaped."""

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from pulsetrain.engine import ConfigurationError, Engine, Event, Events, Every
 from pulsetrain.engine.argument_checks import check_positive
 from pulsetrain.engine.logs import get_logger
-from pulsetrain.handlers.attachment.attachment import Attachment, subscribe_first, subscribe_last
+from pulsetrain.handlers.attachment.attachment import Handler, subscribe_first, subscribe_last
 from pulsetrain.handlers.attachment.cadence import check_every, reading_events
 from pulsetrain.handlers.attachment.engine_queries import attribute, device_of, reject_replay
 from pulsetrain.handlers.attachment.publishing import publish
@@ -25,7 +25,7 @@ __all__ = ["Throughput"]
 MAX_SHAPES = 16  # of batches; with more of them operations are not counted
 
 
-class Throughput:
+class Throughput(Handler):
     """Publishes speeds beside the trainer's own samples_per_second and tokens_per_second.
 
     throughput/iterations_per_second;
@@ -69,15 +69,13 @@ class Throughput:
         every = Every(iterations=50) if every is None else every
         check_every("Throughput", every)
         for name, value in (("flops_per_sample", flops_per_sample), ("peak_flops", peak_flops)):
-            if value is not None:
-                check_positive("Throughput", name, value)
+            check_positive("Throughput", name, value, or_none=True)
         self.every, self.flops_per_sample, self.peak_flops, self.clock = every, flops_per_sample, peak_flops, clock
         self._flops_of: dict[Shapes, int] = {}  # of a step, by the shapes of its batch
         self._counting: FlopCount | None = None
         self._shapes: Shapes | None = None  # of the current batch
         self._counts = True  # whether steps with new shapes are counted
         self._peak_missed = False
-        self._attachment = Attachment("Throughput")
         self._restart(0)
 
     def attach(self, engine: Engine) -> Self:
@@ -111,7 +109,7 @@ class Throughput:
         return self
 
     def detach(self) -> None:
-        self._attachment.cancel()
+        super().detach()
         self._stop_counting()
 
     def _restart(self, samples: int) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Self
 from pulsetrain.engine import ConfigurationError, Engine, Event, EventBus, Events, Every, OnError
 from pulsetrain.engine.argument_checks import check_choice
 from pulsetrain.engine.logs import get_logger
-from pulsetrain.handlers.attachment.attachment import Attachment
+from pulsetrain.handlers.attachment.attachment import Handler
 from pulsetrain.handlers.attachment.cadence import check_every, reading_events
 from pulsetrain.handlers.attachment.engine_queries import is_run_end
 from pulsetrain.handlers.metric_values.step_values import METRIC_EVENTS, learning_rates, on_host, step_metrics
@@ -25,7 +25,7 @@ __all__ = ["Plots"]
 SHARE = 0.05  # of the run's time that may be spent on drawing before its end
 
 
-class Plots:
+class Plots(Handler):
     """Writes figures to FOLDER/plots/ at validations, rollouts and the end of the run, if their data has changed.
 
     loss: training and validation. metrics: a panel for each other metric of validations and rollouts. learning_rate: a
@@ -65,8 +65,7 @@ class Plots:
         clock: Callable[[], float] = time.monotonic,
         on_error: OnError = "warn",
     ) -> None:
-        if every is not None:
-            check_every("Plots", every)
+        check_every("Plots", every, or_none=True)
         if isinstance(formats, str) or not isinstance(formats, Sequence) or not formats:
             raise ConfigurationError("needs a list of formats, such as ['png', 'svg']", "Plots", formats=formats)
         for each in formats:
@@ -79,8 +78,7 @@ class Plots:
         self._runs: dict[str, RunCurves] = {}  # by engine; "" if attached to one engine
         self._next = -math.inf  # when figures may be drawn again before the end
         self._warned = False  # of a matrix that cannot be drawn
-        self._place = self.folder / "plots"
-        self._attachment = Attachment("Plots")
+        self._pictures = self.folder / "plots"
 
     def attach(self, engine_or_bus: Engine | EventBus) -> Self:
         """Follow one engine, or each of a bus.
@@ -90,7 +88,7 @@ class Plots:
                 logged, and the run continues without this handler.
         """
         with self._attachment.to(engine_or_bus, needed=self._on_error == "raise") as subscribe:
-            make_folder("Plots", self._place)
+            make_folder("Plots", self._pictures)
             self._next = -math.inf
             if self.every is not None:
                 subscribe(reading_events(self.every, self._clock), self._on_reading, on_error=self._on_error)
@@ -101,9 +99,6 @@ class Plots:
             subscribe(Events.COMPLETED | Events.TERMINATE, self._on_end, on_error=self._on_error)
             subscribe(Events.EXCEPTION_RAISED, self._on_end, on_error="warn")
         return self
-
-    def detach(self) -> None:
-        self._attachment.cancel()
 
     def draw(self) -> list[Path]:
         """Draw each figure whose data has changed since it was last drawn; returns the files written."""
@@ -124,7 +119,7 @@ class Plots:
         if run is None:
             return []
         started, written = self._clock(), []
-        folder = self._place / _file_name(engine) if engine else self._place
+        folder = self._pictures / _file_name(engine) if engine else self._pictures
         for name in sorted(run.changed):
             figure = run.figure(name)
             if figure is not None:

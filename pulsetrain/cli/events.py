@@ -112,7 +112,7 @@ def follow(
 
     Args:
         log: the log.
-        where: tells whether an event is wanted.
+        where: whether an event is wanted.
         wait: called between two reads, with a time in seconds.
         filters: the filters of `EventLog.read`.
     """

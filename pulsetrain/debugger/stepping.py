@@ -6,8 +6,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 
 from pulsetrain.debugger.breaks import Break, Breaks
-from pulsetrain.engine.argument_checks import check_whole_number
-from pulsetrain.engine.errors import ConfigurationError, unknown_name
+from pulsetrain.engine.argument_checks import check_choice, check_whole_number
+from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.recording import LoggedEvent
 
 __all__ = ["SteppingDebugger"]
@@ -85,7 +85,7 @@ class SteppingDebugger(ABC):
         Raises:
             ConfigurationError: there is no such type.
         """
-        self._check_event("next_to", event)
+        check_choice("next_to", "event", event, self.event_names)
         return self.search(lambda each: each.event == event, {event}, forward=True, or_end=False)
 
     def back_to(self, event: str) -> LoggedEvent | None:
@@ -94,7 +94,7 @@ class SteppingDebugger(ABC):
         Raises:
             ConfigurationError: there is no such type.
         """
-        self._check_event("back_to", event)
+        check_choice("back_to", "event", event, self.event_names)
         return self.search(lambda each: each.event == event, {event}, forward=False, or_end=False)
 
     def continue_(self) -> LoggedEvent | None:
@@ -117,7 +117,7 @@ class SteppingDebugger(ABC):
             ConfigurationError: there is no such type of event, or the condition is invalid.
         """
         if event is not None:
-            self._check_event("add_break", event)
+            check_choice("add_break", "event", event, self.event_names)
         return self.breaks.add(event, condition)
 
     def delete_break(self, number: int) -> None:
@@ -148,7 +148,3 @@ class SteppingDebugger(ABC):
         )
         self.hit = self.breaks.first_at(found)
         return found
-
-    def _check_event(self, caller: str, event: str) -> None:
-        if event not in self.event_names:
-            raise unknown_name(caller, "event", event, self.event_names)

@@ -348,7 +348,7 @@ def _menus(roles: Sequence[int | None], panels: int, chosen: int) -> list[Plotly
 
 
 def _look(role: int, choice: int) -> Plotly:
-    """How a curve, unsmoothed (role 0) or smoothed, looks when a smoothing is chosen; choice 0 is no smoothing."""
+    """How a curve, unsmoothed (role 0) or smoothed, looks when a smoothing is chosen; choice 0 turns smoothing off."""
     if role not in (0, choice):
         return {"opacity": 0.0, "hoverinfo": "skip", "hovertemplate": ""}  # a template would override "skip"
     return {"opacity": 0.22 if choice and not role else 1.0, "hoverinfo": "all", "hovertemplate": HOVER}

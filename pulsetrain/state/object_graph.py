@@ -48,7 +48,8 @@ def generators_in(parts: Mapping[str, object], known: Iterable[object] = ()) -> 
         parts: by name; a generator that several hold gets the name of the first.
         known: objects to pass over.
     """
-    own = [cast(MethodType, random.random).__self__, np.random.mtrand._rand, torch.default_generator]
+    of_process = [cast(MethodType, draw).__self__ for draw in (random.random, np.random.get_state)]
+    own = [*of_process, torch.default_generator]
     walked = _walk(parts.items(), _inside, _DEPTH, [*own, *known])
     return (path for path, value in walked if isinstance(value, _GENERATORS))
 

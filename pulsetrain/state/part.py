@@ -32,7 +32,7 @@ class Part(Stateful, Protocol):
 
 @runtime_checkable
 class CheckedPart(Part, Protocol):
-    """A part that can tell whether a state fits it."""
+    """A part that can check whether a state fits it."""
 
     def check_state_dict(self, state: Any, /) -> None:
         """Raise CheckpointError if `load_state_dict` would fail; nothing changes."""

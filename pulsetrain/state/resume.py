@@ -43,7 +43,7 @@ class Resumer:
 
     Args:
         parts: of the run's state; the Resumer adds "rng".
-        data: the place in the data.
+        data: the position in the data.
         registry: the handlers.
     """
 

@@ -34,13 +34,15 @@ def plan_rewind(checkpointer: Checkpointer, data: DataCursor, first: int, last: 
     """
     checkpointer.wait()  # for one that is being written: it deletes others when it is done
     found = checkpointer.manager.valid()
-    before = [place for place in found if step_of(place) < first]
+    before = [location for location in found if step_of(location) < first]
     if not before:
         late = f"the oldest of those that are kept was made after iteration {step_of(found[0])}" if found else ""
         raise CheckpointError(
-            f"Trainer.rewind(first={first}): there is no checkpoint before that iteration"
+            "there is no checkpoint before that iteration"
             + (f", {late}; look more often, or raise keep_last" if late else "; save more often")
-            + ", as Checkpointer(every=Every(updates=100), keep_last=3)"
+            + ", as Checkpointer(every=Every(updates=100), keep_last=3)",
+            "Trainer.rewind",
+            first=first,
         )
     newest = max(reversed(before), key=step_of)  # of several of one step, the one written last
     return Rewind(newest, (data.number(first), data.number(last)))

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from types import NoneType
 from typing import Any
 
 import torch
 
 from pulsetrain.config import TrainingConfig
 from pulsetrain.engine import Every
+from pulsetrain.engine.argument_checks import check_choice, check_type
 from pulsetrain.engine.data.keyed_loader import can_be_read_once
-from pulsetrain.engine.errors import ArgumentTypeError, ConfigurationError, unknown_name
+from pulsetrain.engine.errors import ArgumentTypeError, ConfigurationError
 from pulsetrain.engine.optimizers import parts_of
 from pulsetrain.engine.schedules import build_schedule
 from pulsetrain.engine.step.protocols import AlternatingStrategy, DerivesMetrics, TrainingStrategy
@@ -35,14 +35,10 @@ def check_kinds(config: object, metrics: Any, handlers: Any, callbacks: object) 
         ArgumentTypeError: an argument has the wrong type.
         ConfigurationError: a metric has the name of the loss.
     """
-    for argument, given, kinds, wanted in (
-        ("config", config, (TrainingConfig, NoneType), "a TrainingConfig, as TrainingConfig(max_epochs=3)"),
-        ("metrics", metrics, (Mapping, NoneType), "a mapping, as {'accuracy': Accuracy()}"),
-        ("handlers", handlers, (list, tuple), "a list, as handlers=[...]"),
-        ("callbacks", callbacks, (list, tuple), "a list, as callbacks=[...]"),
-    ):
-        if not isinstance(given, kinds):
-            raise ArgumentTypeError(f"needs {wanted}", "Trainer", **{argument: type(given)})
+    check_type("Trainer", "config", config, TrainingConfig | None, "a TrainingConfig, as TrainingConfig(max_epochs=3)")
+    check_type("Trainer", "metrics", metrics, Mapping | None, "a mapping, as {'accuracy': Accuracy()}")
+    check_type("Trainer", "handlers", handlers, list | tuple, "a list, as handlers=[...]")
+    check_type("Trainer", "callbacks", callbacks, list | tuple, "a list, as callbacks=[...]")
     for name, metric in (metrics or {}).items():
         if isinstance(metric, type):
             raise ArgumentTypeError(f"needs an object, as {metric.__name__}()", "Trainer", metrics={name: metric})
@@ -75,8 +71,7 @@ def check_metric_names(metrics: Mapping[str, object] | None, strategy: TrainingS
 def resolve_strategy(strategy: object) -> Any:  # callers ask it for optional methods
     """The strategy of this name, or the strategy itself."""
     if isinstance(strategy, str):
-        if strategy not in STRATEGIES:
-            raise unknown_name("Trainer", "strategy", strategy, STRATEGIES)
+        check_choice("Trainer", "strategy", strategy, STRATEGIES)
         return STRATEGIES[strategy]()
     if isinstance(strategy, type) or not isinstance(strategy, (TrainingStrategy, AlternatingStrategy)):
         raise ArgumentTypeError(

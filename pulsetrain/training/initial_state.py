@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from pulsetrain.config import TrainingConfig
-from pulsetrain.engine.errors import ArgumentTypeError, ConfigurationError, unknown_name
+from pulsetrain.engine.argument_checks import check_choice, check_type
+from pulsetrain.engine.errors import ArgumentTypeError, ConfigurationError, refused
 from pulsetrain.engine.optimizers import NamedOptimizers, resolve_optimizer
 from pulsetrain.engine.step.backend import Backend, ModelStore, OptimizerRequest
 from pulsetrain.engine.step.protocols import AlternatingStrategy, BackendSettings, BindsModel, Strategy
@@ -47,13 +48,11 @@ def make_store(
         rates = [group.get("lr") for group in store.optimizer.param_groups]
         scheduled = config.schedule not in (None, "constant") or config.warmup_steps
         if scheduled and any(isinstance(rate, float) and math.isnan(rate) for rate in rates):
-            raise ConfigurationError(
+            rule = (
                 "the state of the given optimizer holds no learning rate that could be set; leave both out, or name "
-                "the optimizer, as 'adamw', or make it by optax.inject_hyperparams(optax.adam)(learning_rate=...)",
-                "TrainingConfig",
-                schedule=config.schedule,
-                warmup_steps=config.warmup_steps,
+                "the optimizer, as 'adamw', or make it by optax.inject_hyperparams(optax.adam)(learning_rate=...)"
             )
+            raise refused(config, rule, "schedule", "warmup_steps")
         if isinstance(strategy, BindsModel):
             strategy.bind(store.module, backend)
     except BaseException:
@@ -88,27 +87,22 @@ def _resolve_optimizers(
             model=type(model),
         )
     if config.precision == "fp16" and config.accumulation.batches != 1:
-        raise ConfigurationError(
+        rule = (
             "the gradient scale changes with each optimizer's update, and the gradients that wait for the others have "
-            "the old scale; set accumulate=1, or use bf16",
-            "TrainingConfig",
-            precision="fp16",
-            accumulate=config.accumulate,
+            "the old scale; set accumulate=1, or use bf16"
         )
+        raise refused(config, rule, "precision", "accumulate")
     if config.accumulation.schedule is not None:
-        raise ConfigurationError(
+        rule = (
             "a schedule counts updates, and several optimizers make several updates a batch; accumulate a fixed number "
-            "of batches",
-            "TrainingConfig",
-            accumulate=config.accumulate,
+            "of batches"
         )
+        raise refused(config, rule, "accumulate")
     if isinstance(given, NamedOptimizers):
         return resolve(given, model)
-    if given is not None and not isinstance(given, (str, Mapping)):
-        raise ArgumentTypeError("needs one for each module, as {'actor': 'adam'}", "Trainer", optimizer=type(given))
+    check_type("Trainer", "optimizer", given, str | Mapping | None, "one for each module, as {'actor': 'adam'}")
     learning = {name: each for name, each in model.items() if any(p.requires_grad for p in each.parameters())}
     chosen = given if isinstance(given, Mapping) else dict.fromkeys(learning, given)
     for name in chosen:
-        if name not in learning:
-            raise unknown_name("Trainer", "optimizer", name, list(learning))
+        check_choice("Trainer", "optimizer", name, learning)
     return NamedOptimizers({name: resolve(chosen.get(name), each) for name, each in learning.items()})

@@ -98,7 +98,7 @@ class MetricsReporter:
                 losses.add(result.metrics[name], size)
 
     def begin_epoch(self) -> None:
-        """An epoch begins with its first batch: losses of an epoch that was given up are not in its mean."""
+        """An epoch begins with its first batch: the losses of a discarded epoch are not in its mean."""
         for losses in self._all_losses():
             losses.forget("epoch")
         self.history.keep_provisional()

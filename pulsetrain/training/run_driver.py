@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Protocol, cast
 
 from pulsetrain.engine import Engine, Event, Events, Phase
+from pulsetrain.engine.argument_checks import check_type
 from pulsetrain.engine.checkpoint import Location
 from pulsetrain.engine.data.workers import workers_outlive_signals
 from pulsetrain.engine.logs import get_logger
@@ -82,8 +83,7 @@ class RunDriver:
     def train(self, resume: str | os.PathLike[str] | None) -> None:
         """Train to the bound, through all rewinds; see `Trainer.train`."""
         if resume is not None:
-            if not isinstance(resume, (str, os.PathLike)):
-                raise TypeError(f"Trainer.train(resume={resume!r}): needs 'latest' or a checkpoint's path")
+            check_type("Trainer.train", "resume", resume, str | os.PathLike, "'latest' or a checkpoint's path")
             self._load(resume)
         self._rewind = None
         self._start()

@@ -11,12 +11,15 @@ from pulsetrain.config import TrainingConfig
 from pulsetrain.engine import Backend, ConfigurationError, State, TrainingStrategy
 from pulsetrain.engine.data import rng
 from pulsetrain.engine.data.keyed_loader import can_be_read_once, length_of
+from pulsetrain.engine.errors import refused
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.step.first_batch import FirstBatch
 
 __all__ = ["RunLength"]
 
 _MEASURED = 8  # batches, for the average number of tokens
+
+_OTHER_BOUNDS = "bound it by max_iterations, max_updates or max_epochs"
 
 _UNBOUNDED = 1 << 60  # iterations; for runs that something else ends
 
@@ -90,12 +93,8 @@ class RunLength:
         """
         config, tokens = self.config, getattr(state, "tokens", 0)
         if config.max_tokens is not None and state.iteration and not tokens:
-            raise ConfigurationError(
-                "the strategy counts no tokens, so the run would not "
-                "end; bound it by max_iterations, max_updates or max_epochs",
-                "TrainingConfig",
-                max_tokens=config.max_tokens,
-            )
+            rule = f"the strategy counts no tokens, so the run would not end; {_OTHER_BOUNDS}"
+            raise refused(config, rule, "max_tokens")
         if config.max_tokens is not None and tokens >= config.max_tokens:
             return f"max_tokens={config.max_tokens} was reached"
         if self.counts_updates and config.max_updates is not None and state.update >= config.max_updates:
@@ -119,18 +118,14 @@ class RunLength:
                 "has no batches; a DataLoader with drop_last drops a short one", "Trainer", train_loader=...
             )
         if self.accumulate.tokens is None and self.total_updates == 0:
-            raise ConfigurationError(
-                f"the run has {total} batches, which make no update; accumulate fewer, or train longer",
-                "TrainingConfig",
-                accumulate=config.accumulate,
-            )
+            rule = f"the run has {total} batches, which make no update; accumulate fewer, or train longer"
+            raise refused(config, rule, "accumulate")
         if self.max_epochs is not None and self.max_epochs > 1 and can_be_read_once(self._loader):
-            raise ConfigurationError(
+            rule = (
                 "the loader is an iterator, which can be read once; "
-                "give a DataLoader or a list, or bound the run by max_iterations",
-                "TrainingConfig",
-                max_epochs=self.max_epochs,
+                "give a DataLoader or a list, or bound the run by max_iterations"
             )
+            raise refused(config, rule, "max_epochs")
 
     def measure(self, strategy: TrainingStrategy, backend: Backend) -> None:
         """Count the tokens of the first batches, if the length depends on them; the generators stay as they were.
@@ -139,7 +134,7 @@ class RunLength:
             ConfigurationError: the strategy counts no tokens, or there is no batch.
         """
         if self.config.max_tokens is not None:
-            setting, remedy = "max_tokens", "bound the run by max_iterations, max_updates or max_epochs"
+            setting, remedy = "max_tokens", _OTHER_BOUNDS
         elif self.accumulate.tokens is not None:
             setting, remedy = "accumulate", "accumulate batches"
         else:
@@ -154,11 +149,7 @@ class RunLength:
             raise ConfigurationError("gave no batch; it is empty", "Trainer", train_loader=...)
         tokens = [batch.tokens for batch in batches]
         if not all(tokens):
-            raise ConfigurationError(
-                f"{type(strategy).__name__} counts no tokens; {remedy}",
-                "TrainingConfig",
-                **{setting: getattr(self.config, setting)},
-            )
+            raise refused(self.config, f"{type(strategy).__name__} counts no tokens; {remedy}", setting)
         self._tokens_a_batch = sum(tokens) / len(tokens)
         if max(tokens) > 1.1 * min(tokens) and self.config.max_updates is None:
             get_logger("pulsetrain").info(

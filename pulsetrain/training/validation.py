@@ -226,7 +226,7 @@ class Evaluation:
                 for key, item in value.items():  # ignite puts a mapping's items beside it, without its name
                     if key not in self._names and metrics.get(key) is item:
                         del metrics[key]
-        # such an item, or one of a metric attached by hand, does not stand in for the loss
+        # such an item, or one of a metric attached by hand, does not replace the loss
         metrics = {**self._means, **metrics, **{k: v for k, v in self._means.items() if k not in self._names}}
         found: dict[str, float] = {}
         for name, value in metrics.items():
@@ -254,8 +254,9 @@ class Evaluation:
             return
         if not all(callable(getattr(metric, method, None)) for method in ("reset", "update", "compute")):
             raise ConfigurationError(
-                f"Trainer(metrics={{{name!r}: {type(metric).__name__}}}): needs an ignite or torchmetrics metric, "
-                "or an object with reset(), update(y_pred, y) and compute()"
+                "needs an ignite or torchmetrics metric, or an object with reset(), update(y_pred, y) and compute()",
+                "Trainer",
+                metrics={name: type(metric)},
             )
         if isinstance(metric, nn.Module):
             metric.to(getattr(self.backend, "device", "cpu"))

@@ -84,7 +84,7 @@ def log_of() -> Any:
             def note(*_: Any, name: str = event.name, **__: Any) -> None:
                 log.append(name)
 
-            if event not in (IgniteEvents.EXCEPTION_RAISED,):  # hearing that one takes the exception
+            if event not in (IgniteEvents.EXCEPTION_RAISED,):  # a handler of that one takes the exception
                 engine.add_event_handler(event, note)
         return log
 

@@ -133,7 +133,7 @@ ROWS = torch.tensor([[1.0, 2.0, -3.0], [1e4, 1e4 - 2, -1e4], [0.0, -math.inf, 1.
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_logarithms_of_sums_are_torchs_for_numbers_of_any_size(library):
+def test_logarithms_of_sums_equal_torchs_for_numbers_of_any_size(library):
     (rows,) = of(library, ROWS.float())
     numpy.testing.assert_allclose(log_softmax(rows), ROWS.log_softmax(-1), rtol=1e-6)
     numpy.testing.assert_allclose(logsumexp(rows), ROWS.logsumexp(-1), rtol=1e-6)
@@ -151,7 +151,7 @@ def test_the_sum_of_a_row_that_has_nothing_is_nothing(library):
 
 @needs_jax
 @pytest.mark.parametrize("function", [log_softmax, logsumexp, log_sigmoid])
-def test_their_gradients_are_torchs(function):
+def test_their_gradients_equal_torchs(function):
     import jax
 
     rows = torch.tensor([[1.0, 2.0, -3.0], [1e4, 1e4 - 2, -1e4], [0.0, 0.0, 0.0]])

@@ -37,7 +37,7 @@ def taken_gradients(model: ByteGPT) -> dict[str, Tensor]:
 
 class TestModel:
     @pytest.mark.parametrize("length", [1, CONTEXT // 2, CONTEXT])
-    def test_scores_every_byte_at_every_position(self, model: ByteGPT, length: int) -> None:
+    def test_it_scores_every_byte_at_every_position(self, model: ByteGPT, length: int) -> None:
         assert model(random_bytes(3, length)).shape == (3, length, 256)
 
     def test_no_position_sees_what_follows_it(self, model: ByteGPT) -> None:
@@ -50,12 +50,12 @@ class TestModel:
             torch.testing.assert_close(after[:, :position], before[:, :position], rtol=0, atol=1e-6)
             assert (after[:, position:] - before[:, position:]).abs().amax(-1).gt(1e-6).all()
 
-    def test_knows_nothing_before_training(self, model: ByteGPT) -> None:
+    def test_it_knows_nothing_before_training(self, model: ByteGPT) -> None:
         tokens = random_bytes(8, CONTEXT)
         loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
         assert loss.item() == pytest.approx(math.log(256), abs=0.1)
 
-    def test_learns_a_text_by_heart(self, model: ByteGPT) -> None:
+    def test_it_learns_a_text_by_heart(self, model: ByteGPT) -> None:
         text = b"def spam(eggs):\n"
         tokens = torch.tensor([list(text)])
         optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
@@ -69,7 +69,7 @@ class TestModel:
         model(random_bytes(2, CONTEXT)).square().mean().backward()
         assert [name for name, p in model.named_parameters() if p.grad is None or not p.grad.any()] == []
 
-    def test_saves_parameters_alone(self, model: ByteGPT) -> None:
+    def test_it_saves_only_parameters(self, model: ByteGPT) -> None:
         assert model.state_dict().keys() == dict(model.named_parameters()).keys()
 
     @pytest.mark.parametrize(
@@ -84,12 +84,12 @@ class TestModel:
             ({"dropout": math.nan}, r"ByteGPT\(dropout=nan\)"),
         ],
     )
-    def test_refuses_sizes_that_do_not_fit(self, sizes: dict[str, Any], message: str) -> None:
+    def test_sizes_that_do_not_fit_are_refused(self, sizes: dict[str, Any], message: str) -> None:
         with pytest.raises(ValueError, match=message):
             ByteGPT(**sizes)
 
     @pytest.mark.parametrize("shape", [(CONTEXT,), (1, CONTEXT + 1), (1, 1, 1)])
-    def test_refuses_tokens_of_another_shape(self, model: ByteGPT, shape: tuple[int, ...]) -> None:
+    def test_tokens_of_another_shape_are_refused(self, model: ByteGPT, shape: tuple[int, ...]) -> None:
         rule = rf"input_ids of shape .*needs \(batch, length\), length at most {CONTEXT}"
         with pytest.raises(ValueError, match=rule):
             model(input_ids=random_bytes(*shape))
@@ -112,7 +112,7 @@ class TestDocuments:
             [[3, 4], [1, 6]],
         ],
     )
-    def test_each_is_read_as_on_its_own(self, model: ByteGPT, rows: list[list[int]]) -> None:
+    def test_each_document_is_read_as_if_alone(self, model: ByteGPT, rows: list[list[int]]) -> None:
         position_ids = positions(*rows)
         tokens, weights = random_bytes(*position_ids.shape), torch.randn(*position_ids.shape, 256)
         logits = model(input_ids=tokens, position_ids=position_ids)
@@ -139,13 +139,13 @@ class TestDocuments:
         is_other = (model(changed, position_ids) - before).abs().amax(-1)[0] > 1e-7
         assert is_other.tolist() == [4 <= place < 11 for place in range(CONTEXT)]
 
-    def test_one_document_a_row_is_what_no_positions_mean(self, model: ByteGPT) -> None:
+    def test_without_positions_each_row_is_one_document(self, model: ByteGPT) -> None:
         tokens = random_bytes(3, CONTEXT)
         given = model(tokens, torch.arange(CONTEXT).expand(3, -1))
         torch.testing.assert_close(given, model(tokens), rtol=0, atol=1e-6)
 
     @pytest.mark.parametrize("shape", [(CONTEXT,), (1, CONTEXT), (2, CONTEXT - 1)])
-    def test_refuses_positions_that_do_not_fit_the_tokens(self, model: ByteGPT, shape: tuple[int, ...]) -> None:
+    def test_positions_that_do_not_fit_the_tokens_are_refused(self, model: ByteGPT, shape: tuple[int, ...]) -> None:
         rule = rf"position_ids of shape \({shape[0]},.*needs \(2, {CONTEXT}\), as input_ids"
         with pytest.raises(ValueError, match=rule):
             model(random_bytes(2, CONTEXT), torch.zeros(shape, dtype=torch.int64))
@@ -162,7 +162,7 @@ class TestRotaryPositions:
         x = torch.randn(8, generator=torch.Generator().manual_seed(0))
         torch.testing.assert_close(self.rotated(x).norm(dim=-1), x.norm().expand(CONTEXT))
 
-    def test_a_product_depends_on_the_distance_alone(self) -> None:
+    def test_a_dot_product_depends_only_on_the_distance(self) -> None:
         generator = torch.Generator().manual_seed(0)
         queries = self.rotated(torch.randn(8, generator=generator))
         keys = self.rotated(torch.randn(8, generator=generator))
@@ -172,7 +172,7 @@ class TestRotaryPositions:
 
 
 class TestGenerate:
-    def test_gives_as_many_bytes_as_asked_also_beyond_the_context(self, model: ByteGPT) -> None:
+    def test_it_generates_any_number_of_bytes_even_beyond_the_context(self, model: ByteGPT) -> None:
         assert [len(model.generate(b"x", length)) for length in (0, 1, 2 * CONTEXT)] == [0, 1, 2 * CONTEXT]
 
     def test_a_generator_decides_the_sample(self, model: ByteGPT) -> None:
@@ -183,12 +183,12 @@ class TestGenerate:
         likeliest = int(model(torch.tensor([list(b"def")]))[0, -1].argmax())
         assert model.generate(b"def", 1, temperature=0.0) == bytes([likeliest])
 
-    def test_draws_bytes_from_a_larger_vocabulary(self) -> None:
+    def test_it_draws_bytes_from_a_larger_vocabulary(self) -> None:
         written = ByteGPT(layers=1, width=8, heads=1, context=4, vocabulary=300).generate(b"x", 50)
         assert len(written) == 50
 
     @pytest.mark.parametrize("training", [True, False])
-    def test_leaves_the_mode_as_it_was(self, model: ByteGPT, training: bool) -> None:
+    def test_it_restores_the_mode(self, model: ByteGPT, training: bool) -> None:
         model.train(training)
         model.generate(b"x", 1)
         assert model.training is training
@@ -202,7 +202,7 @@ class TestGenerate:
             ({"prompt": b"x", "length": 1, "temperature": math.nan}, "temperature=nan"),
         ],
     )
-    def test_refuses(self, model: ByteGPT, arguments: dict[str, Any], message: str) -> None:
+    def test_bad_arguments_are_refused(self, model: ByteGPT, arguments: dict[str, Any], message: str) -> None:
         with pytest.raises(ValueError, match=message):
             model.generate(**arguments)
 
@@ -221,7 +221,7 @@ class TestSplit:
         assert {*training, *validation} == set(library.glob("*.py"))
         assert 1 <= len(validation) < len(training)
 
-    def test_the_standard_library_gives_about_a_tenth_for_validation(self) -> None:
+    def test_about_a_tenth_of_the_standard_library_is_for_validation(self) -> None:
         training, validation = standard_library()
         assert 0.03 < len(validation) / (len(training) + len(validation)) < 0.2
         assert "argparse.py" in {path.name for path in (*training, *validation)}
@@ -270,7 +270,7 @@ class TestWindows:
         assert torch.cat([windows[i][1:] for i in range(len(windows))]).tolist() == list(range(1, 100))
         assert all(windows[i][-1] == windows[i + 1][0] for i in range(len(windows) - 1))
 
-    def test_a_rest_that_fills_no_window_is_left_out(self, file: Path) -> None:
+    def test_bytes_after_the_last_full_window_are_left_out(self, file: Path) -> None:
         windows = ByteWindows([file], context=60)
         assert len(windows) == 1
         assert windows[0].tolist() == list(range(61))
@@ -289,7 +289,7 @@ class TestWindows:
         ("context", "message"),
         [(0, r"context=0\): must be at least 1"), (100, "one window needs 101 bytes; give more files")],
     )
-    def test_refuses(self, file: Path, context: int, message: str) -> None:
+    def test_bad_arguments_are_refused(self, file: Path, context: int, message: str) -> None:
         with pytest.raises(ValueError, match=message):
             ByteWindows([file], context=context)
 
@@ -327,6 +327,6 @@ class TestLoaders:
             ({"validation_batches": 10**6}, r"validation_batches=1000000\): needs 64000000 windows .*ask for at most"),
         ],
     )
-    def test_refuses(self, sizes: dict[str, int], message: str) -> None:
+    def test_bad_arguments_are_refused(self, sizes: dict[str, int], message: str) -> None:
         with pytest.raises(ValueError, match=message):
             loaders(**sizes)

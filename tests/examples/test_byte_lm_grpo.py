@@ -25,15 +25,15 @@ DEF = "def f(self, a):\n"
 
 
 class TestTexts:
-    def test_one_that_ended_is_whole(self) -> None:
+    def test_a_finished_text_is_kept_whole(self) -> None:
         assert grpo.text_of(list(b"def f():\n"), [*b"  x\n  y", END]) == "def f():\n  x\n  y"
 
-    def test_one_that_was_cut_off_ends_with_its_last_whole_line(self) -> None:
+    def test_a_truncated_text_ends_with_its_last_whole_line(self) -> None:
         assert grpo.text_of(list(b"def f():\n"), list(b"  x\n  y")) == "def f():\n  x\n"
         assert grpo.text_of(list(b"def f():\n"), list(b"  x")) == "def f():\n"
         assert grpo.text_of(list(b"def "), list(b"f(): ")) == ""
 
-    def test_bytes_that_are_no_text_do_not_parse(self) -> None:
+    def test_bytes_that_are_not_text_do_not_parse(self) -> None:
         text = grpo.text_of(list(b"def f():\n"), [*b" return \xff\xc3", END])
         assert parse(text) is None
         assert parse(text.replace("\ufffd", "")) is not None
@@ -50,7 +50,7 @@ class TestSuccess:
             "a\nb\nc\n",
         ],
     )
-    def test_three_statements_that_parse(self, text: str, recwarn: pytest.WarningsRecorder) -> None:
+    def test_three_statements_that_parse_are_a_success(self, text: str, recwarn: pytest.WarningsRecorder) -> None:
         assert succeeds(text)
         assert not recwarn.list
 
@@ -67,7 +67,7 @@ class TestSuccess:
             "(" * 5000 + ")" * 5000 + "\nx\ny\n",
         ],
     )
-    def test_less_is_none(self, text: str) -> None:
+    def test_anything_less_is_not_a_success(self, text: str) -> None:
         assert not succeeds(text)
 
 
@@ -89,12 +89,12 @@ class TestRewards:
             ("  [b for b in a]\n  lambda c: c\n", 2),
         ],
     )
-    def test_sensible_statements(self, body: str, count: int) -> None:
+    def test_sensible_statements_are_counted(self, body: str, count: int) -> None:
         tree = parse(DEF + body)
         assert tree is not None
         assert sensible_statements(tree) == count
 
-    def test_what_is_reachable_comes_in_order(self) -> None:
+    def test_reachable_statements_are_in_order(self) -> None:
         tree = parse(
             DEF + "  if a:\n    return\n    b\n  else:\n    c\n  match a:\n    case 1:\n      d\n  return\n  e\nf\n"
         )
@@ -117,19 +117,19 @@ class TestRewards:
             ("  q = r\n  s = t\n  u = v\n", 1 / 2),
         ],
     )
-    def test_are_shares_of_lines_and_of_statements(self, body: str, reward: float) -> None:
+    def test_a_reward_combines_shares_of_lines_and_statements(self, body: str, reward: float) -> None:
         assert reward_of(DEF + body) == pytest.approx(reward)
 
-    def test_of_nothing_there_is_none(self) -> None:
+    def test_an_empty_text_has_reward_zero(self) -> None:
         assert reward_of("") == 0.0
 
-    def test_each_text_has_one(self) -> None:
+    def test_each_text_has_one_reward(self) -> None:
         prompt = list(DEF.encode())
         found = grpo.rewards([prompt] * 2, [list(b"  x = a\n  x"), [*b"  x = a\n x", END]])
         assert found == pytest.approx([(1 + 1 / 3) / 2, (2 / 3 + 1 / 3) / 2])
 
 
-def test_held_out_prompts_are_short_signatures_that_none_is_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_held_out_prompts_are_short_and_never_trained_on(monkeypatch: pytest.MonkeyPatch) -> None:
     longest = "def " + "f" * 32 + "():\n"
     assert len(longest) == CONTEXT - grpo.WRITTEN
     a, b, c = (f"def {name}():\n" for name in "abc")
@@ -149,7 +149,7 @@ def demo_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_the_divergence_from_the_start_is_over_what_was_written(demo_run: Path) -> None:
+def test_the_divergence_is_measured_on_generated_tokens(demo_run: Path) -> None:
     model, _ = load_model(demo_run)
     strategy = GRPOStrategy(kl_coef=0.1)
     strategy.bind(model)
@@ -162,8 +162,11 @@ def test_the_divergence_from_the_start_is_over_what_was_written(demo_run: Path) 
         for prompt, reply in zip(prompts, replies, strict=True):
             text = torch.tensor([prompt + reply])
             mine, its = (each(text)[0].log_softmax(-1) for each in (model, start))
-            places = range(len(prompt) - 1, len(prompt) + len(reply) - 1)
-            apart += [float(mine[place, token] - its[place, token]) for place, token in zip(places, reply, strict=True)]
+            positions = range(len(prompt) - 1, len(prompt) + len(reply) - 1)
+            apart += [
+                float(mine[position, token] - its[position, token])
+                for position, token in zip(positions, reply, strict=True)
+            ]
     assert grpo.divergence(strategy, model, prompts, replies) == pytest.approx(sum(apart) / 4, abs=1e-5)
 
 

@@ -93,12 +93,12 @@ class TestSameNumbers:
         ("length", "changes"),
         [(1, {}), (CONTEXT, {}), (CONTEXT // 2, {"layers": 3, "width": 48, "heads": 4, "vocabulary": 300})],
     )
-    def test_logits(self, length: int, changes: dict[str, int]) -> None:
+    def test_logits_are_equal(self, length: int, changes: dict[str, int]) -> None:
         model, tokens = torch_model(**changes), random_bytes(3, length)
         expected = model(tokens).detach().numpy()
         np.testing.assert_allclose(logits(like(model, **changes), tokens), expected, rtol=0, atol=1e-5)
 
-    def test_loss_and_gradients(self) -> None:
+    def test_the_loss_and_its_gradients_are_equal(self) -> None:
         model, windows = torch_model(), random_bytes(4, CONTEXT + 1)
         copy = like(model)
         expected = torch_loss(model, windows)
@@ -124,7 +124,7 @@ class TestSameNumbers:
 
 
 class TestFirstWeights:
-    def test_are_distributed_as_torchs(self) -> None:
+    def test_the_first_weights_have_torchs_distribution(self) -> None:
         sizes = {"layers": 2, "width": 64, "heads": 4, "context": CONTEXT}
         ours, torchs = torch_weights(ByteGPT(**sizes)), TorchGPT(**sizes).state_dict()
         assert ours.keys() == torchs.keys()
@@ -135,7 +135,7 @@ class TestFirstWeights:
                 assert ours[name].std() == pytest.approx(tensor.std().item(), rel=0.08), name
                 assert abs(ours[name].mean()) < 0.1 * tensor.std(), name
 
-    def test_the_seed_decides_them(self) -> None:
+    def test_the_seed_decides_the_first_weights(self) -> None:
         first, again, other = (torch_weights(ByteGPT(**SIZES, seed=seed)) for seed in (1, 1, 2))
         assert all(torch.equal(first[name], again[name]) for name in first)
         assert not torch.equal(first["head.weight"], other["head.weight"])
@@ -143,7 +143,7 @@ class TestFirstWeights:
 
 
 class TestDropout:
-    def test_is_at_work_in_training_mode_alone(self) -> None:
+    def test_dropout_is_active_only_in_training_mode(self) -> None:
         model, tokens = ByteGPT(**SIZES, dropout=0.5), random_bytes(2, CONTEXT)
         assert not np.array_equal(logits(model, tokens), logits(model, tokens))
         model.eval()
@@ -151,7 +151,7 @@ class TestDropout:
         model.train()
         assert not np.array_equal(logits(model, tokens), logits(model, tokens))
 
-    def test_is_left_out_of_evaluation_as_torchs(self) -> None:
+    def test_dropout_is_inactive_in_evaluation_as_in_torch(self) -> None:
         model, tokens = torch_model(dropout=0.5).eval(), random_bytes(2, CONTEXT)
         copy = like(model, dropout=0.5)
         copy.eval()
@@ -165,7 +165,7 @@ class TestDropout:
 
 
 class TestWeights:
-    def test_go_to_jax_and_back_without_a_change(self) -> None:
+    def test_weights_go_to_jax_and_back_unchanged(self) -> None:
         model = torch_model()
         weights = torch_weights(like(model))
         assert weights.keys() == model.state_dict().keys()
@@ -173,7 +173,7 @@ class TestWeights:
             torch.testing.assert_close(weights[name], tensor, rtol=0, atol=0)
         TorchGPT(**SIZES).load_state_dict(weights)
 
-    def test_are_copies_on_both_ways(self) -> None:
+    def test_weights_are_copied_in_both_directions(self) -> None:
         model = torch_model()
         copy = like(model)
         before = torch_weights(copy)
@@ -185,7 +185,7 @@ class TestWeights:
         for name, tensor in torch_weights(copy).items():
             assert torch.equal(tensor, before[name]), name
 
-    def test_come_from_half_precision_too(self) -> None:
+    def test_half_precision_weights_are_converted(self) -> None:
         model = torch_model().bfloat16()
         weights = torch_weights(like(model))
         assert torch.equal(weights["head.weight"], model.head.weight.float())
@@ -199,7 +199,7 @@ class TestWeights:
             ({"vocabulary": 300}, r"\['[a-z0-9_.]+'\] of shape \(256, 32\)\): the model's is \(300, 32\); "),
         ],
     )
-    def test_of_other_sizes_are_refused_before_any_is_copied(self, sizes: dict[str, int], message: str) -> None:
+    def test_weights_of_other_sizes_are_refused_before_any_is_copied(self, sizes: dict[str, int], message: str) -> None:
         model = ByteGPT(**{**SIZES, **sizes})
         before = torch_weights(model)
         with pytest.raises(ValueError, match=message):
@@ -209,12 +209,12 @@ class TestWeights:
 
 
 class TestGenerate:
-    def test_writes_what_torch_writes(self) -> None:
+    def test_it_generates_what_torch_generates(self) -> None:
         model = torch_model()
         text = model.generate(b"def", 3 * CONTEXT, temperature=0.0)
         assert like(model).generate(b"def", 3 * CONTEXT, temperature=0.0) == text
 
-    def test_gives_as_many_bytes_as_asked_also_beyond_the_context(self) -> None:
+    def test_it_generates_any_number_of_bytes_even_beyond_the_context(self) -> None:
         model = ByteGPT(**SIZES)
         assert [len(model.generate(b"x", length)) for length in (0, 1, 2 * CONTEXT)] == [0, 1, 2 * CONTEXT]
         assert len(model.generate(b"x" * 3 * CONTEXT, 1)) == 1
@@ -225,14 +225,14 @@ class TestGenerate:
         assert first == again != other
         assert len(set(first)) > 5
 
-    def test_leaves_dropout_out_and_the_mode_as_it_was(self) -> None:
+    def test_it_disables_dropout_and_restores_the_mode(self) -> None:
         model, tokens = torch_model(dropout=0.5), random_bytes(2, CONTEXT)
         copy = like(model, dropout=0.5)
         text = model.generate(b"def", CONTEXT, temperature=0.0)
         assert copy.generate(b"def", CONTEXT, temperature=0.0) == text
         assert not np.array_equal(logits(copy, tokens), logits(copy, tokens))
 
-    def test_draws_bytes_from_other_vocabularies(self) -> None:
+    def test_it_draws_bytes_from_other_vocabularies(self) -> None:
         sizes = {"layers": 1, "width": 8, "heads": 1, "context": 4}
         assert len(ByteGPT(**sizes, vocabulary=300).generate(b"x", 50)) == 50
         assert max(ByteGPT(**sizes, vocabulary=128).generate(b"x", 50)) < 128
@@ -247,7 +247,7 @@ class TestGenerate:
             ({"prompt": b"\xff", "length": 1}, "bytes past the vocabulary of 255"),
         ],
     )
-    def test_refuses(self, arguments: dict[str, Any], message: str) -> None:
+    def test_bad_arguments_are_refused(self, arguments: dict[str, Any], message: str) -> None:
         with pytest.raises(ValueError, match=message):
             ByteGPT(**SIZES, vocabulary=255).generate(**arguments)
 
@@ -267,7 +267,7 @@ class TestErrors:
             {"dropout": math.nan},
         ],
     )
-    def test_sizes_that_do_not_fit_are_refused_as_by_torchs(self, sizes: dict[str, Any]) -> None:
+    def test_sizes_that_do_not_fit_are_refused_as_in_torch(self, sizes: dict[str, Any]) -> None:
         with pytest.raises(ValueError, match=r"ByteGPT\(") as torchs:
             TorchGPT(**sizes)
         with pytest.raises(ValueError, match=r"ByteGPT\(") as ours:

@@ -61,12 +61,12 @@ def generator(seed: int = 0) -> torch.Generator:
 
 
 class TestLikeliestTokens:
-    def test_are_those_of_the_loop_without_a_cache(self, model: ByteGPT) -> None:
+    def test_a_cache_does_not_change_the_likeliest_tokens(self, model: ByteGPT) -> None:
         replies = model.sample(PROMPTS, 12, temperature=0.0)
         assert replies == [likeliest(model, prompt, 12) for prompt in PROMPTS]
         assert len({tuple(reply) for reply in replies}) == len(PROMPTS)  # the texts depend on their prompts
 
-    def test_do_not_depend_on_the_other_rows(self, model: ByteGPT) -> None:
+    def test_a_row_does_not_depend_on_the_other_rows(self, model: ByteGPT) -> None:
         together = model.sample(PROMPTS, 12, temperature=0.0)
         assert [model.sample([prompt], 12, temperature=0.0)[0] for prompt in PROMPTS] == together
         assert model.sample(PROMPTS[::-1], 12, temperature=0.0) == together[::-1]
@@ -79,13 +79,13 @@ class TestLikeliestTokens:
         assert replies[1] == without[1][: without[1].index(end_token) + 1]
         assert any(end_token not in reply and len(reply) > len(replies[1]) for reply in replies)
 
-    def test_a_row_ends_when_what_it_was_drawn_from_fills_the_context(self, model: ByteGPT) -> None:
+    def test_a_row_ends_when_its_tokens_fill_the_context(self, model: ByteGPT) -> None:
         prompts = [*PROMPTS, [5] * (CONTEXT - 1), [5] * CONTEXT]
         replies = model.sample(prompts, 100, temperature=0.0)
         assert [len(prompt) + len(reply) - 1 for prompt, reply in zip(prompts, replies, strict=True)] == [CONTEXT] * 9
         assert replies == [likeliest(model, prompt, 100) for prompt in prompts]
 
-    def test_are_written_without_dropout(self) -> None:
+    def test_dropout_is_off_while_sampling(self) -> None:
         model = small_model(dropout=0.5).train()
         assert model.sample(PROMPTS, 12, temperature=0.0) == small_model().sample(PROMPTS, 12, temperature=0.0)
 
@@ -94,7 +94,7 @@ class TestLikeliestTokens:
 
 
 class TestDraws:
-    def test_come_from_the_logits_of_a_model_without_a_cache(self, model: ByteGPT) -> None:
+    def test_draws_use_the_same_logits_as_without_a_cache(self, model: ByteGPT) -> None:
         with recorded_logits(model) as columns:
             replies = model.sample(PROMPTS, 4, generator=generator())  # all rows continue to the end
         cached = torch.stack(columns, dim=1)  # (rows, new tokens, vocabulary)
@@ -105,7 +105,7 @@ class TestDraws:
                 torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
 
     @pytest.mark.parametrize("temperature", [1.0, 0.5])
-    def test_are_as_frequent_as_the_model_says(self, temperature: float) -> None:
+    def test_draws_have_the_models_frequencies(self, temperature: float) -> None:
         model, prompt, rows, tokens = small_model(vocabulary=5), [1, 4, 2], 8000, 5
         replies = torch.tensor(model.sample([prompt] * rows, 2, temperature=temperature, generator=generator()))
         counts = torch.bincount(replies[:, 0] * tokens + replies[:, 1], minlength=tokens**2).double()
@@ -122,11 +122,11 @@ class TestDraws:
         p_value = torch.special.gammaincc(freedom.double() / 2, chi_square / 2)
         assert p_value > 1e-3
 
-    def test_a_generator_decides_them(self, model: ByteGPT) -> None:
+    def test_a_generator_decides_the_draws(self, model: ByteGPT) -> None:
         first, again, other = (model.sample(PROMPTS, 12, generator=generator(seed)) for seed in (1, 1, 2))
         assert first == again != other
 
-    def test_torchs_own_generator_decides_without_one(self, model: ByteGPT) -> None:
+    def test_without_a_generator_torchs_own_decides(self, model: ByteGPT) -> None:
         samples = []
         for seed in (1, 1, 2):
             torch.manual_seed(seed)
@@ -137,13 +137,13 @@ class TestDraws:
         model.sample(PROMPTS, 12, temperature=0.0)
         assert torch.equal(torch.get_rng_state(), state)
 
-    def test_are_of_the_whole_vocabulary(self) -> None:
+    def test_draws_cover_the_whole_vocabulary(self) -> None:
         replies = ByteGPT(layers=1, width=8, heads=1, context=64, vocabulary=300).sample([[299]] * 20, 60)
         assert max(max(reply) for reply in replies) > 255
 
 
 class TestCalls:
-    def test_without_prompts_or_without_tokens_nothing_is_written(self, model: ByteGPT) -> None:
+    def test_without_prompts_or_tokens_nothing_is_generated(self, model: ByteGPT) -> None:
         with recorded_logits(model) as columns:
             assert model.sample([], 5) == []
             assert model.sample([[1], [2, 3]], 0) == [[], []]
@@ -155,20 +155,20 @@ class TestCalls:
         model.sample([[1, 2, 3], [4]], 4)
         assert read == [(2, 3), (2, 1), (2, 1), (2, 1)]
 
-    def test_rows_that_have_ended_are_read_no_more(self, model: ByteGPT) -> None:
+    def test_finished_rows_are_not_read_again(self, model: ByteGPT) -> None:
         with recorded_logits(model) as columns:
             model.sample([[1] * (CONTEXT - 2), [1], [1] * CONTEXT], 5)
         assert [len(logits) for logits in columns] == [3, 2, 2, 1, 1]
 
     @pytest.mark.parametrize("training", [True, False])
-    def test_leave_the_mode_as_it_was(self, model: ByteGPT, training: bool) -> None:
+    def test_the_models_mode_is_restored(self, model: ByteGPT, training: bool) -> None:
         modes: list[bool] = []
         model.register_forward_hook(lambda module, inputs, output: modes.append(module.training))
         model.train(training).sample([[1]], 2)
         assert model.training is training
         assert modes == [False, False]
 
-    def test_leave_the_mode_as_it_was_when_the_model_fails(self, model: ByteGPT) -> None:
+    def test_the_models_mode_is_restored_after_an_error(self, model: ByteGPT) -> None:
         def fail(module: object, inputs: object, output: object) -> None:
             raise RuntimeError("out of memory")
 
@@ -177,16 +177,16 @@ class TestCalls:
             model.sample([[1]], 2)
         assert model.training
 
-    def test_keep_no_graph(self, model: ByteGPT) -> None:
+    def test_no_graph_is_kept(self, model: ByteGPT) -> None:
         with recorded_logits(model) as columns:
             model.sample([[1]], 3)
         assert not any(logits.requires_grad for logits in columns)
 
     @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
-    def test_work_in_other_precisions(self, model: ByteGPT, dtype: torch.dtype) -> None:
+    def test_other_precisions_work(self, model: ByteGPT, dtype: torch.dtype) -> None:
         assert [len(reply) for reply in model.to(dtype).sample(PROMPTS, 4)] == [4] * len(PROMPTS)
 
-    def test_work_under_autocast(self, model: ByteGPT) -> None:
+    def test_autocast_works(self, model: ByteGPT) -> None:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             assert [len(reply) for reply in model.sample(PROMPTS, 4)] == [4] * len(PROMPTS)
 
@@ -204,7 +204,7 @@ class TestCalls:
             ({"end_token": -1}, r"end_token=-1\)"),
         ],
     )
-    def test_refuse(self, model: ByteGPT, arguments: dict[str, Any], message: str) -> None:
+    def test_bad_arguments_are_refused(self, model: ByteGPT, arguments: dict[str, Any], message: str) -> None:
         with pytest.raises(ValueError, match=message):
             model.sample(**{"prompts": [[1]], "max_new_tokens": 1, **arguments})
 

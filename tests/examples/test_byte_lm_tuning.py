@@ -45,7 +45,7 @@ class TestFunctions:
         """
         assert read(source) == [("def double(x):\n", "    y = x + x\n\n    return y\n")]
 
-    def test_methods_move_to_the_left(self) -> None:
+    def test_methods_are_dedented(self) -> None:
         source = """
         class A:
             class B:
@@ -55,7 +55,7 @@ class TestFunctions:
         """
         assert read(source) == [("def get(self):\n", "    if self:\n        return 1\n")]
 
-    def test_they_stand_in_the_order_of_their_lines_also_under_conditions(self) -> None:
+    def test_functions_are_in_the_order_of_their_lines(self) -> None:
         source = """
         def a():
             return 1
@@ -89,7 +89,7 @@ class TestFunctions:
         """
         assert read(source) == [("def f():\n", "    return 0\n")]
 
-    def test_functions_inside_others_are_part_of_their_bodies_alone(self) -> None:
+    def test_nested_functions_are_not_listed_separately(self) -> None:
         source = """
         def outer():
             @wrapped
@@ -109,7 +109,7 @@ class TestFunctions:
         assert [(each.signature, each.body) for each in functions_in(source)] == [("def f():\n", "    return 1\n")]
 
     @pytest.mark.parametrize("source", ['def f():\n    """Alone."""\n', 'def f():\n    """With."""; return 1\n'])
-    def test_without_a_body_beside_the_docstring_it_is_left_out(self, source: str) -> None:
+    def test_a_function_of_only_a_docstring_is_left_out(self, source: str) -> None:
         assert functions_in(source) == []
 
     def test_signatures_may_have_several_lines_and_comments(self) -> None:
@@ -154,7 +154,7 @@ class TestFunctions:
         """
         assert read(source) == [("async def f(self):\n", "    await self.g()\n")]
 
-    def test_sizes_are_in_bytes_with_the_end(self) -> None:
+    def test_sizes_are_in_bytes_and_include_the_end_token(self) -> None:
         (function,) = functions_in("def größe(é):\n    return '€' + é\n")
         assert function.signature == "def größe(é):\n"
         assert function.body == "    return '€' + é\n"
@@ -169,14 +169,14 @@ class TestFunctions:
         ((_, body),) = read('def f():\n    return """\n    stays"""\n')
         assert body == '    return """\n    stays"""\n'
 
-    def test_form_feeds_end_no_line(self) -> None:
+    def test_form_feeds_do_not_end_a_line(self) -> None:
         assert functions_in("x = 1\n\x0c\ndef f():\n    return 1\n")[0].signature == "def f():\n"
 
     @pytest.mark.parametrize(("longest", "count"), [(31, 1), (30, 0), (None, 1)])
-    def test_those_that_are_too_long_are_left_out(self, longest: int | None, count: int) -> None:
+    def test_functions_that_are_too_long_are_left_out(self, longest: int | None, count: int) -> None:
         assert len(functions_in("def f(a):\n    return a + 1000\n", longest=longest)) == count
 
-    def test_the_library_is_split_as_the_demos_and_nothing_held_out_is_trained_on(self, tmp_path: Path) -> None:
+    def test_the_library_is_split_as_in_the_demo_and_held_out_files_are_not_trained_on(self, tmp_path: Path) -> None:
         for index in range(60):
             own = f"def own():\n    return {index}\n\n"
             (tmp_path / f"module_{index}.py").write_text(own + "def shared(a):\n    return a\n")
@@ -201,7 +201,7 @@ def library() -> list[Function]:
 
 
 class TestLibrary:
-    def test_each_parses_and_fits(self, library: list[Function]) -> None:
+    def test_each_function_parses_and_fits(self, library: list[Function]) -> None:
         for each in library:
             (definition,) = ast.parse(each.signature + each.body).body
             assert isinstance(definition, (ast.FunctionDef, ast.AsyncFunctionDef))
@@ -254,12 +254,12 @@ class TestMutations:
         found = mutate(Function("", "def f(x, y=0 < 1):\n", f"    return {before}\n"), "operator")
         assert found == (None if after is None else f"    return {after}\n")
 
-    def test_a_name_becomes_another_of_the_function(self) -> None:
+    def test_a_name_becomes_a_different_name_of_the_function(self) -> None:
         function = Function("", "def get(self):\n", "    return self.x\n")
         found = {mutate(function, "name", seed=seed) for seed in range(60)}
         assert found == {f"    return {text}\n" for text in ("get.x", "x.x", "self.get", "self.self")}
 
-    def test_it_does_not_grow_beyond_the_longest(self) -> None:
+    def test_a_mutation_never_exceeds_the_length_limit(self) -> None:
         function = Function("", "def f(long):\n", "    return 1 + y\n")
         longer, as_long = "    return 1 + long\n", "    return 1 + f\n"
         limits: dict[int | None, set[str | None]] = {
@@ -272,11 +272,11 @@ class TestMutations:
         for longest, bodies in limits.items():
             assert {mutate(function, "name", longest=longest, seed=seed) for seed in range(20)} == bodies
 
-    def test_where_nothing_can_be_changed_there_is_none(self) -> None:
+    def test_a_function_that_cannot_change_has_no_mutation(self) -> None:
         function = Function("", "def f():\n", "    return 1\n")
         assert [mutate(function, kind) for kind in KINDS] == [None, None]
 
-    def test_tokens_know_their_places(self) -> None:
+    def test_tokens_know_their_positions(self) -> None:
         source = "def f(é):\n    # nothing\n    return (é is  not 'ü\\\n' and\n        é)\n"
         found = tokens_of(source)
         assert [source[token.begin : token.end] for token in found if "is" not in token.text] == [
@@ -294,7 +294,7 @@ def save(runs: Path, name: str, *models: ByteGPT, best: int = 0) -> Path:
 
 
 class TestStart:
-    def test_it_is_the_best_checkpoint_of_the_newest_demo_run(
+    def test_training_starts_from_the_best_checkpoint_of_the_newest_demo_run(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         best, last = ByteGPT(), ByteGPT()
@@ -308,7 +308,7 @@ class TestStart:
         assert torch.equal(model.head.weight, best.head.weight)
         assert model.context == 300
 
-    def test_it_is_the_last_checkpoint_where_none_is_best(self, tmp_path: Path) -> None:
+    def test_without_a_best_checkpoint_training_starts_from_the_last(self, tmp_path: Path) -> None:
         first, last = ByteGPT(), ByteGPT()
         model, _ = load_model(save(tmp_path, "other", first, last, best=-1))
         assert torch.equal(model.head.weight, last.head.weight)
@@ -318,7 +318,7 @@ class TestStart:
             load_model(save(tmp_path, "other", ByteGPT(width=64)))
 
     @pytest.mark.parametrize("script", [sft, dpo, grpo])
-    def test_without_a_run_it_says_what_makes_one(
+    def test_without_a_run_the_error_names_the_command_that_makes_one(
         self,
         script: ModuleType,
         tmp_path: Path,

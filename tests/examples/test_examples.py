@@ -105,7 +105,9 @@ def test_custom_events_ends_by_a_handlers_decision_at_every_tenth_rollout(tmp_pa
 
 def test_two_engines_share_one_order(tmp_path: Path) -> None:
     output = run(tmp_path, EXAMPLES / "two_engines_one_bus.py").output
-    heard = [(int(seq), name, event) for line in output if "blinker" not in line for seq, name, event in [line.split()]]
+    received = [
+        (int(seq), name, event) for line in output if "blinker" not in line for seq, name, event in [line.split()]
+    ]
     epoch = [
         ("trainer", "epoch_completed"),
         ("evaluator", "started"),
@@ -113,9 +115,9 @@ def test_two_engines_share_one_order(tmp_path: Path) -> None:
         ("evaluator", "completed"),
     ]
     muted = [("trainer", "started"), ("trainer", "completed")]
-    assert [line[1:] for line in heard] == [("trainer", "started"), *epoch, *epoch, ("trainer", "completed"), *muted]
+    assert [line[1:] for line in received] == [("trainer", "started"), *epoch, *epoch, ("trainer", "completed"), *muted]
 
-    seq = [line[0] for line in heard]
+    seq = [line[0] for line in received]
     assert seq == sorted(set(seq))
     assert seq[-1] - seq[-2] == seq[1] - seq[0] + 1  # an epoch without subscribers uses its numbers all the same
     errors = [float(line.split()[-1]) for line in output if "blinker" in line]
@@ -143,14 +145,14 @@ def byte_lm(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
 
 @pytest.mark.slow
 class TestByteLM:
-    def test_learns(self, byte_lm: tuple[Path, list[str]]) -> None:
+    def test_the_model_learns(self, byte_lm: tuple[Path, list[str]]) -> None:
         with (byte_lm[0] / "metrics.csv").open(newline="") as file:
             losses = [float(row["val/loss"]) for row in csv.DictReader(file) if row["val/loss"]]
         assert len(losses) == 2
         assert losses[1] < losses[0] < 5.0  # a guess among 256 bytes costs 5.55 nats
         assert losses[1] < 3.2
 
-    def test_says_what_came_out_and_where_it_is(self, byte_lm: tuple[Path, list[str]]) -> None:
+    def test_the_output_names_the_results_and_the_folder(self, byte_lm: tuple[Path, list[str]]) -> None:
         folder, output = byte_lm
         text = "\n".join(output)
         loss = re.search(r"^val/loss +(\d\.\d+) nats/byte$", text, re.MULTILINE)
@@ -161,24 +163,24 @@ class TestByteLM:
         assert "max_tokens=40960 was reached" in text
         assert output[-1].split(maxsplit=2) == ["run", "folder", str(folder)]
 
-    def test_draws_the_losses(self, byte_lm: tuple[Path, list[str]]) -> None:
+    def test_the_losses_are_drawn(self, byte_lm: tuple[Path, list[str]]) -> None:
         assert (byte_lm[0] / "plots" / "loss.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
 
-    def test_keeps_a_valid_checkpoint_of_the_last_update(self, byte_lm: tuple[Path, list[str]]) -> None:
+    def test_a_valid_checkpoint_of_the_last_update_is_kept(self, byte_lm: tuple[Path, list[str]]) -> None:
         manager = CheckpointManager(byte_lm[0] / "checkpoints")
         latest = manager.get_latest()
         assert latest is not None
         assert latest == manager.get_best()
         assert manager.load(latest)["model"]["embedding.weight"].shape == (256, 64)
 
-    def test_describes_itself(self, byte_lm: tuple[Path, list[str]]) -> None:
+    def test_the_run_is_described(self, byte_lm: tuple[Path, list[str]]) -> None:
         folder = byte_lm[0]
         config = yaml.safe_load((folder / "config.yaml").read_text())
         assert config["training"]["max_tokens"] == 40960
         assert config["model"]["init_args"]["width"] == 64
         assert json.loads((folder / "run.json").read_text())["seed"] == config["training"]["seed"]
 
-    def test_writes_a_sample(self, byte_lm: tuple[Path, list[str]]) -> None:
+    def test_a_sample_is_written(self, byte_lm: tuple[Path, list[str]]) -> None:
         (sample,) = (byte_lm[0] / "samples").iterdir()
         text = sample.read_text(encoding="utf-8")
         assert text.startswith("def ")
@@ -211,6 +213,6 @@ def test_gan_learns_by_two_optimizers_and_draws(tmp_path: Path) -> None:
     assert trainer.state.update == 2 * trainer.state.iteration == 2 * 12 * 28
     assert all(parameter.isfinite().all() for parameter in trainer.model.parameters())
     first, last = (trainer.history.get_history()["train/discriminator_loss"][at] for at in (0, -1))
-    assert last < 2 * 0.6931 < first + 2  # below that of a discriminator that cannot tell
+    assert last < 2 * 0.6931 < first + 2  # below that of a discriminator that only guesses
     picture = (tmp_path / "samples.png").read_bytes()
     assert picture.startswith(b"\x89PNG")

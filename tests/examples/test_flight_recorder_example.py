@@ -8,7 +8,7 @@ from pathlib import Path
 EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "flight_recorder.py"
 
 
-def test_the_story_is_true(tmp_path: Path):
+def test_the_example_shows_what_it_announces(tmp_path: Path):
     found = runpy.run_path(str(EXAMPLE))["main"](tmp_path)
     assert found["row"] == 77
     assert "patience" not in str(found["stops"])

@@ -18,7 +18,7 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:
     return folder, run(folder, EXAMPLE).output
 
 
-def test_prints_rates_that_can_be_worked_out_by_hand(drawn: tuple[Path, list[str]]) -> None:
+def test_it_prints_rates_that_can_be_worked_out_by_hand(drawn: tuple[Path, list[str]]) -> None:
     rates = {line[:24].strip(): line[24:].split() for line in drawn[1]}
     # at updates 0, 50, 100, 500 and 999, with a highest rate of 0.001
     assert rates["constant"] == ["0.001000"] * 5
@@ -31,7 +31,7 @@ def test_prints_rates_that_can_be_worked_out_by_hand(drawn: tuple[Path, list[str
     assert rates["composed"] == ["0.000000", "0.000500", "0.001000", "0.000500", "0.000000"]
 
 
-def test_writes_the_rates_of_two_groups_and_makes_a_torch_scheduler(drawn: tuple[Path, list[str]]) -> None:
+def test_it_writes_the_rates_of_two_groups_and_makes_a_torch_scheduler(drawn: tuple[Path, list[str]]) -> None:
     assert drawn[1][-3:] == [
         "two groups at update 50: 0.000500 0.000050",
         "a torch scheduler: True",
@@ -39,7 +39,7 @@ def test_writes_the_rates_of_two_groups_and_makes_a_torch_scheduler(drawn: tuple
     ]
 
 
-def test_draws_into_the_current_folder_or_the_given_one(drawn: tuple[Path, list[str]], tmp_path: Path) -> None:
+def test_it_draws_into_the_current_or_given_folder(drawn: tuple[Path, list[str]], tmp_path: Path) -> None:
     folder, _ = drawn
     target = tmp_path / "target"
     target.mkdir()
@@ -50,7 +50,7 @@ def test_draws_into_the_current_folder_or_the_given_one(drawn: tuple[Path, list[
     assert [path.name for path in tmp_path.iterdir()] == ["target"]
 
 
-def test_shows_every_schedule() -> None:
+def test_it_shows_every_schedule() -> None:
     text = EXAMPLE.read_text()
     public = [getattr(schedules, name) for name in schedules.__all__]
     shown = [item.__name__ for item in public if isinstance(item, type) and item is not schedules.Schedule]

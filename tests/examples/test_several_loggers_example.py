@@ -17,8 +17,8 @@ pytestmark = pytest.mark.slow
 
 
 def test_all_places_hold_the_same_validations(tmp_path: Path) -> None:
-    quiet = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_TRACKING_URI": ""}
-    output = run(tmp_path, EXAMPLES / "several_loggers.py", **quiet).output
+    environment = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_TRACKING_URI": ""}
+    output = run(tmp_path, EXAMPLES / "several_loggers.py", **environment).output
     folder = tmp_path / "runs" / "digits"
     printed = re.findall(r"validation .*val/accuracy=(\S+)", "\n".join(output))
     with (folder / "metrics.csv").open(newline="") as file:

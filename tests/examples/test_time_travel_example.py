@@ -23,7 +23,7 @@ assert "forked from" in str(found["difference"])
 
 
 @pytest.mark.slow
-def test_the_story_ends_well(tmp_path: Path):
+def test_the_example_runs_to_its_end(tmp_path: Path):
     run(tmp_path, "-c", CODE)
     assert (tmp_path / "report.html").stat().st_size > 1_000_000
     losses = [

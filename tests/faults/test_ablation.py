@@ -228,7 +228,7 @@ def test_the_parts_are_those_of_a_checkpoint(ablate: Any):
 @pytest.mark.parametrize(
     "part", ["model", "optimizer", "stepper/accumulation", "stepper/gradients", "reporter/losses", "rng"]
 )
-def test_the_comparison_with_the_log_notices_alone(ablate: Any, part: str):
+def test_the_comparison_with_the_log_alone_notices_a_lost_piece(ablate: Any, part: str):
     """Events reveal the inputs of the next iterations, so the uninterrupted run is not needed."""
     ablation = ablate(CASES[0])
     unnoticed = set()

@@ -75,10 +75,10 @@ class Save:
             found["dangling"] = best is None and (manager.checkpoint_dir / "best").exists()
             again = manager.save({"n": 10}, is_best=True)
             left = [path.name for path in manager.checkpoint_dir.glob(".*")]
-            goes_on = manager.get_latest() == manager.get_best() == again and left == []
+            usable = manager.get_latest() == manager.get_best() == again and left == []
         except (CheckpointError, OSError) as error:
             return {"error": repr(error)}
-        return {**found, "goes_on": goes_on}
+        return {**found, "usable": usable}
 
     def broken(self, calls: list[Call]) -> Iterator[str]:
         """The crashes that break a claim."""
@@ -88,7 +88,7 @@ class Save:
             latest = {NEW} if done else {NEW, self.latest}
             best = {NEW} if self.is_best and done else {NEW, self.best} if self.is_best else {self.best}
             found = self.found_after(outcome)
-            whole = found.get("goes_on") and found["damaged"] == 0 and not found["dangling"]
+            whole = found.get("usable") and found["damaged"] == 0 and not found["dangling"]
             if not (whole and found["latest"] in latest and found["best"] in best):
                 yield f"after {count} calls: {found}"
 
@@ -123,7 +123,7 @@ def test_a_crash_anywhere_leaves_the_new_or_the_previous_checkpoint_and_the_anno
     assert list(save.broken(save.calls)) == []
 
 
-def test_without_any_one_of_the_syncs_a_crash_would_break_that(save: Save):
+def test_without_any_one_sync_a_crash_would_lose_a_checkpoint(save: Save):
     assert len(save.syncs) >= 4  # the state, the manifest, the folder of both, the folder of that one
     not_needed = [
         save.calls[index] for index in save.syncs if not any(save.broken(save.calls[:index] + save.calls[index + 1 :]))
@@ -131,7 +131,7 @@ def test_without_any_one_of_the_syncs_a_crash_would_break_that(save: Save):
     assert not_needed == []
 
 
-def test_an_announcement_before_the_last_sync_would_break_it_too(save: Save):
+def test_announcing_before_the_last_sync_would_lose_a_checkpoint(save: Save):
     calls = [call for call in save.calls if call.name != "announce"]
     last = max(index for index in save.syncs if index < save.calls.index(Call("announce")))
     assert any(save.broken([*calls[:last], Call("announce"), *calls[last:]]))

@@ -88,7 +88,7 @@ def calls_of_a_run(folder: Path) -> tuple[int, int]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("alone", [True, False], ids=["once", "from_then_on"])
-def test_no_space_for_any_one_call_costs_at_most_that_checkpoint(
+def test_a_full_disk_at_any_call_loses_at_most_that_checkpoint(
     alone: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     begin, end = calls_of_a_run(tmp_path / "counted")

@@ -66,7 +66,7 @@ def test_every_flipped_bit_is_noticed(name: str, checkpoint: Path):
 
 
 @pytest.mark.slow
-def test_every_other_byte_at_every_place_of_the_manifest_is_noticed(checkpoint: Path):
+def test_every_changed_byte_of_the_manifest_is_noticed(checkpoint: Path):
     file = checkpoint / "manifest.json"
     with restored(file) as content:
         unnoticed = []

@@ -23,7 +23,7 @@ def kills(count: int, seed: int) -> dict[str, object]:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks its victims and kills their process groups")
-def test_ten_kills_leave_what_none_leave():
+def test_ten_kills_change_nothing_in_the_result():
     tally = kills(10, seed=1)
     assert tally["differences"] == [], tally["stderr"]
     assert tally["kills"] == 10

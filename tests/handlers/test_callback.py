@@ -6,7 +6,7 @@ from pulsetrain.handlers import Callback, CallbackList
 from tests.support.engines import make_engine, roll_out_before_each_batch, subscriptions, validate_each_epoch
 
 
-class Told(Callback):
+class Recorder(Callback):
     def __init__(self):
         self.calls = []
 
@@ -52,10 +52,10 @@ class StepEnd(Callback):
 def test_hooks_are_called_in_the_order_of_a_run():
     engine = make_engine(lambda i: {"loss": i / 2})
     validate_each_epoch(engine, [{"val/loss": 1.5}])
-    told = Told()
-    CallbackList([told]).attach(engine)
+    recorder = Recorder()
+    CallbackList([recorder]).attach(engine)
     engine.run(["a", "b"], max_epochs=1)
-    assert told.calls == [
+    assert recorder.calls == [
         "train begin",
         "epoch 1 begin",
         "step a",
@@ -70,11 +70,11 @@ def test_hooks_are_called_in_the_order_of_a_run():
 
 
 def test_hooks_of_rollouts_are_called_before_the_batch_that_follows():
-    engine, told = make_engine(lambda i: {"loss": i}), Told()
+    engine, recorder = make_engine(lambda i: {"loss": i}), Recorder()
     roll_out_before_each_batch(engine, [{"rollout/return": 1.5}])
-    CallbackList([told]).attach(engine)
+    CallbackList([recorder]).attach(engine)
     engine.run(["a"], max_epochs=1)
-    assert told.calls[1:5] == [
+    assert recorder.calls[1:5] == [
         "epoch 1 begin",
         "rollout 1 begin",
         "rollout end {'rollout/return': 1.5}",
@@ -132,7 +132,7 @@ def test_callbacks_are_called_in_the_order_of_the_list():
     assert order == ["first", "second"]
 
 
-def test_one_added_during_the_run_is_called_from_then_on_and_one_removed_no_more():
+def test_callbacks_can_be_added_and_removed_during_the_run():
     engine, late, early = make_engine(), StepEnd(), StepEnd()
     callbacks = CallbackList([early]).attach(engine)
 
@@ -148,7 +148,7 @@ def test_one_added_during_the_run_is_called_from_then_on_and_one_removed_no_more
     assert (len(callbacks), early in list(callbacks)) == (2, False)
 
 
-def test_what_is_not_a_callback_or_there_twice_or_not_there_is_refused():
+def test_a_callback_that_is_invalid_duplicate_or_missing_is_refused():
     callback = StepEnd()
     with pytest.raises(TypeError, match=r"CallbackList.add\(.*needs a Callback"):
         CallbackList([print])

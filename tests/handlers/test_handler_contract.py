@@ -305,7 +305,7 @@ def test_a_folder_that_cannot_be_written_is_one_clear_error_and_no_subscription(
 
 
 @pytest.mark.parametrize("name", [*LOGGERS[:-1], "Plots", "HangWatchdog", "CrashBundle"])
-def test_an_observer_whose_folder_cannot_be_written_is_left_out_and_says_so(name, tmp_path, engine):
+def test_an_observer_whose_folder_cannot_be_written_is_left_out_and_reported(name, tmp_path, engine):
     (tmp_path / "file").write_text("in the way")
     before = subscriptions(engine.bus)
     with structlog.testing.capture_logs() as logs:

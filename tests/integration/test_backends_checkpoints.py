@@ -105,7 +105,7 @@ class Spare:
         self._count += 1
         self.trainer.load_checkpoint(self._manager.save(state, "other", step=self._count))
 
-    def go_on(self, state: Mapping[str, Any]) -> dict[str, Any]:
+    def resume(self, state: Mapping[str, Any]) -> dict[str, Any]:
         self.load(state)
         self.trainer.train()
         assert self.trainer.state.iteration == 2 * CUT
@@ -161,7 +161,7 @@ def test_an_array_that_is_missing_is_named_and_nothing_is_loaded(spare: Spare, p
 @needs_jax
 def test_no_piece_can_be_lost_unnoticed(spare: Spare, whole: tuple[Trainer, Path]):
     """With a new trainer's value in its place, the run differs at the next checkpoint or is rejected."""
-    expected = spare.go_on(spare.state)
+    expected = spare.resume(spare.state)
     theirs = comparable(load_checkpoint(saved(whole[1], 2 * CUT)))
     assert expected == {path: value for path, value in theirs.items() if path.startswith(PARTS)}
     unnoticed, tried = set(), 0
@@ -171,7 +171,7 @@ def test_no_piece_can_be_lost_unnoticed(spare: Spare, whole: tuple[Trainer, Path
             continue
         tried += 1
         try:
-            if spare.go_on(changed(spare.state, path, *fresh)) == expected:
+            if spare.resume(changed(spare.state, path, *fresh)) == expected:
                 unnoticed.add(path)
         except Exception:  # refused, or came to nothing
             continue

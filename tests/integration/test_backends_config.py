@@ -59,7 +59,7 @@ def _programs() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def workdir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The current folder, with the configuration and the complete run "a"."""
     folder, path = tmp_path_factory.mktemp("configured"), list(sys.path)
     (folder / "parts_on_jax.py").write_text(textwrap.dedent(PARTS))
@@ -73,34 +73,36 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.mark.slow
-def test_the_run_was_computed_by_the_backend_of_its_configuration(place: Path):
-    losses = [each.output["loss"] for each in EventLog(place / "a").read(event="iteration_completed", engine="trainer")]
+def test_the_run_was_computed_by_the_backend_of_its_configuration(workdir: Path):
+    losses = [
+        each.output["loss"] for each in EventLog(workdir / "a").read(event="iteration_completed", engine="trainer")
+    ]
     assert len(losses) == 12
-    kept = yaml.safe_load((place / "a" / "config.yaml").read_text())
+    kept = yaml.safe_load((workdir / "a" / "config.yaml").read_text())
     assert kept["backend"] == CONFIG["backend"]
-    environment = json.loads((place / "a" / "run.json").read_text())["environment"]
+    environment = json.loads((workdir / "a" / "run.json").read_text())["environment"]
     assert environment["jax"] == jax.__version__
 
 
 @pytest.mark.slow
-def test_a_dry_run_tries_everything_and_leaves_nothing(place: Path, capsys: pytest.CaptureFixture[str]):
-    before = sorted(place.rglob("*"))
+def test_a_dry_run_tries_everything_and_leaves_nothing(workdir: Path, capsys: pytest.CaptureFixture[str]):
+    before = sorted(workdir.rglob("*"))
     assert main(["train", "config.yaml", "--dry-run", "--run", "dry"]) == 0
     said = capsys.readouterr().out
     assert all(name in said for name in ("65 parameters", "2 batches, 1 update", "val/loss", "checkpoint"))
-    assert sorted(place.rglob("*")) == before
+    assert sorted(workdir.rglob("*")) == before
 
 
 @pytest.mark.slow
-def test_a_run_is_resumed_from_the_command_line(place: Path):
+def test_a_run_is_resumed_from_the_command_line(workdir: Path):
     assert main(["train", "config.yaml", "--run", "parts", "--training.max_epochs", "1"]) == 0
     assert main(["train", "config.yaml", "--run", "parts", "--resume", "latest"]) == 0
-    assert dict(logged(place / "parts")) == dict(logged(place / "a"))
-    assert not diff(place / "a", place / "parts")
+    assert dict(logged(workdir / "parts")) == dict(logged(workdir / "a"))
+    assert not diff(workdir / "a", workdir / "parts")
 
 
 @pytest.mark.slow
-def test_a_run_is_verified_from_its_folder(place: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_run_is_verified_from_its_folder(workdir: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["verify", "a"]) == 0
     assert "iterations 1 to 12: reproduced" in capsys.readouterr().out
     assert main(["verify", "a", "--from", "8"]) == 0
@@ -110,26 +112,28 @@ def test_a_run_is_verified_from_its_folder(place: Path, capsys: pytest.CaptureFi
 @pytest.mark.slow
 @pytest.mark.parametrize("words", [[], ["--live"]], ids=["recorded", "live"])
 def test_a_run_is_debugged(
-    place: Path, words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    workdir: Path, words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     lines = b"goto iteration 8\nnext to gradients_ready\nback to iteration_started\nstate\nquit\n"
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(lines)))
     assert main(["debug", "a", *words]) == 0
     reported = capsys.readouterr().out
-    (event,) = EventLog(place / "a").read(event="gradients_ready", engine="trainer", iteration=(8, 8))
+    (event,) = EventLog(workdir / "a").read(event="gradients_ready", engine="trainer", iteration=(8, 8))
     assert f"gradients_ready, epoch {event.epoch}, iteration 8" in reported
     state = reported[reported.rindex("iteration_started, epoch 2, iteration 8") :].split()
     assert state[state.index("update") + 1] == "3"
 
 
 @pytest.mark.slow
-def test_a_fork_continues_with_the_change(place: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_fork_continues_with_the_change(workdir: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["fork", "a", "--at", "5", "--into", "same", "--train"]) == 0
-    assert not diff(place / "a", place / "same")
+    assert not diff(workdir / "a", workdir / "same")
     changed = ["--set", "training.learning_rate=1e-3", "--set", "training.weight_decay=0.5"]
     assert main(["fork", "a", "--at", "5", "--into", "changed", *changed, "--train"]) == 0
-    rates = {each.lr[0] for each in EventLog(place / "changed").read(event="iteration_completed") if each.iteration > 6}
+    rates = {
+        each.lr[0] for each in EventLog(workdir / "changed").read(event="iteration_completed") if each.iteration > 6
+    }
     assert rates == {1e-3}
-    found = diff(place / "a", place / "changed").divergence
+    found = diff(workdir / "a", workdir / "changed").divergence
     assert found is not None
     assert found.a.iteration == 6

@@ -147,7 +147,7 @@ def test_the_weights_of_a_checkpoint_are_a_modules_variables_by_their_paths(tmp_
     assert not np.array_equal(JAX.model().first.kernel[...], other.first.kernel[...])
 
 
-# ------------------------------------------------------------------------------------------------- going on from it
+# ------------------------------------------------------------------------------------------------- resuming from it
 
 
 @pytest.mark.slow

@@ -223,7 +223,7 @@ def test_fp16_is_left_to_its_scaler_and_reported_as_well() -> None:
     assert all(p.isfinite().all() for p in trainer.model.parameters())
 
 
-def test_bad_input(tmp_path: Path) -> None:
+def test_bad_input_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationError, match=r"policy='halt'.*rewind.*skip.*stop"):
         NaNGuard("halt")  # type: ignore[arg-type]
     with pytest.raises(ConfigurationError, match="max_in_a_row=0"):
@@ -260,7 +260,7 @@ class TestLossSpikeGuard:
         losses[60], losses[150] = 3.0, float("inf")
         assert self.drive(LossSpikeGuard(), losses) == [61, 151]
 
-    def test_a_falling_loss_is_none(self) -> None:
+    def test_a_falling_loss_is_not_a_spike(self) -> None:
         assert self.drive(LossSpikeGuard(threshold=5), [10 * 0.98**i for i in range(300)]) == []
 
     def test_a_new_level_is_reported_once_and_then_accepted(self) -> None:
@@ -270,7 +270,7 @@ class TestLossSpikeGuard:
     def test_too_few_losses_report_nothing(self) -> None:
         assert self.drive(LossSpikeGuard(), [1.0] * 10 + [50.0]) == []
 
-    def test_stop(self) -> None:
+    def test_the_policy_stop_ends_the_run(self) -> None:
         guard = LossSpikeGuard(policy="stop", every=Every(iterations=10))
         engine = Engine(lambda engine, loss: loss, name="trainer")
         guard.attach(engine)
@@ -347,7 +347,7 @@ def test_skipped_updates_are_reported_before_an_exception_ends_the_run() -> None
     assert [a.at_iteration for a in found] == [4]
 
 
-def test_many_at_once_are_summarised() -> None:
+def test_many_reports_at_once_are_summarised() -> None:
     trainer = guarded_run(NaNGuard(every=Every(iterations=100)), dataset=guarded_data((1, 5, 9, 13, 17, 21)))
     with structlog.testing.capture_logs() as logs:
         trainer.train()
@@ -358,18 +358,18 @@ def test_many_at_once_are_summarised() -> None:
 class TestARowOfSpikes:
     drive = TestLossSpikeGuard.drive
 
-    def test_with_one_that_is_not_finite_still_makes_a_new_level(self) -> None:
+    def test_spikes_with_a_non_finite_loss_still_make_a_new_level(self) -> None:
         guard = LossSpikeGuard(patience=5)
         assert self.drive(guard, [1.0, 1.01] * 30 + [float("nan")] + [4.0, 4.02] * 30) == [61]
         assert guard.spikes == 5  # NaN, and four before the fifth was taken for the level
 
-    def test_of_nothing_finite_stays_small(self) -> None:
+    def test_a_row_of_non_finite_losses_stays_small(self) -> None:
         guard = LossSpikeGuard(patience=5)
         self.drive(guard, [1.0, 1.01] * 30 + [float("nan")] * 500)
         assert guard.spikes == 500
         assert guard.state_dict()["in_a_row"] == []
 
-    def test_leaves_out_the_configured_number_of_batches_before_it(self) -> None:
+    def test_a_row_leaves_out_the_configured_number_of_batches_before_it(self) -> None:
         asked: list[tuple[int, int]] = []
 
         class Going(Engine):

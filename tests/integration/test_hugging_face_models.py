@@ -144,7 +144,7 @@ def test_prompts_of_different_lengths_are_answered_as_each_is_alone(family, atte
 
 @pytest.mark.parametrize("wrapped", ["plain", "value head", "adapters"])
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
-def test_a_model_writes_by_its_own_distribution_whatever_its_settings_are(wrapped, temperature):
+def test_a_model_samples_from_its_own_distribution_whatever_its_settings(wrapped, temperature):
     model = model_of("llama", spread=4.0)
     given = model.generation_config
     given.top_k, given.top_p, given.min_p, given.repetition_penalty, given.temperature = 5, 0.5, 0.2, 3.0, 0.3

@@ -6,6 +6,8 @@ import threading
 import pytest
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import ChainedScheduler, ExponentialLR, SequentialLR
+from torch.utils.data import DataLoader, Dataset, get_worker_info
 
 from pulsetrain.handlers.monitors.flop_count import is_compiled
 
@@ -36,3 +38,64 @@ def test_torch_says_whether_a_profiler_is_active():
     assert not torch.autograd._profiler_enabled()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         assert torch.autograd._profiler_enabled()
+
+
+class Starts(Dataset[int]):
+    """Each item is the seed of the worker that read it, which torch draws when the worker starts."""
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, index: int) -> int:
+        return get_worker_info().seed
+
+
+@pytest.mark.slow
+def test_a_loader_without_its_iterator_starts_its_persistent_workers_again():
+    """The trainer seeds each pass, and torch seeds workers only when they start; LRFinder copies a loader."""
+    loader = DataLoader(Starts(), num_workers=1, persistent_workers=True)
+    first, kept = ([seed.item() for seed in loader] for _ in range(2))
+    assert vars(loader)["_iterator"] is not None
+    loader._iterator = None
+    again = [seed.item() for seed in loader]
+    assert first == kept != again
+
+
+def test_a_loader_has_no_iterator_before_its_first_pass():
+    assert vars(DataLoader([1, 2]))["_iterator"] is None
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_fused_optimizer_says_that_it_skips_steps_itself(fused):
+    """In fp16 such an optimizer is given `found_inf`; others would ignore it and make the step."""
+    optimizer = torch.optim.Adam([nn.Parameter(torch.ones(2))], fused=fused)
+    assert getattr(optimizer, "_step_supports_amp_scaling", False) is fused
+
+
+@pytest.mark.parametrize("found_inf", [0.0, 1.0])
+def test_a_fused_optimizer_skips_the_step_where_found_inf_is_set(found_inf):
+    parameter = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.Adam([parameter], lr=0.1, fused=True)
+    optimizer.grad_scale, optimizer.found_inf = None, torch.tensor(found_inf)
+    parameter.grad = torch.ones(2)
+    optimizer.step()
+    assert torch.equal(parameter, torch.ones(2)) is bool(found_inf)
+
+
+@pytest.mark.parametrize("join", [ChainedScheduler, lambda parts: SequentialLR(parts[0].optimizer, parts, [3])])
+def test_a_scheduler_of_schedulers_holds_them(join):
+    """add_warmup looks whether any of them was stepped."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    parts = [ExponentialLR(optimizer, 0.5), ExponentialLR(optimizer, 0.9)]
+    assert list(join(parts)._schedulers) == parts
+
+
+def test_torch_schedules_do_not_warn_where_an_optimizer_counts_as_called(recwarn):
+    """The view of a functional optimizer makes no step itself."""
+    for called in (True, False):
+        optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+        scheduler = ExponentialLR(optimizer, 0.5)
+        optimizer._opt_called = called
+        scheduler.step()
+        assert len(recwarn) == (not called)
+    assert "lr_scheduler.step()" in str(recwarn.pop().message)

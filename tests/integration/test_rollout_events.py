@@ -189,7 +189,7 @@ class TestEarlyStopping:
         assert replay.run().stop_reason == live.state.stop_reason
         assert (replay.state.iteration, replay.state.rollout_round) == (18, 7)
 
-    def test_another_one_stops_a_replay_elsewhere(self, run: Path) -> None:
+    def test_other_settings_stop_a_replay_elsewhere(self, run: Path) -> None:
         replay = Replay(run, obey_terminate=True)
         EarlyStopping("policy/kl", patience=2).attach(replay)
         assert replay.run().iteration == 3 * BATCHES
@@ -311,10 +311,10 @@ class TestResume:
     def test_a_filter_on_rollouts_continues_its_count(self, tmp_path: Path) -> None:
         self.fails(tmp_path, 9)
         run = acting(handlers=self.handlers(tmp_path))
-        heard: list[int] = []
-        run.on(Events.ROLLOUT_COMPLETED(every=3))(lambda: heard.append(run.state.rollout_round))
+        rounds: list[int] = []
+        run.on(Events.ROLLOUT_COMPLETED(every=3))(lambda: rounds.append(run.state.rollout_round))
         run.train(resume="latest")
-        assert heard == [6]  # the last checkpoint was made after the eighth iteration, in the third rollout
+        assert rounds == [6]  # the last checkpoint was made after the eighth iteration, in the third rollout
 
     @pytest.mark.parametrize("form", [3, 4])
     def test_a_checkpoint_of_an_earlier_version_has_counted_none(self, form: int) -> None:
@@ -333,7 +333,7 @@ class TestResume:
 
 
 class TestDebugger:
-    def test_shows_the_round_and_the_metrics(self, run: Path) -> None:
+    def test_the_round_and_the_metrics_are_shown(self, run: Path) -> None:
         debugger = Debugger(run)
         debugger.add_break("rollout_completed", 'payload["metrics"]["rollout/return"] == 1.5')
         assert debugger.continue_() is not None
@@ -344,7 +344,7 @@ class TestDebugger:
         assert debugger.facts()["rollout_round"] == 4
         assert debugger.value("rollout/return") == 2.0  # reported by the third
 
-    def test_a_live_one_stops_at_them(self) -> None:
+    def test_a_live_session_stops_at_rollout_events(self) -> None:
         live = LiveDebugger(lambda folder: acting(3, handlers=[EventRecorder(folder)]))
         try:
             event = live.next_to("rollout_completed")

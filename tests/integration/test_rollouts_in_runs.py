@@ -53,22 +53,22 @@ def _programs() -> Iterator[None]:
 # ------------------------------------------------------------------------------------------------------------- replays
 
 
-class Heard:
+class Recorder:
     """The payloads that a handler gets at the events of rollouts."""
 
     def __init__(self) -> None:
         self.found: list[Any] = []
 
-    def attach(self, engine: Any) -> Heard:
+    def attach(self, engine: Any) -> Recorder:
         for event in ROLLOUT:
-            engine.add_event_handler(event, self._hear)
-        engine.add_event_handler(Events.ROLLOUT_COMPLETED(every=2), self._hear_each_other)
+            engine.add_event_handler(event, self._receive)
+        engine.add_event_handler(Events.ROLLOUT_COMPLETED(every=2), self._receive_every_other)
         return self
 
-    def _hear(self, engine: Any, event: Any) -> None:
+    def _receive(self, engine: Any, event: Any) -> None:
         self.found.append((event.type, event.iteration, repr(event.payload), engine.state.rollout_round))
 
-    def _hear_each_other(self, engine: Any) -> None:
+    def _receive_every_other(self, engine: Any) -> None:
         self.found.append(("every other", engine.state.rollout_round, dict(engine.state.metrics)))
 
 
@@ -79,8 +79,8 @@ def test_handlers_find_in_a_replay_what_they_found_in_the_run(task: Task, on: st
         # no value is enough better than the first: the second evaluation ends the run
         return EarlyStopping(metric=task.metric, patience=1, min_delta=1000.0, mode="max" if task.acts else "min")
 
-    mine, heard = stopping(), Heard()
-    live = make(task, on, tmp_path / "run", JSONLinesLogger(tmp_path / "live"), heard, mine)
+    mine, recorded = stopping(), Recorder()
+    live = make(task, on, tmp_path / "run", JSONLinesLogger(tmp_path / "live"), recorded, mine)
     live.train()
     # before the first batch of the second rollout is learnt from; at the end of the second epoch
     assert live.state.iteration == {CARTPOLE: 4, TEXTS: 2, GROUPS: 4, PRETRAIN: 10}[task]
@@ -89,11 +89,11 @@ def test_handlers_find_in_a_replay_what_they_found_in_the_run(task: Task, on: st
     stopping().attach(stopped)
     assert stopped.run().stop_reason == live.state.stop_reason
     assert stopped.state.iteration == live.state.iteration
-    replay, again = Replay(tmp_path / "run"), Heard()
+    replay, again = Replay(tmp_path / "run"), Recorder()
     again.attach(replay)
     JSONLinesLogger(tmp_path / "replay").attach(replay)
     replay.run()
-    assert again.found == heard.found
+    assert again.found == recorded.found
     lines = [(tmp_path / name / "metrics.jsonl").read_text().splitlines() for name in ("live", "replay")]
     assert [json.loads(line) for line in lines[1]] == [json.loads(line) for line in lines[0]]
 
@@ -101,16 +101,16 @@ def test_handlers_find_in_a_replay_what_they_found_in_the_run(task: Task, on: st
 @pytest.mark.slow
 @on_each([CARTPOLE, TEXTS, GROUPS], ON_TORCH)
 def test_each_event_of_a_rollout_is_in_the_log_once_and_in_order(task: Task, on: str, tmp_path: Path) -> None:
-    heard = Heard()
-    make(task, on, tmp_path, heard).train()
+    recorded = Recorder()
+    make(task, on, tmp_path, recorded).train()
     events = list(EventLog(tmp_path).read(event={event.value for event in ROLLOUT}))
-    replayed = Heard()
+    replayed = Recorder()
     replay = Replay(tmp_path)
     replayed.attach(replay)
     replay.run()
-    assert replayed.found == heard.found
+    assert replayed.found == recorded.found
     assert [(each.event, each.iteration) for each in events] == [
-        each[:2] for each in heard.found if each[0] != "every other"
+        each[:2] for each in recorded.found if each[0] != "every other"
     ]
     names = [each.event for each in events]
     whole_rounds = len(names) // 4

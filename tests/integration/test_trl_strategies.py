@@ -72,7 +72,7 @@ def model():
     return model_of("llama", spread=3.0).train()
 
 
-def test_fine_tuning(model):
+def test_fine_tuning_matches_trl(model):
     from trl.trainer.sft_trainer import SFTTrainer
 
     theirs, batch = prepared_by_trl(model), labelled(0)
@@ -94,7 +94,7 @@ def test_fine_tuning(model):
 @pytest.mark.parametrize(
     ("loss_type", "beta", "smoothing"), [("sigmoid", 0.1, 0.0), ("hinge", 0.4, 0.0), ("ipo", 0.3, 0.0)]
 )
-def test_preferences(model, loss_type, beta, smoothing):
+def test_preference_learning_matches_trl(model, loss_type, beta, smoothing):
     from trl.trainer.dpo_trainer import DPOTrainer
 
     reference = model_of("llama", seed=1, spread=3.0)
@@ -119,7 +119,7 @@ def test_preferences(model, loss_type, beta, smoothing):
         ("dr_grpo", {"temperature": 1.3, "normalization": "dr_grpo", "max_length": 6, "clip_range_high": 0.4}),
     ],
 )
-def test_groups(model, loss_type, options):
+def test_group_relative_learning_matches_trl(model, loss_type, options):
     temperature, kl_coef = options["temperature"], options.get("kl_coef", 0.0)
     tokens, mask = answers(3)
     acted, reference = (prepared_by_trl(model_of("llama", seed=s, spread=3.0), temperature) for s in (0, 1))

@@ -74,7 +74,7 @@ SCRIPT = """
         )
 
         @(trainer.evaluator if validates else trainer).on(Events.ITERATION_COMPLETED)
-        def tell():
+        def announce_batch():
             print("batch", flush=True)
 
         if kind.startswith("late"):  # the signal finds workers that are not ready yet
@@ -118,7 +118,7 @@ def send(name: str) -> None:
 
 class TestAScript:
     @pytest.mark.parametrize("name", NAMES)
-    def test_ends_with_a_checkpoint_and_the_signals_status_and_resumes(self, name, start, tmp_path):
+    def test_a_script_ends_with_a_checkpoint_and_the_signals_status_and_resumes(self, name, start, tmp_path):
         process = start("plain")
         wait_for(process, "batch")
         process.send_signal(signal.Signals[name])
@@ -238,7 +238,7 @@ class TestOnceMore:
 
 
 class TestSignalWatch:
-    def test_leaves_the_handlers_as_they_were(self):
+    def test_it_restores_the_signal_handlers(self):
         before = [signal.getsignal(signal.Signals[name]) for name in NAMES]
         run = trainer({"max_epochs": 1})
         with SignalWatch(run) as watch:
@@ -246,7 +246,7 @@ class TestSignalWatch:
         assert [signal.getsignal(signal.Signals[name]) for name in NAMES] == before
         assert not run.has_event_handler(watch._obey)
 
-    def test_can_be_entered_in_the_main_thread_alone(self):
+    def test_it_can_only_be_entered_in_the_main_thread(self):
         raised: list[BaseException] = []
 
         def enter() -> None:
@@ -293,7 +293,7 @@ class TestSignalWatch:
 
 
 class TestWorkers:
-    def test_are_left_alone_where_the_process_handles_no_signal(self):
+    def test_workers_are_left_alone_where_the_process_handles_no_signal(self):
         before = [signal.signal(signal.Signals[name], signal.SIG_DFL) for name in NAMES]
         try:
             data = loader(num_workers=1)

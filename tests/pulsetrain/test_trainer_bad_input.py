@@ -86,7 +86,7 @@ def test_a_schedule_starts_from_a_rate_that_is_a_tensor():
 
 
 @pytest.mark.parametrize("options", [{}, {"dampening": 0.1}])
-def test_fp16_refuses_no_kernel_that_nobody_asked_for(options: dict[str, Any]):
+def test_fp16_does_not_refuse_a_kernel_chosen_by_default(options: dict[str, Any]):
     run = trainer({"precision": "fp16", "max_iterations": 2, "optimizer_options": options})
     run.train()
     assert bool(run.optimizer.param_groups[0]["fused"]) is not bool(options)

@@ -52,11 +52,11 @@ def test_an_epoch_of_a_trainer_starts_from_any_state_and_leaves_it_unchanged(on)
     run = trainer(on)
     start = run.model_state
     before, batch_bits = bits(run.backend, start), [bits(run.backend, list(each)) for each in run.train_loader]
-    heard = []
-    run.add_event_handler(Events.ITERATION_COMPLETED, lambda: heard.append(run.state.iteration))
+    received = []
+    run.add_event_handler(Events.ITERATION_COMPLETED, lambda: received.append(run.state.iteration))
     torch.manual_seed(5)
     first = run.train_epoch(model_state=start)
-    assert heard == list(range(1, 11))
+    assert received == list(range(1, 11))
     assert bits(run.backend, start) == before
     kept = bits(run.backend, first)
     torch.manual_seed(5)

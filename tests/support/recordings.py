@@ -88,11 +88,11 @@ def evaluate(log: Writing, batches: int = 2) -> None:
 
 def hear(replay: Any, *events: Any, **options: Any) -> list[Any]:
     """Collects what handlers of these events receive."""
-    heard: list[Any] = []
+    received: list[Any] = []
     for each in events:
 
         @replay.on(each, **options)
         def note(engine, event):
-            heard.append(event)
+            received.append(event)
 
-    return heard
+    return received

@@ -68,11 +68,8 @@ def check(
     Raises:
         ConfigurationError: a keyword is unknown, or a value is out of range.
     """
-    try:
-        checked = checked_options(name, options)
-        check_rates(rate, weight_decay)
-    except ConfigurationError as error:
-        raise ConfigurationError(str(error).replace("create_optimizer(", f"{place}(", 1)) from None
+    checked = checked_options(name, options, place)
+    check_rates(rate, weight_decay, place)
     if isinstance(decay_mask, (bool, str)):
         raise ConfigurationError(
             "needs a pytree of bools like the parameters, a function from them to one, or None to decay all",

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.errors import refused
 from pulsetrain.engine.optimizers.functional.rules import FunctionalOptimizer, Step, decayed, scaled
 from pulsetrain.engine.optimizers.functional.trees import DecayMask, Trees
 
@@ -49,10 +49,7 @@ class SGD(FunctionalOptimizer):
     def __post_init__(self) -> None:
         FunctionalOptimizer.__post_init__(self)  # super() does not work in a dataclass with slots
         if self.nesterov and (not self.momentum or self.dampening):
-            raise ConfigurationError(
-                f"SGD(nesterov=True, momentum={self.momentum}, dampening={self.dampening}): "
-                "needs a momentum above 0, and dampening=0"
-            )
+            raise refused(self, "needs a momentum above 0, and dampening=0", "nesterov", "momentum", "dampening")
 
     @property
     def _averages(self) -> tuple[str, ...]:

@@ -121,10 +121,8 @@ class _Parameters:
         flags: list[bool] = self._matched("decay_mask", mask(self.params) if callable(mask) else mask)
         for index, flag in enumerate(flags):
             if not isinstance(flag, bool):
-                raise ConfigurationError(
-                    f"{self.place}(decay_mask{self.path(index)}={flag!r}): needs True if the parameter decays, else "
-                    "False"
-                )
+                given = {f"decay_mask{self.path(index)}": flag}
+                raise ConfigurationError("needs True if the parameter decays, else False", self.place, **given)
         return flags
 
     def path(self, index: int) -> str:

@@ -22,7 +22,7 @@ def train(*, compile: bool, pattern: str | None) -> tuple[list[float], dict[str,
     block = nn.Sequential(nn.Linear(6, 12), nn.BatchNorm1d(12), nn.ReLU(), nn.Linear(12, 6))
     backend = TorchBackend("cpu", compile=compile, activation_checkpointing=pattern)
     backend.configure(BackendSettings(device="cpu"))
-    model = backend.place(nn.Sequential(block, nn.Linear(6, 1)))
+    model = backend.module_to_device(nn.Sequential(block, nn.Linear(6, 1)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     state = backend.init(model, optimizer)
     strategy, losses = SupervisedStrategy("mse"), []

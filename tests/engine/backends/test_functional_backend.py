@@ -84,7 +84,7 @@ def test_a_first_state_stays_what_it_was_whatever_becomes_of_the_model():
     torch.testing.assert_close(first.weights, before, rtol=0, atol=0)
 
 
-def test_a_pass_changes_buffers_in_the_new_state_alone():
+def test_a_pass_changes_buffers_only_in_the_new_state():
     model = nn.Sequential(nn.BatchNorm1d(4), nn.Linear(4, 3))
     core = core_of()
     state = core.init(model, "sgd")
@@ -99,7 +99,7 @@ def test_a_pass_changes_buffers_in_the_new_state_alone():
     assert model.training
 
 
-def test_no_value_of_a_state_hangs_on_a_graph():
+def test_no_value_of_a_state_holds_a_graph():
     core = core_of()
     result = core.train_step(batch_of(), core.init(mlp(), "adamw"))
     tensors = [
@@ -251,7 +251,7 @@ def test_an_ensemble_trains_under_vmap_as_its_members_do_alone(optimizer, apart)
 
 
 @pytest.mark.parametrize(
-    ("setting", "told"),
+    ("setting", "parts"),
     [
         ({"precision": "fp16"}, "precision='fp16'"),
         ({"compile": True}, "compile=True"),
@@ -259,8 +259,8 @@ def test_an_ensemble_trains_under_vmap_as_its_members_do_alone(optimizer, apart)
     ],
     ids=str,
 )
-def test_what_works_in_place_alone_is_refused(setting, told):
-    message = rf"TorchBackend\(functional=True\): {told} works in place; leave it out"
+def test_what_works_in_place_alone_is_refused(setting, parts):
+    message = rf"TorchBackend\({parts}, functional=True\): works in place; leave it out"
     with pytest.raises(ConfigurationError, match=message):
         TorchBackend(functional=True, **setting)
     with pytest.raises(ConfigurationError, match=message):

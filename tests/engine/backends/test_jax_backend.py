@@ -63,7 +63,7 @@ def frozen(array):
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_batch_may_be_given_as(form):
+def test_a_batch_may_be_of_any_form(form):
     core = core_of()
     state = core.init(function_model(torch_model().state_dict()), "sgd", learning_rate=0.1)
     inputs, targets = batches(1)[0]
@@ -87,7 +87,7 @@ def test_inputs_go_to_the_model_as_arguments_or_keywords(form):
 
 
 @pytest.mark.parametrize("form", [torch.Tensor, dict, list])
-def test_tokens_of_64_bits(form):
+def test_tokens_of_64_bits_are_accepted(form):
     """jax counts in 32."""
     tokens = torch.randint(11, (4, 9), generator=torch.Generator().manual_seed(0))
     assert tokens.dtype is torch.int64
@@ -112,7 +112,7 @@ def test_labels_outside_the_classes_are_named_in_the_first_batch():
     assert bits(core.backend, state) == before
 
 
-def test_a_smaller_batch_is_another_program_and_weighs_right():
+def test_a_smaller_batch_compiles_a_new_program_and_weighs_correctly():
     core = core_of()
     state = core.init(function_model(torch_model().state_dict()), "sgd")
     inputs, targets = batches(1)[0]
@@ -160,7 +160,7 @@ def test_a_device_that_is_not_there_is_refused(device):
 
 
 @pytest.mark.parametrize(
-    ("setting", "told"),
+    ("setting", "parts"),
     [
         (
             {"precision": "bf16"},
@@ -172,8 +172,8 @@ def test_a_device_that_is_not_there_is_refused(device):
     ],
     ids=str,
 )
-def test_settings_of_torch_are_refused(setting, told):
-    with pytest.raises(ConfigurationError, match=told):
+def test_settings_of_torch_are_refused(setting, parts):
+    with pytest.raises(ConfigurationError, match=parts):
         core_of(**setting)
 
 

@@ -67,7 +67,7 @@ class Deterministic(linen.Module):
 
 
 @pytest.mark.slow
-def test_a_linen_module_with_deterministic_draws_in_training_alone():
+def test_a_linen_module_with_deterministic_draws_only_in_training():
     core, (inputs, targets) = core_of(), batches(1)[0]
     module = Deterministic()
     variables = module.init(jax.random.key(0), jnp.zeros((1, 4)), deterministic=True)
@@ -159,7 +159,7 @@ def words(weights, tokens):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("no_decay", ["auto", None, lambda name, parameter: name == "head.weight"])
-def test_what_does_not_decay_is_what_does_not_in_torch(no_decay):
+def test_the_same_parameters_are_spared_decay_as_in_torch(no_decay):
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = Words()

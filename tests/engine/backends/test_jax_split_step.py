@@ -70,13 +70,13 @@ def test_dropout_draws_again_each_step_and_the_same_for_the_same_state(make):
         assert losses[-1] == float(core.train_step(batch, state).loss)
         state = core.train_step(batch, state).state
     assert len(set(losses)) == 3
-    quiet = [float(core.eval_step(batch, state)["loss"]) for _ in range(2)]
-    assert quiet[0] == quiet[1]
-    assert quiet[0] not in losses
+    evaluated = [float(core.eval_step(batch, state)["loss"]) for _ in range(2)]
+    assert evaluated[0] == evaluated[1]
+    assert evaluated[0] not in losses
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
-def test_nor_where_the_sums_are_long_enough_to_be_added_up_in_another_order(optimizer):
+def test_receivers_in_between_change_no_bit_of_long_sums(optimizer):
     import jax
     import numpy as np
 
@@ -88,11 +88,11 @@ def test_nor_where_the_sums_are_long_enough_to_be_added_up_in_another_order(opti
             inputs = (inputs - inputs.mean(-1, keepdims=True)) / (inputs.std(-1, keepdims=True) + 1e-5) * layer["scale"]
         return inputs @ layers[-1]["kernel"] + layers[-1]["bias"]
 
-    def layer(before, behind):
-        kernel = generator.standard_normal((before, behind), "float32") / before**0.5
-        return {"kernel": kernel, "bias": np.zeros(behind, "float32"), "scale": np.ones(behind, "float32")}
+    def layer(before, after):
+        kernel = generator.standard_normal((before, after), "float32") / before**0.5
+        return {"kernel": kernel, "bias": np.zeros(after, "float32"), "scale": np.ones(after, "float32")}
 
-    weights = [layer(before, behind) for before, behind in itertools.pairwise(sizes)]
+    weights = [layer(before, after) for before, after in itertools.pairwise(sizes)]
     core = core_of(clip_grad_norm=0.1)
     whole = parts = core.init((model, weights), optimizer, learning_rate=0.01, weight_decay=DECAY)
     for batch in batches(5, rows=64):

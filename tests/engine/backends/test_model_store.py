@@ -97,7 +97,7 @@ def test_a_call_of_the_model_takes_what_was_written_and_the_state_has_it_too():
 
 
 @MAKE
-def test_a_copy_is_nobody_elses(make):
+def test_a_copy_is_independent(make):
     store = make()
     kept = store.snapshot()
     before = {path: torch.as_tensor(leaf).clone() for path, leaf in store.backend.flat(kept.weights).items()}
@@ -185,9 +185,9 @@ def test_gradients_that_wait_go_to_a_dict_and_back():
     saved = {name: tensor.clone() for name, tensor in store.gradients().items()}
     assert list(saved) == ["weight", "bias"]
     other = numpy_store()
-    go_on = other.load_gradients(saved, 1)
+    adopt = other.load_gradients(saved, 1)
     assert other.waiting is None, "not before everything else has been accepted"
-    go_on()
+    adopt()
     assert other.waiting.batches == 1
     twice = numpy_store()
     twice.load_gradients(saved, 2)()

@@ -1,4 +1,4 @@
-"""A torch module in the place of weights that are no torch tensors: copied, pickled, asked and written into."""
+"""The torch module that represents weights that are not torch tensors: copied, pickled, read and written into."""
 
 import copy
 import pickle
@@ -34,7 +34,7 @@ def weight_of(store):
     return torch.tensor(store._state.weights["parameters"]["weight"])
 
 
-def test_a_deepcopy_has_the_newest_weights_and_is_nobody_elses(store):
+def test_a_deepcopy_has_the_newest_weights_and_is_independent(store):
     step(store)
     store.module.eval()
     copied, expected = copy.deepcopy(store.module), weight_of(store)
@@ -81,7 +81,7 @@ def test_writing_through_a_tensor_of_an_older_state_is_refused(store):
     assert torch.equal(weight_of(store), before)
 
 
-def test_asking_for_them_by_a_state_dict_costs_no_copy_at_each_step(store):
+def test_reading_them_by_a_state_dict_makes_no_copy_at_each_step(store):
     tensor = store.module.state_dict()["weight"]
     step(store)
     assert not torch.equal(tensor, weight_of(store)), "nobody has asked again"

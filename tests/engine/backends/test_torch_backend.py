@@ -99,10 +99,10 @@ def test_a_gradient_scale_survives_a_round_trip():
     assert other.scaler.get_scale() == 128.0
 
 
-def test_compiling_is_asked_of_the_model(monkeypatch: pytest.MonkeyPatch):
+def test_the_models_own_compile_is_called(monkeypatch: pytest.MonkeyPatch):
     asked: list[nn.Module] = []
     monkeypatch.setattr(nn.Module, "compile", lambda self: asked.append(self))
-    model = TorchBackend("cpu", compile=True).place(nn.Linear(1, 1))
+    model = TorchBackend("cpu", compile=True).module_to_device(nn.Linear(1, 1))
     assert asked == [model]
 
 
@@ -114,7 +114,7 @@ def test_a_device_that_is_not_there_is_named_with_those_that_are(name: str):
 
 def test_a_model_of_another_kind_is_refused():
     with pytest.raises(TypeError, match=r"torch\.nn\.Module"):
-        TorchBackend("cpu").place(lambda x: x)  # type: ignore[arg-type]
+        TorchBackend("cpu").module_to_device(lambda x: x)  # type: ignore[arg-type]
 
 
 def test_an_fp16_run_with_momentum_survives_a_skipped_first_step():

@@ -62,10 +62,10 @@ def core_of(library, **options):
 def bits(core, *values):
     """Each leaf by its place and path; arrays by their bytes."""
     found = {}
-    for place, value in enumerate(values):
+    for number, value in enumerate(values):
         tree = (value.weights, value.optimizer) if isinstance(value, ModelState) else value
         for path, leaf in core.backend.flat(tree).items():
-            found[f"{place}/{path}"] = leaf.numpy().tobytes() if isinstance(leaf, torch.Tensor) else leaf
+            found[f"{number}/{path}"] = leaf.numpy().tobytes() if isinstance(leaf, torch.Tensor) else leaf
     return found
 
 
@@ -117,7 +117,7 @@ def test_a_step_reports_loss_norm_seconds_memory_and_communication(library):
     assert float(result.loss) > 0
     assert float(result.metrics["grad_norm"]) > 0
     assert result.metrics["seconds"] > 0
-    assert result.diagnostics["memory_bytes"] is None, "a CPU does not tell"
+    assert result.diagnostics["memory_bytes"] is None, "a CPU does not report it"
     assert result.diagnostics["communication_bytes"] == 0
 
 
@@ -137,12 +137,12 @@ def test_evaluation_is_pure_and_its_loss_is_that_before_the_step(library):
 def test_an_epoch_is_its_steps(library):
     core = core_of(library)
     state = core.init(model_of(library), "sgd", learning_rate=0.1)
-    before, batches, told = bits(core, state), [batch_of(seed=seed) for seed in range(4)], []
-    last = core.train_epoch(batches, state, told.append)
+    before, batches, reported = bits(core, state), [batch_of(seed=seed) for seed in range(4)], []
+    last = core.train_epoch(batches, state, reported.append)
     assert bits(core, state) == before
-    assert [result.state.metadata["step"] for result in told] == [1, 2, 3, 4]
-    assert told[-1].state is last
-    assert float(told[-1].loss) != float(told[0].loss)
+    assert [result.state.metadata["step"] for result in reported] == [1, 2, 3, 4]
+    assert reported[-1].state is last
+    assert float(reported[-1].loss) != float(reported[0].loss)
     by_hand = state
     for batch in batches:
         by_hand = core.train_step(batch, by_hand).state
@@ -219,7 +219,7 @@ def test_a_batch_may_be_overwritten_as_soon_as_the_step_has_returned():
 
 
 @needs_jax
-def test_values_of_jax_are_drawn_by_the_number_of_the_update():
+def test_jax_random_numbers_follow_the_number_of_the_update():
     core = core_of("jax", seed=3)
     state = core.init(model_of("jax"), "sgd", learning_rate=1e-30)
     losses = []
@@ -233,7 +233,7 @@ def test_values_of_jax_are_drawn_by_the_number_of_the_update():
 
 
 @pytest.mark.parametrize("library", ALL)
-def test_values_are_looked_at_before_the_first_update_alone(library):
+def test_values_are_checked_only_before_the_first_update(library):
     class Looking(SupervisedStrategy):
         looked = 0
 
@@ -369,7 +369,7 @@ def test_weights_on_another_device_are_refused():
 def test_models_of_another_kind_are_refused(library):
     core = core_of(library)
     wrong = {"torch": jax_model, "jax": nn.Linear(2, 2), "numpy": nn.Linear(2, 2)}[library]
-    with pytest.raises(TypeError, match=r"Backend: model=\w+: needs a"):
+    with pytest.raises(TypeError, match=r"Backend(: |\()model=\w+\)?: needs a"):
         core.init(wrong, "sgd")
 
 

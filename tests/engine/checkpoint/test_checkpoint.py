@@ -152,9 +152,7 @@ def test_where_the_announcement_fails_nothing_is_deleted(tmp_path: Path):
     assert manager.valid() == [older, manager.get_latest()]
 
 
-def test_an_older_one_that_cannot_be_deleted_costs_a_warning_not_the_new_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_failed_deletion_of_an_old_checkpoint_is_only_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     manager = CheckpointManager(tmp_path, keep_last_n=1)
     older = manager.save(STATE)
     rename = os.rename
@@ -212,7 +210,7 @@ def test_the_order_is_that_of_writing_whatever_the_steps(tmp_path: Path):
     assert [json.loads((path / "manifest.json").read_text())["ordinal"] for path in paths] == [1, 2, 3, 4, 5, 6]
 
 
-def test_an_abandoned_lines_checkpoints_are_pruned_before_newly_written_ones(tmp_path: Path):
+def test_checkpoints_of_an_abandoned_branch_are_pruned_before_new_ones(tmp_path: Path):
     manager = CheckpointManager(tmp_path, keep_last_n=2)
     for step in (20, 50, 60, 30, 40):
         newest = manager.save(STATE, "c", step=step)
@@ -231,7 +229,7 @@ def test_checkpoints_written_before_there_were_ordinals_count_by_step(tmp_path: 
     assert json.loads((new / "manifest.json").read_text())["ordinal"] == 61
 
 
-def test_one_whose_manifest_cannot_be_read_is_below_and_is_said_to_be_passed_over(tmp_path: Path):
+def test_a_checkpoint_with_an_unreadable_manifest_ranks_last_and_is_reported_as_skipped(tmp_path: Path):
     manager = CheckpointManager(tmp_path, keep_last_n=9)
     paths = [manager.save(STATE, "c", step=step) for step in (10, 90, 20, 30)]
     (paths[1] / "manifest.json").write_text("{")

@@ -53,10 +53,10 @@ def test_tensors_are_loaded_bit_for_bit(values: list[torch.Tensor], tmp_path_fac
 
 
 def test_values_that_python_alone_has_are_loaded_as_they_were(tmp_path: Path):
-    quiet = struct.unpack(">d", bytes.fromhex("fff80000000000ab"))[0]  # a NaN with a sign and a payload
+    quiet_nan = struct.unpack(">d", bytes.fromhex("fff80000000000ab"))[0]  # a NaN with a sign and a payload
     state = {
-        "floats": [0.1, -0.0, 5e-324, float("inf"), float("-inf"), quiet],
-        "history": [1 / 3, quiet, -0.0] * 100,
+        "floats": [0.1, -0.0, 5e-324, float("inf"), float("-inf"), quiet_nan],
+        "history": [1 / 3, quiet_nan, -0.0] * 100,
         "whole": tuple([0.5] * 100),
         "numbers": [0, -1, True, False, (1 << 2039) - 1, 1.0],
         "keys": {0: "int", 0.5: "float", None: "none", (1, ("a", 2.0)): "tuple", "0": "text"},
@@ -104,7 +104,7 @@ def test_tied_tensors_are_written_once_and_are_tied_again(tmp_path: Path):
     assert loaded["out"][0] == 7.0
 
 
-def test_empty_tensors_are_not_taken_for_each_other(tmp_path: Path):
+def test_empty_tensors_are_kept_apart(tmp_path: Path):
     state = {"a": torch.empty(0), "b": torch.empty(0, requires_grad=True), "c": torch.empty(3, 0, dtype=torch.int8)}
     loaded = back(state, tmp_path)
     assert same(loaded, state)

@@ -205,7 +205,7 @@ def test_a_url_of_this_machines_disk_takes_the_durable_way_of_paths(tmp_path: Pa
     assert load_checkpoint(f"file://{path}")["step"] == 3
 
 
-def test_a_url_that_nobody_knows_is_refused_with_the_remedy():
+def test_an_unknown_url_scheme_is_refused_with_the_remedy():
     with pytest.raises(ConfigurationError, match="'nowhere://a': Protocol not known: nowhere"):
         CheckpointManager("nowhere://a")
 

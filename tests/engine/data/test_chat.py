@@ -18,7 +18,7 @@ from tests.support.chats import CHATML, DIALOGUE, LEARNT, WHOLE, X, encode_bytes
 
 
 @pytest.mark.parametrize("train_on", LEARNT)
-def test_the_replies_are_learnt_or_the_last_one_or_every_turn(train_on):
+def test_all_replies_the_last_one_or_every_turn_can_be_learnt(train_on):
     example = tokenize_chat(DIALOGUE, encode_bytes, train_on=train_on)
     assert texts(example, read_bytes) == (WHOLE, LEARNT[train_on])
     assert [token for token, label in zip(*example.values(), strict=True) if label not in (X, token)] == []
@@ -43,7 +43,7 @@ def test_no_token_spans_what_is_given_and_what_is_learnt(bpe):
     assert example == {"input_ids": given + learnt, "labels": [X] * len(given) + learnt}
 
 
-def test_a_template_of_ones_own_goes_before_that_of_the_tokenizer(bpe, make_fast):
+def test_a_given_template_takes_precedence_over_the_tokenizers(bpe, make_fast):
     def template(role, content):
         return f"{role}: ", f"{content}\n"
 
@@ -118,7 +118,7 @@ def test_a_prompt_is_given_and_its_completion_learnt(bpe, make_fast):
         assert bpe.token_to_id("<s>") not in example["input_ids"]
 
 
-def test_a_prompt_may_be_empty_and_a_completion_its_end_alone():
+def test_a_prompt_may_be_empty_and_a_completion_only_its_end():
     assert tokenize_prompt("", "cd", encode_bytes)["labels"] == [99, 100]
     assert tokenize_prompt("ab", "", encode_bytes, end=0)["labels"] == [X, X, 0]
 
@@ -167,7 +167,7 @@ def test_an_unknown_choice_of_turns_lists_the_choices():
 @pytest.mark.parametrize(
     ("tokenizer", "message"),
     [
-        (None, "tokenize_chat(tokenizer=NoneType): needs an object with an encode, or a function from text to a list"),
+        (None, "tokenize_chat(tokenizer=None): needs an object with an encode, or a function from text to a list"),
         (
             str.split,
             "tokenize_chat(tokenizer): returned ['<|im_start|>system']; needs a list of integers, the token ids",

@@ -131,14 +131,14 @@ def test_a_chat_template_has_no_prompt_for_a_reply_that_comes_first(bpe, make_fa
     assert texts(tokenize_chat(chat, make_fast()), reader(bpe))[1] == ["Hi<|im_end|>\n", "Fine.<|im_end|>\n"]
 
 
-def test_an_error_of_the_chat_template_says_how_far_it_came(make_fast):
+def test_an_error_of_the_chat_template_names_the_turn(make_fast):
     strict = "{{ raise_exception('no system, please') if messages[0].role == 'system' }}" + CHATML
     with pytest.raises(Exception, match="no system, please") as caught:
         tokenize_chat(DIALOGUE, make_fast(strict))
     assert caught.value.__notes__ == ["in tokenize_chat, the chat template applied to messages[:2]"]
 
 
-def test_a_turn_with_parts_is_for_the_chat_template_alone(make_fast):
+def test_a_turn_with_parts_needs_a_chat_template(make_fast):
     parts = CHATML.replace("message.content", "message.content[0].text")
     chat = [{"role": role, "content": [{"type": "text", "text": "Hi"}]} for role in ("user", "assistant")]
     assert tokenize_chat(chat, make_fast(parts)) == tokenize_chat(

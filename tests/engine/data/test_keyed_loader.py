@@ -64,7 +64,7 @@ def values(batches: Any) -> list[Any]:
     return [batch.tolist() for batch in batches]
 
 
-def test_the_order_is_that_of_the_seed_and_the_pass_alone():
+def test_the_order_depends_only_on_the_seed_and_the_pass():
     def order(seed: int, number: int, workers: int = 0) -> list[Any]:
         torch.manual_seed(random.randrange(1 << 30))
         loader = DataLoader(TensorDataset(torch.arange(20)), batch_size=3, shuffle=True, num_workers=workers)
@@ -109,7 +109,7 @@ def test_a_sequential_loader_keeps_its_order():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("persistent", [False, True])
-def test_what_is_drawn_while_reading_does_not_depend_on_the_workers(persistent: bool):
+def test_random_numbers_drawn_while_reading_do_not_depend_on_the_workers(persistent: bool):
     def drawn(workers: int) -> list[Any]:
         options = {"persistent_workers": persistent} if workers else {}
         loader = DataLoader(Augmenting(), batch_size=4, shuffle=True, num_workers=workers, **options)
@@ -123,7 +123,7 @@ def test_what_is_drawn_while_reading_does_not_depend_on_the_workers(persistent: 
     assert len(set(numbers)) == len(numbers)  # each batch draws numbers of its own
 
 
-def test_the_models_draws_and_the_datas_do_not_meet():
+def test_the_models_and_the_datas_random_numbers_are_separate():
     loader = DataLoader(Augmenting(), batch_size=4, shuffle=True)
 
     def run(draw: bool) -> tuple[list[Any], list[float]]:
@@ -161,7 +161,7 @@ def noisy(items: list[torch.Tensor]) -> torch.Tensor:
     return torch.stack(items) + torch.rand(1)
 
 
-def test_what_collating_draws_is_keyed_too():
+def test_random_numbers_drawn_while_collating_are_keyed_too():
     def drawn(workers: int) -> list[Any]:
         loader = DataLoader(Reading(12), batch_size=4, collate_fn=noisy, num_workers=workers)
         return values(KeyedLoader(loader, 5).begin(1))
@@ -220,7 +220,7 @@ class Shouting(Sampler[int]):
         return 12
 
 
-def test_a_sampler_of_ones_own_is_keyed_whatever_is_drawn_meanwhile():
+def test_a_custom_sampler_is_keyed_whatever_is_drawn_meanwhile():
     def order(draw: bool, position: int = 0) -> list[Any]:
         loader = DataLoader(Reading(200), batch_size=3, sampler=Shouting())
         found = []
@@ -250,7 +250,7 @@ class Buckets(Sampler[list[int]]):
         return 3
 
 
-def test_batches_of_a_batch_sampler_of_ones_own_are_kept_and_counted_by_batches():
+def test_a_custom_batch_samplers_batches_are_kept_and_counted_by_batch():
     keyed = KeyedLoader(DataLoader(Reading(50), batch_sampler=Buckets()), 2)
     whole = values(keyed.begin(3))
     assert [len(batch) for batch in whole] == [1, 3, 2]
@@ -259,7 +259,7 @@ def test_batches_of_a_batch_sampler_of_ones_own_are_kept_and_counted_by_batches(
     assert keyed.order.step == 1
 
 
-def test_a_plain_batch_sampler_made_by_hand_is_one_of_ours():
+def test_a_plain_batch_sampler_made_by_hand_is_recognised():
     loader = DataLoader(Reading(9), batch_sampler=BatchSampler(RandomSampler(range(9)), 4, drop_last=True))
     whole = values(KeyedLoader(loader, 1).begin(1))
     assert [len(batch) for batch in whole] == [4, 4]
@@ -316,10 +316,10 @@ def test_a_distributed_sampler_may_drop_the_rest_and_leave_the_order():
     assert [rank_order(7, 2, rank, 2, shuffle=False, drop_last=True) for rank in (0, 1)] == [[[0, 2]], [[1, 3]]]
 
 
-# ------------------------------------------------------------------------------------- what is taken over
+# ------------------------------------------------------------------------------------ what can be replaced
 
 
-def test_which_loaders_are_taken_over():
+def test_loaders_are_replaced_by_keyed_ones_only_where_possible():
     class Mine(DataLoader[Any]): ...
 
     class Stream(IterableDataset[int]):
@@ -332,7 +332,7 @@ def test_which_loaders_are_taken_over():
     assert not can_be_keyed([1, 2])
 
 
-def test_which_datasets_are_known_to_draw_nothing():
+def test_datasets_known_to_draw_no_random_numbers_are_recognised():
     tensors = TensorDataset(torch.arange(4))
 
     class Declared(Reading):
@@ -366,7 +366,7 @@ def test_a_worker_init_fn_sees_and_sets_the_datasets_attributes(context: str):
     assert values(KeyedLoader(loader, 0).begin(1)) == [[300], [300], [300]]
 
 
-def test_taking_over_leaves_the_users_loader_and_the_global_generator_alone():
+def test_replacing_a_loader_leaves_the_original_and_the_global_generator_alone():
     loader = DataLoader(Reading(8), batch_size=2, shuffle=True, num_workers=2)
     before = torch.get_rng_state()
     keyed = KeyedLoader(loader, 0)

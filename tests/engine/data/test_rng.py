@@ -181,7 +181,7 @@ def test_another_global_generator_of_numpy_is_refused():
 # -------------------------------------------------------------------------------------------------- derive
 
 
-def test_a_derived_seed_is_written_in_stone():
+def test_a_derived_seed_never_changes():
     # checkpoints and data orders depend on it: a change here breaks every resume of an older run
     assert derive(0) == 4246866556266386882
     assert derive(0, 1) == 2024819301478721300
@@ -210,7 +210,7 @@ def test_derived_seeds_have_63_bits_and_do_not_collide_over_neighbours():
     assert max(seeds) > 2**62
 
 
-def test_parts_do_not_run_into_each_other():
+def test_parts_of_a_seed_are_delimited():
     assert len({derive(1, 23), derive(12, 3), derive(123), derive(1, 2, 3), derive(3, 2, 1), derive(0, 123)}) == 6
 
 

@@ -29,7 +29,7 @@ def plain(row):
 # -------------------------------------------------------------------------------------------------- padding
 
 
-def test_padding_stands_on_the_right_and_is_not_learnt():
+def test_padding_is_on_the_right_and_is_not_learnt():
     batch = pad_examples([example([5, 6, 7], [X, 6, 7]), example([8, 9])], pad_token=2)
     assert plain(batch) == {"input_ids": [[5, 6, 7], [8, 9, 2]], "labels": [[X, 6, 7], [8, 9, X]]}
     assert [values.dtype for values in batch.values()] == [torch.int64, torch.int64]
@@ -144,7 +144,7 @@ def test_padded_rows_restart_where_the_padding_begins():
     }
 
 
-def test_no_document_makes_no_row():
+def test_packing_no_documents_makes_no_rows():
     assert pack([], 8) == []
     assert pack(iter([example([1, 2])]), 8)[0]["input_ids"].tolist() == [1, 2]
 

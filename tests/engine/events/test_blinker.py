@@ -94,11 +94,11 @@ def test_a_method_as_a_weak_receiver_lives_as_long_as_its_object(engine):
     seen = []
 
     class Owner:
-        def hear(self, sender, event):
+        def receive(self, sender, event):
             seen.append(1)
 
     owner = Owner()
-    engine.bus.signal(Events.STARTED).connect(owner.hear)
+    engine.bus.signal(Events.STARTED).connect(owner.receive)
     gc.collect()
     engine.run([1])
     del owner
@@ -136,7 +136,7 @@ def test_connecting_the_same_receiver_twice_is_once(engine):
     assert seen == [1]
 
 
-def test_connect_with_a_sender_and_connect_via_receive_that_engine_alone(make_engine):
+def test_connect_with_a_sender_and_connect_via_receive_only_that_engine(make_engine):
     bus = EventBus()
     first, second = make_engine(bus=bus), make_engine(bus=bus)
     seen = []
@@ -176,7 +176,7 @@ def test_a_plain_receiver_that_raises_ends_the_run_with_its_error(engine):
         engine.run([1])
 
 
-def test_muted_silences_every_receiver_of_that_event_alone(engine):
+def test_muted_silences_only_receivers_of_that_event(engine):
     seen = []
 
     def receiver(sender, event):

@@ -136,7 +136,7 @@ def test_a_subscription_without_sender_receives_every_engine_even_later_ones(mak
     assert seen == ["first", "second"]
 
 
-def test_a_subscription_with_a_sender_receives_that_engine_alone(make_engine):
+def test_a_subscription_with_a_sender_receives_only_that_engine(make_engine):
     bus = EventBus()
     first, second = make_engine(bus=bus), make_engine(bus=bus)
     seen = []
@@ -230,11 +230,11 @@ def test_a_subscription_holds_its_handler_strongly(engine):
     seen = []
 
     class Owner:
-        def hear(self):
+        def receive(self):
             seen.append(1)
 
-    engine.bus.subscribe(Events.STARTED, Owner().hear)
-    engine.on(Events.STARTED)(Owner().hear)
+    engine.bus.subscribe(Events.STARTED, Owner().receive)
+    engine.on(Events.STARTED)(Owner().receive)
     gc.collect()
     engine.run([1])
     assert seen == [1, 1]
@@ -334,7 +334,7 @@ def test_an_empty_bus_passed_explicitly_is_used(make_engine):
     assert make_engine(bus=bus).bus is bus
 
 
-def test_a_bus_equals_itself_alone():
+def test_a_bus_equals_only_itself():
     first, second = EventBus(), EventBus()
     assert first != second
     assert len({first, second}) == 2

@@ -9,7 +9,7 @@ import pytest
 from pulsetrain.engine import Events, Every
 
 
-def heard(engine, cadence, data, **run):
+def fired_at(engine, cadence, data, **run):
     seen = []
     engine.on(cadence.events())(lambda engine: seen.append((engine.state.epoch, engine.state.iteration)))
     engine.run(data, **run)
@@ -17,7 +17,7 @@ def heard(engine, cadence, data, **run):
 
 
 def test_iterations_and_epochs_are_alternatives(engine):
-    assert heard(engine, Every(iterations=2, epochs=1), range(3), max_epochs=2) == [
+    assert fired_at(engine, Every(iterations=2, epochs=1), range(3), max_epochs=2) == [
         (1, 2),
         (1, 3),
         (2, 4),
@@ -65,7 +65,9 @@ def test_joining_gives_a_new_cadence_and_changes_neither_side():
 
 
 def test_two_cadences_of_one_unit_do_not_join():
-    with pytest.raises(ValueError, match=r"Every\(iterations=5\) \| Every\(iterations=7\): one cadence per unit"):
+    with pytest.raises(
+        ValueError, match=r"Every\(iterations=5\): cannot join Every\(iterations=7\); one cadence per unit"
+    ):
         Every(iterations=5) | Every(iterations=7)
     with pytest.raises(TypeError):
         Every(iterations=5) | 7

@@ -59,7 +59,7 @@ def test_each_of_ignites_events_equals_ours_both_ways_and_hashes_alike(theirs):
 
 
 @pytest.mark.parametrize("other", [OtherEvents.STARTED, IgniteOtherEvents.STARTED], ids=["ours", "ignite's"])
-def test_another_enums_started_is_another_event(other):
+def test_started_of_a_different_enum_is_a_different_event(other):
     ours = Events.STARTED
     assert (ours == other) is False  # from the other side ignite compares names alone
     assert identify(Events.STARTED)[0] != identify(other)[0]
@@ -78,7 +78,7 @@ def test_a_filtered_event_equals_its_member_and_finds_it_in_a_table():
     assert {Events.ITERATION_COMPLETED: "found"}[filtered] == "found"
 
 
-def test_a_member_equals_its_own_name_as_with_ignite():
+def test_a_member_equals_its_own_name_as_in_ignite():
     assert Events.STARTED == "STARTED"
     assert Events.STARTED != "COMPLETED"
     assert Events.STARTED != 1

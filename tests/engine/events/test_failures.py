@@ -151,12 +151,12 @@ def story(make_recorder):
 @pytest.mark.parametrize("error", [MineError("the step's"), KeyboardInterrupt(), SystemExit(3), StopIteration("ended")])
 def test_an_exception_of_the_step_reaches_the_caller_as_it_is(error, story):
     engine = Engine(failing_at(3, error))
-    heard = story(engine)
+    received = story(engine)
     with pytest.raises(type(error)) as caught:
         engine.run(range(2), max_epochs=3)
     assert caught.value is error
-    assert heard.types == ["epoch_completed", "exception_raised"]
-    assert heard.events[1].payload == ExceptionRaised(error=error)
+    assert received.types == ["epoch_completed", "exception_raised"]
+    assert received.events[1].payload == ExceptionRaised(error=error)
     assert engine.state.stop_reason == f"{type(error).__name__}: {error}"
 
 
@@ -200,22 +200,22 @@ def test_an_exception_of_the_loader_reaches_the_caller(engine, story):
         yield 1
         raise MineError("the loader's")
 
-    heard = story(engine)
+    received = story(engine)
     with pytest.raises(MineError, match="the loader's"):
         engine.run(loader(), epoch_length=3)
-    assert heard.types == ["exception_raised"]
+    assert received.types == ["exception_raised"]
 
 
 def test_a_handler_of_the_engine_takes_the_exception_and_the_run_ends(story):
     engine = Engine(failing_at(2, MineError("the step's")))
-    heard = story(engine)
+    received = story(engine)
     taken = []
     engine.on(Events.EXCEPTION_RAISED)(lambda engine, error: taken.append(error))
     state = engine.run(range(3), max_epochs=5)
     assert state is engine.state
     assert (state.epoch, state.iteration) == (1, 2)
     assert [str(error) for error in taken] == ["the step's"]
-    assert heard.types == ["exception_raised"]
+    assert received.types == ["exception_raised"]
     assert state.stop_reason == "MineError: the step's"
 
 
@@ -274,10 +274,10 @@ def test_keyboard_interrupt_and_system_exit_are_raised_again_though_a_handler_to
 @pytest.mark.parametrize("stop", [KeyboardInterrupt, SystemExit])
 def test_keyboard_interrupt_and_system_exit_are_taken_by_a_handler_that_terminates(stop, story):
     engine = Engine(failing_at(2, stop()))
-    heard = story(engine)
+    received = story(engine)
     engine.on(Events.EXCEPTION_RAISED)(lambda engine, error: engine.terminate())
     assert engine.run(range(3)).iteration == 2
-    assert heard.types == ["exception_raised"]
+    assert received.types == ["exception_raised"]
 
 
 def test_after_a_failure_the_next_run_continues_as_after_terminate(make_engine, make_recorder):
@@ -377,7 +377,7 @@ def test_the_error_is_not_kept_alive_by_the_engine():
         gc.enable()
 
 
-def test_firing_outside_a_run_raises_to_the_one_who_fired(engine, recorder):
+def test_an_error_while_firing_outside_a_run_reaches_the_caller(engine, recorder):
     class Custom(EventEnum):
         HAPPENED = "happened"
 

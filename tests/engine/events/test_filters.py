@@ -173,10 +173,10 @@ def test_filters_of_one_event_are_independent(engine):
 def test_no_jump_of_the_counter_makes_a_filter_miss_or_mistake_a_value(jumps, chosen, with_unfiltered):
     # the plan keeps a window in which nothing is due; values outside it have to be looked at, wherever they lie
     engine = Engine(lambda engine, batch: None)
-    heard, expected = [], []
+    received, expected = [], []
     event = Events.ITERATION_COMPLETED(event_filter=lambda engine, value: False)
     event.filter = chosen
-    engine.on(event)(lambda: heard.append(engine.state.iteration))
+    engine.on(event)(lambda: received.append(engine.state.iteration))
     if with_unfiltered:
         engine.on(Events.ITERATION_COMPLETED)(lambda: None)
     last_once = None
@@ -186,7 +186,7 @@ def test_no_jump_of_the_counter_makes_a_filter_miss_or_mistake_a_value(jumps, ch
         if chosen(None, value) and not (chosen.once and value == last_once):
             expected.append(value)
             last_once = value
-    assert heard == expected
+    assert received == expected
 
 
 def test_a_filter_on_a_list_of_events_belongs_to_its_own_event(engine):

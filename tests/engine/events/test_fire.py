@@ -54,7 +54,7 @@ def test_a_payload_reaches_the_handler_as_the_object_that_was_fired(rollout):
     assert seen[0] is payload
 
 
-@pytest.mark.parametrize("heard", [False, True], ids=["unheard", "heard"])
+@pytest.mark.parametrize("subscribed", [False, True], ids=["unsubscribed", "subscribed"])
 @pytest.mark.parametrize(
     ("event", "payload"),
     [
@@ -69,8 +69,8 @@ def test_a_payload_reaches_the_handler_as_the_object_that_was_fired(rollout):
     ],
     ids=str,
 )
-def test_a_payload_of_another_type_is_a_type_error_with_and_without_receivers(rollout, event, payload, heard):
-    if heard:
+def test_a_payload_of_another_type_is_a_type_error_with_and_without_receivers(rollout, event, payload, subscribed):
+    if subscribed:
         rollout.on(event)(lambda engine, event: None)
     for send in (rollout.fire, rollout.post):
         with pytest.raises(TypeError, match=r"this event carries \w+") as caught:
@@ -95,7 +95,7 @@ def test_registering_the_enum_instead_of_its_members_is_a_type_error(engine):
         engine.register_events(*RolloutEvents, event_to_attr="rollout")
 
 
-def test_events_may_be_strings_as_with_ignite(engine):
+def test_events_may_be_strings_as_in_ignite(engine):
     seen = []
     engine.register_events("sampled", event_to_attr={"sampled": "samples"})
     engine.on("sampled")(lambda engine, event: seen.append((event.type, engine.state.samples)))
@@ -142,7 +142,7 @@ def test_counters_belong_to_one_engine(make_engine):
     assert third.counter_of(Counted.HAPPENED) is None
 
 
-def test_of_two_events_sharing_a_counter_the_first_registered_advances_it(engine):
+def test_the_first_registered_of_two_events_that_share_a_counter_advances_it(engine):
     class Phased(EventEnum):
         BEGUN = "begun"
         ENDED = "ended"
@@ -280,7 +280,7 @@ def test_a_handler_added_after_a_nested_event_gets_its_own_events_number(rollout
     assert seen == [1]
 
 
-def test_hears_says_whether_anyone_listens(rollout):
+def test_hears_reports_whether_a_handler_is_subscribed(rollout):
     event = RolloutEvents.REWARD_MEASURED
     assert not rollout.hears(event)
     handle = rollout.on(event) and rollout.add_event_handler(event, lambda: None)
@@ -292,7 +292,7 @@ def test_hears_says_whether_anyone_listens(rollout):
     assert not rollout.hears(event)
 
 
-def test_hears_leaves_out_listeners_of_other_engines(make_engine):
+def test_hears_ignores_handlers_of_other_engines(make_engine):
     bus = EventBus()
     one, other = make_engine(bus=bus), make_engine(bus=bus)
     bus.subscribe(Events.STARTED, lambda: None, sender=one)

@@ -154,7 +154,7 @@ def test_removing_one_filtered_handle_leaves_the_handlers_other_registrations():
 # ----------------------------------------------------------------------------------------- k. events of one name
 
 
-def test_another_enums_event_of_the_same_name_is_another_event():
+def test_an_event_of_the_same_name_in_a_different_enum_is_distinct():
     def scenario(kind, events):
         base = EventEnum if events is Events else IgniteEventEnum
         other = base("Other", {"STARTED": "started", "PAUSED": "paused"})
@@ -319,7 +319,7 @@ def test_once_is_once_in_a_run_and_is_repeated_in_the_next_one():
 # ------------------------------------------------------------------------- a StopIteration that is the step's own
 
 
-def test_a_stop_iteration_of_the_step_arrives_as_what_it_is():
+def test_a_stop_iteration_raised_by_the_step_reaches_the_caller():
     def scenario(kind, events):
         def step(engine, batch):
             raise StopIteration("the step's")

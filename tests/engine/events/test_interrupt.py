@@ -1,4 +1,4 @@
-"""Interrupting a run and going on with it, or giving it up."""
+"""Interrupting a run, then resuming or discarding it."""
 
 from __future__ import annotations
 
@@ -36,14 +36,14 @@ def test_interrupt_pauses_and_the_next_run_continues_with_the_next_batch(either)
     assert (state.epoch, state.iteration) == (3, 9)
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_a_run_interrupted_anywhere_and_resumed_fires_what_ignites_does(log_of, place):
+@pytest.mark.parametrize("moment", PLACES)
+def test_a_run_interrupted_anywhere_and_resumed_fires_what_ignites_does(log_of, moment):
     logs = []
     for kind in (IgniteEngine, Engine):
         engine = kind(nothing)
         log = log_of(engine)
         engine.add_event_handler(
-            IgniteEvents[place], lambda *_, engine=engine, log=log, **__: log.count(place) == 1 and engine.interrupt()
+            IgniteEvents[moment], lambda *_, engine=engine, log=log, **__: log.count(moment) == 1 and engine.interrupt()
         )
         for _ in range(3):
             engine.run(range(2), max_epochs=2)
@@ -64,14 +64,14 @@ def test_interrupted_where_the_loader_is_exhausted_get_batch_started_is_fired_on
     )
 
 
-def test_interrupting_can_be_switched_off_as_with_ignite(engine):
+def test_interrupting_can_be_switched_off_as_in_ignite(engine):
     engine.interrupt_resume_enabled = False
     engine.on(Events.ITERATION_COMPLETED)(engine.interrupt)
     with pytest.raises(RuntimeError, match="'interrupt/resume' feature is disabled"):
         engine.run([1])
 
 
-def test_an_interrupted_run_given_up_for_a_new_one_fires_nothing_more(engine, recorder):
+def test_an_interrupted_run_discarded_for_a_new_one_fires_nothing_more(engine, recorder):
     data = iter(range(100))
     with engine.add_event_handler(Events.ITERATION_COMPLETED(once=2), engine.interrupt):
         engine.run(data, epoch_length=4)
@@ -86,7 +86,7 @@ def test_an_interrupted_run_given_up_for_a_new_one_fires_nothing_more(engine, re
     assert recorder.types.count("completed") == 1
 
 
-def test_an_interrupted_engine_that_is_dropped_goes_quietly(make_engine):
+def test_dropping_an_interrupted_engine_raises_no_error(make_engine):
     seen = []
 
     def make():

@@ -110,14 +110,14 @@ TABLE = {
 COUNTED = [Events.TERMINATE_SINGLE_EPOCH, Events.EPOCH_COMPLETED, Events.TERMINATE, Events.COMPLETED]
 
 
-@pytest.mark.parametrize("place", STEP, ids=str)
+@pytest.mark.parametrize("moment", STEP, ids=str)
 @pytest.mark.parametrize("way", WAYS)
-def test_what_each_way_of_ending_fires_in_mid_epoch(either, log_of, way, place):
+def test_what_each_way_of_ending_fires_in_mid_epoch(either, log_of, way, moment):
     engine = either(nothing)
     log = log_of(engine, *(IgniteEvents[event.name] for event in COUNTED))
     fired = []
 
-    @engine.on(IgniteEvents[place])
+    @engine.on(IgniteEvents[moment])
     def end(engine):
         if engine.state.iteration == 5 and not fired:  # in the second epoch
             fired.append(1)
@@ -130,16 +130,16 @@ def test_what_each_way_of_ending_fires_in_mid_epoch(either, log_of, way, place):
 PLACES = [event.name for event in IgniteEvents if event.name not in ("EXCEPTION_RAISED", "INTERRUPT")]
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("moment", PLACES)
 @pytest.mark.parametrize("way", list(WAYS)[1:])
-def test_a_run_ended_anywhere_fires_what_it_fires_on_ignite(log_of, way, place):
+def test_a_run_ended_anywhere_fires_what_it_fires_on_ignite(log_of, way, moment):
     logs = []
     for kind in (IgniteEngine, Engine):
         engine = kind(nothing)
         done = []
-        if place == "TERMINATE":
+        if moment == "TERMINATE":
             engine.on(IgniteEvents.ITERATION_COMPLETED(once=4))(lambda engine: engine.terminate())
-        if place == "TERMINATE_SINGLE_EPOCH":
+        if moment == "TERMINATE_SINGLE_EPOCH":
             engine.on(IgniteEvents.ITERATION_COMPLETED(once=4))(lambda engine: engine.terminate_epoch())
         log = log_of(engine)
 
@@ -148,7 +148,7 @@ def test_a_run_ended_anywhere_fires_what_it_fires_on_ignite(log_of, way, place):
                 done.append(1)
                 WAYS[way](engine)
 
-        engine.add_event_handler(IgniteEvents[place], end)
+        engine.add_event_handler(IgniteEvents[moment], end)
         failed = False
         try:
             engine.run(range(3), max_epochs=3)
@@ -162,9 +162,9 @@ def test_a_run_ended_anywhere_fires_what_it_fires_on_ignite(log_of, way, place):
     assert logs[0] == logs[1]
 
 
-@pytest.mark.parametrize("place", [Events.STARTED, Events.EPOCH_STARTED], ids=str)
-def test_terminate_epoch_before_the_first_batch_is_a_runtime_error(engine, place):
-    engine.on(place)(engine.terminate_epoch)
+@pytest.mark.parametrize("moment", [Events.STARTED, Events.EPOCH_STARTED], ids=str)
+def test_terminate_epoch_before_the_first_batch_is_a_runtime_error(engine, moment):
+    engine.on(moment)(engine.terminate_epoch)
     with pytest.raises(RuntimeError, match=r"terminate_epoch\(\) should not be called on Event.STARTED or"):
         engine.run([1])
 
@@ -230,7 +230,7 @@ def test_the_step_may_terminate_the_run():
     assert engine.run(range(9)).iteration == 3
 
 
-# ----------------------------------------------------------------------------------- bounds and going on
+# ----------------------------------------------------------------------------------------- bounds and continuing
 
 
 def test_a_finished_engine_starts_over_from_zero(engine):
@@ -299,7 +299,7 @@ def test_epoch_length_cuts_the_data_into_epochs(either):
     assert seen == [(1, 0), (1, 1), (2, 2), (2, 3), (3, 4), (3, 0)]
 
 
-def test_a_loader_without_length_teaches_its_length_in_the_first_epoch(either):
+def test_the_length_of_a_loader_is_learnt_in_the_first_epoch(either):
     engine = either(nothing)
     state = engine.run(Unsized(3), max_epochs=2)
     assert (state.epoch_length, state.epoch, state.iteration) == (3, 2, 6)

@@ -18,7 +18,7 @@ def nothing(engine, batch):
 # ------------------------------------------------------------------------------------------------ state_dict
 
 
-def test_state_dict_holds_ignites_keys_alone(engine):
+def test_state_dict_holds_only_ignites_keys(engine):
     engine.run(range(3), max_epochs=2)
     assert dict(engine.state_dict()) == {"epoch_length": 3, "iteration": 6, "max_epochs": 2}
     other = Engine(nothing)
@@ -27,7 +27,7 @@ def test_state_dict_holds_ignites_keys_alone(engine):
 
 
 @pytest.mark.parametrize("stop_at", [3, 4, 5])
-def test_a_run_taken_up_from_a_state_dict_makes_the_rest_of_the_iterations(either, stop_at):
+def test_a_run_resumed_from_a_state_dict_makes_the_remaining_iterations(either, stop_at):
     from ignite.engine import Events as IgniteEvents
 
     first = either(nothing)
@@ -134,14 +134,14 @@ def test_after_an_empty_iterator_a_good_one_runs(engine):
     assert engine.run(iter([1, 2])).iteration == 2
 
 
-def test_a_loader_that_dries_up_in_mid_run_warns_as_with_ignite(either):
+def test_a_loader_that_runs_out_in_mid_run_warns_as_in_ignite(either):
     engine = either(nothing)
     with pytest.warns(UserWarning, match="Data iterator can not provide data anymore"):
         state = engine.run(iter(range(5)), epoch_length=3, max_epochs=3)
     assert state.iteration == 5
 
 
-def test_a_name_taken_on_the_bus_leaves_no_half_made_engine(engine):
+def test_a_name_already_on_the_bus_leaves_no_incomplete_engine(engine):
     with pytest.raises(ValueError, match="this bus has an engine of that name"):
         Engine(nothing, name=engine.name, bus=engine.bus)
     assert engine.bus.engines == [engine]

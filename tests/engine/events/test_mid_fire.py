@@ -88,7 +88,7 @@ def test_a_handler_removed_while_its_event_fires_still_runs_once(engine, filtere
 
 
 @pytest.mark.parametrize("kind", [IgniteEngine, Engine], ids=["ignite", "ours"])
-def test_adding_and_removing_in_mid_fire_is_as_with_ignite(kind):
+def test_adding_and_removing_in_mid_fire_works_as_in_ignite(kind):
     engine = kind(lambda engine, batch: None)
     seen = []
 

@@ -23,7 +23,7 @@ def test_cross_entropy_is_the_mean_negative_log_probability_of_the_target():
     assert cross_entropy(logits, targets).item() == pytest.approx(by_hand, rel=1e-6)
 
 
-def test_uniform_logits_cost_the_logarithm_of_the_number_of_classes():
+def test_uniform_logits_have_the_loss_log_of_the_number_of_classes():
     assert cross_entropy(torch.zeros(5, 7), torch.arange(5)).item() == pytest.approx(math.log(7), rel=1e-6)
 
 
@@ -130,7 +130,7 @@ def test_shapes_that_do_not_fit_are_named_on_both_sides(logits, targets, message
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bool])
-def test_targets_that_are_no_class_indices_are_refused(dtype):
+def test_targets_that_are_not_class_indices_are_refused(dtype):
     with pytest.raises(TypeError, match=rf"cross_entropy\(targets of {dtype}\): needs class indices"):
         cross_entropy(torch.zeros(4, 3), torch.zeros(4, dtype=dtype))
 

@@ -19,14 +19,14 @@ EVERY = ["torch", *LIBRARIES]
 def gae_by_loop(rewards, values, dones, gamma, lam):
     """Backwards in time, one environment after another."""
     advantages = numpy.zeros(rewards.shape)
-    for place in numpy.ndindex(*rewards.shape[1:]):
+    for column in numpy.ndindex(*rewards.shape[1:]):
         following = 0.0
         for t in reversed(range(len(rewards))):
-            at = (t, *place)
+            at = (t, *column)
             if dones[at]:
                 following = float(rewards[at]) - float(values[at])
             else:
-                error = float(rewards[at]) + gamma * float(values[(t + 1, *place)]) - float(values[at])
+                error = float(rewards[at]) + gamma * float(values[(t + 1, *column)]) - float(values[at])
                 following = error + gamma * lam * following
             advantages[at] = following
     return advantages, advantages + values[:-1]
@@ -74,7 +74,7 @@ def test_gae_is_the_sum_back_through_time(library, dtype, factors, shape, seed):
     )
     assert (value.shape, value.dtype) == ((2, *shape), dtype)
     assert_near(value, gae_by_loop(*arrays, gamma, lam))
-    assert not any(gradient.any() for gradient in gradients), "constants for whoever learns from them"
+    assert not any(gradient.any() for gradient in gradients), "constants for the losses that use them"
 
 
 @pytest.mark.parametrize("library", EVERY)
@@ -95,14 +95,14 @@ def test_an_end_after_the_last_step_needs_no_value_of_what_follows(library):
     rewards, values, dones = rollout_of((5,), 0)
     dones[:] = [False, True, False, False, True]
     expected = gae_by_loop(rewards, values, dones, 0.99, 0.95)
-    for behind in (math.nan, math.inf, 1e6):
-        values[5] = behind
+    for last in (math.nan, math.inf, 1e6):
+        values[5] = last
         for found, its in zip(gae(*arrays_of(library, rewards, values, dones)), expected, strict=True):
             assert_near(found, its)
 
 
 @pytest.mark.parametrize("library", EVERY)
-def test_nothing_comes_over_an_end_not_even_nan(library):
+def test_nothing_crosses_an_episode_end_not_even_nan(library):
     rewards, values, dones = rollout_of((6,), 0)
     dones[:] = [False, False, True, False, False, False]
     expected, _ = gae_by_loop(rewards, values, dones, 0.99, 0.95)
@@ -132,7 +132,7 @@ def test_half_precision_and_whole_rewards_are_computed_in_float32(library):
 
 
 @pytest.mark.parametrize("library", EVERY)
-def test_no_time_has_no_advantages(library):
+def test_an_empty_rollout_has_no_advantages(library):
     for found in gae(*arrays_of(library, numpy.zeros((0, 2)), numpy.zeros((1, 2)), numpy.zeros((0, 2), bool))):
         assert tuple(found.shape) == (0, 2)
 
@@ -164,7 +164,7 @@ def test_ends_and_options_that_do_not_fit_are_refused():
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 @pytest.mark.parametrize(("prompts", "group_size", "seed"), [(1, 2, 0), (3, 4, 1), (5, 8, 2), (2, 3, 3)])
-def test_advantages_of_groups_are_those_of_the_formula(library, dtype, scale, prompts, group_size, seed):
+def test_advantages_of_groups_match_the_formula(library, dtype, scale, prompts, group_size, seed):
     (rewards,) = rounded(dtype, numpy.random.default_rng(seed).standard_normal(prompts * group_size))
     found = grpo_advantages(*arrays_of(library, rewards), group_size, scale)
     assert tuple(found.shape) == rewards.shape
@@ -181,7 +181,7 @@ def test_inside_jit_they_are_the_same_and_have_no_gradient(scale):
 
 
 @pytest.mark.parametrize("library", EVERY)
-def test_a_group_of_equal_rewards_teaches_nothing(library):
+def test_a_group_of_equal_rewards_has_zero_advantages(library):
     rewards = numpy.array([1, 1, 1, 0, 1, 0])
     (given,) = arrays_of(library, rewards)
     for scale in ("group", "batch", "none"):
@@ -191,7 +191,7 @@ def test_a_group_of_equal_rewards_teaches_nothing(library):
 
 
 @pytest.mark.parametrize("group_size", [1, 0, -2, 2.0, True, "a", None])
-def test_a_group_that_is_none_is_refused(group_size):
+def test_an_invalid_group_size_is_refused(group_size):
     with pytest.raises(
         ConfigurationError, match=r"grpo_advantages\(group_size=.*\): needs a whole number of replies to"
     ):
@@ -200,7 +200,7 @@ def test_a_group_that_is_none_is_refused(group_size):
 
 @pytest.mark.parametrize("library", EVERY)
 @pytest.mark.parametrize("shape", [(5,), (2, 2), ()])
-def test_rewards_that_are_no_whole_groups_are_refused(library, shape):
+def test_rewards_that_do_not_fill_whole_groups_are_refused(library, shape):
     with pytest.raises(ValueError, match=r"grpo_advantages\(rewards of shape .*, group_size=2\): needs one reward for"):
         grpo_advantages(*arrays_of(library, numpy.zeros(shape)), 2)
 

@@ -63,7 +63,7 @@ def test_targets_that_are_not_finite_are_counted_and_the_first_is_named(loss, va
 
 
 @pytest.mark.parametrize("value", [-0.5, 2.0, math.nan])
-def test_targets_of_bce_that_are_no_probabilities_are_named(value):
+def test_bce_targets_that_are_not_probabilities_are_named(value):
     message = f"bce_with_logits(targets[2]={value}): needs probabilities from 0 to 1, and 1 of 3 targets are not; pass"
     with pytest.raises(ValueError, match=re.escape(message)):
         check_first_batch("bce_with_logits", torch.zeros(3), torch.tensor([0.0, 1.0, value]))

@@ -36,7 +36,7 @@ def test_focal_loss_is_the_formula_of_its_paper(gamma, alpha):
     assert focal_loss(logits, targets, gamma=gamma, alpha=alpha).item() == pytest.approx(expected, rel=1e-12)
 
 
-def test_two_equal_logits_cost_a_quarter_of_ln_2():
+def test_two_equal_logits_have_a_quarter_of_the_loss_ln_2():
     assert focal_loss(torch.zeros(1, 2), torch.tensor([1])).item() == pytest.approx(0.25 * math.log(2), rel=1e-6)
 
 

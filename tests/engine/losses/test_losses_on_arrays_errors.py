@@ -97,7 +97,7 @@ def test_weights_that_are_not_one_for_each_class_are_refused(library):
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_a_chunk_size_is_for_torch_alone(library):
+def test_a_chunk_size_works_only_with_torch(library):
     arrays = converted(library, *batch_of(cross_entropy, dtype=torch.float32))
     with pytest.raises(
         ConfigurationError, match=r"cross_entropy\(chunk_size=4\): only works for torch tensors; leave it"
@@ -111,12 +111,12 @@ def test_tensors_and_other_arrays_do_not_mix(library, loss, options):
     outputs, targets = batch_of(loss, dtype=torch.float32)
     kind = {"numpy": "numpy.ndarray", "jax": "jax.Array"}[library]
     remedy = {"numpy": "torch.from_numpy", "jax": "torch.from_dlpack"}[library]
-    place, rule = re.escape(f"{loss.__name__}(torch.Tensor "), rf"needs arrays of one library; pass {remedy}\(array\)"
+    caller, rule = re.escape(f"{loss.__name__}(torch.Tensor "), rf"needs arrays of one library; pass {remedy}\(array\)"
     for ours, theirs in ((outputs, converted(library, targets)[0]), (converted(library, outputs)[0], targets)):
-        with pytest.raises(TypeError, match=rf"^{place}.*, {kind} .*\): {rule}, or jax.numpy.from_dlpack\(tensor\)"):
+        with pytest.raises(TypeError, match=rf"^{caller}.*, {kind} .*\): {rule}, or jax.numpy.from_dlpack\(tensor\)"):
             loss(ours, theirs)
     if loss is cross_entropy:  # the case that is left to torch's own checks
-        with pytest.raises(TypeError, match=rf"^{place}int64 \(4,\), {kind} float32 \(4, 7\)\): {rule}"):
+        with pytest.raises(TypeError, match=rf"^{caller}int64 \(4,\), {kind} float32 \(4, 7\)\): {rule}"):
             loss(converted(library, outputs[:, 0])[0], targets[:, 0])
 
 

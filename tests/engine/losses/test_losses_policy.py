@@ -105,7 +105,7 @@ RANGES = [(0.2, None), (0.1, 0.4), (0, 0.2), (1.5, 0.1)]
         by_jax=[(False, RANGES[0], (9,), 0), *((True, ranges, (2, 3, 4), 1) for ranges in RANGES)],
     ),
 )
-def test_the_clipped_objective_and_its_gradient_are_those_of_the_formula(library, dtype, masked, ranges, shape, seed):
+def test_the_clipped_objective_and_its_gradient_match_the_formula(library, dtype, masked, ranges, shape, seed):
     low, high = ranges
     arrays = actions_of(shape, seed, dtype)
     mask = mask_of(shape, seed) if masked else None
@@ -121,7 +121,7 @@ def test_the_clipped_objective_and_its_gradient_are_those_of_the_formula(library
 
 
 @pytest.mark.parametrize(("library", "dtype"), RUNS)
-def test_what_was_just_sampled_has_the_gradient_of_the_policy_gradient(library, dtype):
+def test_just_sampled_tokens_have_the_policy_gradient(library, dtype):
     log_probs, _, advantages = actions_of((6,), 0, dtype)
     value, (gradient,) = value_and_gradients(library, ppo_policy_loss, log_probs, log_probs.copy(), advantages)
     assert_near(value, -advantages.mean())
@@ -189,7 +189,7 @@ def test_advantages_that_would_broadcast_otherwise_are_refused(library, shape):
         by_jax=[(False, 0.3, (9,), 0), (True, 0.3, (3, 5), 1), (True, None, (3, 5), 1)],
     ),
 )
-def test_the_value_loss_and_its_gradient_are_those_of_the_formula(library, dtype, masked, clip_range, shape, seed):
+def test_the_value_loss_and_its_gradient_match_the_formula(library, dtype, masked, clip_range, shape, seed):
     generator = numpy.random.default_rng(seed)
     arrays = rounded(dtype, *generator.standard_normal((3, *shape)))
     mask = mask_of(shape, seed) if masked else None
@@ -241,7 +241,7 @@ def test_the_clipped_part_is_that_of_the_ratios_outside_the_range(library, low, 
         by_jax=[(each, (3, 4), 2) for each in ("k3", "k2", "k1")],
     ),
 )
-def test_estimates_of_kl_and_their_gradients_are_those_of_the_formula(library, dtype, estimator, shape, seed):
+def test_estimates_of_kl_and_their_gradients_match_the_formula(library, dtype, estimator, shape, seed):
     arrays = actions_of(shape, seed, dtype)[:2]
     value, gradients = value_and_gradients(library, lambda *a: kl_estimate(*a, estimator), *arrays, wrt=(0, 1))
     assert (value.shape, value.dtype) == (shape, dtype)
@@ -296,9 +296,7 @@ OPTIONS = [
         by_jax=[(options, (4, 7), 1) for options in OPTIONS[::-1]],
     ),
 )
-def test_grpo_and_its_gradient_are_those_of_the_formula_whatever_lies_beside_the_mask(
-    library, dtype, options, shape, seed
-):
+def test_grpo_and_its_gradient_match_the_formula_whatever_is_masked_out(library, dtype, options, shape, seed):
     log_probs, old, reference = actions_of(shape, seed, dtype)
     (advantages,) = rounded(dtype, numpy.random.default_rng(seed).standard_normal(shape[0]))
     mask = mask_of(shape, seed)
@@ -330,7 +328,7 @@ def test_grpo_of_numpy_arrays_is_that_of_the_formula(options):
 
 @pytest.mark.parametrize(("library", "dtype"), RUNS)
 @pytest.mark.parametrize("options", OPTIONS[:1] + OPTIONS[2:4], ids=str)
-def test_replies_without_a_token_cost_nothing_and_teach_nothing(library, dtype, options):
+def test_replies_without_a_token_have_no_loss_and_no_gradient(library, dtype, options):
     log_probs, old, _ = actions_of((2, 3), 0, dtype)
     mask = numpy.zeros((2, 3), bool)
     arrays = [*spoilt(mask, 0, log_probs, old), numpy.array([math.nan, 1.0], dtype), mask]
@@ -397,6 +395,6 @@ def test_grpo_and_its_gradient_are_trls(theirs, options, seed):
         assert kl_estimate(log_probs, reference, "k3")[mask].mean().item() == pytest.approx(logged["kl"], rel=1e-6)
 
 
-def test_grpo_names_what_is_no_array():
+def test_grpo_names_arguments_that_are_not_arrays():
     with pytest.raises(TypeError, match="list is not a supported array type"):
         grpo_loss([[0.0]], [[0.0]], [1.0], None)

@@ -25,7 +25,7 @@ LOSSES = {
 
 @pytest.mark.parametrize("name", LOSSES)
 @pytest.mark.parametrize("value", [-0.1, math.inf, math.nan, "a"])
-def test_ranges_that_cannot_be_are_refused(name, value):
+def test_impossible_ranges_are_refused(name, value):
     arguments = ["clip_range"] if name == "ppo_value_loss" else ["clip_range", "clip_range_high"]
     for argument in arguments:
         with pytest.raises(ConfigurationError, match=rf"{name}\({argument}={value!r}\): needs a number of at least 0"):
@@ -53,7 +53,7 @@ def test_a_mask_that_does_not_fit_is_refused(name):
         ({"kl_coef": 0.1}, r"kl_coef=0.1\): needs reference_log_probs"),
     ],
 )
-def test_options_of_grpo_that_cannot_be_are_refused(options, message):
+def test_impossible_options_of_grpo_are_refused(options, message):
     with pytest.raises(ConfigurationError, match=rf"grpo_loss\({message}"):
         LOSSES["grpo_loss"](**options)
 

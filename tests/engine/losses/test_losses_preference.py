@@ -82,7 +82,7 @@ def pairs_of(size, seed, dtype="float64"):
 
 
 @pytest.mark.parametrize(("library", "dtype", "seed", "shape"), OF_TOKENS)
-def test_log_probabilities_of_tokens_and_their_gradient_are_those_of_the_formula(library, dtype, seed, shape):
+def test_log_probabilities_of_tokens_and_their_gradient_match_the_formula(library, dtype, seed, shape):
     logits, tokens = logits_and_tokens(shape, seed, dtype)
     value, (gradient,) = value_and_gradients(library, token_log_probs, logits, tokens)
     assert (value.shape, value.dtype) == (shape, dtype)
@@ -91,7 +91,7 @@ def test_log_probabilities_of_tokens_and_their_gradient_are_those_of_the_formula
 
 
 @pytest.mark.parametrize(("library", "dtype", "seed", "shape"), OF_TOKENS)
-def test_entropy_and_its_gradient_are_those_of_the_formula(library, dtype, seed, shape):
+def test_entropy_and_its_gradient_match_the_formula(library, dtype, seed, shape):
     logits, _ = logits_and_tokens(shape, seed, dtype)
     value, (gradient,) = value_and_gradients(library, entropy, logits)
     assert (value.shape, value.dtype) == (shape, dtype)
@@ -100,7 +100,7 @@ def test_entropy_and_its_gradient_are_those_of_the_formula(library, dtype, seed,
 
 
 @pytest.mark.parametrize(("library", "dtype"), RUNS)
-def test_a_token_that_cannot_be_adds_nothing_to_the_entropy_nor_to_its_gradient(library, dtype):
+def test_an_impossible_token_adds_nothing_to_the_entropy_or_its_gradient(library, dtype):
     logits = numpy.array([[1.0, -math.inf, 2.0, -math.inf], [0.0, -math.inf, -math.inf, -math.inf]], dtype)
     value, (gradient,) = value_and_gradients(library, entropy, logits)
     assert_near(value, entropy_by_loop(logits))
@@ -142,7 +142,7 @@ def test_tokens_may_be_of_any_whole_number_type(library, dtype):
     ("library", "dtype", "average", "seed"),
     runs([(average, seed) for average in (False, True) for seed in (0, 1, 2)], by_jax=[(True, 0), (False, 1)]),
 )
-def test_sums_over_a_mask_are_those_of_the_formula_whatever_lies_beside_it(library, dtype, average, seed):
+def test_sums_over_a_mask_match_the_formula_whatever_is_masked_out(library, dtype, average, seed):
     generator = numpy.random.default_rng(seed)
     log_probs = generator.standard_normal((5, 6)).astype(dtype)
     mask = generator.random((5, 6)) < 0.6
@@ -188,13 +188,13 @@ def test_what_is_neither_a_token_nor_a_logit_is_refused(library):
 
 
 @pytest.mark.parametrize("library", EVERY)
-@pytest.mark.parametrize(("wrong", "shape", "place"), [(-100, (2, 3), "[1, 2]"), (7, (3,), "[2]"), (-1, (), "")])
-def test_a_token_outside_the_vocabulary_is_named(library, wrong, shape, place):
+@pytest.mark.parametrize(("wrong", "shape", "at"), [(-100, (2, 3), "[1, 2]"), (7, (3,), "[2]"), (-1, (), "")])
+def test_a_token_outside_the_vocabulary_is_named(library, wrong, shape, at):
     logits, tokens = logits_and_tokens(shape, 0)
     tokens = numpy.array(tokens)
     tokens[(-1,) * len(shape)] = wrong
     message = (
-        rf"token_log_probs\(tokens{re.escape(place)}={wrong}\): needs ids from 0 to 6.*, and 1 of . tokens are outside"
+        rf"token_log_probs\(tokens{re.escape(at)}={wrong}\): needs ids from 0 to 6.*, and 1 of . tokens are outside"
     )
     with pytest.raises(ValueError, match=message):
         token_log_probs(*arrays_of(library, logits, tokens))
@@ -240,7 +240,7 @@ LOSSES = [
         by_jax=[*((True, loss, 7, 1) for loss in LOSSES), (False, LOSSES[1], 7, 1)],
     ),
 )
-def test_dpo_and_its_gradients_are_those_of_the_formula(library, dtype, with_reference, loss, size, seed):
+def test_dpo_and_its_gradients_match_the_formula(library, dtype, with_reference, loss, size, seed):
     loss_type, beta, smoothing = loss
     chosen, rejected, *references = pairs_of(size, seed, dtype)
     arrays = [chosen, rejected, *(references if with_reference else (None, None))]
@@ -283,7 +283,7 @@ def test_rewards_are_beta_times_the_log_ratio(library):
 
 
 @pytest.mark.parametrize("library", EVERY)
-def test_a_policy_that_is_its_reference_has_the_loss_of_a_coin(library):
+def test_a_policy_equal_to_its_reference_has_the_loss_ln_2(library):
     chosen, rejected, *_ = arrays_of(library, *pairs_of(4, 0))
     assert float(dpo_loss(chosen, rejected, chosen, rejected)) == pytest.approx(math.log(2))
 
@@ -325,7 +325,7 @@ def test_a_pair_at_or_beyond_the_hinge_has_no_gradient_and_a_nan_is_not_hidden(l
         ({"reference_rejected": torch.zeros(2)}, r"dpo_loss\(reference_chosen=None\): needs both references or none"),
     ],
 )
-def test_options_that_cannot_be_are_refused(options, message):
+def test_impossible_options_are_refused(options, message):
     with pytest.raises(ConfigurationError, match=message):
         dpo_loss(torch.zeros(2), torch.zeros(2), **options)
 

@@ -99,7 +99,7 @@ def test_reset_forgets(case):
 
 
 @each
-def test_a_saved_state_continues_to_the_last_bit(case):
+def test_a_saved_state_continues_bit_for_bit(case):
     metric = fed(case, slice(0, 11), slice(11, 12))
     file = io.BytesIO()
     torch.save(metric.state_dict(), file)
@@ -159,7 +159,7 @@ def test_values_of_any_precision_are_counted_alike(case, dtype):
 
 
 @each
-def test_values_with_a_gradient_are_let_go_of(case):
+def test_values_with_a_gradient_are_detached(case):
     metric = case.make()
     scores = SCORES.clone().requires_grad_()
     if case.make is RunningMean:

@@ -82,7 +82,7 @@ def test_perplexity_beyond_all_numbers_is_infinite_and_of_nan_nan():
     assert math.isnan(perplexity(math.nan))
 
 
-def test_guessing_bytes_costs_eight_bits_each_and_tokens_share_theirs_among_their_bytes():
+def test_uniform_bytes_cost_eight_bits_and_tokens_share_their_bits_among_their_bytes():
     assert bits_per_byte(math.log(256)) == pytest.approx(8.0)
     assert bits_per_byte(math.log(50_257), bytes_per_token=4.0) == pytest.approx(math.log2(50_257) / 4)
 

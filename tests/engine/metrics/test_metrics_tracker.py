@@ -23,7 +23,7 @@ def tracker_of(**histories):
 # ------------------------------------------------------------------------------------------- histories
 
 
-def test_values_stand_under_their_names_in_order():
+def test_values_are_stored_under_their_names_in_order():
     tracker = MetricTracker()
     tracker.update({"train/loss": 2.0, "val/loss": 3})
     tracker.update({"train/loss": torch.tensor(1.5)})
@@ -113,9 +113,9 @@ def test_reset_forgets_names_and_values():
 @pytest.mark.parametrize(
     ("value", "error", "message"),
     [
-        ("3", TypeError, r"MetricTracker.update\('bad'='3'\): needs a number or a tensor of one element"),
-        (None, TypeError, r"MetricTracker.update\('bad'=None\)"),
-        (1j, TypeError, r"MetricTracker.update\('bad'=1j\)"),
+        ("3", TypeError, r"MetricTracker.update\(bad='3'\): needs a number or a tensor of one element"),
+        (None, TypeError, r"MetricTracker.update\(bad=None\)"),
+        (1j, TypeError, r"MetricTracker.update\(bad=1j\)"),
         (torch.ones(2), ValueError, r"MetricTracker.update\('bad' of shape \(2,\)\): needs one number; pass its mean"),
     ],
 )

@@ -255,7 +255,7 @@ def jax():
     return pytest.importorskip("jax", reason="needs the extra pulsetrain[jax]")
 
 
-def test_another_rate_is_not_a_new_program(jax):
+def test_a_different_rate_does_not_compile_a_new_program(jax):
     params = {"w": jax.numpy.ones(3)}
     optimizer = create_optax("adamw", 0.1)
     traced = []
@@ -273,7 +273,7 @@ def test_another_rate_is_not_a_new_program(jax):
     assert len(traced) == 1
 
 
-def test_another_rate_lies_where_the_old_one_was_put(jax):
+def test_a_new_rate_is_placed_where_the_old_one_was(jax):
     params = {"w": jax.numpy.ones(3)}
     state = create_optax("adamw", 0.1).init(params)
     assert not learning_rate_of(with_learning_rate(state, 0.5)).committed

@@ -92,7 +92,7 @@ def test_a_group_that_is_added_later_says_whose_it_is():
         whole.add_param_group({"params": [nn.Parameter(torch.ones(1))], "optimizer": "judge"})
 
 
-def test_bad_input():
+def test_bad_input_is_refused():
     first, second = modules()
     with pytest.raises(ConfigurationError, match="needs at least 1 optimizer"):
         NamedOptimizers({})
@@ -124,7 +124,7 @@ def test_parts_keep_the_state_that_they_bring_and_are_saved_and_loaded_alone():
     assert torch.equal(whole.state[second.weight]["momentum_buffer"], momentum)
 
 
-def test_copies_are_whole_and_apart():
+def test_copies_are_complete_and_independent():
     first, second = modules()
     whole = make(first, second)
     learn(first, second, whole, 2)

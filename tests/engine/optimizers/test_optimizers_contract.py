@@ -207,7 +207,7 @@ def test_a_schedule_gives_what_writing_the_rates_by_hand_gives(name):
         ({"learning_rate": float("inf")}, r"create_optimizer\(learning_rate=inf\)"),
         ({"weight_decay": -0.1}, r"create_optimizer\(weight_decay=-0.1\): needs a number that is not negative"),
         ({"layer_rates": {"2": 0}}, r"create_optimizer\(layer_rates\['2'\]=0\): needs a positive number"),
-        ({"unheard": 1}, r"create_optimizer\(unheard=1\): unknown to '\w+'; it takes "),
+        ({"unknown": 1}, r"create_optimizer\(unknown=1\): unknown to '\w+'; it takes "),
     ],
 )
 def test_bad_arguments_are_refused_by_name_and_value(name, arguments, message):
@@ -269,7 +269,7 @@ def test_a_step_skipped_for_overflow_leaves_no_trace(name):
 
 
 @pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))])
-def test_a_copy_continues_as_the_original_and_apart_from_it(name, duplicate):
+def test_a_copy_continues_like_the_original_and_independently(name, duplicate):
     model, optimizer = made(name, weight_decay=0.01, no_decay="auto")
     train(model, optimizer, steps=3)
     before = weights(model)

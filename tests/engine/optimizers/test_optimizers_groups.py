@@ -109,7 +109,7 @@ def test_the_groups_are_the_same_without_any_decay_so_that_states_fit_again():
 
 
 class Blocks(nn.Module):
-    """Twelve blocks, so that one's number is another's beginning, between an embedding and a head."""
+    """Twelve blocks, so that one number is the prefix of another, between an embedding and a head."""
 
     def __init__(self):
         super().__init__()

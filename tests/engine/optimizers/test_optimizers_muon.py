@@ -237,7 +237,7 @@ def trained_muon(model):
     return optimizer
 
 
-def test_a_state_of_its_own_is_found_to_fit_and_changes_nothing():
+def test_its_own_state_fits_and_changes_nothing():
     first, second = trained_muon(Decoder()), trained_muon(Decoder())
     before = copy.deepcopy(second.state_dict())
     state = first.state_dict()
@@ -279,7 +279,7 @@ def test_a_state_that_does_not_fit_is_refused_and_nothing_changes(method, change
     assert optimizer.state[model.up.weight]["momentum_buffer"].any()
 
 
-def test_groups_and_states_put_in_the_place_of_its_own_are_those_it_works_on():
+def test_replaced_groups_and_states_are_used():
     model = Decoder()
     optimizer = trained_muon(model)
     optimizer.param_groups = [{**group, "lr": 0.0} for group in optimizer.param_groups]

@@ -93,7 +93,7 @@ def test_adamw_follows_the_papers_algorithm_with_its_warm_up():
     follow(weight, optimizer, expected)
 
 
-def test_the_names_stand_for_the_packages_classes_in_train_mode():
+def test_the_names_create_the_packages_classes_in_train_mode():
     for name, kind in zip(NAMES, (schedulefree.AdamWScheduleFree, schedulefree.SGDScheduleFree), strict=True):
         optimizer = create_optimizer(network(), name, 0.1)
         assert type(optimizer) is kind
@@ -171,7 +171,7 @@ def test_a_group_added_later_is_averaged_too():
 
 
 @pytest.mark.parametrize("name", ["sgd", "adamw", "muon", "lion"])
-def test_any_other_optimizers_weights_stay_the_very_same(name):
+def test_weights_under_any_other_optimizer_stay_unchanged(name):
     model = network()
     optimizer = create_optimizer(model, name, 0.05)
     train(model, optimizer, steps=2)

@@ -18,24 +18,27 @@ def steps(environment=Counting, model=None, updates=2):
     return trainer({"max_updates": updates}, model=model or Policy(), train_loader=rollouts, strategy=strategy)
 
 
-def test_each_environment_is_one_of_its_own():
+def test_each_environment_is_a_separate_object():
     one = Counting()
-    told = refusal(lambda: EnvironmentRollouts(lambda: one, 2))
-    assert told.startswith("EnvironmentRollouts(environment=...): the function returns the same environment again")
+    message = refusal(lambda: EnvironmentRollouts(lambda: one, 2))
+    assert message.startswith("EnvironmentRollouts(environment=<function ")
+    assert ">): the function returns the same environment again" in message
     assert EnvironmentRollouts(lambda: one, 1).environments == 1
-    told = refusal(lambda: EnvironmentRollouts(Counting, 2, options={"goal": 3}))
-    assert told.startswith("EnvironmentRollouts(options={'goal': 3}): only apply to gymnasium.make")
-    told = refusal(lambda: EnvironmentRollouts(lambda: 3, 2), TypeError)
-    assert told.startswith("EnvironmentRollouts: int has no action_space, observation_space, reset, step; needs an env")
+    message = refusal(lambda: EnvironmentRollouts(Counting, 2, options={"goal": 3}))
+    assert message.startswith("EnvironmentRollouts(options={'goal': 3}): only apply to gymnasium.make")
+    message = refusal(lambda: EnvironmentRollouts(lambda: 3, 2), TypeError)
+    assert message.startswith(
+        "EnvironmentRollouts: int has no action_space, observation_space, reset, step; needs an env"
+    )
 
 
-def test_a_step_of_four_things_is_refused():
+def test_a_step_that_returns_four_values_is_refused():
     class Old(Counting):
         def step(self, action):
             return super().step(action)[:4]
 
-    told = ["EnvironmentRollouts: the environment's step() returned 4 values; needs (observation, reward, "]
-    assert_refused(steps(Old), TypeError, told)
+    message = ["EnvironmentRollouts: the environment's step() returned 4 values; needs (observation, reward, "]
+    assert_refused(steps(Old), TypeError, message)
 
 
 def test_an_observation_that_is_not_a_number_names_its_environment():
@@ -47,14 +50,14 @@ def test_an_observation_that_is_not_a_number_names_its_environment():
             return seen
 
     Counting.made = 0
-    told = ["EnvironmentRollouts: environment 1 returned an observation that is not finite: [nan, 2.0]"]
-    assert_refused(steps(Lost), ValueError, told)
+    message = ["EnvironmentRollouts: environment 1 returned an observation that is not finite: [nan, 2.0]"]
+    assert_refused(steps(Lost), ValueError, message)
 
 
 @pytest.mark.parametrize("episodes", [0, -1, 1.5, True])
-def test_an_evaluation_needs_an_episode(episodes):
-    told = refusal(lambda: steps().train_loader.evaluate(episodes), ValueError)
-    assert told == f"EnvironmentRollouts.evaluate(episodes={episodes!r}): needs a whole number of at least 1"
+def test_an_evaluation_needs_at_least_one_episode(episodes):
+    message = refusal(lambda: steps().train_loader.evaluate(episodes), ValueError)
+    assert message == f"EnvironmentRollouts.evaluate(episodes={episodes!r}): needs a whole number of at least 1"
 
 
 class Closing(Counting):

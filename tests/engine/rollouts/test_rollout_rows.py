@@ -42,7 +42,7 @@ class Rude:
         return found
 
 
-def test_lists_that_a_reward_and_a_sampler_change_are_their_own():
+def test_rewards_and_samplers_receive_copies_of_the_lists():
     rude = Rude()
     runs = [
         texts(GRPOStrategy(2), updates=3, prompts_per_rollout=5, sampler=sampler, reward=reward)
@@ -50,7 +50,7 @@ def test_lists_that_a_reward_and_a_sampler_change_are_their_own():
     ]
     for run, _, _ in runs:
         run.train()
-    for polite, other in zip(*(heard.batches for _, heard, _ in runs), strict=True):
+    for polite, other in zip(*(recorded.batches for _, recorded, _ in runs), strict=True):
         assert all(torch.equal(value, other[name]) for name, value in polite.items())
     assert runs[1][0].train_loader.prompts == PROMPTS
     assert torch.equal(runs[0][0].model.table.weight, runs[1][0].model.table.weight)
@@ -97,7 +97,7 @@ def test_a_rollout_that_is_done_is_in_no_checkpoint_and_a_resume_there_is_exact(
 
 
 @pytest.mark.parametrize("learns", [True, False], ids=["learnt from", "left out"])
-def test_a_rollout_is_let_go_before_the_next_is_collected(learns):
+def test_a_rollout_is_freed_before_the_next_is_collected(learns):
     rows, alive = [], []
 
     def looking(prompts, completions):
@@ -118,11 +118,11 @@ def test_a_rollout_is_let_go_before_the_next_is_collected(learns):
 
 def test_rows_come_in_another_order_in_each_epoch():
     strategy = GRPOStrategy(2, minibatch_epochs=3, minibatch_size=2)
-    run, heard, _ = texts(strategy, updates=15, prompts_per_rollout=5)
+    run, recorded, _ = texts(strategy, updates=15, prompts_per_rollout=5)
     run.train()
-    rows = [batch["log_probs"].tolist() for batch in heard.batches]
+    rows = [batch["log_probs"].tolist() for batch in recorded.batches]
     orders = [str(rows[at : at + 5]) for at in (0, 5, 10)]
-    assert len(heard.rollouts) == 1
+    assert len(recorded.rollouts) == 1
     assert len(set(orders)) == 3
 
 
@@ -150,7 +150,7 @@ def test_the_policy_acts_and_is_measured_without_dropout():
     run.train()
     assert counts["measured"] > counts["acted"] > 0
     assert modes == [True, True]
-    # Heard asks once before each batch, as the model then is
+    # Observed asks once before each batch, as the model then is
     assert sum(model.modes) == 2
 
 
@@ -170,22 +170,25 @@ def test_texts_are_drawn_in_the_precision_that_is_learnt_in(precision):
 def test_metrics_of_texts_are_means_over_generated_tokens():
     completions = [[2, 0], [1, 1, 1, 1], [0], [4, 4, 0], [3], [5, 1, 0], [0, 2], [1], [4, 5, 5, 2], [3, 3]]
     strategy = GRPOStrategy(2, minibatch_size=5, temperature=0.8)
-    run, heard, _ = texts(
+    run, recorded, _ = texts(
         strategy, updates=2, prompts_per_rollout=5, sampler=lambda prompts, count, **options: completions
     )
-    weights, told = [], []
+    weights, batches = [], []
     run.on(Events.POLICY_UPDATED)(
-        lambda: weights.append(run.model.table.weight.detach().double().numpy().copy()) or told.append(heard.batches[:])
+        lambda: (
+            weights.append(run.model.table.weight.detach().double().numpy().copy())
+            or batches.append(recorded.batches[:])
+        )
     )
     run.train()
     kls, entropies = [], []
-    for batch in told[0]:
+    for batch in batches[0]:
         tokens, mask = batch["input_ids"].numpy(), batch["completion_mask"].numpy()[:, 1:]
         logits = weights[0][tokens[:, :-1]] / 0.8
         now = formulas.log_probs_of(logits, tokens[:, 1:])
         kls.extend(formulas.kl_k3(batch["log_probs"].double().numpy(), now)[mask])
         entropies.extend(formulas.entropies(logits)[mask])
     assert len(kls) == sum(map(len, completions))
-    (update,) = heard.updates
+    (update,) = recorded.updates
     assert update.metrics["policy/kl"] == pytest.approx(sum(kls) / len(kls), rel=1e-4)
     assert update.metrics["policy/entropy"] == pytest.approx(sum(entropies) / len(entropies), rel=1e-5)

@@ -77,7 +77,7 @@ REWARDS = [
 
 
 @pytest.mark.parametrize(("given", "error", "message"), REWARDS, ids=[str(given) for given, *_ in REWARDS])
-def test_rewards_that_are_none_are_refused(given, error, message):
+def test_rewards_that_are_not_numbers_are_refused(given, error, message):
     run = texts(reward=later(good_reward, lambda prompts, completions: given), updates=3)
     assert_refused(run, error, [message])
     assert run.state.update == 1
@@ -110,7 +110,7 @@ SAMPLES = [
 
 
 @pytest.mark.parametrize(("given", "error", "message"), SAMPLES, ids=[str(given) for given, *_ in SAMPLES])
-def test_texts_that_are_none_are_refused(given, error, message):
+def test_texts_that_are_not_token_lists_are_refused(given, error, message):
     run = texts(sampler=later(good_sampler, lambda *arguments, **options: given), updates=3)
     assert_refused(run, error, [message])
     assert run.state.update == 1
@@ -121,7 +121,7 @@ def test_prompts_of_another_vocabulary_are_reported():
     assert_refused(run, IndexError, ["in TextRollouts, while drawing texts for 4 prompts of tokens 1 to 70"])
 
 
-def test_what_a_reward_raises_is_raised():
+def test_an_exception_of_the_reward_reaches_the_caller():
     def fail(prompts, completions):
         raise KeyError("no score")
 
@@ -129,9 +129,9 @@ def test_what_a_reward_raises_is_raised():
 
 
 def test_a_model_without_values_is_not_a_critic_of_texts_nor_of_steps():
-    told = ["needs a pair (logits, values), values of shape (2, ", "WithValueHead"]
+    refused = ["needs a pair (logits, values), values of shape (2, ", "WithValueHead"]
     run = texts(PPOStrategy(), reward=lambda prompts, completions: [1.0, 2.0])
-    assert_refused(run, TypeError, told)
+    assert_refused(run, TypeError, refused)
 
     class Actor(nn.Linear):
         def __init__(self):
@@ -146,8 +146,8 @@ def test_a_policy_for_other_actions_is_refused():
             super().__init__()
             self.actor = nn.Linear(2, 3)
 
-    told = "EnvironmentRollouts: the policy returned logits of shape (2, 3); needs finite numbers, shape "
-    assert_refused(steps(model=Other()), ValueError, [told, "this environment has 2 actions"])
+    refused = "EnvironmentRollouts: the policy returned logits of shape (2, 3); needs finite numbers, shape "
+    assert_refused(steps(model=Other()), ValueError, [refused, "this environment has 2 actions"])
 
 
 def test_a_policy_that_gives_nan_is_refused():
@@ -163,8 +163,8 @@ def test_rewards_of_an_environment_that_are_not_finite_are_refused():
             seen, reward, *rest = super().step(action)
             return seen, math.inf if self.step_number == 3 else reward, *rest
 
-    told = ["EnvironmentRollouts: rewards[2, 0]=inf: needs finite numbers, and 2 of 8 are not"]
-    assert_refused(steps(environment=Endless), ValueError, told)
+    refused = ["EnvironmentRollouts: rewards[2, 0]=inf: needs finite numbers, and 2 of 8 are not"]
+    assert_refused(steps(environment=Endless), ValueError, refused)
 
 
 # ----------------------------------------------------------------------------------------------- what does not fit
@@ -183,27 +183,29 @@ def test_rollouts_serve_one_trainer_which_learns_from_rollouts():
     assert refusal(lambda: len(given)) == "TextRollouts: has no policy yet; pass it to a Trainer as train_loader"
     assert "has no policy yet" in refusal(lambda: next(iter(given)))
     for strategy in (SFTStrategy(), "supervised"):
-        told = refusal(lambda strategy=strategy: run_of(given, strategy))
-        assert "does not learn from rollouts; use PPOStrategy or GRPOStrategy" in told
-    told = refusal(lambda: run_of(given, GRPOStrategy(2, minibatch_size=3)))
-    assert told.startswith("GRPOStrategy(minibatch_size=3): a rollout of TextRollouts has 4 rows, which do not make")
+        refused = refusal(lambda strategy=strategy: run_of(given, strategy))
+        assert "does not learn from rollouts; use PPOStrategy or GRPOStrategy" in refused
+    refused = refusal(lambda: run_of(given, GRPOStrategy(2, minibatch_size=3)))
+    assert refused.startswith("GRPOStrategy(minibatch_size=3): a rollout of TextRollouts has 4 rows, which do not make")
     run_of(given, GRPOStrategy(2, minibatch_size=4))  # what was refused has left no trace
-    told = refusal(lambda: run_of(given, GRPOStrategy(2)))
-    assert told == "TextRollouts: already belongs to another trainer; give each Trainer its own rollouts"
+    refused = refusal(lambda: run_of(given, GRPOStrategy(2)))
+    assert refused == "TextRollouts: already belongs to another trainer; give each Trainer its own rollouts"
 
 
 def test_groups_are_compared_over_texts_and_not_over_steps():
-    told = refusal(lambda: steps(GRPOStrategy(2)))
-    assert told == "EnvironmentRollouts: GRPOStrategy learns from texts; use PPOStrategy"
+    refused = refusal(lambda: steps(GRPOStrategy(2)))
+    assert refused == "EnvironmentRollouts: GRPOStrategy learns from texts; use PPOStrategy"
 
 
 def test_texts_fit_the_models_context():
-    told = refusal(lambda: run_of(TextRollouts([[1] * 4], good_reward, max_new_tokens=4), GRPOStrategy(2)))
-    assert told.startswith("TextRollouts(max_new_tokens=4): with the longest prompt a text has 8 tokens, more than the")
-    assert "context of 6" in told
-    assert told.endswith("cut the prompts, or pass a smaller max_new_tokens")
-    told = refusal(lambda: run_of(rollouts(pad_to=8), GRPOStrategy(2)))
-    assert told.startswith("TextRollouts(pad_to=8): rows are longer than the model's context of 6")
+    refused = refusal(lambda: run_of(TextRollouts([[1] * 4], good_reward, max_new_tokens=4), GRPOStrategy(2)))
+    assert refused.startswith(
+        "TextRollouts(max_new_tokens=4): with the longest prompt a text has 8 tokens, more than the"
+    )
+    assert "context of 6" in refused
+    assert refused.endswith("cut the prompts, or pass a smaller max_new_tokens")
+    refused = refusal(lambda: run_of(rollouts(pad_to=8), GRPOStrategy(2)))
+    assert refused.startswith("TextRollouts(pad_to=8): rows are longer than the model's context of 6")
     run_of(TextRollouts([[1] * 4], good_reward, max_new_tokens=3, pad_to=7), GRPOStrategy(2))
 
 
@@ -257,9 +259,9 @@ POLICY_OPTIONS = [
 
 @pytest.mark.parametrize(("strategy", "name", "value", "needs"), POLICY_OPTIONS)
 def test_options_of_a_policy_are_checked(strategy, name, value, needs):
-    told = refusal(lambda: strategy(**{name: value}))
-    assert told.startswith(f"{strategy.__name__}({name}={value!r}): needs a")
-    assert told.endswith(needs)
+    refused = refusal(lambda: strategy(**{name: value}))
+    assert refused.startswith(f"{strategy.__name__}({name}={value!r}): needs a")
+    assert refused.endswith(needs)
 
 
 OTHER_OPTIONS = [
@@ -276,27 +278,27 @@ OTHER_OPTIONS = [
 
 @pytest.mark.parametrize(("make", "parts"), OTHER_OPTIONS, ids=[parts[0] for _, parts in OTHER_OPTIONS])
 def test_options_that_do_not_go_together_are_refused(make, parts):
-    told = refusal(make)
+    refused = refusal(make)
     for part in parts:
-        assert part in told
+        assert part in refused
 
 
 # ------------------------------------------------------------------------------------------------------ environments
 
 
 def test_an_environment_is_a_name_or_a_function_that_makes_one():
-    told = refusal(lambda: EnvironmentRollouts(Counting()), TypeError)
-    assert told.startswith("EnvironmentRollouts(environment=Counting): needs a name, or a function that creates")
+    refused = refusal(lambda: EnvironmentRollouts(Counting()), TypeError)
+    assert refused.startswith("EnvironmentRollouts(environment=Counting): needs a name, or a function that creates")
     for name, value in (("environments", 0), ("steps", 1.5)):
-        told = refusal(lambda name=name, value=value: EnvironmentRollouts(Counting, **{name: value}))
-        assert told == f"EnvironmentRollouts({name}={value!r}): needs a whole number of at least 1"
+        refused = refusal(lambda name=name, value=value: EnvironmentRollouts(Counting, **{name: value}))
+        assert refused == f"EnvironmentRollouts({name}={value!r}): needs a whole number of at least 1"
 
 
 def test_an_environment_that_gymnasium_does_not_know_is_named():
     pytest.importorskip("gymnasium", reason="gymnasium is not there: pip install 'pulsetrain[gymnasium]'")
-    told = refusal(lambda: EnvironmentRollouts("CartPoles-v1"))
-    assert told.startswith("EnvironmentRollouts(environment='CartPoles-v1'): ")
-    assert "CartPole" in told
+    refused = refusal(lambda: EnvironmentRollouts("CartPoles-v1"))
+    assert refused.startswith("EnvironmentRollouts(environment='CartPoles-v1'): ")
+    assert "CartPole" in refused
 
 
 def test_without_gymnasium_the_extra_is_named(monkeypatch):
@@ -308,8 +310,8 @@ def test_without_gymnasium_the_extra_is_named(monkeypatch):
         return before(name, *arguments, **options)
 
     monkeypatch.setattr(builtins, "__import__", importing)
-    told = refusal(lambda: EnvironmentRollouts("CartPole-v1"))
-    assert re.search(r"environment='CartPole-v1'\): gymnasium is not installed; pip install 'pulsetrain\[gym", told)
+    refused = refusal(lambda: EnvironmentRollouts("CartPole-v1"))
+    assert re.search(r"environment='CartPole-v1'\): gymnasium is not installed; pip install 'pulsetrain\[gym", refused)
     assert EnvironmentRollouts(Counting).environments == 8
 
 
@@ -329,9 +331,9 @@ def test_spaces_that_are_not_served_are_refused(actions, observations, message):
             super().__init__()
             self.action_space, self.observation_space = actions, observations
 
-    told = refusal(lambda: EnvironmentRollouts(Other))
-    assert f"EnvironmentRollouts: the environment's {message}" in told
-    assert "; needs " in told
+    refused = refusal(lambda: EnvironmentRollouts(Other))
+    assert f"EnvironmentRollouts: the environment's {message}" in refused
+    assert "; needs " in refused
 
 
 @pytest.mark.parametrize("name", ["Pendulum-v1", "MultiBinary"])
@@ -343,5 +345,5 @@ def test_continuous_actions_and_several_at_a_time_are_refused(name):
             super().__init__()
             self.action_space = gymnasium.spaces.MultiBinary(3)
 
-    told = refusal(lambda: EnvironmentRollouts(name if name == "Pendulum-v1" else Several))
-    assert "needs discrete actions numbered from 0" in told
+    refused = refusal(lambda: EnvironmentRollouts(name if name == "Pendulum-v1" else Several))
+    assert "needs discrete actions numbered from 0" in refused

@@ -22,9 +22,9 @@ def run_of(strategy=None, *, environments=2, steps=6, updates=2, **config):
     strategy.learn_from = lambda rollout, kl_coef: kept.append(rollout) or learn(rollout, kl_coef)
     settings = {"max_updates": updates, "learning_rate": 1e-3, **config}
     run = trainer(settings, model=Policy(), train_loader=rollouts, strategy=strategy)
-    told = []
-    run.add_event_handler(Events.ROLLOUT_COMPLETED, lambda engine, event: told.append(event.payload.metrics))
-    return run, kept, told
+    reported = []
+    run.add_event_handler(Events.ROLLOUT_COMPLETED, lambda engine, event: reported.append(event.payload.metrics))
+    return run, kept, reported
 
 
 def places(steps, first=0):
@@ -53,7 +53,7 @@ def test_episodes_continue_from_one_rollout_to_the_next():
             assert rollout["dones"][:, number].tolist() == ends
 
 
-def test_an_episode_that_was_cut_off_is_worth_what_its_last_observation_was():
+def test_a_truncated_episode_has_the_value_of_its_last_observation():
     run, kept, _ = run_of(steps=8, updates=1)
     critic = [each.detach().clone() for each in run.model.critic.parameters()]
 
@@ -65,14 +65,14 @@ def test_an_episode_that_was_cut_off_is_worth_what_its_last_observation_was():
     expected = places(8)
     for number in (0, 1):
         values = [worth(step - 1, number + 1) for _, step in expected]
-        behind = worth(expected[-1][1], number + 1)
-        numpy.testing.assert_allclose(rollout["values"][:, number].tolist(), [*values, behind], atol=1e-6)
+        following = worth(expected[-1][1], number + 1)
+        numpy.testing.assert_allclose(rollout["values"][:, number].tolist(), [*values, following], atol=1e-6)
         cut_off = [worth(LIMIT, number + 1) if e % 2 and step == LIMIT else 0.0 for e, step in expected]
         assert sum(each != 0 for each in cut_off) == 1, "an end is worth nothing more, also where time was over"
         numpy.testing.assert_allclose(rollout["truncation_values"][:, number].tolist(), cut_off, atol=1e-6)
         rewards = [r + 0.9 * v for r, v in zip(rollout["rewards"][:, number].tolist(), cut_off, strict=True)]
         ends = rollout["dones"][:, number].tolist()
-        advantages = formulas.gae_by_loop(rewards, [*values, behind], ends, 0.9, 0.7)
+        advantages = formulas.gae_by_loop(rewards, [*values, following], ends, 0.9, 0.7)
         rows = run.strategy.learn_from(rollout, 0.0)
         numpy.testing.assert_allclose(rows["advantages"][number::2].tolist(), advantages, atol=1e-5)
 
@@ -108,20 +108,20 @@ def test_the_first_batch_of_a_rollout_is_of_the_policy_that_acted():
 
 
 def test_the_metrics_are_means_over_steps_and_over_episodes_that_have_ended():
-    run, kept, told = run_of(steps=2, updates=3)
+    run, kept, reported = run_of(steps=2, updates=3)
     run.train()
-    assert told[0].keys() == {"rollout/reward", "rollout/episodes"}
-    assert told[0]["rollout/episodes"] == 0.0
-    assert told[0]["rollout/reward"] == pytest.approx(kept[0]["rewards"].mean().item())
+    assert reported[0].keys() == {"rollout/reward", "rollout/episodes"}
+    assert reported[0]["rollout/episodes"] == 0.0
+    assert reported[0]["rollout/reward"] == pytest.approx(kept[0]["rewards"].mean().item())
     # each environment's first episode ends with its third step
     gained = (kept[0]["rewards"].sum(0) + kept[1]["rewards"][0]).mean().item()
-    assert told[1]["rollout/return"] == pytest.approx(gained)
-    assert (told[1]["rollout/length"], told[1]["rollout/episodes"]) == (3.0, 2.0)
-    assert "rollout/return" not in told[2]
-    assert run.history["rollout/return"] == [told[1]["rollout/return"]]
+    assert reported[1]["rollout/return"] == pytest.approx(gained)
+    assert (reported[1]["rollout/length"], reported[1]["rollout/episodes"]) == (3.0, 2.0)
+    assert "rollout/return" not in reported[2]
+    assert run.history["rollout/return"] == [reported[1]["rollout/return"]]
 
 
-def test_each_episode_has_a_seed_of_its_own_made_of_the_runs():
+def test_each_episodes_seed_is_derived_from_the_runs():
     def seeds(seed):
         run, _, _ = run_of(updates=2, seed=seed)
         run.train()

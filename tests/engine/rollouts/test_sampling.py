@@ -52,7 +52,7 @@ def assert_drawn_by(texts, expected):
 @pytest.mark.parametrize("pad_to", [None, 6, 11])
 @pytest.mark.parametrize("end", [None, 0])
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
-def test_texts_are_drawn_by_the_products_of_their_tokens_probabilities(temperature, end, pad_to):
+def test_texts_have_the_product_of_their_tokens_probabilities(temperature, end, pad_to):
     prompts = [[1], [0, 1, 1]]
     expected = [probabilities(prompt, 3, temperature, end) for prompt in prompts]
     assert all(math.isclose(sum(each.values()), 1.0) for each in expected)
@@ -79,7 +79,7 @@ def test_a_text_that_has_ended_stays_as_it_is_while_others_continue():
     assert len({len(each) for each in found}) > 4
 
 
-def test_a_model_that_writes_by_itself_is_asked():
+def test_a_models_own_sampler_is_used():
     class Writing(Chain):
         def sample(self, prompts, max_new_tokens, *, temperature, end_token):
             return [[max_new_tokens, temperature, end_token]] * len(prompts)

@@ -18,19 +18,21 @@ def made(**options):
 
 
 @pytest.mark.parametrize("name", ["val", "returns"])
-def test_nothing_is_validated_on_rollouts(name):
+def test_rollouts_are_not_a_validation_set(name):
     given = made() if name == "val" else {name: made()}
-    told = refusal(lambda: trainer({}, model=Tokens(), train_loader=made(), val_loader=given, strategy=GRPOStrategy(2)))
-    assert told.startswith(
+    message = refusal(
+        lambda: trainer({}, model=Tokens(), train_loader=made(), val_loader=given, strategy=GRPOStrategy(2))
+    )
+    assert message.startswith(
         f"Trainer(val_loader): {name!r} is TextRollouts, whose batches the policy makes for learning"
     )
 
 
 @pytest.mark.parametrize("prompts", [["a text", "another"], [[1.0, 2.0]], [[1, "2"]], [1, 2], 3])
 def test_prompts_are_token_numbers(prompts):
-    told = refusal(lambda: made(prompts=prompts), TypeError)
-    assert told.startswith("TextRollouts(prompts=")
-    assert told.endswith("needs a list of token ids for each prompt; encode texts with the model's tokenizer")
+    message = refusal(lambda: made(prompts=prompts), TypeError)
+    assert message.startswith("TextRollouts(prompts=")
+    assert message.endswith("needs a list of token ids for each prompt; encode texts with the model's tokenizer")
 
 
 NUMBERS = [
@@ -41,31 +43,31 @@ NUMBERS = [
 
 @pytest.mark.parametrize(("name", "value"), NUMBERS)
 def test_tokens_and_lengths_are_whole_numbers(name, value):
-    told = refusal(lambda: made(**{name: value}))
-    assert told == f"TextRollouts({name}={value!r}): needs a whole number of at least 0"
+    message = refusal(lambda: made(**{name: value}))
+    assert message == f"TextRollouts({name}={value!r}): needs a whole number of at least 0"
 
 
 def test_a_sampler_is_a_function():
-    told = refusal(lambda: made(sampler=3), TypeError)
-    assert told == "TextRollouts(sampler=3): needs a function of prompts and a number of tokens"
+    message = refusal(lambda: made(sampler=3), TypeError)
+    assert message == "TextRollouts(sampler=3): needs a function of prompts and a number of tokens"
 
 
-def test_a_text_is_no_longer_than_what_its_loss_is_divided_by():
+def test_a_text_cannot_exceed_the_length_that_divides_its_loss():
     def run(length):
         strategy = GRPOStrategy(2, normalization="dr_grpo", max_length=length)
         return trainer({}, model=Tokens(), train_loader=made(), strategy=strategy)
 
-    told = refusal(lambda: run(2))
-    assert told == "GRPOStrategy(max_length=2): a text may have max_new_tokens=3; pass at least max_length=3"
+    message = refusal(lambda: run(2))
+    assert message == "GRPOStrategy(max_length=2): a text may have max_new_tokens=3; pass at least max_length=3"
     assert run(3).strategy.max_length == 3
 
 
-def test_texts_that_pay_for_leaving_a_reference_have_one():
+def test_a_divergence_penalty_needs_a_reference():
     def run(strategy):
         return trainer({}, model=Valued(), train_loader=made(), strategy=strategy)
 
-    told = refusal(lambda: run(PPOStrategy(0.25, reference=None)))
-    assert told.startswith(
+    message = refusal(lambda: run(PPOStrategy(0.25, reference=None)))
+    assert message.startswith(
         "PPOStrategy(kl_coef=0.25, reference=None): for texts it weights the divergence from the ref"
     )
     assert run(PPOStrategy(0.0, reference=None)).strategy.kl_coef == 0.0

@@ -226,7 +226,8 @@ def test_composing_is_associative_and_changes_no_operand():
 
 
 def test_a_schedule_without_an_end_can_only_come_last_unless_its_length_is_given():
-    with pytest.raises(ConfigurationError, match=r"Sequential\(part 0=\(Constant\(initial_lr=0.1\), None\)\): needs"):
+    endless = r"Sequential\(parts\[0\]=\(Constant\(initial_lr=0.1\), None\)\): needs the length in updates"
+    with pytest.raises(ConfigurationError, match=endless):
         Constant(0.1) >> Linear(0.1, 10)
     schedule = Sequential((Constant(0.1), 5), (Linear(0.1, 10), None))
     assert [schedule.get_lr(step) for step in (0, 4, 5, 15, 99)] == [0.1, 0.1, 0.1, 0.0, 0.0]
@@ -258,7 +259,7 @@ def test_composing_with_what_is_not_a_schedule_is_an_error():
         Warmup(0.1, 10) >> 0.1
     with pytest.raises(ConfigurationError, match=r"Sequential\(\): needs at least 1 part"):
         Sequential()
-    with pytest.raises(ConfigurationError, match=r"part 0=.*needs a pair \(schedule, length\)"):
+    with pytest.raises(ConfigurationError, match=r"parts\[0\]=.*needs a pair \(schedule, length\)"):
         Sequential(Cosine(0.1, 10))
     with pytest.raises(ConfigurationError, match=r"Scaled\(schedule=0.1\): needs a schedule"):
         Scaled(0.1, 0.5)

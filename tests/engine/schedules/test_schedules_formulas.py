@@ -206,7 +206,7 @@ def test_scaled_multiplies_each_rate():
         ),
         (lambda: OneCycle(0.1, 10, final_div_factor=0.01), r"OneCycle\(final_div_factor=0.01\): ends above .*0.04"),
         (lambda: Scaled(Constant(0.1), -1), r"Scaled\(factor=-1\): needs a finite number that is not negative"),
-        (lambda: Sequential((Cosine(0.1, 5), 0)), r"part 0=.*needs the length in updates, at least 1"),
+        (lambda: Sequential((Cosine(0.1, 5), 0)), r"parts\[0\]=.*needs the length in updates, at least 1"),
     ],
 )
 def test_a_bad_parameter_is_refused_at_construction_by_place_argument_and_value(make, message):

@@ -103,7 +103,7 @@ def test_a_plateau_scheduler_takes_its_metric_once_the_warm_up_is_over():
         scheduler.step()
 
 
-def test_a_warm_up_inside_torchs_sequential_scheduler_keeps_its_place():
+def test_a_warm_up_works_inside_torchs_sequential_scheduler():
     optimizer = optimizer_at(1.0)
     warmed = add_warmup(lr_scheduler.StepLR(optimizer, 2, 0.5), 2)
     sequence = lr_scheduler.SequentialLR(optimizer, [lr_scheduler.ConstantLR(optimizer, 1.0), warmed], [3])

@@ -88,7 +88,7 @@ def test_the_forecast_is_what_happens(rule):
         assert made == 0 or len(windows(rule, [8] * (needed - 1), [8] * (needed - 1))) == made - 1
 
 
-def test_what_hangs_on_unknown_tokens_is_not_known():
+def test_what_depends_on_unknown_token_counts_is_unknown():
     assert Accumulate(tokens=30).updates_in(10) is None
     assert Accumulate(tokens=30).batches_in(10) is None
 
@@ -174,7 +174,7 @@ class CountReads(TorchDispatchMode):
     ("arguments", "message"),
     [
         ({}, r"Accumulate\(\): needs exactly one"),
-        ({"batches": 2, "tokens": 3}, r"Accumulate\(batches, tokens\): needs exactly one"),
+        ({"batches": 2, "tokens": 3}, r"Accumulate\(batches=2, tokens=3\): needs exactly one"),
         ({"batches": 0}, r"Accumulate\(batches=0\): needs a whole number of at least 1"),
         ({"batches": True}, r"Accumulate\(batches=True\): needs a whole number"),
         ({"tokens": 1.5}, r"Accumulate\(tokens=1.5\): needs a whole number"),

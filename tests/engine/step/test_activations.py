@@ -97,7 +97,7 @@ def test_without_gradients_nothing_is_computed_twice():
     assert [block.calls for block in recomputed.blocks] == [1, 1, 1]
 
 
-def test_a_star_stands_for_one_part_of_a_name():
+def test_a_star_matches_one_part_of_a_name():
     assert recompute_activations(model(), "h*") == ["head"]
     assert recompute_activations(model(), "blocks.[02].layers.0") == ["blocks.0.layers.0", "blocks.2.layers.0"]
 

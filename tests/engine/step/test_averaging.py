@@ -25,7 +25,7 @@ def model():
 
 
 @pytest.mark.parametrize("rule", list(RULES))
-def test_the_numbers_are_those_of_torchs_averaged_model_bit_for_bit(rule, model):
+def test_the_average_equals_torchs_averaged_model_bit_for_bit(rule, model):
     theirs = AveragedModel(model, multi_avg_fn=RULES[rule])
     mine = WeightAverage(model, RULES[rule])
     for number in range(50):
@@ -118,7 +118,7 @@ def test_a_compiled_model_computes_with_the_averaged_weights():
         assert torch.equal(compiled(x), expected)
 
 
-def test_the_model_is_as_it_was_also_after_an_exception_and_whatever_happened_inside(model):
+def test_the_model_is_restored_even_after_an_exception(model):
     average = averaged(model)
     before = snapshot(model)
 
@@ -263,7 +263,7 @@ def test_a_state_is_a_copy_that_later_updates_leave_alone_and_that_loads_twice(m
     assert same(state["weights"], kept["weights"])
 
 
-def test_the_state_of_before_the_first_update_begins_the_average_again(model):
+def test_the_state_before_the_first_update_restarts_the_average(model):
     first = WeightAverage(model, RULES["ema"]).state_dict()
     average = averaged(model)
     average.load_state_dict(first)

@@ -47,7 +47,7 @@ def test_a_method_without_the_keyword_is_called_as_it_is():
     assert first.compute_loss(2, 3) == (2, 3)
 
 
-def test_what_else_a_backend_asks_is_answered_by_the_strategy():
+def test_other_attributes_are_the_strategys():
     strategy = SupervisedStrategy("mse")
     first = FirstBatch(strategy)
     assert first.loss_name == "mse"

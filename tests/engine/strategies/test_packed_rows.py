@@ -36,14 +36,18 @@ class Swallowing(Mean):
 def test_a_model_that_sees_the_document_before_is_refused(make, strategy, batch):
     torch.manual_seed(0)
     model = make()
-    told = ["several documents share a row, and", f"{type(model).__name__} lets each see the one before it", "no separ"]
+    expected = [
+        "several documents share a row, and",
+        f"{type(model).__name__} lets each see the one before it",
+        "no separ",
+    ]
     run = run_of([batch], strategy(), model)
-    assert_refused(run, ConfigurationError, told)
-    assert_refused(run, ConfigurationError, told)  # a second attempt fails too
+    assert_refused(run, ConfigurationError, expected)
+    assert_refused(run, ConfigurationError, expected)  # a second attempt fails too
     assert run.state.update == 0
 
 
-def test_a_model_that_keeps_documents_apart_is_asked_once():
+def test_a_model_that_keeps_documents_apart_is_checked_once():
     torch.manual_seed(0)
     model = Mean(apart=True)
     run = run_of([PACKED] * 3, SFTStrategy(), model)
@@ -53,7 +57,7 @@ def test_a_model_that_keeps_documents_apart_is_asked_once():
     assert model.training
 
 
-def test_a_head_of_zeros_shows_nothing_and_the_model_is_asked_again():
+def test_a_head_of_zeros_proves_nothing_and_the_model_is_checked_again():
     torch.manual_seed(0)
     run = run_of([PACKED] * 3, SFTStrategy(), Mean(apart=False, zero=True))
     with pytest.raises(ConfigurationError, match="lets each see the one before it"):

@@ -31,8 +31,10 @@ def test_one_strategy_refers_to_one_model(strategy, model, run):
     shared, first = strategy(), model()
     run(shared, first)
     run(shared, first)
-    told = refusal(lambda: run(shared, model()))
-    assert told.startswith(f"{type(shared).__name__}: already holds the reference of another model; give each Trainer")
+    message = refusal(lambda: run(shared, model()))
+    assert message.startswith(
+        f"{type(shared).__name__}: already holds the reference of another model; give each Trainer"
+    )
 
 
 SELVES = {"itself": lambda model: model, "a part of it": lambda model: model.table}
@@ -51,9 +53,9 @@ SELVES = {"itself": lambda model: model, "a part of it": lambda model: model.tab
 def test_a_reference_that_would_move_along_is_refused(make, kind):
     model = Valued()
     strategy = make(SELVES[kind](model))
-    told = refusal(lambda: strategy.bind(model))
+    message = refusal(lambda: strategy.bind(model))
     what = "is the model that learns itself" if kind == "itself" else "shares 'weight' with the model"
-    assert f"{what}, so it would be trained too; pass reference='copy'" in told
+    assert f"{what}, so it would be trained too; pass reference='copy'" in message
     assert all(each.requires_grad for each in model.parameters())
 
 
@@ -64,7 +66,7 @@ def test_a_model_beneath_a_value_head_is_not_a_reference_of_it():
     assert all(each.requires_grad for each in beneath.parameters())
 
 
-def test_a_reference_is_asked_in_eval_mode_and_put_back():
+def test_a_reference_is_evaluated_in_eval_mode_and_its_mode_restored():
     class Dropping(Short):
         def __init__(self):
             super().__init__()
@@ -93,17 +95,17 @@ def test_a_run_continues_with_the_reference_that_was_given_to_it(tmp_path):
         return trainer({"max_epochs": 1}, model=Short(), train_loader=[PAIRS], handlers=handlers,
                        strategy=DPOStrategy(reference=reference))  # fmt: skip
 
-    place = run(1, "run").save_checkpoint()
-    run(1, "same").load_checkpoint(place)
+    checkpoint = run(1, "run").save_checkpoint()
+    run(1, "same").load_checkpoint(checkpoint)
     with pytest.raises(CheckpointError, match=r"^DPOStrategy: the reference model has other weights than the one"):
-        run(2, "other").load_checkpoint(place)
+        run(2, "other").load_checkpoint(checkpoint)
 
 
 IPO = "ipo"
 
 
 @pytest.mark.parametrize(("storing", "reading"), [(IPO, "sigmoid"), ("sigmoid", IPO), (IPO, "hinge")])
-def test_means_that_were_stored_are_not_taken_for_sums(storing, reading):
+def test_stored_means_are_not_used_as_sums(storing, reading):
     stored = DPOStrategy(loss_type=storing, reference=Short()).store_reference([PAIRS])
     run_of(stored, DPOStrategy(loss_type=storing, reference=None)).train()
     name = "reference_chosen_mean_log_probs" if reading == IPO else "reference_chosen_log_probs"
@@ -127,8 +129,8 @@ def test_each_side_has_one_stored_number_for_each_pair():
 
 
 def test_nothing_is_measured_against_two_things():
-    told = refusal(lambda: DPOStrategy(reference_free=True, reference=Short()))
-    assert told.startswith("DPOStrategy(reference_free=True, reference=...): uses no reference")
+    message = refusal(lambda: DPOStrategy(reference_free=True, reference=Short()))
+    assert message.startswith("DPOStrategy(reference_free=True, reference=Short): uses no reference")
 
 
 def test_a_tie_prefers_nothing():
@@ -144,7 +146,7 @@ def test_a_tie_prefers_nothing():
 
 @pytest.mark.parametrize("loss_type", ["sigmoid", IPO])
 @pytest.mark.parametrize("side", ["chosen", "rejected"])
-def test_a_pair_with_one_answer_alone_adds_no_gradient_where_nobody_looks(monkeypatch, loss_type, side):
+def test_a_pair_with_only_one_answer_adds_no_gradient_if_values_are_unchecked(monkeypatch, loss_type, side):
     for module in (language, dpo):
         monkeypatch.setattr(module, "on_host", lambda value: False)
     torch.manual_seed(0)

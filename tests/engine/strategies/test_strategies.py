@@ -16,7 +16,7 @@ def test_a_pair_is_inputs_and_targets_and_counts_its_rows():
     assert (batch.samples, batch.tokens, batch.size) == (5, 0, 5)
 
 
-def test_rows_are_counted_where_targets_are_no_tensor():
+def test_rows_are_counted_even_if_targets_are_not_a_tensor():
     batch = SupervisedStrategy(lambda outputs, targets: outputs.sum()).prepare_batch(({"x": torch.ones(3, 2)}, ["a"]))
     assert batch.samples == 3
 
@@ -62,7 +62,7 @@ def test_what_is_not_a_batch_of_tokens_is_refused(batch: object):
         PretrainStrategy().prepare_batch(batch)
 
 
-def test_knowing_nothing_costs_the_logarithm_of_the_vocabulary():
+def test_uniform_predictions_have_the_loss_log_of_the_vocabulary():
     strategy = PretrainStrategy(unit="byte")
     batch = strategy.prepare_batch(torch.zeros(2, 5, dtype=torch.long))
     loss = strategy.compute_loss(torch.zeros(2, 4, 256), batch).item()

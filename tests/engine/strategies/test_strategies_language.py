@@ -181,7 +181,7 @@ def test_preferences_are_the_formula_of_log_ratios(library, dtype, loss_type, sm
 
 @pytest.mark.parametrize("loss_type", ["sigmoid", "ipo"])
 @pytest.mark.parametrize("kind", ["copied", "given", "given as a function", "stored"])
-def test_the_reference_is_the_model_as_it_was_however_it_is_kept(loss_type, kind):
+def test_the_reference_is_the_initial_model_however_it_is_kept(loss_type, kind):
     torch.manual_seed(0)
     policy, batch, average = Tokens(VOCABULARY).double(), pairs_of(1), loss_type == "ipo"
     other = Tokens(VOCABULARY).double()
@@ -193,8 +193,8 @@ def test_the_reference_is_the_model_as_it_was_however_it_is_kept(loss_type, kind
     held = (policy if kind == "copied" else other).table.weight.detach().numpy().copy()
     if kind == "stored":
         batches = strategy.store_reference([batch])
-        told = "mean_log_probs" if average else "log_probs"
-        assert set(batches[0]) - set(batch) == {f"reference_chosen_{told}", f"reference_rejected_{told}"}
+        scores = "mean_log_probs" if average else "log_probs"
+        assert set(batches[0]) - set(batch) == {f"reference_chosen_{scores}", f"reference_rejected_{scores}"}
         strategy, batch = DPOStrategy(0.3, loss_type, reference=None), batches[0]
         strategy.bind(policy)
     with torch.no_grad():

@@ -50,7 +50,7 @@ def test_a_loss_is_computed_inside_jit_and_grad(checked):
 
 
 @pytest.mark.parametrize("library", LIBRARIES)
-def test_a_loss_of_ones_own_may_give_any_librarys_array_of_shape_nothing(library):
+def test_a_custom_loss_may_return_any_librarys_scalar_array(library):
     outputs, targets = converted(library, torch.ones(2), torch.zeros(2))
     batch = TrainingBatch(None, targets, 2)
     assert float(SupervisedStrategy(lambda o, t: abs(o - t).sum()).compute_loss(outputs, batch)) == 2.0
@@ -60,7 +60,7 @@ def test_a_loss_of_ones_own_may_give_any_librarys_array_of_shape_nothing(library
 
 
 @pytest.mark.parametrize("targets", [torch.zeros(2), ["a", "b"]], ids=["tensor", "list"])
-def test_a_number_of_numpy_made_of_tensors_is_not_a_loss_for_it_has_no_gradient(targets):
+def test_a_numpy_number_is_not_a_loss_because_it_has_no_gradient(targets):
     strategy = SupervisedStrategy(lambda outputs, targets: numpy.float64(outputs.sum().item()))
     with pytest.raises(TypeError, match=r"float64.*; needs a tensor of shape"):
         strategy.compute_loss(torch.ones(2), TrainingBatch(None, targets, 2))

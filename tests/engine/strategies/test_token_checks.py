@@ -42,10 +42,10 @@ UNKNOWN = [
 @pytest.mark.parametrize("token", [VOCABULARY, 99, -7])
 @pytest.mark.parametrize(("strategy", "batch", "name"), UNKNOWN, ids=["sft", "dpo"])
 def test_a_prompts_token_outside_the_vocabulary_is_named(strategy, batch, name, token):
-    told = [
+    expected = [
         f"{strategy.__name__}: {name}[1, 1]={token}: the model's vocabulary has 5 tokens, numbered from 0, and 1 of"
     ]
-    assert_refused(run_of([batch(with_prompt_token(token))], strategy(), Wide()), ValueError, told)
+    assert_refused(run_of([batch(with_prompt_token(token))], strategy(), Wide()), ValueError, expected)
 
 
 @needs_jax
@@ -56,12 +56,12 @@ def test_a_function_in_jax_is_given_no_prompts_token_that_it_would_take_for_anot
     run = trainer({"max_epochs": 1}, model=jax_language_model(), train_loader=data, strategy=strategy(),
                   backend=JaxBackend())  # fmt: skip
     row = "[1, 1]" if strategy is SFTStrategy else "[3, 1]"  # rejected rows follow the chosen ones
-    told = [f"{strategy.__name__}: input_ids{row}={token}: the model's vocabulary has 12 tokens"]
-    assert_refused(run, ValueError, told)
+    expected = [f"{strategy.__name__}: input_ids{row}={token}: the model's vocabulary has 12 tokens"]
+    assert_refused(run, ValueError, expected)
 
 
 @pytest.mark.parametrize("options", [{"z_loss": 0.1}, {"label_smoothing": 0.1}, None], ids=["z", "smooth", "plain"])
-def test_what_follows_from_a_cross_entropy_alone_is_left_out_beside_more(options):
+def test_perplexity_is_left_out_if_the_loss_has_more_terms(options):
     torch.manual_seed(0)
     data, strategy = [TOKENS], PretrainStrategy(bytes_per_token=2.0, loss_options=options)
     run = trainer({"max_epochs": 1, "learning_rate": 0.1}, model=Short(), train_loader=data, val_loader=data,

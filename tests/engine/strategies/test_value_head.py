@@ -60,7 +60,7 @@ def test_values_are_in_float32_beside_a_model_in_bfloat16():
     assert (found.logits.dtype, found.values.dtype) == (torch.bfloat16, torch.float32)
 
 
-def test_whatever_else_is_asked_of_it_is_the_models():
+def test_other_attributes_are_the_models():
     model = Language()
     wrapped = WithValueHead(model, "head")
     assert wrapped.context == 17
@@ -72,7 +72,7 @@ def test_whatever_else_is_asked_of_it_is_the_models():
     assert not model.dropout.training
 
 
-def test_a_copy_is_one_of_its_own():
+def test_a_copy_is_independent():
     class Copied(Language):
         def __deepcopy__(self, memo):
             return Language()
@@ -89,7 +89,7 @@ def test_a_copy_is_one_of_its_own():
         assert other(TOKENS).values.shape == (2, 3)
 
 
-def test_its_state_holds_both_and_another_takes_it_over():
+def test_its_state_holds_both_and_loads_into_another_head():
     wrapped, other = WithValueHead(Language(), "head"), WithValueHead(Language(), "head")
     with torch.no_grad():
         for parameter in wrapped.parameters():
@@ -113,6 +113,6 @@ def test_its_state_holds_both_and_another_takes_it_over():
         (None, r"WithValueHead\(head=None\): Language has no in_features; name the linear layer"),
     ],
 )
-def test_a_head_that_is_none_is_refused(head, message):
+def test_what_is_not_a_head_is_refused(head, message):
     with pytest.raises(ConfigurationError, match=message):
         WithValueHead(Language(), head)

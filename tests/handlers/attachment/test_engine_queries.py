@@ -60,12 +60,12 @@ def test_a_logger_is_opened_and_closed_once(rewound):
     assert logger.calls == ["open", "finished"]
 
 
-def test_the_end_alone_is_alerted(rewound):
+def test_only_the_end_is_alerted(rewound):
     _, _, alerted, _ = rewound
     assert [each for each in alerted if each != "anomaly_detected"] == ["completed"]
 
 
-def test_pictures_are_drawn_at_the_end_alone(rewound):
+def test_pictures_are_drawn_only_at_the_end(rewound):
     trainer, *_, drawn = rewound
     assert drawn == [trainer.state.iteration]
 

@@ -92,7 +92,7 @@ def test_without_validate_the_raw_weights_are_validated(make):
 
 
 @each_kind
-def test_detaching_gives_validation_back_to_the_raw_weights(make):
+def test_after_detaching_the_raw_weights_are_validated(make):
     handler = make()
     run = run_of(handler)
     run.train()
@@ -106,12 +106,12 @@ def test_detaching_gives_validation_back_to_the_raw_weights(make):
 def test_a_second_average_of_the_same_weights_in_validation_is_refused(first, second):
     there, other = first(), second()
     run = run_of(there)
-    heard = run.hears(Events.OPTIMIZER_STEP_COMPLETED)
+    subscribed = run.hears(Events.OPTIMIZER_STEP_COMPLETED)
     message = rf"{type(other).__name__}\(validate=True\): {type(there).__name__} validates .* validate=False to one"
     with pytest.raises(ConfigurationError, match=message):
         other.attach(run)
     assert other.applied not in run.evaluator.contexts
-    assert run.hears(Events.OPTIMIZER_STEP_COMPLETED) == heard
+    assert run.hears(Events.OPTIMIZER_STEP_COMPLETED) == subscribed
     second(validate=False).attach(run)
     of_other_weights = EMA(model=nn.Linear(1, 1)).attach(run)
     assert of_other_weights.applied in run.evaluator.contexts
@@ -198,11 +198,11 @@ def test_a_state_loaded_before_there_is_a_model_waits_for_it(make):
     [
         ({"every": 10}, "(every=10): needs an Every"),
         ({"every": "epoch"}, "(every='epoch'): needs an Every"),
-        ({"model": {}}, "(model=dict): needs a torch.nn.Module"),
-        ({"model": "net"}, "(model=str): needs a torch.nn.Module"),
+        ({"model": {}}, "(model={}): needs a torch.nn.Module"),
+        ({"model": "net"}, "(model='net'): needs a torch.nn.Module"),
     ],
 )
-def test_a_cadence_that_is_not_an_every_and_a_model_that_is_none_are_refused(make, options, message):
+def test_a_wrong_cadence_and_a_wrong_model_are_refused(make, options, message):
     with pytest.raises(TypeError, match=f"^{make.__name__.upper()}{re.escape(message)}"):
         make(**options)
 
@@ -214,7 +214,7 @@ def test_an_engine_without_a_model_is_refused_when_attaching(make):
 
 
 @each_kind
-def test_without_a_model_there_is_nothing_to_apply(make):
+def test_applying_without_a_model_is_refused(make):
     with (
         pytest.raises(RuntimeError, match=r"(EMA|SWA).applied\(\): no model yet; pass model= or attach"),
         make().applied(),

@@ -151,7 +151,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(iteration, every, tmp_path):
     assert same(averaged(ema, again.model), averaged(expected, whole.model))
 
 
-def test_an_average_of_another_model_is_refused_and_the_trainer_is_as_it_was(tmp_path):
+def test_the_average_of_a_different_model_is_refused_and_the_trainer_is_unchanged(tmp_path):
     run = run_of(EMA(model=nn.Linear(1, 2), every=Every(iterations=1)), Checkpointer(tmp_path))
     run.train()
     again = run_of(EMA(model=nn.Linear(1, 3), every=Every(iterations=1)), Checkpointer(tmp_path))

@@ -50,7 +50,7 @@ def batches(number=4):
         ({"after_update": 9, "every": Every(iterations=1, epochs=1, updates=1)}, [3.0, 2.0, 1.0]),
     ],
 )
-def test_the_average_is_the_mean_over_the_occasions_after_the_start(arguments, weights):
+def test_the_average_is_the_mean_of_the_weights_after_the_start(arguments, weights):
     engine = Setting()
     swa = SWA(**arguments).attach(engine)
     engine.run(iter(range(12, 0, -1)), max_epochs=4, epoch_length=3)
@@ -87,7 +87,7 @@ def test_before_the_start_the_models_own_weights_are_validated():
 # ------------------------------------------------------------------------------------------- batch normalisation
 
 
-def test_batch_normalisation_without_a_loader_is_refused_when_attaching_and_nothing_stays():
+def test_batch_normalisation_without_a_loader_is_refused_and_nothing_stays_attached():
     run = run_of()
     swa = SWA(after_epoch=0)
     with pytest.raises(ConfigurationError, match=r"SWA\(bn_loader=None\): .*batch normalisation.*pass bn_loader="):
@@ -196,7 +196,7 @@ def test_the_training_loader_may_be_the_one_that_statistics_are_estimated_with()
     assert same(weights(True), weights(False))
 
 
-def test_a_training_loader_whose_workers_stay_cannot_give_a_second_pass():
+def test_a_training_loader_with_persistent_workers_is_refused():
     data = loader(num_workers=1, persistent_workers=True)
     with pytest.raises(ConfigurationError, match="pass another DataLoader over the same set"):
         run_of(SWA(after_epoch=0, bn_loader=data), train_loader=data)
@@ -215,7 +215,7 @@ def test_a_training_loader_whose_workers_stay_cannot_give_a_second_pass():
         ([()], TypeError, r"SWA\(bn_loader=list\): gave tuple for the model's input"),
     ],
 )
-def test_a_loader_that_gives_nothing_to_estimate_with_is_refused_when_it_does(data, error, message):
+def test_a_bn_loader_without_usable_batches_is_refused_when_read(data, error, message):
     swa = SWA(after_epoch=0, bn_loader=data)
     run = run_of(swa, validated=False, max_epochs=1)
     run.train()
@@ -272,7 +272,7 @@ def test_a_resumed_run_equals_the_uninterrupted_one(saving, shuffle, tmp_path):
 
 
 @pytest.mark.parametrize("arguments", [{}, {"after_epoch": 1, "after_update": 10}])
-def test_there_is_exactly_one_start(arguments):
+def test_exactly_one_start_must_be_given(arguments):
     with pytest.raises(ConfigurationError, match=r"SWA\(after_epoch=.*, after_update=.*\): needs exactly one"):
         SWA(**arguments)
 
@@ -299,12 +299,12 @@ def test_a_start_that_is_not_a_whole_number_is_refused(argument, start):
         ([loader(), None], r"list\): holds DataLoaders where batches are needed; pass one of them"),
     ],
 )
-def test_a_bn_loader_that_cannot_give_its_batches_again_is_refused(data, message):
+def test_a_bn_loader_that_cannot_be_iterated_twice_is_refused(data, message):
     with pytest.raises(ConfigurationError, match=rf"SWA\(bn_loader={message}"):
         SWA(after_epoch=1, bn_loader=data)
 
 
-def test_other_arguments_of_the_wrong_kind_are_refused():
+def test_other_arguments_of_the_wrong_type_are_refused():
     with pytest.raises(TypeError, match=r"SWA\(bn_loader=3\): needs an iterable"):
         SWA(after_epoch=1, bn_loader=3)
     with pytest.raises(ConfigurationError, match=r"SWA\(bn_loader=list\): gave no batch"):

@@ -110,7 +110,7 @@ def test_a_trainers_best_weights_are_those_that_were_validated_best():
 
 
 @pytest.mark.parametrize("average", [lambda: EMA(0.8), lambda: SWA(after_epoch=1, bn_loader=averaging_loader())])
-def test_of_an_average_that_was_validated_the_average_is_kept(average):
+def test_the_average_is_kept_if_it_was_validated(average):
     averaging, best = average(), BestModel()
     run = run_of(averaging, best)
     wanted = {}
@@ -131,7 +131,7 @@ def averaging_loader():
     return torch.utils.data.DataLoader(pairs(), batch_size=8)
 
 
-def test_of_a_schedule_free_optimizer_the_average_is_kept():
+def test_a_schedule_free_optimizers_average_is_kept():
     best = BestModel()
     run = run_of(best, optimizer="schedule_free_sgd", max_epochs=4)
     run.train()
@@ -191,7 +191,7 @@ def test_a_resumed_run_continues_from_the_last_weights_and_knows_the_best_ones(t
     cut = run_of(BestModel(), Checkpointer(tmp_path))
     cut.add_event_handler(Events.EPOCH_STARTED(once=7), cut.terminate)
     cut.train()
-    assert best_of(whole.seen)[0] == best_of(cut.seen)[0], "the best should be behind at the cut"
+    assert best_of(whole.seen)[0] == best_of(cut.seen)[0], "the best should come before the cut"
 
     resumed = run_of(kept, Checkpointer(tmp_path))
     assert resumed.train(resume="latest") == history
@@ -211,7 +211,7 @@ def test_a_resumed_run_in_this_process_continues_with_its_last_weights():
     assert same(snapshot(kept.model), best_of(plain.seen)[1])
 
 
-def test_weights_that_were_put_into_the_model_meanwhile_stay():
+def test_weights_written_into_the_model_meanwhile_are_kept():
     best, engine = BestModel(), Setting()
     engine.add_event_handler(Events.EPOCH_COMPLETED(once=2), engine.terminate)
     driven(best, [1.0, 2.0, 3.0], engine)
@@ -270,7 +270,7 @@ def test_the_file_is_on_the_disk_before_it_takes_the_place_of_the_old_one(tmp_pa
     assert synced == [[1.0], [2.0, 1.0]]
 
 
-def test_a_file_that_cannot_be_written_costs_itself_and_is_said(tmp_path):
+def test_a_file_that_cannot_be_written_is_reported_and_only_it_is_lost(tmp_path):
     best = BestModel(folder=tmp_path)
     (tmp_path / "best_model.pt").mkdir()
     (tmp_path / "best_model.pt" / "in the way").touch()
@@ -293,7 +293,7 @@ def test_load_into_needs_weights_and_a_model_that_they_fit():
         best.load_into(nn.Linear(2, 1))
 
 
-def test_two_cannot_both_restore():
+def test_two_best_model_handlers_cannot_both_restore():
     engine = Setting()
     BestModel().attach(engine)
     with pytest.raises(ConfigurationError, match=r"metric='val/error'.*pass restore=False to one of the two"):

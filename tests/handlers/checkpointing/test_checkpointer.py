@@ -82,7 +82,7 @@ def test_a_preemption_is_saved_at_the_safe_point(tmp_path: Path):
     assert saved(handler) == [5]
 
 
-def test_the_best_stays_and_is_pointed_to(tmp_path: Path):
+def test_the_best_is_kept_and_pointed_to(tmp_path: Path):
     engine = Trainer([3.0, 1.0, 2.0, float("nan"), 1.5])
     handler = Checkpointer(tmp_path, metric="val/loss", keep_last=1).attach(engine)
     events: list[bool] = []
@@ -93,7 +93,7 @@ def test_the_best_stays_and_is_pointed_to(tmp_path: Path):
     assert events == [True, True, False, False, False]
 
 
-def test_the_largest_may_be_best_and_two_of_them_stay(tmp_path: Path):
+def test_the_largest_may_be_best_and_two_may_be_kept(tmp_path: Path):
     engine = Trainer([1.0, 3.0, 2.0, 0.0])
     handler = Checkpointer(tmp_path, metric="val_loss", mode="max", keep_last=1, keep_best=2).attach(engine)
     engine.run(range(1), max_epochs=4)
@@ -147,7 +147,7 @@ def test_saving_by_hand_touches_neither_the_ranking_nor_the_cadence(tmp_path: Pa
     assert handler.manager.get_best().name == "000000004-checkpoint"
 
 
-def test_best_by_hand_moves_the_pointer_alone_and_the_ranked_ones_stay(tmp_path: Path):
+def test_saving_best_by_hand_moves_only_the_pointer(tmp_path: Path):
     engine = Trainer([1.0, 2.0, 0.5])
     handler = Checkpointer(tmp_path, metric="val/loss", keep_last=1).attach(engine)
     pointed: list[str] = []
@@ -195,17 +195,17 @@ def test_a_run_from_the_start_into_a_folder_with_checkpoints_is_refused_before_i
     first.run(range(3))
     content = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     engine = Trainer()
-    heard: list[str] = []
-    engine.add_event_handler(Events.STARTED, lambda: heard.append("started"))
-    engine.add_event_handler(Events.ITERATION_STARTED, lambda: heard.append("iteration"))
+    received: list[str] = []
+    engine.add_event_handler(Events.STARTED, lambda: received.append("started"))
+    engine.add_event_handler(Events.ITERATION_STARTED, lambda: received.append("iteration"))
     Checkpointer(tmp_path).attach(engine)
     with pytest.raises(RunFolderError, match=r"run folder .*: holds checkpoints already; resume with train\(resume="):
         engine.run(range(3))
-    assert heard == []
+    assert received == []
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == content
 
 
-def test_a_second_run_from_the_start_in_the_same_process_is_refused_alike(tmp_path: Path):
+def test_a_second_run_from_the_start_in_the_same_process_is_refused_too(tmp_path: Path):
     engine = Trainer()
     handler = Checkpointer(tmp_path).attach(engine)
     handler.save(engine, "initial")  # its own beginning is not in the way
@@ -239,7 +239,7 @@ def test_a_checkpoint_from_before_the_first_iteration_can_be_resumed(known_by: s
     assert saved(handler) == [0, 3]
 
 
-def test_its_announcement_says_what_was_written(tmp_path: Path):
+def test_its_event_describes_what_was_written(tmp_path: Path):
     engine = Trainer()
     Checkpointer(tmp_path).attach(engine)
     payloads: list[Any] = []
@@ -253,7 +253,7 @@ def test_its_announcement_says_what_was_written(tmp_path: Path):
 
 
 @pytest.mark.parametrize("by_hand", [True, False])
-def test_it_announces_when_all_is_there_and_before_it_deletes(by_hand: bool, tmp_path: Path):
+def test_the_event_fires_after_the_write_and_before_the_deletion(by_hand: bool, tmp_path: Path):
     engine = Trainer()
     handler = Checkpointer(tmp_path, every=Every(iterations=1), keep_last=1, at_end=False).attach(engine)
     seen: list[list[int]] = []
@@ -283,7 +283,7 @@ def test_an_announcement_that_fails_is_not_a_failed_save(tmp_path: Path):
     assert handler.best == [(1.0, "000000002-checkpoint")]
 
 
-def test_what_a_crash_left_is_removed_when_a_run_begins_not_when_its_handler_is_made(tmp_path: Path):
+def test_remains_of_a_crash_are_removed_when_a_run_begins_not_earlier(tmp_path: Path):
     leftover = tmp_path / "checkpoints" / ".partial-000000009-x"
     leftover.mkdir(parents=True)
     engine = Trainer()
@@ -307,7 +307,7 @@ def test_checkpoints_may_be_at_a_url():
     assert handler.manager.load(handler.manager.get_latest())["iteration"] == 6
 
 
-def test_a_full_disk_costs_that_checkpoint_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_full_disk_loses_only_that_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     engine = Trainer()
     handler = Checkpointer(tmp_path, every=Every(iterations=1), keep_last=9).attach(engine)
     real = os.fsync
@@ -336,14 +336,14 @@ def test_progress_survives_a_round_trip(tmp_path: Path):
     assert other.best[0][0] == 1.0
 
 
-def test_a_metric_that_no_validation_brings_is_named(tmp_path: Path):
+def test_a_metric_that_no_validation_reports_is_named(tmp_path: Path):
     engine = Trainer([1.0])
     Checkpointer(tmp_path, metric="val/accuracy").attach(engine)
     with pytest.raises(MetricNotFoundError, match="val/loss"):
         engine.run(range(2))
 
 
-def test_detached_it_saves_no_more_and_attached_twice_is_an_error(tmp_path: Path):
+def test_a_detached_checkpointer_does_not_save_and_attaching_twice_is_an_error(tmp_path: Path):
     engine = Trainer()
     handler = Checkpointer(tmp_path).attach(engine)
     with pytest.raises(RuntimeError, match=r"Checkpointer.attach\(\): already attached to 'trainer'; detach\(\) first"):

@@ -60,7 +60,7 @@ def test_it_is_announced_on_the_training_thread_after_the_iteration_in_which_the
     announced: list[tuple[int, int, str]] = []
 
     @engine.on(Events.CHECKPOINT_SAVED)
-    def hear(engine: Engine, event: Any) -> None:
+    def note(engine: Engine, event: Any) -> None:
         assert event.payload.path.is_dir()
         announced.append((event.payload.iteration, engine.state.iteration, threading.current_thread().name))
 
@@ -186,7 +186,7 @@ def test_a_run_that_fails_waits_for_it_and_the_caller_gets_the_runs_own_error(tm
     assert saved(handler) == [2]
 
 
-def test_the_error_of_a_failing_run_hides_no_failed_save_nor_the_other_way_round(tmp_path: Path):
+def test_a_failing_runs_error_and_a_failed_saves_error_are_both_reported(tmp_path: Path):
     engine = SavingEngine()
     handler = in_background(engine, tmp_path, Every(iterations=2))
     gate = Gate(handler.manager)
@@ -232,7 +232,7 @@ def test_a_save_by_hand_waits_and_is_written_at_once(tmp_path: Path):
     assert gate.threads == ["checkpoint", "MainThread"]
 
 
-def test_a_full_disk_costs_that_checkpoint_alone_and_its_ranking_is_undone(tmp_path: Path):
+def test_a_full_disk_loses_only_that_checkpoint_and_its_rank(tmp_path: Path):
     engine = SavingEngine([2.0, 1.0, 3.0])
     handler = in_background(engine, tmp_path, Every(epochs=1), metric="val/loss")
     gate = Gate(handler.manager, opened=True)

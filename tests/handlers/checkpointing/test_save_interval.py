@@ -36,7 +36,7 @@ def test_memory_for_the_first_save_is_made_after_the_tenth_iteration_of_a_run(be
     held = []
 
     @engine.on(Events.STARTED)
-    def go_on(engine):
+    def reset(engine):
         held.clear()
 
     @engine.on(Events.ITERATION_COMPLETED, phase=3)
@@ -56,14 +56,14 @@ def test_the_first_save_comes_when_fifty_iterations_have_been_measured(clock: Ma
     assert iterate(SaveInterval(clock=clock), clock, 0.25) == 51
 
 
-def test_the_interval_is_the_cost_shared_out_over_iterations_of_which_it_takes_the_share(clock: ManualClock):
+def test_the_interval_amortises_the_cost_at_the_configured_share(clock: ManualClock):
     interval = SaveInterval(clock=clock)
     iterate(interval, clock, 0.25)
     save(interval, clock, 2.0)
     assert iterate(interval, clock, 0.25) == 229  # 2 s / (3.5% of 0.25 s) = 228.6
 
 
-def test_each_save_is_paid_for_again(clock: ManualClock):
+def test_the_cost_of_each_save_is_amortised_separately(clock: ManualClock):
     interval = SaveInterval(clock=clock, share=0.125, window=4)
     iterate(interval, clock, 0.5)
     save(interval, clock, 16.0)
@@ -77,9 +77,7 @@ def test_each_save_is_paid_for_again(clock: ManualClock):
 
 
 @pytest.mark.parametrize("costs", [[0.5], [0.5, 5.0, 0.1], [3.0, 0.01, 0.02]], ids=str)
-def test_saving_takes_at_most_the_share_of_the_iterations_time_whatever_it_costs(
-    costs: list[float], clock: ManualClock
-):
+def test_saving_never_takes_more_than_the_configured_share_of_time(costs: list[float], clock: ManualClock):
     interval = SaveInterval(clock=clock)
     training = saving = 0.0
     iterate(interval, clock, 0.01)
@@ -94,7 +92,7 @@ def test_saving_takes_at_most_the_share_of_the_iterations_time_whatever_it_costs
             assert iterations - 1 < cost / (0.035 * 0.01)  # and no iteration more than that takes
 
 
-def test_a_validation_among_the_iterations_moves_nothing(clock: ManualClock):
+def test_a_validation_does_not_change_the_interval(clock: ManualClock):
     interval = SaveInterval(clock=clock, share=0.125, window=5)
     for number, seconds in enumerate([0.5, 0.5, 100.0, 0.5, 0.5]):
         clock.now += seconds
@@ -139,7 +137,7 @@ def test_after_a_save_that_failed_it_does_not_try_again_at_each_iteration(clock:
     assert iterate(interval, clock, 0.5) == 1
 
 
-def test_a_clock_that_does_not_advance_is_not_a_reason_to_fail(clock: ManualClock):
+def test_a_clock_that_does_not_advance_is_not_an_error(clock: ManualClock):
     interval = SaveInterval(clock=clock, window=8)
     assert iterate(interval, clock, 0.0) == 9
     save(interval, clock, 0.0)
@@ -184,6 +182,6 @@ def test_where_auto_fails_it_waits_and_continues(tmp_path: Path, clock: ManualCl
     assert len(gate.threads) == len(failures) == 3  # at 51, 101, 151: not at each iteration
 
 
-def test_another_word_than_auto_is_refused(tmp_path: Path):
+def test_any_word_other_than_auto_is_refused(tmp_path: Path):
     with pytest.raises(ConfigurationError, match=r"Checkpointer\(every='often'\).*auto"):
         Checkpointer(tmp_path, every="often")

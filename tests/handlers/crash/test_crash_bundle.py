@@ -99,7 +99,7 @@ def test_a_row_that_cannot_be_fetched_is_among_those_named(tmp_path):
 
 
 @pytest.mark.parametrize("event", [Events.STARTED, Events.EPOCH_STARTED, Events.GET_BATCH_STARTED])
-def test_a_handler_that_fails_before_there_is_a_batch_is_laid_to_none(event, tmp_path):
+def test_a_failure_before_the_first_batch_leaves_a_bundle_without_a_batch(event, tmp_path):
     def fail():
         raise ValueError("boom")
 
@@ -146,9 +146,9 @@ def test_the_last_events_are_a_log_with_the_losses(recorded, tmp_path):
     assert log.ended
     assert events[-1].event == "exception_raised"
     assert events[-1].payload["error"]["__type__"] == "FloatingPointError"
-    told = [event.output["loss"] for event in events if event.event == "iteration_completed"]
-    assert len(told) >= 2
-    assert told == pytest.approx(losses[-len(told) :])
+    reported = [event.output["loss"] for event in events if event.event == "iteration_completed"]
+    assert len(reported) >= 2
+    assert reported == pytest.approx(losses[-len(reported) :])
     if recorded:
         recorded_events = list(EventLog(tmp_path / "run").read())[-12:]
         assert [(each.seq, each.event) for each in events] == [(each.seq, each.event) for each in recorded_events]
@@ -190,7 +190,7 @@ def test_nothing_secret_is_written(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, ConfigurationError])
-def test_stops_and_errors_that_say_their_remedy_leave_none(error, tmp_path):
+def test_stops_and_errors_with_a_remedy_leave_no_bundle(error, tmp_path):
     def step(engine, batch):
         raise error("so")
 
@@ -199,6 +199,17 @@ def test_stops_and_errors_that_say_their_remedy_leave_none(error, tmp_path):
     crashed(lambda: engine.run([1]), error)
     assert not handler.bundles
     assert not (tmp_path / "crash").exists()
+
+
+def test_a_wrong_value_after_the_first_iteration_leaves_a_bundle_with_its_batch(tmp_path):
+    def step(engine, batch):
+        if batch == 3:
+            raise ConfigurationError("needs at most 2", "step", batch=batch)
+
+    engine = Engine(step, name="trainer")
+    handler = CrashBundle(tmp_path).attach(engine)
+    crashed(lambda: engine.run([1, 2, 3]), ConfigurationError)
+    assert len(handler.bundles) == 1
 
 
 def test_what_cannot_be_read_is_missing_and_the_rest_is_there(tmp_path, monkeypatch):
@@ -226,7 +237,7 @@ def test_what_cannot_be_read_is_missing_and_the_rest_is_there(tmp_path, monkeypa
     assert len(EventLog(bundle.folder)) > 0
 
 
-def test_a_folder_that_vanished_is_a_warning_and_the_exception_is_the_runs(tmp_path):
+def test_a_vanished_folder_is_a_warning_and_the_runs_exception_is_raised(tmp_path):
     engine, data = breaking(0)
     handler = CrashBundle(tmp_path / "run").attach(engine)
     (tmp_path / "run").rmdir()
@@ -249,7 +260,7 @@ def test_a_bundle_that_cannot_be_finished_leaves_no_part(tmp_path, monkeypatch):
     assert list((tmp_path / "crash").iterdir()) == []
 
 
-def test_a_validation_whose_error_was_taken_has_no_part_in_a_later_one(tmp_path):
+def test_a_validation_whose_error_was_handled_is_not_in_a_later_bundle(tmp_path):
     taken = []  # and kept, so that no later error is where it was
 
     def validate(engine):
@@ -311,13 +322,13 @@ def test_a_replay_is_refused(tmp_path):
         ({"faults": [Events.STARTED]}, r"choose one of anomaly_detected, exception_raised"),
     ],
 )
-def test_bad_input(arguments, message, tmp_path):
+def test_bad_input_is_refused(arguments, message, tmp_path):
     with pytest.raises(ConfigurationError, match=message):
         CrashBundle(tmp_path, **arguments)
 
 
 @pytest.mark.parametrize("content", [None, b"{", b"[]"])
-def test_what_is_not_a_bundle_is_said(content, tmp_path):
+def test_a_file_that_is_not_a_bundle_is_refused(content, tmp_path):
     if content is not None:
         (tmp_path / "bundle.json").write_bytes(content)
     with pytest.raises(RecordingError, match=r"bundle\.json"):

@@ -48,7 +48,7 @@ def announcing(data, folder, anomaly, at=6, **loading):
     )
 
     @run.on(Events.ITERATION_COMPLETED(once=at))
-    def tell(engine):
+    def report(engine):
         engine.fire(Events.ANOMALY_DETECTED, anomaly(rows))
 
     run.train()
@@ -95,7 +95,7 @@ def test_rows_of_several_batches_that_made_an_update_are_all_in_the_batch(tmp_pa
     assert bundle.batch[0][:, 0].tolist() == [float(row) for row in (*rows[5], *rows[6])]
 
 
-def test_an_anomaly_of_the_batch_under_way_has_that_very_batch(tmp_path):
+def test_an_anomaly_of_the_current_batch_has_that_batch(tmp_path):
     bundle, _, _ = announcing(
         Noisy(), tmp_path / "a",
         lambda rows: AnomalyDetected(kind="nan", value=1.0, batch_indices=tuple(rows[6]), at_iteration=6),
@@ -108,7 +108,7 @@ def test_an_anomaly_of_the_batch_under_way_has_that_very_batch(tmp_path):
     assert torch.equal(bundle.batch[0], seen[0])
 
 
-def test_rows_that_are_read_again_draw_nothing_of_the_runs(tmp_path):
+def test_rereading_rows_does_not_touch_the_runs_generators(tmp_path):
     weights = []
     for at_iteration in (3, 6):
         _, _, run = announcing(
@@ -128,7 +128,7 @@ def test_rows_that_are_read_again_draw_nothing_of_the_runs(tmp_path):
         ([(torch.ones(4, 3), torch.ones(4, 1))] * 5, (1, 2), "list cannot give single rows"),
     ],
 )
-def test_a_batch_that_is_held_no_more_is_missing_and_it_is_said_why(loader, rows, why, tmp_path):
+def test_a_batch_no_longer_held_is_missing_and_the_reason_is_given(loader, rows, why, tmp_path):
     run = crashing_trainer(BrokenRows(), CrashBundle(tmp_path, faults=["anomaly_detected"]), max_epochs=1)
     run.train_loader = run.train_loader if loader is None else loader
     anomaly = AnomalyDetected(kind="nan", value=1.0, batch_indices=rows, at_iteration=2)
@@ -141,7 +141,7 @@ def test_a_batch_that_is_held_no_more_is_missing_and_it_is_said_why(loader, rows
     }
 
 
-def test_for_a_bundle_alone_nothing_is_read_and_nothing_drawn(tmp_path):
+def test_a_crash_bundle_alone_asks_for_no_metrics_media_or_gradients(tmp_path):
     run = crashing_trainer(BrokenRows(), CrashBundle(tmp_path))
     assert not run.hears(Events.METRICS_LOGGED)
     assert not run.hears(Events.MEDIA_LOGGED)
@@ -158,7 +158,7 @@ def test_an_anomaly_is_the_last_event_of_the_log_and_losses_that_the_recorder_st
     run.add_event_handler(Events.ITERATION_COMPLETED(once=3), lambda e: e.fire(Events.ANOMALY_DETECTED, anomaly))
     run.train()
     events = list(EventLog(handlers[1].bundles[0]).read())
-    told = [each.output and each.output["loss"] for each in events if each.event == "iteration_completed"]
-    assert len(told) >= 2
-    assert told == pytest.approx(losses[: len(told)])
+    reported = [each.output and each.output["loss"] for each in events if each.event == "iteration_completed"]
+    assert len(reported) >= 2
+    assert reported == pytest.approx(losses[: len(reported)])
     assert (events[-1].event, events[-1].iteration) == ("anomaly_detected", 3)

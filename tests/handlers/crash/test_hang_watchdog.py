@@ -37,23 +37,23 @@ def hanging_at_2(watchdog):
 
     def that_hangs(iteration):
         if iteration == 2:
-            until(lambda: watchdog.told)
+            until(lambda: watchdog.count)
 
     return make_engine(that_hangs)
 
 
-class Told(HangWatchdog):
+class Counted(HangWatchdog):
     """Signals when a report is complete."""
 
-    told = 0
+    count = 0
 
     def report(self, silent, runs):
         super().report(silent, runs)
-        self.told += 1
+        self.count += 1
 
 
 def test_a_step_that_hangs_is_reported_once_with_the_stacks(tmp_path):
-    watchdog = Told(tmp_path, SOON)
+    watchdog = Counted(tmp_path, SOON)
     engine = hanging_at_2(watchdog)
     watchdog.attach(engine)
     with capture_logs() as logs:
@@ -70,11 +70,11 @@ def test_a_step_that_hangs_is_reported_once_with_the_stacks(tmp_path):
 
 
 def test_a_second_hang_is_reported_again(tmp_path):
-    watchdog = Told(tmp_path, SOON)
+    watchdog = Counted(tmp_path, SOON)
 
     def step(iteration):
         if iteration in (2, 4):
-            until(lambda: watchdog.told == iteration // 2)
+            until(lambda: watchdog.count == iteration // 2)
 
     engine = make_engine(step)
     watchdog.attach(engine)
@@ -85,7 +85,7 @@ def test_a_second_hang_is_reported_again(tmp_path):
 
 
 def test_stop_ends_the_run_at_the_next_safe_point(tmp_path):
-    watchdog = Told(tmp_path, SOON, "stop")
+    watchdog = Counted(tmp_path, SOON, "stop")
     engine = hanging_at_2(watchdog)
     watchdog.attach(engine)
     with capture_logs():
@@ -115,9 +115,9 @@ engine.run([0])
     assert f"stacks: {path}; exit status 75" in done.stderr
 
 
-def test_on_a_bus_every_engine_is_watched_and_each_ones_events_are_life(tmp_path):
+def test_on_a_bus_the_events_of_any_engine_count_as_progress(tmp_path):
     bus = EventBus()
-    watchdog = Told(tmp_path, SOON)
+    watchdog = Counted(tmp_path, SOON)
     inner = make_engine(lambda iteration: time.sleep(SOON / 4), bus=bus)
     outer = hanging_at_2(watchdog)
     nested = type(outer)(lambda engine, batch: inner.run([0] * 8), name="outer", bus=bus)
@@ -125,30 +125,30 @@ def test_on_a_bus_every_engine_is_watched_and_each_ones_events_are_life(tmp_path
     with capture_logs() as logs:
         nested.run([0])  # one step of 8 steps of another engine, twice as long as the limit
     assert logs == []
-    hung = type(outer)(lambda engine, batch: until(lambda: watchdog.told), name="hung", bus=bus)
+    hung = type(outer)(lambda engine, batch: until(lambda: watchdog.count), name="hung", bus=bus)
     with capture_logs() as logs:
         hung.run([0])
     watchdog.detach()
     assert ["'hung'" in log["at"] for log in logs] == [True]
 
 
-def test_outside_of_runs_nothing_is_expected(tmp_path):
+def test_outside_of_runs_silence_is_not_a_hang(tmp_path):
     engine = make_engine()
-    watchdog = Told(tmp_path, SOON).attach(engine)
+    watchdog = Counted(tmp_path, SOON).attach(engine)
     engine.run([0])
     assert watchdog.runs(engine.bus) == []
     failing = make_engine(lambda iteration: 1 / 0)
-    other = Told(tmp_path, SOON).attach(failing)
+    other = Counted(tmp_path, SOON).attach(failing)
     with pytest.raises(ZeroDivisionError):
         failing.run([0])
     assert other.runs(failing.bus) == []
     paused = make_engine()
-    third = Told(tmp_path, SOON).attach(paused)
+    third = Counted(tmp_path, SOON).attach(paused)
     paused.on(Events.ITERATION_COMPLETED(once=1))(paused.interrupt)
     paused.run([0] * 3)
     assert third.runs(paused.bus) == []
     time.sleep(2 * SOON)
-    assert [each.told for each in (watchdog, other, third)] == [0, 0, 0]
+    assert [each.count for each in (watchdog, other, third)] == [0, 0, 0]
     seen = []
     paused.on(Events.ITERATION_COMPLETED)(lambda: seen.append(third.runs(paused.bus)))
     paused.run([0] * 3)  # continues, without STARTED
@@ -164,23 +164,23 @@ def test_the_body_of_a_loop_by_hand_is_watched(tmp_path):
     from pulsetrain import Loop, TrainingConfig
     from pulsetrain.engine import SupervisedStrategy
 
-    watchdog = Told(tmp_path, SOON)
+    watchdog = Counted(tmp_path, SOON)
     model = nn.Linear(1, 1)
     data = [(torch.ones(1, 1), torch.ones(1, 1))] * 3
     config = TrainingConfig(max_epochs=1, optimizer="sgd", learning_rate=0.1, schedule=None, seed=0)
     loop = Loop(model, data, strategy=SupervisedStrategy("mse"), config=config, handlers=[watchdog])
     with capture_logs():
         for _ in loop.batches():
-            until(lambda: watchdog.told)
-    assert watchdog.told == 1
+            until(lambda: watchdog.count)
+    assert watchdog.count == 1
     assert watchdog.runs(loop.bus) == []
     watchdog.detach()
 
 
-def test_saving_a_checkpoint_is_life(tmp_path, monkeypatch):
+def test_saving_a_checkpoint_counts_as_progress(tmp_path, monkeypatch):
     from pulsetrain.engine.checkpoint import CheckpointManager, manager
 
-    saving, watchdog = [], Told(tmp_path / "run", SOON)
+    saving, watchdog = [], Counted(tmp_path / "run", SOON)
     true = manager.plain
 
     def slow(*given):
@@ -195,10 +195,10 @@ def test_saving_a_checkpoint_is_life(tmp_path, monkeypatch):
     engine.run([0])
     watchdog.detach()
     assert saving
-    assert watchdog.told == 0
+    assert watchdog.count == 0
 
 
-def test_silence_is_counted_in_looks_so_that_a_suspended_process_does_not_hang():
+def test_a_suspended_process_is_not_reported_as_hanging():
     silence = Silence(interval=1.0)
     assert [silence.look(5, now) for now in (0.0, 1.0, 2.0)] == [0.0, 1.0, 2.0]
     assert silence.look(5, 3600.0) == 4.0  # an hour of sleep between two looks
@@ -241,8 +241,8 @@ def test_a_run_under_it_makes_the_same_events(tmp_path):
 def test_no_subscription_is_called_in_an_iteration(tmp_path):
     engine = make_engine()
     watchdog = HangWatchdog(tmp_path).attach(engine)
-    heard = subscriptions(engine.bus)
-    assert not [name for name in heard if "ITERATION" in name or "BATCH" in name]
+    subscribed = subscriptions(engine.bus)
+    assert not [name for name in subscribed if "ITERATION" in name or "BATCH" in name]
     watchdog.detach()
 
 
@@ -256,9 +256,9 @@ def test_a_replay_is_refused(tmp_path):
             HangWatchdog(tmp_path).attach(target)
 
 
-def test_a_report_that_cannot_be_written_is_said_and_the_run_continues(tmp_path):
-    watchdog = Told(tmp_path / "run", SOON)
-    engine = make_engine(lambda iteration: until(lambda: watchdog.told))
+def test_a_report_that_cannot_be_written_is_logged_and_the_run_continues(tmp_path):
+    watchdog = Counted(tmp_path / "run", SOON)
+    engine = make_engine(lambda iteration: until(lambda: watchdog.count))
     watchdog.attach(engine)
     watchdog.folder = tmp_path / "gone"
     with capture_logs() as logs:

@@ -54,7 +54,7 @@ def test_an_improvement_needs_to_be_larger_than_min_delta():
     assert stopping.best_value == 1.25
 
 
-def test_ignite_takes_nan_for_an_improvement_and_ours_does_not():
+def test_nan_is_not_an_improvement_unlike_in_ignite():
     scores = [1.0, NAN, 2.0, NAN, NAN]
     trainer = make_engine()
     remaining = iter(scores)
@@ -86,7 +86,7 @@ def test_underscore_names_are_accepted():
     assert stops_after(EarlyStopping(metric="val_loss", patience=1), [1.0, 2.0, 3.0]).state.epoch == 2
 
 
-def test_a_metric_that_does_not_come_ends_the_first_validation_with_those_that_exist():
+def test_a_missing_metric_ends_the_first_validation_with_those_that_exist():
     engine = make_engine()
     EarlyStopping(metric="val/los").attach(engine)
     validate_each_epoch(engine, [{"val/loss": 1.0, "val/accuracy": 0.5}] * 3)
@@ -97,11 +97,11 @@ def test_a_metric_that_does_not_come_ends_the_first_validation_with_those_that_e
     assert engine.state.epoch == 1
 
 
-def test_rollouts_are_evaluated_and_those_without_the_metric_are_passed_over():
+def test_rollouts_are_evaluated_and_those_without_the_metric_are_skipped():
     engine = make_engine()
     EarlyStopping("rollout/return", patience=2, mode="max").attach(engine)
-    told = [{}, {"rollout/return": 3.0}, {"rollout/length": 9.0}, {"rollout/return": 2.0}, {"rollout/return": 1.0}]
-    roll_out_before_each_batch(engine, [*told, {"rollout/return": 9.0}])
+    reported = [{}, {"rollout/return": 3.0}, {"rollout/length": 9.0}, {"rollout/return": 2.0}, {"rollout/return": 1.0}]
+    roll_out_before_each_batch(engine, [*reported, {"rollout/return": 9.0}])
     engine.run([0], max_epochs=6)
     assert (engine.state.rollout_round, engine.state.iteration) == (5, 4)
     assert engine.state.stop_reason == "early stopping: rollout/return has not improved on 3 for 2 rollouts"
@@ -115,7 +115,7 @@ def test_metrics_of_policy_updates_are_evaluated():
     assert (stopping.best_value, stopping.counter) == (0.25, 1)
 
 
-def test_a_metric_that_no_rollout_has_reported_is_said_at_the_end():
+def test_a_metric_that_no_rollout_has_reported_is_named_at_the_end():
     engine = make_engine()
     EarlyStopping("rollout/retrun", mode="max").attach(engine)
     roll_out_before_each_batch(engine, [{"rollout/return": 1.0}] * 2)
@@ -126,7 +126,7 @@ def test_a_metric_that_no_rollout_has_reported_is_said_at_the_end():
     assert "did you mean 'rollout/return'?" in line["reason"]
 
 
-def test_a_validation_lacks_what_a_rollout_reports_and_not_what_is_its_own():
+def test_a_validation_may_lack_rollout_metrics_but_not_its_own():
     engine, stopping = make_engine(), EarlyStopping("rollout/return", mode="max")
     stopping.attach(engine)
     rolled_out(engine, {"rollout/return": 1.0})
@@ -137,7 +137,7 @@ def test_a_validation_lacks_what_a_rollout_reports_and_not_what_is_its_own():
         validated(engine, {"val/loss": 2.0})
 
 
-def test_a_loop_of_ones_own_steps_it_by_hand():
+def test_a_manual_loop_can_step_it():
     stopping, losses, best = EarlyStopping(patience=2), iter([3.0, 2.0, NAN, 2.5, 1.0]), []
     for loss in losses:
         stop = stopping.step(loss)

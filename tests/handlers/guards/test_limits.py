@@ -98,7 +98,7 @@ def test_the_time_of_earlier_processes_counts_and_pauses_between_them_do_not():
     assert second.used == 10.0
 
 
-def test_of_a_process_the_time_of_earlier_ones_does_not_count():
+def test_a_process_limit_ignores_earlier_processes():
     limit = TimeLimit(10, of="process", clock=ManualClock())
     limit.load_state_dict({"used": 9.0})
     engine = ticking(limit)
@@ -107,7 +107,7 @@ def test_of_a_process_the_time_of_earlier_ones_does_not_count():
 
 
 @pytest.mark.parametrize(("loaded", "used"), [(7.0, 7.0), (2.0, 5.0)])
-def test_a_limit_that_has_run_takes_over_a_loaded_time_and_gives_none_of_its_own_back(loaded, used):
+def test_loading_a_state_never_lowers_the_time_already_used(loaded, used):
     limit = TimeLimit(10, clock=ManualClock())
     ticking(limit).run([0] * 5, max_epochs=1)
     limit.load_state_dict({"used": loaded})
@@ -156,7 +156,7 @@ def test_time_that_is_used_up_already_leaves_no_iteration():
     assert (engine.state.iteration, limit.used) == (6, 3.0)
 
 
-def test_of_a_process_that_begins_again_all_its_time_counts():
+def test_a_process_limit_counts_all_time_across_runs():
     limit = TimeLimit(10, of="process", clock=ManualClock())
     engine = ticking(limit)
     for iterations, used in ((6, 6.0), (4, 10.0)):
@@ -213,7 +213,7 @@ def test_a_replay_ends_where_the_run_did(order, tmp_path):
     whole = Replay(tmp_path)
     TimeLimit(1e-4).attach(whole)
     whole.run()
-    assert len(whole.stops) == 1, "it goes on, and is told of once"
+    assert len(whole.stops) == 1, "it continues, and reports this once"
     replay, limit = Replay(tmp_path, obey_terminate=True), TimeLimit(0.01)
     limit.attach(replay)
     replay.run()
@@ -237,7 +237,7 @@ def test_in_a_replay_a_process_begins_where_a_checkpoint_was_loaded(tmp_path):
 # ---------------------------------------------------------------------------------------------------------- StepLimit
 
 
-def test_so_many_more_iterations_wherever_the_run_began():
+def test_the_limit_counts_iterations_from_where_the_run_began():
     engine = make_engine()
     StepLimit(iterations=4).attach(engine)
     engine.run([0] * 3, max_epochs=9)
@@ -257,12 +257,12 @@ def test_updates_end_it_after_their_iteration_and_what_comes_first_counts(limits
 
 
 def test_a_resumed_trainer_makes_as_many_again(tmp_path):
-    def go_on(**arguments):
+    def last_iteration(**arguments):
         run = trainer({"max_epochs": 9, "seed": 1}, handlers=[StepLimit(7), Checkpointer(tmp_path)])
         run.train(**arguments)
         return run.state.iteration
 
-    assert [go_on(), go_on(resume="latest")] == [7, 14]
+    assert [last_iteration(), last_iteration(resume="latest")] == [7, 14]
 
 
 @pytest.mark.slow
@@ -311,6 +311,6 @@ def test_a_replay_of_a_run_that_continued_is_ended_once_by_each_run_of_it(order,
         ({"iterations": True}, r"\(iterations=True\): needs a whole number"),
     ],
 )
-def test_limits_that_are_none_are_refused(arguments, message):
+def test_invalid_limits_are_refused(arguments, message):
     with pytest.raises(ConfigurationError, match=r"StepLimit" + message):
         StepLimit(**arguments)

@@ -183,7 +183,7 @@ def test_no_batch_is_missing_after_a_sweep(tmp_path: Path, data: Callable[[], An
     assert_same_runs(tmp_path, lambda folder: make(folder, data=data()), LRFinder(**SWEEP).run)
 
 
-def test_a_sweep_in_mid_run_with_gradients_waiting_changes_nothing(tmp_path: Path):
+def test_a_sweep_in_mid_run_keeps_accumulated_gradients(tmp_path: Path):
     def half_way(folder: Path) -> Trainer:
         run = make(folder, {"accumulate": 3, "optimizer": "adamw"})
         if folder.name == "b":
@@ -218,14 +218,14 @@ def test_a_resumed_run_is_not_swept(tmp_path: Path):
 
 
 def test_no_receiver_sees_the_sweep(tmp_path: Path):
-    run, heard = make(tmp_path), []
+    run, received = make(tmp_path), []
     for event in Events:
-        run.bus.subscribe(event, lambda engine, event: heard.append(event.type))
+        run.bus.subscribe(event, lambda engine, event: received.append(event.type))
     LRFinder(**SWEEP).run(run)
-    assert heard == []
+    assert received == []
 
 
-def test_a_sweep_that_fails_puts_everything_back_as_well(tmp_path: Path):
+def test_a_failed_sweep_restores_everything(tmp_path: Path):
     class Fails(Stateful):
         def __iter__(self) -> Iterator[Any]:
             for number, batch in enumerate(super().__iter__()):

@@ -31,7 +31,7 @@ SWEEP = {"start_lr": 1e-5, "end_lr": 1.0, "iterations": 20}
     ],
     ids=str,
 )
-def test_its_updates_are_the_trainers(settings: dict[str, Any]):
+def test_its_updates_equal_the_trainers(settings: dict[str, Any]):
     finder = LRFinder(start_lr=1e-4, end_lr=1e-2, iterations=20, smoothing=0.0, diverge=math.inf)
     gamma = (1e-2 / 1e-4) ** (1 / 19)
 
@@ -67,7 +67,7 @@ def parabola(curvature: float = 1.0) -> Trainer:
     return Trainer(Parabola(curvature), data, strategy=SupervisedStrategy("mse"), config=config)
 
 
-def test_the_losses_are_those_of_the_recurrence():
+def test_the_losses_follow_the_recurrence():
     found = LRFinder(start_lr=1e-4, end_lr=0.4, iterations=50, smoothing=0.9, diverge=1e9).run(parabola())
     weight, losses, mean = 1.0, [], 0.0
     for number, rate in enumerate(found.rates, start=1):
@@ -82,7 +82,7 @@ def test_the_losses_are_those_of_the_recurrence():
 
 
 @pytest.mark.parametrize("curvature", [0.01, 1.0, 100.0])
-def test_the_suggestion_scales_with_the_problem_and_lies_where_steps_converge(curvature: float):
+def test_the_suggestion_scales_with_the_problem_and_converges(curvature: float):
     found = LRFinder(start_lr=1e-8, end_lr=1e4, iterations=300, smoothing=0.9).run(parabola(curvature))
     unit = found.suggestion * curvature  # steps of this times the gradient converge up to 1
     assert 0.005 < unit < 1.0
@@ -99,7 +99,7 @@ def test_a_sweep_ends_where_the_smoothed_loss_runs_away():
     assert ratios[-1] > 4.0
 
 
-def test_the_host_looks_at_the_losses_every_few_updates(monkeypatch: pytest.MonkeyPatch):
+def test_losses_are_read_on_the_host_every_few_updates(monkeypatch: pytest.MonkeyPatch):
     looks: list[int] = []
 
     def counting(tensors: Any) -> list[float]:
@@ -131,14 +131,14 @@ class Broken(SupervisedStrategy):
         (lambda n: 1000.0 - n**3 / 100, "falls fastest at the very last rates; choose a larger end_lr", 30),
     ],
 )
-def test_without_a_suggestion_it_says_why(losses: Callable[[int], float], reason: str, entries: int):
+def test_the_reason_for_no_suggestion_is_given(losses: Callable[[int], float], reason: str, entries: int):
     found = LRFinder(iterations=30, smoothing=0.5, diverge=1e9).run(trainer({"device": "cpu"}, strategy=Broken(losses)))
     assert found.suggestion is None
     assert reason in found.reason
     assert len(found.rates) == len(found.losses) == len(found.smoothed) == entries
 
 
-def test_groups_keep_their_ratios_and_rates_that_are_tensors_their_place():
+def test_groups_keep_their_ratios_and_tensor_rates_stay_the_same_objects():
     seen: list[list[float]] = []
 
     class Watched(torch.optim.SGD):
@@ -159,15 +159,15 @@ def test_groups_keep_their_ratios_and_rates_that_are_tensors_their_place():
 
 
 @pytest.mark.parametrize("smoothing", [0.98, 0.5])
-def test_the_suggestion_lies_in_the_fall_whatever_the_batches_draw(smoothing: float):
+def test_the_suggestion_is_where_the_loss_falls_whatever_the_batches(smoothing: float):
     finder, generator = LRFinder(smoothing=smoothing), np.random.default_rng(0)
     updates = np.arange(100)
     curve = 2.0 - 0.6 / (1 + np.exp((60 - updates) / 5)) + np.where(updates > 85, (updates - 85.0) ** 2 * 0.05, 0.0)
     noise = generator.standard_normal((200, 100))
-    quiet = [finder._judge(list(curve + 0.03 * each)).suggestion for each in noise]
+    suggestions = [finder._judge(list(curve + 0.03 * each)).suggestion for each in noise]
     noisy = [finder._judge(list(curve + 0.3 * each)).suggestion for each in noise]  # half of what there is to find
     nothing = [finder._judge(list(2.0 + 0.3 * each)).suggestion for each in noise]
-    assert finder.rate(55) < min(quiet) <= max(quiet) < finder.rate(65)
+    assert finder.rate(55) < min(suggestions) <= max(suggestions) < finder.rate(65)
     found = sorted(rate for rate in noisy if rate is not None)
     assert len(found) > 180
     assert finder.rate(50) < found[len(found) // 4] < found[3 * len(found) // 4] < finder.rate(70)
@@ -175,14 +175,14 @@ def test_the_suggestion_lies_in_the_fall_whatever_the_batches_draw(smoothing: fl
 
 
 def test_an_attached_finder_logs_what_it_has_found():
-    told = []
+    logged = []
     for start in (1e-4, 1e5):
         run = parabola()
         finder = LRFinder(start_lr=start, end_lr=1e6).attach(run)
         with structlog.testing.capture_logs() as logs:
             run.train()
-        told += logs
-    first, second = told
+        logged += logs
+    first, second = logged
     assert first["event"] == "LRFinder suggests a learning rate"
     assert first["configured"] == 0.001
     assert 0.01 < first["suggestion"] < 1

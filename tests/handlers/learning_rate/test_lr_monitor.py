@@ -73,18 +73,18 @@ def test_momentum_and_weight_decay_are_reported_where_asked_for():
     assert published(monitor, groups({}, kind=torch.optim.Adagrad)) == [(4, {"learning_rate": 1.0})]
 
 
-def test_rates_that_are_tensors_come_to_the_host():
+def test_tensor_rates_are_copied_to_the_host():
     assert published(LRMonitor(Every(iterations=4)), groups({"lr": torch.tensor(0.5)}, {"lr": 0.1})) == [
         (4, {"learning_rate/0": 0.5, "learning_rate/1": 0.1})
     ]
 
 
-def test_two_parts_of_the_cadence_that_meet_are_one_occasion():
+def test_parts_of_a_cadence_that_coincide_fire_once():
     monitor, optimizer = LRMonitor(Every(iterations=2, epochs=1, updates=4)), groups({})
     assert [iteration for iteration, _ in published(monitor, optimizer, epochs=2)] == [2, 4, 6, 8]
 
 
-def test_each_run_of_an_engine_is_read_from_its_beginning():
+def test_each_run_of_an_engine_is_read_from_its_start():
     engine, found = UpdatingEngine(groups({})), []
     LRMonitor(Every(iterations=4)).attach(engine)
     engine.add_event_handler(Events.METRICS_LOGGED, lambda: found.append(engine.state.iteration))
@@ -93,7 +93,7 @@ def test_each_run_of_an_engine_is_read_from_its_beginning():
     assert found == [4, 4]
 
 
-def test_where_nobody_listens_nothing_is_fired():
+def test_without_a_handler_nothing_is_fired():
     engine = UpdatingEngine(groups({}))
     LRMonitor(Every(iterations=1)).attach(engine)
     before = engine.bus.sequence.last

@@ -41,7 +41,7 @@ def driven(handler, values, *others, rates=(1.0,)):
 
 @pytest.mark.parametrize("mode", ["min", "max"])
 @pytest.mark.parametrize("threshold_mode", ["rel", "abs"])
-def test_the_rates_and_the_progress_are_torchs_bit_for_bit(mode, threshold_mode):
+def test_the_rates_and_the_progress_equal_torchs_bit_for_bit(mode, threshold_mode):
     draw = random.Random(f"{mode} {threshold_mode}")
     for _ in range(40):
         options = {
@@ -129,7 +129,7 @@ def test_a_warm_up_is_followed_by_lowering_and_the_scheduler_knows_the_rate_in_f
     assert scheduler.get_last_lr() == rates_of(engine.optimizer)[0]
 
 
-def test_without_a_lowering_the_schedules_rates_are_the_schedules_bit_for_bit():
+def test_until_it_lowers_the_rate_the_schedule_is_followed_bit_for_bit():
     schedule = Cosine(initial_lr=0.3, total_steps=7)
     engine = driven(ReduceLROnPlateau(patience=9), [1.0] * 5, LRScheduler(schedule), rates=(0.3,))
     assert [used[0] for used in engine.used] == [schedule.get_lr(step) for step in range(5)]

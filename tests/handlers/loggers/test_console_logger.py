@@ -115,8 +115,8 @@ def test_its_own_cadence_reads_the_output_once_an_iteration():
 
 def test_its_own_cadence_takes_the_place_of_the_log_points():
     engine = make_engine()
-    log_each_iteration(engine, lambda i: {"unheard": 1.0})
-    assert not any("unheard" in line for line in logged(engine, {"every": Every(iterations=2)}))
+    log_each_iteration(engine, lambda i: {"unlogged": 1.0})
+    assert not any("unlogged" in line for line in logged(engine, {"every": Every(iterations=2)}))
 
 
 def test_a_cadence_in_seconds_reads_the_given_clock(clock):
@@ -142,7 +142,7 @@ def test_on_a_bus_each_line_names_its_engine():
     ]
 
 
-def test_a_metric_may_bear_any_name():
+def test_a_metric_may_have_any_name():
     engine = make_engine()
     log_each_iteration(engine, lambda i: {"event": 1.0, "timestamp": 2.0, "self": 3.0, "method_name": 4.0})
     line = without_time(logged(engine, {}, batches=1))[1]
@@ -193,7 +193,7 @@ def test_wrong_arguments_are_refused_when_constructing(arguments, error, message
         ConsoleLogger(**arguments)
 
 
-def test_a_family_of_many_values_is_folded_for_people_and_whole_for_programs():
+def test_many_values_of_a_family_are_folded_in_text_but_not_in_json():
     norms = {f"grad_norm/{layer}": 0.5 * layer for layer in range(9)}
     engine = make_engine()
     log_each_iteration(engine, lambda i: {"train/loss": 1.0, **norms, "throughput/step_seconds": 0.25})

@@ -74,7 +74,7 @@ def test_a_rollout_is_in_the_row_of_its_iteration(tmp_path):
     ]
 
 
-def test_what_is_not_a_number_is_written_as_such(tmp_path):
+def test_non_finite_numbers_are_written_as_such(tmp_path):
     engine = make_engine()
     CSVLogger(tmp_path).attach(engine)
     at(engine, 1, 1, {"a": math.nan, "b": math.inf})
@@ -104,7 +104,7 @@ def test_its_own_cadence_reads_the_output_once_an_iteration(tmp_path):
     ]
 
 
-def test_a_resumed_run_takes_out_the_rows_after_its_checkpoint(tmp_path):
+def test_a_resumed_run_removes_the_rows_after_its_checkpoint(tmp_path):
     engine = make_engine()
     logger = CSVLogger(tmp_path).attach(engine)
     at(engine, 1, 1, {"train/loss": 1.0})
@@ -139,7 +139,7 @@ def test_what_a_clock_has_measured_is_in_no_checkpoint(tmp_path):
     assert states[0] == states[1]
 
 
-def test_the_checkpoint_of_an_older_version_counts_rows_alone(tmp_path):
+def test_a_checkpoint_of_an_older_version_counts_only_rows(tmp_path):
     engine = make_engine()
     logger = CSVLogger(tmp_path).attach(engine)
     for iteration in (1, 2, 3):
@@ -150,7 +150,7 @@ def test_the_checkpoint_of_an_older_version_counts_rows_alone(tmp_path):
     assert [row[0] for row in rows(tmp_path)] == ["iteration", "1", "2"]
 
 
-def test_what_an_iteration_logs_in_several_events_is_in_one_row(tmp_path):
+def test_one_iterations_events_share_a_row(tmp_path):
     engine = make_engine()
     CSVLogger(tmp_path).attach(engine)
     at(engine, 1, 1, {"train/loss": 1.0, "learning_rate": 0.5})
@@ -168,7 +168,7 @@ def test_what_an_iteration_logs_in_several_events_is_in_one_row(tmp_path):
     ]
 
 
-def test_a_value_that_has_changed_within_an_iteration_loses_neither(tmp_path):
+def test_both_values_of_one_iteration_are_kept(tmp_path):
     engine = make_engine()
     CSVLogger(tmp_path).attach(engine)
     at(engine, 1, 1, {"a": 1.0})
@@ -233,7 +233,7 @@ def test_a_checkpoint_whose_last_row_is_of_another_iteration_changes_nothing(tmp
 # ------------------------------------------------------------------------------------------------------- rows that wait
 
 
-def test_a_row_grows_while_it_waits(tmp_path, full):
+def test_a_pending_row_receives_later_values(tmp_path, full):
     engine = make_engine()
     CSVLogger(tmp_path).attach(engine)
     at(engine, 1, 1, {"a": 1.0, "b": 1.0})
@@ -288,7 +288,7 @@ def test_rows_that_wait_after_a_checkpoint_are_not_written(tmp_path, full, kept)
     assert rows(tmp_path)[1:] == [*expected, [str(kept + 1), "1", "9.0", ""]]
 
 
-def test_a_disk_that_stays_full_costs_the_oldest_rows_and_not_the_memory(tmp_path, full, monkeypatch):
+def test_while_a_disk_stays_full_the_oldest_rows_are_dropped_to_bound_memory(tmp_path, full, monkeypatch):
     monkeypatch.setattr("pulsetrain.handlers.loggers.text_file._AT_MOST", 250)
     engine = make_engine()
     logger = CSVLogger(tmp_path).attach(engine)

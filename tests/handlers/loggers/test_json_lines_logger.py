@@ -24,11 +24,11 @@ def test_an_object_for_each_event_that_says_when_and_where_it_was(tmp_path):
     engine.run([0, 1], max_epochs=1)
     found = lines(tmp_path)
     assert [line.pop("time") for line in found] == times
-    place = {"engine": "trainer", "epoch": 1}
+    counters = {"engine": "trainer", "epoch": 1}
     assert found == [
-        {"event": "metrics_logged", **place, "iteration": 1, "train/loss": 1 / 3},
-        {"event": "metrics_logged", **place, "iteration": 2, "train/loss": 1 / 3 / 2},
-        {"event": "validation_completed", **place, "iteration": 2, "val/loss": 0.25, "seconds": 0.5},
+        {"event": "metrics_logged", **counters, "iteration": 1, "train/loss": 1 / 3},
+        {"event": "metrics_logged", **counters, "iteration": 2, "train/loss": 1 / 3 / 2},
+        {"event": "validation_completed", **counters, "iteration": 2, "val/loss": 0.25, "seconds": 0.5},
     ]
 
 
@@ -53,7 +53,7 @@ def test_numbers_of_any_kind_are_valid_json(tmp_path):
     assert (line["event"], line["event_"]) == ("metrics_logged", 1.0)
 
 
-def test_texts_are_kept_and_pictures_are_not(tmp_path):
+def test_texts_are_logged_and_pictures_are_not(tmp_path):
     engine = make_engine()
     JSONLinesLogger(tmp_path).attach(engine)
     for kind, value in (("text", "häuser\nund wälder"), ("image", np.zeros((2, 2), np.uint8))):

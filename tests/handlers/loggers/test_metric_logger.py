@@ -46,7 +46,7 @@ class Config:
     every: Every = Every(epochs=1)  # noqa: RUF009  # it is frozen
 
 
-def test_a_logger_of_ones_own_takes_one_method():
+def test_a_custom_logger_needs_one_method():
     said = []
 
     class Spoken(MetricLogger):
@@ -143,7 +143,7 @@ def test_on_a_bus_the_run_is_that_of_the_engine_which_starts_first():
     assert logger.attach(engine).full_name(engine, "loss") == "loss"
 
 
-def test_pictures_are_drawn_for_those_alone_who_show_them(tmp_path):
+def test_pictures_are_drawn_only_for_loggers_that_show_them(tmp_path):
     engine = make_engine()
     for logger in (CSVLogger(tmp_path), ConsoleLogger(stream=io.StringIO())):
         logger.attach(engine)

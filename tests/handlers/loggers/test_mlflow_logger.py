@@ -150,14 +150,14 @@ def test_a_run_has_its_metrics_parameters_and_media(server, experiment):
 def test_a_hyperparameter_that_is_refused_costs_nothing_else(server, experiment):
     engine = make_engine()
     log_each_iteration(engine, lambda i: {"a": float(i)})
-    settings = {"before": 1, "x" * 300: 2, "behind": 3, "same@name": 4, "same#name": 5}
+    settings = {"before": 1, "x" * 300: 2, "after": 3, "same@name": 4, "same#name": 5}
     logger = MLflowLogger(server.url, experiment, hyperparameters=settings, flush_seconds=30).attach(engine)
     with capture_logs() as logs:
         engine.run([0] * 2, max_epochs=1)
     assert [entry["event"].partition(";")[0] for entry in logs] == ["MLflowLogger: the service rejects an entry"]
     client = mlflow.MlflowClient(server.url)
     run = client.get_run(logger.run_id)
-    assert run.data.params == {"before": "1", "behind": "3", "same_name": "5"}
+    assert run.data.params == {"before": "1", "after": "3", "same_name": "5"}
     assert (run.info.status, history(client, logger.run_id, "a")) == ("FINISHED", [(1, 1.0), (2, 2.0)])
 
 
@@ -203,7 +203,7 @@ def fail_at(iteration):
     return step
 
 
-def test_a_server_that_does_not_answer_is_said_once_and_gets_all_of_it_later(server, experiment, monkeypatch):
+def test_an_unresponsive_server_is_reported_once_and_receives_everything_later(server, experiment, monkeypatch):
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "2")
     engine, failures = make_engine(), []
     engine.add_event_handler(Events.HANDLER_FAILED, lambda engine, event: failures.append(event.payload))
@@ -216,7 +216,7 @@ def test_a_server_that_does_not_answer_is_said_once_and_gets_all_of_it_later(ser
         server.signal(signal.SIGSTOP)
 
     @engine.on(Events.ITERATION_COMPLETED(once=300))
-    def go_on():
+    def resume_server():
         wait_until(lambda: len(logs) == 1)
         server.signal(signal.SIGCONT)
 
@@ -306,7 +306,7 @@ def test_a_server_killed_in_mid_run_costs_what_comes_after_it_and_nothing_else(s
     assert [value for _, value in logged] == [float(row.split(",")[column]) for row in rows[1 : len(logged) + 1]]
 
 
-def test_a_port_where_nobody_listens_costs_one_warning_and_the_wait_at_the_end(monkeypatch):
+def test_a_closed_port_costs_one_warning_and_the_wait_at_the_end(monkeypatch):
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     engine, failures = make_engine(), []
     engine.add_event_handler(Events.HANDLER_FAILED, lambda: failures.append(engine.state.iteration))

@@ -63,7 +63,7 @@ def test_the_total_follows_from_the_bounds_of_the_run(bounds, total):
     assert total in last_drawing(stream)
 
 
-def test_the_total_that_the_engine_knows_goes_first():
+def test_the_total_that_the_engine_knows_takes_precedence():
     class Bounded(Engine):
         total_iterations = 40
 
@@ -162,7 +162,7 @@ def test_detaching_in_mid_run_closes_the_bar():
     assert stream.getvalue().endswith("\n")
 
 
-def test_a_second_run_begins_with_figures_of_its_own():
+def test_a_second_run_begins_with_new_figures():
     stream, engine = Terminal(), make_engine()
     ProgressBar(stream=stream).attach(engine)
     with engine.add_event_handler(Events.ITERATION_COMPLETED, lambda: log(engine, {"train/loss": 7.0})):

@@ -86,7 +86,7 @@ def test_putting_never_waits_for_a_service_that_does_not_answer():
     assert service.taken == list(range(1000))
 
 
-def test_without_room_the_oldest_are_lost_and_counted():
+def test_when_the_queue_is_full_the_oldest_are_lost_and_counted():
     service = Service()
     service.open.clear()
     sender = service.sender(room=10)
@@ -100,7 +100,7 @@ def test_without_room_the_oldest_are_lost_and_counted():
     assert sender.lost == 19
 
 
-def test_an_entry_larger_than_the_room_is_sent_all_the_same():
+def test_an_entry_larger_than_the_queue_is_still_sent():
     service = Service()
     sender = service.sender(room=10)
     sender.put("picture", 100)
@@ -108,7 +108,7 @@ def test_an_entry_larger_than_the_room_is_sent_all_the_same():
     assert service.taken == ["picture"]
 
 
-def test_an_outage_is_said_when_it_begins_and_when_it_ends_with_what_was_lost():
+def test_the_start_and_end_of_an_outage_are_reported_with_what_was_lost():
     service = Service()
     service.error = ConnectionError("nobody there")
     sender = service.sender(room=5)
@@ -129,7 +129,7 @@ def test_an_outage_is_said_when_it_begins_and_when_it_ends_with_what_was_lost():
     assert logs[1]["lost_entries"] <= 3  # includes entries dropped before the outage was known
 
 
-def test_the_end_waits_as_long_as_configured_and_says_what_it_gave_up():
+def test_the_end_waits_as_long_as_configured_and_reports_what_was_discarded():
     service = Service()
     service.error = ConnectionError("nobody there")
     sender = service.sender()
@@ -157,7 +157,7 @@ def test_the_end_tries_once_more_at_once_however_long_the_outage_has_lasted(monk
     assert service.taken == [1]
 
 
-def test_what_is_refused_is_lost_alone_and_said_once():
+def test_a_refused_entry_is_lost_alone_and_reported_once():
     service = Service()
     sender = service.sender()
     with capture_logs() as logs:
@@ -173,7 +173,7 @@ def test_what_is_refused_is_lost_alone_and_said_once():
 
 
 @pytest.mark.slow
-def test_a_sender_that_has_ended_is_kept_by_nobody():
+def test_a_finished_sender_is_freed():
     sender = Service().sender()
     sender.put(1, 1)
     sender.finish(10)

@@ -33,7 +33,7 @@ def show(engine, name, kind, value):
     engine.fire(Events.MEDIA_LOGGED, MediaLogged(name=name, kind=kind, value=value))
 
 
-def test_scalars_stand_at_their_iteration_and_time(tmp_path):
+def test_scalars_have_their_iteration_and_time(tmp_path):
     engine, times = make_engine(), []
     log_each_iteration(engine, lambda i: {"train/loss": 1.0 / i, "odd": math.nan})
     validate_each_epoch(engine, [{"val/loss": 0.25}, {"val/loss": 0.125}])
@@ -141,7 +141,7 @@ def test_detaching_in_mid_run_leaves_what_was_logged_readable(tmp_path):
     assert scalars(tmp_path, "a") == [(0, 1.0)]
 
 
-def test_two_of_them_in_one_folder_are_refused(tmp_path):
+def test_two_loggers_in_one_folder_are_refused(tmp_path):
     engine = make_engine()
     TensorBoardLogger(tmp_path).attach(engine)
     with pytest.raises(RunFolderError, match=r"another TensorBoardLogger of this bus writes .*tensorboard"):

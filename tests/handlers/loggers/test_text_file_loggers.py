@@ -103,7 +103,7 @@ def test_a_line_that_could_not_be_written_is_written_with_the_next(make, name, f
     assert found(tmp_path) == [(1, 1.0), (2, 2.0)]
 
 
-def test_two_of_them_on_one_file_are_refused_on_one_bus_alone(make, name, found, unit, tmp_path):
+def test_two_loggers_of_one_file_are_refused_only_on_one_bus(make, name, found, unit, tmp_path):
     engine = make_engine()
     first = make(tmp_path).attach(engine)
     said = rf"{make.__name__}.attach\(\): another {make.__name__} of this bus writes .*{name}"
@@ -115,7 +115,7 @@ def test_two_of_them_on_one_file_are_refused_on_one_bus_alone(make, name, found,
     make(tmp_path).attach(engine)
 
 
-def test_a_resumed_run_takes_out_the_lines_after_its_checkpoint(make, name, found, unit, tmp_path):
+def test_a_resumed_run_removes_the_lines_after_its_checkpoint(make, name, found, unit, tmp_path):
     engine = make_engine()
     logger = make(tmp_path).attach(engine)
     at(engine, 1, 1, {"a": 1.0})
@@ -133,7 +133,7 @@ def test_a_resumed_run_takes_out_the_lines_after_its_checkpoint(make, name, foun
     assert found(tmp_path) == [(1, 1.0), (2, 2.0), (3, 3.5)]
 
 
-def test_a_checkpoint_of_another_run_takes_no_lines_out(make, name, found, unit, tmp_path):
+def test_a_checkpoint_of_another_run_removes_no_lines(make, name, found, unit, tmp_path):
     engine = make_engine()
     logger = make(tmp_path).attach(engine)
     for iteration in (1, 2, 3):
@@ -143,7 +143,7 @@ def test_a_checkpoint_of_another_run_takes_no_lines_out(make, name, found, unit,
     assert len(found(tmp_path)) == 3
 
 
-def test_a_run_that_begins_again_takes_its_lines_out(make, name, found, unit, tmp_path, full):
+def test_a_restarted_run_removes_its_lines(make, name, found, unit, tmp_path, full):
     engine = make_engine()
     logger = make(tmp_path).attach(engine)
     at(engine, 1, 1, {"a": 1.0})
@@ -157,7 +157,7 @@ def test_a_run_that_begins_again_takes_its_lines_out(make, name, found, unit, tm
     assert found(tmp_path) == [(1, 3.0)]
 
 
-def test_a_disk_that_stays_full_costs_the_oldest_lines_and_not_the_memory(
+def test_while_a_disk_stays_full_the_oldest_lines_are_dropped_to_bound_memory(
     make, name, found, unit, tmp_path, full, monkeypatch
 ):
     monkeypatch.setattr("pulsetrain.handlers.loggers.text_file._AT_MOST", 250)

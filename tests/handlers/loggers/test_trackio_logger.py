@@ -22,7 +22,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # trackio and its dependencie
 
 
 @pytest.fixture(autouse=True)
-def place(tmp_path, monkeypatch):
+def workdir(tmp_path, monkeypatch):
     """Trackio reads TRACKIO_DIR when it is imported."""
     for name in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):
         monkeypatch.delenv(name, raising=False)
@@ -38,7 +38,7 @@ def rows(project):
     return SQLiteStorage.get_logs(project, run["name"], run_id=run["id"])
 
 
-def test_a_run_on_this_machine_has_its_metrics_hyperparameters_and_media(place):
+def test_a_run_on_this_machine_has_its_metrics_hyperparameters_and_media(workdir):
     engine = make_engine()
     log_each_iteration(engine, lambda i: {"train/loss": 1.0 / i, "odd": float("nan")})
     validate_each_epoch(engine, [{"val/loss": 0.25}])
@@ -67,7 +67,7 @@ def test_a_run_on_this_machine_has_its_metrics_hyperparameters_and_media(place):
     media = {name: row[name] for row in found for name in row if name.startswith("a/")}
     assert media["a/text"]["_value"] == "to be"
     assert media["a/histogram"]["values"] == [1, 2]
-    pictures = [np.asarray(Image.open(path).convert("RGB")) for path in place.rglob("*.png")]
+    pictures = [np.asarray(Image.open(path).convert("RGB")) for path in workdir.rglob("*.png")]
     assert len(pictures) == 2
     assert sum((picture == image).all() for picture in pictures) == 1
 

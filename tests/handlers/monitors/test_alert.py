@@ -130,7 +130,7 @@ def test_only_the_events_asked_for_are_reported_and_filters_hold(server):
     ]
 
 
-def test_of_a_trainer_the_end_of_a_validation_is_not_an_end(server):
+def test_the_end_of_a_validation_is_not_the_end_of_a_run(server):
     run = trainer({"max_epochs": 2}, val_loader=[(each, each.sum(1, keepdim=True)) for each in batches()])
     Alert(webhook=server.address, timeout=30).attach(run)
     run.train()
@@ -168,7 +168,7 @@ def test_the_end_waits_no_longer_than_the_timeout(server):
     alert.detach()
 
 
-def test_a_command_that_takes_too_long_is_ended_with_what_it_has_started(tmp_path):
+def test_a_command_that_takes_too_long_is_killed_with_its_children(tmp_path):
     engine, file = make_engine(), tmp_path / "child"
     Alert(["sh", "-c", f"sleep 60 & echo $! > {file}; wait"], timeout=2.0).attach(engine)
     with capture_logs() as logs:
@@ -194,9 +194,9 @@ def test_more_alerts_than_can_wait_are_dropped_and_reported_once(server):
     with capture_logs() as logs:
         engine.run(range(300), max_epochs=1)
     assert [line["error"] for line in logs] == ["100 alerts are already waiting"]
-    told = [each["iteration"] for each in messages(server)]
-    assert told[:100] == list(range(1, 101))
-    assert len(told) in (100, 101)  # including the one being sent
+    delivered = [each["iteration"] for each in messages(server)]
+    assert delivered[:100] == list(range(1, 101))
+    assert len(delivered) in (100, 101)  # including the one being sent
 
 
 # --------------------------------------------------------------------------------------------------------- what fails
@@ -251,7 +251,7 @@ def test_an_address_that_cannot_be_asked_is_reported_without_its_secret():
     assert "secret" not in str(logs)
 
 
-def test_after_a_failure_the_next_alert_has_its_chance(server):
+def test_after_a_failure_the_next_alert_is_sent(server):
     server.status = 500
     engine = make_engine()
     Alert(webhook=server.address, events=[Events.EPOCH_COMPLETED], timeout=30).attach(engine)
@@ -264,7 +264,7 @@ def test_after_a_failure_the_next_alert_has_its_chance(server):
 # ------------------------------------------------------------------------------------------------------ replay, detach
 
 
-def test_a_replay_alerts_nobody_unless_asked_to(tmp_path, server):
+def test_a_replay_sends_no_alert_unless_configured_to(tmp_path, server):
     trainer({"max_epochs": 1}, handlers=[EventRecorder(tmp_path)]).train()
     for in_replay, events in ((False, []), (True, ["completed"])):
         replay = Replay(tmp_path)
@@ -273,7 +273,7 @@ def test_a_replay_alerts_nobody_unless_asked_to(tmp_path, server):
         assert [each["event"] for each in messages(server)] == events
 
 
-def test_its_thread_lives_as_long_as_there_is_something_to_report(server):
+def test_its_thread_ends_when_nothing_is_left_to_report(server):
     alert, engine = Alert(webhook=server.address, timeout=30), make_engine()
     for number in (1, 2):
         alert.attach(engine)
@@ -315,5 +315,5 @@ def test_wrong_arguments_are_refused(arguments, kind, message):
         Alert(**arguments)
 
 
-def test_messages_show_of_an_address_the_host_alone():
+def test_messages_show_only_the_host_of_an_address():
     assert _site_of("https://user:word@hooks.example.org/services/T0/B0?key=1") == "https://hooks.example.org"

@@ -33,7 +33,7 @@ def test_shapes_distinguish_batches_and_end_in_what_holds_itself():
     assert shapes_of(Own(1)) == shapes_of(Own(1))
 
 
-def test_of_a_batch_with_many_values_a_few_are_looked_at_the_outermost_first():
+def test_only_a_few_values_of_a_large_batch_are_read_outermost_first():
     class Watched(list):
         looked_at = 0
 

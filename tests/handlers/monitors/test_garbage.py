@@ -57,12 +57,12 @@ def collections_of(handler, run):
     return [each for each in noted.found if each[2] != "outside" and each[2] != "completed"]
 
 
-def test_without_it_collections_come_inside_steps():
+def test_without_it_collections_happen_inside_steps():
     found = collections_of(None, lambda engine: engine.run([0, 1], max_epochs=3))
     assert {place for _, _, place, _ in found} >= {"iteration_started"}
 
 
-def test_collections_come_at_the_ends_of_epochs_alone():
+def test_collections_happen_only_at_the_ends_of_epochs():
     found = collections_of(Garbage(), lambda engine: engine.run([0, 1], max_epochs=3))
     assert found == [(epoch, 2 * epoch, "epoch_completed", 2) for epoch in (1, 2, 3)]
 
@@ -117,7 +117,7 @@ def failing(engine):
 @pytest.mark.slow
 @pytest.mark.parametrize("run", [ended, terminated, terminated_without_completed, failing])
 @pytest.mark.parametrize("enabled", [True, False])
-def test_however_the_run_ends_the_collector_is_as_it_was(run, enabled):
+def test_the_collector_is_restored_however_the_run_ends(run, enabled):
     engine = make_engine(litter)
     Garbage().attach(engine)
     seen = inside(engine)
@@ -130,7 +130,7 @@ def test_however_the_run_ends_the_collector_is_as_it_was(run, enabled):
 
 
 @pytest.mark.slow
-def test_detached_in_the_middle_of_a_run_it_gives_the_collector_back():
+def test_detaching_in_mid_run_restores_the_collector():
     engine, handler = make_engine(litter), Garbage()
     handler.attach(engine)
     engine.add_event_handler(Events.ITERATION_COMPLETED(once=2), handler.detach)
@@ -150,7 +150,7 @@ def test_objects_frozen_by_others_stay_frozen():
 
 
 @pytest.mark.slow
-def test_a_trainer_trains_with_it_as_without():
+def test_it_does_not_change_training():
     runs = [trainer({"max_epochs": 2, "seed": 1}, val_loader=loader(8), handlers=each) for each in ([], [Garbage()])]
     assert runs[0].train() == runs[1].train()
     assert gc.isenabled()

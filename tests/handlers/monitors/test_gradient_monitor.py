@@ -110,7 +110,7 @@ def test_the_update_ratio_is_what_the_update_added_over_what_was_there():
         assert f"grad_norm/{name}" in metrics
 
 
-def test_top_publishes_the_largest_alone():
+def test_top_publishes_only_the_largest():
     _, seen = run(GradientMonitor(Every(updates=4), top=2, histograms=True))
     ((_, metrics),) = seen.metrics
     norms = sorted(float(np.linalg.norm(gradient)) for gradient in seen.gradients[3].values())
@@ -185,7 +185,7 @@ def engine_with(engine, model):
     return engine
 
 
-def test_a_model_of_its_own_replaces_the_engines():
+def test_a_given_model_replaces_the_engines():
     model = nn.Linear(1, 1)
     model.bias.grad = torch.tensor([2.0])
     engine = make_engine()
@@ -196,7 +196,7 @@ def test_a_model_of_its_own_replaces_the_engines():
     assert seen.metrics == [(1, {"grad_norm/bias": 2.0})]
 
 
-def test_a_detached_one_asks_for_no_norm():
+def test_a_detached_monitor_needs_no_gradient_norm():
     trainer = make_trainer(monitor := GradientMonitor(Every(updates=1), updates=True))
     assert trainer.hears(Events.GRADIENTS_READY)
     monitor.detach()
@@ -233,5 +233,5 @@ def test_wrong_arguments_are_refused_when_constructing(arguments, message):
 
 
 def test_what_is_not_a_model_is_refused():
-    with pytest.raises(TypeError, match=r"GradientMonitor\(model=int\): needs a torch.nn.Module"):
+    with pytest.raises(TypeError, match=r"GradientMonitor\(model=3\): needs a torch.nn.Module"):
         GradientMonitor(model=3)

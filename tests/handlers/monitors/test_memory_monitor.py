@@ -33,7 +33,7 @@ def run(values, **arguments):
     return anomalies, logs
 
 
-def test_growth_from_each_reading_to_the_next_is_one_warning_and_one_anomaly():
+def test_steady_growth_is_one_warning_and_one_anomaly():
     anomalies, logs = run([float(100 + 10 * each) for each in range(12)], leak_after=3)
     ((iteration, anomaly),) = anomalies
     assert iteration == 5  # the first reading does not count; then 3 are above the one before
@@ -51,16 +51,16 @@ def test_growth_from_each_reading_to_the_next_is_one_warning_and_one_anomaly():
     ],
     ids=["level", "warm-up", "saw", "little"],
 )
-def test_other_courses_are_no_leak(values):
+def test_other_growth_patterns_are_not_a_leak(values):
     assert run(values, leak_after=3) == ([], [])
 
 
-def test_little_growth_counts_in_the_end_where_the_share_is_small():
+def test_slow_growth_counts_if_the_configured_share_is_small():
     anomalies, _ = run([1000.0 + each for each in range(12)], leak_after=3, growth=0.001)
     assert len(anomalies) == 1
 
 
-def test_the_next_run_is_evaluated_again():
+def test_each_run_is_evaluated_from_its_start():
     engine = make_engine()
     numbers = iter(range(100, 200))
     MemoryMonitor(Every(iterations=1), 3, 0.0, read=lambda: {"memory/x": float(next(numbers))}).attach(engine)
@@ -74,7 +74,7 @@ def test_the_next_run_is_evaluated_again():
 
 @pytest.mark.slow
 @linux
-def test_a_planted_leak_is_found_and_a_run_without_one_is_not_accused():
+def test_a_planted_leak_is_found_and_a_run_without_one_has_no_warning():
     kept = []
 
     def leaking(iteration):
@@ -99,7 +99,7 @@ def test_a_planted_leak_is_found_and_a_run_without_one_is_not_accused():
 
 
 @linux
-def test_the_host_reading_is_the_kernels():
+def test_the_host_memory_is_the_kernels_value():
     engine = make_engine()
     seen = []
     engine.on(Events.METRICS_LOGGED)(lambda engine, event: seen.append(event.payload.metrics))
@@ -111,7 +111,7 @@ def test_the_host_reading_is_the_kernels():
     assert seen[-1][RSS] == pytest.approx(kilobytes * 1024, rel=0.05)
 
 
-def test_where_the_kernel_does_not_report_it_is_the_peak(monkeypatch):
+def test_without_a_kernel_value_the_peak_is_read(monkeypatch):
     def no_file(*_, **__):
         raise FileNotFoundError
 
@@ -122,7 +122,7 @@ def test_where_the_kernel_does_not_report_it_is_the_peak(monkeypatch):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_the_device_reading_is_the_allocators():
+def test_the_device_memory_is_the_allocators_value():
     engine = make_engine(lambda iteration: None)
     seen = []
     engine.on(Events.METRICS_LOGGED)(lambda engine, event: seen.append(event.payload.metrics))
@@ -134,7 +134,7 @@ def test_the_device_reading_is_the_allocators():
     assert seen[0]["memory/device_reserved_bytes"] == torch.cuda.memory_reserved()
 
 
-def test_of_a_device_it_asks_that_of_the_engines_backend(monkeypatch):
+def test_the_device_is_that_of_the_engines_backend(monkeypatch):
     asked = []
 
     def answer(number):
@@ -177,7 +177,7 @@ def test_a_reading_that_fails_does_not_stop_the_run():
     assert len(logs) == 1
 
 
-def test_detached_it_reads_no_more():
+def test_a_detached_monitor_reads_nothing():
     engine = make_engine()
     monitor = MemoryMonitor(Every(iterations=1), read=lambda: pytest.fail("was read")).attach(engine)
     monitor.detach()

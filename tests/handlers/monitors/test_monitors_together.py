@@ -100,7 +100,7 @@ def test_a_run_that_fails_and_continues_ends_with_them_and_repeats_what_it_had_r
     assert all(torch.equal(mine, other) for mine, other in zip(weights(trainer), plain, strict=True))
     assert [log for log in logs if log["log_level"] in ("warning", "error")] == []
     metrics = [event for event in EventLog(tmp_path).read() if event.event == "metrics_logged"]
-    told = [(event.ord < 0, {name.partition("/")[0] for name in event.payload["metrics"]}) for event in metrics]
-    assert (False, {"grad_norm", "update_ratio"}) in told
-    assert all(observed == bool(names & {"throughput", "memory"}) for observed, names in told)
-    assert [names for observed, names in told if observed].count({"memory"}) >= 4
+    reported = [(event.ord < 0, {name.partition("/")[0] for name in event.payload["metrics"]}) for event in metrics]
+    assert (False, {"grad_norm", "update_ratio"}) in reported
+    assert all(observed == bool(names & {"throughput", "memory"}) for observed, names in reported)
+    assert [names for observed, names in reported if observed].count({"memory"}) >= 4

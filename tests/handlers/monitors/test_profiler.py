@@ -53,20 +53,20 @@ def test_the_trace_holds_the_windows_iterations_and_what_they_computed(tmp_path)
 def test_after_its_window_and_its_run_it_receives_nothing_of_an_iteration_until_the_next_run(begins, tmp_path):
     engine = make()
     Profiler(tmp_path, start=begins, iterations=2, warmup=1).attach(engine)
-    heard = []
+    subscribed = []
     of_iterations = (Events.GET_BATCH_STARTED, Events.GET_BATCH_COMPLETED, Events.ITERATION_STARTED)
     engine.on(Events.ITERATION_COMPLETED)(
-        lambda: heard.append(
+        lambda: subscribed.append(
             len([event for event in of_iterations if engine.hears(event)])
             + len(engine.bus.signal(Events.ITERATION_COMPLETED).receivers)
             - 1
         )
     )
     engine.run(range(6), max_epochs=1)
-    assert heard == ([5, 5, 5, 0, 0, 0] if begins == 2 else [5] * 6)
+    assert subscribed == ([5, 5, 5, 0, 0, 0] if begins == 2 else [5] * 6)
     assert not any(engine.hears(event) for event in of_iterations)
     engine.run(range(6), max_epochs=1)
-    assert heard[6:] == heard[:6]
+    assert subscribed[6:] == subscribed[:6]
 
 
 def test_without_a_warm_up_it_may_begin_with_the_first(tmp_path):
@@ -76,7 +76,7 @@ def test_without_a_warm_up_it_may_begin_with_the_first(tmp_path):
     assert marks(trace(tmp_path, 1), "iteration") == [1, 2]
 
 
-def test_a_resumed_run_is_profiled_by_its_own_iterations(tmp_path):
+def test_a_resumed_run_counts_its_window_from_its_start(tmp_path):
     engine = make()
     engine.state.iteration, engine.state.epoch = 10, 1
     engine.state.max_epochs, engine.state.epoch_length = 2, 10
@@ -121,11 +121,11 @@ def test_two_windows_at_once_are_one_trace_and_one_warning(tmp_path):
     engine = make()
     Profiler(tmp_path / "a", start=2, iterations=2, warmup=0).attach(engine)
     Profiler(tmp_path / "b", start=3, iterations=2, warmup=0).attach(engine)
-    heard = []
-    engine.on(Events.ITERATION_COMPLETED(once=6))(lambda: heard.append(engine.hears(Events.GET_BATCH_STARTED)))
+    subscribed = []
+    engine.on(Events.ITERATION_COMPLETED(once=6))(lambda: subscribed.append(engine.hears(Events.GET_BATCH_STARTED)))
     with capture_logs() as logs:
         engine.run(range(8))
-    assert heard == [False]
+    assert subscribed == [False]
     assert engine.state.iteration == 8
     assert [log["error"].partition("; ")[0] for log in logs] == [
         "RuntimeError: Profiler: another profiler is active in this process"

@@ -95,7 +95,7 @@ def test_a_resumed_run_writes_over_repeated_text(tmp_path):
     assert list(files(tmp_path)) == ["iteration-00000002.txt", "iteration-00000004.txt"]
 
 
-def test_generators_modes_and_gradients_are_left_as_they_were():
+def test_generating_restores_generators_modes_and_gradients():
     model = Writer()
     model.train()
     model.dropout.eval()  # a part that is frozen
@@ -113,7 +113,7 @@ def test_generators_modes_and_gradients_are_left_as_they_were():
     assert after["torch"].equal(before["torch"])
 
 
-def test_a_generate_that_fails_leaves_them_too_and_the_run_continues():
+def test_a_failing_generate_restores_them_too_and_the_run_continues():
     model = Writer()
     engine = make_engine_with(model)
 
@@ -161,7 +161,7 @@ def test_a_function_with_tokens_of_its_own_replaces_the_models_method():
     assert sample.texts == ["ab<99><99><5>"]
 
 
-def test_what_is_not_a_text_asks_for_decode():
+def test_tokens_that_are_not_text_need_decode():
     engine = make_engine()
     SampleText("ab", every=None, generate=lambda *_, **__: [1, 2]).attach(engine)
     with capture_logs() as logs:
@@ -187,7 +187,7 @@ def test_detached_it_writes_nothing(tmp_path):
     assert files(tmp_path) == {}
 
 
-def test_what_cannot_write_is_refused(tmp_path):
+def test_a_model_without_generate_and_a_bad_folder_are_refused(tmp_path):
     with pytest.raises(
         ConfigurationError, match=r"the model of 'trainer', NoneType, has no\s+generate.*pass generate="
     ):
@@ -222,6 +222,6 @@ def test_wrong_arguments_are_refused_when_constructing(arguments, message):
 
 
 @pytest.mark.parametrize("arguments", [{"every": 5}, {"generate": "model"}, {"encode": 1}, {"decode": 1}])
-def test_what_is_of_the_wrong_kind_is_refused(arguments):
+def test_values_of_the_wrong_type_are_refused(arguments):
     with pytest.raises(TypeError, match=r"SampleText\("):
         SampleText("a", **arguments)

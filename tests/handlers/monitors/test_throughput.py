@@ -64,7 +64,7 @@ def stepping(clock, seconds):
     return make_engine(step)
 
 
-def test_times_are_those_of_the_clock_and_waiting_for_data_has_its_share(clock):
+def test_times_follow_the_clock_and_include_the_share_of_waiting_for_data(clock):
     engine = stepping(clock, 3.0)
     seen = published(engine)
     Throughput(Every(iterations=4), flops_per_sample=None, clock=clock).attach(engine)
@@ -81,7 +81,7 @@ def test_the_last_iterations_are_published_at_the_end(clock):
     assert [each["step_seconds"] for each in seen] == [2.0]
 
 
-def test_validation_and_checkpoints_are_left_out_but_for_those_in_the_background(clock):
+def test_validation_and_synchronous_checkpoints_are_left_out(clock):
     engine = stepping(clock, 2.0)
     seen = published(engine)
 
@@ -138,7 +138,7 @@ def test_the_time_of_an_interruption_is_left_out(clock):
     assert [each["step_seconds"] for each in seen] == [2.0]
 
 
-def test_the_operations_of_a_linear_layer_are_those_on_paper(clock):
+def test_a_linear_layer_has_the_operations_computed_by_hand(clock):
     """Forward 2BIO, and as many for the weights' gradient; the inputs need none."""
     trainer = make_trainer(Throughput(Every(iterations=4), peak_flops=1e6, clock=clock))
     trainer.on(Events.ITERATION_STARTED)(lambda: setattr(clock, "now", clock.now + 0.5))
@@ -149,7 +149,7 @@ def test_the_operations_of_a_linear_layer_are_those_on_paper(clock):
     assert seen[1]["mfu"] == pytest.approx(flops / 0.5 / 1e6)
 
 
-def test_of_a_deeper_model_they_are_6_a_weight_and_sample_but_for_the_first_layer():
+def test_a_deep_model_has_6_operations_per_weight_and_sample_except_in_the_first_layer():
     hidden = 16
     model = nn.Sequential(nn.Linear(INPUTS, hidden), nn.Tanh(), nn.Linear(hidden, OUTPUTS))
     throughput = Throughput()
@@ -158,7 +158,7 @@ def test_of_a_deeper_model_they_are_6_a_weight_and_sample_but_for_the_first_laye
     assert list(throughput._flops_of.values()) == [expected]
 
 
-def test_the_optimizers_own_operations_are_no_part_of_them():
+def test_the_optimizers_operations_are_not_counted():
     throughput = Throughput()
     model = nn.Linear(INPUTS, OUTPUTS, bias=False)
     make_trainer(throughput, model=model, optimizer="muon").train()
@@ -207,7 +207,7 @@ def test_another_model_is_counted_again():
     assert counted[0] < counted[1]
 
 
-def test_of_several_optimizers_no_step_is_part_of_them():
+def test_the_steps_of_several_optimizers_are_not_counted():
     class Turns:
         def prepare_batch(self, batch):
             return TrainingBatch(batch[0], batch[1], len(batch[0]))
@@ -226,7 +226,7 @@ def test_of_several_optimizers_no_step_is_part_of_them():
 
 
 @pytest.mark.parametrize(("compiled", "asked"), [(False, ROWS // BATCH), (True, 1)])
-def test_shapes_are_asked_for_once_an_iteration_and_not_where_nothing_is_counted(compiled, asked, monkeypatch):
+def test_shapes_are_read_once_an_iteration_and_only_if_they_are_counted(compiled, asked, monkeypatch):
     calls = []
     monkeypatch.setattr(
         "pulsetrain.handlers.monitors.throughput.shapes_of", lambda batch: calls.append(batch) or shapes_of(batch)
@@ -238,7 +238,7 @@ def test_shapes_are_asked_for_once_an_iteration_and_not_where_nothing_is_counted
     assert len(calls) == asked
 
 
-def test_where_there_are_too_many_shapes_it_says_so_once_and_leaves_them_out(monkeypatch):
+def test_too_many_shapes_are_reported_once_and_left_out(monkeypatch):
     monkeypatch.setattr("pulsetrain.handlers.monitors.throughput.MAX_SHAPES", 1)
     trainer = make_trainer(Throughput(Every(iterations=9), peak_flops=1.0), rows=ROWS + 1, epochs=3)
     seen = published(trainer)
@@ -261,7 +261,7 @@ def test_a_compiled_model_is_left_alone():
     assert any("compiled" in log["event"] for log in logs)
 
 
-def test_a_device_that_is_not_known_has_no_share_and_it_is_said_once():
+def test_an_unknown_device_has_no_share_and_one_warning():
     trainer = make_trainer(Throughput(Every(iterations=2)))
     seen = published(trainer)
     with capture_logs() as logs:
@@ -283,7 +283,7 @@ def test_a_step_that_fails_while_it_is_counted_leaves_nothing():
     assert len(throughput._flops_of) == 1
 
 
-def test_one_that_is_detached_in_mid_step_leaves_nothing():
+def test_detaching_in_mid_step_leaves_nothing():
     model = nn.Linear(INPUTS, OUTPUTS)
     throughput = Throughput()
     trainer = make_trainer(throughput, model=model)

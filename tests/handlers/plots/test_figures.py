@@ -73,7 +73,7 @@ def test_a_point_between_two_gaps_is_seen():
     assert line.get_marker() not in (None, "None")
 
 
-def test_one_point_has_room_and_one_tick_of_its_own():
+def test_a_single_point_has_a_margin_and_one_tick():
     figure = one_panel(train=[(10, 0.5)])
     (axes,) = figure.axes
     ticks = [text.get_text() for text in axes.get_xticklabels()]
@@ -187,7 +187,7 @@ def test_a_curve_of_nan_alone_stays_bounded_too():
     assert len(curve.points) <= MAX_POINTS
 
 
-def test_of_two_values_at_one_iteration_the_later_one_counts():
+def test_the_later_of_two_values_at_one_iteration_counts():
     curve = Curve()
     for iteration, value in ((1, 1.0), (2, 2.0), (2, 3.0)):
         curve.add(iteration, value)

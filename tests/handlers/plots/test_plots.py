@@ -205,7 +205,7 @@ def test_each_parameter_group_has_a_line(tmp_path):
     assert len(labels(plots, "learning_rate")[0]) == 2
 
 
-def test_of_many_layers_the_largest_are_drawn_beside_the_total(tmp_path):
+def test_only_the_largest_of_many_layers_are_drawn_beside_the_total(tmp_path):
     engine = make_engine()
     plots = Plots(tmp_path, formats=("png",)).attach(engine)
     log(engine, {"grad_norm": 9.0, **{f"grad_norm/layer{i}": float(i) for i in range(40)}})
@@ -214,7 +214,7 @@ def test_of_many_layers_the_largest_are_drawn_beside_the_total(tmp_path):
 
 
 @pytest.mark.slow
-def test_no_other_engine_of_the_bus_mixes_its_curves_in(tmp_path):
+def test_curves_of_other_engines_on_the_bus_are_not_mixed_in(tmp_path):
     bus = EventBus()
     first = make_engine(bus=bus)
     second = type(first)(lambda engine, batch: None, name="second", bus=bus)
@@ -295,7 +295,7 @@ def test_a_run_that_goes_back_in_its_process_keeps_the_throughput_before_that(tm
 
 
 @pytest.mark.slow
-def test_of_many_metrics_as_many_are_drawn_as_a_picture_has_room_for(tmp_path):
+def test_only_as_many_metrics_are_drawn_as_fit(tmp_path):
     engine = make_engine()
     plots = Plots(tmp_path, formats=["svg"]).attach(engine)
     plots._next = float("inf")  # drawn below
@@ -344,7 +344,7 @@ def test_names_of_files_stay_in_the_folder(tmp_path):
     assert [path.name for path in plots.draw()] == ["_.._etc_a_b_confusion_matrix.png"]
 
 
-def test_pyplot_and_even_matplotlib_are_left_alone(tmp_path):
+def test_matplotlib_is_imported_only_to_draw_and_pyplot_never(tmp_path):
     code = (
         "import sys; from pulsetrain.engine import Engine; from pulsetrain.handlers import Plots; "
         "from pulsetrain.handlers.plots.curves import RunCurves; "

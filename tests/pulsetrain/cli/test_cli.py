@@ -75,7 +75,7 @@ class TestResults:
         subprocess.run([sys.executable, "-m", "pulsetrain", "train", "config.yaml"], check=True, timeout=60)
         assert equal(weights("runs/tiny-1"), weights("runs/tiny-2"))
 
-    def test_a_setting_may_stand_before_the_file_too(self, folder: Path) -> None:
+    def test_a_setting_may_precede_the_file(self, folder: Path) -> None:
         assert main(["train", "--training.max_epochs", "1", "config.yaml", "--training.learning_rate=3e-4"]) == 0
         saved = (folder / "runs" / "tiny-1" / "config.yaml").read_text()
         assert "max_epochs: 1\n" in saved
@@ -168,14 +168,14 @@ class Spy:
 
 
 class TestHandlersBesideTheFile:
-    def test_one_is_found_and_takes_a_cadence(self, folder: Path) -> None:
+    def test_an_own_handler_is_found_and_takes_a_cadence(self, folder: Path) -> None:
         (folder / "beside.py").write_text(SPY)
         assert train("--handlers", "[{class_path: beside.Spy, init_args: {every: {iterations: 4}}}]") == 0
         import beside  # type: ignore[import-not-found]
 
         assert beside.Spy.seen == [4, 8]
 
-    def test_it_is_looked_for_beside_the_file_wherever_the_command_runs(
+    def test_a_module_is_found_beside_the_file_wherever_the_command_runs(
         self, folder: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         (folder / "beside.py").write_text(SPY)
@@ -186,7 +186,9 @@ class TestHandlersBesideTheFile:
 
 class TestBadInput:
     @pytest.mark.parametrize("case", BAD)
-    def test_is_one_error_and_leaves_nothing(self, case: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_mistake_is_one_error_and_leaves_nothing(
+        self, case: str, folder: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         words, message = BAD[case]
         (folder / "old").mkdir()
         (folder / "old" / "metrics.csv").touch()

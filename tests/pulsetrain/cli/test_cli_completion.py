@@ -60,7 +60,9 @@ def offered(folder: Path, line: str, capsys: pytest.CaptureFixture[str]) -> set[
         ("pulsetrain completion f", {"fish"}),
     ],
 )  # fmt: skip
-def test_bash_offers(line: str, wanted: set[str], scripts: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bash_offers_completions(
+    line: str, wanted: set[str], scripts: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     if line.endswith(" "):
         line += '""'
     assert offered(scripts, line, capsys) == wanted

@@ -103,7 +103,7 @@ class TestCommands:
             (["help goto"], "epoch N"),
         ],
     )
-    def test_say(self, commands, lines, answer):
+    def test_commands_answer(self, commands, lines, answer):
         *before, last = lines
         for line in before:
             said(commands, line)
@@ -136,7 +136,7 @@ class TestCommands:
             ("help nothing", "unknown"),
         ],
     )
-    def test_refuse(self, commands, line, message):
+    def test_bad_commands_are_refused(self, commands, line, message):
         with pytest.raises(ConfigurationError, match=message):
             said(commands, line)
 
@@ -198,7 +198,7 @@ class TestPipe:
         assert "did you mean 'next'" in output.err
         assert "seq 0" in output.out
 
-    def test_bytes_that_are_not_text(self, run, monkeypatch, capsys):
+    def test_bytes_that_are_not_text_are_refused(self, run, monkeypatch, capsys):
         draw = random.Random(1)
         junk = b"\n".join(draw.randbytes(draw.randrange(80)) for _ in range(200))
         assert piped(monkeypatch, run, junk) == 2
@@ -221,7 +221,7 @@ class TestPipe:
         assert piped(monkeypatch, run, "next\ncontinue") == 3
         assert "damaged" in capsys.readouterr().err
 
-    def test_an_engine_that_does_not_exist(self, run, monkeypatch):
+    def test_an_engine_that_does_not_exist_is_refused(self, run, monkeypatch):
         with pytest.raises(Exception, match="there are trainer"):
             piped(monkeypatch, run, "", "--engine", "generator")
 

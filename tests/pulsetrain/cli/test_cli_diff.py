@@ -49,7 +49,7 @@ def test_a_difference_is_1(logs, capsys):
     assert said.err == ""
 
 
-def test_the_logs_of_a_rank(logs, capsys):
+def test_the_logs_of_a_rank_are_compared(logs, capsys):
     write(Path(logs[0]), [2.0] * 3, rank=2)
     assert main(["diff", *logs, "--rank", "2"]) == 2
     capsys.readouterr()
@@ -68,7 +68,7 @@ def test_first_leaves_out_what_follows(logs, capsys):
     assert "largest difference" not in capsys.readouterr().out
 
 
-def test_json(logs, capsys):
+def test_json_holds_the_differences(logs, capsys):
     assert main(["diff", *logs, "--format", "json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert found["equal"] is False

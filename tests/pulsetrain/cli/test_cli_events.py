@@ -67,10 +67,10 @@ class TestWhich:
             (["--where", 'isnan(metrics["a.b"])'], [3, 7, 11]),
         ],
     )  # fmt: skip
-    def test_filters(self, folder, words, places, capsys):
+    def test_filters_select_events(self, folder, words, places, capsys):
         assert [row["seq"] for row in rows(capsys, folder, *words)] == places
 
-    def test_those_of_a_rank(self, folder, capsys):
+    def test_a_ranks_events_are_selected(self, folder, capsys):
         writer = Writer(Path(folder), rank=1)
         writer.add("trainer", "started", 0, 0)
         writer.end()
@@ -78,7 +78,7 @@ class TestWhich:
         assert len(rows(capsys, folder)) == 12
         assert main(["events", folder, "--rank", "2"]) == 2
 
-    def test_superseded_ones_when_asked(self, tmp_path, capsys):
+    def test_superseded_events_are_shown_when_asked_for(self, tmp_path, capsys):
         writer = Writer(tmp_path)
         writer.add("trainer", "iteration_completed", 1, 1)
         writer.add("trainer", "iteration_completed", 1, 2)
@@ -90,19 +90,19 @@ class TestWhich:
 
 
 class TestHow:
-    def test_json_of_fields(self, folder, capsys):
+    def test_json_holds_the_chosen_fields(self, folder, capsys):
         words = ["--event", "validation_completed", "--epoch", "2", "--fields", "epoch,payload.metrics.val/loss,lr.0"]
         assert rows(capsys, folder, *words) == [{"epoch": 2, "payload.metrics.val/loss": 2.0, "lr.0": None}]
         assert rows(capsys, folder, "--epoch", "2", "--to", "3", "--fields", "lr.0")[0] == {"lr.0": 0.1}
         assert rows(capsys, folder, "--epoch", "3", "--fields", "metrics.a.b")[-1] == {"metrics.a.b": "NaN"}
 
-    def test_csv(self, folder, capsys):
+    def test_csv_has_a_column_for_each_field(self, folder, capsys):
         assert main(["events", folder, "--format", "csv", "--fields", "iteration,output.loss,metrics"]) == 0
         found = list(csv.DictReader(capsys.readouterr().out.splitlines()))
         assert found[0] == {"iteration": "1", "output.loss": "5.0", "metrics": ""}
         assert json.loads(found[3]["metrics"]) == {"val/loss": 3.0, "a.b": "NaN"}
 
-    def test_a_table(self, folder, capsys):
+    def test_a_table_lines_up_its_columns(self, folder, capsys):
         assert main(["events", folder, "--from", "3", "--to", "3"]) == 0
         head, row = capsys.readouterr().out.splitlines()
         assert head.split() == ["seq", "t", "engine", "event", "epoch", "iteration", "values"]
@@ -116,14 +116,14 @@ class TestHow:
         assert main(["events", str(tmp_path), "--fields", "error"]) == 0
         assert capsys.readouterr().out.splitlines()[1] == '"one\\n\\u001b[31mtwo"'
 
-    def test_nothing_matches(self, folder, capsys):
+    def test_no_match_is_an_empty_answer(self, folder, capsys):
         assert main(["events", folder, "--engine", "nobody"]) == 0
         said = capsys.readouterr()
         assert said.out == ""
         assert "evaluator" in said.err
 
     @pytest.mark.slow
-    def test_a_reader_that_closes_the_pipe_early(self, folder):
+    def test_a_reader_may_close_the_pipe_early(self, folder):
         command = [sys.executable, "-m", "pulsetrain", "events", folder, "--format", "json"]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         process.stdout.close()
@@ -202,11 +202,11 @@ class TestDamage:
         path.write_bytes(data)
         return folder
 
-    def test_check_of_a_sound_log(self, folder, capsys):
+    def test_check_accepts_a_sound_log(self, folder, capsys):
         assert main(["events", folder, "--check"]) == 0
         assert "12 events, ended; no damage" in capsys.readouterr().out
 
-    def test_check_of_one_that_was_not_closed(self, tmp_path, capsys):
+    def test_check_accepts_a_log_that_was_not_closed(self, tmp_path, capsys):
         writer = Writer(tmp_path)
         writer.add("trainer", "started", 0, 0)
         assert main(["events", str(tmp_path), "--check"]) == 0
@@ -214,7 +214,7 @@ class TestDamage:
         assert output in capsys.readouterr().out
         writer.end()
 
-    def test_check_of_a_damaged_one(self, folder, capsys):
+    def test_check_reports_damage(self, folder, capsys):
         assert main(["events", self.flipped(folder), "--check"]) == 3
         assert "12 events, seq 0 to 11" in capsys.readouterr().out
 

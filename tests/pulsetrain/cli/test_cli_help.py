@@ -30,7 +30,9 @@ class TestHelp:
             (["train", "a.yaml", "--res", "latest"], 2, "unrecognized arguments: --res latest"),
         ],
     )
-    def test_answers(self, words: list[str], status: int, output: str, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_a_command_prints_its_help(
+        self, words: list[str], status: int, output: str, capsys: pytest.CaptureFixture[str]
+    ) -> None:
         assert main(words) == status
         captured = capsys.readouterr()
         assert output in captured.out + captured.err

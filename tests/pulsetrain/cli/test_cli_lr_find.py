@@ -140,6 +140,6 @@ def test_an_error_of_the_model_says_how_to_see_where(folder: Path, capsys: Strea
     assert "Traceback" not in errors
 
 
-def test_a_configuration_that_is_not_there(folder: Path, capsys: Streams) -> None:
+def test_a_missing_configuration_is_refused(folder: Path, capsys: Streams) -> None:
     assert main(["lr-find", "other.yaml"]) == 2
     assert "other.yaml: cannot be read" in capsys.readouterr().err

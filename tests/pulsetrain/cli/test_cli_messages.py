@@ -106,7 +106,7 @@ CASES = {
     "accumulated batches": ("--training.accumulate '{batches: 0}'", "training.accumulate.batches=0: needs a whole"),
     "two accumulations": (
         "--training.accumulate '{batches: 1,tokens: 1}'",
-        "training.accumulate.batches, training.accumulate.tokens: needs",
+        "training.accumulate.batches=1, training.accumulate.tokens=1: needs",
     ),
     "too much accumulated": ("--training.accumulate 99", "training.accumulate=99: the run has 10 batches"),
     "cadence": ("--training.validate_every '{epochs: 0}'", "training.validate_every.epochs=0: needs a positive"),

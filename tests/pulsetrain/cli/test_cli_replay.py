@@ -70,12 +70,12 @@ def test_a_row_for_each_run_and_variant(recorded: Path, tmp_path: Path, capsys: 
 def test_the_table_says_where_the_best_and_how_much(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["--handler", "early_stopping:patience=2", "--handler", "early_stopping:patience=5"]
     assert main(["replay", str(recorded), *words]) == 0
-    head, stopped, went_on = capsys.readouterr().out.splitlines()
+    head, stopped, continued = capsys.readouterr().out.splitlines()
     assert head.split("  ")[0] == "run"
     assert "epoch 4, iteration 40 of 70" in stopped
     assert stopped.split()[-3:] == ["3", "30", "(43%)"]
-    assert "nowhere in 70 iterations" in went_on
-    assert went_on.split()[-2:] == ["2", "-"]
+    assert "nowhere in 70 iterations" in continued
+    assert continued.split()[-2:] == ["2", "-"]
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_a_damaged_log_is_replayed_as_far_as_it_can_be_read(
     assert len(said.err.splitlines()) == 1
 
 
-def test_the_log_of_a_rank(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_log_of_a_rank_is_replayed(recorded: Path, capsys: pytest.CaptureFixture[str]) -> None:
     record(recorded, [1.0, 2.0, 3.0], rank=3)
     words = ["replay", str(recorded), "--handler", "early_stopping:patience=2", "--rank"]
     assert main([*words, "3"]) == 0
@@ -199,7 +199,7 @@ def test_the_log_of_a_rank(recorded: Path, capsys: pytest.CaptureFixture[str]) -
     assert main([*words, "1"]) == 2
 
 
-def test_a_reader_that_closes_the_pipe_early(recorded: Path) -> None:
+def test_a_reader_may_close_the_pipe_early(recorded: Path) -> None:
     program = Program("-m", "pulsetrain", "replay", recorded, "--handler", "early_stopping")
     program.stdout.close()
     assert program.stderr.read() == ""

@@ -50,7 +50,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def place(recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def workdir(recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The current folder, which contains the run "a"."""
     shutil.copytree(recorded / "a", tmp_path / "a")
     monkeypatch.chdir(tmp_path)
@@ -58,20 +58,20 @@ def place(recorded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
 
 
 @pytest.mark.slow
-def test_a_run_is_verified_from_its_own_configuration(place: Path, capsys: pytest.CaptureFixture[str]):
-    before = {path: path.read_bytes() for path in (place / "a").rglob("*") if path.is_file()}
+def test_a_run_is_verified_from_its_own_configuration(workdir: Path, capsys: pytest.CaptureFixture[str]):
+    before = {path: path.read_bytes() for path in (workdir / "a").rglob("*") if path.is_file()}
     assert main(["verify", "a"]) == 0
     assert "a, iterations 1 to 30: reproduced" in capsys.readouterr().out
     assert main(["verify", "a", "--from", "12", "--to", "20"]) == 0
     assert "a, iterations 9 to 20: reproduced" in capsys.readouterr().out
-    assert {path: path.read_bytes() for path in (place / "a").rglob("*") if path.is_file()} == before
-    assert [path.name for path in place.iterdir()] == ["a"]
+    assert {path: path.read_bytes() for path in (workdir / "a").rglob("*") if path.is_file()} == before
+    assert [path.name for path in workdir.iterdir()] == ["a"]
 
 
-def test_a_changed_configuration_is_reported(place: Path, capsys: pytest.CaptureFixture[str]):
-    config = yaml.safe_load((place / "a" / "config.yaml").read_text())
+def test_a_changed_configuration_is_reported(workdir: Path, capsys: pytest.CaptureFixture[str]):
+    config = yaml.safe_load((workdir / "a" / "config.yaml").read_text())
     config["training"]["learning_rate"] = 0.02
-    (place / "a" / "config.yaml").write_text(yaml.safe_dump(config))
+    (workdir / "a" / "config.yaml").write_text(yaml.safe_dump(config))
     assert main(["verify", "a"]) == 1
     output = capsys.readouterr().out
     assert "not reproduced" in output
@@ -100,32 +100,32 @@ def test_a_changed_configuration_is_reported(place: Path, capsys: pytest.Capture
     ],
 )
 def test_wrong_input_is_reported_without_a_traceback_and_leaves_nothing(
-    place: Path, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+    workdir: Path, words: list[str], said: str, capsys: pytest.CaptureFixture[str]
 ):
     assert main(words) == 2
     output = capsys.readouterr().err
     assert said in output, output
     assert "Traceback" not in output
-    assert [path.name for path in place.iterdir()] == ["a"]
+    assert [path.name for path in workdir.iterdir()] == ["a"]
 
 
-def test_a_run_made_in_python_is_rejected_with_the_alternative(place: Path, capsys: pytest.CaptureFixture[str]):
-    (place / "a" / "config.yaml").unlink()
+def test_a_run_made_in_python_is_rejected_with_the_alternative(workdir: Path, capsys: pytest.CaptureFixture[str]):
+    (workdir / "a" / "config.yaml").unlink()
     assert main(["verify", "a"]) == 2
     assert "pulsetrain.verify(run, build_trainer)" in capsys.readouterr().err
 
 
-def test_a_fork_without_a_change_is_the_same_run(place: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_fork_without_a_change_is_the_same_run(workdir: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["fork", "a", "--at", "20", "--into", "b", "--train"]) == 0
     found = diff("a", "b")
     assert not found, str(found)
     assert "b was forked from a after iteration 16: compared from there on" in str(found)
     assert found.agreed > 14 * 5
-    parent = json.loads((place / "b" / "run.json").read_text())["parent"]
+    parent = json.loads((workdir / "b" / "run.json").read_text())["parent"]
     assert (parent["iteration"], parent["changed"]) == (16, [])
 
 
-def test_a_fork_leaves_batches_out_and_changes_the_rate(place: Path, capsys: pytest.CaptureFixture[str]):
+def test_a_fork_leaves_batches_out_and_changes_the_rate(workdir: Path, capsys: pytest.CaptureFixture[str]):
     words = ["fork", "a", "--at", "16", "--into", "b", "--skip-batches", "18-19"]
     assert main([*words, "--set", "training.learning_rate=0.02"]) == 0
     output = capsys.readouterr().out
@@ -146,7 +146,7 @@ def test_a_fork_leaves_batches_out_and_changes_the_rate(place: Path, capsys: pyt
 
 
 @pytest.mark.slow
-def test_a_fork_that_leaves_batches_out_resumes_bit_for_bit(place: Path):
+def test_a_fork_that_leaves_batches_out_resumes_bit_for_bit(workdir: Path):
     assert main(["fork", "a", "--at", "8", "--into", "b", "--skip-batches", "12-13", "--train"]) == 0
     shutil.copytree("b", "c")
     for checkpoint in Path("c/checkpoints").iterdir():
@@ -177,7 +177,7 @@ def test_a_schedule_continues_at_its_step_with_the_new_rate(
 
 
 def test_the_computation_is_stepped_through_from_the_command_line(
-    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    workdir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     lines = b"where\nbackward\nprint model[0].weight.grad.shape\nback to iteration_started\nstate\nquit\n"
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(lines)))
@@ -194,7 +194,7 @@ def fingerprints(run: str) -> list[int]:
     return [event.payload["batch"] for event in EventLog(run).read(event="batch_fingerprinted")]
 
 
-def test_a_whole_pass_can_be_left_out(place: Path):
+def test_a_whole_pass_can_be_left_out(workdir: Path):
     assert main(["fork", "a", "--at", "8", "--into", "b", "--skip-batches", "10-22", "--train"]) == 0
     found = fingerprints("b")
     assert len(found) == 22
@@ -202,11 +202,11 @@ def test_a_whole_pass_can_be_left_out(place: Path):
 
 
 @pytest.mark.slow
-def test_a_fork_of_a_fork_counts_as_the_fork_does(place: Path):
+def test_a_fork_of_a_fork_counts_as_the_fork_does(workdir: Path):
     assert main(["fork", "a", "--at", "8", "--into", "b", "--skip-batches", "12-13", "--train"]) == 0
     assert main(["fork", "b", "--at", "16", "--into", "c", "--skip-batches", "18", "--train"]) == 0
     older, newer = fingerprints("b")[8:], fingerprints("c")  # both after iteration 16
     assert newer[0] == older[0]
     assert newer[1] == older[2]  # the fork has no 18th
-    config = yaml.safe_load((place / "c" / "config.yaml").read_text())
+    config = yaml.safe_load((workdir / "c" / "config.yaml").read_text())
     assert config["training"]["skip_batches"] == [[12, 13], [20, 20]]

@@ -179,7 +179,7 @@ class TestBuild:
             ("torch.nn.Linaer", r"unknown name in torch.nn; there are \d+ others; did you mean 'Linear'"),
         ],
     )
-    def test_names_of_nothing_are_rejected(self, spec: Any, message: str) -> None:
+    def test_names_that_do_not_exist_are_rejected(self, spec: Any, message: str) -> None:
         with pytest.raises(ConfigurationError, match=message):
             instantiate(spec, "part")
 
@@ -195,7 +195,7 @@ class TestBuild:
 
 
 class TestClassPaths:
-    def test_are_looked_up_beside_the_configuration(self, tmp_path: Path) -> None:
+    def test_modules_are_found_beside_the_configuration(self, tmp_path: Path) -> None:
         trainer = assembled(write(tmp_path / "one"), tmp_path / "run").trainer
         assert trainer.model.width == 4
         assert sys.modules["model"].__file__ == str(tmp_path / "one" / "model.py")
@@ -205,7 +205,7 @@ class TestClassPaths:
         widths = [assembled(path, tmp_path / f"run{i}").trainer.model.width for i, path in enumerate((one, two, one))]
         assert widths == [4, 5, 4]
 
-    def test_packages_count_as_well(self, tmp_path: Path) -> None:
+    def test_packages_are_found_too(self, tmp_path: Path) -> None:
         for width in (4, 5):
             path = write(tmp_path / str(width), width)
             package = path.parent / "parts"
@@ -214,7 +214,7 @@ class TestClassPaths:
             trainer = assembled(path, tmp_path / f"run{width}", model="parts.model.Net").trainer
             assert trainer.model.width == width
 
-    def test_modules_that_were_imported_before_are_left_alone(self, tmp_path: Path) -> None:
+    def test_modules_that_were_already_imported_are_left_alone(self, tmp_path: Path) -> None:
         here = sys.modules[__name__]
         look_in(Path(__file__).parent)
         look_in(tmp_path)
@@ -235,7 +235,7 @@ class TestClassPaths:
     @pytest.mark.parametrize(
         ("name", "kind"), [("pretrain", PretrainStrategy), ("SupervisedStrategy", SupervisedStrategy)]
     )
-    def test_parts_of_the_library_need_none(self, tmp_path: Path, name: str, kind: type) -> None:
+    def test_parts_of_the_library_need_no_module(self, tmp_path: Path, name: str, kind: type) -> None:
         handlers = "[CSVLogger, {class_path: Checkpointer, init_args: {every: {epochs: 2}}}]"
         trainer = assembled(write(tmp_path), tmp_path / "run", strategy=name, handlers=handlers).trainer
         assert type(trainer.strategy) is kind
@@ -339,7 +339,7 @@ class TestFolders:
         assert assembled(path, f"{tmp_path}/runs/a-{{n}}").folder == tmp_path / "runs" / "a-8"
         assert assembled(path, f"{tmp_path}/new/a-{{n}}").folder == tmp_path / "new" / "a-1"
 
-    def test_latest_is_the_last_number_that_holds_a_run_or_the_first_one(self, tmp_path: Path) -> None:
+    def test_latest_is_the_highest_number_with_a_run_or_the_first(self, tmp_path: Path) -> None:
         pattern = f"{tmp_path}/runs/a-{{n}}"
         assert resolve_folder(pattern, resume="latest") == tmp_path / "runs" / "a-1"
         for number in (2, 10):
@@ -379,7 +379,7 @@ class TestFolders:
         ("pattern", "message"),
         [("file", "is a file"), ("file/x", "cannot be made: Not a directory"), ("a-{n}/b", "only in its last part")],
     )
-    def test_refuses(self, tmp_path: Path, pattern: str, message: str) -> None:
+    def test_bad_patterns_are_refused(self, tmp_path: Path, pattern: str, message: str) -> None:
         path = write(tmp_path)
         (tmp_path / "file").touch()
         with pytest.raises(RunFolderError, match=message):
@@ -397,7 +397,7 @@ class TestFolders:
             claim.release()
             assert sorted(tmp_path.rglob("*")) == before
 
-    def test_a_parent_that_something_else_uses_by_now_stays(self, tmp_path: Path) -> None:
+    def test_a_parent_folder_that_is_in_use_stays(self, tmp_path: Path) -> None:
         claim = Claim(tmp_path / "a" / "b")
         (tmp_path / "a" / "other").touch()
         claim.release()

@@ -77,7 +77,7 @@ class TestTrainingConfig:
             ({"optimizer_options": {None: 1}}, r"optimizer_options={None: 1}\): needs the keyword as text"),
         ],
     )
-    def test_refuses(self, settings: dict[str, Any], message: str) -> None:
+    def test_bad_settings_are_refused(self, settings: dict[str, Any], message: str) -> None:
         with pytest.raises(ConfigurationError, match=rf"TrainingConfig\(.*{message.removeprefix(chr(92) + '(')}"):
             TrainingConfig(**settings)
 
@@ -100,7 +100,7 @@ class TestTrainingConfig:
             ("optimizer_options", "weight_decay", "set weight_decay"),
         ],
     )
-    def test_refuses_an_option_that_has_another_place(self, options: str, keyword: str, remedy: str) -> None:
+    def test_an_option_that_belongs_elsewhere_is_refused(self, options: str, keyword: str, remedy: str) -> None:
         with pytest.raises(ConfigurationError) as caught:
             TrainingConfig(**{options: {keyword: 0.5}})  # type: ignore[arg-type]
         text = str(caught.value)
@@ -111,7 +111,7 @@ class TestTrainingConfig:
         "settings",
         [{"seed": None}, {"seed": 2**63 - 1}, {"schedule": None}, {"validate_every": None}, {"min_lr_ratio": 0}],
     )
-    def test_accepts_the_edges(self, settings: dict[str, Any]) -> None:
+    def test_the_limits_themselves_are_accepted(self, settings: dict[str, Any]) -> None:
         config = TrainingConfig(**settings)
         assert {name: getattr(config, name) for name in settings} == settings
 
@@ -139,7 +139,7 @@ LEAST = "model: model.Net\ndata: data.loaders\n"
 
 
 class TestReading:
-    def test_what_is_left_out_has_defaults(self, tmp_path: Path) -> None:
+    def test_omitted_settings_have_defaults(self, tmp_path: Path) -> None:
         config = read(tmp_path, LEAST)
         assert config["run"] == "runs/small-{n}"
         assert config["strategy"] == "supervised"
@@ -182,7 +182,7 @@ class TestReading:
             (LEAST + "run: 3", "run=3: needs a folder"),
         ],
     )
-    def test_refuses_a_file(self, tmp_path: Path, text: str, message: str) -> None:
+    def test_a_bad_file_is_refused(self, tmp_path: Path, text: str, message: str) -> None:
         with pytest.raises(ConfigurationError, match=message):
             read(tmp_path, text)
 
@@ -196,7 +196,7 @@ class TestReading:
             ("training__x", "[1", r"--training.x '\[1': not valid YAML"),
         ],
     )
-    def test_refuses_an_override(self, tmp_path: Path, key: str, value: str, message: str) -> None:
+    def test_a_bad_override_is_refused(self, tmp_path: Path, key: str, value: str, message: str) -> None:
         with pytest.raises(ConfigurationError, match=message):
             read(tmp_path, LEAST + "run: runs/a\nhandlers: [CSVLogger]\n", **{key: value})
 

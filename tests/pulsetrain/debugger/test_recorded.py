@@ -80,7 +80,7 @@ class TestMoving:
         assert debugger.facts() == state
 
     @pytest.mark.parametrize("count", [1, 2, 1023, 1024, 1025, 3000, 5000])
-    def test_several_events_forward_and_back_across_blocks(self, tmp_path, count):
+    def test_moving_crosses_blocks_forward_and_back(self, tmp_path, count):
         run = Run(tmp_path)
         run.add("started", 0, 0)
         for iteration in range(1, 4001):
@@ -153,7 +153,7 @@ class TestMoving:
         with pytest.raises(ConfigurationError, match="holds no events"):
             debugger.goto(iteration=1)
 
-    def test_no_log(self, tmp_path):
+    def test_a_folder_without_a_log_is_refused(self, tmp_path):
         with pytest.raises(RecordingError):
             Debugger(tmp_path)
 
@@ -199,7 +199,7 @@ class TestBreaks:
             debugger.add_break("epoch_started", "metrics[")
         assert debugger.breaks == {}
 
-    def test_to_an_event(self, debugger):
+    def test_back_to_moves_to_an_event(self, debugger):
         assert debugger.next_to("validation_completed").epoch == 1
         assert debugger.next_to("validation_completed").epoch == 2
         assert debugger.back_to("epoch_started").epoch == 2
@@ -237,7 +237,7 @@ class TestLooking:
         with pytest.raises(ConfigurationError, match="did you mean 'train/loss'"):
             debugger.add_watch("train/los")
 
-    def test_around(self, debugger):
+    def test_around_shows_the_neighbouring_events(self, debugger):
         debugger.goto(seq=10)
         before, after = debugger.around(3)
         assert (seqs(before), seqs(after)) == ([8, 9, 10], [11, 12, 13])
@@ -245,7 +245,7 @@ class TestLooking:
         debugger.goto(start=True)
         assert [seqs(each) for each in debugger.around(2)] == [[], [0, 1]]
 
-    def test_here_says_where(self, debugger):
+    def test_here_shows_the_position(self, debugger):
         debugger.goto(iteration=5)
         assert debugger.here == "seq 16: trainer's iteration_started, epoch 2, iteration 5"
 
@@ -297,13 +297,13 @@ class TestWhatWentWrong:
         assert debugger.event is None
 
     @pytest.mark.parametrize("payload", [None, {}, {"error": None}, {"error": 3}, "text"])
-    def test_an_exception_with_an_incomplete_payload(self, tmp_path, payload):
+    def test_an_exception_with_an_incomplete_payload_is_shown(self, tmp_path, payload):
         run = Run(tmp_path).epochs(1)
         run.add("exception_raised", 1, 4, ord=-1, payload=payload)
         assert "an exception" in str(Debugger(run.end()).faults[0])
 
 
-def test_a_real_run_that_failed(tmp_path):
+def test_a_real_failed_run_opens_at_its_fault(tmp_path):
     made = trainer(
         {"max_epochs": 3, "validate_every": Every(epochs=1)},
         val_loader=loader(12),

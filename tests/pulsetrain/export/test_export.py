@@ -137,7 +137,7 @@ class TestPerfetto:
         assert reward["args"] == {"seq": 33, "epoch": 2, "iteration": 4, "mean": 0.7, "name": "x", "done": True}
         assert "gradients_ready" not in [each["name"] for each in instants]
 
-    def test_compressed_if_the_name_says_so(self, run, tmp_path):
+    def test_the_file_is_compressed_if_its_name_ends_in_gz(self, run, tmp_path):
         assert trace_of(run, tmp_path / "a.json.gz") == trace_of(run, tmp_path / "a.json")
 
     def test_an_interrupted_run_ends_where_the_log_does(self, tmp_path):
@@ -170,7 +170,7 @@ class TestTensorBoard:
             for tag in found.Tags()["scalars"]
         }
 
-    def test_every_scalar_by_its_name_at_its_iteration_and_time(self, run, tmp_path):
+    def test_every_scalar_has_its_name_iteration_and_time(self, run, tmp_path):
         pytest.importorskip("tensorboard")
         count = write_tensorboard(EventLog(run), tmp_path / "board")
         scalars = self.read(tmp_path / "board")
@@ -203,7 +203,7 @@ class TestTensorBoard:
 
 
 class TestCsv:
-    def test_a_row_an_event_with_numbers_and_a_column_a_scalar(self, run, tmp_path):
+    def test_each_event_is_a_row_and_each_scalar_a_column(self, run, tmp_path):
         size = write_csv(EventLog(run), tmp_path / "a.csv")
         with (tmp_path / "a.csv").open(encoding="utf-8", newline="") as file:
             rows = list(csv.DictReader(file))
@@ -216,7 +216,7 @@ class TestCsv:
         assert datetime.fromisoformat(iterated[0]["time"]).timestamp() == pytest.approx(T / 1e9 + 0.004, abs=1e-5)
         assert "iteration_started" not in {row["event"] for row in rows}
 
-    def test_names_and_text_with_commas_and_newlines(self, tmp_path):
+    def test_commas_and_newlines_are_quoted(self, tmp_path):
         run = Run(tmp_path / "run").add("iteration_completed", 1, 1, 'a,"b"\n', output={"x,y": 1})
         write_csv(EventLog(run.end()), tmp_path / "a.csv")
         with (tmp_path / "a.csv").open(encoding="utf-8", newline="") as file:
@@ -240,7 +240,7 @@ class TestCsv:
          {"learning_rate": 1.0, "learning_rate/1": 2.0}),
     ],
 )  # fmt: skip
-def test_scalars_by_their_full_names(event, scalars):
+def test_columns_have_the_full_names_of_scalars(event, scalars):
     assert scalars_of(event, "trainer") == scalars
 
 
@@ -337,7 +337,7 @@ class TestCommand:
             command(run, "--format", "tensorboard", "--into", tmp_path / "file", "--force")
         assert (tmp_path / "folder" / "thesis.tex").exists()
 
-    def test_a_missing_folder(self, run, tmp_path):
+    def test_a_missing_folder_is_refused(self, run, tmp_path):
         with pytest.raises(ConfigurationError, match="there is no folder"):
             command(run, "--format", "csv", "--into", tmp_path / "nowhere" / "a.csv")
 
@@ -350,7 +350,7 @@ class TestCommand:
             command(run, "--format", "csv", "--into", tmp_path / "a.csv")
         assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
-    def test_no_log(self, tmp_path):
+    def test_a_folder_without_a_log_is_refused(self, tmp_path):
         with pytest.raises(RecordingError):
             command(tmp_path, "--format", "csv", "--into", tmp_path / "a.csv")
 
@@ -372,7 +372,7 @@ class TestCommand:
         else:
             assert len(TestTensorBoard().read(into)["grad_norm"]) > 500
 
-    def test_an_empty_log(self, tmp_path):
+    def test_an_empty_log_is_exported(self, tmp_path):
         LogWriter(tmp_path / "run" / "events").close()
         assert command(tmp_path / "run", "--format", "csv", "--into", tmp_path / "a.csv") == 0
         assert (tmp_path / "a.csv").read_text() == "epoch,iteration,engine,event,time\n"

@@ -106,7 +106,7 @@ class TestMarks:
 
 
 class TestRecord:
-    def test_the_curves_of_a_run(self, tmp_path):
+    def test_the_curves_of_a_run_are_read(self, tmp_path):
         found = record(small_run(tmp_path))
         assert list(found.curves) == [
             "grad_norm", "loss, each iteration", "train/loss", "samples_per_second", "val/loss", "val/accuracy",
@@ -117,7 +117,7 @@ class TestRecord:
         assert list(found.validated) == ["val/loss", "val/accuracy"]
         assert len(found.curves["grad_norm"].points()[0]) == 12, "of every update, and not the logged ones"
 
-    def test_the_timeline(self, tmp_path):
+    def test_the_timeline_shows_what_happened(self, tmp_path):
         found = record(small_run(tmp_path))
         assert texts(found, "start and end") == [(0, "started"), (12, "completed after 1 epoch")]
         assert texts(found, "epochs") == [(12, "epoch 1 completed")]
@@ -141,7 +141,7 @@ class TestRecord:
         assert list(found.rolled_out) == ["rollout/reward", "rollout/return"]
         assert (list(found.validated), texts(found, "validations")) == ([], [])
 
-    def test_anomalies(self, tmp_path):
+    def test_anomalies_are_marked(self, tmp_path):
         run = Run(tmp_path)
         for iteration, loss in enumerate([1.0, "NaN", "Infinity", "NaN", 1.0, "-Infinity"], 1):
             run.step(iteration, loss)
@@ -175,7 +175,7 @@ class TestRecord:
             ([("completed", None), ("started", None)], None),
         ],
     )  # fmt: skip
-    def test_where_it_ended(self, tmp_path, events, ending):
+    def test_the_end_of_the_run_is_marked(self, tmp_path, events, ending):
         run = Run(tmp_path)
         run.step(1, 1.0)
         for event, payload in events:
@@ -191,14 +191,14 @@ class TestRecord:
         found = record(run.end())
         assert values(found.curves["loss, each iteration"]) == [(1, 1.0), (2, 20.0)]
 
-    def test_groups_of_parameters_with_rates_of_their_own(self, tmp_path):
+    def test_each_parameter_groups_rate_is_a_curve(self, tmp_path):
         run = Run(tmp_path)
         for n in range(1, 4):
             run.step(n, 1.0, rates=(0.1 * n, 0.1 * n, 0.01 * n))
         found = record(run.end())
         assert [name for name in found.curves if "rate" in name] == ["learning_rate", "learning_rate, group 1"]
 
-    def test_engines_of_other_names_and_outputs_of_other_forms(self, tmp_path):
+    def test_engines_of_any_name_and_outputs_of_any_form_are_read(self, tmp_path):
         run = Run(tmp_path)
         run.add("iteration_completed", 1, engine="gan", output=0.5)
         run.add("iteration_completed", 2, engine="gan", output={"g": 1, "d": "text", "on": True})

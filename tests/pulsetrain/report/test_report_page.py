@@ -19,7 +19,7 @@ from tests.support.recordings_report import Run, reported, small_run
 
 
 class TestPage:
-    def test_a_page_of_one_run(self, tmp_path, capsys):
+    def test_a_page_shows_one_run(self, tmp_path, capsys):
         folder = small_run(tmp_path / "one")
         assert main(["report", str(folder), "--into", str(tmp_path / "page.html")]) == 0
         said = capsys.readouterr()
@@ -54,12 +54,12 @@ class TestPage:
         assert not re.search(r"<script>alert|</script><b>", page)
         assert "&lt;script&gt;alert(1)&lt;" in page
 
-    def test_two_runs_of_one_name(self, tmp_path):
+    def test_two_runs_of_one_name_are_distinguished(self, tmp_path):
         folders = [small_run(tmp_path / name / "run") for name in ("a", "b")]
         page = write_report(folders, tmp_path / "page.html").path.read_text()
         assert f"<title>Report: {folders[0]}, {folders[1]}</title>" in page
 
-    def test_lineage(self, tmp_path):
+    def test_the_lineage_of_forks_is_shown(self, tmp_path):
         parent = small_run(tmp_path / "parent")
         child = Run(tmp_path / "child")
         for n in range(9, 13):
@@ -90,7 +90,7 @@ class TestPage:
         assert state() == before
         assert write_report(folder, folder / "report.html").path.is_file()
 
-    def test_a_damaged_log(self, tmp_path, capsys):
+    def test_a_damaged_log_is_reported_and_drawn_as_far_as_it_goes(self, tmp_path, capsys):
         run = Run(tmp_path / "run")
         for n in range(1, 4000):
             run.step(n, 1.0)
@@ -105,7 +105,7 @@ class TestPage:
         assert '<div class="damage">' in page
         assert "iteration 3,999" in page
 
-    def test_an_unreadable_log(self, tmp_path):
+    def test_an_unreadable_log_is_reported(self, tmp_path):
         sealed = small_run(tmp_path / "run") / "events" / "events.jsonl.zst"
         content = bytearray(sealed.read_bytes())
         magic = content.rindex(b"\x28\xb5\x2f\xfd")
@@ -115,17 +115,17 @@ class TestPage:
 
 
 class TestBadInput:
-    def test_a_folder_without_a_log(self, tmp_path, capsys):
+    def test_a_folder_without_a_log_is_refused(self, tmp_path, capsys):
         assert main(["report", str(tmp_path), "--into", str(tmp_path / "page.html")]) == 2
         assert "holds no event log" in capsys.readouterr().err
         assert not (tmp_path / "page.html").exists()
 
-    def test_an_empty_log(self, tmp_path):
+    def test_an_empty_log_is_refused(self, tmp_path):
         Run(tmp_path / "run").end()
         with pytest.raises(RecordingError, match="run/events: the log holds no event"):
             write_report(tmp_path / "run", tmp_path / "page.html")
 
-    def test_an_existing_file(self, tmp_path, capsys):
+    def test_an_existing_file_is_not_overwritten(self, tmp_path, capsys):
         folder, page = small_run(tmp_path / "run"), tmp_path / "page.html"
         page.write_text("mine")
         assert main(["report", str(folder), "--into", str(page)]) == 2
@@ -144,23 +144,23 @@ class TestBadInput:
             ("run/events/page.html", "which is only read"),
         ],
     )
-    def test_paths_that_cannot_be_written(self, tmp_path, into, said):
+    def test_paths_that_cannot_be_written_are_refused(self, tmp_path, into, said):
         folder = small_run(tmp_path / "run")
         with pytest.raises(RunFolderError, match=said):
             write_report(folder, tmp_path / into, force=True)
 
-    def test_a_run_that_is_named_twice(self, tmp_path):
+    def test_a_run_named_twice_is_refused(self, tmp_path):
         folder = small_run(tmp_path / "run")
         with pytest.raises(ConfigurationError, match="is named twice"):
             write_report([folder, tmp_path / "." / "run"], tmp_path / "page.html")
         with pytest.raises(ConfigurationError, match="names no run"):
             write_report([], tmp_path / "page.html")
 
-    def test_without_plotly(self, tmp_path, monkeypatch):
+    def test_without_plotly_the_extra_is_named(self, tmp_path, monkeypatch):
         monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
         with pytest.raises(ConfigurationError, match=r"pip install 'pulsetrain\[report\]'"):
             write_report(small_run(tmp_path / "run"), tmp_path / "page.html")
 
-    def test_an_option_of_train(self, tmp_path, capsys):
+    def test_an_option_of_train_is_refused(self, tmp_path, capsys):
         assert main(["report", str(tmp_path), "--training.seed", "1"]) == 2
         assert "report has no such option" in capsys.readouterr().err

@@ -306,7 +306,7 @@ def test_a_rejected_second_run_leaves_the_finished_one_unchanged(tmp_path: Path)
     assert run.state.iteration == 20
 
 
-def test_a_second_runs_history_is_another_object():
+def test_a_second_runs_history_is_a_new_object():
     run = trainer({"max_epochs": 1})
     first = run.train()
     second = run.train()

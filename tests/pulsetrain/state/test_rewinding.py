@@ -120,7 +120,7 @@ def test_a_checkpointer_that_keeps_too_few_is_warned_about(tmp_path: Path) -> No
 
 
 class TestARunThatEnds:
-    def test_does_not_go_back(self, tmp_path: Path) -> None:
+    def test_a_finished_run_does_not_go_back(self, tmp_path: Path) -> None:
         trainer = guarded_run(saver(tmp_path), NaNGuard("rewind", Every(iterations=100)), dataset=guarded_data((29,)))
         trainer.add_event_handler(Events.ITERATION_COMPLETED(once=10), lambda engine: engine.terminate(reason="enough"))
         with structlog.testing.capture_logs() as logs:
@@ -134,13 +134,13 @@ class TestARunThatEnds:
         trainer.train()
         assert (trainer.state.iteration, trainer.state.stop_reason, trainer.rewinds) == (8, "enough", 0)
 
-    def test_at_its_bound_goes_back_all_the_same(self, tmp_path: Path) -> None:
+    def test_a_rewind_at_the_bound_still_goes_back(self, tmp_path: Path) -> None:
         trainer = guarded_run(saver(tmp_path), NaNGuard("rewind", Every(iterations=100)), dataset=guarded_data((29,)))
         trainer.train()
         assert (trainer.rewinds, trainer.state.iteration) == (1, 16)
 
 
-def test_run_by_itself_just_ends_and_a_later_train_does_not_go_back(tmp_path: Path) -> None:
+def test_run_alone_just_ends_and_a_later_train_does_not_go_back(tmp_path: Path) -> None:
     trainer = going_back(guarded_run(saver(tmp_path)), (8, 7, 7))
     trainer.run(trainer.train_loader, max_epochs=1)
     assert trainer.state.iteration == 8

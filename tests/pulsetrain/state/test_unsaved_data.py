@@ -134,7 +134,7 @@ def test_a_generator_in_the_data_is_named_wherever_it_is(kind: Any, generator: A
         assert generator_warnings(kind(Noisy(), batch_sampler=batches), tmp_path) == ["batch_sampler.sampler.generator"]
 
 
-def test_a_loader_of_ones_own_that_draws_from_its_own_generator_is_named(tmp_path: Path):
+def test_a_custom_loader_that_draws_from_its_own_generator_is_named(tmp_path: Path):
     class Drawing:
         def __init__(self) -> None:
             self.rng = np.random.default_rng(0)

@@ -182,8 +182,8 @@ def test_epochs_by_hand_are_saved_and_recorded_and_their_checkpoint_resumes(on, 
         f"{5 * count:09d}-checkpoint" for count in range(1, 7)
     ]
     log = EventLog(tmp_path / "whole")
-    heard = [each.iteration for each in log.read(event="iteration_completed") if each.engine == "trainer"]
-    assert heard == list(range(1, 31))
+    recorded = [each.iteration for each in log.read(event="iteration_completed") if each.engine == "trainer"]
+    assert recorded == list(range(1, 31))
     again = run_in(tmp_path / "again")
     again.load_checkpoint(folder / "000000015-checkpoint")
     assert again.state.iteration == 15

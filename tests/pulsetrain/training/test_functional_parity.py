@@ -107,7 +107,7 @@ def are_one(model="mlp", **settings):
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(("optimizer", "rate"), [("sgd", 0.02), ("adamw", 2e-3)])
-def test_every_model(model, optimizer, rate):
+def test_every_model_trains_as_in_place(model, optimizer, rate):
     are_one(model, optimizer=optimizer, learning_rate=rate)
 
 
@@ -129,12 +129,12 @@ def test_every_model(model, optimizer, rate):
     ],
     ids=str,
 )
-def test_every_setting(settings):
+def test_every_setting_trains_as_in_place(settings):
     are_one(**settings)
 
 
 @pytest.mark.slow
-def test_no_decay_spares_what_it_spares_in_place():
+def test_no_decay_spares_the_same_parameters_as_in_place():
     """A decay so large that decayed weights vanish and the others do not."""
     left = [
         run(functional, optimizer="adamw", learning_rate=0.01, weight_decay=50.0, no_decay="auto")[2]
@@ -146,7 +146,7 @@ def test_no_decay_spares_what_it_spares_in_place():
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw", "rmsprop"])
-def test_updates_that_are_left_out_count_in_neither(optimizer):
+def test_skipped_updates_count_in_neither(optimizer):
     """Each third batch is nan: NaNGuard leaves its update out, and the optimizer's own count of steps stays, too."""
     data = [
         (inputs * math.nan if index % 3 == 1 else inputs, targets)

@@ -78,7 +78,7 @@ def was_compiled(run, compiled, expected):
     ],
     ids=["function", "nnx", "linen"],
 )
-def test_a_run_of_two_epochs_with_validation(make, compiled):
+def test_two_epochs_with_validation_compile_each_program_once(make, compiled):
     run = trainer(make=make)
     run.train()
     assert run.state.iteration == 40
@@ -94,7 +94,7 @@ def test_a_run_of_two_epochs_with_validation(make, compiled):
     ],
     ids=str,
 )
-def test_settings(settings, expected, compiled):
+def test_each_setting_compiles_the_expected_programs(settings, expected, compiled):
     run = trainer(**settings)
     run.train()
     was_compiled(run, compiled, expected)
@@ -109,30 +109,30 @@ def test_settings(settings, expected, compiled):
     ],
     ids=["plateau", "lr finder", "recorder"],
 )
-def test_handlers(handler, expected, compiled, tmp_path):
+def test_each_handler_compiles_the_expected_programs(handler, expected, compiled, tmp_path):
     run = trainer([handler(tmp_path)])
     run.train()
     was_compiled(run, compiled, expected)
 
 
-def test_gradients_that_are_measured_now_and_then(compiled):
-    """An update that clips by a norm which was measured is another program than one that need not know it."""
+def test_gradients_measured_now_and_then_add_one_program(compiled):
+    """An update that clips by a norm which was measured differs from one that does not need it."""
     run = trainer()
-    heard = []
-    run.add_event_handler(Events.GRADIENTS_READY(every=10), lambda engine: heard.append(engine.state.update))
+    received = []
+    run.add_event_handler(Events.GRADIENTS_READY(every=10), lambda engine: received.append(engine.state.update))
     run.train()
-    assert heard == list(range(10, 41, 10))
+    assert received == list(range(10, 41, 10))
     was_compiled(run, compiled, {**IN_PARTS, "apply": 2})
 
 
-def test_a_smaller_last_batch_is_a_program_of_its_own(compiled):
+def test_a_smaller_last_batch_adds_one_program(compiled):
     inputs, targets = batches(1)[0]
     run = trainer(data=[*batches(5), (inputs[:7], targets[:7])])
     run.train()
     was_compiled(run, compiled, {"train": 2, "evaluate": 1})
 
 
-def test_weights_written_between_two_epochs(compiled):
+def test_weights_written_between_two_epochs_compile_nothing_again(compiled):
     run = trainer()
 
     @run.on(Events.EPOCH_COMPLETED)
@@ -145,7 +145,7 @@ def test_weights_written_between_two_epochs(compiled):
     was_compiled(run, compiled, ONCE)
 
 
-def test_a_run_that_is_resumed_from_its_checkpoint_twice(compiled, tmp_path):
+def test_a_run_resumed_twice_compiles_nothing_again(compiled, tmp_path):
     trainer([Checkpointer(tmp_path)]).train()
     del compiled[:]
     run = trainer([Checkpointer(tmp_path)], max_epochs=4)
@@ -157,7 +157,7 @@ def test_a_run_that_is_resumed_from_its_checkpoint_twice(compiled, tmp_path):
     was_compiled(run, compiled, ONCE)
 
 
-def test_states_of_a_core_from_other_sources():
+def test_states_from_other_sources_compile_nothing_again():
     """An ensemble's member, a state that went to the host and back, an optimizer's own state: as good as the first."""
     run = trainer()
     run.train()

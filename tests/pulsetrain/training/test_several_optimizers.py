@@ -82,7 +82,7 @@ def by_hand(batches: list[Any], accumulate: int = 1) -> dict[str, nn.Module]:
 
 
 @pytest.mark.parametrize("accumulate", [1, 4])
-def test_it_equals_a_loop_of_its_own(accumulate: int) -> None:
+def test_the_run_equals_a_loop_written_by_hand(accumulate: int) -> None:
     data = loader(shuffle=False)
     trainer = make(data=data, max_epochs=1, accumulate=accumulate)
     trainer.train()
@@ -139,7 +139,7 @@ def test_each_has_its_own_optimizer_and_schedule() -> None:
     assert rates["critic"] == pytest.approx([schedules[1].schedule.get_lr(step) for step in range(updates)])
 
 
-def test_several_updates_of_one_in_a_batch() -> None:
+def test_one_optimizer_may_be_updated_several_times_a_batch() -> None:
     counted: Counter[str] = Counter()
     trainer = make(strategy=InTurns(critic_updates=3), max_epochs=1)
     trainer.add_event_handler(
@@ -149,7 +149,7 @@ def test_several_updates_of_one_in_a_batch() -> None:
     assert counted == {"critic": 24, "actor": 8}
 
 
-def test_a_bound_of_updates_and_the_schedule_of_the_settings() -> None:
+def test_a_bound_in_updates_and_a_configured_schedule_apply() -> None:
     trainer = make(max_epochs=None, max_updates=12, schedule="linear")
     trainer.train()
     assert (trainer.state.update, trainer.state.iteration) == (12, 6)
@@ -196,7 +196,7 @@ def test_precision_clipping_and_the_guard_work_on_each(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("accumulate", "critic_updates", "of"), [(1, 1, (4, 4)), (2, 1, (2, 2)), (1, 3, (12, 4))])
-def test_gradients_of_each_are_looked_at_by_its_own_count(
+def test_each_optimizers_update_count_filters_its_gradient_events(
     accumulate: int, critic_updates: int, of: tuple[int, int]
 ) -> None:
     trainer = make(
@@ -224,7 +224,7 @@ def test_gradients_of_each_are_looked_at_by_its_own_count(
     assert seen == {"critic": [(True, True)] * of[0], "actor": [(True, True)] * of[1]}
 
 
-def test_that_count_begins_with_the_run() -> None:
+def test_update_counts_start_with_the_run() -> None:
     trainer = make(GradientMonitor(Every(updates=3)), max_epochs=1, learning_rate=0.01)
     at: list[int] = []
 
@@ -238,7 +238,7 @@ def test_that_count_begins_with_the_run() -> None:
     assert at == [3, 6] * 2
 
 
-def test_it_fails_in_the_midst_and_no_gradient_is_left() -> None:
+def test_a_step_that_fails_midway_leaves_no_gradient() -> None:
     class Failing(InTurns):
         def compute_losses(self, model: Any, batch: TrainingBatch) -> Iterator[tuple[str, Tensor]]:
             yield from super().compute_losses(model, batch)
@@ -252,7 +252,7 @@ def test_it_fails_in_the_midst_and_no_gradient_is_left() -> None:
     assert trainer.accumulated == 0
 
 
-def test_updates_in_a_row_are_counted_for_each() -> None:
+def test_updates_in_a_row_are_counted_for_each_optimizer() -> None:
     class Broken(InTurns):
         def compute_losses(self, model: Any, batch: TrainingBatch) -> Iterator[tuple[str, Tensor]]:
             for name, loss in super().compute_losses(model, batch):
@@ -264,7 +264,7 @@ def test_updates_in_a_row_are_counted_for_each() -> None:
     assert "3 updates in a row" in str(trainer.state.stop_reason)
 
 
-def test_the_gradient_norm_is_logged_for_each() -> None:
+def test_the_gradient_norm_is_logged_for_each_optimizer() -> None:
     trainer = make(clip_grad_norm=1.0, log_every_n_steps=4)
     logged: list[Any] = []
     trainer.add_event_handler(Events.METRICS_LOGGED, lambda engine, event: logged.append(event.payload.metrics))
@@ -285,32 +285,32 @@ def test_a_loss_with_a_penalty_on_gradients_is_validated_too() -> None:
 
 
 class TestBadInput:
-    def test_fp16_does_not_accumulate_for_several(self) -> None:
+    def test_several_optimizers_cannot_accumulate_in_fp16(self) -> None:
         with pytest.raises(ConfigurationError, match="set accumulate=1, or use bf16"):
             make(precision="fp16", accumulate=2)
 
-    def test_two_losses_of_one_are_not_accumulated(self) -> None:
+    def test_two_losses_of_one_optimizer_cannot_be_accumulated(self) -> None:
         with pytest.raises(ValueError, match="two losses for 'critic'"):
             make(strategy=InTurns(critic_updates=2), accumulate=2).train()
 
-    def test_one_module_for_a_strategy_of_several(self) -> None:
+    def test_a_single_module_for_a_strategy_of_several_is_refused(self) -> None:
         with pytest.raises(TypeError, match=r"model=Linear.*by name"):
             make(model=nn.Linear(1, 1))
 
-    def test_several_optimizers_for_a_strategy_of_one(self) -> None:
+    def test_several_optimizers_for_a_strategy_of_one_are_refused(self) -> None:
         with pytest.raises(ConfigurationError, match="SupervisedStrategy has one loss"):
             make(strategy=SupervisedStrategy("mse"), model=nn.Linear(4, 1), optimizer={"a": "sgd"})
 
-    def test_an_optimizer_of_no_module(self) -> None:
+    def test_an_optimizer_without_a_module_is_refused(self) -> None:
         with pytest.raises(ConfigurationError, match=r"'judge'.*actor.*critic"):
             make(optimizer={"judge": "sgd"})
 
-    def test_an_instance_for_all(self) -> None:
+    def test_one_optimizer_instance_for_all_modules_is_refused(self) -> None:
         model = modules()
         with pytest.raises(TypeError, match="one for each module"):
             make(model=model, optimizer=torch.optim.SGD(model["actor"].parameters(), lr=0.1))
 
-    def test_a_loss_for_nobody(self) -> None:
+    def test_a_loss_without_an_optimizer_is_refused(self) -> None:
         class Wrong(InTurns):
             def compute_losses(self, model: Any, batch: TrainingBatch) -> Iterator[tuple[str, Tensor]]:
                 yield "judge", next(iter(super().compute_losses(model, batch)))[1]
@@ -318,7 +318,7 @@ class TestBadInput:
         with pytest.raises(ValueError, match=r"'judge'.*actor, critic"):
             make(strategy=Wrong()).train()
 
-    def test_no_loss(self) -> None:
+    def test_a_batch_without_a_loss_is_refused(self) -> None:
         class Silent(InTurns):
             def compute_losses(self, model: Any, batch: TrainingBatch) -> Iterator[tuple[str, Tensor]]:
                 yield from ()
@@ -326,16 +326,16 @@ class TestBadInput:
         with pytest.raises(ValueError, match="gave no loss"):
             make(strategy=Silent()).train()
 
-    def test_a_schedule_that_names_none_or_another(self) -> None:
+    def test_a_schedule_must_name_one_of_the_optimizers(self) -> None:
         with pytest.raises(ConfigurationError, match="has several, actor, critic; name one"):
             make(LRScheduler(Constant(initial_lr=0.1)))
         with pytest.raises(ConfigurationError, match=r"'judge'"):
             make(LRScheduler(Constant(initial_lr=0.1), "judge"))
 
-    def test_two_schedules_of_one(self) -> None:
+    def test_two_schedules_of_one_optimizer_are_refused(self) -> None:
         with pytest.raises(ConfigurationError, match="rates of one optimizer"):
             make(*(LRScheduler(Constant(initial_lr=0.1), "actor") for _ in range(2)))
 
-    def test_accumulation_by_a_schedule(self) -> None:
+    def test_scheduled_accumulation_is_refused(self) -> None:
         with pytest.raises(ConfigurationError, match="accumulate a fixed number"):
             make(accumulate=Accumulate(schedule={0: 1, 4: 2}))

@@ -200,7 +200,7 @@ def test_step_metrics_of_a_named_trainers_evaluator_are_validation_metrics():
     assert step_metrics(engine).keys() == {"val/loss"}
 
 
-# ----------------------------------------------------------------------------------- metrics that are no scalar
+# ----------------------------------------------------------------------------------- metrics that are not scalars
 
 
 def test_a_metric_that_is_not_a_scalar_stays_with_the_evaluator_and_is_warned_about_once(tmp_path: Any):
@@ -271,10 +271,10 @@ def test_a_set_whose_validation_ended_before_its_first_batch_says_why():
 
 def test_a_loaders_own_error_is_not_taken_for_emptiness():
     def broken() -> Iterator[Any]:
-        raise ValueError("row 7 is no number")
+        raise ValueError("row 7 is not a number")
         yield
 
-    with pytest.raises(ValueError, match="row 7 is no number"):
+    with pytest.raises(ValueError, match="row 7 is not a number"):
         evaluation().run("val", broken())
 
 
