@@ -375,7 +375,7 @@ class Checkpointer(Handler):
         return write
 
     def _sync(self, files: Iterable[Path]) -> None:
-        """Make files durable that the checkpoint counts on; that they cannot be is no reason not to save."""
+        """Make files durable that the checkpoint counts on; an error there does not prevent the save."""
         for file in files:
             try:
                 sync(file)
