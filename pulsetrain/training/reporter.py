@@ -10,7 +10,7 @@ from torch import Tensor
 from pulsetrain.engine import AnomalyDetected, Engine, Events, MetricsLogged, Phase, TrainingResult
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.metrics import MetricTracker
-from pulsetrain.state.part import require
+from pulsetrain.state.part import StateDict, require
 from pulsetrain.training.running_stats import Losses, Rate
 from pulsetrain.training.stepper import Stepper
 
@@ -101,7 +101,7 @@ class MetricsReporter:
             losses.reset()
         self.history = MetricTracker()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         return {
             "losses": self.losses.state_dict(),
             "named_losses": {name: losses.state_dict() for name, losses in self.named_losses.items()},
@@ -109,11 +109,11 @@ class MetricsReporter:
             "history": self.history.state_dict(),
         }
 
-    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+    def check_state_dict(self, state: StateDict) -> None:
         require("reporter", state, ("losses", "named_losses", "announced_skips", "history"))
         require("reporter.named_losses", state["named_losses"], self.named_losses)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         self.losses.load_state_dict(state["losses"], self._backend.device)
         for name, losses in self.named_losses.items():
             losses.load_state_dict(state["named_losses"][name], self._backend.device)
