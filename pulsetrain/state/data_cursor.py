@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from copy import deepcopy
 from itertools import islice
 from operator import itemgetter
@@ -17,7 +17,7 @@ from pulsetrain.engine.data.keyed_loader import KeyedLoader, can_be_keyed, key_o
 from pulsetrain.engine.data.workers import workers_begin
 from pulsetrain.engine.errors import CheckpointError
 from pulsetrain.engine.logs import get_logger
-from pulsetrain.state.part import Stateful, keeps_state, require
+from pulsetrain.state.part import StateDict, Stateful, keeps_state, require
 
 __all__ = ["DataCursor"]
 
@@ -250,7 +250,7 @@ class DataCursor:
         location = self.locate(iteration)
         return None if location is None else self.rows_at(location)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """The position after the last iteration whose step was made."""
         state: dict[str, Any] = {name: getattr(self, name) for name in _FIELDS}
         optional = {
@@ -282,7 +282,7 @@ class DataCursor:
         before = getattr(self._loader, "state_before", None)  # of one whose batches cannot be made a second time
         return self._anchor if before is None else LoaderState(before(ahead), self._given - ahead)
 
-    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+    def check_state_dict(self, state: StateDict) -> None:
         """Refuse an incomplete state.
 
         Raises:
@@ -290,7 +290,7 @@ class DataCursor:
         """
         require("data", state, _FIELDS)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Return to where a checkpoint was made; the seed of the data order is the checkpoint's."""
         if state["seed"] != self.seed:
             self._keyed = None

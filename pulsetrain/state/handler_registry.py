@@ -17,7 +17,7 @@ from pulsetrain.engine.checkpoint import CheckpointManager, CheckpointUrl, Locat
 from pulsetrain.engine.events.bus import EventSignal
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.handlers import Checkpointer
-from pulsetrain.state.part import Stateful, keeps_state
+from pulsetrain.state.part import StateDict, Stateful, keeps_state
 
 __all__ = ["HandlerRegistry", "arguments_of", "attributes_of", "state_of"]
 
@@ -129,11 +129,11 @@ class HandlerRegistry:
             else:  # it was attached later, and has seen no run yet
                 self._first_states[key] = state_of(key, handler)
 
-    def state_dict(self) -> dict[str, dict[str, Any]]:
+    def state_dict(self) -> dict[str, StateDict]:
         settings = self.settings()
         return {key: {"settings": settings[key], "state": state} for key, state in self.states().items()}
 
-    def load_state_dict(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+    def load_state_dict(self, state: Mapping[str, StateDict]) -> None:
         """Restore the subscribers, each from the saved one with the same settings, or else of the same class."""
         handlers = self.stateful()
         for key, other in _pairs(self.settings(), _texts(state)).items():

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from pulsetrain.engine.errors import CheckpointError
-from pulsetrain.state.part import require
+from pulsetrain.state.part import StateDict, require
 from pulsetrain.state.run_state import FORMAT
 
 __all__ = ["upgrade"]
@@ -18,7 +17,7 @@ _PARTS_OF_4 = (
 )  # fmt: skip
 
 
-def upgrade(saved: Mapping[str, Any]) -> Mapping[str, Any]:
+def upgrade(saved: StateDict) -> StateDict:
     """The state in today's format; one that is in it already is returned as it is.
 
     Raises:

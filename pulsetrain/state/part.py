@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
-from typing import Any, Protocol, TypeGuard, runtime_checkable
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, Protocol, TypeAlias, TypeGuard, runtime_checkable
 
 from pulsetrain.engine.errors import CheckpointError
 
-__all__ = ["CheckedPart", "Part", "Stateful", "keeps_state", "require"]
+__all__ = ["CheckedPart", "Part", "StateDict", "Stateful", "keeps_state", "require"]
+
+# The entry of a part in a checkpoint: tensors and plain containers, in a form that the part chooses. `check_state_dict`
+# refuses what the part could not load, so its fields are read without a check of their types.
+StateDict: TypeAlias = Mapping[str, Any]
 
 
 class Stateful(Protocol):

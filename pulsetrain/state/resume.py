@@ -15,7 +15,7 @@ from pulsetrain.state.data_change import adapt_to_data
 from pulsetrain.state.data_cursor import DataCursor
 from pulsetrain.state.handler_registry import HandlerRegistry
 from pulsetrain.state.older_formats import upgrade
-from pulsetrain.state.part import Part
+from pulsetrain.state.part import Part, StateDict
 from pulsetrain.state.run_state import PartOf, RunState
 
 __all__ = ["Resume", "Resumer"]
@@ -62,7 +62,7 @@ class Resumer:
         """Whether a checkpoint was loaded from which the run has not continued yet."""
         return self.pending is not None and self.pending.rng is not None
 
-    def load(self, saved: Mapping[str, Any], loader: Iterable[object]) -> None:
+    def load(self, saved: StateDict, loader: Iterable[object]) -> None:
         """Restore a checkpoint's state; the next run continues from there.
 
         Args:
@@ -130,14 +130,14 @@ class Resumer:
 class _Generators(PartOf["Resumer"]):
     """The process's random generators, as a part: what is loaded waits in `Resumer.pending`."""
 
-    def state_dict(self) -> Mapping[str, Any]:
+    def state_dict(self) -> StateDict:
         pending = self._owner.pending
         return rng.capture() if pending is None or pending.rng is None else pending.rng
 
-    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+    def check_state_dict(self, state: StateDict) -> None:
         rng.missing_devices(state)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         fewer = rng.missing_devices(state)
         if fewer:
             get_logger("pulsetrain").warning(

@@ -19,7 +19,7 @@ from pulsetrain.engine.logs import get_logger
 from pulsetrain.state.data_change import describe_data
 from pulsetrain.state.data_cursor import DataCursor
 from pulsetrain.state.handler_registry import state_of
-from pulsetrain.state.part import CheckedPart, Part, Stateful, keeps_state, require
+from pulsetrain.state.part import CheckedPart, Part, StateDict, Stateful, keeps_state, require
 
 __all__ = [
     "FORMAT", "BackendPart", "Counters", "MadeWith", "ModelPart", "OptimizerPart", "PartOf", "RunState",
@@ -63,7 +63,7 @@ class RunState:
         """Everything that the next iteration depends on, as tensors and plain containers."""
         return {"format": FORMAT, **{name: part.state_dict() for name, part in self.parts.items()}}
 
-    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+    def check_state_dict(self, state: StateDict) -> None:
         """Refuse a state that lacks a part which every checkpoint has, or does not fit one.
 
         Raises:
@@ -74,7 +74,7 @@ class RunState:
             if isinstance(part, CheckedPart) and name in state:
                 part.check_state_dict(state[name])
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         """Load a state that was checked. A part without an entry is reset, with a warning.
 
         Parts that may still refuse it are loaded first, and put back if one raises. The others have refused in
@@ -95,7 +95,7 @@ class RunState:
             if name not in unchecked:
                 self._load(name, state)
 
-    def _load(self, name: str, state: Mapping[str, Any]) -> None:
+    def _load(self, name: str, state: StateDict) -> None:
         if name not in state:
             get_logger("pulsetrain").warning(
                 "the checkpoint has no state for a part of the run, which starts from its beginning", part=name
@@ -151,7 +151,7 @@ class MadeWith(PartOf[_Described]):
         owner: the training run.
     """
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         backend = self._owner.backend
         return {
             "environment": describe_environment(backend.device, backend.environment()),
@@ -160,7 +160,7 @@ class MadeWith(PartOf[_Described]):
             "data": describe_data(self._owner.train_loader),
         }
 
-    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+    def check_state_dict(self, state: StateDict) -> None:
         require("made_with", state, ("environment", "settings", "optimizer", "data"))
         kind, mine = state["optimizer"], optimizer_type(self._owner.optimizer)
         if mine != kind:
@@ -168,7 +168,7 @@ class MadeWith(PartOf[_Described]):
                 f"the checkpoint was made with {kind}, this trainer has {mine}; use the same optimizer"
             )
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         current = self.state_dict()
         for name, message in (
             ("environment", "the environment differs from the checkpoint's: results may differ in their last bits"),
@@ -223,7 +223,7 @@ class StrategyPart(PartOf[object]):
 class ModelPart(OwnedPart[nn.Module]):
     """The model's weights and buffers."""
 
-    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+    def check_state_dict(self, state: StateDict) -> None:
         """Refuse weights of other names or shapes.
 
         Raises:
@@ -246,10 +246,10 @@ class OptimizerPart(OwnedPart[torch.optim.Optimizer]):
         super().__init__(optimizer)
         self._follows_schedule = follows_schedule
 
-    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+    def check_state_dict(self, state: StateDict) -> None:
         check_optimizer_state(self._owner, state)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         configured = self._rates()
         super().load_state_dict(dict(state))
         loaded = self._rates()

@@ -12,7 +12,7 @@ from pulsetrain.engine import AnomalyDetected, Engine, Events, MetricsLogged, Ph
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.metrics import MetricTracker
 from pulsetrain.handlers import LossSpikeGuard, NaNGuard
-from pulsetrain.state.part import require
+from pulsetrain.state.part import StateDict, require
 from pulsetrain.training.running_stats import Losses, Rate
 from pulsetrain.training.stepper import Stepper
 
@@ -120,7 +120,7 @@ class MetricsReporter:
             losses.reset()
         self.history = MetricTracker()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         return {
             "losses": self.losses.state_dict(),
             "named_losses": {name: losses.state_dict() for name, losses in self.named_losses.items()},
@@ -128,11 +128,11 @@ class MetricsReporter:
             "history": self.history.state_dict(),
         }
 
-    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+    def check_state_dict(self, state: StateDict) -> None:
         require("reporter", state, ("losses", "named_losses", "announced_skips", "history"))
         require("reporter.named_losses", state["named_losses"], self.named_losses)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         self.losses.load_state_dict(state["losses"], self._backend.device)
         for name, losses in self.named_losses.items():
             losses.load_state_dict(state["named_losses"][name], self._backend.device)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
 from copy import copy
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from pulsetrain.engine.metrics import RunningMean
+from pulsetrain.state.part import StateDict
 
 __all__ = ["Losses", "Rate"]
 
@@ -92,7 +92,7 @@ class Losses:
         else:
             mean.update((values * torch.tensor(sizes, device=values.device)).sum() / sum(sizes), sum(sizes))
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """The means so far, and the losses that are not folded into them yet."""
         return {
             "means": {reader: mean.state_dict() for reader, mean in self._means.items()},
@@ -102,7 +102,7 @@ class Losses:
             "sizes": list(self._sizes),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any], device: torch.device | str) -> None:
+    def load_state_dict(self, state: StateDict, device: torch.device | str) -> None:
         """Continue saved means, on the device where the next losses will be."""
         for reader, saved in state["means"].items():
             self._means[reader].load_state_dict({name: _on(device, value) for name, value in saved.items()})

@@ -5,7 +5,7 @@ Nothing here waits for the device, except while the first batches of a run are c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -29,7 +29,7 @@ from pulsetrain.engine.step.protocols import (
     TrainingResult,
     TrainingStrategy,
 )
-from pulsetrain.state.part import require
+from pulsetrain.state.part import StateDict, require
 
 __all__ = ["OnStep", "Stepper", "rates_of"]
 
@@ -178,7 +178,7 @@ class Stepper:
         self.grad_norm = None
         self.grad_norms.clear()
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """What waits, with the sum of its gradients since the last update, and what that update reported."""
         return {
             "accumulation": self.accumulation.state_dict(),
@@ -188,18 +188,18 @@ class Stepper:
             "grad_norms": dict(self.grad_norms),
         }
 
-    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+    def check_state_dict(self, state: StateDict) -> None:
         require("stepper", state, ("accumulation", "gradients", "learning_rates", "grad_norm", "grad_norms"))
         self._gradients(state)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         put_in_place = self._gradients(state)
         self.accumulation.load_state_dict(state["accumulation"])
         self.learning_rates = tuple(state["learning_rates"])
         self.grad_norm, self.grad_norms = state["grad_norm"], dict(state["grad_norms"])
         put_in_place()
 
-    def _gradients(self, state: Mapping[str, Any]) -> Callable[[], None]:
+    def _gradients(self, state: StateDict) -> Callable[[], None]:
         """Check saved gradients; returns what puts them in place."""
         return self.store.load_gradients(state["gradients"], state["accumulation"]["batches"])
 

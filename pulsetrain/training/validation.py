@@ -27,7 +27,7 @@ from pulsetrain.engine.step.first_batch import FirstBatch
 from pulsetrain.engine.step.model_call import eval_mode
 from pulsetrain.engine.step.protocols import AlternatingStrategy, DerivesMetrics, TrainingBatch, TrainingStrategy
 from pulsetrain.handlers.attachment.cadence import reading_events
-from pulsetrain.state.part import require
+from pulsetrain.state.part import StateDict, require
 from pulsetrain.training.reporter import MetricsReporter
 from pulsetrain.training.stepper import Stepper
 
@@ -90,16 +90,16 @@ class Validator:
     def reset(self) -> None:
         self.validated_at = -1  # the iteration of the last validation
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> StateDict:
         """When the last validation was, and the run's current metrics."""
         numbers = {name: _number(value) for name, value in self._engine.state.metrics.items()}
         metrics = {name: number for name, number in numbers.items() if number is not None}
         return {"validated_at": self.validated_at, "metrics": metrics}
 
-    def check_state_dict(self, state: Mapping[str, Any]) -> None:
+    def check_state_dict(self, state: StateDict) -> None:
         require("validation", state, ("validated_at", "metrics"))
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: StateDict) -> None:
         self.validated_at = state["validated_at"]
         self._engine.state.metrics = dict(state["metrics"])
 
