@@ -91,6 +91,7 @@ def test_decorators_prints_what_ran_in_order(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_custom_events_ends_by_a_handlers_decision_at_every_tenth_rollout(tmp_path: Path) -> None:
     *judged, last = run(tmp_path, EXAMPLES / "custom_events.py").output
     found = [re.fullmatch(r"rollout (\d+): (\d+)% arrive", line) for line in judged]

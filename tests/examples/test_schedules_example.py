@@ -11,6 +11,8 @@ from tests.support.programs_examples import EXAMPLES, run
 
 EXAMPLE = EXAMPLES / "schedules.py"
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[str]]:

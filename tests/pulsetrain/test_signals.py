@@ -137,6 +137,7 @@ class TestAScript:
         assert "stopped: None" in out
 
 
+@pytest.mark.slow
 class TestAllProcesses:
     """Sends the signal as systemd, scancel and a terminal do."""
 

@@ -123,7 +123,7 @@ def test_an_exhausted_iterator_is_a_value_error_that_names_the_remedy(engine, ep
     engine.state.max_epochs = None
     engine.state.epoch_length = None
     with pytest.raises(
-        ValueError, match=r"range_iterator .*: the loader gave no batch; an iterator can be run over once"
+        ValueError, match=r"range_iterator.*: the loader gave no batch; an iterator can be run over once"
     ):
         engine.run(data, epoch_length=epoch_length)
 

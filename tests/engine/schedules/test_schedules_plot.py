@@ -88,6 +88,7 @@ def test_bad_arguments_are_refused_by_name_and_value(arguments, message):
         plot(**{"schedules": Constant(0.1), **arguments})
 
 
+@pytest.mark.slow
 def test_importing_the_schedules_leaves_matplotlib_alone_and_drawing_leaves_pyplot_alone():
     code = (  # the warm Python has imported the schedules and everything else of ours
         "import sys; from pulsetrain.engine.schedules import Constant, plot; assert 'matplotlib' not in sys.modules\n"

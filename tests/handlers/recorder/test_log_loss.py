@@ -96,6 +96,7 @@ def blank(path: Path) -> None:
     path.write_bytes(bytes(path.stat().st_size))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lose", [empty, blank, Path.unlink], ids=["emptied", "all NUL", "deleted"])
 @pytest.mark.parametrize("file", [0, 1], ids=["sealed", "tail"])
 def test_a_lost_file_of_a_killed_run_is_damage_before_and_after_it_resumes(
@@ -110,6 +111,7 @@ def test_a_lost_file_of_a_killed_run_is_damage_before_and_after_it_resumes(
     assert main(["events", str(tmp_path), "--check"]) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lose", [empty, blank, Path.unlink], ids=["emptied", "all NUL", "deleted"])
 def test_a_closed_log_without_its_blocks_is_damaged(tmp_path: Path, lose: Callable[[Path], None]):
     make(tmp_path).train()

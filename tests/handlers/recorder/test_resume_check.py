@@ -69,6 +69,7 @@ def test_a_resume_that_is_exact_says_so_once_with_the_number_of_events(tmp_path:
     assert (check.waiting, check.difference) == (False, None)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("killed", [13, 14, 17])
 @pytest.mark.parametrize("changed", [{"scale": 1.5}, {"activation": nn.GELU()}], ids=["inputs", "model"])
 def test_a_resume_that_computes_something_else_is_never_said_to_be_exact(

@@ -38,6 +38,7 @@ def wait_for(stream: Any, text: str) -> None:
         assert time.monotonic() < deadline
 
 
+@pytest.mark.slow
 class TestSignals:
     @pytest.mark.parametrize("name", ["SIGINT", "SIGUSR1"])
     def test_the_first_signal_saves_and_says_how_to_resume(
