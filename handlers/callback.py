@@ -33,7 +33,7 @@ class Callback:
     2 0.5
     """
 
-    def __init_subclass__(cls, **options: Any) -> None:
+    def __init_subclass__(cls, **options: object) -> None:
         super().__init_subclass__(**options)
         hooks = [name for name in vars(Callback) if name.startswith("on_")]
         for name in vars(cls):

@@ -362,7 +362,7 @@ class Trainer(Engine):
         self.load_checkpoint_state(load_checkpoint(folder))
         self.fire(Events.CHECKPOINT_LOADED, CheckpointLoaded(path=folder, iteration=self.state.iteration))
 
-    def load_checkpoint_state(self, state: Mapping[str, Any]) -> None:
+    def load_checkpoint_state(self, state: Mapping[str, object]) -> None:
         """Restore what `checkpoint_state` gave, or an earlier version of it; the next `train()` continues from there.
 
         Raises:

@@ -239,7 +239,7 @@ class OptimizerView(torch.optim.Optimizer):
         leaves = self.store.backend.flat(state.optimizer)
         return {"state": leaves, "param_groups": [group], "step": state.metadata["step"]}
 
-    def check_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+    def check_state_dict(self, state_dict: Mapping[str, object]) -> None:
         """Check that a state fits, and change nothing.
 
         Raises:

@@ -102,7 +102,7 @@ def parse_manifest(text: bytes) -> Manifest:
     return cast(Manifest, manifest)
 
 
-def _json_object(text: bytes) -> dict[str, Any]:
+def _json_object(text: bytes) -> dict[str, object]:
     content = json.loads(text.decode("utf-8"))
     if not isinstance(content, dict):
         raise ValueError(f"it holds a {type(content).__name__}")

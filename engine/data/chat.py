@@ -168,7 +168,7 @@ def _by_segments(
     return tokens, labels
 
 
-def _by_prefixes(messages: Sequence[Message], tokenizer: Any, trained: Sequence[int]) -> tuple[list[int], list[int]]:
+def _by_prefixes(messages: Sequence[Message], tokenizer: object, trained: Sequence[int]) -> tuple[list[int], list[int]]:
     """Tokens and labels from the tokenizer's chat template; a turn is what it adds to the turns before."""
     if trained[0] == 0:
         raise ConfigurationError(

@@ -73,7 +73,7 @@ def can_be_keyed(loader: object) -> TypeGuard[DataLoader[Any]]:
     return type(loader) is DataLoader and not isinstance(loader.dataset, IterableDataset)
 
 
-def draws_nothing(loader: DataLoader[Any]) -> bool:
+def draws_nothing(loader: DataLoader[object]) -> bool:
     """Whether reading a batch is known to draw no random numbers, so that its generators need no seeding.
 
     A custom dataset declares this with an attribute `draws_nothing = True`.
@@ -308,7 +308,7 @@ class _KeyedDataset:
     It forwards attributes to the wrapped dataset, since a `worker_init_fn` may read and set them.
     """
 
-    def __init__(self, dataset: Dataset[Any], collate: Collate, batched: bool) -> None:
+    def __init__(self, dataset: Dataset[object], collate: Collate, batched: bool) -> None:
         self.__dict__["_keyed"] = (dataset, collate, batched)
 
     def __getattr__(self, name: str) -> Any:

@@ -67,7 +67,7 @@ class EventSignal(blinker.NamedSignal):
         self.rebuild()
         return connected
 
-    def _disconnect(self, receiver_id: Any, sender_id: Any) -> None:
+    def _disconnect(self, receiver_id: object, sender_id: object) -> None:
         super()._disconnect(receiver_id, sender_id)
         if receiver_id not in self.receivers:
             self._plain.pop(receiver_id, None)
@@ -169,7 +169,7 @@ class EventBus(blinker.Namespace):
     def __init__(self) -> None:
         super().__init__()
         self.sequence = Sequence()
-        self._engines: dict[int, weakref.ref[Any]] = {}
+        self._engines: dict[int, weakref.ref[object]] = {}
         self._by_key: dict[str, EventSignal] = {}
 
     # Namespace is a dict, of which an empty one is falsy and equals every other

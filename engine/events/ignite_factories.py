@@ -91,7 +91,7 @@ for _factory in (create_supervised_trainer, create_supervised_evaluator):
     _factory.__signature__ = inspect.signature(getattr(ignite.engine, _factory.__name__))  # type: ignore[attr-defined]
 
 
-def _bound(factory: Callable[..., Engine], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def _bound(factory: Callable[..., Engine], args: tuple[object, ...], kwargs: dict[str, object]) -> dict[str, Any]:
     """The arguments by name, with ignite's defaults."""
     bound = inspect.signature(factory).bind(*args, **kwargs)
     bound.apply_defaults()

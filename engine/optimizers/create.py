@@ -39,7 +39,7 @@ def create_optimizer(
     *,
     no_decay: Literal["auto"] | DecayRule | None = None,
     layer_rates: LayerRates | None = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> Optimizer:
     """The optimizer with a name over the trainable parameters of the model; shared parameters count once.
 
@@ -149,12 +149,12 @@ def resolve_optimizer(
 def _muon(
     model: nn.Module,
     others: Named,
-    muon_groups: list[dict[str, Any]],
-    adamw_groups: list[dict[str, Any]],
+    muon_groups: list[dict[str, object]],
+    adamw_groups: list[dict[str, object]],
     *,
     lr: float,
     weight_decay: float,
-    **options: Any,
+    **options: object,
 ) -> MuonWithAdamW:
     """Gives each half its keywords."""
     muon = {key: options.pop(key) for key in _MUON_OPTIONS if key in options}

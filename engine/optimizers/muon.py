@@ -54,7 +54,7 @@ class MuonWithAdamW(Optimizer):
         adamw: Mapping[str, Any] | None = None,
     ) -> None:
         # each half starts with an empty group; add_param_group adds the real ones
-        empty: list[dict[str, Any]] = [{"params": []}]
+        empty: list[dict[str, object]] = [{"params": []}]
         options = {"adjust_lr_fn": "match_rms_adamw", **(muon or {})}
         self._muon = torch.optim.Muon(empty, lr=lr, weight_decay=weight_decay, **options)
         self._adamw = torch.optim.AdamW([{"params": []}], lr=lr, weight_decay=weight_decay, **(adamw or {}))
@@ -126,7 +126,7 @@ class MuonWithAdamW(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_muon": self._muon, "_adamw": self._adamw}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)
         self._link()
         self._adamw.__setstate__({})  # torch adds the keys that groups of its older releases lack
@@ -191,7 +191,7 @@ def split_for_muon(
     return matrices, others
 
 
-def _half(group: Mapping[str, Any]) -> str:
+def _half(group: Mapping[str, object]) -> str:
     return "Muon" if _MARK in group else "AdamW"
 
 

@@ -64,20 +64,20 @@ class NamedOptimizers(Optimizer):
         return [group for part in self.parts.values() for group in part.param_groups]
 
     @param_groups.setter
-    def param_groups(self, groups: list[dict[str, Any]]) -> None:
+    def param_groups(self, groups: list[dict[str, object]]) -> None:
         for name, part in self.parts.items():
             part.param_groups = [group for group in groups if group[_MARK] == name]
 
     @property
     def state(self) -> defaultdict[Tensor, Any]:
         """The state of all parts: the same objects, in a new dict."""
-        merged: defaultdict[Tensor, Any] = defaultdict(dict)
+        merged: defaultdict[Tensor, object] = defaultdict(dict)
         for part in self.parts.values():
             merged.update(part.state)
         return merged
 
     @state.setter
-    def state(self, state: Mapping[Tensor, Any]) -> None:
+    def state(self, state: Mapping[Tensor, object]) -> None:
         for part in self.parts.values():
             mine = [each for group in part.param_groups for each in group["params"]]
             part.state = defaultdict(dict, {each: state[each] for each in mine if each in state})
@@ -130,7 +130,7 @@ class NamedOptimizers(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "parts": self.parts}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         of_parts = {name: state[name] for name in ("param_groups", "state") if name in state}
         super().__setstate__({name: value for name, value in state.items() if name not in of_parts})
         for name, value in of_parts.items():  # groups first: they assign each state to its part

@@ -112,7 +112,7 @@ class Rollouts:
         """The state besides the weights that the next rollout depends on, as tensors and plain containers."""
         return {}
 
-    def resume(self, progress: Mapping[str, Any]) -> None:
+    def resume(self, progress: Mapping[str, object]) -> None:
         """Restores the result of `progress`."""
 
     def begin(self, trainer: PolicyTrainer) -> None:

@@ -20,7 +20,7 @@ Sampler = Callable[..., list[list[int]]]
 
 
 def sampler_of(
-    model: Callable[..., Any],
+    model: Callable[..., object],
     inputs_of: Callable[[Tensor], object],
     device: torch.device | str = "cpu",
     pad_token: int = 0,

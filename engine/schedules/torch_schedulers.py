@@ -203,7 +203,7 @@ class WarmupLR(LRScheduler):
         self.scheduler.load_state_dict(dict(state_dict["scheduler"]))
         self._write(state_dict["_last_lr"])
 
-    def _identity(self) -> dict[str, Any]:
+    def _identity(self) -> dict[str, object]:
         return {"before": type(self.scheduler).__name__, "warmup": self.warmup.state_dict()}
 
     def _write(self, rates: list[float | Tensor]) -> None:

@@ -214,17 +214,17 @@ class _Pairs:
         now = list(self._holding())
         return len(now) == len(held) and all(map(is_, now, held)) and self._kinds_now() == self._kinds
 
-    def _holding(self) -> Iterator[Any]:
+    def _holding(self) -> Iterator[object]:
         return chain.from_iterable(map(dict.values, self._dicts))
 
-    def _kinds_now(self) -> tuple[list[Any], ...]:
+    def _kinds_now(self) -> tuple[list[object], ...]:
         # model.to() and model.half() put new data into the same parameters
         kept = self._parameters
         return [each.device for each in kept], [each.dtype for each in kept], [each.shape for each in kept]
 
 
 def _grouped(weights: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> list[tuple[list[Tensor], list[Tensor]]]:
-    groups: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+    groups: dict[object, tuple[list[Tensor], list[Tensor]]] = {}
     for name, theirs in tensors.items():
         mine = weights[name]
         group = groups.setdefault((mine.device, mine.dtype), ([], []))

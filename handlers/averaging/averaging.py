@@ -40,7 +40,7 @@ class Averaging(Handler):
         self.validate = validate
         self._function, self._given, self._every = average, model, every
         self._weights = None if model is None else WeightAverage(model, average)
-        self._awaiting: Mapping[str, Any] | None = None  # a state that was loaded before there was a model
+        self._awaiting: Mapping[str, object] | None = None  # a state that was loaded before there was a model
         self._averaged_at: tuple[int, int] | None = None  # iteration and update
         self._contexts: list[Callable[[], AbstractContextManager[object]]] = []  # of the evaluator
 

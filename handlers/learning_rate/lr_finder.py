@@ -322,7 +322,7 @@ def _falls(losses: NDArray[np.float64], width: int) -> bool:
     return bool(fall > 3 * deviation * math.sqrt(1 / SETTLED + 1 / width))
 
 
-def _copy_of_loader(loader: Any) -> Any:
+def _copy_of_loader(loader: object) -> object:
     """A loader that gives the same batches, and leaves the position of this one unchanged.
 
     A list of batches is shared, and so is the map-style dataset of a DataLoader; anything else is copied.
@@ -343,7 +343,7 @@ def _copy_of_loader(loader: Any) -> Any:
             return copy.deepcopy(loader)
         copied = copy.copy(loader)
         vars(copied)["_iterator"] = None  # the workers of a pass under way
-        shared: dict[int, Any] = {id(loader.dataset): loader.dataset} if can_be_keyed(loader) else {}
+        shared: dict[int, object] = {id(loader.dataset): loader.dataset} if can_be_keyed(loader) else {}
         vars(copied).update(copy.deepcopy(vars(copied), shared))
         return copied
     except Exception as error:  # a file, a socket, a lock ...
@@ -369,7 +369,7 @@ def _endless(loader: Any, seed: int) -> Generator[Any]:
             raise ConfigurationError("gives no batch; give it data", train_loader=type(loader))
 
 
-def _a_pass(loader: Iterable[Any], seed: int) -> Iterator[Any]:
+def _a_pass(loader: Iterable[object], seed: int) -> Iterator[object]:
     if type(loader) in (list, tuple):
         return iter(loader)
     key_order(loader, seed)

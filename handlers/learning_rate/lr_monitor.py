@@ -94,11 +94,11 @@ class LRMonitor(Handler):
 
 def _groups_of(engine: Engine) -> list[dict[str, Any]] | None:
     """The parameter groups of the engine's optimizer, or of the recorded one of a replay; None without one."""
-    groups: list[dict[str, Any]] | None = getattr(getattr(engine, "optimizer", None), "param_groups", None)
+    groups: list[dict[str, object]] | None = getattr(getattr(engine, "optimizer", None), "param_groups", None)
     return groups
 
 
-def _labels(groups: list[dict[str, Any]]) -> list[str]:
+def _labels(groups: list[dict[str, object]]) -> list[str]:
     """The names of several optimizers; else the groups' own names, or their numbers."""
     owners = [group.get("optimizer") for group in groups]
     if None not in owners and len(set(owners)) == len(owners):

@@ -98,7 +98,7 @@ class TextFileLogger(MetricLogger, Generic[Line]):
         """Replace the file by one with these lines."""
         replace_file(self.path, self.encoded(lines))
 
-    def cut(self, lines: Sequence[Line], saved: Mapping[str, Any]) -> None:
+    def cut(self, lines: Sequence[Line], saved: Mapping[str, object]) -> None:
         """Keep these lines, which were there when the checkpoint with this state was saved."""
         self.keep(lines)
 

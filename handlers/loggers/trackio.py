@@ -80,7 +80,7 @@ class TrackioLogger(ServiceLogger):
             run.finish()
         return 1
 
-    def _of(self, media: Media) -> Any:
+    def _of(self, media: Media) -> object:
         if media.kind == "text":
             return self._trackio.Markdown(media.value)
         if media.kind == "histogram":

@@ -107,7 +107,7 @@ class WandbLogger(ServiceLogger):
             run.finish(exit_code=1 if first.status == "failed" else 0)
         return 1
 
-    def _of(self, media: Media) -> Any:
+    def _of(self, media: Media) -> object:
         if media.kind == "text":
             text = media.value.replace("&", "&amp;").replace("<", "&lt;")
             return self._wandb.Html(f"<pre>{text}</pre>")

@@ -184,7 +184,7 @@ class _Completer:
         typed = 0 if not text or text[-1].isspace() else len(text.split()[-1])
         return [self._completion(word, start_position=-typed) for word in self._commands.complete(text)]
 
-    async def get_completions_async(self, document: Any, event: Any) -> AsyncIterator[Any]:
+    async def get_completions_async(self, document: object, event: object) -> AsyncIterator[object]:
         for each in self.get_completions(document, event):
             yield each
 

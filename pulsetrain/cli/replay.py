@@ -94,7 +94,7 @@ def parse_handler(text: str) -> dict[str, Any]:
     {'class_path': 'early_stopping', 'init_args': {'patience': 3, 'metric': 'val/loss'}}
     """
     name, _, rest = text.partition(":")
-    given: dict[str, Any] = {}
+    given: dict[str, object] = {}
     for part in re.split(r",(?![^\[{]*[\]}])", rest) if rest else ():  # not at commas inside brackets
         key, equals, value = part.partition("=")
         if not equals or not key.strip():
@@ -111,7 +111,7 @@ class Handler(Protocol):
     def attach(self, engine: Replay) -> object: ...
 
 
-def _make(text: str, spec: Mapping[str, Any]) -> Handler:
+def _make(text: str, spec: Mapping[str, object]) -> Handler:
     handler: Handler = instantiate(spec, f"--handler {text}", _shipped(), settings=f"--handler {spec['class_path']}")
     if not callable(getattr(handler, "attach", None)):
         raise ConfigurationError(f"--handler {text}: {type(handler).__name__} is not a handler: it has no attach()")
@@ -128,7 +128,7 @@ def _in_words(name: str) -> str:
     return re.sub(r"(?<=[a-z])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])", "_", name).lower()
 
 
-def _what_if(folder: Path, log: EventLog, text: str, handler: Handler, engine: str | None) -> dict[str, Any]:
+def _what_if(folder: Path, log: EventLog, text: str, handler: Handler, engine: str | None) -> dict[str, object]:
     """One row: what the handler would have done in the run."""
     failed: str | None = None
     try:

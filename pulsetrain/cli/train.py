@@ -9,7 +9,6 @@ import time
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from pulsetrain.cli.reports import FAILED, STOPPED, UNSAVED, logs_on_stderr, report, resume_command, summary, unsaved
 from pulsetrain.configuration.assemble import Assembly, assemble
@@ -116,7 +115,7 @@ def run(arguments: argparse.Namespace) -> int:
         return UNSAVED if unsaved(assembly) else watch.status
 
 
-def _dry_run(arguments: argparse.Namespace, config: Mapping[str, Any], watch: SignalWatch) -> int:
+def _dry_run(arguments: argparse.Namespace, config: Mapping[str, object], watch: SignalWatch) -> int:
     from pulsetrain.configuration.dry_run import dry_run
 
     if arguments.resume is not None:

@@ -47,7 +47,7 @@ class Unattached:
 
 
 def dry_run(
-    config: Mapping[str, Any],
+    config: Mapping[str, object],
     base: Path,
     folder: str | None = None,
     *,

@@ -161,7 +161,7 @@ def signature_parser(factory: Factory, skip: AbstractSet[str] = frozenset()) -> 
 
 def _converted(
     factory: Factory, name: str, settings: str, arguments: dict[str, object], hints: Mapping[str, object]
-) -> dict[str, Any]:
+) -> dict[str, object]:
     # jsonargparse takes the annotation of a dataclass apart and looks for a mapping; these objects are made already
     plain = {key: hint for key, hint in hints.items() if isinstance(hint, type) and is_dataclass(hint)}
     made = {key: value for key, value in arguments.items() if key in plain}

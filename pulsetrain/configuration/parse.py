@@ -27,7 +27,7 @@ STANDARD_HANDLERS = ("Checkpointer", "EventRecorder", "CSVLogger", "Plots", "Pro
 class _Loader(yaml.SafeLoader):
     """YAML with the numbers of version 1.2 (3e-4 is one); a key that is given twice is an error."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, object]:
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         for key in keys:
             if keys.count(key) > 1 and key != "<<":
@@ -105,7 +105,7 @@ def differences(before: object, now: object, key: str = "") -> Iterator[str]:
         yield f"{key}: {before!r} -> {now!r}"
 
 
-def _override(config: dict[str, Any], key: str, text: str) -> None:
+def _override(config: dict[str, object], key: str, text: str) -> None:
     section, *rest = key.split(".")
     if section not in SECTIONS:
         raise unknown(f"--{key}", "section", section, SECTIONS)
@@ -136,7 +136,7 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).replace('in "<unicode string>"', "at").replace("at, ", "at ").split())
 
 
-def _check_kinds(path: Path, config: Mapping[str, Any]) -> None:
+def _check_kinds(path: Path, config: Mapping[str, object]) -> None:
     wanted: dict[str, tuple[type, str]] = {
         "run": (str, "a folder"),
         "training": (dict, "a mapping of settings"),

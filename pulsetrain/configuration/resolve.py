@@ -100,7 +100,7 @@ class _Filling:
     def __init__(self, comments: dict[Location, str]) -> None:
         self._comments = comments
 
-    def training(self, given: dict[str, Any]) -> dict[str, Any]:
+    def training(self, given: dict[str, object]) -> dict[str, object]:
         section = {"class_path": TrainingConfig, "init_args": with_run_folder(given, _RUN_FOLDER)}
         instantiate(section, "training", settings="training")
         filled = self._filled(TrainingConfig, "training", given, {}, ("training",))[0]
@@ -126,10 +126,10 @@ class _Filling:
         self,
         factory: Factory,
         settings: str,
-        init_args: Mapping[str, Any],
+        init_args: Mapping[str, object],
         given: Mapping[str, object],
         location: Location,
-    ) -> tuple[dict[str, Any], list[str]]:
+    ) -> tuple[dict[str, object], list[str]]:
         """The arguments with the defaults that YAML can write, and those that are left out."""
         name = getattr(factory, "__name__", str(factory))
         filled = {key: self._nested(value, (*location, key), f"{settings}.{key}") for key, value in init_args.items()}

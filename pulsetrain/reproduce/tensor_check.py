@@ -101,7 +101,7 @@ def _is_array(value: object) -> bool:
     return hasattr(value, "dtype") and hasattr(value, "shape")
 
 
-def _host(value: Any) -> np.ndarray[Any, Any]:
+def _host(value: object) -> np.ndarray[Any, Any]:
     """The values as numpy's; of a type that numpy lacks, such as bfloat16, their bits."""
     if isinstance(value, torch.Tensor):
         value = value.detach().cpu().contiguous()

@@ -14,7 +14,7 @@ from pulsetrain.engine.logs import get_logger
 __all__ = ["adapt_to_data", "describe_data"]
 
 
-def describe_data(loader: Any) -> dict[str, Any]:
+def describe_data(loader: object) -> dict[str, Any]:
     """What is known of a loader without reading it, as plain values.
 
     `batches` of a pass and its `samples`, those of all ranks; `batch_size`, samples of a batch, of all ranks as well;
@@ -74,7 +74,7 @@ def adapt_to_data(saved: Mapping[str, Any], loader: Any) -> Mapping[str, Any]:
     return {**saved, "counters": counters, "data": cursor}
 
 
-def _differs(name: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+def _differs(name: str, before: Mapping[str, object], now: Mapping[str, object]) -> bool:
     if name not in before or before[name] == now[name]:
         return False
     return name != "batches" or None not in (before[name], now[name])

@@ -227,7 +227,7 @@ class DataCursor:
             # resume can know; the price is that they start again with each pass
             loader._iterator = None
 
-    def _keyed_loader(self, loader: Any) -> KeyedLoader | None:
+    def _keyed_loader(self, loader: object) -> KeyedLoader | None:
         if not can_be_keyed(loader):
             return None
         if self._keyed is None or self._keyed[0] is not loader:

@@ -139,7 +139,7 @@ class HandlerRegistry:
         for key, other in _pairs(self.settings(), _texts(state)).items():
             handlers[key].load_state_dict(state[other]["state"])
 
-    def report_pairs(self, state: Mapping[str, Mapping[str, Any]]) -> None:
+    def report_pairs(self, state: Mapping[str, Mapping[str, object]]) -> None:
         """Warn about subscribers without a saved state, states without a subscriber, and pairs that are a guess."""
         now, saved = self.settings(), _texts(state)
         pairs = _pairs(now, saved)

@@ -300,5 +300,5 @@ def _changed_settings(config: TrainingConfig) -> dict[str, str]:
     }
 
 
-def _default(field: Field[Any]) -> object:
+def _default(field: Field[object]) -> object:
     return field.default if field.default_factory is MISSING else field.default_factory()

@@ -112,7 +112,7 @@ def named_loaders(val_loader: object) -> dict[str, Iterable[Any]]:  # batches of
 
 
 def configured_handlers(
-    config: TrainingConfig, optimizer: torch.optim.Optimizer, length: RunLength, given: Sequence[Any]
+    config: TrainingConfig, optimizer: torch.optim.Optimizer, length: RunLength, given: Sequence[object]
 ) -> list[Any]:
     """The handlers that settings ask for.
 
@@ -127,7 +127,7 @@ def configured_handlers(
             "Trainer",
             handlers=[LRScheduler, LRScheduler],
         )
-    added: list[Any] = []
+    added: list[object] = []
     asked_for = config.warmup_steps or config.schedule_options or config.min_lr_ratio is not None
     if config.schedule is not None and (config.schedule != "constant" or asked_for):
         _refuse_second("schedule", config.schedule, LRScheduler, given)
@@ -150,7 +150,7 @@ def configured_handlers(
     return added
 
 
-def _refuse_second(setting: str, value: object, kind: type, given: Sequence[Any]) -> None:
+def _refuse_second(setting: str, value: object, kind: type, given: Sequence[object]) -> None:
     if any(isinstance(handler, kind) for handler in given):
         raise ConfigurationError(
             f"a handler {kind.__name__} is given as well; pass one of the two: None (null in YAML) leaves it to the "

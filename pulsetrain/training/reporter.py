@@ -142,7 +142,7 @@ class MetricsReporter:
     def _all_losses(self) -> Iterable[Losses]:
         return self.losses, *self.named_losses.values()
 
-    def _means(self, reader: str, mean_of: Callable[[Losses, str], Any]) -> dict[str, Any]:
+    def _means(self, reader: str, mean_of: Callable[[Losses, str], object]) -> dict[str, Any]:
         """The mean losses, what the strategy derives from them, and the learning rates; on the device if they are."""
         loss = mean_of(self.losses, reader)
         derived = {f"train/{name}": value for name, value in self._derive(loss).items()}

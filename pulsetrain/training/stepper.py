@@ -87,7 +87,7 @@ class Stepper:
         self._ready: Dispatch
         self._stepped: Dispatch
 
-    def __call__(self, engine: Engine, batch: Any) -> TrainingResult:
+    def __call__(self, engine: Engine, batch: object) -> TrainingResult:
         if engine is not self._engine:
             self._use(engine)
         state = engine.state

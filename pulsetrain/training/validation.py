@@ -140,7 +140,7 @@ class Evaluation:
         for metric_name, metric in metrics.items():
             self._attach(metric_name, metric)
 
-    def run(self, name: str, loader: Iterable[Any]) -> dict[str, float]:
+    def run(self, name: str, loader: Iterable[object]) -> dict[str, float]:
         """The set's scalars as "name/metric"; those of a metric that gives a mapping as "name/metric/key".
 
         Other values stay in `engine.state.metrics`. A matrix, such as a confusion matrix, is in `matrices` as well;
@@ -171,7 +171,7 @@ class Evaluation:
             )
         return {f"{name}/{metric}": value for metric, value in self._scalars(name).items()}
 
-    def _step(self, engine: Engine, batch: Any) -> dict[str, Any]:
+    def _step(self, engine: Engine, batch: object) -> dict[str, Any]:
         backend = self.backend
         strategy, self._checks = FirstBatch(self.strategy) if self._checks else self.strategy, False
         prepared = backend.prepare_batch(batch, strategy)
@@ -308,7 +308,7 @@ class _LoaderSource(IterableSource):
             return iter(data)
 
 
-def check_sets(loaders: Mapping[str, Iterable[Any]]) -> None:
+def check_sets(loaders: Mapping[str, Iterable[object]]) -> None:
     """Refuse a validation set that is known to be empty; one without a length is looked at when it is run.
 
     Raises:
@@ -326,7 +326,7 @@ def _no_batch(name: str, why: str | None = None) -> ConfigurationError:
     )
 
 
-def _flat(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+def _flat(name: str, value: object) -> Iterator[tuple[str, Any]]:
     """The value under its name; a mapping's under name/key, however deep."""
     if isinstance(value, Mapping):
         for key, item in value.items():

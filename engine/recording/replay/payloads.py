@@ -52,7 +52,7 @@ def whole(event: LoggedEvent) -> LoggedEvent:
     return event
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """The value with numbers in place of "NaN", "Infinity" and "-Infinity".
 
     >>> plain({"loss": "NaN", "steps": [1, "-Infinity"]})
@@ -63,7 +63,7 @@ def plain(value: Any) -> Any:
     return [plain(item) for item in value] if type(value) is list else parse_non_finite(value)
 
 
-def payload_of(event: Any, logged: LoggedEvent) -> Any:
+def payload_of(event: object, logged: LoggedEvent) -> Any:
     """The payload for handlers: an object of the event's payload type, or plain values if only its name is known.
 
     Raises:
@@ -107,7 +107,7 @@ def _reader(kind: Any) -> Callable[[Any], Any]:
     return next((reader for known, reader in readers if issubclass(base, known)), None) or _fields_of(base)
 
 
-def _fields_of(kind: type) -> Callable[[Any], Any]:
+def _fields_of(kind: type) -> Callable[[Any], object]:
     fields = getattr(kind, "__dataclass_fields__", None)
     if fields is None and not hasattr(kind, "__struct_fields__"):
         return plain
@@ -120,7 +120,7 @@ def _fields_of(kind: type) -> Callable[[Any], Any]:
     return lambda value: kind(**{name: readers[name](item) for name, item in value.items()})
 
 
-def _one_of(kinds: tuple[Any, ...]) -> Callable[[Any], Any]:
+def _one_of(kinds: tuple[object, ...]) -> Callable[[Any], object]:
     if Path in kinds:  # a string if it is a URL
         return lambda value: value if value is None or "://" in value else Path(value)
     readers = [_reader(kind) for kind in kinds if kind is not type(None)]
@@ -128,7 +128,7 @@ def _one_of(kinds: tuple[Any, ...]) -> Callable[[Any], Any]:
     return lambda value: None if value is None else reader(value)
 
 
-def _tuple_of(kinds: tuple[Any, ...]) -> Callable[[Any], Any]:
+def _tuple_of(kinds: tuple[object, ...]) -> Callable[[Any], object]:
     if not kinds or (len(kinds) == 2 and kinds[1] is ...):
         item = _reader(kinds[0]) if kinds else plain
         return lambda value: tuple(map(item, value))
@@ -136,14 +136,14 @@ def _tuple_of(kinds: tuple[Any, ...]) -> Callable[[Any], Any]:
     return lambda value: tuple(read(item) for read, item in zip(readers, value, strict=True))
 
 
-def _tensor(value: Any) -> Any:
+def _tensor(value: object) -> object:
     """Of shape (); NaN if the process was killed before the value was on the host. Other shapes are not logged."""
     if type(value) is dict:
         return value
     return torch.tensor(math.nan if value is None else plain(value), dtype=torch.float64)
 
 
-def _error(value: Mapping[str, Any]) -> BaseException:
+def _error(value: Mapping[str, object]) -> BaseException:
     """An exception of the same name and text; of the same type if that is a builtin."""
     name = str(value["__type__"]).rpartition(".")[2]
     base = getattr(builtins, name, Exception)

@@ -373,7 +373,7 @@ class Replay(ReplayedEngine):
         """Fire what the run would have fired at its end."""
         self._stopping, self._obeyed = None, stop
         now = self.event.t if self.event is not None else 0
-        ends: list[tuple[str, Any]] = [(Events.TERMINATE.value, {"reason": stop.reason})]
+        ends: list[tuple[str, object]] = [(Events.TERMINATE.value, {"reason": stop.reason})]
         if not stop.skip_completed:
             ends.append((Events.COMPLETED.value, None))
         for value, payload in ends:

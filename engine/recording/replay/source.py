@@ -5,7 +5,6 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterator, Mapping
 from operator import attrgetter
-from typing import Any
 
 import msgspec
 
@@ -140,7 +139,7 @@ class Past:
 
     def __init__(self, source: Source) -> None:
         self._source = source
-        self._found: dict[Any, tuple[int, LoggedEvent | None]] = {}
+        self._found: dict[object, tuple[int, LoggedEvent | None]] = {}
         self._counted: dict[tuple[str, str], tuple[int, int]] = {}
 
     def last(self, engine: str, events: frozenset[str] | None, seq: int) -> LoggedEvent | None:
