@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import io
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING
 
 from pulsetrain.engine.checkpoint.manifest import FileEntry
@@ -12,11 +13,21 @@ from pulsetrain.engine.checkpoint.manifest import FileEntry
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-__all__ = ["Write", "digest_of", "write_digested"]
+__all__ = ["PROGRESS", "Progress", "Write", "digest_of", "write_digested"]
 
 Write = Callable[[IO[bytes]], object]  # writes the content of a file
 
 _BUFFER = 1 << 20  # bytes: torch writes small tensors, and the bytes between them, a few at a time
+
+
+@dataclass
+class Progress:
+    """What checkpoints have written and read in this process: grows while one is being saved or loaded."""
+
+    pieces: int = 0
+
+
+PROGRESS = Progress()
 
 
 def write_digested(put: Callable[[ReadableBuffer], int | None], write: Write) -> FileEntry:
@@ -49,7 +60,11 @@ def write_digested(put: Callable[[ReadableBuffer], int | None], write: Write) ->
 
 def digest_of(file: IO[bytes]) -> str:
     """SHA-256 of the rest of an open file."""
-    return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]  # our files have `readinto`
+    digest = hashlib.sha256()
+    while piece := file.read(_BUFFER):
+        digest.update(piece)
+        PROGRESS.pieces += 1
+    return digest.hexdigest()
 
 
 class _Digesting(io.RawIOBase):
@@ -69,5 +84,6 @@ class _Digesting(io.RawIOBase):
             raise
         written = view.nbytes if count is None else count
         self.digest.update(view[:written])
+        PROGRESS.pieces += 1
         self.size += written
         return written

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import faulthandler
 import os
-import sys
 import threading
 import time
-import traceback
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +13,7 @@ from typing import Literal, Self
 
 from pulsetrain.engine import FIRST, LAST, Engine, Event, EventBus, Events, Phase
 from pulsetrain.engine.argument_checks import check_choice, check_positive
+from pulsetrain.engine.checkpoint.digests import PROGRESS
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.handlers.attachment.attachment import Handler
 from pulsetrain.handlers.attachment.engine_queries import reject_replay
@@ -24,7 +23,6 @@ __all__ = ["EXIT_STATUS", "HangWatchdog", "Silence"]
 
 EXIT_STATUS = 75  # EX_TEMPFAIL of sysexits.h: another attempt may succeed
 LOOKS = 10  # per time limit: a hang is noticed at most two looks after the limit
-_SAVING = f"{os.sep}engine{os.sep}checkpoint{os.sep}"  # in the path of the code that saves and loads
 
 
 class HangWatchdog(Handler):
@@ -32,8 +30,8 @@ class HangWatchdog(Handler):
 
     A thread reads the number of the bus's last event at intervals: an event costs nothing more. Every event of every
     engine on the bus is a sign of life, whether or not anything subscribes to it, and those of a validation too. So is
-    saving or loading a checkpoint. Outside of runs no event is expected. Time in which the process was stopped or the
-    machine slept does not count.
+    each piece of a checkpoint that is written or read. Outside of runs no event is expected. Time in which the process
+    was stopped or the machine slept does not count.
 
     A hang is reported once, by a warning; another one after events have been fired in between. This works as long as
     the code that hangs has released Python's global lock, as waiting for a device, a lock, a file or the network does.
@@ -194,8 +192,7 @@ def _watch(watchdog: weakref.ref[HangWatchdog], stopped: threading.Event, interv
             runs = mine.runs(bus)
         except RuntimeError:  # an engine joined or left the bus at this moment
             continue
-        alive = not runs or _is_saving()
-        sign: object = object() if alive else bus.sequence.last
+        sign: object = (bus.sequence.last, PROGRESS.pieces) if runs else object()
         silent = silence.look(sign, mine.clock())
         if silent == 0.0:
             reported = False
@@ -203,10 +200,3 @@ def _watch(watchdog: weakref.ref[HangWatchdog], stopped: threading.Event, interv
             reported = True
             mine.report(silent, runs)
         del mine, bus, runs
-
-
-def _is_saving() -> bool:
-    """Whether the main thread is saving or loading a checkpoint."""
-    frames = sys._current_frames()  # documented; only the name looks private
-    frame = frames.get(threading.main_thread().ident or 0)
-    return frame is not None and any(_SAVING in each.f_code.co_filename for each, _ in traceback.walk_stack(frame))

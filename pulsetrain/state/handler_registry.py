@@ -59,8 +59,9 @@ class HandlerRegistry:
 
     def files_to_sync(self) -> list[Path]:
         """What the subscribers name as files that have to be on disk before a checkpoint."""
-        named = (getattr(each, "files_to_sync", None) for each in self.subscribers())
-        return [path for files in named if callable(files) for path in files()]
+        # asked of the class: an instance may answer to any name
+        methods = ((each, getattr(type(each), "files_to_sync", None)) for each in self.subscribers())
+        return [path for each, method in methods if method is not None for path in method(each)]
 
     def subscribers(self) -> list[object]:
         """Handlers, callbacks and other objects that subscribe, in the order of registration.

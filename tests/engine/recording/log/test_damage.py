@@ -5,19 +5,23 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import resource
 import shutil
 import tempfile
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
+import zstandard
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from pulsetrain.cli import main
 from pulsetrain.engine import Events
 from pulsetrain.engine.recording import EventLog, LoggedEvent, LogWriter, diff
-from pulsetrain.engine.recording.log.blocks import BLOCK_EVENTS
+from pulsetrain.engine.recording.log.blocks import BLOCK_EVENTS, skippable
 from pulsetrain.engine.recording.log.tail import CHUNK
 from pulsetrain.engine.recording.log.writer import log_files
 from pulsetrain.engine.recording.replay.playback import Replay
@@ -381,3 +385,26 @@ def test_a_log_without_events_is_sound_and_empty_files_are_not(tmp_path: Path):
     log = EventLog(tmp_path)
     assert (list(log.read()), len(log.verify()), log.ended) == ([], 1, False)
     assert Replay(log).run().iteration == 0
+
+
+def test_a_forged_block_is_damage_and_takes_no_memory(tmp_path: Path):
+    """A small block of 1.5 GiB of lines, whatever its header says of its size and of the number of its lines."""
+    piece, pieces = b"{}\n" * (1 << 20), 512
+    size = pieces * len(piece)
+    compressor = zstandard.ZstdCompressor(write_checksum=True).compressobj(size=size)
+    frame = b"".join([*(compressor.compress(piece) for _ in range(pieces)), compressor.flush()])
+    writer = LogWriter(tmp_path / "events")
+    writer.add(event(0))
+    writer.end()
+    writer.close()
+    sealed, _ = log_files(tmp_path / "events")
+    header = EventLog(tmp_path).headers[0]
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for claimed in (size, header.size, 1 << 26):
+        forged = msgspec.structs.replace(
+            header, size=claimed, count=claimed // 3, frame=len(frame), crc=zlib.crc32(frame)
+        )
+        sealed.write_bytes(skippable(b"PTLB", msgspec.json.encode(forged)) + frame)
+        assert EventLog(tmp_path).verify()
+        assert list(EventLog(tmp_path).read()) == []
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 * 1024  # kilobytes
