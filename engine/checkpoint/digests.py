@@ -17,6 +17,7 @@ __all__ = ["PROGRESS", "Progress", "Write", "digest_of", "write_digested"]
 
 Write = Callable[[IO[bytes]], object]  # writes the content of a file
 
+_PIECE = 1 << 18  # bytes that are read at a time
 _BUFFER = 1 << 20  # bytes: torch writes small tensors, and the bytes between them, a few at a time
 
 
@@ -61,7 +62,7 @@ def write_digested(put: Callable[[ReadableBuffer], int | None], write: Write) ->
 def digest_of(file: IO[bytes]) -> str:
     """SHA-256 of the rest of an open file."""
     digest = hashlib.sha256()
-    while piece := file.read(_BUFFER):
+    while piece := file.read(_PIECE):
         digest.update(piece)
         PROGRESS.pieces += 1
     return digest.hexdigest()
