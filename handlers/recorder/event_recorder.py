@@ -289,9 +289,7 @@ class EventRecorder(Handler):
     def _on_closed(self, engine: Engine, event: Event) -> None:
         if not self._log.finish(event.seq) or engine is not self._outermost or event.type not in _FINAL_TYPES:
             return
-        if (
-            event.type != Events.TERMINATE.value or engine.should_terminate == "skip_completed"
-        ):  # else COMPLETED follows
+        if event.type != Events.TERMINATE.value or engine.should_terminate is not True:  # else COMPLETED follows
             self._end()
 
     def _on_exception(self, engine: Engine, event: Event) -> None:

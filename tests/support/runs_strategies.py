@@ -298,10 +298,10 @@ STEP_EVENTS = {"iteration_completed", "rollout_started", "rewards_computed", "ro
 
 
 def differences(one: Trainer, other: Trainer) -> set[str]:
-    """The paths that differ, without the counts of saves and events: a resumed run has one more of each."""
+    """The paths that differ, without the log's run and the counts of saves and events: a resumed run has one more."""
     states = [whole_state(each) for each in (one, other)]
     found = {path for path in states[0] | states[1] if states[0].get(path) != states[1].get(path)}
-    return found - {"counters/save", "handlers/EventRecorder/state/ord"}
+    return found - {"counters/save", "handlers/EventRecorder/state/ord", "handlers/EventRecorder/state/run"}
 
 
 def logged_steps(folder: Path) -> list[tuple[Any, ...]]:

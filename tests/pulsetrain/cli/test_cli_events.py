@@ -24,7 +24,8 @@ class Writer:
 
     def add(self, engine: str, event: str, epoch: int, iteration: int, **fields: Any) -> LoggedEvent:
         seq = self.log.last_seq + 1
-        logged = LoggedEvent(seq, engine, event, epoch, iteration, seq=seq, t=1_763_000_000_000_000_000, **fields)
+        ord = fields.pop("ord", seq)
+        logged = LoggedEvent(ord, engine, event, epoch, iteration, seq=seq, t=1_763_000_000_000_000_000, **fields)
         self.log.add(logged)
         return logged
 
@@ -83,7 +84,7 @@ class TestWhich:
         writer.add("trainer", "iteration_completed", 1, 1)
         writer.add("trainer", "iteration_completed", 1, 2)
         writer.log.rewind(after=0, ord=1, seq=2, t=1)
-        writer.add("trainer", "iteration_completed", 1, 2)
+        writer.add("trainer", "iteration_completed", 1, 2, ord=1)
         writer.end()
         assert [row["seq"] for row in rows(capsys, str(tmp_path))] == [0, 2, 3]
         assert [row["seq"] for row in rows(capsys, str(tmp_path), "--superseded")] == [0, 1, 2, 3]
