@@ -136,9 +136,12 @@ class CheckpointManager:
     def target(self, name: str, step: int) -> Location:
         """The folder that the next checkpoint of this name and step will use: one that none has had before."""
         history, plain = self._history(), f"{step:09d}-{name}"
-        used = step < history.last_step or (step == history.last_step and plain in history.names)
-        target, repeat = self.checkpoint_dir / plain, history.ordinal
-        if used:
+        target, repeat = self.checkpoint_dir / plain, 0
+        if step < history.last_step:  # reached before, by a line that was abandoned: its names are not all known
+            repeat = history.ordinal
+        elif step == history.last_step:
+            repeat = sum(each == plain or each.startswith(f"{plain}~") for each in history.names)
+        if repeat:
             target = self.checkpoint_dir / f"{plain}~{repeat + 1}"
         while self._files.exists(target):  # one whose manifest cannot be read
             repeat += 1

@@ -120,7 +120,7 @@ def test_the_ranking_names_the_folders_that_were_really_made(tmp_path: Path):
         handler.save(engine, by_hand)
 
     engine.run(range(2), max_epochs=4)
-    best = "000000004-checkpoint~3"
+    best = "000000004-checkpoint~2"
     assert handler.best == [(1.0, best)]
     assert [path.name for path in handler.manager.valid()] == [best, "000000008-checkpoint"]
     assert handler.manager.get_best().name == best
