@@ -142,7 +142,8 @@ def outcome(folder: Path) -> dict[str, Any]:
     checkpoints = {}
     for saved in CheckpointManager(folder / "checkpoints").valid():
         for path, value in leaves(load_checkpoint(saved)):
-            if "EventRecorder/state/seq" not in path:  # counts what a resume fires besides
+            # `seq` counts what a resume fires besides; `run` is the id of the folder's run
+            if not path.endswith(("EventRecorder/state/seq", "EventRecorder/state/run")):
                 checkpoints[f"{saved.name}/{path}"] = bits(value)
     return {
         **checkpoints,
