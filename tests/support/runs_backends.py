@@ -151,8 +151,9 @@ def whole_state(trainer: Trainer) -> dict[str, Any]:
 
 
 def comparable(state: Any) -> dict[str, Any]:
-    """A checkpoint's state, by path and as bits; without the count of events that only a resume fires."""
-    return {path: bits(value) for path, value in leaves(state) if "EventRecorder/state/seq" not in path}
+    """A checkpoint's state, by path and as bits; without the count of events that a resume fires, and the run's id."""
+    own = ("EventRecorder/state/seq", "EventRecorder/state/run")
+    return {path: bits(value) for path, value in leaves(state) if not path.endswith(own)}
 
 
 @contextmanager
