@@ -259,7 +259,7 @@ class LogWriter:
         before = next((event for event in self._unsealed[:cut] if event.event == LOST), None)
         if before is not None:
             payload["events"] += before.payload.get("events", 1) - 1
-            payload["after"] = min(payload["after"], before.payload["after"])
+            payload["after"] = min(payload["after"], before.payload.get("after", -1))
         self._unsealed[:cut], self._lines[:cut] = [lost], [encode(lost)]
         moved = cut - 1
         self._cuts = [each - moved for each in self._cuts if each > cut]
