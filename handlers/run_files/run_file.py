@@ -144,5 +144,8 @@ def _git_state() -> dict[str, str | bool] | None:
 
 
 def _git(*arguments: str) -> str:
-    done = subprocess.run(["git", *arguments], capture_output=True, text=True, timeout=5, check=True)
+    # without locks, which would fail a commit that is being made at the same time
+    done = subprocess.run(
+        ["git", "--no-optional-locks", *arguments], capture_output=True, text=True, timeout=5, check=True
+    )
     return done.stdout

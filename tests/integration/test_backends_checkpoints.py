@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -55,20 +56,26 @@ def test_later_steps_change_nothing_in_a_checkpoint_that_is_still_being_written(
 ):
     """The next step is made in the memory of the state that was saved."""
     make(on, tmp_path / "at once").train()
-    may_write, begun_at = threading.Event(), []
+    may_write: defaultdict[int, threading.Event] = defaultdict(threading.Event)  # of each step
+    begun_at = []
 
     class Late(CheckpointManager):
         def save(self, *args: Any, **kwargs: Any) -> Any:
-            assert may_write.wait(60)
+            assert may_write[kwargs["step"]].wait(60)
             begun_at.append((kwargs["step"], trainer.state.iteration))
             return super().save(*args, **kwargs)
 
     monkeypatch.setattr("pulsetrain.handlers.checkpointing.checkpointer.CheckpointManager", Late)
     trainer = make(on, tmp_path / "late", background=True)
-    trainer.add_event_handler(Events.ITERATION_COMPLETED(every=5), may_write.clear, phase=Phase.COMPUTE)
-    three_later = Events.ITERATION_COMPLETED(event_filter=lambda engine, count: count % 5 == 3)
-    for event in (three_later, Events.EPOCH_COMPLETED):
-        trainer.add_event_handler(event, may_write.set, phase=Phase.COMPUTE)
+
+    @trainer.on(Events.ITERATION_COMPLETED, phase=Phase.COMPUTE)
+    def three_later(engine: Trainer) -> None:
+        may_write[engine.state.iteration - 3].set()
+
+    @trainer.on(Events.EPOCH_COMPLETED, phase=Phase.COMPUTE)
+    def at_the_end(engine: Trainer) -> None:
+        may_write[engine.state.iteration].set()
+
     trainer.train()
     assert {5, 15, 25} <= {step for step, now in begun_at if now >= step + 3}, "else nothing came in between"
     for iteration in (5, 10, 15, 20, 25):

@@ -127,7 +127,10 @@ class Played:
 
     @property
     def state(self) -> Any:
-        return self.handler.state_dict() if hasattr(self.handler, "state_dict") else None
+        state = self.handler.state_dict() if hasattr(self.handler, "state_dict") else None
+        if isinstance(self.handler, EventRecorder):
+            del state["run"]  # each log has an id of its own
+        return state
 
     @property
     def findings(self) -> list[Any]:

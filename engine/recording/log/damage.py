@@ -78,19 +78,20 @@ def _missing_numbers(sealed: Path, index: Index) -> Iterator[Damage]:
     """Jumps of `ord` between blocks that follow each other."""
     first, last = index.ord
     expected: int | None = None
+    before = 0  # the block that ends with it; those in between have no numbered events
     for number, (low, high) in enumerate(zip(first, last, strict=True)):
         if low < 0:
             continue
-        if expected is not None and low > expected and not _explained(index, number):
+        if expected is not None and low > expected and not _explained(index, before, number):
             reason = f"events are missing: ord {expected} to {low - 1}{_iterations(index, number)}"
             yield Damage(sealed.name, index.start[number], index.start[number], reason, index.seq[0][number] - 1)
-        expected = high + 1
+        expected, before = high + 1, number
 
 
-def _explained(index: Index, number: int) -> bool:
-    """Whether a jump of `ord` before or inside a block is reported in another way."""
-    around = [index.header(each) for each in (number - 1, number) if each >= 0]
-    missing = index.after[number] != (index.seq[1][number - 1] if number else -1)  # a whole block
+def _explained(index: Index, before: int, number: int) -> bool:
+    """Whether a jump of `ord` from one block to another is reported in another way."""
+    around = [index.header(each) for each in range(before, number + 1)]
+    missing = any(index.after[each] != index.seq[1][each - 1] for each in range(before + 1, number + 1))  # whole blocks
     lost = any(LOST in part.events for header in around for part in header.engines.values())
     return missing or lost or any(header.thinned for header in around)
 

@@ -99,6 +99,17 @@ def test_a_budget_holds_however_long_the_run_is(budget: int, tmp_path: Path):
     assert set(range(149_000, 150_000)) <= set(iterations)  # and the newest
 
 
+def test_events_that_were_thinned_out_are_not_reported_as_missing(tmp_path: Path):
+    for attempt in range(6):
+        writer = LogWriter(tmp_path, max_bytes=1)
+        for n in range(3 * attempt, 3 * attempt + 3 * (attempt % 2)):  # none in every second one
+            writer.add(event(n))
+        end(writer)
+    log = EventLog(tmp_path)
+    assert sum(header.thinned for header in log.headers) > 0
+    assert log.verify() == []
+
+
 def test_thinning_copies_damaged_blocks_unchanged(tmp_path: Path):
     end(written(tmp_path, 6 * 1024))
     sealed, _ = log_files(tmp_path)
