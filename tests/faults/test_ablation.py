@@ -42,7 +42,7 @@ RESTATED = {
     "handlers/LRScheduler/state/schedule/*", "handlers/EMA/state/average/buffers_kept",
     "(reporter/named_losses|stepper/grad_norms)",  # of several optimizers
 }  # fmt: skip
-# tells whether the folder's log is the run's own, as here; see tests/handlers/recorder/test_log_loss.py
+# says whether the folder's log is the run's own, as here; see tests/handlers/recorder/test_log_loss.py
 OF_THE_LOG = {"handlers/EventRecorder/state/run"}
 # of runs whose policy makes the batches, which are resumed in tests/integration/test_strategies_runs.py
 OF_ROLLOUTS = {"counters/rollout_round", r"handlers/Checkpointer\(.*\)/state/rollouts"}
