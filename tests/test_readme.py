@@ -21,6 +21,7 @@ def run(code: str, folder: Path) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_the_trainer_of_the_readme_trains_resumes_and_prints(tmp_path: Path):
     lines = run(BLOCKS[0], tmp_path)
     first, last = (float(line.split()[1]) for line in (lines[0], lines[-1]))
@@ -36,6 +37,7 @@ def test_the_events_of_the_readme_end_the_run_with_their_reason(tmp_path: Path):
 PARTS = (Path(__file__).parent.parent / "docs" / "training_step.md").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", re.findall(r"```python\n(.*?)```", PARTS, flags=re.DOTALL))
 def test_the_python_about_the_parts_of_a_step_runs_and_its_assertions_hold(code: str, tmp_path: Path):
     assert run(code, tmp_path) == []

@@ -104,6 +104,7 @@ def test_custom_events_ends_by_a_handlers_decision_at_every_tenth_rollout(tmp_pa
     assert last == f"terminated: {shares[-1]}% arrive after {rollouts[-1]} rollouts"
 
 
+@pytest.mark.slow
 def test_two_engines_share_one_order(tmp_path: Path) -> None:
     output = run(tmp_path, EXAMPLES / "two_engines_one_bus.py").output
     received = [

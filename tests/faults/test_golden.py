@@ -78,7 +78,7 @@ def test_the_state_of_an_older_format_is_read_without_a_loss(number: int):
     assert upgrade(upgraded) is upgraded
 
 
-@pytest.mark.parametrize("number", [3, 4, FORMAT])
+@pytest.mark.parametrize("number", [3, *(pytest.param(each, marks=pytest.mark.slow) for each in (4, FORMAT))])
 def test_a_trainer_resumes_from_a_state_of_each_format(number: int, tmp_path: Path):
     shutil.copytree(RUNS / f"format_{number}", tmp_path / "checkpoints")
     saved = load_checkpoint(tmp_path / "checkpoints" / "000000013-checkpoint")

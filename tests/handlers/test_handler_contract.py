@@ -122,7 +122,7 @@ MAKE: dict[str, Callable] = {
     "TrackioLogger": lambda folder: unconnected("trackio", lambda: TrackioLogger("digits")),
     "ProgressBar": lambda folder: ProgressBar(stream=io.StringIO()),
     "Plots": Plots,
-    "Plots every": lambda folder: Plots(folder, every=Every(iterations=2)),
+    "Plots every": lambda folder: Plots(folder, every=Every(iterations=5)),
     "EventRecorder": EventRecorder,
     "EventRecorder with batches": lambda folder: EventRecorder(folder, include_batches=True, every=3),
     "CallbackList": lambda folder: CallbackList([EveryHook(), Callback()]),

@@ -123,6 +123,7 @@ def test_handlers_do_over_the_recording_what_they_did_in_the_run(on: On, whole: 
 # --------------------------------------------------------------------------------------------------------- resume
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("iteration", [5, 10, 15, 20])
 @pytest.mark.parametrize("on", BACKENDS)
 def test_a_resumed_run_equals_the_uninterrupted_one(on: On, iteration: int, whole: Whole, tmp_path: Path):

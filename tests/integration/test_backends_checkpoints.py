@@ -189,6 +189,7 @@ def test_no_piece_can_be_lost_unnoticed(spare: Spare, whole: tuple[Trainer, Path
 # --------------------------------------------------------------------------------------------------- safetensors
 
 
+@pytest.mark.slow
 @needs_jax
 def test_weights_are_exchanged_by_safetensors(whole: tuple[Trainer, Path], tmp_path: Path):
     flax_form = pytest.importorskip("safetensors.flax", reason="safetensors is not installed")

@@ -116,6 +116,7 @@ def send(name: str) -> None:
     signal.raise_signal(signal.Signals[name])
 
 
+@pytest.mark.slow
 class TestAScript:
     @pytest.mark.parametrize("name", NAMES)
     def test_a_script_ends_with_a_checkpoint_and_the_signals_status_and_resumes(self, name, start, tmp_path):

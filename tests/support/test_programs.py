@@ -22,6 +22,7 @@ PROGRAMS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["code", "script", "module"])
 @pytest.mark.parametrize("code", PROGRAMS.values(), ids=[*PROGRAMS])
 def test_it_prints_and_exits_like_any_python(way: str, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -62,6 +62,7 @@ def frozen(array):
     return array
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("form", FORMS)
 def test_a_batch_may_be_of_any_form(form):
     core = core_of()
@@ -145,6 +146,7 @@ def test_models_of_another_kind_are_refused(model, message):
         core_of().init(model, "sgd")
 
 
+@pytest.mark.slow
 def test_a_linen_module_needs_its_variables():
     module, variables = linen_model(torch_model().state_dict())
     with pytest.raises(TypeError, match=r"variables=dict of Net: needs a mapping with 'params', as module.init"):

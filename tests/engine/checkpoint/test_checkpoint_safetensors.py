@@ -271,6 +271,7 @@ def test_a_file_of_the_wrong_length_is_reported(change: bytes, says: str, tmp_pa
         load_checkpoint(path)
 
 
+@pytest.mark.slow
 def test_whatever_a_manifest_vouches_for_is_loaded_or_refused_by_one_error(tmp_path: Path):
     path, content = written(tmp_path)
     refused = 0

@@ -179,6 +179,7 @@ def test_the_body_of_a_loop_by_hand_is_watched(tmp_path):
     watchdog.detach()
 
 
+@pytest.mark.slow
 def test_saving_a_checkpoint_counts_as_progress(tmp_path, monkeypatch):
     saving, watchdog = [], Counted(tmp_path / "run", SOON)
     write = os.write

@@ -183,6 +183,7 @@ def test_a_finished_sender_is_freed():
     assert known() is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("deliver", "said"),
     [("lambda entries: print(*entries) or len(entries)", "1 2"), ("lambda entries: time.sleep(1000)", "discarded")],

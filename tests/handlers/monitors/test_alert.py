@@ -168,6 +168,7 @@ def test_the_end_waits_no_longer_than_the_timeout(server):
     alert.detach()
 
 
+@pytest.mark.slow
 def test_a_command_that_takes_too_long_is_killed_with_its_children(tmp_path):
     engine, file = make_engine(), tmp_path / "child"
     Alert(["sh", "-c", f"sleep 60 & echo $! > {file}; wait"], timeout=2.0).attach(engine)

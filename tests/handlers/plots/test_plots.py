@@ -344,6 +344,7 @@ def test_names_of_files_stay_in_the_folder(tmp_path):
     assert [path.name for path in plots.draw()] == ["_.._etc_a_b_confusion_matrix.png"]
 
 
+@pytest.mark.slow
 def test_matplotlib_is_imported_only_to_draw_and_pyplot_never(tmp_path):
     code = (
         "import sys; from pulsetrain.engine import Engine; from pulsetrain.handlers import Plots; "

@@ -140,6 +140,7 @@ class TestRunFolder:
         for part in ("model", "optimizer"):
             torch.testing.assert_close(now[part], recorded[part], rtol=ROUNDING, atol=ROUNDING / 10)
 
+    @pytest.mark.slow
     def test_verify_reproduces_it_or_stops_at_a_difference_of_rounding(
         self, run: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:

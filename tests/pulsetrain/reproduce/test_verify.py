@@ -152,6 +152,7 @@ def another_model(folder: Path) -> Trainer:
     return build(folder, dropout=0.3)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "kind", "where"),
     [
