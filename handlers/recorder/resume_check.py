@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pulsetrain.engine import Events
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.recording import EventCheck, EventLog, LoggedEvent
-from pulsetrain.engine.recording.diff.result import describe_event, format_value
+from pulsetrain.engine.recording.diff.result import describe_event, format_pair
 from pulsetrain.engine.recording.log.records import Json
 
 __all__ = ["ResumeCheck", "say_nothing_to_compare"]
@@ -50,7 +50,7 @@ class ResumeCheck(EventCheck):
         if (before.engine, before.event) != (now.engine, now.event):
             return f"{named} is in the log; {now.engine}'s {now.event} at iteration {now.iteration} was fired instead"
         sides = [
-            f"{name}: {format_value(left)} in the log, {format_value(right)} now"
+            "{}: {} in the log, {} now".format(name, *format_pair(left, right))
             for name, (left, right) in found.fields.items()
         ]
         return f"{named}: {'; '.join(sides)}"

@@ -8,12 +8,14 @@ import subprocess
 import sys
 import time
 import uuid
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import msgspec
+from torch import nn
 
 from pulsetrain.engine import Engine, is_training_run
 from pulsetrain.engine.environment import describe_environment
@@ -52,9 +54,18 @@ def run_facts(engine: Engine) -> RunFacts:
         "git": _git_state(),
         "command": facts["command"],
         "settings": facts["settings"],
+        "weights": _weights_of(engine.model) if is_training_run(engine) else {},
         "handlers": [type(handler).__name__ for handler in handlers],
         "starts": [],
     }
+
+
+def _weights_of(model: nn.Module) -> dict[str, int]:
+    """How many values the parameters and buffers hold, by their type."""
+    counts: Counter[str] = Counter()
+    for tensor in (*model.parameters(), *model.buffers()):
+        counts[str(tensor.dtype).removeprefix("torch.")] += tensor.numel()
+    return dict(counts)
 
 
 def write_run_file(folder: Path, engine: Engine, **more: object) -> None:
@@ -91,9 +102,9 @@ def note_start(folder: Path, engine: Engine, iteration: int, rank: int = 0, run:
         return
     facts = run_facts(engine) | ({"id": run} if run else {})
     start = {"at": _now(), "iteration": iteration, "pid": os.getpid(), "command": facts["command"], "git": facts["git"]}
-    left_out = engine.data.left_out_since if is_training_run(engine) else ()
-    if left_out:
-        start["left_out"] = [list(each) for each in left_out]
+    if is_training_run(engine) and engine.rewinds:
+        start["rewinds"] = engine.rewinds
+        start["left_out"] = [list(each) for each in engine.data.left_out_since]
     with _locked(folder):
         there = read_run_file(folder)
         if there and there.get("environment") != facts["environment"]:

@@ -56,11 +56,15 @@ def diagnose(evidence: Evidence) -> tuple[Cause, ...]:
 
 
 def _from_start(evidence: Evidence) -> list[Cause]:
-    if not evidence.changed_at_start:
-        return []
-    parts = " and ".join(evidence.changed_at_start)
-    text = f"the checkpoint's {parts} differ from those that the run had there: it is damaged or was replaced"
-    return [Cause("weights", text)]
+    found = []
+    weights = evidence.recorded.get("weights"), evidence.now.get("weights")
+    if weights[0] != weights[1] and all(weights):
+        found.append(Cause("weights", f"{_counts(weights[0])} were recorded, the model now has {_counts(weights[1])}"))
+    if evidence.changed_at_start:
+        parts = " and ".join(evidence.changed_at_start)
+        text = f"the checkpoint's {parts} differ from those that the run had there: it is damaged or was replaced"
+        found.append(Cause("weights", text))
+    return found
 
 
 def _from_event(evidence: Evidence) -> list[Cause]:
@@ -108,6 +112,10 @@ def _changed(evidence: Evidence, part: str) -> list[str]:
     if not isinstance(recorded, Mapping) or not isinstance(now, Mapping):
         return []
     return environment_differences(recorded, now)
+
+
+def _counts(weights: Mapping[str, int]) -> str:
+    return " and ".join(f"{count:,} values of {kind}" for kind, count in weights.items())
 
 
 def _names(handlers: Json) -> str:

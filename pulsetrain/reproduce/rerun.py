@@ -82,10 +82,11 @@ def first_checkpoint(run: Path) -> Location | None:
     return found[0]
 
 
-def _left_out_by(run: Path | None) -> tuple[tuple[int, int], ...]:
-    """The first and last numbers of the batches that the run skipped after a rewind."""
-    starts = read_run_file(run).get("starts") if run is not None else None
-    return tuple((first, last) for first, last in starts[-1].get("left_out", ())) if starts else ()
+def _rewinds_of(run: Path) -> tuple[int, list[tuple[int, int]]]:
+    """How often the run was rewound, and the first and last numbers of the batches that it left out since."""
+    starts = read_run_file(run).get("starts") or [{}]
+    left_out = [(first, last) for first, last in starts[-1].get("left_out", ())]
+    return starts[-1].get("rewinds", len(left_out)), left_out
 
 
 class Rerun:
@@ -95,7 +96,7 @@ class Rerun:
         build: makes the trainer; if it takes an argument, it is called with `folder`.
         folder: for the files of handlers.
         checkpoint: the checkpoint to load; None for the beginning of the run.
-        run: the run folder; batches that the run skipped after a rewind are skipped here, too.
+        run: the run folder; its rewinds count here, and batches that it left out after them are left out, too.
 
     Raises:
         ConfigurationError: `build` did not make a Trainer with an EventRecorder.
@@ -119,7 +120,9 @@ class Rerun:
         for handler in trainer.handlers:
             if isinstance(handler, OUTPUT_HANDLERS):
                 handler.detach()
-        trainer.data.left_out += _left_out_by(run)
+        if run is not None:
+            rewinds = _rewinds_of(run)
+            trainer.add_event_handler(Events.STARTED, lambda engine: engine.data.keep_rewinds(*rewinds))
         self.check = EventCheck(iter(()))
         self.start = self.end = 0  # iterations
         if checkpoint is not None:

@@ -13,7 +13,7 @@ from pulsetrain.engine.recording.diff.fields import ABSENT
 from pulsetrain.engine.recording.diff.growth import Growth
 from pulsetrain.engine.recording.log.records import Json, LoggedEvent
 
-__all__ = ["Divergence", "LogDiff", "Missing", "describe_event", "field_table", "format_value"]
+__all__ = ["Divergence", "LogDiff", "Missing", "describe_event", "field_table", "format_pair"]
 
 _WIDTH = 40  # characters of a value in the report
 _ROWS = 20  # of each table in the report
@@ -146,7 +146,7 @@ def field_table(fields: Mapping[str, tuple[Json, Json]], a: str, b: str) -> Iter
     """The lines of a table of fields with both sides' values."""
     rows = [("", a, b, "")]
     for name, (x, y) in fields.items():
-        rows.append((name, format_value(x), format_value(y), _apart(x, y)))
+        rows.append((name, *format_pair(x, y), _apart(x, y)))
     yield from _aligned(rows[: _ROWS + 1])
     if len(rows) > _ROWS + 1:
         yield f"  and {len(rows) - _ROWS - 1:,} more fields"
@@ -174,10 +174,25 @@ def _aligned(rows: Sequence[Iterable[str]]) -> Iterator[str]:
         yield ("  " + "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True))).rstrip()
 
 
-def format_value(value: Json) -> str:
-    """A field's value as JSON, shortened to 40 characters."""
-    text = str(value) if value is ABSENT else msgspec.json.encode(value).decode()
-    return text if len(text) <= _WIDTH else text[: _WIDTH - 3] + "..."
+def format_pair(x: Json, y: Json) -> tuple[str, str]:
+    """Two values as JSON; of long ones, 40 characters around the first that differs.
+
+    >>> format_pair({"names": ["a long list", "of names", "one"]}, {"names": ["a long list", "of names", "two"]})
+    ('...ist","of names","one"]}', '...ist","of names","two"]}')
+    """
+    texts = _as_text(x), _as_text(y)
+    equal = next((at for at, (a, b) in enumerate(zip(*texts, strict=False)) if a != b), min(map(len, texts)))
+    start = max(equal - _WIDTH // 2, 0) if max(map(len, texts)) > _WIDTH else 0
+    return _shortened(texts[0], start), _shortened(texts[1], start)
+
+
+def _as_text(value: Json) -> str:
+    return str(value) if value is ABSENT else msgspec.json.encode(value).decode()
+
+
+def _shortened(text: str, start: int) -> str:
+    rest = f"...{text[start + 3 :]}" if start > 3 else text
+    return rest if len(rest) <= _WIDTH else rest[: _WIDTH - 3] + "..."
 
 
 def _apart(x: object, y: object) -> str:

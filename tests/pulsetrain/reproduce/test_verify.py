@@ -182,6 +182,21 @@ def test_each_cause_is_found_at_its_event(
         assert "fingerprints after it: weights same, buffers same, optimizer same, rng differs" in str(found)
 
 
+@pytest.mark.parametrize("fingerprints", [False, True])
+def test_weights_of_another_type_are_the_likeliest_cause(fingerprints: bool, tmp_path: Path):
+    def of_type(dtype: torch.dtype, folder: Path) -> Trainer:
+        again = build(folder, {"max_epochs": 1}, fingerprints, [tuple(x.to(dtype) for x in pair) for pair in loader()])
+        again.model.to(dtype)
+        return again
+
+    of_type(torch.float32, tmp_path).train()
+    found = verify(tmp_path, partial(of_type, torch.float64))
+    assert not found
+    assert found.causes[0].kind == "weights", str(found)
+    assert "values of float32" in found.causes[0].text
+    assert "values of float64" in found.causes[0].text
+
+
 def test_the_batch_is_named_by_its_rows(run: Path, tmp_path: Path):
     found = verify(run, lambda: swap_rows(tmp_path / "again"), from_iteration=12)
     assert found.rows is not None

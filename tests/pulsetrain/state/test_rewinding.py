@@ -190,6 +190,29 @@ def test_the_table_and_the_log_hold_one_run_and_the_proof_holds(tmp_path: Path) 
     assert verify(tmp_path, build, from_iteration=9)
 
 
+@pytest.mark.parametrize(
+    "bad_rows",
+    [(13, 29, 45, 57), *(pytest.param(rows, marks=pytest.mark.slow) for rows in ((13, 14, 29, 45), (29, 45, 57, 61)))],
+)
+@pytest.mark.parametrize("start", [None, 6])
+def test_a_run_that_ends_since_it_was_rewound_too_often_is_reproduced(
+    bad_rows: tuple[int, ...], start: int | None, tmp_path: Path
+) -> None:
+    def build(folder: Path = tmp_path) -> Trainer:
+        guard = NaNGuard("rewind", Every(iterations=2), max_rewinds=2)
+        return guarded_run(
+            EventRecorder(folder), guard, saver(folder, every=2), dataset=guarded_data(bad_rows), max_epochs=2
+        )
+
+    trainer = build()
+    trainer.train()
+    assert trainer.rewinds == 2
+    assert "rewound 2 times already" in str(trainer.state.stop_reason)
+    found = verify(tmp_path, build, from_iteration=start)
+    assert found, str(found)
+    assert (found.start < 6, found.end) == (True, trainer.state.iteration)
+
+
 def test_a_list_of_batches_goes_back_too(tmp_path: Path) -> None:
     inputs, targets = guarded_data().tensors
     batches = list(zip(inputs.split(4), targets.split(4), strict=True))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pulsetrain.engine.errors import ConfigurationError, RecordingError
 from pulsetrain.engine.recording import EventLog, LoggedEvent, LogWriter
 from pulsetrain.engine.recording.diff.compare import diff
-from pulsetrain.engine.recording.diff.result import ABSENT
+from pulsetrain.engine.recording.diff.result import ABSENT, field_table
 
 T = 1_763_000_000_000_000_000
 COUNT = 3000  # events: two blocks of 1024 and one that is not full
@@ -344,3 +344,14 @@ class TestEnvironment:
         (a / "run.json").write_text(json.dumps({"environment": {"threads": 2}}))
         (b / "run.json").write_text(content, encoding="latin-1")
         assert diff(a, b).environment == ()
+
+
+@pytest.mark.parametrize("at", [0, 3, 39, 40, 41, 500, 999])
+@pytest.mark.parametrize("length", [1, 30, 1000])
+def test_of_long_values_the_table_shows_where_they_differ(at: int, length: int):
+    text = "the same " * 200
+    a, b = (f"{text[:at]}{mark}{text[at : at + length]}" for mark in ("OLD", "NEW"))
+    (_, row) = field_table({"payload.reason": (a, b)}, "a", "b")
+    assert "OLD" in row
+    assert "NEW" in row
+    assert len(row) < 120
