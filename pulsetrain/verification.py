@@ -138,9 +138,8 @@ def verify(
         changed = _changed_at_start(log, rerun) if checkpoint is not None else ()
         engine = rerun.trainer.name
         reached = Source(log).last_iteration(engine)
-        damage = tuple(map(str, log.damage))
-        if reached <= rerun.start and damage:
-            return Verification(folder, rerun.start, rerun.start, 0, damage=damage)
+        if reached <= rerun.start and log.damage:
+            return Verification(folder, rerun.start, rerun.start, 0, damage=tuple(map(str, log.damage)))
         if reached <= rerun.start or (to_iteration is not None and to_iteration > reached):
             raise ConfigurationError(
                 f"verify({folder}): the log ends at iteration {reached}, and the rerun would start after "
@@ -155,6 +154,7 @@ def verify(
             for part in ("environment", "settings")
             for each in environment_differences(recorded.get(part) or {}, now.get(part) or {})
         ]
+        damage = tuple(map(str, log.damage))  # after all has been read
         found = Verification(folder, rerun.start, rerun.end, check.agreed, changed=tuple(others), damage=damage)
         divergence = check.divergence or _other_end(expected.end, rerun)
         if divergence is None:

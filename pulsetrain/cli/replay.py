@@ -20,6 +20,7 @@ from pulsetrain.engine import ConfigurationError, Events, MetricNotFoundError, P
 from pulsetrain.engine.metrics import canonical
 from pulsetrain.engine.recording import EventLog
 from pulsetrain.engine.recording.replay.playback import Replay, Stop
+from pulsetrain.handlers import LossSpikeGuard
 from pulsetrain.handlers.metric_values.step_values import METRIC_EVENTS
 
 __all__ = ["add_arguments", "parse_handler"]
@@ -159,7 +160,7 @@ def _what_if(folder: Path, log: EventLog, text: str, handler: Handler, engine: s
 
 def _check_metric(log: EventLog, replay: Replay, handler: object) -> None:
     metric = getattr(handler, "metric", None)
-    if not isinstance(metric, str):
+    if not isinstance(metric, str) or isinstance(handler, LossSpikeGuard):  # whose metric is a loss of the step
         return
     name, known, has_rollouts = type(handler).__name__, dict[str, object](), False
     for event in log.read(engine=replay.name, event={event.value for event in METRIC_EVENTS}):

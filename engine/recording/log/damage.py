@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from pulsetrain.engine.recording.log.blocks import SEAM, Data, parse
+from pulsetrain.engine.recording.log.blocks import SEAM, Data, Header, parse
 from pulsetrain.engine.recording.log.index import Index
 from pulsetrain.engine.recording.log.records import LOST, LoggedEvent
 from pulsetrain.engine.recording.log.scan import Contents, Damage, Recovered
 from pulsetrain.engine.recording.log.tail import CHUNK
 
-__all__ = ["damage_of_record", "find_damage"]
+__all__ = ["damage_of_block", "damage_of_record", "find_damage"]
 
 
 def find_damage(sealed: Path, data: Data, contents: Contents, tail: Path, found: Recovered, size: int) -> list[Damage]:
@@ -43,6 +43,24 @@ def find_damage(sealed: Path, data: Data, contents: Contents, tail: Path, found:
     damage.extend(_missing_numbers(sealed, index))
     damage.extend(_missing_around(sealed, contents, tail, found))
     return damage
+
+
+def damage_of_block(file: Path, start: int, end: int, header: Header) -> Damage:
+    """The damage of a block that cannot be read although its header can.
+
+    Args:
+        file: the sealed file.
+        start: offset of the block.
+        end: offset after it.
+        header: of the block.
+    """
+    reason = f"{header.count} events, seq {header.seq[0]} to {header.seq[1]}"
+    parts = (
+        f"iterations {max(part.iteration[0], 0)} to {part.iteration[1]} of {name!r}"
+        for name, part in header.engines.items()
+        if name
+    )
+    return Damage(file.name, start, end, ", ".join((reason, *parts)))
 
 
 def damage_of_record(file: Path, record: LoggedEvent) -> Damage:

@@ -12,7 +12,7 @@ import msgspec
 
 from pulsetrain.engine.errors import RecordingError
 from pulsetrain.engine.recording.log.blocks import SEAM, Header, parse, seam_of, unpack
-from pulsetrain.engine.recording.log.damage import damage_of_record, find_damage
+from pulsetrain.engine.recording.log.damage import damage_of_block, damage_of_record, find_damage
 from pulsetrain.engine.recording.log.index import Index, Reach
 from pulsetrain.engine.recording.log.records import LOST, LoggedEvent, decode, merge_measured
 from pulsetrain.engine.recording.log.scan import Contents, Damage, mapped, recovered, scan
@@ -184,8 +184,7 @@ class EventLog:
         start, header = self._index.start[index], self._index.header(index)
         block = parse(self._data, start)
         end = block.end if block is not None else start + header.frame
-        reason = f"{header.count} events, seq {header.seq[0]} to {header.seq[1]}"
-        damage = Damage(self._sealed.name, start, end, reason)
+        damage = damage_of_block(self._sealed, start, end, header)
         if damage not in self.damage:
             self.damage.append(damage)
         return []

@@ -14,6 +14,7 @@ from pulsetrain.engine.events.compiled import Dispatch
 from pulsetrain.engine.events.dispatch import Dispatcher, deliver, deliver_to
 from pulsetrain.engine.events.names import Event, EventEnum, Events
 from pulsetrain.engine.events.subscription import Order, Phase
+from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.recording.log.reader import EventLog
 from pulsetrain.engine.recording.log.records import LoggedEvent
 from pulsetrain.engine.recording.replay.delivery import END, START, STRUCTURE, Open, Place, is_host, may_be_nested
@@ -121,6 +122,7 @@ class Replay(ReplayedEngine):
         for other in names:
             if other != name:
                 self.engines[other] = ReplayedEngine(other, self, bus, self._source.types(other), known)
+        self._reported = 0  # how many damaged parts of the log
         self._weights = NearestWeights.beside(self.log.folder, checkpoints, model)
         self._open: list[Open] = []  # events some of whose handlers wait until the events fired in them were played
         self._table: dict[str, dict[str, tuple[ReplayedEngine, Dispatch]]] = {}  # by engine: the events with a receiver
@@ -159,6 +161,8 @@ class Replay(ReplayedEngine):
     def run(self, until: Callable[[LoggedEvent], object] | None = None) -> ReplayedState:  # type: ignore[override]
         """Play to the end, or through the first event for which `until` is true; call it again to continue.
 
+        A warning names each damaged part of the log, whose events are missing; see `log.damage`.
+
         Raises:
             RuntimeError: called by a handler of this replay.
             Exception: a handler's own error, with a note that says where; run() then continues after that event.
@@ -175,7 +179,13 @@ class Replay(ReplayedEngine):
             raise
         finally:
             self._running = False
+            self._report_damage()
         return self.state
+
+    def _report_damage(self) -> None:
+        for each in self.log.damage[self._reported :]:
+            get_logger("engine").warning("the log is damaged: the replay lacks these events", damage=str(each))
+        self._reported = len(self.log.damage)
 
     def step(self) -> LoggedEvent | None:
         """Play one event, whether it has a receiver or not; returns it, or None at the end.
