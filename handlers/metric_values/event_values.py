@@ -148,7 +148,8 @@ class EventValues:
             items = [(name, getattr(value, name)) for name in names]
         fields: dict[str, object] = {}
         for name, item in items:
-            self.put(fields, _text(str(name)), item, depth + 1)
+            key = _text(str(name))
+            self.put(fields, key if key not in fields else _distinct(key, name, fields), item, depth + 1)
         return fields
 
     def _takes(self, values: int) -> bool:
@@ -256,6 +257,14 @@ def _number(value: object) -> object:
 def _text(value: str) -> str:
     text = str.__str__(value)  # of a subclass too, which may override it and which no encoder accepts
     return text if text.isascii() else text.encode(errors="backslashreplace").decode()  # lone surrogates
+
+
+def _distinct(key: str, name: object, fields: Collection[str]) -> str:
+    """A key for a name whose text another name has, as 1 and "1"."""
+    key = f"{key} ({type(name).__name__})"
+    while key in fields:
+        key += "'"
+    return key
 
 
 def _copied(tensor: Tensor) -> object:

@@ -138,6 +138,14 @@ def test_custom_events_are_recorded_also_those_registered_before_the_next_epoch(
     assert [event.get("payload") for event in custom] == [{"value": {"reward": 0.5}}, 2.5, None]
 
 
+@pytest.mark.parametrize("names", [(1, "1"), ("1", 1, 1.0), (None, "None"), ("1 (int)", "1", 1), (True, "True", 1)])
+def test_names_with_the_same_text_lose_no_value(tmp_path, names):
+    value = {name: index for index, name in enumerate(names)}  # Python itself merges 1, 1.0 and True
+    found = record_of(tmp_path, value)
+    assert list(found.values()) == list(value.values())
+    assert set(map(str, value)) <= set(found)
+
+
 @pytest.mark.parametrize(
     ("value", "expected"),
     [
