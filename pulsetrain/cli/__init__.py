@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import os
 import sys
 from collections.abc import Sequence
 
@@ -16,6 +17,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0 done; 1 the run failed; 2 wrong input; 128 + n stopped by signal n.
     """
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by the caller, as with >&-
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  # for the whole process
     if isinstance(sys.stdout, io.TextIOWrapper):
         # a text sample may have characters that the terminal cannot show
         sys.stdout.reconfigure(errors="backslashreplace")

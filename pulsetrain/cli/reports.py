@@ -9,6 +9,7 @@ import sys
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TextIO, cast
 
 import structlog
 from tqdm import tqdm
@@ -23,6 +24,7 @@ from pulsetrain.handlers import Checkpointer
 
 __all__ = [
     "logs_on_stderr",
+    "output_may_fail",
     "program",
     "report",
     "report_damage",
@@ -62,10 +64,57 @@ def until_closed() -> Iterator[None]:
         yield
         sys.stdout.flush()
     except BrokenPipeError:
-        # otherwise Python would write the buffered rest at exit, and fail
-        silence = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(silence, sys.stdout.fileno())
-        os.close(silence)
+        _silence(sys.stdout)
+
+
+@contextmanager
+def output_may_fail() -> Iterator[None]:
+    """Go on where standard output or standard error cannot be written: the disk is full, or the reader is gone.
+
+    What could not be written is lost, which a line on standard error reports.
+    """
+    before = sys.stdout, sys.stderr
+    sys.stdout, sys.stderr = (cast(TextIO, _Lossy(stream)) for stream in before)
+    try:
+        yield
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        sys.stdout, sys.stderr = before
+
+
+class _Lossy:
+    """A stream whose writes do not fail."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            return self._stream.write(text)
+        except OSError as error:
+            self._lose(error)
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError as error:
+            self._lose(error)
+
+    def _lose(self, error: OSError) -> None:
+        _silence(self._stream)
+        print(f"pulsetrain: {self._stream.name} cannot be written: {error.strerror}; its text is lost", file=sys.stderr)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._stream, name)
+
+
+def _silence(stream: TextIO) -> None:
+    """Drop what is written from now on, and what is buffered: otherwise Python would write it at exit, and fail."""
+    silence = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(silence, stream.fileno())
+    os.close(silence)
 
 
 def summary(assembly: Assembly, seconds: float) -> str:

@@ -10,7 +10,17 @@ import traceback
 from collections.abc import Mapping
 from pathlib import Path
 
-from pulsetrain.cli.reports import FAILED, STOPPED, UNSAVED, logs_on_stderr, report, resume_command, summary, unsaved
+from pulsetrain.cli.reports import (
+    FAILED,
+    STOPPED,
+    UNSAVED,
+    logs_on_stderr,
+    output_may_fail,
+    report,
+    resume_command,
+    summary,
+    unsaved,
+)
 from pulsetrain.configuration.assemble import Assembly, assemble
 from pulsetrain.configuration.claim import has_checkpoint
 from pulsetrain.configuration.messages import in_settings
@@ -79,7 +89,7 @@ def run(arguments: argparse.Namespace) -> int:
     started = time.perf_counter()
     assembly: Assembly | None = None
     updates = [0]  # the last item: the optimizer updates that had been made when this command started training
-    with SignalWatch() as watch, logs_on_stderr():
+    with SignalWatch() as watch, output_may_fail(), logs_on_stderr():
         try:
             config = read_config(arguments.config, arguments.settings)
             if arguments.dry_run:

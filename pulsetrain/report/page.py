@@ -174,6 +174,8 @@ def _heads(runs: Sequence[ReportedRun]) -> str:
 
 
 def _duration(times: tuple[int, int]) -> str:
+    if times[1] < times[0]:
+        return "unknown: the system clock was set back"
     minutes, seconds = divmod(round((times[1] - times[0]) / 1e9), 60)
     hours, minutes = divmod(minutes, 60)
     days, hours = divmod(hours, 24)

@@ -93,7 +93,8 @@ def _names(folders: Sequence[Path]) -> list[str]:
                 f"{folders[index]} is named twice; name each run once", "report", runs=[*map(str, folders)]
             )
     names = [path.name or str(path) for path in paths]
-    return [name if names.count(name) == 1 else str(folder) for name, folder in zip(names, folders, strict=True)]
+    own = [name if names.count(name) == 1 else str(folder) for name, folder in zip(names, folders, strict=True)]
+    return [os.fsencode(name).decode("utf-8", "backslashreplace") for name in own]  # whatever the locale is
 
 
 def _check_target(path: Path, folders: Sequence[Path], force: bool) -> None:
