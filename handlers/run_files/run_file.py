@@ -21,6 +21,7 @@ from pulsetrain.engine import Engine, is_training_run
 from pulsetrain.engine.environment import describe_environment
 from pulsetrain.handlers.attachment.engine_queries import attribute, device_of, settings_of
 from pulsetrain.handlers.metric_values.event_values import EventValues
+from pulsetrain.handlers.run_files.redaction import redacted
 from pulsetrain.handlers.run_files.run_folder import replace_file
 
 __all__ = ["RUN_FILE", "RunFacts", "note_start", "read_run_file", "run_facts", "write_run_file"]
@@ -32,7 +33,7 @@ RunFacts: TypeAlias = dict[str, Any]  # plain JSON
 
 
 def run_facts(engine: Engine) -> RunFacts:
-    """What the run was made with, as far as the engine knows.
+    """What the run was made with, as far as the engine knows, without credentials.
 
     >>> facts = run_facts(Engine(lambda engine, batch: None))
     >>> facts["seed"], facts["handlers"], facts["starts"]
@@ -45,7 +46,7 @@ def run_facts(engine: Engine) -> RunFacts:
     values.put(facts, "command", sys.argv)
     values.put(facts, "settings", settings_of(engine))
     values.settle()
-    return {
+    described = {
         "format": FORMAT,
         "id": uuid.uuid4().hex,
         "created": _now(),
@@ -58,6 +59,7 @@ def run_facts(engine: Engine) -> RunFacts:
         "handlers": [type(handler).__name__ for handler in handlers],
         "starts": [],
     }
+    return redacted(described)
 
 
 def _weights_of(model: nn.Module) -> dict[str, int]:

@@ -21,6 +21,7 @@ from pulsetrain.engine import strategies as shipped_strategies
 from pulsetrain.engine.data import rng
 from pulsetrain.engine.data.keyed_loader import length_of
 from pulsetrain.engine.logs import get_logger
+from pulsetrain.handlers.run_files.redaction import redacted
 from pulsetrain.trainer import Trainer
 
 __all__ = ["BACKENDS", "HANDLERS", "STRATEGIES", "Assembly", "assemble", "with_run_folder"]
@@ -155,7 +156,7 @@ def _report_changes(folder: Path, config: dict[str, Any]) -> None:
     recorded = _recorded(folder)
     if recorded:
         recorded.setdefault("backend", "torch")  # from before there was a choice
-    changed = list(differences({**recorded, "run": ""}, {**config, "run": ""})) if recorded else []
+    changed = list(differences({**recorded, "run": ""}, {**redacted(config), "run": ""})) if recorded else []
     if changed:
         get_logger("pulsetrain").warning(
             "the configuration has changed since the run started; its config.yaml is kept as it was",

@@ -12,6 +12,7 @@ import yaml
 from pulsetrain.engine.checkpoint import find_checkpoints, resolve
 from pulsetrain.engine.errors import RunFolderError
 from pulsetrain.handlers import Checkpointer
+from pulsetrain.handlers.run_files.redaction import redacted
 from pulsetrain.handlers.run_files.run_file import write_run_file
 from pulsetrain.trainer import Trainer
 
@@ -129,7 +130,7 @@ class Claim:
 
 
 def write_description(folder: Path, config: Mapping[str, object], trainer: Trainer, base: Path) -> None:
-    """Write config.yaml and run.json, from which the run can be repeated.
+    """Write config.yaml and run.json, from which the run can be repeated; they keep no credentials.
 
     Args:
         base: the folder in which class paths are looked up first.
@@ -138,7 +139,7 @@ def write_description(folder: Path, config: Mapping[str, object], trainer: Train
         RunFolderError: the folder cannot be written.
     """
     try:
-        text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
+        text = yaml.safe_dump(redacted(dict(config)), sort_keys=False, allow_unicode=True)
         (folder / "config.yaml").write_text(text, encoding="utf-8")
         write_run_file(folder, trainer, base=str(base.resolve()))
     except OSError as error:

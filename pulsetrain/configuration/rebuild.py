@@ -8,6 +8,7 @@ from pathlib import Path
 from pulsetrain.configuration.assemble import Assembly, assemble
 from pulsetrain.configuration.parse import read_config
 from pulsetrain.engine.errors import RunFolderError
+from pulsetrain.handlers.run_files.redaction import redacted_settings
 from pulsetrain.handlers.run_files.run_file import read_run_file
 
 __all__ = ["base_of", "rebuild"]
@@ -31,7 +32,14 @@ def rebuild(run: Path, folder: Path, settings: Mapping[str, str] | None = None) 
             f"{run}: has no config.yaml, so the command line cannot make its trainer: `pulsetrain train` did not start "
             "this run. From Python, pulsetrain.verify(run, build_trainer) takes a function that makes it"
         )
-    return assemble(read_config(file, settings or {}), base_of(run), folder)
+    config = read_config(file, settings or {})
+    if missing := list(redacted_settings(config)):
+        names = ", ".join(missing)
+        raise RunFolderError(
+            f"{file}: credentials are not kept in run folders; give {names} again: `pulsetrain fork` takes "
+            f"--{missing[0]}=VALUE, and pulsetrain.verify() in Python a function that makes the trainer"
+        )
+    return assemble(config, base_of(run), folder)
 
 
 def base_of(folder: Path) -> Path:
