@@ -57,9 +57,9 @@ def diagnose(evidence: Evidence) -> tuple[Cause, ...]:
 
 def _from_start(evidence: Evidence) -> list[Cause]:
     found = []
-    weights = evidence.recorded.get("weights"), evidence.now.get("weights")
-    if weights[0] != weights[1] and all(weights):
-        found.append(Cause("weights", f"{_counts(weights[0])} were recorded, the model now has {_counts(weights[1])}"))
+    was, now = evidence.recorded.get("weights"), evidence.now.get("weights")
+    if was and now and was != now:
+        found.append(Cause("weights", f"{_counts(was)} were recorded, the model now has {_counts(now)}"))
     if evidence.changed_at_start:
         parts = " and ".join(evidence.changed_at_start)
         text = f"the checkpoint's {parts} differ from those that the run had there: it is damaged or was replaced"
