@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import NoReturn, Self
 
@@ -15,7 +15,7 @@ from pulsetrain.engine import ConfigurationError, Engine, Events, Preempted
 from pulsetrain.engine.data.workers import release_workers
 from pulsetrain.engine.events.ignite import Handle
 
-__all__ = ["SignalWatch"]
+__all__ = ["SignalWatch", "interrupted_safely"]
 
 NAMES = ("SIGINT", "SIGTERM", "SIGUSR1")
 FORWARDED = 2.0  # seconds in which launchers forward a signal that they got: such a one is not a second request
@@ -31,6 +31,7 @@ class SignalWatch:
 
     Args:
         trainer: whose run to end; `follow` names one later.
+        names: the signals.
         clock: monotonic, in seconds.
 
     Raises:
@@ -50,10 +51,16 @@ class SignalWatch:
     (3, 143)
     """
 
-    def __init__(self, trainer: Engine | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        trainer: Engine | None = None,
+        *,
+        names: Sequence[str] = NAMES,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.received: signal.Signals | None = None  # the first
         self.status = 0  # for the process to exit with: 128 + the number of the signal that ended the run
-        self._named, self._clock = trainer, clock
+        self._named, self._names, self._clock = trainer, names, clock
         self._trainer: Engine | None = None
         self._terminated_at: float | None = None  # when the first SIGTERM came
         self._previous = contextlib.ExitStack()  # restores the handlers that were there before
@@ -69,7 +76,7 @@ class SignalWatch:
         self._process = os.getpid()
         if self._named is not None:
             self.follow(self._named)
-        for name in NAMES:
+        for name in self._names:
             number = getattr(signal, name, None)
             # None: a handler that Python did not install, and could not restore
             if number is not None and signal.getsignal(number) is not None:
@@ -120,3 +127,19 @@ class SignalWatch:
         if number == signal.SIGINT:
             raise KeyboardInterrupt
         raise SystemExit(self.status)
+
+
+@contextlib.contextmanager
+def interrupted_safely(trainer: Engine) -> Iterator[None]:
+    """Ctrl-C ends the trainer's run at the next safe point, with a checkpoint; KeyboardInterrupt is raised after that.
+
+    A second Ctrl-C raises it at once. Nothing changes where the program handles SIGINT itself, or in another thread.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    with SignalWatch(trainer, names=("SIGINT",)) as watch:
+        yield
+    if watch.status:
+        raise KeyboardInterrupt

@@ -193,6 +193,9 @@ class Trainer(Engine):
     def train(self, resume: str | os.PathLike[str] | None = None) -> dict[str, list[float]]:
         """Train to the configured bound.
 
+        Ctrl-C ends the run at the next safe point, with a checkpoint if a Checkpointer saves at the end, and raises
+        KeyboardInterrupt then; a second one raises it at once.
+
         Args:
             resume: "latest" continues from the newest valid checkpoint of the trainer's Checkpointer, or starts if
                 there is none yet; a path names one.

@@ -14,6 +14,7 @@ from pulsetrain.engine.data.workers import workers_outlive_signals
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.handlers import Checkpointer, MetricLogger
 from pulsetrain.handlers.checkpointing.background_save import SavedEngine
+from pulsetrain.signals import interrupted_safely
 from pulsetrain.state.handler_registry import HandlerRegistry
 from pulsetrain.state.resume import Resumer
 from pulsetrain.state.rewind import Rewind, go_back, plan_rewind
@@ -86,11 +87,12 @@ class RunDriver:
             check_type("Trainer.train", "resume", resume, str | os.PathLike, "'latest' or a checkpoint's path")
             self._load(resume)
         self._rewind = None
-        self._start()
-        while self._rewind is not None:
-            go_back(self._rewind, self._run, self._registry.checkpointer("rewind()"), self._data)
-            self._rewind = None
+        with interrupted_safely(self._engine):
             self._start()
+            while self._rewind is not None:
+                go_back(self._rewind, self._run, self._registry.checkpointer("rewind()"), self._data)
+                self._rewind = None
+                self._start()
 
     def train_epoch(self, loader: Iterable[object]) -> None:
         """Train to the end of the current epoch, or through the next one."""

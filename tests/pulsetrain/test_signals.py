@@ -13,13 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from pulsetrain import SignalWatch
-from pulsetrain.engine import Events
+from pulsetrain import SignalWatch, Trainer
+from pulsetrain.engine import Events, Every
 from pulsetrain.engine.checkpoint import CheckpointManager
+from pulsetrain.engine.checkpoint.reader import step_of
 from pulsetrain.engine.data.workers import workers_outlive_signals
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.events.payloads import Preempted
+from pulsetrain.handlers import Checkpointer
 from tests.support.models import loader, trainer
 from tests.support.programs import Program
 
@@ -237,6 +240,50 @@ class TestOnceMore:
             run.train()
         assert watch.status == 143
         assert run.state.iteration == 3
+
+
+class TestWithoutAWatch:
+    """Ctrl-C in a script that only calls `train()`."""
+
+    def run(self, folder: Path, at: Events, count: int) -> Trainer:
+        run = trainer({"max_epochs": 3}, handlers=[Checkpointer(folder, every=Every(epochs=10))])
+        run.add_event_handler(at(once=count), lambda: send("SIGINT"))
+        return run
+
+    @pytest.mark.parametrize(
+        ("at", "count", "left"),
+        [(Events.ITERATION_COMPLETED, 14, 14), (Events.ITERATION_STARTED, 14, 14), (Events.EPOCH_STARTED, 2, 10)],
+    )
+    def test_it_leaves_the_last_checkpoint_and_raises(self, at: Events, count: int, left: int, tmp_path: Path):
+        run = self.run(tmp_path, at, count)
+        with pytest.raises(KeyboardInterrupt):
+            run.train()
+        assert (run.state.iteration, run.state.stop_reason) == (left, "SIGINT was received")
+        assert [step_of(path) for path in CheckpointManager(tmp_path / "checkpoints").valid()] == [left]
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+        again = trainer({"max_epochs": 3}, handlers=[Checkpointer(tmp_path)])
+        again.train(resume="latest")
+        whole = trainer({"max_epochs": 3})
+        whole.train()
+        assert all(map(torch.equal, again.model.parameters(), whole.model.parameters()))
+
+    def test_a_second_one_raises_at_once(self, tmp_path: Path):
+        run = self.run(tmp_path, Events.ITERATION_STARTED, 14)
+        run.add_event_handler(Events.ITERATION_STARTED(once=14), lambda: send("SIGINT"))
+        with pytest.raises(KeyboardInterrupt):
+            run.train()
+        assert run.state.stop_reason != "SIGINT was received"
+        assert list(CheckpointManager(tmp_path / "checkpoints").valid()) == []
+
+    def test_a_handler_of_the_program_stays_in_place(self, tmp_path: Path):
+        found: list[int] = []
+        before = signal.signal(signal.SIGINT, lambda number, frame: found.append(number))
+        try:
+            self.run(tmp_path, Events.ITERATION_STARTED, 14).train()
+        finally:
+            signal.signal(signal.SIGINT, before)
+        assert found == [signal.SIGINT]
 
 
 class TestSignalWatch:
