@@ -374,6 +374,9 @@ class Trainer(Engine):
         self.resumer.load(state, self.train_loader)
         self.abandon()
 
+    def describe_bound(self) -> str:
+        return self.length.describe_bound(self.state)
+
     @property
     def is_done(self) -> bool:
         """Whether the run has reached its bound."""

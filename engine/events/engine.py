@@ -103,6 +103,10 @@ class Engine(RunControl, IgniteEngine):  # type: ignore[misc]  # _event_handlers
         """Whether the run has reached its bound."""
         return bool(super()._is_done(self.state))
 
+    def describe_bound(self) -> str:
+        """The setting that makes the run end at `state.max_iters`, with its value."""
+        return f"max_iters={self.state.max_iters}"
+
     def around_epoch(self, done: int) -> AbstractContextManager[object]:
         """Entered around the batches of each epoch; EPOCH_STARTED comes before it, EPOCH_COMPLETED after it.
 
@@ -370,7 +374,7 @@ class Engine(RunControl, IgniteEngine):  # type: ignore[misc]  # _event_handlers
                 if counter == state.epoch_length:
                     break
                 if state.iteration == state.max_iters:
-                    self._termination_reason = f"max_iters={state.max_iters} was reached"
+                    self._termination_reason = f"{self.describe_bound()} was reached"
                     self._terminate = True
                     raise StopRun
         except StopEpoch:

@@ -69,7 +69,7 @@ def until_closed() -> Iterator[None]:
 
 @contextmanager
 def output_may_fail() -> Iterator[None]:
-    """Go on where standard output or standard error cannot be written: the disk is full, or the reader is gone.
+    """Continue where standard output or standard error cannot be written: the disk is full, or the reader is gone.
 
     What could not be written is lost, which a line on standard error reports.
     """

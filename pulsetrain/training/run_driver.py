@@ -176,6 +176,12 @@ class RunDriver:
             self._engine.resume(loader, max_epochs, max_iterations)
             return
         state.epoch = self._data.epoch
+        get_logger("pulsetrain").info(
+            "the run has reached its bound already, and no batch is trained; a larger bound would continue it",
+            iteration=state.iteration,
+            epoch=state.epoch,
+            bound=f"max_epochs={max_epochs}" if max_epochs is not None else self._engine.describe_bound(),
+        )
         with self._resumer.finishing():
             self._engine.resume(loader, max_epochs, max_iterations)
         state.stop_reason = state.stop_reason or self._length.reached_inside(state, self._data.epoch_done)

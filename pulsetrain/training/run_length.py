@@ -104,7 +104,15 @@ class RunLength:
     def reached_inside(self, state: State, epoch_done: bool) -> str | None:
         """The reason that the loop gives for ending at the bound; None at the end of an epoch."""
         inside = state.max_iters is not None and not epoch_done
-        return self.reached(state) or (f"max_iters={state.max_iters} was reached" if inside else None)
+        return self.reached(state) or (f"{self.describe_bound(state)} was reached" if inside else None)
+
+    def describe_bound(self, state: State) -> str:
+        """The setting that makes the run end at `state.max_iters`, with its value."""
+        config = self.config
+        if config.max_updates is not None and state.max_iters == self.max_iterations:
+            return f"max_updates={config.max_updates}"
+        name = "max_iterations" if state.max_iters == config.max_iterations else "max_iters"
+        return f"{name}={state.max_iters}"
 
     def check(self) -> None:
         """Refuse a run that could not learn.

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from ignite.metrics import MeanSquaredError
+from structlog.testing import capture_logs
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
@@ -22,7 +24,7 @@ from pulsetrain.engine import (
     TorchBackend,
     TrainingResult,
 )
-from pulsetrain.handlers import Callback
+from pulsetrain.handlers import Callback, Checkpointer
 from pulsetrain.training.running_stats import Losses
 from tests.support.models import Tokens, loader, pairs, regression_model, trainer
 
@@ -66,8 +68,8 @@ def test_accumulating_four_batches_is_one_batch_four_times_as_large():
     ("bound", "iterations", "reason"),
     [
         ({"max_epochs": 2}, 20, None),
-        ({"max_iterations": 13}, 13, "max_iters=13 was reached"),
-        ({"max_updates": 4, "accumulate": 3}, 12, "max_iters=12 was reached"),
+        ({"max_iterations": 13}, 13, "max_iterations=13 was reached"),
+        ({"max_updates": 4, "accumulate": 3}, 12, "max_updates=4 was reached"),
         ({}, 10, None),
     ],
 )
@@ -392,3 +394,24 @@ def test_a_single_tensor_dataset_works_with_pretrain():
     run = Trainer(Tokens(), data, strategy="pretrain")
     run.train()
     assert run.state.tokens == 32
+
+
+@pytest.mark.parametrize(
+    ("trained", "asked", "bound"),
+    [
+        ({"max_epochs": 2}, {"max_epochs": 2}, "max_epochs=2"),
+        ({"max_epochs": 2}, {"max_epochs": 1}, "max_epochs=1"),
+        ({"max_iterations": 13}, {"max_iterations": 13}, "max_iterations=13"),
+        ({"max_iterations": 13}, {"max_iterations": 5}, "max_iterations=5"),
+        ({"max_updates": 13}, {"max_updates": 5}, "max_updates=5"),
+    ],
+)
+def test_resuming_a_run_at_its_bound_or_past_it_says_so(
+    trained: dict[str, int], asked: dict[str, int], bound: str, tmp_path: Path
+) -> None:
+    trainer(trained, handlers=[Checkpointer(tmp_path)]).train()
+    again = trainer(asked, handlers=[Checkpointer(tmp_path)])
+    with capture_logs() as logs:
+        again.train(resume="latest")
+    (line,) = (line for line in logs if "has reached its bound already" in line["event"])
+    assert (line["bound"], line["iteration"]) == (bound, again.state.iteration)
