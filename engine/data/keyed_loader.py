@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any, NamedTuple, TypeGuard, TypeVar
@@ -192,9 +193,9 @@ class KeyedOrder:
         """The number of batches that this many samples over all ranks make."""
         return samples // self.step if self._drop_last else -(-samples // self.step)
 
-    def begin(self, number: int, position: int = 0) -> None:
-        """Sets the pass and the position at which the next iteration starts."""
-        self.number, self.position = number, position
+    def begin(self, number: int, position: int = 0, at_position: Callable[[], None] | None = None) -> None:
+        """Sets the pass and the position at which the next iteration starts; the function is called there, once."""
+        self.number, self.position, self._at_position = number, position, at_position
 
     def rows(self, number: int, position: int) -> list[Any]:
         """The sample indices of the batch at a position of a pass; empty after its end."""
@@ -203,7 +204,8 @@ class KeyedOrder:
 
     def __iter__(self) -> Iterator[Any]:
         number, position = self.number, self.position
-        for indices in self._batches(number, position):
+        at_position, self._at_position = self._at_position, None
+        for indices in self._batches(number, position, at_position):
             if self._keyed:
                 yield KeyedBatch(indices, rng.derive(self.seed, number, position + self._rank))
             else:
@@ -215,12 +217,14 @@ class KeyedOrder:
             raise TypeError("KeyedOrder: the loader has no length")
         return self._length
 
-    def _batches(self, number: int, position: int) -> Iterator[Any]:
+    def _batches(self, number: int, position: int, at_position: Callable[[], None] | None = None) -> Iterator[Any]:
+        source = self._draw_from(number, position) if self._own_batches else self._samples(number, position)
+        if at_position is not None:
+            at_position()
         if self._own_batches:
-            yield from islice(self._draw(number), position, None)
+            yield from source
             return
-        samples = self._samples(number, position)
-        while chunk := list(islice(samples, self.step)):
+        while chunk := list(islice(source, self.step)):
             if self._drop_last and len(chunk) < self.step:
                 return
             share = chunk[self._rank :: self._ranks]
@@ -229,15 +233,15 @@ class KeyedOrder:
 
     def _samples(self, number: int, position: int) -> Iterator[int]:
         if self._shuffle is None:
-            return islice(self._draw(number), position, None)
+            return self._draw_from(number, position)
         count = len(self._dataset)
         if not self._shuffle:
             return iter(range(position, count))
         generator = torch.Generator().manual_seed(rng.derive(self.seed, number))
         return iter(torch.randperm(count, generator=generator)[position:].tolist())
 
-    def _draw(self, number: int) -> Iterator[Any]:
-        """The sampler's own order, drawn from a separate random stream."""
+    def _draw_from(self, number: int, position: int) -> Iterator[Any]:
+        """The sampler's own order from a position on, drawn from a separate random stream."""
         draws = rng.Draws(rng.derive(self.seed, number))
         if callable(getattr(self._sampler, "set_epoch", None)):
             self._sampler.set_epoch(number - 1)
@@ -245,7 +249,9 @@ class KeyedOrder:
             generator = getattr(holder, "generator", None)
             if isinstance(generator, torch.Generator):
                 generator.manual_seed(rng.derive(self.seed, number))
-        return draws.around(self._sampler)
+        drawn = draws.around(self._sampler)
+        deque(islice(drawn, position), maxlen=0)
+        return drawn
 
 
 class KeyedLoader:
@@ -294,10 +300,12 @@ class KeyedLoader:
         # reach persistent workers and would wait 5 s for each.
         weakref.finalize(self, _identity, self._loader).atexit = False
 
-    def begin(self, number: int, position: int = 0) -> Iterator[Any]:
-        """The batches of a pass, starting at a position."""
+    def begin(
+        self, number: int, position: int = 0, at_position: Callable[[], None] | None = None
+    ) -> Iterator[Any]:
+        """The batches of a pass, starting at a position; see `KeyedOrder.begin`."""
         self._generator.manual_seed(rng.derive(self._seed, number))
-        self.order.begin(number, position)
+        self.order.begin(number, position, at_position)
         with workers_begin(self._loader):
             return iter(self._loader)
 
