@@ -11,7 +11,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import Any, NamedTuple, TypeGuard, TypeVar
 
@@ -42,6 +42,8 @@ __all__ = [
 T = TypeVar("T")
 Collate = Callable[[Any], Any]
 """A `collate_fn`: samples to a batch, both as the user's dataset makes them."""
+Look = Callable[[Mapping[str, object]], object]
+"""Looks at the parts of a loader by their names."""
 
 
 def length_of(loader: object) -> int | None:
@@ -267,14 +269,16 @@ class KeyedLoader:
     Args:
         loader: a loader that `can_be_keyed` accepts.
         seed: the seed of the run.
+        look: called with the dataset and the `collate_fn`, by name, before each batch is read, in workers as well.
+            It is not called for datasets that are known to draw nothing.
     """
 
-    def __init__(self, loader: DataLoader[Any], seed: int) -> None:
+    def __init__(self, loader: DataLoader[Any], seed: int, look: Look | None = None) -> None:
         self.order = KeyedOrder(loader, seed)
         dataset: Any = loader.dataset  # any object with __getitem__
         collate = loader.collate_fn
         if not draws_nothing(loader):
-            dataset, collate = _KeyedDataset(loader.dataset, loader.collate_fn, self.order.batched), _identity
+            dataset, collate = _KeyedDataset(loader.dataset, loader.collate_fn, look), _identity
         self._generator = torch.Generator()
         self._seed = seed
         options: dict[str, Any] = {"batch_sampler": self.order}
@@ -316,8 +320,8 @@ class _KeyedDataset:
     It forwards attributes to the wrapped dataset, since a `worker_init_fn` may read and set them.
     """
 
-    def __init__(self, dataset: Dataset[object], collate: Collate, batched: bool) -> None:
-        self.__dict__["_keyed"] = (dataset, collate, batched)
+    def __init__(self, dataset: Dataset[object], collate: Collate, look: Look | None) -> None:
+        self.__dict__["_keyed"] = (dataset, collate, look)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_keyed" not in self.__dict__:
@@ -327,19 +331,23 @@ class _KeyedDataset:
     def __setattr__(self, name: str, value: object) -> None:
         setattr(self._keyed[0], name, value)
 
-    def __reduce__(self) -> tuple[type[_KeyedDataset], tuple[Dataset[Any], Collate, bool]]:
+    def __reduce__(self) -> tuple[type[_KeyedDataset], tuple[Dataset[Any], Collate, Look | None]]:
         return _KeyedDataset, self._keyed
 
     def __len__(self) -> int:
         return len(self._keyed[0])
 
     def __getitem__(self, batch: KeyedBatch) -> Any:
-        dataset, collate, _ = self._keyed
+        dataset, collate, look = self._keyed
+        if look is not None:
+            look({"dataset": dataset, "collate_fn": collate})
         with rng.seeded(batch.seed):
             return collate(dataset[batch.indices])
 
     def __getitems__(self, batch: KeyedBatch) -> Any:
-        dataset, collate, _ = self._keyed
+        dataset, collate, look = self._keyed
+        if look is not None:
+            look({"dataset": dataset, "collate_fn": collate})
         with rng.seeded(batch.seed):
             several = getattr(dataset, "__getitems__", None)
             items = several(batch.indices) if several else [dataset[index] for index in batch.indices]

@@ -19,6 +19,7 @@ from pulsetrain.engine.errors import CheckpointError
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.state.loader_parts import LoaderParts
 from pulsetrain.state.part import StateDict, Stateful, keeps_state, require
+from pulsetrain.state.worker_watch import WorkerWatch
 
 __all__ = ["DataCursor"]
 
@@ -79,6 +80,7 @@ class DataCursor:
         self.left_out = tuple(left_out)
         self.refuses_unsavable = False  # whether to refuse, when a pass begins, a loader state that cannot be saved
         self._keyed: tuple[object, KeyedLoader] | None = None  # the loader, and ours that reads it
+        self._watch = WorkerWatch(0)
         self._parts = LoaderParts()
         self.reset()
 
@@ -242,8 +244,14 @@ class DataCursor:
         if not can_be_keyed(loader):
             return None
         if self._keyed is None or self._keyed[0] is not loader:
-            self._keyed = loader, KeyedLoader(loader, self.seed)
+            if loader.num_workers:
+                self._watch = WorkerWatch(loader.num_workers)
+            self._keyed = loader, KeyedLoader(loader, self.seed, self._watch.look if loader.num_workers else None)
         return self._keyed[1]
+
+    def changed_in_workers(self) -> set[str]:
+        """The attributes of the dataset and the `collate_fn` that have changed in a worker, where they are not saved."""
+        return self._watch.changed()
 
     def locate(self, iteration: int) -> tuple[int, int] | None:
         """Where a batch of the current pass is in the data order, for `rows_at`; None if the loader decides itself."""

@@ -105,6 +105,9 @@ class Fingerprint:
         kind, function = type(value), isinstance(value, _FUNCTIONS)
         if not function and package_of(value) in ("pulsetrain", "ignite"):
             return kind  # saved, if it belongs to the run
+        if hasattr(kind, "close"):  # a file, or another handle, which may be opened when it is first needed
+            self.unseen.add(self._path)
+            return type(None), None
         if isinstance(value, (Enum, torch.dtype, torch.device)):
             return kind, str(value)
         if is_array(value):  # of jax

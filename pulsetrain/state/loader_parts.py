@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -11,9 +12,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from pulsetrain.state.handler_registry import state_of
 from pulsetrain.state.part import StateDict, Stateful, keeps_state
 
-__all__ = ["LoaderParts", "parts_of_loader", "stateful_parts"]
+__all__ = ["LoaderParts", "parts_in", "parts_of_loader", "stateful_parts"]
 
-_WRAPPED = ("sampler", "batch_sampler", "dataset", "datasets", "data_source")  # what samplers and datasets wrap
+_WRAPPED = ("sampler", "batch_sampler", "dataset", "data_source")  # what samplers and datasets wrap
 
 
 def parts_of_loader(loader: object) -> Iterator[tuple[str, object]]:
@@ -23,22 +24,24 @@ def parts_of_loader(loader: object) -> Iterator[tuple[str, object]]:
     >>> [path for path, part in parts_of_loader(DataLoader(Subset(range(9), [1, 2])))]
     ['dataset', 'sampler', 'batch_sampler', 'collate_fn', 'dataset.dataset']
     """
-    if not isinstance(loader, DataLoader):
-        return
-    names = ("dataset", "sampler", "batch_sampler", "collate_fn")
-    waiting = [(name, getattr(loader, name, None)) for name in names]
-    seen: set[int] = set()
-    for path, part in waiting:  # which grows
+    names = ("dataset", "sampler", "batch_sampler", "collate_fn") if isinstance(loader, DataLoader) else ()
+    return parts_in([(name, getattr(loader, name, None)) for name in names])
+
+
+def parts_in(parts: Iterable[tuple[str, object]]) -> Iterator[tuple[str, object]]:
+    """These parts of a loader and those that they wrap, each once, by their paths."""
+    waiting, seen = deque(parts), set[int]()
+    while waiting:
+        path, part = waiting.popleft()
         if part is None or id(part) in seen:
             continue
         seen.add(id(part))
         yield path, part
-        for name in _WRAPPED:
-            inner = getattr(part, "__dict__", {}).get(name)
-            several = inner if isinstance(inner, (list, tuple)) and name == "datasets" else None
-            waiting += [(f"{path}.{name}", inner)] if several is None else [
-                (f"{path}.{name}[{number}]", each) for number, each in enumerate(several)
-            ]  # fmt: skip
+        held = getattr(part, "__dict__", {})
+        waiting += [(f"{path}.{name}", held[name]) for name in _WRAPPED if name in held]
+        several = held.get("datasets")  # of a ConcatDataset
+        if isinstance(several, (list, tuple)):
+            waiting += [(f"{path}.datasets[{number}]", each) for number, each in enumerate(several)]
 
 
 def stateful_parts(loader: object) -> dict[str, Stateful]:

@@ -291,9 +291,10 @@ class OptimizerPart(OwnedPart[torch.optim.Optimizer]):
 
     def _added(self, state: StateDict) -> list[dict[str, Any]]:
         """The groups that were added when the state was saved, with this model's parameters."""
-        mine = dict(self._model.named_parameters()) if "added" in state else {}
-        groups = [[mine[name] for name in names if name in mine] for names in state.get("added", ())]
-        return [{"params": parameters} for parameters in groups]
+        more = len(state["param_groups"]) - self._groups
+        mine = dict(self._model.named_parameters()) if more > 0 else {}
+        groups = state.get("added", [])[-more:] if more > 0 else []  # this optimizer may have begun with some of them
+        return [{"params": [mine[name] for name in names if name in mine]} for names in groups]
 
     def _rates(self) -> list[float]:
         return [float(group["lr"]) for group in self._owner.param_groups]

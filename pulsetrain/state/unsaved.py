@@ -70,7 +70,7 @@ class UnsavedState:
         unseen: set[str] = set()
         if self._start is not None:
             now = self._fingerprint()
-            self._changed.update(now.changed_since(self._start))
+            self._changed.update(now.changed_since(self._start), self._data.changed_in_workers())
             unseen = now.unseen
         return {"changed": sorted(self._changed), "not_seen": sorted(unseen)}
 
