@@ -304,9 +304,7 @@ class KeyedLoader:
         # reach persistent workers and would wait 5 s for each.
         weakref.finalize(self, _identity, self._loader).atexit = False
 
-    def begin(
-        self, number: int, position: int = 0, at_position: Callable[[], None] | None = None
-    ) -> Iterator[Any]:
+    def begin(self, number: int, position: int = 0, at_position: Callable[[], None] | None = None) -> Iterator[Any]:
         """The batches of a pass, starting at a position; see `KeyedOrder.begin`."""
         self._generator.manual_seed(rng.derive(self._seed, number))
         self.order.begin(number, position, at_position)

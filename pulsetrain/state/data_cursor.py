@@ -192,9 +192,7 @@ class DataCursor:
             plain({"data": {"parts": self._parts.state_dict(loader, ahead=False)}})
         return self._iterate(loader)
 
-    def _iterate(
-        self, loader: Iterable[object], at_position: Callable[[], None] | None = None
-    ) -> Iterator[object]:
+    def _iterate(self, loader: Iterable[object], at_position: Callable[[], None] | None = None) -> Iterator[object]:
         self._loader = loader
         keyed = self._keyed_loader(loader)
         if keyed is not None:
@@ -250,7 +248,7 @@ class DataCursor:
         return self._keyed[1]
 
     def changed_in_workers(self) -> set[str]:
-        """The attributes of the dataset and the `collate_fn` that have changed in a worker, where they are not saved."""
+        """The attributes of the dataset and the `collate_fn` that have changed in a worker, unsaved."""
         return self._watch.changed()
 
     def locate(self, iteration: int) -> tuple[int, int] | None:

@@ -67,8 +67,10 @@ class Fingerprint:
     def add(self, path: str, value: object) -> None:
         """Look at a value, and let `changed_since` call it by this path."""
         self._path, self._left = path, ELEMENTS
-        whole = isinstance(value, (Tensor, np.ndarray)) and id(value) not in self._known
-        self.hashes[path] = hash(digest(value) if whole else self._summary(value, DEPTH))
+        if isinstance(value, (Tensor, np.ndarray)) and id(value) not in self._known:
+            self.hashes[path] = hash(digest(value))
+        else:
+            self.hashes[path] = hash(self._summary(value, DEPTH))
 
     def add_attributes(self, path: str, holder: object) -> None:
         """Look at each attribute of an object."""
@@ -82,7 +84,7 @@ class Fingerprint:
 
     def _summary(self, value: object, depth: int) -> Hashable:
         """Equal for equal values; different types are never equal."""
-        kind = type(value)
+        kind = cast(Hashable, type(value))
         if value is None or isinstance(value, _PLAIN):
             return kind, str(value) if value != value else cast(Hashable, value)
         self._left -= 1
@@ -102,10 +104,11 @@ class Fingerprint:
             return self._not_seen(kind)
 
     def _object(self, value: object, depth: int) -> Hashable:
-        kind, function = type(value), isinstance(value, _FUNCTIONS)
+        kind = cast(Hashable, type(value))
+        function = isinstance(value, _FUNCTIONS)
         if not function and package_of(value) in ("pulsetrain", "ignite"):
             return kind  # saved, if it belongs to the run
-        if hasattr(kind, "close"):  # a file, or another handle, which may be opened when it is first needed
+        if hasattr(type(value), "close"):  # a file, or another handle, which may be opened when it is first needed
             self.unseen.add(self._path)
             return type(None), None
         if isinstance(value, (Enum, torch.dtype, torch.device)):
@@ -125,32 +128,37 @@ class Fingerprint:
         if size and not depth:
             return self._not_seen(kind, size)
         if isinstance(value, Mapping):
-            items = list(islice(value.items(), self._left + 1))
-            read: Hashable = tuple([(str(key), self._summary(each, depth - 1)) for key, each in items])
+            pairs = list(islice(value.items(), self._left + 1))
+            read: Hashable = tuple([(str(key), self._summary(each, depth - 1)) for key, each in pairs])
+            seen = len(pairs)
         else:
             items = list(islice(cast("Iterable[object]", value), self._left + 1))
+            seen = len(items)
             if _TYPES.issuperset(map(type, items)):  # without a call for each
                 self._left -= len(items)
                 read = frozenset(items) if isinstance(value, (set, frozenset)) else tuple(items)
             else:
                 read = tuple([self._summary(each, depth - 1) for each in items])
-        if len(items) < size:
+        if seen < size:
             self._not_seen(kind)
         return kind, size, read
 
-    def _not_seen(self, *what: Hashable) -> Hashable:
+    def _not_seen(self, *what: object) -> Hashable:
         self.unseen.add(self._path)
         return what
 
 
 def own_attributes(holder: object) -> Iterator[tuple[str, object]]:
-    """What a function holds by name; of another object its attributes, without those of torch's base classes,
-    cached properties, and what libraries keep private.
+    """What a function holds, or another object's attributes, by name.
 
-    Of the private attributes of an object from a library, those are included that hold an object of the user's.
+    Left out are attributes of torch's base classes, cached properties, and what libraries keep private: of the private
+    attributes of an object from a library, only those are included that hold an object of the user's.
     """
     if isinstance(holder, _FUNCTIONS):
-        yield from (*held_by(holder), *_variables(holder)) if is_users(holder) else ()
+        if is_users(holder):
+            yield from (*held_by(holder), *_variables(holder))
+        elif isinstance(holder, MethodType):
+            yield "", holder.__self__
         return
     of_library, numbered = package_of(holder) in LIBRARIES, hasattr(type(holder), "set_epoch")
     for name, value in attributes_of(holder).items():

@@ -73,9 +73,9 @@ class LoaderParts:
             loader: of the current pass.
             ahead: whether batches may have been drawn that were not trained yet.
         """
-        states = {}
+        states: dict[str, StateDict] = {}
         for path, part in stateful_parts(loader).items():
-            state = {}
+            state: dict[str, Any] = {}
             if path in self._before and _is_drawn_from(path, part):
                 state["before"] = self._before[path]
             if not (state and ahead):

@@ -26,8 +26,8 @@ class ModulesPart:
     """The flags of the model and of the modules in the strategy, and the state of those in the strategy.
 
     Of each module: which parameters are frozen, which submodules are in evaluation mode, the rates of dropout, and the
-    buffers that are not persistent. A module that the strategy holds, such as a loss, is saved as a whole unless all its
-    parameters are frozen and nothing has written to them, as to those of a teacher.
+    buffers that are not persistent. A module that the strategy holds, such as a loss, is saved as a whole, except for
+    one whose parameters are all frozen and were never written to, such as a teacher.
 
     Args:
         model: whose weights another part saves.
@@ -63,7 +63,9 @@ class ModulesPart:
                     f"the checkpoint has other dropout modules than {name}: {differing}; build the modules as they "
                     "were when it was made"
                 )
-            problems = compare_weights(module.state_dict(), state[name]["weights"]) if "weights" in state[name] else None
+            problems = (
+                compare_weights(module.state_dict(), state[name]["weights"]) if "weights" in state[name] else None
+            )
             if problems:
                 raise CheckpointError(f"the checkpoint's weights do not fit {name}: {problems}")
 

@@ -7,7 +7,7 @@ import inspect
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from itertools import islice
 from types import FunctionType, MethodType, ModuleType

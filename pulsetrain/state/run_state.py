@@ -262,7 +262,7 @@ class OptimizerPart(OwnedPart[torch.optim.Optimizer]):
         return {**state, "added": [[names.get(id(each), "") for each in group["params"]] for group in added]}
 
     def check_state_dict(self, state: StateDict) -> None:
-        """Refuse a state of other parameters; groups that were added to the optimizer since the start are no difference.
+        """Refuse a state of other parameters; groups that were added to the optimizer since the start may differ.
 
         Raises:
             CheckpointError: it is one.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from functools import partial
 from types import FunctionType
 
@@ -149,7 +149,9 @@ class UnsavedState:
                 found.add_attributes(path, part)
             others = [each for group in part.param_groups[1:] for each in list.__iter__(group["params"])]
             own = set(map(id, tensors))
-            found.add(f"{path}: parameters that are not the model's", [id(each) for each in others if id(each) not in own])
+            found.add(
+                f"{path}: parameters that are not the model's", [id(each) for each in others if id(each) not in own]
+            )
         if not isinstance(run.train_loader, (DataLoader, list, tuple)):
             data["loader"] = run.train_loader
         for path, each in data.items():

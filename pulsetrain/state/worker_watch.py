@@ -1,4 +1,4 @@
-"""Finds out in the workers of a DataLoader which attributes of the dataset change there, where no checkpoint reaches."""
+"""Finds out in the workers of a DataLoader which attributes of the dataset change there, unsaved."""
 
 from __future__ import annotations
 
@@ -44,13 +44,16 @@ class WorkerWatch:
             self._first = now
         changed = "\n".join(now.changed_since(self._first)).encode()[: _BYTES - 1]
         if changed:
-            place = _BYTES * worker.id
-            self._reports[place] = b"\0"
-            self._reports[place + 1 : place + _BYTES] = changed.ljust(_BYTES - 1, b"\0")
-            self._reports[place] = b"\1"
+            report = self._report(worker.id)
+            report[0] = 0
+            report[1:] = changed.ljust(_BYTES - 1, b"\0")
+            report[0] = 1
 
     def changed(self) -> set[str]:
         """The paths of what has changed in a worker so far."""
-        reports = [self._reports[_BYTES * each : _BYTES * (each + 1)] for each in range(self._workers)]
-        complete = [each[1:].rstrip(b"\0").decode(errors="replace") for each in reports if each[:1] == b"\1"]
+        reports = [bytes(self._report(worker)) for worker in range(self._workers)]
+        complete = [each[1:].rstrip(b"\0").decode(errors="replace") for each in reports if each[0]]
         return {path for each in complete for path in each.splitlines()}
+
+    def _report(self, worker: int) -> memoryview:
+        return memoryview(self._reports).cast("B")[_BYTES * worker : _BYTES * (worker + 1)]
