@@ -30,6 +30,7 @@ _STATE_DEPTH = 4  # of a state_dict: that of an optimizer is a dict of dicts of 
 _WHOLE, _SAMPLED = 1 << 20, 1 << 16  # elements of a tensor that is read whole, and read of a larger one
 _PLAIN = (bool, int, float, complex, str, bytes)
 _TYPES = frozenset({*_PLAIN, type(None)})
+_FREQUENT = frozenset({dict, list, tuple, set})
 _CONTAINERS = (Mapping, list, tuple, set, frozenset, deque)
 _FUNCTIONS = (FunctionType, MethodType, partial)
 _OPAQUE = (*GENERATORS, type, ModuleType, IgniteEngine, DataLoader)
@@ -72,6 +73,11 @@ class Fingerprint:
         else:
             self.hashes[path] = hash(self._summary(value, DEPTH))
 
+    def add_items(self, path: str, container: object) -> None:
+        """Look at the items of a container, even of one that is not looked into where others hold it."""
+        self._path, self._left = path, ELEMENTS
+        self.hashes[path] = hash(self._container(container, DEPTH))
+
     def add_attributes(self, path: str, holder: object) -> None:
         """Look at each attribute of an object."""
         for name, value in own_attributes(holder):
@@ -85,19 +91,23 @@ class Fingerprint:
     def _summary(self, value: object, depth: int) -> Hashable:
         """Equal for equal values; different types are never equal."""
         kind = cast(Hashable, type(value))
-        if value is None or isinstance(value, _PLAIN):
+        if kind in _TYPES or isinstance(value, _PLAIN):
             return kind, str(value) if value != value else cast(Hashable, value)
         self._left -= 1
         if self._left < 0:
             return self._not_seen(kind)
-        if isinstance(value, _OPAQUE) or id(value) in self._known:
+        if id(value) in self._known:
             return kind
+        if kind in _FREQUENT:
+            return self._container(value, depth)
         if isinstance(value, Tensor):
             return value.data_ptr() if _has_memory(value) else id(value), _version(value), tuple(value.shape)
         if isinstance(value, (np.ndarray, np.generic)):
             return digest(np.asarray(value))
         if isinstance(value, _CONTAINERS):
             return self._container(value, depth)
+        if isinstance(value, _OPAQUE):
+            return kind
         try:
             return self._object(value, depth)
         except Exception:  # raised by code of the user's, such as a state_dict() that needs a first batch
@@ -127,7 +137,7 @@ class Fingerprint:
         kind, size = type(value), len(value)  # type: ignore[arg-type]  # every container has a length
         if size and not depth:
             return self._not_seen(kind, size)
-        if isinstance(value, Mapping):
+        if kind is dict or isinstance(value, Mapping):
             pairs = list(islice(value.items(), self._left + 1))
             read: Hashable = tuple([(str(key), self._summary(each, depth - 1)) for key, each in pairs])
             seen = len(pairs)

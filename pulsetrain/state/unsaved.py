@@ -156,7 +156,7 @@ class UnsavedState:
             data["loader"] = run.train_loader
         for path, each in data.items():
             if isinstance(each, (list, tuple, dict)):
-                found.add(path, each)
+                found.add_items(path, each)
             elif not keeps_state(each):
                 found.add_attributes(path, each)
         for handler in registry.subscribers():
@@ -194,12 +194,13 @@ def _add_module(found: Fingerprint, path: str, module: nn.Module) -> None:
         name for kept in ("_parameters", "_buffers", "_modules")
         for name, each in held[kept].items() if each is not None and name not in passing
     ]  # fmt: skip
-    found.add(f"{path}: parameters, buffers and modules", names)
+    found.hashes[f"{path}: parameters, buffers and modules"] = hash(tuple(names))
     hooks = [hook for name in _HOOKS for hook in held[name].values()]
     for tensor in _tensors(module):
         for kept in ("_backward_hooks", "_post_accumulate_grad_hooks"):
             hooks += (getattr(tensor, kept, None) or {}).values()
-    found.add(f"{path}: hooks", [getattr(hook, "__qualname__", "") for hook in hooks if is_users(hook)])
+    own = [getattr(hook, "__qualname__", "") for hook in hooks if is_users(hook)]
+    found.hashes[f"{path}: hooks"] = hash(tuple(own))
     if kind.get_extra_state is not nn.Module.get_extra_state or kind.state_dict is not nn.Module.state_dict:
         return
     for name, value in own_attributes(module):
