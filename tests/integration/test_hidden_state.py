@@ -44,7 +44,11 @@ def case(*lacks: str, slow: bool = False) -> Callable[[Callable[[], dict[str, An
 def run(folder: Path, make: Callable[[], dict[str, Any]]) -> Trainer:
     torch.manual_seed(0)
     arguments = make()
-    act, every = arguments.pop("act", None), arguments.pop("always", None)
+    actions = {
+        Events.STARTED: arguments.pop("start", None),
+        Events.EPOCH_COMPLETED(once=2): arguments.pop("act", None),
+        Events.ITERATION_STARTED: arguments.pop("always", None),
+    }
     model = arguments.pop("model", None) or regression_model()
     data = arguments.pop("train_loader", None)
     data = DataLoader(pairs(ROWS), BATCH, shuffle=True) if data is None else data
@@ -53,10 +57,9 @@ def run(folder: Path, make: Callable[[], dict[str, Any]]) -> Trainer:
     config = TrainingConfig(max_epochs=EPOCHS, learning_rate=0.05, seed=1)
     saver = Checkpointer(folder, Every(iterations=SAVED), at_end=False)
     made = Trainer(model, data, config=config, handlers=[saver], **arguments)
-    if act is not None:
-        made.add_event_handler(Events.EPOCH_COMPLETED(once=2), act)
-    if every is not None:
-        made.add_event_handler(Events.ITERATION_STARTED, every)
+    for event, action in actions.items():
+        if action is not None:
+            made.add_event_handler(event, action)
     return made
 
 
@@ -67,22 +70,23 @@ def warned(logs: list[Any], what: str) -> list[str]:
 # --------------------------------------------------------------------------------------------------- flags of modules
 
 
+def unfreezing() -> tuple[Any, dict[str, Any]]:
+    model = regression_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    return model, {"model": model, "optimizer": optimizer, "act": lambda: model[0].requires_grad_(True)}
+
+
 @case()
 def a_backbone_is_unfrozen() -> dict[str, Any]:
-    model = regression_model()
+    model, arguments = unfreezing()
     model[0].requires_grad_(False)
-    return {"model": model, "act": lambda: model[0].requires_grad_(True)}
+    return arguments
 
 
 @case()
-def a_backbone_is_unfrozen_that_a_handler_froze_at_the_start() -> dict[str, Any]:
-    model = regression_model()
-
-    def freeze(engine: Trainer) -> None:
-        if engine.state.iteration % (ROWS // BATCH * EPOCHS) <= 1:
-            model[0].requires_grad_(False)
-
-    return {"model": model, "always": freeze, "act": lambda: model[0].requires_grad_(True)}
+def a_backbone_is_unfrozen_that_a_handler_freezes_when_the_run_starts() -> dict[str, Any]:
+    model, arguments = unfreezing()
+    return {**arguments, "start": lambda: model[0].requires_grad_(False)}
 
 
 @case()
