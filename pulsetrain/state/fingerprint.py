@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from ignite.engine import Engine as IgniteEngine
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from pulsetrain.engine.arrays import is_array
 from pulsetrain.engine.backends.module_view import version_of
@@ -81,7 +81,8 @@ class Fingerprint:
     def add_attributes(self, path: str, holder: object) -> None:
         """Look at each attribute of an object."""
         for name, value in own_attributes(holder):
-            self.add(f"{path}.{name}", value)
+            if id(value) not in self._known:
+                self.add(f"{path}.{name}", value)
 
     def changed_since(self, before: Fingerprint) -> list[str]:
         """The paths whose values differ, have come or are gone."""
@@ -171,6 +172,7 @@ def own_attributes(holder: object) -> Iterator[tuple[str, object]]:
             yield "", holder.__self__
         return
     of_library, numbered = package_of(holder) in LIBRARIES, hasattr(type(holder), "set_epoch")
+    streams = isinstance(holder, IterableDataset) and keeps_state(holder)
     for name, value in attributes_of(holder).items():
         if name in _TORCHS or isinstance(getattr(type(holder), name, None), cached_property):
             continue
@@ -179,6 +181,8 @@ def own_attributes(holder: object) -> Iterator[tuple[str, object]]:
         if name == "generator":  # of a sampler: each pass seeds it
             continue
         if numbered and name in ("epoch", "_epoch"):  # which set_epoch() sets before each pass
+            continue
+        if streams and name.startswith("_"):  # its position in the pass, which is read again
             continue
         yield name, value
 

@@ -45,10 +45,14 @@ def parts_in(parts: Iterable[tuple[str, object]]) -> Iterator[tuple[str, object]
 
 
 def stateful_parts(loader: object) -> dict[str, Stateful]:
-    """Those of a DataLoader's parts that keep state, unless the loader keeps its own."""
+    """Those of a DataLoader's parts that keep state, unless the loader keeps its own.
+
+    Streams are left out: by convention, their state is a position in the pass, and a resumed run reads the pass again.
+    """
     if keeps_state(loader):
         return {}
-    return {path: part for path, part in parts_of_loader(loader) if keeps_state(part)}
+    found = {path: part for path, part in parts_of_loader(loader) if keeps_state(part)}
+    return {path: part for path, part in found.items() if not isinstance(part, IterableDataset)}
 
 
 class LoaderParts:
@@ -76,7 +80,7 @@ class LoaderParts:
         states: dict[str, StateDict] = {}
         for path, part in stateful_parts(loader).items():
             state: dict[str, Any] = {}
-            if path in self._before and _is_drawn_from(path, part):
+            if path in self._before and _is_drawn_from(path):
                 state["before"] = self._before[path]
             if not (state and ahead):
                 state["now"] = deepcopy(state_of(path, part))
@@ -99,6 +103,6 @@ class LoaderParts:
         return at_position
 
 
-def _is_drawn_from(path: str, part: object) -> bool:
+def _is_drawn_from(path: str) -> bool:
     """Whether a pass is drawn from it again up to the position; the rows of a dataset are not read again."""
-    return not path.startswith("dataset") or isinstance(part, IterableDataset)
+    return not path.startswith("dataset")

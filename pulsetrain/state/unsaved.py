@@ -8,7 +8,7 @@ from types import FunctionType
 
 import torch
 from torch import Generator, Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from pulsetrain.engine import LAST, Engine, Events, Phase, TrainingRun, is_training_run
 from pulsetrain.engine.checkpoint.plain import plain
@@ -157,7 +157,7 @@ class UnsavedState:
         for path, each in data.items():
             if isinstance(each, (list, tuple, dict)):
                 found.add_items(path, each)
-            elif not keeps_state(each):
+            elif not keeps_state(each) or (isinstance(each, IterableDataset) and not keeps_state(run.train_loader)):
                 found.add_attributes(path, each)
         for handler in registry.subscribers():
             if is_users(handler) and not keeps_state(handler):

@@ -526,8 +526,8 @@ def a_stream_counts_its_passes() -> dict[str, Any]:
     return {"train_loader": DataLoader(Stream(), BATCH)}
 
 
-@case()
-def a_stream_keeps_its_state() -> dict[str, Any]:
+@case("dataset.level", "dataset.passed")
+def a_stream_keeps_its_state_and_its_loader_does_not() -> dict[str, Any]:
     stream = SavedStream()
     return {"train_loader": DataLoader(stream, BATCH), "act": lambda: setattr(stream, "level", 2)}
 

@@ -226,7 +226,7 @@ def a_stream_of_hugging_face() -> dict[str, Any]:
     return data(hugging_face(stream=True), collate_fn=as_pair)
 
 
-@case(pytest.mark.slow)
+@case(pytest.mark.slow, pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning"))
 def a_loader_with_a_state() -> dict[str, Any]:
     torchdata = pytest.importorskip("torchdata.stateful_dataloader")
     return {"train_loader": torchdata.StatefulDataLoader(Augmented(), BATCH, shuffle=True)}
@@ -283,7 +283,7 @@ def two_modules_with_optimizers_of_their_own() -> dict[str, Any]:
     return {"model": several.modules(), "strategy": several.InTurns(), "config": {"optimizer": "adam"}}
 
 
-@case(pytest.mark.slow)
+@case(pytest.mark.slow, pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"))
 def a_llama_with_adapters() -> dict[str, Any]:
     model = models_hugging_face.with_adapters(models_hugging_face.model_of("llama"))
     made = models_hugging_face.trainer_of("sft", model)
