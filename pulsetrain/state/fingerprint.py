@@ -93,7 +93,7 @@ class Fingerprint:
         """Equal for equal values; different types are never equal."""
         kind = cast(Hashable, type(value))
         if kind in _TYPES or isinstance(value, _PLAIN):
-            return kind, str(value) if value != value else cast(Hashable, value)
+            return kind, str(value) if value != value else value
         self._left -= 1
         if self._left < 0:
             return self._not_seen(kind)
@@ -138,7 +138,7 @@ class Fingerprint:
         kind, size = type(value), len(value)  # type: ignore[arg-type]  # every container has a length
         if size and not depth:
             return self._not_seen(kind, size)
-        if kind is dict or isinstance(value, Mapping):
+        if isinstance(value, (dict, Mapping)):  # the former first: an abstract class takes longer
             pairs = list(islice(value.items(), self._left + 1))
             read: Hashable = tuple([(str(key), self._summary(each, depth - 1)) for key, each in pairs])
             seen = len(pairs)
