@@ -41,7 +41,8 @@ def package_of(value: object) -> str:
 def is_users(value: object) -> bool:
     """Whether an object's class, or a function, is the user's own: of none of the libraries below a run.
 
-    >>> is_users(torch.nn.ReLU()), is_users(partial(lambda: None))
+    >>> mine = type("Mine", (), {"__module__": "my_project"})()
+    >>> is_users(torch.nn.ReLU()), is_users(mine)
     (False, True)
     """
     while isinstance(value, (partial, MethodType)):
