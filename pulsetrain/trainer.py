@@ -34,6 +34,7 @@ from pulsetrain.engine.step.protocols import (
 from pulsetrain.handlers import Callback, CallbackList, LRScheduler, ReduceLROnPlateau
 from pulsetrain.state.data_cursor import DataCursor
 from pulsetrain.state.handler_registry import HandlerRegistry
+from pulsetrain.state.module_state import ModulesPart
 from pulsetrain.state.resume import Resumer
 from pulsetrain.state.run_state import (
     BackendPart,
@@ -162,6 +163,7 @@ class Trainer(Engine):
         self.data = DataCursor(self.seed, config.skip_batches)
         self.registry = HandlerRegistry(self, self.handlers, self.callbacks)
         self.registry.leave_out([self.model, self.optimizer, self.strategy, self.evaluation, self.evaluator])
+        modules, unsaved = ModulesPart(self.model, self.strategy), UnsavedState(self.registry, self.data)
         self.source = self.resumer = Resumer(
             {
                 "made_with": MadeWith(self),
@@ -169,20 +171,22 @@ class Trainer(Engine):
                 "strategy": StrategyPart(self.strategy),
                 "handlers": self.registry,
                 "model": ModelPart(self.model),
-                "optimizer": OptimizerPart(self.optimizer, self._sets_learning_rates),
+                "modules": modules,
+                "optimizer": OptimizerPart(self.optimizer, self.model, self._sets_learning_rates),
                 "counters": Counters(self),
                 "stepper": self.stepper,
                 "data": self.data,
                 "validation": self.validator,
                 "reporter": self.reporter,
+                "unsaved": unsaved,
             },
             self.data,
             self.registry,
+            modules,
         )
         self.driver = RunDriver(self, self.length, self.resumer, self.registry, self.reporter, self.validator)
         self.registry.leave_out([self.driver])
         self.add_event_handler(Events.STARTED, self._train_mode, phase=Phase.COMPUTE)
-        unsaved = UnsavedState(self.registry, self.data)
         for part in (unsaved, self.resumer, self.validator, self.reporter, self.driver):
             part.attach(self)
         for handler in self.handlers:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -291,22 +291,29 @@ def optimizer_type(optimizer: torch.optim.Optimizer) -> str:
     return f"{type(backend.optimizer).__name__} of {type(backend).__name__}"
 
 
-def check_optimizer_state(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+def check_optimizer_state(
+    optimizer: torch.optim.Optimizer, saved: Mapping[str, Any], param_groups: Sequence[Mapping[str, Any]] | None = None
+) -> None:
     """Check that a state dict fits an optimizer, and change nothing.
+
+    Args:
+        param_groups: those that the optimizer will have when the state is loaded; by default those that it has.
 
     Raises:
         CheckpointError: it is of other parameters; the message names the first difference.
     """
-    groups = [len(group["params"]) for group in optimizer.param_groups]
+    param_groups = optimizer.param_groups if param_groups is None else param_groups
+    groups = [len(group["params"]) for group in param_groups]
     others = [len(group["params"]) for group in saved["param_groups"]]
     if groups != others:
         raise CheckpointError(
-            f"the optimizer's state does not fit: {others} parameters a group in the checkpoint, {groups} here"
+            f"the optimizer's state does not fit: {others} parameters a group in the checkpoint, {groups} here; "
+            "give the optimizer the groups that it had when the checkpoint was made"
         )
     check = getattr(optimizer, "check_state_dict", None)  # of those that are several in one
     if check is not None:
         check(saved)
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = [parameter for group in param_groups for parameter in group["params"]]
     for index, parameter in enumerate(parameters):
         for name, value in saved["state"].get(index, {}).items():
             if isinstance(value, Tensor) and value.ndim and value.shape != parameter.shape:

@@ -91,6 +91,7 @@ class CheckpointManager:
         announce: Callable[[Location], object] | None = None,
         form: Form = "torch",
         prune: bool = True,
+        unsaved: Mapping[str, list[str]] | None = None,
     ) -> Location:
         """Write a checkpoint; it is durable when this returns.
 
@@ -106,6 +107,7 @@ class CheckpointManager:
             form: file format of the state: "torch", or "safetensors", whose arrays other tools can read by their paths
                 in the checkpoint. With "safetensors", long lists of floats are arrays, too.
             prune: delete older checkpoints at the end; if not, call `prune` later.
+            unsaved: names of state that the checkpoint lacks, for its manifest.
 
         Raises:
             ConfigurationError: the name has characters other than letters, digits, `_`, `.`, `+` and `-`, or there is
@@ -124,6 +126,9 @@ class CheckpointManager:
             step = max((step_of(folder) for folder in find_checkpoints(self.checkpoint_dir)), default=-1) + 1
         target, file = self.target(name, step), STATES[number]
         labels = {"format": number, "step": step, "name": name, **history.followed_by(step, target.name)}
+        lacking = {why: names for why, names in (unsaved or {}).items() if names}
+        if lacking:
+            labels["unsaved"] = lacking
         self._files.commit(target, file, write, lambda written: seal({**labels, "files": {file: written}}))
         if is_best:
             self.set_best(target.name)

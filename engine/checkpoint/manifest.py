@@ -39,6 +39,7 @@ class Manifest(TypedDict, total=False):
     last_step: int  # the largest of any checkpoint so far, deleted ones included
     names: list[str]  # of the checkpoints of that step
     files: dict[str, FileEntry]
+    unsaved: Mapping[str, list[str]]  # state of the run that the checkpoint lacks, by why
 
 
 def is_checkpoint_name(name: str) -> bool:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import Any, NamedTuple, TypeGuard, TypeVar
 
@@ -41,6 +42,8 @@ __all__ = [
 T = TypeVar("T")
 Collate = Callable[[Any], Any]
 """A `collate_fn`: samples to a batch, both as the user's dataset makes them."""
+Look = Callable[[Mapping[str, object]], object]
+"""Looks at the parts of a loader by their names."""
 
 
 def length_of(loader: object) -> int | None:
@@ -192,9 +195,9 @@ class KeyedOrder:
         """The number of batches that this many samples over all ranks make."""
         return samples // self.step if self._drop_last else -(-samples // self.step)
 
-    def begin(self, number: int, position: int = 0) -> None:
-        """Sets the pass and the position at which the next iteration starts."""
-        self.number, self.position = number, position
+    def begin(self, number: int, position: int = 0, at_position: Callable[[], None] | None = None) -> None:
+        """Sets the pass and the position at which the next iteration starts; the function is called there, once."""
+        self.number, self.position, self._at_position = number, position, at_position
 
     def rows(self, number: int, position: int) -> list[Any]:
         """The sample indices of the batch at a position of a pass; empty after its end."""
@@ -203,7 +206,8 @@ class KeyedOrder:
 
     def __iter__(self) -> Iterator[Any]:
         number, position = self.number, self.position
-        for indices in self._batches(number, position):
+        at_position, self._at_position = self._at_position, None
+        for indices in self._batches(number, position, at_position):
             if self._keyed:
                 yield KeyedBatch(indices, rng.derive(self.seed, number, position + self._rank))
             else:
@@ -215,12 +219,14 @@ class KeyedOrder:
             raise TypeError("KeyedOrder: the loader has no length")
         return self._length
 
-    def _batches(self, number: int, position: int) -> Iterator[Any]:
+    def _batches(self, number: int, position: int, at_position: Callable[[], None] | None = None) -> Iterator[Any]:
+        source = self._draw_from(number, position) if self._own_batches else self._samples(number, position)
+        if at_position is not None:
+            at_position()
         if self._own_batches:
-            yield from islice(self._draw(number), position, None)
+            yield from source
             return
-        samples = self._samples(number, position)
-        while chunk := list(islice(samples, self.step)):
+        while chunk := list(islice(source, self.step)):
             if self._drop_last and len(chunk) < self.step:
                 return
             share = chunk[self._rank :: self._ranks]
@@ -229,15 +235,15 @@ class KeyedOrder:
 
     def _samples(self, number: int, position: int) -> Iterator[int]:
         if self._shuffle is None:
-            return islice(self._draw(number), position, None)
+            return self._draw_from(number, position)
         count = len(self._dataset)
         if not self._shuffle:
             return iter(range(position, count))
         generator = torch.Generator().manual_seed(rng.derive(self.seed, number))
         return iter(torch.randperm(count, generator=generator)[position:].tolist())
 
-    def _draw(self, number: int) -> Iterator[Any]:
-        """The sampler's own order, drawn from a separate random stream."""
+    def _draw_from(self, number: int, position: int) -> Iterator[Any]:
+        """The sampler's own order from a position on, drawn from a separate random stream."""
         draws = rng.Draws(rng.derive(self.seed, number))
         if callable(getattr(self._sampler, "set_epoch", None)):
             self._sampler.set_epoch(number - 1)
@@ -245,7 +251,9 @@ class KeyedOrder:
             generator = getattr(holder, "generator", None)
             if isinstance(generator, torch.Generator):
                 generator.manual_seed(rng.derive(self.seed, number))
-        return draws.around(self._sampler)
+        drawn = draws.around(self._sampler)
+        deque(islice(drawn, position), maxlen=0)
+        return drawn
 
 
 class KeyedLoader:
@@ -261,14 +269,16 @@ class KeyedLoader:
     Args:
         loader: a loader that `can_be_keyed` accepts.
         seed: the seed of the run.
+        look: called with the dataset and the `collate_fn`, by name, before each batch is read, in workers as well.
+            It is not called for datasets that are known to draw nothing.
     """
 
-    def __init__(self, loader: DataLoader[Any], seed: int) -> None:
+    def __init__(self, loader: DataLoader[Any], seed: int, look: Look | None = None) -> None:
         self.order = KeyedOrder(loader, seed)
         dataset: Any = loader.dataset  # any object with __getitem__
         collate = loader.collate_fn
         if not draws_nothing(loader):
-            dataset, collate = _KeyedDataset(loader.dataset, loader.collate_fn, self.order.batched), _identity
+            dataset, collate = _KeyedDataset(loader.dataset, loader.collate_fn, look), _identity
         self._generator = torch.Generator()
         self._seed = seed
         options: dict[str, Any] = {"batch_sampler": self.order}
@@ -294,10 +304,10 @@ class KeyedLoader:
         # reach persistent workers and would wait 5 s for each.
         weakref.finalize(self, _identity, self._loader).atexit = False
 
-    def begin(self, number: int, position: int = 0) -> Iterator[Any]:
-        """The batches of a pass, starting at a position."""
+    def begin(self, number: int, position: int = 0, at_position: Callable[[], None] | None = None) -> Iterator[Any]:
+        """The batches of a pass, starting at a position; see `KeyedOrder.begin`."""
         self._generator.manual_seed(rng.derive(self._seed, number))
-        self.order.begin(number, position)
+        self.order.begin(number, position, at_position)
         with workers_begin(self._loader):
             return iter(self._loader)
 
@@ -308,8 +318,8 @@ class _KeyedDataset:
     It forwards attributes to the wrapped dataset, since a `worker_init_fn` may read and set them.
     """
 
-    def __init__(self, dataset: Dataset[object], collate: Collate, batched: bool) -> None:
-        self.__dict__["_keyed"] = (dataset, collate, batched)
+    def __init__(self, dataset: Dataset[object], collate: Collate, look: Look | None) -> None:
+        self.__dict__["_keyed"] = (dataset, collate, look)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or "_keyed" not in self.__dict__:
@@ -319,19 +329,23 @@ class _KeyedDataset:
     def __setattr__(self, name: str, value: object) -> None:
         setattr(self._keyed[0], name, value)
 
-    def __reduce__(self) -> tuple[type[_KeyedDataset], tuple[Dataset[Any], Collate, bool]]:
+    def __reduce__(self) -> tuple[type[_KeyedDataset], tuple[Dataset[Any], Collate, Look | None]]:
         return _KeyedDataset, self._keyed
 
     def __len__(self) -> int:
         return len(self._keyed[0])
 
     def __getitem__(self, batch: KeyedBatch) -> Any:
-        dataset, collate, _ = self._keyed
+        dataset, collate, look = self._keyed
+        if look is not None:
+            look({"dataset": dataset, "collate_fn": collate})
         with rng.seeded(batch.seed):
             return collate(dataset[batch.indices])
 
     def __getitems__(self, batch: KeyedBatch) -> Any:
-        dataset, collate, _ = self._keyed
+        dataset, collate, look = self._keyed
+        if look is not None:
+            look({"dataset": dataset, "collate_fn": collate})
         with rng.seeded(batch.seed):
             several = getattr(dataset, "__getitems__", None)
             items = several(batch.indices) if several else [dataset[index] for index in batch.indices]

@@ -342,7 +342,7 @@ class Checkpointer(Handler):
 
     def _writer(
         self, engine: SavedEngine, label: str, is_best: bool, *, marked: bool = False, background: bool = False
-    ) -> Callable[[Mapping[str, object], Callable[[CheckpointSaved], None]], Location]:
+    ) -> Callable[[Mapping[str, Any], Callable[[CheckpointSaved], None]], Location]:
         """A function that writes a state of this iteration, and calls another one once it is durable."""
         if is_training_run(engine) and engine.is_stepping:
             raise RuntimeError(
@@ -352,7 +352,7 @@ class Checkpointer(Handler):
         form, iteration, start = self.form_for(engine), engine.state.iteration, time.perf_counter()
         files = engine.files_to_sync() if is_training_run(engine) else []
 
-        def write(state: Mapping[str, object], announce: Callable[[CheckpointSaved], None]) -> Location:
+        def write(state: Mapping[str, Any], announce: Callable[[CheckpointSaved], None]) -> Location:
             self._sync(files)
 
             def durable(path: Location) -> None:
@@ -369,7 +369,7 @@ class Checkpointer(Handler):
 
             return self.manager.save(
                 state, label, marked, step=iteration, keep=self._kept(), announce=durable, form=form,
-                prune=not background,
+                prune=not background, unsaved=state.get("unsaved"),
             )  # fmt: skip
 
         return write

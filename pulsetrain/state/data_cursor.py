@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
 from itertools import islice
 from operator import itemgetter
@@ -13,11 +13,13 @@ from torch.utils.data import DataLoader
 
 from pulsetrain.engine.checkpoint.plain import plain
 from pulsetrain.engine.data import rng
-from pulsetrain.engine.data.keyed_loader import KeyedLoader, can_be_keyed, key_order
+from pulsetrain.engine.data.keyed_loader import KeyedLoader, can_be_keyed, key_order, length_of
 from pulsetrain.engine.data.workers import workers_begin
 from pulsetrain.engine.errors import CheckpointError
 from pulsetrain.engine.logs import get_logger
+from pulsetrain.state.loader_parts import LoaderParts
 from pulsetrain.state.part import StateDict, Stateful, keeps_state, require
+from pulsetrain.state.worker_watch import WorkerWatch
 
 __all__ = ["DataCursor"]
 
@@ -78,6 +80,8 @@ class DataCursor:
         self.left_out = tuple(left_out)
         self.refuses_unsavable = False  # whether to refuse, when a pass begins, a loader state that cannot be saved
         self._keyed: tuple[object, KeyedLoader] | None = None  # the loader, and ours that reads it
+        self._watch = WorkerWatch(0)
+        self._parts = LoaderParts()
         self.reset()
 
     def reset(self) -> None:
@@ -93,6 +97,7 @@ class DataCursor:
         self._given = 0  # batches of the pass that a loader with a state of its own has given
         self._anchor = LoaderState(None, 0)  # to return to
         self._saved_loader: LoaderState | None = None  # of the checkpoint that was loaded
+        self._saved_parts: StateDict = {}  # likewise
 
     def begin_epoch(self, epoch: int, start: int) -> None:
         """An epoch's batches begin, or continue, whose first is that of the iteration after `start`."""
@@ -113,10 +118,12 @@ class DataCursor:
         Raises:
             CheckpointError: the loader ends before the position, so it is not the one of the checkpoint.
         """
+        at_position = self._parts.resume(data, self._saved_parts)
         if self._pass_over:
+            at_position()
             return iter(())
         if self._keyed_loader(data) is not None:
-            return self._without_left_out(self._iterate(data), iteration)
+            return self._without_left_out(self._iterate(data, at_position), iteration)
         count, saved = iteration - self.pass_start, self._saved_loader
         if saved is not None and keeps_state(data):
             batches = self._iterate_stateful(data, saved)
@@ -134,6 +141,7 @@ class DataCursor:
                 f"resuming after {count} batches of a pass, but {type(data).__name__} gave fewer; "
                 "resume with the data that the run began with"
             )
+        at_position()
         return self._without_left_out(batches, iteration)
 
     def number(self, iteration: int) -> int:
@@ -179,13 +187,16 @@ class DataCursor:
     def _begin_pass(self, loader: Iterable[object], iteration: int) -> Iterator[object]:
         self.passes, self.pass_start, self._pass_over = self.passes + 1, iteration, False
         self._offset, self._offset_at = 0, iteration
+        self._parts.begin(loader)
+        if self.refuses_unsavable:
+            plain({"data": {"parts": self._parts.state_dict(loader, ahead=False)}})
         return self._iterate(loader)
 
-    def _iterate(self, loader: Iterable[object]) -> Iterator[object]:
+    def _iterate(self, loader: Iterable[object], at_position: Callable[[], None] | None = None) -> Iterator[object]:
         self._loader = loader
         keyed = self._keyed_loader(loader)
         if keyed is not None:
-            return keyed.begin(self.passes, self._offset)
+            return keyed.begin(self.passes, self._offset, at_position)
         if type(loader) in (list, tuple):
             return iter(loader)
         if keeps_state(loader):
@@ -231,8 +242,14 @@ class DataCursor:
         if not can_be_keyed(loader):
             return None
         if self._keyed is None or self._keyed[0] is not loader:
-            self._keyed = loader, KeyedLoader(loader, self.seed)
+            if loader.num_workers:
+                self._watch = WorkerWatch(loader.num_workers)
+            self._keyed = loader, KeyedLoader(loader, self.seed, self._watch.look if loader.num_workers else None)
         return self._keyed[1]
+
+    def changed_in_workers(self) -> set[str]:
+        """The attributes of the dataset and the `collate_fn` that have changed in a worker, unsaved."""
+        return self._watch.changed()
 
     def locate(self, iteration: int) -> tuple[int, int] | None:
         """Where a batch of the current pass is in the data order, for `rows_at`; None if the loader decides itself."""
@@ -266,6 +283,8 @@ class DataCursor:
                 state["pass_over"] = True
             if self._saved_loader is not None:
                 state["loader"], state["given"] = self._saved_loader
+            if self._saved_parts:
+                state["parts"] = self._saved_parts
             return state
         if self._keyed is not None and self._keyed[0] is self._loader:
             state["offset"] = self._offset + (self.trained - self._offset_at) * self._keyed[1].order.step
@@ -273,7 +292,14 @@ class DataCursor:
             # a batch that was given and not trained on, because the run was stopped in between, has to be given again
             ahead = self._given - (self.trained - self.pass_start)
             state["loader"], state["given"] = self._loader_state(ahead)
-        return state
+        parts = self._parts.state_dict(self._loader, ahead=self._draws_ahead())
+        return {**state, "parts": parts} if parts else state
+
+    def _draws_ahead(self) -> bool:
+        """Whether the loader's workers may have been given batches of the pass that were not trained yet."""
+        length = length_of(self._loader)
+        ended = length is not None and self.trained - self.pass_start >= length
+        return getattr(self._loader, "num_workers", 0) > 0 and not ended
 
     def _loader_state(self, ahead: int) -> LoaderState:
         """A state of the loader after the batches that were trained on, or from further back."""
@@ -304,4 +330,5 @@ class DataCursor:
         self._skips = [(at, skipped) for at, skipped in state.get("skips", ())]
         if "loader" in state:
             self._saved_loader = LoaderState(state["loader"], state.get("given", self.trained - self.pass_start))
+        self._saved_parts = state.get("parts", {})
         self._pass_over = state.get("pass_over", False)

@@ -1,4 +1,4 @@
-"""Walks object graphs: the random generators inside of objects, and the objects that functions use."""
+"""Looks into objects: whose they are, what functions hold, and the random generators inside of them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import inspect
 import random
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from itertools import islice
 from types import FunctionType, MethodType, ModuleType
@@ -18,12 +18,12 @@ import torch
 
 from pulsetrain.state.handler_registry import attributes_of
 
-__all__ = ["LIBRARIES", "generators_in", "objects_used", "package_of"]
+__all__ = ["GENERATORS", "LIBRARIES", "generators_in", "held_by", "is_users", "package_of"]
 
 _Held = Iterable[tuple[str, object]]  # objects, each with its name or path
 
 LIBRARIES = {"ignite", "torch", "numpy", "pulsetrain"} | sys.stdlib_module_names  # not the user's own packages
-_GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
+GENERATORS = (np.random.Generator, np.random.RandomState, random.Random, torch.Generator)
 _LEAVES = (str, bytes, int, float, complex, type(None), type, ModuleType, torch.Tensor, np.ndarray)
 _DEPTH, _OBJECTS, _ITEMS = 8, 2000, 100  # how deep to look, at how many objects, and at how many items of each
 
@@ -38,6 +38,18 @@ def package_of(value: object) -> str:
     return (module or "").partition(".")[0]
 
 
+def is_users(value: object) -> bool:
+    """Whether an object's class, or a function, is the user's own: of none of the libraries below a run.
+
+    >>> mine = type("Mine", (), {"__module__": "my_project"})()
+    >>> is_users(torch.nn.ReLU()), is_users(mine)
+    (False, True)
+    """
+    while isinstance(value, (partial, MethodType)):
+        value = value.func if isinstance(value, partial) else value.__func__
+    return package_of(value) not in LIBRARIES
+
+
 def generators_in(parts: Mapping[str, object], known: Iterable[object] = ()) -> Iterator[str]:
     """The paths of the random generators inside of the parts, each generator once; those of the process are left out.
 
@@ -50,22 +62,12 @@ def generators_in(parts: Mapping[str, object], known: Iterable[object] = ()) -> 
     """
     of_process = [cast(MethodType, draw).__self__ for draw in (random.random, np.random.get_state)]
     own = [*of_process, torch.default_generator]
-    walked = _walk(parts.items(), _inside, _DEPTH, [*own, *known])
-    return (path for path, value in walked if isinstance(value, _GENERATORS))
+    walked = _walk(parts.items(), [*own, *known])
+    return (path for path, value in walked if isinstance(value, GENERATORS))
 
 
-def objects_used(functions: Iterable[object]) -> list[object]:
-    """What functions, and the functions that they use, hold or name: closures, defaults and variables of their module.
-
-    The object of a bound method counts where the method is held, but not if it is one of `functions` itself.
-    """
-    own = [("", each.__func__ if isinstance(each, MethodType) else each) for each in functions]
-    used = [value for _, value in _walk(own, _used, _OBJECTS) if not isinstance(value, (FunctionType, partial))]
-    return [value.__self__ if isinstance(value, MethodType) else value for value in used]
-
-
-def _walk(parts: _Held, inside: Callable[[object], _Held], depth: int, known: Iterable[object] = ()) -> _Held:
-    """Each object that the parts hold, once and with its path; `inside` gives what an object holds, with the step."""
+def _walk(parts: _Held, known: Iterable[object]) -> _Held:
+    """Each object that the parts hold, once and with its path."""
     seen = {id(each) for each in known}
     waiting = deque((path, value, 0) for path, value in parts)
     while waiting and len(seen) < _OBJECTS:
@@ -74,23 +76,13 @@ def _walk(parts: _Held, inside: Callable[[object], _Held], depth: int, known: It
             continue
         seen.add(id(value))
         yield path, value
-        if steps < depth:
-            waiting.extend((f"{path}{step}", each, steps + 1) for step, each in inside(value))
-
-
-def _used(value: object) -> _Held:
-    """What a function of the user's holds, and the variables of its module that it names."""
-    if isinstance(value, partial):
-        yield from _held_by(value)
-    elif isinstance(value, FunctionType) and package_of(value) not in LIBRARIES:
-        variables = value.__globals__
-        yield from _held_by(value)
-        yield from ((name, variables[name]) for name in value.__code__.co_names if name in variables)
+        if steps < _DEPTH:
+            waiting.extend((f"{path}{step}", each, steps + 1) for step, each in _inside(value))
 
 
 def _inside(value: object) -> _Held:
     """What a container, a function or another object holds, with the step in a path that leads there."""
-    if isinstance(value, _GENERATORS):
+    if isinstance(value, GENERATORS):
         return
     if isinstance(value, Mapping):
         yield from ((f"[{key!r}]", each) for key, each in islice(value.items(), _ITEMS))
@@ -98,11 +90,11 @@ def _inside(value: object) -> _Held:
         yield from ((f"[{number}]", each) for number, each in enumerate(islice(value, _ITEMS)))
     else:
         is_function = isinstance(value, (FunctionType, MethodType, partial))
-        held = _held_by(value) if is_function else attributes_of(value).items()
+        held = held_by(value) if is_function else attributes_of(value).items()
         yield from ((f".{name}" if name else "", each) for name, each in held)
 
 
-def _held_by(function: object) -> _Held:
+def held_by(function: object) -> _Held:
     """What a function holds by name: its closure and defaults, its object, a partial's arguments."""
     if isinstance(function, MethodType):
         yield "", function.__self__

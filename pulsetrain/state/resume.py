@@ -14,6 +14,7 @@ from pulsetrain.engine.logs import get_logger
 from pulsetrain.state.data_change import adapt_to_data
 from pulsetrain.state.data_cursor import DataCursor
 from pulsetrain.state.handler_registry import HandlerRegistry
+from pulsetrain.state.module_state import ModulesPart
 from pulsetrain.state.older_formats import upgrade
 from pulsetrain.state.part import Part, StateDict
 from pulsetrain.state.run_state import PartOf, RunState
@@ -45,12 +46,15 @@ class Resumer:
         parts: of the run's state; the Resumer adds "rng".
         data: the position in the data.
         registry: the handlers.
+        modules: whose flags handlers may set when the run starts, as at the start of the interrupted one.
     """
 
-    def __init__(self, parts: Mapping[str, Part], data: DataCursor, registry: HandlerRegistry) -> None:
+    def __init__(
+        self, parts: Mapping[str, Part], data: DataCursor, registry: HandlerRegistry, modules: ModulesPart
+    ) -> None:
         self.pending: Resume | None = None
         self.state = RunState({**parts, "rng": _Generators(self)})
-        self.data, self._registry = data, registry
+        self.data, self._registry, self._modules = data, registry, modules
         registry.leave_out(parts.values())
 
     def attach(self, engine: Engine) -> None:
@@ -125,6 +129,7 @@ class Resumer:
         pending = self.pending
         if pending is not None and (event.type == Events.STARTED.value or pending.inside_epoch):
             self._registry.load_state_dict(pending.handlers)
+            self._modules.load_flags()
 
 
 class _Generators(PartOf["Resumer"]):

@@ -231,27 +231,56 @@ class ModelPart(OwnedPart[nn.Module]):
         """
         problems = compare_weights(self._owner.state_dict(), state)
         if problems:
-            raise CheckpointError(f"the checkpoint's weights do not fit the model: {problems}")
+            raise CheckpointError(
+                f"the checkpoint's weights do not fit the model: {problems}; build the model as it was when the "
+                "checkpoint was made, with the modules that handlers have added since the run began"
+            )
 
 
 class OptimizerPart(OwnedPart[torch.optim.Optimizer]):
-    """The optimizer's state.
+    """The optimizer's state; with parameter groups that were added during the run, the names of their parameters.
 
     Args:
         optimizer: whose state.
+        model: whose parameters may be added.
         follows_schedule: whether something sets its learning rates; if not, rates that loading changes are reported.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, follows_schedule: Callable[[], bool]) -> None:
+    def __init__(
+        self, optimizer: torch.optim.Optimizer, model: nn.Module, follows_schedule: Callable[[], bool]
+    ) -> None:
         super().__init__(optimizer)
-        self._follows_schedule = follows_schedule
+        self._model, self._follows_schedule = model, follows_schedule
+        self._groups = len(optimizer.param_groups)  # of a new run
+
+    def state_dict(self) -> StateDict:
+        state: StateDict = self._owner.state_dict()
+        added = self._owner.param_groups[self._groups :]
+        if not added:
+            return state
+        names = {id(each): name for name, each in self._model.named_parameters()}
+        return {**state, "added": [[names.get(id(each), "") for each in group["params"]] for group in added]}
 
     def check_state_dict(self, state: StateDict) -> None:
-        check_optimizer_state(self._owner, state)
+        """Refuse a state of other parameters; groups that were added to the optimizer since the start may differ.
+
+        Raises:
+            CheckpointError: it is one.
+        """
+        groups = self._owner.param_groups[: self._groups] + self._added(state)
+        check_optimizer_state(self._owner, state, groups)
 
     def load_state_dict(self, state: StateDict) -> None:
         configured = self._rates()
-        super().load_state_dict(dict(state))
+        added = self._added(state)
+        if len(state["param_groups"]) != len(self._owner.param_groups):
+            for group in self._owner.param_groups[self._groups :]:  # which an earlier state did not have yet
+                for parameter in group["params"]:
+                    self._owner.state.pop(parameter, None)
+            del self._owner.param_groups[self._groups :]
+            for group in added:
+                self._owner.add_param_group(group)
+        super().load_state_dict({name: value for name, value in state.items() if name != "added"})
         loaded = self._rates()
         if loaded != configured and not self._follows_schedule():
             get_logger("pulsetrain").warning(
@@ -259,6 +288,13 @@ class OptimizerPart(OwnedPart[torch.optim.Optimizer]):
                 checkpoint=loaded,
                 configured=configured,
             )
+
+    def _added(self, state: StateDict) -> list[dict[str, Any]]:
+        """The groups that were added when the state was saved, with this model's parameters."""
+        more = len(state["param_groups"]) - self._groups
+        mine = dict(self._model.named_parameters()) if more > 0 else {}
+        groups = state.get("added", [])[-more:] if more > 0 else []  # this optimizer may have begun with some of them
+        return [{"params": [mine[name] for name in names if name in mine]} for names in groups]
 
     def _rates(self) -> list[float]:
         return [float(group["lr"]) for group in self._owner.param_groups]

@@ -1,35 +1,46 @@
-"""Warns at the start of a run about state that its checkpoints cannot hold, instead of when it is resumed."""
+"""Names the state that no checkpoint holds: at the start what can never be restored, at each save what has changed."""
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Iterator
+from functools import partial
+from types import FunctionType
 
-import numpy as np
-from ignite.engine import Engine as IgniteEngine
-from ignite.engine.events import RemovableEventHandle
+import torch
 from torch import Generator, Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
-from pulsetrain.engine import Engine, Events, Phase, Subscription, TrainingRun, is_training_run
+from pulsetrain.engine import LAST, Engine, Events, Phase, TrainingRun, is_training_run
 from pulsetrain.engine.checkpoint.plain import plain
 from pulsetrain.engine.data.keyed_loader import can_be_read_once
 from pulsetrain.engine.logs import get_logger
+from pulsetrain.engine.optimizers import parts_of
 from pulsetrain.handlers import Checkpointer
 from pulsetrain.state.data_cursor import DataCursor
-from pulsetrain.state.handler_registry import HandlerRegistry, arguments_of, attributes_of, state_of
-from pulsetrain.state.object_graph import LIBRARIES, generators_in, objects_used, package_of
-from pulsetrain.state.part import keeps_state
+from pulsetrain.state.fingerprint import Fingerprint, own_attributes
+from pulsetrain.state.handler_registry import HandlerRegistry, state_of
+from pulsetrain.state.loader_parts import parts_of_loader
+from pulsetrain.state.module_state import DROPOUTS, modules_in
+from pulsetrain.state.object_graph import generators_in, is_users, package_of
+from pulsetrain.state.part import StateDict, keeps_state, require
 
 __all__ = ["UnsavedState"]
 
-_PROGRESS = (int, float, list, dict, set, deque, np.ndarray, Tensor)
 _METHODS = ("state_dict", "load_state_dict")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_WHAT_TO_DO = (
+    "keep numbers and tensors in a buffer, in get_extra_state() or in state_dict() and load_state_dict(); add modules, "
+    "parameter groups and hooks before train(resume=...)"
+)
 
 
 class UnsavedState:
-    """Warns about data, handlers and attributes that a resumed run would not find as they were.
+    """Names what a resumed run would not find as it was: a part of the run's state.
 
-    It does so only if the run has a Checkpointer.
+    At the start, a fingerprint is taken of the attributes of the model, the loss, the strategy, the optimizer, the
+    data, and of handlers without a state; and again for each checkpoint, which holds the names of those that have
+    changed. They are reported once when it is saved, and when a run resumes from it. It does so only if the run has a
+    Checkpointer.
 
     Args:
         registry: the handlers and other subscribers.
@@ -38,13 +49,60 @@ class UnsavedState:
 
     def __init__(self, registry: HandlerRegistry, data: DataCursor) -> None:
         self._registry, self._data = registry, data
-        self._watched: dict[str, float] = {}  # numbers that no checkpoint holds, as they were when the run started
+        self._saves = False
+        self.reset()
 
     def attach(self, engine: Engine) -> None:
         assert is_training_run(engine)
         self._run: TrainingRun = engine
         engine.add_event_handler(Events.STARTED, self._check, phase=Phase.COMPUTE)
-        engine.add_event_handler(Events.CHECKPOINT_SAVED, self._report_changed_numbers, phase=Phase.OBSERVE)
+        # handlers of STARTED may still prepare the model
+        engine.bus.subscribe(Events.STARTED, self._begin, sender=engine, phase=Phase.PERSIST, order=LAST)
+        engine.add_event_handler(Events.CHECKPOINT_SAVED, self._report, phase=Phase.OBSERVE)
+
+    def reset(self) -> None:
+        self._start: Fingerprint | None = None
+        self._changed: set[str] = set()  # since the run began, in this process or an earlier one
+        self._reported: set[str] = set()
+
+    def state_dict(self) -> dict[str, list[str]]:
+        """What has changed since the run began, and which attributes are too deep or too large to be seen whole."""
+        unseen: set[str] = set()
+        if self._start is not None:
+            now = self._fingerprint()
+            self._changed.update(now.changed_since(self._start), self._data.changed_in_workers())
+            unseen = now.unseen
+        return {"changed": sorted(self._changed), "not_seen": sorted(unseen)}
+
+    def check_state_dict(self, state: StateDict) -> None:
+        require("unsaved", state, ("changed", "not_seen"))
+
+    def load_state_dict(self, state: StateDict) -> None:
+        """Report what the checkpoint lacks."""
+        self.reset()
+        self._changed.update(state["changed"])
+        self._reported.update(state["changed"])
+        if state["changed"]:
+            get_logger("pulsetrain").warning(
+                "the checkpoint lacks state that had changed when it was made: the resumed run starts with its first "
+                "values, and may differ from one that was not interrupted; " + _WHAT_TO_DO,
+                attributes=list(state["changed"]),
+            )
+
+    def _begin(self) -> None:
+        if self._saves and self._start is None:
+            self._start = self._fingerprint()
+
+    def _report(self) -> None:
+        """Warn about what has changed since the run began and is not in the checkpoint that was just written."""
+        new = sorted(self._changed - self._reported)
+        self._reported.update(new)  # once
+        if new:
+            get_logger("pulsetrain").warning(
+                "attributes change during the run and are in no checkpoint: a resumed run starts with their first "
+                "values; " + _WHAT_TO_DO,
+                attributes=new,
+            )
 
     def _check(self) -> None:
         """Warn, and refuse states that could not be loaded again.
@@ -54,18 +112,16 @@ class UnsavedState:
         """
         subscribers = self._registry.subscribers()
         self._registry.settings()  # of those that were attached since, as they are now
-        saves = any(isinstance(handler, Checkpointer) for handler in subscribers)
+        saves = self._saves = any(isinstance(handler, Checkpointer) for handler in subscribers)
         self._data.refuses_unsavable = saves
-        self._watched = self._numbers() if saves else {}
         if not saves:
             return
         run = self._run
         _check_data(run.train_loader)
         for handler in subscribers:
             if package_of(handler) != "pulsetrain":
-                _check_handler(handler)
+                _check_half(handler, "a handler")
         _check_half(run.strategy, "the strategy")
-        self._check_functions()
         # one at a time: a check may copy numpy's arrays
         for name, part in (("model", run.model), ("optimizer", run.optimizer), ("strategy", run.strategy)):
             if keeps_state(part):
@@ -74,53 +130,82 @@ class UnsavedState:
             if package_of(handler) != "pulsetrain":
                 plain({"handlers": {key: {"state": state_of(key, handler)}}})
 
-    def _report_changed_numbers(self) -> None:
-        """Warn about numbers that have changed since the run started and that the checkpoint just written lacks."""
-        now = self._numbers() if self._watched else {}
-        changed = sorted(name for name, number in self._watched.items() if now.get(name, number) != number)
-        for name in changed:  # once
-            del self._watched[name]
-        if changed:
-            get_logger("pulsetrain").warning(
-                "attributes change during the run and are in no checkpoint: a resumed run starts with their first "
-                "values; keep them in a buffer, get_extra_state() or state_dict()",
-                attributes=changed,
+    def _fingerprint(self) -> Fingerprint:
+        """Of everything that the next iteration may depend on and that no other part saves."""
+        run, registry = self._run, self._registry
+        modules = dict(_modules(run.model, run.strategy))
+        data = dict(parts_of_loader(run.train_loader))
+        known: list[object] = [run, run.strategy, run.optimizer, run.backend, run.train_loader, *data.values()]
+        known += [*registry.subscribers(), *modules.values(), *parts_of(run.optimizer).values()]
+        tensors = [each for module in modules.values() for each in _tensors(module)]
+        found = Fingerprint([*known, *tensors])
+        for path, module in modules.items():
+            _add_module(found, path, module)
+        if not keeps_state(run.strategy):
+            found.add_attributes("strategy", run.strategy)
+        for name, part in parts_of(run.optimizer).items():
+            path = f"optimizer.{name}" if name else "optimizer"
+            if type(part).state_dict is torch.optim.Optimizer.state_dict:
+                found.add_attributes(path, part)
+            others = [each for group in part.param_groups[1:] for each in list.__iter__(group["params"])]
+            own = set(map(id, tensors))
+            found.add(
+                f"{path}: parameters that are not the model's", [id(each) for each in others if id(each) not in own]
             )
+        if not isinstance(run.train_loader, (DataLoader, list, tuple)):
+            data["loader"] = run.train_loader
+        for path, each in data.items():
+            if isinstance(each, (list, tuple, dict)):
+                found.add_items(path, each)
+            elif not keeps_state(each) or (isinstance(each, IterableDataset) and not keeps_state(run.train_loader)):
+                found.add_attributes(path, each)
+        for handler in registry.subscribers():
+            if is_users(handler) and not keeps_state(handler):
+                found.add_attributes(f"handler {type(handler).__name__}", handler)
+        for subscription in registry.subscriptions():
+            if isinstance(subscription.handler, (FunctionType, partial)) and is_users(subscription.handler):
+                path = f"handler {subscription.description}"
+                found.add_attributes(path, subscription.handler)
+                found.add(f"{path}: arguments", [*subscription.args, *subscription.kwargs.values()])
+        return found
 
-    def _numbers(self) -> dict[str, float]:
-        """The numbers in attributes of the user's own modules and strategy that no state holds, by their path."""
-        holders: dict[str, object] = {
-            f"model.{name}".rstrip("."): module
-            for name, module in self._run.model.named_modules()
-            if package_of(module) not in LIBRARIES and type(module).get_extra_state is nn.Module.get_extra_state
-        }
-        if package_of(self._run.strategy) != "pulsetrain" and not keeps_state(self._run.strategy):
-            holders["strategy"] = self._run.strategy
-        torchs_own = vars(nn.Module())
-        return {
-            f"{path}.{name}": value
-            for path, holder in holders.items()
-            for name, value in attributes_of(holder).items()
-            if type(value) in (int, float, bool) and value == value and name not in torchs_own
-        }
 
-    def _check_functions(self) -> None:
-        """Warn about functions that subscribe and use an object whose state is saved only if its method subscribes."""
-        run = self._run
-        saved = [*self._registry.subscribers(), run.strategy, run.optimizer, run.backend, *run.model.modules()]
-        known = {id(each) for each in saved}
-        known |= {id(part) for each in saved for part in attributes_of(each).values()}
-        for subscription in self._registry.subscriptions():
-            for owner in objects_used([subscription.handler, *subscription.args, *subscription.kwargs.values()]):
-                if keeps_state(owner) and id(owner) not in known and not _needs_no_saving(owner):
-                    known.add(id(owner))  # warned about once
-                    get_logger("pulsetrain").warning(
-                        "a function that subscribes uses an object whose state is in no checkpoint: a resumed run "
-                        "starts with a new one; subscribe a method of the object itself, or hold it in a handler with "
-                        "state_dict() and load_state_dict()",
-                        function=subscription.description,
-                        object=type(owner).__name__,
-                    )
+def _modules(model: nn.Module, strategy: object) -> Iterator[tuple[str, nn.Module]]:
+    """The modules of the model and the strategy with all their submodules, each once, by their paths."""
+    seen: set[nn.Module] = set()
+    for root, holder in (("model", model), *modules_in(strategy)):
+        for path, module in holder.named_modules(memo=seen):
+            yield f"{root}.{path}".rstrip("."), module
+
+
+def _tensors(module: nn.Module) -> Iterator[Tensor]:
+    """The parameters and buffers of one module, without reading them: that takes time where they show values."""
+    held = vars(module)
+    for tensor in (*held["_parameters"].values(), *held["_buffers"].values()):
+        if tensor is not None:
+            yield tensor
+
+
+def _add_module(found: Fingerprint, path: str, module: nn.Module) -> None:
+    """What no state_dict of the module has: its plain attributes, which parts it has, and its hooks."""
+    kind, held = type(module), vars(module)
+    passing = held["_non_persistent_buffers_set"]
+    names = [
+        name for kept in ("_parameters", "_buffers", "_modules")
+        for name, each in held[kept].items() if each is not None and name not in passing
+    ]  # fmt: skip
+    found.hashes[f"{path}: parameters, buffers and modules"] = hash(tuple(names))
+    hooks = [hook for name in _HOOKS for hook in held[name].values()]
+    for tensor in _tensors(module):
+        for kept in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+            hooks += (getattr(tensor, kept, None) or {}).values()
+    own = [getattr(hook, "__qualname__", "") for hook in hooks if is_users(hook)]
+    found.hashes[f"{path}: hooks"] = hash(tuple(own))
+    if kind.get_extra_state is not nn.Module.get_extra_state or kind.state_dict is not nn.Module.state_dict:
+        return
+    for name, value in own_attributes(module):
+        if not (name == "p" and isinstance(module, DROPOUTS)):  # which is saved
+            found.add(f"{path}.{name}", value)
 
 
 def _check_data(loader: object) -> None:
@@ -155,42 +240,12 @@ def _own_generators(loader: object) -> list[str]:
     return list(generators_in(parts, [*seeded, *skipped]))
 
 
-def _check_handler(handler: object) -> None:
-    if _check_half(handler, "a handler") or keeps_state(handler) or package_of(handler) in LIBRARIES:
-        return
-    settings = arguments_of(handler)  # which a resumed run is given again
-    attributes = sorted(
-        name
-        for name, value in attributes_of(handler).items()
-        if isinstance(value, _PROGRESS) and name.lstrip("_") not in settings and not _subscribed(value)
-    )
-    if attributes:
-        get_logger("pulsetrain").warning(
-            "a handler has attributes that may be progress, and no state_dict(): a resumed run starts with their first "
-            "values; give it state_dict() and load_state_dict(), which may return {} if there is nothing to keep",
-            handler=type(handler).__name__,
-            attributes=attributes,
-        )
-
-
-def _check_half(holder: object, what: str) -> bool:
+def _check_half(holder: object, what: str) -> None:
     there = [name for name in _METHODS if callable(getattr(holder, name, None))]
     if len(there) != 1:
-        return False
+        return
     (lacking,) = set(_METHODS) - set(there)
     get_logger("pulsetrain").warning(
         f"{what} has {there[0]}() and no {lacking}(): its state is not saved; give it both",
         handler=type(holder).__name__,
     )
-    return True
-
-
-def _needs_no_saving(owner: object) -> bool:
-    if isinstance(owner, nn.Module):  # a teacher, or a metric
-        return not any(parameter.requires_grad for parameter in owner.parameters())
-    return isinstance(owner, (type, IgniteEngine, DataLoader))
-
-
-def _subscribed(value: object) -> bool:
-    """Whether it holds handles of subscriptions."""
-    return isinstance(value, list) and any(isinstance(each, Subscription | RemovableEventHandle) for each in value)

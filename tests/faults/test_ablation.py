@@ -31,8 +31,8 @@ from tests.faults.everything import bits, leaves, logged, make, outcome
 pytestmark = pytest.mark.slow
 
 PARTS = (
-    "format", "made_with", "backend", "strategy", "handlers", "model", "optimizer", "counters", "stepper", "data",
-    "validation", "reporter", "rng",
+    "format", "made_with", "backend", "strategy", "handlers", "model", "modules", "optimizer", "counters", "stepper",
+    "data", "validation", "reporter", "unsaved", "rng",
 )  # fmt: skip
 
 # what every new trainer says of itself, so that nothing is lost with it
@@ -41,6 +41,7 @@ RESTATED = {
     "optimizer/param_groups/*", "backend/name", "backend/scaler/(growth_factor|backoff_factor|growth_interval)",
     "handlers/LRScheduler/state/schedule/*", "handlers/EMA/state/average/buffers_kept",
     "(reporter/named_losses|stepper/grad_norms)",  # of several optimizers
+    "modules/*", "unsaved/*",  # nothing changes; see tests/integration/test_hidden_state.py
 }  # fmt: skip
 # says whether the folder's log is the run's own, as here; see tests/handlers/recorder/test_log_loss.py
 OF_THE_LOG = {"handlers/EventRecorder/state/run"}

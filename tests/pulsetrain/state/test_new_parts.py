@@ -132,3 +132,22 @@ def test_a_counter_is_one_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert again.state.restarts == 3
     again.load_checkpoint_state(older)
     assert again.state.restarts == 0
+
+
+@pytest.mark.parametrize("part", ["modules", "unsaved"])
+def test_a_checkpoint_of_before_a_part_was_added_loads_with_a_warning(part: str, tmp_path: Path) -> None:
+    made = trainer(tmp_path)
+    made.train()
+    state = {name: entry for name, entry in made.checkpoint_state().items() if name != part}
+    with capture_logs() as logs:
+        trainer(tmp_path / "again").load_checkpoint_state(state)
+    assert [each["part"] for each in logs if "no state for a part" in each["event"]] == [part]
+
+
+@pytest.mark.parametrize("field", ["frozen", "eval", "dropout", "buffers"])
+def test_a_field_that_is_lost_of_a_modules_state_is_named(field: str, tmp_path: Path) -> None:
+    made = trainer(tmp_path)
+    state = made.checkpoint_state()
+    del state["modules"]["model"][field]
+    with pytest.raises(CheckpointError, match=f"lacks modules.model.{field}"):
+        made.load_checkpoint_state(state)

@@ -1,0 +1,231 @@
+"""Fingerprints: hashes of what objects hold, attribute by attribute, by which a later look finds what has changed."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Iterable, Iterator, Mapping
+from enum import Enum
+from functools import cached_property, partial
+from itertools import islice
+from types import FunctionType, MethodType, ModuleType
+from typing import cast
+
+import numpy as np
+import torch
+from ignite.engine import Engine as IgniteEngine
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from pulsetrain.engine.arrays import is_array
+from pulsetrain.engine.backends.module_view import version_of
+from pulsetrain.state.handler_registry import attributes_of
+from pulsetrain.state.object_graph import GENERATORS, LIBRARIES, held_by, is_users, package_of
+from pulsetrain.state.part import keeps_state
+
+__all__ = ["Fingerprint", "digest", "own_attributes"]
+
+DEPTH = 2  # how many containers and objects inside of each other are looked into
+ELEMENTS = 10_000  # how many of an attribute
+_STATE_DEPTH = 4  # of a state_dict: that of an optimizer is a dict of dicts of dicts
+_WHOLE, _SAMPLED = 1 << 20, 1 << 16  # elements of a tensor that is read whole, and read of a larger one
+_PLAIN = (bool, int, float, complex, str, bytes)
+_TYPES = frozenset({*_PLAIN, type(None)})
+_FREQUENT = frozenset({dict, list, tuple, set})
+_CONTAINERS = (Mapping, list, tuple, set, frozenset, deque)
+_FUNCTIONS = (FunctionType, MethodType, partial)
+_OPAQUE = (*GENERATORS, type, ModuleType, IgniteEngine, DataLoader)
+_TORCHS = {*vars(nn.Module()), *vars(torch.optim.SGD([torch.zeros(1)], 0.0)), "_opt_called", "_step_count"}
+
+
+class Fingerprint:
+    """What attributes hold, as hashes; they are comparable in one process.
+
+    Containers and objects are looked into to a depth of 2, and at most 10,000 elements of an attribute. Of tensors with
+    more than a million elements, a sample of the elements and the version counter are compared; of tensors inside of
+    containers, where they are in memory and the version counter.
+
+    >>> class Dataset: ...
+    >>> dataset = Dataset()
+    >>> dataset.cache, dataset.deep = {}, [[[[0]]]]
+    >>> before, after = Fingerprint(), Fingerprint()
+    >>> before.add_attributes("dataset", dataset)
+    >>> dataset.cache["row"] = torch.zeros(2)
+    >>> after.add_attributes("dataset", dataset)
+    >>> after.changed_since(before), after.unseen
+    (['dataset.cache'], {'dataset.deep'})
+
+    Args:
+        known: objects that are not looked into wherever they are found.
+    """
+
+    def __init__(self, known: Iterable[object] = ()) -> None:
+        self.hashes: dict[str, int] = {}
+        self.unseen: set[str] = set()
+        """Attributes that are too deep or too large to be seen whole."""
+        self._known = set(map(id, known))
+        self._path, self._left = "", 0
+
+    def add(self, path: str, value: object) -> None:
+        """Look at a value, and let `changed_since` call it by this path."""
+        self._path, self._left = path, ELEMENTS
+        if isinstance(value, (Tensor, np.ndarray)) and id(value) not in self._known:
+            self.hashes[path] = hash(digest(value))
+        else:
+            self.hashes[path] = hash(self._summary(value, DEPTH))
+
+    def add_items(self, path: str, container: object) -> None:
+        """Look at the items of a container, even of one that is not looked into where others hold it."""
+        self._path, self._left = path, ELEMENTS
+        self.hashes[path] = hash(self._container(container, DEPTH))
+
+    def add_attributes(self, path: str, holder: object) -> None:
+        """Look at each attribute of an object."""
+        for name, value in own_attributes(holder):
+            if id(value) not in self._known:
+                self.add(f"{path}.{name}", value)
+
+    def changed_since(self, before: Fingerprint) -> list[str]:
+        """The paths whose values differ, have come or are gone."""
+        mine, theirs = self.hashes, before.hashes
+        return sorted(path for path in mine.keys() | theirs.keys() if mine.get(path) != theirs.get(path))
+
+    def _summary(self, value: object, depth: int) -> Hashable:
+        """Equal for equal values; different types are never equal."""
+        kind = cast(Hashable, type(value))
+        if kind in _TYPES or isinstance(value, _PLAIN):
+            return kind, str(value) if value != value else value
+        self._left -= 1
+        if self._left < 0:
+            return self._not_seen(kind)
+        if id(value) in self._known:
+            return kind
+        if kind in _FREQUENT:
+            return self._container(value, depth)
+        if isinstance(value, Tensor):
+            return value.data_ptr() if _has_memory(value) else id(value), _version(value), tuple(value.shape)
+        if isinstance(value, (np.ndarray, np.generic)):
+            return digest(np.asarray(value))
+        if isinstance(value, _CONTAINERS):
+            return self._container(value, depth)
+        if isinstance(value, _OPAQUE):
+            return kind
+        try:
+            return self._object(value, depth)
+        except Exception:  # raised by code of the user's, such as a state_dict() that needs a first batch
+            return self._not_seen(kind)
+
+    def _object(self, value: object, depth: int) -> Hashable:
+        kind = cast(Hashable, type(value))
+        function = isinstance(value, _FUNCTIONS)
+        if not function and package_of(value) in ("pulsetrain", "ignite"):
+            return kind  # saved, if it belongs to the run
+        if hasattr(type(value), "close"):  # a file, or another handle, which may be opened when it is first needed
+            self.unseen.add(self._path)
+            return type(None), None
+        if isinstance(value, (Enum, torch.dtype, torch.device)):
+            return kind, str(value)
+        if is_array(value):  # of jax
+            return digest(np.asarray(value))
+        if isinstance(value, nn.Module):
+            held = [(name, digest(each)) for name, each in (*value.named_parameters(), *value.named_buffers())]
+            return kind, tuple(held), tuple([each.training for each in value.modules()])
+        if keeps_state(value):
+            return kind, self._summary(value.state_dict(), _STATE_DEPTH)
+        inside, name = dict(own_attributes(value)), getattr(value, "__qualname__", "") if function else ""
+        return (kind, name, self._container(inside, depth)) if inside else (kind, name)
+
+    def _container(self, value: object, depth: int) -> Hashable:
+        kind, size = type(value), len(value)  # type: ignore[arg-type]  # every container has a length
+        if size and not depth:
+            return self._not_seen(kind, size)
+        if isinstance(value, (dict, Mapping)):  # the former first: an abstract class takes longer
+            pairs = list(islice(value.items(), self._left + 1))
+            read: Hashable = tuple([(str(key), self._summary(each, depth - 1)) for key, each in pairs])
+            seen = len(pairs)
+        else:
+            items = list(islice(cast("Iterable[object]", value), self._left + 1))
+            seen = len(items)
+            if _TYPES.issuperset(map(type, items)):  # without a call for each
+                self._left -= len(items)
+                read = frozenset(items) if isinstance(value, (set, frozenset)) else tuple(items)
+            else:
+                read = tuple([self._summary(each, depth - 1) for each in items])
+        if seen < size:
+            self._not_seen(kind)
+        return kind, size, read
+
+    def _not_seen(self, *what: object) -> Hashable:
+        self.unseen.add(self._path)
+        return what
+
+
+def own_attributes(holder: object) -> Iterator[tuple[str, object]]:
+    """What a function holds, or another object's attributes, by name.
+
+    Left out are attributes of torch's base classes, cached properties, and what libraries keep private: of the private
+    attributes of an object from a library, only those are included that hold an object of the user's.
+    """
+    if isinstance(holder, _FUNCTIONS):
+        if is_users(holder):
+            yield from (*held_by(holder), *_variables(holder))
+        elif isinstance(holder, MethodType):
+            yield "", holder.__self__
+        return
+    of_library, numbered = package_of(holder) in LIBRARIES, hasattr(type(holder), "set_epoch")
+    streams = isinstance(holder, IterableDataset) and keeps_state(holder)
+    for name, value in attributes_of(holder).items():
+        if name in _TORCHS or isinstance(getattr(type(holder), name, None), cached_property):
+            continue
+        if of_library and name.startswith("_") and not is_users(value):
+            continue
+        if name == "generator":  # of a sampler: each pass seeds it
+            continue
+        if numbered and name in ("epoch", "_epoch"):  # which set_epoch() sets before each pass
+            continue
+        if streams and name.startswith("_"):  # its position in the pass, which is read again
+            continue
+        yield name, value
+
+
+def _variables(function: object) -> Iterator[tuple[str, object]]:
+    """The variables of its module that a function names."""
+    code = getattr(function, "__code__", None)
+    for name in code.co_names if code is not None else ():
+        if name in function.__globals__:  # type: ignore[attr-defined]  # which what has code has
+            yield name, function.__globals__[name]  # type: ignore[attr-defined]
+
+
+def digest(value: Tensor | np.ndarray) -> Hashable:
+    """A value that depends on the bits of an array; of a large one, on a sample of them and on its version counter.
+
+    >>> digest(torch.zeros(3)) == digest(torch.zeros(3)), digest(torch.zeros(3)) == digest(torch.ones(3))
+    (True, False)
+    """
+    if isinstance(value, np.ndarray):
+        if value.dtype.hasobject or not value.flags.writeable:
+            return str(value.dtype), value.shape, id(value)
+        few = value if value.size <= _WHOLE else value.reshape(-1)[:: value.size // _SAMPLED]
+        return str(value.dtype), value.shape, hash(few.tobytes())
+    kind: Hashable = value.dtype, tuple(value.shape)
+    if not _has_memory(value):
+        return kind, _version(value)
+    tensor = value.detach()
+    if tensor.numel() <= _WHOLE:
+        return kind, _bits(tensor.reshape(-1))
+    if not tensor.is_contiguous():
+        return kind, value.data_ptr(), _version(value)
+    return kind, _version(value), _bits(tensor.view(-1)[:: tensor.numel() // _SAMPLED])
+
+
+def _bits(flat: Tensor) -> int:
+    return hash(flat.cpu().resolve_conj().resolve_neg().contiguous().view(torch.uint8).numpy().tobytes())
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else version_of(tensor)
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Whether its elements can be read: not those of sparse, quantized and fake ones, nor of subclasses."""
+    plain = type(tensor) in (Tensor, nn.Parameter, nn.Buffer)
+    return plain and tensor.layout == torch.strided and not tensor.is_meta and not tensor.is_quantized
