@@ -61,6 +61,7 @@ class TrainingRun(Protocol):
     seed: int
     train_loader: Iterable[Any]
     val_loaders: Mapping[str, Iterable[Any]]
+    val_metrics: Mapping[str, object]
     handlers: Sequence[Any]
     evaluator: Engine
     data: BatchOrder

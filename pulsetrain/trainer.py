@@ -289,6 +289,12 @@ class Trainer(Engine):
         self.validator.loaders = loaders
 
     @property
+    def val_metrics(self) -> Mapping[str, object]:
+        """The metric objects by their full names, such as "val/accuracy"."""
+        metrics = self.evaluation.metrics
+        return {f"{name}/{metric}": each for name in self.val_loaders for metric, each in metrics.items()}
+
+    @property
     def model_state(self) -> ModelState:
         """Weights, optimizer state and metadata as they are now, as values: further training does not change them."""
         state = self.model_store.snapshot()
