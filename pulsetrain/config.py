@@ -47,9 +47,9 @@ _NOT_OPTIONS: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {
 class TrainingConfig:
     """The settings of a run; [defaults] follow their meanings.
 
-    >>> config = TrainingConfig(max_epochs=3, optimizer="sgd", optimizer_options={"momentum": 0.9})
-    >>> config.learning_rate, config.validate_every.epochs
-    (0.001, 1)
+    >>> config = TrainingConfig(max_epochs=3, optimizer="sgd", optimizer_options={"momentum": 0.5})
+    >>> config.optimizer, config.validate_every.epochs
+    ('sgd', 1)
     >>> TrainingConfig(max_epochs=0)
     Traceback (most recent call last):
     pulsetrain.engine.errors.ConfigurationError: TrainingConfig(max_epochs=0): needs to be a whole number of at least 1
@@ -59,9 +59,9 @@ class TrainingConfig:
         max_iterations: length in batches [None].
         max_updates: length in optimizer steps [None].
         max_tokens: length in predicted tokens; the batch that reaches it is the last [None].
-        optimizer: adamw, adam, sgd, muon ...; the Trainer also takes instances and factories ['adamw'].
-        learning_rate: peak rate, above 0 [0.001].
-        weight_decay: weight decay, 0 or more [0.0].
+        optimizer: adamw, adam, sgd (momentum 0.9) ...; the Trainer also takes instances and factories ['adamw'].
+        learning_rate: peak rate, above 0; None: 0.001, or that of an optimizer that the Trainer is given [None].
+        weight_decay: weight decay, 0 or more; None: 0, or that of an optimizer that the Trainer is given [None].
         no_decay: "auto" exempts biases, norms and embeddings from weight decay; None exempts nothing [None].
         optimizer_options: further keywords of the optimizer, such as betas or momentum [{}].
         schedule: constant, linear, cosine, step, wsd, one_cycle ...; None leaves the rate as it is ['constant'].
@@ -92,8 +92,8 @@ class TrainingConfig:
     max_updates: int | None = None
     max_tokens: int | None = None
     optimizer: str = "adamw"
-    learning_rate: float = 1e-3
-    weight_decay: float = 0.0
+    learning_rate: float | None = None
+    weight_decay: float | None = None
     no_decay: str | None = None
     optimizer_options: Mapping[str, Any] = field(default_factory=dict)
     schedule: str | None = "constant"

@@ -10,7 +10,6 @@ from pulsetrain.engine import ConfigurationError, Engine, Event, Events, MetricN
 from pulsetrain.engine.argument_checks import check_choice
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.metrics import Mode, canonical, required_mode
-from pulsetrain.engine.recording.replay.engine import ReplayedEngine
 from pulsetrain.handlers.attachment.attachment import Attachment
 from pulsetrain.handlers.attachment.engine_queries import attribute
 from pulsetrain.handlers.metric_values.step_values import METRIC_EVENTS
@@ -81,7 +80,7 @@ def check_mode(place: str, mode: object) -> None:
 
 
 def decide_mode(place: str, judge: Judge, engine: Engine | None = None) -> Mode:
-    """The judge's mode. If none was given, it is inferred the first time, kept, and logged except in a replay.
+    """The judge's mode. If none was given, it is inferred the first time, kept, and in a training run logged.
 
     Args:
         place: the handler's class name, for messages.
@@ -92,9 +91,8 @@ def decide_mode(place: str, judge: Judge, engine: Engine | None = None) -> Mode:
         ConfigurationError: neither the object nor the name says it.
     """
     if judge.mode is None:
-        metrics = engine.val_metrics if is_training_run(engine) else None
-        judge.mode = required_mode(place, judge.metric, metrics)
-        if not isinstance(engine, ReplayedEngine):  # which is no run, and may be one of many
+        judge.mode = required_mode(place, judge.metric, engine.val_metrics if is_training_run(engine) else None)
+        if is_training_run(engine):
             text = "larger values are better" if judge.mode == "max" else "smaller values are better"
             get_logger("handlers").info(text, handler=place, metric=judge.metric)
     return judge.mode

@@ -7,7 +7,6 @@ from structlog.testing import capture_logs
 
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.handlers import BestModel, Checkpointer, EarlyStopping, ReduceLROnPlateau
-from tests.support.engines import make_engine
 from tests.support.models import loader, trainer
 
 JUDGES = {
@@ -98,7 +97,8 @@ def test_what_was_decided_is_said_once_for_each_handler():
     stopping = EarlyStopping("val/accuracy")
     with capture_logs() as logs:
         for _ in range(3):
-            stopping.attach(make_engine()).detach()
+            trainer({}, val_loader=loader(8), handlers=[stopping])
+            stopping.detach()
     assert len(logs) == 1
 
 
