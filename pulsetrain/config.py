@@ -8,6 +8,7 @@ from typing import Any
 
 from pulsetrain.engine import Accumulate, ConfigurationError, Every
 from pulsetrain.engine.argument_checks import check_bool, is_number, is_whole
+from pulsetrain.engine.data.rng import current_seed
 from pulsetrain.engine.errors import refused
 
 __all__ = ["TrainingConfig"]
@@ -75,7 +76,7 @@ class TrainingConfig:
         device: "auto" (the accelerator where there is one), "cpu", "cuda", "cuda:1" ... ['auto'].
         compile: run the model through torch.compile [False].
         activation_checkpointing: modules that recompute their activations in backward, as "blocks.*" [None].
-        seed: seed of the data order and of all random numbers; None draws one [0].
+        seed: seed of the data order and of all random numbers; None: torch's, as torch.manual_seed left it [None].
         skip_batches: batches to leave out, as [first, last] iterations that would train on them [()].
         validate_every: when to validate; None: only at the end. A run always ends with a validation [Every(epochs=1)].
         log_every_n_steps: iterations between two METRICS_LOGGED events; only they copy the loss to the host [50].
@@ -107,7 +108,7 @@ class TrainingConfig:
     device: str = "auto"
     compile: bool = False
     activation_checkpointing: str | None = None
-    seed: int | None = 0
+    seed: int | None = None
     skip_batches: Sequence[tuple[int, int]] = ()
     validate_every: Every | None = Every(epochs=1)  # noqa: RUF009  # it is frozen
     log_every_n_steps: int = 50
@@ -153,6 +154,11 @@ class TrainingConfig:
     def accumulation(self) -> Accumulate:
         """`accumulate` as an Accumulate."""
         return self.accumulate if isinstance(self.accumulate, Accumulate) else Accumulate(batches=self.accumulate)
+
+    @property
+    def chosen_seed(self) -> int:
+        """The seed of a run that starts now: that of this configuration, or torch's."""
+        return current_seed() if self.seed is None else self.seed
 
     def _check_options(self, name: str) -> None:
         for key, value in getattr(self, name).items():

@@ -125,7 +125,7 @@ class Trainer(Engine):
         check_type("Trainer", "train_loader", train_loader, Iterable, "an iterable of batches, such as a DataLoader")
         self.strategy = resolve_strategy(strategy)
         check_metric_names(metrics, self.strategy)
-        self.seed = config.seed if config.seed is not None else int.from_bytes(os.urandom(7), "big")
+        self.data = DataCursor(config.chosen_seed, config.skip_batches, chosen=config.seed is not None)
         self.backend: Backend = backend or TorchBackend()
         self.model_store = make_store(self.backend, model, optimizer, self.strategy, config, self.seed)
         self.model, self.optimizer = self.model_store.module, self.model_store.optimizer
@@ -159,7 +159,6 @@ class Trainer(Engine):
         self.callbacks = CallbackList(list(callbacks))
         self.reporter = MetricsReporter(self.stepper, config.log_every_n_steps)
         self.validator = Validator(self.evaluation, val_loaders, config.validate_every, self.reporter)
-        self.data = DataCursor(self.seed, config.skip_batches)
         self.registry = HandlerRegistry(self, self.handlers, self.callbacks)
         self.registry.leave_out([self.model, self.optimizer, self.strategy, self.evaluation, self.evaluator])
         self.source = self.resumer = Resumer(
@@ -268,6 +267,11 @@ class Trainer(Engine):
     def learning_rates(self) -> tuple[float, ...]:
         """The learning rates of the last update, one per parameter group."""
         return self.stepper.learning_rates
+
+    @property
+    def seed(self) -> int:
+        """The run's seed: the configuration's, torch's when the run started, or that of the loaded checkpoint."""
+        return self.data.seed
 
     @property
     def total_iterations(self) -> int | None:
@@ -396,6 +400,7 @@ class Trainer(Engine):
             train()
         if not self.model.training:  # else leave alone: parts of it may be frozen in eval mode
             self.model.train()
+        self.backend.reseed(self.seed)
         self.reporter.start()
         self.stepper.check_first_batches()
 

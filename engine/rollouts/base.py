@@ -268,6 +268,7 @@ class Rollouts:
 
     def _on_started(self) -> None:
         if self.trainer.state.iteration == 0:
+            self.seed = self.trainer.seed
             self.restart()
 
     def _on_iteration(self) -> None:
