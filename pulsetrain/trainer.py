@@ -17,6 +17,7 @@ from pulsetrain.config import TrainingConfig
 from pulsetrain.engine import Engine, EventBus, Events, Phase
 from pulsetrain.engine.argument_checks import check_type
 from pulsetrain.engine.backends.core import TrainerCore
+from pulsetrain.engine.backends.functional import FunctionalBackend
 from pulsetrain.engine.backends.torch import TorchBackend
 from pulsetrain.engine.checkpoint import Location, load_checkpoint, resolve
 from pulsetrain.engine.events.payloads import CheckpointLoaded
@@ -81,9 +82,10 @@ class Trainer(Engine):
         train_loader: gives batches, each time it is iterated; it needs no length.
         val_loader: one set, whose metrics are called "val/...", or a mapping name -> set ("name/...").
         strategy: what is optimised: a name, or an object (TrainingStrategy; AlternatingStrategy for several modules).
-        optimizer: a name, a torch optimizer over the model's parameters, or a factory called with them; by default
-            that of the configuration. For several modules, one for each by its name. On a backend that computes with
-            values, a name or an object with init and update.
+        optimizer: a name; a torch optimizer over the model's parameters; or a class or factory, called with them and,
+            if it accepts them, the configured learning rate and weight decay. By default that of the configuration. For
+            several modules, one for each by its name. On a backend that computes with values, a name or an object with
+            init and update.
         backend: what computes; by default PyTorch on the configuration's device.
         config: the settings.
         metrics: name -> metric, for validation: ignite's, torchmetrics', or anything with reset, update and compute.
@@ -400,7 +402,8 @@ class Trainer(Engine):
             train()
         if not self.model.training:  # else leave alone: parts of it may be frozen in eval mode
             self.model.train()
-        self.backend.reseed(self.seed)
+        if isinstance(self.backend, FunctionalBackend):
+            self.backend.reseed(self.seed)
         self.reporter.start()
         self.stepper.check_first_batches()
 

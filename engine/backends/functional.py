@@ -114,7 +114,7 @@ class FunctionalBackend(Trees, ValueBackend):
         self.settings = settings
 
     def reseed(self, seed: int) -> None:
-        """Adopt the seed of the run that starts or resumes."""
+        """Draw from the seed of the run that starts or resumes; the process's generators are seeded already."""
         self.settings = replace(self.settings, seed=seed)
 
     def release(self) -> None:

@@ -32,9 +32,11 @@ class PolicyTrainer(Protocol):
     model: nn.Module
     backend: Backend
     strategy: Any  # a PolicyStrategy, once `Rollouts.attach` has checked it
-    seed: int
     state: State
     history: MetricTracker
+
+    @property
+    def seed(self) -> int: ...
 
     def as_step(self) -> AbstractContextManager[None]: ...
 

@@ -118,10 +118,6 @@ class Backend(Protocol):
         """What its results depend on besides torch: versions and switches, as plain values."""
         return {}
 
-    def reseed(self, seed: int) -> None:
-        """A run starts, or resumes from a checkpoint, with this seed; the process's generators are seeded already."""
-        return
-
     def begin_run(self) -> None:
         """Start counting skipped updates from 0."""
         return

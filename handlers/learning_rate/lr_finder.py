@@ -58,7 +58,10 @@ class Trainable(Protocol):
     optimizer: torch.optim.Optimizer
     strategy: Strategy
     train_loader: Iterable[object]
-    seed: int
+
+    @property
+    def seed(self) -> int:
+        """The run's seed."""
 
     @property
     def stepper(self) -> TrialStepper:
