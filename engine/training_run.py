@@ -58,12 +58,19 @@ class TrainingRun(Protocol):
     strategy: TrainingStrategy | AlternatingStrategy
     backend: Backend
     config: Any
-    seed: int
     train_loader: Iterable[Any]
     val_loaders: Mapping[str, Iterable[Any]]
     handlers: Sequence[Any]
     evaluator: Engine
     data: BatchOrder
+
+    @property
+    def seed(self) -> int:
+        """The run's seed."""
+
+    @property
+    def val_metrics(self) -> Mapping[str, object]:
+        """The metric objects by their full names, such as "val/accuracy"."""
 
     @property
     def learning_rates(self) -> tuple[float, ...]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from pulsetrain.engine import Accumulate, ConfigurationError, Every
 from pulsetrain.engine.argument_checks import check_bool, is_number, is_whole
+from pulsetrain.engine.data.rng import current_seed
 from pulsetrain.engine.errors import refused
 
 __all__ = ["TrainingConfig"]
@@ -47,9 +48,9 @@ _NOT_OPTIONS: dict[str, dict[str, tuple[str, tuple[str, ...]]]] = {
 class TrainingConfig:
     """The settings of a run; [defaults] follow their meanings.
 
-    >>> config = TrainingConfig(max_epochs=3, optimizer="sgd", optimizer_options={"momentum": 0.9})
-    >>> config.learning_rate, config.validate_every.epochs
-    (0.001, 1)
+    >>> config = TrainingConfig(max_epochs=3, optimizer="sgd", optimizer_options={"momentum": 0.5})
+    >>> config.optimizer, config.validate_every.epochs
+    ('sgd', 1)
     >>> TrainingConfig(max_epochs=0)
     Traceback (most recent call last):
     pulsetrain.engine.errors.ConfigurationError: TrainingConfig(max_epochs=0): needs to be a whole number of at least 1
@@ -59,9 +60,9 @@ class TrainingConfig:
         max_iterations: length in batches [None].
         max_updates: length in optimizer steps [None].
         max_tokens: length in predicted tokens; the batch that reaches it is the last [None].
-        optimizer: adamw, adam, sgd, muon ...; the Trainer also takes instances and factories ['adamw'].
-        learning_rate: peak rate, above 0 [0.001].
-        weight_decay: weight decay, 0 or more [0.0].
+        optimizer: adamw, adam, sgd (momentum 0.9) ...; the Trainer also takes instances and factories ['adamw'].
+        learning_rate: peak rate, above 0; None: 0.001, or that of an optimizer that the Trainer is given [None].
+        weight_decay: weight decay, 0 or more; None: 0, or that of an optimizer that the Trainer is given [None].
         no_decay: "auto" exempts biases, norms and embeddings from weight decay; None exempts nothing [None].
         optimizer_options: further keywords of the optimizer, such as betas or momentum [{}].
         schedule: constant, linear, cosine, step, wsd, one_cycle ...; None leaves the rate as it is ['constant'].
@@ -75,7 +76,7 @@ class TrainingConfig:
         device: "auto" (the accelerator where there is one), "cpu", "cuda", "cuda:1" ... ['auto'].
         compile: run the model through torch.compile [False].
         activation_checkpointing: modules that recompute their activations in backward, as "blocks.*" [None].
-        seed: seed of the data order and of all random numbers; None draws one [0].
+        seed: seed of the data order and of all random numbers; None: torch's, as torch.manual_seed left it [None].
         skip_batches: batches to leave out, as [first, last] iterations that would train on them [()].
         validate_every: when to validate; None: only at the end. A run always ends with a validation [Every(epochs=1)].
         log_every_n_steps: iterations between two METRICS_LOGGED events; only they copy the loss to the host [50].
@@ -92,8 +93,8 @@ class TrainingConfig:
     max_updates: int | None = None
     max_tokens: int | None = None
     optimizer: str = "adamw"
-    learning_rate: float = 1e-3
-    weight_decay: float = 0.0
+    learning_rate: float | None = None
+    weight_decay: float | None = None
     no_decay: str | None = None
     optimizer_options: Mapping[str, Any] = field(default_factory=dict)
     schedule: str | None = "constant"
@@ -107,7 +108,7 @@ class TrainingConfig:
     device: str = "auto"
     compile: bool = False
     activation_checkpointing: str | None = None
-    seed: int | None = 0
+    seed: int | None = None
     skip_batches: Sequence[tuple[int, int]] = ()
     validate_every: Every | None = Every(epochs=1)  # noqa: RUF009  # it is frozen
     log_every_n_steps: int = 50
@@ -153,6 +154,11 @@ class TrainingConfig:
     def accumulation(self) -> Accumulate:
         """`accumulate` as an Accumulate."""
         return self.accumulate if isinstance(self.accumulate, Accumulate) else Accumulate(batches=self.accumulate)
+
+    @property
+    def chosen_seed(self) -> int:
+        """The seed of a run that starts now: that of this configuration, or torch's."""
+        return current_seed() if self.seed is None else self.seed
 
     def _check_options(self, name: str) -> None:
         for key, value in getattr(self, name).items():

@@ -17,6 +17,7 @@ from pulsetrain.config import TrainingConfig
 from pulsetrain.engine import Engine, EventBus, Events, Phase
 from pulsetrain.engine.argument_checks import check_type
 from pulsetrain.engine.backends.core import TrainerCore
+from pulsetrain.engine.backends.functional import FunctionalBackend
 from pulsetrain.engine.backends.torch import TorchBackend
 from pulsetrain.engine.checkpoint import Location, load_checkpoint, resolve
 from pulsetrain.engine.events.payloads import CheckpointLoaded
@@ -82,9 +83,10 @@ class Trainer(Engine):
         train_loader: gives batches, each time it is iterated; it needs no length.
         val_loader: one set, whose metrics are called "val/...", or a mapping name -> set ("name/...").
         strategy: what is optimised: a name, or an object (TrainingStrategy; AlternatingStrategy for several modules).
-        optimizer: a name, a torch optimizer over the model's parameters, or a factory called with them; by default
-            that of the configuration. For several modules, one for each by its name. On a backend that computes with
-            values, a name or an object with init and update.
+        optimizer: a name; a torch optimizer over the model's parameters; or a class or factory, called with them and,
+            if it accepts them, the configured learning rate and weight decay. By default that of the configuration. For
+            several modules, one for each by its name. On a backend that computes with values, a name or an object with
+            init and update.
         backend: what computes; by default PyTorch on the configuration's device.
         config: the settings.
         metrics: name -> metric, for validation: ignite's, torchmetrics', or anything with reset, update and compute.
@@ -126,7 +128,7 @@ class Trainer(Engine):
         check_type("Trainer", "train_loader", train_loader, Iterable, "an iterable of batches, such as a DataLoader")
         self.strategy = resolve_strategy(strategy)
         check_metric_names(metrics, self.strategy)
-        self.seed = config.seed if config.seed is not None else int.from_bytes(os.urandom(7), "big")
+        self.data = DataCursor(config.chosen_seed, config.skip_batches, chosen=config.seed is not None)
         self.backend: Backend = backend or TorchBackend()
         self.model_store = make_store(self.backend, model, optimizer, self.strategy, config, self.seed)
         self.model, self.optimizer = self.model_store.module, self.model_store.optimizer
@@ -160,7 +162,6 @@ class Trainer(Engine):
         self.callbacks = CallbackList(list(callbacks))
         self.reporter = MetricsReporter(self.stepper, config.log_every_n_steps)
         self.validator = Validator(self.evaluation, val_loaders, config.validate_every, self.reporter)
-        self.data = DataCursor(self.seed, config.skip_batches)
         self.registry = HandlerRegistry(self, self.handlers, self.callbacks)
         self.registry.leave_out([self.model, self.optimizer, self.strategy, self.evaluation, self.evaluator])
         modules, unsaved = ModulesPart(self.model, self.strategy), UnsavedState(self.registry, self.data)
@@ -277,6 +278,11 @@ class Trainer(Engine):
         return self.stepper.learning_rates
 
     @property
+    def seed(self) -> int:
+        """The run's seed: the configuration's, torch's when the run started, or that of the loaded checkpoint."""
+        return self.data.seed
+
+    @property
     def total_iterations(self) -> int | None:
         """How many batches the run takes in all; None if that is not known."""
         return self.length.total_iterations
@@ -294,6 +300,12 @@ class Trainer(Engine):
     @val_loaders.setter
     def val_loaders(self, loaders: Mapping[str, Loader]) -> None:
         self.validator.loaders = loaders
+
+    @property
+    def val_metrics(self) -> Mapping[str, object]:
+        """The metric objects by their full names, such as "val/accuracy"."""
+        metrics = self.evaluation.metrics
+        return {f"{name}/{metric}": each for name in self.val_loaders for metric, each in metrics.items()}
 
     @property
     def model_state(self) -> ModelState:
@@ -400,6 +412,8 @@ class Trainer(Engine):
             train()
         if not self.model.training:  # else leave alone: parts of it may be frozen in eval mode
             self.model.train()
+        if isinstance(self.backend, FunctionalBackend):
+            self.backend.reseed(self.seed)
         self.reporter.start()
         self.stepper.check_first_batches()
 

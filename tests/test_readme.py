@@ -18,7 +18,7 @@ BLOCKS = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
 def run(code: str, folder: Path) -> list[str]:
     done = programs.run("-c", code, cwd=folder)
     assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+    return [line for line in done.stdout.splitlines() if "[info " not in line]  # without what the run logs
 
 
 @pytest.mark.slow

@@ -113,6 +113,10 @@ class FunctionalBackend(Trees, ValueBackend):
         self._serves = True
         self.settings = settings
 
+    def reseed(self, seed: int) -> None:
+        """Draw from the seed of the run that starts or resumes; the process's generators are seeded already."""
+        self.settings = replace(self.settings, seed=seed)
+
     def release(self) -> None:
         """Undo `configure`: the trainer could not be made."""
         self._serves = False

@@ -194,7 +194,7 @@ class JaxBackend(JaxArrays, FunctionalBackend):
     def _program(
         self, kind: str, owner: object, function: Callable[..., Tree], **options: object
     ) -> Callable[..., Tree]:
-        key = (kind, id(owner), *options.items())
+        key = (kind, id(owner), self.settings.seed, *options.items())
         if key not in self._programs:
 
             def counted(*args: Tree) -> Tree:

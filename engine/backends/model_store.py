@@ -221,7 +221,7 @@ class OptimizerView(torch.optim.Optimizer):
         self.learning = [each for _, each in nn.Module.named_parameters(store.module) if each.requires_grad]
         super().__init__(self.learning, {"lr": _shown(rate)})
         self.param_groups[0]["params"] = _UpToDate(store.module, self.learning)
-        self.store = store
+        self.store, self.kind = store, type(store.backend.optimizer).__name__
         self._opt_called = True  # else torch's schedules warn that step() was never called
 
     def step(self, closure: object = None) -> None:  # type: ignore[override]

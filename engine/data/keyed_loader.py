@@ -37,6 +37,7 @@ from pulsetrain.engine.data.workers import user_init_fn, workers_begin
 
 __all__ = [
     "KeyedLoader", "KeyedOrder", "can_be_keyed", "can_be_read_once", "draws_nothing", "key_order", "length_of",
+    "order_seed",
 ]  # fmt: skip
 
 T = TypeVar("T")
@@ -44,6 +45,8 @@ Collate = Callable[[Any], Any]
 """A `collate_fn`: samples to a batch, both as the user's dataset makes them."""
 Look = Callable[[Mapping[str, object]], object]
 """Looks at the parts of a loader by their names."""
+_SEEDED: weakref.WeakKeyDictionary[torch.Generator, tuple[int, int | None]] = weakref.WeakKeyDictionary()
+"""The seed that a generator was given here, and the one of its user before; None if it was made here."""
 
 
 def length_of(loader: object) -> int | None:
@@ -110,14 +113,58 @@ def key_order(loader: object, seed: int) -> None:
     """
     if not isinstance(loader, DataLoader):
         return
-    samplers = loader.sampler, loader.batch_sampler
-    for holder in (loader, *samplers, *(getattr(each, "sampler", None) for each in samplers)):
+    for holder in _holders(loader):
         generator = getattr(holder, "generator", 0)  # 0: it has none; a sampler may hold one of numpy's or python's
         if generator is None:
             generator = torch.Generator()
+            _SEEDED[generator] = generator.initial_seed(), None
             setattr(holder, "generator", generator)  # noqa: B010  # not every holder declares the attribute
         if isinstance(generator, torch.Generator):
-            generator.manual_seed(seed)
+            _seed(generator, seed)
+
+
+def order_seed(loader: object, seed: int, *, chosen: bool = True) -> int:
+    """The seed of a loader's order: that of its sampler's or its own generator, as its user seeded it, else the run's.
+
+    >>> own = torch.Generator().manual_seed(5)
+    >>> order_seed(DataLoader(range(10), shuffle=True, generator=own), 1), order_seed(DataLoader(range(10)), 1)
+    (5, 1)
+
+    Args:
+        loader: of any kind.
+        seed: the run's.
+        chosen: whether the user chose the run's; else that of a DistributedSampler, on which all processes agree, is
+            used in its place.
+    """
+    if not isinstance(loader, DataLoader):
+        return seed
+    holders = _holders(loader)
+    for holder in holders:
+        generator = getattr(holder, "generator", None)
+        own = _own_seed(generator) if isinstance(generator, torch.Generator) else None
+        if own is not None:
+            return own
+    shared = next((each.seed for each in holders if isinstance(each, DistributedSampler)), seed)
+    return seed if chosen else shared
+
+
+def _holders(loader: DataLoader[Any]) -> list[object]:
+    """What may hold a generator, the first to decide the order first."""
+    samplers = loader.sampler, loader.batch_sampler
+    return [*samplers, *(getattr(each, "sampler", None) for each in samplers), loader]
+
+
+def _seed(generator: torch.Generator, seed: int) -> None:
+    own = _own_seed(generator)
+    generator.manual_seed(seed)
+    _SEEDED[generator] = seed, own
+
+
+def _own_seed(generator: torch.Generator) -> int | None:
+    """The seed that its user gave it; None for one that was made here."""
+    now = generator.initial_seed()
+    seed, own = _SEEDED.get(generator, (None, None))
+    return own if now == seed else now
 
 
 class KeyedBatch(NamedTuple):
@@ -250,7 +297,7 @@ class KeyedOrder:
         for holder in (self._sampler, getattr(self._sampler, "sampler", None)):
             generator = getattr(holder, "generator", None)
             if isinstance(generator, torch.Generator):
-                generator.manual_seed(rng.derive(self.seed, number))
+                _seed(generator, rng.derive(self.seed, number))
         drawn = draws.around(self._sampler)
         deque(islice(drawn, position), maxlen=0)
         return drawn

@@ -16,9 +16,20 @@ from torch.utils.data import get_worker_info
 from pulsetrain.engine.argument_checks import check_whole_number
 from pulsetrain.engine.errors import CheckpointError, ConfigurationError
 
-__all__ = ["Draws", "capture", "derive", "missing_devices", "preserve_rng", "restore", "seed_everything", "seeded"]
+__all__ = [
+    "Draws",
+    "capture",
+    "current_seed",
+    "derive",
+    "missing_devices",
+    "preserve_rng",
+    "restore",
+    "seed_everything",
+    "seeded",
+]
 
 _DEVICES = ("cuda", "xpu", "mps")
+_asked_for: dict[int, int] = {}  # seed that torch was given -> large one with which seed_everything was called
 
 
 def seed_everything(seed: int) -> None:
@@ -36,7 +47,22 @@ def seed_everything(seed: int) -> None:
     # numpy accepts 32 bits at a time, and torch's CPU generator uses only the lowest 32 bits: 2**32 would equal seed 0.
     # Smaller seeds are passed to each library unchanged.
     np.random.seed(seed if seed < 2**32 else [seed % 2**32, seed >> 32])
-    torch.manual_seed(seed if seed < 2**32 else derive(seed))
+    torch_seed = seed
+    if seed >= 2**32:
+        torch_seed = derive(seed)
+        _asked_for[torch_seed] = seed
+    torch.manual_seed(torch_seed)
+
+
+def current_seed() -> int:
+    """The seed of the last `torch.manual_seed` or `seed_everything`; without one, torch draws it for each process.
+
+    >>> _ = torch.manual_seed(7)
+    >>> current_seed()
+    7
+    """
+    seed = torch.initial_seed()
+    return _asked_for.get(seed, seed % 2**63)  # below 2**63, as seed_everything needs it
 
 
 def capture() -> dict[str, Any]:

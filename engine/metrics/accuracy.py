@@ -19,6 +19,8 @@ __all__ = ["Accuracy", "TokenAccuracy", "TopKAccuracy"]
 class _ShareCorrect:
     """Counts correct and all predictions as integers on the device, exact for any number; NaN if nothing counted."""
 
+    higher_is_better = True
+
     def __init__(self, ignore_index: int | None = None) -> None:
         self.ignore_index = ignore_index
         if ignore_index is not None and type(ignore_index) is not int:

@@ -7,13 +7,14 @@ import numbers
 from array import array
 from collections.abc import Callable, Iterator, Mapping
 from threading import RLock
-from typing import Literal, TypeVar, overload
+from typing import TypeVar, overload
 
 import torch
 from torch import Tensor
 
 from pulsetrain.engine.argument_checks import check_choice
 from pulsetrain.engine.errors import ArgumentTypeError, MetricNotFoundError
+from pulsetrain.engine.metrics.direction import Mode, required_mode
 from pulsetrain.engine.metrics.reading import canonical
 
 __all__ = ["MetricTracker"]
@@ -104,15 +105,22 @@ class MetricTracker(Mapping[str, list[float]]):
         """
         return self._ask(name, self._last)
 
-    def get_best(self, name: str, mode: Literal["min", "max"] = "min") -> float:
+    def get_best(self, name: str, mode: Mode | None = None) -> float:
         """The smallest or the largest value of a name; NaN only if all values are NaN.
 
+        Args:
+            name: the metric's.
+            mode: which of the two, "min" or "max"; by default what its name says (`infer_mode`).
+
         Raises:
-            ConfigurationError: the mode is unknown.
+            ConfigurationError: the mode is unknown, or does not follow from the name.
             MetricNotFoundError: as in `get_history`.
         """
-        check_choice("MetricTracker.get_best", "mode", mode, ("min", "max"))
-        values = [value for value in self.get_history(name) if not math.isnan(value)]
+        place = "MetricTracker.get_best"
+        found = self.get_history(name)
+        mode = required_mode(place, name) if mode is None else mode
+        check_choice(place, "mode", mode, ("min", "max"))
+        values = [value for value in found if not math.isnan(value)]
         if not values:
             return math.nan
         return min(values) if mode == "min" else max(values)

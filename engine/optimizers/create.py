@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from inspect import Parameter, signature
 from typing import Any, Literal
 
 from torch import nn
@@ -22,7 +23,7 @@ from pulsetrain.engine.optimizers.groups import (
 )
 from pulsetrain.engine.optimizers.kernels import fused_pays
 from pulsetrain.engine.optimizers.muon import MuonWithAdamW, split_for_muon
-from pulsetrain.engine.optimizers.options import check_rates, checked_options
+from pulsetrain.engine.optimizers.options import LEARNING_RATE, check_rates, checked_options
 from pulsetrain.engine.optimizers.registry import NAMES, optimizer_class, refused
 from pulsetrain.engine.optimizers.schedule_free import begin_training, is_schedule_free
 
@@ -96,21 +97,29 @@ def create_optimizer(
 def resolve_optimizer(
     optimizer: str | Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer],
     model: nn.Module,
-    learning_rate: float,
-    weight_decay: float = 0.0,
+    learning_rate: float | None = None,
+    weight_decay: float | None = None,
     **kwargs: Any,
 ) -> Optimizer:
     """An optimizer from a name, from an instance over the model's parameters, or from a factory.
 
-    learning_rate and weight_decay apply only to a name. An instance keeps its own values, and a factory, which is
-    called with `model.parameters()`, sets its own (`functools.partial(torch.optim.SGD, lr=0.1)`). A schedule-free
-    optimizer is put into train mode.
+    A factory, such as a class, is called with `model.parameters()`, and with `lr` and `weight_decay` if it accepts them
+    and does not hold its own, as `functools.partial(torch.optim.SGD, lr=0.1)` does. An instance keeps its own values. A
+    schedule-free optimizer is put into train mode.
 
     >>> import torch
     >>> model = nn.Linear(2, 2)
-    >>> optimizer = resolve_optimizer(partial(torch.optim.SGD, lr=0.5), model, learning_rate=0.1)
-    >>> optimizer.param_groups[0]["lr"]
+    >>> resolve_optimizer(torch.optim.SGD, model, learning_rate=0.1).param_groups[0]["lr"]
+    0.1
+    >>> resolve_optimizer(partial(torch.optim.SGD, lr=0.5), model, learning_rate=0.1).param_groups[0]["lr"]
     0.5
+
+    Args:
+        optimizer: the name, instance or factory.
+        model: its parameters are optimised.
+        learning_rate: None leaves it to the factory, and is 0.001 for a name, and for a factory that requires one.
+        weight_decay: None leaves it to the factory, and is 0 for a name.
+        kwargs: further keywords of the optimizer with that name.
 
     Raises:
         TypeError: the model is not a module.
@@ -120,12 +129,13 @@ def resolve_optimizer(
     place = "resolve_optimizer"
     check_model(place, model)
     if isinstance(optimizer, str):
-        return create_optimizer(model, optimizer, learning_rate, weight_decay, **kwargs)
+        rate = LEARNING_RATE if learning_rate is None else learning_rate
+        return create_optimizer(model, optimizer, rate, 0.0 if weight_decay is None else weight_decay, **kwargs)
     if kwargs:
         raise ConfigurationError("only an optimizer given by name accepts keywords", place, **kwargs)
     made: object = optimizer
     if callable(optimizer) and not isinstance(optimizer, Optimizer):
-        made = optimizer(model.parameters())
+        made = optimizer(model.parameters(), **_accepted(optimizer, lr=learning_rate, weight_decay=weight_decay))
         place = f"{place}(optimizer={optimizer!r}) returned {type(made).__name__}"
     else:
         place = f"{place}(optimizer={type(optimizer).__name__})"
@@ -144,6 +154,17 @@ def resolve_optimizer(
     if is_schedule_free(made):
         begin_training(made)
     return made
+
+
+def _accepted(factory: Callable[..., object], **given: float | None) -> dict[str, float]:
+    """The keywords to call a factory with: those with a value that it accepts and does not hold itself."""
+    parameters = signature(factory).parameters
+    held = factory.keywords if isinstance(factory, partial) else {}
+    any_name = any(each.kind is Parameter.VAR_KEYWORD for each in parameters.values())
+    accepted = {name for name in given if (any_name or name in parameters) and name not in held}
+    if given["lr"] is None and "lr" in parameters and parameters["lr"].default is Parameter.empty:
+        given["lr"] = LEARNING_RATE
+    return {name: value for name, value in given.items() if value is not None and name in accepted}
 
 
 def _muon(

@@ -14,7 +14,9 @@ from pulsetrain.engine.argument_checks import is_number, is_whole
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.optimizers.registry import CREATE, optimizer_class
 
-__all__ = ["POSITIVE", "check_number", "check_rates", "checked_options"]
+__all__ = ["LEARNING_RATE", "POSITIVE", "check_number", "check_rates", "checked_options"]
+
+LEARNING_RATE = 1e-3  # where none is given
 
 _Rule = tuple[Callable[[Any], bool], str]
 

@@ -32,9 +32,11 @@ class PolicyTrainer(Protocol):
     model: nn.Module
     backend: Backend
     strategy: Any  # a PolicyStrategy, once `Rollouts.attach` has checked it
-    seed: int
     state: State
     history: MetricTracker
+
+    @property
+    def seed(self) -> int: ...
 
     def as_step(self) -> AbstractContextManager[None]: ...
 
@@ -268,6 +270,7 @@ class Rollouts:
 
     def _on_started(self) -> None:
         if self.trainer.state.iteration == 0:
+            self.seed = self.trainer.seed
             self.restart()
 
     def _on_iteration(self) -> None:

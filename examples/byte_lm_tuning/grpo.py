@@ -112,8 +112,8 @@ def main(arguments: Sequence[str] | None = None) -> dict[str, list[float]]:
         ),
         handlers=[
             EventRecorder(run),
-            Checkpointer(run, Every(epochs=10), metric="rollout/reward", mode="max"),
-            EarlyStopping("rollout/reward", patience=20, mode="max"),
+            Checkpointer(run, Every(epochs=10), metric="rollout/reward"),
+            EarlyStopping("rollout/reward", patience=20),
         ],
     )
     trainer.add_event_handler(Events.ROLLOUT_COMPLETED(every=5), report)

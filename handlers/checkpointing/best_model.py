@@ -16,10 +16,17 @@ from pulsetrain.engine.checkpoint.disk import Disk, sync
 from pulsetrain.engine.checkpoint.snapshot import Snapshot
 from pulsetrain.engine.checkpoint.weights import compare_weights
 from pulsetrain.engine.logs import get_logger
+from pulsetrain.engine.metrics import Mode
 from pulsetrain.engine.training_run import model_of, validation_contexts
 from pulsetrain.handlers.attachment.attachment import Handler
 from pulsetrain.handlers.attachment.engine_queries import handlers_of, reject_replay
-from pulsetrain.handlers.metric_values.best_value import Mode, check_judged, is_better, judged_name, subscribe_judge
+from pulsetrain.handlers.metric_values.best_value import (
+    check_judged,
+    decide_mode,
+    is_better,
+    judged_name,
+    subscribe_judge,
+)
 from pulsetrain.handlers.run_files.run_folder import make_folder
 
 __all__ = ["BestModel"]
@@ -43,7 +50,7 @@ class BestModel(Handler):
     Args:
         metric: its name in VALIDATION_COMPLETED, such as "val/loss" (or "val_loss"), or in ROLLOUT_COMPLETED or
             POLICY_UPDATED, such as "rollout/return": rollouts without it are passed over.
-        mode: whether smaller ("min") or larger ("max") is better.
+        mode: whether smaller ("min") or larger ("max") is better; by default as the metric or its name says.
         folder: write FOLDER/best_model.pt at each improvement, for `torch.load(..., weights_only=True)`.
         restore: leave the best weights in the model at the end.
 
@@ -66,13 +73,13 @@ class BestModel(Handler):
     def __init__(
         self,
         metric: str = "val/loss",
-        mode: Mode = "min",
+        mode: Mode | None = None,
         folder: str | os.PathLike[str] | None = None,
         restore: bool = True,
     ) -> None:
         check_judged("BestModel", metric, mode)
         self.metric = metric
-        self.mode: Mode = mode
+        self.mode: Mode | None = mode
         self.folder = None if folder is None else Path(folder)
         self.restore = restore
         self.best_value: float | None = None
@@ -93,6 +100,7 @@ class BestModel(Handler):
             if model_of(engine) is None:
                 raise ConfigurationError(f"BestModel: {engine.name!r} has no torch model; set engine.model")
             subscribe_judge(subscribe, self._judge, "BestModel", self.metric, engine, Phase.PERSIST)
+            decide_mode("BestModel", self, engine)
             if self.restore and any(other.restore for other in handlers_of(engine, Events.COMPLETED, BestModel)):
                 rule = "another BestModel restores its weights at the end; pass restore=False to one of the two"
                 raise ConfigurationError(rule, "BestModel", restore=True, metric=self.metric)
@@ -138,7 +146,7 @@ class BestModel(Handler):
         if name is None:
             return
         value = float(event.payload.metrics[name])
-        if not is_better(value, self.best_value, self.mode):
+        if not is_better(value, self.best_value, decide_mode("BestModel", self)):
             return
         validated = event.type == Events.VALIDATION_COMPLETED.value
         with ExitStack() as stack:

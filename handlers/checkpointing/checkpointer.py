@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from pulsetrain.engine import Events, Every, Phase
-from pulsetrain.engine.argument_checks import check_choice, check_whole_number
+from pulsetrain.engine.argument_checks import check_whole_number
 from pulsetrain.engine.checkpoint import (
     CheckpointManager,
     Form,
@@ -25,6 +25,7 @@ from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import EventsList
 from pulsetrain.engine.events.payloads import CheckpointSaved
 from pulsetrain.engine.logs import get_logger
+from pulsetrain.engine.metrics import Mode
 from pulsetrain.engine.step.backend import ValueBackend
 from pulsetrain.engine.training_run import is_training_run
 from pulsetrain.handlers.attachment.attachment import Handler
@@ -32,7 +33,7 @@ from pulsetrain.handlers.attachment.cadence import reading_events
 from pulsetrain.handlers.checkpointing.background_save import BackgroundSave, SavedEngine
 from pulsetrain.handlers.checkpointing.ranking import Ranking
 from pulsetrain.handlers.checkpointing.save_interval import SaveInterval
-from pulsetrain.handlers.metric_values.best_value import Mode, subscribe_judge
+from pulsetrain.handlers.metric_values.best_value import check_mode, decide_mode, subscribe_judge
 
 __all__ = ["Checkpointer"]
 
@@ -52,7 +53,7 @@ class Checkpointer(Handler):
         keep_best: how many of the best by `metric` to keep.
         metric: of validations, such as "val/loss", or of rollouts, such as "rollout/return": decides which checkpoint
             is the best; None for no best.
-        mode: whether "min" or "max" of the metric is best. NaN is never best.
+        mode: whether "min" or "max" of the metric is best; by default as it or its name says. NaN is never best.
         name: labels the checkpoints' folders.
         at_end: save once more when the run ends, and when it is preempted.
         background: copy the state and continue, while a thread writes the copy, which needs as much host memory as the
@@ -87,7 +88,7 @@ class Checkpointer(Handler):
         keep_last: int = 3,
         keep_best: int = 1,
         metric: str | None = None,
-        mode: Mode = "min",
+        mode: Mode | None = None,
         name: str = "checkpoint",
         at_end: bool = True,
         background: bool = False,
@@ -98,7 +99,7 @@ class Checkpointer(Handler):
         if keep_best == 0:
             raise ConfigurationError("needs at least 1; metric=None keeps no best", "Checkpointer", keep_best=keep_best)
         check_whole_number("Checkpointer", "keep_best", keep_best)
-        check_choice("Checkpointer", "mode", mode, ("min", "max"))
+        check_mode("Checkpointer", mode)
         if isinstance(every, str) and every != "auto":
             raise unknown_name("Checkpointer", "every", every, ("auto",))
         check_name("Checkpointer", name)
@@ -107,7 +108,6 @@ class Checkpointer(Handler):
         self.folder = location_of(folder)
         self.every: Every | Literal["auto"] = every or Every(epochs=1)
         self.manager = CheckpointManager(self.folder / "checkpoints", keep_last_n=keep_last)
-        self.mode: Mode = mode
         self.keep_best, self.metric, self.name, self.at_end = keep_best, metric, name, at_end
         self.form: Form | None = form
         self.saved_at = -1  # iteration of the last save
@@ -138,6 +138,7 @@ class Checkpointer(Handler):
             subscribe(Events.CHECKPOINT_LOADED, self._on_loaded, phase=Phase.COMPUTE)
             if self.metric is not None:
                 subscribe_judge(subscribe, self._ranking.note, "Checkpointer", self.metric, engine, Phase.PERSIST)
+                decide_mode("Checkpointer", self._ranking, engine)
                 subscribe(Events.COMPLETED, self._ranking.warn_of_silence, phase=Phase.ACT)
             if self._background is not None:
                 # before the cadence: a save is announced before the next one starts
@@ -156,6 +157,11 @@ class Checkpointer(Handler):
         if self._background is not None:
             self._background.settle(wait=True, raises=False)
             self._background.release()
+
+    @property
+    def mode(self) -> Mode | None:
+        """Whether "min" or "max" is best; None as long as that was not given and this is not attached."""
+        return self._ranking.mode
 
     @property
     def best(self) -> list[tuple[float, str]]:

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from pulsetrain.engine import Engine, Event, Events, MetricNotFoundError, State
-from pulsetrain.engine.metrics import canonical
-from pulsetrain.handlers.metric_values.best_value import Mode, is_better, judged_name, warn_if_never_reported
+from pulsetrain.engine.metrics import Mode, canonical
+from pulsetrain.handlers.metric_values.best_value import decide_mode, is_better, judged_name, warn_if_never_reported
 
 __all__ = ["Ranking"]
 
@@ -18,12 +18,13 @@ class Ranking:
 
     Args:
         metric: the name that was asked for.
-        mode: whether "min" or "max" is best; NaN never is.
+        mode: whether "min" or "max" is best; None to infer it. NaN never is.
         keep: how many.
     """
 
-    def __init__(self, metric: str, mode: Mode, keep: int) -> None:
-        self.metric, self.mode, self.keep = metric, mode, keep
+    def __init__(self, metric: str, mode: Mode | None, keep: int) -> None:
+        self.metric, self.keep = metric, keep
+        self.mode: Mode | None = mode
         self.best: list[tuple[float, str]] = []  # (value, checkpoint's folder name), best first
         self.reported_rollout = 0  # the last rollout with the metric; 0 where rollouts do not have it
         self._ranked_validation = self._ranked_rollout = 0  # whose values have been ranked
@@ -51,8 +52,9 @@ class Ranking:
         self._ranked_validation, self._ranked_rollout = state.validation_round, self.reported_rollout
         if value is None:
             return False
-        improved = is_better(value, self.best[0][0] if self.best else None, self.mode)
-        ranked = sorted([*self.best, (value, folder)], key=lambda entry: entry[0], reverse=self.mode == "max")
+        mode = decide_mode("Checkpointer", self)
+        improved = is_better(value, self.best[0][0] if self.best else None, mode)
+        ranked = sorted([*self.best, (value, folder)], key=lambda entry: entry[0], reverse=mode == "max")
         self.best = ranked[: self.keep]
         return improved
 

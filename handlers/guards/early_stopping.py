@@ -7,10 +7,11 @@ from typing import Any, Self
 
 from pulsetrain.engine import Engine, Event, Events, Phase
 from pulsetrain.engine.argument_checks import check_number, check_whole_number
+from pulsetrain.engine.metrics import Mode
 from pulsetrain.handlers.attachment.attachment import Handler
 from pulsetrain.handlers.metric_values.best_value import (
-    Mode,
     check_judged,
+    decide_mode,
     is_better,
     judged_name,
     subscribe_judge,
@@ -31,7 +32,7 @@ class EarlyStopping(Handler):
         metric: its name in VALIDATION_COMPLETED, such as "val/loss" (or "val_loss"), or in ROLLOUT_COMPLETED or
             POLICY_UPDATED, such as "rollout/return": rollouts without it are passed over.
         patience: validations or rollouts in a row.
-        mode: whether smaller ("min") or larger ("max") is better.
+        mode: whether smaller ("min") or larger ("max") is better; by default as the metric or its name says.
         min_delta: an improvement is larger than this.
 
     Raises:
@@ -48,7 +49,7 @@ class EarlyStopping(Handler):
         self,
         metric: str = "val/loss",
         patience: int = 5,
-        mode: Mode = "min",
+        mode: Mode | None = None,
         min_delta: float = 0.0,
     ) -> None:
         check_judged("EarlyStopping", metric, mode)
@@ -56,7 +57,7 @@ class EarlyStopping(Handler):
         check_number("EarlyStopping", "min_delta", min_delta)
         self.metric = metric
         self.patience = patience
-        self.mode: Mode = mode
+        self.mode: Mode | None = mode
         self.min_delta = min_delta
         self.reset()
 
@@ -68,6 +69,7 @@ class EarlyStopping(Handler):
         """
         with self._attachment.to(engine, whole_bus=False) as subscribe:
             subscribe_judge(subscribe, self._judge, "EarlyStopping", self.metric, engine, Phase.ACT)
+            decide_mode("EarlyStopping", self, engine)
             subscribe(Events.STARTED, self._on_started, phase=Phase.ACT)
             subscribe(Events.COMPLETED, self._on_completed, phase=Phase.ACT)
         return self
@@ -82,7 +84,7 @@ class EarlyStopping(Handler):
     def step(self, value: float) -> bool:
         """Judge one more value; returns whether it is time to stop."""
         value = float(value)
-        self.is_best = is_better(value, self.best_value, self.mode, self.min_delta)
+        self.is_best = is_better(value, self.best_value, decide_mode("EarlyStopping", self), self.min_delta)
         if self.is_best:
             self.best_value = value
             self.counter = 0

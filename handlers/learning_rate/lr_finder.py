@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from pulsetrain.engine import ConfigurationError, Engine, Events, ModelStore, Phase, TrainingBatch, TrainingResult
 from pulsetrain.engine.argument_checks import check_number, check_positive, check_whole_number
 from pulsetrain.engine.data import rng
-from pulsetrain.engine.data.keyed_loader import KeyedLoader, can_be_keyed, can_be_read_once, key_order
+from pulsetrain.engine.data.keyed_loader import KeyedLoader, can_be_keyed, can_be_read_once, key_order, order_seed
 from pulsetrain.engine.data.workers import workers_begin
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.schedules.groups import group_ratios, write_rates
@@ -58,7 +58,10 @@ class Trainable(Protocol):
     optimizer: torch.optim.Optimizer
     strategy: Strategy
     train_loader: Iterable[object]
-    seed: int
+
+    @property
+    def seed(self) -> int:
+        """The run's seed."""
 
     @property
     def stepper(self) -> TrialStepper:
@@ -165,7 +168,9 @@ class LRFinder(Handler):
         _check(trainer)
         if self.folder is not None:
             make_folder("LRFinder", self.folder / "plots")
-        batches = _endless(_copy_of_loader(trainer.train_loader) if loader is None else loader, trainer.seed)
+        given = trainer.train_loader if loader is None else loader
+        seed = order_seed(given, trainer.seed)
+        batches = _endless(_copy_of_loader(given) if loader is None else loader, seed)
         undone = trainer.stepper.store.rollback(trainer.strategy)
         with closing(batches), rng.preserve_rng(), undone:
             rng.seed_everything(trainer.seed)

@@ -13,14 +13,15 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau as TorchReduceLROnPlateau
 from pulsetrain.engine import ConfigurationError, Engine, Event, Events, Phase, RecordingError
 from pulsetrain.engine.argument_checks import check_choice, check_number, check_type, check_whole_number
 from pulsetrain.engine.errors import refused
+from pulsetrain.engine.metrics import Mode
 from pulsetrain.engine.recording.replay.engine import ReplayedEngine
 from pulsetrain.engine.training_run import optimizer_of
 from pulsetrain.handlers.attachment.attachment import Handler
 from pulsetrain.handlers.attachment.engine_queries import handlers_of
 from pulsetrain.handlers.learning_rate.lr_scheduler import LRScheduler
 from pulsetrain.handlers.metric_values.best_value import (
-    Mode,
     check_judged,
+    decide_mode,
     judged_name,
     subscribe_judge,
     warn_if_never_reported,
@@ -46,7 +47,7 @@ class ReduceLROnPlateau(Handler):
             POLICY_UPDATED, such as "rollout/return": rollouts without it are passed over.
         factor: at least 0, below 1.
         patience: rounds in a row that may pass without an improvement; the next one lowers the rates.
-        mode: whether smaller ("min") or larger ("max") is better.
+        mode: whether smaller ("min") or larger ("max") is better; by default as the metric or its name says.
         threshold: an improvement is larger than this, by `threshold_mode` a share of the best value or absolute.
         threshold_mode: "rel" or "abs".
         cooldown: rounds after a reduction that do not count.
@@ -68,7 +69,7 @@ class ReduceLROnPlateau(Handler):
         metric: str = "val/loss",
         factor: float = 0.1,
         patience: int = 10,
-        mode: Mode = "min",
+        mode: Mode | None = None,
         threshold: float = 1e-4,
         threshold_mode: Literal["rel", "abs"] = "rel",
         cooldown: int = 0,
@@ -86,21 +87,13 @@ class ReduceLROnPlateau(Handler):
         check_choice(place, "threshold_mode", threshold_mode, ("rel", "abs"))
         check_type(place, "optimizer", optimizer, Optimizer | None, "a torch.optim.Optimizer")
         self.metric, self.factor, self.patience, self.threshold = metric, factor, patience, threshold
-        self.mode: Mode = mode
-        self.threshold_mode, self.cooldown, self.min_lr = threshold_mode, cooldown, min_lr
+        self.mode: Mode | None = mode
+        self.threshold_mode: Literal["rel", "abs"] = threshold_mode
+        self.cooldown, self.min_lr = cooldown, min_lr
         self.optimizer = optimizer
         # its rate is the factor by which the rates of a schedule are multiplied
         self._scale = torch.optim.SGD([torch.zeros(0)], lr=1.0)
-        self._torch = TorchReduceLROnPlateau(
-            self._scale if optimizer is None else optimizer,
-            mode=mode,
-            factor=factor,
-            patience=patience,
-            threshold=threshold,
-            threshold_mode=threshold_mode,
-            cooldown=cooldown,
-            min_lr=min_lr,
-        )
+        self._torch = self._as_torch(mode or "min")
         self.schedulers: list[LRScheduler] = []  # whose rates are multiplied
         self._has_optimizer = optimizer is not None
 
@@ -118,6 +111,7 @@ class ReduceLROnPlateau(Handler):
             subscribe(Events.STARTED, self._join, phase=Phase.COMPUTE)
             subscribe_judge(subscribe, self._judge, "ReduceLROnPlateau", self.metric, engine, Phase.ACT)
             subscribe(Events.COMPLETED, self._on_completed, phase=Phase.ACT)
+            self._decide(engine)
             self._join(engine)
         return self
 
@@ -131,6 +125,7 @@ class ReduceLROnPlateau(Handler):
             raise RuntimeError(
                 "ReduceLROnPlateau.step(): no optimizer yet; pass optimizer= or attach to an engine first"
             )
+        self._decide()
         before = self._rates()
         self._torch.step(float(value))
         for scheduler in self.schedulers:
@@ -143,11 +138,29 @@ class ReduceLROnPlateau(Handler):
         return {**progress, "scale": self._scale.param_groups[0]["lr"]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._decide()
         for name in _PROGRESS:
             setattr(self._torch, name, state[name])
         self._scale.param_groups[0]["lr"] = float(state["scale"])
         for scheduler in self.schedulers:
             scheduler.multiply(self._scale.param_groups[0]["lr"])
+
+    def _decide(self, engine: Engine | None = None) -> None:
+        mode = decide_mode("ReduceLROnPlateau", self, engine)
+        if mode != self._torch.mode:  # decided just now, before the first value
+            self._torch = self._as_torch(mode)
+
+    def _as_torch(self, mode: Mode) -> TorchReduceLROnPlateau:
+        return TorchReduceLROnPlateau(
+            self._scale if self.optimizer is None else self.optimizer,
+            mode=mode,
+            factor=self.factor,
+            patience=self.patience,
+            threshold=self.threshold,
+            threshold_mode=self.threshold_mode,
+            cooldown=self.cooldown,
+            min_lr=self.min_lr,
+        )
 
     def _join(self, engine: Engine) -> None:
         """Find what to lower: the optimizer's rates, or those of the schedules that set them."""

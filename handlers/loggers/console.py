@@ -17,7 +17,9 @@ from pulsetrain.engine.events.names import Event, Events
 from pulsetrain.engine.events.payloads import PolicyUpdated, RolloutCompleted, ValidationCompleted
 from pulsetrain.engine.events.subscription import OnError
 from pulsetrain.engine.logs import load_structlog
+from pulsetrain.engine.optimizers import describe_optimizer
 from pulsetrain.engine.recording.log.non_finite import finite_or_text
+from pulsetrain.engine.training_run import is_training_run
 from pulsetrain.handlers.loggers.base import MetricLogger
 
 if TYPE_CHECKING:
@@ -31,6 +33,7 @@ _SHOWN_ONE_BY_ONE = 8  # values of one family; of more, a "key_value" line shows
 class ConsoleLogger(MetricLogger):
     """Writes a line for each METRICS_LOGGED, validation, rollout and POLICY_UPDATED, and for a run's start and end.
 
+    The first line of a trainer's run names the optimizer, with its rate, momentum and weight decay, and the seed.
     On a bus each line names its engine. Lines do not break a tqdm bar on the same stream. structlog renders them; its
     global configuration is neither read nor changed.
 
@@ -102,8 +105,12 @@ class ConsoleLogger(MetricLogger):
         state = engine.state
         bounds = {"max_epochs": state.max_epochs, "max_iters": state.max_iters, "epoch_length": state.epoch_length}
         resumed = {"iteration": state.iteration} if state.iteration else {}
+        made_with: dict[str, object] = {}
+        if is_training_run(engine):
+            made_with = {"optimizer": describe_optimizer(engine.optimizer), "seed": engine.seed}
         self._last_read = None
-        self._write(engine, "run started", {**resumed, **{k: v for k, v in bounds.items() if v is not None}})
+        known = {name: bound for name, bound in bounds.items() if bound is not None}
+        self._write(engine, "run started", {**resumed, **known, **made_with})
 
     def _on_completed(self, engine: Engine, event: Event) -> None:
         if event.type == Events.TERMINATE.value and engine.should_terminate != "skip_completed":

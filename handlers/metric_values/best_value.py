@@ -4,19 +4,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from typing import Literal
+from typing import Protocol
 
-from pulsetrain.engine import ConfigurationError, Engine, Event, Events, MetricNotFoundError, Phase
+from pulsetrain.engine import ConfigurationError, Engine, Event, Events, MetricNotFoundError, Phase, is_training_run
 from pulsetrain.engine.argument_checks import check_choice
 from pulsetrain.engine.logs import get_logger
-from pulsetrain.engine.metrics import canonical
+from pulsetrain.engine.metrics import Mode, canonical, required_mode
 from pulsetrain.handlers.attachment.attachment import Attachment
 from pulsetrain.handlers.attachment.engine_queries import attribute
 from pulsetrain.handlers.metric_values.step_values import METRIC_EVENTS
 
-__all__ = ["Mode", "check_judged", "is_better", "judged_name", "subscribe_judge", "warn_if_never_reported"]
+__all__ = [
+    "Judge",
+    "check_judged",
+    "check_mode",
+    "decide_mode",
+    "is_better",
+    "judged_name",
+    "subscribe_judge",
+    "warn_if_never_reported",
+]
 
-Mode = Literal["min", "max"]
+
+class Judge(Protocol):
+    """What ranks the values of a metric."""
+
+    metric: str
+    mode: Mode | None
 
 
 def is_better(value: float, best: float | None, mode: Mode, min_delta: float = 0.0) -> bool:
@@ -45,14 +59,43 @@ def check_judged(place: str, metric: object, mode: object) -> None:
     Args:
         place: the handler's class name, for messages.
         metric: must be a name.
-        mode: must be "min" or "max".
+        mode: must be "min", "max" or None, to be inferred.
 
     Raises:
         ConfigurationError: one of them cannot be used.
     """
     if not isinstance(metric, str) or not metric:
         raise ConfigurationError("needs a metric's name, such as 'val/loss'", place, metric=metric)
-    check_choice(place, "mode", mode, ("min", "max"))
+    check_mode(place, mode)
+
+
+def check_mode(place: str, mode: object) -> None:
+    """Check the argument `mode` of a handler, which is "min", "max" or None.
+
+    Raises:
+        ConfigurationError: it is none of them.
+    """
+    if mode is not None:
+        check_choice(place, "mode", mode, ("min", "max"))
+
+
+def decide_mode(place: str, judge: Judge, engine: Engine | None = None) -> Mode:
+    """The judge's mode. If none was given, it is inferred the first time, kept, and in a training run logged.
+
+    Args:
+        place: the handler's class name, for messages.
+        judge: whose `mode` is set.
+        engine: a training run knows the metric object, which decides; any other has only the metric's name.
+
+    Raises:
+        ConfigurationError: neither the object nor the name says it.
+    """
+    if judge.mode is None:
+        judge.mode = required_mode(place, judge.metric, engine.val_metrics if is_training_run(engine) else None)
+        if is_training_run(engine):
+            text = "larger values are better" if judge.mode == "max" else "smaller values are better"
+            get_logger("handlers").info(text, handler=place, metric=judge.metric)
+    return judge.mode
 
 
 def judged_name(place: str, metric: str, engine: Engine, event: Event) -> str | None:

@@ -15,6 +15,7 @@ from pulsetrain.configuration.messages import in_settings
 from pulsetrain.configuration.parse import read_config
 from pulsetrain.configuration.rebuild import base_of
 from pulsetrain.engine.errors import PulsetrainError
+from pulsetrain.engine.optimizers import LEARNING_RATE
 from pulsetrain.engine.schedules import group_ratios
 from pulsetrain.handlers import LRFinder
 from pulsetrain.handlers.learning_rate.lr_finder import LRFinderResult
@@ -93,7 +94,8 @@ def _report(found: LRFinderResult, trainer: Trainer, arguments: argparse.Namespa
     lines.append("")
     if arguments.plot is not None:
         lines.append(f"plot        {arguments.plot / 'plots' / 'lr_finder.png'}")
-    lines.append(f"configured  {trainer.config.learning_rate:.2g}")
+    configured = trainer.config.learning_rate
+    lines.append(f"configured  {LEARNING_RATE if configured is None else configured:.2g}")
     if found.suggestion is None:
         return "\n".join([*lines, f"suggestion  none: {found.reason}"])
     rate = f"{found.suggestion:.2g}"

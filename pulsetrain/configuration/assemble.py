@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -106,11 +105,11 @@ def assemble(
 
 
 def _training_settings(config: Mapping[str, Any], folder: Path, resume: str | None) -> dict[str, Any]:
-    """The training section, with a seed drawn where it is null, and the run folder where a setting needs it."""
+    """The training section, with a seed where it has none, and the run folder where a setting needs it."""
     settings = with_run_folder(config.get("training") or {}, str(folder))
-    if "seed" in settings and settings["seed"] is None:
+    if settings.get("seed") is None:
         recorded = (_recorded(folder).get("training") or {}).get("seed") if resume is not None else None
-        settings["seed"] = recorded if recorded is not None else int.from_bytes(os.urandom(7), "big")
+        settings["seed"] = recorded if recorded is not None else rng.current_seed()
     return settings
 
 

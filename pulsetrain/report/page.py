@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from html import escape
 
+from pulsetrain.engine.metrics import infer_mode
 from pulsetrain.engine.recording.log.records import Json
 from pulsetrain.report.curve import Curve
 from pulsetrain.report.facts import ABSENT, Row, compared, settings_of
@@ -16,11 +17,6 @@ __all__ = ["page_of"]
 
 # The browser may load nothing but the page itself, whatever text the names in a run contain.
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data: blob:"
-LOWER = ("loss", "perplexity", "ppl", "error", "mae", "mse", "rmse", "bits_per_byte", "nll", "wer", "cer", "fid")
-HIGHER = (
-    "accuracy", "acc", "f1", "auc", "precision", "recall", "score", "reward", "return", "bleu", "rouge", "iou", "map",
-    "r2",
-)  # fmt: skip
 SHOWN_DAMAGE = 12
 SHORT = 8  # rows of best values: a longer table is folded
 STATES = {"completed": "completed", "stopped": "stopped", "failed": "failed", "open": "not ended"}
@@ -129,11 +125,9 @@ def _best_cell(found: tuple[float, int] | None, top: float, runs: int) -> str:
 
 
 def _directions(name: str) -> tuple[str, ...]:
-    words = name.lower().rpartition("/")[2]
-    if any(word in words for word in LOWER):
-        return ("lowest",)
-    if any(word in words for word in HIGHER):
-        return ("highest",)
+    mode = infer_mode(name)
+    if mode is not None:
+        return ("lowest",) if mode == "min" else ("highest",)
     return ("lowest", "highest")
 
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 from pulsetrain.engine.checkpoint.plain import plain
 from pulsetrain.engine.data import rng
-from pulsetrain.engine.data.keyed_loader import KeyedLoader, can_be_keyed, key_order, length_of
+from pulsetrain.engine.data.keyed_loader import KeyedLoader, can_be_keyed, key_order, length_of, order_seed
 from pulsetrain.engine.data.workers import workers_begin
 from pulsetrain.engine.errors import CheckpointError
 from pulsetrain.engine.logs import get_logger
@@ -37,6 +37,8 @@ class LoaderState(NamedTuple):
 class DataCursor:
     """Begins passes over a loader, each keyed by (seed, pass), and returns into one.
 
+    The seed is that of the loader's own generator if it has one (`order_seed`), else the run's.
+
     A loader that `can_be_keyed` accepts is asked for the batches from a position on. One that has `state_dict` and
     `load_state_dict` keeps its position itself, and what it draws is seeded for each batch. Any other is read again up
     to the position; what it draws while it is read comes from a stream of its own, so that the batches are the same
@@ -52,8 +54,9 @@ class DataCursor:
     [20, 30]
 
     Args:
-        seed: of the data order.
+        seed: the run's.
         left_out: first and last of the batches to leave out, numbered as if no batch was left out.
+        chosen: whether the user chose the seed, see `order_seed`.
     """
 
     passes: int
@@ -75,8 +78,8 @@ class DataCursor:
     rewinds: int
     """How often the run has returned to an earlier checkpoint."""
 
-    def __init__(self, seed: int, left_out: Sequence[tuple[int, int]] = ()) -> None:
-        self.seed = seed
+    def __init__(self, seed: int, left_out: Sequence[tuple[int, int]] = (), *, chosen: bool = True) -> None:
+        self.seed, self._chosen = seed, chosen
         self.left_out = tuple(left_out)
         self.refuses_unsavable = False  # whether to refuse, when a pass begins, a loader state that cannot be saved
         self._keyed: tuple[object, KeyedLoader] | None = None  # the loader, and ours that reads it
@@ -92,6 +95,8 @@ class DataCursor:
         self.left_out_since = []
         self._skips: list[tuple[int, int]] = []  # iterations before which batches were left out, and the total then
         self._pass_over = False  # the loaded pass has ended, or was over other data: the next batch is of a new one
+        self._order_seed: int | None = None  # of the loader below, or of the first one after a load
+        self._ordered: object = None
         self._loader: Any = None  # of the current pass; None before it begins, or before a loaded one is resumed
         self._offset = self._offset_at = 0  # in the keyed order: after that iteration
         self._given = 0  # batches of the pass that a loader with a state of its own has given
@@ -204,13 +209,14 @@ class DataCursor:
         self._key_pass(loader)
         # workers are seeded by the line above, and a sampler that draws here does so at once
         known_to_draw_here = isinstance(loader, DataLoader) and loader.num_workers == 0
-        return rng.Draws(rng.derive(self.seed, self.passes)).around(loader, None if known_to_draw_here else _WATCHED)
+        draws = rng.Draws(rng.derive(self._seed_of(loader), self.passes))
+        return draws.around(loader, None if known_to_draw_here else _WATCHED)
 
     def _iterate_stateful(self, loader: Stateful, saved: LoaderState | None = None) -> Iterator[object]:
         """A loader's batches from the pass's first on, or from a saved state on."""
         self._loader = loader
         self._key_pass(loader)
-        with rng.seeded(rng.derive(self.seed, self.passes)):
+        with rng.seeded(rng.derive(self._seed_of(loader), self.passes)):
             if saved is not None:
                 loader.load_state_dict(saved.state)
             batches = iter(self._loader)
@@ -222,8 +228,9 @@ class DataCursor:
 
     def _give(self, batches: Iterator[object]) -> Iterator[object]:
         """Makes each batch under a seed of its own: a resume need not know what those before it have drawn."""
+        seed = self._seed_of(self._loader)
         while True:
-            with rng.seeded(rng.derive(self.seed, self.passes, self._given)):
+            with rng.seeded(rng.derive(seed, self.passes, self._given)):
                 try:
                     batch = next(batches)
                 except StopIteration:
@@ -232,7 +239,7 @@ class DataCursor:
             yield batch
 
     def _key_pass(self, loader: object) -> None:
-        key_order(loader, rng.derive(self.seed, self.passes))
+        key_order(loader, rng.derive(self._seed_of(loader), self.passes))
         if isinstance(loader, DataLoader) and loader.persistent_workers:
             # torch seeds workers when they start: kept ones would continue drawing where the last pass ended, which no
             # resume can know; the price is that they start again with each pass
@@ -241,15 +248,23 @@ class DataCursor:
     def _keyed_loader(self, loader: object) -> KeyedLoader | None:
         if not can_be_keyed(loader):
             return None
-        if self._keyed is None or self._keyed[0] is not loader:
+        seed = self._seed_of(loader)
+        if self._keyed is None or self._keyed[0] is not loader or self._keyed[1].order.seed != seed:
             if loader.num_workers:
                 self._watch = WorkerWatch(loader.num_workers)
-            self._keyed = loader, KeyedLoader(loader, self.seed, self._watch.look if loader.num_workers else None)
+            self._keyed = loader, KeyedLoader(loader, seed, self._watch.look if loader.num_workers else None)
         return self._keyed[1]
 
     def changed_in_workers(self) -> set[str]:
         """The attributes of the dataset and the `collate_fn` that have changed in a worker, unsaved."""
         return self._watch.changed()
+
+    def _seed_of(self, loader: object) -> int:
+        """The seed of its order; after a load, the checkpoint's."""
+        if self._order_seed is None or (self._ordered is not None and self._ordered is not loader):
+            self._order_seed = order_seed(loader, self.seed, chosen=self._chosen)
+        self._ordered = loader
+        return self._order_seed
 
     def locate(self, iteration: int) -> tuple[int, int] | None:
         """Where a batch of the current pass is in the data order, for `rows_at`; None if the loader decides itself."""
@@ -277,6 +292,8 @@ class DataCursor:
             "skips": [list(each) for each in self._skips if each[0] <= self.trained],
         }
         state.update({name: value for name, value in optional.items() if value})
+        if self._order_seed not in (None, self.seed):
+            state["order_seed"] = self._order_seed
         if self._loader is None:  # as it was loaded, if it was
             state["offset"] = self._offset
             if self._pass_over:
@@ -317,12 +334,12 @@ class DataCursor:
         require("data", state, _FIELDS)
 
     def load_state_dict(self, state: StateDict) -> None:
-        """Return to where a checkpoint was made; the seed of the data order is the checkpoint's."""
-        if state["seed"] != self.seed:
-            self._keyed = None
+        """Return to where a checkpoint was made; seed and data order are the checkpoint's."""
         self.reset()
         for name in _FIELDS:
             setattr(self, name, state[name])
+        if self.passes:
+            self._order_seed = state.get("order_seed", self.seed)
         self._offset, self._offset_at = state.get("offset", 0), self.trained
         self.skipped = state.get("skipped", 0)
         self.left_out_since = [(first, last) for first, last in state.get("left_out", ())]

@@ -93,6 +93,7 @@ class Resumer:
     def reset(self, seed: int) -> None:
         """Seed the generators, and return every part to the state before the first iteration."""
         rng.seed_everything(seed)
+        self.data.seed = seed
         self.state.reset()
 
     def begin(self, data: Iterable[object], iteration: int) -> Iterator[object]:

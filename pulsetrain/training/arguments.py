@@ -134,7 +134,7 @@ def configured_handlers(
         for name, part in parts_of(optimizer).items():
             schedule = build_schedule(
                 config.schedule,
-                float(part.defaults.get("lr", config.learning_rate)),  # an instance has its own rate, possibly a tensor
+                float(part.defaults.get("lr", part.param_groups[0]["lr"])),  # possibly a tensor
                 total_steps=length.total_updates,
                 warmup_steps=config.warmup_steps,
                 min_lr_ratio=config.min_lr_ratio,

@@ -8,13 +8,13 @@ from dataclasses import fields
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pulsetrain.config import TrainingConfig
 from pulsetrain.engine.argument_checks import check_choice, check_type
 from pulsetrain.engine.errors import ArgumentTypeError, ConfigurationError, refused
-from pulsetrain.engine.optimizers import NamedOptimizers, resolve_optimizer
-from pulsetrain.engine.step.backend import Backend, ModelStore, OptimizerRequest
+from pulsetrain.engine.optimizers import LEARNING_RATE, NamedOptimizers, parts_of, resolve_optimizer
+from pulsetrain.engine.step.backend import Backend, ModelStore, OptimizerRequest, ValueBackend
 from pulsetrain.engine.step.protocols import AlternatingStrategy, BackendSettings, BindsModel, Strategy
 
 __all__ = ["make_store"]
@@ -37,14 +37,15 @@ def make_store(
     request = OptimizerRequest(
         build=lambda module: _resolve_optimizers(optimizer, module, strategy, config, options),
         chosen=config.optimizer if optimizer is None else optimizer,
-        learning_rate=config.learning_rate,
-        weight_decay=config.weight_decay,
+        learning_rate=LEARNING_RATE if config.learning_rate is None else config.learning_rate,
+        weight_decay=config.weight_decay or 0.0,
         options=options,
     )
     try:
         if isinstance(model, Mapping) and all(isinstance(each, nn.Module) for each in model.values()):
             model = nn.ModuleDict(model)
         store = backend.make_store(model, request, strategy)
+        _refuse_idle_settings(config, optimizer, store.optimizer, by_value=isinstance(backend, ValueBackend))
         rates = [group.get("lr") for group in store.optimizer.param_groups]
         scheduled = config.schedule not in (None, "constant") or config.warmup_steps
         if scheduled and any(isinstance(rate, float) and math.isnan(rate) for rate in rates):
@@ -59,6 +60,25 @@ def make_store(
         backend.release()  # the argument can be corrected, and the same backend passed again
         raise
     return store
+
+
+def _refuse_idle_settings(
+    config: TrainingConfig, given: object, made: torch.optim.Optimizer, *, by_value: bool
+) -> None:
+    """Refuse a learning rate or weight decay that no optimizer has: each was given with another one."""
+    chosen = [given.get(name) for name in parts_of(made)] if isinstance(given, Mapping) else [given]
+    if any(each is None or isinstance(each, str) for each in chosen):
+        return  # made with them
+    no_decay = math.nan if by_value else 0.0  # an optimizer that computes with values does not show its decay
+    for setting, key, missing in (("learning_rate", "lr", math.nan), ("weight_decay", "weight_decay", no_decay)):
+        wanted = getattr(config, setting)
+        values = (group.get(key, missing) for group in made.param_groups)
+        found = {float(value) for value in values if isinstance(value, float | int | Tensor) and value == value}
+        if wanted is None or not found or any(math.isclose(wanted, value, rel_tol=1e-6) for value in found):
+            continue
+        has = " and ".join(f"{key}={value:g}" for value in sorted(found))
+        rule = f"the optimizer that the Trainer was given has {has}; leave the setting out, or make the two equal"
+        raise refused(config, rule, setting)
 
 
 def _resolve_optimizers(

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Protocol, cast
 
+from pulsetrain.config import TrainingConfig
 from pulsetrain.engine import Engine, Event, Events, Phase
 from pulsetrain.engine.argument_checks import check_type
 from pulsetrain.engine.checkpoint import Location
@@ -29,7 +30,7 @@ class DrivenRun(SavedEngine, Protocol):
     """What the driver needs of a training run besides its engine."""
 
     train_loader: Iterable[object]
-    seed: int
+    config: TrainingConfig
 
     def load_checkpoint(self, path: str | os.PathLike[str] | Location, /) -> None: ...
 
@@ -108,7 +109,7 @@ class RunDriver:
             if isinstance(handler, Checkpointer) and state.iteration > 0:
                 handler.refuse_another_run()  # before anything of the finished run is touched
         state.max_epochs = state.max_iters = None
-        self._resumer.reset(self._run.seed)
+        self._resumer.reset(self._run.config.chosen_seed)
 
     def rewind(self, first: int, last: int, reason: str) -> None:
         """End here, and continue after the newest checkpoint before iteration `first`; see `Trainer.rewind`."""

@@ -128,7 +128,7 @@ class Evaluation:
         self.engine = Evaluator(self._step, self.store.module, name=name, bus=bus)
         self._running: defaultdict[str, RunningMean] = defaultdict(RunningMean)
         self._means: dict[str, Any] = {}  # of the last set, by the strategy's names
-        self._names = frozenset(metrics)
+        self.metrics = dict(metrics)
         self._left_out: set[str] = set()  # warned about already
         self.matrices: dict[str, Tensor] = {}  # of the last set, on the host, by their full names
         self._checks = True  # the next batch is a set's first
@@ -224,17 +224,17 @@ class Evaluation:
         for value in list(metrics.values()):
             if isinstance(value, Mapping):
                 for key, item in value.items():  # ignite puts a mapping's items beside it, without its name
-                    if key not in self._names and metrics.get(key) is item:
+                    if key not in self.metrics and metrics.get(key) is item:
                         del metrics[key]
         # such an item, or one of a metric attached by hand, does not replace the loss
-        metrics = {**self._means, **metrics, **{k: v for k, v in self._means.items() if k not in self._names}}
+        metrics = {**self._means, **metrics, **{k: v for k, v in self._means.items() if k not in self.metrics}}
         found: dict[str, float] = {}
         for name, value in metrics.items():
             for full_name, item in _flat(name, value):
                 number = _number(item)
                 if number is not None:
                     found[full_name] = number
-                elif name in self._names or name in self._means:  # else attached to the evaluator, by who knows
+                elif name in self.metrics or name in self._means:  # else attached to the evaluator, by who knows
                     if isinstance(item, Tensor) and item.ndim == 2 and min(item.shape) > 1:
                         self.matrices[f"{set_name}/{full_name}"] = item.cpu()
                     elif full_name not in self._left_out:

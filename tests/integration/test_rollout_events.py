@@ -210,7 +210,7 @@ class TestEarlyStopping:
         assert run.state.iteration == 18
 
     def test_a_metric_of_the_validation_that_it_lacks_is_an_error_beside_rollouts_too(self) -> None:
-        run = acting(val_loader=loader(8), handlers=[EarlyStopping("val/los")])
+        run = acting(val_loader=loader(8), handlers=[EarlyStopping("val/los", mode="min")])
         with pytest.raises(MetricNotFoundError, match=r"EarlyStopping\(metric='val/los'\).*did you mean 'val/loss'"):
             run.train()
         assert run.state.validation_round == 1

@@ -107,7 +107,7 @@ def test_a_batch_that_is_not_a_pair_says_what_is_needed():
 
 
 def test_a_missing_metric_is_named_at_the_first_validation():
-    run = trainer(val_loader=loader(8), handlers=[EarlyStopping(metric="val/acuracy")])
+    run = trainer(val_loader=loader(8), handlers=[EarlyStopping(metric="val/acuracy", mode="max")])
     with pytest.raises(MetricNotFoundError, match="val/loss"):
         run.train()
     assert run.state.epoch == 1

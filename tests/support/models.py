@@ -42,7 +42,8 @@ class Tokens(nn.Module):
 
 
 def trainer(config: dict[str, Any] | None = None, **arguments: Any) -> Trainer:
-    settings = {"optimizer": "sgd", "learning_rate": 0.01, "log_every_n_steps": 5, **(config or {})}
+    rate = {} if "optimizer" in arguments else {"learning_rate": 0.01}
+    settings = {"optimizer": "sgd", **rate, "log_every_n_steps": 5, "seed": 0, **(config or {})}
     arguments.setdefault("strategy", SupervisedStrategy("mse"))
     model = arguments.pop("model", None) or regression_model()
     data = arguments.pop("train_loader", None)

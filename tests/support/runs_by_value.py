@@ -14,7 +14,14 @@ from tests.plugins.numpy_backend import Linear, NumpyBackend
 from tests.support.models import batches, bits, linen_model, torch_model
 from tests.support.runs_backends import needs_jax
 
-SETTINGS = {"max_epochs": 3, "optimizer": "sgd", "learning_rate": 0.05, "log_every_n_steps": 5, "device": "cpu"}
+SETTINGS = {
+    "max_epochs": 3,
+    "optimizer": "sgd",
+    "learning_rate": 0.05,
+    "log_every_n_steps": 5,
+    "seed": 0,
+    "device": "cpu",
+}
 
 
 def _linear_model(weights: Any) -> Linear:

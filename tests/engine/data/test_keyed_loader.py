@@ -25,7 +25,7 @@ from torch.utils.data import (
 )
 
 from pulsetrain.engine.data import rng
-from pulsetrain.engine.data.keyed_loader import KeyedLoader, KeyedOrder, can_be_keyed, draws_nothing
+from pulsetrain.engine.data.keyed_loader import KeyedLoader, KeyedOrder, can_be_keyed, draws_nothing, order_seed
 
 
 class Reading(Dataset[torch.Tensor]):
@@ -374,3 +374,12 @@ def test_replacing_a_loader_leaves_the_original_and_the_global_generator_alone()
     assert torch.equal(torch.get_rng_state(), before)
     assert loader.generator is None
     assert loader.sampler.generator is None  # type: ignore[attr-defined]
+
+
+def test_the_seed_of_an_order_is_that_of_the_samplers_generator_then_the_loaders_then_the_runs():
+    mine, samplers = (torch.Generator().manual_seed(seed) for seed in (1, 2))
+    sampler = RandomSampler(range(4), generator=samplers)
+    assert order_seed(DataLoader(range(4), sampler=sampler, generator=mine), 3) == 2
+    assert order_seed(DataLoader(range(4), batch_sampler=BatchSampler(sampler, 2, False)), 3) == 2
+    assert order_seed(DataLoader(range(4), generator=mine), 3) == 1
+    assert order_seed(DataLoader(range(4), shuffle=True), 3) == order_seed([1, 2], 3) == 3

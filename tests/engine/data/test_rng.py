@@ -9,7 +9,15 @@ import numpy as np
 import pytest
 import torch
 
-from pulsetrain.engine.data.rng import capture, derive, missing_devices, restore, seed_everything
+from pulsetrain.engine.data.rng import (
+    capture,
+    current_seed,
+    derive,
+    missing_devices,
+    preserve_rng,
+    restore,
+    seed_everything,
+)
 from pulsetrain.engine.errors import CheckpointError, ConfigurationError
 
 
@@ -229,3 +237,20 @@ def test_restore_continues_where_every_cuda_generator_was():
     first = torch.randn(3, device="cuda")
     restore(state)
     assert torch.equal(torch.randn(3, device="cuda"), first)
+
+
+@pytest.mark.parametrize("seed", [0, 7, 2**32, 2**62])
+def test_the_current_seed_is_the_one_that_was_last_asked_for(seed):
+    for seed_by in (seed_everything, torch.manual_seed):
+        seed_by(seed)
+        torch.rand(3)
+        with preserve_rng():
+            seed_everything(2**40)
+        assert current_seed() == seed
+
+
+@pytest.mark.parametrize("seed", [-1, 2**63 + 5, 2**64 - 1])
+def test_every_seed_of_torchs_can_be_that_of_a_run(seed):
+    torch.manual_seed(seed)
+    seed_everything(found := current_seed())
+    assert current_seed() == found

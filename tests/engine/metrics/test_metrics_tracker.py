@@ -86,6 +86,14 @@ def test_the_best_value_is_never_nan(values, smallest, largest):
     assert (tracker.get_best("loss"), tracker.get_best("loss", mode="max")) == (smallest, largest)
 
 
+def test_the_best_of_a_history_is_that_of_the_metric():
+    values = [0.5, 0.75, 0.25]
+    tracker = tracker_of(val__accuracy=values, val__loss=values, val__top5=values)
+    assert (tracker.get_best("val/accuracy"), tracker.get_best("val/loss")) == (0.75, 0.25)
+    with pytest.raises(ConfigurationError, match=r"MetricTracker\.get_best\(mode=None\)"):
+        tracker.get_best("val/top5")
+
+
 def test_the_best_of_nothing_but_nan_is_nan():
     assert math.isnan(tracker_of(loss=[math.nan, math.nan]).get_best("loss"))
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from pulsetrain.engine.errors import ConfigurationError
-from pulsetrain.engine.optimizers import create_optimizer, resolve_optimizer
+from pulsetrain.engine.optimizers import NamedOptimizers, create_optimizer, describe_optimizer, resolve_optimizer
 
 TORCHS = {
     "adamw": torch.optim.AdamW,
@@ -278,3 +278,39 @@ def test_what_is_not_a_module_is_refused_with_a_remedy(model, given):
     for optimizer in ("sgd", torch.optim.SGD([torch.zeros(1)], lr=0.1), functools.partial(torch.optim.SGD, lr=0.1)):
         with pytest.raises(TypeError, match=f"resolve_{rule}"):
             resolve_optimizer(optimizer, model, 0.1)
+
+
+def test_a_factory_gets_the_rate_and_decay_that_it_accepts_and_does_not_hold():
+    def made_with(factory, *given):
+        group = resolve_optimizer(factory, small(), *given).param_groups[0]
+        return group["lr"], group["weight_decay"]
+
+    class Demanding(torch.optim.SGD):
+        def __init__(self, params, lr, **others):
+            super().__init__(params, lr=lr, **others)
+
+    adamw = torch.optim.AdamW
+    assert made_with(adamw, 0.3, 0.2) == (0.3, 0.2)
+    assert made_with(functools.partial(adamw, lr=0.5), 0.3, 0.2) == (0.5, 0.2)
+    assert made_with(lambda params, lr=0.5: adamw(params, lr=lr, weight_decay=0.7), 0.3, 0.2) == (0.3, 0.7)
+    assert made_with(lambda params: adamw(params, lr=0.5, weight_decay=0.7), 0.3, 0.2) == (0.5, 0.7)
+    assert made_with(lambda params, **others: adamw(params, **others), 0.3, 0.2) == (0.3, 0.2)
+    assert made_with(adamw) == (0.001, 0.01)  # torch's own
+    assert made_with(Demanding) == (0.001, 0)
+    assert made_with("adamw") == (0.001, 0.0)
+
+
+def test_an_optimizer_is_described_by_its_rates_momentum_and_decay():
+    model = small()
+    groups = [{"params": model[0].parameters(), "lr": 0.5}, {"params": model[2].parameters()}]
+    adam = torch.optim.Adam(groups, lr=torch.tensor(0.1), weight_decay=0.25)
+    assert describe_optimizer(adam) == "Adam(lr=0.5 or 0.1, betas=(0.9, 0.999), weight_decay=0.25)"
+    scheduler = torch.optim.lr_scheduler.StepLR(adam, 1, gamma=0.5)
+    adam.step()
+    scheduler.step()
+    assert describe_optimizer(adam).startswith("Adam(lr=0.5 or 0.1,")
+    several = NamedOptimizers({"actor": create_optimizer(small(), "sgd", 0.3), "critic": adam})
+    assert (
+        describe_optimizer(several)
+        == f"actor: SGD(lr=0.3, momentum=0.9, weight_decay=0); critic: {describe_optimizer(adam)}"
+    )

@@ -88,7 +88,7 @@ def test_underscore_names_are_accepted():
 
 def test_a_missing_metric_ends_the_first_validation_with_those_that_exist():
     engine = make_engine()
-    EarlyStopping(metric="val/los").attach(engine)
+    EarlyStopping(metric="val/los", mode="min").attach(engine)
     validate_each_epoch(engine, [{"val/loss": 1.0, "val/accuracy": 0.5}] * 3)
     with pytest.raises(
         MetricNotFoundError, match=r"EarlyStopping\(metric='val/los'\).*val/accuracy, val/loss.*did you"
@@ -132,7 +132,7 @@ def test_a_validation_may_lack_rollout_metrics_but_not_its_own():
     rolled_out(engine, {"rollout/return": 1.0})
     validated(engine, {"val/loss": 2.0})
     assert (stopping.best_value, stopping.counter) == (1.0, 0)
-    EarlyStopping("val_los").attach(engine)
+    EarlyStopping("val_los", mode="min").attach(engine)
     with pytest.raises(MetricNotFoundError, match=r"EarlyStopping\(metric='val_los'\)"):
         validated(engine, {"val/loss": 2.0})
 

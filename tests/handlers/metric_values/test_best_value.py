@@ -11,10 +11,12 @@ from tests.support.engines import make_engine, rolled_out, validate_each_epoch
 from tests.support.models import loader, trainer
 
 JUDGES = {
-    "EarlyStopping": lambda folder, metric="val/los": EarlyStopping(metric, patience=50),
-    "ReduceLROnPlateau": lambda folder, metric="val/los": ReduceLROnPlateau(metric, patience=50),
-    "BestModel": lambda folder, metric="val/los": BestModel(metric),
-    "Checkpointer": lambda folder, metric="val/los": Checkpointer(folder, metric=metric, every=Every(epochs=50)),
+    "EarlyStopping": lambda folder, metric="val/los": EarlyStopping(metric, patience=50, mode="min"),
+    "ReduceLROnPlateau": lambda folder, metric="val/los": ReduceLROnPlateau(metric, patience=50, mode="min"),
+    "BestModel": lambda folder, metric="val/los": BestModel(metric, mode="min"),
+    "Checkpointer": lambda folder, metric="val/los": Checkpointer(
+        folder, metric=metric, mode="min", every=Every(epochs=50)
+    ),
 }
 
 

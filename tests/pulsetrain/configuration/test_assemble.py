@@ -19,6 +19,7 @@ from pulsetrain.configuration.class_paths import look_in
 from pulsetrain.configuration.instantiate import instantiate
 from pulsetrain.configuration.messages import in_settings
 from pulsetrain.configuration.parse import read_config
+from pulsetrain.configuration.rebuild import rebuild
 from pulsetrain.engine import Every, PretrainStrategy, SupervisedStrategy
 from pulsetrain.engine.errors import (
     ArgumentTypeError,
@@ -322,13 +323,24 @@ class TestReproducibility:
         two = assembled(path, tmp_path / "two", model__init_args__bias="false").trainer
         assert torch.equal(one.train_loader[0][0], two.train_loader[0][0])
 
-    def test_a_drawn_seed_is_recorded_and_used_when_resuming(self, tmp_path: Path) -> None:
-        path = write(tmp_path)
-        seeds = {assembled(path, tmp_path / f"run{i}", training__seed="null").trainer.seed for i in range(2)}
-        assert len(seeds) == 2
-        resumed = assembled(path, tmp_path / "run0", resume="latest", training__seed="null").trainer
-        assert resumed.seed in seeds
-        assert read_config(tmp_path / "run0" / "config.yaml", {})["training"] == {"seed": resumed.seed}
+    @pytest.mark.parametrize("given", [{}, {"training__seed": "null"}])
+    def test_a_seed_that_is_not_configured_is_torchs_and_is_recorded_and_used_again(
+        self, tmp_path: Path, given: dict[str, str]
+    ) -> None:
+        path, made = write(tmp_path), {}
+        for seed in (11, 12):
+            torch.manual_seed(seed)  # as each process has its own
+            made[seed] = assembled(path, tmp_path / f"run{seed}", **given).trainer
+            assert made[seed].seed == seed
+            assert read_config(tmp_path / f"run{seed}" / "config.yaml", {})["training"] == {"seed": seed}
+        assert not torch.equal(made[11].model.weight, made[12].model.weight)
+        again = {
+            "resumed": assembled(path, tmp_path / "run11", resume="latest", **given),
+            "rebuilt": rebuild(tmp_path / "run11", tmp_path / "other"),
+        }
+        for assembly in again.values():
+            assert assembly.trainer.seed == 11
+            assert torch.equal(assembly.trainer.model.weight, made[11].model.weight)
 
 
 class TestFolders:

@@ -51,7 +51,6 @@ class TestTrainingConfig:
             ({"learning_rate": 0}, "learning_rate=0.*a number above 0"),
             ({"learning_rate": math.nan}, "learning_rate=nan"),
             ({"learning_rate": math.inf}, "learning_rate=inf"),
-            ({"learning_rate": None}, "learning_rate=None"),
             ({"weight_decay": -0.1}, "weight_decay=-0.1.*0 or more"),
             ({"no_decay": "some"}, "no_decay='some'.*'auto' or None"),
             ({"warmup_steps": -1}, "warmup_steps=-1.*0 or more"),

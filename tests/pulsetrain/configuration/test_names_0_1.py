@@ -150,6 +150,7 @@ class TestRunFolder:
         if found.divergence is not None:  # on a CPU that rounds differently
             a, b = found.divergence.a, found.divergence.b
             assert not differing_fields(a, b, rtol=ROUNDING), found.report()
+        capsys.readouterr()  # what the run logged
         reproduced = main(["verify", "run"]) == 0
         assert reproduced == bool(found)
         assert found.report() == capsys.readouterr().out.removesuffix("\n").replace("run, ", f"{run}, ", 1)

@@ -1,0 +1,68 @@
+"""Whether smaller or larger values of a metric are better, for everything that ranks values."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Literal
+
+from pulsetrain.engine.errors import ConfigurationError, MetricNotFoundError, did_you_mean
+from pulsetrain.engine.metrics.reading import canonical
+
+__all__ = ["Mode", "infer_mode", "required_mode"]
+
+Mode = Literal["min", "max"]
+
+_LOWER = ("loss", "perplexity", "kl", "error", "mae", "mse", "rmse", "bits_per_byte")
+_HIGHER = ("accuracy", "f1", "precision", "recall", "auc", "iou", "bleu", "return", "reward")
+
+
+def infer_mode(name: str, metrics: Mapping[str, object] | None = None) -> Mode | None:
+    """Whether smaller ("min") or larger ("max") values of a metric are better; None if that is not known.
+
+    The metric object decides by its `higher_is_better`, as torchmetrics' have it; else the words of the name after its
+    last "/", in any case, which must not contradict each other.
+
+    >>> infer_mode("val/loss"), infer_mode("val/token_accuracy"), infer_mode("val/top5"), infer_mode("accuracy_loss")
+    ('min', 'max', None, None)
+
+    Args:
+        name: the metric's full name, or its underscore form.
+        metrics: full name -> metric object; one that computes a mapping decides for all its values.
+    """
+    for key in (name, name.rpartition("/")[0]):
+        higher = getattr(_found(key, metrics or {}), "higher_is_better", None)
+        if higher is not None:
+            return "max" if higher else "min"
+    words = f"_{name.lower().rpartition('/')[2]}_"
+    lower, higher = (any(f"_{word}_" in words for word in listed) for listed in (_LOWER, _HIGHER))
+    if lower == higher:
+        return None
+    return "min" if lower else "max"
+
+
+def required_mode(place: str, name: str, metrics: Mapping[str, object] | None = None) -> Mode:
+    """As `infer_mode`, for a caller who has to know.
+
+    Raises:
+        ConfigurationError: it is not known; the message asks for it.
+
+    >>> required_mode("EarlyStopping", "val/top5")
+    Traceback (most recent call last):
+    pulsetrain.engine.errors.ConfigurationError: EarlyStopping(mode=None): whether smaller or larger values of \
+metric='val/top5' are better does not follow from its name; pass mode='min' or mode='max'
+    """
+    mode = infer_mode(name, metrics)
+    if mode is None:
+        rule = (
+            "whether smaller or larger values of {metric} are better does not follow from its name; pass mode='min' or "
+            f"mode='max'{did_you_mean(name.lower().rpartition('/')[2], (*_LOWER, *_HIGHER))}"
+        )
+        raise ConfigurationError(rule, place, mode=None, metric=name)
+    return mode
+
+
+def _found(name: str, metrics: Mapping[str, object]) -> object:
+    try:
+        return metrics[canonical(name, metrics)]
+    except MetricNotFoundError:
+        return None
