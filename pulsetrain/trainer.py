@@ -190,12 +190,13 @@ class Trainer(Engine):
         self.callbacks.attach(self)
         self.registry.remember()
 
-    def train(self, resume: str | os.PathLike[str] | None = None) -> dict[str, list[float]]:
+    def train(self, resume: str | os.PathLike[str] | None = None, *, wait: bool = False) -> dict[str, list[float]]:
         """Train to the configured bound.
 
         Args:
             resume: "latest" continues from the newest valid checkpoint of the trainer's Checkpointer, or starts if
                 there is none yet; a path names one.
+            wait: where another process owns a run folder, wait until it ends.
 
         Returns:
             Metric name -> values: train/loss and learning_rate an epoch, validation metrics a validation.
@@ -203,9 +204,10 @@ class Trainer(Engine):
         Raises:
             CheckpointError: the checkpoint is damaged or does not fit.
             ConfigurationError: resume="latest" without exactly one Checkpointer.
+            RunFolderError: another run owns a run folder, or a new run would begin in a folder that holds one.
         """
         try:
-            self.driver.train(resume)
+            self.driver.train(resume, wait=wait)
         finally:
             self.model_store.publish()
         return self.history.get_history()

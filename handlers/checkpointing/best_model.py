@@ -20,6 +20,7 @@ from pulsetrain.engine.training_run import model_of, validation_contexts
 from pulsetrain.handlers.attachment.attachment import Handler
 from pulsetrain.handlers.attachment.engine_queries import handlers_of, reject_replay
 from pulsetrain.handlers.metric_values.best_value import Mode, check_judged, is_better, judged_name, subscribe_judge
+from pulsetrain.handlers.run_files.ownership import FolderUse
 from pulsetrain.handlers.run_files.run_folder import make_folder
 
 __all__ = ["BestModel"]
@@ -96,8 +97,9 @@ class BestModel(Handler):
             if self.restore and any(other.restore for other in handlers_of(engine, Events.COMPLETED, BestModel)):
                 rule = "another BestModel restores its weights at the end; pass restore=False to one of the two"
                 raise ConfigurationError(rule, "BestModel", restore=True, metric=self.metric)
-            if self.folder is not None:
-                make_folder("BestModel", self.folder)
+            if (folder := self.folder) is not None:
+                make_folder("BestModel", folder)
+                FolderUse("BestModel", subscribe, lambda: folder)
             subscribe(Events.STARTED, self._on_started, phase=Phase.COMPUTE)
             subscribe(Events.CHECKPOINT_LOADED, self._on_loaded, phase=Phase.PERSIST)
             # LAST: checkpoints of the end hold the weights that training reached

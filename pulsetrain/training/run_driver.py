@@ -12,8 +12,9 @@ from pulsetrain.engine.argument_checks import check_type
 from pulsetrain.engine.checkpoint import Location
 from pulsetrain.engine.data.workers import workers_outlive_signals
 from pulsetrain.engine.logs import get_logger
-from pulsetrain.handlers import Checkpointer, MetricLogger
+from pulsetrain.handlers import Checkpointer, EventRecorder, MetricLogger
 from pulsetrain.handlers.checkpointing.background_save import SavedEngine
+from pulsetrain.handlers.run_files.ownership import release_idle, take_all
 from pulsetrain.state.handler_registry import HandlerRegistry
 from pulsetrain.state.resume import Resumer
 from pulsetrain.state.rewind import Rewind, go_back, plan_rewind
@@ -80,17 +81,22 @@ class RunDriver:
         ended = state.max_epochs is not None and state.epoch >= state.max_epochs
         return bool(ended or (state.max_iters is not None and state.iteration >= state.max_iters))
 
-    def train(self, resume: str | os.PathLike[str] | None) -> None:
+    def train(self, resume: str | os.PathLike[str] | None, *, wait: bool) -> None:
         """Train to the bound, through all rewinds; see `Trainer.train`."""
         if resume is not None:
             check_type("Trainer.train", "resume", resume, str | os.PathLike, "'latest' or a checkpoint's path")
-            self._load(resume)
-        self._rewind = None
-        self._start()
-        while self._rewind is not None:
-            go_back(self._rewind, self._run, self._registry.checkpointer("rewind()"), self._data)
+        try:
+            take_all(self._engine, wait=wait)  # before the newest checkpoint is looked for
+            if resume is not None:
+                self._load(resume)
             self._rewind = None
             self._start()
+            while self._rewind is not None:
+                go_back(self._rewind, self._run, self._registry.checkpointer("rewind()"), self._data)
+                self._rewind = None
+                self._start()
+        finally:
+            release_idle(self._engine.bus)
 
     def train_epoch(self, loader: Iterable[object]) -> None:
         """Train to the end of the current epoch, or through the next one."""
@@ -162,8 +168,9 @@ class RunDriver:
         if latest is not None:
             self._run.load_checkpoint(latest)
             return
+        take_all(self._engine, restart=True)
         for handler in self._registry.handlers:
-            if isinstance(handler, MetricLogger):
+            if isinstance(handler, (MetricLogger, EventRecorder)):
                 handler.begin_again()
 
     def _resume(self, loader: Iterable[object], max_epochs: int | None, max_iterations: int | None = None) -> None:
