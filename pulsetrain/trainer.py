@@ -19,6 +19,7 @@ from pulsetrain.engine.argument_checks import check_type
 from pulsetrain.engine.backends.core import TrainerCore
 from pulsetrain.engine.backends.torch import TorchBackend
 from pulsetrain.engine.checkpoint import Location, load_checkpoint, resolve
+from pulsetrain.engine.distributed.ranks import agreed, check_shared, ranks
 from pulsetrain.engine.events.payloads import CheckpointLoaded
 from pulsetrain.engine.metrics import MetricTracker
 from pulsetrain.engine.optimizers import NamedOptimizers, averaged_weights, parts_of
@@ -50,6 +51,7 @@ from pulsetrain.training.arguments import (
     configured_handlers,
     named_loaders,
     resolve_strategy,
+    writes_for_all,
 )
 from pulsetrain.training.initial_state import make_store
 from pulsetrain.training.reporter import MetricsReporter
@@ -123,9 +125,10 @@ class Trainer(Engine):
         check_kinds(config, metrics, handlers, callbacks)
         self.config = config = config or TrainingConfig()
         check_type("Trainer", "train_loader", train_loader, Iterable, "an iterable of batches, such as a DataLoader")
+        check_shared("Trainer", model)
         self.strategy = resolve_strategy(strategy)
         check_metric_names(metrics, self.strategy)
-        self.seed = config.seed if config.seed is not None else int.from_bytes(os.urandom(7), "big")
+        self.seed = config.seed if config.seed is not None else agreed(int.from_bytes(os.urandom(7), "big"))
         self.backend: Backend = backend or TorchBackend()
         self.model_store = make_store(self.backend, model, optimizer, self.strategy, config, self.seed)
         self.model, self.optimizer = self.model_store.module, self.model_store.optimizer
@@ -136,6 +139,7 @@ class Trainer(Engine):
             accumulate=config.accumulation,
             clip_grad_norm=config.clip_grad_norm,
             on_step=self._on_step,
+            share=None if ranks().world_size == 1 else lambda iteration: self.data.share(iteration),
         )
         try:
             super().__init__(self.stepper, name=name, bus=bus)
@@ -186,7 +190,8 @@ class Trainer(Engine):
         for part in (unsaved, self.resumer, self.validator, self.reporter, self.driver):
             part.attach(self)
         for handler in self.handlers:
-            handler.attach(self)
+            if ranks().is_main or not writes_for_all(handler):
+                handler.attach(self)
         self.callbacks.attach(self)
         self.registry.remember()
 

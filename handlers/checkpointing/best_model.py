@@ -15,6 +15,7 @@ from pulsetrain.engine import LAST, ConfigurationError, Engine, Event, Events, P
 from pulsetrain.engine.checkpoint.disk import Disk, sync
 from pulsetrain.engine.checkpoint.snapshot import Snapshot
 from pulsetrain.engine.checkpoint.weights import compare_weights
+from pulsetrain.engine.distributed.ranks import ranks
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.training_run import model_of, validation_contexts
 from pulsetrain.handlers.attachment.attachment import Handler
@@ -173,7 +174,7 @@ class BestModel(Handler):
         self._write()  # the file may be of a validation after the checkpoint
 
     def _write(self) -> None:
-        if self.folder is None or self._weights is None:
+        if self.folder is None or self._weights is None or not ranks().is_main:
             return
         path = self.folder / "best_model.pt"
 

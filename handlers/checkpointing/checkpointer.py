@@ -21,6 +21,7 @@ from pulsetrain.engine.checkpoint import (
     location_of,
 )
 from pulsetrain.engine.checkpoint.disk import sync
+from pulsetrain.engine.distributed.ranks import ranks
 from pulsetrain.engine.errors import CheckpointError, ConfigurationError, unknown_name
 from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import EventsList
@@ -173,7 +174,7 @@ class Checkpointer(Handler):
         return self._background is not None and self._background.writing
 
     def save(self, engine: SavedEngine, name: str | None = None, is_best: bool = False) -> Location:
-        """Save now, independently of the cadence and the ranking.
+        """Save now, independently of the cadence and the ranking; of several processes, the main one saves for all.
 
         Args:
             engine: whose state to save.
@@ -186,6 +187,8 @@ class Checkpointer(Handler):
             RuntimeError: called in the middle of a step.
             RunFolderError: another run owns the folder.
         """
+        if not ranks().is_main:
+            return self.manager.target(name or self.name, engine.state.iteration)
         with nullcontext() if self._use is None else self._use.taken():
             self.wait()
             return self._write(engine, name or self.name, bool(is_best), lambda saved: None, marked=bool(is_best))

@@ -17,7 +17,6 @@ from pulsetrain.engine.checkpoint.digests import PROGRESS
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.handlers.attachment.attachment import Handler
 from pulsetrain.handlers.attachment.engine_queries import reject_replay
-from pulsetrain.handlers.run_files.ownership import FolderUse
 from pulsetrain.handlers.run_files.run_folder import make_folder
 
 __all__ = ["EXIT_STATUS", "HangWatchdog", "Silence"]
@@ -88,7 +87,6 @@ class HangWatchdog(Handler):
         with self._attachment.to(engine_or_bus, needed=False) as subscribe:
             reject_replay("HangWatchdog", engine_or_bus, "process that trains")
             make_folder("HangWatchdog", self.folder)
-            FolderUse("HangWatchdog", subscribe, lambda: self.folder)
             self._engine = None if isinstance(engine_or_bus, EventBus) else weakref.ref(engine_or_bus)
             self._log = get_logger("handlers")  # here: making a logger reads Python's random generator
             subscribe(Events.STARTED, self._on_started, phase=Phase.COMPUTE, on_error="warn", order=FIRST)

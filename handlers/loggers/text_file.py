@@ -82,8 +82,9 @@ class TextFileLogger(MetricLogger, Generic[Line]):
         self._saved = state
 
     def begin_again(self) -> None:
-        self._adopt()
-        self.cut([], {})
+        if self.bus is not None:
+            self._adopt()
+            self.cut([], {})
 
     @abstractmethod
     def check_file(self) -> None:

@@ -20,6 +20,7 @@ import msgspec
 
 from pulsetrain.engine import LAST, Engine, EventBus, Events, Phase, RecordingError, is_training_run
 from pulsetrain.engine.checkpoint import Location, find_checkpoints
+from pulsetrain.engine.distributed.ranks import ranks
 from pulsetrain.engine.errors import RunFolderError
 from pulsetrain.engine.events.subscription import FIRST
 from pulsetrain.engine.file_lock import lock, unlock
@@ -50,7 +51,8 @@ _uses: weakref.WeakSet[FolderUse] = weakref.WeakSet()
 def take(folder: Path, owner: object, place: str = "", *, wait: bool = False) -> None:
     """Take the folder for the owner, which may own it already.
 
-    Within a process a folder passes to the next owner once none of the first one's engines runs.
+    Within a process a folder passes to the next owner once none of the first one's engines runs. Where several
+    processes train together, the main one takes it for all.
 
     Args:
         folder: created if it is missing.
@@ -61,6 +63,8 @@ def take(folder: Path, owner: object, place: str = "", *, wait: bool = False) ->
     Raises:
         RunFolderError: another process owns it, or a run of this process that has not ended.
     """
+    if not ranks().is_main:
+        return
     path = folder.resolve()
     held = _held.get(path)
     current = held.owner() if held is not None else None
@@ -135,8 +139,8 @@ class FolderUse:
         leave: Callable[[], object] = lambda: None,
     ) -> None:
         self._place, self._attachment, self._folder, self.leave = place, attachment, folder, leave
-        if isinstance(attachment.bus, ReplayBus):
-            return  # it shows a run, and is none
+        if isinstance(attachment.bus, ReplayBus) or not ranks().is_main:
+            return  # a replay shows a run, and is none
         _uses.add(self)
         begins = Events.STARTED | Events.CHECKPOINT_LOADED
         attachment.subscribe(begins, self._on_begin, phase=Phase.COMPUTE, order=FIRST)

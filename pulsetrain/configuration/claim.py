@@ -90,6 +90,7 @@ class Claim:
     def __init__(self, folder: Path, *, new: bool = False, wait: bool = False) -> None:
         self.folder = folder
         self._made: list[Path] = []  # outermost first
+        self._present = set(PARTS)  # until the folder is owned, nothing in it is this run's
         try:
             for parent in reversed([path for path in (folder, *folder.parents) if not path.exists()]):
                 try:

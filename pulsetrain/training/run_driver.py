@@ -10,6 +10,7 @@ from typing import Protocol, cast
 from pulsetrain.engine import Engine, Event, Events, Phase
 from pulsetrain.engine.argument_checks import check_type
 from pulsetrain.engine.checkpoint import Location
+from pulsetrain.engine.data.keyed_loader import length_of
 from pulsetrain.engine.data.workers import workers_outlive_signals
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.handlers import Checkpointer, EventRecorder, MetricLogger
@@ -157,7 +158,8 @@ class RunDriver:
             engine.run(self._run.train_loader)  # after a termination or an error
         else:
             self.reset()
-            engine.run(self._run.train_loader, max_epochs=length.max_epochs, max_iters=length.max_iterations)
+            loader = self._run.train_loader
+            engine.run(loader, length.max_epochs, length.max_iterations, length_of(loader))
 
     def _load(self, source: str | os.PathLike[str]) -> None:
         """Load a checkpoint: "latest" if there is one yet, or that of a path."""
