@@ -291,40 +291,51 @@ def test_the_samples_of_all_ranks_are_the_data_once():
         assert seen == Counter(range(size))
 
 
-@pytest.mark.parametrize("drops", [(), ("loader",), ("sampler",), ("loader", "sampler")])
+DROPS = pytest.mark.parametrize("drops", [(), ("loader",), ("sampler",), ("loader", "sampler")])
+
+
+def orders_of(ranks: int, size: int, drops: tuple[str, ...], shuffle: bool) -> list[tuple[KeyedOrder, DataLoader[Any]]]:
+    found = []
+    for rank in range(ranks):
+        data: Any = range(size)
+        left_out = "sampler" in drops
+        sampler: Any = DistributedSampler(data, num_replicas=ranks, rank=rank, shuffle=shuffle, drop_last=left_out)
+        loader = DataLoader(data, 4, sampler=sampler, drop_last="loader" in drops)
+        found.append((KeyedOrder(loader, 4), loader))
+    return found
+
+
+@DROPS
 @pytest.mark.parametrize("shuffle", [True, False])
-def test_all_ranks_make_as_many_batches_as_their_loaders_say_and_count_each_sample_once(
-    drops: tuple[str, ...], shuffle: bool
-):
-    ranks, batch_size = 2, 4
+def test_all_ranks_make_as_many_batches_as_their_loaders_have(drops: tuple[str, ...], shuffle: bool):
     for size in range(8, 35):
-        orders, dataset = [], range(size)
-        for rank in range(ranks):
-            sampler: Any = DistributedSampler(
-                dataset,  # type: ignore[arg-type]
-                num_replicas=ranks,
-                rank=rank,
-                shuffle=shuffle,
-                drop_last="sampler" in drops,
-            )
-            data: Any = DataLoader(dataset, batch_size, sampler=sampler, drop_last="loader" in drops)  # type: ignore[arg-type]
-            orders.append(KeyedOrder(data, 4))
-            assert len(list(orders[rank])) == length_of(data) == len(orders[rank])
+        made = {
+            (len(list(order)), len(order), length_of(loader)) for order, loader in orders_of(2, size, drops, shuffle)
+        }
+        assert len(made) == 1, "each rank makes the same number of steps"
+        assert len(set(made.pop())) == 1
+
+
+@DROPS
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_each_sample_counts_once_and_as_much_as_the_others_of_its_global_batch(drops: tuple[str, ...], shuffle: bool):
+    ranks = 2
+    for size in range(8, 35):
+        orders = [order for order, _ in orders_of(ranks, size, drops, shuffle)]
         seen, position = Counter[int](), 0
         for batches in zip(*orders, strict=True):
             shares = [order.share(position) for order in orders]
             own = [batch[:count] for batch, (count, _) in zip(batches, shares, strict=True)]
             seen += Counter(flat(own))
             # the mean over the global batch, from the ranks' means
-            means = [
-                sum(batch) / len(batch) * count / even for batch, (count, even) in zip(batches, shares, strict=True)
-            ]
+            weights = [count / even for count, even in shares]
+            means = [sum(batch) / len(batch) * weight for batch, weight in zip(batches, weights, strict=True)]
             assert sum(means) / ranks == pytest.approx(sum(flat(own)) / len(flat(own)))
             position += orders[0].step
         assert max(seen.values()) == 1
         if not drops:
-            assert seen == Counter(dataset)
-        assert size - seen.total() < batch_size * ranks
+            assert seen == Counter(range(size))
+        assert size - seen.total() < orders[0].step
 
 
 def test_global_batches_do_not_depend_on_the_number_of_ranks():

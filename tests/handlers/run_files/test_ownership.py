@@ -16,6 +16,8 @@ import pytest
 from structlog.testing import capture_logs
 
 from pulsetrain import Trainer
+from pulsetrain.cli import main
+from pulsetrain.configuration.claim import Claim
 from pulsetrain.engine import Engine, Events, Every
 from pulsetrain.engine import file_lock as lock_module
 from pulsetrain.engine.errors import RunFolderError
@@ -211,6 +213,32 @@ def test_a_run_may_wait_for_the_owners_end(tmp_path: Path, monkeypatch: pytest.M
     iterations = [int(row.split(",")[0]) for row in (tmp_path / "metrics.csv").read_text().splitlines()[1:]]
     assert iterations == sorted(iterations)
     assert run.state.iteration == 20
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_the_command_line_waits_if_asked_to(waits: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    found: list[bool] = []
+
+    def stop(*arguments: Any, wait: bool, **options: Any) -> None:
+        found.append(wait)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pulsetrain.cli.train.assemble", stop)
+    (tmp_path / "a.yaml").write_text("model: a\ndata: b\n")
+    main(["train", str(tmp_path / "a.yaml"), *(["--wait"] if waits else [])])
+    assert found == [waits]
+
+
+def test_a_claimed_folder_has_an_owner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with running_elsewhere(tmp_path, CSVLogger) as (_, end):
+        with pytest.raises(RunFolderError, match="is in use by process"):
+            Claim(tmp_path)
+        end()
+        claim = Claim(tmp_path, wait=True)
+    assert refused_in_a_child(tmp_path)
+    claim.release()
+    assert not refused_in_a_child(tmp_path)
+    assert ".owner" not in files(tmp_path)
 
 
 def test_a_second_run_of_one_process_waits_for_no_run_that_has_ended(tmp_path: Path):
