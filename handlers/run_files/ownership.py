@@ -1,7 +1,7 @@
 """One run owns a run folder: it takes the folder before its first write there, and releases it when it ends.
 
 The owner holds an advisory lock on a file in the folder, which names it. The lock ends with the process, however that
-ends. Whoever only reads a run takes nothing.
+ends. Reading a run takes nothing.
 """
 
 from __future__ import annotations

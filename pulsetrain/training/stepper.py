@@ -109,7 +109,7 @@ class Stepper:
                 result = self._step_in_parts(engine, prepared, strategy)
             else:
                 result = self._whole_step(engine, prepared, strategy)
-            if self._weight:  # else the samples are another process's
+            if self._weight:  # else another process counts the samples
                 state.samples += prepared.samples
                 state.tokens += prepared.tokens
         except BaseException:  # a part of this batch's gradients may be among those that wait

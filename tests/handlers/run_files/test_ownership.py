@@ -112,7 +112,7 @@ def refused_in_a_child(folder: Path) -> bool:
             make(folder, CrashBundle).train()
             status = 0
         except RunFolderError as error:
-            status = 2 if "is in use by process" in str(error) else 0  # a run that has ended is another matter
+            status = 2 if "is in use by process" in str(error) else 0  # the folder may hold a run that has ended
         finally:
             os._exit(status)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 2
@@ -370,7 +370,7 @@ def test_a_folder_whose_run_recorded_nothing_may_be_used(tmp_path: Path):
     ]
 
 
-def test_engines_that_are_no_trainers_follow_the_same_rule(tmp_path: Path):
+def test_engines_without_a_trainer_follow_the_same_rule(tmp_path: Path):
     def run() -> None:
         engine = Engine(lambda engine, batch: 1 / batch)
         CSVLogger(tmp_path, Every(iterations=1)).attach(engine)
@@ -384,7 +384,7 @@ def test_engines_that_are_no_trainers_follow_the_same_rule(tmp_path: Path):
 # ------------------------------------------------------------------------------------------------------------ forks
 
 
-def goes_on_training(run: Trainer) -> None:
+def continue_training(run: Trainer) -> None:
     """What a child must not write for its parent."""
     run.fire(Events.EPOCH_STARTED)
     for _ in range(3):
@@ -403,14 +403,14 @@ def test_a_forked_process_writes_nothing_into_its_parents_records(how: str, tmp_
         if os.getpid() != parent:
             return
         if how == "multiprocessing":
-            process = multiprocessing.get_context("fork").Process(target=goes_on_training, args=(run,))
+            process = multiprocessing.get_context("fork").Process(target=continue_training, args=(run,))
             process.start()
             process.join()
             return
         pid = os.fork()
         if pid == 0:
             try:
-                goes_on_training(run)
+                continue_training(run)
             finally:
                 os._exit(0)
         os.waitpid(pid, 0)
