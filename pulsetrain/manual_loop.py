@@ -71,18 +71,19 @@ class Loop(Trainer):
         self.optimizer.register_step_pre_hook(self._before_step)
         self.optimizer.register_step_post_hook(self._after_step)
 
-    def batches(self, resume: str | os.PathLike[str] | None = None) -> Iterator[Any]:
+    def batches(self, resume: str | os.PathLike[str] | None = None, *, wait: bool = False) -> Iterator[Any]:
         """The batches, on the model's device, to the configured bound.
 
         If a loop is left early, its last batch does not count as trained, as far as a checkpoint is concerned.
 
         Args:
             resume: as for `Trainer.train`.
+            wait: likewise.
 
         Raises:
             CheckpointError, ConfigurationError: as `Trainer.train`.
         """
-        self.train(resume)
+        self.train(resume, wait=wait)
         while self.awaits_step:
             self.output = None
             try:

@@ -20,6 +20,7 @@ from pulsetrain.engine.backends.core import TrainerCore
 from pulsetrain.engine.backends.functional import FunctionalBackend
 from pulsetrain.engine.backends.torch import TorchBackend
 from pulsetrain.engine.checkpoint import Location, load_checkpoint, resolve
+from pulsetrain.engine.distributed.ranks import agreed, check_shared, ranks
 from pulsetrain.engine.events.payloads import CheckpointLoaded
 from pulsetrain.engine.metrics import MetricTracker
 from pulsetrain.engine.optimizers import NamedOptimizers, averaged_weights, parts_of
@@ -52,6 +53,7 @@ from pulsetrain.training.arguments import (
     configured_handlers,
     named_loaders,
     resolve_strategy,
+    writes_for_all,
 )
 from pulsetrain.training.initial_state import make_store
 from pulsetrain.training.reporter import MetricsReporter
@@ -126,9 +128,10 @@ class Trainer(Engine):
         check_kinds(config, metrics, handlers, callbacks)
         self.config = config = config or TrainingConfig()
         check_type("Trainer", "train_loader", train_loader, Iterable, "an iterable of batches, such as a DataLoader")
+        check_shared("Trainer", model)
         self.strategy = resolve_strategy(strategy)
         check_metric_names(metrics, self.strategy)
-        self.data = DataCursor(config.chosen_seed, config.skip_batches, chosen=config.seed is not None)
+        self.data = DataCursor(agreed(config.chosen_seed), config.skip_batches, chosen=config.seed is not None)
         self.backend: Backend = backend or TorchBackend()
         self.model_store = make_store(self.backend, model, optimizer, self.strategy, config, self.seed)
         self.model, self.optimizer = self.model_store.module, self.model_store.optimizer
@@ -139,6 +142,7 @@ class Trainer(Engine):
             accumulate=config.accumulation,
             clip_grad_norm=config.clip_grad_norm,
             on_step=self._on_step,
+            share=None if ranks().world_size == 1 else lambda iteration: self.data.share(iteration),
         )
         try:
             super().__init__(self.stepper, name=name, bus=bus)
@@ -191,11 +195,12 @@ class Trainer(Engine):
         for part in (unsaved, self.resumer, self.validator, self.reporter, self.driver):
             part.attach(self)
         for handler in self.handlers:
-            handler.attach(self)
+            if ranks().is_main or not writes_for_all(handler):
+                handler.attach(self)
         self.callbacks.attach(self)
         self.registry.remember()
 
-    def train(self, resume: str | os.PathLike[str] | None = None) -> dict[str, list[float]]:
+    def train(self, resume: str | os.PathLike[str] | None = None, *, wait: bool = False) -> dict[str, list[float]]:
         """Train to the configured bound.
 
         Ctrl-C ends the run at the next safe point, with a checkpoint if a Checkpointer saves at the end, and raises
@@ -204,6 +209,7 @@ class Trainer(Engine):
         Args:
             resume: "latest" continues from the newest valid checkpoint of the trainer's Checkpointer, or starts if
                 there is none yet; a path names one.
+            wait: where another process owns a run folder, wait until it ends.
 
         Returns:
             Metric name -> values: train/loss and learning_rate an epoch, validation metrics a validation.
@@ -211,9 +217,10 @@ class Trainer(Engine):
         Raises:
             CheckpointError: the checkpoint is damaged or does not fit.
             ConfigurationError: resume="latest" without exactly one Checkpointer.
+            RunFolderError: another run owns a run folder, or a new run would begin in a folder that holds one.
         """
         try:
-            self.driver.train(resume)
+            self.driver.train(resume, wait=wait)
         finally:
             self.model_store.publish()
         return self.history.get_history()

@@ -52,13 +52,19 @@ _SEEDED: weakref.WeakKeyDictionary[torch.Generator, tuple[int, int | None]] = we
 def length_of(loader: object) -> int | None:
     """The number of batches in a pass, or None if the loader has no length.
 
+    With a DistributedSampler and `drop_last`, torch counts samples that are there twice; here the last full batch of
+    all ranks is the last.
+
     >>> length_of(DataLoader(range(10), batch_size=4)), length_of(iter([1, 2]))
     (3, None)
     """
     try:
-        return len(loader)  # type: ignore[arg-type]  # a TypeError is the answer
+        length = len(loader)  # type: ignore[arg-type]  # a TypeError is the answer
     except (TypeError, NotImplementedError):
         return None
+    if can_be_keyed(loader) and type(loader.sampler) is DistributedSampler and loader.drop_last and loader.batch_size:
+        return len(loader.sampler.dataset) // (loader.batch_size * loader.sampler.num_replicas)  # type: ignore[arg-type]
+    return length
 
 
 def can_be_read_once(loader: object) -> bool:
@@ -179,7 +185,9 @@ class KeyedOrder:
 
     There is one order of samples for all ranks. Each global batch of `batch_size * ranks` samples is divided among the
     ranks, so resuming with a different number of ranks neither repeats nor loses a sample. A last, smaller batch is
-    divided too, unless the loader drops it; a rank for which no sample is left gets no batch.
+    divided too, unless the loader drops it. A rank for which no sample is left gets one of another rank's, since all
+    ranks make the same number of steps; `share` says how much each batch counts. A DistributedSampler that drops the
+    rest leaves out the samples that cannot be shared out evenly.
 
     A position counts samples of that order; with the user's own batch sampler, which runs unchanged, it counts batches.
 
@@ -208,7 +216,7 @@ class KeyedOrder:
         elif batches is not None:  # a BatchSampler made by the user may have a different sampler than the loader
             sampler, self._batch_size, self._drop_last = batches.sampler, batches.batch_size, batches.drop_last
         self._sampler = sampler
-        self._ranks, self._rank = 1, 0
+        self._ranks, self._rank, self._even = 1, 0, False
         self._shuffle: bool | None = None  # None: iterate the sampler itself
         if type(sampler) is SequentialSampler:
             self._shuffle = False
@@ -220,7 +228,7 @@ class KeyedOrder:
             self._shuffle = True
         elif type(sampler) is DistributedSampler:
             self._shuffle, self._ranks, self._rank = sampler.shuffle, sampler.num_replicas, sampler.rank
-            self._drop_last = self._drop_last or sampler.drop_last
+            self._even = sampler.drop_last
         self._dataset: Any = getattr(sampler, "data_source", getattr(sampler, "dataset", None))
         self._length = length_of(loader)
         self._keyed = not draws_nothing(loader)
@@ -236,11 +244,26 @@ class KeyedOrder:
         """Samples in a pass over all ranks; None if unknown, or if the position counts batches."""
         if self._own_batches:
             return None
-        return length_of(self._sampler if self._shuffle is None else self._dataset)
+        samples = length_of(self._sampler if self._shuffle is None else self._dataset)
+        return samples - samples % self._ranks if self._even and samples is not None else samples
 
     def batches(self, samples: int) -> int:
         """The number of batches that this many samples over all ranks make."""
         return samples // self.step if self._drop_last else -(-samples // self.step)
+
+    def share(self, position: int) -> tuple[int, float]:
+        """How many samples of the global batch at a position are this rank's, and how many an even share would be.
+
+        A batch's mean loss, times the first over the second, averages over all ranks to the mean over the global batch.
+
+        >>> sampler = DistributedSampler(range(17), num_replicas=2, rank=1)
+        >>> order = KeyedOrder(DataLoader(range(17), batch_size=4, sampler=sampler), seed=0)
+        >>> order.share(0), order.share(16)
+        ((4, 4.0), (0, 0.5))
+        """
+        samples = self.samples
+        left = self.step if samples is None else min(self.step, samples - position)
+        return len(range(self._rank, left, self._ranks)), left / self._ranks
 
     def begin(self, number: int, position: int = 0, at_position: Callable[[], None] | None = None) -> None:
         """Sets the pass and the position at which the next iteration starts; the function is called there, once."""
@@ -276,18 +299,17 @@ class KeyedOrder:
         while chunk := list(islice(source, self.step)):
             if self._drop_last and len(chunk) < self.step:
                 return
-            share = chunk[self._rank :: self._ranks]
-            if share:
-                yield share if self.batched else share[0]
+            share = chunk[self._rank :: self._ranks] or chunk[:1]
+            yield share if self.batched else share[0]
 
     def _samples(self, number: int, position: int) -> Iterator[int]:
         if self._shuffle is None:
             return self._draw_from(number, position)
         count = len(self._dataset)
         if not self._shuffle:
-            return iter(range(position, count))
+            return iter(range(count)[position : self.samples])
         generator = torch.Generator().manual_seed(rng.derive(self.seed, number))
-        return iter(torch.randperm(count, generator=generator)[position:].tolist())
+        return iter(torch.randperm(count, generator=generator)[position : self.samples].tolist())
 
     def _draw_from(self, number: int, position: int) -> Iterator[Any]:
         """The sampler's own order from a position on, drawn from a separate random stream."""

@@ -158,6 +158,10 @@ class BackgroundSave:
         """Free the memory; the last save must be settled."""
         self._snapshot = Snapshot()
 
+    def leave(self) -> None:
+        """In a forked process, which has no threads of its parent: forget the save in progress."""
+        self._thread = self._preparing = self._cleaning = self._engine = self._saved = self._error = None
+
     def _clean_up(self, saved: CheckpointSaved) -> None:
         try:
             self._clean(saved)

@@ -15,6 +15,7 @@ from pulsetrain.engine import LAST, ConfigurationError, Engine, Event, Events, P
 from pulsetrain.engine.checkpoint.disk import Disk, sync
 from pulsetrain.engine.checkpoint.snapshot import Snapshot
 from pulsetrain.engine.checkpoint.weights import compare_weights
+from pulsetrain.engine.distributed.ranks import ranks
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.metrics import Mode
 from pulsetrain.engine.training_run import model_of, validation_contexts
@@ -27,6 +28,7 @@ from pulsetrain.handlers.metric_values.best_value import (
     judged_name,
     subscribe_judge,
 )
+from pulsetrain.handlers.run_files.ownership import FolderUse
 from pulsetrain.handlers.run_files.run_folder import make_folder
 
 __all__ = ["BestModel"]
@@ -104,8 +106,9 @@ class BestModel(Handler):
             if self.restore and any(other.restore for other in handlers_of(engine, Events.COMPLETED, BestModel)):
                 rule = "another BestModel restores its weights at the end; pass restore=False to one of the two"
                 raise ConfigurationError(rule, "BestModel", restore=True, metric=self.metric)
-            if self.folder is not None:
-                make_folder("BestModel", self.folder)
+            if (folder := self.folder) is not None:
+                make_folder("BestModel", folder)
+                FolderUse("BestModel", subscribe, lambda: folder)
             subscribe(Events.STARTED, self._on_started, phase=Phase.COMPUTE)
             subscribe(Events.CHECKPOINT_LOADED, self._on_loaded, phase=Phase.PERSIST)
             # LAST: checkpoints of the end hold the weights that training reached
@@ -179,7 +182,7 @@ class BestModel(Handler):
         self._write()  # the file may be of a validation after the checkpoint
 
     def _write(self) -> None:
-        if self.folder is None or self._weights is None:
+        if self.folder is None or self._weights is None or not ranks().is_main:
             return
         path = self.folder / "best_model.pt"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -20,7 +21,8 @@ from pulsetrain.engine.checkpoint import (
     location_of,
 )
 from pulsetrain.engine.checkpoint.disk import sync
-from pulsetrain.engine.errors import CheckpointError, ConfigurationError, RunFolderError, unknown_name
+from pulsetrain.engine.distributed.ranks import ranks
+from pulsetrain.engine.errors import CheckpointError, ConfigurationError, unknown_name
 from pulsetrain.engine.events.engine import Engine
 from pulsetrain.engine.events.names import EventsList
 from pulsetrain.engine.events.payloads import CheckpointSaved
@@ -34,6 +36,7 @@ from pulsetrain.handlers.checkpointing.background_save import BackgroundSave, Sa
 from pulsetrain.handlers.checkpointing.ranking import Ranking
 from pulsetrain.handlers.checkpointing.save_interval import SaveInterval
 from pulsetrain.handlers.metric_values.best_value import check_mode, decide_mode, subscribe_judge
+from pulsetrain.handlers.run_files.ownership import FolderUse, holds_another_run
 
 __all__ = ["Checkpointer"]
 
@@ -118,6 +121,7 @@ class Checkpointer(Handler):
         self._clock = clock
         self._background = BackgroundSave(clock) if background else None
         self._interval: SaveInterval | None = None
+        self._use: FolderUse | None = None
 
     def attach(self, engine: Engine) -> Self:
         """Save this trainer's state.
@@ -133,6 +137,8 @@ class Checkpointer(Handler):
                 "or use pulsetrain.engine.checkpoint.CheckpointManager in a handler of your own"
             )
         with self._attachment.to(engine, whole_bus=False) as subscribe:
+            leave = self._background.leave if self._background is not None else lambda: None
+            self._use = FolderUse("Checkpointer", subscribe, lambda: self.folder, leave)
             # first, so that no handler writes anything for a run that may not start
             subscribe(Events.STARTED, self._on_started, phase=Phase.COMPUTE)
             subscribe(Events.CHECKPOINT_LOADED, self._on_loaded, phase=Phase.COMPUTE)
@@ -174,7 +180,7 @@ class Checkpointer(Handler):
         return self._background is not None and self._background.writing
 
     def save(self, engine: SavedEngine, name: str | None = None, is_best: bool = False) -> Location:
-        """Save now, independently of the cadence and the ranking.
+        """Save now, independently of the cadence and the ranking; of several processes, the main one saves for all.
 
         Args:
             engine: whose state to save.
@@ -185,9 +191,13 @@ class Checkpointer(Handler):
             OSError: it could not be written; older checkpoints are as they were.
             CheckpointError: the state holds something that could not be loaded again; the message names it.
             RuntimeError: called in the middle of a step.
+            RunFolderError: another run owns the folder.
         """
-        self.wait()
-        return self._write(engine, name or self.name, bool(is_best), lambda saved: None, marked=bool(is_best))
+        if not ranks().is_main:
+            return self.manager.target(name or self.name, engine.state.iteration)
+        with nullcontext() if self._use is None else self._use.taken():
+            self.wait()
+            return self._write(engine, name or self.name, bool(is_best), lambda saved: None, marked=bool(is_best))
 
     def wait(self) -> None:
         """Wait until the save in the background, if there is one, is durable or has failed."""
@@ -207,16 +217,13 @@ class Checkpointer(Handler):
         self.saved_at = state["saved_at"]
 
     def refuse_another_run(self) -> None:
-        """Reject starting a run where another run's checkpoints are.
+        """Reject starting a run where checkpoints of another run are, or of this trainer's last one.
 
         Raises:
             RunFolderError: there are some.
         """
         if set(find_checkpoints(self.manager.checkpoint_dir)) - self._first:
-            raise RunFolderError(
-                f"run folder {self.folder}: holds checkpoints already; resume with train(resume='latest'), "
-                "or choose another folder"
-            )
+            raise holds_another_run("Checkpointer", self.folder)
 
     def _cadence(self) -> EventsList:
         if isinstance(self.every, Every):

@@ -34,6 +34,7 @@ from pulsetrain.handlers.crash.crash_files import EVENTS, NOTE, read_bundle
 from pulsetrain.handlers.metric_values.event_values import EventValues
 from pulsetrain.handlers.metric_values.step_values import scalars
 from pulsetrain.handlers.recorder.event_recorder import FREQUENT, EventRecorder
+from pulsetrain.handlers.run_files.ownership import FolderUse
 from pulsetrain.handlers.run_files.run_folder import make_folder
 
 __all__ = ["CrashBundle", "read_bundle"]
@@ -124,6 +125,7 @@ class CrashBundle(Handler):
                     "process that failed; attach it to the trainer itself"
                 )
             make_folder("CrashBundle", self.folder)
+            FolderUse("CrashBundle", subscribe, lambda: self.folder)
             self._engine = weakref.ref(engine)
             handlers: Sequence[object] = engine.handlers if is_training_run(engine) else ()
             self._recorder = next((each for each in handlers if isinstance(each, EventRecorder)), None)

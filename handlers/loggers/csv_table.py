@@ -22,8 +22,8 @@ class CSVLogger(TextFileLogger[_Cells]):
 
     The columns are iteration, epoch, and one for each metric in the order in which they first appeared; floats are
     exact. What an engine logs at one iteration in several events is in one row, unless a value has changed. Each row is
-    handed to the operating system before the run continues. An existing table is continued; a run that resumes from a
-    checkpoint first removes what was written after it, and writes it again.
+    handed to the operating system before the run continues. A run that resumes continues the table: what was
+    written after its checkpoint is removed first, and written again.
 
     Args:
         folder: the run folder.

@@ -17,8 +17,8 @@ class JSONLinesLogger(TextFileLogger[bytes]):
 
     Each object has event, engine, epoch, iteration and time (seconds since 1970), then the metrics by their full names,
     or name and text. Floats are exact; NaN and infinities are the strings "NaN", "Infinity", "-Infinity". Each line is
-    handed to the operating system before the run continues. An existing file is continued; a run that resumes from a
-    checkpoint first removes the lines that were written after it, and writes them again.
+    handed to the operating system before the run continues. A run that resumes continues the file: the lines
+    that were written after its checkpoint are removed first, and written again.
 
     Args:
         folder: the run folder.

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Generic, TypeVar
 from pulsetrain.engine import Engine, Events, Every, OnError, RunFolderError
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.handlers.loggers.base import MetricLogger
+from pulsetrain.handlers.run_files.ownership import FolderUse
 from pulsetrain.handlers.run_files.run_folder import make_folder, replace_file
 
 __all__ = ["TextFileLogger"]
@@ -38,6 +39,8 @@ class TextFileLogger(MetricLogger, Generic[Line]):
     file_name: ClassVar[str]
     unit: ClassVar[str]  # the key of the number of lines in a checkpoint
 
+    _use: FolderUse
+
     def __init__(
         self,
         folder: str | Path,
@@ -50,6 +53,7 @@ class TextFileLogger(MetricLogger, Generic[Line]):
         self.folder = Path(folder)
         self.path = self.folder / self.file_name
         self._written = 0  # lines in the file
+        self._adopted = False  # whether those that were there at first are counted
         self._waiting: deque[Line] = deque()  # to be written, in order; beyond 10,000 the oldest are lost
         self._replaced: Line | None = None  # the file's last line, which the first waiting one will replace
         self._has_lost = False
@@ -61,11 +65,13 @@ class TextFileLogger(MetricLogger, Generic[Line]):
 
     def prepare(self) -> None:
         make_folder(self._place, self.folder)
-        self._written = 0
-        if self.path.exists() and self.path.stat().st_size:
+        self._use = FolderUse(self._place, self._attachment, lambda: self.folder, self._waiting.clear)
+        self._written, self._adopted = 0, False
+        if self._holds_lines():
             self.check_file()
-            _drop_unfinished_line(self.path)
-            self._written = len(self.read_lines())
+
+    def open(self, engine: Engine) -> None:
+        self._adopt()
 
     def state_dict(self) -> dict[str, Any]:
         """How many lines the file has, including those that wait to be written."""
@@ -76,7 +82,9 @@ class TextFileLogger(MetricLogger, Generic[Line]):
         self._saved = state
 
     def begin_again(self) -> None:
-        self.cut([], {})
+        if self.bus is not None:
+            self._adopt()
+            self.cut([], {})
 
     @abstractmethod
     def check_file(self) -> None:
@@ -137,15 +145,30 @@ class TextFileLogger(MetricLogger, Generic[Line]):
                 f"{self._place}: more than {_AT_MOST:,} lines wait for the disk; the oldest are lost from now on"
             )
 
+    def _holds_lines(self) -> bool:
+        return self.path.is_file() and self.path.stat().st_size > 0
+
+    def _adopt(self) -> None:
+        """Before the first write: continue the file that is there, which until now another run may have written."""
+        if self._adopted:
+            return
+        with self._use.taken():
+            if self._holds_lines():
+                self.check_file()
+                _drop_unfinished_line(self.path)
+                self._written = len(self.read_lines())
+        self._adopted = True
+
     def _write(self) -> None:
         """Write the lines that wait."""
-        while lines := list(islice(self._waiting, _AT_ONCE)):
-            content = self.encoded(lines)
-            replaced = b"" if self._replaced is None else self.encoded([self._replaced])
-            self._written += len(lines) - write_end(self.path, content, replaced)
-            self._replaced = None
-            for _ in lines:
-                self._waiting.popleft()
+        with self._use.taken():
+            while lines := list(islice(self._waiting, _AT_ONCE)):
+                content = self.encoded(lines)
+                replaced = b"" if self._replaced is None else self.encoded([self._replaced])
+                self._written += len(lines) - write_end(self.path, content, replaced)
+                self._replaced = None
+                for _ in lines:
+                    self._waiting.popleft()
 
     def _subscribe(self) -> None:
         super()._subscribe()
@@ -156,6 +179,7 @@ class TextFileLogger(MetricLogger, Generic[Line]):
         saved, self._saved = self._saved, None
         if saved is None:
             return
+        self._adopt()
         kept = int(saved[self.unit])
         lines = [*(self.read_lines()[: self._final] if self._written else ()), *self._waiting]
         # a file that is shorter, or whose later lines are of earlier iterations, belongs to another run

@@ -17,6 +17,7 @@ from pulsetrain.engine.argument_checks import check_bool, check_whole_number
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.handlers.attachment.attachment import Attachment, Handler, subscribe_first, subscribe_last
 from pulsetrain.handlers.attachment.engine_queries import reject_replay
+from pulsetrain.handlers.run_files.ownership import FolderUse
 from pulsetrain.handlers.run_files.run_folder import make_folder
 
 __all__ = ["Profiler"]
@@ -84,6 +85,7 @@ class Profiler(Handler):
         with self._attachment.to(engine, whole_bus=False) as subscribe:
             reject_replay("Profiler", engine, "process that trains")
             make_folder("Profiler", self.folder / "profile")
+            FolderUse("Profiler", subscribe, lambda: self.folder)
             subscribe_last(subscribe, Events.STARTED, self._on_started)
             subscribe_first(subscribe, Events.TERMINATE | Events.COMPLETED | Events.EXCEPTION_RAISED, self._on_end)
         return self

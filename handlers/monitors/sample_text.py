@@ -18,6 +18,7 @@ from pulsetrain.handlers.attachment.attachment import Handler
 from pulsetrain.handlers.attachment.cadence import check_every, reading_events
 from pulsetrain.handlers.attachment.engine_queries import attribute
 from pulsetrain.handlers.attachment.publishing import publish_media
+from pulsetrain.handlers.run_files.ownership import FolderUse
 from pulsetrain.handlers.run_files.run_folder import make_folder, replace_file
 
 __all__ = ["SampleText"]
@@ -93,8 +94,9 @@ class SampleText(Handler):
         """
         with self._attachment.to(engine, whole_bus=False) as subscribe:
             self._generator(engine)
-            if self.folder is not None:
-                make_folder("SampleText", self.folder / "samples")
+            if (folder := self.folder) is not None:
+                make_folder("SampleText", folder / "samples")
+                FolderUse("SampleText", subscribe, lambda: folder)
             subscribe(Events.STARTED, self._on_started, on_error="warn")
             if self.every is not None:
                 subscribe(reading_events(self.every), self._write, order=FIRST, on_error="warn")

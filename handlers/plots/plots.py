@@ -18,6 +18,7 @@ from pulsetrain.handlers.attachment.engine_queries import is_run_end
 from pulsetrain.handlers.metric_values.step_values import METRIC_EVENTS, learning_rates, on_host, step_metrics
 from pulsetrain.handlers.plots import figures
 from pulsetrain.handlers.plots.curves import RunCurves
+from pulsetrain.handlers.run_files.ownership import FolderUse
 from pulsetrain.handlers.run_files.run_folder import make_folder, replace_file
 
 __all__ = ["Plots"]
@@ -89,6 +90,7 @@ class Plots(Handler):
         """
         with self._attachment.to(engine_or_bus, needed=self._on_error == "raise") as subscribe:
             make_folder("Plots", self._pictures)
+            FolderUse("Plots", subscribe, lambda: self.folder)
             self._next = -math.inf
             if self.every is not None:
                 subscribe(reading_events(self.every, self._clock), self._on_reading, on_error=self._on_error)

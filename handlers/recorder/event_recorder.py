@@ -18,6 +18,7 @@ from pulsetrain.handlers.metric_values.event_values import summary
 from pulsetrain.handlers.metric_values.step_values import learning_rates, scalars
 from pulsetrain.handlers.recorder.log_session import FETCHING, FINAL, MEASURED, LogSession
 from pulsetrain.handlers.recorder.resume_check import ResumeCheck, say_nothing_to_compare
+from pulsetrain.handlers.run_files.ownership import FolderUse
 from pulsetrain.handlers.run_files.run_file import note_start
 from pulsetrain.handlers.run_files.run_folder import make_folder
 
@@ -44,7 +45,7 @@ class EventRecorder(Handler):
     marked as superseded, and compared with what is computed again: `resume_check`, floats by their bits.
 
     Args:
-        folder: the run folder; a log in it is continued.
+        folder: the run folder; a resumed run continues the log in it.
         include_batches: record GET_BATCH_STARTED and GET_BATCH_COMPLETED as well.
         every: record the events of only each n-th iteration and update; all other events are always recorded.
         max_bytes: budget of the sealed log, at least 100,000: when it is reached, the events of old iterations are
@@ -94,6 +95,7 @@ class EventRecorder(Handler):
         self._outermost: Engine | None = None  # the engine whose run contains the runs of the others
         self._closed_at: dict[str, object] = {}  # this handler's state when the log was last closed
         self._saved: Mapping[str, Any] | None = None  # the state of a checkpoint that is being loaded
+        self._begins_again = False
 
     @property
     def folder(self) -> Path:
@@ -114,6 +116,8 @@ class EventRecorder(Handler):
         with self._attachment.to(bus):
             self._log.bus = bus
             make_folder("EventRecorder", self.folder)
+            if not self.rank:
+                FolderUse("EventRecorder", self._attachment, lambda: self.folder.parent, self._log.leave)
             for event in Events:
                 if event not in FETCHING or self.include_batches:
                     self._subscribe(event)
@@ -161,6 +165,10 @@ class EventRecorder(Handler):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """CHECKPOINT_LOADED, which follows, continues the log there."""
         self._saved = dict(state) or None
+
+    def begin_again(self) -> None:
+        """The run in the log is repeated from its beginning: the events there are superseded when it starts."""
+        self._begins_again = True
 
     def _subscribe(self, event: EventEnum) -> None:
         usual = self._on_event
@@ -228,9 +236,10 @@ class EventRecorder(Handler):
         log.write(logged)
 
     def _start_again(self, event: Event) -> None:
-        """A run that was killed before its first checkpoint starts again: its events in the log are superseded."""
-        writer = self._log.open()
-        if not writer.cut_off or writer.last_seq < 0:
+        """A run that ended before its first checkpoint starts again: its events in the log are superseded."""
+        writer, again = self._log.open(), self._begins_again
+        self._begins_again = False
+        if not (again or writer.cut_off) or writer.last_seq < 0:
             return
         log = self._log.read()
         begun = [each.seq for each in log.read(engine=event.engine, event=event.type, iteration=(0, 0))]
@@ -293,6 +302,8 @@ class EventRecorder(Handler):
             self._end()
 
     def _on_exception(self, engine: Engine, event: Event) -> None:
+        if self._log.writer is None:
+            return  # the run was refused before it began
         self._log.fail(engine, event.payload.error)
         self._log.write(self._log.entry(event))
         if engine is self._outermost:

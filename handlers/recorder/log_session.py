@@ -10,6 +10,7 @@ from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.recording import EventCheck, EventLog, LoggedEvent, LogWriter
 from pulsetrain.handlers.metric_values.event_values import EventValues, PlainTypes, summary
 from pulsetrain.handlers.metric_values.step_values import METRIC_EVENTS
+from pulsetrain.handlers.run_files.ownership import take
 from pulsetrain.handlers.run_files.run_file import read_run_file
 
 __all__ = ["FETCHING", "FINAL", "MEASURED", "LogSession"]
@@ -55,10 +56,12 @@ class LogSession:
         """The log's writer, opened where it is not: between two runs another recorder may write the log.
 
         Raises:
-            RunFolderError: another recorder writes the log, or the folder cannot be written.
+            RunFolderError: another run owns the run folder, or it cannot be written.
             RecordingError: the log has a newer format.
         """
         if self.writer is None:
+            if not self.rank:  # other ranks only add their logs
+                take(self.folder.parent, self.bus, "EventRecorder")
             known = read_run_file(self.folder.parent).get("id")
             self.writer = LogWriter(self.folder, self.rank, self._max_bytes, known if isinstance(known, str) else "")
             self.bus.continue_after(self.writer.last_seq)
@@ -180,6 +183,12 @@ class LogSession:
     def forget(self) -> None:
         """Drop the entries whose receivers are still running."""
         self._running.clear()
+
+    def leave(self) -> None:
+        """In a forked process: the log stays open in the parent alone."""
+        self.writer = self.check = None
+        self.forget()
+        self._waiting.clear()
 
     def on_disk(self, write: Callable[..., None], *arguments: object) -> None:
         """Call a function that writes, and treat an OSError as `on_error` says."""

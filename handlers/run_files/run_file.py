@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import subprocess
 import sys
 import time
 import uuid
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -74,7 +72,7 @@ def write_run_file(folder: Path, engine: Engine, **more: object) -> None:
     """Write run.json, replacing an existing one.
 
     Args:
-        folder: the run folder, which exists.
+        folder: the run folder, which exists and which this process owns.
         engine: the run's engine.
         more: further facts, plain values.
 
@@ -82,16 +80,15 @@ def write_run_file(folder: Path, engine: Engine, **more: object) -> None:
         OSError: the file cannot be written.
     """
     facts = {**run_facts(engine), **more}
-    with _locked(folder):
-        facts["id"] = read_run_file(folder).get("id", facts["id"])
-        _write(folder, facts)
+    facts["id"] = read_run_file(folder).get("id", facts["id"])
+    _write(folder, facts)
 
 
 def note_start(folder: Path, engine: Engine, iteration: int, rank: int = 0, run: str = "") -> None:
     """Add the start of a run, or its resumption, to run.json, which is created if missing.
 
     Args:
-        folder: the run folder, which exists.
+        folder: the run folder, which exists and which this process owns.
         engine: the run's engine.
         iteration: the last one before the run resumes; 0 if the run starts.
         rank: of this process; rank 0 writes for all.
@@ -107,27 +104,12 @@ def note_start(folder: Path, engine: Engine, iteration: int, rank: int = 0, run:
     if is_training_run(engine) and engine.rewinds:
         start["rewinds"] = engine.rewinds
         start["left_out"] = [list(each) for each in engine.data.left_out_since]
-    with _locked(folder):
-        there = read_run_file(folder)
-        if there and there.get("environment") != facts["environment"]:
-            start["environment"] = facts["environment"]
-        facts |= there
-        starts = facts["starts"] if isinstance(facts["starts"], list) else []
-        _write(folder, {**facts, "starts": [*starts, start]})
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Keep other processes from changing the file, if the folder's file system has locks."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_UN)  # a process forked in between would still hold it
-        os.close(descriptor)
+    there = read_run_file(folder)
+    if there and there.get("environment") != facts["environment"]:
+        start["environment"] = facts["environment"]
+    facts |= there
+    starts = facts["starts"] if isinstance(facts["starts"], list) else []
+    _write(folder, {**facts, "starts": [*starts, start]})
 
 
 def read_run_file(folder: Path) -> RunFacts:

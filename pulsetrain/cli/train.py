@@ -34,7 +34,8 @@ __all__ = ["add_arguments"]
 
 HELP = "train a run from a configuration file"
 SYNOPSIS = (
-    "pulsetrain train CONFIG [--run FOLDER] [--resume latest|CHECKPOINT] [--dry-run] [--SECTION.SETTING VALUE ...]"
+    "pulsetrain train CONFIG [--run FOLDER] [--resume latest|CHECKPOINT] [--wait] [--dry-run] "
+    "[--SECTION.SETTING VALUE ...]"
 )
 DESCRIPTION = f"""\
 Train a run from a configuration file: YAML with the sections
@@ -76,6 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="resume from the newest checkpoint of the run folder, or of the last numbered one (or start, where there "
         "is none yet); or from the checkpoint with this path or URL",
     )
+    parser.add_argument("--wait", action="store_true", help="wait while another process owns the run folder")
     parser.add_argument(
         "--dry-run",
         action="store_true",
@@ -94,7 +96,8 @@ def run(arguments: argparse.Namespace) -> int:
             config = read_config(arguments.config, arguments.settings)
             if arguments.dry_run:
                 return _dry_run(arguments, config, watch)
-            assembly = assemble(config, base_of(arguments.config.parent), arguments.folder, resume=arguments.resume)
+            base = base_of(arguments.config.parent)
+            assembly = assemble(config, base, arguments.folder, resume=arguments.resume, wait=arguments.wait)
             _announce(assembly, arguments.resume)
             # only the first time: a run that goes back to a checkpoint fires STARTED again
             assembly.trainer.add_event_handler(

@@ -49,7 +49,12 @@ class Assembly:
 
 
 def assemble(
-    config: Mapping[str, Any], base: Path, folder: str | Path | None = None, *, resume: str | None = None
+    config: Mapping[str, Any],
+    base: Path,
+    folder: str | Path | None = None,
+    *,
+    resume: str | None = None,
+    wait: bool = False,
 ) -> Assembly:
     """Make every part, and the run folder last; where a part fails, no new folder remains.
 
@@ -61,6 +66,7 @@ def assemble(
         base: the configuration file's folder; class paths are looked up there first.
         folder: the run folder, instead of the configuration's; `{n}` in it is the next free number.
         resume: "latest" or a checkpoint's path; then the folder may hold the run that is resumed.
+        wait: until no other process owns the folder.
 
     Raises:
         PulsetrainError: a part cannot be made; the message names it.
@@ -77,7 +83,7 @@ def assemble(
     strategy = instantiate(config["strategy"], "strategy", STRATEGIES)
     backend = instantiate(config["backend"], "backend", BACKENDS)
     metrics = {name: instantiate(spec, f"metrics.{name}") for name, spec in (config.get("metrics") or {}).items()}
-    claim = _claim(pattern, run_folder, numbered="{n}" in pattern and resume is None)
+    claim = _claim(pattern, run_folder, numbered="{n}" in pattern and resume is None, wait=wait)
     try:
         if training.run_dir == str(run_folder):
             training = replace(training, run_dir=str(claim.folder))
@@ -121,14 +127,14 @@ def with_run_folder(training: Mapping[str, Any], folder: str) -> dict[str, Any]:
     return settings
 
 
-def _claim(pattern: str, folder: Path, *, numbered: bool) -> Claim:
+def _claim(pattern: str, folder: Path, *, numbered: bool, wait: bool) -> Claim:
     """Claim the folder; where another process has just claimed its number, the next one."""
     while numbered:
         try:
             return Claim(folder, new=True)
         except FileExistsError:
             folder = resolve_folder(pattern)
-    return Claim(folder)
+    return Claim(folder, wait=wait)
 
 
 def _loaders(data: Any) -> tuple[Any, Any]:  # the Trainer checks what they are

@@ -12,6 +12,7 @@ import yaml
 from pulsetrain.engine.checkpoint import find_checkpoints, resolve
 from pulsetrain.engine.errors import RunFolderError
 from pulsetrain.handlers import Checkpointer
+from pulsetrain.handlers.run_files.ownership import release, take
 from pulsetrain.handlers.run_files.redaction import redacted
 from pulsetrain.handlers.run_files.run_file import write_run_file
 from pulsetrain.trainer import Trainer
@@ -75,19 +76,22 @@ def has_checkpoint(trainer: Trainer) -> bool:
 class Claim:
     """A run folder, made where it is missing, and released where the run fails before it has learned anything.
 
+    It is owned from now on; the trainer's handlers take it over.
+
     Args:
         folder: the folder.
         new: whether the folder must not exist yet.
+        wait: until no other process owns it.
 
     Raises:
         FileExistsError: the folder exists, and had to be new.
-        RunFolderError: the folder cannot be made.
+        RunFolderError: the folder cannot be made, or another process owns it.
     """
 
-    def __init__(self, folder: Path, *, new: bool = False) -> None:
+    def __init__(self, folder: Path, *, new: bool = False, wait: bool = False) -> None:
         self.folder = folder
         self._made: list[Path] = []  # outermost first
-        self._present = {part for part in PARTS if (folder / part).exists()}
+        self._present = set(PARTS)  # until the folder is owned, nothing in it is this run's
         try:
             for parent in reversed([path for path in (folder, *folder.parents) if not path.exists()]):
                 try:
@@ -106,9 +110,12 @@ class Claim:
             raise RunFolderError(
                 f"run folder {folder}: cannot be made: {error.strerror or error}; choose another with --run"
             ) from error
+        take(folder, self, wait=wait)
+        self._present = {part for part in PARTS if (folder / part).exists()}
 
     def release(self) -> None:
         """Remove what the run has made; what was there before stays."""
+        release(self)
         if self.folder in self._made:
             shutil.rmtree(self.folder, ignore_errors=True)
         else:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from pulsetrain.engine.data.keyed_loader import KeyedOrder, can_be_keyed, length_of
 from pulsetrain.engine.errors import CheckpointError
@@ -18,10 +18,11 @@ def describe_data(loader: object) -> dict[str, Any]:
     """What is known of a loader without reading it, as plain values.
 
     `batches` of a pass and its `samples`, those of all ranks; `batch_size`, samples of a batch, of all ranks as well;
-    `rows` of the dataset; None where it is not known.
+    `rows` of the dataset; `workers`, where the order depends on their number, as with an IterableDataset; None where it
+    is not known.
 
     >>> describe_data([1, 2, 3])
-    {'loader': 'list', 'batches': 3, 'batch_size': None, 'samples': None, 'rows': None}
+    {'loader': 'list', 'batches': 3, 'batch_size': None, 'samples': None, 'rows': None, 'workers': None}
     """
     keyed = KeyedOrder(loader, 0) if can_be_keyed(loader) else None
     size = getattr(loader, "batch_size", None) or getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
@@ -33,7 +34,12 @@ def describe_data(loader: object) -> dict[str, Any]:
         "batch_size": size if isinstance(size, int) else None,
         "samples": None if keyed is None else keyed.samples,
         "rows": length_of(loader.dataset) if isinstance(loader, DataLoader) else None,
+        "workers": loader.num_workers if _is_shared_out_by_workers(loader) else None,
     }
+
+
+def _is_shared_out_by_workers(loader: object) -> TypeGuard[DataLoader[Any]]:
+    return isinstance(loader, DataLoader) and isinstance(loader.dataset, IterableDataset)
 
 
 def adapt_to_data(saved: Mapping[str, Any], loader: Any) -> Mapping[str, Any]:
@@ -59,6 +65,13 @@ def adapt_to_data(saved: Mapping[str, Any], loader: Any) -> Mapping[str, Any]:
         how = "with a new pass"
         cursor["pass_over"] = True
         done = counters["epoch_length"] or 0
+    elif None not in (before.get("workers"), now["workers"]) and before["workers"] != now["workers"]:
+        raise CheckpointError(
+            "the checkpoint was made inside a pass over an IterableDataset, whose order depends on the number of "
+            f"workers; resume with {before['workers']} workers, as then, or from a checkpoint of an epoch's end",
+            "DataLoader",
+            num_workers=now["workers"],
+        )
     elif can_be_keyed(loader):
         how = "after the samples that the pass has given"
         done = now["batches"] - _batches_left(loader, cursor, before, now, differences)

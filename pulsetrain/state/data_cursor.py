@@ -272,6 +272,11 @@ class DataCursor:
             return None
         return self.passes, self._offset + (iteration - 1 - self._offset_at) * self._keyed[1].order.step
 
+    def share(self, iteration: int) -> tuple[int, float]:
+        """How many samples of a batch of the current pass are this rank's, and how many an even share would be."""
+        location = self.locate(iteration)
+        return (1, 1.0) if location is None or self._keyed is None else self._keyed[1].order.share(location[1])
+
     def rows_at(self, location: tuple[int, int]) -> list[Any]:
         """The data set's indices of the batch at that location, of this rank."""
         assert self._keyed is not None

@@ -10,6 +10,7 @@ from typing import Any
 from pulsetrain.engine import LAST, Engine, Event, Events, Phase
 from pulsetrain.engine.data import rng
 from pulsetrain.engine.data.workers import workers_outlive_signals
+from pulsetrain.engine.distributed.ranks import ranks
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.state.data_change import adapt_to_data
 from pulsetrain.state.data_cursor import DataCursor
@@ -91,8 +92,9 @@ class Resumer:
         )
 
     def reset(self, seed: int) -> None:
-        """Seed the generators, and return every part to the state before the first iteration."""
-        rng.seed_everything(seed)
+        """Seed the generators, on each rank its own way, and return every part to the state before iteration 1."""
+        rank = ranks().rank
+        rng.seed_everything(rng.derive(seed, rank) if rank else seed)
         self.data.seed = seed
         self.state.reset()
 
@@ -107,6 +109,13 @@ class Resumer:
         with workers_outlive_signals(data):
             batches = self.data.resume(data, iteration)
         rng.restore(pending.rng)  # last: making the iterator draws from the generators
+        if rank := ranks().rank:  # the states in the checkpoint are the main process's
+            rng.seed_everything(rng.derive(self.data.seed, rank, iteration))
+            get_logger("pulsetrain").warning(
+                "the checkpoint has the random generators of rank 0 alone: this rank draws new numbers from here, and "
+                "the run is not repeated bit for bit",
+                rank=rank,
+            )
         self.pending = None
         return batches, pending.done
 

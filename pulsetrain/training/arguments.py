@@ -16,7 +16,17 @@ from pulsetrain.engine.optimizers import parts_of
 from pulsetrain.engine.schedules import build_schedule
 from pulsetrain.engine.step.protocols import AlternatingStrategy, DerivesMetrics, TrainingStrategy
 from pulsetrain.engine.strategies import STRATEGIES
-from pulsetrain.handlers import Checkpointer, EarlyStopping, LRScheduler
+from pulsetrain.handlers import (
+    Checkpointer,
+    EarlyStopping,
+    EventRecorder,
+    LRScheduler,
+    MetricLogger,
+    Plots,
+    Profiler,
+    ProgressBar,
+    SampleText,
+)
 from pulsetrain.training.run_length import RunLength
 
 __all__ = [
@@ -25,7 +35,10 @@ __all__ = [
     "configured_handlers",
     "named_loaders",
     "resolve_strategy",
+    "writes_for_all",
 ]
+
+_OUTPUT = (Checkpointer, MetricLogger, Plots, Profiler, ProgressBar, SampleText)
 
 
 def check_kinds(config: object, metrics: Any, handlers: Any, callbacks: object) -> None:
@@ -53,6 +66,11 @@ def check_kinds(config: object, metrics: Any, handlers: Any, callbacks: object) 
             raise ArgumentTypeError(
                 "a handler needs attach(engine); functions go to on()", "Trainer", handlers=[handler]
             )
+
+
+def writes_for_all(handler: object) -> bool:
+    """Whether one of the processes that train together saves, logs or draws by it for all."""
+    return isinstance(handler, _OUTPUT) or (isinstance(handler, EventRecorder) and not handler.rank)
 
 
 def check_metric_names(metrics: Mapping[str, object] | None, strategy: TrainingStrategy) -> None:

@@ -11,10 +11,13 @@ from pulsetrain.config import TrainingConfig
 from pulsetrain.engine import Engine, Event, Events, Phase
 from pulsetrain.engine.argument_checks import check_type
 from pulsetrain.engine.checkpoint import Location
+from pulsetrain.engine.data.keyed_loader import length_of
 from pulsetrain.engine.data.workers import workers_outlive_signals
+from pulsetrain.engine.distributed.ranks import agreed
 from pulsetrain.engine.logs import get_logger
-from pulsetrain.handlers import Checkpointer, MetricLogger
+from pulsetrain.handlers import Checkpointer, EventRecorder, MetricLogger
 from pulsetrain.handlers.checkpointing.background_save import SavedEngine
+from pulsetrain.handlers.run_files.ownership import release_idle, take_all
 from pulsetrain.signals import interrupted_safely
 from pulsetrain.state.handler_registry import HandlerRegistry
 from pulsetrain.state.resume import Resumer
@@ -82,18 +85,23 @@ class RunDriver:
         ended = state.max_epochs is not None and state.epoch >= state.max_epochs
         return bool(ended or (state.max_iters is not None and state.iteration >= state.max_iters))
 
-    def train(self, resume: str | os.PathLike[str] | None) -> None:
+    def train(self, resume: str | os.PathLike[str] | None, *, wait: bool) -> None:
         """Train to the bound, through all rewinds; see `Trainer.train`."""
         if resume is not None:
             check_type("Trainer.train", "resume", resume, str | os.PathLike, "'latest' or a checkpoint's path")
-            self._load(resume)
-        self._rewind = None
-        with interrupted_safely(self._engine):
-            self._start()
-            while self._rewind is not None:
-                go_back(self._rewind, self._run, self._registry.checkpointer("rewind()"), self._data)
-                self._rewind = None
+        try:
+            take_all(self._engine, wait=wait)  # before the newest checkpoint is looked for
+            if resume is not None:
+                self._load(resume)
+            self._rewind = None
+            with interrupted_safely(self._engine):
                 self._start()
+                while self._rewind is not None:
+                    go_back(self._rewind, self._run, self._registry.checkpointer("rewind()"), self._data)
+                    self._rewind = None
+                    self._start()
+        finally:
+            release_idle(self._engine.bus)
 
     def train_epoch(self, loader: Iterable[object]) -> None:
         """Train to the end of the current epoch, or through the next one."""
@@ -109,7 +117,7 @@ class RunDriver:
             if isinstance(handler, Checkpointer) and state.iteration > 0:
                 handler.refuse_another_run()  # before anything of the finished run is touched
         state.max_epochs = state.max_iters = None
-        self._resumer.reset(self._run.config.chosen_seed)
+        self._resumer.reset(agreed(self._run.config.chosen_seed))
 
     def rewind(self, first: int, last: int, reason: str) -> None:
         """End here, and continue after the newest checkpoint before iteration `first`; see `Trainer.rewind`."""
@@ -154,7 +162,8 @@ class RunDriver:
             engine.run(self._run.train_loader)  # after a termination or an error
         else:
             self.reset()
-            engine.run(self._run.train_loader, max_epochs=length.max_epochs, max_iters=length.max_iterations)
+            loader = self._run.train_loader
+            engine.run(loader, length.max_epochs, length.max_iterations, length_of(loader))
 
     def _load(self, source: str | os.PathLike[str]) -> None:
         """Load a checkpoint: "latest" if there is one yet, or that of a path."""
@@ -165,8 +174,9 @@ class RunDriver:
         if latest is not None:
             self._run.load_checkpoint(latest)
             return
+        take_all(self._engine, restart=True)
         for handler in self._registry.handlers:
-            if isinstance(handler, MetricLogger):
+            if isinstance(handler, (MetricLogger, EventRecorder)):
                 handler.begin_again()
 
     def _resume(self, loader: Iterable[object], max_epochs: int | None, max_iterations: int | None = None) -> None:

@@ -49,6 +49,8 @@ class Stepper:
         accumulate: when the gradients of several batches make one update.
         clip_grad_norm: the backend's setting, which makes each update report its gradient norm.
         on_step: called after each successful step with the prepared batch and the result.
+        share: of several processes that train together: the samples of an iteration's batch that are this one's, and
+            their number had they been shared out evenly. The gradients are averaged over the processes.
 
     >>> from pulsetrain.engine import Accumulate, Engine, SupervisedStrategy, TorchBackend
     >>> from pulsetrain.engine.backends.model_store import InPlaceStore
@@ -71,10 +73,13 @@ class Stepper:
         accumulate: Accumulate,
         clip_grad_norm: float | None = None,
         on_step: OnStep | None = None,
+        share: Callable[[int], tuple[int, float]] | None = None,
     ) -> None:
         self.backend, self.strategy, self.store = backend, strategy, store
         self.clip_grad_norm, self.on_step = clip_grad_norm, on_step
         self.accumulation = Accumulation(accumulate)
+        self.share = share
+        self._weight, self._even = 1.0, 1.0  # of this batch in its global one; its even size over its own
         self.by_hand = False  # whether other code makes the steps, so that gradients may wait at any time
         self.is_stepping = False  # between the start and the end of a step, when nothing can be saved
         self.learning_rates = rates_of(store.optimizer)  # of the last update
@@ -93,16 +98,20 @@ class Stepper:
         state = engine.state
         strategy = cast(TrainingStrategy, FirstBatch(self.strategy) if self._checks else self.strategy)
         prepared = self.backend.prepare_batch(batch, strategy)
+        if self.share is not None:
+            own, even = self.share(state.iteration)
+            self._weight, self._even = own / even, even / max(own, 1)
         self.is_stepping = True
         try:
             if self.optimizers is not None:
                 result = self._alternate(engine, prepared, self.optimizers)
-            elif self._ready.live or not self.accumulation.nothing_waits:
+            elif self._ready.live or not self.accumulation.nothing_waits or self._weight != 1.0:
                 result = self._step_in_parts(engine, prepared, strategy)
             else:
                 result = self._whole_step(engine, prepared, strategy)
-            state.samples += prepared.samples
-            state.tokens += prepared.tokens
+            if self._weight:  # else another process counts the samples
+                state.samples += prepared.samples
+                state.tokens += prepared.tokens
         except BaseException:  # a part of this batch's gradients may be among those that wait
             self.discard()
             raise
@@ -168,6 +177,7 @@ class Stepper:
             accumulate=self.accumulation.rule,
             clip_grad_norm=self.clip_grad_norm,
             on_step=on_step,
+            share=self.share,
         )
 
     def reset(self) -> None:
@@ -225,10 +235,11 @@ class Stepper:
     def _step_in_parts(self, engine: Engine, batch: TrainingBatch, strategy: TrainingStrategy) -> TrainingResult:
         """Add the batch's gradients up, and make an update when it is time for one."""
         store, accumulation, update = self.store, self.accumulation, engine.state.update
-        scale = accumulation.weigh(batch.size, batch.tokens, update)
+        size = batch.size if self._weight == 1.0 else batch.size * self._even
+        scale = accumulation.weigh(size, batch.tokens, update) * self._weight
         gradients = self.backend.forward_backward(store.state, batch, strategy, scale, store.waiting)
         store.hold(gradients)
-        if accumulation.add(batch.size, batch.tokens, update):
+        if accumulation.add(size, batch.tokens, update):
             self._update(engine, gradients, accumulation.close())
         return TrainingResult({"loss": self.backend.to_torch(gradients.loss)})
 
@@ -236,9 +247,10 @@ class Stepper:
         """Each of the strategy's losses with its own optimizer; the result has their sum, and each by its name."""
         accumulation, place = self.accumulation, f"{type(self.strategy).__name__}.compute_losses"
         backend, strategy = cast(InPlaceBackend, self.backend), cast(AlternatingStrategy, self.strategy)
-        scale = accumulation.weigh(batch.size, batch.tokens, engine.state.update)
+        size = batch.size if self._weight == 1.0 else batch.size * self._even
+        scale = accumulation.weigh(size, batch.tokens, engine.state.update) * self._weight
         correction = None
-        if accumulation.add(batch.size, batch.tokens, engine.state.update):
+        if accumulation.add(size, batch.tokens, engine.state.update):
             correction = accumulation.close()
         found: dict[str, Tensor] = {}
         for name, loss in backend.losses(self.store.state, batch, strategy):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import time
 import uuid
@@ -12,6 +11,7 @@ from itertools import count
 from pathlib import Path
 
 from pulsetrain.engine.errors import RunFolderError
+from pulsetrain.engine.file_lock import lock, unlock
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.recording.log.blocks import BLOCK_BYTES, BLOCK_EVENTS, SEAM, Data, Header, seal
 from pulsetrain.engine.recording.log.damage import find_damage
@@ -37,13 +37,13 @@ def log_files(folder: Path, rank: int = 0) -> tuple[Path, Path]:
 _OPEN: weakref.WeakSet[LogWriter] = weakref.WeakSet()
 
 
-def _release_locks() -> None:
-    """In a forked process, such as a loader's worker, which would otherwise hold the locks for its lifetime."""
+def _leave_logs() -> None:
+    """In a forked process, such as a loader's worker, which would write into the logs and hold their locks."""
     for writer in list(_OPEN):
-        writer.release_lock()
+        writer.leave()
 
 
-os.register_at_fork(after_in_child=_release_locks)
+os.register_at_fork(after_in_child=_leave_logs)
 
 _KEPT_IN_MEMORY = 64 * BLOCK_EVENTS
 
@@ -95,13 +95,11 @@ class LogWriter:
                 f"event log {folder}: cannot be written ({error.strerror or error}); "
                 "choose another folder or fix its permissions"
             ) from error
-        try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        if not lock(self._descriptor):
             os.close(self._descriptor)
             raise RunFolderError(
                 f"event log {folder}: another recorder is writing it; detach that one first, or choose another folder"
-            ) from None
+            )
         try:
             size = tail.stat().st_size if tail.exists() else 0
             self._tail = Tail(tail)
@@ -325,15 +323,17 @@ class LogWriter:
 
     def close(self) -> None:
         """Close the files and release the lock; call `end` first if the run has ended."""
+        if self._descriptor >= 0:
+            unlock(self._descriptor)
+        self.leave()
+
+    def leave(self) -> None:
+        """Close the files and keep the lock, in a forked process, which has copies of them: it can write nothing."""
         _OPEN.discard(self)
         self._tail.close()
-        fcntl.flock(self._descriptor, fcntl.LOCK_UN)  # a process forked just now may hold the descriptor as well
-        os.close(self._descriptor)
-
-    def release_lock(self) -> None:
-        """Release the lock in a forked process, which never writes."""
-        os.close(self._descriptor)
-        self._descriptor = -1
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
 
     def _bound_block(self, ord: int) -> None:
         self._first = ord // BLOCK_EVENTS * BLOCK_EVENTS
@@ -368,7 +368,7 @@ class LogWriter:
             return
         self._thins_above = self._max_bytes
         descriptor = os.open(target, os.O_RDWR | os.O_CLOEXEC)
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # before the rename: no other writer can be first
+        lock(descriptor)  # before the rename: no other writer can be first
         os.replace(target, self.path)
         os.close(self._descriptor)
         self._descriptor, self._headers = descriptor, headers

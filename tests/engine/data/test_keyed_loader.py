@@ -25,7 +25,14 @@ from torch.utils.data import (
 )
 
 from pulsetrain.engine.data import rng
-from pulsetrain.engine.data.keyed_loader import KeyedLoader, KeyedOrder, can_be_keyed, draws_nothing, order_seed
+from pulsetrain.engine.data.keyed_loader import (
+    KeyedLoader,
+    KeyedOrder,
+    can_be_keyed,
+    draws_nothing,
+    length_of,
+    order_seed,
+)
 
 
 class Reading(Dataset[torch.Tensor]):
@@ -277,10 +284,65 @@ def rank_order(size: int, ranks: int, rank: int, batch_size: int, position: int 
     return list(order)
 
 
+def own_batches(size: int, ranks: int, rank: int, batch_size: int, position: int = 0) -> list[list[int]]:
+    """Without those that another rank counts."""
+    sampler: Any = DistributedSampler(range(size), num_replicas=ranks, rank=rank)  # type: ignore[arg-type]
+    order = KeyedOrder(DataLoader(range(size), batch_size=batch_size, sampler=sampler), 4)  # type: ignore[arg-type]
+    order.begin(2, position)
+    return [batch[: order.share(position + n * order.step)[0]] for n, batch in enumerate(order)]
+
+
 def test_the_samples_of_all_ranks_are_the_data_once():
     for size, ranks in ((24, 2), (25, 3), (31, 4), (5, 4)):
-        seen = Counter(i for rank in range(ranks) for batch in rank_order(size, ranks, rank, 2) for i in batch)
+        seen = Counter(i for rank in range(ranks) for batch in own_batches(size, ranks, rank, 2) for i in batch)
         assert seen == Counter(range(size))
+
+
+DROPS = pytest.mark.parametrize("drops", [(), ("loader",), ("sampler",), ("loader", "sampler")])
+
+
+def orders_of(ranks: int, size: int, drops: tuple[str, ...], shuffle: bool) -> list[tuple[KeyedOrder, DataLoader[Any]]]:
+    found = []
+    for rank in range(ranks):
+        data: Any = range(size)
+        left_out = "sampler" in drops
+        sampler: Any = DistributedSampler(data, num_replicas=ranks, rank=rank, shuffle=shuffle, drop_last=left_out)
+        loader = DataLoader(data, 4, sampler=sampler, drop_last="loader" in drops)
+        found.append((KeyedOrder(loader, 4), loader))
+    return found
+
+
+@DROPS
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_all_ranks_make_as_many_batches_as_their_loaders_have(drops: tuple[str, ...], shuffle: bool):
+    for size in range(8, 35):
+        made = {
+            (len(list(order)), len(order), length_of(loader)) for order, loader in orders_of(2, size, drops, shuffle)
+        }
+        assert len(made) == 1, "each rank makes the same number of steps"
+        assert len(set(made.pop())) == 1
+
+
+@DROPS
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_each_sample_counts_once_and_as_much_as_the_others_of_its_global_batch(drops: tuple[str, ...], shuffle: bool):
+    ranks = 2
+    for size in range(8, 35):
+        orders = [order for order, _ in orders_of(ranks, size, drops, shuffle)]
+        seen, position = Counter[int](), 0
+        for batches in zip(*orders, strict=True):
+            shares = [order.share(position) for order in orders]
+            own = [batch[:count] for batch, (count, _) in zip(batches, shares, strict=True)]
+            seen += Counter(flat(own))
+            # the mean over the global batch, from the ranks' means
+            weights = [count / even for count, even in shares]
+            means = [sum(batch) / len(batch) * weight for batch, weight in zip(batches, weights, strict=True)]
+            assert sum(means) / ranks == pytest.approx(sum(flat(own)) / len(flat(own)))
+            position += orders[0].step
+        assert max(seen.values()) == 1
+        if not drops:
+            assert seen == Counter(range(size))
+        assert size - seen.total() < orders[0].step
 
 
 def test_global_batches_do_not_depend_on_the_number_of_ranks():
@@ -299,7 +361,7 @@ def test_another_number_of_ranks_in_mid_pass_neither_repeats_nor_loses_a_sample(
     )
     position = taken * batch_size * before
     seen += Counter(
-        i for rank in range(after) for batch in rank_order(size, after, rank, batch_size, position) for i in batch
+        i for rank in range(after) for batch in own_batches(size, after, rank, batch_size, position) for i in batch
     )
     assert seen == Counter(range(size))
 
@@ -313,7 +375,10 @@ def test_ranks_draw_different_numbers():
 
 
 def test_a_distributed_sampler_may_drop_the_rest_and_leave_the_order():
-    assert [rank_order(7, 2, rank, 2, shuffle=False, drop_last=True) for rank in (0, 1)] == [[[0, 2]], [[1, 3]]]
+    assert [rank_order(7, 2, rank, 2, shuffle=False, drop_last=True) for rank in (0, 1)] == [
+        [[0, 2], [4]],
+        [[1, 3], [5]],
+    ]
 
 
 # ------------------------------------------------------------------------------------ what can be replaced

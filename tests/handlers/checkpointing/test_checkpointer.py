@@ -199,7 +199,7 @@ def test_a_run_from_the_start_into_a_folder_with_checkpoints_is_refused_before_i
     engine.add_event_handler(Events.STARTED, lambda: received.append("started"))
     engine.add_event_handler(Events.ITERATION_STARTED, lambda: received.append("iteration"))
     Checkpointer(tmp_path).attach(engine)
-    with pytest.raises(RunFolderError, match=r"run folder .*: holds checkpoints already; resume with train\(resume="):
+    with pytest.raises(RunFolderError, match=r"Checkpointer\(folder=.*: holds a run .*; resume it with train\(resume="):
         engine.run(range(3))
     assert received == []
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == content
@@ -211,7 +211,7 @@ def test_a_second_run_from_the_start_in_the_same_process_is_refused_too(tmp_path
     handler.save(engine, "initial")  # its own beginning is not in the way
     engine.run(range(3))
     assert saved(handler) == [0, 3]
-    with pytest.raises(RunFolderError, match="holds checkpoints already"):
+    with pytest.raises(RunFolderError, match="holds a run already"):
         engine.run(range(3))
 
 

@@ -67,11 +67,11 @@ def test_a_line_that_a_killed_run_left_unfinished_is_dropped_and_reported(make, 
     whole = (tmp_path / name).read_bytes()
     (tmp_path / name).write_bytes(whole + b'{"event": 2,1,1.2')
     engine = make_engine()
+    make(tmp_path).attach(engine)
+    assert (tmp_path / name).read_bytes() != whole, "another process may still be writing the line"
     with capture_logs() as logs:
-        make(tmp_path).attach(engine)
-    assert (tmp_path / name).read_bytes() == whole
+        at(engine, 1, 2, {"a": 1.25})
     assert logs[0]["dropped"] == '{"event": 2,1,1.2'
-    at(engine, 1, 2, {"a": 1.25})
     assert found(tmp_path) == [(1, 1.0), (2, 1.25)]
 
 

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from pulsetrain import Trainer
 from pulsetrain.engine import ConfigurationError, Engine, Events
 from pulsetrain.engine.recording import EventLog
-from pulsetrain.handlers import EventRecorder
+from pulsetrain.handlers import Checkpointer, EventRecorder
+from tests.support.models import loader, trainer
 
 
 class Raising:
@@ -64,21 +65,18 @@ def test_attached_in_mid_run_the_log_continues_to_the_outer_runs_end(tmp_path: P
 
 
 def test_a_run_that_starts_over_where_one_was_killed_supersedes_it(tmp_path: Path):
-    def run(batches: Any) -> None:
-        trainer = Engine(lambda engine, batch: float(batch), name="trainer")
-        EventRecorder(tmp_path / "run").attach(trainer)
-        trainer.run(batches, max_epochs=1, epoch_length=4)
+    def run() -> Trainer:
+        handlers = [EventRecorder(tmp_path / "run"), Checkpointer(tmp_path / "run", at_end=False)]
+        return trainer({"max_epochs": 1, "seed": 0}, train_loader=loader(16), handlers=handlers)
 
-    def killed() -> Iterator[int]:
-        yield from (1, 2, 3)
-        shutil.copytree(tmp_path / "run", tmp_path / "killed")
-        yield 4
-
-    run(killed())
+    first = run()
+    kill = Events.ITERATION_COMPLETED(once=3)
+    first.add_event_handler(kill, lambda: shutil.copytree(tmp_path / "run", tmp_path / "killed") and None)
+    first.train()
     shutil.rmtree(tmp_path / "run")
     shutil.move(tmp_path / "killed", tmp_path / "run")
     assert not EventLog(tmp_path / "run").ended
-    run([1, 2, 3, 4])
+    run().train(resume="latest")
     log = EventLog(tmp_path / "run")
     kept = [event.iteration for event in log.read(event="iteration_completed")]
     everything = [event.iteration for event in log.read(event="iteration_completed", superseded=True)]

@@ -11,7 +11,6 @@ import torch
 
 from pulsetrain.engine import Engine, Events
 from pulsetrain.handlers import EventRecorder
-from pulsetrain.handlers.run_files import run_file as module
 from pulsetrain.handlers.run_files.run_file import note_start, run_facts, write_run_file
 from pulsetrain.handlers.run_files.run_folder import replace_file
 from tests.support.engines import make_engine
@@ -35,10 +34,11 @@ def test_a_recorded_run_says_what_it_was_made_with(tmp_path):
 
 
 def test_a_resumed_run_adds_a_start_and_changes_nothing_else(tmp_path):
-    for _ in range(2):
+    for iteration in range(2):
         engine = make_engine()
+        engine.load_state_dict({"iteration": iteration, "epoch_length": 1, "max_epochs": 2})
         recorder = EventRecorder(tmp_path).attach(engine)
-        engine.run([0], max_epochs=1)
+        engine.run([0])
         recorder.detach()
         facts = run_file(tmp_path)
         starts = facts.pop("starts")
@@ -79,28 +79,6 @@ def test_the_commit_is_that_of_the_working_folder(tmp_path, monkeypatch):
     assert run_facts(make_engine())["git"]["changed"] is True
 
 
-@pytest.mark.slow
-def test_several_processes_lose_no_start_of_each_other(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "_git_state", lambda: None)
-    engine = make_engine()
-    children = []
-    for child in range(4):
-        pid = os.fork()
-        if pid == 0:
-            status = 1
-            try:
-                for iteration in range(20):
-                    note_start(tmp_path, engine, 100 * child + iteration)
-                status = 0
-            finally:
-                os._exit(status)
-        children.append(pid)
-    assert [os.waitpid(pid, 0)[1] for pid in children] == [0] * 4
-    noted = [start["iteration"] for start in run_file(tmp_path)["starts"]]
-    assert sorted(noted) == [100 * child + iteration for child in range(4) for iteration in range(20)]
-    assert [path.name for path in tmp_path.iterdir()] == ["run.json"]
-
-
 def test_rank_0_writes_for_all(tmp_path):
     note_start(tmp_path, make_engine(), 0, 1)
     assert not (tmp_path / "run.json").exists()
@@ -122,15 +100,6 @@ def test_words_and_seeds_of_any_kind_are_plain_text_and_numbers(tmp_path, monkey
     write_run_file(tmp_path, engine)
     facts = run_file(tmp_path)
     assert (facts["seed"], facts["command"]) == (5, ["train", "\\udcff"])
-
-
-def test_a_folder_without_locks_will_do(tmp_path, monkeypatch):
-    def none_here(descriptor, operation):
-        raise OSError("no locks available")
-
-    monkeypatch.setattr(module.fcntl, "flock", none_here)
-    note_start(tmp_path, make_engine(), 3)
-    assert len(run_file(tmp_path)["starts"]) == 1
 
 
 def test_a_file_is_replaced_whole_or_not_at_all(tmp_path):

@@ -1,4 +1,4 @@
-"""Where standard output or standard error cannot be written, training goes on, and its exit status is its own."""
+"""Where standard output or standard error cannot be written, training continues, and its exit status is its own."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_a_run_whose_output_cannot_be_written_is_trained_and_ends_with_0(output:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["events", "events --check", "report"])
-def test_output_that_is_closed_is_no_error(command: str, tmp_path: Path) -> None:
+def test_closed_output_is_not_an_error(command: str, tmp_path: Path) -> None:
     EventRecorder(tmp_path).attach(engine := make_engine())
     engine.run([0], max_epochs=1)
     name, *options = command.split()

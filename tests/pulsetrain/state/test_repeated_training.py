@@ -300,7 +300,7 @@ def test_compiling_by_configuration_reaches_the_backend(monkeypatch: pytest.Monk
 def test_a_rejected_second_run_leaves_the_finished_one_unchanged(tmp_path: Path):
     run = trainer({"max_epochs": 2}, handlers=[Checkpointer(tmp_path)])
     history = run.train()
-    with pytest.raises(RunFolderError, match="holds checkpoints already"):
+    with pytest.raises(RunFolderError, match="holds a run already"):
         run.train()
     assert len(history["train/loss"]) == 2
     assert run.state.iteration == 20

@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 import structlog
 import torch
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
 
 from pulsetrain import Trainer
 from pulsetrain.engine import CheckpointError, Events, Every
@@ -179,3 +186,26 @@ def test_a_bound_in_iterations_holds_over_other_data(tmp_path: Path):
     again = run(sized(20), Every(iterations=10))
     again.train(resume="latest")
     assert (again.state.iteration, again.state.epoch) == (37, 6)
+
+
+class Shared(IterableDataset[Any]):
+    """Its workers share the rows out, so that their order depends on the number of workers."""
+
+    def __iter__(self) -> Any:
+        worker = get_worker_info()
+        first, step = (worker.id, worker.num_workers) if worker is not None else (0, 1)
+        return iter([(INPUTS[row], TARGETS[row]) for row in range(first, ROWS, step)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("before", "now"), [(0, 2), (2, 0), (1, 2), (2, 1)])
+def test_a_pass_whose_order_depends_on_the_number_of_workers_is_resumed_with_that_number_only(
+    before: int, now: int, tmp_path: Path
+):
+    def data(workers: int) -> DataLoader[Any]:
+        return DataLoader(Shared(), BATCH_SIZE, num_workers=workers)
+
+    cut_after(make(data(before), tmp_path, Every(iterations=1)), 5)
+    with pytest.raises(CheckpointError, match=f"num_workers={now}.*; resume with {before} workers, as then"):
+        make(data(now), tmp_path).train(resume="latest")
+    make(data(before), tmp_path).train(resume="latest")
