@@ -9,6 +9,7 @@ from typing import Any
 from pulsetrain.engine import Accumulate, ConfigurationError, Every
 from pulsetrain.engine.argument_checks import check_bool, is_number, is_whole
 from pulsetrain.engine.data.rng import current_seed
+from pulsetrain.engine.distributed.ranks import agreed
 from pulsetrain.engine.errors import refused
 
 __all__ = ["TrainingConfig"]
@@ -157,8 +158,8 @@ class TrainingConfig:
 
     @property
     def chosen_seed(self) -> int:
-        """The seed of a run that starts now: that of this configuration, or torch's."""
-        return current_seed() if self.seed is None else self.seed
+        """The seed of a run that starts now: that of this configuration, or torch's in the main process."""
+        return agreed(current_seed()) if self.seed is None else self.seed
 
     def _check_options(self, name: str) -> None:
         for key, value in getattr(self, name).items():

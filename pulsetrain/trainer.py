@@ -20,7 +20,7 @@ from pulsetrain.engine.backends.core import TrainerCore
 from pulsetrain.engine.backends.functional import FunctionalBackend
 from pulsetrain.engine.backends.torch import TorchBackend
 from pulsetrain.engine.checkpoint import Location, load_checkpoint, resolve
-from pulsetrain.engine.distributed.ranks import agreed, check_shared, ranks
+from pulsetrain.engine.distributed.ranks import check_shared, ranks
 from pulsetrain.engine.events.payloads import CheckpointLoaded
 from pulsetrain.engine.metrics import MetricTracker
 from pulsetrain.engine.optimizers import NamedOptimizers, averaged_weights, parts_of
@@ -131,7 +131,7 @@ class Trainer(Engine):
         check_shared("Trainer", model)
         self.strategy = resolve_strategy(strategy)
         check_metric_names(metrics, self.strategy)
-        self.data = DataCursor(agreed(config.chosen_seed), config.skip_batches, chosen=config.seed is not None)
+        self.data = DataCursor(config.chosen_seed, config.skip_batches, chosen=config.seed is not None)
         self.backend: Backend = backend or TorchBackend()
         self.model_store = make_store(self.backend, model, optimizer, self.strategy, config, self.seed)
         self.model, self.optimizer = self.model_store.module, self.model_store.optimizer

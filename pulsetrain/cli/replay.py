@@ -134,6 +134,7 @@ def _what_if(folder: Path, log: EventLog, text: str, handler: Handler, engine: s
     failed: str | None = None
     try:
         replay = Replay(log, engine=engine, obey_terminate=True)
+        replay.reports_damage = False  # it is printed after the table, once for each run
         try:
             _check_metric(log, replay, handler)
             handler.attach(replay)

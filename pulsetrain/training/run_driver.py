@@ -13,7 +13,6 @@ from pulsetrain.engine.argument_checks import check_type
 from pulsetrain.engine.checkpoint import Location
 from pulsetrain.engine.data.keyed_loader import length_of
 from pulsetrain.engine.data.workers import workers_outlive_signals
-from pulsetrain.engine.distributed.ranks import agreed
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.handlers import Checkpointer, EventRecorder, MetricLogger
 from pulsetrain.handlers.checkpointing.background_save import SavedEngine
@@ -117,7 +116,7 @@ class RunDriver:
             if isinstance(handler, Checkpointer) and state.iteration > 0:
                 handler.refuse_another_run()  # before anything of the finished run is touched
         state.max_epochs = state.max_iters = None
-        self._resumer.reset(agreed(self._run.config.chosen_seed))
+        self._resumer.reset(self._run.config.chosen_seed)
 
     def rewind(self, first: int, last: int, reason: str) -> None:
         """End here, and continue after the newest checkpoint before iteration `first`; see `Trainer.rewind`."""

@@ -102,5 +102,6 @@ def test_a_trainer_resumes_from_a_state_of_each_format(number: int, tmp_path: Pa
     reported = {entry["event"] for entry in logs if entry["log_level"] == "warning"}
     assert reported <= {
         "the environment differs from the checkpoint's: results may differ in their last bits",
+        "the checkpoint has no state for a part of the run, which starts from its beginning",  # newer ones
         *(["the checkpoint has no state for the strategy, which starts from its beginning"] if number == 3 else []),
     }

@@ -305,13 +305,13 @@ def a_handler_has_a_dict_in_its_closure() -> dict[str, Any]:
 
 class Counting(torch.optim.SGD):
     def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, lr=0.01)
+        super().__init__(parameters, lr=0.05)
         self.steps = 0
 
     def step(self, closure: Any = None) -> Any:
         self.steps += 1
         for group in self.param_groups:
-            group["lr"] = 0.01 / self.steps
+            group["lr"] = 0.05 / self.steps
         return super().step(closure)
 
 

@@ -122,6 +122,7 @@ class Replay(ReplayedEngine):
         for other in names:
             if other != name:
                 self.engines[other] = ReplayedEngine(other, self, bus, self._source.types(other), known)
+        self.reports_damage = True  # by a warning for each part that a run() finds
         self._reported = 0  # how many damaged parts of the log
         self._weights = NearestWeights.beside(self.log.folder, checkpoints, model)
         self._open: list[Open] = []  # events some of whose handlers wait until the events fired in them were played
@@ -179,7 +180,8 @@ class Replay(ReplayedEngine):
             raise
         finally:
             self._running = False
-            self._report_damage()
+            if self.reports_damage:
+                self._report_damage()
         return self.state
 
     def _report_damage(self) -> None:
