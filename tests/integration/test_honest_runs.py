@@ -427,6 +427,7 @@ def test_there_are_many_kinds_of_runs():
 
 
 @pytest.mark.parametrize("make", CASES)
+@pytest.mark.slow
 def test_no_state_is_reported_as_unsaved(make: Callable[[], dict[str, Any]], tmp_path: Path):
     with structlog.testing.capture_logs() as logs:
         run(make, tmp_path / "whole").train()

@@ -44,6 +44,7 @@ def test_it_prints_and_exits_like_any_python(way: str, code: str, tmp_path: Path
     assert found.stderr.splitlines()[-1:] == expected.stderr.splitlines()[-1:]  # tracebacks begin elsewhere
 
 
+@pytest.mark.slow
 def test_two_programs_share_nothing():
     first = run("-c", "import numpy, sys; sys.mark = 1; print(numpy.random.rand())")
     second = run("-c", "import numpy, sys; assert not hasattr(sys, 'mark'); print(numpy.random.rand())")

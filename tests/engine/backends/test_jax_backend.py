@@ -113,6 +113,7 @@ def test_labels_outside_the_classes_are_named_in_the_first_batch():
     assert bits(core.backend, state) == before
 
 
+@pytest.mark.slow
 def test_a_smaller_batch_compiles_a_new_program_and_weighs_correctly():
     core = core_of()
     state = core.init(function_model(torch_model().state_dict()), "sgd")
@@ -194,6 +195,7 @@ def test_without_the_package_the_extra_is_named(missing, monkeypatch):
         JaxBackend()
 
 
+@pytest.mark.slow
 def test_without_flax_a_function_trains_and_a_module_is_refused(monkeypatch):
     module = nnx_model(torch_model().state_dict())
     monkeypatch.setitem(sys.modules, "flax", None)

@@ -201,6 +201,7 @@ def test_packing_keeps_every_document_whole_and_once(corpus):
     assert rows == list(map(plain, pack(documents, length)))
 
 
+@pytest.mark.slow
 @given(corpora())
 def test_packing_leaves_no_two_rows_that_would_fit_into_one(corpus):
     length, documents = corpus

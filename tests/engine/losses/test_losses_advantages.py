@@ -212,6 +212,7 @@ def test_an_unknown_scale_is_refused():
         grpo_advantages(torch.zeros(4), 2, "groups")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_advantages_of_groups_are_trls(scale, seed):

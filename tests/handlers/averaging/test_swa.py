@@ -182,6 +182,7 @@ def test_an_estimate_that_fails_leaves_the_model_as_it_was_and_is_made_the_next_
     assert data.passes == 2
 
 
+@pytest.mark.slow
 def test_the_training_loader_may_be_the_one_that_statistics_are_estimated_with():
     """In the middle of a pass too: sampling with replacement draws its order as it goes."""
 

@@ -344,6 +344,7 @@ engine.run(range(6))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", [1, 2, 3])
 def test_killed_while_a_save_is_being_written_the_one_before_is_there(call: int, tmp_path: Path):
     victim = Program("-c", KILLED, tmp_path, call)

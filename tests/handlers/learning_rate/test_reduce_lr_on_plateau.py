@@ -225,6 +225,7 @@ def run_of(folder, *more, **config):
     return trainer(settings, model=regression_model(), val_loader=loader(12, shuffle=False), handlers=handlers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [{}, {"schedule": "cosine", "warmup_steps": 3}])
 def test_a_resumed_run_has_the_lowered_rate_and_the_weights_of_the_run_never_cut(config, tmp_path):
     whole = run_of(tmp_path / "whole", **config)

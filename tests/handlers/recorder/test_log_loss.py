@@ -120,6 +120,7 @@ def test_a_closed_log_without_its_blocks_is_damaged(tmp_path: Path, lose: Callab
     assert not verify(tmp_path, make)
 
 
+@pytest.mark.slow
 def test_a_block_of_another_run_is_damage(tmp_path: Path):
     for name in "ab":
         make(tmp_path / name).train()
