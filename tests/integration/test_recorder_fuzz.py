@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
 
@@ -17,6 +18,13 @@ from tests.support.recordings_programs import Driver, Expected, Plan, check_ords
 from tests.support.recordings_values import SAMPLED
 
 common = {"deadline": None, "suppress_health_check": list(HealthCheck)}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _engines_continue_a_log() -> Iterator[None]:
+    """As a Trainer does that resumes; a new run of a plain Engine is refused in a folder that holds one."""
+    with mock.patch("pulsetrain.handlers.run_files.ownership._holds_run", return_value=False):
+        yield
 
 
 @pytest.mark.slow
