@@ -63,7 +63,7 @@ def take(folder: Path, owner: object, place: str = "", *, wait: bool = False) ->
     Raises:
         RunFolderError: another process owns it, or a run of this process that has not ended.
     """
-    if not ranks().is_main:
+    if isinstance(owner, ReplayBus) or not ranks().is_main:  # a replay shows a run, and is none
         return
     path = folder.resolve()
     held = _held.get(path)
@@ -140,7 +140,7 @@ class FolderUse:
     ) -> None:
         self._place, self._attachment, self._folder, self.leave = place, attachment, folder, leave
         if isinstance(attachment.bus, ReplayBus) or not ranks().is_main:
-            return  # a replay shows a run, and is none
+            return
         _uses.add(self)
         begins = Events.STARTED | Events.CHECKPOINT_LOADED
         attachment.subscribe(begins, self._on_begin, phase=Phase.COMPUTE, order=FIRST)
@@ -163,10 +163,10 @@ class FolderUse:
             RunFolderError: it has another owner.
         """
         path, bus = self.path, self._attachment.bus
-        if path is None or bus is None or isinstance(bus, ReplayBus):
+        if path is None or bus is None:
             return
         take(path, bus, self._place, wait=wait)
-        if belongs:
+        if belongs and not isinstance(bus, ReplayBus):
             _runs[path.resolve()] = weakref.ref(bus)
 
     @contextmanager

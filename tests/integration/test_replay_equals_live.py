@@ -41,6 +41,7 @@ from pulsetrain.handlers import (
 )
 from pulsetrain.handlers.attachment.attachment import Attachment
 from pulsetrain.handlers.metric_values.step_values import scalars
+from pulsetrain.handlers.run_files.ownership import FolderUse
 
 ROWS, BATCH, EPOCHS = 40, 4, 4
 COUNTERS = ("epoch", "iteration", "update", "validation_round", "save")
@@ -129,7 +130,7 @@ class Played:
     def state(self) -> Any:
         state = self.handler.state_dict() if hasattr(self.handler, "state_dict") else None
         if isinstance(self.handler, EventRecorder):
-            del state["run"]  # each log has an id of its own
+            state.pop("run", None)  # each log has an id of its own
         return state
 
     @property
@@ -151,7 +152,8 @@ class Played:
         text = self.stream.getvalue().splitlines()
         if not text or not text[0].startswith("{"):
             return text
-        return [{name: value for name, value in json.loads(line).items() if name != "timestamp"} for line in text]
+        left_out = ("timestamp", "optimizer", "seed")  # a replay has neither of the latter
+        return [{name: value for name, value in json.loads(line).items() if name not in left_out} for line in text]
 
 
 def make(name: str, place: Path) -> Played:
@@ -171,7 +173,8 @@ class NotingAttachment(Attachment):
             self.calls.append(seen(handler, given))
             return handler(*given, **named)
 
-        super().subscribe(event, noted, **options)
+        owns_folder = isinstance(getattr(handler, "__self__", None), FolderUse)  # which a replay does not
+        super().subscribe(event, handler if owns_folder else noted, **options)
 
     __call__ = subscribe
 

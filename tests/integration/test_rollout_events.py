@@ -142,7 +142,8 @@ def _without_times(stream: Any) -> list[Any]:
     lines = stream.getvalue().splitlines()
     objects = [json.loads(line) for line in lines if line.startswith("{")]
     return [
-        [{k: v for k, v in each.items() if k != "timestamp"} for each in objects],
+        # a replay has neither an optimizer nor a seed
+        [{k: v for k, v in each.items() if k not in ("timestamp", "optimizer", "seed")} for each in objects],
         [line for line in lines if not line.startswith("{")],
     ]
 
