@@ -171,9 +171,9 @@ def test_an_optimizer_of_optax_trains_and_its_rate_can_be_set_where_it_is_inject
     with pytest.raises(ConfigurationError, match=r"sets the learning rate, and the optimizer's state holds none"):
         late.train()
     assert bits(late.backend, late.model_store._state) == before
-    injected = optax.inject_hyperparams(optax.adam)(learning_rate=0.01)
+    injected = optax.inject_hyperparams(optax.adam)(learning_rate=0.05)
     scheduled = trainer("jax", optimizer_object=injected, schedule="cosine").train()["learning_rate"]
-    assert 0.01 > scheduled[0] > scheduled[1] > scheduled[2] >= 0
+    assert 0.05 > scheduled[0] > scheduled[1] > scheduled[2] >= 0
 
 
 @needs_jax
