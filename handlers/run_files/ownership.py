@@ -25,6 +25,7 @@ from pulsetrain.engine.errors import RunFolderError
 from pulsetrain.engine.events.subscription import FIRST
 from pulsetrain.engine.file_lock import lock, unlock
 from pulsetrain.engine.recording import EventLog
+from pulsetrain.engine.recording.log.writer import log_files
 from pulsetrain.engine.recording.replay.engine import ReplayBus
 from pulsetrain.handlers.attachment.attachment import Attachment
 from pulsetrain.handlers.attachment.engine_queries import handlers_of, is_run_end
@@ -286,8 +287,8 @@ def _holds_run(folder: Path) -> bool:
         return True
     try:
         return any(True for _ in EventLog(folder).read(iteration=(1, None)))
-    except RecordingError:  # there is no log, or none that this version reads
-        return False
+    except RecordingError:  # no log, or one of a newer version, which cannot be read
+        return any(file.exists() for file in log_files(folder / "events"))
 
 
 def _has_lines(file: Path) -> bool:

@@ -133,8 +133,8 @@ def _what_if(folder: Path, log: EventLog, text: str, handler: Handler, engine: s
     """One row: what the handler would have done in the run."""
     failed: str | None = None
     try:
-        replay = Replay(log, engine=engine, obey_terminate=True)
-        replay.reports_damage = False  # it is printed after the table, once for each run
+        # damage is printed after the table, once for each run
+        replay = Replay(log, engine=engine, obey_terminate=True, warn_of_damage=False)
         try:
             _check_metric(log, replay, handler)
             handler.attach(replay)

@@ -56,6 +56,7 @@ class Replay(ReplayedEngine):
             of the last checkpoint up to this iteration, or of the first one if there is none.
         model: an nn.Module for handlers that need one; it gets the weights of that checkpoint.
         rank: whose log, if several processes recorded.
+        warn_of_damage: log each damaged part that is found; they are in `log.damage`, too.
         clock: returns seconds, for `speed`.
         sleep: waits so many seconds, for `speed`.
 
@@ -90,6 +91,7 @@ class Replay(ReplayedEngine):
         checkpoints: Callable[[Path], Mapping[str, Any]] | bool | None = None,
         model: nn.Module | None = None,
         rank: int = 0,
+        warn_of_damage: bool = True,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], object] = time.sleep,
     ) -> None:
@@ -122,7 +124,7 @@ class Replay(ReplayedEngine):
         for other in names:
             if other != name:
                 self.engines[other] = ReplayedEngine(other, self, bus, self._source.types(other), known)
-        self.reports_damage = True  # by a warning for each part that a run() finds
+        self._warns_of_damage = warn_of_damage
         self._reported = 0  # how many damaged parts of the log
         self._weights = NearestWeights.beside(self.log.folder, checkpoints, model)
         self._open: list[Open] = []  # events some of whose handlers wait until the events fired in them were played
@@ -180,7 +182,7 @@ class Replay(ReplayedEngine):
             raise
         finally:
             self._running = False
-            if self.reports_damage:
+            if self._warns_of_damage:
                 self._report_damage()
         return self.state
 

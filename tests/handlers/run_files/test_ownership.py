@@ -333,6 +333,16 @@ def test_a_new_run_in_a_folder_that_holds_one_is_refused_with_the_remedies(first
     assert "choose another folder" in str(refused.value)
 
 
+def test_a_log_of_a_newer_version_is_a_run_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with monkeypatch.context() as patch:
+        patch.setattr("pulsetrain.engine.recording.log.writer.FORMAT", 99)
+        make(tmp_path, EventRecorder).train()
+    before = files(tmp_path)
+    with pytest.raises(RunFolderError, match="holds a run already"):
+        make(tmp_path, CSVLogger).train()
+    assert files(tmp_path) == before
+
+
 @pytest.mark.parametrize("ended", ["failed", "killed", "completed without a checkpoint"])
 def test_a_run_that_resumes_without_a_checkpoint_begins_every_record_again(ended: str, tmp_path: Path):
     def first(ready: Callable[[], None], wait: Callable[[], None]) -> None:
