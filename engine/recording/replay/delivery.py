@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 
 from pulsetrain.engine.events.compiled import Dispatch
 from pulsetrain.engine.events.dispatch import Dispatcher
@@ -11,10 +11,10 @@ from pulsetrain.engine.events.subscription import Order, Phase, Subscription
 from pulsetrain.engine.recording.log.records import LoggedEvent
 from pulsetrain.engine.recording.log.thinning import FREQUENT
 
-__all__ = ["END", "START", "STRUCTURE", "Open", "Place", "is_host", "may_be_nested"]
+__all__ = ["END", "STRUCTURE", "Open", "Place", "is_custom", "is_host", "may_be_nested"]
 
 Place = tuple[int, int]  # of a handler in an event: its phase and its order within the phase
-START: Place = (Phase.COMPUTE, Order.FIRST - 1)
+_START: Place = (Phase.COMPUTE, Order.FIRST - 1)
 END: Place = (Phase.PERSIST + 1, Order.REGISTERED)
 
 # events of the loop, the data and the step, which no handler of the same engine fires
@@ -36,6 +36,7 @@ _HOSTS = frozenset(
 _VALIDATION = (Events.VALIDATION_STARTED.value, Events.VALIDATION_COMPLETED.value)
 _COMPUTED = (*_VALIDATION, Events.POLICY_UPDATED.value)  # fired before the other handlers of their host
 _LOGS = (Events.METRICS_LOGGED.value, Events.MEDIA_LOGGED.value, Events.ANOMALY_DETECTED.value)
+_SHIPPED = frozenset(event.value for event in Events)
 # what has to be read to know which event was fired in which; iterations differ by their numbers
 STRUCTURE = (_LOOP | {*_VALIDATION}) - FREQUENT
 
@@ -43,6 +44,11 @@ STRUCTURE = (_LOOP | {*_VALIDATION}) - FREQUENT
 def is_host(event: str) -> bool:
     """Whether handlers of this event fire other events."""
     return event in _HOSTS
+
+
+def is_custom(event: str) -> bool:
+    """Whether an event was not shipped with the engine."""
+    return event not in _SHIPPED
 
 
 def may_be_nested(event: str) -> bool:
@@ -59,16 +65,19 @@ class Open:
         dispatch: of the engine and the event.
     """
 
-    __slots__ = ("dispatch", "done", "engine", "event", "validating")
+    __slots__ = ("called", "dispatch", "done", "engine", "event", "validating")
 
     def __init__(self, event: LoggedEvent, engine: Dispatcher | None = None, dispatch: Dispatch | None = None) -> None:
         self.event, self.engine, self.dispatch = event, engine, dispatch
-        self.done = START  # handlers before this place have been called
+        self.done = _START  # handlers before this place have been called
         self.validating = False
+        self.called: set[int] = set()  # the serial numbers of its subscriptions whose handlers have been
 
     def contains(self, other: LoggedEvent) -> bool:
         """Whether the next event of the log was fired by a handler of this one."""
         event = self.event
+        if event.event not in _HOSTS:
+            return False  # it ends before the next event, unless a replayed handler fires that one again
         if other.engine == event.engine:
             if other.event in _LOOP or other.iteration != event.iteration:
                 return False
@@ -90,10 +99,18 @@ class Open:
             return Phase.PERSIST, Order.REGISTERED
         return self.done if other.event == Events.HANDLER_FAILED.value else (Phase.OBSERVE, Order.REGISTERED)
 
-    def advance(self, upto: Place) -> Iterator[Subscription]:
-        """The subscriptions before this place that were not called yet."""
-        since, self.done = self.done, max(self.done, upto)
+    def advance(self, upto: Place, recalled: Collection[object]) -> Iterator[Subscription]:
+        """The subscriptions before this place that were not called yet, while `recalled` is empty."""
         assert self.dispatch is not None
-        for subscription in self.dispatch.calls.subscriptions:
-            if since <= (subscription.phase, subscription.order) < upto:
+        due: Sequence[Subscription] | None = None
+        while due is None or due:  # a handler may subscribe others
+            for subscription in due or ():
+                place = subscription.phase, subscription.order
+                self.called.add(subscription.serial)
+                self.done = max(self.done, place)
                 yield subscription
+                if recalled:
+                    return
+            subscriptions = self.dispatch.calls.subscriptions
+            due = [each for each in subscriptions if (each.phase, each.order) < upto and each.serial not in self.called]
+        self.done = max(self.done, upto)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,10 +17,11 @@ from pulsetrain.engine.events.subscription import Order, Phase
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.recording.log.reader import EventLog
 from pulsetrain.engine.recording.log.records import LoggedEvent
-from pulsetrain.engine.recording.replay.delivery import END, START, STRUCTURE, Open, Place, is_host, may_be_nested
+from pulsetrain.engine.recording.replay.delivery import END, STRUCTURE, Open, Place, is_custom, is_host, may_be_nested
 from pulsetrain.engine.recording.replay.engine import ReplayBus, ReplayedEngine
+from pulsetrain.engine.recording.replay.pace import Pace
 from pulsetrain.engine.recording.replay.payloads import whole
-from pulsetrain.engine.recording.replay.source import Past, Source
+from pulsetrain.engine.recording.replay.source import Ahead, Past, Source
 from pulsetrain.engine.recording.replay.state import ReplayedState, Stop
 from pulsetrain.engine.recording.replay.weights import NearestWeights
 
@@ -39,10 +40,12 @@ class Replay(ReplayedEngine):
     counters, learning rates. `engines` has the log's other engines, on the same bus. If a resumed run computed a part
     again, the later events are played. Sampled or thinned events are missing here, too, and from the counters.
 
-    A log does not say in which handler an event was fired. Validations, the events of engines that they run, and
-    POLICY_UPDATED are placed before the handlers of the ITERATION_COMPLETED, EPOCH_COMPLETED or COMPLETED in which they
-    were fired, as a Trainer does; METRICS_LOGGED before its phase OBSERVE, CHECKPOINT_SAVED before its phase PERSIST.
-    Rollouts are placed between two iterations.
+    A log does not say in which handler an event was fired. A custom event that a replayed handler fires again is played
+    at that moment, so handlers are called in the order of the run; one that none fires again, before the phase OBSERVE
+    of the ITERATION_COMPLETED, EPOCH_COMPLETED or COMPLETED in which it was fired, or after another event. As a Trainer
+    does, validations, the events of engines that they run, and POLICY_UPDATED are placed before the handlers of those
+    three, METRICS_LOGGED before their phase OBSERVE, CHECKPOINT_SAVED before their phase PERSIST; rollouts, between two
+    iterations.
 
     Args:
         path: a run folder, its folder `events`, or an open log.
@@ -98,18 +101,17 @@ class Replay(ReplayedEngine):
         if speed is not None and not speed > 0:
             raise ConfigurationError("needs a positive number; None is as fast as possible", "Replay", speed=speed)
         self.log = path if isinstance(path, EventLog) else EventLog(path, rank)
-        self.speed, self.obey_terminate, self.deliver_fired = speed, obey_terminate, deliver_fired
+        self.obey_terminate, self.deliver_fired = obey_terminate, deliver_fired
         self.fired: list[Event] = []  # by replayed handlers; seq is that of the event they handled
         self.stops: list[Stop] = []
         self.event: LoggedEvent | None = None  # that is being played, or was played last
         self._reached = -1  # the last seq played
-        self._next = 0  # the first seq not played yet
         self._reach: tuple[int, int] = (-1, -1)
         self._stopping: Stop | None = None  # to be obeyed at the next safe point
         self._obeyed: Stop | None = None  # where the replay ended
-        self._began: tuple[float, int] | None = None  # when this run() played its first event, and that event's t
-        self._clock, self._sleep = clock, sleep
+        self._pace = Pace(speed, clock, sleep)
         self._source = Source(self.log)
+        self._ahead = Ahead(self._source)
         self.past = Past(self._source)
         names = self.log.engines
         name = engine if engine is not None else self.log.main_engine
@@ -131,6 +133,8 @@ class Replay(ReplayedEngine):
         self._table: dict[str, dict[str, tuple[ReplayedEngine, Dispatch]]] = {}  # by engine: the events with a receiver
         self._wanted: dict[str, frozenset[str]] = {}
         self._nests = False  # there are receivers of events and of those fired in them
+        self._recalls = False  # and some of those are custom
+        self._recalled: deque[LoggedEvent] = deque()  # played when a handler fired them again; `until` waits for them
 
     @property
     def model(self) -> nn.Module:
@@ -173,12 +177,12 @@ class Replay(ReplayedEngine):
         if self._running:
             raise RuntimeError(f"Replay of {self.name!r}: run() was called from inside its own run")
         self._running = True
-        self._began = None
+        self._pace.begin()
         try:
             self._play(until)
         except BaseException:
             self._open.clear()
-            self._next = self._reached + 1
+            self._ahead.continue_at(self._reached + 1)
             raise
         finally:
             self._running = False
@@ -220,7 +224,9 @@ class Replay(ReplayedEngine):
             raise RecordingError(f"Replay.seek({seq}): the log ends before; it holds {len(self.log)} events")
         self._open.clear()
         self._stopping = self._obeyed = None
-        self._next, self._reached = seq, seq - 1
+        self._ahead.continue_at(seq)
+        self._recalled.clear()
+        self._reached = seq - 1
         before = [self.past.last(name, None, seq - 1) for name in self.engines]
         self.event = max([event for event in before if event is not None], key=lambda event: event.seq, default=None)
         return self.state
@@ -260,33 +266,47 @@ class Replay(ReplayedEngine):
         if self.deliver_fired and dispatch.connected:
             with self.bus.sequence.observing() if event.observed else nullcontext():
                 deliver(engine, dispatch, event, event.seq)
+        if self._recalls and is_custom(event.type):
+            self._recall(event)
+
+    def _recall(self, fired: Event) -> None:
+        """Play the log's next event here, if it is the one that a handler has just fired again."""
+        event = self._ahead.first(self._wanted)
+        if event is None or (event.engine, event.event, event.iteration) != (fired.engine, fired.type, fired.iteration):
+            return
+        self._ahead.events.popleft()
+        host, self.event, self._reached, self._sequence.last = self.event, event, event.seq, event.seq
+        received = self._table[event.engine].get(event.event)
+        if received is not None:
+            deliver(*received, event, event.seq)
+        self.event = host
+        self._recalled.append(event)
 
     def _play(self, until: Callable[[LoggedEvent], object] | None) -> None:
-        source = self._source
+        self._ahead.reads_all = until is not None
         self._refresh()
         while self._obeyed is None:
-            index = source.index_of(self._next)
-            if index == len(source):
-                if not self._close(None, until) and self._stopping is not None:
+            if self._ahead.first(self._wanted) is None:
+                while self._open and self._advance(self._open[-1], END):
+                    if self._close(until):
+                        return
+                self._reached = self._ahead.next - 1
+                if self._stopping is not None:
                     self._end(self._stopping)
-                elif self._obeyed is None and not self._open:
+                elif self._obeyed is None:
                     self.event = None  # the state is that of the end of the log
                 return
-            first, last = source.span(index)
-            events = source.select(index, self._wanted) if until is None else source.events(index)
-            if self._next > first:
-                events = [event for event in events if event.seq >= self._next]
-            self._next = last + 1
-            simple = until is None and not self._nests and self.speed is None and self._weights is None
-            if self._play_received(events) if simple else self._play_each(events, until):
+            simple = until is None and not self._nests and self._pace.speed is None and self._weights is None
+            if self._play_received() if simple else self._play_each(until):
+                self._ahead.continue_at(self._reached + 1)
                 return
-            if self._next > last and not self._open:
-                self._reached = last
+            if not self._ahead.events and not self._open:
+                self._reached = self._ahead.next - 1
 
-    def _play_received(self, events: Sequence[LoggedEvent]) -> bool:
-        """Play those of the events that have a receiver; false to continue."""
+    def _play_received(self) -> bool:
+        """Play those of the events that were read that have a receiver; true to end."""
         table, bus, sequence = self._table, self.bus, self._sequence
-        for event in events:
+        for event in self._ahead.events:
             received = table[event.engine].get(event.event)
             if received is None:
                 continue
@@ -299,71 +319,86 @@ class Replay(ReplayedEngine):
                 if self._stopping is not None:
                     self._end(self._stopping)
                     return True
-                self._next = event.seq + 1  # other events may have receivers from here on
+                self._ahead.continue_at(seq + 1)  # other events may have receivers from here on
                 return False
+        self._ahead.events.clear()
         return False
 
-    def _play_each(self, events: Sequence[LoggedEvent], until: Callable[[LoggedEvent], object] | None) -> bool:
-        """Play events with everything in between: events fired in others, waiting, pausing; false to continue."""
+    def _play_each(self, until: Callable[[LoggedEvent], object] | None) -> bool:
+        """Play the events that were read with everything in between, such as those fired in others; true to pause."""
         table, bus, sequence = self._table, self.bus, self._sequence
-        for event in events:
-            if self._close(event, until):
-                self._next = event.seq
-                return True
+        if self._offer(until):
+            return True
+        while self._ahead.events:
+            event = self._ahead.events[0]
+            if self._open and (pause := self._approach(event, until)) is not None:
+                if pause:
+                    return True
+                continue
             if self._stopping is not None and not self._open:
                 self._end(self._stopping)
                 return True
             if until is None and self._table is not table:
-                self._next = event.seq  # other events may have receivers from here on
+                self._ahead.continue_at(self._reached + 1)  # other events may have receivers from here on
                 return False
-            if self._open:
-                self._advance(self._open[-1], self._open[-1].place_of(event))
+            self._ahead.events.popleft()
             self._reached = event.seq
             received = self._table[event.engine].get(event.event)
             if received is None and until is None:
                 continue
-            self._wait(event)
+            self._pace.wait(event)
             self.event, sequence.last = event, event.seq
             if self._weights is not None and event.engine == self.name:
                 self._weights.follow(event.iteration)
             if received is not None:
-                if self._nests and is_host(event.event):
+                if self._recalls or (self._nests and is_host(event.event)):
                     self._open.append(Open(event, *received))
                     continue
                 deliver(*received, event, event.seq)
             if bus.attention:
                 self._refresh()
                 if until is None:
-                    self._next = event.seq + 1
+                    self._ahead.continue_at(event.seq + 1)
                     return False
             if until is not None and until(whole(event)):
-                self._next = event.seq + 1
                 return True
         return False
 
-    def _close(self, event: LoggedEvent | None, until: Callable[[LoggedEvent], object] | None) -> bool:
-        """Call the remaining handlers of events in which the next one was not fired; true to pause after one."""
-        while self._open and (event is None or not self._open[-1].contains(event)):
-            opened = self._open[-1]
-            self._advance(opened, END)
-            self._open.pop()
-            if self.bus.attention:
-                self._refresh()
-            if until is not None and until(whole(opened.event)):
+    def _approach(self, event: LoggedEvent, until: Callable[[LoggedEvent], object] | None) -> bool | None:
+        """Call the innermost open event's handlers before this one; None if this is next to play, else whether to pause."""
+        opened = self._open[-1]
+        is_inside = opened.contains(event)
+        if not self._advance(opened, opened.place_of(event) if is_inside else END):
+            return self._offer(until)  # one that was played meanwhile may be this one
+        return None if is_inside else self._close(until)
+
+    def _offer(self, until: Callable[[LoggedEvent], object] | None) -> bool:
+        """Whether to pause after an event that was played when a handler fired it again."""
+        while self._recalled:
+            event = self._recalled.popleft()
+            if until is not None and until(whole(event)):
                 return True
         return False
 
-    def _advance(self, opened: Open, upto: Place) -> None:
-        """Call the handlers of an open event before this place."""
+    def _close(self, until: Callable[[LoggedEvent], object] | None) -> bool:
+        """The innermost open event has ended: its handlers have been called; true to pause after it."""
+        opened = self._open.pop()
+        if self.bus.attention:
+            self._refresh()
+        return until is not None and bool(until(whole(opened.event)))
+
+    def _advance(self, opened: Open, upto: Place) -> bool:
+        """Call the handlers of an open event before this place; false if one has fired an event of the log again."""
         engine, dispatch, event = opened.engine, opened.dispatch, opened.event
         assert engine is not None
         assert dispatch is not None
         self.event = event
-        if opened.done is START and upto is END:  # nothing was fired in it
+        if upto is END and not (self._recalls or opened.called):  # nothing was fired in it
             deliver(engine, dispatch, event, event.seq)
-        elif upto > opened.done:
-            engine.last_event_name = dispatch.event
-            deliver_to(opened.advance(upto), engine, dispatch, event, event.seq)
+            return True
+        engine.last_event_name = dispatch.event
+        deliver_to(opened.advance(upto, self._recalled), engine, dispatch, event, event.seq)
+        return not self._recalled
 
     def _refresh(self) -> None:
         """A safe point: deliver posts, note calls of `terminate()`, and find out which events have receivers."""
@@ -379,7 +414,8 @@ class Replay(ReplayedEngine):
             self._table[name] = {value: (engine, dispatch) for value, dispatch in engine.dispatches().items()}
         received = [value for dispatches in self._table.values() for value in dispatches]
         several = sum(1 for dispatches in self._table.values() if dispatches) > 1
-        self._nests = any(map(is_host, received)) and (several or any(map(may_be_nested, received)))
+        self._recalls = len(received) > 1 and any(map(is_custom, received))
+        self._nests = self._recalls or (any(map(is_host, received)) and (several or any(map(may_be_nested, received))))
         extra = STRUCTURE if self._nests else frozenset()
         self._wanted = {name: extra.union(self._table[name]) for name in self.engines}
 
@@ -396,14 +432,3 @@ class Replay(ReplayedEngine):
             )
             if value in self._table[self.name]:
                 deliver(*self._table[self.name][value], self.event, self._reached)
-
-    def _wait(self, event: LoggedEvent) -> None:
-        """Wait until as much time has passed since this run() began as had passed in the recorded run."""
-        if self.speed is None:
-            return
-        now = self._clock()
-        if self._began is None:
-            self._began = now, event.t
-        due = self._began[0] + (event.t - self._began[1]) / 1e9 / self.speed
-        if due > now:
-            self._sleep(due - now)

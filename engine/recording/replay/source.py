@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import deque
 from collections.abc import Collection, Iterator, Mapping
 from operator import attrgetter
 
@@ -11,7 +12,7 @@ import msgspec
 from pulsetrain.engine.recording.log.reader import EventLog
 from pulsetrain.engine.recording.log.records import LoggedEvent, decode
 
-__all__ = ["Past", "Source"]
+__all__ = ["Ahead", "Past", "Source"]
 
 MOST_TYPES = 6  # searched for one by one; for more, the whole block is decoded
 KEPT = 2  # blocks
@@ -132,6 +133,34 @@ def _lines_of(data: bytes, types: Collection[str]) -> bytes:
     if len(types) > 1:
         places = sorted(set(places))
     return b"\n".join([data[start:end] for start, end in places])
+
+
+class Ahead:
+    """The events that a replay plays next, read block by block."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self.events: deque[LoggedEvent] = deque()  # read and not played yet
+        self.next = 0  # the first seq not read yet
+        self.reads_all = False  # also events that nobody wants
+
+    def first(self, wanted: Mapping[str, Collection[str]]) -> LoggedEvent | None:
+        """The next event, and perhaps not one that is wanted; None at the end of the log."""
+        source = self._source
+        while not self.events:
+            index = source.index_of(self.next)
+            if index == len(source):
+                return None
+            start, last = source.span(index)
+            events = source.events(index) if self.reads_all else source.select(index, wanted)
+            self.events.extend(events if self.next <= start else [each for each in events if each.seq >= self.next])
+            self.next = last + 1
+        return self.events[0]
+
+    def continue_at(self, seq: int) -> None:
+        """Read from here on."""
+        self.next = seq
+        self.events.clear()
 
 
 class Past:
