@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
@@ -49,6 +50,7 @@ def environment_differences(saved: Mapping[str, object], now: Mapping[str, objec
     return [f"{name}: {saved.get(name)} -> {now.get(name)}" for name in names if saved.get(name) != now.get(name)]
 
 
+@cache  # reading a package's metadata takes milliseconds
 def version_of(package: str) -> str | None:
     """The installed version of a package, or None.
 

@@ -4,9 +4,12 @@ import gc
 import os
 import re
 from collections.abc import Generator
+from pathlib import Path
 
 import hypothesis
 import pytest
+
+ALL_SLOW = re.compile(r"^pytestmark = \[?\s*pytest\.mark\.slow\b", re.MULTILINE)
 
 # before torch is imported. Tests run two at a time, and their products are small: threads would wait for each other.
 # A test that is about threads sets their number itself.
@@ -29,6 +32,13 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """`-m 'not slow'` does not even import a file whose tests are all slow: some import packages for seconds."""
+    if config.option.markexpr != "not slow" or collection_path.suffix != ".py":
+        return None
+    return True if ALL_SLOW.search(collection_path.read_text(encoding="utf-8")) else None
 
 
 @pytest.hookimpl(tryfirst=True)

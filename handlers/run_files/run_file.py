@@ -131,16 +131,13 @@ def _now() -> str:
 
 def _git_state() -> dict[str, str | bool] | None:
     """The commit of the working directory, and whether tracked files differ from it; None without a commit."""
+    # without locks, which would fail a commit that is being made at the same time
+    command = ["git", "--no-optional-locks", "status", "--porcelain=v2", "--branch", "--untracked-files=no"]
     try:
-        commit = _git("rev-parse", "HEAD")
-        return {"commit": commit.strip(), "changed": bool(_git("status", "--porcelain", "--untracked-files=no"))}
+        lines = subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.splitlines()
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def _git(*arguments: str) -> str:
-    # without locks, which would fail a commit that is being made at the same time
-    done = subprocess.run(
-        ["git", "--no-optional-locks", *arguments], capture_output=True, text=True, timeout=5, check=True
-    )
-    return done.stdout
+    commit = next((line.split()[-1] for line in lines if line.startswith("# branch.oid")), "(initial)")
+    if commit == "(initial)":
+        return None
+    return {"commit": commit, "changed": not all(line.startswith("#") for line in lines)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from enum import Enum
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from itertools import islice
 from types import FunctionType, MethodType, ModuleType
 from typing import cast
@@ -34,7 +34,6 @@ _FREQUENT = frozenset({dict, list, tuple, set})
 _CONTAINERS = (Mapping, list, tuple, set, frozenset, deque)
 _FUNCTIONS = (FunctionType, MethodType, partial)
 _OPAQUE = (*GENERATORS, type, ModuleType, IgniteEngine, DataLoader)
-_TORCHS = {*vars(nn.Module()), *vars(torch.optim.SGD([torch.zeros(1)], 0.0)), "_opt_called", "_step_count"}
 
 
 class Fingerprint:
@@ -159,6 +158,13 @@ class Fingerprint:
         return what
 
 
+@cache  # not when this module is imported: to make an optimizer, torch imports its compiler
+def _torchs() -> frozenset[str]:
+    """The attributes of torch's base classes."""
+    optimizer = torch.optim.SGD([torch.zeros(1)], 0.0)
+    return frozenset({*vars(nn.Module()), *vars(optimizer), "_opt_called", "_step_count"})
+
+
 def own_attributes(holder: object) -> Iterator[tuple[str, object]]:
     """What a function holds, or another object's attributes, by name.
 
@@ -174,7 +180,7 @@ def own_attributes(holder: object) -> Iterator[tuple[str, object]]:
     of_library, numbered = package_of(holder) in LIBRARIES, hasattr(type(holder), "set_epoch")
     streams = isinstance(holder, IterableDataset) and keeps_state(holder)
     for name, value in attributes_of(holder).items():
-        if name in _TORCHS or isinstance(getattr(type(holder), name, None), cached_property):
+        if name in _torchs() or isinstance(getattr(type(holder), name, None), cached_property):
             continue
         if of_library and name.startswith("_") and not is_users(value):
             continue

@@ -52,6 +52,7 @@ def test_two_programs_share_nothing():
     assert first.stdout != second.stdout
 
 
+@pytest.mark.slow
 def test_a_program_that_takes_too_long_is_killed_with_its_children():
     program = Program("-c", "import os, time; os.fork(); print(flush=True); time.sleep(600)")
     program.stdout.readline()

@@ -97,6 +97,7 @@ def test_stop_ends_the_run_at_the_next_safe_point(tmp_path):
     assert engine.state.stop_reason.startswith("hang watchdog: no event for")
 
 
+@pytest.mark.slow
 def test_exit_ends_the_process_with_its_status_and_the_stacks(tmp_path):
     code = f"""
 import threading

@@ -58,7 +58,8 @@ def resumed(folder: Path) -> list[Any]:
     return logs
 
 
-@pytest.mark.parametrize("older", [200, *(pytest.param(each, marks=pytest.mark.slow) for each in (1, 249))])
+@pytest.mark.slow
+@pytest.mark.parametrize("older", [1, 200, 249])
 def test_a_log_older_than_the_checkpoint_says_what_is_lost(tmp_path: Path, older: int):
     make(tmp_path / "whole").train()
     folder = tmp_path / "run"
