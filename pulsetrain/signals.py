@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import signal
@@ -17,6 +18,9 @@ from pulsetrain.engine.events.ignite import Handle
 
 __all__ = ["SignalWatch", "interrupted_safely"]
 
+Handler = Callable[[int, FrameType | None], object] | int | None
+"""What `signal.signal` takes and returns."""
+
 NAMES = ("SIGINT", "SIGTERM", "SIGUSR1")
 FORWARDED = 2.0  # seconds in which launchers forward a signal that they got: such a one is not a second request
 
@@ -27,7 +31,7 @@ class SignalWatch:
     The trainer fires PREEMPTED. A SIGINT after another signal, and a SIGTERM 2 s or more after the first SIGTERM, end
     the run at once, without a checkpoint: KeyboardInterrupt, or SystemExit with the status, is raised. So does any
     signal before there is a trainer. A signal between two runs ends the next one. Leaving restores the previous signal
-    handlers.
+    handlers, but for the rest of those 2 s a SIGTERM that is sent again does not kill the process while it ends.
 
     Args:
         trainer: whose run to end; `follow` names one later.
@@ -62,7 +66,7 @@ class SignalWatch:
         self.status = 0  # for the process to exit with: 128 + the number of the signal that ended the run
         self._named, self._names, self._clock = trainer, names, clock
         self._trainer: Engine | None = None
-        self._terminated_at: float | None = None  # when the first SIGTERM came
+        self._first_at: dict[int, float] = {}  # by signal
         self._previous = contextlib.ExitStack()  # restores the handlers that were there before
         self._handle: Handle | None = None
         self._process = 0
@@ -80,7 +84,7 @@ class SignalWatch:
             number = getattr(signal, name, None)
             # None: a handler that Python did not install, and could not restore
             if number is not None and signal.getsignal(number) is not None:
-                self._previous.callback(signal.signal, number, signal.signal(number, self._receive))
+                self._previous.callback(self._restore, number, signal.signal(number, self._receive))
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -105,12 +109,9 @@ class SignalWatch:
                 signal.signal(number, signal.SIG_DFL)
                 signal.raise_signal(number)
             return
-        again = number == signal.SIGINT
-        if number == signal.SIGTERM:
-            now = self._clock()
-            if self._terminated_at is None:
-                self._terminated_at = now
-            again = now - self._terminated_at >= FORWARDED
+        now = self._clock()
+        since = now - self._first_at.setdefault(number, now)
+        again = number == signal.SIGINT or (number == signal.SIGTERM and since >= FORWARDED)
         first, self.received = self.received is None, self.received or signal.Signals(number)
         if self._trainer is None or (again and not first):
             self._stop(number)
@@ -120,6 +121,20 @@ class SignalWatch:
             said = f"\n{name}: stopping at the next safe point; Ctrl-C or SIGTERM once more stops at once\n"
             with contextlib.suppress(OSError):  # the reader may be gone
                 os.write(2, said.encode())  # not through sys.stderr: the signal may have interrupted a write
+
+    def _restore(self, number: signal.Signals, previous: Handler) -> None:
+        at = self._first_at.get(number)
+        if at is None or previous is not signal.SIG_DFL:
+            signal.signal(number, previous)
+            return
+
+        def ignore_repeated(number: int, frame: FrameType | None) -> None:
+            if self._clock() - at >= FORWARDED:
+                signal.signal(number, previous)
+                signal.raise_signal(number)
+
+        signal.signal(number, ignore_repeated)
+        atexit.register(signal.signal, number, signal.SIG_IGN)  # Python takes its functions back before the end
 
     def _stop(self, number: int) -> NoReturn:
         self.status = 128 + number

@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import textwrap
 import threading
 import time
@@ -108,7 +110,7 @@ def start(tmp_path: Path) -> Iterator[Callable[[str], Program]]:
         process.close()
 
 
-def wait_for(process: Program, text: str) -> None:
+def wait_for(process: Any, text: str) -> None:
     """Read until a line starts with this; the output ends when the process ends."""
     stream: Any = process.stderr if text.startswith("SIG") else process.stdout
     while not (line := stream.readline()).startswith(text):
@@ -133,6 +135,24 @@ class TestAScript:
         assert saved is not None
         trained = out.count("batch") + 1  # the one waited for
         assert int(saved.name.partition("-")[0]) == trained
+
+    @pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1"])
+    def test_a_signal_that_is_sent_again_and_again_changes_nothing(self, name, tmp_path):
+        script = tmp_path / "script.py"
+        script.write_text(textwrap.dedent(SCRIPT))
+        # from nothing: Python takes back its signal handlers before the process has ended
+        command = [sys.executable, str(script), "plain"]
+        environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        process = subprocess.Popen(command, cwd=tmp_path, env=environment, **pipes)
+        wait_for(process, "batch")
+        end = time.monotonic() + 1.5
+        while process.poll() is None and time.monotonic() < end:
+            process.send_signal(signal.Signals[name])
+            time.sleep(0.001)
+        out, err = process.communicate(timeout=120)
+        assert process.returncode == 128 + signal.Signals[name], err
+        assert f"stopped: {name} was received" in out
 
     def test_a_run_that_completes_exits_with_0(self, start):
         process = start("short")
@@ -294,6 +314,25 @@ class TestSignalWatch:
             assert before[1] != signal.getsignal(signal.SIGTERM)
         assert [signal.getsignal(signal.Signals[name]) for name in NAMES] == before
         assert not run.has_event_handler(watch._obey)
+
+    def test_a_signal_long_after_it_was_left_has_its_usual_effect(self):
+        fork = multiprocessing.get_context("fork")
+
+        def work() -> None:
+            now = [100.0]
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            with SignalWatch(trainer({"max_epochs": 1}), clock=lambda: now[0]):
+                send("SIGTERM")
+            now[0] += 1.9
+            send("SIGTERM")
+            now[0] += 0.1
+            send("SIGTERM")
+            raise AssertionError("still here")
+
+        child = fork.Process(target=work)
+        child.start()
+        child.join(60)
+        assert child.exitcode == -signal.SIGTERM
 
     def test_it_can_only_be_entered_in_the_main_thread(self):
         raised: list[BaseException] = []
