@@ -17,13 +17,14 @@ from pulsetrain.trainer import Trainer
 
 __all__ = ["TensorCheck", "final_line"]
 
-_PARTS = ("model", "optimizer")
+_PARTS = ("model", "modules", "optimizer", "strategy", "handlers")
 
 
 class TensorCheck:
-    """Compares weights, buffers and the optimizer's tensors at the iteration of each checkpoint, bit for bit.
+    """Compares tensors at the iteration of each checkpoint, bit for bit: weights, buffers, averages, the optimizer's.
 
-    A checkpoint may have been saved at the end of an iteration, of an epoch or of the run: one of these must agree.
+    Those of handlers that the repeated run does not have are left out. A checkpoint may have been saved at the end of
+    an iteration, of an epoch or of the run: one of these must agree.
 
     Args:
         trainer: it repeats the run.
@@ -56,6 +57,8 @@ class TensorCheck:
             self._differences[step] = f"iteration {step}: {error}"
             return
         now = self._trainer.checkpoint_state()
+        if "handlers" in saved:
+            saved["handlers"] = {name: each for name, each in saved["handlers"].items() if name in now["handlers"]}
         difference = next(
             (each for part in _PARTS for each in _differences(part, saved.get(part), now.get(part))), None
         )

@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader
 from pulsetrain import Trainer, verify
 from pulsetrain.engine import Events, Every
 from pulsetrain.engine.checkpoint import CheckpointManager, find_checkpoints, load_checkpoint
-from pulsetrain.engine.checkpoint.reader import step_of
 from pulsetrain.engine.errors import CheckpointError, ConfigurationError, RecordingError
 from pulsetrain.handlers import Checkpointer, ConsoleLogger, CSVLogger, EventRecorder, Fingerprints
 from tests.support.models import loader, pairs, regression_model, trainer
@@ -390,34 +389,3 @@ def test_run_json_may_be_missing(run: Path):
     assert verify(run, lambda: build(run), from_iteration=20)
     (run / "run.json").write_text(json.dumps([]))
     assert verify(run, lambda: build(run), from_iteration=20)
-
-
-def scaled_at_the_end(folder: Path, factor: float) -> Trainer:
-    trainer = build(folder)
-
-    @trainer.on(Events.EPOCH_COMPLETED(once=3))  # the last one, after its validation
-    def scale(engine: Trainer) -> None:
-        with torch.no_grad():
-            for parameter in engine.model.parameters():
-                parameter.mul_(factor)
-
-    return trainer
-
-
-def test_weights_that_no_event_shows_are_compared_with_the_checkpoints(tmp_path: Path):
-    scaled_at_the_end(tmp_path / "run", -100.0).train()
-    assert verify(tmp_path / "run", partial(scaled_at_the_end, factor=-100.0))
-    found = verify(tmp_path / "run", build)
-    assert not found
-    assert (found.divergence, found.missing) == (None, None)
-    assert found.tensor is not None
-    assert "model." in found.tensor
-    assert "values differ" in found.report()
-
-
-def test_a_reproduced_run_names_the_checkpoints_whose_tensors_agree(run: Path):
-    found = verify(run, build)
-    assert found
-    steps = [step_of(path) for path in find_checkpoints(run / "checkpoints")]
-    assert found.checkpoints == tuple(sorted(set(steps)))
-    assert f"those of iteration {steps[0]}" in found.report()
