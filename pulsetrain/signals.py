@@ -134,7 +134,7 @@ class SignalWatch:
                 signal.raise_signal(number)
 
         signal.signal(number, ignore_repeated)
-        atexit.register(signal.signal, number, signal.SIG_IGN)  # Python takes its functions back before the end
+        atexit.register(signal.signal, number, signal.SIG_IGN)  # Python itself restores the default too early
 
     def _stop(self, number: int) -> NoReturn:
         self.status = 128 + number

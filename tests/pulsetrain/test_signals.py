@@ -140,7 +140,7 @@ class TestAScript:
     def test_a_signal_that_is_sent_again_and_again_changes_nothing(self, name, tmp_path):
         script = tmp_path / "script.py"
         script.write_text(textwrap.dedent(SCRIPT))
-        # from nothing: Python takes back its signal handlers before the process has ended
+        # from nothing: Python restores the default handlers before the process has ended
         command = [sys.executable, str(script), "plain"]
         environment = {**os.environ, "PYTHONPATH": os.getcwd()}
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
