@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +115,16 @@ class Victim:
     rewinds: bool = False
 
 
+REWINDING = Victim(
+    make_rewinds,
+    warnings=(
+        "an update was skipped",
+        "the loss has jumped",
+        "the run returns to a checkpoint",
+        "the run ends, and does not rewind",  # of the second guard in one iteration
+    ),
+    rewinds=True,
+)
 VICTIMS = {
     "everything": Victim(everything.make, has_workers=True),
     "hidden_state": Victim(make_hidden_state),
@@ -124,17 +134,9 @@ VICTIMS = {
         lacks="model.bank",
         lacks_after=CHANGED_AT * 5,
     ),
-    "rewinds": Victim(
-        make_rewinds,
-        warnings=(
-            "an update was skipped",
-            "the loss has jumped",
-            "the run returns to a checkpoint",
-            "the run ends, and does not rewind",  # of the second guard in one iteration
-        ),
-        rewinds=True,
-    ),
+    "rewinds": REWINDING,
     "log_loss": Victim(everything.make, loses_log=True),
+    "log_loss_and_rewinds": replace(REWINDING, loses_log=True),
 }
 
 # how often a run saves, and whether in the background: a resume has nothing, little, or a whole run to compute again

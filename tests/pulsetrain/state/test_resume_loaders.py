@@ -162,7 +162,11 @@ def test_persistent_workers_end_before_their_loader_is_garbage_collected():
 
 @pytest.mark.parametrize(
     ("event", "iteration"),
-    [(Events.EPOCH_COMPLETED(once=2), 10), (Events.GET_BATCH_STARTED(once=8), 7), (Events.GET_BATCH_STARTED(once=8), 8)],
+    [
+        (Events.EPOCH_COMPLETED(once=2), 10),
+        (Events.GET_BATCH_STARTED(once=8), 7),
+        (Events.GET_BATCH_STARTED(once=8), 8),
+    ],
     ids=str,
 )
 def test_what_a_handler_sets_of_the_data_before_the_first_batch_after_a_resume_holds(
