@@ -62,10 +62,10 @@ coverage: $(VENV)/installed-dev ## all tests, and the lines that they miss; fail
 	$(step) 'Coverage'
 	@$(BIN)/python -m pytest -n 2 --dist worksteal --cov --cov-fail-under=90 $(ARGS)
 
-faults: $(VENV)/installed-dev ## the fault tests, and a run that is killed and resumed 1,000 times; about ten minutes
+faults: $(VENV)/installed-dev ## the fault tests, and runs that are killed and resumed 1,000 times; about 20 minutes
 	$(step) 'Fault tests'
 	@$(BIN)/python -m pytest tests/faults
-	$(step) 'A run killed 1,000 times'
+	$(step) 'Runs killed 1,000 times'
 	@$(BIN)/python -m tests.faults.kills --kills 1000 $(ARGS)
 
 ignite-suite: $(VENV)/installed-dev ## pytorch-ignite's own tests on our Engine; downloads its sources from the package index

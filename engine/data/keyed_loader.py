@@ -266,18 +266,25 @@ class KeyedOrder:
         return len(range(self._rank, left, self._ranks)), left / self._ranks
 
     def begin(self, number: int, position: int = 0, at_position: Callable[[], None] | None = None) -> None:
-        """Sets the pass and the position at which the next iteration starts; the function is called there, once."""
-        self.number, self.position, self._at_position = number, position, at_position
+        """Sets the pass and the position at which the next iteration starts.
+
+        With a function, the sampler is drawn from up to there now, and the function is called: what is set of the
+        sampler and the dataset after this, before the first batch, holds.
+        """
+        self.number, self.position, self._drawn = number, position, None
+        if at_position is not None:
+            self._drawn = self._draw(number, position)
+            at_position()
 
     def rows(self, number: int, position: int) -> list[Any]:
         """The sample indices of the batch at a position of a pass; empty after its end."""
-        found: object = next(self._batches(number, position), [])
+        found: object = next(self._batches(self._draw(number, position)), [])
         return list(found) if isinstance(found, (list, tuple)) else [found]
 
     def __iter__(self) -> Iterator[Any]:
         number, position = self.number, self.position
-        at_position, self._at_position = self._at_position, None
-        for indices in self._batches(number, position, at_position):
+        drawn, self._drawn = self._drawn, None
+        for indices in self._batches(self._draw(number, position) if drawn is None else drawn):
             if self._keyed:
                 yield KeyedBatch(indices, rng.derive(self.seed, number, position + self._rank))
             else:
@@ -289,10 +296,11 @@ class KeyedOrder:
             raise TypeError("KeyedOrder: the loader has no length")
         return self._length
 
-    def _batches(self, number: int, position: int, at_position: Callable[[], None] | None = None) -> Iterator[Any]:
-        source = self._draw_from(number, position) if self._own_batches else self._samples(number, position)
-        if at_position is not None:
-            at_position()
+    def _draw(self, number: int, position: int) -> Iterator[Any]:
+        """The samples from a position of a pass on; the batches, with the user's own batch sampler."""
+        return self._draw_from(number, position) if self._own_batches else self._samples(number, position)
+
+    def _batches(self, source: Iterator[Any]) -> Iterator[Any]:
         if self._own_batches:
             yield from source
             return

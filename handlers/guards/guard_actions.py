@@ -170,4 +170,6 @@ class Guard(Handler):
             try:
                 engine.rewind(first, last, reason)
             except PulsetrainError as error:
-                engine.terminate(reason=f"{reason}; {error}")
+                # not in the reason, which is recorded: a rerun that `verify` compares has other checkpoints
+                get_logger("handlers").warning("the run cannot return to a checkpoint, and ends", reason=str(error))
+                engine.terminate(reason=f"{reason}; it cannot return to a checkpoint")

@@ -160,6 +160,7 @@ class EventRecorder(Handler):
             "ord": writer.next_ord,
             "in_epoch": sorted(self._in_epoch),
             "run": writer.run,
+            "seams": [list(seam) for seam in writer.seams],
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -264,7 +265,11 @@ class EventRecorder(Handler):
             self._in_epoch = set(saved["in_epoch"])
             self._resumed_in_epoch = set(saved["in_epoch"])
             is_of_this_run = saved.get("run", writer.run) == writer.run
-            if saved["seq"] <= writer.last_seq and is_of_this_run:
+            is_in_log = saved["seq"] <= writer.last_seq
+            if is_of_this_run and writer.last_seq >= 0:
+                self._log.on_disk(writer.restore_seams, map(tuple, saved.get("seams", ())), event.time_ns)
+                self._log.bus.continue_after(writer.last_seq)
+            if is_in_log and is_of_this_run:
                 if not (is_training_run(engine) and engine.is_rewinding):  # else other batches follow
                     self.resume_check = ResumeCheck.of_log(self._log.read(), saved["seq"], event.engine)
                 self._log.rewind(saved["seq"], saved["ord"], event.time_ns)

@@ -142,8 +142,8 @@ def outcome(folder: Path) -> dict[str, Any]:
     checkpoints = {}
     for saved in CheckpointManager(folder / "checkpoints").valid():
         for path, value in leaves(load_checkpoint(saved)):
-            # `seq` counts what a resume fires besides; `run` is the id of the folder's run
-            if not path.endswith(("EventRecorder/state/seq", "EventRecorder/state/run")):
+            # `seq` counts what a resume fires besides, `seams` the resumes; `run` is the id of the folder's run
+            if not path.endswith(tuple(f"EventRecorder/state/{name}" for name in ("seq", "run", "seams"))):
                 checkpoints[f"{saved.name}/{path}"] = bits(value)
     return {
         **checkpoints,

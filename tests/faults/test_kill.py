@@ -6,25 +6,37 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from tests.faults.victims import VICTIMS
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def kills(count: int, seed: int) -> dict[str, object]:
+NAMES = ("everything", "hidden_state", "unsaved_state", "rewinds", "log_loss", "log_loss_and_rewinds")
+
+
+def kills(count: int, seed: int, *victims: str) -> dict[str, Any]:
     """In a process of its own, since it forks."""
     command = [sys.executable, "-m", "tests.faults.kills", "--kills", str(count), "--seed", str(seed)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run([*command, "--victims", *victims], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode in (0, 1), done.stderr
     return json.loads(done.stdout) | {"stderr": done.stderr}
 
 
+def test_every_kind_of_victim_is_tested():
+    assert tuple(VICTIMS) == NAMES
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="forks its victims and kills their process groups")
-def test_ten_kills_change_nothing_in_the_result():
-    tally = kills(10, seed=1)
+@pytest.mark.parametrize("name", NAMES)
+def test_kills_change_nothing_in_the_result_and_no_claim_about_it_is_false(name: str):
+    tally = kills(8, 1, name)
     assert tally["differences"] == [], tally["stderr"]
-    assert tally["kills"] == 10
-    assert 0 < tally["inside_saves"] < 10
+    assert tally["kills"] == tally["by_victim"][name] == 8
+    assert 0 < tally["inside_saves"] + tally["inside_rewinds"] < 8
+    assert tally["runs"] > 0

@@ -179,8 +179,10 @@ def test_a_run_resumed_after_a_rewind_leaves_the_batch_out_too(tmp_path: Path) -
 
 def test_without_a_checkpoint_before_it_rewind_stops_and_says_so(tmp_path: Path) -> None:
     trainer = guarded_run(NaNGuard("rewind", Every(iterations=1)), Checkpointer(tmp_path), dataset=guarded_data((1,)))
-    trainer.train()
-    assert "no checkpoint before that iteration" in str(trainer.state.stop_reason)
+    with structlog.testing.capture_logs() as logs:
+        trainer.train()
+    assert "it cannot return to a checkpoint" in str(trainer.state.stop_reason)
+    assert any("no checkpoint before that iteration" in str(line.get("reason")) for line in logs)
 
 
 def test_going_back_too_often_ends_the_run(tmp_path: Path) -> None:

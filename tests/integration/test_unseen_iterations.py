@@ -76,6 +76,37 @@ def test_they_are_named_and_the_exit_status_is_3(
         assert covers(output.out + output.err, unseen), command
 
 
+def lose_lines(content: bytes) -> bytes:
+    lines = content.split(b"\n")
+    return b"\n".join([*lines[:40], *(b"" for _ in lines[40:60]), *lines[60:]]).ljust(len(content), b"\n")
+
+
+def tear_lines(content: bytes) -> bytes:
+    lines = content.split(b"\n")
+    return b"\n".join([*lines[:40], *(line[:-1] + b" " for line in lines[40:60]), *lines[60:]])
+
+
+@pytest.mark.parametrize("damage", [lose_lines, tear_lines, cut], ids=lambda each: each.__name__)
+def test_those_of_the_tail_of_a_killed_run_are_named(
+    damage: Callable[[bytes], bytes], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, killed = build(tmp_path / "run"), tmp_path / "killed"
+
+    @run.on(Events.ITERATION_COMPLETED(once=300))
+    def kill() -> None:
+        shutil.copytree(tmp_path / "run", killed)
+        run.terminate()
+
+    run.train()
+    before = {each.iteration for each in EventLog(killed).read(event="iteration_completed")}
+    _, tail = log_files(killed / "events")
+    tail.write_bytes(damage(tail.read_bytes()))
+    unseen = before - {each.iteration for each in EventLog(killed).read(event="iteration_completed")}
+    assert unseen or damage is cut  # which may take empty lines alone
+    assert main(["events", str(killed), "--check"]) == 3
+    assert covers(capsys.readouterr().out, unseen or {max(before)})
+
+
 def covers(text: str, iterations: set[int]) -> bool:
     """Whether each iteration is inside of a range that the text names."""
     ranges = re.findall(r"iterations? (\d+) (?:to|and) (\d+|the end)", text)

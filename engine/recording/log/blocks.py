@@ -142,8 +142,11 @@ def _ranges(events: Sequence[LoggedEvent]) -> dict[str, EngineRange]:
 
 
 def seam_of(event: LoggedEvent) -> tuple[int, int, int]:
-    """A seam record's seq, the last seq before the events that it supersedes, and the ord of the first new event."""
-    return event.seq, event.payload["after"], event.payload["ord"]
+    """A seam's seq, the last seq before the events that it supersedes, and the ord of the first new event.
+
+    The seq is that of its record, except for a record that replaces a lost one.
+    """
+    return event.payload.get("seq", event.seq), event.payload["after"], event.payload["ord"]
 
 
 def skippable(magic: bytes, content: bytes) -> bytes:

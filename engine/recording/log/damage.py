@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -35,9 +36,9 @@ def find_damage(sealed: Path, data: Data, contents: Contents, tail: Path, found:
         if not (complete and each.start >= contents.end and each.end == len(data))
     ]
     if found.torn:
-        damage.append(Damage(tail.name, 0, 0, f"{len(found.torn)} damaged lines", last))
+        damage.append(Damage(tail.name, 0, 0, f"{len(found.torn)} damaged lines" + _since(index, found), last))
     elif head is not None and size % CHUNK:
-        reason = f"cut off after {size} bytes: the last events may be missing"
+        reason = f"cut off after {size} bytes: the last events may be missing" + _since(index, found)
         damage.append(Damage(tail.name, 0, 0, reason, max([last, *(event.seq for event in found.events)])))
     damage.extend(_missing_blocks(sealed, data, index))
     damage.extend(_missing_numbers(sealed, index))
@@ -80,16 +81,22 @@ def _missing_blocks(sealed: Path, data: Data, index: Index) -> Iterator[Damage]:
         yield Damage(sealed.name, start, index.start[number], reason + _iterations(index, number), before)
 
 
-def _iterations(index: Index, number: int, tail: Sequence[LoggedEvent] = ()) -> str:
-    """Between which iterations the events before a block, or before the tail, are missing; for a message."""
+def _iterations(index: Index, number: int, tail: Sequence[LoggedEvent] = (), place: int = 0) -> str:
+    """Between which iterations the events before a block, or before this place in the tail, are missing."""
     engine = next((name for name in (*index.engines, *(event.engine for event in tail)) if name), None)
     if engine is None:
         return ""
     first, last = index.engines[engine].iteration if engine in index.engines else ([], [])
-    before = max([0, *last[:number]])
-    known = [*first[number:], *(event.iteration for event in tail if event.engine == engine)]
+    before = [*last[:number], *(event.iteration for event in tail[:place] if event.engine == engine)]
+    known = [*first[number:], *(event.iteration for event in tail[place:] if event.engine == engine)]
+    start = next((each for each in reversed(before) if each >= 0), 0)  # not the greatest: a run may have resumed
     after = next((each for each in known if each >= 0), None)
-    return f": between iteration {before} and {'the end' if after is None else after} of {engine!r}"
+    return f": between iteration {start} and {'the end' if after is None else after} of {engine!r}"
+
+
+def _since(index: Index, found: Recovered) -> str:
+    """From which iteration on events of the tail may be missing."""
+    return re.sub(r" and \d+ of ", " and the end of ", _iterations(index, len(index), found.events))
 
 
 def _missing_numbers(sealed: Path, index: Index) -> Iterator[Damage]:
@@ -120,7 +127,7 @@ def _missing_around(sealed: Path, contents: Contents, tail: Path, found: Recover
     last, expected = index.last_seq, index.next_ord
     if head is None:
         if not contents.ended and not found.torn and (index.run or (not len(index) and not found.events)):
-            reason = f"lost, or its beginning is: the events after seq {last} may be missing"
+            reason = f"lost, or its beginning is: the events after seq {last} may be missing" + _since(index, found)
             yield Damage(tail.name, 0, 0, reason, last)
     else:
         if index.run and head.run != index.run:
@@ -132,11 +139,12 @@ def _missing_around(sealed: Path, contents: Contents, tail: Path, found: Recover
         if head.after >= last:
             expected = head.ord
     if not found.torn:
-        yield from _missing_lines(tail, found.events, expected, last)
+        yield from _missing_lines(tail, index, found.events, expected)
 
 
-def _missing_lines(tail: Path, events: Sequence[LoggedEvent], expected: int | None, last: int) -> Iterator[Damage]:
-    for event in events:
+def _missing_lines(tail: Path, index: Index, events: Sequence[LoggedEvent], expected: int | None) -> Iterator[Damage]:
+    last = index.last_seq
+    for number, event in enumerate(events):
         if event.event == SEAM:
             expected = event.payload["ord"]
         elif event.event == LOST:
@@ -144,6 +152,6 @@ def _missing_lines(tail: Path, events: Sequence[LoggedEvent], expected: int | No
         elif event.ord >= 0:
             if expected is not None and event.ord != expected:
                 reason = f"the events before seq {event.seq} are missing: ord {expected} to {event.ord - 1}"
-                yield Damage(tail.name, 0, 0, reason, last)
+                yield Damage(tail.name, 0, 0, reason + _iterations(index, len(index), events, number), last)
             expected = event.ord + 1
         last = event.seq

@@ -6,14 +6,14 @@ import os
 import time
 import uuid
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import count
 from pathlib import Path
 
 from pulsetrain.engine.errors import RunFolderError
 from pulsetrain.engine.file_lock import lock, unlock
 from pulsetrain.engine.logs import get_logger
-from pulsetrain.engine.recording.log.blocks import BLOCK_BYTES, BLOCK_EVENTS, SEAM, Data, Header, seal
+from pulsetrain.engine.recording.log.blocks import BLOCK_BYTES, BLOCK_EVENTS, SEAM, Data, Header, seal, seam_of
 from pulsetrain.engine.recording.log.damage import find_damage
 from pulsetrain.engine.recording.log.index import Index
 from pulsetrain.engine.recording.log.records import ENCODING_ERRORS, LOST, LoggedEvent, encode, encoded
@@ -182,6 +182,26 @@ class LogWriter:
         payload = {"reason": reason, "after": self.last_seq, "up_to": seq, "ord": [self.next_ord, ord - 1]}
         self.add(LoggedEvent(event=LOST, payload=payload, seq=seq + 1, t=t))
         self.next_ord = ord
+
+    @property
+    def seams(self) -> list[tuple[int, int, int]]:
+        """Where a resumed or rewound run continues: seq, `after` and `ord` of each seam."""
+        sealed = [seam for _, header in self._headers for seam in header.seams]
+        return [*sealed, *(seam_of(event) for event in self._unsealed if event.event == SEAM)]
+
+    def restore_seams(self, seams: Iterable[tuple[int, int, int]], t: int) -> None:
+        """Write seams again that the log has lost: what is left of the events that they supersede does not count.
+
+        Args:
+            seams: that were in the log once.
+            t: time of the records, nanoseconds since 1970.
+        """
+        there = set(self.seams)
+        for seq, after, ord in seams:
+            if (seq, after, ord) not in there:
+                payload = {"after": after, "ord": ord, "seq": seq}
+                self.add(LoggedEvent(event=SEAM, payload=payload, seq=self.last_seq + 1, t=t))
+                self.next_ord = min(self.next_ord, ord)
 
     def begin_at(self, ord: int) -> None:
         """Give the next deterministic event of an empty log this `ord`: the run began in another log."""

@@ -86,7 +86,8 @@ def test_a_log_that_is_there_is_continued_and_a_cut_line_reported(tmp_path):
     assert warning["kept"] == ["tail.jsonl.damaged-1"]
     assert (killed / "events" / "tail.jsonl.damaged-1").read_bytes() == content[:-9].split(b"\n")[-1]
     (damage,) = EventLog(killed).damage
-    assert "1 damaged lines; the unreadable bytes are in tail.jsonl.damaged-1" in damage.reason
+    assert "1 damaged lines: between iteration 0 and the end of 'trainer'; " in damage.reason
+    assert "; the unreadable bytes are in tail.jsonl.damaged-1" in damage.reason
     assert types(killed)[:5] == ["metrics_logged"] * 3 + ["log_lost", "started"]
     assert types(killed)[-1] == "completed"
     numbers = [event["seq"] for event in recorded(killed)]

@@ -18,7 +18,8 @@ from pulsetrain.cli import main
 from pulsetrain.engine import Events, Every, SupervisedStrategy
 from pulsetrain.engine.recording import EventLog, diff
 from pulsetrain.engine.recording.log.writer import log_files
-from pulsetrain.handlers import Checkpointer, EventRecorder
+from pulsetrain.handlers import Checkpointer, EventRecorder, NaNGuard
+from tests.support.runs import guarded_data, guarded_run
 
 ITERATIONS = 600
 
@@ -79,6 +80,36 @@ def test_a_log_older_than_the_checkpoint_says_what_is_lost(tmp_path: Path, older
     assert not proof
     assert proof.damage
     assert "not proven" in proof.report()
+
+
+@pytest.mark.parametrize("reached", [11, 15])
+def test_events_that_a_rewind_discarded_do_not_count_if_its_record_is_lost(tmp_path: Path, reached: int):
+    """The log of before the rewind is all that is left; it ends at iteration 12, the checkpoint is before or after."""
+
+    def build(folder: Path = tmp_path) -> Trainer:
+        saver = Checkpointer(folder, every=Every(iterations=1), keep_last=99)
+        guard = NaNGuard("rewind", Every(iterations=4))
+        return guarded_run(saver, EventRecorder(folder), guard, dataset=guarded_data((37,)), shuffle=False)
+
+    run, events, kept = build(), tmp_path / "events", tmp_path / "kept"
+
+    @run.on(Events.ITERATION_COMPLETED, phase=3)
+    def keep(engine: Trainer) -> None:
+        if engine.state.iteration == 12 and not engine.rewinds:
+            shutil.copytree(events, kept)
+        if engine.state.iteration == reached and engine.rewinds:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        run.train()
+    shutil.rmtree(events)
+    kept.rename(events)
+    build().train(resume="latest")
+    assert EventLog(tmp_path).verify()
+    iterations = [event.iteration for event in EventLog(tmp_path).read(event="iteration_completed")]
+    assert iterations == [*range(1, 10), *range(reached + 1, 17)]
+    found = verify(tmp_path, build)
+    assert (found.divergence, found.missing, bool(found.damage)) == (None, None, True), str(found)
 
 
 def test_a_log_that_is_gone_before_a_resume_is_lost_not_new(tmp_path: Path):

@@ -10,10 +10,13 @@ from typing import Any
 
 import pytest
 import structlog
+import torch
+from torch.utils.data import DataLoader
 
 from pulsetrain import Trainer
 from pulsetrain.engine import Events, Every
 from pulsetrain.engine.data.keyed_loader import KeyedLoader
+from tests.integration.test_hidden_state import SavedRows, SavedShuffling
 from tests.support.loaders import (
     BATCH_SIZE,
     LOADERS,
@@ -27,6 +30,7 @@ from tests.support.loaders import (
     outcome,
     resumed,
 )
+from tests.support.runs import cut_after, saving_run, weights
 
 
 @functools.cache
@@ -154,3 +158,38 @@ def test_persistent_workers_end_before_their_loader_is_garbage_collected():
         gc.garbage.clear()
     assert "KeyedLoader" in kinds
     assert "_MultiProcessingDataLoaderIter" not in kinds
+
+
+@pytest.mark.parametrize(
+    ("event", "iteration"),
+    [
+        (Events.EPOCH_COMPLETED(once=2), 10),
+        (Events.GET_BATCH_STARTED(once=8), 7),
+        (Events.GET_BATCH_STARTED(once=8), 8),
+    ],
+    ids=str,
+)
+def test_what_a_handler_sets_of_the_data_before_the_first_batch_after_a_resume_holds(
+    event: Any, iteration: int, tmp_path: Path
+):
+    """Each epoch has 5 batches: the checkpoint is made after the last one of the second, or in mid-epoch."""
+
+    def run(folder: Path) -> Trainer:
+        rows, sampler = SavedRows(), SavedShuffling()
+        made = saving_run(
+            folder, every=Every(iterations=iteration), epochs=3, train_loader=DataLoader(rows, 4, sampler=sampler)
+        )
+
+        @made.on(event)
+        def change() -> None:
+            rows.level, sampler.level = 3, 2
+
+        return made
+
+    whole = run(tmp_path / "whole")
+    whole.train()
+    cut_after(run(tmp_path / "cut"), iteration)
+    again = run(tmp_path / "cut")
+    again.train(resume="latest")
+    expected, found = weights(whole), weights(again)
+    assert [name for name in expected if not torch.equal(expected[name], found[name])] == []

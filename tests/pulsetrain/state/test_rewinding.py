@@ -213,6 +213,21 @@ def test_a_run_that_ends_since_it_was_rewound_too_often_is_reproduced(
     assert (found.start < 6, found.end) == (True, trainer.state.iteration)
 
 
+def test_a_run_that_ends_since_it_has_no_checkpoint_to_return_to_is_reproduced(tmp_path: Path) -> None:
+    def build(folder: Path = tmp_path) -> Trainer:
+        guard = NaNGuard("rewind", Every(iterations=2))
+        return guarded_run(EventRecorder(folder), guard, saver(folder, every=1), dataset=guarded_data((1,)))
+
+    trainer = build()
+    with structlog.testing.capture_logs() as logs:
+        trainer.train()
+    assert trainer.state.iteration == 2
+    (reason,) = [line["reason"] for line in logs if line["event"] == "the run cannot return to a checkpoint, and ends"]
+    assert "the oldest of those that are kept was made after iteration 1" in reason  # a rerun keeps none
+    found = verify(tmp_path, build)
+    assert found, str(found)
+
+
 def test_a_list_of_batches_goes_back_too(tmp_path: Path) -> None:
     inputs, targets = guarded_data().tensors
     batches = list(zip(inputs.split(4), targets.split(4), strict=True))
