@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -35,10 +34,11 @@ def find_damage(sealed: Path, data: Data, contents: Contents, tail: Path, found:
         # a block or table that was being written when the process was killed
         if not (complete and each.start >= contents.end and each.end == len(data))
     ]
+    rest = _iterations(index, len(index), found.events, to_end=True)
     if found.torn:
-        damage.append(Damage(tail.name, 0, 0, f"{len(found.torn)} damaged lines" + _since(index, found), last))
+        damage.append(Damage(tail.name, 0, 0, f"{len(found.torn)} damaged lines" + rest, last))
     elif head is not None and size % CHUNK:
-        reason = f"cut off after {size} bytes: the last events may be missing" + _since(index, found)
+        reason = f"cut off after {size} bytes: the last events may be missing" + rest
         damage.append(Damage(tail.name, 0, 0, reason, max([last, *(event.seq for event in found.events)])))
     damage.extend(_missing_blocks(sealed, data, index))
     damage.extend(_missing_numbers(sealed, index))
@@ -81,8 +81,18 @@ def _missing_blocks(sealed: Path, data: Data, index: Index) -> Iterator[Damage]:
         yield Damage(sealed.name, start, index.start[number], reason + _iterations(index, number), before)
 
 
-def _iterations(index: Index, number: int, tail: Sequence[LoggedEvent] = (), place: int = 0) -> str:
-    """Between which iterations the events before a block, or before this place in the tail, are missing."""
+def _iterations(
+    index: Index, number: int, tail: Sequence[LoggedEvent] = (), place: int = 0, *, to_end: bool = False
+) -> str:
+    """Between which iterations events are missing, as text: before a block, or before this place in the tail.
+
+    Args:
+        index: the blocks.
+        number: of the block; beyond the last one for the tail.
+        tail: its events.
+        place: of one of them.
+        to_end: whether any event after that may be missing, too.
+    """
     engine = next((name for name in (*index.engines, *(event.engine for event in tail)) if name), None)
     if engine is None:
         return ""
@@ -90,13 +100,8 @@ def _iterations(index: Index, number: int, tail: Sequence[LoggedEvent] = (), pla
     before = [*last[:number], *(event.iteration for event in tail[:place] if event.engine == engine)]
     known = [*first[number:], *(event.iteration for event in tail[place:] if event.engine == engine)]
     start = next((each for each in reversed(before) if each >= 0), 0)  # not the greatest: a run may have resumed
-    after = next((each for each in known if each >= 0), None)
-    return f": between iteration {start} and {'the end' if after is None else after} of {engine!r}"
-
-
-def _since(index: Index, found: Recovered) -> str:
-    """From which iteration on events of the tail may be missing."""
-    return re.sub(r" and \d+ of ", " and the end of ", _iterations(index, len(index), found.events))
+    after = next((each for each in known if each >= 0 and not to_end), "the end")
+    return f": between iteration {start} and {after} of {engine!r}"
 
 
 def _missing_numbers(sealed: Path, index: Index) -> Iterator[Damage]:
@@ -127,7 +132,8 @@ def _missing_around(sealed: Path, contents: Contents, tail: Path, found: Recover
     last, expected = index.last_seq, index.next_ord
     if head is None:
         if not contents.ended and not found.torn and (index.run or (not len(index) and not found.events)):
-            reason = f"lost, or its beginning is: the events after seq {last} may be missing" + _since(index, found)
+            reason = f"lost, or its beginning is: the events after seq {last} may be missing"
+            reason += _iterations(index, len(index), found.events, to_end=True)
             yield Damage(tail.name, 0, 0, reason, last)
     else:
         if index.run and head.run != index.run:
