@@ -365,7 +365,7 @@ class Replay(ReplayedEngine):
         return False
 
     def _approach(self, event: LoggedEvent, until: Callable[[LoggedEvent], object] | None) -> bool | None:
-        """Call the innermost open event's handlers before this one; None if this is next to play, else whether to pause."""
+        """Call the innermost open event's handlers before this one; None if this is played next, else if to pause."""
         opened = self._open[-1]
         is_inside = opened.contains(event)
         if not self._advance(opened, opened.place_of(event) if is_inside else END):
