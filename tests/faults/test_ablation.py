@@ -41,7 +41,7 @@ RESTATED = {
     "optimizer/param_groups/*", "backend/name", "backend/scaler/(growth_factor|backoff_factor|growth_interval)",
     "handlers/LRScheduler/state/schedule/*", "handlers/EMA/state/average/buffers_kept",
     "(reporter/named_losses|stepper/grad_norms)",  # of several optimizers
-    "modules/*", "unsaved/*",  # nothing changes; see tests/integration/test_hidden_state.py
+    "modules/*", "unsaved/*",  # nothing changes; see tests/integration/test_hidden_state_*.py
 }  # fmt: skip
 # says whether the folder's log is the run's own, as here; see tests/handlers/recorder/test_log_loss.py
 OF_THE_LOG = {"handlers/EventRecorder/state/run"}

@@ -1,8 +1,9 @@
-"""The data as a function of (seed, pass, position): order, skipping, draws, workers, ranks."""
+"""Batches and the random numbers drawn for them depend on the seed, the pass and the position, not on the number of
+workers; all ranks together read the data once; what cannot be keyed keeps its loader.
+"""
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections import Counter
 from typing import Any
@@ -10,108 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    ConcatDataset,
-    DataLoader,
-    Dataset,
-    DistributedSampler,
-    IterableDataset,
-    RandomSampler,
-    Sampler,
-    Subset,
-    TensorDataset,
-    WeightedRandomSampler,
-)
+from torch.utils.data import ConcatDataset, DataLoader, DistributedSampler, IterableDataset, Subset, TensorDataset
 
 from pulsetrain.engine.data import rng
-from pulsetrain.engine.data.keyed_loader import (
-    KeyedLoader,
-    KeyedOrder,
-    can_be_keyed,
-    draws_nothing,
-    length_of,
-    order_seed,
-)
-
-
-class Reading(Dataset[torch.Tensor]):
-    """Knows which samples were read; the value is the index."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.read: list[int] = []
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        self.read.append(index)
-        return torch.tensor(index)
-
-
-class Augmenting(Dataset[torch.Tensor]):
-    """Each sample with what python, numpy and torch draw for it."""
-
-    def __init__(self, size: int = 24) -> None:
-        self.size = size
-
-    def __len__(self) -> int:
-        return self.size
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.tensor([index, random.random(), np.random.rand(), torch.rand(()).item()], dtype=torch.float64)
-
-
-def flat(lists: Any) -> list[Any]:
-    return list(itertools.chain.from_iterable(lists))
-
-
-def values(batches: Any) -> list[Any]:
-    return [batch.tolist() for batch in batches]
-
-
-def test_the_order_depends_only_on_the_seed_and_the_pass():
-    def order(seed: int, number: int, workers: int = 0) -> list[Any]:
-        torch.manual_seed(random.randrange(1 << 30))
-        loader = DataLoader(TensorDataset(torch.arange(20)), batch_size=3, shuffle=True, num_workers=workers)
-        return [batch[0].tolist() for batch in KeyedLoader(loader, seed).begin(number)]
-
-    first = order(7, 1)
-    assert sorted(flat(first)) == list(range(20))
-    assert [len(batch) for batch in first] == [3] * 6 + [2]
-    assert order(7, 1) == order(7, 1, workers=2) == first
-    assert order(7, 2) != first
-    assert order(8, 1) != first
-
-
-def test_a_position_is_reached_without_reading_what_lies_before_it():
-    dataset = Reading(1000)
-    keyed = KeyedLoader(DataLoader(dataset, batch_size=10, shuffle=True), 0)
-    whole = values(keyed.begin(1))
-    dataset.read.clear()
-    rest = keyed.begin(1, 900)
-    assert next(rest).tolist() == whole[90]
-    assert dataset.read == whole[90]
-    assert values(rest) == whole[91:]
-    assert values(keyed.begin(1, 1000)) == []
-
-
-def test_a_million_samples_are_skipped_at_once():
-    order = KeyedOrder(DataLoader(range(1_000_000), batch_size=32, shuffle=True), 0)  # type: ignore[arg-type]
-    order.begin(1, 32 * 31_249)
-    assert len(next(iter(order))) == 32
-
-
-def test_a_sequential_loader_keeps_its_order():
-    keyed = KeyedLoader(DataLoader(Reading(7), batch_size=2), 0)
-    assert values(keyed.begin(3)) == [[0, 1], [2, 3], [4, 5], [6]]
-    assert values(keyed.begin(3, 4)) == [[4, 5], [6]]
-    assert values(KeyedLoader(DataLoader(Reading(7), batch_size=2, drop_last=True), 0).begin(1)) == [
-        [0, 1],
-        [2, 3],
-        [4, 5],
-    ]
+from pulsetrain.engine.data.keyed_loader import KeyedLoader, KeyedOrder, can_be_keyed, draws_nothing, length_of
+from tests.support.datasets import Augmenting, Reading, flat, values
 
 
 @pytest.mark.slow
@@ -190,87 +94,6 @@ def test_samples_without_batches_are_keyed_one_by_one():
     whole = values(keyed.begin(1))
     assert sorted(sample[0] for sample in whole) == list(range(6))
     assert values(keyed.begin(1, 4)) == whole[4:]
-
-
-# ---------------------------------------------------------------------------------- samplers of other kinds
-
-
-def test_sampling_with_weights_and_with_replacement_is_keyed():
-    for sampler in (
-        WeightedRandomSampler([0.1, 0.2, 0.7], 40),
-        RandomSampler(range(3), replacement=True, num_samples=40),
-        torch.utils.data.SubsetRandomSampler(list(range(3)) * 13 + [0]),
-        RandomSampler(range(3), generator=torch.Generator()),
-    ):
-
-        def order(number: int, position: int = 0, sampler: Any = sampler) -> list[Any]:
-            torch.rand(random.randrange(1, 9))
-            return values(KeyedLoader(DataLoader(Reading(3), batch_size=4, sampler=sampler), 2).begin(number, position))
-
-        before = torch.get_rng_state()
-        whole = order(1)
-        assert order(1) == whole
-        assert order(1, 8) == whole[2:]
-        if len(whole) > 1:
-            assert order(2) != whole
-        assert not torch.equal(torch.get_rng_state(), before)  # by the line above that draws
-
-
-class Shouting(Sampler[int]):
-    """Draws from the process's generators while it is iterated, as samplers of users do."""
-
-    def __iter__(self) -> Any:
-        for _ in range(12):
-            yield random.randrange(100) + int(torch.randint(100, ()))
-
-    def __len__(self) -> int:
-        return 12
-
-
-def test_a_custom_sampler_is_keyed_whatever_is_drawn_meanwhile():
-    def order(draw: bool, position: int = 0) -> list[Any]:
-        loader = DataLoader(Reading(200), batch_size=3, sampler=Shouting())
-        found = []
-        for batch in KeyedLoader(loader, 2).begin(1, position):
-            found.append(batch.tolist())
-            if draw:
-                random.random(), torch.rand(3)
-        return found
-
-    whole = order(draw=False)
-    assert order(draw=True) == whole
-    assert order(draw=True, position=6) == whole[2:]
-
-
-class Buckets(Sampler[list[int]]):
-    def __init__(self) -> None:
-        self.epoch = 0
-
-    def set_epoch(self, epoch: int) -> None:
-        self.epoch = epoch
-
-    def __iter__(self) -> Any:
-        for length in (1, 3, 2):
-            yield [self.epoch * 10 + random.randrange(5) for _ in range(length)]
-
-    def __len__(self) -> int:
-        return 3
-
-
-def test_a_custom_batch_samplers_batches_are_kept_and_counted_by_batch():
-    keyed = KeyedLoader(DataLoader(Reading(50), batch_sampler=Buckets()), 2)
-    whole = values(keyed.begin(3))
-    assert [len(batch) for batch in whole] == [1, 3, 2]
-    assert min(flat(whole)) >= 20
-    assert values(keyed.begin(3, 1)) == whole[1:]
-    assert keyed.order.step == 1
-
-
-def test_a_plain_batch_sampler_made_by_hand_is_recognised():
-    loader = DataLoader(Reading(9), batch_sampler=BatchSampler(RandomSampler(range(9)), 4, drop_last=True))
-    whole = values(KeyedLoader(loader, 1).begin(1))
-    assert [len(batch) for batch in whole] == [4, 4]
-    assert values(KeyedLoader(loader, 1).begin(1, 4)) == whole[1:]
 
 
 # -------------------------------------------------------------------------------------------------- ranks
@@ -439,12 +262,3 @@ def test_replacing_a_loader_leaves_the_original_and_the_global_generator_alone()
     assert torch.equal(torch.get_rng_state(), before)
     assert loader.generator is None
     assert loader.sampler.generator is None  # type: ignore[attr-defined]
-
-
-def test_the_seed_of_an_order_is_that_of_the_samplers_generator_then_the_loaders_then_the_runs():
-    mine, samplers = (torch.Generator().manual_seed(seed) for seed in (1, 2))
-    sampler = RandomSampler(range(4), generator=samplers)
-    assert order_seed(DataLoader(range(4), sampler=sampler, generator=mine), 3) == 2
-    assert order_seed(DataLoader(range(4), batch_sampler=BatchSampler(sampler, 2, False)), 3) == 2
-    assert order_seed(DataLoader(range(4), generator=mine), 3) == 1
-    assert order_seed(DataLoader(range(4), shuffle=True), 3) == order_seed([1, 2], 3) == 3

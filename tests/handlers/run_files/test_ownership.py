@@ -1,4 +1,4 @@
-"""One run owns a run folder, and a new run does not begin where another one has recorded something."""
+"""One run owns a run folder: other runs are refused or wait, and forked processes write nothing into its records."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from structlog.testing import capture_logs
 from pulsetrain import Trainer
 from pulsetrain.cli import main
 from pulsetrain.configuration.claim import Claim
-from pulsetrain.engine import Engine, Events, Every
+from pulsetrain.engine import Events, Every
 from pulsetrain.engine import file_lock as lock_module
 from pulsetrain.engine.errors import RunFolderError
 from pulsetrain.engine.events.payloads import MetricsLogged
@@ -36,15 +36,8 @@ from pulsetrain.handlers import (
 )
 from pulsetrain.handlers.run_files import ownership
 from tests.support.models import loader, trainer
+from tests.support.runs_folders import RECORDING, Make, child, files, in_a_run, make
 
-Make = Callable[[Path], Any]
-RECORDING: dict[str, Make] = {  # what later runs must not be mixed with
-    "Checkpointer": Checkpointer,
-    "Checkpointer in the background": lambda folder: Checkpointer(folder, background=True),
-    "EventRecorder": EventRecorder,
-    "CSVLogger": CSVLogger,
-    "JSONLinesLogger": JSONLinesLogger,
-}
 WRITING: dict[str, Make] = {
     **RECORDING,
     "CrashBundle": CrashBundle,
@@ -52,42 +45,6 @@ WRITING: dict[str, Make] = {
     "BestModel": lambda folder: BestModel(folder=folder),
     "SampleText": lambda folder: SampleText("a", folder=folder, generate=lambda *arguments: "text"),
 }
-
-
-def make(folder: Path, *handlers: Make, epochs: int = 1) -> Trainer:
-    made = [each(folder) for each in handlers]
-    return trainer({"max_epochs": epochs, "seed": 0}, val_loader=loader(8), handlers=made)
-
-
-def files(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-@contextmanager
-def child(body: Callable[[Callable[[], None], Callable[[], None]], None]) -> Iterator[tuple[int, Callable[[], None]]]:
-    """A forked process in `body(ready, wait)`; the block begins when it is ready. Yields its id, and ends `wait`."""
-    to_parent, to_child = os.pipe(), os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        status = 1
-        try:
-            os.close(to_child[1])  # so that the parent's end also ends the wait
-            body(lambda: os.write(to_parent[1], b"1") and None, lambda: os.read(to_child[0], 1) and None)
-            status = 0
-        finally:
-            os._exit(status)
-    try:
-        os.close(to_parent[1])
-        assert os.read(to_parent[0], 1), "the child has failed"
-        yield pid, lambda: os.write(to_child[1], b"1") and None
-    finally:
-        for end in (to_parent[0], *to_child):
-            os.close(end)
-        os.waitpid(pid, 0)
-
-
-def in_a_run(run: Trainer, iteration: int, call: Callable[[], object]) -> None:
-    run.add_event_handler(Events.ITERATION_COMPLETED(once=iteration), lambda: call() and None)
 
 
 @contextmanager
@@ -315,80 +272,6 @@ def test_a_file_system_without_locks_is_reported_once_and_used(tmp_path: Path, m
     assert [entry["event"] for entry in logs if "no locks" in entry["event"]] == [
         "this file system has no locks: nothing prevents two runs from writing into one folder"
     ]
-
-
-# --------------------------------------------------------------------------------------------- folders with a run
-
-
-@pytest.mark.parametrize("second", RECORDING)
-@pytest.mark.parametrize("first", RECORDING)
-def test_a_new_run_in_a_folder_that_holds_one_is_refused_with_the_remedies(first: str, second: str, tmp_path: Path):
-    make(tmp_path, RECORDING[first]).train()
-    before = files(tmp_path)
-    with pytest.raises(RunFolderError) as refused:
-        make(tmp_path, RECORDING[second]).train()
-    assert files(tmp_path) == before
-    assert "holds a run already" in str(refused.value)
-    assert "resume='latest'" in str(refused.value)
-    assert "choose another folder" in str(refused.value)
-
-
-def test_a_log_of_a_newer_version_is_a_run_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    with monkeypatch.context() as patch:
-        patch.setattr("pulsetrain.engine.recording.log.writer.FORMAT", 99)
-        make(tmp_path, EventRecorder).train()
-    before = files(tmp_path)
-    with pytest.raises(RunFolderError, match="holds a run already"):
-        make(tmp_path, CSVLogger).train()
-    assert files(tmp_path) == before
-
-
-@pytest.mark.parametrize("ended", ["failed", "killed", "completed without a checkpoint"])
-def test_a_run_that_resumes_without_a_checkpoint_begins_every_record_again(ended: str, tmp_path: Path):
-    def first(ready: Callable[[], None], wait: Callable[[], None]) -> None:
-        run = make(tmp_path, EventRecorder, CSVLogger, JSONLinesLogger)
-        if ended != "completed without a checkpoint":
-            in_a_run(run, 7, lambda: os.kill(os.getpid(), signal.SIGKILL) if ended == "killed" else 1 // 0)
-        try:
-            run.train()
-        finally:
-            ready()
-
-    if ended == "killed":
-        with pytest.raises(AssertionError, match="the child has failed"), child(first):
-            pass
-    else:
-        with child(first):
-            pass
-    run = make(tmp_path, EventRecorder, CSVLogger, JSONLinesLogger, Checkpointer)
-    run.train(resume="latest")
-    rows = [int(row.split(",")[0]) for row in (tmp_path / "metrics.csv").read_text().splitlines()[1:]]
-    logged = [event.iteration for event in EventLog(tmp_path).read(engine="trainer", event="iteration_completed")]
-    assert rows == sorted(rows)
-    assert logged == list(range(1, 11))
-
-
-def test_a_folder_whose_run_recorded_nothing_may_be_used(tmp_path: Path):
-    run = make(tmp_path, *RECORDING.values())
-    run.add_event_handler(Events.EPOCH_STARTED, lambda: 1 // 0)
-    with pytest.raises(ZeroDivisionError):
-        run.train()
-    assert (tmp_path / "run.json").exists()
-    make(tmp_path, *RECORDING.values()).train()
-    assert [event.iteration for event in EventLog(tmp_path).read(event="iteration_completed", engine="trainer")] == [
-        *range(1, 11)
-    ]
-
-
-def test_engines_without_a_trainer_follow_the_same_rule(tmp_path: Path):
-    def run() -> None:
-        engine = Engine(lambda engine, batch: 1 / batch)
-        CSVLogger(tmp_path, Every(iterations=1)).attach(engine)
-        engine.run([1, 2, 4])
-
-    run()
-    with pytest.raises(RunFolderError, match="holds a run already"):
-        run()
 
 
 # ------------------------------------------------------------------------------------------------------------ forks

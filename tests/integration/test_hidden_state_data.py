@@ -1,0 +1,233 @@
+"""State of samplers, datasets, their copies in workers, and collate functions outside of state dicts. A run that is
+interrupted after it has changed, and resumed, ends with the weights of the uninterrupted run, or the checkpoint and the
+resume name what they lack.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset
+
+from pulsetrain import Trainer
+from tests.support.cases import Make
+from tests.support.models import pairs
+from tests.support.runs_hidden_state import (
+    BATCH,
+    ROWS,
+    CasesOfHiddenState,
+    check_that_what_has_changed_is_resumed_or_named,
+)
+
+CASES = CasesOfHiddenState()
+case = CASES.case
+
+
+# ------------------------------------------------------------------------------------------- samplers and datasets
+
+
+class Sampling(Sampler[int]):
+    def __init__(self) -> None:
+        self.rows, self.passed = list(range(ROWS)), 0
+
+    def __len__(self) -> int:
+        return ROWS
+
+
+class Shuffling(Sampling):
+    def __iter__(self) -> Iterator[int]:
+        order = torch.randperm(ROWS).tolist()
+        self.rows = [self.rows[place] for place in order]
+        return iter(list(self.rows))
+
+
+class CountingPasses(Sampling):
+    def __iter__(self) -> Iterator[int]:
+        self.passed += 1
+        return iter(torch.randperm(ROWS, generator=torch.Generator().manual_seed(self.passed)).tolist())
+
+
+class SavedShuffling(Shuffling):
+    """Leaves out some rows, too, from the second epoch on."""
+
+    level = 0
+
+    def __iter__(self) -> Iterator[int]:
+        for row in super().__iter__():
+            yield row - row % (self.level + 1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rows": self.rows, "level": self.level}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.rows, self.level = list(state["rows"]), state["level"]
+
+
+@case("sampler.rows")
+def a_sampler_shuffles_its_own_list() -> dict[str, Any]:
+    return {"train_loader": DataLoader(pairs(ROWS), BATCH, sampler=Shuffling())}
+
+
+@case("sampler.passed")
+def a_sampler_counts_its_own_passes() -> dict[str, Any]:
+    return {"train_loader": DataLoader(pairs(ROWS), BATCH, sampler=CountingPasses())}
+
+
+@case()
+def a_sampler_keeps_its_state() -> dict[str, Any]:
+    sampler = SavedShuffling()
+    return {
+        "train_loader": DataLoader(pairs(ROWS), BATCH, sampler=sampler),
+        "act": lambda: setattr(sampler, "level", 2),
+    }
+
+
+@case()
+def a_sampler_that_keeps_its_state_is_changed_inside_a_pass() -> dict[str, Any]:
+    sampler = SavedShuffling()
+
+    def set_level(engine: Trainer) -> None:
+        sampler.level = {11: 2, 12: 3}.get(engine.state.iteration, sampler.level)
+
+    return {"train_loader": DataLoader(pairs(ROWS), BATCH, sampler=sampler), "always": set_level}
+
+
+class Rows(Dataset[Any]):
+    """Its rows depend on what it remembers."""
+
+    def __init__(self) -> None:
+        self.pairs, self.cache, self.count, self.level = pairs(ROWS), {}, 0, 0
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, row: int) -> Any:
+        inputs, targets = self.pairs[row]
+        return inputs + self.level, targets
+
+
+class Caching(Rows):
+    def __getitem__(self, row: int) -> Any:
+        if row not in self.cache:
+            self.cache[row] = self.pairs[row][0] + torch.randn(4)
+        return self.cache[row], self.pairs[row][1]
+
+
+class CountingRows(Rows):
+    def __getitem__(self, row: int) -> Any:
+        self.count += 1
+        inputs, targets = self.pairs[row]
+        return inputs + self.count / 10, targets
+
+
+class SavedRows(CountingRows):
+    def __getitem__(self, row: int) -> Any:
+        inputs, targets = super().__getitem__(row)
+        return inputs + self.level, targets
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count, "level": self.level}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count, self.level = state["count"], state["level"]
+
+
+def of_rows(rows: Dataset[Any], **options: Any) -> dict[str, Any]:
+    return {
+        "train_loader": DataLoader(rows, BATCH, shuffle=True, **options),
+        "act": lambda: setattr(rows, "level", 3),
+    }
+
+
+@case("dataset.cache")
+def a_dataset_has_a_cache() -> dict[str, Any]:
+    return of_rows(Caching())
+
+
+@case("dataset.count")
+def a_dataset_counts_its_rows() -> dict[str, Any]:
+    return of_rows(CountingRows())
+
+
+@case("dataset.level")
+def a_handler_sets_the_level_of_a_dataset() -> dict[str, Any]:
+    return of_rows(Rows())
+
+
+@case("dataset.dataset.level")
+def a_handler_sets_the_level_of_a_dataset_in_a_subset() -> dict[str, Any]:
+    rows = Rows()
+    return of_rows(rows) | {"train_loader": DataLoader(Subset(rows, range(ROWS)), BATCH)}
+
+
+@case("dataset.level", slow=True)
+def a_handler_sets_the_level_of_a_dataset_with_persistent_workers() -> dict[str, Any]:
+    return of_rows(Rows(), num_workers=1, persistent_workers=True)
+
+
+@case("dataset.count", slow=True)
+def a_dataset_counts_its_rows_in_a_worker() -> dict[str, Any]:
+    return of_rows(CountingRows(), num_workers=1)
+
+
+@case("dataset.count", slow=True)
+def a_dataset_counts_its_rows_in_persistent_workers() -> dict[str, Any]:
+    return of_rows(CountingRows(), num_workers=2, persistent_workers=True)
+
+
+@case()
+def a_dataset_keeps_its_state() -> dict[str, Any]:
+    return of_rows(SavedRows())
+
+
+class Stream(IterableDataset[Any]):
+    def __init__(self) -> None:
+        self.passed, self.level = 0, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.passed += 1
+        for inputs, targets in pairs(ROWS, seed=self.passed):
+            yield inputs + self.level, targets
+
+
+class SavedStream(Stream):
+    def state_dict(self) -> dict[str, Any]:
+        return {"passed": self.passed, "level": self.level}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.passed, self.level = state["passed"], state["level"]
+
+
+@case("dataset.passed")
+def a_stream_counts_its_passes() -> dict[str, Any]:
+    return {"train_loader": DataLoader(Stream(), BATCH)}
+
+
+@case("dataset.level", "dataset.passed")
+def a_stream_keeps_its_state_and_its_loader_does_not() -> dict[str, Any]:
+    stream = SavedStream()
+    return {"train_loader": DataLoader(stream, BATCH), "act": lambda: setattr(stream, "level", 2)}
+
+
+@case("collate_fn.seen")
+def a_collate_fn_has_a_dict_in_its_closure() -> dict[str, Any]:
+    seen = {"batches": 0}
+
+    def collate(rows: Any) -> Any:
+        seen["batches"] += 1
+        inputs, targets = torch.utils.data.default_collate(rows)
+        return inputs + seen["batches"], targets
+
+    return {"train_loader": DataLoader(pairs(ROWS), BATCH, collate_fn=collate)}
+
+
+# ------------------------------------------------------------------------------------------------------------- tests
+
+
+@pytest.mark.parametrize(("make", "lacks"), CASES)
+def test_what_has_changed_is_resumed_or_named(make: Make, lacks: tuple[str, ...], tmp_path: Path):
+    check_that_what_has_changed_is_resumed_or_named(make, lacks, tmp_path)
