@@ -15,8 +15,9 @@ from pulsetrain import Trainer, TrainingConfig
 from pulsetrain.engine import Events, Every, SupervisedStrategy
 from pulsetrain.handlers import Checkpointer, CSVLogger, EventRecorder, LossSpikeGuard, NaNGuard
 from tests.faults import everything
-from tests.integration.test_hidden_state import BATCH, EPOCHS, Averaging, SavedRows, SavedShuffling
 from tests.support.runs import guarded_data, guarded_run
+from tests.support.runs_hidden_state import BATCH, EPOCHS
+from tests.support.stateful_parts import Averaging, SavedRows, SavedShuffling
 
 CHANGED_AT = 2  # the epoch after which a handler changes what no state dict of torch has
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, Subset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from pulsetrain import Trainer
 from tests.support.cases import Make
@@ -22,6 +22,7 @@ from tests.support.runs_hidden_state import (
     CasesOfHiddenState,
     check_that_what_has_changed_is_resumed_or_named,
 )
+from tests.support.stateful_parts import CountingRows, Rows, Sampling, SavedRows, SavedShuffling, Shuffling
 
 CASES = CasesOfHiddenState()
 case = CASES.case
@@ -30,41 +31,10 @@ case = CASES.case
 # ------------------------------------------------------------------------------------------- samplers and datasets
 
 
-class Sampling(Sampler[int]):
-    def __init__(self) -> None:
-        self.rows, self.passed = list(range(ROWS)), 0
-
-    def __len__(self) -> int:
-        return ROWS
-
-
-class Shuffling(Sampling):
-    def __iter__(self) -> Iterator[int]:
-        order = torch.randperm(ROWS).tolist()
-        self.rows = [self.rows[place] for place in order]
-        return iter(list(self.rows))
-
-
 class CountingPasses(Sampling):
     def __iter__(self) -> Iterator[int]:
         self.passed += 1
         return iter(torch.randperm(ROWS, generator=torch.Generator().manual_seed(self.passed)).tolist())
-
-
-class SavedShuffling(Shuffling):
-    """Leaves out some rows, too, from the second epoch on."""
-
-    level = 0
-
-    def __iter__(self) -> Iterator[int]:
-        for row in super().__iter__():
-            yield row - row % (self.level + 1)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"rows": self.rows, "level": self.level}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.rows, self.level = list(state["rows"]), state["level"]
 
 
 @case("sampler.rows")
@@ -96,44 +66,11 @@ def a_sampler_that_keeps_its_state_is_changed_inside_a_pass() -> dict[str, Any]:
     return {"train_loader": DataLoader(pairs(ROWS), BATCH, sampler=sampler), "always": set_level}
 
 
-class Rows(Dataset[Any]):
-    """Its rows depend on what it remembers."""
-
-    def __init__(self) -> None:
-        self.pairs, self.cache, self.count, self.level = pairs(ROWS), {}, 0, 0
-
-    def __len__(self) -> int:
-        return ROWS
-
-    def __getitem__(self, row: int) -> Any:
-        inputs, targets = self.pairs[row]
-        return inputs + self.level, targets
-
-
 class Caching(Rows):
     def __getitem__(self, row: int) -> Any:
         if row not in self.cache:
             self.cache[row] = self.pairs[row][0] + torch.randn(4)
         return self.cache[row], self.pairs[row][1]
-
-
-class CountingRows(Rows):
-    def __getitem__(self, row: int) -> Any:
-        self.count += 1
-        inputs, targets = self.pairs[row]
-        return inputs + self.count / 10, targets
-
-
-class SavedRows(CountingRows):
-    def __getitem__(self, row: int) -> Any:
-        inputs, targets = super().__getitem__(row)
-        return inputs + self.level, targets
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"count": self.count, "level": self.level}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.count, self.level = state["count"], state["level"]
 
 
 def of_rows(rows: Dataset[Any], **options: Any) -> dict[str, Any]:

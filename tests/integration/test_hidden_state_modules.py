@@ -23,6 +23,7 @@ from tests.support.runs_hidden_state import (
     check_that_what_has_changed_is_resumed_or_named,
     run,
 )
+from tests.support.stateful_parts import Averaging
 
 CASES = CasesOfHiddenState()
 case = CASES.case
@@ -149,19 +150,6 @@ class WithLargeTensor(Remembering):
 @case("model.large")
 def one_element_of_a_large_tensor_changes() -> dict[str, Any]:
     return {"model": WithLargeTensor()}
-
-
-class Averaging(nn.Module):
-    """A loss relative to its average so far."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("mean", torch.ones(()))
-
-    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        loss = (outputs - targets).square().mean()
-        self.mean.lerp_(loss.detach(), 0.1)
-        return loss / self.mean
 
 
 @case()

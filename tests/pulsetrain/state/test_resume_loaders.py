@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader
 from pulsetrain import Trainer
 from pulsetrain.engine import Events, Every
 from pulsetrain.engine.data.keyed_loader import KeyedLoader
-from tests.integration.test_hidden_state import SavedRows, SavedShuffling
 from tests.support.loaders import (
     BATCH_SIZE,
     LOADERS,
@@ -31,6 +30,7 @@ from tests.support.loaders import (
     resumed,
 )
 from tests.support.runs import cut_after, saving_run, weights
+from tests.support.stateful_parts import SavedRows, SavedShuffling
 
 
 @functools.cache
