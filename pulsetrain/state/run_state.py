@@ -297,7 +297,8 @@ class OptimizerPart(OwnedPart[torch.optim.Optimizer]):
         return [{"params": [mine[name] for name in names if name in mine]} for names in groups]
 
     def _rates(self) -> list[float]:
-        return [float(group["lr"]) for group in self._owner.param_groups]
+        """Those of the groups of a new run."""
+        return [float(group["lr"]) for group in self._owner.param_groups[: self._groups]]
 
 
 class Counters(PartOf[_Counting]):

@@ -86,6 +86,7 @@ class Stepper:
         self.grad_norm: Tensor | None = None  # of the last update that measured it
         self.grad_norms: dict[str, Tensor] = {}  # the same of each of several optimizers
         self.optimizers = store.optimizer if isinstance(store.optimizer, NamedOptimizers) else None
+        self._groups = len(store.optimizer.param_groups)  # whose gradients the updates consume
         self._skip: Tensor | None = None  # whether the current update is to be skipped
         self._checks = True  # until an update has been made, values are checked
         self._engine: Engine | None = None  # whose the two dispatches are
@@ -101,6 +102,8 @@ class Stepper:
         if self.share is not None:
             own, even = self.share(state.iteration)
             self._weight, self._even = own / even, even / max(own, 1)
+        if self.optimizers is None and len(self.store.optimizer.param_groups) != self._groups:
+            self._adopt_groups()
         self.is_stepping = True
         try:
             if self.optimizers is not None:
@@ -168,6 +171,13 @@ class Stepper:
         if grad_norm is not None:
             self.grad_norm = grad_norm
 
+    def _adopt_groups(self) -> None:
+        """Groups were added: no update has consumed the gradients of their parameters, and no checkpoint has them."""
+        groups = self.store.optimizer.param_groups
+        for parameter in [each for group in groups[self._groups :] for each in group["params"]]:
+            parameter.grad = None
+        self._groups = len(groups)
+
     def trial(self, on_step: OnStep) -> Stepper:
         """A stepper over the same model with its own counts, for steps that are rolled back."""
         return Stepper(
@@ -183,6 +193,7 @@ class Stepper:
     def reset(self) -> None:
         """A run begins from iteration 0: no batch waits, and no norm has been measured."""
         self.accumulation.reset()
+        self._groups = len(self.store.optimizer.param_groups)
         self.store.optimizer.zero_grad(set_to_none=True)
         self.store.reset()
         self.grad_norm = None
@@ -205,6 +216,7 @@ class Stepper:
     def load_state_dict(self, state: StateDict) -> None:
         put_in_place = self._gradients(state)
         self.accumulation.load_state_dict(state["accumulation"])
+        self._groups = len(self.store.optimizer.param_groups)
         self.learning_rates = tuple(state["learning_rates"])
         self.grad_norm, self.grad_norms = state["grad_norm"], dict(state["grad_norms"])
         put_in_place()

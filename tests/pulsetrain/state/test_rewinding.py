@@ -264,3 +264,30 @@ def test_a_deleted_checkpoints_name_is_never_used_again_and_the_best_is_that_of_
     assert len(names) > 6
     assert len(set(names)) == len(names)
     assert all(best)
+
+
+@pytest.mark.parametrize("added_at", [8, 10])
+def test_parameters_that_a_handler_adds_to_the_optimizer_are_those_of_the_checkpoint(
+    added_at: int, tmp_path: Path
+) -> None:
+    def make(**settings: Any) -> Trainer:
+        trainer = guarded_run(*settings.pop("handlers", ()), **settings)
+        model, optimizer = trainer.model, trainer.optimizer
+        late = list(model[-1].parameters())
+        del optimizer.param_groups[0]["params"][-len(late) :]
+
+        # added after the checkpoint of iteration 9 it is added again, before it the checkpoint has it
+        @trainer.on(Events.ITERATION_COMPLETED)
+        def add(engine: Any) -> None:
+            if engine.state.iteration == added_at and len(optimizer.param_groups) == 1:
+                optimizer.add_param_group({"params": late, "lr": 0.02})
+
+        return trainer
+
+    trainer = going_back(make(handlers=[saver(tmp_path)]), (12, 11, 11))
+    trainer.train()
+    assert trainer.rewinds == 1
+    whole = make(skip_batches=[(11, 11)])
+    whole.train()
+    assert len(whole.optimizer.param_groups) == 2
+    assert same(trainer, whole)
