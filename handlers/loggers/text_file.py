@@ -11,7 +11,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
-from pulsetrain.engine import Engine, Events, Every, OnError, RunFolderError
+from pulsetrain.engine import Engine, Event, Events, Every, OnError, RunFolderError
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.handlers.loggers.base import MetricLogger
 from pulsetrain.handlers.run_files.ownership import FolderUse
@@ -74,8 +74,9 @@ class TextFileLogger(MetricLogger, Generic[Line]):
         self._adopt()
 
     def state_dict(self) -> dict[str, Any]:
-        """How many lines the file has, including those that wait to be written."""
-        return {self.unit: self._final + len(self._waiting)}
+        """How many lines the file has, including those that wait to be written, and how many wait if any do."""
+        waiting = {"waiting": len(self._waiting)} if self._waiting else {}
+        return {self.unit: self._final + len(self._waiting), **waiting}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The file is unchanged until CHECKPOINT_LOADED, when the run resumes from there."""
@@ -105,6 +106,10 @@ class TextFileLogger(MetricLogger, Generic[Line]):
     def rewrite(self, lines: Sequence[Line]) -> None:
         """Replace the file by one with these lines."""
         replace_file(self.path, self.encoded(lines))
+
+    def agrees(self, lines: Sequence[Line], saved: Mapping[str, Any]) -> bool:
+        """Whether these can be the lines that were there when the checkpoint with this state was saved."""
+        return True
 
     def cut(self, lines: Sequence[Line], saved: Mapping[str, object]) -> None:
         """Keep these lines, which were there when the checkpoint with this state was saved."""
@@ -174,7 +179,7 @@ class TextFileLogger(MetricLogger, Generic[Line]):
         super()._subscribe()
         self._observe(Events.CHECKPOINT_LOADED, self._on_loaded)
 
-    def _on_loaded(self, engine: Engine) -> None:
+    def _on_loaded(self, engine: Engine, event: Event) -> None:
         """Remove the lines that were written after the checkpoint; the resumed run writes them again."""
         saved, self._saved = self._saved, None
         if saved is None:
@@ -182,9 +187,31 @@ class TextFileLogger(MetricLogger, Generic[Line]):
         self._adopt()
         kept = int(saved[self.unit])
         lines = [*(self.read_lines()[: self._final] if self._written else ()), *self._waiting]
-        # a file that is shorter, or whose later lines are of earlier iterations, belongs to another run
-        if kept <= len(lines) and all(self.iteration_of(line) >= engine.state.iteration for line in lines[kept:]):
+        later = all(self.iteration_of(line) >= engine.state.iteration for line in lines[kept:])
+        if kept <= len(lines) and later and self.agrees(lines[:kept], saved):
             self.cut(lines[:kept], saved)
+        elif kept - int(saved.get("waiting", 0)) > len(lines) or kept <= len(lines):
+            # else the only lines that are missing were never written: the run was stopped while they waited
+            self._report_other_file(kept, len(lines), Path(event.payload.path))
+
+    def _report_other_file(self, expected: int, there: int, checkpoint: Path) -> None:
+        """The file is not the one that the checkpoint counts on. Nothing in it is removed: it may be of another run."""
+        log, name = get_logger("handlers"), self.path.name
+        facts = {"path": str(self.path), "missing": max(expected - there, 0), "there": there}
+        if there >= expected:
+            log.warning(
+                f"{name} has {self.unit} of another run, which do not fit the checkpoint; those of this run follow; "
+                "give each run its own folder",
+                **facts,
+            )
+        elif there or checkpoint.parent.parent.resolve() == self.folder.resolve():
+            log.warning(
+                f"{name} has fewer {self.unit} than when the checkpoint was saved; the run continues it without the "
+                "missing ones, unless you stop it and restore the file",
+                **facts,
+            )
+        else:
+            log.info(f"{name} begins here: the {self.unit} before the checkpoint are in another folder", **facts)
 
 
 def _drop_unfinished_line(path: Path) -> None:
