@@ -15,7 +15,7 @@ from pulsetrain.engine import Engine, Event, Events, Every, OnError, RunFolderEr
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.handlers.loggers.base import MetricLogger
 from pulsetrain.handlers.run_files.ownership import FolderUse
-from pulsetrain.handlers.run_files.run_folder import make_folder, replace_file
+from pulsetrain.handlers.run_files.run_folder import make_folder, replace_file, writing
 
 __all__ = ["TextFileLogger"]
 
@@ -125,7 +125,8 @@ class TextFileLogger(MetricLogger, Generic[Line]):
         final = self._final
         self._replaced, self._waiting = None, deque(lines[final:])
         if min(len(lines), final) < self._written or (changed and len(lines) <= final):
-            self.rewrite(lines[:final])
+            with writing(self._place, self.folder, self.file_name):
+                self.rewrite(lines[:final])
             self._written = min(len(lines), final)
 
     def foreign(self, why: str) -> RunFolderError:
@@ -157,7 +158,7 @@ class TextFileLogger(MetricLogger, Generic[Line]):
         """Before the first write: continue the file that is there, which until now another run may have written."""
         if self._adopted:
             return
-        with self._use.taken():
+        with self._use.taken(), writing(self._place, self.folder, self.file_name):
             if self._holds_lines():
                 self.check_file()
                 _drop_unfinished_line(self.path)
@@ -166,7 +167,7 @@ class TextFileLogger(MetricLogger, Generic[Line]):
 
     def _write(self) -> None:
         """Write the lines that wait."""
-        with self._use.taken():
+        with self._use.taken(), writing(self._place, self.folder, self.file_name):
             while lines := list(islice(self._waiting, _AT_ONCE)):
                 content = self.encoded(lines)
                 replaced = b"" if self._replaced is None else self.encoded([self._replaced])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import yaml
@@ -126,7 +127,8 @@ class Claim:
                 if path.is_dir() and not path.is_symlink():
                     shutil.rmtree(path, ignore_errors=True)
                 elif path.exists():
-                    path.unlink()
+                    with suppress(OSError):  # the disk has become read-only: the error that ended the run says so
+                        path.unlink()
         for parent in reversed(self._made):
             if parent != self.folder:
                 try:
