@@ -128,7 +128,7 @@ class Trainer(Engine):
         check_kinds(config, metrics, handlers, callbacks)
         self.config = config = config or TrainingConfig()
         check_type("Trainer", "train_loader", train_loader, Iterable, "an iterable of batches, such as a DataLoader")
-        check_shared("Trainer", model)
+        check_shared("Trainer", model, train_loader)
         self.strategy = resolve_strategy(strategy)
         check_metric_names(metrics, self.strategy)
         self.data = DataCursor(config.chosen_seed, config.skip_batches, chosen=config.seed is not None)

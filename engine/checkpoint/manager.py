@@ -78,7 +78,8 @@ class CheckpointManager:
         try:
             self._files.make(self.checkpoint_dir)
         except OSError as error:
-            raise RunFolderError(f"CheckpointManager({str(checkpoint_dir)!r}): cannot be used: {error}") from error
+            rule = f"cannot be used: {error}; choose another folder, make room on its disk, or fix its permissions"
+            raise RunFolderError(f"CheckpointManager({str(checkpoint_dir)!r}): {rule}") from error
 
     def save(
         self,

@@ -1,4 +1,4 @@
-"""How many processes train together, which one this is, and whether they train one model."""
+"""How many processes train together, which one this is, and whether they train one model, each on its own data."""
 
 from __future__ import annotations
 
@@ -9,8 +9,18 @@ from typing import NamedTuple
 import torch.distributed
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    WeightedRandomSampler,
+)
 
 from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.logs import get_logger
 
 __all__ = ["Ranks", "agreed", "check_shared", "ranks"]
 
@@ -41,25 +51,42 @@ def ranks() -> Ranks:
         return Ranks()
 
 
-def check_shared(place: str, model: object) -> None:
-    """Refuse a model of which each process would train its own copy.
+def check_shared(place: str, model: object, loader: object = None) -> None:
+    """Refuse a model of which each process would train its own copy, or save its own part; warn of shared batches.
 
     Args:
         place: the class that was given the model, for the message.
         model: a module, or several by name.
+        loader: of the training data. The main process warns if all processes would train on the same batches.
 
     Raises:
-        ConfigurationError: several processes train together, and a module that learns is not wrapped.
+        ConfigurationError: several processes train together, and a module is sharded, or learns and is not wrapped.
     """
     found = ranks()
+    if found.world_size == 1:
+        return
     parts = list(model.values()) if isinstance(model, Mapping) else [model]
-    if found.world_size > 1 and not all(map(_is_shared, parts)):
-        raise ConfigurationError(
-            "each of {world_size} processes would train a model of its own; wrap the model in "
-            "torch.nn.parallel.DistributedDataParallel, or shard it by fully_shard, or start one process",
-            place,
-            model=type(model),
-            world_size=found.world_size,
+    for part in parts:
+        if _is_sharded(part):
+            rule = (
+                "sharded models are not supported yet: rank 0 of {world_size} would save its own shard alone; wrap the "
+                "model in torch.nn.parallel.DistributedDataParallel, or start one process"
+            )
+        elif not _is_shared(part):
+            rule = (
+                "each of {world_size} processes would train a model of its own; wrap the model in "
+                "torch.nn.parallel.DistributedDataParallel, or start one process"
+            )
+        else:
+            continue
+        raise ConfigurationError(rule, place, model=type(part), world_size=found.world_size)
+    if found.is_main and _gives_all_ranks_the_same(loader, found.world_size):
+        get_logger("engine").warning(
+            "each process trains on the same batches; give the DataLoader sampler=torch.utils.data.DistributedSampler("
+            "dataset), with its shuffle instead of the DataLoader's, unless the dataset itself differs by process",
+            loader=type(loader).__name__,
+            sampler=type(_sampler_of(loader)).__name__,
+            processes=found.world_size,
         )
 
 
@@ -76,10 +103,47 @@ def _is_shared(model: object) -> bool:
     """Whether gradients are averaged over the processes, or nothing learns."""
     if not isinstance(model, nn.Module):
         return False
-    wrappers: tuple[type, ...] = (DistributedDataParallel,)
-    if torch.distributed.is_available():
-        from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel  # imports 60 modules
-
-        wrappers = (*wrappers, FSDPModule, FullyShardedDataParallel)
     learns = any(parameter.requires_grad for parameter in model.parameters())
-    return not learns or any(isinstance(module, wrappers) for module in model.modules())
+    return not learns or any(isinstance(module, DistributedDataParallel) for module in model.modules())
+
+
+def _is_sharded(model: object) -> bool:
+    """Whether this process holds a part of the weights alone."""
+    if not isinstance(model, nn.Module) or not torch.distributed.is_available():
+        return False
+    from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel  # imports 60 modules
+    from torch.distributed.tensor import DTensor
+
+    return any(isinstance(module, (FSDPModule, FullyShardedDataParallel)) for module in model.modules()) or any(
+        isinstance(parameter, DTensor) for parameter in model.parameters()
+    )
+
+
+def _gives_all_ranks_the_same(loader: object, world_size: int) -> bool:
+    """Whether the loader is known to give every process the same batches; in doubt not.
+
+    One of a subclass, over an IterableDataset, or with a sampler or batch sampler that is not torch's may share the
+    samples out itself. So may a Subset of at most a process's share of the samples, and a generator of the user's that
+    draws with replacement: both may differ by process.
+    """
+    if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset):
+        return False
+    sampler = _sampler_of(loader)
+    if type(sampler) not in (SequentialSampler, RandomSampler, WeightedRandomSampler):
+        return False
+    if getattr(sampler, "replacement", False) and getattr(sampler, "generator", None) is not None:
+        return False
+    dataset: object = loader.dataset
+    while type(dataset) is Subset:
+        if len(dataset.indices) <= -(-len(dataset.dataset) // world_size):  # type: ignore[arg-type]  # torch's has no __len__
+            return False
+        dataset = dataset.dataset
+    return True
+
+
+def _sampler_of(loader: object) -> object:
+    """What draws the samples of a DataLoader; the user's own batch sampler if it has one."""
+    batches = getattr(loader, "batch_sampler", None)
+    if batches is None:
+        return getattr(loader, "sampler", None)
+    return batches.sampler if type(batches) is BatchSampler else batches

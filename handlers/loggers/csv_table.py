@@ -116,13 +116,15 @@ class CSVLogger(TextFileLogger[_Cells]):
         replace_file(self.path, _table([{name: name for name in columns}, *lines], columns))
         self._columns, self._written = columns, len(lines)
 
+    def agrees(self, lines: Sequence[_Cells], saved: Mapping[str, Any]) -> bool:
+        growing = saved.get("growing")
+        return growing is None or not lines or self.iteration_of(lines[-1]) == growing[1]
+
     def cut(self, lines: Sequence[_Cells], saved: Mapping[str, Any]) -> None:
         last, changed = None, False
         if saved.get("growing") is not None and lines:
-            name, last_iteration, columns = saved["growing"]
+            name, _, columns = saved["growing"]
             *before, there = lines
-            if self.iteration_of(there) != last_iteration:
-                return
             # without the cells that were added since
             cells = {column: there[column] for column in columns if there.get(column)}
             changed = any(value for column, value in there.items() if column not in cells)

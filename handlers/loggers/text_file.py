@@ -11,11 +11,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
-from pulsetrain.engine import Engine, Events, Every, OnError, RunFolderError
+from pulsetrain.engine import Engine, Event, Events, Every, OnError, RunFolderError
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.handlers.loggers.base import MetricLogger
 from pulsetrain.handlers.run_files.ownership import FolderUse
-from pulsetrain.handlers.run_files.run_folder import make_folder, replace_file
+from pulsetrain.handlers.run_files.run_folder import make_folder, replace_file, writing
 
 __all__ = ["TextFileLogger"]
 
@@ -74,8 +74,9 @@ class TextFileLogger(MetricLogger, Generic[Line]):
         self._adopt()
 
     def state_dict(self) -> dict[str, Any]:
-        """How many lines the file has, including those that wait to be written."""
-        return {self.unit: self._final + len(self._waiting)}
+        """How many lines the file has, including those that wait to be written, and how many wait if any do."""
+        waiting = {"waiting": len(self._waiting)} if self._waiting else {}
+        return {self.unit: self._final + len(self._waiting), **waiting}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """The file is unchanged until CHECKPOINT_LOADED, when the run resumes from there."""
@@ -106,6 +107,10 @@ class TextFileLogger(MetricLogger, Generic[Line]):
         """Replace the file by one with these lines."""
         replace_file(self.path, self.encoded(lines))
 
+    def agrees(self, lines: Sequence[Line], saved: Mapping[str, Any]) -> bool:
+        """Whether these can be the lines that were there when the checkpoint with this state was saved."""
+        return True
+
     def cut(self, lines: Sequence[Line], saved: Mapping[str, object]) -> None:
         """Keep these lines, which were there when the checkpoint with this state was saved."""
         self.keep(lines)
@@ -120,7 +125,8 @@ class TextFileLogger(MetricLogger, Generic[Line]):
         final = self._final
         self._replaced, self._waiting = None, deque(lines[final:])
         if min(len(lines), final) < self._written or (changed and len(lines) <= final):
-            self.rewrite(lines[:final])
+            with writing(self._place, self.folder, self.file_name):
+                self.rewrite(lines[:final])
             self._written = min(len(lines), final)
 
     def foreign(self, why: str) -> RunFolderError:
@@ -152,7 +158,7 @@ class TextFileLogger(MetricLogger, Generic[Line]):
         """Before the first write: continue the file that is there, which until now another run may have written."""
         if self._adopted:
             return
-        with self._use.taken():
+        with self._use.taken(), writing(self._place, self.folder, self.file_name):
             if self._holds_lines():
                 self.check_file()
                 _drop_unfinished_line(self.path)
@@ -161,7 +167,7 @@ class TextFileLogger(MetricLogger, Generic[Line]):
 
     def _write(self) -> None:
         """Write the lines that wait."""
-        with self._use.taken():
+        with self._use.taken(), writing(self._place, self.folder, self.file_name):
             while lines := list(islice(self._waiting, _AT_ONCE)):
                 content = self.encoded(lines)
                 replaced = b"" if self._replaced is None else self.encoded([self._replaced])
@@ -174,7 +180,7 @@ class TextFileLogger(MetricLogger, Generic[Line]):
         super()._subscribe()
         self._observe(Events.CHECKPOINT_LOADED, self._on_loaded)
 
-    def _on_loaded(self, engine: Engine) -> None:
+    def _on_loaded(self, engine: Engine, event: Event) -> None:
         """Remove the lines that were written after the checkpoint; the resumed run writes them again."""
         saved, self._saved = self._saved, None
         if saved is None:
@@ -182,9 +188,31 @@ class TextFileLogger(MetricLogger, Generic[Line]):
         self._adopt()
         kept = int(saved[self.unit])
         lines = [*(self.read_lines()[: self._final] if self._written else ()), *self._waiting]
-        # a file that is shorter, or whose later lines are of earlier iterations, belongs to another run
-        if kept <= len(lines) and all(self.iteration_of(line) >= engine.state.iteration for line in lines[kept:]):
+        later = all(self.iteration_of(line) >= engine.state.iteration for line in lines[kept:])
+        if kept <= len(lines) and later and self.agrees(lines[:kept], saved):
             self.cut(lines[:kept], saved)
+        elif kept - int(saved.get("waiting", 0)) > len(lines) or kept <= len(lines):
+            # else the only lines that are missing were never written: the run was stopped while they waited
+            self._report_other_file(kept, len(lines), Path(event.payload.path))
+
+    def _report_other_file(self, expected: int, there: int, checkpoint: Path) -> None:
+        """The file is not the one that the checkpoint counts on. Nothing in it is removed: it may be of another run."""
+        log, name = get_logger("handlers"), self.path.name
+        facts = {"path": str(self.path), "missing": max(expected - there, 0), "there": there}
+        if there >= expected:
+            log.warning(
+                f"{name} has {self.unit} of another run, which do not fit the checkpoint; those of this run follow; "
+                "give each run its own folder",
+                **facts,
+            )
+        elif there or checkpoint.parent.parent.resolve() == self.folder.resolve():
+            log.warning(
+                f"{name} has fewer {self.unit} than when the checkpoint was saved; the run continues it without the "
+                "missing ones, unless you stop it and restore the file",
+                **facts,
+            )
+        else:
+            log.info(f"{name} begins here: the {self.unit} before the checkpoint are in another folder", **facts)
 
 
 def _drop_unfinished_line(path: Path) -> None:

@@ -19,7 +19,7 @@ from pulsetrain.handlers.metric_values.step_values import METRIC_EVENTS, learnin
 from pulsetrain.handlers.plots import figures
 from pulsetrain.handlers.plots.curves import RunCurves
 from pulsetrain.handlers.run_files.ownership import FolderUse
-from pulsetrain.handlers.run_files.run_folder import make_folder, replace_file
+from pulsetrain.handlers.run_files.run_folder import make_folder, replace_file, writing
 
 __all__ = ["Plots"]
 
@@ -125,10 +125,12 @@ class Plots(Handler):
         for name in sorted(run.changed):
             figure = run.figure(name)
             if figure is not None:
-                folder.mkdir(exist_ok=True)
                 for kind in self.formats:
-                    replace_file(folder / f"{_file_name(name)}.{kind}", figures.render(figure, kind))
-                    written.append(folder / f"{_file_name(name)}.{kind}")
+                    path, content = folder / f"{_file_name(name)}.{kind}", figures.render(figure, kind)
+                    with writing("Plots", folder):
+                        folder.mkdir(exist_ok=True)
+                        replace_file(path, content)
+                    written.append(path)
             run.changed.discard(name)  # one that could not be written is tried again next time
         now = self._clock()
         self._next = now + (now - started) * (1 / SHARE - 1)

@@ -12,6 +12,7 @@ from pulsetrain.handlers.metric_values.event_values import EventValues, PlainTyp
 from pulsetrain.handlers.metric_values.step_values import METRIC_EVENTS
 from pulsetrain.handlers.run_files.ownership import take
 from pulsetrain.handlers.run_files.run_file import read_run_file
+from pulsetrain.handlers.run_files.run_folder import writing
 
 __all__ = ["FETCHING", "FINAL", "MEASURED", "LogSession"]
 
@@ -33,7 +34,7 @@ class LogSession:
         folder: the log's.
         rank: of this process.
         max_bytes: budget of the sealed log.
-        on_error: "warn" keeps what cannot be written in memory, and warns once; "raise" raises the OSError.
+        on_error: "warn" keeps what cannot be written in memory, and warns once; "raise" raises a RunFolderError.
     """
 
     bus: EventBus
@@ -221,7 +222,8 @@ class LogSession:
 
     def _cannot_write(self, error: OSError) -> None:
         if self._on_error == "raise" or isinstance(error, PulsetrainError):
-            raise error
+            with writing("EventRecorder", self.folder):
+                raise error
         if not self._reported:
             self._reported = True
             get_logger("handlers").warning(

@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import tempfile
 import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from pulsetrain.engine.errors import RunFolderError
+from pulsetrain.engine.errors import PulsetrainError, RunFolderError
 
-__all__ = ["make_folder", "replace_file"]
+__all__ = ["make_folder", "replace_file", "writing"]
 
 
 def make_folder(place: str, folder: Path) -> Path:
@@ -22,14 +24,34 @@ def make_folder(place: str, folder: Path) -> Path:
     Raises:
         RunFolderError: the folder cannot be created or written.
     """
-    try:
+    with writing(place, folder):
         folder.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
-    except OSError as error:
-        rule = f"cannot be written ({error.strerror or error}); choose another folder or change its permissions"
-        raise RunFolderError(rule, place, folder=str(folder)) from error
     return folder
+
+
+@contextmanager
+def writing(place: str, folder: Path, file: str = "") -> Iterator[None]:
+    """A block that writes in the folder: what the operating system refuses is reported with the folder and a remedy.
+
+    Args:
+        place: the handler's class name, for the message.
+        folder: where the handler writes its files.
+        file: the name of the one that is written, if it is one.
+
+    Raises:
+        RunFolderError: the disk is full, or the folder cannot be written.
+    """
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, PulsetrainError):
+            raise
+        what = f"{file} cannot be written" if file else "cannot be written"
+        remedy = "choose another folder, make room on its disk, or fix its permissions"
+        rule = f"{what} ({error.strerror or error}); {remedy}"
+        raise RunFolderError(rule, place, folder=str(folder)) from error
 
 
 def replace_file(path: Path, content: bytes) -> None:

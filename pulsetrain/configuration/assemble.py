@@ -10,13 +10,14 @@ from typing import Any
 
 import pulsetrain.handlers as shipped_handlers
 from pulsetrain.config import TrainingConfig
-from pulsetrain.configuration.claim import Claim, has_checkpoint, resolve_folder, write_description
+from pulsetrain.configuration.claim import Claim, has_checkpoint, resolve_folder, run_of, write_description
 from pulsetrain.configuration.class_paths import Factory, look_in
 from pulsetrain.configuration.instantiate import instantiate
 from pulsetrain.configuration.messages import in_settings
 from pulsetrain.configuration.parse import SECTIONS, differences, load_yaml
-from pulsetrain.engine import ConfigurationError, JaxBackend, PulsetrainError, TorchBackend, backends
+from pulsetrain.engine import ConfigurationError, Events, JaxBackend, PulsetrainError, TorchBackend, backends
 from pulsetrain.engine import strategies as shipped_strategies
+from pulsetrain.engine.checkpoint import resolve
 from pulsetrain.engine.data import rng
 from pulsetrain.engine.data.keyed_loader import length_of
 from pulsetrain.engine.logs import get_logger
@@ -98,23 +99,44 @@ def assemble(
             )  # fmt: skip
         except PulsetrainError as error:
             raise in_settings(error) from error
-        described = {section: config[section] for section in SECTIONS if section in config}
-        described |= {"run": str(claim.folder), "training": {**(described.get("training") or {}), "seed": trainer.seed}}
         if resume is None or not has_checkpoint(trainer):  # a run that has saved nothing starts again
-            write_description(claim.folder, described, trainer, base)
+            write_description(claim.folder, _described(config, claim.folder, trainer.seed), trainer, base)
+            if resume is not None:
+                _describe_again_once_loaded(config, claim.folder, trainer, base)
         else:
-            _report_changes(claim.folder, described)
+            _report_changes(claim.folder, _described(config, claim.folder, trainer.seed))
     except BaseException:
         claim.release()
         raise
     return Assembly(trainer, claim)
 
 
+def _described(config: Mapping[str, Any], folder: Path, seed: int) -> dict[str, Any]:
+    """The configuration that makes the run in that folder again."""
+    described = {section: config[section] for section in SECTIONS if section in config}
+    return {**described, "run": str(folder), "training": {**(described.get("training") or {}), "seed": seed}}
+
+
+def _describe_again_once_loaded(config: Mapping[str, Any], folder: Path, trainer: Trainer, base: Path) -> None:
+    """Correct the description when a checkpoint of another folder is loaded: from then on its seed holds."""
+    written = trainer.seed
+
+    def describe_again() -> None:
+        nonlocal written
+        if trainer.seed != written:
+            written = trainer.seed
+            write_description(folder, _described(config, folder, written), trainer, base)
+
+    trainer.add_event_handler(Events.CHECKPOINT_LOADED, describe_again)
+
+
 def _training_settings(config: Mapping[str, Any], folder: Path, resume: str | None) -> dict[str, Any]:
     """The training section, with a seed where it has none, and the run folder where a setting needs it."""
     settings = with_run_folder(config.get("training") or {}, str(folder))
     if settings.get("seed") is None:
-        recorded = (_recorded(folder).get("training") or {}).get("seed") if resume is not None else None
+        checkpoint = None if resume in (None, "latest") else resolve(str(resume))
+        resumed = run_of(checkpoint) if isinstance(checkpoint, Path) else folder  # a URL has no run folder
+        recorded = None if resume is None else (_recorded(resumed or folder).get("training") or {}).get("seed")
         settings["seed"] = recorded if recorded is not None else rng.current_seed()
     return settings
 

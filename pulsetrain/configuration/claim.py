@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import yaml
@@ -17,7 +18,7 @@ from pulsetrain.handlers.run_files.redaction import redacted
 from pulsetrain.handlers.run_files.run_file import write_run_file
 from pulsetrain.trainer import Trainer
 
-__all__ = ["Claim", "has_checkpoint", "holds_run", "resolve_folder", "write_description"]
+__all__ = ["Claim", "has_checkpoint", "holds_run", "resolve_folder", "run_of", "write_description"]
 
 PARTS = ("config.yaml", "run.json", "events", "checkpoints", "metrics.csv", "plots", "crash", "crash.txt")
 
@@ -38,7 +39,7 @@ def resolve_folder(pattern: str, *, resume: str | None = None, chosen: bool = Tr
         ConfigurationError: no installed package reads URLs of the checkpoint's kind.
     """
     checkpoint = None if resume in (None, "latest") else resolve(str(resume))
-    own = _run_of(checkpoint) if isinstance(checkpoint, Path) else None  # a URL has no run folder
+    own = run_of(checkpoint) if isinstance(checkpoint, Path) else None  # a URL has no run folder
     if own is not None and not chosen:
         return own
     if "://" in pattern:
@@ -126,7 +127,8 @@ class Claim:
                 if path.is_dir() and not path.is_symlink():
                     shutil.rmtree(path, ignore_errors=True)
                 elif path.exists():
-                    path.unlink()
+                    with suppress(OSError):  # the disk has become read-only: the error that ended the run says so
+                        path.unlink()
         for parent in reversed(self._made):
             if parent != self.folder:
                 try:
@@ -169,7 +171,7 @@ def _numbered(pattern: Path, *, last: bool) -> Path:
     return pattern.with_name(f"{before}{max(taken, default=0) + 1}{after}")
 
 
-def _run_of(checkpoint: Path) -> Path | None:
+def run_of(checkpoint: Path) -> Path | None:
     """The run folder of a checkpoint; None where it is not in one."""
     if not (checkpoint / "manifest.json").is_file():
         given = f"--resume {checkpoint}"

@@ -108,14 +108,7 @@ class Resumer:
             return self.begin(data, iteration), iteration % epoch_length if epoch_length else iteration
         with workers_outlive_signals(data):
             batches = self.data.resume(data, iteration)
-        rng.restore(pending.rng)  # last: making the iterator draws from the generators
-        if rank := ranks().rank:  # the states in the checkpoint are the main process's
-            rng.seed_everything(rng.derive(self.data.seed, rank, iteration))
-            get_logger("pulsetrain").warning(
-                "the checkpoint has the random generators of rank 0 alone: this rank draws new numbers from here, and "
-                "the run is not repeated bit for bit",
-                rank=rank,
-            )
+        self._restore_generators(pending.rng)  # last: making the iterator draws from the generators
         self.pending = None
         return batches, pending.done
 
@@ -128,12 +121,22 @@ class Resumer:
     def finishing(self) -> Iterator[None]:
         """Around the end of a run whose checkpoint was made after its last batch: restores the generators for it."""
         if self.pending is not None and self.pending.rng is not None:
-            rng.restore(self.pending.rng)
+            self._restore_generators(self.pending.rng)
             self.pending = replace(self.pending, rng=None)
         try:
             yield
         finally:
             self.pending = None
+
+    def _restore_generators(self, states: Mapping[str, Any]) -> None:
+        rng.restore(states)
+        if rank := ranks().rank:  # the states in the checkpoint are the main process's
+            rng.seed_everything(rng.derive(self.data.seed, rank, self.data.trained))
+            get_logger("pulsetrain").warning(
+                "the checkpoint holds the random generators of rank 0 alone: this rank draws new numbers from here, "
+                "for dropout and the like, so the run is not repeated bit for bit; the order of the data is kept",
+                rank=rank,
+            )
 
     def _restore_handlers(self, engine: Engine, event: Event) -> None:
         pending = self.pending

@@ -26,8 +26,9 @@ def at(engine, epoch, iteration, metrics):
     log(engine, metrics)
 
 
-def loaded(logger, engine, iteration, state):
-    """The run resumes from a checkpoint with this state of the logger."""
+def loaded(logger, engine, iteration, state, run_folder=None):
+    """The run resumes from a checkpoint with this state of the logger, by default one in the logger's run folder."""
     logger.load_state_dict(state)
     engine.state.iteration = iteration
-    engine.fire(Events.CHECKPOINT_LOADED, CheckpointLoaded(path=f"{iteration:09d}-checkpoint", iteration=iteration))
+    path = (run_folder or logger.folder) / "checkpoints" / f"{iteration:09d}-checkpoint"
+    engine.fire(Events.CHECKPOINT_LOADED, CheckpointLoaded(path=path, iteration=iteration))

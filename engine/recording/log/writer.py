@@ -34,6 +34,13 @@ def log_files(folder: Path, rank: int = 0) -> tuple[Path, Path]:
     return folder / f"events{middle}.jsonl.zst", folder / f"tail{middle}.jsonl"
 
 
+def _unwritable(folder: Path, error: OSError) -> RunFolderError:
+    return RunFolderError(
+        f"event log {folder}: cannot be written ({error.strerror or error}); choose another folder, make room on its "
+        "disk, or fix its permissions"
+    )
+
+
 _OPEN: weakref.WeakSet[LogWriter] = weakref.WeakSet()
 
 
@@ -91,10 +98,7 @@ class LogWriter:
             folder.mkdir(parents=True, exist_ok=True)
             self._descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
-            raise RunFolderError(
-                f"event log {folder}: cannot be written ({error.strerror or error}); "
-                "choose another folder or fix its permissions"
-            ) from error
+            raise _unwritable(folder, error) from error
         if not lock(self._descriptor):
             os.close(self._descriptor)
             raise RunFolderError(
@@ -104,8 +108,10 @@ class LogWriter:
             size = tail.stat().st_size if tail.exists() else 0
             self._tail = Tail(tail)
             self._append_to(tail, size)
-        except BaseException:
+        except BaseException as error:
             os.close(self._descriptor)
+            if isinstance(error, OSError):
+                raise _unwritable(folder, error) from error
             raise
         _OPEN.add(self)
 

@@ -257,7 +257,7 @@ def test_a_checkpoint_counts_the_rows_that_wait(tmp_path, full):
         at(engine, 1, 3, {"a": 3.0})
         checkpoint = logger.state_dict()
         at(engine, 1, 4, {"a": 4.0})
-    assert checkpoint == {"rows": 3, "growing": ["trainer", 3, ["a", "iteration", "epoch"]]}
+    assert checkpoint == {"rows": 3, "waiting": 2, "growing": ["trainer", 3, ["a", "iteration", "epoch"]]}
     full(False)
     at(engine, 1, 5, {"a": 5.0})
     assert len(rows(tmp_path)) == 6

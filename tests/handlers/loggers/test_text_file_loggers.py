@@ -143,6 +143,96 @@ def test_a_checkpoint_of_another_run_removes_no_lines(make, name, found, unit, t
     assert len(found(tmp_path)) == 3
 
 
+def resumed(make, folder, iteration, state, run_folder=None):
+    """What a new process logs when it resumes from a checkpoint of this iteration."""
+    engine = make_engine()
+    logger = make(folder).attach(engine)
+    with capture_logs() as logs:
+        loaded(logger, engine, iteration, state, run_folder)
+    at(engine, 1, iteration + 1, {"a": 9.0})
+    assert logger.state_dict()[logger.unit] == len(logger.read_lines()), "the file continues from what is there"
+    logger.detach()
+    return [(line["log_level"], line["event"], line["missing"]) for line in logs]
+
+
+@pytest.mark.parametrize("there", [0, 1, 4])
+def test_lines_that_are_missing_when_a_run_resumes_are_counted_in_a_warning(make, name, found, unit, tmp_path, there):
+    engine = make_engine()
+    logger = make(tmp_path).attach(engine)
+    for iteration in range(1, 6):
+        at(engine, 1, iteration, {"a": 1.0})
+        if iteration == there:
+            short = (tmp_path / name).read_bytes()
+    state = logger.state_dict()
+    if there:
+        (tmp_path / name).write_bytes(short)
+    else:
+        (tmp_path / name).unlink()
+    ((level, text, missing),) = resumed(make, tmp_path, 5, state)
+    assert (level, missing) == ("warning", 5 - there)
+    assert text.startswith(f"{name} has fewer {unit} than when the checkpoint was saved; the run continues it")
+    assert [iteration for iteration, _ in found(tmp_path)] == [*range(1, there + 1), 6]
+
+
+def test_a_file_of_another_run_is_reported_when_a_run_resumes_and_continued(make, name, found, unit, tmp_path):
+    engine = make_engine()
+    logger = make(tmp_path).attach(engine)
+    at(engine, 1, 50, {"a": 1.0})
+    state = logger.state_dict()
+    (tmp_path / name).unlink()
+    engine = make_engine()
+    logger = make(tmp_path).attach(engine)
+    for iteration in (10, 20):
+        at(engine, 1, iteration, {"a": 1.0})
+    logger.detach()
+    ((level, text, missing),) = resumed(make, tmp_path, 50, state)
+    assert (level, missing) == ("warning", 0)
+    assert text.startswith(f"{name} has {unit} of another run, which do not fit the checkpoint; those of this run")
+    assert [iteration for iteration, _ in found(tmp_path)] == [10, 20, 51]
+
+
+def test_no_warning_of_missing_lines_where_a_run_resumes_in_another_folder(make, name, found, unit, tmp_path):
+    engine = make_engine()
+    logger = make(tmp_path / "one").attach(engine)
+    at(engine, 1, 1, {"a": 1.0})
+    said = resumed(make, tmp_path / "two", 1, logger.state_dict(), tmp_path / "one")
+    assert said == [("info", f"{name} begins here: the {unit} before the checkpoint are in another folder", 1)]
+
+
+@pytest.mark.parametrize("waited", [1, 3])
+def test_lines_that_waited_when_the_process_ended_are_not_reported_as_missing(
+    make, name, found, unit, tmp_path, full, waited
+):
+    engine = make_engine()
+    logger = make(tmp_path).attach(engine)
+    at(engine, 1, 1, {"a": 1.0})
+    full(True)
+    with capture_logs():
+        for iteration in range(2, 2 + waited):
+            at(engine, 1, iteration, {"a": 1.0})
+    state = logger.state_dict()
+    full(False)
+    logger.detach()
+    assert state[unit] == 1 + waited
+    assert resumed(make, tmp_path, 1 + waited, state) == []
+    (tmp_path / name).unlink()
+    ((level, _, missing),) = resumed(make, tmp_path, 1 + waited, state)
+    assert (level, missing) == ("warning", 1 + waited)
+
+
+@pytest.mark.parametrize("after", [0, 1, 2])
+def test_no_file_that_is_as_its_run_left_it_is_reported_when_the_run_resumes(make, name, found, unit, tmp_path, after):
+    engine = make_engine()
+    logger = make(tmp_path).attach(engine)
+    for iteration in (1, 2, 3):
+        at(engine, 1, iteration, {"a": 1.0})
+    state = logger.state_dict()
+    for iteration in range(4, 4 + after):
+        at(engine, 1, iteration, {"a": 1.0})
+    logger.detach()
+    assert resumed(make, tmp_path, 3, state) == []
+
+
 def test_a_restarted_run_removes_its_lines(make, name, found, unit, tmp_path, full):
     engine = make_engine()
     logger = make(tmp_path).attach(engine)

@@ -14,8 +14,10 @@ import pytest
 import torch
 
 from pulsetrain.cli import main
+from pulsetrain.configuration.parse import load_yaml
 from pulsetrain.engine.checkpoint import CheckpointManager, find_checkpoints
 from pulsetrain.engine.checkpoint.disk import Disk
+from pulsetrain.handlers.run_files.run_file import read_run_file
 from tests.support.programs_command_line import files, train
 
 
@@ -327,6 +329,23 @@ class TestResuming:
         assert equal(weights("runs/tiny-1"), before)
         assert train("--resume", path, "--run", "fork", "--training.max_epochs", "4") == 0
         assert equal(weights("fork"), before)
+
+    @pytest.mark.parametrize("given", ["null", "5"])
+    def test_a_run_that_continues_a_checkpoint_elsewhere_records_the_seed_of_the_checkpoint(
+        self, given: str, folder: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        torch.manual_seed(11)
+        assert train("--training.seed", "null") == 0
+        (path,) = find_checkpoints("runs/tiny-1/checkpoints")[-1:]
+        capsys.readouterr()
+        torch.manual_seed(12)  # as each process has its own
+        longer = ["--training.max_epochs", "3", "--training.seed", given]
+        assert train("--resume", str(path), "--run", "new", *longer) == 0
+        assert load_yaml(Path("new/config.yaml").read_text())["training"] == {
+            "max_epochs": 3, "learning_rate": 1e-2, "optimizer": "sgd", "seed": 11,
+        }  # fmt: skip
+        assert read_run_file(Path("new"))["seed"] == 11
+        assert ("seed" in capsys.readouterr().err) == (given == "5")  # the settings differ by it, or not at all
 
     def test_a_checkpoint_may_be_named_by_a_url(self, folder: Path) -> None:
         elsewhere = "--handlers=[{class_path: Checkpointer, init_args: {folder: 'memory://cli/run'}}]"

@@ -9,12 +9,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 import torch
 import torch.distributed
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    Subset,
+    WeightedRandomSampler,
+    random_split,
+)
 
 from pulsetrain import Trainer, TrainingConfig
 from pulsetrain.engine import ConfigurationError, Events, Every, SupervisedStrategy
@@ -30,6 +44,14 @@ RANKS = 2
 def second_of_two() -> Iterator[None]:
     """This process is rank 1 of 2; the collectives of the other one are faked."""
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=1, world_size=RANKS)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+@pytest.fixture
+def first_of_two() -> Iterator[None]:
+    """This process is rank 0 of 2; the collectives of the other one are faked."""
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=RANKS)
     yield
     torch.distributed.destroy_process_group()
 
@@ -77,6 +99,117 @@ def test_a_model_of_which_each_process_would_train_its_own_is_refused(rank: str,
     make(linear(), shared_loader(0, 8))
 
 
+def sharded_by_modules(model: nn.Module) -> nn.Module:
+    fully_shard(model, mesh=init_device_mesh("cpu", (RANKS,)))
+    return model
+
+
+def sharded_by_a_wrapper(model: nn.Module) -> nn.Module:
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+
+
+def sharded_by_tensors(model: nn.Module) -> nn.Module:
+    return parallelize_module(model, init_device_mesh("cpu", (RANKS,)), ColwiseParallel())
+
+
+def sharded_in_part(model: nn.Module) -> nn.Module:
+    return nn.Sequential(DistributedDataParallel(model), sharded_by_modules(nn.Linear(1, 1)))
+
+
+@pytest.mark.filterwarnings("ignore")  # torch's, of FSDP on a CPU
+@pytest.mark.parametrize("learns", [True, False], ids=["trained", "frozen"])
+@pytest.mark.parametrize("shard", [sharded_by_modules, sharded_by_a_wrapper, sharded_by_tensors, sharded_in_part])
+def test_a_model_of_which_a_rank_would_save_its_shard_alone_is_refused(shard: Any, learns: bool, first_of_two: None):
+    model = shard(linear()).requires_grad_(learns)
+    rule = r"sharded models are not supported yet: rank 0 of world_size=2 .*; wrap the model in torch.*Parallel, or"
+    with pytest.raises(ConfigurationError, match=rule):
+        make(model, shared_loader(0, 8))
+    with pytest.raises(ConfigurationError, match=rule):
+        make({"own": DistributedDataParallel(linear()), "sharded": model}, shared_loader(0, 8))  # type: ignore[arg-type]
+
+
+class OwnSampler(Sampler[int]):
+    """A user's sampler, or batch sampler, which may share the samples out."""
+
+    def __init__(self, *samples: Any) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.samples)
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+
+class OwnLoader(DataLoader[Any]):
+    """A user's loader, which may share the samples out."""
+
+
+class Stream(IterableDataset[Any]):
+    """A user's stream, which may read its rank's files alone."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(pairs(8))
+
+
+DATA = pairs(16)
+SAME_ON_ALL = {
+    "in_order": lambda: DataLoader(DATA, 4),
+    "shuffled": lambda: DataLoader(DATA, 4, shuffle=True),
+    "shuffled_by_a_generator": lambda: DataLoader(DATA, 4, shuffle=True, generator=torch.Generator()),
+    "drawn_with_replacement": lambda: DataLoader(DATA, 4, sampler=RandomSampler(DATA, replacement=True)),
+    "weighted": lambda: DataLoader(DATA, 4, sampler=WeightedRandomSampler([1.0] * 16, 16)),
+    "batch_sampler": lambda: DataLoader(DATA, batch_sampler=BatchSampler(RandomSampler(DATA), 4, False)),
+    "without_batches": lambda: DataLoader(DATA, batch_size=None),
+    "training_split": lambda: DataLoader(random_split(DATA, [12, 4])[0], 4, shuffle=True),
+}
+PERHAPS_OWN = {
+    "distributed_sampler": lambda: shared_loader(0, 16),
+    "batches_of_a_distributed_sampler": lambda: DataLoader(
+        DATA, batch_sampler=BatchSampler(DistributedSampler(DATA, RANKS, 0), 4, False)
+    ),
+    "own_sampler": lambda: DataLoader(DATA, 4, sampler=OwnSampler(0, 2, 4, 6)),
+    "own_batch_sampler": lambda: DataLoader(DATA, batch_sampler=OwnSampler([0, 2], [4, 6])),
+    "draws_of_its_own": lambda: DataLoader(
+        DATA, 4, sampler=RandomSampler(DATA, replacement=True, generator=torch.Generator().manual_seed(0))
+    ),
+    "own_loader": lambda: OwnLoader(DATA, 4),
+    "stream": lambda: DataLoader(Stream(), 4),
+    "part_of_the_rank": lambda: DataLoader(Subset(DATA, range(0, 16, RANKS)), 4, shuffle=True),
+    "part_of_a_split": lambda: DataLoader(Subset(random_split(DATA, [13, 3])[0], range(0, 13, RANKS)), 4),
+    "list": lambda: [DATA[:4], DATA[4:8]],
+}
+
+
+def warnings_of_data(loader: Any) -> list[Any]:
+    with structlog.testing.capture_logs() as logs:
+        make(alone_in_two(), loader).train()
+    return [line for line in logs if "same batches" in line["event"]]
+
+
+@pytest.mark.parametrize("kind", SAME_ON_ALL)
+def test_ranks_that_train_on_the_same_batches_are_warned_of_once(kind: str, first_of_two: None):
+    loader = SAME_ON_ALL[kind]()
+    (line,) = warnings_of_data(loader)
+    assert "sampler=torch.utils.data.DistributedSampler(" in line["event"]
+    assert (line["log_level"], line["loader"], line["processes"]) == ("warning", "DataLoader", RANKS)
+
+
+@pytest.mark.parametrize("kind", PERHAPS_OWN)
+def test_data_that_may_differ_by_rank_is_not_warned_of(kind: str, first_of_two: None):
+    assert warnings_of_data(PERHAPS_OWN[kind]()) == []
+
+
+@pytest.mark.parametrize("kind", SAME_ON_ALL)
+def test_the_same_batches_are_not_warned_of_on_other_ranks_or_in_one_process(kind: str, second_of_two: None):
+    assert warnings_of_data(SAME_ON_ALL[kind]()) == []
+    torch.distributed.destroy_process_group()
+    with structlog.testing.capture_logs() as logs:
+        make(linear(), SAME_ON_ALL[kind]()).train()
+    assert logs == []
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=1, world_size=RANKS)  # for the fixture
+
+
 def test_only_the_main_process_saves_logs_and_draws(second_of_two: None, tmp_path: Path, capsys: Any):
     handlers = [
         Checkpointer(tmp_path),
@@ -105,6 +238,26 @@ def test_each_rank_draws_its_own_random_numbers(second_of_two: None):
         run.add_event_handler(Events.ITERATION_STARTED, lambda rank=rank: drawn[rank].append(torch.rand(()).item()))
         run.train()
     assert len(drawn[0]) == len(drawn[1]) == 4
+    assert not set(drawn[0]) & set(drawn[1])
+
+
+@pytest.mark.parametrize("epochs", [1, 2], ids=["at_its_end", "with_batches_left"])
+def test_a_rank_whose_generators_no_checkpoint_holds_says_so_and_draws_its_own_numbers(epochs: int, tmp_path: Path):
+    drawn: dict[int, list[float]] = {}
+    for rank in range(RANKS):
+        torch.distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=RANKS)
+        if rank == 0:
+            make(alone_in_two(), shared_loader(0, 16), Checkpointer(tmp_path), max_epochs=1).train()
+        run = make(alone_in_two(), shared_loader(rank, 16), max_epochs=epochs)
+        drawn[rank] = []
+        ends = Events.ITERATION_COMPLETED | Events.COMPLETED
+        run.add_event_handler(ends, lambda rank=rank: drawn[rank].append(torch.rand(()).item()))
+        with structlog.testing.capture_logs() as logs:
+            run.train(resume=tmp_path)
+        torch.distributed.destroy_process_group()
+        said = [line for line in logs if "random generators of rank 0 alone" in line["event"]]
+        assert [(line["log_level"], line["rank"]) for line in said] == ([("warning", rank)] if rank else [])
+    assert len(drawn[0]) == len(drawn[1]) == 1 + 2 * (epochs - 1)
     assert not set(drawn[0]) & set(drawn[1])
 
 
