@@ -57,8 +57,8 @@ class TensorCheck:
             self._differences[step] = f"iteration {step}: {error}"
             return
         now = self._trainer.checkpoint_state()
-        if "handlers" in saved:
-            saved["handlers"] = {name: each for name, each in saved["handlers"].items() if name in now["handlers"]}
+        handlers = {name: each for name, each in saved["handlers"].items() if name in now["handlers"]}
+        saved = {**saved, "handlers": handlers}
         difference = next(
             (each for part in _PARTS for each in _differences(part, saved.get(part), now.get(part))), None
         )

@@ -103,5 +103,7 @@ def test_a_trainer_resumes_from_a_state_of_each_format(number: int, tmp_path: Pa
     assert reported <= {
         "the environment differs from the checkpoint's: results may differ in their last bits",
         "the checkpoint has no state for a part of the run, which starts from its beginning",  # newer ones
+        "metrics.csv has fewer rows than when the checkpoint was saved; the run continues it without the missing ones, "
+        "unless you stop it and restore the file",  # it is not there
         *(["the checkpoint has no state for the strategy, which starts from its beginning"] if number == 3 else []),
     }
