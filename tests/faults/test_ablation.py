@@ -44,7 +44,8 @@ RESTATED = {
     "modules/*", "unsaved/*",  # nothing changes; see tests/integration/test_hidden_state_*.py
 }  # fmt: skip
 # says whether the folder's log is the run's own, as here; see tests/handlers/recorder/test_log_loss.py
-OF_THE_LOG = {"handlers/EventRecorder/state/run"}
+# and which of its records a lost log has to get again
+OF_THE_LOG = {"handlers/EventRecorder/state/run", "handlers/EventRecorder/state/seams"}
 # of runs whose policy makes the batches, which are resumed in tests/integration/test_strategies_runs.py
 OF_ROLLOUTS = {"counters/rollout_round", r"handlers/Checkpointer\(.*\)/state/rollouts"}
 

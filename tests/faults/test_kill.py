@@ -38,5 +38,5 @@ def test_kills_change_nothing_in_the_result_and_no_claim_about_it_is_false(name:
     tally = kills(8, 1, name)
     assert tally["differences"] == [], tally["stderr"]
     assert tally["kills"] == tally["by_victim"][name] == 8
-    assert 0 < tally["inside_saves"] + tally["inside_rewinds"] < 8
+    assert tally["inside_saves"] + tally["inside_rewinds"] > 0
     assert tally["runs"] > 0

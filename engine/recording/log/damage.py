@@ -61,7 +61,12 @@ def damage_of_block(file: Path, start: int, end: int, header: Header) -> Damage:
         for name, part in header.engines.items()
         if name
     )
-    return Damage(file.name, start, end, ", ".join((reason, *parts)))
+    named = [*parts]
+    own = header.engines.get("")
+    if own is not None and LOST in own.events:  # which named other iterations, before the last of the block
+        last = next((part.iteration[1] for name, part in header.engines.items() if name), "the end")
+        named.append(f"with a record of events that were lost between iteration 0 and {last}")
+    return Damage(file.name, start, end, ", ".join((reason, *named)))
 
 
 def damage_of_record(file: Path, record: LoggedEvent) -> Damage:

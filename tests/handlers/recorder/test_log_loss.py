@@ -17,8 +17,10 @@ from pulsetrain import Trainer, TrainingConfig, verify
 from pulsetrain.cli import main
 from pulsetrain.engine import Events, Every, SupervisedStrategy
 from pulsetrain.engine.recording import EventLog, diff
+from pulsetrain.engine.recording.log.scan import scan
 from pulsetrain.engine.recording.log.writer import log_files
 from pulsetrain.handlers import Checkpointer, EventRecorder, NaNGuard
+from tests.integration.test_unseen_iterations import covers
 from tests.support.runs import guarded_data, guarded_run
 
 ITERATIONS = 600
@@ -118,6 +120,18 @@ def test_a_log_that_is_gone_before_a_resume_is_lost_not_new(tmp_path: Path):
     logs = resumed(tmp_path)
     assert [entry for entry in logs if entry["event"] == "the event log has lost events"]
     assert EventLog(tmp_path).verify()
+
+
+def test_the_iterations_that_a_damaged_record_of_lost_events_named_are_named(tmp_path: Path):
+    killed(tmp_path, 520)
+    shutil.rmtree(tmp_path / "events")
+    resumed(tmp_path)
+    sealed, _ = log_files(tmp_path / "events")
+    content, contents = bytearray(sealed.read_bytes()), scan(sealed)
+    for end in (*contents.index.start[1:], contents.end):
+        content[end - 9] ^= 1
+    sealed.write_bytes(content)
+    assert covers("\n".join(map(str, EventLog(tmp_path).verify())), set(range(1, ITERATIONS + 1)))
 
 
 def empty(path: Path) -> None:
