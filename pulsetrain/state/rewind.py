@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple, Protocol
 
-from pulsetrain.engine.checkpoint import Location
+from pulsetrain.engine import CheckpointLoaded, Events
+from pulsetrain.engine.checkpoint import Location, load_checkpoint
 from pulsetrain.engine.checkpoint.reader import step_of
 from pulsetrain.engine.errors import CheckpointError
 from pulsetrain.engine.logs import get_logger
@@ -16,7 +18,7 @@ __all__ = ["Rewind", "go_back", "plan_rewind"]
 
 
 class _Run(SavedEngine, Protocol):
-    def load_checkpoint(self, path: Location, /) -> None: ...
+    def load_checkpoint_state(self, state: Mapping[str, object], /) -> None: ...
 
 
 class Rewind(NamedTuple):
@@ -51,11 +53,17 @@ def plan_rewind(checkpointer: Checkpointer, data: DataCursor, first: int, last: 
 def go_back(rewind: Rewind, run: _Run, checkpointer: Checkpointer, data: DataCursor) -> None:
     """Load the checkpoint; the run continues with the batches after it, except for those left out.
 
-    Later checkpoints are deleted, and the state is saved again with what is left out: if the process ends before the
-    next save, the run resumes from there.
+    Later checkpoints are deleted before handlers remove what they wrote after this one: a process that is killed in
+    between resumes from here. The state is saved again with what is left out.
     """
     rewinds, left_out = data.rewinds + 1, [*data.left_out_since, rewind.left_out]
-    run.load_checkpoint(rewind.checkpoint)
+    failure: OSError | None = None
+    run.load_checkpoint_state(load_checkpoint(rewind.checkpoint))
+    try:
+        checkpointer.manager.delete_after(step_of(rewind.checkpoint))
+    except OSError as error:
+        failure = error
+    run.fire(Events.CHECKPOINT_LOADED, CheckpointLoaded(path=rewind.checkpoint, iteration=run.state.iteration))
     data.keep_rewinds(rewinds, left_out)  # the checkpoint lacks those that came after it
     get_logger("pulsetrain").warning(
         "the run returns to a checkpoint",
@@ -63,10 +71,11 @@ def go_back(rewind: Rewind, run: _Run, checkpointer: Checkpointer, data: DataCur
         left_out="batches {} to {}".format(*rewind.left_out),
     )
     try:
-        checkpointer.manager.delete_after(step_of(rewind.checkpoint))
         checkpointer.save(run)
     except OSError as error:
+        failure = error
+    if failure is not None:
         get_logger("pulsetrain").warning(
             "the rewind is not saved: if the run is killed before its next checkpoint, it resumes without the rewind",
-            reason=str(error),
+            reason=str(failure),
         )

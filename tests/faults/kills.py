@@ -199,13 +199,24 @@ def differences(expected: dict[str, Any], left: dict[str, Any]) -> list[str]:
     return [name for name in sorted((expected.keys() | left) - old) if expected.get(name) != left.get(name)]
 
 
-def at_the_end(left: dict[str, Any]) -> dict[str, Any]:
-    """Without the checkpoints of earlier iterations.
+def newest(left: dict[str, Any]) -> dict[str, Any]:
+    """With the newest checkpoint of each iteration alone, under its number.
 
     How often one was made of the same iteration depends on what a kill left of a rewind, which is made again.
     """
-    last = max(name.split("-")[0] for name in left if name[0].isdigit())
-    return {name: value for name, value in left.items() if not name[0].isdigit() or name.split("-")[0] == last}
+    newest: dict[str, tuple[int, str]] = {}
+    for name in {name.split("/")[0] for name in left if name[0].isdigit()}:
+        step, _, rest = name.partition("-")
+        newest[step] = max(newest.get(step, (0, "")), (int(rest.partition("~")[2] or 1), name))
+    names = {name: step for step, (_, name) in newest.items()}
+    found = {}
+    for path, value in left.items():
+        first, _, rest = path.partition("/")
+        if not path[0].isdigit():
+            found[path] = value
+        elif first in names:
+            found[f"{names[first]}/{rest}"] = value
+    return found
 
 
 class Run:
@@ -248,7 +259,7 @@ class Run:
         plan, tally = self.plan, self.tally
         left = without_clock_dependent(outcome(self.folder))
         found = (
-            differences(at_the_end(plan.expected), at_the_end(left))
+            differences(newest(plan.expected), newest(left))
             if plan.victim.rewinds
             else differences(plan.expected, left)
         )

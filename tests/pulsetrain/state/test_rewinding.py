@@ -10,7 +10,7 @@ import structlog
 import torch
 
 from pulsetrain import Trainer, verify
-from pulsetrain.engine import Event, Events, Every
+from pulsetrain.engine import Event, Events, Every, Phase
 from pulsetrain.engine.errors import CheckpointError, ConfigurationError
 from pulsetrain.handlers import Checkpointer, CSVLogger, EventRecorder, NaNGuard
 from tests.support.runs import guarded_data, guarded_run
@@ -81,6 +81,25 @@ def test_a_run_killed_right_after_it_resumes_with_it(tmp_path: Path) -> None:
     again.train(resume="latest")
     assert (again.rewinds, again.data.left_out_since) == (1, [(8, 8)])
     assert same(again, plain(skip_batches=[(8, 8)]))
+
+
+@pytest.mark.parametrize("phase", [Phase.COMPUTE, Phase.PERSIST])
+def test_a_run_killed_inside_of_it_resumes_with_every_row_of_its_table(tmp_path: Path, phase: Phase) -> None:
+    settings = {"log_every_n_steps": 1}
+    trainer = going_back(guarded_run(saver(tmp_path), CSVLogger(tmp_path), **settings), (11, 8, 8))
+
+    @trainer.on(Events.CHECKPOINT_LOADED, phase=phase)
+    def fail() -> None:
+        raise RuntimeError("the power went")
+
+    with pytest.raises(RuntimeError, match="the power went"):
+        trainer.train()
+    again = guarded_run(saver(tmp_path), CSVLogger(tmp_path), **settings)
+    with structlog.testing.capture_logs() as logs:
+        again.train(resume="latest")
+    assert not [line for line in logs if line["log_level"] == "warning"]
+    iterations = [line.partition(",")[0] for line in (tmp_path / "metrics.csv").read_text().splitlines()[1:]]
+    assert iterations == [str(number) for number in range(1, 17)]
 
 
 def test_batches_keep_their_numbers_if_later_ones_are_left_out(tmp_path: Path) -> None:
