@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import random
+import re
+from array import array
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping
 from enum import Enum
 from functools import cache, cached_property, partial
 from itertools import islice
+from pathlib import PurePath
 from types import FunctionType, MethodType, ModuleType
 from typing import cast
 
@@ -33,7 +37,10 @@ _TYPES = frozenset({*_PLAIN, type(None)})
 _FREQUENT = frozenset({dict, list, tuple, set})
 _CONTAINERS = (Mapping, list, tuple, set, frozenset, deque)
 _FUNCTIONS = (FunctionType, MethodType, partial)
-_OPAQUE = (*GENERATORS, type, ModuleType, IgniteEngine, DataLoader)
+_BYTES = (bytearray, memoryview, array)
+_OPAQUE = (type, ModuleType, IgniteEngine, DataLoader)
+_CONSTANT = (Enum, torch.dtype, torch.device, torch.Size, np.dtype, range, slice, re.Pattern, PurePath)
+_READ, _READ_OF_EACH = 1000, 256  # how many tensors inside of containers are read, and how many elements of each
 
 
 class Fingerprint:
@@ -41,7 +48,7 @@ class Fingerprint:
 
     Containers and objects are looked into to a depth of 2, and at most 10,000 elements of an attribute. Of tensors with
     more than a million elements, a sample of the elements and the version counter are compared; of tensors inside of
-    containers, where they are in memory and the version counter.
+    containers, where they are in memory, the version counter, and a sample of the first 1,000 of them.
 
     >>> class Dataset: ...
     >>> dataset = Dataset()
@@ -55,26 +62,28 @@ class Fingerprint:
 
     Args:
         known: objects that are not looked into wherever they are found.
+        reads_generators: whether to compare random generators.
     """
 
-    def __init__(self, known: Iterable[object] = ()) -> None:
+    def __init__(self, known: Iterable[object] = (), *, reads_generators: bool = True) -> None:
         self.hashes: dict[str, int] = {}
         self.unseen: set[str] = set()
         """Attributes that are too deep or too large to be seen whole."""
+        self.reads_generators = reads_generators
         self._known = set(map(id, known))
-        self._path, self._left = "", 0
+        self._path, self._left, self._unread = "", 0, 0
 
     def add(self, path: str, value: object) -> None:
         """Look at a value, and let `changed_since` call it by this path."""
-        self._path, self._left = path, ELEMENTS
-        if isinstance(value, (Tensor, np.ndarray)) and id(value) not in self._known:
-            self.hashes[path] = hash(digest(value))
+        self._path, self._left, self._unread = path, ELEMENTS, _READ
+        if _is_read(value) and id(value) not in self._known:
+            self.hashes[path] = hash(digest(cast(Tensor, value)))
         else:
             self.hashes[path] = hash(self._summary(value, DEPTH))
 
     def add_items(self, path: str, container: object) -> None:
         """Look at the items of a container, even of one that is not looked into where others hold it."""
-        self._path, self._left = path, ELEMENTS
+        self._path, self._left, self._unread = path, ELEMENTS, _READ
         self.hashes[path] = hash(self._container(container, DEPTH))
 
     def add_attributes(self, path: str, holder: object) -> None:
@@ -82,6 +91,8 @@ class Fingerprint:
         for name, value in own_attributes(holder):
             if id(value) not in self._known:
                 self.add(f"{path}.{name}", value)
+        kinds = type(holder).__mro__ if is_users(holder) else ()
+        self.unseen |= {f"{path}.{each}" for kind in kinds for each in vars(kind) if _is_cached(holder, each)}
 
     def changed_since(self, before: Fingerprint) -> list[str]:
         """The paths whose values differ, have come or are gone."""
@@ -101,9 +112,15 @@ class Fingerprint:
         if kind in _FREQUENT:
             return self._container(value, depth)
         if isinstance(value, Tensor):
-            return value.data_ptr() if _has_memory(value) else id(value), _version(value), tuple(value.shape)
-        if isinstance(value, (np.ndarray, np.generic)):
+            return self._tensor(value)
+        if isinstance(value, np.ndarray) and value.dtype.hasobject:
+            return kind, value.shape, self._container(value.reshape(-1).tolist(), depth)
+        if isinstance(value, np.generic) or _is_read(value):
             return digest(np.asarray(value))
+        if isinstance(value, _BYTES):
+            return kind, bytes(value)
+        if isinstance(value, GENERATORS):
+            return (kind, _state_of_generator(value)) if self.reads_generators else kind
         if isinstance(value, _CONTAINERS):
             return self._container(value, depth)
         if isinstance(value, _OPAQUE):
@@ -116,13 +133,15 @@ class Fingerprint:
     def _object(self, value: object, depth: int) -> Hashable:
         kind = cast(Hashable, type(value))
         function = isinstance(value, _FUNCTIONS)
-        if not function and package_of(value) in ("pulsetrain", "ignite"):
+        if not function and package_of(value) == "pulsetrain":
             return kind  # saved, if it belongs to the run
-        if hasattr(type(value), "close"):  # a file, or another handle, which may be opened when it is first needed
+        if hasattr(type(value), "close") or isinstance(value, np.memmap):  # which may be opened when it is first needed
             self.unseen.add(self._path)
             return type(None), None
-        if isinstance(value, (Enum, torch.dtype, torch.device)):
+        if isinstance(value, _CONSTANT):
             return kind, str(value)
+        if callable(getattr(value, "get_obj", None)) and package_of(value) == "multiprocessing":  # shared by processes
+            return kind, bytes(value.get_obj())  # type: ignore[attr-defined]
         if is_array(value):  # of jax
             return digest(np.asarray(value))
         if isinstance(value, nn.Module):
@@ -130,8 +149,28 @@ class Fingerprint:
             return kind, tuple(held), tuple([each.training for each in value.modules()])
         if keeps_state(value):
             return kind, self._summary(value.state_dict(), _STATE_DEPTH)
+        if not function and package_of(value) == "ignite":
+            return kind
         inside, name = dict(own_attributes(value)), getattr(value, "__qualname__", "") if function else ""
-        return (kind, name, self._container(inside, depth)) if inside else (kind, name)
+        if inside:
+            return kind, name, self._container(inside, depth)
+        return (kind, name) if function or hasattr(value, "__dict__") else (kind, self._reduced(value, depth))
+
+    def _reduced(self, value: object, depth: int) -> Hashable:
+        """Of an object without attributes, such as `itertools.count()`: what a pickle of it would hold."""
+        reduced = value.__reduce_ex__(4)  # raises if it cannot be pickled
+        return reduced if isinstance(reduced, str) else self._container(list(reduced[1:3]), depth + 1)
+
+    def _tensor(self, value: Tensor) -> Hashable:
+        """Of a tensor in a container: `.data` and inference mode write to it without counting."""
+        if not _has_memory(value):
+            return id(value), _version(value), tuple(value.shape)
+        self._unread -= 1
+        few: Hashable = None
+        if self._unread >= 0 and value.numel():
+            flat = value.detach().reshape(-1) if value.is_contiguous() else value.detach().flatten()[:_READ_OF_EACH]
+            few = _bits(flat[:: -(-flat.numel() // _READ_OF_EACH)])
+        return value.data_ptr(), _version(value), tuple(value.shape), few
 
     def _container(self, value: object, depth: int) -> Hashable:
         kind, size = type(value), len(value)  # type: ignore[arg-type]  # every container has a length
@@ -168,8 +207,9 @@ def _torchs() -> frozenset[str]:
 def own_attributes(holder: object) -> Iterator[tuple[str, object]]:
     """What a function holds, or another object's attributes, by name.
 
-    Left out are attributes of torch's base classes, cached properties, and what libraries keep private: of the private
-    attributes of an object from a library, only those are included that hold an object of the user's.
+    Attributes of the user's own classes are included. Left out are attributes of torch's base classes, cached
+    properties, and what libraries keep private: of the private attributes of an object from a library, only those are
+    included that hold an object of the user's.
     """
     if isinstance(holder, _FUNCTIONS):
         if is_users(holder):
@@ -177,20 +217,54 @@ def own_attributes(holder: object) -> Iterator[tuple[str, object]]:
         elif isinstance(holder, MethodType):
             yield "", holder.__self__
         return
-    of_library, numbered = package_of(holder) in LIBRARIES, hasattr(type(holder), "set_epoch")
+    of_library, iterated = package_of(holder) in LIBRARIES, hasattr(type(holder), "__iter__")
+    numbered = iterated and hasattr(type(holder), "set_epoch")
     streams = isinstance(holder, IterableDataset) and keeps_state(holder)
-    for name, value in attributes_of(holder).items():
-        if name in _torchs() or isinstance(getattr(type(holder), name, None), cached_property):
+    for name, value in {**_of_class(type(holder)), **attributes_of(holder)}.items():
+        if name in _torchs() or _is_cached(holder, name):
             continue
         if of_library and name.startswith("_") and not is_users(value):
             continue
-        if name == "generator":  # of a sampler: each pass seeds it
+        if name == "generator" and iterated:  # of a sampler: each pass seeds it
             continue
         if numbered and name in ("epoch", "_epoch"):  # which set_epoch() sets before each pass
             continue
         if streams and name.startswith("_"):  # its position in the pass, which is read again
             continue
         yield name, value
+
+
+def _of_class(kind: type) -> dict[str, object]:
+    """The plain values that the user's classes hold."""
+    found: dict[str, object] = {}
+    for each in reversed(kind.__mro__):
+        if (each.__module__ or "").partition(".")[0] not in LIBRARIES:
+            found.update((name, value) for name, value in vars(each).items() if not name.startswith(("__", "_abc")))
+    return {name: value for name, value in found.items() if not isinstance(value, type) and _is_value(value)}
+
+
+def _is_value(value: object) -> bool:
+    """Whether an attribute of a class is no method, property or slot."""
+    return not callable(value) and not hasattr(type(value), "__get__")
+
+
+def _is_cached(holder: object, name: str) -> bool:
+    return isinstance(getattr(type(holder), name, None), cached_property)
+
+
+def _is_read(value: object) -> bool:
+    """Whether it is an array of numbers that is in memory."""
+    if isinstance(value, np.ndarray):
+        return not (value.dtype.hasobject or isinstance(value, np.memmap))
+    return isinstance(value, Tensor)
+
+
+def _state_of_generator(generator: object) -> Hashable:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state().numpy().tobytes()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    return str(generator.bit_generator.state if isinstance(generator, np.random.Generator) else generator.get_state())  # type: ignore[attr-defined]
 
 
 def _variables(function: object) -> Iterator[tuple[str, object]]:
@@ -208,7 +282,7 @@ def digest(value: Tensor | np.ndarray) -> Hashable:
     (True, False)
     """
     if isinstance(value, np.ndarray):
-        if value.dtype.hasobject or not value.flags.writeable:
+        if not value.flags.writeable:
             return str(value.dtype), value.shape, id(value)
         few = value if value.size <= _WHOLE else value.reshape(-1)[:: value.size // _SAMPLED]
         return str(value.dtype), value.shape, hash(few.tobytes())

@@ -51,10 +51,11 @@ class HandlerRegistry:
         self._first_states = self.states()
         self.settings()
 
-    def subscriptions(self) -> list[Subscription]:
-        """Every subscription to the engine's events, in the order of registration."""
+    def subscriptions(self, other: Engine | None = None) -> list[Subscription]:
+        """Every subscription to the engine's events, or to those of another one, in the order of registration."""
         signals = [signal for signal in self.engine.bus.values() if isinstance(signal, EventSignal)]
-        found = [each for signal in signals for each in signal.subscriptions(id(self.engine), exclusive=True)]
+        engine = self.engine if other is None else other
+        found = [each for signal in signals for each in signal.subscriptions(id(engine), exclusive=True)]
         return sorted(found, key=lambda each: each.position)
 
     def files_to_sync(self) -> list[Path]:

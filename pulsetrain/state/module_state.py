@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from numbers import Real
 from typing import Any
 
 import torch
@@ -56,9 +57,9 @@ class ModulesPart:
             if name not in state:
                 continue
             require(f"modules.{name}", state[name], _FIELDS)
-            rates = dict(_dropouts(module))
-            if state[name]["dropout"].keys() != rates.keys():
-                differing = ", ".join(sorted(state[name]["dropout"].keys() ^ rates.keys()))
+            rates = {path for path, _, _ in _dropouts(module)}
+            if state[name]["dropout"].keys() != rates:
+                differing = ", ".join(sorted(state[name]["dropout"].keys() ^ rates))
                 raise CheckpointError(
                     f"the checkpoint has other dropout modules than {name}: {differing}; build the modules as they "
                     "were when it was made"
@@ -101,7 +102,7 @@ class ModulesPart:
         state = {
             "frozen": [path for path, each in module.named_parameters() if not each.requires_grad],
             "eval": [path for path, each in module.named_modules() if not each.training],
-            "dropout": {path: each.p for path, each in _dropouts(module)},
+            "dropout": {path: rate for path, _, rate in _dropouts(module)},
             "buffers": dict(passing_buffers(module)),
         }
         if name != "model" and not keeps_state(self._strategy) and self._changes(name, module):
@@ -114,11 +115,11 @@ class ModulesPart:
         return not frozen or self._first.get(name) != _weights_of(module)
 
 
-def _dropouts(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The dropout modules by their paths, those with a plain number as their rate."""
+def _dropouts(module: nn.Module) -> Iterator[tuple[str, nn.Module, float]]:
+    """The dropout modules by their paths, those with a number as their rate, and the rate."""
     for path, each in module.named_modules():
-        if isinstance(each, DROPOUTS) and type(each.p) in (int, float):
-            yield path, each
+        if isinstance(each, DROPOUTS) and isinstance(each.p, Real):
+            yield path, each, float(each.p)
 
 
 def passing_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -175,5 +176,5 @@ def _load_flags(module: nn.Module, state: StateDict) -> None:
             parameter.requires_grad_(path not in frozen)
     for path, each in module.named_modules():
         each.training = path not in evaluating
-    for path, dropout in _dropouts(module):
+    for path, dropout, _ in _dropouts(module):
         dropout.p = state["dropout"][path]

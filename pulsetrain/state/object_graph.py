@@ -18,7 +18,7 @@ import torch
 
 from pulsetrain.state.handler_registry import attributes_of
 
-__all__ = ["GENERATORS", "LIBRARIES", "generators_in", "held_by", "is_users", "package_of"]
+__all__ = ["GENERATORS", "LIBRARIES", "generators_in", "held_by", "is_users", "of_process", "package_of"]
 
 _Held = Iterable[tuple[str, object]]  # objects, each with its name or path
 
@@ -60,10 +60,14 @@ def generators_in(parts: Mapping[str, object], known: Iterable[object] = ()) -> 
         parts: by name; a generator that several hold gets the name of the first.
         known: objects to pass over.
     """
-    of_process = [cast(MethodType, draw).__self__ for draw in (random.random, np.random.get_state)]
-    own = [*of_process, torch.default_generator]
-    walked = _walk(parts.items(), [*own, *known])
+    walked = _walk(parts.items(), [*of_process(), *known])
     return (path for path, value in walked if isinstance(value, GENERATORS))
+
+
+def of_process() -> list[object]:
+    """The generators of the process: python's, numpy's and torch's, which a checkpoint holds."""
+    held = [cast(MethodType, draw).__self__ for draw in (random.random, np.random.get_state)]
+    return [*held, torch.default_generator]
 
 
 def _walk(parts: _Held, known: Iterable[object]) -> _Held:

@@ -15,6 +15,7 @@ from pulsetrain.engine.backends.model_store import check_optimizer_state, optimi
 from pulsetrain.engine.checkpoint.snapshot import Snapshot
 from pulsetrain.engine.checkpoint.weights import compare_weights
 from pulsetrain.engine.environment import describe_environment, environment_differences
+from pulsetrain.engine.events.names import EventLike
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.state.data_change import describe_data
 from pulsetrain.state.data_cursor import DataCursor
@@ -141,6 +142,9 @@ class _Counting(Protocol):
     state: State
     data: DataCursor
 
+    @property
+    def registered_events(self) -> tuple[EventLike, ...]: ...
+    def counter_of(self, event: EventLike, /) -> str | None: ...
     def set_counters(self, counters: Mapping[str, int | None], /) -> None: ...
 
 
@@ -320,6 +324,10 @@ class Counters(PartOf[_Counting]):
         data = self._owner.data
         counters = {name: getattr(self._owner.state, name) for name in _COUNTERS}
         counters["iteration"], counters["epoch"] = data.trained, data.epoch - (not data.epoch_done)
+        for event in self._owner.registered_events:
+            name = self._owner.counter_of(event)
+            if name is not None and name not in counters:  # of a custom event
+                counters[name] = getattr(self._owner.state, name)
         return counters
 
     def check_state_dict(self, state: Mapping[str, int | None]) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
-from functools import partial
-from types import FunctionType
+from functools import cache, partial
+from types import FunctionType, SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
@@ -21,13 +23,15 @@ from pulsetrain.state.fingerprint import Fingerprint, own_attributes
 from pulsetrain.state.handler_registry import HandlerRegistry, state_of
 from pulsetrain.state.loader_parts import parts_of_loader
 from pulsetrain.state.module_state import DROPOUTS, modules_in
-from pulsetrain.state.object_graph import generators_in, is_users, package_of
+from pulsetrain.state.object_graph import generators_in, is_users, of_process, package_of
 from pulsetrain.state.part import StateDict, keeps_state, require
 
 __all__ = ["UnsavedState"]
 
 _METHODS = ("state_dict", "load_state_dict")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_OPTIMIZER_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_OWN = ("pulsetrain", "ignite")
 _WHAT_TO_DO = (
     "keep numbers and tensors in a buffer, in get_extra_state() or in state_dict() and load_state_dict(); add modules, "
     "parameter groups and hooks before train(resume=...)"
@@ -58,10 +62,13 @@ class UnsavedState:
         engine.add_event_handler(Events.STARTED, self._check, phase=Phase.COMPUTE)
         # handlers of STARTED may still prepare the model
         engine.bus.subscribe(Events.STARTED, self._begin, sender=engine, phase=Phase.PERSIST, order=LAST)
+        # each validation set resets the metrics in the phase COMPUTE
+        engine.evaluator.add_event_handler(Events.EPOCH_STARTED, self._look_at_metrics, phase=Phase.PERSIST)
         engine.add_event_handler(Events.CHECKPOINT_SAVED, self._report, phase=Phase.OBSERVE)
 
     def reset(self) -> None:
         self._start: Fingerprint | None = None
+        self._metrics: Fingerprint | None = None
         self._changed: set[str] = set()  # since the run began, in this process or an earlier one
         self._reported: set[str] = set()
 
@@ -138,7 +145,7 @@ class UnsavedState:
         known: list[object] = [run, run.strategy, run.optimizer, run.backend, run.train_loader, *data.values()]
         known += [*registry.subscribers(), *modules.values(), *parts_of(run.optimizer).values()]
         tensors = [each for module in modules.values() for each in _tensors(module)]
-        found = Fingerprint([*known, *tensors])
+        found = Fingerprint([*known, *tensors, *of_process()])
         for path, module in modules.items():
             _add_module(found, path, module)
         if not keeps_state(run.strategy):
@@ -147,11 +154,17 @@ class UnsavedState:
             path = f"optimizer.{name}" if name else "optimizer"
             if type(part).state_dict is torch.optim.Optimizer.state_dict:
                 found.add_attributes(path, part)
-            others = [each for group in part.param_groups[1:] for each in list.__iter__(group["params"])]
+            _add_hooks(found, path, [each for name in _OPTIMIZER_HOOKS for each in vars(part).get(name, {}).values()])
+            others = [each for group in part.param_groups for each in list.__iter__(group["params"])]
             own = set(map(id, tensors))
             found.add(
                 f"{path}: parameters that are not the model's", [id(each) for each in others if id(each) not in own]
             )
+        engine = registry.engine
+        saved = {*_state_of_engines(), *(engine.counter_of(event) for event in engine.registered_events)}
+        state = {name: value for name, value in vars(engine.state).items() if name not in saved}
+        found.add_attributes("state", SimpleNamespace(**state))
+        found.reads_generators = False  # of the data, they are reported at the start
         if not isinstance(run.train_loader, (DataLoader, list, tuple)):
             data["loader"] = run.train_loader
         for path, each in data.items():
@@ -159,15 +172,33 @@ class UnsavedState:
                 found.add_items(path, each)
             elif not keeps_state(each) or (isinstance(each, IterableDataset) and not keeps_state(run.train_loader)):
                 found.add_attributes(path, each)
+        found.reads_generators = True
         for handler in registry.subscribers():
             if is_users(handler) and not keeps_state(handler):
                 found.add_attributes(f"handler {type(handler).__name__}", handler)
-        for subscription in registry.subscriptions():
-            if isinstance(subscription.handler, (FunctionType, partial)) and is_users(subscription.handler):
-                path = f"handler {subscription.description}"
+        counts: Counter[str] = Counter()
+        for subscription in [*registry.subscriptions(), *registry.subscriptions(run.evaluator)]:
+            if not is_users(subscription.handler):
+                continue
+            path = f"handler {subscription.description}"
+            counts[path] += 1
+            found.hashes[path] = counts[path]
+            if isinstance(subscription.handler, (FunctionType, partial)):
                 found.add_attributes(path, subscription.handler)
                 found.add(f"{path}: arguments", [*subscription.args, *subscription.kwargs.values()])
         return found
+
+    def _look_at_metrics(self) -> None:
+        """What the user's metrics still hold when a validation has reset them."""
+        if self._start is None:
+            return
+        found = Fingerprint()
+        for name, metric in self._run.val_metrics.items():
+            if is_users(metric) and package_of(metric) != "torchmetrics":
+                found.add_attributes(f"metric {name}", metric)
+        if self._metrics is None:
+            self._metrics = found
+        self._changed.update(found.changed_since(self._metrics))
 
 
 def _modules(model: nn.Module, strategy: object) -> Iterator[tuple[str, nn.Module]]:
@@ -191,7 +222,7 @@ def _add_module(found: Fingerprint, path: str, module: nn.Module) -> None:
     kind, held = type(module), vars(module)
     passing = held["_non_persistent_buffers_set"]
     names = [
-        name for kept in ("_parameters", "_buffers", "_modules")
+        (name, type(each)) for kept in ("_parameters", "_buffers", "_modules")
         for name, each in held[kept].items() if each is not None and name not in passing
     ]  # fmt: skip
     found.hashes[f"{path}: parameters, buffers and modules"] = hash(tuple(names))
@@ -199,13 +230,31 @@ def _add_module(found: Fingerprint, path: str, module: nn.Module) -> None:
     for tensor in _tensors(module):
         for kept in ("_backward_hooks", "_post_accumulate_grad_hooks"):
             hooks += (getattr(tensor, kept, None) or {}).values()
-    own = [getattr(hook, "__qualname__", "") for hook in hooks if is_users(hook)]
-    found.hashes[f"{path}: hooks"] = hash(tuple(own))
+    _add_hooks(found, path, hooks)
+    for name, tensor in held["_parameters"].items():
+        if tensor is not None and vars(tensor):
+            found.add_items(f"{path}.{name}: attributes", vars(tensor))
     if kind.get_extra_state is not nn.Module.get_extra_state or kind.state_dict is not nn.Module.state_dict:
         return
     for name, value in own_attributes(module):
-        if not (name == "p" and isinstance(module, DROPOUTS)):  # which is saved
+        saved = name == "p" and isinstance(module, DROPOUTS)
+        derived = f"{name}_orig" in held["_parameters"] or f"{name}_g" in held["_parameters"]  # by torch's weight norms
+        if not (saved or derived):
             found.add(f"{path}.{name}", value)
+
+
+def _add_hooks(found: Fingerprint, path: str, hooks: list[Any]) -> None:
+    """Which hooks there are, and what those of the user hold."""
+    names = [getattr(each, "__qualname__", type(each)) for each in hooks if package_of(each) not in _OWN]
+    found.hashes[f"{path}: hooks"] = hash(tuple(names))
+    for number, each in enumerate(filter(is_users, hooks)):
+        found.add_attributes(f"{path}: hook {number}", each)
+
+
+@cache
+def _state_of_engines() -> frozenset[str]:
+    """The attributes of an engine's state that are saved, or belong to the loop."""
+    return frozenset({*vars(Engine(lambda engine, batch: None).state), "samples", "tokens", "seed"})
 
 
 def _check_data(loader: object) -> None:

@@ -5,6 +5,7 @@ as unsaved.
 from __future__ import annotations
 
 import random
+import tempfile
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -109,6 +110,29 @@ def hugging_face(stream: bool) -> Any:
 
 def as_pair(rows: list[dict[str, Tensor]]) -> tuple[Tensor, Tensor]:
     return torch.stack([each["inputs"] for each in rows]), torch.stack([each["targets"] for each in rows])
+
+
+class Mapped(Dataset[Any]):
+    """Opens an array on the disk when it is first read."""
+
+    def __init__(self) -> None:
+        self.pairs, self.array = pairs(ROWS), None
+
+    def __len__(self) -> int:
+        return ROWS
+
+    def __getitem__(self, row: int) -> Any:
+        if self.array is None:
+            with tempfile.NamedTemporaryFile(suffix=".npy") as file:
+                np.save(file, self.pairs.tensors[0].numpy())
+                file.flush()
+                self.array = np.load(file.name, mmap_mode="r")
+        return torch.tensor(self.array[row]), self.pairs[row][1]
+
+
+@case()
+def rows_of_an_array_on_the_disk() -> dict[str, Any]:
+    return data(Mapped())
 
 
 @case()

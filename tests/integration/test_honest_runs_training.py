@@ -4,6 +4,7 @@ state: no save, resume or verification reports any of it as unsaved.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -60,6 +61,14 @@ class Attending(nn.Module):
     def forward(self, inputs: Tensor) -> Tensor:
         hidden, _ = self.recurrent(self.normed(inputs)[:, None])
         return self.last(self.attention(hidden, hidden, hidden)[0][:, 0])
+
+
+@case()
+def modules_normalised_by_hooks_of_torchs() -> dict[str, Any]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of weight_norm, which torch deprecates
+        first, last = nn.utils.spectral_norm(nn.Linear(4, 8)), nn.utils.weight_norm(nn.Linear(8, 1))
+    return {"model": nn.Sequential(first, nn.ReLU(), last)}
 
 
 @case()

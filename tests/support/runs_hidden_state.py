@@ -42,6 +42,7 @@ def run(folder: Path, make: Make) -> Trainer:
         Events.EPOCH_COMPLETED(once=2): arguments.pop("act", None),
         Events.ITERATION_STARTED: arguments.pop("always", None),
     }
+    attach = arguments.pop("attached", None)
     model = arguments.pop("model", None) or regression_model()
     data = arguments.pop("train_loader", None)
     data = DataLoader(pairs(ROWS), BATCH, shuffle=True) if data is None else data
@@ -53,6 +54,8 @@ def run(folder: Path, make: Make) -> Trainer:
     for event, action in actions.items():
         if action is not None:
             made.add_event_handler(event, action)
+    if attach is not None:
+        attach(made)
     return made
 
 
