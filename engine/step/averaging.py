@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pulsetrain.engine.errors import CheckpointError, ConfigurationError
 
-__all__ = ["MultiAverage", "WeightAverage"]
+__all__ = ["MultiAverage", "WeightAverage", "passing_buffers"]
 
 # moves the first tensors towards the second, in place, given how many weights have been averaged before
 MultiAverage = Callable[[list[Tensor], list[Tensor], int], None]
@@ -240,13 +240,25 @@ def _split(model: nn.Module) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     for name, parameter in model.named_parameters():
         kind = averaged if parameter.is_floating_point() or parameter.is_complex() else copied
         kind[name] = parameter
-    for prefix, module in model.named_modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            # The others are derived, may be large (masks, caches), and may change their shape. A state_dict, the public
-            # way to know them, may have other names.
-            if name not in module._non_persistent_buffers_set:  # noqa: SLF001
-                copied[f"{prefix}.{name}" if prefix else name] = buffer
+    # the others are derived, may be large (masks, caches), and may change their shape
+    passing = {name for name, _ in passing_buffers(model)}
+    copied.update((name, buffer) for name, buffer in model.named_buffers() if name not in passing)
     return averaged, copied
+
+
+def passing_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The buffers that are not persistent, by their paths: no state_dict holds them.
+
+    >>> model = nn.Sequential(nn.BatchNorm1d(2))
+    >>> model[0].register_buffer("mask", torch.ones(2), persistent=False)
+    >>> [name for name, _ in passing_buffers(model)]
+    ['0.mask']
+    """
+    for path, module in model.named_modules():
+        for name in module._non_persistent_buffers_set:  # noqa: SLF001  # a state_dict may have other names
+            tensor = getattr(module, name, None)
+            if tensor is not None:
+                yield f"{path}.{name}" if path else name, tensor
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:

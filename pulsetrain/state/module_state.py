@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from pulsetrain.engine.checkpoint.weights import compare_weights
 from pulsetrain.engine.errors import CheckpointError
 from pulsetrain.engine.logs import get_logger
+from pulsetrain.engine.step.averaging import passing_buffers
 from pulsetrain.state.fingerprint import digest
 from pulsetrain.state.handler_registry import attributes_of
 from pulsetrain.state.part import StateDict, keeps_state, require
@@ -120,15 +121,6 @@ def _dropouts(module: nn.Module) -> Iterator[tuple[str, nn.Module, float]]:
     for path, each in module.named_modules():
         if isinstance(each, DROPOUTS) and isinstance(each.p, Real):
             yield path, each, float(each.p)
-
-
-def passing_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """The buffers that no state_dict holds, by their paths."""
-    for path, each in module.named_modules():
-        for name in each._non_persistent_buffers_set:  # noqa: SLF001  # torch has no public way to read it
-            tensor = each._buffers.get(name)  # noqa: SLF001  # likewise; `buffers()` does not say whose they are
-            if tensor is not None:
-                yield f"{path}.{name}".lstrip("."), tensor
 
 
 def modules_in(holder: object) -> Iterator[tuple[str, nn.Module]]:
