@@ -80,9 +80,7 @@ class RunDriver:
             return True
         if self._resumer.finishes_epoch(state.epoch_length):
             return False  # EPOCH_COMPLETED is left
-        # not by the iterations that epochs make, as ignite does: with other data than before their length changes
-        ended = state.max_epochs is not None and state.epoch >= state.max_epochs
-        return bool(ended or (state.max_iters is not None and state.iteration >= state.max_iters))
+        return self._is_last(state.epoch)
 
     def train(self, resume: str | os.PathLike[str] | None, *, wait: bool) -> None:
         """Train to the bound, through all rewinds; see `Trainer.train`."""
@@ -151,6 +149,13 @@ class RunDriver:
         self._data.end_epoch()
         self._reporter.end_epoch()
 
+    def _is_last(self, epoch: int) -> bool:
+        """Whether no batch is left after those so far, with which this epoch is complete."""
+        state = self._engine.state
+        # not by the iterations that epochs make, as ignite does: with other data than before their length changes
+        ended = state.max_epochs is not None and epoch >= state.max_epochs
+        return bool(ended or (state.max_iters is not None and state.iteration >= state.max_iters))
+
     def _start(self) -> None:
         engine, state, length = self._engine, self._engine.state, self._length
         if engine.is_paused:
@@ -182,19 +187,29 @@ class RunDriver:
         """Continue from the checkpoint that was loaded, to this bound."""
         state = self._engine.state
         state.max_epochs, state.max_iters = max_epochs, max_iterations
+        first = state.iteration
         if not self.is_done:
+            finished = self._resumer.finishes_epoch(state.epoch_length) and self._is_last(state.epoch + 1)
+            if finished:
+                self._report_bound(state.epoch + 1)
             self._engine.resume(loader, max_epochs, max_iterations)
+            if not finished and state.iteration == first and self.is_done:  # data without a length ends unforeseen
+                self._report_bound(state.epoch)
             return
         state.epoch = self._data.epoch
-        get_logger("pulsetrain").info(
-            "the run has reached its bound already, and no batch is trained; a larger bound would continue it",
-            iteration=state.iteration,
-            epoch=state.epoch,
-            bound=f"max_epochs={max_epochs}" if max_epochs is not None else self._engine.describe_bound(),
-        )
+        self._report_bound(state.epoch)
         with self._resumer.finishing():
             self._engine.resume(loader, max_epochs, max_iterations)
         state.stop_reason = state.stop_reason or self._length.reached_inside(state, self._data.epoch_done)
+
+    def _report_bound(self, epoch: int) -> None:
+        state = self._engine.state
+        get_logger("pulsetrain").info(
+            "the run has reached its bound already, and no batch is trained; a larger bound would continue it",
+            iteration=state.iteration,
+            epoch=epoch,
+            bound=f"max_epochs={state.max_epochs}" if state.max_iters is None else self._engine.describe_bound(),
+        )
 
     def _stop_when_preempted(self, engine: Engine, event: Event) -> None:
         engine.terminate(reason=f"{event.payload.signal} was received")
