@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Protocol, cast
 
 from pulsetrain.config import TrainingConfig
-from pulsetrain.engine import Engine, Event, Events, Phase
+from pulsetrain.engine import ConfigurationError, Engine, Event, Events, Phase
 from pulsetrain.engine.argument_checks import check_type
 from pulsetrain.engine.checkpoint import Location
 from pulsetrain.engine.data.keyed_loader import length_of
@@ -61,6 +61,7 @@ class RunDriver:
         self._engine, self._run = engine, cast(DrivenRun, engine)
         self._length, self._resumer, self._data, self._registry = length, resumer, resumer.data, registry
         self._reporter, self._validator = reporter, validator
+        self._has_trained = False  # in a run before the present one
         self._rewind: Rewind | None = None  # the run ends here, and train() continues after that checkpoint
 
     def attach(self, engine: Engine) -> None:
@@ -113,6 +114,7 @@ class RunDriver:
         for handler in self._registry.handlers:
             if isinstance(handler, Checkpointer) and state.iteration > 0:
                 handler.refuse_another_run()  # before anything of the finished run is touched
+        self._has_trained = self._has_trained or state.iteration > 0
         state.max_epochs = state.max_iters = None
         self._resumer.reset(self._run.config.chosen_seed)
 
@@ -178,10 +180,29 @@ class RunDriver:
         if latest is not None:
             self._run.load_checkpoint(latest)
             return
+        self._require_beginning()
         take_all(self._engine, restart=True)
         for handler in self._registry.handlers:
             if isinstance(handler, (MetricLogger, EventRecorder)):
                 handler.begin_again()
+
+    def _require_beginning(self) -> None:
+        """Without a checkpoint the run starts from the beginning; weights that have been trained cannot.
+
+        Raises:
+            ConfigurationError: the trainer has trained.
+        """
+        engine, state = self._engine, self._engine.state
+        if self._resumer.is_resuming:  # from a checkpoint that the caller has loaded
+            return
+        if self._has_trained or state.iteration > 0:
+            rule = (
+                "there is no checkpoint to resume from, and this trainer has trained already, so it cannot start from "
+                "the beginning; make a new Trainer with an untrained model, or call train() to continue in this process"
+            )
+            raise ConfigurationError(rule, "Trainer.train", resume="latest")
+        if not engine.is_paused:
+            state.max_epochs = state.max_iters = None  # else a run that failed before its first batch continues
 
     def _resume(self, loader: Iterable[object], max_epochs: int | None, max_iterations: int | None = None) -> None:
         """Continue from the checkpoint that was loaded, to this bound."""
