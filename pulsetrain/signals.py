@@ -30,8 +30,9 @@ class SignalWatch:
 
     The trainer fires PREEMPTED. A SIGINT after another signal, and a SIGTERM 2 s or more after the first SIGTERM, end
     the run at once, without a checkpoint: KeyboardInterrupt, or SystemExit with the status, is raised. So does any
-    signal before there is a trainer. A signal between two runs ends the next one. Leaving restores the previous signal
-    handlers, but for the rest of those 2 s a SIGTERM that is sent again does not kill the process while it ends.
+    signal before there is a trainer. A signal between two runs ends the next one, unless the watch is left before: a run
+    that starts later is not ended. Leaving restores the previous signal handlers, but for the rest of those 2 s a SIGTERM
+    that is sent again does not kill the process while it ends.
 
     Args:
         trainer: whose run to end; `follow` names one later.
@@ -69,6 +70,7 @@ class SignalWatch:
         self._first_at: dict[int, float] = {}  # by signal
         self._previous = contextlib.ExitStack()  # restores the handlers that were there before
         self._handle: Handle | None = None
+        self._posted: Preempted | None = None  # PREEMPTED's payload, to the trainer
         self._process = 0
 
     def __enter__(self) -> Self:
@@ -89,7 +91,9 @@ class SignalWatch:
 
     def __exit__(self, *error: object) -> None:
         self._previous.close()
-        self._trainer = None
+        if self._trainer is not None and self._posted is not None:
+            self._trainer.withdraw(self._posted)  # no run has obeyed it: it would end the next one, of another caller
+        self._trainer = self._posted = None
         if self._handle is not None:
             self._handle.remove()
             self._handle = None
@@ -117,7 +121,8 @@ class SignalWatch:
             self._stop(number)
         if first:
             name = signal.Signals(number).name
-            self._trainer.post(Events.PREEMPTED, Preempted(signal=name))
+            self._posted = Preempted(signal=name)
+            self._trainer.post(Events.PREEMPTED, self._posted)
             said = f"\n{name}: stopping at the next safe point; Ctrl-C or SIGTERM once more stops at once\n"
             with contextlib.suppress(OSError):  # the reader may be gone
                 os.write(2, said.encode())  # not through sys.stderr: the signal may have interrupted a write
@@ -148,7 +153,8 @@ class SignalWatch:
 def interrupted_safely(trainer: Engine) -> Iterator[None]:
     """Ctrl-C ends the trainer's run at the next safe point, with a checkpoint; KeyboardInterrupt is raised after that.
 
-    A second Ctrl-C raises it at once. Nothing changes where the program handles SIGINT itself, or in another thread.
+    It is raised also if no safe point was left. A second Ctrl-C raises it at once. Nothing changes where the program
+    handles SIGINT itself, or in another thread.
     """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
@@ -156,5 +162,5 @@ def interrupted_safely(trainer: Engine) -> Iterator[None]:
         return
     with SignalWatch(trainer, names=("SIGINT",)) as watch:
         yield
-    if watch.status:
+    if watch.received:
         raise KeyboardInterrupt

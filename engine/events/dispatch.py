@@ -292,6 +292,17 @@ class Dispatcher(EventRegistry):
         self._posts.append((event, payload))
         self._attention = True
 
+    def withdraw(self, payload: object) -> bool:
+        """Take back what was posted with this very payload object; returns whether it had not been fired yet."""
+        found = False
+        for _ in range(len(self._posts)):  # not deque.remove(): another thread, or a signal, may post meanwhile
+            post = self._posts.popleft()
+            if post[1] is payload:
+                found = True
+            else:
+                self._posts.append(post)
+        return found
+
     def own_subscriptions(self, event_name: EventLike | None = None) -> list[Subscription]:
         """The subscriptions to this engine alone, to one event or to all, in order."""
         events = self.registered_events if event_name is None else (self._identify(event_name)[1],)

@@ -3,24 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Literal
 
 from pulsetrain.engine.errors import ConfigurationError, MetricNotFoundError, did_you_mean
 from pulsetrain.engine.metrics.reading import canonical
 
-__all__ = ["Mode", "infer_mode", "required_mode"]
+__all__ = ["Mode", "infer_mode", "names_of", "required_mode"]
 
 Mode = Literal["min", "max"]
 
 _LOWER = ("loss", "perplexity", "kl", "error", "mae", "mse", "rmse", "bits_per_byte")
 _HIGHER = ("accuracy", "f1", "precision", "recall", "auc", "iou", "bleu", "return", "reward")
+# next to a known word they turn its direction, or make another quantity of it
+_CHANGING = (
+    "neg", "negative", "negated", "minus", "inv", "inverse", "inverted", "non", "not", "false", "drop", "gap", "delta",
+    "diff", "difference", "change", "scale", "weight", "ratio", "coef", "coefficient", "std", "variance", "target",
+)  # fmt: skip
 
 
 def infer_mode(name: str, metrics: Mapping[str, object] | None = None) -> Mode | None:
     """Whether smaller ("min") or larger ("max") values of a metric are better; None if that is not known.
 
     The metric object decides by its `higher_is_better`, as torchmetrics' have it; else the words of the name after its
-    last "/", in any case, which must not contradict each other.
+    last "/", in any case, which must not contradict each other, or be changed by a word such as "negative" or "gap". Of
+    a torchmetrics MetricCollection, each metric decides for itself.
 
     >>> infer_mode("val/loss"), infer_mode("val/token_accuracy"), infer_mode("val/top5"), infer_mode("accuracy_loss")
     ('min', 'max', None, None)
@@ -29,15 +36,25 @@ def infer_mode(name: str, metrics: Mapping[str, object] | None = None) -> Mode |
         name: the metric's full name, or its underscore form.
         metrics: full name -> metric object; one that computes a mapping decides for all its values.
     """
-    for key in (name, name.rpartition("/")[0]):
-        higher = getattr(_found(key, metrics or {}), "higher_is_better", None)
+    metrics = metrics or {}
+    with suppress(MetricNotFoundError):
+        name = canonical(name, dict.fromkeys([*metrics, *names_of(metrics)]))
+    owner, _, last = name.rpartition("/")
+    for metric in (metrics.get(name), _members(metrics.get(owner)).get(last), metrics.get(owner)):
+        higher = getattr(metric, "higher_is_better", None)
         if higher is not None:
             return "max" if higher else "min"
     words = f"_{name.lower().rpartition('/')[2]}_"
-    lower, higher = (any(f"_{word}_" in words for word in listed) for listed in (_LOWER, _HIGHER))
-    if lower == higher:
+    lower, higher, changed = (any(f"_{word}_" in words for word in listed) for listed in (_LOWER, _HIGHER, _CHANGING))
+    if lower == higher or changed:
         return None
     return "min" if lower else "max"
+
+
+def names_of(metrics: Mapping[str, object]) -> list[str]:
+    """The full names of the metrics' values, with those of the members of a torchmetrics.MetricCollection."""
+    names = ((name, [f"{name}/{member}" for member in _members(metric)]) for name, metric in metrics.items())
+    return [each for name, members in names for each in members or [name]]
 
 
 def required_mode(place: str, name: str, metrics: Mapping[str, object] | None = None) -> Mode:
@@ -61,8 +78,12 @@ metric='val/top5' are better does not follow from its name; pass mode='min' or m
     return mode
 
 
-def _found(name: str, metrics: Mapping[str, object]) -> object:
+def _members(metric: object) -> Mapping[str, object]:
+    """The metrics of a torchmetrics.MetricCollection, by the names of their values."""
+    items = getattr(metric, "items", None)
+    if not callable(items):
+        return {}
     try:
-        return metrics[canonical(name, metrics)]
-    except MetricNotFoundError:
-        return None
+        return dict(items())
+    except Exception:  # an `items` of another meaning
+        return {}

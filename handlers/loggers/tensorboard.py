@@ -13,6 +13,7 @@ from pulsetrain.engine import Engine, Every, MediaLogged, OnError
 from pulsetrain.handlers.loggers.base import MetricLogger, Plain, Status
 from pulsetrain.handlers.loggers.optional import load_optional
 from pulsetrain.handlers.loggers.pictures import histogram_of, picture_of
+from pulsetrain.handlers.run_files.ownership import FolderUse
 from pulsetrain.handlers.run_files.run_folder import make_folder
 
 __all__ = ["TensorBoardLogger"]
@@ -63,6 +64,7 @@ class TensorBoardLogger(MetricLogger):
 
     def prepare(self) -> None:
         make_folder(self._place, self.folder)
+        FolderUse(self._place, self._attachment, lambda: self.folder)
 
     def open(self, engine: Engine) -> None:
         iteration = engine.state.iteration

@@ -18,17 +18,16 @@ from typing import Any
 
 import msgspec
 
-from pulsetrain.engine import LAST, Engine, EventBus, Events, Phase, RecordingError, is_training_run
-from pulsetrain.engine.checkpoint import Location, find_checkpoints
+from pulsetrain.engine import LAST, Engine, EventBus, Events, Phase, is_training_run
+from pulsetrain.engine.checkpoint import Location
 from pulsetrain.engine.distributed.ranks import ranks
 from pulsetrain.engine.errors import RunFolderError
 from pulsetrain.engine.events.subscription import FIRST
 from pulsetrain.engine.file_lock import lock, unlock
-from pulsetrain.engine.recording import EventLog
-from pulsetrain.engine.recording.log.writer import log_files
 from pulsetrain.engine.recording.replay.engine import ReplayBus
 from pulsetrain.handlers.attachment.attachment import Attachment
 from pulsetrain.handlers.attachment.engine_queries import handlers_of, is_run_end
+from pulsetrain.handlers.run_files.earlier_run import holds_run
 
 __all__ = ["OWNER_FILE", "FolderUse", "holds_another_run", "release", "release_idle", "take", "take_all"]
 
@@ -78,7 +77,7 @@ def take(folder: Path, owner: object, place: str = "", *, wait: bool = False) ->
         _release(path, held.owner)
     reference = weakref.ref(owner, lambda gone: _release(path, gone))
     _held[path] = _Held(reference, _locked(path, folder, place, wait))
-    if _run_in(path) is not owner and not _holds_run(path):
+    if _run_in(path) is not owner and not holds_run(path):
         _runs[path] = reference
 
 
@@ -279,23 +278,6 @@ def _owner_of(path: Path) -> object | None:
 def _run_in(path: Path) -> object | None:
     reference = _runs.get(path)
     return reference() if reference is not None else None
-
-
-def _holds_run(folder: Path) -> bool:
-    """Whether a run has recorded an iteration there, in a checkpoint, a log or a file of metrics."""
-    if find_checkpoints(folder / "checkpoints") or any(map(_has_lines, folder.glob("metrics.*"))):
-        return True
-    try:
-        return any(True for _ in EventLog(folder).read(iteration=(1, None)))
-    except RecordingError:  # no log, or one of a newer version, which cannot be read
-        return any(file.exists() for file in log_files(folder / "events"))
-
-
-def _has_lines(file: Path) -> bool:
-    if not file.is_file():
-        return False
-    with file.open("rb") as opened:
-        return bool(opened.readline() and (file.suffix != ".csv" or opened.readline()))
 
 
 def _leave_in_child() -> None:

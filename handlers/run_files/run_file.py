@@ -17,6 +17,7 @@ from torch import nn
 
 from pulsetrain.engine import Engine, is_training_run
 from pulsetrain.engine.environment import describe_environment
+from pulsetrain.engine.metrics import infer_mode, names_of
 from pulsetrain.handlers.attachment.engine_queries import attribute, device_of, settings_of
 from pulsetrain.handlers.metric_values.event_values import EventValues
 from pulsetrain.handlers.run_files.redaction import redacted
@@ -57,7 +58,21 @@ def run_facts(engine: Engine) -> RunFacts:
         "handlers": [type(handler).__name__ for handler in handlers],
         "starts": [],
     }
-    return redacted(described)
+    return {**redacted(described), "modes": _modes_of(engine)}  # a metric may have the name of a secret
+
+
+def _modes_of(engine: Engine) -> dict[str, str]:
+    """Whether smaller ("min") or larger ("max") values of each metric are better, as the run's handlers have it."""
+    if not is_training_run(engine):
+        return {}
+    metrics = engine.val_metrics
+    asked: dict[str, object] = dict.fromkeys(names_of(metrics))
+    for handler in engine.handlers:
+        name, mode = getattr(handler, "metric", None), getattr(handler, "mode", None)
+        if isinstance(name, str):
+            asked[name] = mode if mode in ("min", "max") else asked.get(name)
+    modes = {name: mode or infer_mode(name, metrics) for name, mode in asked.items()}
+    return {name: str(mode) for name, mode in modes.items() if mode is not None}
 
 
 def _weights_of(model: nn.Module) -> dict[str, int]:

@@ -28,6 +28,12 @@ class Facts:
     environment: Mapping[str, str]
     parent: Mapping[str, Json] | None  # "run" and "iteration" of the run that it was forked from
     starts: int  # how often it was started or resumed
+    modes: Mapping[str, str]  # metric -> "min" or "max", as the run has decided which values are better
+
+    def mode_of(self, metric: str) -> str | None:
+        """What the run has decided for the metric, or for all values of the mapping that it is in."""
+        names = (metric, metric.replace("/", "_"), metric.rpartition("/")[0])
+        return next((self.modes[name] for name in names if name in self.modes), None)
 
 
 @dataclass(frozen=True)
@@ -55,6 +61,7 @@ def read_facts(folder: Path) -> Facts:
         dict(_flat(facts)),
         parent if isinstance(parent, Mapping) and parent.get("run") else None,
         len(starts) if isinstance(starts, list) else 0,
+        {name: mode for name, mode in _mapping(run.get("modes")).items() if mode in ("min", "max")},
     )
 
 
@@ -90,6 +97,10 @@ def _config(folder: Path) -> dict[str, str] | None:
     if isinstance(found, dict):
         found.pop("run", None)  # the run folder, or a pattern for it
     return dict(_flat(found)) if isinstance(found, dict) else {"config.yaml": _text(found)}
+
+
+def _mapping(value: Json) -> Mapping[str, Json]:
+    return value if isinstance(value, Mapping) else {}
 
 
 def _flat(value: Json, key: str = "") -> Iterator[tuple[str, str]]:

@@ -103,7 +103,7 @@ def _best(runs: Sequence[ReportedRun]) -> Iterator[str]:
     names = validated | dict.fromkeys(name for run in runs for name in run.record.rolled_out)
     rows = []
     for name in names:
-        for which in _directions(name):
+        for which in _directions(name, runs):
             found = [_extreme(run.record.curves.get(name), which) for run in runs]
             values = [value for value, _ in filter(None, found)]
             if not values:
@@ -124,10 +124,11 @@ def _best_cell(found: tuple[float, int] | None, top: float, runs: int) -> str:
     return f"<td{mark}>{value:.6g} <small>at {at:,}</small></td>"
 
 
-def _directions(name: str) -> tuple[str, ...]:
-    mode = infer_mode(name)
-    if mode is not None:
-        return ("lowest",) if mode == "min" else ("highest",)
+def _directions(name: str, runs: Sequence[ReportedRun]) -> tuple[str, ...]:
+    """Which values are the best, as the runs have decided; by the name if none has."""
+    modes = {run.facts.mode_of(name) or infer_mode(name) for run in runs if name in run.record.curves}
+    if len(modes) == 1 and None not in modes:
+        return ("lowest",) if modes == {"min"} else ("highest",)
     return ("lowest", "highest")
 
 

@@ -53,12 +53,19 @@ class MetricsReporter:
     def log(self) -> None:
         """Report what has come since the last log point: fires METRICS_LOGGED.
 
-        Only here does training wait for the device, and only if someone subscribed, or to count what fp16 skipped.
+        Only here does training wait for the device: for what is reported, to count what fp16 skipped, and to warn of a
+        loss that is not finite.
         """
         engine, stepper = self._engine, self._stepper
         if self._backend.skips_updates:
             self._announce_skipped()
-        if not self.losses.count("log") or not engine.hears(Events.METRICS_LOGGED):
+        if not self.losses.count("log"):
+            return
+        if not engine.hears(Events.METRICS_LOGGED):
+            if self._would_warn():  # else nobody needs the loss on the host
+                self._warn_unless_finite(self.losses.peek("log").item())
+            for losses in self._all_losses():
+                losses.forget("log")
             return
         metrics = self._means("log", lambda losses, reader: losses.consume(reader).item())
         self._warn_unless_finite(metrics["train/loss"])
@@ -70,12 +77,15 @@ class MetricsReporter:
         metrics.update(self._rate.read(engine.state.samples, engine.state.tokens))
         engine.fire(Events.METRICS_LOGGED, MetricsLogged(metrics=metrics))
 
-    def _warn_unless_finite(self, loss: float) -> None:
-        """Warn once, if no guard does."""
-        if self._warned or math.isfinite(loss):
-            return
+    def _would_warn(self) -> bool:
+        """Whether a loss that is not finite is to be warned of: once, and only if no handler guards against it."""
+        if self._warned:
+            return False
         handlers: Sequence[object] = self._engine.handlers if is_training_run(self._engine) else ()
-        if any(isinstance(each, (NaNGuard, LossSpikeGuard)) for each in handlers):
+        return not any(isinstance(each, (NaNGuard, LossSpikeGuard)) for each in handlers)
+
+    def _warn_unless_finite(self, loss: float) -> None:
+        if math.isfinite(loss) or not self._would_warn():
             return
         self._warned = True
         get_logger("pulsetrain").warning(

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Protocol, cast
 
 from pulsetrain.config import TrainingConfig
-from pulsetrain.engine import Engine, Event, Events, Phase
+from pulsetrain.engine import ConfigurationError, Engine, Event, Events, Phase
 from pulsetrain.engine.argument_checks import check_type
 from pulsetrain.engine.checkpoint import Location
 from pulsetrain.engine.data.keyed_loader import length_of
@@ -61,6 +61,7 @@ class RunDriver:
         self._engine, self._run = engine, cast(DrivenRun, engine)
         self._length, self._resumer, self._data, self._registry = length, resumer, resumer.data, registry
         self._reporter, self._validator = reporter, validator
+        self._has_trained = False  # in a run before the present one
         self._rewind: Rewind | None = None  # the run ends here, and train() continues after that checkpoint
 
     def attach(self, engine: Engine) -> None:
@@ -80,9 +81,7 @@ class RunDriver:
             return True
         if self._resumer.finishes_epoch(state.epoch_length):
             return False  # EPOCH_COMPLETED is left
-        # not by the iterations that epochs make, as ignite does: with other data than before their length changes
-        ended = state.max_epochs is not None and state.epoch >= state.max_epochs
-        return bool(ended or (state.max_iters is not None and state.iteration >= state.max_iters))
+        return self._is_last(state.epoch)
 
     def train(self, resume: str | os.PathLike[str] | None, *, wait: bool) -> None:
         """Train to the bound, through all rewinds; see `Trainer.train`."""
@@ -115,6 +114,7 @@ class RunDriver:
         for handler in self._registry.handlers:
             if isinstance(handler, Checkpointer) and state.iteration > 0:
                 handler.refuse_another_run()  # before anything of the finished run is touched
+        self._has_trained = self._has_trained or state.iteration > 0
         state.max_epochs = state.max_iters = None
         self._resumer.reset(self._run.config.chosen_seed)
 
@@ -151,6 +151,13 @@ class RunDriver:
         self._data.end_epoch()
         self._reporter.end_epoch()
 
+    def _is_last(self, epoch: int) -> bool:
+        """Whether no batch is left after those so far, with which this epoch is complete."""
+        state = self._engine.state
+        # not by the iterations that epochs make, as ignite does: with other data than before their length changes
+        ended = state.max_epochs is not None and epoch >= state.max_epochs
+        return bool(ended or (state.max_iters is not None and state.iteration >= state.max_iters))
+
     def _start(self) -> None:
         engine, state, length = self._engine, self._engine.state, self._length
         if engine.is_paused:
@@ -173,28 +180,57 @@ class RunDriver:
         if latest is not None:
             self._run.load_checkpoint(latest)
             return
+        self._require_beginning()
         take_all(self._engine, restart=True)
         for handler in self._registry.handlers:
             if isinstance(handler, (MetricLogger, EventRecorder)):
                 handler.begin_again()
 
+    def _require_beginning(self) -> None:
+        """Without a checkpoint the run starts from the beginning; weights that have been trained cannot.
+
+        Raises:
+            ConfigurationError: the trainer has trained.
+        """
+        engine, state = self._engine, self._engine.state
+        if self._resumer.is_resuming:  # from a checkpoint that the caller has loaded
+            return
+        if self._has_trained or state.iteration > 0:
+            rule = (
+                "there is no checkpoint to resume from, and this trainer has trained already, so it cannot start from "
+                "the beginning; make a new Trainer with an untrained model, or call train() to continue in this process"
+            )
+            raise ConfigurationError(rule, "Trainer.train", resume="latest")
+        if not engine.is_paused:
+            state.max_epochs = state.max_iters = None  # else a run that failed before its first batch continues
+
     def _resume(self, loader: Iterable[object], max_epochs: int | None, max_iterations: int | None = None) -> None:
         """Continue from the checkpoint that was loaded, to this bound."""
         state = self._engine.state
         state.max_epochs, state.max_iters = max_epochs, max_iterations
+        first = state.iteration
         if not self.is_done:
+            finished = self._resumer.finishes_epoch(state.epoch_length) and self._is_last(state.epoch + 1)
+            if finished:
+                self._report_bound(state.epoch + 1)
             self._engine.resume(loader, max_epochs, max_iterations)
+            if not finished and state.iteration == first and self.is_done:  # data without a length ends unforeseen
+                self._report_bound(state.epoch)
             return
         state.epoch = self._data.epoch
-        get_logger("pulsetrain").info(
-            "the run has reached its bound already, and no batch is trained; a larger bound would continue it",
-            iteration=state.iteration,
-            epoch=state.epoch,
-            bound=f"max_epochs={max_epochs}" if max_epochs is not None else self._engine.describe_bound(),
-        )
+        self._report_bound(state.epoch)
         with self._resumer.finishing():
             self._engine.resume(loader, max_epochs, max_iterations)
         state.stop_reason = state.stop_reason or self._length.reached_inside(state, self._data.epoch_done)
+
+    def _report_bound(self, epoch: int) -> None:
+        state = self._engine.state
+        get_logger("pulsetrain").info(
+            "the run has reached its bound already, and no batch is trained; a larger bound would continue it",
+            iteration=state.iteration,
+            epoch=epoch,
+            bound=f"max_epochs={state.max_epochs}" if state.max_iters is None else self._engine.describe_bound(),
+        )
 
     def _stop_when_preempted(self, engine: Engine, event: Event) -> None:
         engine.terminate(reason=f"{event.payload.signal} was received")

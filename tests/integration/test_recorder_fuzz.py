@@ -23,7 +23,7 @@ common = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 @pytest.fixture(autouse=True, scope="module")
 def _engines_continue_a_log() -> Iterator[None]:
     """As a Trainer does that resumes; a new run of a plain Engine is refused in a folder that holds one."""
-    with mock.patch("pulsetrain.handlers.run_files.ownership._holds_run", return_value=False):
+    with mock.patch("pulsetrain.handlers.run_files.ownership.holds_run", return_value=False):
         yield
 
 

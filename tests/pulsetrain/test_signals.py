@@ -29,6 +29,11 @@ from tests.support.models import loader, trainer
 from tests.support.programs import Program
 
 NAMES = ("SIGINT", "SIGTERM", "SIGUSR1")
+IN_EVERY_RUN = [
+    Events.STARTED, Events.EPOCH_STARTED, Events.GET_BATCH_STARTED, Events.ITERATION_STARTED,
+    Events.OPTIMIZER_STEP_COMPLETED, Events.ITERATION_COMPLETED, Events.CHECKPOINT_SAVED, Events.EPOCH_COMPLETED,
+    Events.VALIDATION_STARTED, Events.VALIDATION_COMPLETED, Events.COMPLETED,
+]  # fmt: skip
 SCRIPT = """
     import os, sys, time
     import torch
@@ -295,6 +300,29 @@ class TestWithoutAWatch:
             run.train()
         assert run.state.stop_reason != "SIGINT was received"
         assert list(CheckpointManager(tmp_path / "checkpoints").valid()) == []
+
+    @pytest.mark.parametrize("times", [1, 2])
+    @pytest.mark.parametrize("at", IN_EVERY_RUN, ids=lambda event: event.name)
+    def test_whenever_it_comes_it_raises_and_leaves_the_next_run_alone(self, at: Events, times: int, tmp_path: Path):
+        def make(*handlers: object) -> Trainer:
+            return trainer({"max_epochs": 2}, val_loader=loader(8, shuffle=False), handlers=handlers)
+
+        run, seen = make(Checkpointer(tmp_path, every=Every(iterations=1))), []
+
+        def interrupt() -> None:
+            seen.append(run.state.iteration)
+            if len(seen) == most:
+                for _ in range(times):
+                    send("SIGINT")
+
+        most = 1 if at in (Events.STARTED, Events.COMPLETED) else 2 if "EPOCH" in at.name or "VALID" in at.name else 3
+        run.add_event_handler(at, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            run.train()
+        assert len(seen) >= most  # else the event was not fired, and nothing is tested
+        history = run.train(resume="latest" if run.state.iteration else None)
+        assert (run.state.iteration, run.state.stop_reason) == (20, None)
+        assert history == make().train()
 
     def test_a_handler_of_the_program_stays_in_place(self, tmp_path: Path):
         found: list[int] = []

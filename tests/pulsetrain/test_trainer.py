@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from pulsetrain.engine import (
     TorchBackend,
     TrainingResult,
 )
+from pulsetrain.engine.checkpoint import CheckpointManager
 from pulsetrain.handlers import Callback, Checkpointer
 from pulsetrain.training.running_stats import Losses
 from tests.support.models import Tokens, loader, pairs, regression_model, trainer
@@ -415,3 +417,31 @@ def test_resuming_a_run_at_its_bound_or_past_it_says_so(
         again.train(resume="latest")
     (line,) = (line for line in logs if "has reached its bound already" in line["event"])
     assert (line["bound"], line["iteration"]) == (bound, again.state.iteration)
+
+
+@pytest.mark.parametrize("has_length", [True, False])
+@pytest.mark.parametrize("setting", ["max_epochs", "max_iterations", "max_updates"])
+def test_a_resumed_run_that_trains_no_batch_says_so_wherever_its_checkpoint_was_made(
+    setting: str, has_length: bool, tmp_path: Path
+) -> None:
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Iterator[Any]:
+            return iter(pairs(12))
+
+    def make(bound: int, *handlers: object) -> Trainer:
+        data = loader(12) if has_length else DataLoader(Stream(), batch_size=4)
+        return trainer({setting: bound}, train_loader=data, handlers=handlers)
+
+    in_epochs = setting == "max_epochs"
+    every_one = Checkpointer(tmp_path, every=Every(iterations=1), at_end=False, keep_last=99)
+    make(2 if in_epochs else 6, every_one).train()
+    for checkpoint in CheckpointManager(tmp_path / "checkpoints").valid():
+        for bound in (1, 2) if in_epochs else (3, 5, 6):
+            again = make(bound)
+            again.load_checkpoint(checkpoint)
+            first, seen = again.state.iteration, []
+            again.add_event_handler(Events.ITERATION_COMPLETED, seen.append)
+            with capture_logs() as logs:
+                again.train()
+            says = [line for line in logs if "has reached its bound already" in line["event"]]
+            assert [line["iteration"] for line in says] == ([] if seen else [first]), (checkpoint.name, bound)

@@ -10,7 +10,7 @@ from typing import Any
 
 from pulsetrain import Trainer
 from pulsetrain.engine import Events
-from pulsetrain.handlers import Checkpointer, CSVLogger, EventRecorder, JSONLinesLogger
+from pulsetrain.handlers import Checkpointer, CSVLogger, EventRecorder, JSONLinesLogger, Plots, TensorBoardLogger
 from tests.support.models import loader, trainer
 
 Make = Callable[[Path], Any]
@@ -20,6 +20,8 @@ RECORDING: dict[str, Make] = {  # what later runs must not be mixed with
     "EventRecorder": EventRecorder,
     "CSVLogger": CSVLogger,
     "JSONLinesLogger": JSONLinesLogger,
+    "TensorBoardLogger": TensorBoardLogger,
+    "Plots": lambda folder: Plots(folder, formats=["svg"]),
 }
 
 

@@ -3,9 +3,11 @@
 from functools import partial
 
 import pytest
+import torchmetrics
 from structlog.testing import capture_logs
 
 from pulsetrain.engine.errors import ConfigurationError
+from pulsetrain.engine.metrics import infer_mode
 from pulsetrain.handlers import BestModel, Checkpointer, EarlyStopping, ReduceLROnPlateau
 from tests.support.models import loader, trainer
 
@@ -66,7 +68,7 @@ def test_a_handler_ranks_by_what_the_metric_or_its_name_says(name, metric, objec
     assert said[0]["event"].startswith("larger" if mode == "max" else "smaller")
 
 
-@pytest.mark.parametrize("metric", ["val/top5", "val/accuracy_loss", "val/loss_accuracy"])
+@pytest.mark.parametrize("metric", ["val/top5", "val/accuracy_loss", "val/neg_loss", "val/f1_gap"])
 @pytest.mark.parametrize("name", JUDGES)
 def test_a_trainer_cannot_be_made_while_it_is_unknown_which_values_are_better(name, metric, tmp_path):
     def make(**mode):
@@ -110,3 +112,28 @@ def test_progress_of_a_plateau_is_loaded_whatever_the_direction():
     one.step(0.5)
     other.load_state_dict(one.state_dict())
     assert [other.step(value) for value in (0.75, 0.25)] == [False, True]
+
+
+WORDS = ["neg", "negative", "minus", "inv", "inverse", "non", "not", "false", "drop", "gap", "delta", "diff", "ratio"]
+
+
+@pytest.mark.parametrize("word", [*WORDS, "scale", "weight", "coef"])
+def test_a_word_that_changes_the_direction_of_another_leaves_it_unknown(word):
+    names = [name for known in ("loss", "accuracy") for name in (f"val/{word}_{known}", f"val/{known}_{word}")]
+    assert {name: infer_mode(name) for name in names} == dict.fromkeys(names)
+    assert infer_mode("val/loss") == "min"
+    assert infer_mode(f"{word}/accuracy") == "max"  # the name of a set
+
+
+@pytest.mark.parametrize("separator", "/_")
+def test_each_metric_of_a_collection_decides_for_itself(separator, tmp_path):
+    members = {"near": torchmetrics.MeanAbsoluteError(), "explained": torchmetrics.R2Score()}
+    scores = torchmetrics.MetricCollection(members)
+    modes = {}
+    for name in ("near", "explained"):
+        handler = Checkpointer(tmp_path / name, metric=separator.join(("val", "scores", name)))
+        run = trainer({"max_epochs": 1}, val_loader=loader(8), metrics={"scores": scores}, handlers=[handler])
+        run.train()
+        assert handler.best
+        modes[name] = handler.mode
+    assert modes == {"near": "min", "explained": "max"}

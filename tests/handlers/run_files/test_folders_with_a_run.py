@@ -12,8 +12,8 @@ import pytest
 from pulsetrain.engine import Engine, Events, Every
 from pulsetrain.engine.errors import RunFolderError
 from pulsetrain.engine.recording import EventLog
-from pulsetrain.handlers import Checkpointer, CSVLogger, EventRecorder, JSONLinesLogger
-from tests.support.runs_folders import RECORDING, child, files, in_a_run, make
+from pulsetrain.handlers import Checkpointer, CSVLogger, EventRecorder, JSONLinesLogger, Plots, TensorBoardLogger
+from tests.support.runs_folders import RECORDING, Make, child, files, in_a_run, make
 
 
 @pytest.mark.parametrize("second", RECORDING)
@@ -85,3 +85,21 @@ def test_engines_without_a_trainer_follow_the_same_rule(tmp_path: Path):
     run()
     with pytest.raises(RunFolderError, match="holds a run already"):
         run()
+
+
+@pytest.mark.parametrize("handler", [TensorBoardLogger, lambda folder: Plots(folder, formats=["svg"])])
+def test_metrics_and_figures_of_one_run_may_be_continued(handler: Make, tmp_path: Path):
+    make(tmp_path, handler, Checkpointer).train()
+    again = make(tmp_path, handler, Checkpointer, epochs=2)
+    again.train(resume="latest")
+    assert again.state.iteration == 20
+
+    twice = make(tmp_path / "twice", handler)
+    twice.train()
+    twice.train()
+    assert twice.state.iteration == 10
+
+    (tmp_path / "new" / "plots").mkdir(parents=True)
+    (tmp_path / "new" / "plots" / "data.png").touch()
+    (tmp_path / "new" / "config.yaml").write_text("{}")
+    make(tmp_path / "new", handler).train()

@@ -13,8 +13,10 @@ pytest.importorskip("plotly")
 
 from pulsetrain.cli import main
 from pulsetrain.engine.errors import ConfigurationError, RecordingError, RunFolderError
+from pulsetrain.handlers import Checkpointer, EventRecorder
 from pulsetrain.report import write_report
 from pulsetrain.report.figure import figure_of
+from tests.support.models import loader, trainer
 from tests.support.recordings_report import Run, reported, small_run
 
 
@@ -44,6 +46,31 @@ class TestPage:
         assert differing == ['<th scope="row">training.learning_rate</th><td>0</td><td>1</td>']
         assert page.index("training.learning_rate") < page.index("training.seed")
         assert page.count('<td class="top">') == 4
+
+    @pytest.mark.parametrize("higher", [True, False])
+    @pytest.mark.parametrize("metric", ["neg_loss", "loss_of_words", "accuracy_b", "score"])
+    def test_the_best_value_is_the_best_in_the_eyes_of_the_run(self, metric, higher, tmp_path):
+        class Falling:
+            higher_is_better = higher
+            value = 1.0
+
+            def reset(self): ...
+
+            def update(self, predicted, true): ...
+
+            def compute(self):
+                self.value -= 0.25
+                return self.value
+
+        handlers = [EventRecorder(tmp_path / "run"), Checkpointer(tmp_path / "run", metric=f"val/{metric}")]
+        run = trainer({"max_epochs": 3}, val_loader=loader(8), metrics={metric: Falling()}, handlers=handlers)
+        run.train()
+        page = write_report(tmp_path / "run", tmp_path / "page.html").path.read_text()
+        rows = re.findall(rf'<th scope="row">val/{metric} <small>(\w+)</small></th><td>(\S+) <small>at (\d+)', page)
+        best = handlers[1].manager.get_best()
+        expected = ("highest", "0.75", "10") if higher else ("lowest", "0.25", "30")
+        assert rows == [expected]
+        assert int(best.name.partition("-")[0]) == int(expected[2])
 
     def test_names_are_text(self, tmp_path):
         name = "<script>alert(1)<"

@@ -12,7 +12,7 @@ from ignite.handlers import TerminateOnNan
 from pulsetrain import Trainer
 from pulsetrain.engine import CheckpointError, ConfigurationError, Events, Every, RunFolderError
 from pulsetrain.engine.schedules import Cosine
-from pulsetrain.handlers import Checkpointer, EarlyStopping, LRScheduler
+from pulsetrain.handlers import Checkpointer, CSVLogger, EarlyStopping, LRScheduler
 from tests.support.models import loader, regression_model, trainer
 
 
@@ -366,3 +366,41 @@ def test_a_validation_set_needs_a_name_of_its_own():
 def test_resuming_takes_a_word_or_a_path():
     with pytest.raises(TypeError, match="'latest' or a checkpoint's path"):
         trainer().train(resume=True)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("how", ["raise", "Ctrl-C", "complete", "complete twice and fail"])
+def test_resuming_a_trained_trainer_without_a_checkpoint_is_refused(how: str, tmp_path: Path):
+    run = trainer({"max_epochs": 1}, handlers=[Checkpointer(tmp_path, at_end=False, every=Every(epochs=9))])
+    if "complete" in how:
+        run.train()
+    if how != "complete":
+        at = Events.STARTED if "twice" in how else Events.ITERATION_COMPLETED(once=5)
+
+        def stop() -> None:
+            raise KeyboardInterrupt if how == "Ctrl-C" else RuntimeError("planted")
+
+        with run.add_event_handler(at, stop), pytest.raises((KeyboardInterrupt, RuntimeError)):
+            run.train()
+    seen = iterations(run)
+    with pytest.raises(ConfigurationError, match=r"(?s)make a new Trainer .*call train\(\) to continue"):
+        run.train(resume="latest")
+    assert seen == []
+
+
+def test_a_trainer_that_failed_before_its_first_batch_still_starts_from_the_beginning(tmp_path: Path):
+    def make(folder: Path) -> Trainer:
+        handlers = [Checkpointer(folder, at_end=False, every=Every(epochs=9)), CSVLogger(folder)]
+        return trainer({"max_epochs": 2}, handlers=handlers)
+
+    expected = make(tmp_path / "whole").train()
+    for at in (Events.STARTED, Events.EPOCH_STARTED):
+        run = make(tmp_path / at.name)
+        with pytest.raises(RuntimeError, match="planted"), run.add_event_handler(at, fail):
+            run.train()
+        seen = iterations(run)
+        assert run.train(resume="latest") == expected
+        assert seen == list(range(1, 21))
+
+
+def fail() -> None:
+    raise RuntimeError("planted")
