@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pulsetrain.engine import Events, Every, Phase
+from pulsetrain.engine import Event, Events, Every, Phase
 from pulsetrain.engine.argument_checks import check_whole_number
 from pulsetrain.engine.checkpoint import (
     CheckpointManager,
@@ -113,7 +113,8 @@ class Checkpointer(Handler):
         self.manager = CheckpointManager(self.folder / "checkpoints", keep_last_n=keep_last)
         self.keep_best, self.metric, self.name, self.at_end = keep_best, metric, name, at_end
         self.form: Form | None = form
-        self.saved_at = -1  # iteration of the last save
+        self.saved_at = -1  # iteration of the last save by the cadence or at an end, and
+        self._saved_on: str | None = None  # its event, which `verify` compares at; None for a save by `save`
         self.failure: str | None = None  # why the last save failed; None if it did not
         self._ranking = Ranking(metric or "", mode, keep_best)
         self._first: set[Location] = set()  # saved by this handler before the first iteration
@@ -197,6 +198,7 @@ class Checkpointer(Handler):
             return self.manager.target(name or self.name, engine.state.iteration)
         with nullcontext() if self._use is None else self._use.taken():
             self.wait()
+            self._saved_on = None
             return self._write(engine, name or self.name, bool(is_best), lambda saved: None, marked=bool(is_best))
 
     def wait(self) -> None:
@@ -210,11 +212,11 @@ class Checkpointer(Handler):
 
     def state_dict(self) -> dict[str, object]:
         """The ranking of the best, and when the last save was."""
-        return {**self._ranking.state_dict(), "saved_at": self.saved_at}
+        return {**self._ranking.state_dict(), "saved_at": self.saved_at, "saved_on": self._saved_on}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._ranking.load_state_dict(state)
-        self.saved_at = state["saved_at"]
+        self.saved_at, self._saved_on = state["saved_at"], state.get("saved_on")
 
     def refuse_another_run(self) -> None:
         """Reject starting a run where checkpoints of another run are, or of this trainer's last one.
@@ -288,33 +290,33 @@ class Checkpointer(Handler):
     def _settle_failing(self, error: BaseException) -> None:
         self._settle(wait=True, raises=False)  # the run raises its own error
 
-    def _save_by_cadence(self, engine: SavedEngine) -> None:
+    def _save_by_cadence(self, engine: SavedEngine, event: Event) -> None:
         start = self._clock()
-        self._save_once(engine, self._background)
+        self._save_once(engine, event, self._background)
         if self._interval is not None:
             self._interval.saved(self._clock() - start)
 
-    def _save_at_end(self, engine: SavedEngine) -> None:
-        self._save_once(engine, None)
+    def _save_at_end(self, engine: SavedEngine, event: Event) -> None:
+        self._save_once(engine, event, None)
 
-    def _save_once(self, engine: SavedEngine, background: BackgroundSave | None) -> None:
+    def _save_once(self, engine: SavedEngine, event: Event, background: BackgroundSave | None) -> None:
         self.wait()
         if is_training_run(engine) and engine.is_rewinding:
             return  # this state is about to be discarded
-        state, saved_at, mark = engine.state, self.saved_at, self._ranking.mark()
-        if state.iteration == saved_at and (self.metric is None or not self._ranking.has_news(state)):
+        state, last, mark = engine.state, (self.saved_at, self._saved_on), self._ranking.mark()
+        if state.iteration == self.saved_at and (self.metric is None or not self._ranking.has_news(state)):
             return  # two cadences, or a cadence and the run's end, met
         durable: list[CheckpointSaved] = []
 
         def undo() -> None:
-            self.saved_at = saved_at
+            self.saved_at, self._saved_on = last
             self._ranking.undo(mark)
 
         # ranked before the state is read, so that a run that resumes from this checkpoint knows its rank
         improved = self.metric is not None and self._ranking.rank(
             state, self.manager.target(self.name, state.iteration).name
         )
-        self.saved_at = state.iteration
+        self.saved_at, self._saved_on = state.iteration, event.type
         try:
             if background is not None:
                 write = self._writer(engine, self.name, improved, background=True)
