@@ -271,7 +271,9 @@ class EventRecorder(Handler):
                 self._log.bus.continue_after(writer.last_seq)
             if is_in_log and is_of_this_run:
                 if not (is_training_run(engine) and engine.is_rewinding):  # else other batches follow
-                    self.resume_check = ResumeCheck.of_log(self._log.read(), saved["seq"], event.engine)
+                    self.resume_check = ResumeCheck.of_log(
+                        self._log.read(), saved["seq"], event.engine, is_training_run(engine)
+                    )
                 self._log.rewind(saved["seq"], saved["ord"], event.time_ns)
             elif is_of_this_run and (writer.last_seq >= 0 or "run" in saved):
                 self._note_loss(saved, writer, event)
