@@ -138,8 +138,8 @@ class Checkpointer(Handler):
                 "or use pulsetrain.engine.checkpoint.CheckpointManager in a handler of your own"
             )
         with self._attachment.to(engine, whole_bus=False) as subscribe:
-            leave = self._background.leave if self._background is not None else lambda: None
-            self._use = FolderUse("Checkpointer", subscribe, lambda: self.folder, leave)
+            self._use = FolderUse("Checkpointer", subscribe, lambda: self.folder, self._leave)
+            self.manager.refusal = None
             # first, so that no handler writes anything for a run that may not start
             subscribe(Events.STARTED, self._on_started, phase=Phase.COMPUTE)
             subscribe(Events.CHECKPOINT_LOADED, self._on_loaded, phase=Phase.COMPUTE)
@@ -192,7 +192,7 @@ class Checkpointer(Handler):
             OSError: it could not be written; older checkpoints are as they were.
             CheckpointError: the state holds something that could not be loaded again; the message names it.
             RuntimeError: called in the middle of a step.
-            RunFolderError: another run owns the folder.
+            RunFolderError: another run owns the folder, such as that of the process that this one was forked from.
         """
         if not ranks().is_main:
             return self.manager.target(name or self.name, engine.state.iteration)
@@ -233,6 +233,12 @@ class Checkpointer(Handler):
         # below the promised 3.5%: the cost of a save is known only after it
         self._interval = SaveInterval(lambda: self.writing, clock=self._clock, share=0.03)
         return EventsList() | Events.ITERATION_COMPLETED(event_filter=self._interval.is_due)
+
+    def _leave(self) -> None:
+        """In a forked process: the parent's run owns the checkpoints."""
+        self.manager.refusal = "this process was forked from the run's, and only the run's process saves there"
+        if self._background is not None:
+            self._background.leave()
 
     def _on_started(self, engine: Engine) -> None:
         loaded, self._loaded = self._loaded, False
