@@ -73,6 +73,7 @@ class CheckpointManager:
         check_whole_number("CheckpointManager", "keep_last_n", keep_last_n)
         self.checkpoint_dir = location_of(checkpoint_dir)
         self.keep_last_n = keep_last_n
+        self.refusal: str | None = None  # why this manager must not write or delete; None where it may
         self._files = files_of(self.checkpoint_dir)
         self._cleaned = False
         try:
@@ -116,7 +117,9 @@ class CheckpointManager:
             CheckpointError: the checkpoint holds a value that could not be loaded again; the message says where.
                 Nothing was written.
             OSError: the checkpoint, or its mark as the best, could not be made durable; earlier ones are unchanged.
+            RunFolderError: `refusal` is set, as in a process that was forked from a run's.
         """
+        self._check_refusal()
         check_name("save", name)
         check_form("save", form)
         write, number = state_writer(plain(checkpoint), form), FORMS[form]
@@ -154,6 +157,10 @@ class CheckpointManager:
             target = self.checkpoint_dir / f"{plain}~{repeat + 1}"
         return target
 
+    def _check_refusal(self) -> None:
+        if self.refusal is not None:
+            raise RunFolderError(f"{self.checkpoint_dir}: {self.refusal}; choose another folder")
+
     def _history(self) -> _History:
         """What is known of the checkpoints that were ever saved here."""
         known = [_History(*history_of(folder)) for folder in find_checkpoints(self.checkpoint_dir)]
@@ -173,6 +180,7 @@ class CheckpointManager:
         Raises:
             OSError: the file that names it could not be written.
         """
+        self._check_refusal()
         self._files.replace(self.checkpoint_dir / BEST, seal({"checkpoint": name}))
 
     def clean(self) -> None:
@@ -222,12 +230,14 @@ class CheckpointManager:
         Raises:
             OSError: they cannot be deleted.
         """
+        self._check_refusal()
         history = self._history()
         self._files.replace(self.checkpoint_dir / DELETED, seal(history._asdict()))
         self._files.delete([folder for folder in find_checkpoints(self.checkpoint_dir) if step_of(folder) > step])
 
     def prune(self, keep: Iterable[Location]) -> None:
         """Delete all checkpoints but the newest `keep_last_n`, the best, and these; a failure is a warning."""
+        self._check_refusal()
         kept = {each.name for each in keep}
         try:
             best = self.get_best()

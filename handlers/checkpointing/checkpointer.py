@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pulsetrain.engine import Events, Every, Phase
+from pulsetrain.engine import Event, Events, Every, Phase
 from pulsetrain.engine.argument_checks import check_whole_number
 from pulsetrain.engine.checkpoint import (
     CheckpointManager,
@@ -113,7 +113,8 @@ class Checkpointer(Handler):
         self.manager = CheckpointManager(self.folder / "checkpoints", keep_last_n=keep_last)
         self.keep_best, self.metric, self.name, self.at_end = keep_best, metric, name, at_end
         self.form: Form | None = form
-        self.saved_at = -1  # iteration of the last save
+        self.saved_at = -1  # iteration of the last save by the cadence or at an end, and
+        self._saved_on: str | None = None  # its event, which `verify` compares at; None for a save by `save`
         self.failure: str | None = None  # why the last save failed; None if it did not
         self._ranking = Ranking(metric or "", mode, keep_best)
         self._first: set[Location] = set()  # saved by this handler before the first iteration
@@ -137,8 +138,8 @@ class Checkpointer(Handler):
                 "or use pulsetrain.engine.checkpoint.CheckpointManager in a handler of your own"
             )
         with self._attachment.to(engine, whole_bus=False) as subscribe:
-            leave = self._background.leave if self._background is not None else lambda: None
-            self._use = FolderUse("Checkpointer", subscribe, lambda: self.folder, leave)
+            self._use = FolderUse("Checkpointer", subscribe, lambda: self.folder, self._leave)
+            self.manager.refusal = None
             # first, so that no handler writes anything for a run that may not start
             subscribe(Events.STARTED, self._on_started, phase=Phase.COMPUTE)
             subscribe(Events.CHECKPOINT_LOADED, self._on_loaded, phase=Phase.COMPUTE)
@@ -191,12 +192,13 @@ class Checkpointer(Handler):
             OSError: it could not be written; older checkpoints are as they were.
             CheckpointError: the state holds something that could not be loaded again; the message names it.
             RuntimeError: called in the middle of a step.
-            RunFolderError: another run owns the folder.
+            RunFolderError: another run owns the folder, such as that of the process that this one was forked from.
         """
         if not ranks().is_main:
             return self.manager.target(name or self.name, engine.state.iteration)
         with nullcontext() if self._use is None else self._use.taken():
             self.wait()
+            self._saved_on = None
             return self._write(engine, name or self.name, bool(is_best), lambda saved: None, marked=bool(is_best))
 
     def wait(self) -> None:
@@ -210,11 +212,11 @@ class Checkpointer(Handler):
 
     def state_dict(self) -> dict[str, object]:
         """The ranking of the best, and when the last save was."""
-        return {**self._ranking.state_dict(), "saved_at": self.saved_at}
+        return {**self._ranking.state_dict(), "saved_at": self.saved_at, "saved_on": self._saved_on}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._ranking.load_state_dict(state)
-        self.saved_at = state["saved_at"]
+        self.saved_at, self._saved_on = state["saved_at"], state.get("saved_on")
 
     def refuse_another_run(self) -> None:
         """Reject starting a run where checkpoints of another run are, or of this trainer's last one.
@@ -231,6 +233,12 @@ class Checkpointer(Handler):
         # below the promised 3.5%: the cost of a save is known only after it
         self._interval = SaveInterval(lambda: self.writing, clock=self._clock, share=0.03)
         return EventsList() | Events.ITERATION_COMPLETED(event_filter=self._interval.is_due)
+
+    def _leave(self) -> None:
+        """In a forked process: the parent's run owns the checkpoints."""
+        self.manager.refusal = "this process was forked from the run's, and only the run's process saves there"
+        if self._background is not None:
+            self._background.leave()
 
     def _on_started(self, engine: Engine) -> None:
         loaded, self._loaded = self._loaded, False
@@ -288,33 +296,33 @@ class Checkpointer(Handler):
     def _settle_failing(self, error: BaseException) -> None:
         self._settle(wait=True, raises=False)  # the run raises its own error
 
-    def _save_by_cadence(self, engine: SavedEngine) -> None:
+    def _save_by_cadence(self, engine: SavedEngine, event: Event) -> None:
         start = self._clock()
-        self._save_once(engine, self._background)
+        self._save_once(engine, event, self._background)
         if self._interval is not None:
             self._interval.saved(self._clock() - start)
 
-    def _save_at_end(self, engine: SavedEngine) -> None:
-        self._save_once(engine, None)
+    def _save_at_end(self, engine: SavedEngine, event: Event) -> None:
+        self._save_once(engine, event, None)
 
-    def _save_once(self, engine: SavedEngine, background: BackgroundSave | None) -> None:
+    def _save_once(self, engine: SavedEngine, event: Event, background: BackgroundSave | None) -> None:
         self.wait()
         if is_training_run(engine) and engine.is_rewinding:
             return  # this state is about to be discarded
-        state, saved_at, mark = engine.state, self.saved_at, self._ranking.mark()
-        if state.iteration == saved_at and (self.metric is None or not self._ranking.has_news(state)):
+        state, last, mark = engine.state, (self.saved_at, self._saved_on), self._ranking.mark()
+        if state.iteration == self.saved_at and (self.metric is None or not self._ranking.has_news(state)):
             return  # two cadences, or a cadence and the run's end, met
         durable: list[CheckpointSaved] = []
 
         def undo() -> None:
-            self.saved_at = saved_at
+            self.saved_at, self._saved_on = last
             self._ranking.undo(mark)
 
         # ranked before the state is read, so that a run that resumes from this checkpoint knows its rank
         improved = self.metric is not None and self._ranking.rank(
             state, self.manager.target(self.name, state.iteration).name
         )
-        self.saved_at = state.iteration
+        self.saved_at, self._saved_on = state.iteration, event.type
         try:
             if background is not None:
                 write = self._writer(engine, self.name, improved, background=True)

@@ -11,6 +11,7 @@ from pulsetrain.engine.argument_checks import check_choice, check_whole_number
 from pulsetrain.engine.events.names import identify
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.recording import EventCheck, LogWriter
+from pulsetrain.engine.recording.log.damage import id_of_run
 from pulsetrain.engine.recording.replay.source import Source
 from pulsetrain.engine.training_run import total_iterations_of
 from pulsetrain.handlers.attachment.attachment import Handler
@@ -266,13 +267,19 @@ class EventRecorder(Handler):
             self._resumed_in_epoch = set(saved["in_epoch"])
             is_of_this_run = saved.get("run", writer.run) == writer.run
             is_in_log = saved["seq"] <= writer.last_seq
+            known = "" if self.rank else id_of_run(self.folder.parent)
+            is_log_of_another = writer.last_seq >= 0 and saved.get("run") == known != writer.run
             if is_of_this_run and writer.last_seq >= 0:
                 self._log.on_disk(writer.restore_seams, map(tuple, saved.get("seams", ())), event.time_ns)
                 self._log.bus.continue_after(writer.last_seq)
             if is_in_log and is_of_this_run:
                 if not (is_training_run(engine) and engine.is_rewinding):  # else other batches follow
-                    self.resume_check = ResumeCheck.of_log(self._log.read(), saved["seq"], event.engine)
+                    self.resume_check = ResumeCheck.of_log(
+                        self._log.read(), saved["seq"], event.engine, is_training_run(engine)
+                    )
                 self._log.rewind(saved["seq"], saved["ord"], event.time_ns)
+            elif is_log_of_another:
+                self._note_foreign_log(saved, writer, event)
             elif is_of_this_run and (writer.last_seq >= 0 or "run" in saved):
                 self._note_loss(saved, writer, event)
             else:
@@ -286,14 +293,25 @@ class EventRecorder(Handler):
     def _note_loss(self, saved: Mapping[str, Any], writer: LogWriter, event: Event) -> None:
         """The log has lost events before the checkpoint: say which, here and in the log."""
         reached = Source(self._log.read()).last_iteration(event.engine)
+        self._lose("the log is older than the checkpoint", saved, writer, event, first=writer.next_ord, reached=reached)
+
+    def _note_foreign_log(self, saved: Mapping[str, Any], writer: LogWriter, event: Event) -> None:
+        """The log in the run folder is that of another run: its events are superseded, and this run's are lost."""
+        self._log.rewind(-1, 0, event.time_ns)
+        self._lose(f"the log is that of another run, {writer.run}", saved, writer, event, first=0, reached=0)
+
+    def _lose(
+        self, why: str, saved: Mapping[str, Any], writer: LogWriter, event: Event, *, first: int, reached: int
+    ) -> None:
         reason = (
-            f"the log is older than the checkpoint: events {writer.next_ord} to {saved['ord'] - 1} are lost, "
+            f"{why}: events {first} to {saved['ord'] - 1} are lost, "
             f"between iteration {reached} and {event.iteration} of {event.engine!r}"
         )
         get_logger("handlers").warning("the event log has lost events", folder=str(self.folder), lost=reason)
-        self._log.on_disk(writer.lose, saved["seq"], saved["ord"], reason, event.time_ns)
+        up_to = max(saved["seq"], writer.last_seq)
+        self._log.on_disk(writer.lose, up_to, saved["ord"], reason, event.time_ns)
         self._log.bus.continue_after(writer.last_seq)
-        say_nothing_to_compare("the log is older than the checkpoint")
+        say_nothing_to_compare(why)
 
     def _on_opened(self, engine: Engine, event: Event) -> None:
         if event.type == Events.EPOCH_COMPLETED.value:

@@ -8,10 +8,10 @@ from pathlib import Path
 from pulsetrain.engine import Engine, Event, EventBus, Events, OnError, PulsetrainError, RecordingError
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.recording import EventCheck, EventLog, LoggedEvent, LogWriter
+from pulsetrain.engine.recording.log.damage import id_of_run
 from pulsetrain.handlers.metric_values.event_values import EventValues, PlainTypes, summary
 from pulsetrain.handlers.metric_values.step_values import METRIC_EVENTS
 from pulsetrain.handlers.run_files.ownership import take
-from pulsetrain.handlers.run_files.run_file import read_run_file
 from pulsetrain.handlers.run_files.run_folder import writing
 
 __all__ = ["FETCHING", "FINAL", "MEASURED", "LogSession"]
@@ -63,8 +63,7 @@ class LogSession:
         if self.writer is None:
             if not self.rank:  # other ranks only add their logs
                 take(self.folder.parent, self.bus, "EventRecorder")
-            known = read_run_file(self.folder.parent).get("id")
-            self.writer = LogWriter(self.folder, self.rank, self._max_bytes, known if isinstance(known, str) else "")
+            self.writer = LogWriter(self.folder, self.rank, self._max_bytes, id_of_run(self.folder.parent))
             self.bus.continue_after(self.writer.last_seq)
         return self.writer
 

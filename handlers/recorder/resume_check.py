@@ -14,26 +14,43 @@ __all__ = ["ResumeCheck", "say_nothing_to_compare"]
 
 _ENDS = ("terminate", "completed", "interrupt", "exception_raised")
 _NORM = Events.GRADIENTS_READY.value
+_UPDATE = Events.OPTIMIZER_STEP_COMPLETED.value
+_ITERATION = Events.ITERATION_COMPLETED.value
 
 
 class ResumeCheck(EventCheck):
-    """Whether the deterministic events that a log holds after a checkpoint are reproduced, bit for bit."""
+    """Whether the deterministic events that a log holds after a checkpoint are reproduced, bit for bit.
 
-    def __init__(self, expected: Iterator[LoggedEvent]) -> None:
+    Args:
+        expected: those events.
+        engine: name of the engine that resumes.
+        fires_updates: whether it fires OPTIMIZER_STEP_COMPLETED; if not, each iteration counts as an update.
+    """
+
+    def __init__(self, expected: Iterator[LoggedEvent], engine: str = "trainer", fires_updates: bool = True) -> None:
         super().__init__(expected)
-        self.with_values = 0  # events that agree and carry a loss or a gradient norm
+        self.with_values = 0  # events that agree and carry a loss or a gradient norm,
+        self.after_update = 0  # and of these, those that the resumed run computed after an optimizer update
+        self._engine, self._fires_updates = engine, fires_updates
+        self._updated_in: int | None = None  # the iteration of the engine's first update
 
     @classmethod
-    def of_log(cls, log: EventLog, after: int, engine: str) -> ResumeCheck | None:
+    def of_log(cls, log: EventLog, after: int, engine: str, fires_updates: bool = True) -> ResumeCheck | None:
         """The check of a run that resumes after this seq; None, which is logged, where the log holds nothing after it.
 
         If several attempts continued from there, the longest counts, up to where the engine's run ended: what is
         computed at an end need not be reproduced by a run that continues.
+
+        Args:
+            log: the run's.
+            after: seq of the checkpoint.
+            engine: name of the engine that resumes.
+            fires_updates: whether it fires OPTIMIZER_STEP_COMPLETED.
         """
         attempts = log.attempts(after)
         if len(attempts) > 1:
             attempts.sort(key=lambda attempt: sum(1 for _ in _repeated(log, attempt, engine)))
-        check = cls(_repeated(log, attempts[-1], engine))
+        check = cls(_repeated(log, attempts[-1], engine), engine, fires_updates)
         if not check.waiting:
             say_nothing_to_compare("the log holds no event after the checkpoint")
             return None
@@ -57,7 +74,18 @@ class ResumeCheck(EventCheck):
 
     def agree(self, event: LoggedEvent) -> None:
         super().agree(event)
-        self.with_values += _has_values(event)
+        if _has_values(event):
+            self.with_values += 1
+            self.after_update += self._follows_update(event)
+        updates = event.event == _UPDATE or (event.event == _ITERATION and not self._fires_updates)
+        if updates and event.engine == self._engine and self._updated_in is None:
+            self._updated_in = event.iteration
+
+    def _follows_update(self, event: LoggedEvent) -> bool:
+        """Whether the event's values were computed after an update: an iteration's loss comes before its update."""
+        if self._updated_in is None:
+            return False
+        return event.engine != self._engine or event.iteration > self._updated_in
 
     def see(self, event: LoggedEvent) -> None:
         """Compare an event of the resumed run; logs the first difference once, or what agrees once all is compared."""
@@ -70,9 +98,17 @@ class ResumeCheck(EventCheck):
                 agreed_before=self.agreed,
             )
         elif undecided and not self.waiting:
-            if self.with_values:
+            if self.after_update:
                 get_logger("handlers").info(
                     "resumed exactly: the events that the log held after the checkpoint were reproduced bit for bit",
+                    events=self.agreed,
+                    with_loss_or_norm=self.with_values,
+                    after_update=self.after_update,
+                )
+            elif self.with_values:
+                get_logger("handlers").info(
+                    "resumed; the events after the checkpoint agree, but no loss or gradient norm among them is known "
+                    "to be computed after an update of the resumed run",
                     events=self.agreed,
                     with_loss_or_norm=self.with_values,
                 )

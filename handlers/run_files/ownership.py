@@ -139,6 +139,7 @@ class FolderUse:
         leave: Callable[[], object] = lambda: None,
     ) -> None:
         self._place, self._attachment, self._folder, self.leave = place, attachment, folder, leave
+        self._left = False  # this is a copy in a process that was forked from the run's
         if isinstance(attachment.bus, ReplayBus) or not ranks().is_main:
             return
         _uses.add(self)
@@ -163,6 +164,12 @@ class FolderUse:
             RunFolderError: it has another owner.
         """
         path, bus = self.path, self._attachment.bus
+        if self._left:
+            rule = (
+                "belongs to the run of the process that this one was forked from, and only that process writes there; "
+                "save there, or make another trainer with another folder"
+            )
+            raise RunFolderError(rule, self._place, folder=str(self._folder()))
         if path is None or bus is None:
             return
         take(path, bus, self._place, wait=wait)
@@ -186,9 +193,11 @@ class FolderUse:
                 release_idle(bus)
 
     def detach_in_child(self) -> None:
-        """After a fork, if the run owns the folder: the handler receives no event in this process."""
+        """After a fork, if the run owns the folder: the handler receives no event in this process, and cannot save."""
         path, bus = self.path, self._attachment.bus
-        if path is not None and bus is not None and _owner_of(path.resolve()) is bus:
+        owns = _is_busy(bus) if path is None else _owner_of(path.resolve()) is bus  # a URL has no owner
+        if bus is not None and owns:
+            self._left = True
             self._attachment.cancel()
             self.leave()
 

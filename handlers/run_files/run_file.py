@@ -18,6 +18,7 @@ from torch import nn
 from pulsetrain.engine import Engine, is_training_run
 from pulsetrain.engine.environment import describe_environment
 from pulsetrain.engine.metrics import infer_mode, names_of
+from pulsetrain.engine.recording.log.damage import RUN_FILE
 from pulsetrain.handlers.attachment.engine_queries import attribute, device_of, settings_of
 from pulsetrain.handlers.metric_values.event_values import EventValues
 from pulsetrain.handlers.run_files.redaction import redacted
@@ -25,7 +26,6 @@ from pulsetrain.handlers.run_files.run_folder import replace_file
 
 __all__ = ["RUN_FILE", "RunFacts", "note_start", "read_run_file", "run_facts", "write_run_file"]
 
-RUN_FILE = "run.json"
 FORMAT = 1
 
 RunFacts: TypeAlias = dict[str, Any]  # plain JSON

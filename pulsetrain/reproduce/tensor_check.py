@@ -17,14 +17,17 @@ from pulsetrain.trainer import Trainer
 
 __all__ = ["TensorCheck", "final_line"]
 
+_ENDS = (Events.ITERATION_COMPLETED, Events.EPOCH_COMPLETED, Events.COMPLETED)
 _PARTS = ("model", "modules", "optimizer", "strategy", "handlers")
 
 
 class TensorCheck:
-    """Compares tensors at the iteration of each checkpoint, bit for bit: weights, buffers, averages, the optimizer's.
+    """Compares tensors with those of each checkpoint, bit for bit: weights, buffers, averages, the optimizer's.
 
-    Those of handlers that the repeated run does not have are left out. A checkpoint may have been saved at the end of
-    an iteration, of an epoch or of the run: one of these must agree.
+    They are compared at the event at which the Checkpointer saved, after the other handlers of that event; where the
+    rerun does not fire it there, such as COMPLETED in the middle of a run that was extended, at the last event before.
+    For a checkpoint that does not name its event, such as one that `save_checkpoint` made, the end of the iteration, of
+    the epoch or of the run must agree. Handlers that the repeated run does not have are left out.
 
     Args:
         trainer: it repeats the run.
@@ -34,40 +37,52 @@ class TensorCheck:
     def __init__(self, trainer: Trainer, run: Path) -> None:
         self._trainer = trainer
         start = trainer.state.iteration
-        self._expected = {step: path for step, path in final_line(run).items() if step > start}
-        self._differences: dict[int, str] = {}  # by iteration, of those that have not agreed so far
-        self.agreed: list[int] = []  # iterations
-        for event in (Events.ITERATION_COMPLETED, Events.EPOCH_COMPLETED, Events.COMPLETED):
-            trainer.add_event_handler(event, self._look, phase=Phase.PERSIST)
+        self._expected = {step: path for step, path in final_line(run).items() if step > start}  # not decided yet
+        self._found: dict[int, str | None] = {}  # by iteration: the difference, None if the tensors agree
+        self._before: dict[int, str | None] = {}  # the same, of an iteration whose event of the save has not come yet
+        self._saved: tuple[int, Mapping[str, Any]] = (-1, {})  # the last checkpoint that was read, by its iteration
+        for event in _ENDS:
+            trainer.add_event_handler(event, self._look, event.value, phase=Phase.PERSIST)
+
+    @property
+    def agreed(self) -> list[int]:
+        """The iterations whose checkpoints have the same tensors."""
+        return sorted(step for step, difference in self._found.items() if difference is None)
 
     @property
     def difference(self) -> str | None:
         """The first tensor that differs, with its checkpoint."""
-        return next((self._differences[step] for step in sorted(self._differences)), None)
+        return next((found for _, found in sorted(self._found.items()) if found is not None), None)
 
-    def _look(self) -> None:
+    def _look(self, event: str) -> None:
         step = self._trainer.state.iteration
+        if step not in self._before:  # the run continued without that event
+            self._found.update(self._before)
+            self._before.clear()
         path = self._expected.get(step)
         if path is None:
             return
         try:
-            saved = upgrade(load_checkpoint(path))
+            saved = self._read(step, path)
         except CheckpointError as error:  # nothing to compare with
             del self._expected[step]
-            self._differences[step] = f"iteration {step}: {error}"
+            self._found[step] = f"iteration {step}: {error}"
             return
-        now = self._trainer.checkpoint_state()
-        handlers = {name: each for name, each in saved["handlers"].items() if name in now["handlers"]}
-        saved = {**saved, "handlers": handlers}
-        difference = next(
-            (each for part in _PARTS for each in _differences(part, saved.get(part), now.get(part))), None
-        )
-        if difference is None:
+        difference = _difference(saved, self._trainer.checkpoint_state())
+        found = difference and f"iteration {step}, checkpoint {path.name}: {difference}"
+        moment = _moment_of(saved, step)
+        if moment is not None and event != moment:
+            self._before[step] = found
+            return
+        self._before.pop(step, None)
+        self._found[step] = found
+        if moment is not None or found is None:
             del self._expected[step]
-            self._differences.pop(step, None)
-            self.agreed.append(step)
-        else:
-            self._differences[step] = f"iteration {step}, checkpoint {path.name}: {difference}"
+
+    def _read(self, step: int, path: Location) -> Mapping[str, Any]:
+        if self._saved[0] != step:
+            self._saved = step, upgrade(load_checkpoint(path))
+        return self._saved[1]
 
 
 def final_line(run: Path) -> dict[int, Location]:
@@ -80,14 +95,45 @@ def final_line(run: Path) -> dict[int, Location]:
     return line
 
 
+def _moment_of(saved: Mapping[str, Any], step: int) -> str | None:
+    """The event at which a Checkpointer saved this state; None if the state does not tell."""
+    handlers = [each["state"] for each in saved["handlers"].values() if isinstance(each.get("state"), Mapping)]
+    events = {each["saved_on"] for each in handlers if "saved_on" in each and each.get("saved_at") == step}
+    if len(events) != 1:
+        return None
+    (event,) = events
+    if event == Events.PREEMPTED.value:  # a rerun is not preempted: the state is that after the last event before it
+        event = (Events.EPOCH_COMPLETED if saved["data"]["epoch_done"] else Events.ITERATION_COMPLETED).value
+    return event if event in [each.value for each in _ENDS] else None
+
+
+def _difference(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """The first tensor that differs, of the parts that both have."""
+    handlers = {name: each for name, each in saved["handlers"].items() if name in now["handlers"]}
+    saved = {**saved, "handlers": handlers}
+    now = {**now, "handlers": {name: now["handlers"][name] for name in handlers}}
+    parts = (part for part in _PARTS if part in saved)  # an older format may lack one
+    return next((each for part in parts for each in _differences(part, saved[part], now.get(part))), None)
+
+
 def _differences(name: str, saved: object, now: object) -> Iterator[str]:
-    """The tensors that differ, in the order of the saved ones."""
+    """The tensors that differ, in the order of the saved ones; then those that are only there now.
+
+    Other values are not compared: a handler may keep measured times, paths and names of a run.
+    """
     if isinstance(saved, Mapping) and isinstance(now, Mapping):
-        for key, value in saved.items():
-            yield from _differences(f"{name}.{key}", value, now.get(key))
-    elif isinstance(saved, list | tuple) and isinstance(now, list | tuple) and len(saved) == len(now):
-        for index, pair in enumerate(zip(saved, now, strict=True)):
+        for key in [*saved, *(key for key in now if key not in saved)]:
+            yield from _differences(f"{name}.{key}", saved.get(key), now.get(key))
+    elif isinstance(saved, list | tuple) and isinstance(now, list | tuple):
+        if len(saved) != len(now) and (_holds_tensors(saved) or _holds_tensors(now)):
+            yield f"{name} had {len(saved)} entries, and has {len(now)}"
+            return
+        for index, pair in enumerate(zip(saved, now, strict=False)):
             yield from _differences(f"{name}[{index}]", *pair)
+    elif _holds_tensors(now) and not isinstance(saved, torch.Tensor):
+        yield f"{name} holds a tensor, and had none"
+    elif _holds_tensors(saved) and not isinstance(saved, torch.Tensor):
+        yield f"{name} held a tensor, and has none"
     elif isinstance(saved, torch.Tensor):
         if not _is_array(now):
             yield f"{name} is missing"
@@ -98,6 +144,14 @@ def _differences(name: str, saved: object, now: object) -> Iterator[str]:
         elif mine.tobytes() != other.tobytes():
             count = int((mine.reshape(-1) != other.reshape(-1)).sum())
             yield f"{name}: {count or 'bits'} of {mine.size} values differ"
+
+
+def _holds_tensors(value: object) -> bool:
+    if isinstance(value, Mapping):
+        return any(map(_holds_tensors, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_holds_tensors, value))
+    return _is_array(value) and not isinstance(value, np.generic)  # a checkpoint holds numpy's scalars as numbers
 
 
 def _is_array(value: object) -> bool:

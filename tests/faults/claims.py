@@ -64,7 +64,7 @@ def false_claims_of_attempt(
     for line in said:
         if line["level"] in ("warning", "error", "critical") and not line["event"].startswith(allowed):
             yield f"a false alarm: {line}"
-        if "exactly" in line["event"] and not (start.comparable and line["with_loss_or_norm"] > 0):
+        if "exactly" in line["event"] and not (start.comparable and line["after_update"] > 0):
             yield f"nothing was compared: {line}"
         if "exactly" in line["event"] and lacks and not lacked:
             yield f"the checkpoint lacked {victim.lacks}: {line}"

@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import msgspec
+
 from pulsetrain.engine.recording.log.blocks import SEAM, Data, Header, parse
 from pulsetrain.engine.recording.log.index import Index
 from pulsetrain.engine.recording.log.records import LOST, LoggedEvent
 from pulsetrain.engine.recording.log.scan import Contents, Damage, Recovered
 from pulsetrain.engine.recording.log.tail import CHUNK
 
-__all__ = ["damage_of_block", "damage_of_record", "find_damage"]
+__all__ = ["RUN_FILE", "damage_of_another_run", "damage_of_block", "damage_of_record", "find_damage", "id_of_run"]
+
+RUN_FILE = "run.json"  # in a run folder
 
 
 def find_damage(sealed: Path, data: Data, contents: Contents, tail: Path, found: Recovered, size: int) -> list[Damage]:
@@ -67,6 +71,30 @@ def damage_of_block(file: Path, start: int, end: int, header: Header) -> Damage:
         last = next((part.iteration[1] for name, part in header.engines.items() if name), "the end")
         named.append(f"with a record of events that were lost between iteration 0 and {last}")
     return Damage(file.name, start, end, ", ".join((reason, *named)))
+
+
+def id_of_run(folder: Path) -> str:
+    """The run's id in its run.json; empty if the file is missing, or has none."""
+    try:
+        known = msgspec.json.decode((folder / RUN_FILE).read_bytes())
+    except (OSError, ValueError):  # not JSON, or not UTF-8
+        return ""
+    found = known.get("id") if isinstance(known, dict) else None
+    return found if isinstance(found, str) else ""
+
+
+def damage_of_another_run(file: Path, run: str, folder: Path) -> Damage | None:
+    """The damage of a log that was recorded by another run than the one that run.json describes; None if it was not.
+
+    Args:
+        file: the sealed file.
+        run: id of the run that recorded the log; empty if it is not known.
+        folder: the run folder.
+    """
+    known = id_of_run(folder)
+    if not run or not known or run == known:
+        return None
+    return Damage(file.name, 0, 0, f"the log of another run, {run}; {RUN_FILE} is of run {known}")
 
 
 def damage_of_record(file: Path, record: LoggedEvent) -> Damage:

@@ -12,7 +12,7 @@ import msgspec
 
 from pulsetrain.engine.errors import RecordingError
 from pulsetrain.engine.recording.log.blocks import SEAM, Header, parse, seam_of, unpack
-from pulsetrain.engine.recording.log.damage import damage_of_block, damage_of_record, find_damage
+from pulsetrain.engine.recording.log.damage import damage_of_another_run, damage_of_block, damage_of_record, find_damage
 from pulsetrain.engine.recording.log.index import Index, Reach
 from pulsetrain.engine.recording.log.records import LOST, LoggedEvent, decode, merge_measured
 from pulsetrain.engine.recording.log.scan import Contents, Damage, mapped, recovered, scan
@@ -72,7 +72,7 @@ class EventLog:
         folder = Path(path)
         if not log_files(folder, rank)[0].exists() and (folder / "events").is_dir():
             folder = folder / "events"
-        self.folder = folder
+        self.folder, self._rank = folder, rank
         self._sealed, self._tail = log_files(folder, rank)
         if not self._sealed.exists() and not self._tail.exists():
             raise RecordingError(
@@ -102,6 +102,9 @@ class EventLog:
         self._events, self._run = found.events, head.run if head is not None else ""
         self._closed = head is not None and head.ended and head.after == self._index.last_seq
         self.damage: list[Damage] = find_damage(self._sealed, self._data, self._contents, self._tail, found, len(tail))
+        if not self._rank and self.folder.name == "events":  # other ranks may open a log before run.json is written
+            other = damage_of_another_run(self._sealed, self.run_id, self.run_folder)
+            self.damage.extend([other] if other is not None else [])
         self._recomputed: list[Damage] = []  # reported losses whose events a resumed run has computed again
 
     @property

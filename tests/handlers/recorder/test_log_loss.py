@@ -217,3 +217,44 @@ def test_the_log_is_on_disk_before_a_checkpoint_is(tmp_path: Path, monkeypatch: 
     for now in saved:
         assert {"events.jsonl.zst", "tail.jsonl", "events"} <= set(calls[before:now])
         before = now
+
+
+def moved_log(source: Path, folder: Path) -> None:
+    """The log of one run replaces that of another one."""
+    shutil.rmtree(folder / "events")
+    shutil.copytree(source / "events", folder / "events")
+
+
+@pytest.mark.parametrize("longer", [False, True], ids=["a shorter log", "a longer log"])
+def test_a_log_of_another_run_is_damage_and_counts_as_lost(longer: bool, tmp_path: Path):
+    folder, other = tmp_path / "run", tmp_path / "other"
+    killed(folder, 520)
+    killed(other, 590 if longer else 300)
+    assert EventLog(folder).verify() == EventLog(other).verify() == []
+    moved_log(other, folder)
+    (damage,) = EventLog(folder).damage
+    assert "another run" in damage.reason
+    assert main(["events", str(folder), "--check"]) == 3
+    logs = resumed(folder)
+    (warning,) = [entry for entry in logs if entry["event"] == "the event log has lost events"]
+    assert "that of another run" in warning["lost"]
+    assert "between iteration 0 and 500 of 'trainer'" in warning["lost"]
+    (entry,) = [entry for entry in logs if entry["event"].startswith("resumed")]
+    assert "another folder" not in entry["reason"]
+    log = EventLog(folder)
+    assert warning["lost"] in [each.reason for each in log.verify()]
+    own = [event.iteration for event in log.read(event="iteration_completed")]
+    assert own == list(range(501, own[-1] + 1))
+    assert not verify(folder, make)
+
+
+def test_copies_and_continuations_of_a_run_show_no_damage(tmp_path: Path):
+    folder = tmp_path / "run"
+    killed(folder, 520)
+    shutil.copytree(folder, tmp_path / "copy")
+    with structlog.testing.capture_logs() as logs:
+        make(tmp_path / "elsewhere").train(resume=folder)
+    assert any("another folder" in entry.get("reason", "") for entry in logs)
+    resumed(tmp_path / "copy")
+    for each in ("run", "copy", "elsewhere"):
+        assert EventLog(tmp_path / each).verify() == []

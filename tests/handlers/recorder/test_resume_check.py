@@ -66,7 +66,31 @@ def test_a_resume_that_is_exact_says_so_once_with_the_number_of_events(tmp_path:
     # 5 iterations: started and completed, two updates' events and one log point
     assert entry["events"] == check.agreed == 5 * 2 + 2 * 2 + 1
     assert entry["with_loss_or_norm"] == 5 + 2
+    assert entry["after_update"] == 3 + 1  # iterations 15 to 17: the first update is made in iteration 14
     assert (check.waiting, check.difference) == (False, None)
+
+
+@pytest.mark.parametrize("killed", [13, 14, 15])
+def test_only_a_value_that_was_computed_after_an_update_makes_a_resume_exact(tmp_path: Path, killed: int):
+    """Between checkpoint and kill: an accumulation, one update whose loss comes before it, and one loss after it."""
+    killed_at(make(tmp_path), killed)  # the last checkpoint is at 12
+    with structlog.testing.capture_logs() as logs:
+        make(tmp_path).train(resume="latest")
+    (entry,) = said(logs)
+    assert entry["with_loss_or_norm"] > 0
+    assert ("exactly" in entry["event"]) == (killed == 15)
+    assert ("computed after an update" in entry["event"]) == (killed < 15)
+
+
+@pytest.mark.parametrize(("losses", "exact"), [(1, False), (2, True)])
+def test_each_iteration_of_an_engine_without_update_events_counts_as_an_update(losses: int, exact: bool):
+    events = logged([("iteration_completed", 13 + n, 0.5) for n in range(losses)])
+    check = ResumeCheck(iter(events), "trainer", fires_updates=False)
+    with structlog.testing.capture_logs() as logs:
+        for event in events:
+            check.see(event)
+    (entry,) = said(logs)
+    assert ("exactly" in entry["event"]) == exact
 
 
 @pytest.mark.slow

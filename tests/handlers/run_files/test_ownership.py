@@ -326,6 +326,42 @@ def test_a_forked_process_writes_nothing_into_its_parents_records(how: str, tmp_
     assert found["forked"] == found["alone"]
 
 
+@pytest.mark.parametrize("background", [False, True])
+def test_a_forked_process_cannot_save_into_its_parents_run(background: bool, tmp_path: Path):
+    parent, outcomes = os.getpid(), []
+
+    def save_in_a_child(run: Trainer) -> None:
+        checkpointer = run.handlers[0]
+        saves = (
+            lambda: run.save_checkpoint("child"),
+            lambda: checkpointer.save(run, "child"),
+            lambda: checkpointer.manager.save({}, "child"),
+            lambda: checkpointer.manager.prune([]),
+            lambda: checkpointer.manager.delete_after(0),
+        )
+        for save in saves:
+            pid = os.fork()
+            if pid == 0:
+                status = 1
+                try:
+                    save()
+                except RunFolderError as error:
+                    status = 0 if "forked" in str(error) else 2
+                finally:
+                    os._exit(status)
+            outcomes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+    run = make(tmp_path, lambda folder: Checkpointer(folder, Every(iterations=2), keep_last=99, background=background))
+    run.add_event_handler(Events.ITERATION_COMPLETED(once=4), save_in_a_child)
+    run.train()
+    assert os.getpid() == parent
+    assert outcomes == [0] * 5
+    saved = [path.name for path in run.handlers[0].manager.valid()]
+    assert saved
+    assert not any("child" in name for name in saved)
+    run.save_checkpoint("parent")  # the parent still may
+
+
 def test_a_child_can_train_what_its_parent_only_made(tmp_path: Path):
     run = make(tmp_path, EventRecorder, CSVLogger)
 

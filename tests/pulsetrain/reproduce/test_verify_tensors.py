@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from pulsetrain import Trainer, verify
-from pulsetrain.engine import Events, Every, SupervisedStrategy
+from pulsetrain.engine import Events, Every, Phase, SupervisedStrategy
 from pulsetrain.engine.checkpoint import find_checkpoints
 from pulsetrain.engine.checkpoint.reader import step_of
 from pulsetrain.handlers import EMA, Checkpointer, EventRecorder
@@ -89,3 +89,88 @@ def test_a_reproduced_run_names_the_checkpoints_whose_tensors_agree(tmp_path: Pa
     steps = [step_of(path) for path in find_checkpoints(tmp_path / "run" / "checkpoints")]
     assert found.checkpoints == tuple(sorted(set(steps)))
     assert f"those of iteration {steps[0]}" in found.report()
+
+
+def build_saving(folder: Path, every: Every, end: Events, phase: Phase | None = None, epochs: int = 2) -> Trainer:
+    """A trainer whose Checkpointer saves at this cadence, and whose weights a handler changes at this last event."""
+    made = trainer(
+        {"max_epochs": epochs, "optimizer": "adamw", "seed": 3},
+        strategy=SupervisedStrategy("mse"),
+        handlers=[EventRecorder(folder), Checkpointer(folder, every=every, keep_last=20)],
+    )
+
+    def change(engine: Trainer) -> None:
+        if engine.state.iteration == 2 * engine.state.epoch_length:
+            scale(engine.model.parameters())
+
+    if phase is not None:
+        made.add_event_handler(end, change, phase=phase)
+    return made
+
+
+ENDS = [Events.ITERATION_COMPLETED, Events.EPOCH_COMPLETED, Events.COMPLETED]
+
+
+@pytest.mark.parametrize("saved", ENDS, ids=str)
+@pytest.mark.parametrize("changed", ENDS, ids=str)
+def test_the_last_checkpoint_is_compared_at_the_event_at_which_it_was_saved(
+    saved: Events, changed: Events, tmp_path: Path
+):
+    every = {ENDS[0]: Every(iterations=1), ENDS[1]: Every(epochs=1), ENDS[2]: Every(iterations=100)}[saved]
+    plain = partial(build_saving, every=every, end=changed)
+    changing = partial(plain, phase=Phase.ACT)
+    plain(tmp_path / "plain").train()
+    changing(tmp_path / "changing").train()
+    # reproduced, also where the weights are changed after the save
+    assert verify(tmp_path / "plain", plain)
+    assert verify(tmp_path / "changing", changing)
+    covered = ENDS.index(changed) <= ENDS.index(saved)
+    for run, rerun in (("plain", changing), ("changing", plain)):
+        found = verify(tmp_path / run, rerun)
+        assert (bool(found), found.tensor is None) == (not covered, not covered)
+
+
+def test_a_run_that_was_extended_is_compared_where_its_first_part_ended(tmp_path: Path):
+    build = partial(build_saving, every=Every(iterations=100), end=Events.COMPLETED)
+    build(tmp_path / "run").train()
+    (first,) = find_checkpoints(tmp_path / "run" / "checkpoints")
+    build(tmp_path / "run", epochs=3).train(resume="latest")
+    found = verify(tmp_path / "run", partial(build, epochs=3))
+    assert found
+    assert found.checkpoints[0] == step_of(first) < found.checkpoints[1]
+
+
+class KeepsTensors:
+    """A handler whose state has this many tensors in a list, and these of a name."""
+
+    def __init__(self, listed: int, named: list[str]) -> None:
+        self.listed, self.named = listed, named
+
+    def attach(self, engine: Trainer) -> None: ...
+
+    def detach(self) -> None: ...
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"list": [torch.ones(1)] * self.listed, "named": {name: torch.ones(1) for name in self.named}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("recorded", "rerun"),
+    [((1, ["a"]), (2, ["a"])), ((2, ["a"]), (1, ["a"])), ((1, ["a"]), (1, ["a", "b"])), ((1, ["a", "b"]), (1, ["a"]))],
+    ids=["a longer list", "a shorter list", "one more tensor", "one tensor fewer"],
+)
+def test_tensors_that_only_one_of_the_runs_has_are_a_difference(
+    recorded: tuple[int, list[str]], rerun: tuple[int, list[str]], tmp_path: Path
+):
+    def made(folder: Path, keeps: tuple[int, list[str]]) -> Trainer:
+        handlers = [EventRecorder(folder), Checkpointer(folder), KeepsTensors(*keeps)]
+        return trainer({"max_epochs": 1, "optimizer": "sgd", "seed": 3}, handlers=handlers)
+
+    made(tmp_path / "run", recorded).train()
+    assert verify(tmp_path / "run", partial(made, keeps=recorded))
+    found = verify(tmp_path / "run", partial(made, keeps=rerun))
+    assert not found
+    assert found.tensor is not None
+    assert "handlers.KeepsTensors" in found.tensor
