@@ -49,10 +49,12 @@ def resolve(path: str | os.PathLike[str]) -> Location:
     folder = location_of(path)
     if is_checkpoint_name(folder.name) or _has_manifest(folder):
         return folder
-    holder = folder.parent if folder.name in (BEST, LATEST) else folder
-    for each in (holder, holder / "checkpoints"):
+    holders = [(folder, LATEST), (folder / "checkpoints", LATEST)]  # first: a run folder may itself be called `best`
+    if folder.name in (BEST, LATEST):
+        holders += [(folder.parent, folder.name), (folder.parent / "checkpoints", folder.name)]
+    for each, which in holders:
         if find_checkpoints(each):
-            found = best_of(each) if folder.name == BEST else latest_of(each)
+            found = best_of(each) if which == BEST else latest_of(each)
             if found is None:
                 raise CheckpointError(f"{folder}: no checkpoint in {each} was saved as the best; name one, or 'latest'")
             return found

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from pulsetrain.cli.reports import DAMAGED, OK, report_damage, until_closed
+from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.recording import EventLog, LoggedEvent
 from pulsetrain.engine.recording.log.predicate import predicate
 from pulsetrain.export.event_formats import FORMATS, check_field
@@ -98,6 +99,10 @@ def run(arguments: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             if not arguments.follow:
                 raise
+    failure = where.failure if where is not None else None
+    if failure is not None:
+        rule = f"cannot be computed on any event: {failure}; correct the condition"
+        raise ConfigurationError(f"--where {arguments.where!r}: {rule}")
     if silent and arguments.format == "table":
         print(f"pulsetrain: no event of {log.folder} matches; its engines: {', '.join(log.engines)}", file=sys.stderr)
     return report_damage(log.damage)

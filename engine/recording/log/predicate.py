@@ -12,7 +12,7 @@ from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.recording.log.non_finite import parse_non_finite
 from pulsetrain.engine.recording.log.records import Json, LoggedEvent
 
-__all__ = ["FIELDS", "predicate"]
+__all__ = ["FIELDS", "Predicate", "predicate"]
 
 Value = Callable[[LoggedEvent], Json]
 
@@ -38,7 +38,36 @@ _FUNCTIONS: dict[str, Callable[[Json], Json]] = {"abs": abs, "len": len, "isnan"
 _SYNTAX = "fields, constants, comparisons, and, or, not, arithmetic, [...], in, abs(), len(), isnan()"
 
 
-def predicate(text: str) -> Callable[[LoggedEvent], bool]:
+class Predicate:
+    """A condition that counts on how many events it could not be computed, for another reason than a missing value.
+
+    Args:
+        condition: computes it.
+        errors: to which the condition appends what it could not compute.
+    """
+
+    def __init__(self, condition: Value, errors: list[Exception]) -> None:
+        self._condition, self._errors = condition, errors
+        self.seen = self.matched = self.failed = 0  # events
+        self.error: Exception | None = None  # the last one
+
+    def __call__(self, event: LoggedEvent) -> bool:
+        self._errors.clear()
+        matches = bool(self._condition(event))
+        self.seen += 1
+        self.matched += matches
+        if self._errors:
+            self.failed += 1
+            self.error = self._errors[0]
+        return matches
+
+    @property
+    def failure(self) -> Exception | None:
+        """Why no event matched, if the condition could be computed on none of them."""
+        return self.error if self.failed == self.seen and not self.matched else None
+
+
+def predicate(text: str) -> Predicate:
     """Compile a condition, for `EventLog.read(where=...)`.
 
     A condition consists of an event's fields, constants, comparisons (including `is None`), `and`, `or`, `not`,
@@ -56,7 +85,8 @@ def predicate(text: str) -> Callable[[LoggedEvent], bool]:
     try:
         with warnings.catch_warnings(action="ignore"):  # about invalid escape sequences
             parsed = ast.parse(text, mode="eval")
-        condition = _compile(parsed.body)
+        errors: list[Exception] = []
+        condition = _compile(parsed.body, errors)
         condition(LoggedEvent())  # raises now if it is nested too deeply
     except _UnsupportedError as unsupported:
         raise unsupported.located(text) from None
@@ -67,7 +97,7 @@ def predicate(text: str) -> Callable[[LoggedEvent], bool]:
         raise _error(text, str(error), 1, 0) from None
     except (RecursionError, MemoryError):
         raise _error(text[:_SHOWN], "nested too deeply", 1, 0) from None
-    return lambda event: bool(condition(event))
+    return Predicate(condition, errors)
 
 
 class _UnsupportedError(Exception):
@@ -90,7 +120,7 @@ def _error(text: str, reason: str, line: int, column: int) -> ConfigurationError
     return ConfigurationError(f"where: {reason}\n  {shown[start : column + _SHOWN]}\n  {' ' * (column - start)}^")
 
 
-def _compile(node: ast.expr) -> Value:
+def _compile(node: ast.expr, errors: list[Exception]) -> Value:
     match node:
         case ast.Constant(value=None | bool() | int() | float() | str() as constant):
             number = parse_non_finite(constant)
@@ -102,55 +132,51 @@ def _compile(node: ast.expr) -> Value:
                 raise _UnsupportedError(node, f"no field {name!r}; {hint}")
             return lambda event: parse_non_finite(getattr(event, name))
         case ast.Tuple(elts=items) | ast.List(elts=items):
-            values = [_compile(item) for item in items]
+            values = [_compile(item, errors) for item in items]
             return lambda event: [value(event) for value in values]
         case ast.Subscript(value=container, slice=index):
-            return _applied(operator.getitem, _compile(container), _compile(index))
+            return _applied(errors, operator.getitem, _compile(container, errors), _compile(index, errors))
         case ast.BoolOp(op=ast.And(), values=items):
-            values = [_compile(item) for item in items]
+            values = [_compile(item, errors) for item in items]
             return lambda event: all(value(event) for value in values)
         case ast.BoolOp(op=ast.Or(), values=items):
-            values = [_compile(item) for item in items]
+            values = [_compile(item, errors) for item in items]
             return lambda event: any(value(event) for value in values)
         case ast.UnaryOp(op=ast.Not(), operand=operand):
-            value = _compile(operand)
+            value = _compile(operand, errors)
             return lambda event: not value(event)
         case ast.UnaryOp(op=ast.USub() | ast.UAdd() as sign, operand=operand):
-            return _applied(operator.neg if type(sign) is ast.USub else operator.pos, _compile(operand))
+            return _applied(errors, operator.neg if type(sign) is ast.USub else operator.pos, _compile(operand, errors))
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _ARITHMETIC:
             apply = _ARITHMETIC[type(op)]  # of numbers: + raises for strings and lists, which could be multiplied
-            return _applied(lambda x, y: apply(+x, +y), _compile(left), _compile(right))
+            return _applied(errors, lambda x, y: apply(+x, +y), _compile(left, errors), _compile(right, errors))
         case ast.Compare():
-            return _comparisons(node)
+            return _comparisons(node, errors)
         case ast.Call(func=ast.Name(id="abs" | "len" | "isnan" as name), args=[argument], keywords=[]):
-            return _applied(_FUNCTIONS[name], _compile(argument))
+            return _applied(errors, _FUNCTIONS[name], _compile(argument, errors))
         case ast.Attribute(value=ast.Name(id=name), attr=key) if name in FIELDS:
             raise _UnsupportedError(node, f'a field of {name} is written {name}["{key}"]')
     raise _UnsupportedError(node, f"not supported; a condition may use {_SYNTAX}")
 
 
-def _applied(apply: Callable[..., Json], first: Value, second: Value | None = None) -> Value:
+def _applied(errors: list[Exception], apply: Callable[..., Json], *operands: Value) -> Value:
     """The function of the operands' values, None where it has none; the strings of non-finite floats are floats."""
 
-    def of_one(event: LoggedEvent) -> Json:
+    def call(event: LoggedEvent) -> Json:
+        values = [operand(event) for operand in operands]
         try:
-            return parse_non_finite(apply(first(event)))
-        except (TypeError, LookupError, ArithmeticError):
+            return parse_non_finite(apply(*values))
+        except (TypeError, LookupError, ArithmeticError) as error:
+            if not isinstance(error, LookupError) and None not in values:  # else a value is missing
+                errors.append(error)
             return None
 
-    def of_two(event: LoggedEvent) -> Json:
-        assert second is not None
-        try:
-            return parse_non_finite(apply(first(event), second(event)))
-        except (TypeError, LookupError, ArithmeticError):
-            return None
-
-    return of_one if second is None else of_two
+    return call
 
 
-def _comparisons(node: ast.Compare) -> Value:
+def _comparisons(node: ast.Compare, errors: list[Exception]) -> Value:
     sides = [node.left, *node.comparators]
-    values = [_compile(side) for side in sides]
+    values = [_compile(side, errors) for side in sides]
     tests = [_comparison(op, *sides[at : at + 2]) for at, op in enumerate(node.ops)]
 
     def compare(event: LoggedEvent) -> bool:
@@ -160,7 +186,9 @@ def _comparisons(node: ast.Compare) -> Value:
             try:
                 if not test(left, right):
                     return False
-            except TypeError:  # None, values without an order, no container, or an item that cannot be a key
+            except TypeError as error:  # None, values without an order, no container, or an item that cannot be a key
+                if left is not None and right is not None:
+                    errors.append(error)
                 return False
             left = right
         return True

@@ -84,12 +84,21 @@ class Recovered:
 
 
 def mapped(path: Path) -> Data:
-    """The file's bytes, read on access; empty if the file is missing."""
+    """The file's bytes, read on access; empty if the file is missing.
+
+    Raises:
+        RecordingError: it cannot be read, for example because it is a folder.
+    """
     try:
         with path.open("rb") as file:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except (FileNotFoundError, ValueError):  # ValueError: the file is empty
         return b""
+    except OSError as error:
+        rule = (
+            f"cannot be read ({error.strerror or error}); an event log has a file there: restore it, or move that away"
+        )
+        raise RecordingError(f"{path}: {rule}") from error
 
 
 def scan(path: Path, data: Data | None = None, run: str = "") -> Contents:

@@ -296,3 +296,15 @@ def test_bad_arguments_are_refused_at_once(tmp_path: Path):
     (tmp_path / "file").write_text("")
     with pytest.raises(RunFolderError, match="cannot be used"):
         CheckpointManager(tmp_path / "file" / "checkpoints")
+
+
+@pytest.mark.parametrize("name", ["best", "latest", "run"])
+def test_a_run_folder_may_have_the_name_of_a_pointer(name: str, tmp_path: Path):
+    other = CheckpointManager(tmp_path / "checkpoints")  # those that `best` and `latest` in tmp_path would name
+    other.save({"of": "another run"}, is_best=True)
+    manager = CheckpointManager(tmp_path / name / "checkpoints")
+    first, last = (manager.save({"epoch": epoch}, is_best=epoch == 1) for epoch in (1, 2))
+    for folder in (tmp_path / name, manager.checkpoint_dir):
+        assert choice.resolve(folder) == choice.resolve(folder / "latest") == last
+        assert choice.resolve(folder / "best") == first
+    assert choice.load_checkpoint(tmp_path / name) == {"epoch": 2}

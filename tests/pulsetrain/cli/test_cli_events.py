@@ -243,3 +243,29 @@ def test_wrong_input_is_2(folder, words, output, capsys):
     assert said.out == ""
     assert output in said.err
     assert "Traceback" not in said.err
+
+
+@pytest.mark.parametrize("condition", ["1/0", "1/0 > 2", "event + 1 > 2", "event < 3", "len(epoch) > 1"])
+def test_a_condition_that_cannot_be_computed_on_any_event_is_wrong_input(condition, folder, capsys):
+    assert main(["events", folder, "--where", condition]) == 2
+    assert "cannot be computed on any event" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("condition", ['output["absent"] < 2', "1/iteration > 99", "epoch > 99"])
+def test_a_condition_that_only_lacks_values_on_some_events_matches_none(condition, folder, capsys):
+    assert main(["events", folder, "--where", condition]) == 0
+    assert "no event" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("file", ["events.jsonl.zst", "tail.jsonl"])
+@pytest.mark.parametrize("command", [["events", "--check"], ["events"], ["diff"]], ids=" ".join)
+def test_a_log_file_that_is_a_folder_is_named_with_a_remedy(command, file, folder, capsys):
+    log = Path(folder) / "events" / file
+    log.unlink(missing_ok=True)
+    log.mkdir()
+    words = [command[0], folder, *([folder] if command[0] == "diff" else []), *command[1:]]
+    assert main(words) == 2
+    said = capsys.readouterr().err
+    assert "Error" not in said
+    assert f"{file}: cannot be read" in said
+    assert "restore it" in said
