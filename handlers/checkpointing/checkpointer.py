@@ -198,8 +198,11 @@ class Checkpointer(Handler):
             return self.manager.target(name or self.name, engine.state.iteration)
         with nullcontext() if self._use is None else self._use.taken():
             self.wait()
-            self._saved_on = None
-            return self._write(engine, name or self.name, bool(is_best), lambda saved: None, marked=bool(is_best))
+            last, self._saved_on = self._saved_on, None
+            try:
+                return self._write(engine, name or self.name, bool(is_best), lambda saved: None, marked=bool(is_best))
+            finally:
+                self._saved_on = last
 
     def wait(self) -> None:
         """Wait until the save in the background, if there is one, is durable or has failed."""

@@ -26,6 +26,7 @@ from pulsetrain.engine.events.payloads import ExceptionRaised
 from pulsetrain.engine.events.subscription import Phase
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.recording import EventLog, LoggedEvent, LogWriter
+from pulsetrain.engine.recording.log.damage import id_of_run
 from pulsetrain.engine.recording.replay.engine import ReplayedEngine
 from pulsetrain.engine.training_run import is_training_run
 from pulsetrain.handlers.attachment.attachment import Handler
@@ -208,7 +209,7 @@ def _logged(kept: Iterable[KeptEvent]) -> list[LoggedEvent]:
 def _write_log(folder: Path, events: Sequence[LoggedEvent]) -> None:
     if not events:
         return
-    with closing(LogWriter(folder)) as writer:
+    with closing(LogWriter(folder, run=id_of_run(folder.parent))) as writer:
         for ord, event in enumerate(events):
             event.ord, event.open = ord, False
             writer.add(event)
