@@ -30,9 +30,9 @@ class SignalWatch:
 
     The trainer fires PREEMPTED. A SIGINT after another signal, and a SIGTERM 2 s or more after the first SIGTERM, end
     the run at once, without a checkpoint: KeyboardInterrupt, or SystemExit with the status, is raised. So does any
-    signal before there is a trainer. A signal between two runs ends the next one, unless the watch is left before: a run
-    that starts later is not ended. Leaving restores the previous signal handlers, but for the rest of those 2 s a SIGTERM
-    that is sent again does not kill the process while it ends.
+    signal before there is a trainer. A signal between two runs ends the next one, unless the watch is left before: a
+    run that starts later is not ended. Leaving restores the previous signal handlers, but for the rest of those 2 s a
+    SIGTERM that is sent again does not kill the process while it ends.
 
     Args:
         trainer: whose run to end; `follow` names one later.

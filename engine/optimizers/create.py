@@ -104,8 +104,8 @@ def resolve_optimizer(
     """An optimizer from a name, from an instance over the model's parameters, or from a factory.
 
     A factory, such as a class, is called with `model.parameters()`, and with `lr` (or `learning_rate`) and
-    `weight_decay` if it accepts them and does not hold its own, as `functools.partial(torch.optim.SGD, lr=0.1)` does. An instance keeps its own values. A
-    schedule-free optimizer is put into train mode.
+    `weight_decay` if it accepts them and does not hold its own, as `functools.partial(torch.optim.SGD, lr=0.1)` does.
+    An instance keeps its own values. A schedule-free optimizer is put into train mode.
 
     >>> import torch
     >>> model = nn.Linear(2, 2)
@@ -179,8 +179,8 @@ def _check_call(place: str, factory: Callable[..., object], given: dict[str, flo
     except TypeError as error:
         keywords = "".join(f", {name}=..." for name in given)
         rule = (
-            f"cannot be called as optimizer(model.parameters(){keywords}): {error}; give the other parameters defaults, "
-            "or hold them by functools.partial"
+            f"cannot be called as optimizer(model.parameters(){keywords}): {error}; give the other parameters "
+            "defaults, or hold them by functools.partial"
         )
         raise ConfigurationError(rule, place, optimizer=factory) from None
 
