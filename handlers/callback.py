@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Self, TypeAlias
@@ -9,7 +10,7 @@ from typing import Any, Self, TypeAlias
 from torch import Tensor
 
 from pulsetrain.engine import Engine, Event, Events, Phase
-from pulsetrain.engine.errors import unknown_name
+from pulsetrain.engine.errors import ConfigurationError, unknown_name
 from pulsetrain.handlers.attachment.attachment import Attachment
 from pulsetrain.handlers.metric_values.step_values import scalars
 
@@ -21,7 +22,8 @@ Run: TypeAlias = Any  # a Trainer or any Engine; a callback annotates the one th
 class Callback:
     """Base class of callbacks. Override the hooks that you need; the others cost nothing.
 
-    A class whose method begins with `on_` and is none of the hooks is refused with a ConfigurationError.
+    A class with a method that begins with `on_` or resembles a hook, as `onEpochEnd`, `epoch_end` and `after_epoch` do,
+    and that is none, is refused with a ConfigurationError.
 
     >>> class Printer(Callback):
     ...     def on_step_end(self, trainer, loss):
@@ -36,8 +38,13 @@ class Callback:
     def __init_subclass__(cls, **options: object) -> None:
         super().__init_subclass__(**options)
         hooks = [name for name in vars(Callback) if name.startswith("on_")]
-        for name in vars(cls):
-            if name.startswith("on_") and not hasattr(Callback, name):
+        for name, value in vars(cls).items():
+            if hasattr(Callback, name) or not (callable(value) or isinstance(value, classmethod | staticmethod)):
+                continue
+            meant = _hook_name(name)
+            if meant in hooks:
+                raise ConfigurationError(f"is not called; the hook's name is {meant!r}", cls.__name__, hook=name)
+            if name.startswith("on_"):
                 raise unknown_name(cls.__name__, "hook", name, hooks)
 
     def on_train_begin(self, trainer: Run) -> None:
@@ -75,6 +82,31 @@ class Callback:
 
     def on_rollout_end(self, trainer: Run, metrics: Mapping[str, float]) -> None:
         """A rollout has ended; metrics have their full names, such as "rollout/return"."""
+
+
+_WORDS = {
+    "start": "begin",
+    "started": "begin",
+    "ended": "end",
+    "batch": "step",
+    "iteration": "step",
+    "val": "validation",
+}
+_MOMENTS = {"before": "begin", "after": "end"}
+
+
+def _hook_name(name: str) -> str:
+    """The hook that a method's name resembles, if it does.
+
+    >>> _hook_name("onEpochEnd"), _hook_name("batch_start"), _hook_name("after_epoch")
+    ('on_epoch_end', 'on_step_begin', 'on_epoch_end')
+    """
+    words = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower().split("_")
+    if words[0] in _MOMENTS:
+        words = [*words[1:], _MOMENTS[words[0]]]
+    elif words[0] == "on":
+        words = words[1:]
+    return "_".join(["on", *(_WORDS.get(word, word) for word in words)])
 
 
 def _with_engine(hook: Callable[..., None]) -> Callable[..., None]:

@@ -58,6 +58,12 @@ def resolve(path: str | os.PathLike[str]) -> Location:
             if found is None:
                 raise CheckpointError(f"{folder}: no checkpoint in {each} was saved as the best; name one, or 'latest'")
             return found
+    if folder.parent.name in (BEST, LATEST) or is_checkpoint_name(folder.parent.name) or _has_manifest(folder.parent):
+        raise CheckpointError(f"{folder}: a checkpoint is a folder; name {folder.parent}, without {folder.name!r}")
+    if folder.name in (BEST, LATEST):
+        raise CheckpointError(
+            f"{folder}: there is no checkpoint in {holder}; name the run folder, too, as RUN/checkpoints/{folder.name}"
+        )
     return folder  # which reading refuses
 
 

@@ -293,7 +293,7 @@ class Dispatcher(EventRegistry):
         self._attention = True
 
     def withdraw(self, payload: object) -> bool:
-        """Take back what was posted with this very payload object; returns whether it had not been fired yet."""
+        """Withdraw what was posted with this very payload object; returns whether it had not been fired yet."""
         found = False
         for _ in range(len(self._posts)):  # not deque.remove(): another thread, or a signal, may post meanwhile
             post = self._posts.popleft()

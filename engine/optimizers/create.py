@@ -103,9 +103,9 @@ def resolve_optimizer(
 ) -> Optimizer:
     """An optimizer from a name, from an instance over the model's parameters, or from a factory.
 
-    A factory, such as a class, is called with `model.parameters()`, and with `lr` and `weight_decay` if it accepts them
-    and does not hold its own, as `functools.partial(torch.optim.SGD, lr=0.1)` does. An instance keeps its own values. A
-    schedule-free optimizer is put into train mode.
+    A factory, such as a class, is called with `model.parameters()`, and with `lr` (or `learning_rate`) and
+    `weight_decay` if it accepts them and does not hold its own, as `functools.partial(torch.optim.SGD, lr=0.1)` does.
+    An instance keeps its own values. A schedule-free optimizer is put into train mode.
 
     >>> import torch
     >>> model = nn.Linear(2, 2)
@@ -135,7 +135,9 @@ def resolve_optimizer(
         raise ConfigurationError("only an optimizer given by name accepts keywords", place, **kwargs)
     made: object = optimizer
     if callable(optimizer) and not isinstance(optimizer, Optimizer):
-        made = optimizer(model.parameters(), **_accepted(optimizer, lr=learning_rate, weight_decay=weight_decay))
+        given = _accepted(optimizer, lr=learning_rate, weight_decay=weight_decay)
+        _check_call(place, optimizer, given)
+        made = optimizer(model.parameters(), **given)
         place = f"{place}(optimizer={optimizer!r}) returned {type(made).__name__}"
     else:
         place = f"{place}(optimizer={type(optimizer).__name__})"
@@ -160,11 +162,27 @@ def _accepted(factory: Callable[..., object], **given: float | None) -> dict[str
     """The keywords to call a factory with: those with a value that it accepts and does not hold itself."""
     parameters = signature(factory).parameters
     held = factory.keywords if isinstance(factory, partial) else {}
+    if "lr" not in parameters and "learning_rate" in parameters:
+        given = {"learning_rate": given["lr"], "weight_decay": given["weight_decay"]}
     any_name = any(each.kind is Parameter.VAR_KEYWORD for each in parameters.values())
     accepted = {name for name in given if (any_name or name in parameters) and name not in held}
-    if given["lr"] is None and "lr" in parameters and parameters["lr"].default is Parameter.empty:
-        given["lr"] = LEARNING_RATE
+    rate = next(iter(given))
+    if given[rate] is None and rate in parameters and parameters[rate].default is Parameter.empty:
+        given[rate] = LEARNING_RATE
     return {name: value for name, value in given.items() if value is not None and name in accepted}
+
+
+def _check_call(place: str, factory: Callable[..., object], given: dict[str, float]) -> None:
+    """Refuse a factory that cannot be called with these keywords."""
+    try:
+        signature(factory).bind([], **given)
+    except TypeError as error:
+        keywords = "".join(f", {name}=..." for name in given)
+        rule = (
+            f"cannot be called as optimizer(model.parameters(){keywords}): {error}; give the other parameters "
+            "defaults, or hold them by functools.partial"
+        )
+        raise ConfigurationError(rule, place, optimizer=factory) from None
 
 
 def _muon(

@@ -7,7 +7,7 @@ import re
 import shlex
 from pathlib import Path
 
-from pulsetrain.cli.reports import OK, logs_on_stderr
+from pulsetrain.cli.reports import OK, logs_on_stderr, run_folder
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.reproduce.fork import fork
 
@@ -31,7 +31,7 @@ exit status: 0 done; 2 wrong input; with --train, the status of `pulsetrain trai
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what follows the command."""
-    parser.add_argument("folder", metavar="RUN", type=Path, help="a run folder")
+    parser.add_argument("folder", metavar="RUN", type=run_folder, help="a run folder")
     parser.add_argument(
         "--at", metavar="ITERATION", type=int, required=True, help="the iteration at which the new run branches off"
     )

@@ -17,6 +17,7 @@ from tqdm import tqdm
 from pulsetrain.configuration.assemble import Assembly
 from pulsetrain.configuration.claim import has_checkpoint
 from pulsetrain.engine.checkpoint import find_checkpoints
+from pulsetrain.engine.checkpoint.manifest import is_checkpoint_name
 from pulsetrain.engine.checkpoint.reader import step_of
 from pulsetrain.engine.errors import PulsetrainError
 from pulsetrain.export.event_formats import format_count
@@ -29,6 +30,7 @@ __all__ = [
     "report",
     "report_damage",
     "resume_command",
+    "run_folder",
     "summary",
     "unsaved",
     "until_closed",
@@ -204,3 +206,14 @@ def program() -> list[str]:
     if called.name != "pulsetrain" or (found is not None and Path(found).samefile(called)):
         return ["pulsetrain"]
     return [str(called)]
+
+
+def run_folder(text: str) -> Path:
+    """A run folder on the command line, or the one that holds a checkpoint there, such as RUN/checkpoints/best.
+
+    >>> run_folder("runs/a").as_posix(), run_folder("runs/a/checkpoints/best").as_posix()
+    ('runs/a', 'runs/a')
+    """
+    path = Path(text)
+    is_checkpoint = path.name in ("best", "latest") or is_checkpoint_name(path.name)
+    return path.parent.parent if is_checkpoint and path.parent.name == "checkpoints" else path

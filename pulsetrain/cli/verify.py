@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from pulsetrain.cli.reports import DAMAGED, FAILED, OK, logs_on_stderr, until_closed
+from pulsetrain.cli.reports import DAMAGED, FAILED, OK, logs_on_stderr, run_folder, until_closed
 from pulsetrain.configuration.rebuild import rebuild
 from pulsetrain.verification import verify
 
@@ -29,7 +29,7 @@ exit status: 0 reproduced bit for bit; 1 not reproduced; 2 wrong input; 3 the lo
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare what follows the command."""
-    parser.add_argument("folder", metavar="RUN", type=Path, help="a run folder")
+    parser.add_argument("folder", metavar="RUN", type=run_folder, help="a run folder")
     parser.add_argument(
         "--from",
         dest="first",

@@ -159,9 +159,33 @@ def test_a_callback_that_is_invalid_duplicate_or_missing_is_refused():
 
 
 def test_a_hook_that_is_misspelt_is_refused_where_the_class_is_written():
-    message = r"Printer\(hook='on_epoch_ended'\): unknown; .*did you mean 'on_epoch_end'"
+    message = r"Printer\(hook='on_epoch_edn'\): unknown; .*did you mean 'on_epoch_end'"
     with pytest.raises(ConfigurationError, match=message):
 
         class Printer(Callback):
-            def on_epoch_ended(self, trainer):
+            def on_epoch_edn(self, trainer):
                 print(trainer)
+
+
+@pytest.mark.parametrize(
+    ("name", "hook"),
+    [
+        ("onEpochEnd", "on_epoch_end"),
+        ("epoch_end", "on_epoch_end"),
+        ("after_epoch", "on_epoch_end"),
+        ("On_epoch_end", "on_epoch_end"),
+        ("before_validation", "on_validation_begin"),
+        ("on_train_start", "on_train_begin"),
+        ("onBatchEnd", "on_step_end"),
+    ],
+)
+def test_a_method_that_resembles_a_hook_is_refused_with_the_hooks_name(name: str, hook: str):
+    with pytest.raises(
+        ConfigurationError, match=rf"Printer\(hook='{name}'\): is not called; the hook's name is '{hook}'"
+    ):
+        type("Printer", (Callback,), {name: lambda self, trainer: None})
+
+
+def test_attributes_and_other_methods_are_not_hooks():
+    others = {"on_gpu": True, "_epoch_end": lambda self: None, "epoch": 3, "end": lambda self: None, "once": print}
+    assert type("Printer", (Callback,), others)().on_gpu

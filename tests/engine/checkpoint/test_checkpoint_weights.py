@@ -241,3 +241,19 @@ def test_without_the_package_the_extra_is_named(tmp_path: Path, monkeypatch: pyt
 def test_a_url_is_refused_by_name():
     with pytest.raises(ConfigurationError, match=r"save_safetensors\(path='memory://m'\): only files of this machine"):
         save_safetensors(nn.Linear(1, 1), "memory://m")
+
+
+@pytest.mark.parametrize("name", ["best", "latest", "000000003-checkpoint"])
+def test_a_file_in_a_checkpoint_is_refused_with_the_checkpoints_name(name: str, tmp_path: Path):
+    CheckpointManager(tmp_path).save({"model": nn.Linear(2, 1).state_dict()}, step=3, is_best=True)
+    with pytest.raises(CheckpointError, match=rf"a checkpoint is a folder; name {tmp_path}/{name}, without 'state.pt'"):
+        load_weights(nn.Linear(2, 1), tmp_path / name / "state.pt")
+
+
+@pytest.mark.parametrize("name", ["best", "latest"])
+def test_best_and_latest_without_a_run_are_refused_with_the_form_of_the_path(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(CheckpointError, match=f"name the run folder, too, as RUN/checkpoints/{name}"):
+        load_weights(nn.Linear(2, 1), name)

@@ -125,6 +125,20 @@ def test_a_fork_without_a_change_is_the_same_run(workdir: Path, capsys: pytest.C
     assert (parent["iteration"], parent["changed"]) == (16, [])
 
 
+@pytest.mark.parametrize("name", ["best", "latest", "000000008-checkpoint"])
+@pytest.mark.parametrize("command", [["verify", "--to", "2"], ["fork", "--at", "20", "--into", "b"]])
+def test_a_checkpoint_of_the_run_names_the_run(
+    command: list[str], name: str, workdir: Path, capsys: pytest.CaptureFixture[str]
+):
+    assert main([command[0], f"a/checkpoints/{name}", *command[1:]]) == 0
+    assert (
+        "a, iterations 1 to 2: reproduced" in (said := capsys.readouterr().out) or "after iteration 16 of a\n" in said
+    )
+    (workdir / "checkpoints").mkdir()
+    (workdir / "a").rename(workdir / "checkpoints" / "best_run")  # a run, not a checkpoint
+    assert main(["verify", "checkpoints/best_run", "--to", "2"]) == 0
+
+
 def test_a_fork_leaves_batches_out_and_changes_the_rate(workdir: Path, capsys: pytest.CaptureFixture[str]):
     words = ["fork", "a", "--at", "16", "--into", "b", "--skip-batches", "18-19"]
     assert main([*words, "--set", "training.learning_rate=0.02"]) == 0

@@ -128,3 +128,19 @@ def test_the_first_line_of_a_run_names_the_optimizer_as_it_was_configured(settin
     assert "run started" in first
     assert says in first
     assert "seed=17" in first
+
+
+@pytest.mark.parametrize("settings", [{}, {"learning_rate": 0.25}])
+def test_a_factory_may_call_its_rate_learning_rate(settings):
+    def make(parameters, learning_rate):
+        return torch.optim.SGD(parameters, lr=learning_rate)
+
+    assert trained_with(make, **settings) == (settings.get("learning_rate", 0.001), 0)
+
+
+def test_a_factory_that_needs_more_is_refused_with_what_it_needs():
+    def make(parameters, lr, warmth):
+        return torch.optim.SGD(parameters, lr=lr)
+
+    with pytest.raises(ConfigurationError, match=r"'warmth'; give the other parameters defaults, or hold them by"):
+        trained_with(make)

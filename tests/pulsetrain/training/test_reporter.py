@@ -17,7 +17,7 @@ from pulsetrain.handlers import NaNGuard
 from pulsetrain.training.running_stats import Losses
 
 
-def reports(*handlers: object, factor: float, heard: bool = True) -> list[MutableMapping[str, Any]]:
+def reports(*handlers: object, factor: float, logged: bool = True) -> list[MutableMapping[str, Any]]:
     """What a run of 12 iterations says whose losses are multiplied by this."""
     trainer = Trainer(
         nn.Linear(1, 1),
@@ -26,17 +26,17 @@ def reports(*handlers: object, factor: float, heard: bool = True) -> list[Mutabl
         config=TrainingConfig(max_epochs=3, log_every_n_steps=2),
         handlers=handlers,
     )
-    if heard:
+    if logged:
         trainer.add_event_handler(Events.METRICS_LOGGED, lambda: None)
     with structlog.testing.capture_logs() as logs:
         trainer.train()
     return [entry for entry in logs if "no handler guards" in entry["event"]]
 
 
-@pytest.mark.parametrize("heard", [True, False], ids=["logged", "not logged"])
+@pytest.mark.parametrize("logged", [True, False], ids=["logged", "not logged"])
 @pytest.mark.parametrize("factor", [math.nan, math.inf])
-def test_a_loss_that_is_not_finite_is_reported_once_with_the_guards_to_add(factor: float, heard: bool):
-    (warning,) = reports(factor=factor, heard=heard)
+def test_a_loss_that_is_not_finite_is_reported_once_with_the_guards_to_add(factor: float, logged: bool):
+    (warning,) = reports(factor=factor, logged=logged)
     assert (warning["iteration"], warning["log_level"]) == (2, "warning")
     assert "NaNGuard()" in warning["event"]
 
@@ -44,7 +44,7 @@ def test_a_loss_that_is_not_finite_is_reported_once_with_the_guards_to_add(facto
 def test_a_finite_loss_and_a_guarded_one_are_not_reported():
     assert reports(factor=1.0) == []
     assert reports(NaNGuard(), factor=math.nan) == []
-    assert reports(factor=1.0, heard=False) == []
+    assert reports(factor=1.0, logged=False) == []
 
 
 @pytest.mark.parametrize("handlers", [(), (NaNGuard(),)], ids=["unguarded", "guarded"])
@@ -54,5 +54,5 @@ def test_a_run_that_nobody_listens_to_reads_the_loss_at_log_points_alone(
     read: list[str] = []
     peek = Losses.peek
     monkeypatch.setattr(Losses, "peek", lambda self, reader: (read.append(reader), peek(self, reader))[1])
-    reports(*handlers, factor=1.0, heard=False)
+    reports(*handlers, factor=1.0, logged=False)
     assert read.count("log") == (0 if handlers else 12 // 2)
