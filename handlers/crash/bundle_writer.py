@@ -27,6 +27,7 @@ from pulsetrain.engine.step.protocols import describe
 from pulsetrain.engine.training_run import model_of, optimizer_of
 from pulsetrain.handlers.crash.crash_files import BATCH, CONFIG, CRASHES, FACTS, TRACEBACK
 from pulsetrain.handlers.metric_values.step_values import to_host
+from pulsetrain.handlers.run_files.redaction import redacted
 from pulsetrain.handlers.run_files.run_file import write_run_file
 from pulsetrain.handlers.run_files.run_folder import replace_file
 
@@ -89,7 +90,7 @@ class BundleWriter:
                 try:
                     write_part()
                 except Exception as failed:
-                    missing[name] = f"{type(failed).__name__}: {failed}".splitlines()[0]
+                    missing[name] = redacted(f"{type(failed).__name__}: {failed}".splitlines()[0])
             self._facts["missing"] = missing
             replace_file(self._into / FACTS, json.dumps(self._facts, indent=2).encode())
             return _rename(self._into, self._crashes / f"iteration-{self._failure.engine.state.iteration:09d}")
@@ -99,7 +100,7 @@ class BundleWriter:
 
     def _first_facts(self) -> dict[str, object]:
         failure, error, anomaly = self._failure, self._failure.error, self._failure.anomaly
-        what = f"{type(error).__name__}: {error}" if error else ""
+        what = redacted(f"{type(error).__name__}: {error}") if error else ""
         if anomaly is not None:
             what = f"anomaly {anomaly.kind} ({anomaly.value})"
         facts: dict[str, object] = {
@@ -129,7 +130,8 @@ class BundleWriter:
             yield name, partial(self._put_table, name)
 
     def _write_traceback(self, error: Exception) -> None:
-        (self._into / TRACEBACK).write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+        text = redacted("".join(traceback.format_exception(error)))
+        (self._into / TRACEBACK).write_text(text, encoding="utf-8")
         self._facts["frames"] = _frames(error)
 
     def _find_rows(self) -> None:
@@ -201,13 +203,13 @@ def _frames(error: BaseException) -> list[dict[str, object]]:
     """The innermost frames of an exception, outermost first, with their local variables.
 
     Of these it gives numbers, and the shape, dtype and device of tensors; of all else only the type: a text may be a
-    secret, and a tensor's values may be on a device that failed.
+    secret, and so may a number by its name; and a tensor's values may be on a device that failed.
     """
     walked = list(traceback.walk_tb(error.__traceback__))[-MOST_FRAMES:]
     lines = traceback.extract_tb(error.__traceback__)[-MOST_FRAMES:]
     return [
-        {"file": line.filename, "line": line.lineno, "function": line.name, "code": line.line,
-         "locals": {name: _shown(value) for name, value in list(frame.f_locals.items())[:MOST_LOCALS]}}
+        {"file": line.filename, "line": line.lineno, "function": line.name, "code": redacted(line.line),
+         "locals": {name: _shown(value, name) for name, value in list(frame.f_locals.items())[:MOST_LOCALS]}}
         for (frame, _), line in zip(walked, lines, strict=True)
     ]  # fmt: skip
 
@@ -288,14 +290,14 @@ def _tensor_table(named: Iterable[tuple[str, object]]) -> list[dict[str, object]
     return rows
 
 
-def _shown(value: object) -> object:
+def _shown(value: object, name: str) -> object:
     try:
         if isinstance(value, Tensor):
             return f"{describe(value)} on {value.device}"
         if isinstance(value, bool) or (type(value) is int and abs(value) < 2**53):
-            return value
+            return redacted(value, name)
         if type(value) is float:
-            return value if math.isfinite(value) else str(value)
+            return redacted(value, name) if math.isfinite(value) else str(value)
         if type(value) in (list, tuple, dict) and isinstance(value, Sized) and len(value) <= MOST_DEPTH:
             return describe(value)
         return type(value).__qualname__

@@ -21,6 +21,8 @@ from pulsetrain.handlers.crash.crash_bundle import read_bundle
 from pulsetrain.handlers.crash.crash_files import bundle_of
 from tests.support.runs import BAD_ROW, SECRET, BrokenRows, breaking, crashed, crashing_trainer, planted
 
+SECRET_NUMBER = "9182736455"
+
 
 def test_a_planted_row_is_in_the_batch_and_named(tmp_path):
     data = planted()
@@ -187,6 +189,24 @@ def test_nothing_secret_is_written(tmp_path, monkeypatch):
     assert frame["locals"]["loss"] == "float32 () on cpu"
     assert frame["code"].startswith("raise FloatingPointError")
     assert "FloatingPointError: no number" in bundle.traceback
+
+
+def test_credentials_in_the_message_of_an_error_are_not_written(tmp_path):
+    def step(engine, batch):
+        password = int(SECRET_NUMBER)
+        try:
+            raise OSError(f"https://me:{SECRET}@host/data cannot be read; Authorization: Bearer {SECRET}")
+        except OSError as error:
+            raise RuntimeError(f"api_key={SECRET}: {password > 0}") from error
+
+    engine = Engine(step, name="trainer")
+    handler = CrashBundle(tmp_path).attach(engine)
+    crashed(lambda: engine.run([1]), RuntimeError)
+    (folder,) = handler.bundles
+    texts = {path.name: path.read_text() for path in folder.glob("*") if path.suffix in (".json", ".txt")}
+    assert "host/data cannot be read" in texts["traceback.txt"]
+    assert "RuntimeError: api_key=" in texts["bundle.json"]
+    assert [name for name, text in texts.items() if SECRET in text or SECRET_NUMBER in text] == []
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, ConfigurationError])

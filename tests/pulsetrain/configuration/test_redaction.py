@@ -14,45 +14,108 @@ from tests.support.programs_command_line import train
 SECRET = "hunter2hunter2hunter2hunter2hunter2"
 
 
+S = "S3cr3tV4lue"
+PEM = f"-----BEGIN RSA PRIVATE KEY-----\n{S}\n-----END RSA PRIVATE KEY-----"
+
+NAMES = (
+    "password", "passwords", "db_password", "dbpassword", "PGPASSWORD", "password2", "passwd", "passphrase", "passcode",
+    "pwd", "MYSQL_PWD", "pass", "db_pass", "pw", "secret", "secrets", "client_secret", "AWS_SECRET_ACCESS_KEY",
+    "token", "tokens", "token2", "token_1", "HF_TOKEN", "hfToken", "apitoken", "auth_token", "refresh_tokens",
+    "bot_token", "sas_token", "aws_session_token", "init_args.token", "first_token", "api_key", "apikey", "APIKEY",
+    "apiKey", "api_keys", "api_key_2", "X-Api-Key", "WANDB_API_KEY", "wandb_key", "openai_key", "license_key",
+    "master_key", "private_key", "account_key", "aws_access_key_id", "key", "auth", "basic_auth", "bearer", "jwt",
+    "session", "sas", "cookie", "webhook", "webhook_url", "sentry_dsn", "Authorization", "credentials",
+)  # fmt: skip
+
+
 @pytest.mark.parametrize(
     "value",
+    [S, SECRET, f"-{S}", [S], ["user", S], (S, S), {"value": S}, {"a": {"b": [S]}}],
+    ids=["text", "long", "minus", "list", "pair", "tuple", "mapping", "nested"],
+)
+def test_a_value_with_the_name_of_a_credential_is_taken_out(value: object) -> None:
+    found = {name: redacted({name: value}) for name in NAMES}
+    texts = {name: json.dumps(each) for name, each in found.items()}
+    assert [name for name, text in texts.items() if REDACTED not in text or S in text or SECRET in text] == []
+    assert [name for name, each in found.items() if not list(redacted_settings(each))] == []
+    assert redacted(found) == found
+
+
+@pytest.mark.parametrize(
+    "form",
     [
-        {name: SECRET}
-        for name in (
-            "password", "db_password", "passwd", "passphrase", "secret", "client_secret", "token", "HF_TOKEN",
-            "hfToken", "api_key", "apikey", "apiKey", "auth_token",
-            "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "private_key", "webhook",
-            "webhook_url", "sentry_dsn", "Authorization", "init_args.token", "credentials",
-        )
-    ]
-    + [
-        {"service": {"nested": [{"password": SECRET}]}},
-        {"passwords_file": {"password": [SECRET, SECRET]}},
-        f"https://me:{SECRET}@host/path", f"postgresql://me:{SECRET}@host:5432/db", f"https://{SECRET}@github.com/a/b",
-        f"https://host/path?a=1&token={SECRET}&b=2", f"https://host/?api_key={SECRET}",
-        f"--data.init_args.token={SECRET}", f"--password={SECRET} {SECRET}", ["train", "--token", SECRET],
-        f"--handlers=[{{class_path: Alert, init_args: {{webhook: https://host/{SECRET}}}}}]",
-        f'--data={{"password": "{SECRET}"}}', f"PASSWORD={SECRET}",
-        "hf_" + "a1B2" * 8, "sk-" + "a1B2" * 8, "ghp_" + "a1B2" * 9, "AKIA" + "A1B2" * 4, "prefix sk-" + "a1B2" * 8,
+        "{}={}", "--{}={}", "--data.{}={}", "a b {}={} c", "{}: {}", "a {}: {}, b", "{{'{}': '{}'}}",
+        '--data={{"{}": "{}"}}', "--x=[{{class_path: A, init_args: {{{}: {}}}}}]", "train --{} {} --b",
+        "https://host/a?b=1&{}={}&c=2", 'x {}="a b {}" c', "{}: [a, {}]", "{}: {{a: {{b: {}}}}}",
     ],
 )  # fmt: skip
-def test_a_credential_is_taken_out(value: object) -> None:
-    text = json.dumps(redacted(value))
-    assert REDACTED in text
-    assert SECRET not in text
-    assert "a1B2" not in text
-    assert "A1B2" not in text
+def test_so_is_one_with_its_name_in_a_text(form: str) -> None:
+    found = [redacted(form.format(name, S)) for name in NAMES]
+    assert [text for text in found if REDACTED not in text or S in text] == []
+    assert [redacted(text) for text in found] == found
 
 
 @pytest.mark.parametrize(
     "value",
     [
-        {"tokens": 50, "max_tokens": "50", "tokenizer": "bytes", "token_count": 3, "eos_token": "</s>"},
-        {"key": "val/loss", "key_order": "a", "monkey": "b", "keyboard": "c", "sort_key": "loss", "keys": ["a"]},
+        ["train", "--token", S], ["train", "--password", f"-{S}"], ["--password", f":{S}"], f"--password={S} {S}",
+        f"Authorization: Bearer {S}", [f"Authorization: Bearer {S}"], f"curl -H 'Authorization: Bearer {S}' https://host",
+        f'curl -H "Authorization: Basic {S}="', f"Authorization: AWS4 Credential=a, Signature={S}", f"Bearer {S}",
+        f"Cookie: a=1; b={S}", {"headers": {"Authorization": f"Bearer {S}"}},
+        f"https://me:{S}@host/path", f"https://{S}@host/path", f"https://me:a/{S}@host/x", f"https://me:{S}/b@host/x",
+        f"https://me:a@{S}@host/x", f"postgresql+psycopg2://me:{S}@host:5432/db", f"redis://:{S}@host",
+        f"see https://me:{S}@host and s3://k:{S}@bucket", f"me:{S}@host:/path", f"me:{S}@host",
+        f"https://host/?sig={S}", f"https://host/?key={S}", f"https://host/a?X-Amz-Signature={S}&b=1",
+        f"https://host/?X-Amz-Credential={S}", f"DefaultEndpointsProtocol=https;AccountName=a;AccountKey={S};Suffix=b",
+        f"https://hooks.slack.com/services/T00/B00/{S}", f"https://discord.com/api/webhooks/1/{S}",
+        f"https://api.telegram.org/bot1:{S}/send", PEM, f"a {PEM} b", f"-----BEGIN PRIVATE KEY-----\n{S}",
+        {f"https://me:{S}@host": 1}, {f"Bearer {S}": 1}, {PEM: 1},
+        "hf_" + "a1B2" * 8, "sk-" + "a1B2" * 8, "ghp_" + "a1B2" * 9, "AKIA" + "A1B2" * 4, "prefix sk-" + "a1B2" * 8,
+        {"hf_" + "a1B2" * 8: 1},
+    ],
+)  # fmt: skip
+def test_so_is_one_with_the_form_of_a_credential(value: object) -> None:
+    found = redacted(value)
+    text = json.dumps(found)
+    assert REDACTED in text
+    assert S not in text
+    assert "a1B2" not in text
+    assert "A1B2" not in text
+    assert redacted(found) == found
+    assert list(redacted_settings({"x": found})) != []
+
+
+def test_so_is_a_number_under_the_name_of_a_credential() -> None:
+    assert redacted({"password": 12345678, "pin": 3}) == {"password": REDACTED, "pin": 3}
+    assert redacted({"passwords": [12345678]}) == {"passwords": [REDACTED]}
+
+
+def test_the_class_of_an_object_with_such_a_name_is_kept() -> None:
+    value = {"credentials": {"class_path": "my.Credentials", "init_args": {"user": "me"}}}
+    assert redacted(value)["credentials"] == {"class_path": "my.Credentials", "init_args": {"user": REDACTED}}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {"tokens": 50, "max_tokens": 5, "min_tokens": "50", "tokenizer": "bytes", "token_count": 3, "bos_token": "x"},
+        {"pool_token": "cls", "class_token": "learned", "split_token": "|", "audio_token": "<|a_0|>", "token": "first"},
+        {"pad_token": "[PAD]", "mask_token_id": "3", "tokens": ["<s>", "cls"], "eos_token": "</s>", "by_token": "sum"},
+        {"key": "val/loss", "key_order": "a", "key_size": 64, "monkey": "b", "keyboard": "c", "sort_key": "loss"},
+        {"keys": ["a"], "attention_key": "q", "feature_key": "layer4.0.conv2", "metric_key": "val/top5_accuracy"},
+        {"key": "resnet50", "image_key": "layer4block2", "time_key": "2024-01-01", "public_keys": "a"},
         {"token": 7, "password": None, "secret": "", "author": "me", "passes": "2", "compass": "x", "secretary": "y"},
-        "https://host/path?page=2#part", "ssh://host:22/a", "s3://bucket/key", "me@host", "C:\\data", "10:30:00",
-        ["train", "config.yaml", "--training.learning_rate=3e-4", "--max_tokens", "50", "a=b"],
-        "Accumulate(tokens=50)", "the token is counted", "a.b: c", "skip-this", "hf_small",
+        {"auth": "oauth2", "pass": "second", "low_pass": "butter", "session": "a", "signature": "f(x)", "auths": True},
+        {"password": False, "passwords_file": "x", "token_file": "/x", "cookie_cutter": "x", "secret_santa": "x"},
+        {"git": {"commit": "0123456789abcdef0123456789abcdef01234567"}, "api": {"url": "https://host"}, "a": ("a", 1)},
+        "https://host/path?page=2#part", "ssh://host:22/a", "ssh://git@host:22/a@b", "s3://bucket/key", "s3://bucket/a@b",
+        "abfs://container@account.dfs.core.windows.net/a", "https://medium.com/@me/b", "http://[::1]:80/@x",
+        "https://host/?email=me@host", "http://host:8080/a@b", "registry/image:24.1@sha256:abc", "mailto:me@host",
+        "me@host", "me@host:/path", "C:\\data", "10:30:00", "val:recall@10", "-----BEGIN CERTIFICATE-----",
+        ["train", "config.yaml", "--training.learning_rate=3e-4", "--max_tokens", "50", "--password", "--quiet", "a=b"],
+        "Accumulate(tokens=50)", "the token is counted", "predict the next token: x", "per token: yes", "val/token=3",
+        "token: float32 (3, 4)", "format: token:text", "if password == other", "secret://vault/a", "Bearer of news",
+        "a.b: c", "skip-this", "hf_small", "a=" * 3000, "a:" * 3000,
     ],
 )  # fmt: skip
 def test_nothing_else_is_changed(value: object) -> None:
