@@ -244,7 +244,7 @@ def _of_class(kind: type) -> dict[str, object]:
 
 
 def _is_value(value: object) -> bool:
-    """Whether an attribute of a class is no method, property or slot."""
+    """Whether an attribute of a class is a value, and not a method, a property or a slot."""
     return not callable(value) and not hasattr(type(value), "__get__")
 
 
