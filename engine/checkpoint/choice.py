@@ -62,7 +62,8 @@ def resolve(path: str | os.PathLike[str]) -> Location:
         raise CheckpointError(f"{folder}: a checkpoint is a folder; name {folder.parent}, without {folder.name!r}")
     if folder.name in (BEST, LATEST):
         raise CheckpointError(
-            f"{folder}: there is no checkpoint in {folder.parent}; name the run folder, too, as RUN/checkpoints/{folder.name}"
+            f"{folder}: there is no checkpoint in {folder.parent}; name the run folder, too, as "
+            f"RUN/checkpoints/{folder.name}"
         )
     return folder  # which reading refuses
 
