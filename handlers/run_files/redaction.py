@@ -39,14 +39,20 @@ _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")  # without digits: "token2"
 
 _CHANGE = re.compile(r"(?<=[a-z])[A-Z0-9]|(?<=[0-9])[A-Za-z]|(?<=[A-Z])[0-9]")
 _RUN = re.compile(r"[\w+/=~-]{6,}")
+_LONGEST = 1_000  # characters of a value are looked at
 
 _OPTION = re.compile(r"--?[A-Za-z][\w.-]*")
 _ASSIGNMENT = re.compile(r"(-{0,2}[\w.-]+)=(?!=)(.+)", re.DOTALL)
-_NAME = re.compile(r"""(?<![\w.-])(?:(--[\w.-]+)[ \t]+|([\w.-]+)["']?[ \t]*(?:=(?!=)|:(?!//))[ \t]*)""")
+_NAME = re.compile(
+    r"""(?<![\w.-])(?:(--[\w.-]+)[ \t]+|([\w.-]+)\\?["']?[ \t]*(?::=|=>|=(?!=)|:(?!//))[ \t]*)"""  # followed by a value
+)
 _VALUE = re.compile(r"""
-    "(?:[^"\\]|\\.)*" | '(?:[^'\\]|\\.)*' | \[[^\[\]]*\] | \{[^{}]*\} | [\[{].* | [^\s,&;\#"'{}\[\]]+
+    \\(["']).*?\\\1                                             # in a text in quotes
+    | [\w.(]*(?: "(?:[^"\\]|\\.)*" | '(?:[^'\\]|\\.)*' )        # b'x7', SecretStr('x7')
+    | \[[^\[\]]*\] | \{[^{}]*\} | [\[{].*
+    | [^\s,&;\#"'{}\[\]]+
 """, re.VERBOSE | re.DOTALL)  # fmt: skip
-_HEADER_VALUE = re.compile(r"""[^"'\r\n]+""")  # "Authorization: Bearer x7", "Cookie: a=x7; b=x7"
+_HEADER_VALUE = re.compile(r"""[^"'()\r\n]+""")  # "Authorization: Bearer x7", "Cookie: a=x7; b=x7"
 _HEADERS = ("authorization", "cookie")
 
 # (a part that is a credential by its form, what replaces it)
@@ -155,8 +161,9 @@ def _without_assignments(text: str) -> str:
             continue
         if text[found.start() - 1 : found.start()] in ("?", "&"):  # in a URL
             needed = 0
-        form = _HEADER_VALUE if name.lower().endswith(_HEADERS) else _VALUE
-        value = form.match(text, found.end()) or _VALUE.match(text, found.end())
+        forms = (_VALUE, _HEADER_VALUE) if name.lower().endswith(_HEADERS) else (_VALUE,)
+        values = [value for form in forms if (value := form.match(text, found.end()))]
+        value = max(values, key=re.Match.end, default=None)
         if value is None or not _is_secret(value[0], needed):
             continue
         quote = value[0][0] if value[0][0] in "\"'" else ""
@@ -174,7 +181,7 @@ def _without_forms(text: str) -> str:
 def _is_secret(text: str, needed: int) -> bool:
     if needed in (0, _NEVER):
         return needed == 0
-    return any(len(_CHANGE.findall(run)) >= needed for run in _RUN.findall(text))
+    return any(len(_CHANGE.findall(run)) >= needed for run in _RUN.findall(text[:_LONGEST]))
 
 
 def _changes_needed(name: str) -> int:

@@ -46,6 +46,7 @@ def test_a_value_with_the_name_of_a_credential_is_taken_out(value: object) -> No
     [
         "{}={}", "--{}={}", "--data.{}={}", "a b {}={} c", "{}: {}", "a {}: {}, b", "{{'{}': '{}'}}",
         '--data={{"{}": "{}"}}', "--x=[{{class_path: A, init_args: {{{}: {}}}}}]", "train --{} {} --b",
+        "a({}=b'{}')", "{}: SecretStr('{}')", "{} => {}", "{} := {}", '\\"{}\\": \\"{}\\"',
         "https://host/a?b=1&{}={}&c=2", 'x {}="a b {}" c', "{}: [a, {}]", "{}: {{a: {{b: {}}}}}",
     ],
 )  # fmt: skip
