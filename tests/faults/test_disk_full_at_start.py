@@ -19,6 +19,7 @@ from pulsetrain import Trainer, TrainingConfig
 from pulsetrain.cli import main
 from pulsetrain.engine import Every, PulsetrainError, SupervisedStrategy
 from pulsetrain.handlers import Checkpointer, CrashBundle, CSVLogger, EventRecorder, JSONLinesLogger, Plots
+from tests.support.cases import slow_but
 from tests.support.failing_disk import FailingDisk
 
 MODULE = """
@@ -136,7 +137,7 @@ def test_no_write_that_fails_leaves_training_as_an_error_of_python(error: int, a
         run(str(number), number)
 
 
-@pytest.fixture(params=[8, 24, 68, 76, 84])
+@pytest.fixture(params=slow_but((68,), [8, 24, 68, 76, 84]))
 def small_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
     """A file system of that many kB."""
     folder = tmp_path / "small"

@@ -2,7 +2,7 @@
 
 import io
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import structlog
@@ -52,6 +52,7 @@ from pulsetrain.handlers import (
 )
 from pulsetrain.handlers.loggers.text_file import TextFileLogger
 from pulsetrain.training.stepper import Stepper
+from tests.support.cases import slow_but
 from tests.support.engines import UpdatingEngine, log_each_iteration, subscriptions, validate_each_epoch
 
 
@@ -149,7 +150,7 @@ MAKE: dict[str, Callable] = {
     "LRFinder": lambda folder: LRFinder(iterations=20, folder=folder),
     "LRMonitor": lambda folder: LRMonitor(Every(iterations=1)),
 }
-DRAWN = "Plots every", "LRFinder"  # these spend a second on pictures in each test, as Plots does
+QUICK = MAKE.keys() - {"Plots every", "LRFinder"}  # these spend a second on pictures in each test, as Plots does
 KINDS = {name: getattr(handlers, name.split()[0]) for name in MAKE}
 # the state of these says how far their file had come; their own tests show what a resume makes of it
 OF_A_FILE = TextFileLogger, EventRecorder
@@ -167,11 +168,7 @@ def comparable(value):
     return type(value)(map(comparable, value)) if isinstance(value, (list, tuple)) else value
 
 
-def rows(names: Iterable[str]) -> list:
-    return [pytest.param(name, marks=pytest.mark.slow) if name in DRAWN else name for name in names]
-
-
-@pytest.fixture(params=rows(MAKE))
+@pytest.fixture(params=slow_but(QUICK, MAKE))
 def make(request, tmp_path) -> Iterator[Callable]:
     numbers = iter(range(9))
     return lambda: MAKE[request.param](tmp_path / str(next(numbers)))
@@ -250,7 +247,7 @@ def test_what_is_not_an_engine_is_refused_and_leaves_no_trace(make):
     handler.detach()
 
 
-@pytest.mark.parametrize("name", rows(STATEFUL))
+@pytest.mark.parametrize("name", slow_but(QUICK, STATEFUL))
 def test_state_goes_round_through_safe_loading(name, tmp_path, engine):
     handler, fresh = MAKE[name](tmp_path / "a"), MAKE[name](tmp_path / "b")
     if name == "LRScheduler of torch":
@@ -283,7 +280,7 @@ def test_loggers_and_recorders_attach_to_a_bus(name, tmp_path, engine):
     assert subscriptions(engine.bus) == before
 
 
-@pytest.mark.parametrize("name", rows(name for name in MAKE if name.split()[0] not in ON_A_BUS))
+@pytest.mark.parametrize("name", slow_but(QUICK, [name for name in MAKE if name.split()[0] not in ON_A_BUS]))
 def test_policies_refuse_a_bus(name, tmp_path):
     handler = MAKE[name](tmp_path)
     with pytest.raises(TypeError, match=type(handler).__name__):

@@ -48,7 +48,7 @@ def a_model_draws_from_a_generator_of_its_own() -> dict[str, Any]:
     return {"model": Wrapping(np.random.default_rng(1), lambda held: held.random())}
 
 
-@case("strategy._loss")
+@case("strategy._loss", slow=True)
 def a_loss_draws_from_a_generator_in_its_closure() -> dict[str, Any]:
     generator = torch.Generator().manual_seed(1)
 
@@ -58,7 +58,7 @@ def a_loss_draws_from_a_generator_in_its_closure() -> dict[str, Any]:
     return {"strategy": SupervisedStrategy(loss)}
 
 
-@case("model.held")
+@case("model.held", slow=True)
 def a_model_counts_with_itertools() -> dict[str, Any]:
     return {"model": Wrapping(itertools.count(), lambda held: next(held) % 3)}
 
@@ -68,18 +68,18 @@ def appended(held: bytearray) -> float:
     return len(held) % 3
 
 
-@case("model.held")
+@case("model.held", slow=True)
 def a_model_fills_a_bytearray() -> dict[str, Any]:
     return {"model": Wrapping(bytearray(), appended)}
 
 
-@case("model.held")
+@case("model.held", slow=True)
 def a_value_that_processes_share_is_set() -> dict[str, Any]:
     model = Wrapping(multiprocessing.Value("d", 0.0), lambda held: held.value)
     return {"model": model, "act": lambda: setattr(model.held, "value", 2.0)}
 
 
-@case("model.held")
+@case("model.held", slow=True)
 def an_array_of_objects_is_written() -> dict[str, Any]:
     model = Wrapping(np.array([0, None], dtype=object), lambda held: held[0])
     return {"model": model, "act": lambda: model.held.__setitem__(0, 2)}
@@ -97,24 +97,24 @@ class WithClassAttribute(nn.Module):
         return self.inner(inputs) * self.scale
 
 
-@case("model.scale")
+@case("model.scale", slow=True)
 def an_attribute_of_a_class_is_set() -> dict[str, Any]:
     return {"model": WithClassAttribute(), "act": lambda: setattr(WithClassAttribute, "scale", 2.0)}
 
 
-@case("model: parameters, buffers and modules")
+@case("model: parameters, buffers and modules", slow=True)
 def a_module_without_parameters_is_replaced() -> dict[str, Any]:
     model = regression_model()
     return {"model": model, "act": lambda: model.__setitem__(2, nn.Tanh())}
 
 
-@case("optimizer: parameters that are not the model's")
+@case("optimizer: parameters that are not the model's", slow=True)
 def a_module_is_replaced_by_its_copy() -> dict[str, Any]:
     model = regression_model()
     return {"model": model, "act": lambda: model.__setitem__(0, copy.deepcopy(model[0]))}
 
 
-@case()
+@case(slow=True)
 def the_rate_of_dropout_is_set_to_a_number_of_numpys() -> dict[str, Any]:
     model = regression_model(dropout=0.1)
     return {"model": model, "act": lambda: setattr(model[3], "p", np.float32(0.5))}
@@ -128,14 +128,14 @@ class ScalingRates(torch.optim.SGD):
                 parameter.sub_(parameter.grad, alpha=0.05 * getattr(parameter, "multiple", 1.0))
 
 
-@case("model.0.weight: attributes")
+@case("model.0.weight: attributes", slow=True)
 def a_handler_sets_an_attribute_of_a_parameter() -> dict[str, Any]:
     model = regression_model()
     optimizer = ScalingRates(model.parameters(), lr=0.05)
     return {"model": model, "optimizer": optimizer, "act": lambda: setattr(model[0].weight, "multiple", 0.1)}
 
 
-@case("optimizer: hook 0.factor", "optimizer: hooks")
+@case("optimizer: hook 0.factor", "optimizer: hooks", slow=True)
 def a_hook_of_the_optimizer_is_registered() -> dict[str, Any]:
     model, factor = regression_model(), 0.5
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -184,7 +184,7 @@ def an_average_of_the_users_is_written_through_data() -> dict[str, Any]:
     return with_handler(averaged_with_data())
 
 
-@case(f"handler {__name__}.a_handler_of_the_evaluator_counts.<locals>.attach.<locals>.count.counts")
+@case(f"handler {__name__}.a_handler_of_the_evaluator_counts.<locals>.attach.<locals>.count.counts", slow=True)
 def a_handler_of_the_evaluator_counts() -> dict[str, Any]:
     counts = [0]
 
@@ -233,7 +233,7 @@ class Averages(Callback):
         trainer.optimizer.param_groups[0]["lr"] = 0.05 / (1 + self.average.compute())
 
 
-@case("handler Averages.average")
+@case("handler Averages.average", slow=True)
 def a_callback_holds_a_metric_of_ignites() -> dict[str, Any]:
     return {"callbacks": [Averages()]}
 
@@ -243,7 +243,7 @@ class Halving:
         engine.optimizer.param_groups[0]["lr"] *= 0.9
 
 
-@case(f"handler {__name__}.Halving")
+@case(f"handler {__name__}.Halving", slow=True)
 def a_handler_is_added_during_the_run() -> dict[str, Any]:
     def attach(engine: Any) -> None:
         @engine.on(Events.EPOCH_COMPLETED(once=2))
@@ -270,7 +270,7 @@ def a_custom_event_is_counted() -> dict[str, Any]:
     return with_handler(attach)
 
 
-@case("state.level")
+@case("state.level", slow=True)
 def an_attribute_of_the_engines_state_is_set() -> dict[str, Any]:
     def attach(engine: Any) -> None:
         @engine.on(Events.ITERATION_STARTED)

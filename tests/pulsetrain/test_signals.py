@@ -25,6 +25,7 @@ from pulsetrain.engine.data.workers import workers_outlive_signals
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.events.payloads import Preempted
 from pulsetrain.handlers import Checkpointer
+from tests.support.cases import slow_but
 from tests.support.models import loader, trainer
 from tests.support.programs import Program
 
@@ -302,7 +303,9 @@ class TestWithoutAWatch:
         assert list(CheckpointManager(tmp_path / "checkpoints").valid()) == []
 
     @pytest.mark.parametrize("times", [1, 2])
-    @pytest.mark.parametrize("at", IN_EVERY_RUN, ids=lambda event: event.name)
+    @pytest.mark.parametrize(
+        "at", slow_but((Events.ITERATION_COMPLETED, Events.COMPLETED), IN_EVERY_RUN), ids=lambda event: event.name
+    )
     def test_whenever_it_comes_it_raises_and_leaves_the_next_run_alone(self, at: Events, times: int, tmp_path: Path):
         def make(*handlers: object) -> Trainer:
             return trainer({"max_epochs": 2}, val_loader=loader(8, shuffle=False), handlers=handlers)

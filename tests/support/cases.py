@@ -1,8 +1,8 @@
-"""Cases of a test that are runs: each is a function that makes the arguments of a Trainer."""
+"""Cases of tests: functions that make the arguments of a Trainer, and parameters of which only some are not slow."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import pytest
@@ -19,3 +19,8 @@ class Cases(list[Any]):
             return make
 
         return add
+
+
+def slow_but(kept: Collection[object], values: Iterable[Any]) -> list[Any]:
+    """Parameters, those that are not kept with the mark `slow`."""
+    return [value if value in kept else pytest.param(value, marks=pytest.mark.slow) for value in values]

@@ -13,11 +13,12 @@ from pulsetrain.engine import Engine, Events, Every
 from pulsetrain.engine.errors import RunFolderError
 from pulsetrain.engine.recording import EventLog
 from pulsetrain.handlers import Checkpointer, CSVLogger, EventRecorder, JSONLinesLogger, Plots, TensorBoardLogger
+from tests.support.cases import slow_but
 from tests.support.runs_folders import RECORDING, Make, child, files, in_a_run, make
 
 
-@pytest.mark.parametrize("second", RECORDING)
-@pytest.mark.parametrize("first", RECORDING)
+@pytest.mark.parametrize("second", slow_but(("Checkpointer", "CSVLogger"), RECORDING))
+@pytest.mark.parametrize("first", slow_but(("Checkpointer", "EventRecorder", "TensorBoardLogger"), RECORDING))
 def test_a_new_run_in_a_folder_that_holds_one_is_refused_with_the_remedies(first: str, second: str, tmp_path: Path):
     make(tmp_path, RECORDING[first]).train()
     before = files(tmp_path)

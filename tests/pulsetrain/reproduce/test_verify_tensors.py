@@ -16,6 +16,7 @@ from pulsetrain.engine import Events, Every, Phase, SupervisedStrategy
 from pulsetrain.engine.checkpoint import find_checkpoints
 from pulsetrain.engine.checkpoint.reader import step_of
 from pulsetrain.handlers import EMA, Checkpointer, EventRecorder
+from tests.support.cases import slow_but
 from tests.support.models import loader, regression_model, trainer
 
 
@@ -69,7 +70,7 @@ CHANGES: dict[str, tuple[Callable[[Trainer], object], str]] = {
 }
 
 
-@pytest.mark.parametrize("what", CHANGES)
+@pytest.mark.parametrize("what", slow_but(("weights", "an average"), CHANGES))
 def test_what_no_event_shows_is_compared_with_the_checkpoints(what: str, tmp_path: Path):
     change, name = CHANGES[what]
     build(tmp_path / "run", change).train()
@@ -111,8 +112,8 @@ def build_saving(folder: Path, every: Every, end: Events, phase: Phase | None = 
 ENDS = [Events.ITERATION_COMPLETED, Events.EPOCH_COMPLETED, Events.COMPLETED]
 
 
-@pytest.mark.parametrize("saved", ENDS, ids=str)
-@pytest.mark.parametrize("changed", ENDS, ids=str)
+@pytest.mark.parametrize("saved", slow_but((Events.COMPLETED,), ENDS), ids=str)
+@pytest.mark.parametrize("changed", slow_but((Events.EPOCH_COMPLETED,), ENDS), ids=str)
 def test_the_last_checkpoint_is_compared_at_the_event_at_which_it_was_saved(
     saved: Events, changed: Events, tmp_path: Path
 ):
@@ -158,8 +159,12 @@ class KeepsTensors:
 
 @pytest.mark.parametrize(
     ("recorded", "rerun"),
-    [((1, ["a"]), (2, ["a"])), ((2, ["a"]), (1, ["a"])), ((1, ["a"]), (1, ["a", "b"])), ((1, ["a", "b"]), (1, ["a"]))],
-    ids=["a longer list", "a shorter list", "one more tensor", "one tensor fewer"],
+    [
+        pytest.param((1, ["a"]), (2, ["a"]), id="a longer list"),
+        pytest.param((2, ["a"]), (1, ["a"]), id="a shorter list", marks=pytest.mark.slow),
+        pytest.param((1, ["a"]), (1, ["a", "b"]), id="one more tensor", marks=pytest.mark.slow),
+        pytest.param((1, ["a", "b"]), (1, ["a"]), id="one tensor fewer", marks=pytest.mark.slow),
+    ],
 )
 def test_tensors_that_only_one_of_the_runs_has_are_a_difference(
     recorded: tuple[int, list[str]], rerun: tuple[int, list[str]], tmp_path: Path
