@@ -64,6 +64,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.at is not None and not arguments.live:
         raise ConfigurationError("--at: needs --live; at the prompt, use: goto iteration N")
     status = OK
+    was_frozen = gc.get_freeze_count() > 0
     gc.freeze()  # otherwise each collection walks all that torch has imported, which takes longer than any command
     try:
         with until_closed():
@@ -72,7 +73,8 @@ def run(arguments: argparse.Namespace) -> int:
                 print("\n".join(map(printable, bundle_summary(bundle))))
             status = _live(arguments, debugger, extra) if arguments.live else converse(Commands(debugger, extra))
     finally:
-        gc.unfreeze()
+        if not was_frozen:  # else what the caller has frozen would be unfrozen, too
+            gc.unfreeze()
     damaged = report_damage(debugger.log.damage)
     return status or damaged
 

@@ -29,12 +29,16 @@ class Collections:
 @pytest.fixture(autouse=True)
 def collector():
     gc.enable()
+    frozen = gc.get_freeze_count()  # by the collection of the tests
+    gc.unfreeze()
     before = gc.get_threshold()
     gc.set_threshold(50, 2, 2)  # it would come in every step
     yield
     gc.set_threshold(*before)
     gc.enable()
     gc.unfreeze()
+    if frozen:
+        gc.freeze()
 
 
 def litter(iteration):
