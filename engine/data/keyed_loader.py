@@ -13,164 +13,29 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
-from typing import Any, NamedTuple, TypeGuard, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch.utils.data import (
     BatchSampler,
-    ConcatDataset,
     DataLoader,
     Dataset,
     DistributedSampler,
-    IterableDataset,
     RandomSampler,
     SequentialSampler,
-    StackDataset,
-    Subset,
-    TensorDataset,
-    default_collate,
-    default_convert,
 )
 
 from pulsetrain.engine.data import rng
+from pulsetrain.engine.data.loaders import draws_nothing, length_of, seed_generator
 from pulsetrain.engine.data.workers import user_init_fn, workers_begin
 
-__all__ = [
-    "KeyedLoader", "KeyedOrder", "can_be_keyed", "can_be_read_once", "draws_nothing", "key_order", "length_of",
-    "order_seed",
-]  # fmt: skip
+__all__ = ["KeyedLoader", "KeyedOrder"]
 
 T = TypeVar("T")
 Collate = Callable[[Any], Any]
 """A `collate_fn`: samples to a batch, both as the user's dataset makes them."""
 Look = Callable[[Mapping[str, object]], object]
 """Looks at the parts of a loader by their names."""
-_SEEDED: weakref.WeakKeyDictionary[torch.Generator, tuple[int, int | None]] = weakref.WeakKeyDictionary()
-"""The seed that a generator was given here, and the one of its user before; None if it was made here."""
-
-
-def length_of(loader: object) -> int | None:
-    """The number of batches in a pass, or None if the loader has no length.
-
-    With a DistributedSampler and `drop_last`, torch counts samples that are there twice; here the last full batch of
-    all ranks is the last.
-
-    >>> length_of(DataLoader(range(10), batch_size=4)), length_of(iter([1, 2]))
-    (3, None)
-    """
-    try:
-        length = len(loader)  # type: ignore[arg-type]  # a TypeError is the answer
-    except (TypeError, NotImplementedError):
-        return None
-    if can_be_keyed(loader) and type(loader.sampler) is DistributedSampler and loader.drop_last and loader.batch_size:
-        return len(loader.sampler.dataset) // (loader.batch_size * loader.sampler.num_replicas)  # type: ignore[arg-type]
-    return length
-
-
-def can_be_read_once(loader: object) -> bool:
-    """Whether it is an iterator. Calls `iter` on iterators alone: on a DataLoader that would start the workers.
-
-    >>> can_be_read_once(iter([1, 2])), can_be_read_once([1, 2])
-    (True, False)
-    """
-    return isinstance(loader, Iterator) and iter(loader) is loader
-
-
-def can_be_keyed(loader: object) -> TypeGuard[DataLoader[Any]]:
-    """Whether `KeyedLoader` supports it: a DataLoader itself, not a subclass, over a map-style dataset.
-
-    >>> can_be_keyed(DataLoader(range(10))), can_be_keyed([1, 2])
-    (True, False)
-    """
-    return type(loader) is DataLoader and not isinstance(loader.dataset, IterableDataset)
-
-
-def draws_nothing(loader: DataLoader[object]) -> bool:
-    """Whether reading a batch is known to draw no random numbers, so that its generators need no seeding.
-
-    A custom dataset declares this with an attribute `draws_nothing = True`.
-
-    >>> draws_nothing(DataLoader(range(10))), draws_nothing(DataLoader(range(10), collate_fn=list))
-    (True, False)
-    """
-    return loader.collate_fn in (default_collate, default_convert) and _is_plain(loader.dataset)
-
-
-def _is_plain(dataset: object) -> bool:
-    if type(dataset) is Subset:
-        return _is_plain(dataset.dataset)
-    if type(dataset) in (ConcatDataset, StackDataset):
-        parts = getattr(dataset, "datasets", ())
-        return all(map(_is_plain, parts.values() if isinstance(parts, dict) else parts))
-    return type(dataset) in (TensorDataset, list, tuple, range) or getattr(dataset, "draws_nothing", False) is True
-
-
-def key_order(loader: object, seed: int) -> None:
-    """Seeds the order and the worker seeds of the next pass of a DataLoader that `KeyedLoader` does not support.
-
-    Without this both come from torch's global generator. Samplers without a generator keep their own order.
-
-    >>> loader = DataLoader(range(10), batch_size=10, shuffle=True)
-    >>> key_order(loader, 1)
-    >>> first = next(iter(loader))
-    >>> key_order(loader, 1)
-    >>> torch.equal(next(iter(loader)), first)
-    True
-    """
-    if not isinstance(loader, DataLoader):
-        return
-    for holder in _holders(loader):
-        generator = getattr(holder, "generator", 0)  # 0: it has none; a sampler may hold one of numpy's or python's
-        if generator is None:
-            generator = torch.Generator()
-            _SEEDED[generator] = generator.initial_seed(), None
-            setattr(holder, "generator", generator)  # noqa: B010  # not every holder declares the attribute
-        if isinstance(generator, torch.Generator):
-            _seed(generator, seed)
-
-
-def order_seed(loader: object, seed: int, *, chosen: bool = True) -> int:
-    """The seed of a loader's order: that of its sampler's or its own generator, as its user seeded it, else the run's.
-
-    >>> own = torch.Generator().manual_seed(5)
-    >>> order_seed(DataLoader(range(10), shuffle=True, generator=own), 1), order_seed(DataLoader(range(10)), 1)
-    (5, 1)
-
-    Args:
-        loader: of any kind.
-        seed: the run's.
-        chosen: whether the user chose the run's; else that of a DistributedSampler, on which all processes agree, is
-            used in its place.
-    """
-    if not isinstance(loader, DataLoader):
-        return seed
-    holders = _holders(loader)
-    for holder in holders:
-        generator = getattr(holder, "generator", None)
-        own = _own_seed(generator) if isinstance(generator, torch.Generator) else None
-        if own is not None:
-            return own
-    shared = next((each.seed for each in holders if isinstance(each, DistributedSampler)), seed)
-    return seed if chosen else shared
-
-
-def _holders(loader: DataLoader[Any]) -> list[object]:
-    """What may hold a generator, the first to decide the order first."""
-    samplers = loader.sampler, loader.batch_sampler
-    return [*samplers, *(getattr(each, "sampler", None) for each in samplers), loader]
-
-
-def _seed(generator: torch.Generator, seed: int) -> None:
-    own = _own_seed(generator)
-    generator.manual_seed(seed)
-    _SEEDED[generator] = seed, own
-
-
-def _own_seed(generator: torch.Generator) -> int | None:
-    """The seed that its user gave it; None for one that was made here."""
-    now = generator.initial_seed()
-    seed, own = _SEEDED.get(generator, (None, None))
-    return own if now == seed else now
 
 
 class KeyedBatch(NamedTuple):
@@ -327,7 +192,7 @@ class KeyedOrder:
         for holder in (self._sampler, getattr(self._sampler, "sampler", None)):
             generator = getattr(holder, "generator", None)
             if isinstance(generator, torch.Generator):
-                _seed(generator, rng.derive(self.seed, number))
+                seed_generator(generator, rng.derive(self.seed, number))
         drawn = draws.around(self._sampler)
         deque(islice(drawn, position), maxlen=0)
         return drawn

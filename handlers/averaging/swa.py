@@ -15,7 +15,7 @@ from pulsetrain.engine import ArgumentTypeError, ConfigurationError, Engine, Eve
 from pulsetrain.engine.argument_checks import check_type, check_whole_number
 from pulsetrain.engine.backends.module_view import ArraysView
 from pulsetrain.engine.data import rng
-from pulsetrain.engine.data.keyed_loader import length_of
+from pulsetrain.engine.data.loaders import length_of
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.step.averaging import WeightAverage
 from pulsetrain.engine.step.model_call import eval_mode

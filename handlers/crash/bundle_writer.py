@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader
 
 from pulsetrain.engine import AnomalyDetected, Engine, Event, is_training_run
 from pulsetrain.engine.data import rng
-from pulsetrain.engine.data.keyed_loader import can_be_keyed
+from pulsetrain.engine.data.loaders import can_be_keyed
 from pulsetrain.engine.step.protocols import describe
 from pulsetrain.engine.training_run import model_of, optimizer_of
 from pulsetrain.handlers.crash.crash_files import BATCH, CONFIG, CRASHES, FACTS, TRACEBACK

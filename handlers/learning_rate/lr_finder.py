@@ -20,7 +20,8 @@ from torch.utils.data import DataLoader
 from pulsetrain.engine import ConfigurationError, Engine, Events, ModelStore, Phase, TrainingBatch, TrainingResult
 from pulsetrain.engine.argument_checks import check_number, check_positive, check_whole_number
 from pulsetrain.engine.data import rng
-from pulsetrain.engine.data.keyed_loader import KeyedLoader, can_be_keyed, can_be_read_once, key_order, order_seed
+from pulsetrain.engine.data.keyed_loader import KeyedLoader
+from pulsetrain.engine.data.loaders import can_be_keyed, can_be_read_once, key_order, order_seed
 from pulsetrain.engine.data.workers import workers_begin
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.schedules.groups import group_ratios, write_rates

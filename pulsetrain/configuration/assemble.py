@@ -19,7 +19,7 @@ from pulsetrain.engine import ConfigurationError, Events, JaxBackend, Pulsetrain
 from pulsetrain.engine import strategies as shipped_strategies
 from pulsetrain.engine.checkpoint import resolve
 from pulsetrain.engine.data import rng
-from pulsetrain.engine.data.keyed_loader import length_of
+from pulsetrain.engine.data.loaders import length_of
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.handlers.run_files.redaction import redacted
 from pulsetrain.trainer import Trainer

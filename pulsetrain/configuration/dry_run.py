@@ -23,7 +23,7 @@ from pulsetrain.configuration.class_paths import Factory, find, look_in
 from pulsetrain.configuration.instantiate import instantiate, spec_of
 from pulsetrain.engine import FIRST, LAST, Events, Every, Phase, RunFolderError
 from pulsetrain.engine.checkpoint import CheckpointManager
-from pulsetrain.engine.data.keyed_loader import length_of
+from pulsetrain.engine.data.loaders import length_of
 from pulsetrain.engine.step.protocols import describe
 from pulsetrain.handlers import Alert, Checkpointer, LRFinder
 from pulsetrain.handlers.crash.crash_files import forget_bundle

@@ -7,7 +7,8 @@ from typing import Any, TypeGuard
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from pulsetrain.engine.data.keyed_loader import KeyedOrder, can_be_keyed, length_of
+from pulsetrain.engine.data.keyed_loader import KeyedOrder
+from pulsetrain.engine.data.loaders import can_be_keyed, length_of
 from pulsetrain.engine.errors import CheckpointError
 from pulsetrain.engine.logs import get_logger
 

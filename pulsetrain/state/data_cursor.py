@@ -13,7 +13,8 @@ from torch.utils.data import DataLoader
 
 from pulsetrain.engine.checkpoint.plain import plain
 from pulsetrain.engine.data import rng
-from pulsetrain.engine.data.keyed_loader import KeyedLoader, can_be_keyed, key_order, length_of, order_seed
+from pulsetrain.engine.data.keyed_loader import KeyedLoader
+from pulsetrain.engine.data.loaders import can_be_keyed, key_order, length_of, order_seed
 from pulsetrain.engine.data.workers import workers_begin
 from pulsetrain.engine.errors import CheckpointError
 from pulsetrain.engine.logs import get_logger

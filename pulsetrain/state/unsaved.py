@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from pulsetrain.engine import LAST, Engine, Events, Phase, TrainingRun, is_training_run
 from pulsetrain.engine.checkpoint.plain import plain
-from pulsetrain.engine.data.keyed_loader import can_be_read_once
+from pulsetrain.engine.data.loaders import can_be_read_once
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.optimizers import parts_of
 from pulsetrain.handlers import Checkpointer

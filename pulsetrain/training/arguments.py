@@ -10,7 +10,7 @@ import torch
 from pulsetrain.config import TrainingConfig
 from pulsetrain.engine import Every
 from pulsetrain.engine.argument_checks import check_choice, check_type
-from pulsetrain.engine.data.keyed_loader import can_be_read_once
+from pulsetrain.engine.data.loaders import can_be_read_once
 from pulsetrain.engine.errors import ArgumentTypeError, ConfigurationError
 from pulsetrain.engine.optimizers import parts_of
 from pulsetrain.engine.schedules import build_schedule

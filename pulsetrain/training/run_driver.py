@@ -11,7 +11,7 @@ from pulsetrain.config import TrainingConfig
 from pulsetrain.engine import ConfigurationError, Engine, Event, Events, Phase
 from pulsetrain.engine.argument_checks import check_type
 from pulsetrain.engine.checkpoint import Location
-from pulsetrain.engine.data.keyed_loader import length_of
+from pulsetrain.engine.data.loaders import length_of
 from pulsetrain.engine.data.workers import workers_outlive_signals
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.handlers import Checkpointer, EventRecorder, MetricLogger

@@ -10,7 +10,7 @@ from typing import Any
 from pulsetrain.config import TrainingConfig
 from pulsetrain.engine import Backend, ConfigurationError, State, TrainingStrategy
 from pulsetrain.engine.data import rng
-from pulsetrain.engine.data.keyed_loader import can_be_read_once, length_of
+from pulsetrain.engine.data.loaders import can_be_read_once, length_of
 from pulsetrain.engine.errors import refused
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.step.first_batch import FirstBatch

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pulsetrain.engine import Engine, EventBus, Events, Phase
 from pulsetrain.engine.data import rng
-from pulsetrain.engine.data.keyed_loader import length_of
+from pulsetrain.engine.data.loaders import length_of
 from pulsetrain.engine.data.workers import workers_begin, workers_outlive_signals
 from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.events.cadence import Every

@@ -14,7 +14,8 @@ import torch
 from torch.utils.data import ConcatDataset, DataLoader, DistributedSampler, IterableDataset, Subset, TensorDataset
 
 from pulsetrain.engine.data import rng
-from pulsetrain.engine.data.keyed_loader import KeyedLoader, KeyedOrder, can_be_keyed, draws_nothing, length_of
+from pulsetrain.engine.data.keyed_loader import KeyedLoader, KeyedOrder
+from pulsetrain.engine.data.loaders import can_be_keyed, draws_nothing, length_of
 from tests.support.datasets import Augmenting, Reading, flat, values
 
 

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, TensorDataset, WeightedRandomSampler
 
-from pulsetrain.engine.data.keyed_loader import KeyedLoader, KeyedOrder, order_seed
+from pulsetrain.engine.data.keyed_loader import KeyedLoader, KeyedOrder
+from pulsetrain.engine.data.loaders import order_seed
 from tests.support.datasets import Reading, flat, values
 
 
