@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Literal
 
+from torch import nn
+
 from pulsetrain.engine.errors import ConfigurationError, MetricNotFoundError, did_you_mean
 from pulsetrain.engine.metrics.reading import canonical
 
@@ -42,7 +44,7 @@ def infer_mode(name: str, metrics: Mapping[str, object] | None = None) -> Mode |
     owner, _, last = name.rpartition("/")
     for metric in (metrics.get(name), _members(metrics.get(owner)).get(last), metrics.get(owner)):
         higher = getattr(metric, "higher_is_better", None)
-        if higher is not None:
+        if isinstance(higher, bool):  # ignite's metrics answer to any name
             return "max" if higher else "min"
     words = f"_{name.lower().rpartition('/')[2]}_"
     lower, higher, changed = (any(f"_{word}_" in words for word in listed) for listed in (_LOWER, _HIGHER, _CHANGING))
@@ -80,10 +82,4 @@ metric='val/top5' are better does not follow from its name; pass mode='min' or m
 
 def _members(metric: object) -> Mapping[str, object]:
     """The metrics of a torchmetrics.MetricCollection, by the names of their values."""
-    items = getattr(metric, "items", None)
-    if not callable(items):
-        return {}
-    try:
-        return dict(items())
-    except Exception:  # an `items` of another meaning
-        return {}
+    return dict(metric.items()) if isinstance(metric, nn.ModuleDict) else {}

@@ -130,7 +130,8 @@ class Played:
     def state(self) -> Any:
         state = self.handler.state_dict() if hasattr(self.handler, "state_dict") else None
         if isinstance(self.handler, EventRecorder):
-            state.pop("run", None)  # each log has an id of its own
+            state.pop("run", None)  # each log has an id of its own,
+            state.pop("seams", None)  # and a replay writes one without resumes
         return state
 
     @property

@@ -1,3 +1,4 @@
+import ignite.metrics
 import pytest
 
 from pulsetrain.engine.errors import ConfigurationError
@@ -37,6 +38,15 @@ class Judged:
 )
 def test_the_last_part_of_a_name_says_whether_a_metric_should_fall_or_rise_if_its_words_agree(name, mode):
     assert infer_mode(name) == mode
+
+
+def test_a_metric_of_ignites_does_not_say_and_its_name_decides():
+    metrics = {
+        "val/mse": ignite.metrics.MeanSquaredError(),
+        "val/top5": ignite.metrics.TopKCategoricalAccuracy(5),
+        "val/accuracy": ignite.metrics.Accuracy(),
+    }
+    assert [infer_mode(name, metrics) for name in metrics] == ["min", None, "max"]
 
 
 @pytest.mark.parametrize(("higher", "mode"), [(True, "max"), (False, "min"), (None, "min")])
