@@ -119,20 +119,20 @@ class Fingerprint:
             return digest(np.asarray(value))
         if isinstance(value, _BYTES):
             return kind, bytes(value)
-        if isinstance(value, GENERATORS):
-            return (kind, _state_of_generator(value)) if self.reads_generators else kind
         if isinstance(value, _CONTAINERS):
             return self._container(value, depth)
         if isinstance(value, _OPAQUE):
             return kind
         try:
             return self._object(value, depth)
-        except Exception:  # raised by code of the user's, such as a state_dict() that needs a first batch
+        except Exception:  # raised by code of the user's: a state_dict() that needs a batch, SystemRandom
             return self._not_seen(kind)
 
     def _object(self, value: object, depth: int) -> Hashable:
         kind = cast(Hashable, type(value))
         function = isinstance(value, _FUNCTIONS)
+        if isinstance(value, GENERATORS):
+            return (kind, _state_of_generator(value)) if self.reads_generators else kind
         if not function and package_of(value) == "pulsetrain":
             return kind  # saved, if it belongs to the run
         if hasattr(type(value), "close") or isinstance(value, np.memmap):  # which may be opened when it is first needed

@@ -4,6 +4,7 @@ states that no checkpoint can hold end the run before its first batch.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,10 @@ import torch
 from torch import nn
 
 from pulsetrain import Trainer
-from pulsetrain.engine import CheckpointError, Every, SupervisedStrategy
-from tests.support.models import loader, regression_model
+from pulsetrain.engine import CheckpointError, Events, Every, SupervisedStrategy
+from pulsetrain.engine.checkpoint import CheckpointManager, load_checkpoint
+from pulsetrain.handlers import Checkpointer
+from tests.support.models import loader, regression_model, trainer
 from tests.support.runs import saving_run, warnings_of
 
 
@@ -137,3 +140,14 @@ def test_what_no_checkpoint_can_hold_ends_the_run_before_its_first_batch(part: s
     assert str(caught.value).startswith(f"checkpoint{part}: set: could not be loaded again")
     assert run.state.iteration == 0
     saving_run(None, **made()).train()  # no warning without a checkpointer
+
+
+def test_a_generator_without_a_state_is_listed_as_not_seen(tmp_path: Path):
+    run = trainer({"max_epochs": 1}, handlers=[Checkpointer(tmp_path)])
+    source = random.SystemRandom()
+    run.add_event_handler(Events.ITERATION_STARTED, lambda: source.random())
+    run.train()
+    (saved,) = CheckpointManager(tmp_path / "checkpoints").valid()
+    unsaved = load_checkpoint(saved)["unsaved"]
+    assert [name.rpartition(".")[2] for name in unsaved["not_seen"]] == ["source"]
+    assert unsaved["changed"] == []
