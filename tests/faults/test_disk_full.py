@@ -135,13 +135,12 @@ def test_after_the_disk_was_full_the_run_resumes_from_the_last_announced_checkpo
 
 
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MB."""
-    folder = tmp_path / "small"
+def small_disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MB, or of another size."""
+    folder, size = tmp_path / "small", getattr(request, "param", "1m")
     folder.mkdir()
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", str(folder)], capture_output=True, text=True, check=False
-    )
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    done = subprocess.run(mount, capture_output=True, text=True, check=False)
     if done.returncode:
         pytest.skip(f"a file system cannot be mounted here: {done.stderr.strip()}")
     yield folder
@@ -177,6 +176,7 @@ def test_on_a_small_disk_that_fills_up_the_run_ends_and_what_was_announced_is_th
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("small_disk", ["2m"], indirect=True)  # room for the lines that wait, and to seal them
 def test_a_disk_that_is_full_for_a_while_costs_no_event_and_no_row(small_disk: Path):
     folder = small_disk / "run"
     run = trainer(
