@@ -73,7 +73,7 @@ class CheckpointManager:
         check_whole_number("CheckpointManager", "keep_last_n", keep_last_n)
         self.checkpoint_dir = location_of(checkpoint_dir)
         self.keep_last_n = keep_last_n
-        self.refusal: str | None = None  # why this manager must not write or delete; None where it may
+        self._refusal: str | None = None
         self._files = files_of(self.checkpoint_dir)
         self._cleaned = False
         try:
@@ -117,7 +117,7 @@ class CheckpointManager:
             CheckpointError: the checkpoint holds a value that could not be loaded again; the message says where.
                 Nothing was written.
             OSError: the checkpoint, or its mark as the best, could not be made durable; earlier ones are unchanged.
-            RunFolderError: `refusal` is set, as in a process that was forked from a run's.
+            RunFolderError: it refuses to write, see `refuse`.
         """
         self._check_refusal()
         check_name("save", name)
@@ -157,9 +157,13 @@ class CheckpointManager:
             target = self.checkpoint_dir / f"{plain}~{repeat + 1}"
         return target
 
+    def refuse(self, why: str | None) -> None:
+        """Refuse to write and delete, as in a process that was forked from a run's; None allows it again."""
+        self._refusal = why
+
     def _check_refusal(self) -> None:
-        if self.refusal is not None:
-            raise RunFolderError(f"{self.checkpoint_dir}: {self.refusal}; choose another folder")
+        if self._refusal is not None:
+            raise RunFolderError(f"{self.checkpoint_dir}: {self._refusal}; choose another folder")
 
     def _history(self) -> _History:
         """What is known of the checkpoints that were ever saved here."""

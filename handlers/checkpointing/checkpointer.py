@@ -139,7 +139,7 @@ class Checkpointer(Handler):
             )
         with self._attachment.to(engine, whole_bus=False) as subscribe:
             self._use = FolderUse("Checkpointer", subscribe, lambda: self.folder, self._leave)
-            self.manager.refusal = None
+            self.manager.refuse(None)
             # first, so that no handler writes anything for a run that may not start
             subscribe(Events.STARTED, self._on_started, phase=Phase.COMPUTE)
             subscribe(Events.CHECKPOINT_LOADED, self._on_loaded, phase=Phase.COMPUTE)
@@ -239,7 +239,7 @@ class Checkpointer(Handler):
 
     def _leave(self) -> None:
         """In a forked process: the parent's run owns the checkpoints."""
-        self.manager.refusal = "this process was forked from the run's, and only the run's process saves there"
+        self.manager.refuse("this process was forked from the run's, and only the run's process saves there")
         if self._background is not None:
             self._background.leave()
 
