@@ -93,6 +93,7 @@ class EventRecorder(Handler):
         self._known: set[str] = set()  # keys of the events subscribed to
         self._in_epoch: set[str] = set()  # names of engines
         self._resumed_in_epoch: set[str] = set()  # engines whose epoch a checkpoint interrupted
+        self._joined_run = False  # whether a run was in progress when this was attached
         self._outermost: Engine | None = None  # the engine whose run contains the runs of the others
         self._closed_at: dict[str, object] = {}  # this handler's state when the log was last closed
         self._saved: Mapping[str, Any] | None = None  # the state of a checkpoint that is being loaded
@@ -116,6 +117,7 @@ class EventRecorder(Handler):
         bus = engine_or_bus.bus if isinstance(engine_or_bus, Engine) else engine_or_bus
         with self._attachment.to(bus):
             self._log.bus = bus
+            self._joined_run = any(each.is_running for each in bus.engines)
             make_folder("EventRecorder", self.folder)
             if not self.rank:
                 FolderUse("EventRecorder", self._attachment, lambda: self.folder.parent, self._log.leave)
@@ -325,7 +327,7 @@ class EventRecorder(Handler):
             self._end()
 
     def _on_exception(self, engine: Engine, event: Event) -> None:
-        if self._log.writer is None:
+        if self._log.writer is None and not self._joined_run:
             return  # the run was refused before it began
         self._log.fail(engine, event.payload.error)
         self._log.write(self._log.entry(event))

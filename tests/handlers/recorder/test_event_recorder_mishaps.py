@@ -64,6 +64,20 @@ def test_attached_in_mid_run_the_log_continues_to_the_outer_runs_end(tmp_path: P
     assert next(log.read(engine="trainer", event="completed"), None) is not None
 
 
+def test_attached_in_mid_run_it_records_an_error_that_is_the_first_event(tmp_path: Path):
+    def fail(engine: Engine, batch: int) -> float:
+        if batch == 2:
+            raise ArithmeticError("too large")
+        return 0.5
+
+    trainer = Engine(fail, name="trainer")
+    recorder = EventRecorder(tmp_path, every=10)
+    trainer.add_event_handler(Events.ITERATION_STARTED(once=2), lambda: recorder.attach(trainer))
+    with pytest.raises(ArithmeticError):
+        trainer.run([1, 2, 3], max_epochs=1)
+    assert [event.event for event in EventLog(tmp_path).read()] == ["exception_raised"]
+
+
 def test_a_run_that_starts_over_where_one_was_killed_supersedes_it(tmp_path: Path):
     def run() -> Trainer:
         handlers = [EventRecorder(tmp_path / "run"), Checkpointer(tmp_path / "run", at_end=False)]
