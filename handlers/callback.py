@@ -88,6 +88,7 @@ _WORDS = {
     "start": "begin",
     "started": "begin",
     "ended": "end",
+    "completed": "end",
     "batch": "step",
     "iteration": "step",
     "val": "validation",

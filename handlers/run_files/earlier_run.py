@@ -13,12 +13,13 @@ from pulsetrain.engine.recording.log.writer import log_files
 
 __all__ = ["holds_run"]
 
+_METRICS = ("metrics.csv", "metrics.jsonl")  # of the loggers
 _FIGURES = ("loss", "metrics", "learning_rate", "grad_norm", "throughput", "*confusion_matrix")  # that `Plots` draws
 
 
 def holds_run(folder: Path) -> bool:
     """Whether a run has recorded an iteration there."""
-    if find_checkpoints(folder / "checkpoints") or any(map(_has_lines, folder.glob("metrics.*"))):
+    if find_checkpoints(folder / "checkpoints") or any(_has_lines(folder / name) for name in _METRICS):
         return True
     if any(map(_has_steps, folder.glob("tensorboard/*tfevents*"))) or _has_figures(folder / "plots"):
         return True

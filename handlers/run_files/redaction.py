@@ -185,13 +185,18 @@ def _is_secret(text: str, needed: int) -> bool:
 
 
 def _changes_needed(name: str) -> int:
-    """How many changes make a value with this name a credential; only the last part of a dotted name counts."""
-    words = [word.lower() for word in _WORDS.findall(name.rpartition(".")[2])]
+    """How many changes make a value with this name a credential.
+
+    Of a dotted name the last part counts, and the one before it if that is a service.
+    """
+    owner, _, last = name.rpartition(".")
+    words = [word.lower() for word in _WORDS.findall(last)]
     while len(words) > 1 and words[-1] in _AFTER:
         del words[-1]
     if not words:
         return _NEVER
-    word, others = words[-1], words[:-1]
+    service = owner.rpartition(".")[2].lower()
+    word, others = words[-1], words[:-1] or [service] * (service in _SERVICES)
     word = word if word in _CHANGES else word.removesuffix("s")
     if word.endswith(_RUN_TOGETHER):
         return 0

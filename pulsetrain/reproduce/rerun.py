@@ -34,7 +34,7 @@ __all__ = ["ExpectedEvents", "Rerun", "checkpoint_before", "first_checkpoint", "
 
 # they write, print and measure, and do not change the deterministic events: a rerun detaches them
 OUTPUT_HANDLERS = (
-    *(Alert, BestModel, Checkpointer, CrashBundle, HangWatchdog, LRFinder, MemoryMonitor, MetricLogger),
+    *(Alert, Checkpointer, CrashBundle, HangWatchdog, LRFinder, MemoryMonitor, MetricLogger),
     *(Plots, Profiler, ProgressBar, Throughput),
 )
 ENDINGS = frozenset({"exception_raised", "terminate"})
@@ -117,9 +117,9 @@ class Rerun:
             )
         self.trainer, self.recorder = trainer, recorders[0]
         self.recorder.folder = folder / "events"
-        for handler in trainer.handlers:
-            if isinstance(handler, OUTPUT_HANDLERS):
-                handler.detach()
+        detached = [each for each in trainer.handlers if isinstance(each, OUTPUT_HANDLERS) or _writes_weights(each)]
+        for handler in detached:
+            handler.detach()
         if run is not None:
             rewinds = _rewinds_of(run)
             trainer.add_event_handler(Events.STARTED, lambda engine: engine.data.keep_rewinds(*rewinds))
@@ -128,7 +128,7 @@ class Rerun:
         if checkpoint is not None:
             trainer.load_checkpoint(checkpoint)
             self.start = self.end = trainer.state.iteration
-        self.tensors = TensorCheck(trainer, run) if run is not None else None
+        self.tensors = TensorCheck(trainer, run, detached) if run is not None else None
 
     @property
     def after(self) -> int:
@@ -188,6 +188,10 @@ class Rerun:
         """The indices of that iteration's batch in the data; None if the loader decides the order itself."""
         data = self.trainer.data
         return data.rows(iteration) if iteration > data.pass_start else None
+
+
+def _writes_weights(handler: object) -> bool:
+    return isinstance(handler, BestModel) and handler.folder is not None
 
 
 def _is_ours(event: LoggedEvent) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +27,16 @@ class TensorCheck:
     They are compared at the event at which the Checkpointer saved, after the other handlers of that event; where the
     rerun does not fire it there, such as COMPLETED in the middle of a run that was extended, at the last event before.
     For a checkpoint that does not name its event, such as one that `save_checkpoint` made, the end of the iteration, of
-    the epoch or of the run must agree. Handlers that the repeated run does not have are left out.
+    the epoch or of the run must agree. Handlers that the repeated run does not have, or has detached, are left out.
 
     Args:
         trainer: it repeats the run.
         run: the run folder.
+        detached: handlers of the trainer that see none of its events.
     """
 
-    def __init__(self, trainer: Trainer, run: Path) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: Trainer, run: Path, detached: Collection[object] = ()) -> None:
+        self._trainer, self._detached = trainer, detached
         start = trainer.state.iteration
         self._expected = {step: path for step, path in final_line(run).items() if step > start}  # not decided yet
         self._found: dict[int, str | None] = {}  # by iteration: the difference, None if the tensors agree
@@ -68,7 +69,7 @@ class TensorCheck:
             del self._expected[step]
             self._found[step] = f"iteration {step}: {error}"
             return
-        difference = _difference(saved, self._trainer.checkpoint_state())
+        difference = _difference(saved, self._trainer.checkpoint_state(), self._repeated())
         found = difference and f"iteration {step}, checkpoint {path.name}: {difference}"
         moment = _moment_of(saved, step)
         if moment is not None and event != moment:
@@ -78,6 +79,11 @@ class TensorCheck:
         self._found[step] = found
         if moment is not None or found is None:
             del self._expected[step]
+
+    def _repeated(self) -> set[str]:
+        """The names of the handlers that see the repeated run."""
+        handlers = self._trainer.registry.stateful()
+        return {name for name, each in handlers.items() if not any(each is other for other in self._detached)}
 
     def _read(self, step: int, path: Location) -> Mapping[str, Any]:
         if self._saved[0] != step:
@@ -107,9 +113,9 @@ def _moment_of(saved: Mapping[str, Any], step: int) -> str | None:
     return event if event in [each.value for each in _ENDS] else None
 
 
-def _difference(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """The first tensor that differs, of the parts that both have."""
-    handlers = {name: each for name, each in saved["handlers"].items() if name in now["handlers"]}
+def _difference(saved: Mapping[str, Any], now: Mapping[str, Any], repeated: Collection[str]) -> str | None:
+    """The first tensor that differs, of the parts that both have, and of the handlers with these names."""
+    handlers = {name: each for name, each in saved["handlers"].items() if name in repeated}
     saved = {**saved, "handlers": handlers}
     now = {**now, "handlers": {name: now["handlers"][name] for name in handlers}}
     parts = (part for part in _PARTS if part in saved)  # an older format may lack one

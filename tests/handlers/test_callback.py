@@ -172,6 +172,8 @@ def test_a_hook_that_is_misspelt_is_refused_where_the_class_is_written():
     [
         ("onEpochEnd", "on_epoch_end"),
         ("epoch_end", "on_epoch_end"),
+        ("epoch_completed", "on_epoch_end"),
+        ("onIterationCompleted", "on_step_end"),
         ("after_epoch", "on_epoch_end"),
         ("On_epoch_end", "on_epoch_end"),
         ("before_validation", "on_validation_begin"),

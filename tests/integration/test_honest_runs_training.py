@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from pulsetrain.engine import Every, JaxBackend, TorchBackend
 from pulsetrain.engine.optimizers.registry import NAMES
-from pulsetrain.handlers import EMA, SWA, Callback, EarlyStopping, LossSpikeGuard, NaNGuard
+from pulsetrain.handlers import EMA, SWA, BestModel, Callback, EarlyStopping, LossSpikeGuard, NaNGuard
 from tests.integration import test_honest_runs_data
 from tests.pulsetrain.training import test_several_optimizers as several
 from tests.support import models_hugging_face, runs_strategies
@@ -132,6 +132,11 @@ def a_model_that_the_user_has_compiled() -> dict[str, Any]:
 
 
 # ------------------------------------------------------------------------------------------------ handlers and saves
+
+
+@case()
+def the_best_weights_kept() -> dict[str, Any]:
+    return {"handlers": [BestModel()], "val_loader": DataLoader(pairs(8), BATCH)}
 
 
 @case()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -13,7 +14,15 @@ from pulsetrain.engine.recording.log.records import LOST, LoggedEvent
 from pulsetrain.engine.recording.log.scan import Contents, Damage, Recovered
 from pulsetrain.engine.recording.log.tail import CHUNK
 
-__all__ = ["RUN_FILE", "damage_of_another_run", "damage_of_block", "damage_of_record", "find_damage", "id_of_run"]
+__all__ = [
+    "RUN_FILE",
+    "damage_inside",
+    "damage_of_another_run",
+    "damage_of_block",
+    "damage_of_record",
+    "find_damage",
+    "id_of_run",
+]
 
 RUN_FILE = "run.json"  # in a run folder
 
@@ -71,6 +80,26 @@ def damage_of_block(file: Path, start: int, end: int, header: Header) -> Damage:
         last = next((part.iteration[1] for name, part in header.engines.items() if name), "the end")
         named.append(f"with a record of events that were lost between iteration 0 and {last}")
     return Damage(file.name, start, end, ", ".join((reason, *named)))
+
+
+def damage_inside(file: Path, start: int, header: Header, events: Sequence[LoggedEvent]) -> Damage | None:
+    """The damage of a block whose events skip numbers, although nothing in it says why; None if they do not.
+
+    Args:
+        file: the sealed file.
+        start: offset of the block.
+        header: of the block.
+        events: of the block.
+    """
+    if header.thinned or any(event.event in (LOST, SEAM) for event in events):
+        return None
+    numbers = [event.ord for event in events if event.ord >= 0]
+    jump = next((pair for pair in pairwise(numbers) if pair[1] != pair[0] + 1), None)
+    if jump is None:
+        return None
+    after = next(event for event in events if event.ord == jump[0])
+    reason = f"events are missing: ord {jump[0] + 1} to {jump[1] - 1}: after iteration {after.iteration}"
+    return Damage(file.name, start, start, reason, after.seq)
 
 
 def id_of_run(folder: Path) -> str:

@@ -12,7 +12,13 @@ import msgspec
 
 from pulsetrain.engine.errors import RecordingError
 from pulsetrain.engine.recording.log.blocks import SEAM, Header, parse, seam_of, unpack
-from pulsetrain.engine.recording.log.damage import damage_of_another_run, damage_of_block, damage_of_record, find_damage
+from pulsetrain.engine.recording.log.damage import (
+    damage_inside,
+    damage_of_another_run,
+    damage_of_block,
+    damage_of_record,
+    find_damage,
+)
 from pulsetrain.engine.recording.log.index import Index, Reach
 from pulsetrain.engine.recording.log.records import LOST, LoggedEvent, decode, merge_measured
 from pulsetrain.engine.recording.log.scan import Contents, Damage, mapped, recovered, scan
@@ -230,7 +236,10 @@ class EventLog:
     def verify(self) -> list[Damage]:
         """Read everything, and return the damaged and missing parts, even those that were computed again."""
         for number in range(len(self._index)):
-            self.block(number)
+            events = self.block(number)
+            found = damage_inside(self._sealed, self._index.start[number], self._index.header(number), events)
+            if found is not None and found not in self.damage:
+                self.damage.append(found)
         return [*self.damage, *self._recomputed]
 
     def to_pandas(self, **query: Unpack[ReadOptions]) -> pandas.DataFrame:

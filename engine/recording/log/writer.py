@@ -18,7 +18,7 @@ from pulsetrain.engine.recording.log.damage import find_damage
 from pulsetrain.engine.recording.log.index import Index
 from pulsetrain.engine.recording.log.records import ENCODING_ERRORS, LOST, LoggedEvent, encode, encoded
 from pulsetrain.engine.recording.log.scan import FORMAT, Contents, Damage, Recovered, TailHead, mapped, recovered, scan
-from pulsetrain.engine.recording.log.tail import CHUNK, Tail
+from pulsetrain.engine.recording.log.tail import Tail
 from pulsetrain.engine.recording.log.thinning import THINNED, thin
 
 __all__ = ["LogWriter", "log_files"]
@@ -149,7 +149,8 @@ class LogWriter:
         kept = self._keep_aside(data, contents, found) if damage else []
         self._replace_tail(erase=True)
         os.ftruncate(self._descriptor, self._end)  # a table: from now on the log is open
-        if kept or (damage and (found.head is None or size % CHUNK)):  # what no later reader would notice
+        # what no later reader would notice: the tail is written anew, and a block shows only its first and last numbers
+        if kept or any(each.file == tail.name for each in damage) or (damage and found.head is None):
             self._note_loss(damage, kept)
 
     def _keep_aside(self, data: Data, contents: Contents, found: Recovered) -> list[str]:

@@ -68,7 +68,7 @@ def test_a_handler_ranks_by_what_the_metric_or_its_name_says(name, metric, objec
     assert said[0]["event"].startswith("larger" if mode == "max" else "smaller")
 
 
-@pytest.mark.parametrize("metric", ["val/top5", "val/accuracy_loss", "val/neg_loss", "val/f1_gap"])
+@pytest.mark.parametrize("metric", ["val/top5", "val/accuracy_loss", "val/neg_loss", "val/loss_reduction"])
 @pytest.mark.parametrize("name", JUDGES)
 def test_a_trainer_cannot_be_made_while_it_is_unknown_which_values_are_better(name, metric, tmp_path):
     def make(**mode):

@@ -102,5 +102,6 @@ def test_metrics_and_figures_of_one_run_may_be_continued(handler: Make, tmp_path
 
     (tmp_path / "new" / "plots").mkdir(parents=True)
     (tmp_path / "new" / "plots" / "data.png").touch()
+    (tmp_path / "new" / "metrics.py").write_text("def accuracy(a, b):\n    return a == b\n")
     (tmp_path / "new" / "config.yaml").write_text("{}")
     make(tmp_path / "new", handler).train()

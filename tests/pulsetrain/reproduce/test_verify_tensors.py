@@ -15,7 +15,7 @@ from pulsetrain import Trainer, verify
 from pulsetrain.engine import Events, Every, Phase, SupervisedStrategy
 from pulsetrain.engine.checkpoint import find_checkpoints
 from pulsetrain.engine.checkpoint.reader import step_of
-from pulsetrain.handlers import EMA, Checkpointer, EventRecorder
+from pulsetrain.handlers import EMA, BestModel, Checkpointer, EventRecorder
 from tests.support.cases import slow_but
 from tests.support.models import loader, regression_model, trainer
 
@@ -90,6 +90,21 @@ def test_a_reproduced_run_names_the_checkpoints_whose_tensors_agree(tmp_path: Pa
     steps = [step_of(path) for path in find_checkpoints(tmp_path / "run" / "checkpoints")]
     assert found.checkpoints == tuple(sorted(set(steps)))
     assert f"those of iteration {steps[0]}" in found.report()
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_a_run_that_keeps_its_best_weights_is_reproduced(writes: bool, tmp_path: Path):
+    def with_best(folder: Path) -> Trainer:
+        made = build(folder)
+        best = BestModel(folder=folder if writes else None)
+        made.handlers.append(best)
+        best.attach(made)
+        return made
+
+    with_best(tmp_path / "run").train()
+    found = verify(tmp_path / "run", with_best)
+    assert found, found.report()
+    assert found.checkpoints
 
 
 def build_saving(folder: Path, every: Every, end: Events, phase: Phase | None = None, epochs: int = 2) -> Trainer:

@@ -35,6 +35,30 @@ def end(writer: LogWriter) -> None:
     writer.close()
 
 
+@pytest.mark.parametrize("place", [0, 3, 8])
+def test_a_line_that_has_vanished_from_the_tail_is_damage_before_and_after_the_log_continues(
+    place: int, tmp_path: Path
+):
+    written(tmp_path, 10).close()
+    tail = log_files(tmp_path)[1]
+    _, *lines = filter(None, tail.read_bytes().split(b"\n"))  # the first is the head
+    tail.write_bytes(tail.read_bytes().replace(lines[place], b"\n" * len(lines[place])))
+    assert EventLog(tmp_path).verify()
+    writer = LogWriter(tmp_path)
+    writer.add(event(10))
+    end(writer)
+    assert EventLog(tmp_path).verify()
+
+
+def test_a_block_that_skips_numbers_is_damage(tmp_path: Path):
+    writer = LogWriter(tmp_path)
+    for n in (0, 1, 2, 5, 6):
+        writer.add(event(n))
+    end(writer)
+    (found,) = EventLog(tmp_path).verify()
+    assert "ord 3 to 4: after iteration 2" in str(found)
+
+
 def test_a_forked_process_does_not_hold_the_log(tmp_path: Path):
     writer = written(tmp_path, 3)
     ready, go = os.pipe()
