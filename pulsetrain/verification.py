@@ -14,9 +14,10 @@ from pulsetrain.engine.errors import ConfigurationError
 from pulsetrain.engine.recording import Divergence, EventLog, LoggedEvent
 from pulsetrain.engine.recording.diff.fields import differing_fields
 from pulsetrain.engine.recording.diff.result import describe_event, field_table
+from pulsetrain.engine.recording.log.run_file import read_run_file
 from pulsetrain.engine.recording.replay.source import Source
 from pulsetrain.export.event_formats import format_rows
-from pulsetrain.handlers.run_files.run_file import read_run_file, run_facts
+from pulsetrain.handlers.run_files.run_file import run_facts
 from pulsetrain.reproduce.diagnosis import BATCH, STATE, Cause, Evidence, diagnose
 from pulsetrain.reproduce.rerun import ExpectedEvents, Rerun, first_checkpoint, nearest_checkpoint
 from pulsetrain.trainer import Trainer

@@ -26,7 +26,7 @@ from pulsetrain.engine.events.payloads import ExceptionRaised
 from pulsetrain.engine.events.subscription import Phase
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.recording import EventLog, LoggedEvent, LogWriter
-from pulsetrain.engine.recording.log.damage import id_of_run
+from pulsetrain.engine.recording.log.run_file import id_of_run
 from pulsetrain.engine.recording.replay.engine import ReplayedEngine
 from pulsetrain.engine.training_run import is_training_run
 from pulsetrain.handlers.attachment.attachment import Handler

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from pulsetrain.engine.errors import RecordingError
-from pulsetrain.handlers.run_files.run_file import read_run_file
+from pulsetrain.engine.recording.log.run_file import read_run_file
 
 __all__ = ["Bundle", "bundle_of", "forget_bundle", "read_bundle"]
 

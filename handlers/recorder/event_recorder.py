@@ -11,7 +11,7 @@ from pulsetrain.engine.argument_checks import check_choice, check_whole_number
 from pulsetrain.engine.events.names import identify
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.recording import EventCheck, LogWriter
-from pulsetrain.engine.recording.log.damage import id_of_run
+from pulsetrain.engine.recording.log.run_file import id_of_run
 from pulsetrain.engine.recording.replay.source import Source
 from pulsetrain.engine.training_run import total_iterations_of
 from pulsetrain.handlers.attachment.attachment import Handler

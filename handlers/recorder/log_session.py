@@ -8,7 +8,7 @@ from pathlib import Path
 from pulsetrain.engine import Engine, Event, EventBus, Events, OnError, PulsetrainError, RecordingError
 from pulsetrain.engine.logs import get_logger
 from pulsetrain.engine.recording import EventCheck, EventLog, LoggedEvent, LogWriter
-from pulsetrain.engine.recording.log.damage import id_of_run
+from pulsetrain.engine.recording.log.run_file import id_of_run
 from pulsetrain.handlers.metric_values.event_values import EventValues, PlainTypes, summary
 from pulsetrain.handlers.metric_values.step_values import METRIC_EVENTS
 from pulsetrain.handlers.run_files.ownership import take

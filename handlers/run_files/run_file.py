@@ -18,13 +18,13 @@ from torch import nn
 from pulsetrain.engine import Engine, is_training_run
 from pulsetrain.engine.environment import describe_environment
 from pulsetrain.engine.metrics import infer_mode, names_of
-from pulsetrain.engine.recording.log.damage import RUN_FILE
+from pulsetrain.engine.recording.log.run_file import RUN_FILE, read_run_file
 from pulsetrain.handlers.attachment.engine_queries import attribute, device_of, settings_of
 from pulsetrain.handlers.metric_values.event_values import EventValues
 from pulsetrain.handlers.run_files.redaction import redacted
 from pulsetrain.handlers.run_files.run_folder import replace_file
 
-__all__ = ["RUN_FILE", "RunFacts", "note_start", "read_run_file", "run_facts", "write_run_file"]
+__all__ = ["RunFacts", "note_start", "run_facts", "write_run_file"]
 
 FORMAT = 1
 
@@ -125,15 +125,6 @@ def note_start(folder: Path, engine: Engine, iteration: int, rank: int = 0, run:
     facts |= there
     starts = facts["starts"] if isinstance(facts["starts"], list) else []
     _write(folder, {**facts, "starts": [*starts, start]})
-
-
-def read_run_file(folder: Path) -> RunFacts:
-    """The content of run.json; empty if the file is missing or is not a JSON object."""
-    try:
-        found = msgspec.json.decode((folder / RUN_FILE).read_bytes())
-    except (OSError, ValueError):  # not JSON, or not UTF-8
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def _write(folder: Path, facts: RunFacts) -> None:

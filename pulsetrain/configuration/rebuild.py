@@ -8,8 +8,8 @@ from pathlib import Path
 from pulsetrain.configuration.assemble import Assembly, assemble
 from pulsetrain.configuration.parse import read_config
 from pulsetrain.engine.errors import RunFolderError
+from pulsetrain.engine.recording.log.run_file import read_run_file
 from pulsetrain.handlers.run_files.redaction import redacted_settings
-from pulsetrain.handlers.run_files.run_file import read_run_file
 
 __all__ = ["base_of", "rebuild"]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from pulsetrain.engine.checkpoint import Location, find_checkpoints, load_checkpoint
 from pulsetrain.engine.checkpoint.reader import size_of, step_of
 from pulsetrain.engine.errors import CheckpointError
-from pulsetrain.handlers.run_files.run_file import RUN_FILE, read_run_file
+from pulsetrain.engine.recording.log.run_file import RUN_FILE, read_run_file
 from pulsetrain.state.older_formats import upgrade
 
 __all__ = ["RecordedHandlers", "recorded_handlers"]

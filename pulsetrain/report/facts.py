@@ -11,7 +11,7 @@ import yaml
 
 from pulsetrain.configuration.parse import load_yaml
 from pulsetrain.engine.recording.log.records import Json
-from pulsetrain.handlers.run_files.run_file import read_run_file
+from pulsetrain.engine.recording.log.run_file import read_run_file
 
 __all__ = ["ABSENT", "Facts", "Row", "compared", "read_facts", "settings_of"]
 

@@ -12,8 +12,9 @@ from pulsetrain.configuration.rebuild import rebuild
 from pulsetrain.engine import CheckpointLoaded, ConfigurationError, Events, RunFolderError
 from pulsetrain.engine.checkpoint import load_checkpoint
 from pulsetrain.engine.recording.log.records import Json
+from pulsetrain.engine.recording.log.run_file import read_run_file
 from pulsetrain.handlers import LRScheduler
-from pulsetrain.handlers.run_files.run_file import read_run_file, write_run_file
+from pulsetrain.handlers.run_files.run_file import write_run_file
 from pulsetrain.reproduce.rerun import nearest_checkpoint
 from pulsetrain.state.older_formats import upgrade
 from pulsetrain.trainer import Trainer

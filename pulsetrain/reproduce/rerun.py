@@ -10,6 +10,7 @@ from pulsetrain.engine import CheckpointError, ConfigurationError, Events, Phase
 from pulsetrain.engine.checkpoint import Location, find_checkpoints
 from pulsetrain.engine.checkpoint.reader import step_of
 from pulsetrain.engine.recording import EventCheck, EventLog, LoggedEvent
+from pulsetrain.engine.recording.log.run_file import read_run_file
 from pulsetrain.handlers import (
     Alert,
     BestModel,
@@ -26,7 +27,6 @@ from pulsetrain.handlers import (
     Throughput,
 )
 from pulsetrain.handlers.recorder.fingerprints import StateFingerprint, fingerprint_of
-from pulsetrain.handlers.run_files.run_file import read_run_file
 from pulsetrain.reproduce.tensor_check import TensorCheck
 from pulsetrain.trainer import Trainer
 

@@ -12,7 +12,7 @@ from pathlib import Path, PurePath
 from types import FunctionType
 from typing import Any
 
-from pulsetrain.engine import ConfigurationError, Engine, Every, Subscription
+from pulsetrain.engine import CheckpointError, ConfigurationError, Engine, Every, Subscription
 from pulsetrain.engine.checkpoint import CheckpointManager, CheckpointUrl, Location
 from pulsetrain.engine.events.bus import EventSignal
 from pulsetrain.engine.logs import get_logger
@@ -127,7 +127,7 @@ class HandlerRegistry:
         """Give each subscriber the state that it had when the registry first saw it."""
         for key, handler in self.stateful().items():
             if key in self._first_states:
-                handler.load_state_dict(self._first_states[key])
+                _load(key, handler, self._first_states[key])
             else:  # it was attached later, and has seen no run yet
                 self._first_states[key] = state_of(key, handler)
 
@@ -139,7 +139,13 @@ class HandlerRegistry:
         """Restore the subscribers, each from the saved one with the same settings, or else of the same class."""
         handlers = self.stateful()
         for key, other in _pairs(self.settings(), _texts(state)).items():
-            handlers[key].load_state_dict(state[other]["state"])
+            try:
+                _load(key, handlers[key], state[other]["state"])
+            except KeyError as error:
+                raise CheckpointError(
+                    f"the checkpoint's state of the handler {key} lacks {error}; load another checkpoint, or let its "
+                    "load_state_dict() use a default where the entry is missing"
+                ) from error
 
     def report_pairs(self, state: Mapping[str, Mapping[str, object]]) -> None:
         """Warn about subscribers without a saved state, states without a subscriber, and pairs that are a guess."""
@@ -166,6 +172,15 @@ def state_of(key: str, handler: Stateful) -> Any:
         return handler.state_dict()
     except Exception as error:
         error.add_note(f"in {key}.state_dict(), whose state is part of a checkpoint")
+        raise
+
+
+def _load(key: str, handler: Stateful, state: object) -> None:
+    """Restore a handler's state; an error gets a note with its name."""
+    try:
+        handler.load_state_dict(state)
+    except Exception as error:
+        error.add_note(f"in {key}.load_state_dict()")
         raise
 
 

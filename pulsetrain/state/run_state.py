@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, Field, fields
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -34,7 +34,6 @@ FORMAT = 5
 _FIRST_COUNTERS = (  # which every checkpoint of this format has
     "iteration", "epoch", "epoch_length", "update", "validation_round", "rollout_round", "save", "tokens", "samples",
 )  # fmt: skip
-_COUNTERS = (*_FIRST_COUNTERS,)  # one that is added here is 0 in older checkpoints
 # settings that may differ between two parts of one run: its length, what it reports, where it writes
 _MAY_CHANGE = (*BOUNDS, "log_every_n_steps", "run_dir")
 _MAY_REFUSE = ("backend", "strategy", "handlers")  # parts that run code which cannot be checked beforehand
@@ -88,9 +87,12 @@ class RunState:
         try:
             for name in unchecked:
                 self._load(name, state)
-        except Exception:
+        except Exception as refused:
             for name in unchecked:
-                self.parts[name].load_state_dict(before[name])
+                try:
+                    self.parts[name].load_state_dict(before[name])
+                except Exception as error:  # the first error is the one to mend
+                    refused.add_note(f"{name!r} could not be put back either: {type(error).__name__}: {error}")
             raise
         for name in self.parts:
             if name not in unchecked:
@@ -311,18 +313,20 @@ class Counters(PartOf[_Counting]):
     A checkpoint counts what was trained: an iteration whose step was not made yet is not in it.
     """
 
+    NAMES: ClassVar[tuple[str, ...]] = (*_FIRST_COUNTERS,)  # one that is added here is 0 in older checkpoints
+
     def __init__(self, owner: _Counting) -> None:
         super().__init__(owner)
-        for name in _COUNTERS:
+        for name in self.NAMES:
             if not hasattr(owner.state, name):  # one that no event of the engine reads
                 setattr(owner.state, name, 0)
 
     def reset(self) -> None:
-        self._owner.set_counters(dict.fromkeys(_COUNTERS, 0) | {"epoch_length": None})
+        self._owner.set_counters(dict.fromkeys(self.NAMES, 0) | {"epoch_length": None})
 
     def state_dict(self) -> dict[str, int | None]:
         data = self._owner.data
-        counters = {name: getattr(self._owner.state, name) for name in _COUNTERS}
+        counters = {name: getattr(self._owner.state, name) for name in self.NAMES}
         counters["iteration"], counters["epoch"] = data.trained, data.epoch - (not data.epoch_done)
         for event in self._owner.registered_events:
             name = self._owner.counter_of(event)
@@ -335,7 +339,7 @@ class Counters(PartOf[_Counting]):
 
     def load_state_dict(self, state: Mapping[str, int | None]) -> None:
         # the checkpoint's own save is counted after it is durable, so it is not in there
-        self._owner.set_counters({**dict.fromkeys(_COUNTERS, 0), **state, "save": (state["save"] or 0) + 1})
+        self._owner.set_counters({**dict.fromkeys(self.NAMES, 0), **state, "save": (state["save"] or 0) + 1})
 
 
 def _changed_settings(config: TrainingConfig) -> dict[str, str]:

@@ -25,6 +25,7 @@ from pulsetrain.state.loader_parts import parts_of_loader
 from pulsetrain.state.module_state import DROPOUTS, modules_in
 from pulsetrain.state.object_graph import generators_in, is_users, of_process, package_of
 from pulsetrain.state.part import StateDict, keeps_state, require
+from pulsetrain.state.run_state import Counters
 
 __all__ = ["UnsavedState"]
 
@@ -161,7 +162,11 @@ class UnsavedState:
                 f"{path}: parameters that are not the model's", [id(each) for each in others if id(each) not in own]
             )
         engine = registry.engine
-        saved = {*_state_of_engines(), *(engine.counter_of(event) for event in engine.registered_events)}
+        saved = {
+            *_state_of_engines(),
+            *Counters.NAMES,
+            *(engine.counter_of(event) for event in engine.registered_events),
+        }
         state = {name: value for name, value in vars(engine.state).items() if name not in saved}
         found.add_attributes("state", SimpleNamespace(**state))
         found.reads_generators = False  # of the data, they are reported at the start
@@ -254,7 +259,7 @@ def _add_hooks(found: Fingerprint, path: str, hooks: list[Any]) -> None:
 @cache
 def _state_of_engines() -> frozenset[str]:
     """The attributes of an engine's state that are saved, or belong to the loop."""
-    return frozenset({*vars(Engine(lambda engine, batch: None).state), "samples", "tokens", "seed"})
+    return frozenset({*vars(Engine(lambda engine, batch: None).state), "seed"})
 
 
 def _check_data(loader: object) -> None:

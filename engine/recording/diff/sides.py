@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-import msgspec
-
 from pulsetrain.engine.recording.log.reader import EventLog
 from pulsetrain.engine.recording.log.records import Json, LoggedEvent
+from pulsetrain.engine.recording.log.run_file import read_run_file
 
 __all__ = ["Group", "Piece", "Side", "groups"]
 
@@ -95,11 +94,7 @@ class Side:
     @cached_property
     def facts(self) -> dict[str, Json]:
         """The content of run.json; empty if it is missing or damaged."""
-        try:
-            found = msgspec.json.decode((self.folder / "run.json").read_bytes())
-        except (OSError, msgspec.DecodeError, UnicodeDecodeError):
-            return {}
-        return found if isinstance(found, dict) else {}
+        return read_run_file(self.folder)
 
     def environment(self) -> dict[str, Json] | None:
         """The environment that run.json describes."""

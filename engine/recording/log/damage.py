@@ -6,11 +6,10 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-import msgspec
-
 from pulsetrain.engine.recording.log.blocks import SEAM, Data, Header, parse
 from pulsetrain.engine.recording.log.index import Index
 from pulsetrain.engine.recording.log.records import LOST, LoggedEvent
+from pulsetrain.engine.recording.log.run_file import RUN_FILE, id_of_run
 from pulsetrain.engine.recording.log.scan import Contents, Damage, Recovered
 from pulsetrain.engine.recording.log.tail import CHUNK
 
@@ -23,8 +22,6 @@ __all__ = [
     "find_damage",
     "id_of_run",
 ]
-
-RUN_FILE = "run.json"  # in a run folder
 
 
 def find_damage(sealed: Path, data: Data, contents: Contents, tail: Path, found: Recovered, size: int) -> list[Damage]:
@@ -100,16 +97,6 @@ def damage_inside(file: Path, start: int, header: Header, events: Sequence[Logge
     after = next(event for event in events if event.ord == jump[0])
     reason = f"events are missing: ord {jump[0] + 1} to {jump[1] - 1}: after iteration {after.iteration}"
     return Damage(file.name, start, start, reason, after.seq)
-
-
-def id_of_run(folder: Path) -> str:
-    """The run's id in its run.json; empty if the file is missing, or has none."""
-    try:
-        known = msgspec.json.decode((folder / RUN_FILE).read_bytes())
-    except (OSError, ValueError):  # not JSON, or not UTF-8
-        return ""
-    found = known.get("id") if isinstance(known, dict) else None
-    return found if isinstance(found, str) else ""
 
 
 def damage_of_another_run(file: Path, run: str, folder: Path) -> Damage | None:

@@ -17,7 +17,7 @@ from pulsetrain.cli import main
 from pulsetrain.configuration.parse import load_yaml
 from pulsetrain.engine.checkpoint import CheckpointManager, find_checkpoints
 from pulsetrain.engine.checkpoint.disk import Disk
-from pulsetrain.handlers.run_files.run_file import read_run_file
+from pulsetrain.engine.recording.log.run_file import read_run_file
 from tests.support.programs_command_line import files, train
 
 

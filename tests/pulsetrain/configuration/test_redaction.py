@@ -59,7 +59,8 @@ def test_so_is_one_with_its_name_in_a_text(form: str) -> None:
 @pytest.mark.parametrize(
     "value",
     [
-        ["--wandb.key", S], {"data.hub.token": S}, ["train", "--token", S], ["train", "--password", f"-{S}"], ["--password", f":{S}"], f"--password={S} {S}",
+        ["--wandb.key", S], {"data.hub.token": S},
+        ["train", "--token", S], ["train", "--password", f"-{S}"], ["--password", f":{S}"], f"--password={S} {S}",
         f"Authorization: Bearer {S}", [f"Authorization: Bearer {S}"], f"curl -H 'Authorization: Bearer {S}' https://host",
         f'curl -H "Authorization: Basic {S}="', f"Authorization: AWS4 Credential=a, Signature={S}", f"Bearer {S}",
         f"Cookie: a=1; b={S}", {"headers": {"Authorization": f"Bearer {S}"}},

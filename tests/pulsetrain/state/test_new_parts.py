@@ -14,7 +14,7 @@ from torch import nn
 
 from pulsetrain import Checkpointer, Every, SupervisedStrategy, Trainer, TrainingConfig
 from pulsetrain.engine import CheckpointError, Events
-from pulsetrain.state import run_state
+from pulsetrain.state.run_state import Counters
 
 
 class Slow:
@@ -92,6 +92,31 @@ def test_a_part_that_every_checkpoint_has_is_required(tmp_path: Path) -> None:
         made.load_checkpoint_state(state)
 
 
+class Forgetful(Slow):
+    """A handler whose state lacks what it reads."""
+
+    def attach(self, engine: Trainer) -> None:
+        engine.add_event_handler(Events.ITERATION_COMPLETED, self.count)
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self.batches = state["batches"] + state["more"]
+
+
+def test_a_handler_that_cannot_load_its_state_is_named(tmp_path: Path) -> None:
+    made = trainer(tmp_path)
+    handler = Forgetful()
+    made.handlers.append(handler)
+    handler.attach(made)
+    state = made.checkpoint_state()
+    with pytest.raises(CheckpointError, match="state of the handler Forgetful lacks 'more'; load another") as refused:
+        made.load_checkpoint_state(state)
+    assert any("'handlers' could not be put back either: CheckpointError" in note for note in refused.value.__notes__)
+    made.registry.remember()
+    with pytest.raises(KeyError) as failed:
+        made.registry.reset()
+    assert failed.value.__notes__ == ["in Forgetful.load_state_dict()"]
+
+
 def test_a_checkpoint_that_a_handler_refuses_leaves_the_runs_metrics_as_they_are(tmp_path: Path) -> None:
     made = trainer(tmp_path, slow=Slow())
     made.train()
@@ -122,11 +147,13 @@ def test_a_counter_is_one_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     first = trainer(tmp_path / "first")
     first.train()
     older = first.checkpoint_state()
-    monkeypatch.setattr(run_state, "_COUNTERS", (*run_state._COUNTERS, "restarts"))
+    monkeypatch.setattr(Counters, "NAMES", (*Counters.NAMES, "restarts"))
     counting = trainer(tmp_path / "second")
     assert counting.checkpoint_state()["counters"]["restarts"] == 0
-    counting.add_event_handler(Events.STARTED, lambda engine: setattr(engine.state, "restarts", 3))
-    counting.train()
+    counting.add_event_handler(Events.ITERATION_COMPLETED(once=3), lambda engine: setattr(engine.state, "restarts", 3))
+    with capture_logs() as logs:
+        counting.train()
+    assert [each["event"] for each in logs if each["log_level"] == "warning"] == []
     again = trainer(tmp_path / "third")
     again.load_checkpoint_state(counting.checkpoint_state())
     assert again.state.restarts == 3
